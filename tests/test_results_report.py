@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import html
 import json
 import re
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from conftest import succeed
 
@@ -33,16 +36,36 @@ def numbers_in(value: Any) -> Iterator[float]:
         yield float(value)
 
 
-def check_page(page: Path, *files: Path) -> str:
-    """Check that each number in the tables of the evaluation is in one of the JSON files. Return the text of the page."""
+def numbers_of_slides(*tables: Path) -> Iterator[float]:
+    """Yield probabilities and positions of patches; number of patches and mean probability of each slide."""
+    slides: dict[str, list[dict[str, str]]] = {}
+    for table in tables:
+        with table.open(newline="") as file:
+            for row in csv.DictReader(file):
+                slides.setdefault(row["slide"], []).append(row)
+    for rows in slides.values():
+        yield len(rows)
+        for name in (it for it in rows[0] if it.startswith("p_")):
+            values = [np.float32(row[name]) for row in rows]
+            yield from map(float, values)
+            yield float(np.mean(values, dtype=np.float64))
+        yield from (float(row[name]) for row in rows for name in ("x_l0", "y_l0"))
+
+
+def check_page(page: Path, *files: Path, tables: Sequence[Path] = ()) -> str:
+    """Check that each number in the tables of the evaluation is in one of the files. Return the text of the page.
+
+    `tables` are the predictions of patches.
+    """
     text = page.read_text(encoding="utf-8")
     numbers = [it for file in files for it in numbers_in(json.loads(file.read_text()))]
-    known = {round(it, 9) for it in numbers}
+    numbers += numbers_of_slides(*tables)
+    known = {round(it, 6) for it in numbers}
     shown = {f"{it:.3f}" for it in numbers} | {f"{it:+.3f}" for it in numbers}
     found = 0
     for section in re.findall(r'<section id="([^"]+)">(.*?)</section>', text, re.DOTALL):
         for value, cell in CELL.findall(section[1]) if section[0] in SECTIONS else ():
-            assert round(float(value), 9) in known, f"{section[0]}: {cell}"
+            assert round(float(value), 6) in known, f"{section[0]}: {cell}"
             for end in re.findall(r"[-+]?\d+\.\d{3}", cell):
                 assert end in shown, f"{section[0]}: {cell}"
             found += 1
@@ -52,7 +75,7 @@ def check_page(page: Path, *files: Path) -> str:
 
 def test_numbers_of_a_run(trained: Path, tmp_path: Path) -> None:
     page = report(trained, out=tmp_path / "run.html", pictures=False).file
-    text = check_page(page, trained / "metrics.json")
+    text = check_page(page, trained / "metrics.json", tables=[trained / "predictions.csv"])
     for title in (
         "Decision curve, patches",
         "Precision and recall, patches",
@@ -74,7 +97,8 @@ def test_numbers_of_predictions(
     table.write_text("\n".join(f"{line},{cell}" for line, cell in zip(lines, more, strict=True)))
     out = tmp_path / "p"
     predict(trained, made_store, out=out, labels=table, subgroup=["scanner"])
-    text = check_page(report(out).file, out / "evaluation.json")
+    patches = sorted((out / "patches").glob("*.csv"))
+    text = check_page(report(out).file, out / "evaluation.json", tables=patches)
     found = json.loads((out / "evaluation.json").read_text())
     assert "scanner" in {it["column"] for it in found["breakdown"]["subgroups"]}
     assert found["flow"]["slides"]["used"] == {"test": 12}
@@ -100,7 +124,8 @@ def test_numbers_of_folds_and_comparisons(small_store: Path, tmp_path: Path) -> 
             "--out", tmp_path / f"cv{seed}",
         )  # fmt: skip
     page = report(tmp_path / "cv1").file
-    text = check_page(page, tmp_path / "cv1" / "summary.json")
+    tables = [tmp_path / "cv1" / "predictions.csv"]
+    text = check_page(page, tmp_path / "cv1" / "summary.json", tables=tables)
     assert "Test set of each fold" in text
     runs = [tmp_path / "cv1", tmp_path / "cv2"]
     page = report(runs, out=tmp_path / "both.html").file
@@ -140,8 +165,29 @@ def test_checklist_holds_only_what_the_run_knows(
     decimals = [it for line in quoted for it in re.findall(r"(?<![\d.])\d+\.\d{3}(?![\d.])", line)]
     assert len(decimals) >= 5
     assert set(decimals) <= shown
+    check_counts(text, trained)
     assert "histopipe" in text.partition("## Methods")[2]
     assert text.count("@article{") >= 4
+
+
+def check_counts(text: str, run: Path) -> None:
+    """Check that the counts in a checklist are those of metrics.json, splits.json and slides.csv."""
+    flow = json.loads((run / "metrics.json").read_text())["flow"]
+    for level, own in flow.items():
+        excluded = sum(own["excluded"].values())
+        assert f"Of {own['found']:,} {level} found, {excluded:,} were excluded, and" in text
+        for side, count in own["used"].items():
+            assert f"{count:,} are in {side.replace('train', 'training')}" in text
+    for side, counts in json.loads((run / "splits.json").read_text())["counts"].items():
+        classes = " and ".join(f"{count:,} {name}" for name, count in counts.items())
+        assert f"{side.replace('train', 'training')} {classes}" in text
+    with (run / "slides.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    for side in ("train", "validation", "test"):
+        patients = {(it["patient"], it["label"]) for it in rows if it["status"] == side}
+        labels = sorted({label for _, label in patients})
+        texts = [f"{sum(own == label for _, own in patients)} {label}" for label in labels]
+        assert f"{side.replace('train', 'training')} {' and '.join(texts)}" in text
 
 
 def test_checklist_files_agree(trained: Path, tmp_path: Path) -> None:
@@ -152,7 +198,7 @@ def test_checklist_files_agree(trained: Path, tmp_path: Path) -> None:
         file = report(trained, checklist="claim", out=tmp_path / f"c.{suffix}").file
         if suffix == "docx":
             (table,) = docx.Document(str(file)).tables
-            assert len(table.rows) == 45
+            assert sum(row.cells[0].text.isdigit() for row in table.rows) == 44
             texts.append("\n".join(cell.text for row in table.rows for cell in row.cells))
         else:
             texts.append(html.unescape(file.read_text(encoding="utf-8")))
@@ -168,14 +214,23 @@ def test_checklist_files_agree(trained: Path, tmp_path: Path) -> None:
 
 
 def test_completed_model_card_is_kept(trained: Path, tmp_path: Path) -> None:
-    card = report(trained, out=tmp_path / "r.html", pictures=False).model_card
-    assert card is not None
+    run = Path(shutil.copytree(trained, tmp_path / "run"))
+    card = run / "model-card.md"
+    card.unlink(missing_ok=True)
+    first = report(run, out=tmp_path / "r.html", pictures=False)
+    assert (first.model_card, first.card_kept) == (card, False)
     text = card.read_text(encoding="utf-8")
     for title in ("Intended use", "Data", "Metrics", "Subgroups", "Limits", "Licence and contact"):
         assert f"## {title}" in text
     assert f"## Intended use\n\n- For the author: {EMPTY}" in text
-    digest = hashlib.sha256((trained / "model.keras").read_bytes()).hexdigest()
+    digest = hashlib.sha256((run / "model.keras").read_bytes()).hexdigest()
     assert digest in text
     card.write_text("completed", encoding="utf-8")
-    report(trained, out=tmp_path / "r.html", pictures=False)
+    assert "model-card.md  (not changed)" in str(
+        report(run, out=tmp_path / "r.html", pictures=False)
+    )
     assert card.read_text(encoding="utf-8") == "completed"
+    with pytest.raises(
+        UsageError, match=r"--out: found .*r\.pdf, expected a file ending in \.html"
+    ):
+        report(run, out=tmp_path / "r.pdf")

@@ -25,6 +25,23 @@ _SHOWN: Mapping[TaskName, tuple[Mapping[str, str], Mapping[str, str]]] = {
     ),
 }  # fmt: skip
 
+FIGURE_TITLES: Mapping[str, str] = {
+    "auc": "AUC", "average_precision": "average precision", "balanced_accuracy": "balanced accuracy",
+    "accuracy": "accuracy", "sensitivity": "sensitivity", "specificity": "specificity", "f1": "F1",
+    "brier": "Brier score", "log_loss": "log loss", "calibration_error": "calibration error",
+    "calibration_intercept": "calibration intercept", "calibration_slope": "calibration slope", "r2": "R²",
+    "pearson": "Pearson correlation", "spearman": "Spearman correlation", "mae": "MAE", "rmse": "RMSE",
+    "c_index": "C-index (Harrell)", "c_index_uno": "C-index (Uno)",
+}  # fmt: skip
+_OF_SURVIVAL = {"auc": "AUC over time", "brier": "integrated Brier score"}
+
+
+def figure_title(name: str, task: TaskName) -> str:
+    """Return the title of a metric, also of one column: `Brier score, age` of `brier:age`."""
+    bare, _, column = name.partition(":")
+    titles = {**FIGURE_TITLES, **_OF_SURVIVAL} if task == "survival" else FIGURE_TITLES
+    return titles.get(bare, bare.replace("_", " ")) + (f", {column}" if column else "")
+
 
 def task_of(metrics: AnyMetrics) -> TaskName:
     """Return the task that was evaluated."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import tomllib
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import Literal
@@ -53,8 +52,22 @@ REFERENCES = {
   journal = {Medical Decision Making}, volume = {26}, number = {6}, pages = {565--574}, year = {2006},
   doi = {10.1177/0272989X06295361}
 }""",
+    "guo2017calibration": """@inproceedings{guo2017calibration,
+  author = {Guo, Chuan and Pleiss, Geoff and Sun, Yu and Weinberger, Kilian Q.},
+  title = {On calibration of modern neural networks},
+  booktitle = {International Conference on Machine Learning}, pages = {1321--1330}, year = {2017}
+}""",
+    "histopipe": f"""@software{{histopipe,
+  author = {{{{The histopipe maintainers}}}},
+  title = {{histopipe: from whole-slide images to a trained model}}, version = {{{__version__}}}
+}}""",
 }
 """BibTeX entries by key."""
+_CITED = {
+    "newcombe2006auc": "Newcombe 2006", "vancalster2019calibration": "Van Calster et al. 2019",
+    "vickers2006decision": "Vickers and Elkin 2006", "guo2017calibration": "Guo et al. 2017",
+}  # fmt: skip
+"""How the methods name papers, by key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +92,15 @@ class Checklist:
     methods: str
 
     @property
-    def references(self) -> str:
-        """BibTeX entries of the checklist and the methods."""
-        others = [
-            entry
-            for key, entry in REFERENCES.items()
-            if key not in ("collins2024tripod", "tejani2024claim")
+    def references(self) -> tuple[str, ...]:
+        """BibTeX entries of the checklist, the software, and the papers that the methods name."""
+        named = [
+            key
+            for key, name in _CITED.items()
+            if name in self.methods
+            or any(name in fact.text for it in self.items for fact in it.facts)
         ]
-        return "\n\n".join([REFERENCES[self.cite], *others])
+        return tuple(REFERENCES[key] for key in (self.cite, "histopipe", *named))
 
     @property
     def summary(self) -> str:
@@ -124,24 +138,13 @@ def fill(name: str, facts: Facts) -> Checklist:
     )
 
 
-_SENTENCES: Sequence[tuple[str, str]] = (
-    ("inputs", "The model takes: {}."), ("tiling", "Slides were tiled as follows: {}."),
-    ("patch_selection", "Patches were chosen as follows: {}."), ("preprocessing", "{}."), ("labels", "Labels: {}."),
-    ("split", "The data were divided as follows: {}."), ("split_level", "The parts are {}."), ("network", "{}."),
-    ("weights", "{}."), ("training", "{}."), ("augmentation", "{}."), ("imbalance", "{}."),
-    ("selection", "The final model is that of: {}."), ("threshold", "{}."), ("calibration", "{}."),
-    ("predictions", "{}."), ("intervals", "Uncertainty: {}."), ("software", "Software: {}."), ("hardware", "Hardware: {}."),
+_SENTENCES = (
+    "tiling", "encoding", "patch_selection", "preprocessing", "labels", "split", "split_level", "network", "inputs", "outputs",
+    "weights", "training", "augmentation", "imbalance", "selection", "threshold", "calibration", "predictions",
+    "metric_names", "intervals", "software", "hardware",
 )  # fmt: skip
 
 
 def methods_paragraph(facts: Facts) -> str:
     """Return a paragraph for the section on methods, from what a run knows."""
-    begun = f"Patches, training and evaluation were made with histopipe {__version__}."
-    texts = []
-    for key, form in _SENTENCES:
-        if key in facts:
-            text = facts[key].text
-            starts = form.startswith("{}")
-            own = text if starts or text[:2].isupper() else text[0].lower() + text[1:]
-            texts.append(form.format(own))
-    return " ".join([begun, *texts])
+    return " ".join(facts[key].text for key in _SENTENCES if key in facts)

@@ -11,7 +11,8 @@ from histopipe.reports.html_page import Cell, Column, Page, Row, Table, Text
 from histopipe.system.files import appearing
 
 _TONES = {"filled from the run": "good", "partly": "", "for the authors": "bad"}
-_WIDTHS_CM = (1.2, 6.0, 2.3, 7.5)
+_WIDTHS_CM = (1.1, 5.4, 2.2, 8.3)
+_CHECK = "Check every answer before you submit it."
 
 
 def write_checklist(checklist: Checklist, path: Path, *, title: str) -> None:
@@ -37,23 +38,30 @@ def _answer(item: Item) -> list[str]:
 
 def _write_html(checklist: Checklist, path: Path, title: str) -> None:
     page = Page(f"{checklist.name}: {title}", checklist.title)
-    page.add("Summary", Text(f"{checklist.summary}. Check every answer before you submit it."))
+    page.add("Summary", Text(f"{checklist.summary}. {_CHECK}"))
     rows = [
         Row([
             Cell(it.number), Cell(it.section), Cell(it.text, tone="why"), Cell(it.status, tone=_TONES[it.status]),
-            Cell("; ".join(_answer(it)), tone="why"),
+            Cell(" ".join(_answer(it)), tone="why"),
         ])
         for it in checklist.items
     ]  # fmt: skip
     columns = ("item", "section", "what to report", "status", "answer [file]")
     page.add("Items", Table("All items, in our own words", [Column(it) for it in columns], rows))
     page.add("Methods", Text(checklist.methods))
-    page.add("References", *(Text(entry) for entry in checklist.references.split("\n\n")))
+    page.add("References", *(Text(entry) for entry in checklist.references))
     page.write(path)
 
 
 def _write_markdown(checklist: Checklist, path: Path, title: str) -> None:
-    lines = [f"# {checklist.name}: {title}", "", checklist.title, "", f"{checklist.summary}.", ""]
+    lines = [
+        f"# {checklist.name}: {title}",
+        "",
+        checklist.title,
+        "",
+        f"{checklist.summary}. {_CHECK}",
+        "",
+    ]
     section = ""
     for it in checklist.items:
         if it.section != section:
@@ -62,7 +70,7 @@ def _write_markdown(checklist: Checklist, path: Path, title: str) -> None:
         lines += [f"**{it.number}** {it.text} *{it.status}*", ""]
         lines += [*(f"- {text}" for text in _answer(it)), ""]
     lines += ["## Methods", "", checklist.methods, "", "## References", ""]
-    lines += ["```bibtex", checklist.references, "```", ""]
+    lines += ["```bibtex", "\n\n".join(checklist.references), "```", ""]
     with appearing(path) as part:
         part.write_text("\n".join(lines), encoding="utf-8")
 
@@ -70,6 +78,7 @@ def _write_markdown(checklist: Checklist, path: Path, title: str) -> None:
 def _write_docx(checklist: Checklist, path: Path, title: str) -> None:
     try:
         import docx
+        from docx.oxml import OxmlElement
         from docx.shared import Cm, Pt
     except ImportError as error:
         raise MachineShort(
@@ -78,31 +87,38 @@ def _write_docx(checklist: Checklist, path: Path, title: str) -> None:
         ) from error
     document = docx.Document()
     document.styles["Normal"].font.size = Pt(9)
-    for section in document.sections:
-        section.left_margin = section.right_margin = Cm(2)
+    for part_of in document.sections:
+        part_of.page_width, part_of.page_height = Cm(21.0), Cm(29.7)
+        part_of.left_margin = part_of.right_margin = Cm(2)
     document.add_heading(f"{checklist.name}: {title}", 1)
-    document.add_paragraph(
-        f"{checklist.title}. {checklist.summary}. Check every answer before you submit it."
-    )
-    table = document.add_table(rows=1, cols=4, style="Table Grid")
+    document.add_paragraph(f"{checklist.title}. {checklist.summary}. {_CHECK}")
+    table = document.add_table(rows=1, cols=len(_WIDTHS_CM), style="Table Grid")
     table.autofit = False
     for cell, text in zip(
         table.rows[0].cells, ("Item", "What to report", "Status", "Answer [file]"), strict=True
     ):
         cell.paragraphs[0].add_run(text).bold = True
+    section = ""
     for it in checklist.items:
+        if it.section != section:
+            section = it.section
+            cells = table.add_row().cells
+            cells[0].merge(cells[-1]).paragraphs[0].add_run(section).bold = True
         cells = table.add_row().cells
         for cell, text in zip(
             cells, (it.number, it.text, it.status, "\n".join(_answer(it))), strict=True
         ):
             cell.text = text
+    # LibreOffice reads the widths of the columns, Word those of the cells.
+    for column, width in zip(table.columns, _WIDTHS_CM, strict=True):
+        column.width = Cm(width)
     for row in table.rows:
-        for cell, width in zip(row.cells, _WIDTHS_CM, strict=True):
-            cell.width = Cm(width)
+        row._tr.get_or_add_trPr().append(OxmlElement("w:cantSplit"))
+    table.rows[0]._tr.get_or_add_trPr().append(OxmlElement("w:tblHeader"))
     document.add_heading("Methods", 2)
     document.add_paragraph(checklist.methods)
     document.add_heading("References (BibTeX)", 2)
-    for entry in checklist.references.split("\n\n"):
+    for entry in checklist.references:
         document.add_paragraph(entry)
     with appearing(path) as part:
         document.save(str(part))

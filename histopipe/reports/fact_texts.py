@@ -1,20 +1,26 @@
-"""Lists of names and counts as text, for facts of a run."""
+"""Lists, shares and names as text, for facts of a run."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from histopipe.dataset.options import Side
+
 MOST = 12
 """Most names in a list."""
+SIDE_NAMES: Mapping[Side, str] = {"train": "training", "validation": "validation", "test": "test"}
 
 
-def listed(names: Sequence[object], most: int = MOST) -> str:
-    """Return names, separated by commas; the number of those after the first `most`."""
+def listed(names: Sequence[object], most: int = MOST, *, last: str = "and") -> str:
+    """Return names as `a, b and c`; the number of those after the first `most`."""
     texts = [str(it) for it in names]
-    more = f" and {len(texts) - most} more" if len(texts) > most else ""
-    return ", ".join(texts[:most]) + more
+    if len(texts) > most:
+        texts = [*texts[:most], f"{len(texts) - most} more"]
+    return (
+        f" {last} ".join([", ".join(texts[:-1]), texts[-1]]) if len(texts) > 1 else "".join(texts)
+    )
 
 
-def counted_names(counts: Mapping[str, int]) -> str:
-    """Return counts with their names: `3 site A, 5 site B`."""
-    return listed([f"{count:,} {name}" for name, count in counts.items()])
+def percent(share: float) -> str:
+    """Return a share as a percentage, such as `50 %`."""
+    return f"{100 * share:.3g} %"

@@ -42,19 +42,17 @@ from histopipe.reports.html_page import (
 )
 
 _FIGURES = (
-    ("auc", "AUC"), ("average_precision", "average precision"), ("balanced_accuracy", "balanced accuracy"),
-    ("accuracy", "accuracy"), ("sensitivity", "sensitivity"), ("specificity", "specificity"), ("f1", "F1"),
-    ("brier", "Brier score"), ("log_loss", "log loss"), ("calibration_error", "calibration error"),
-    ("calibration_intercept", "calibration intercept"), ("calibration_slope", "calibration slope"),
+    "auc", "average_precision", "balanced_accuracy", "accuracy", "sensitivity", "specificity", "f1", "brier",
+    "log_loss", "calibration_error", "calibration_intercept", "calibration_slope",
 )  # fmt: skip
-_TITLES = dict(_FIGURES)
+_TITLES = table.FIGURE_TITLES
 _LEVELS: tuple[tuple[Level, str], ...] = (
     ("patch", "patches"),
     ("slide", "slides"),
     ("patient", "patients"),
 )
 LEVEL_NAMES: dict[str, str] = dict(_LEVELS)
-_COLUMN_TITLES = {
+COLUMN_TITLES = {
     "planned": "patches", "dark": "folds and black", "jpeg_generations": "JPEG generations", "mpp": "µm per pixel",
     "label_source": "source of the label",
 }  # fmt: skip
@@ -119,7 +117,7 @@ def metrics_blocks(judged: Judged) -> Iterator[Block]:
         Column("split"),
         Column("level"),
         Column("n", True),
-        *(Column(name, True) for _, name in _FIGURES),
+        *(Column(_TITLES[name], True) for name in _FIGURES),
         Column("threshold", True),
     )
     rows = []
@@ -130,7 +128,7 @@ def metrics_blocks(judged: Judged) -> Iterator[Block]:
                 shown = level.replace("_", ", ", 1)
                 rows.append(Row([
                     Cell(side), Cell(shown), number(metrics.count),
-                    *(_with_interval(metrics, figure) for figure, _ in _FIGURES), number(metrics.threshold, 3),
+                    *(_with_interval(metrics, figure) for figure in _FIGURES), number(metrics.threshold, 3),
                 ]))  # fmt: skip
                 for note in metrics.notes:
                     notes.setdefault(f"{side}: {note}", []).append(shown)
@@ -244,7 +242,7 @@ def subgroup_tables(judged: Judged, *, quality: bool) -> Iterator[Block]:
 
 def _subgroup_table(title: str, shown: Sequence[Subgroups], task: TaskName) -> Table:
     names = [it for it in _SUBGROUP_FIGURES[task] if it in shown[0].groups[0].figures]
-    titles = {**_TITLES, "r2": "R²", "mae": "MAE", "c_index": "C-index"}
+    titles = {name: table.figure_title(name, task) for name in names}
     main = names[0]
     columns = (
         Column("column"), Column("group"), Column("n", True), Column("patients", True),
@@ -256,7 +254,7 @@ def _subgroup_table(title: str, shown: Sequence[Subgroups], task: TaskName) -> T
         for group in own.groups:
             difference = group.differences.get(main, Difference(None, None))
             rows.append(Row([
-                Cell(f"{_COLUMN_TITLES.get(own.column, own.column)}, by {own.level}"), Cell(group.name), number(group.count), number(group.patients),
+                Cell(f"{COLUMN_TITLES.get(own.column, own.column)}, by {own.level}"), Cell(group.name), number(group.count), number(group.patients),
                 *(_figure(group.figures.get(name), group.intervals.get(name)) for name in names),
                 _figure(difference.value, difference.interval, signed=True), Cell(group.note, tone="why"),
             ]))  # fmt: skip

@@ -1,203 +1,216 @@
-"""What a run did: sentences about data, model and training. None: the run does not know."""
+"""What a run did: sentences about model, training and evaluation. None: the run does not know."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
 
+from histopipe.dataset.options import TaskName
+from histopipe.reports.data_facts import of_cross_validation
 from histopipe.reports.fact_texts import listed
 from histopipe.reports.run_data import RunData
 from histopipe.runs import folder as run_folder
 from histopipe.runs.result import METRICS
-from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig
+from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig, parse_trainable
+
+_FRAMEWORKS = {"histopipe": "histopipe", "tensorflow": "TensorFlow", "keras": "Keras"}
+_AUGMENTATIONS = {
+    "flips": "flips and rotations", "crop": "random crops", "stain": "changes of the stain", "colour": "changes of the colour",
+}  # fmt: skip
 
 
 def _outcome(run: RunData) -> str:
-    if run.config.task == "classification":
-        return f"Classes {listed(run.classes)}"
-    return f"{run.config.task.capitalize()} of {listed(run.config.target_columns)}"
+    config = run.config
+    if config.task == "classification":
+        return f"The outcome is the class {listed(run.classes, last='or')}."
+    if config.task == "survival":
+        return f"The outcome is the time until an event (columns {config.time} and {config.event})."
+    kind = "labels" if config.task == "multilabel" else "numbers"
+    return f"The outcomes are the {kind} {listed(config.target_columns)}."
 
 
 def _network(run: RunData) -> str:
     config = run.config
     if isinstance(config, BagTrainConfig):
-        encoders = [
-            str((it or {}).get("encoder", "unknown")) for it in run.metrics_file.get("encoders", ())
+        names = [
+            str(it["encoder"]) if it and it.get("encoder") else "an unknown encoder"
+            for it in run.metrics_file.get("encoders", ())
         ]
-        encoder = f" on features of the encoder {listed(encoders)}" if encoders else ""
-        return f"Multiple-instance learning with {config.pooling} pooling{encoder}, in {config.bag} bags"
-    model = getattr(config, "model", "")
-    trainable = getattr(config, "trainable", "all")
-    return f"Network {model}, trained weights: {trainable}, dropout {config.dropout:g}"
+        encoders = f", on features of {listed(names)}" if names else ""
+        return (
+            f"The model is multiple-instance learning with {config.pooling} pooling{encoders}; a bag holds all patches "
+            f"of a {config.bag}. Its dropout rate is {config.dropout:g}."
+        )
+    assert isinstance(config, PatchTrainConfig)  # noqa: S101 - for mypy
+    kind, number = parse_trainable(config.trainable)
+    trained = {
+        "all": "all its weights were trained", "head": "only its last layer was trained",
+        "last": f"its last layer and its last {number} blocks were trained",
+        "lora": f"its last layer and low-rank updates of rank {number} were trained",
+    }[kind]  # fmt: skip
+    return f"The model is the network {Path(config.model).name} with a dropout rate of {config.dropout:g}; {trained}."
 
 
-def _inputs(run: RunData) -> str | None:
+def _inputs(run: RunData) -> str:
     spec = run.metrics_file.get("spec")
     covariates = getattr(run.config, "covariates", ())
     more = f", and the covariates {listed(covariates)}" if covariates else ""
     if isinstance(spec, dict):
         side, mpp = spec.get("patch_size"), run.metrics_file.get("patch_mpp")
         scale = f" at {mpp:g} µm per pixel" if isinstance(mpp, int | float) else ""
-        return f"RGB patches of {side} × {side} pixels{scale}{more}"
-    return f"Features of all patches of a {getattr(run.config, 'bag', 'slide')}{more}"
+        return f"The model takes RGB patches of {side} × {side} pixels{scale}{more}."
+    return f"The model takes the features of all patches of a {getattr(run.config, 'bag', 'slide')}{more}."
 
 
 def _outputs(run: RunData) -> str:
-    kinds = {
-        "classification": f"A probability for each class ({listed(run.classes)}), with a sum of 1",
-        "multilabel": f"A probability for each label ({listed(run.config.target_columns)})",
-        "regression": f"A value for each column ({listed(run.config.target_columns)})",
-        "survival": "A risk, and the probability of survival at ten times",
+    kinds: dict[TaskName, str] = {
+        "classification": f"a probability for each class ({listed(run.classes)}); they sum to 1",
+        "multilabel": f"a probability for each label ({listed(run.config.target_columns)})",
+        "regression": f"a number for each column ({listed(run.config.target_columns)})",
+        "survival": "a risk, and the probability of survival at several times",
     }
-    return kinds[run.config.task]
-
-
-def _tiling(run: RunData) -> str | None:
-    spec = run.metrics_file.get("spec")
-    if not isinstance(spec, dict):
-        return None
-    scale = f"{spec['mpp']:g} µm per pixel" if spec.get("mpp") else f"level {spec.get('level')}"
-    return (
-        f"Patches of {spec.get('patch_size')} pixels at {scale}, overlap {spec.get('overlap')} pixels, "
-        f"tissue detection {spec.get('tissue')}, at least {spec.get('tissue_threshold'):.0%} tissue, "
-        f"resampling {spec.get('resample')}, JPEG quality {spec.get('quality')}"
-    )
-
-
-def _preprocessing(run: RunData) -> str | None:
-    stain = getattr(run.config, "stain_norm", None)
-    return None if stain is None else f"Stain normalization: {stain}"
-
-
-def _patch_selection(run: RunData) -> str | None:
-    config = run.config
-    if not isinstance(config, PatchTrainConfig):
-        return None
-    chosen = config.labelling.patch_filter
-    bounds = (
-        f"tissue at least {chosen.min_tissue:g}, focus at least {chosen.min_focus:g}, pen at most "
-        f"{chosen.exclude_pen:g}, folds and black at most {chosen.exclude_dark:g}"
-    )
-    cap = (
-        f"; at most {config.max_per_slide} patches per slide and epoch"
-        if config.max_per_slide
-        else ""
-    )
-    return (
-        f"Patches with {bounds}{cap}" if chosen.active or cap else f"All patches with tissue{cap}"
-    )
-
-
-def _labels(run: RunData) -> str:
-    by_patch = getattr(run.config, "labels_from", "slide") == "annotation"
-    return "Class of each patch from annotations" if by_patch else "One label per slide or patient"
-
-
-def _split(run: RunData) -> str:
-    splits = run.splits
-    shares = " / ".join(f"{it:.0%}" for it in splits.get("fractions", ()))
-    return f"Random split, stratified by class, seed {splits.get('seed')}, training / validation / test {shares}"
-
-
-def _split_level(run: RunData) -> str:
-    return f"Disjoint by {run.splits.get('split_by')}"
+    return f"The output of the model is {kinds[run.config.task]}."
 
 
 def _software(run: RunData) -> str:
     facts = run.metrics_file
-    versions = [
-        f"{name} {facts[name]}" for name in ("histopipe", "tensorflow", "keras") if name in facts
-    ]
-    return ", ".join([*versions, f"Python {facts.get('environment', {}).get('python', 'unknown')}"])
+    versions = [f"{title} {facts[name]}" for name, title in _FRAMEWORKS.items() if name in facts]
+    python = facts.get("environment", {}).get("python")
+    return f"The software was {listed([*versions, *([f'Python {python}'] if python else [])])}."
 
 
 def _hardware(run: RunData) -> str:
     environment = run.metrics_file.get("environment", {})
-    gpus = listed(environment.get("gpus") or ["no GPU"])
+    gpus = environment.get("gpus")
+    machine = f"{environment.get('cores')} CPU cores and {listed(gpus) if gpus else 'no GPU'}"
     return (
-        f"{environment.get('cores')} CPU cores, {gpus}; training took {run.result.seconds:,.0f} s"
+        f"Training took {run.result.seconds:,.0f} s on a computer with {machine}, with precision "
+        f"{run.config.precision}."
     )
 
 
-def _weights(run: RunData) -> str | None:
-    weights = getattr(run.config, "weights", None)
-    if weights is None:
-        return "Random initial weights of the slide model"
-    return (
-        "Random initial weights" if weights == "none" else f"Initial weights: {Path(weights).name}"
-    )
+def _weights(run: RunData) -> str:
+    weights = getattr(run.config, "weights", "none")
+    if weights == "none":
+        return "The weights of the model were initialized at random."
+    return f"Training started from the weights {Path(weights).name}."
 
 
 def _training(run: RunData) -> str:
     config, result = run.config, run.result
+    rate = f"learning rate {config.learning_rate:g}, {config.schedule} schedule"
+    more = [
+        text
+        for active, text in (
+            (config.optimizer == "adamw", f"weight decay {config.weight_decay:g}"),
+            (config.warmup_steps > 0, f"{config.warmup_steps} steps of warm-up"),
+            (config.clip_norm > 0, f"gradient norm at most {config.clip_norm:g}"),
+            (config.label_smoothing > 0, f"label smoothing {config.label_smoothing:g}"),
+        )
+        if active
+    ]
+    stop = (
+        f"; it would stop after {config.patience} epochs without a better validation result"
+        if config.patience
+        else ""
+    )
     return (
-        f"Optimizer {config.optimizer}, learning rate {config.learning_rate:g} ({config.schedule}), batch size "
-        f"{config.batch_size}, {result.epochs} of at most {config.epochs} epochs, patience {config.patience}, "
-        f"label smoothing {config.label_smoothing:g}, precision {config.precision}, seed {config.seed}"
+        f"The model was trained with the optimizer {config.optimizer} ({', '.join([rate, *more])}) in batches of "
+        f"{config.batch_size} {config.unit} for {result.epochs} of at most {config.epochs} epochs{stop}."
     )
 
 
 def _augmentation(run: RunData) -> str | None:
     chosen = getattr(run.config, "augment", None)
-    return None if chosen is None else f"Augmentation: {listed(chosen)}"
-
-
-def _intervals(run: RunData) -> str:
-    return (
-        f"95 % confidence intervals with patients as units: score intervals, or {run.config.resamples:,} bootstrap "
-        "resamples of the patients"
-    )
-
-
-def _explanations(run: RunData) -> str | None:
-    if isinstance(run.config, BagTrainConfig):
-        return "Attention and contribution of each patch"
-    return "Heatmaps of patch predictions"
-
-
-def _threshold(run: RunData) -> str | None:
-    if run.config.task not in ("classification", "multilabel"):
+    if chosen is None:
         return None
-    return f"Threshold by the rule {run.config.threshold}, chosen on validation"
+    if "none" in chosen or not chosen:
+        return "Patches were not augmented."
+    return f"Patches were augmented with {listed([_AUGMENTATIONS[it] for it in chosen])}."
 
 
 def _imbalance(run: RunData) -> str:
     config = run.config
-    return f"Class weights: {config.class_weights}; sampling balance: {config.balance}"
+    weights = "Classes had equal weights" if config.class_weights == "none" else (
+        "Classes were weighted inversely to their frequency"
+    )  # fmt: skip
+    if config.balance == "none":
+        return f"{weights}, and {config.unit} were not balanced."
+    return f"{weights}, and each {config.balance} was drawn equally often."
+
+
+def _threshold(run: RunData) -> str | None:
+    config = run.config
+    if config.task == "multilabel" or len(run.classes) == 2:
+        rule, _, value = config.threshold.partition(":")
+        if rule == "youden":
+            return "The decision threshold has the highest sum of sensitivity and specificity on the validation set."
+        if value:
+            end = "highest" if rule == "sensitivity" else "lowest"
+            return f"The decision threshold is the {end} one with a {rule} of at least {value} on the validation set."
+        return f"The decision threshold was set to {rule} in advance."
+    if config.task == "classification":
+        return "The most probable class is decided."
+    return None
 
 
 def _predictions(run: RunData) -> str:
+    config = run.config
+    if isinstance(config, BagTrainConfig):
+        more = "; patients have the mean of their slides" if config.bag == "slide" else ""
+        return f"The model predicts each {config.bag}{more}."
+    if config.task != "classification":
+        return "Slides and patients have the mean of the predictions of their patches."
+    return (
+        "Patches were aggregated to slides and patients in three ways: the mean of their probabilities, the mean of the "
+        f"{config.top_k} highest, and the share of patches for which a class is the most probable."
+    )
+
+
+def _intervals(run: RunData) -> str:
+    resamples = run.config.resamples
+    if not resamples:
+        return "Confidence intervals were not computed."
+    resampled = f"{resamples:,} bootstrap resamples of the patients"
+    if run.config.task not in ("classification", "multilabel"):
+        return f"95 % confidence intervals come from {resampled}."
+    return (
+        "95 % confidence intervals have patients as units: score intervals for AUC (Newcombe 2006), average precision "
+        f"and shares, sandwich estimators for calibration intercept and slope, and {resampled} for other metrics."
+    )
+
+
+def _explanations(run: RunData) -> str:
     if isinstance(run.config, BagTrainConfig):
-        return f"The model predicts each {run.config.bag}"
-    return "Probabilities of patches, aggregated to slides and patients by mean, top-k and majority"
+        return "Heatmaps show the attention and the contribution of each patch."
+    return "Heatmaps show the predictions of patches."
+
+
+def _ensemble(run: RunData) -> str | None:
+    """Return that there is one model; None for a fold of a cross-validation, whose models may be an ensemble."""
+    return None if of_cross_validation(run) else "One model was trained, which is no ensemble."
 
 
 def _settings_file(_: RunData) -> str:
-    return f"All settings are in {run_folder.CONFIG}, the split is in {run_folder.SPLITS}"
+    return f"All settings are in {run_folder.CONFIG}, and the split is in {run_folder.SPLITS}."
 
 
 FACTS: dict[str, tuple[str, Callable[[RunData], str | None]]] = {
-    "outcome": (METRICS, _outcome),
+    "outcome": (run_folder.CONFIG, _outcome),
     "network": (run_folder.CONFIG, _network),
     "inputs": (METRICS, _inputs),
     "outputs": (METRICS, _outputs),
-    "tiling": (METRICS, _tiling),
-    "preprocessing": (run_folder.CONFIG, _preprocessing),
-    "patch_selection": (run_folder.CONFIG, _patch_selection),
-    "labels": (run_folder.CONFIG, _labels),
-    "split": (run_folder.SPLITS, _split),
-    "split_level": (run_folder.SPLITS, _split_level),
     "software": (METRICS, _software),
     "hardware": (METRICS, _hardware),
     "weights": (run_folder.CONFIG, _weights),
     "training": (run_folder.CONFIG, _training),
     "augmentation": (run_folder.CONFIG, _augmentation),
+    "imbalance": (run_folder.CONFIG, _imbalance),
+    "threshold": (run_folder.CONFIG, _threshold),
+    "predictions": (run_folder.CONFIG, _predictions),
     "intervals": (run_folder.CONFIG, _intervals),
     "explanations": (run_folder.CONFIG, _explanations),
-    "threshold": (run_folder.CONFIG, _threshold),
-    "imbalance": (run_folder.CONFIG, _imbalance),
-    "predictions": (run_folder.CONFIG, _predictions),
-    "ensemble": (run_folder.CONFIG, lambda _: "One model, no ensemble"),
+    "ensemble": (run_folder.CONFIG, _ensemble),
     "settings_file": (run_folder.CONFIG, _settings_file),
 }
-"""Sentence by name, with the file that it comes from."""
+"""Sentences by name, with the file that they come from."""

@@ -17,10 +17,11 @@ MODEL_CARD = "model-card.md"
 _SECTIONS: Sequence[tuple[str, Sequence[str], bool]] = (
     ("Model", ("network", "inputs", "outputs", "weights", "training", "augmentation", "software", "hashes"), False),
     ("Intended use", (), True),
-    ("Data", ("flow", "exclusions", "sites", "scanners", "scale", "tiling", "patch_selection", "labels",
-              "label_sources", "characteristics", "split", "split_level", "split_sizes"), True),
-    ("Metrics", ("performance", "accuracy", "threshold", "calibration", "intervals"), False),
-    ("Subgroups", ("subgroup_results", "shortcut"), False),
+    ("Data", ("flow", "exclusions", "participants_by_label", "sites", "scanners", "scale", "tiling", "encoding",
+              "preprocessing", "patch_selection", "labels", "label_sources", "characteristics", "split", "split_level",
+              "split_sizes"), True),
+    ("Metrics", ("performance", "accuracy", "threshold", "calibration", "recalibrated", "metric_names", "intervals"), False),
+    ("Subgroups", ("subgroup_results", "heterogeneity", "shortcut"), False),
     ("Limits", ("limitations", "failures"), True),
     ("Licence and contact", (), True),
 )  # fmt: skip

@@ -35,15 +35,18 @@ class ReportResult(Result):
     Attributes:
         file: the HTML file.
         size_bytes: size of the file.
-        model_card: Markdown file with the model card; None unless the report is of a run.
+        model_card: Markdown file with the model card, in the folder of the run; None unless the report is of a run.
+        card_kept: whether the card existed before.
     """
 
     file: Path
     size_bytes: int
     model_card: Path | None = None
+    card_kept: bool = False
 
     def __str__(self) -> str:
-        card = "" if self.model_card is None else f"\n{self.model_card}"
+        kept = "  (not changed)" if self.card_kept else ""
+        card = "" if self.model_card is None else f"\n{self.model_card}{kept}"
         return f"{self.file}  ({self.size_bytes / 1e6:,.1f} MB){card}"
 
 
@@ -91,17 +94,22 @@ def report(
     if len(paths) > 1 and out is None:
         raise UsageError("--out is missing", expected="an HTML file for the comparison")
     file = Path(out) if out is not None else folder / REPORT
-    options = _Options([Path(it) for it in stores], pictures, untrusted, progress)
-    page = comparison_page(paths) if len(paths) > 1 else _page(folder, options)
     if file.is_dir():
         raise UsageError(
             "--out", found=f"{file}, a folder", expected=f"a file, such as {file / REPORT}"
         )
+    if file.suffix.lower() not in (".html", ".htm"):
+        raise UsageError("--out", found=str(file), expected="a file ending in .html")
+    options = _Options([Path(it) for it in stores], pictures, untrusted, progress)
+    page = comparison_page(paths) if len(paths) > 1 else _page(folder, options)
     with run_folder.roomy(file.parent), run_folder.writable(file.parent):
         file.parent.mkdir(parents=True, exist_ok=True)
         page.write(file)
-        more = _model_card(folder, file.parent) if _is_run(folder) and len(paths) == 1 else None
-    return ReportResult(file, file.stat().st_size, more)
+    card = folder / MODEL_CARD if _is_run(folder) and len(paths) == 1 else None
+    kept = card is not None and card.exists()
+    if card is not None and not kept:
+        _write_card(folder, card)
+    return ReportResult(file, file.stat().st_size, card, kept)
 
 
 class _Options(NamedTuple):
@@ -154,11 +162,9 @@ def _checklist(paths: Sequence[Path], name: str, out: Path | None) -> ReportResu
     return ReportResult(file, file.stat().st_size)
 
 
-def _model_card(folder: Path, target: Path) -> Path:
-    """Write the model card of a run, unless there is one, which the author may have completed."""
-    path = target / MODEL_CARD
-    if not path.exists():
-        with ExitStack() as stack:
-            facts = facts_of(read_run(folder, (), stack, follow=False))
-        write_model_card(path, facts, name=folder.resolve().name)
-    return path
+def _write_card(folder: Path, card: Path) -> None:
+    """Write the model card of a run."""
+    with ExitStack() as stack:
+        facts = facts_of(read_run(folder, (), stack, follow=False))
+    with run_folder.roomy(folder), run_folder.writable(folder):
+        write_model_card(card, facts, name=folder.resolve().name)

@@ -1,60 +1,73 @@
-"""What a run found: sentences about participants and performance. None: the run does not know."""
+"""What a run found: sentences about performance, subgroups and limits. None: the run does not know."""
 
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from histopipe.dataset.options import SIDES
-from histopipe.evaluation.table import main_figure, number, with_ends, with_interval
-from histopipe.reports.fact_texts import MOST, counted_names, listed
-from histopipe.reports.judged import shown_levels
+from histopipe.evaluation.groups import AUTOMATIC
+from histopipe.evaluation.table import (
+    figure_title,
+    main_figure,
+    main_of,
+    number,
+    with_ends,
+    with_interval,
+)
+from histopipe.reports.fact_texts import SIDE_NAMES, listed
+from histopipe.reports.judged import COLUMN_TITLES, LEVEL_NAMES, shown_levels
 from histopipe.reports.run_data import RunData
 from histopipe.runs import folder as run_folder
 from histopipe.runs.result import METRICS
 
-
-def _exclusions(run: RunData) -> str | None:
-    texts = [
-        f"{level}: {counted_names(own.excluded)}"
-        for level, own in run.result.flow.items()
-        if own.excluded
-    ]
-    return f"Excluded {'; '.join(texts)}" if texts else None
+_PLOTS = "ROC and precision-recall curves, reliability diagrams, and decision curves (Vickers and Elkin 2006)"
 
 
-def _flow(run: RunData) -> str | None:
-    texts = [
-        f"{own.found:,} {level} found, {sum(own.excluded.values()):,} excluded, "
-        + ", ".join(f"{count:,} {side}" for side, count in own.used.items())
-        for level, own in run.result.flow.items()
-    ]
-    return "; ".join(texts) or None
-
-
-def _split_sizes(run: RunData) -> str:
-    counts = run.splits.get("counts", {})
-    texts = [f"{side}: {counted_names(counts[side])}" for side in SIDES if counts.get(side)]
-    return f"{run.config.unit.capitalize()} by class, {'; '.join(texts)}"
+def _wanted_columns(run: RunData) -> list[str]:
+    """Return the columns that were asked for, and the site."""
+    columns = [it.column for it in run.result.breakdown.subgroups]
+    return [it for it in columns if it == "site" or it not in AUTOMATIC]
 
 
 def _subgroup_columns(run: RunData) -> str | None:
-    names = [it.column for it in run.result.breakdown.subgroups]
-    return f"Metrics by {listed(names)}" if names else None
+    names = [COLUMN_TITLES.get(it.column, it.column) for it in run.result.breakdown.subgroups]
+    return f"Metrics were also computed by {listed(names)}." if names else None
 
 
 def _subgroup_results(run: RunData) -> str | None:
-    texts = []
+    wanted, texts = _wanted_columns(run), []
     for own in run.result.breakdown.subgroups:
-        name, _ = next(iter(own.groups[0].figures.items()))
-        groups = [
-            f"{it.name} {with_ends(it.figures.get(name), it.intervals.get(name))} (n = {it.count})"
-            for it in own.groups
-        ]
-        texts.append(f"{name.replace('_', ' ')} by {own.column}: {', '.join(groups)}")
-    return "; ".join(texts) or None
+        if own.column in wanted:
+            name, _ = main_of(own.groups[0].figures)
+            groups = []
+            for it in own.groups:
+                value, ends = it.figures.get(name), it.intervals.get(name)
+                text = "undefined" if value is None else with_ends(value, ends)
+                groups.append(f"{it.name} {text} (n = {it.count})")
+            title = figure_title(name, run.config.task)
+            texts.append(f"{title} by {own.column} ({own.level}s): {', '.join(groups)}.")
+    return " ".join(texts) or None
+
+
+def _heterogeneity(run: RunData) -> str | None:
+    """Return the differences between sites and other columns."""
+    wanted, texts = _wanted_columns(run), []
+    for own in run.result.breakdown.subgroups:
+        if own.column in wanted:
+            name, _ = main_of(own.groups[0].figures)
+            found = [(it.name, it.differences.get(name)) for it in own.groups]
+            groups = [
+                f"{group} {with_ends(it.value, it.interval, signed=True)}"
+                for group, it in found
+                if it is not None and it.value is not None
+            ]
+            title = figure_title(name, run.config.task)
+            if groups:
+                texts.append(
+                    f"{title} minus that of all other groups, by {own.column}: {', '.join(groups)}."
+                )
+    return " ".join(texts) or None
 
 
 def _shortcut(run: RunData) -> str | None:
@@ -62,36 +75,43 @@ def _shortcut(run: RunData) -> str | None:
     if found is None:
         return None
     return (
-        f"The origin of slides ({found.best}) predicts the label with a cross-validated AUC of {found.auc[found.best]:.3f} "
-        f"(p = {found.p:.3f}, permutation)"
+        f"A cross-validated classifier of the origin of slides ({COLUMN_TITLES.get(found.best, found.best)}) predicts the label with an AUC of "
+        f"{found.auc[found.best]:.3f} (p = {found.p:.3f} by permutation)."
     )
 
 
 def _test_set(run: RunData) -> str | None:
     test = run.result.metrics.get("test")
-    return f"Held-out test set of {test.finest.patients} patients" if test else None
+    return f"The held-out test set has {test.finest.patients} patients." if test else None
 
 
 def _performance(run: RunData) -> str:
     texts = []
     for side, evaluation in run.result.metrics.items():
+        title, _ = main_figure(evaluation.finest)
+        levels = []
         for level, metrics in shown_levels(evaluation):
-            name = next(iter(metrics.figures))
-            text = f"{name.replace('_', ' ')} {with_interval(metrics, name)}"
-            texts.append(f"{side}, {level.replace('_', ' ', 1)}: {text} (n = {metrics.count})")
-    return "; ".join(texts)
+            name, _ = main_of(metrics.figures)
+            title = figure_title(name, run.config.task)
+            levels.append(f"{_level(level)} {with_interval(metrics, name)} (n = {metrics.count})")
+        texts.append(f"{title}, {SIDE_NAMES[side]}: {', '.join(levels)}.")
+    return " ".join(texts)
+
+
+def _level(name: str) -> str:
+    return LEVEL_NAMES[name.partition("_")[0]]
 
 
 def _accuracy(run: RunData) -> str | None:
-    texts = []
     side, evaluation = run.judged.main
-    for level, metrics in shown_levels(evaluation):
-        for name in ("sensitivity", "specificity"):
-            if metrics.figures.get(name) is not None:
-                texts.append(
-                    f"{side}, {level.replace('_', ' ', 1)}: {name} {with_interval(metrics, name)}"
-                )
-    return "; ".join(texts) or None
+    texts = [
+        f"{_level(level)}: sensitivity {with_interval(metrics, 'sensitivity')}, specificity "
+        f"{with_interval(metrics, 'specificity')}"
+        for level, metrics in shown_levels(evaluation)
+        if metrics.figures.get("sensitivity") is not None
+        or metrics.figures.get("specificity") is not None
+    ]
+    return f"{SIDE_NAMES[side].capitalize()}, {'; '.join(texts)}." if texts else None
 
 
 def _calibration(run: RunData) -> str | None:
@@ -99,44 +119,54 @@ def _calibration(run: RunData) -> str | None:
     if found is None:
         return None
     values = ", ".join(number(it) for it in found.temperature)
-    return f"Temperature scaling on validation, temperature {values}"
+    return f"Probabilities were recalibrated on the validation set by temperature scaling (Guo et al. 2017), temperature {values}."
 
 
-def _characteristics(run: RunData) -> str | None:
-    columns = dict.fromkeys(name for it in run.participants for name in it.cells)
+def _recalibrated(run: RunData) -> str | None:
+    """Return the effect of the temperature on the main split."""
+    found, (side, evaluation) = run.result.calibration, run.judged.main
+    if found is None or side not in found.before:
+        return None
     texts = []
-    for column in columns:
-        for side in SIDES:
-            values = Counter(
-                it.cells.get(column) or "missing" for it in run.participants if it.status == side
-            )
-            if values and len(values) <= MOST:
-                texts.append(f"{column}, {side}: {counted_names(values)}")
-    return "; ".join(texts) or None
+    for level, metrics in shown_levels(evaluation):
+        before = found.before[side].get(level, {})
+        names = [it for it in ("log_loss", "calibration_error") if it in metrics.figures]
+        each = [
+            f"{figure_title(it, run.config.task)} {number(before.get(it))} before, {number(metrics.figures[it])} after"
+            for it in names
+        ]
+        texts.append(f"{_level(level)}: {', '.join(each)}")
+    return f"Effect of the temperature, {SIDE_NAMES[side]}: {'; '.join(texts)}."
 
 
 def _failures(run: RunData) -> str | None:
     side, evaluation = run.judged.main
     for level, metrics in reversed(list(shown_levels(evaluation))):
         confusion: Sequence[Sequence[int]] = getattr(metrics, "confusion", ())
-        wrong = sum(
-            count for i, row in enumerate(confusion) for j, count in enumerate(row) if i != j
-        )
+        wrong = sum(n for i, row in enumerate(confusion) for j, n in enumerate(row) if i != j)
         if confusion:
-            return f"{side}, {level.replace('_', ' ', 1)}: {wrong} of {metrics.count} decisions are wrong; report.html lists them"
+            more = " report.html lists those with the highest certainty." if wrong else ""
+            return f"{SIDE_NAMES[side].capitalize()}: {wrong} of {metrics.count} {_level(level)} are decided wrongly.{more}"
     return None
 
 
 def _limitations(run: RunData) -> str:
-    texts = [] if "test" in run.result.metrics else ["There is no test set"]
-    texts += ["Only this data set was used", "Variation between seeds and splits was not measured"]
-    notes = {
-        note
-        for it in run.result.metrics.values()
-        for _, metrics in it.named()
-        for note in metrics.notes
-    }
-    return "; ".join([*texts, *sorted(notes)])
+    texts = [f"{text}." for text in limitations(run)]
+    return " ".join(texts)
+
+
+def limitations(run: RunData) -> Iterator[str]:
+    """Yield what the metrics of a run do not show."""
+    if "test" not in run.result.metrics:
+        yield f"There is no test set: the metrics are of the validation {run.config.unit}, by which the model was chosen"
+    if run.splits.get("split_by") == "site":
+        yield "The test slides are from other sites than the training slides; no other data set was used"
+    else:
+        yield "Performance on slides from another hospital, scanner or stain is unknown: only one data set was used"
+    yield "Variation between splits and seeds is unknown: this is one run"
+    for side, evaluation in run.result.metrics.items():
+        notes = dict.fromkeys(note for _, metrics in evaluation.named() for note in metrics.notes)
+        yield from (f"{SIDE_NAMES[side].capitalize()}: {note}" for note in notes)
 
 
 def _sha256(path: Path) -> str:
@@ -145,7 +175,7 @@ def _sha256(path: Path) -> str:
 
 
 def _hashes(run: RunData) -> str:
-    return f"{'; '.join(hash_lines(run))}"
+    return " ".join(f"{it}." for it in hash_lines(run))
 
 
 def hash_lines(run: RunData) -> Iterator[str]:
@@ -155,59 +185,36 @@ def hash_lines(run: RunData) -> Iterator[str]:
         yield f"SHA-256 of {run_folder.MODEL}: {_sha256(model)}"
     slides = sorted((str(it["id"]), int(it["crc"])) for it in run.splits.get("slides", ()))
     digest = hashlib.sha256(repr(slides).encode()).hexdigest()
-    yield f"stores {listed(run.splits.get('stores', ()))}, SHA-256 of slides and patch checksums: {digest}"
+    yield f"Stores: {listed(run.splits.get('stores', ()))}, SHA-256 of slides and patch checksums: {digest}"
 
 
 def _metric_names(run: RunData) -> str:
-    names = dict.fromkeys(name.partition(":")[0] for name in run.judged.main[1].finest.figures)
-    return listed([it.replace("_", " ") for it in names], most=30)
-
-
-def _sites(run: RunData) -> str | None:
-    counts = Counter(it.site for it in run.participants if it.site)
-    return f"{len(counts)} sites: {counted_names(counts)} slides" if counts else None
-
-
-def _scanners(run: RunData) -> str | None:
-    counts = Counter(it.vendor for it in run.participants if it.vendor)
-    return f"File formats of vendors: {counted_names(counts)}" if counts else None
-
-
-def _scale(run: RunData) -> str | None:
-    found = sorted(float(it.mpp) for it in run.participants if it.mpp)
-    return f"Scanned at {found[0]:g} to {found[-1]:g} µm per pixel" if found else None
-
-
-def _label_sources(run: RunData) -> str | None:
-    counts = Counter(it.label_source for it in run.participants if it.label_source)
-    return f"Labels from: {counted_names(counts)}" if counts else None
+    figures = run.judged.main[1].finest.figures
+    names = dict.fromkeys(figure_title(it.partition(":")[0], run.config.task) for it in figures)
+    source = " (Van Calster et al. 2019)" if "calibration_slope" in figures else ""
+    plots = f" Plots: {_PLOTS}." if run.config.task == "classification" else ""
+    return f"Metrics: {listed(list(names), most=30)}{source}.{plots}"
 
 
 def _selection(run: RunData) -> str:
     title, _ = main_figure(run.judged.main[1].finest)
-    return f"Epoch {run.result.best_epoch}, with the best validation {title}"
+    return f"The model of epoch {run.result.best_epoch} was chosen, which has the best {title} on validation."
 
 
 FACTS: dict[str, tuple[str, Callable[[RunData], str | None]]] = {
-    "sites": (run_folder.SLIDES, _sites),
-    "scanners": (run_folder.SLIDES, _scanners),
-    "scale": (run_folder.SLIDES, _scale),
-    "label_sources": (run_folder.SLIDES, _label_sources),
-    "exclusions": (METRICS, _exclusions),
-    "flow": (METRICS, _flow),
-    "split_sizes": (run_folder.SPLITS, _split_sizes),
     "selection": (METRICS, _selection),
     "metric_names": (METRICS, _metric_names),
     "subgroup_columns": (METRICS, _subgroup_columns),
     "subgroup_results": (METRICS, _subgroup_results),
+    "heterogeneity": (METRICS, _heterogeneity),
     "shortcut": (METRICS, _shortcut),
     "test_set": (METRICS, _test_set),
     "performance": (METRICS, _performance),
     "accuracy": (METRICS, _accuracy),
     "calibration": (METRICS, _calibration),
-    "characteristics": (run_folder.SLIDES, _characteristics),
+    "recalibrated": (METRICS, _recalibrated),
     "failures": (METRICS, _failures),
     "limitations": (METRICS, _limitations),
     "hashes": (f"{run_folder.MODEL}, {run_folder.SPLITS}", _hashes),
 }
-"""Sentence by name, with the file that it comes from."""
+"""Sentences by name, with the file that they come from."""

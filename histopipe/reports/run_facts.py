@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from histopipe.reports import method_facts, result_facts
+from histopipe.reports import data_facts, method_facts, result_facts
 from histopipe.reports.run_data import RunData
 
 
@@ -22,7 +22,9 @@ Facts = Mapping[str, Fact]
 def facts_of(run: RunData) -> Facts:
     """Return the facts that a run knows, by name. Names of facts that it cannot know are missing."""
     found = {}
-    for name, (source, make) in (method_facts.FACTS | result_facts.FACTS).items():
+    for name, (source, make) in (
+        data_facts.FACTS | method_facts.FACTS | result_facts.FACTS
+    ).items():
         text = make(run)
         if text:
             found[name] = Fact(text, source)

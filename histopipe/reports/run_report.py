@@ -35,6 +35,7 @@ from histopipe.reports.judged import (
     shortcut_blocks,
     subgroup_tables,
 )
+from histopipe.reports.result_facts import limitations
 from histopipe.reports.run_data import RunData, read_run
 from histopipe.reports.run_slides import heatmaps, slide_table
 from histopipe.reports.run_targets import target_charts, target_rows, target_table
@@ -195,17 +196,10 @@ def _environment(run: RunData) -> Facts:
 
 
 def _limitations(run: RunData) -> Iterator[str]:
-    if "test" not in run.result.metrics:
-        unit = run.config.unit
-        yield f"There is no test set. The metrics are of the validation {unit}, which were used to select the model."
-    judged = (it for evaluation in run.result.metrics.values() for it in evaluation.named())
-    notes = {note for _, metrics in judged for note in metrics.notes}
-    yield from (f"{note[0].upper()}{note[1:]}." for note in sorted(notes))
+    yield from (f"{text}." for text in limitations(run))
     skipped = run.metrics_file.get("skipped")
     if skipped:
         yield f"{skipped} damaged {run.config.unit} were left out."
-    yield "Performance on slides from another hospital, scanner or stain is unknown: only this data set was used."
-    yield "Variation between splits and seeds is unknown: this is one run. Use --folds 5 to measure it."
     if run.result.gpu_bytes is None:
         yield "GPU memory was not measured: no GPU was used."
     yield from run.missing

@@ -21,14 +21,6 @@ from histopipe.reports.judged import Judged
 from histopipe.reports.run_data import RunData
 
 _MOST_ROWS = 5000
-_TITLES = {
-    "auc": "AUC", "average_precision": "average precision", "calibration_error": "calibration error",
-    "balanced_accuracy": "balanced accuracy", "sensitivity": "sensitivity",
-    "specificity": "specificity", "f1": "F1", "brier": "Brier score", "r2": "R²", "pearson": "Pearson",
-    "spearman": "Spearman", "mae": "MAE", "rmse": "RMSE", "c_index": "C-index (Harrell)",
-    "c_index_uno": "C-index (Uno)",
-}  # fmt: skip
-_OF_SURVIVAL = {"auc": "AUC over time", "brier": "integrated Brier score"}
 
 
 def target_rows(evaluations: Mapping[Side, Evaluation]) -> Iterator[Block]:
@@ -40,13 +32,12 @@ def target_rows(evaluations: Mapping[Side, Evaluation]) -> Iterator[Block]:
         if isinstance(metrics, TargetMetrics)
         and not (level == "patient_mean" and table.same_as_slides(evaluation, "mean"))
     ]
-    titles = _TITLES | (_OF_SURVIVAL if judged and judged[0][2].task == "survival" else {})
-    found = [name for name in titles if any(name in _bare(it[2]) for it in judged)]
+    found = [name for name in table.FIGURE_TITLES if any(name in _bare(it[2]) for it in judged)]
     main = list(table.shown_figures(judged[0][2].task)[0]) if judged else []
     figures = [*main, *(name for name in found if name not in main)]
     columns = (
         Column("split"), Column("level"), Column("column"), Column("n", True),
-        *(Column(titles[name], True) for name in figures), Column("notes"),
+        *(Column(table.figure_title(name, judged[0][2].task), True) for name in figures), Column("notes"),
     )  # fmt: skip
     rows = []
     for side, level, metrics in judged:

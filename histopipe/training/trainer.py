@@ -294,15 +294,12 @@ class Trainer:
         skipped = sorted({*self._state.skipped, *self._loop.skipped})
         participants = with_damaged(self._problem.participants, self._problem.damaged(skipped))
         host_bytes, gpu_bytes = peak_bytes()
-        seconds = sum(row["seconds"] for row in self._state.history)
+        seconds = sum(row["seconds"] for row in self._state.history) + time.monotonic() - began
         result = TrainResult(
             self._folder, self._state.epoch, self._state.best_epoch,
-            judged, seconds=seconds + time.monotonic() - began,
-            host_bytes=host_bytes, gpu_bytes=gpu_bytes, covariates_only=self._covariates_only(),
+            judged, seconds=seconds, host_bytes=host_bytes, gpu_bytes=gpu_bytes, covariates_only=self._covariates_only(),
             calibration=calibration, flow=flow_of(participants),
-            breakdown=break_down_sides(
-                scores, judged, participants, self._config.subgroup, self._config.judging
-            ),
+            breakdown=break_down_sides(scores, judged, participants, self._config.subgroup, self._config.judging),
         )  # fmt: skip
         if self._cluster.chief:
             self._problem.write_more(self._folder, self._step, list(found.values()))

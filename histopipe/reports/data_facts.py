@@ -1,0 +1,269 @@
+"""The data of a run: sentences about slides, participants, patches and the split. None: the run does not know."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from histopipe.dataset.options import SIDES, Side, TaskName
+from histopipe.dataset.participants import Participant
+from histopipe.reports.fact_texts import MOST, SIDE_NAMES, listed, percent
+from histopipe.reports.run_data import RunData
+from histopipe.runs import folder as run_folder
+from histopipe.runs.result import METRICS
+from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig
+
+_STRATA: dict[TaskName, str] = {
+    "classification": "class", "multilabel": "label", "regression": "value", "survival": "event and time",
+}  # fmt: skip
+
+
+def _sites(run: RunData) -> str | None:
+    found = _counted(run, "site")
+    return None if found is None else f"Slides found by site: {found}."
+
+
+def _scanners(run: RunData) -> str | None:
+    found = _counted(run, "vendor")
+    return None if found is None else f"Vendors of the scanners by file format: {found}."
+
+
+def _scale(run: RunData) -> str | None:
+    found = sorted({float(it.mpp) for it in run.participants if it.mpp})
+    if not found:
+        return None
+    ends = f"{found[0]:g}" if len(found) == 1 else f"{found[0]:g} to {found[-1]:g}"
+    return f"Slides were scanned at {ends} µm per pixel."
+
+
+def _label_sources(run: RunData) -> str | None:
+    found = _counted(run, "label_source")
+    return None if found is None else f"Sources of the labels: {found}."
+
+
+def _counted(run: RunData, column: str) -> str | None:
+    counts = Counter(it.value(column) for it in run.participants if it.value(column))
+    return listed([f"{name} ({count:,} slides)" for name, count in sorted(counts.items())]) or None
+
+
+def _exclusions(run: RunData) -> str | None:
+    texts = [
+        f"{level}: {listed([f'{count:,} ({why})' for why, count in own.excluded.items()])}"
+        for level, own in run.result.flow.items()
+        if own.excluded
+    ]
+    return f"Excluded {'; '.join(texts)}." if texts else None
+
+
+def _flow(run: RunData) -> str | None:
+    texts = []
+    for level, own in run.result.flow.items():
+        used = listed([f"{count:,} are in {_sides(side)}" for side, count in own.used.items()])
+        texts.append(
+            f"Of {own.found:,} {level} found, {sum(own.excluded.values()):,} were excluded, and {used}."
+        )
+    return " ".join(texts) or None
+
+
+def _sides(names: str) -> str:
+    """Return the sides of a slide or patient as text."""
+    return " and ".join(SIDE_NAMES[side] for side in SIDES if side in names.split(" and "))
+
+
+def _participants_by_label(run: RunData) -> str | None:
+    """Count patients with one label by side."""
+    if (
+        run.config.task != "classification"
+        or getattr(run.config, "labels_from", "") == "annotation"
+    ):
+        return None
+    labels: dict[tuple[str, str], set[str]] = {}
+    for it in run.participants:
+        for side in SIDES:
+            if side in it.status.split(" and "):
+                labels.setdefault((side, it.patient), set()).add(it.label)
+    texts = []
+    for side in SIDES:
+        counts = Counter(
+            next(iter(own)) if len(own) == 1 else "several labels"
+            for (where, _), own in labels.items()
+            if where == side
+        )
+        if counts:
+            texts.append(
+                f"{SIDE_NAMES[side]} {listed([f'{counts[it]} {it}' for it in sorted(counts)])}"
+            )
+    return f"Patients by class: {'; '.join(texts)}." if texts else None
+
+
+def _characteristics(run: RunData) -> str | None:
+    """Return the further columns of the labels file by side: counts, or median and range of numbers."""
+    columns = dict.fromkeys(name for it in run.participants for name in it.cells)
+    texts = []
+    for column in columns:
+        values = {side: _values(run.participants, side, column) for side in SIDES}
+        every = [it for own in values.values() for it in own if it]
+        numeric = bool(every) and all(map(_is_number, every)) and len(set(every)) > MOST
+        if not numeric and len(set(every)) > MOST:
+            continue
+        described = _range_of if numeric else _counts_of
+        parts = [f"{SIDE_NAMES[side]} {described(own)}" for side, own in values.items() if own]
+        texts.append(f"{column} of slides: {'; '.join(parts)}.")
+    return " ".join(texts) or None
+
+
+def _values(slides: Sequence[Participant], side: Side, column: str) -> list[str]:
+    return [it.cells.get(column, "") for it in slides if side in it.status.split(" and ")]
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
+
+
+def _range_of(values: Sequence[str]) -> str:
+    known = np.array([float(it) for it in values if it])
+    missing = f", {len(values) - len(known)} missing" if len(known) < len(values) else ""
+    if not len(known):
+        return f"{len(values)} missing"
+    return f"median {np.median(known):.4g}, from {known.min():.4g} to {known.max():.4g}{missing}"
+
+
+def _counts_of(values: Sequence[str]) -> str:
+    counts = Counter(it or "missing" for it in values)
+    return listed([f"{counts[name]} × {name}" for name in sorted(counts)], most=MOST + 1)
+
+
+def _labels(run: RunData) -> str:
+    config = run.config
+    if getattr(config, "labels_from", "slide") == "annotation":
+        return "The classes of patches come from annotations."
+    if isinstance(config, BagTrainConfig):
+        return f"Each {config.bag} has its own outcome."
+    return "Each slide has its own outcome, which applies to all its patches."
+
+
+def _tiling(run: RunData) -> str | None:
+    spec = run.metrics_file.get("spec")
+    if not isinstance(spec, dict):
+        return None
+    scale = f"{spec['mpp']:g} µm per pixel" if spec.get("mpp") else f"level {spec.get('level')}"
+    side, overlap = spec.get("patch_size"), spec.get("overlap")
+    apart = f"an overlap of {overlap} pixels" if overlap else "no overlap"
+    algorithm = (spec.get("algorithms") or {}).get("tissue") or spec.get("tissue")
+    found = "Tissue was not detected: all patches were used." if spec.get("tissue") == "none" else (
+        f"Tissue was detected with {algorithm}, and patches with at least {percent(spec.get('tissue_threshold') or 0)} "
+        "tissue were used."
+    )  # fmt: skip
+    return f"Slides were divided into patches of {side} × {side} pixels at {scale}, with {apart}. {found}"
+
+
+def _encoding(run: RunData) -> str | None:
+    spec = run.metrics_file.get("spec")
+    routes = {it.route for it in run.participants if it.route}
+    if not isinstance(spec, dict) or not routes:
+        return None
+    if spec.get("codec") == "png":
+        return "Patches were stored without loss."
+    if routes == {"copy"}:
+        return "Patches are the JPEG tiles of the slides, which were not encoded again."
+    return f"Patches that were encoded again are JPEG images with quality {spec.get('quality')}."
+
+
+def _preprocessing(run: RunData) -> str | None:
+    stain = getattr(run.config, "stain_norm", None)
+    if stain is None:
+        return None
+    return (
+        "Stains were not normalized."
+        if stain == "none"
+        else f"Stains were normalized by the method {stain}."
+    )
+
+
+def _patch_selection(run: RunData) -> str | None:
+    config = run.config
+    if not isinstance(config, PatchTrainConfig):
+        return None
+    bounds = [
+        text
+        for active, text in (
+            (config.min_tissue > 0, f"at least {percent(config.min_tissue)} tissue"),
+            (config.min_focus > 0, f"a focus of at least {config.min_focus:g}"),
+            (config.exclude_pen < 1, f"at most {percent(config.exclude_pen)} pen marks"),
+            (config.exclude_dark < 1, f"at most {percent(config.exclude_dark)} folds or black"),
+        )
+        if active
+    ]
+    chosen = (
+        f"Patches with {listed(bounds)} were used." if bounds else "All these patches were used."
+    )
+    if config.max_per_slide:
+        chosen += f" Each epoch drew at most {config.max_per_slide} patches per slide."
+    return chosen
+
+
+def _split(run: RunData) -> str:
+    if of_cross_validation(run):
+        return "The data were divided by the cross-validation that this run belongs to."
+    if run.config.splits is not None:
+        return "The data were divided into training, validation and test by an existing file of splits."
+    splits = run.splits
+    shares = listed([percent(it) for it in splits.get("fractions", ())])
+    return (
+        f"The data were divided at random into training, validation and test ({shares}), stratified by "
+        f"{_STRATA[run.config.task]}, with seed {splits.get('seed')}."
+    )
+
+
+def _split_level(run: RunData) -> str:
+    by = run.splits.get("split_by")
+    if by == "region":
+        return f"Squares of {getattr(run.config, 'region_um', 0):g} µm of a slide are in one part; a slide may be in several."
+    if by == "patch":
+        return "A slide may have patches in several parts."
+    return f"No {by} is in more than one part."
+
+
+def _split_sizes(run: RunData) -> str | None:
+    if run.config.task != "classification":
+        return None
+    counts = run.splits.get("counts", {})
+    texts = [
+        f"{SIDE_NAMES[side]} {listed([f'{count:,} {name}' for name, count in counts[side].items()])}"
+        for side in SIDES
+        if counts.get(side)
+    ]
+    unit = run.config.unit.capitalize()
+    return f"{unit} by class, before damaged ones were left out: {'; '.join(texts)}."
+
+
+def of_cross_validation(run: RunData) -> bool:
+    """Return whether a run is a fold of a cross-validation."""
+    return run_folder.is_cross_validation(run.folder.resolve().parent)
+
+
+FACTS: dict[str, tuple[str, Callable[[RunData], str | None]]] = {
+    "sites": (run_folder.SLIDES, _sites),
+    "scanners": (run_folder.SLIDES, _scanners),
+    "scale": (run_folder.SLIDES, _scale),
+    "label_sources": (run_folder.SLIDES, _label_sources),
+    "exclusions": (METRICS, _exclusions),
+    "flow": (METRICS, _flow),
+    "participants_by_label": (run_folder.SLIDES, _participants_by_label),
+    "characteristics": (run_folder.SLIDES, _characteristics),
+    "tiling": (METRICS, _tiling),
+    "encoding": (METRICS, _encoding),
+    "preprocessing": (run_folder.CONFIG, _preprocessing),
+    "patch_selection": (run_folder.CONFIG, _patch_selection),
+    "labels": (run_folder.CONFIG, _labels),
+    "split": (run_folder.SPLITS, _split),
+    "split_level": (run_folder.SPLITS, _split_level),
+    "split_sizes": (run_folder.SPLITS, _split_sizes),
+}
+"""Sentences by name, with the file that they come from."""
