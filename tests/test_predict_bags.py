@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import html
 import json
 import shutil
 from collections.abc import Sequence
@@ -18,10 +19,12 @@ from test_mil import write_bag
 from test_targets import arguments
 from test_targets import bags as bags  # noqa: PLC0414 - a fixture
 
+from histopipe.dataset.flow import flow_from_json
 from histopipe.errors import HistopipeError, NothingToDo, UsageError
 from histopipe.inference.embed import embed
 from histopipe.inference.predict import predict
 from histopipe.reports.heatmap import heatmap
+from histopipe.reports.report import report
 
 
 def rows_of(path: Path) -> list[dict[str, str]]:
@@ -93,6 +96,49 @@ def test_every_source_gives_the_predictions_of_the_run(
     assert len(done.files["slide-000"]) == 3
     with pytest.raises(UsageError, match="expected normal or tumour"):
         heatmap(tmp_path / "p", out=tmp_path / "h", class_name="stroma")
+
+
+def test_external_validation_of_a_slide_model(slide_model: Trained, tmp_path: Path) -> None:
+    """Slides of the training are named. A label that is no class is a reason of exclusion. The page has ROC and errors."""
+    names = [line.split(",")[0] for line in slide_model.labels.read_text().splitlines()[1:]]
+    wrong = ["tumour" if i < 3 else "normal" for i in range(len(names))]
+    wrong[-1] = "Normal"
+    table = tmp_path / "labels.csv"
+    table.write_text(
+        "\n".join(["slide,label", *(f"{n},{it}" for n, it in zip(names, wrong, strict=True))])
+    )
+    out = tmp_path / "p"
+    result = predict(slide_model.run, slide_model.store, out=out, labels=table)
+    assert result.evaluated is not None
+    assert "labelled" in str(result)
+    flow = flow_from_json(json.loads((out / "evaluation.json").read_text())["flow"])
+    assert all(level.adds_up for level in flow.values())
+    assert flow["slides"].used == {"test": 11}
+    assert flow["slides"].excluded == {"label is no class of the model": 1}
+    trained = {
+        it["id"] for it in json.loads((slide_model.run / "splits.json").read_text())["slides"]
+    }  # fmt: skip
+    assert result.evaluated.in_training
+    assert set(result.evaluated.in_training) < trained
+    page = html.unescape(report(out).file.read_text())
+    for text in (
+        f"Warning: {len(result.evaluated.in_training)} of these slides",
+        "Probabilities are divided by the temperature of the training",
+        "ROC, slides",
+        "wrong decisions, those with the highest certainty first",
+    ):
+        assert text in page
+    rows = rows_of(out / "evaluated.csv")
+    errors = [
+        row for row, known in zip(rows_of(out / "slides.csv"), wrong, strict=True)
+        if row["decided"] != known and known != "Normal"
+    ]  # fmt: skip
+    assert len(rows) == 11
+    assert f"Test: {len(errors)} wrong decisions" in page
+    table.write_text(f"slide,label\n{names[0]},tumour\n")
+    assert predict(slide_model.run, slide_model.store, out=out, labels=table).evaluated is None
+    assert not (out / "evaluation.json").exists()
+    assert not (out / "evaluated.csv").exists()
 
 
 def test_new_slides_are_added_and_changed_ones_computed_again(

@@ -16,6 +16,7 @@ from lifelines.statistics import logrank_test
 from numpy.typing import NDArray
 from scipy import stats
 from sklearn import metrics as sk
+from sklearn.linear_model import LogisticRegression
 from sksurv.linear_model import CoxPHSurvivalAnalysis
 from sksurv.metrics import (
     concordance_index_censored,
@@ -215,6 +216,36 @@ def test_multilabel_metrics_equal_those_of_scikit_learn(seed: int) -> None:
         )
         assert found[f"f1:{name}"] == pytest.approx(sk.f1_score(true, decided))
     assert found["auc"] == pytest.approx((found["auc:a"] + found["auc:b"]) / 2)
+
+
+def test_each_label_has_intercept_and_slope() -> None:
+    """Those of scikit-learn, without the rows that are unknown; the mean is undefined if a label is."""
+    rng = np.random.default_rng(1)
+    odds = rng.normal(size=(200, 2))
+    target = (rng.random((200, 2)) < 1 / (1 + np.exp(-odds / 2))).astype(np.float64)
+    target[:20, 0] = np.nan
+    each, zeros = np.arange(200, dtype=np.int32), np.zeros(200, np.int64)
+    names = tuple(map(str, range(200)))
+    scores = TargetScores(
+        "multilabel", ("a", "b"), (), names, names, each, each, zeros, zeros, target,
+        (1 / (1 + np.exp(-odds))).astype(np.float32), "slide",
+    )  # fmt: skip
+    found = judge({"validation": scores}, JudgeSettings(resamples=20))["validation"].slide["mean"]
+    for number, name in enumerate("ab"):
+        known = np.isfinite(target[:, number])
+        model = LogisticRegression(C=1e12, tol=1e-10).fit(
+            odds[known, number : number + 1], target[known, number]
+        )
+        slope = found.figures[f"calibration_slope:{name}"]
+        assert slope == pytest.approx(model.coef_[0, 0], abs=1e-3)
+        low, high = found.intervals[f"calibration_slope:{name}"]
+        assert low < model.coef_[0, 0] < high
+    slopes = [found.figures[f"calibration_slope:{name}"] or 0 for name in "ab"]
+    assert found.figures["calibration_slope"] == pytest.approx(np.mean(slopes))
+    unknown = replace(scores, target=np.column_stack([target[:, 0], np.zeros(200)]))
+    found = judge({"validation": unknown}, JudgeSettings(resamples=0))["validation"].slide["mean"]
+    assert found.figures["calibration_slope"] is None
+    assert found.figures["calibration_slope:b"] is None
 
 
 def survival_scores(seed: int, count: int = 60, *, slides: int = 1) -> TargetScores:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from histopipe.evaluation.calibration import Recalibration, recalibration
 from histopipe.evaluation.intervals import Interval, mean_interval
 from histopipe.evaluation.predictions import Scores
 from histopipe.evaluation.statistics import Statistics
@@ -78,6 +79,39 @@ class MultilabelStatistics:
                 if figure in intervals:
                     found[f"{figure}:{name}"] = intervals[figure]
         return found
+
+
+def recalibrated_labels(
+    target: NDArray[np.float64],
+    output: NDArray[np.float64],
+    columns: Sequence[str],
+    patient: NDArray[np.int32],
+) -> tuple[dict[str, float | None], dict[str, Interval]]:
+    """Return calibration intercept and slope of each label and their means, and intervals; see `recalibration`.
+
+    Means are undefined if the value of a label is. For the arguments see `MultilabelStatistics`.
+    """
+    each: dict[str, Recalibration] = {}
+    for number, name in enumerate(columns):
+        known = np.isfinite(target[:, number])
+        if known.any():
+            each[name] = recalibration(
+                output[known, number], target[known, number] == 1, patient[known]
+            )
+    figures: dict[str, float | None] = {}
+    intervals: dict[str, Interval] = {}
+    for figure in ("calibration_intercept", "calibration_slope"):
+        own = {name: getattr(it, figure.removeprefix("calibration_")) for name, it in each.items()}
+        values = [own.get(name) for name in columns]
+        figures[figure] = None if None in values else float(np.mean(values))  # type: ignore[arg-type]
+        mean = mean_interval([it.intervals.get(figure) for it in each.values()])
+        if mean is not None and figures[figure] is not None:
+            intervals[figure] = mean
+        for name in columns:
+            figures[f"{figure}:{name}"] = own.get(name)
+            if name in each and figure in each[name].intervals:
+                intervals[f"{figure}:{name}"] = each[name].intervals[figure]
+    return figures, intervals
 
 
 def label_scores(

@@ -15,7 +15,11 @@ from histopipe.dataset.options import TaskName
 from histopipe.errors import MachineShort
 from histopipe.evaluation.intervals import WeightedStatistics, intervals_of
 from histopipe.evaluation.levels import Aggregation, Level, levels_of, name_of
-from histopipe.evaluation.multilabel import MultilabelStatistics, label_scores
+from histopipe.evaluation.multilabel import (
+    MultilabelStatistics,
+    label_scores,
+    recalibrated_labels,
+)
 from histopipe.evaluation.regression import RegressionStatistics
 from histopipe.evaluation.survival import SurvivalStatistics
 from histopipe.evaluation.target_scores import GroupedScores, TargetScores, grouped
@@ -224,6 +228,12 @@ def _metrics(
         notes.append(f"confidence intervals are unreliable: only {counted(patients, 'patient')}")
     elif undefined > _MAX_UNDEFINED and None not in figures.values():
         notes.append(f"{undefined:.0%} of the resamples are undefined: excluded from the intervals")
+    if kind.task == "multilabel":
+        recalibrated, own = recalibrated_labels(
+            scores.target, scores.output, kind.columns, scores.patient
+        )
+        figures |= recalibrated
+        intervals |= own if len(draws) else {}
     groups, log_rank = _risk_groups(kind, scores, limits)
     return TargetMetrics(
         kind.task, len(scores.target), patients, figures,

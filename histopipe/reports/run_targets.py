@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
 from histopipe.dataset.options import Side
 from histopipe.evaluation import table
+from histopipe.evaluation.calibration import Bin, reliability_of
 from histopipe.evaluation.evaluate import Evaluation
 from histopipe.evaluation.levels import Level
 from histopipe.evaluation.multilabel import label_scores
-from histopipe.evaluation.statistics import Roc, roc_of
+from histopipe.evaluation.statistics import Roc, precision_recall_of, roc_of
 from histopipe.evaluation.target_metrics import RiskGroup, TargetMetrics
 from histopipe.evaluation.target_scores import TargetScores, grouped
 from histopipe.reports import charts
@@ -88,17 +89,26 @@ def _charts(judged: Judged) -> Iterator[str]:
 
 
 def _label_charts(judged: Judged, side: Side, scores: TargetScores) -> Iterator[str]:
+    """Yield ROC curves, precision-recall curves and reliability diagrams of the labels."""
     rows = grouped(scores, scores.level)
-    curves: dict[str, Roc] = {}
+    rocs: dict[str, Roc] = {}
+    precision: dict[str, charts.Curve] = {}
+    bins: dict[str, Sequence[Bin]] = {}
     for i, name in enumerate(scores.columns):
         known = np.isfinite(rows.target[:, i])
+        if not known.any():
+            continue
         own = label_scores(rows.target[known, i], rows.output[known, i], rows.patient[known])
-        seed = judged.judging.seed
-        roc = roc_of(own, 1, patients=len(scores.patients), seed=seed) if known.any() else None
-        if roc is not None:
-            curves[name] = roc
-    if curves:
-        yield charts.roc_chart(f"ROC, {side}", curves)
+        roc = roc_of(own, 1, patients=len(scores.patients), seed=judged.judging.seed)
+        curve = precision_recall_of(own, 1)
+        if roc is not None and curve is not None:
+            rocs[name], precision[name] = roc, curve
+        bins[name] = reliability_of(own.probability[:, 1], own.label == 1)
+    if rocs:
+        yield charts.roc_chart(f"ROC, {side}", rocs)
+        yield charts.precision_chart(f"Precision and recall, {side}", precision)
+    if bins:
+        yield charts.calibration_chart(f"Calibration, {side}", bins)
 
 
 def _at_risk(side: Side, groups: tuple[RiskGroup, ...]) -> Table:
