@@ -14,7 +14,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from conftest import Run, succeed
+from conftest import Run, command, succeed
 from test_mil import write_bag
 from test_targets import arguments
 from test_targets import bags as bags  # noqa: PLC0414 - a fixture
@@ -139,6 +139,35 @@ def test_external_validation_of_a_slide_model(slide_model: Trained, tmp_path: Pa
     assert predict(slide_model.run, slide_model.store, out=out, labels=table).evaluated is None
     assert not (out / "evaluation.json").exists()
     assert not (out / "evaluated.csv").exists()
+
+
+def test_flow_of_a_slide_model_begins_with_the_store(slide_model: Trained, tmp_path: Path) -> None:
+    """`embed` records the slides of the store, also those without features, and how they were read."""
+    store = Path(shutil.copytree(slide_model.store, tmp_path / "s.lmdb"))
+    bad = tmp_path / "slides"
+    bad.mkdir()
+    (bad / "broken.svs").write_text("no slide")
+    assert command("ingest", bad, "--out", store, "--patch-size", 128).returncode != 0
+    features, run = tmp_path / "features", tmp_path / "run"
+    embed(store, model="small-cnn", out=features)
+    lines = slide_model.labels.read_text().splitlines()
+    table = tmp_path / "labels.csv"
+    table.write_text("\n".join([*lines[:-1], "broken,tumour"]))  # the last slide has no label
+    succeed(
+        "train", "--mil", features, "--labels", table, "--epochs", 1, "--resamples", 0, "--fractions", "0.5,0.25,0.25",
+        "--out", run,
+    )  # fmt: skip
+    flow = flow_from_json(json.loads((run / "metrics.json").read_text())["flow"])
+    assert all(level.adds_up for level in flow.values())
+    assert flow["slides"].excluded == {"ingest failed": 1, "no label": 1}
+    assert flow["slides"].found == 13
+    slides = {row["slide"]: row for row in rows_of(run / "slides.csv")}
+    assert slides["broken"]["label"] == "tumour"
+    assert {row["route"] for name, row in slides.items() if name != "broken"} == {"decode"}
+    assert slides["slide-000"]["vendor"] == "aperio"
+    result = predict(run, features, out=tmp_path / "p", labels=table)
+    assert result.evaluated is not None
+    assert result.evaluated.flow["slides"].excluded == {"ingest failed": 1, "no label": 1}
 
 
 def test_new_slides_are_added_and_changed_ones_computed_again(

@@ -10,7 +10,7 @@ import argparse
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from unittest import mock
 
 import numpy as np
@@ -20,10 +20,12 @@ from sklearn.metrics import log_loss, roc_auc_score
 
 from histopipe.dataset.participants import Participant
 from histopipe.evaluation import temperature
+from histopipe.evaluation.evaluate import JudgeSettings, Part
 from histopipe.evaluation.metrics import Metrics, decide, metrics_of
 from histopipe.evaluation.predictions import PatchScores, Scores
 from histopipe.evaluation.shortcuts import find_shortcut
 from histopipe.evaluation.statistics import Statistics, bootstrap_draws
+from histopipe.evaluation.subgroups import subgroups
 from histopipe.evaluation.temperature import fit_temperature, tempered
 
 FIGURES = (
@@ -69,6 +71,55 @@ def coverage(patients: int, apart: float, samples: int, patches: int) -> dict[st
             low, high = found.get(name, (math.inf, -math.inf))
             hits[name] += low <= getattr(truth, name) <= high
     return {name: count / samples for name, count in hits.items()}
+
+
+OF_GROUPS = (
+    "auc", "average_precision", "balanced_accuracy", "sensitivity", "specificity", "brier", "calibration_error",
+)  # fmt: skip
+
+
+def group_coverage(patients: int, apart: tuple[float, float], samples: int) -> dict[str, float]:
+    """Return the share of samples whose interval of the difference of a group from the rest holds the true one.
+
+    A third of the patients is in the group. `apart` separates the classes of the group, and of the rest.
+    """
+    rng = np.random.default_rng(patients)
+    group, rest = (
+        judged(synthetic_scores(rng, 50_000, it, 1), np.zeros((0, 50_000))) for it in apart
+    )
+    hits = dict.fromkeys(OF_GROUPS, 0)
+    of_group = max(patients // 3, 10)
+    for number in range(samples):
+        drawn = [
+            synthetic_scores(rng, count, it, 1)
+            for count, it in zip((of_group, patients - of_group), apart, strict=True)
+        ]
+        part, slides = _as_slides(drawn)
+        settings = JudgeSettings(resamples=1000, seed=number)
+        (found,) = subgroups([part], slides, {"site": None}, settings)
+        for name in OF_GROUPS:
+            true = getattr(group, name) - getattr(rest, name)
+            ends = found.groups[0].differences[name].interval
+            hits[name] += ends is not None and ends[0] <= true <= ends[1]
+    return {name: count / samples for name, count in hits.items()}
+
+
+def _as_slides(drawn: Sequence[Scores]) -> tuple[Part, list[Participant]]:
+    """Return scores of groups as those of slides, with the threshold 0.5, and the slides, with the group as site."""
+    label, probability = (
+        np.concatenate([getattr(it, name) for it in drawn]) for name in ("label", "probability")
+    )
+    each, zeros = np.arange(len(label), dtype=np.int32), np.zeros(len(label), np.int64)
+    names = tuple(map(str, range(len(label))))
+    scores = PatchScores(
+        ("well", "ill"), names, names, each, each, zeros, zeros, label, probability.astype(np.float32), "slide",
+    )  # fmt: skip
+    sites = np.repeat(np.arange(len(drawn)), [len(it.label) for it in drawn])
+    slides = [
+        Participant(slide=name, patient=name, site=str(site), status="test")
+        for name, site in zip(names, sites.tolist(), strict=True)
+    ]
+    return (scores, {"slide_mean": (0.5, None), "patient_mean": (0.5, None)}), slides
 
 
 def false_alarms(data_sets: int) -> float:
@@ -162,6 +213,13 @@ def main() -> None:
                 truth = norm.cdf(apart / math.sqrt(2))
                 cells = " | ".join(f"{share:.3f}" for share in shares.values())
                 print(f"| {patches} | {patients} | {truth:.2f} | {cells} |", flush=True)
+    print(f"| patients | AUC of group, rest | {' | '.join(OF_GROUPS)} |")
+    for separation in ((1.2, 1.2), (2.5, 2.5), (1.2, 2.5)):
+        for patients in (40, 100, 300):
+            shares = group_coverage(patients, separation, samples)
+            areas = ", ".join(f"{norm.cdf(it / math.sqrt(2)):.2f}" for it in separation)
+            cells = " | ".join(f"{share:.3f}" for share in shares.values())
+            print(f"| {patients} | {areas} | {cells} |", flush=True)
     print(f"false alarms of shortcuts: {false_alarms(200):.3f} of 200 data sets", flush=True)
     print("| validation patients | no temperature | temperature | without prior |")
     for patients in (4, 10, 20, 50, 200):

@@ -135,6 +135,17 @@ def found_slide(
     return Participant(**facts)
 
 
+def found_slides(
+    sources: Iterable[SampleSource], labels: Mapping[str, SlideLabel] | None = None
+) -> list[Participant]:
+    """Return all slides of the sources, excluded, with a reason if they have no usable patches."""
+    return [
+        replace(found_slide(source, number, labels), reason=exclusion_of(record))
+        for source in sources
+        for number, record in source.records.items()
+    ]
+
+
 def _of_slide(
     source: SampleSource,
     number: int,

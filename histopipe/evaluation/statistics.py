@@ -32,35 +32,39 @@ _SMALLEST = np.finfo(np.float64).eps
 
 @dataclass(frozen=True, slots=True)
 class _Curve:
-    """(N,) patients and labels of scores, sorted by the probability of one class, and the starts of equal scores."""
+    """(N,) patients and labels of scores, by decreasing probability of one class, and the last of each equal scores."""
 
     patient: NDArray[np.int32]
-    positive: NDArray[np.bool_]
-    ties: NDArray[np.intp]
+    positive: Values
+    ends: NDArray[np.intp] | None
+    """None if no scores are equal."""
 
     @classmethod
     def of(cls, scores: Scores, number: int) -> _Curve:
         values = scores.probability[:, number]
-        order = np.argsort(values, kind="stable")
+        order = np.argsort(-values, kind="stable")
         values = values[order]
-        ties = np.flatnonzero(np.append(True, values[1:] != values[:-1]))
-        return cls(scores.patient[order], (scores.label == number)[order], ties)
+        ends = np.append(np.flatnonzero(values[1:] != values[:-1]), len(values) - 1)
+        positive = (scores.label == number)[order].astype(np.float64)
+        return cls(scores.patient[order], positive, ends if len(ends) < len(values) else None)
 
     def areas(self, weights: NDArray[np.float64]) -> tuple[float, float]:
         """Return the area under the ROC curve, where ties count half, and the average precision, for (P,) weights."""
         weight = weights[self.patient]
-        positives = np.add.reduceat(weight * self.positive, self.ties)
-        negatives = np.add.reduceat(weight * ~self.positive, self.ties)
-        pairs = positives.sum() * negatives.sum()
-        if not pairs:
+        positives = weight * self.positive
+        true, chosen = np.cumsum(positives), np.cumsum(weight)
+        if self.ends is not None:
+            true, chosen = true[self.ends], chosen[self.ends]
+            positives, weight = np.diff(true, prepend=0.0), np.diff(chosen, prepend=0.0)
+        all_true, all_false = true[-1], chosen[-1] - true[-1]
+        if not all_true * all_false:
             return np.nan, np.nan
-        below, true = np.cumsum(negatives), np.cumsum(positives)
-        area = positives @ (below - negatives / 2) / pairs
-        # Scores at or above each score.
-        true = true[-1] - true + positives
-        chosen = below[-1] - below + negatives + true
-        precision = positives * true / np.where(chosen > 0, chosen, 1)
-        return float(area), float(precision.sum() / positives.sum())
+        # Pairs with a lower score of another class; equal scores count half.
+        lower = all_false - (chosen - true) + (weight - positives) / 2
+        precision = np.divide(true, chosen, out=np.zeros_like(true), where=chosen > 0)
+        return float(positives @ lower / (all_true * all_false)), float(
+            positives @ precision / all_true
+        )
 
 
 def certainty(scores: Scores, positive: int | None) -> tuple[Values, NDArray[np.bool_]]:

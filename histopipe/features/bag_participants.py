@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from histopipe.dataset.options import SIDES
-from histopipe.dataset.participants import Participant
+from histopipe.dataset.participants import EXCLUDED, Participant
 from histopipe.dataset.splits import Splits
 from histopipe.features.bags import BagSet
 
@@ -22,19 +22,18 @@ def bag_participants(bags: BagSet, splits: Splits, *, given_splits: bool) -> lis
     )
     found = []
     for slide in bags.found_slides():
-        name = slide.slide
-        number = bag_of.get(name)
-        if name in bags.empty:
+        number = bag_of.get(slide.slide)
+        if slide.reason:
             found.append(slide)
-            continue
-        rows = 0 if number is None else bags.rows_of(number, name)
-        own = replace(slide, planned=rows)
-        if number is None or number not in side_of:
-            found.append(replace(own, reason=missing))
-        elif side_of[number]:
-            side = side_of[number]
-            counts: dict[str, Any] = {side: rows}
-            found.append(replace(own, status=side, **counts))
+        elif number is None or number not in side_of:
+            found.append(replace(slide, reason=missing))
         else:
-            found.append(replace(own, reason="left out by the split", left_out=rows))
+            # Joined sets may have fewer patches than the first one.
+            rows, side = bags.rows_of(number, slide.slide), side_of[number]
+            more = slide.planned - slide.unreadable - rows
+            counts: dict[str, Any] = {side: rows} if side else {}
+            reason = "" if side else "left out by the split"
+            found.append(replace(
+                slide, status=side or EXCLUDED, reason=reason, left_out=more + (0 if side else rows), **counts,
+            ))  # fmt: skip
     return found

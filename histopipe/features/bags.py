@@ -5,18 +5,19 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.dataset.participants import Participant
+from histopipe.dataset.participants import Participant, read_participants
 from histopipe.errors import UsageError
 from histopipe.features import BagOf
 from histopipe.features.feature_file import (
     ENCODER,
+    SLIDES,
     FeatureHeader,
 )
 from histopipe.features.feature_sets import FeatureSets
@@ -102,17 +103,23 @@ class BagSet:
         self.path = self.folders[0]
         sets = FeatureSets.of(self.folders)
         headers, parts = sets.headers, sets.parts
+        self._recorded = _recorded_slides(self.path)
         self.dimension = sum(sets.dimensions)
         self.uuid = "+".join(map(_identity, self.folders, sets.dimensions))
         rows = None
         if labels is not None:
+            names = SlideNames(headers, self._recorded.keys() - headers.keys())
             rows = read_labels(
-                labels, SlideNames(headers), columns=(*columns, *more_columns), with_label=with_label,
+                labels, names, columns=(*columns, *more_columns), with_label=with_label,
                 allow_extra=allow_extra,
             )  # fmt: skip
         self.label_source = "folder or import" if labels is None else "labels file"
         self.slides = labelled = _slide_labels(headers, rows)
         """Label, patient and site of each slide, also of those without label or patches."""
+        self._rows = {name: header.rows for name, header in headers.items()}
+        self._without = _slide_labels(
+            {name: it for name, it in self._recorded.items() if name not in headers}, rows
+        )
         labelled = {name: label for name, label in labelled.items() if name in parts}
         groups = {name: [name] for name in labelled}
         if bag == "patient":
@@ -136,15 +143,23 @@ class BagSet:
         self.notes = (*sets.notes, *((ignored,) if self.empty else ()))
 
     def found_slides(self) -> list[Participant]:
-        """Return all slides that have a feature file, excluded, with a reason if they have no patches."""
-        return [
-            Participant(
-                slide=name, patient=it.patient or name, site=it.site or "", label=it.label or "",
-                label_source=self.label_source if it.label else "", store=self.path.name,
-                cells=dict(it.cells), reason="no patches" if name in self.empty else "",
-            )
-            for name, it in self.slides.items()
-        ]  # fmt: skip
+        """Return all slides that have a feature file or failed before, excluded, with a reason if they have no patches."""
+        found = []
+        for name, it in {**self.slides, **self._without}.items():
+            known = self._recorded.get(name, Participant(slide=name, patient=""))
+            rows, reason = self._rows.get(name), known.reason or "no features"
+            if rows is not None:
+                planned = max(known.planned, rows)
+                reason = "" if rows else "no patches"
+                known = replace(known, planned=planned, unreadable=planned - rows)
+            found.append(
+                replace(
+                    known, patient=it.patient or name, site=it.site or "", label=it.label or "",
+                    label_source=self.label_source if it.label else "", store=known.store or self.path.name,
+                    cells=dict(it.cells), reason=reason,
+                )
+            )  # fmt: skip
+        return found
 
     def rows_of(self, number: int, slide: str) -> int:
         """Return the number of patches of a slide in a bag."""
@@ -165,14 +180,23 @@ def _identity(folder: Path, dimension: int) -> str:
         return f"features-{dimension}"
 
 
+def _recorded_slides(folder: Path) -> dict[str, Participant]:
+    """Return the slides that `histopipe embed` found; empty for folders of other tools."""
+    found = read_participants(folder / SLIDES) if (folder / ENCODER).exists() else []
+    return {it.slide: it for it in found}
+
+
 def _slide_labels(
-    headers: Mapping[str, FeatureHeader], rows: Mapping[str, SlideLabel] | None
+    slides: Mapping[str, FeatureHeader | Participant], rows: Mapping[str, SlideLabel] | None
 ) -> dict[str, SlideLabel]:
     """Return label, patient and site of every slide. The patient is never empty. `rows` are of the labels file."""
     found = {}
-    for name, header in headers.items():
+    for name, slide in slides.items():
         label, patient, site = (
-            _text(header.facts.get(key)) for key in ("label", "patient", "site")
+            _text(slide.facts.get(key))
+            if isinstance(slide, FeatureHeader)
+            else slide.value(key) or None
+            for key in ("label", "patient", "site")
         )
         given = SlideLabel(label) if rows is None else rows.get(name, SlideLabel(None))
         patient = given.patient or patient or patient_of(name)

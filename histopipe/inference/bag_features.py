@@ -19,7 +19,7 @@ from histopipe.inference.encoder import (
     encoder_facts,
     trained_patches,
 )
-from histopipe.inference.feature_folder import FeatureFolder, described
+from histopipe.inference.feature_folder import FeatureFolder, described, record_slides
 from histopipe.inference.predictions_folder import PredictedSlide, PredictionsFolder
 from histopipe.inference.slide_run import Results, SlideRun, SlideRunResult
 from histopipe.inference.slide_tiler import FileSource, TiledSlide
@@ -163,6 +163,7 @@ class BagFeatures:
                 return counts
 
             run.run(source.slides(run, _Embedded(features.path)), write, stop=source.close)
+            record_slides(features.path, source.participants(()), run.failed)
         self._add(run)
 
     def _add(self, found: SlideRunResult | SlideRun) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from histopipe.dataset.options import OnError, StainNorm, check_whole
+from histopipe.dataset.participants import found_slides
 from histopipe.dataset.selection import store_paths
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.features.feature_file import (
@@ -19,7 +20,7 @@ from histopipe.features.feature_file import (
     record_encoder,
 )
 from histopipe.inference.encoder import EncoderChoice, encoder_record
-from histopipe.inference.feature_folder import FeatureFolder
+from histopipe.inference.feature_folder import FeatureFolder, record_slides
 from histopipe.inference.slide_run import SlideRun, SlideRunResult
 from histopipe.inference.stored_slides import StoredSlide, slides_with_patches, stored_slides
 from histopipe.runs import folder as run_folder
@@ -143,6 +144,7 @@ def embed_stores(
         slides, lambda it: _is_complete(it, features.path, on_error=on_error, progress=progress)
     )
     run.run(missing, features.write, steps=sum(slide.steps for slide in missing))
+    record_slides(features.path, found_slides(stores), run.failed)
     return EmbedResult(**run.result(features.path), dimension=features.encoder.dimension)
 
 

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from histopipe.features.feature_file import FeatureHeader, StoredType, feature_path, writing
+from histopipe.dataset.participants import Participant, read_participants, write_participants
+from histopipe.features.feature_file import (
+    SLIDES,
+    FeatureHeader,
+    StoredType,
+    feature_path,
+    writing,
+)
 from histopipe.inference.predictions_folder import PredictedSlide
 from histopipe.inference.slide_run import Network, Results
 from histopipe.slides.scale import MAGNIFICATION_MPP
@@ -87,6 +94,15 @@ class FeatureFolder:
             }
             writer.finish(attributes, _coords_attributes(slide))
         return slide.patches, slide.skipped
+
+
+def record_slides(folder: Path, slides: Iterable[Participant], failed: Collection[str]) -> None:
+    """Write which slides were found, those without features with the reason, and keep slides of earlier commands."""
+    path = folder / SLIDES
+    known = {it.slide: it for it in read_participants(path)}
+    for it in slides:
+        known[it.slide] = replace(it, reason="embedding failed") if it.slide in failed else it
+    write_participants(path, known.values())
 
 
 def described(

@@ -11,7 +11,7 @@ import numpy as np
 
 from histopipe.dataset.labelling import class_codes
 from histopipe.dataset.options import Column, OnError, StainNorm
-from histopipe.dataset.participants import Participant, exclusion_of, found_slide
+from histopipe.dataset.participants import Participant, found_slides
 from histopipe.dataset.patch_batches import PatchBatches
 from histopipe.dataset.sample_table import SampleRows, SampleTable
 from histopipe.dataset.sampling import Sequential
@@ -178,11 +178,7 @@ class StoreSource:
 
     def participants(self, predicted: Iterable[PredictedSlide]) -> list[Participant]:
         """Return all slides of the stores, excluded if they have no patches."""
-        return [
-            replace(found_slide(store, number, self._labels), reason=exclusion_of(record))
-            for store in self._stores
-            for number, record in store.records.items()
-        ]
+        return found_slides(self._stores, self._labels)
 
     def slides(self, run: SlideRun, folder: CompleteSlides) -> Iterable[StoredSlide]:
         """Return the slides that are not in the folder yet, and add the others to `run.kept`."""
