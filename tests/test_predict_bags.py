@@ -123,7 +123,7 @@ def test_external_validation_of_a_slide_model(slide_model: Trained, tmp_path: Pa
     page = html.unescape(report(out).file.read_text())
     for text in (
         f"Warning: {len(result.evaluated.in_training)} of these slides",
-        "Probabilities are divided by the temperature of the training",
+        "The logits are divided by the temperature of the training",
         "ROC, slides",
         "wrong decisions, those with the highest certainty first",
     ):

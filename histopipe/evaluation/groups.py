@@ -71,7 +71,7 @@ def groups_of(
 ) -> tuple[list[str], list[int]]:
     """Return the names of the groups in order, and the (N,) group of each value; empty values and "NA" are missing.
 
-    Numbers are in bins of `width`; other values are groups of their own. Without `width`, numbers are divided into thirds
+    Numbers are in bins of `width`; other values are separate groups. Without `width`, numbers are divided into thirds
     if there are more than eight different ones, or if they are fractions and few of them are equal. With `categories`,
     each value is a group.
     """

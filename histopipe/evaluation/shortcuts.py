@@ -50,8 +50,9 @@ class Shortcut:
 
     def __str__(self) -> str:
         model = "" if self.model_auc is None else f"; the model has {self.model_auc:.3f}"
+        origin = "the origin of the slides" if self.best == _ALL else self.best
         return (
-            f"{self.best} alone predicts the label with an AUC of {self.auc[self.best]:.3f} (p = {self.p:.3f}){model}. "
+            f"{origin} alone predicts the label with an AUC of {self.auc[self.best]:.3f} (p = {self.p:.3f}){model}. "
             "The model may have learned the origin of the slides instead of the disease."
         )
 

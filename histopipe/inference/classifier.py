@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from histopipe.dataset.options import LabelsFrom, OnError
 from histopipe.dataset.participants import COLUMNS
+from histopipe.dataset.splits import trained_on
 from histopipe.errors import UsageError
 from histopipe.evaluation.evaluate import (
     JudgeSettings,
@@ -51,6 +52,8 @@ class Classifier:
     """SHA-256 of the weights."""
     temperatures: tuple[tuple[float, ...], ...] = ()
     """Temperature of each model; empty if they are not calibrated."""
+    in_training: frozenset[str] = frozenset()
+    """Ids of the slides on which a model was trained or validated."""
 
     def calibrated(self, probability: NDArray[np.float32]) -> NDArray[np.float32]:
         """Return (N, M, C) probabilities of the models with their temperatures."""
@@ -146,6 +149,7 @@ def load_classifier(folders: Sequence[Path], *, devices: str, batch_size: int) -
         ),
         first["labels_from"], first["judging"], mean_thresholds([it["thresholds"] for it in own]),
         network.sha256, temperatures=tuple(it["temperature"] for it in own if it["temperature"]),
+        in_training=frozenset().union(*(trained_on(it / run_folder.SPLITS) for it in folders)),
     )  # fmt: skip
 
 

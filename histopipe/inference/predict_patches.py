@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe._version import __version__
-from histopipe.dataset.splits import trained_on
 from histopipe.evaluation.breakdown import breakdown_lines
 from histopipe.evaluation.evaluate import Evaluation, positive_class
 from histopipe.evaluation.levels import Aggregation, Level
@@ -175,7 +174,7 @@ class PatchPrediction:
             if name not in run.failed
         ]
         slides, classifier, path = [slide for slide, _ in found], self.classifier, self.folder.path
-        seen = {it.slide for it in slides} & trained_on(classifier.folder / run_folder.SPLITS)
+        seen = {it.slide for it in slides} & classifier.in_training
         if seen:
             some = ", ".join(sorted(seen)[:3]) + (", …" if len(seen) > 3 else "")
             self.progress.message(

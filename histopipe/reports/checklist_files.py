@@ -11,7 +11,7 @@ from histopipe.reports.html_page import Cell, Column, Page, Row, Table, Text
 from histopipe.system.files import appearing
 
 _TONES = {"filled from the run": "good", "partly": "", "for the authors": "bad"}
-_WIDTHS_CM = (1.1, 5.4, 2.2, 8.3)
+_WIDTHS_CM = (1.4, 5.4, 2.2, 8.0)
 _CHECK = "Check every answer before you submit it."
 
 

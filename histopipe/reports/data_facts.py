@@ -201,7 +201,9 @@ def _patch_selection(run: RunData) -> str | None:
         if active
     ]
     chosen = (
-        f"Patches with {listed(bounds)} were used." if bounds else "All these patches were used."
+        f"Patches with {listed(bounds)} were used."
+        if bounds
+        else "No patch was left out for its quality."
     )
     if config.max_per_slide:
         chosen += f" Each epoch drew at most {config.max_per_slide} patches per slide."

@@ -134,7 +134,11 @@ def metrics_blocks(judged: Judged) -> Iterator[Block]:
                     notes.setdefault(f"{side}: {note}", []).append(shown)
     yield Table("Metrics at all levels", columns, rows)
     if notes:
-        yield Notes([f"{note} ({'; '.join(levels)})." for note, levels in notes.items()])
+        every = max(map(len, notes.values()))
+        yield Notes([
+            f"{note[0].upper()}{note[1:]}" + ("." if len(levels) == every else f" ({'; '.join(levels)}).")
+            for note, levels in notes.items()
+        ])  # fmt: skip
 
 
 def _with_interval(metrics: Metrics, figure: str) -> Cell:
@@ -157,7 +161,7 @@ def curves(judged: Judged) -> Iterator[Block]:
     yield Charts(made)
     if judged.calibration is not None:
         yield Text(
-            "Probabilities are divided by a temperature that was fitted to the validation set: "
+            "The logits are divided by a temperature that was fitted to the validation set: "
             + ", ".join(table.number(it) for it in judged.calibration.temperature) + "."
         )  # fmt: skip
         yield _temperature_table(judged, judged.calibration)
@@ -246,17 +250,21 @@ def _subgroup_table(title: str, shown: Sequence[Subgroups], task: TaskName) -> T
     main = names[0]
     columns = (
         Column("column"), Column("group"), Column("n", True), Column("patients", True),
-        *(Column(titles[name], True) for name in names), Column(f"{titles[main]} minus the rest", True),
-        Column("notes"),
+        Column(titles[main], True), Column(f"{titles[main]} minus the rest", True),
+        *(Column(titles[name], True) for name in names[1:]),
     )  # fmt: skip
     rows = []
     for own in shown:
+        column = f"{COLUMN_TITLES.get(own.column, own.column)} ({own.level}s)"
         for group in own.groups:
-            difference = group.differences.get(main, Difference(None, None))
+            apart = group.differences.get(main, Difference(None, None))
+            first, *others = (
+                _figure(group.figures.get(it), group.intervals.get(it)) for it in names
+            )
+            difference = _figure(apart.value, apart.interval, signed=True)
             rows.append(Row([
-                Cell(f"{COLUMN_TITLES.get(own.column, own.column)}, by {own.level}"), Cell(group.name), number(group.count), number(group.patients),
-                *(_figure(group.figures.get(name), group.intervals.get(name)) for name in names),
-                _figure(difference.value, difference.interval, signed=True), Cell(group.note, tone="why"),
+                Cell(column, tone="nowrap"), Cell(group.name, tone="nowrap"), number(group.count), number(group.patients),
+                first, Cell(group.note, tone="soft") if group.note else difference, *others,
             ]))  # fmt: skip
     return Table(title, columns, rows)
 

@@ -141,9 +141,9 @@ def _notes(found: ExternalEvaluation, settings: Mapping[str, Any]) -> Iterator[T
     if temperatures:
         values = ", ".join(f"{it:.3f}" for it in temperatures)
         yield Text(
-            f"Probabilities are divided by the temperature of the training ({values})."
+            f"The logits are divided by the temperature of the training ({values})."
             if len(temperatures) == 1
-            else f"Probabilities are divided by the temperatures of the trainings ({values})."
+            else f"The logits are divided by the temperatures of the trainings ({values})."
         )
 
 
