@@ -192,7 +192,7 @@ def test_report_of_a_run_is_complete(browser: webdriver.Chrome, run_report: Path
     visit(browser, run_report)
     names = [a.text for a in browser.find_elements(By.CSS_SELECTOR, "nav a")]
     assert names == [
-        "Summary", "Metrics", "Curves", "ROC and calibration", "Confusion", "Slides", "Patches", "Heatmaps",
+        "Summary", "Metrics", "ROC and calibration", "Confusion", "Learning curves", "Slides", "Patches", "Heatmaps",
         "Participant flow", "Splits", "Configuration", "Environment", "Limitations",
     ]  # fmt: skip
     metrics = json.loads((trained / "metrics.json").read_text())

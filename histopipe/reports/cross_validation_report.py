@@ -14,8 +14,7 @@ from histopipe.evaluation.evaluate import Evaluation
 from histopipe.evaluation.predictions import PatchScores, joined_scores
 from histopipe.evaluation.table import main_figure, shown_figures
 from histopipe.evaluation.target_scores import TargetScores
-from histopipe.reports.failures import failure_blocks
-from histopipe.reports.flow_chart import flow_blocks
+from histopipe.reports.evaluation_sections import add_analysis, add_metrics
 from histopipe.reports.heatmap_sources import SlideImages
 from histopipe.reports.html_page import (
     Cards,
@@ -29,17 +28,8 @@ from histopipe.reports.html_page import (
     Text,
     number,
 )
-from histopipe.reports.judged import (
-    Judged,
-    confusions,
-    curves,
-    metric_cards,
-    metrics_blocks,
-    shortcut_blocks,
-    subgroup_tables,
-)
+from histopipe.reports.judged import Judged, metric_cards
 from histopipe.reports.run_data import open_stores
-from histopipe.reports.run_targets import target_charts, target_rows
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.result import TrainResult, read_result
@@ -94,27 +84,11 @@ def cross_validation_page(
         Cards(metric_cards(judged)),
     )  # fmt: skip
     page.add("Folds", *_folds(summary, judged))
-    if judged.task == "classification":
-        page.add("Metrics", *metrics_blocks(judged))
-        page.add("ROC and calibration", *curves(judged))
-        page.add("Confusion", *confusions(judged))
-    else:
-        page.add("Metrics", *target_rows(judged.evaluations))
-        page.add("Predictions", *target_charts(judged))
-    page.add("Subgroups", *subgroup_tables(judged, quality=False))
+    add_metrics(page, judged)
     with ExitStack() as stack:
         opened, missing = open_stores(config, stores, stack, follow=follow)
-        page.add(
-            "Failure analysis",
-            *subgroup_tables(judged, quality=True),
-            *failure_blocks(
-                judged,
-                tested_slides(results),
-                SlideImages({}, opened) if pictures else None,
-            ),
-            *shortcut_blocks(judged),
-        )
-    page.add("Participant flow", *flow_blocks(judged.flow))
+        images = SlideImages({}, opened) if pictures else None
+        add_analysis(page, judged, tested_slides(results), images)
     facts = [(name, str(value)) for name, value in settings.items() if value is not None]
     page.add("Configuration", Facts("All settings, as in config.toml", facts))
     page.add("Limitations", Notes([*_limitations(judged, summary), *missing]))

@@ -28,8 +28,7 @@ from histopipe.inference.predictions_folder import (
     PredictionsFolder,
     labelled_patches,
 )
-from histopipe.reports.failures import failure_blocks
-from histopipe.reports.flow_chart import flow_blocks
+from histopipe.reports.evaluation_sections import add_analysis, add_metrics
 from histopipe.reports.heatmap_sources import SlideImages, open_values
 from histopipe.reports.html_page import (
     Card,
@@ -46,16 +45,7 @@ from histopipe.reports.html_page import (
     Text,
     heatmap_image,
 )
-from histopipe.reports.judged import (
-    Judged,
-    confusions,
-    curves,
-    metric_cards,
-    metrics_blocks,
-    shortcut_blocks,
-    subgroup_tables,
-)
-from histopipe.reports.run_targets import target_charts, target_rows
+from histopipe.reports.judged import Judged, metric_cards
 from histopipe.store.store import Store
 from histopipe.system.files import read_json
 
@@ -160,21 +150,8 @@ def _add_evaluation(
         Text("Slides with known labels. Brackets show 95 % confidence intervals, with patients as units.", "soft"),
         Cards(metric_cards(judged)), *notes,
     )  # fmt: skip
-    if judged.task == "classification":
-        page.add("Metrics", *metrics_blocks(judged))
-        page.add("ROC and calibration", *curves(judged))
-        page.add("Confusion", *confusions(judged))
-    else:
-        page.add("Metrics", *target_rows(judged.evaluations))
-        page.add("Predictions", *target_charts(judged))
-    page.add("Subgroups", *subgroup_tables(judged, quality=False))
-    page.add(
-        "Failure analysis",
-        *subgroup_tables(judged, quality=True),
-        *failure_blocks(judged, slides, images),
-        *shortcut_blocks(judged),
-    )
-    page.add("Participant flow", *flow_blocks(judged.flow, "Predicted"))
+    add_metrics(page, judged)
+    add_analysis(page, judged, slides, images, read="Predicted")
 
 
 def _table(slides: Sequence[Mapping[str, str]]) -> Table | None:

@@ -10,8 +10,8 @@ from pathlib import Path
 from histopipe.dataset.options import SIDES
 from histopipe.evaluation import table
 from histopipe.reports import charts
-from histopipe.reports.failures import certain_patches, failure_blocks
-from histopipe.reports.flow_chart import flow_blocks
+from histopipe.reports.evaluation_sections import add_analysis, add_metrics
+from histopipe.reports.failures import certain_patches
 from histopipe.reports.heatmap_sources import SlideImages
 from histopipe.reports.html_page import (
     Block,
@@ -27,18 +27,11 @@ from histopipe.reports.html_page import (
     Text,
     number,
 )
-from histopipe.reports.judged import (
-    confusions,
-    curves,
-    metric_cards,
-    metrics_blocks,
-    shortcut_blocks,
-    subgroup_tables,
-)
+from histopipe.reports.judged import metric_cards
 from histopipe.reports.result_facts import limitations
 from histopipe.reports.run_data import RunData, read_run
 from histopipe.reports.run_slides import heatmaps, slide_table
-from histopipe.reports.run_targets import target_charts, target_rows, target_table
+from histopipe.reports.run_targets import target_table
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig
 
@@ -56,33 +49,14 @@ def run_page(
         page = Page(f"Run {folder.resolve().name}", subtitle)
         judged = run.judged
         page.add("Summary", *_summary(run))
-        page.add(
-            "Metrics",
-            *(target_rows(run.result.metrics) if run.targets else metrics_blocks(judged)),
-        )
-        page.add("Curves", _curves(run))
-        if run.targets:
-            page.add("Predictions", *target_charts(judged))
-            page.add("Slides", target_table(run))
-        else:
-            page.add("ROC and calibration", *curves(judged))
-            page.add("Confusion", *confusions(judged))
-            page.add("Slides", slide_table(run))
+        add_metrics(page, judged)
+        page.add("Learning curves", _curves(run))
+        page.add("Slides", target_table(run) if run.targets else slide_table(run))
         if pictures:
             page.add("Patches", *certain_patches(judged, run.stores))
             page.add("Heatmaps", heatmaps(run))
-        page.add("Subgroups", *subgroup_tables(judged, quality=False))
-        page.add(
-            "Failure analysis",
-            *subgroup_tables(judged, quality=True),
-            *failure_blocks(
-                judged,
-                run.participants,
-                SlideImages({}, run.stores) if pictures else None,
-            ),
-            *shortcut_blocks(judged),
-        )
-        page.add("Participant flow", *flow_blocks(judged.flow))
+        images = SlideImages({}, run.stores) if pictures else None
+        add_analysis(page, judged, run.participants, images)
         page.add("Splits", *_splits(run))
         page.add("Configuration", _configuration(run))
         page.add("Environment", _environment(run))

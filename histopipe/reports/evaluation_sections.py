@@ -1,0 +1,48 @@
+"""Sections of a page that shows an evaluation: metrics and charts, subgroups, failures, and participant flow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from histopipe.dataset.participants import Participant
+from histopipe.reports.failures import failure_blocks
+from histopipe.reports.flow_chart import flow_blocks
+from histopipe.reports.heatmap_sources import SlideImages
+from histopipe.reports.html_page import Page
+from histopipe.reports.judged import (
+    Judged,
+    confusions,
+    curves,
+    metrics_blocks,
+    shortcut_blocks,
+    subgroup_tables,
+)
+from histopipe.reports.run_targets import target_charts, target_rows
+
+
+def add_metrics(page: Page, judged: Judged) -> None:
+    """Add the metrics with their charts."""
+    if judged.task == "classification":
+        page.add("Metrics", *metrics_blocks(judged))
+        page.add("ROC and calibration", *curves(judged))
+        page.add("Confusion", *confusions(judged))
+    else:
+        page.add("Metrics", *target_rows(judged.evaluations))
+        page.add("Predictions", *target_charts(judged))
+
+
+def add_analysis(
+    page: Page,
+    judged: Judged,
+    slides: Sequence[Participant],
+    images: SlideImages | None,
+    *,
+    read: str = "Ingested",
+) -> None:
+    """Add subgroups, failures and participant flow. `images` as for `failure_blocks`, `read` as for `flow_blocks`."""
+    page.add("Subgroups", *subgroup_tables(judged, quality=False))
+    page.add(
+        "Failure analysis", *subgroup_tables(judged, quality=True), *failure_blocks(judged, slides, images),
+        *shortcut_blocks(judged),
+    )  # fmt: skip
+    page.add("Participant flow", *flow_blocks(judged.flow, read))
