@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import succeed
+from defusedxml import ElementTree
 
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.inference.predict import predict
@@ -234,3 +235,9 @@ def test_completed_model_card_is_kept(trained: Path, tmp_path: Path) -> None:
         UsageError, match=r"--out: found .*r\.pdf, expected a file ending in \.html"
     ):
         report(run, out=tmp_path / "r.pdf")
+    figure = report(run, out=tmp_path / "flow.svg").file.read_text(encoding="utf-8")
+    assert ElementTree.fromstring(figure).tag == "{http://www.w3.org/2000/svg}svg"
+    assert ">Labelled<" in figure
+    assert "var(" not in figure
+    with pytest.raises(UsageError, match="has no participant flow"):
+        report(tmp_path, out=tmp_path / "flow.svg")

@@ -79,7 +79,11 @@ def heatmap(predictions: Path, as_json: bool, **options: Any) -> int:
 
 @click.command()
 @click.argument("paths", type=PATH, nargs=-1, required=True)
-@click.option("--out", type=PATH, help="HTML file.  [default: PATH/report.html]")
+@click.option(
+    "--out",
+    type=PATH,
+    help="HTML file, or .svg for the participant flow only.  [default: PATH/report.html]",
+)
 @store_option("Store of a run, if it was moved; repeatable.")
 @click.option("--no-pictures", is_flag=True, help="Write only tables and charts.")
 @click.option(

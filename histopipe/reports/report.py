@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from histopipe.dataset.flow import flow_from_json
 from histopipe.errors import NothingToDo, UsageError
+from histopipe.inference.external_evaluation import EVALUATION
 from histopipe.inference.predictions_folder import SETTINGS
 from histopipe.reports.checklist import fill
 from histopipe.reports.checklist_files import write_checklist
 from histopipe.reports.comparison_report import comparison_page
-from histopipe.reports.cross_validation_report import cross_validation_page
+from histopipe.reports.cross_validation_report import SUMMARY, cross_validation_page
+from histopipe.reports.flow_chart import write_flow
 from histopipe.reports.html_page import Page
 from histopipe.reports.model_card import MODEL_CARD, write_model_card
 from histopipe.reports.predictions_report import predictions_page
@@ -22,10 +25,13 @@ from histopipe.reports.run_facts import facts_of
 from histopipe.reports.run_report import run_page
 from histopipe.reports.store_report import store_page
 from histopipe.runs import folder as run_folder
+from histopipe.runs.result import METRICS
+from histopipe.system.files import read_json
 from histopipe.system.progress import Progress, default_progress
 from histopipe.system.result import Result
 
 REPORT = "report.html"
+_FIGURE = ".svg"
 
 
 @dataclass(frozen=True, repr=False)
@@ -67,7 +73,8 @@ def report(
     Args:
         path: a store, or the folder of a finished run, a cross-validation, or predictions; or several runs, which are
             compared with the first one.
-        out: the HTML file; `report.html` in that folder if None. A comparison has no default.
+        out: the HTML file; `report.html` in that folder if None. A comparison has no default. A file ending in .svg gets
+            the figure of the participant flow only.
         stores: stores of a run, if they have been moved.
         pictures: include pictures of slides and patches.
         checklist: write this checklist of a run instead: "tripod-ai" or "claim". `out` may end in .html, .md or .docx.
@@ -98,6 +105,8 @@ def report(
         raise UsageError(
             "--out", found=f"{file}, a folder", expected=f"a file, such as {file / REPORT}"
         )
+    if file.suffix.lower() == _FIGURE and len(paths) == 1:
+        return _flow_figure(folder, file)
     if file.suffix.lower() not in (".html", ".htm"):
         raise UsageError("--out", found=str(file), expected="a file ending in .html")
     options = _Options([Path(it) for it in stores], pictures, untrusted, progress)
@@ -159,6 +168,23 @@ def _checklist(paths: Sequence[Path], name: str, out: Path | None) -> ReportResu
     with run_folder.roomy(file.parent), run_folder.writable(file.parent):
         file.parent.mkdir(parents=True, exist_ok=True)
         write_checklist(filled, file, title=paths[0].resolve().name)
+    return ReportResult(file, file.stat().st_size)
+
+
+def _flow_figure(folder: Path, file: Path) -> ReportResult:
+    """Write the participant flow of a run, a cross-validation or predictions as an SVG file."""
+    names = (METRICS, SUMMARY, EVALUATION)
+    found = next((folder / name for name in names if (folder / name).exists()), None)
+    value = {} if found is None else read_json(found)
+    flow = flow_from_json(value.get("flow", {}))
+    if not flow:
+        raise UsageError(
+            f"{folder} has no participant flow", expected="a finished run, or predictions of slides with labels"
+        )  # fmt: skip
+    with run_folder.roomy(file.parent), run_folder.writable(file.parent):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        read = "Predicted" if (folder / SETTINGS).is_file() else "Ingested"
+        write_flow(flow, file, read=read)
     return ReportResult(file, file.stat().st_size)
 
 
