@@ -166,8 +166,28 @@ def test_cross_validation_search_comparison_and_report(
     page = (tmp_path / "a" / "report.html").read_text()
     for words in ("C-index (Harrell)", "log-rank p", "numbers at risk", "integrated Brier score"):
         assert words in page
+    check_checklists(run, tmp_path)
     done = run("predict", "a", bags)
     assert done.returncode == 2
+
+
+def check_checklists(run: Run, folder: Path) -> None:
+    """Check what the checklists say of a survival run, and of a fold, whose split it does not know."""
+    texts = []
+    for name in ("a", "cv/fold-1"):
+        done = run("report", name, "--checklist", "claim", "--out", "claim.md")
+        assert done.returncode == 0, done.stderr
+        texts.append((folder / "claim.md").read_text())
+    with (folder / "a" / "slides.csv").open(newline="") as file:
+        tested = [row for row in csv.DictReader(file) if row["status"] == "test"]
+    patients = {row["patient"] for row in tested}
+    happened = {row["patient"] for row in tested if float(row["event"]) == 1}
+    assert f"test {len(patients)} with {len(happened)} event" in texts[0]
+    assert "stratified by event and time" in texts[0]
+    assert "Classes had" not in texts[0]
+    assert "divided by the cross-validation" in texts[1]
+    assert "no ensemble" in texts[0]
+    assert "no ensemble" not in texts[1]
 
 
 def test_a_signal_in_the_covariates_is_found_there(run: Run, bags: Path, tmp_path: Path) -> None:

@@ -13,8 +13,10 @@ from histopipe.dataset.participants import Participant
 from histopipe.reports.fact_texts import MOST, SIDE_NAMES, listed, percent
 from histopipe.reports.run_data import RunData
 from histopipe.runs import folder as run_folder
+from histopipe.runs.config import TrainConfig
 from histopipe.runs.result import METRICS
 from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig
+from histopipe.system.result import counted
 
 _STRATA: dict[TaskName, str] = {
     "classification": "class", "multilabel": "label", "regression": "value", "survival": "event and time",
@@ -74,29 +76,45 @@ def _sides(names: str) -> str:
 
 
 def _participants_by_label(run: RunData) -> str | None:
-    """Count patients with one label by side."""
-    if (
-        run.config.task != "classification"
-        or getattr(run.config, "labels_from", "") == "annotation"
-    ):
+    """Count the patients of each side, by class, or with their events or labels; None if these are not known."""
+    if getattr(run.config, "labels_from", "") == "annotation":
         return None
-    labels: dict[tuple[str, str], set[str]] = {}
-    for it in run.participants:
-        for side in SIDES:
-            if side in it.status.split(" and "):
-                labels.setdefault((side, it.patient), set()).add(it.label)
     texts = []
     for side in SIDES:
-        counts = Counter(
-            next(iter(own)) if len(own) == 1 else "several labels"
-            for (where, _), own in labels.items()
-            if where == side
-        )
-        if counts:
-            texts.append(
-                f"{SIDE_NAMES[side]} {listed([f'{counts[it]} {it}' for it in sorted(counts)])}"
-            )
-    return f"Patients by class: {'; '.join(texts)}." if texts else None
+        patients: dict[str, list[Participant]] = {}
+        for it in run.participants:
+            if side in it.status.split(" and "):
+                patients.setdefault(it.patient, []).append(it)
+        if patients:
+            outcomes = _outcomes(run.config, list(patients.values()))
+            if outcomes is None:
+                return None
+            texts.append(f"{SIDE_NAMES[side]} {outcomes}")
+    return f"Patients: {'; '.join(texts)}." if texts else None
+
+
+def _outcomes(config: TrainConfig, patients: Sequence[Sequence[Participant]]) -> str | None:
+    """Return the number of patients by class, or of all with the number of events or of each label."""
+    if config.task == "classification":
+        labels = [{it.label for it in slides} for slides in patients]
+        counts = Counter(next(iter(it)) if len(it) == 1 else "several labels" for it in labels)
+        return listed([f"{counts[name]:,} {name}" for name in sorted(counts)])
+    if config.task == "regression":
+        return f"{len(patients):,}"
+    columns = [str(config.event)] if config.task == "survival" else list(config.target_columns)
+    if not all(name in it.cells for slides in patients for it in slides for name in columns):
+        return None
+    happened = {
+        name: sum(any(_is_one(it.cells[name]) for it in slides) for slides in patients)
+        for name in columns
+    }
+    if config.task == "survival":
+        return f"{len(patients):,} with {counted(happened[columns[0]], 'event')}"
+    return f"{len(patients):,} with {listed([f'{count:,} {name}' for name, count in happened.items()])}"
+
+
+def _is_one(cell: str) -> bool:
+    return _is_number(cell) and float(cell) == 1
 
 
 def _characteristics(run: RunData) -> str | None:

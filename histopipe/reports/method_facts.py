@@ -12,6 +12,7 @@ from histopipe.reports.run_data import RunData
 from histopipe.runs import folder as run_folder
 from histopipe.runs.result import METRICS
 from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig, parse_trainable
+from histopipe.system.result import counted
 
 _FRAMEWORKS = {"histopipe": "histopipe", "tensorflow": "TensorFlow", "keras": "Keras"}
 _AUGMENTATIONS = {
@@ -114,9 +115,10 @@ def _training(run: RunData) -> str:
         if config.patience
         else ""
     )
+    sample = "patch" if config.unit == "patches" else "bag"
     return (
         f"The model was trained with the optimizer {config.optimizer} ({', '.join([rate, *more])}) in batches of "
-        f"{config.batch_size} {config.unit} for {result.epochs} of at most {config.epochs} epochs{stop}."
+        f"{counted(config.batch_size, sample)} for {result.epochs} of at most {counted(config.epochs, 'epoch')}{stop}."
     )
 
 
@@ -129,8 +131,10 @@ def _augmentation(run: RunData) -> str | None:
     return f"Patches were augmented with {listed([_AUGMENTATIONS[it] for it in chosen])}."
 
 
-def _imbalance(run: RunData) -> str:
+def _imbalance(run: RunData) -> str | None:
     config = run.config
+    if config.task != "classification":
+        return None
     weights = "Classes had equal weights" if config.class_weights == "none" else (
         "Classes were weighted inversely to their frequency"
     )  # fmt: skip
