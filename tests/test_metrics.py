@@ -317,7 +317,7 @@ def test_slides_with_several_labels_are_excluded_and_counted() -> None:
     slide = scores_of(mixed, "slide", "mean", top_k=2, positive=1)
     assert (slide.item.tolist(), slide.left_out) == ([1, 2], 1)
     found = evaluate([(mixed, {})], JudgeSettings(resamples=0))
-    assert "1 excluded, because their patches have several labels" in found.slide["mean"].notes
+    assert "1 excluded, because they have several labels" in found.slide["mean"].notes
     assert found.finest.notes == ()
     assert found.patient["mean"].notes[0] == "missing class: t"
 

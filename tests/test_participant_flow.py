@@ -75,6 +75,13 @@ def test_flow_of_a_messy_folder(made: Path, tmp_path: Path) -> None:
         {"copy": slides[2].stem}, {slides[2].stem: "copy"},
     )  # fmt: skip
     check_evaluated(run, flow, found)
+    predict(run, store, out=tmp_path / "p", on_error="skip")
+    external = flow_in(tmp_path / "p" / "evaluation.json")
+    assert external["slides"].excluded == {
+        "ingest failed": 2, "no readable patch": 1, "no label": 2,
+    }  # fmt: skip
+    evaluated = json.loads((tmp_path / "p" / "evaluation.json").read_text())["test"]
+    assert evaluated["patch"]["count"] == external["patches"].used["test"]
     page = html.unescape(report(run, pictures=False).file.read_text())
     (chart,) = re.findall(r'<svg class="chart flow".*?</svg>', page, re.DOTALL)
     for text in (

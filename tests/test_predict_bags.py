@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import html
 import json
+import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -168,6 +169,37 @@ def test_flow_of_a_slide_model_begins_with_the_store(slide_model: Trained, tmp_p
     result = predict(run, features, out=tmp_path / "p", labels=table)
     assert result.evaluated is not None
     assert result.evaluated.flow["slides"].excluded == {"ingest failed": 1, "no label": 1}
+
+
+def test_report_of_predicted_patients(slide_model: Trained, tmp_path: Path) -> None:
+    """A model of patients writes no table of slides. Errors are those of patients, with all their patches."""
+    names = [line.split(",") for line in slide_model.labels.read_text().splitlines()[1:]]
+    table = tmp_path / "labels.csv"
+    # Two slides for each patient, of one label; in the second table, the labels are exchanged.
+    order = sorted(names, key=lambda it: it[1])
+    rows = [(name, label, f"P{i // 2}") for i, (name, label) in enumerate(order)]
+    table.write_text("\n".join(["slide,label,patient", *(",".join(it) for it in rows)]))
+    run, out = tmp_path / "run", tmp_path / "p"
+    succeed(
+        "train", "--mil", slide_model.features, "--bag", "patient", "--labels", table, "--epochs", 1, "--resamples", 0,
+        "--fractions", "0.4,0.3,0.3", "--out", run,
+    )  # fmt: skip
+    assert "Patients by site" not in report(run).file.read_text()
+    exchange = {"normal": "tumour", "tumour": "normal"}
+    table.write_text(
+        "\n".join(["slide,label,patient", *(f"{n},{exchange[it]},{p}" for n, it, p in rows)])
+    )
+    for labels in (table, tmp_path / "first.csv"):
+        if labels != table:
+            labels.write_text("\n".join(["slide,label,patient", *(",".join(it) for it in rows)]))
+        assert predict(run, slide_model.features, out=out, labels=labels).metrics is not None
+        page = html.unescape(report(out).file.read_text())
+        assert "6 patients, by" in page
+        found = re.search(r"Test: (\d+) wrong decisions", page)
+        if found:
+            patches = {row["patches"] for row in rows_of(out / "patients.csv")}
+            (section,) = re.findall(r"wrong decisions, those.*?</table>", page, re.DOTALL)
+            assert any(f">{count}<" in section for count in patches)
 
 
 def test_new_slides_are_added_and_changed_ones_computed_again(

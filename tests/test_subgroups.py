@@ -16,6 +16,7 @@ from histopipe.dataset.flow import flow_from_json, flow_of, flow_to_json
 from histopipe.dataset.labelling import Labelling, PatchFilter
 from histopipe.dataset.participants import (
     Participant,
+    found_slides,
     participants,
     read_participants,
     with_damaged,
@@ -30,6 +31,7 @@ from histopipe.evaluation.groups import check_subgroup, groups_of, labels_column
 from histopipe.evaluation.predictions import PatchScores
 from histopipe.evaluation.shortcuts import find_shortcut
 from histopipe.evaluation.subgroups import subgroups
+from histopipe.inference.feature_folder import record_slides
 from histopipe.runs.splits import find_participants, new_splits, opened_sources
 from histopipe.runs.task_config import make_config
 from histopipe.slides.tables import SlideLabel
@@ -213,6 +215,24 @@ def test_wrong_subgroups_are_refused(text: str) -> None:
         check_subgroup(text)
 
 
+def test_quality_of_patients_with_several_slides_is_the_median() -> None:
+    part, slides = cohort(slides=2)
+    scores = part[0]
+    assert isinstance(scores, PatchScores)
+    first = scores.slide % 2 == 0
+    of_patients = dataclasses.replace(
+        scores, slides=scores.patients, slide=scores.patient[first], patient=scores.patient[first],
+        x_l0=scores.x_l0[first], y_l0=scores.y_l0[first], label=scores.label[first],
+        probability=scores.probability[first], level="patient",
+    )  # fmt: skip
+    measured = [dataclasses.replace(it, focus=f"{i + 0.5}") for i, it in enumerate(slides)]
+    (found,) = subgroups(
+        [(of_patients, part[1])], measured, {"focus": None}, JudgeSettings(resamples=0)
+    )
+    assert [it.count for it in found.groups] == [20, 20, 20]
+    assert found.groups[0].name == "1 to 40.3333"
+
+
 def test_column_given_twice_is_refused() -> None:
     assert labels_columns(["site", "Age:10", "tissue:0.1"]) == ("Age",)
     with pytest.raises(UsageError, match="found 'age' twice"):
@@ -358,6 +378,26 @@ def test_flow_of_a_messy_store_adds_up(tmp_path: Path) -> None:
     assert {it.slide: it.copy_of for it in slides if it.copy_of} == {"b": "a"}
 
 
+def test_failed_slide_does_not_replace_another_one_of_its_name(tmp_path: Path) -> None:
+    write_messy_store(tmp_path / "s.lmdb")
+    with StoreWriter(tmp_path / "t.lmdb", SPEC) as writer:
+        record = dataclasses.replace(RECORD, id="a", quickhash="other")
+        writer.fail(writer.register([record])["a"], record, "broken", FailureKind.FILE)
+    with Store(tmp_path / "s.lmdb") as first, Store(tmp_path / "t.lmdb") as second:
+        found = found_slides([first, second])
+        record_slides(tmp_path, found_slides([first]), {"c"})
+        record_slides(tmp_path, found_slides([second]), ())
+        name = f"a@{second.uuid[:8]}"
+    reasons = {it.slide: it.reason for it in found}
+    assert len(found) == len(reasons) == 12
+    assert (reasons["a"], reasons[name]) == ("", "ingest failed")
+    assert {it.slide: it.copy_of for it in found if it.copy_of} == {"b": "a"}
+    recorded = {it.slide: it.reason for it in read_participants(tmp_path / "slides.csv")}
+    assert recorded == {
+        **{it: why for it, why in reasons.items() if it != name}, "c": "embedding failed", "a@t.lmdb": "ingest failed",
+    }  # fmt: skip
+
+
 def test_existing_split_needs_no_labels_file(tmp_path: Path) -> None:
     """A fold of a cross-validation that is resumed after its labels file was removed."""
     write_messy_store(tmp_path / "s.lmdb")
@@ -376,6 +416,12 @@ def test_existing_split_needs_no_labels_file(tmp_path: Path) -> None:
         given = dataclasses.replace(config, splits=str(tmp_path / "splits.json"))
         assert find_participants(given, sources, splits) == before
         assert {it.cells["stage"] for it in before if it.label} == set("01234567")
+        others = {"slide,label,stage,patient": "", "a,n,0,other": ""}
+        table.write_text("\n".join(others))
+        with pytest.raises(
+            UsageError, match="slide a has another patient than in the split: found other"
+        ):
+            find_participants(dataclasses.replace(given, allow_extra_rows=True), sources, splits)
         table.unlink()
         after = find_participants(given, sources, splits)
     assert [(it.slide, it.status, it.label) for it in after] == [

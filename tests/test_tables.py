@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,12 @@ def test_read_labels(table: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("name", ["patient_age", "case_control", "patients sex", "rapid", "grade"])
+def test_columns_about_patients_are_accepted(table: Path, name: str) -> None:
+    table.write_text(f"slide,label,{name}\na,tumour,p1\n")
+    assert read_labels(table, NAMES) == {"a": SlideLabel("tumour")}
+
+
 def test_labels_file_may_have_other_columns(table: Path) -> None:
     """One file of a study serves all commands; --subgroup and --target name the columns that are used."""
     table.write_text("slide,label,patient,case_id,age,os_time\na,tumour,p1,7,61,12\n")
@@ -63,10 +70,25 @@ def test_labels_file_may_have_other_columns(table: Path) -> None:
     assert read_labels(table, NAMES, columns=["age"])["a"].cells == {"age": "61"}
 
 
-@pytest.mark.parametrize("name", ["patient_id", "Patients", "case", "Subject ID", "PatientID"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "patient_id",
+        "Patients",
+        "case",
+        "Subject ID",
+        "PatientID",
+        "bcr_patient_barcode",
+        "Patient (ID)",
+        "pid",
+        "cases.submitter_id",
+    ],
+)
 def test_other_names_of_patients_are_refused(table: Path, name: str) -> None:
     table.write_text(f"slide,label,{name}\na,tumour,p1\n")
-    with pytest.raises(UsageError, match=f"rename the column '{name.lower()}' to 'patient'"):
+    with pytest.raises(
+        UsageError, match=re.escape(f"rename the column '{name.lower()}' to 'patient'")
+    ):
         read_labels(table, NAMES)
 
 

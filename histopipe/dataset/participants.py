@@ -139,11 +139,18 @@ def found_slides(
     sources: Iterable[SampleSource], labels: Mapping[str, SlideLabel] | None = None
 ) -> list[Participant]:
     """Return all slides of the sources, excluded, with a reason if they have no usable patches."""
-    return [
-        replace(found_slide(source, number, labels), reason=exclusion_of(record))
-        for source in sources
-        for number, record in source.records.items()
-    ]
+    sources = list(sources)
+    names = Counter(record.id for source in sources for record in source.records.values())
+    found = []
+    for source in sources:
+        for number, record in source.records.items():
+            own = replace(found_slide(source, number, labels), reason=exclusion_of(record))
+            if (
+                own.reason and names[record.id] > 1
+            ):  # the name of another slide, which may be usable
+                own = replace(own, slide=f"{record.id}@{source.uuid[:8]}")
+            found.append(own)
+    return _with_copies(found, sources)
 
 
 def _of_slide(
@@ -168,7 +175,7 @@ def _of_slide(
         reason = _REASONS[max(UNUSED, key=counts.__getitem__)]
     source_of = "annotation" if split.labels is not None else own.label_source
     return replace(
-        own, label=split.label, label_source=source_of, reason=reason,
+        own, patient=split.patient, label=split.label, label_source=source_of, reason=reason,
         status=" and ".join(sides) or EXCLUDED, **counts,
     )  # fmt: skip
 
@@ -290,7 +297,8 @@ def read_participants(path: Path) -> list[Participant]:
 
 def _rows(file: Iterable[str]) -> Iterator[Participant]:
     for row in csv.DictReader(file):
-        known: dict[str, Any] = {name: row.pop(name) for name in COLUMNS}
-        known |= {name: int(known[name]) for name in COUNTS}
+        # A file of another version may lack columns.
+        known: dict[str, Any] = {name: row.pop(name) for name in COLUMNS if name in row}
+        known |= {name: int(known[name]) for name in COUNTS if name in known}
         cells = {name.removeprefix(_OF_LABELS): cell for name, cell in row.items()}
         yield Participant(**known, cells=cells)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,7 +75,7 @@ def groups_of(
     if there are more than eight different ones, or if they are fractions and few of them are equal. With `categories`,
     each value is a group.
     """
-    known = [value.strip().lower() not in _MISSING_CELLS for value in values]
+    known = [not is_missing(value) for value in values]
     numbers = np.array(
         [_number(it) if own else math.nan for it, own in zip(values, known, strict=True)]
     )
@@ -104,6 +104,17 @@ def groups_of(
     found = sorted(set(keys))
     number_of = {key: number for number, key in enumerate(found)}
     return [name for _, _, name in found], [number_of[key] for key in keys]
+
+
+def median_text(values: Iterable[str]) -> str:
+    """Return the median of the numbers among values; empty if there are none."""
+    numbers = [it for it in map(_number, values) if math.isfinite(it)]
+    return f"{float(np.median(numbers)):.6g}" if numbers else ""
+
+
+def is_missing(cell: str) -> bool:
+    """Return whether a cell holds no value."""
+    return cell.strip().lower() in _MISSING_CELLS
 
 
 def _is_divided(numbers: NDArray[np.float64]) -> bool:

@@ -195,7 +195,7 @@ def _notes(
     if missing:
         notes.append(f"missing class{'es' if missing[1:] else ''}: {', '.join(missing)}")
     if scores.left_out:
-        notes.append(f"{scores.left_out} excluded, because their patches have several labels")
+        notes.append(f"{scores.left_out} excluded, because they have several labels")
     if patients is not None and patients < _MIN_PATIENTS:
         notes.append(f"confidence intervals are unreliable: only {counted(patients, 'patient')}")
     if not missing and undefined > _MAX_UNDEFINED:

@@ -20,7 +20,14 @@ from histopipe.evaluation.evaluate import (
     positive_class,
     target_parts,
 )
-from histopipe.evaluation.groups import AUTOMATIC, CATEGORIES, MISSING, groups_of
+from histopipe.evaluation.groups import (
+    AUTOMATIC,
+    CATEGORIES,
+    MISSING,
+    QUALITY,
+    groups_of,
+    median_text,
+)
 from histopipe.evaluation.intervals import (
     Difference,
     Interval,
@@ -131,7 +138,13 @@ def subgroups(
                 values = [of_slide.get(name, "") for name in own.names]
                 break
             several = [of_patient.get(name, {""}) for name in own.names]
-            values = [min(it) if len(it) == 1 else "several" for it in several]
+            only = (
+                len(items) == 1 and column in QUALITY
+            )  # a model of patients: slides are not evaluated
+            values = [
+                min(it) if len(it) == 1 else median_text(it) if only else "several"
+                for it in several
+            ]
             if "several" not in values or len(items) == 1:
                 break
         else:

@@ -150,7 +150,7 @@ class BagSet:
             rows, reason = self._rows.get(name), known.reason or "no features"
             if rows is not None:
                 planned = max(known.planned, rows)
-                reason = "" if rows else "no patches"
+                reason = "" if rows else "no readable patch" if planned else "no patches"
                 known = replace(known, planned=planned, unreadable=planned - rows)
             found.append(
                 replace(

@@ -101,7 +101,9 @@ def evaluated_participants(
             patches, skipped = predicted[it.slide]
             planned = max(it.planned, patches + skipped)
             own = replace(it, planned=planned, unreadable=planned - patches)
-            if it.slide in known:
+            if not patches:
+                slides.append(replace(own, reason="no readable patch" if planned else "no patches"))
+            elif it.slide in known:
                 slides.append(replace(own, status="test", test=patches, reason=""))
             else:
                 unknown = it.label and classes and it.label not in classes
@@ -139,7 +141,16 @@ def write_evaluation(
         write_predictions(folder / EVALUATED, [({"split": "test"}, part[0])])
     breakdown = break_down([part], evaluation, slides, wanted, settings)
     found = ExternalEvaluation(
-        evaluation, breakdown, flow_of(slides), settings.positive, tuple(sorted(in_training))
+        evaluation,
+        breakdown,
+        flow_of(slides),
+        settings.positive,
+        tuple(
+            sorted(
+                {*in_training}
+                & {name for it in slides if it.test for name in (it.slide, it.patient)}
+            )
+        ),
     )
     run_folder.write_json(path, found.to_json())
     return found

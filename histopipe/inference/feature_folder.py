@@ -101,7 +101,11 @@ def record_slides(folder: Path, slides: Iterable[Participant], failed: Collectio
     path = folder / SLIDES
     known = {it.slide: it for it in read_participants(path)}
     for it in slides:
-        known[it.slide] = replace(it, reason="embedding failed") if it.slide in failed else it
+        slide = replace(it, reason="embedding failed") if it.slide in failed else it
+        before = known.get(slide.slide)
+        if slide.reason and before is not None and before.store != slide.store:
+            slide = replace(slide, slide=f"{slide.slide}@{slide.store}")  # of another store
+        known[slide.slide] = slide
     write_participants(path, known.values())
 
 

@@ -103,7 +103,9 @@ def _write_docx(checklist: Checklist, path: Path, title: str) -> None:
         if it.section != section:
             section = it.section
             cells = table.add_row().cells
-            cells[0].merge(cells[-1]).paragraphs[0].add_run(section).bold = True
+            heading = cells[0].merge(cells[-1]).paragraphs[0]
+            heading.add_run(section).bold = True
+            heading.paragraph_format.keep_with_next = True
         cells = table.add_row().cells
         for cell, text in zip(
             cells, (it.number, it.text, it.status, "\n".join(_answer(it))), strict=True

@@ -15,6 +15,7 @@ from histopipe.evaluation.predictions import PatchScores, joined_scores
 from histopipe.evaluation.table import main_figure, shown_figures
 from histopipe.evaluation.target_scores import TargetScores
 from histopipe.reports.evaluation_sections import add_analysis, add_metrics
+from histopipe.reports.fact_texts import plain
 from histopipe.reports.heatmap_sources import SlideImages
 from histopipe.reports.html_page import (
     Cards,
@@ -89,7 +90,7 @@ def cross_validation_page(
         opened, missing = open_stores(config, stores, stack, follow=follow)
         images = SlideImages({}, opened) if pictures else None
         add_analysis(page, judged, tested_slides(results), images)
-    facts = [(name, str(value)) for name, value in settings.items() if value is not None]
+    facts = [(name, plain(value)) for name, value in settings.items() if value is not None]
     page.add("Configuration", Facts("All settings, as in config.toml", facts))
     page.add("Limitations", Notes([*_limitations(judged, summary), *missing]))
     return page

@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from histopipe.dataset.options import SIDES, Side, TaskName
-from histopipe.dataset.participants import Participant
+from histopipe.dataset.participants import EXCLUDED, Participant
+from histopipe.evaluation.groups import is_missing
 from histopipe.reports.fact_texts import MOST, SIDE_NAMES, listed, percent
 from histopipe.reports.run_data import RunData
 from histopipe.runs import folder as run_folder
@@ -134,7 +135,8 @@ def _characteristics(run: RunData) -> str | None:
 
 
 def _values(slides: Sequence[Participant], side: Side, column: str) -> list[str]:
-    return [it.cells.get(column, "") for it in slides if side in it.status.split(" and ")]
+    cells = [it.cells.get(column, "") for it in slides if side in it.status.split(" and ")]
+    return ["" if is_missing(it) else it for it in cells]
 
 
 def _is_number(text: str) -> bool:
@@ -242,12 +244,28 @@ def _split(run: RunData) -> str:
 
 
 def _split_level(run: RunData) -> str:
-    by = run.splits.get("split_by")
+    by = str(run.splits.get("split_by"))
     if by == "region":
-        return f"Squares of {getattr(run.config, 'region_um', 0):g} µm of a slide are in one part; a slide may be in several."
+        return (
+            f"Squares of {getattr(run.config, 'region_um', 0):g} µm of a slide are in one part; a slide may be in "
+            "several."
+        )
     if by == "patch":
         return "A slide may have patches in several parts."
-    return f"No {by} is in more than one part."
+    sides: dict[str, dict[str, set[str]]] = {"patient": {}, "site": {}, "slide": {}}
+    for it in run.participants:
+        for what, of_value in sides.items():
+            if it.status != EXCLUDED and it.value(what):
+                of_value.setdefault(it.value(what), set()).update(it.status.split(" and "))
+    several = {what: sum(len(it) > 1 for it in own.values()) for what, own in sides.items()}
+    texts = [
+        f"{counted(count, what)} {'is' if count == 1 else 'are'} in more than one part"
+        for what, count in several.items()
+        if count and (what != "site" or by == "site")
+    ]
+    if not several[by]:
+        texts.append(f"no {by} is in more than one part")
+    return f"{'; '.join(texts).capitalize()}."
 
 
 def _split_sizes(run: RunData) -> str | None:

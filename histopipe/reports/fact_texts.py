@@ -21,6 +21,15 @@ def listed(names: Sequence[object], most: int = MOST, *, last: str = "and") -> s
     )
 
 
+def plain(value: object) -> str:
+    """Return a setting as text: `a, b` of a list, `a = 1, b = 2` of a mapping."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} = {plain(it)}" for name, it in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(map(plain, value))
+    return str(value)
+
+
 def percent(share: float) -> str:
     """Return a share as a percentage, such as `50 %`."""
     return f"{100 * share:.3g} %"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -9,7 +10,7 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.dataset.options import Side
+from histopipe.dataset.options import SIDES, Side
 from histopipe.dataset.participants import Participant
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.evaluation.evaluate import (
@@ -126,20 +127,27 @@ def _slide_errors(
     def of_label(it: Decided) -> float:
         return it.probability[judged.classes.index(it.labels[0])]
 
-    known = {it.slide: it for it in slides}
-    facts = [name for name in _FACTS if any(it.value(name) for it in slides)]
+    level = judged.predictions[judged.main[0]].level
+    of_slides = level != "patient"
+    known = {it.slide if of_slides else it.patient: it for it in slides}
+    counts = Counter[str]()
+    for participant in slides:
+        own = participant.slide if of_slides else participant.patient
+        counts[own] += sum(getattr(participant, side) for side in SIDES)
+    facts = [name for name in _FACTS if of_slides and any(it.value(name) for it in slides)]
     rows = []
     for i, it in enumerate(sorted(wrong, key=of_label)[:_MOST]):
         slide = known.get(it.name)
-        image = images.of(it.name) if images is not None else None
+        image = images.of(it.name) if images is not None and of_slides else None
+        patches = it.patches if level == "patch" else counts[it.name]
         shown = [] if image is None else [Picture.of(f"error-{i}", it.name, fitted(image))]
         rows.append(Row([
             Cell(it.name, tone="id"), Cell(it.patient), Cell(it.labels[0]), Cell(it.decision),
-            number(of_label(it), 3), number(it.patches), *(Cell(slide.value(name) if slide else "") for name in facts),
+            number(of_label(it), 3), number(patches or None), *(Cell(slide.value(name) if slide else "") for name in facts),
         ], shown))  # fmt: skip
     columns = (
-        Column("slide"), Column("patient"), Column("label"), Column("decided"), Column("p of the label", True),
-        Column("patches", True), *(Column(name.replace("_", " ")) for name in facts),
+        Column("slide" if of_slides else "patient"), Column("patient"), Column("label"), Column("decided"),
+        Column("p of the label", True), Column("patches", True), *(Column(name.replace("_", " ")) for name in facts),
     )  # fmt: skip
     side = judged.main[0].capitalize()
     title = f"{side}: {len(wrong)} wrong decisions, those with the highest certainty first"

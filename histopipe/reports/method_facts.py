@@ -161,7 +161,9 @@ def _threshold(run: RunData) -> str | None:
 def _predictions(run: RunData) -> str:
     config = run.config
     if isinstance(config, BagTrainConfig):
-        more = "; patients have the mean of their slides" if config.bag == "slide" else ""
+        more = ""
+        if config.bag == "slide" and run.judged.main[1].patient:
+            more = "; patients have the mean of their slides"
         return f"The model predicts each {config.bag}{more}."
     if config.task != "classification":
         return "Slides and patients have the mean of the predictions of their patches."
@@ -171,10 +173,10 @@ def _predictions(run: RunData) -> str:
     )
 
 
-def _intervals(run: RunData) -> str:
+def _intervals(run: RunData) -> str | None:
     resamples = run.config.resamples
     if not resamples:
-        return "Confidence intervals were not computed."
+        return None
     resampled = f"{resamples:,} bootstrap resamples of the patients"
     if run.config.task not in ("classification", "multilabel"):
         return f"95 % confidence intervals come from {resampled}."

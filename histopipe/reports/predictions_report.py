@@ -23,12 +23,14 @@ from histopipe.inference.external_evaluation import (
     read_evaluation,
 )
 from histopipe.inference.predictions_folder import (
+    PATIENTS,
     SETTINGS,
     SLIDES,
     PredictionsFolder,
     labelled_patches,
 )
 from histopipe.reports.evaluation_sections import add_analysis, add_metrics
+from histopipe.reports.fact_texts import plain
 from histopipe.reports.heatmap_sources import SlideImages, open_values
 from histopipe.reports.html_page import (
     Card,
@@ -61,38 +63,43 @@ def predictions_page(folder: Path, *, stores: Sequence[Path] = (), pictures: boo
     try:
         settings: Mapping[str, Any] = read_json(folder / SETTINGS)
         classes = tuple(map(str, settings.get("classes", ())))
-        with (folder / SLIDES).open(newline="", encoding="utf-8") as file:
+        # A model that takes all slides of a patient together predicts patients only.
+        table = SLIDES if (folder / SLIDES).exists() else PATIENTS
+        with (folder / table).open(newline="", encoding="utf-8") as file:
             slides = list(csv.DictReader(file))
     except (OSError, ValueError, AttributeError) as error:
         raise DamagedStore(
             f"{folder} cannot be read", found=str(error)[:200], todo="run `histopipe predict` again"
         ) from error
+    what = table.removesuffix(".csv")
     page = Page(
-        f"Predictions {folder.resolve().name}", f"{len(slides):,} slides, by {settings.get('run')}"
+        f"Predictions {folder.resolve().name}", f"{len(slides):,} {what}, by {settings.get('run')}"
     )
     found = read_evaluation(folder)
     with ExitStack() as stack:
         opened = [stack.enter_context(Store(path)) for path in stores]
         if found is None:
             page.add(
-                "Summary", _counts(slides), Text("No labels are known, so there are no metrics.")
+                "Summary",
+                _counts(slides, what),
+                Text("No labels are known, so there are no metrics."),
             )
         else:
             images = SlideImages({}, opened, PredictionsFolder(folder)) if pictures else None
             notes = list(_notes(found, settings))
             slides_found = read_participants(folder / PARTICIPANTS)
             _add_evaluation(page, _judged(folder, found, classes), notes, slides_found, images)
-        page.add("Slides", _table(slides))
+        page.add(what.capitalize(), _table(slides, what))
         if pictures:
             page.add("Heatmaps", _heatmaps(folder, opened))
-    facts = [(name, str(value)) for name, value in settings.items()]
+    facts = [(name, plain(value)) for name, value in settings.items()]
     page.add("Settings", Facts("Settings of the predictions", facts, open=True))
     page.add("Limitations", Notes(list(_limitations(found))))
     return page
 
 
-def _counts(slides: Sequence[Mapping[str, str]]) -> Cards:
-    cards = [Card("slides", f"{len(slides):,}")]
+def _counts(slides: Sequence[Mapping[str, str]], what: str) -> Cards:
+    cards = [Card(what, f"{len(slides):,}")]
     if slides and "decided" in slides[0]:
         decided = Counter(row["decided"] or "no patches" for row in slides)
         cards += [Card(f"decided {name}", f"{count:,}") for name, count in sorted(decided.items())]
@@ -154,7 +161,7 @@ def _add_evaluation(
     add_analysis(page, judged, slides, images, read="Predicted")
 
 
-def _table(slides: Sequence[Mapping[str, str]]) -> Table | None:
+def _table(slides: Sequence[Mapping[str, str]], what: str) -> Table | None:
     if not slides:
         return None
     columns = [Column(name, _is_number(slides[0][name])) for name in slides[0]]
@@ -171,7 +178,7 @@ def _table(slides: Sequence[Mapping[str, str]]) -> Table | None:
             good = row["label"] == row["decided"]
             cells[at] = Cell(row["decided"], tone="good" if good else "bad")
         rows.append(Row(cells))
-    return Table("All slides", columns, rows)
+    return Table(f"All {what}", columns, rows)
 
 
 def _is_number(text: str) -> bool:

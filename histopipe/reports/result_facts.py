@@ -104,6 +104,8 @@ def _level(name: str) -> str:
 
 def _accuracy(run: RunData) -> str | None:
     side, evaluation = run.judged.main
+    if not run.config.resamples:
+        return None  # without precision
     texts = [
         f"{_level(level)}: sensitivity {with_interval(metrics, 'sensitivity')}, specificity "
         f"{with_interval(metrics, 'specificity')}"

@@ -11,6 +11,7 @@ from histopipe.dataset.options import SIDES
 from histopipe.evaluation import table
 from histopipe.reports import charts
 from histopipe.reports.evaluation_sections import add_analysis, add_metrics
+from histopipe.reports.fact_texts import plain
 from histopipe.reports.failures import certain_patches
 from histopipe.reports.heatmap_sources import SlideImages
 from histopipe.reports.html_page import (
@@ -136,7 +137,7 @@ def _splits(run: RunData) -> Iterator[Block]:
     names = sorted({site for site, _ in sites})
     if len(names) > 1:
         yield Table(
-            "Slides by site and label. If a site has only one label, the model can learn the site instead.",
+            f"{_samples(run)} by site and label. If a site has only one label, the model can learn the site instead.",
             (Column("site"), *(Column(name, True) for name in run.classes)),
             [Row([Cell(s), *(number(sites[s, c]) for c in run.classes)]) for s in names],
         )  # fmt: skip
@@ -150,7 +151,7 @@ def _network(config: TrainConfig) -> str:
 
 def _configuration(run: RunData) -> Facts:
     values = run.config.values().items()
-    facts = [(name, _text(value)) for name, value in values if value is not None]
+    facts = [(name, plain(value)) for name, value in values if value is not None]
     return Facts("All settings, as in config.toml", facts, open=False)
 
 
@@ -158,7 +159,7 @@ def _environment(run: RunData) -> Facts:
     facts = run.metrics_file
     versions = ("histopipe", "tensorflow", "keras")
     rows = [(name, str(facts[name])) for name in versions if name in facts]
-    rows += [(name, _text(value)) for name, value in facts.get("environment", {}).items()]
+    rows += [(name, plain(value)) for name, value in facts.get("environment", {}).items()]
     rows += [
         ("devices", f"{facts.get('replicas', 1)} ({run.config.devices})"),
         ("patches per device at a time", str(facts.get("micro_batch", ""))),
@@ -179,5 +180,6 @@ def _limitations(run: RunData) -> Iterator[str]:
     yield from run.missing
 
 
-def _text(value: object) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+def _samples(run: RunData) -> str:
+    """Return what the entries of the split are."""
+    return "Patients" if getattr(run.config, "bag", "slide") == "patient" else "Slides"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -112,13 +112,31 @@ def find_participants(
     given = config.splits is not None
     first = sources[0]
     if isinstance(first, BagSet):
+        if config.labels is not None:
+            _check_patients(config, splits, {it.id: it.patient for it in first.bags.values()})
         return bag_participants(first, splits, given_splits=given)
     try:
         labelling = split_options(config, sources)["labelling"]
     except UsageError as error:
         message(f"warning: {run_folder.SLIDES} has no further columns of the labels file: {error}")
         labelling = config.labelling if isinstance(config, PatchTrainConfig) else Labelling()
+    _check_patients(
+        config, splits, {name: it.patient for name, it in (labelling.labels or {}).items()}
+    )
     return participants(sources, splits, labelling, given_splits=given)
+
+
+def _check_patients(
+    config: TrainConfig, splits: Splits, patients: Mapping[str, str | None]
+) -> None:
+    """Raise a UsageError if the labels file names another patient than the split: then it cannot show leaks."""
+    for slide in splits.slides:
+        patient = patients.get(slide.id)
+        if patient is not None and patient != slide.patient:
+            raise UsageError(
+                f"slide {slide.id} has another patient than in the split", found=f"{patient} in {config.labels}",
+                expected=slide.patient, todo="create new splits, or use the labels file of the split",
+            )  # fmt: skip
 
 
 def split_options(config: TrainConfig, sources: Sequence[SampleSource]) -> dict[str, Any]:

@@ -23,10 +23,12 @@ _LABEL_COLUMNS = ("slide", "label", "patient", "site")
 _SURVIVAL_WORDS = {
     "time", "event", "survival", "os", "os_time", "os_event", "days", "status", "censor",
 }  # fmt: skip
-_LIKE_PATIENT = re.compile(
-    r"(patient|case|subject|participant|donor)s?[ _-]?(id|name|number|no|code)?s?"
-)
-"""Columns that are probably meant as `patient`. To ignore them would put a patient on several sides of the split."""
+_PATIENT_WORDS = {"patient", "case", "subject", "participant", "donor"}
+_PATIENT_FORMS = {*(f"{word}id" for word in _PATIENT_WORDS), "patid", "pid", "mrn"}
+_ID_WORDS = {
+    "id", "name", "number", "no", "nr", "code", "barcode", "key", "uuid", "submitter", "bcr", "study", "pat",
+}  # fmt: skip
+"""Words of columns that are probably meant as `patient`. To ignore them would put a patient on several sides of the split."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +201,7 @@ def _check_header(
     unknown = [name for name in header if name not in (*required, *optional)]
     hint = "use these column names, separated by commas"
     if "patient" in optional and "patient" not in header:
-        alike = [name for name in unknown if _LIKE_PATIENT.fullmatch(name)]
+        alike = [name for name in unknown if _is_like_patient(name)]
         if alike:
             hint = f"rename the column {alike[0]!r} to 'patient', so that a patient stays on one side of the split"
             unknown, others = alike, False
@@ -215,6 +217,14 @@ def _check_header(
     expected = ",".join(required) + "".join(f"[,{n}]" for n in optional if n not in required)
     found = ",".join(header) or "an empty file"
     raise UsageError(f"{path}: wrong header", found=found, expected=expected, todo=hint)
+
+
+def _is_like_patient(column: str) -> bool:
+    """Return whether a column is probably meant as `patient`, such as `bcr_patient_barcode`, but not `patient_age`."""
+    words = {word.removesuffix("s") for word in re.findall("[a-z]+", column)}
+    if words & _PATIENT_FORMS or words == {"pat", "id"}:
+        return len(words) <= 2
+    return bool(words & _PATIENT_WORDS) and words <= _PATIENT_WORDS | _ID_WORDS
 
 
 def _matched(
