@@ -200,6 +200,15 @@ def test_report_of_predicted_patients(slide_model: Trained, tmp_path: Path) -> N
             patches = {row["patches"] for row in rows_of(out / "patients.csv")}
             (section,) = re.findall(r"wrong decisions, those.*?</table>", page, re.DOTALL)
             assert any(f">{count}<" in section for count in patches)
+    damaged = Path(shutil.copytree(slide_model.features, tmp_path / "damaged"))
+    with h5py.File(damaged / f"{rows[0][0]}.h5", "r+") as file:
+        file["features"][0, 0] += 1  # without an update of its checksum
+    result = predict(run, damaged, out=tmp_path / "q", labels=tmp_path / "first.csv")
+    assert set(result.failed) == {"P0"}
+    assert result.evaluated is not None
+    flow = result.evaluated.flow
+    assert flow["slides"].excluded == {"prediction failed": 2}
+    assert flow["patients"].excluded == {"prediction failed": 1}
 
 
 def test_new_slides_are_added_and_changed_ones_computed_again(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,13 +138,9 @@ def subgroups(
                 values = [of_slide.get(name, "") for name in own.names]
                 break
             several = [of_patient.get(name, {""}) for name in own.names]
-            only = (
-                len(items) == 1 and column in QUALITY
-            )  # a model of patients: slides are not evaluated
-            values = [
-                min(it) if len(it) == 1 else median_text(it) if only else "several"
-                for it in several
-            ]
+            # A model of patients has no predictions of slides to compare instead.
+            middle = median_text if len(items) == 1 and column in QUALITY else _several
+            values = [min(it) if len(it) == 1 else middle(it) for it in several]
             if "several" not in values or len(items) == 1:
                 break
         else:
@@ -156,6 +152,10 @@ def subgroups(
             each = tuple(_group(name, group == i, own, used) for i, name in enumerate(names))
             found.append(Subgroups(column, level, each))
     return tuple(found)
+
+
+def _several(_: Iterable[str]) -> str:
+    return "several"
 
 
 @dataclass(frozen=True, slots=True)

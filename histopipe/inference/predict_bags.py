@@ -156,10 +156,16 @@ class BagsPrediction:
         part = predictions.labelled()
         metrics = None if part is None else evaluate([part], self._first.judging)
         labelled = set() if part is None else set(part[0].slides)
+        failed = self.failed | {
+            slide: self.failed[bag.id]
+            for bag in bags.bags.values()
+            if bag.id in self.failed
+            for slide in bag.slides
+        }
         participants = evaluated_participants(
             bags.found_slides(),
             {slide: (of_it.rows, 0) for bag, _ in found for slide, of_it in zip(bag.slides, bag.parts, strict=True)},
-            [slide for bag, _ in found for slide in bag.slides if bag.id in labelled], self.failed, self._first.classes,
+            [slide for bag, _ in found for slide in bag.slides if bag.id in labelled], failed, self._first.classes,
         )  # fmt: skip
         judged = None if part is None or metrics is None else (part, metrics)
         return write_evaluation(
