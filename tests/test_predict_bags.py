@@ -171,39 +171,47 @@ def test_flow_of_a_slide_model_begins_with_the_store(slide_model: Trained, tmp_p
     assert result.evaluated.flow["slides"].excluded == {"ingest failed": 1, "no label": 1}
 
 
+def write_labels(path: Path, rows: Sequence[tuple[str, ...]]) -> None:
+    path.write_text("\n".join(["slide,label,patient,site", *map(",".join, rows)]))
+
+
 def test_report_of_predicted_patients(slide_model: Trained, tmp_path: Path) -> None:
     """A model of patients writes no table of slides. Errors are those of patients, with all their patches."""
     names = [line.split(",") for line in slide_model.labels.read_text().splitlines()[1:]]
     table = tmp_path / "labels.csv"
     # Two slides for each patient, of one label; in the second table, the labels are exchanged.
     order = sorted(names, key=lambda it: it[1])
-    rows = [(name, label, f"P{i // 2}") for i, (name, label) in enumerate(order)]
-    table.write_text("\n".join(["slide,label,patient", *(",".join(it) for it in rows)]))
+    rows = [(name, label, f"P{i // 2}", "AB"[i // 2 % 2]) for i, (name, label) in enumerate(order)]
+    write_labels(table, rows)
     run, out = tmp_path / "run", tmp_path / "p"
     succeed(
         "train", "--mil", slide_model.features, "--bag", "patient", "--labels", table, "--epochs", 1, "--resamples", 0,
         "--fractions", "0.4,0.3,0.3", "--out", run,
     )  # fmt: skip
-    assert "Patients by site" not in report(run).file.read_text()
+    assert "Patients by site and label" in report(run).file.read_text()
     exchange = {"normal": "tumour", "tumour": "normal"}
-    table.write_text(
-        "\n".join(["slide,label,patient", *(f"{n},{exchange[it]},{p}" for n, it, p in rows)])
-    )
-    for labels in (table, tmp_path / "first.csv"):
-        if labels != table:
-            labels.write_text("\n".join(["slide,label,patient", *(",".join(it) for it in rows)]))
+    errors = []
+    for number in range(2):
+        labels = tmp_path / f"labels-{number}.csv"
+        write_labels(labels, [(n, exchange[it] if number else it, p, s) for n, it, p, s in rows])
         assert predict(run, slide_model.features, out=out, labels=labels).metrics is not None
         page = html.unescape(report(out).file.read_text())
         assert "6 patients, by" in page
-        found = re.search(r"Test: (\d+) wrong decisions", page)
-        if found:
-            patches = {row["patches"] for row in rows_of(out / "patients.csv")}
-            (section,) = re.findall(r"wrong decisions, those.*?</table>", page, re.DOTALL)
-            assert any(f">{count}<" in section for count in patches)
+        errors += re.findall(r"wrong decisions, those.*?</table>", page, re.DOTALL)
+    # Right decisions are wrong with the exchanged labels, so there is at least one table.
+    patches = {row["patient"]: row["patches"] for row in rows_of(out / "patients.csv")}
+    listed = re.findall(
+        r'<td class="id">(P\d)</td>.*?data-v="([\d.]+)">\d\.\d{3}<.*?data-v="([\d.]+)"',
+        "".join(errors),
+    )
+    assert len(listed) == 6
+    assert {patient: float(count) for patient, _, count in listed} == {
+        patient: float(count) for patient, count in patches.items()
+    }
     damaged = Path(shutil.copytree(slide_model.features, tmp_path / "damaged"))
     with h5py.File(damaged / f"{rows[0][0]}.h5", "r+") as file:
         file["features"][0, 0] += 1  # without an update of its checksum
-    result = predict(run, damaged, out=tmp_path / "q", labels=tmp_path / "first.csv")
+    result = predict(run, damaged, out=tmp_path / "q", labels=table)
     assert set(result.failed) == {"P0"}
     assert result.evaluated is not None
     flow = result.evaluated.flow

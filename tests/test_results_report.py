@@ -17,7 +17,7 @@ import pytest
 from conftest import succeed
 from defusedxml import ElementTree
 
-from histopipe.errors import NothingToDo, UsageError
+from histopipe.errors import DamagedStore, NothingToDo, UsageError
 from histopipe.inference.predict import predict
 from histopipe.reports.checklist import EMPTY
 from histopipe.reports.report import report
@@ -239,5 +239,8 @@ def test_completed_model_card_is_kept(trained: Path, tmp_path: Path) -> None:
     assert ElementTree.fromstring(figure).tag == "{http://www.w3.org/2000/svg}svg"
     assert ">Labelled<" in figure
     assert "var(" not in figure
+    (run / "metrics.json").write_text("{")
+    with pytest.raises(DamagedStore, match=r"metrics\.json is damaged"):
+        report(run, out=tmp_path / "flow.svg")
     with pytest.raises(UsageError, match="has no participant flow"):
         report(tmp_path, out=tmp_path / "flow.svg")

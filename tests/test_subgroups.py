@@ -208,7 +208,7 @@ def test_column_with_one_value_is_shown() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["age:", "age:x", "age:0", "", "a:b:2", "label", "Status", "route"]
+    "text", ["age:", "age:x", "age:0", "", "a:b:2", "label", "Status", "route", "Site:10"]
 )
 def test_wrong_subgroups_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match="--subgroup"):

@@ -13,7 +13,8 @@ from histopipe.dataset.participants import COUNTS, EXCLUDED, NOT_A_CLASS, UNUSED
 READ, LABELLED, SELECTED = range(3)
 """Steps at which slides and patches are excluded: no pixels, no label, not selected."""
 _OF_READING = {
-    "ingest failed", "prediction failed", "embedding failed", "no features", "not ingested", "no patches", "no readable patch", "unreadable",
+    "ingest failed", "prediction failed", "embedding failed", "no features", "not ingested", "no patches",
+    "no readable patch", "unreadable",
 }  # fmt: skip
 _OF_LABELS = {NOT_A_CLASS, "no label", "no target", "no class", "no patch with a class"}
 _EXCLUDED_SLIDE = "slide excluded: "

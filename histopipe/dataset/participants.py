@@ -145,9 +145,8 @@ def found_slides(
     for source in sources:
         for number, record in source.records.items():
             own = replace(found_slide(source, number, labels), reason=exclusion_of(record))
-            if (
-                own.reason and names[record.id] > 1
-            ):  # the name of another slide, which may be usable
+            # Another slide of this name may be usable.
+            if own.reason and names[record.id] > 1:
                 own = replace(own, slide=f"{record.id}@{source.uuid[:8]}")
             found.append(own)
     return _with_copies(found, sources)
@@ -191,16 +190,18 @@ def with_damaged(
     slides: Sequence[Participant], damaged: Mapping[str, Mapping[Side, int]]
 ) -> list[Participant]:
     """Return the slides without patches that were damaged when they were read, given by slide and side."""
-    found = []
-    for it in slides:
-        lost = damaged.get(it.slide, {})
-        counts: dict[str, Any] = {side: getattr(it, side) - lost.get(side, 0) for side in SIDES}
-        sides = [side for side in SIDES if counts[side]]
-        if lost:
-            it = replace(it, damaged=sum(lost.values()), **counts)  # noqa: PLW2901 - the same slide
-            it = replace(it, status=" and ".join(sides)) if sides else replace(it, status=EXCLUDED, reason=_REASONS["damaged"])  # noqa: PLW2901  # fmt: skip
-        found.append(it)
-    return found
+    return [
+        _without(it, damaged[it.slide]) if damaged.get(it.slide) else it for it in slides
+    ]  # fmt: skip
+
+
+def _without(slide: Participant, lost: Mapping[Side, int]) -> Participant:
+    counts: dict[str, Any] = {side: getattr(slide, side) - lost.get(side, 0) for side in SIDES}
+    sides = [side for side in SIDES if counts[side]]
+    reason = "" if sides else _REASONS["damaged"]
+    return replace(
+        slide, damaged=sum(lost.values()), status=" and ".join(sides) or EXCLUDED, reason=reason, **counts,
+    )  # fmt: skip
 
 
 def exclusion_of(record: SampleGroup) -> str:
@@ -292,7 +293,9 @@ def read_participants(path: Path) -> list[Participant]:
     except FileNotFoundError:
         return []
     except (OSError, ValueError, KeyError, TypeError, csv.Error) as error:
-        raise DamagedStore(f"{path} is damaged", found=repr(error)[:200]) from error
+        raise DamagedStore(
+            f"{path} is damaged", found=repr(error)[:200], todo="restore it from a backup, or remove it"
+        ) from error  # fmt: skip
 
 
 def _rows(file: Iterable[str]) -> Iterator[Participant]:

@@ -42,6 +42,8 @@ def check_subgroup(text: str) -> tuple[str, float | None]:
             expected="columns of --labels, such as sex,age:10 (age in steps of 10)",
         )
     column = match["column"]
+    if column.lower() == "site" and match["width"]:
+        raise UsageError("--subgroup", found=repr(text), expected="site: names have no steps")
     if column.lower() in COLUMNS:
         column = column.lower()
         if column not in ("site", *QUALITY):
@@ -77,7 +79,7 @@ def groups_of(
     """
     known = [not is_missing(value) for value in values]
     numbers = np.array(
-        [_number(it) if own else math.nan for it, own in zip(values, known, strict=True)]
+        [as_number(it) if own else math.nan for it, own in zip(values, known, strict=True)]
     )
     finite = np.isfinite(numbers) & (not categories)
     numeric = bool(finite.any()) and bool((finite == known).all())
@@ -108,7 +110,7 @@ def groups_of(
 
 def median_text(values: Iterable[str]) -> str:
     """Return the median of the numbers among values; empty if there are none."""
-    numbers = [it for it in map(_number, values) if math.isfinite(it)]
+    numbers = [it for it in map(as_number, values) if math.isfinite(it)]
     return f"{float(np.median(numbers)):.6g}" if numbers else ""
 
 
@@ -134,7 +136,8 @@ def _text(value: float) -> str:
     return f"{value:.0f}" if "e+" in text else text
 
 
-def _number(text: str) -> float:
+def as_number(text: str) -> float:
+    """Return the number in a cell; NaN if there is none."""
     try:
         return float(text)
     except ValueError:

@@ -144,7 +144,8 @@ def embed_stores(
         slides, lambda it: _is_complete(it, features.path, on_error=on_error, progress=progress)
     )
     run.run(missing, features.write, steps=sum(slide.steps for slide in missing))
-    record_slides(features.path, found_slides(stores), run.failed)
+    with run_folder.roomy(features.path):
+        record_slides(features.path, found_slides(stores), run.failed)
     return EmbedResult(**run.result(features.path), dimension=features.encoder.dimension)
 
 

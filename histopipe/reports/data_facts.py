@@ -10,7 +10,7 @@ import numpy as np
 
 from histopipe.dataset.options import SIDES, Side, TaskName
 from histopipe.dataset.participants import EXCLUDED, Participant
-from histopipe.evaluation.groups import is_missing
+from histopipe.evaluation.groups import as_number, is_missing
 from histopipe.reports.fact_texts import MOST, SIDE_NAMES, listed, percent
 from histopipe.reports.run_data import RunData
 from histopipe.runs import folder as run_folder
@@ -140,10 +140,7 @@ def _values(slides: Sequence[Participant], side: Side, column: str) -> list[str]
 
 
 def _is_number(text: str) -> bool:
-    try:
-        return math.isfinite(float(text))
-    except ValueError:
-        return False
+    return math.isfinite(as_number(text))
 
 
 def _range_of(values: Sequence[str]) -> str:
@@ -252,6 +249,8 @@ def _split_level(run: RunData) -> str:
         )
     if by == "patch":
         return "A slide may have patches in several parts."
+    if not run.participants:  # of an earlier version
+        return f"The data were divided by {by}."
     sides: dict[str, dict[str, set[str]]] = {"patient": {}, "site": {}, "slide": {}}
     for it in run.participants:
         for what, of_value in sides.items():

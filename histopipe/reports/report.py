@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from histopipe.dataset.flow import flow_from_json
-from histopipe.errors import NothingToDo, UsageError
-from histopipe.inference.external_evaluation import EVALUATION
+from histopipe.dataset.flow import Flow, flow_from_json
+from histopipe.errors import DamagedStore, NothingToDo, UsageError
+from histopipe.inference.external_evaluation import read_evaluation
 from histopipe.inference.predictions_folder import SETTINGS
 from histopipe.reports.checklist import fill
 from histopipe.reports.checklist_files import write_checklist
@@ -25,7 +25,7 @@ from histopipe.reports.run_facts import facts_of
 from histopipe.reports.run_report import run_page
 from histopipe.reports.store_report import store_page
 from histopipe.runs import folder as run_folder
-from histopipe.runs.result import METRICS
+from histopipe.runs.result import read_result
 from histopipe.system.files import read_json
 from histopipe.system.progress import Progress, default_progress
 from histopipe.system.result import Result
@@ -171,12 +171,23 @@ def _checklist(paths: Sequence[Path], name: str, out: Path | None) -> ReportResu
     return ReportResult(file, file.stat().st_size)
 
 
+def _flow_in(folder: Path) -> Flow:
+    """Return the participant flow of a run, a cross-validation or predictions; empty if there is none."""
+    if (folder / SETTINGS).is_file():
+        found = read_evaluation(folder)
+        return {} if found is None else found.flow
+    if _is_run(folder):
+        return read_result(folder).flow
+    path = folder / SUMMARY
+    try:
+        return flow_from_json(read_json(path).get("flow", {})) if path.exists() else {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedStore(f"{path} is damaged", found=repr(error)[:200]) from error
+
+
 def _flow_figure(folder: Path, file: Path) -> ReportResult:
-    """Write the participant flow of a run, a cross-validation or predictions as an SVG file."""
-    names = (METRICS, SUMMARY, EVALUATION)
-    found = next((folder / name for name in names if (folder / name).exists()), None)
-    value = {} if found is None else read_json(found)
-    flow = flow_from_json(value.get("flow", {}))
+    """Write the participant flow as an SVG file."""
+    flow = _flow_in(folder)
     if not flow:
         raise UsageError(
             f"{folder} has no participant flow", expected="a finished run, or predictions of slides with labels"
