@@ -300,7 +300,7 @@ FACTS: dict[str, tuple[str, Callable[[RunData], str | None]]] = {
     "patch_selection": (run_folder.CONFIG, _patch_selection),
     "labels": (run_folder.CONFIG, _labels),
     "split": (run_folder.SPLITS, _split),
-    "split_level": (run_folder.SPLITS, _split_level),
+    "split_level": (f"{run_folder.SPLITS}, {run_folder.SLIDES}", _split_level),
     "split_sizes": (run_folder.SPLITS, _split_sizes),
 }
 """Sentences by name, with the file that they come from."""
