@@ -590,12 +590,12 @@ def test_patients_as_bags_do_not_leak(tmp_path: Path) -> None:
             label="ab"[i // 2 % 2] if i > 4 else "a", patient=f"P{i // 2}", site=f"site{i % 2}",
         )  # fmt: skip
     bags = BagSet(tmp_path, bag="patient")
-    contents = [record.content for record in bags.records.values()]
-    assert contents[0] == contents[1] == contents[2]
-    assert len(set(contents)) == 6
     with pytest.raises(UsageError, match="a site for every slide"):
         make_splits([bags], split_by="site", seed=1)
     splits = make_splits([bags], split_by="patient", seed=1)
+    contents = [slide.content for slide in splits.slides]
+    assert contents[0] == contents[1] == contents[2]
+    assert len(set(contents)) == 6
     assert len({int(slide.sides[0]) for slide in splits.slides[:3]}) == 1
 
 

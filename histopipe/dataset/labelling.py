@@ -16,6 +16,7 @@ from histopipe.dataset.sample_table import SampleGroup, SampleSource
 from histopipe.dataset.splits import DROPPED, SlideSplit, patches_crc
 from histopipe.dataset.targets import Task
 from histopipe.errors import NothingToDo, UsageError
+from histopipe.slides.slide_hashes import copy_names
 from histopipe.slides.tables import SlideLabel, SlideNames, read_labels
 
 NO_CLASS = -1
@@ -135,6 +136,8 @@ def candidates(
         for number in store.complete
         if (slide := _candidate(ordinal, store, number, labelling, classes)) is not None
     ]
+    names = copy_names([stores[slide.store].records[slide.slide].scans for slide in slides])
+    slides = [replace(slide, content=name) for slide, name in zip(slides, names, strict=True)]
     if labelling.task is not None:
         slides = _with_strata(slides, labelling.task)
     if not by_annotation:
@@ -200,7 +203,7 @@ def _candidate(
         fit &= labelling.patch_filter.fit(store.index(number), where=where)
     return SlideSplit(
         ordinal, number, record.id, label, given.patient or record.patient or record.id,
-        given.site or record.site, record.content, record.planned, patches_crc(store, number),
+        given.site or record.site, None, record.planned, patches_crc(store, number),
         np.where(fit, 0, DROPPED).astype(np.int8), codes, target,
         tuple(cells[name] for name in labelling.covariates),
     )  # fmt: skip

@@ -20,6 +20,7 @@ from histopipe.dataset.options import SIDES, Side
 from histopipe.dataset.sample_table import SampleGroup, SampleSource
 from histopipe.dataset.splits import SlideSplit, Splits
 from histopipe.errors import DamagedStore
+from histopipe.slides.slide_hashes import copy_groups
 from histopipe.slides.tables import SlideLabel
 from histopipe.store.record import SlideRecord, SlideState
 from histopipe.store.store import Store
@@ -40,7 +41,7 @@ class Participant:
         label_source: "labels file", "folder or import", "annotation" or ""; where its label comes from.
         status: "train", "validation", "test", several of them ("train and test"), or "excluded".
         reason: why it is excluded.
-        copy_of: earlier slide with the same content. Both are used, on one side.
+        copy_of: first slide of its group of copies. All are used, on one side.
         planned: patches of its grid; unreadable, no_class, filtered, left_out, damaged (found when they were read):
             those not used, by the first reason; train, validation, test: those on each side.
         route, jpeg_generations, reader, vendor, mpp: how its patches were read; see the slide record.
@@ -259,14 +260,12 @@ def _measured(store: Store, number: int, record: SlideRecord) -> dict[str, str]:
 
 
 def _with_copies(found: list[Participant], sources: Sequence[SampleSource]) -> list[Participant]:
-    contents = [record.content for source in sources for record in source.records.values()]
-    first: dict[str, str] = {}
+    scans = [record.scans for source in sources for record in source.records.values()]
+    first: dict[int, str] = {}
     return [
-        it
-        if content is None or first.setdefault(content, it.slide) == it.slide
-        else replace(it, copy_of=first[content])
-        for it, content in zip(found, contents, strict=True)
-    ]
+        slide if (name := first.setdefault(group, slide.slide)) == slide.slide else replace(slide, copy_of=name)
+        for slide, group in zip(found, copy_groups(scans)[1], strict=True)
+    ]  # fmt: skip
 
 
 def write_participants(path: Path, slides: Iterable[Participant]) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.errors import NothingToDo, UsageError
+from histopipe.slides.slide_hashes import SlideHashes
 from histopipe.system.hashing import combine, permuted
 
 UNLABELLED = -1
@@ -42,8 +43,8 @@ class SampleGroup(Protocol):
         """Hospital or scanner; None if unknown."""
 
     @property
-    def content(self) -> str | None:
-        """Checksum, equal for copies of one slide; None if unknown."""
+    def scans(self) -> Sequence[SlideHashes]:
+        """Hashes of each of its slides."""
 
     @property
     def planned(self) -> int:

@@ -44,7 +44,7 @@ _DAMAGE = (OSError, ValueError, KeyError, TypeError, OverflowError, zlib.error)
 
 @dataclass(frozen=True, slots=True)
 class SlideSplit:
-    """A slide in a split. Copies of one slide have the same `content`.
+    """A slide in a split. Copies of one slide, and no other slides, have the same `content`.
 
     Attributes:
         store, slide: position in the list of stores, slide number.

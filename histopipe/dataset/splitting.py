@@ -24,6 +24,7 @@ from histopipe.dataset.splits import DROPPED, SlideSplit, Splits
 from histopipe.dataset.targets import Multilabel
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.geometry import Micrometres
+from histopipe.slides.slide_hashes import connected
 from histopipe.system.result import counted
 
 FRACTIONS = (0.7, 0.15, 0.15)
@@ -180,7 +181,7 @@ def _by_group(
             )  # fmt: skip
         names = [str(slide.site) for slide in slides]
     contents = [slide.content for slide in slides]
-    units = _units(names, *([patients] if split_by == "site" else []), contents)
+    units = connected(names, *([patients] if split_by == "site" else []), contents)
     members: dict[int, list[int]] = defaultdict(list)
     for i, unit in enumerate(units):
         members[unit].append(i)
@@ -214,24 +215,6 @@ def _stratum(slides: Sequence[SlideSplit], classes: Sequence[str]) -> str:
         return Counter(slide.label for slide in slides).most_common(1)[0][0]
     found = {int(code) for slide in slides if slide.labels is not None for code in slide.labels}
     return " and\n".join(classes[code] for code in sorted(found - {-1}))
-
-
-def _units(*names: Sequence[str | None]) -> list[int]:
-    """Return a unit number for each slide: slides that share a name in any of the lists are one unit."""
-    parent = list(range(len(names[0])))
-
-    def root(i: int) -> int:
-        while parent[i] != i:
-            parent[i] = parent[parent[i]]
-            i = parent[i]
-        return i
-
-    for column in names:
-        first: dict[str, int] = {}
-        for i, name in enumerate(column):
-            if name is not None:
-                parent[root(i)] = root(first.setdefault(name, i))
-    return [root(i) for i in range(len(parent))]
 
 
 def _by_patch(slides: Sequence[SlideSplit], assignment: Assignment) -> list[NDArray[np.int8]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,6 +23,7 @@ from histopipe.features.feature_file import (
 from histopipe.features.feature_sets import FeatureSets
 from histopipe.features.joined import SlideFeatures
 from histopipe.ingestion.records import patient_of
+from histopipe.slides.slide_hashes import SlideHashes
 from histopipe.slides.tables import SlideLabel, SlideNames, read_labels
 from histopipe.system.files import read_json
 from histopipe.system.result import counted
@@ -32,8 +33,8 @@ from histopipe.system.result import counted
 class Bag:
     """The patches of a slide, or of all slides of a patient, with the patient as `id`: a `SampleGroup` of one sample.
 
-    `site` is None if the slides have different sites. Bags with copies of one slide have the same `content`. `cells` are
-    those of further columns of the labels file.
+    `site` is None if the slides have different sites. `scans` are the hashes of its slides. `cells` are those of
+    further columns of the labels file.
     """
 
     planned: ClassVar = 1
@@ -47,7 +48,7 @@ class Bag:
     label: str | None
     patient: str | None
     site: str | None
-    content: str | None
+    scans: tuple[SlideHashes, ...]
     cells: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -124,7 +125,6 @@ class BagSet:
         groups = {name: [name] for name in labelled}
         if bag == "patient":
             groups = _by_patient(labelled, columns, unlabelled=unlabelled)
-        contents = _contents(groups, headers)
         # Known bags keep their numbers, so that a new slide does not change them.
         known = numbers or {}
         free = itertools.count(max(known.values(), default=-1) + 1)
@@ -134,7 +134,8 @@ class BagSet:
             bags[known[name] if name in known else next(free)] = Bag(
                 name, tuple(slides), tuple(parts[slide] for slide in slides),
                 first.label if len({labelled[slide].label for slide in slides}) == 1 else None, first.patient,
-                sites.pop() if len(sites) == 1 else None, contents[name], first.cells,
+                sites.pop() if len(sites) == 1 else None,
+                tuple(_hashes(headers[slide]) for slide in slides), first.cells,
             )  # fmt: skip
         self.bags = self.records = self.complete = dict(sorted(bags.items()))
         self.empty = tuple(name for name, header in headers.items() if not header.rows)
@@ -211,25 +212,10 @@ def _text(value: Any) -> str | None:
     return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
 
 
-def _contents(
-    groups: Mapping[str, Sequence[str]], headers: Mapping[str, FeatureHeader]
-) -> dict[str, str | None]:
-    """Return a content checksum per bag, by name; None if unknown. It is equal for bags with copies of one slide."""
-    parent: dict[str, str] = {}
-
-    def root(content: str) -> str:
-        while parent.setdefault(content, content) != content:
-            content = parent[content]
-        return content
-
-    contents = {
-        name: [text for it in slides if (text := _text(headers[it].facts.get("content")))]
-        for name, slides in groups.items()
-    }
-    for first, *others in filter(None, contents.values()):
-        for other in others:
-            parent[root(other)] = root(first)
-    return {name: root(found[0]) if found else None for name, found in contents.items()}
+def _hashes(header: FeatureHeader) -> SlideHashes:
+    """Return the hashes that `histopipe embed` recorded; earlier versions recorded the `content` only."""
+    names = (field.name for field in fields(SlideHashes))
+    return SlideHashes(**{name: _text(header.facts.get(name)) for name in names})
 
 
 def _by_patient(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -85,7 +85,7 @@ class FeatureFolder:
                 "label": slide.record.label,
                 "patient": slide.record.patient,
                 "site": slide.record.site,
-                "content": slide.record.content,
+                **asdict(slide.record.hashes),
                 **slide.origin,
                 "encoder": identity["encoder"],
                 "encoder_sha256": identity.get("sha256"),

@@ -6,7 +6,6 @@ import dataclasses
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,7 +39,8 @@ from histopipe.masks.mask_files import png_mask
 from histopipe.slides.readers import open_slide
 from histopipe.slides.scale import ResolvedMpp, resolve_mpp
 from histopipe.slides.slide import Slide, SlideInfo
-from histopipe.slides.slide_files import Fingerprint, fingerprint, tile_hash
+from histopipe.slides.slide_files import Fingerprint, SlideFile, fingerprint, tile_hash
+from histopipe.slides.slide_hashes import pixel_hash
 from histopipe.slides.thumbnail import (
     THUMBNAIL_MPP,
     Thumbnail,
@@ -113,7 +113,7 @@ def plan_slide(
         record = with_fingerprint(record, before)
         with open_slide(file.path, options.reader) as opened:
             info = opened.info
-            record = _described(record, info, file.path)
+            record = _described(record, info, file)
             scale, notes = _scale(slide, spec, options, info)
             mpp = scale.mpp if scale else None
             regions = _regions(slide, spec, options, info)
@@ -241,7 +241,7 @@ def _estimate(recipe: PatchRecipe, plan: TilingPlan) -> Estimate:
     return Estimate(int(stored_size(lengths).mean() * len(plan)), seconds)
 
 
-def _described(record: SlideRecord, info: SlideInfo, path: Path) -> SlideRecord:
+def _described(record: SlideRecord, info: SlideInfo, file: SlideFile) -> SlideRecord:
     bounds = info.bounds
     return dataclasses.replace(
         record,
@@ -252,7 +252,8 @@ def _described(record: SlideRecord, info: SlideInfo, path: Path) -> SlideRecord:
         bounds=[bounds.origin.x, bounds.origin.y, bounds.size.width, bounds.size.height],
         icc_profile=info.has_icc_profile,
         quickhash=info.quickhash,
-        tile_hash=None if info.quickhash else tile_hash(path),
+        tile_hash=None if info.quickhash else tile_hash(file.path),
+        pixel_hash=pixel_hash(file, info.size),
     )
 
 

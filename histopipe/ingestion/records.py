@@ -15,6 +15,7 @@ from histopipe.ingestion.report import SlideOutcome, Status, failed_outcome, out
 from histopipe.masks.mask_files import source_of
 from histopipe.slides.scale import MppSource
 from histopipe.slides.slide_files import Fingerprint, SlideFile, fingerprint
+from histopipe.slides.slide_hashes import copy_groups
 from histopipe.slides.tables import SlideLabel
 from histopipe.store.record import FailureKind, SlideRecord, SlideState
 from histopipe.system.files import storable
@@ -103,15 +104,22 @@ def with_recorded_ids(
 
 
 def duplicates(records: Iterable[SlideRecord]) -> list[str]:
-    """Return a warning for each scan that is in the store under several ids."""
-    copies: dict[tuple[str, int, int], list[str]] = defaultdict(list)
-    for record in records:
-        if record.state is not SlideState.FAILED and record.content:
-            copies[record.content, record.width, record.height].append(record.id)
+    """Return a warning for each group of slides that are copies, or may be."""
+    slides = [record for record in records if record.state is not SlideState.FAILED]
+    members: dict[int, list[tuple[str, int]]] = defaultdict(list)
+    for record, scan, group in zip(slides, *copy_groups([it.scans for it in slides]), strict=True):
+        members[group].append((record.id, scan))
     return [
-        f"{', '.join(sorted(ids))} are copies of one slide: all are stored, and stay on the same side of a split"
-        for ids in copies.values()
-        if len(ids) > 1
+        f"{', '.join(sorted(name for name, _ in copies))} "
+        + (
+            "are copies of one slide: all are stored, and stay on the same side of a split"
+            if len({scan for _, scan in copies}) == 1
+            else "may be copies of one slide: they have the same quickhash, which covers the smallest level only, and no other "
+            "hash in common. They stay on the same side of a split. Records of earlier versions have no pixel hash: to "
+            "compare the pixels, ingest these slides into a new store"
+        )
+        for copies in members.values()
+        if len(copies) > 1
     ]
 
 

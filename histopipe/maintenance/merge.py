@@ -179,8 +179,10 @@ def _given(record: SlideRecord, name: str) -> str | None:
 def _is_same(one: StoredSlide, other: StoredSlide) -> bool:
     """Return whether two stores have the same patches of the same scan. Their values are not read."""
     first, second = one.record, other.record
-    names = ("content", "width", "height", "planned", "stored", "stored_bytes")
-    if any(getattr(first, name) != getattr(second, name) for name in names):
+    names = ("quickhash", "tile_hash", "width", "height", "planned", "stored", "stored_bytes")
+    if not first.hashes.agree(second.hashes) or any(
+        getattr(first, name) != getattr(second, name) for name in names
+    ):
         return False
     columns, others = one.store.index(one.number), other.store.index(other.number)
     return all(np.array_equal(columns[name], others[name]) for name in _COMPARED)

@@ -24,7 +24,8 @@ from histopipe.ingestion.options import IngestOptions, SlideInput
 from histopipe.ingestion.records import resolved, with_recorded_ids
 from histopipe.maintenance.store_check import Examination
 from histopipe.slides.readers import open_slide
-from histopipe.slides.slide_files import SlideFile, tile_hash
+from histopipe.slides.slide_files import SlideFile
+from histopipe.slides.slide_hashes import SlideHashes
 from histopipe.store.claims import Claims
 from histopipe.store.environment import Environment, entries_with
 from histopipe.store.folder import open_for_change
@@ -148,17 +149,17 @@ class Reingestion:
     def _files(self, wanted: Sequence[SlideRecord]) -> dict[str, SlideFile]:
         """Return the files of slides by id, if they were given and contain the same scan."""
         given = {slide.id: slide for slide in with_recorded_ids(self.given, self.found.records)}
-        scans = {record.id: record.content for record in wanted}
+        scans = {record.id: record.hashes for record in wanted}
         self.left |= {
             name: "its file is not among the given slides" for name in scans if name not in given
         }
         files = {name: given[name] for name in scans if name in given}
         with WorkerPool(self.options.worker_count) as pool:
-            tasks = [[slide] for slide in files.values()]
-            for (slide,), content in results_of(pool, _OPENING_SECONDS, _content, tasks):
-                if isinstance(content, WorkerDied | SlideError):
-                    self.left[slide.id] = f"its file cannot be opened: {content}"
-                elif scans[slide.id] not in (None, content):
+            tasks = [[(slide, scans[name])] for name, slide in files.items()]
+            for ((slide, _),), matches in results_of(pool, _OPENING_SECONDS, _has_scan, tasks):
+                if isinstance(matches, WorkerDied | SlideError):
+                    self.left[slide.id] = f"its file cannot be opened: {matches}"
+                elif not matches:
                     self.left[slide.id] = f"{slide.path} is now another scan"
                 else:
                     continue
@@ -179,12 +180,12 @@ class Reingestion:
             return claims.take(number) and set_aside(environment, number, record, pending)
 
 
-def _content(slides: list[SlideFile]) -> str | SlideError | None:
-    """Return the hash that is equal for copies of one scan; None if there is none."""
-    (slide,) = slides
+def _has_scan(slides: list[tuple[SlideFile, SlideHashes]]) -> bool | SlideError:
+    """Return whether a file has the recorded hashes; also if the record has none."""
+    ((slide, recorded),) = slides
     try:
         with open_slide(slide.path) as opened:
-            return opened.info.quickhash or tile_hash(slide.path)
+            return recorded.match_file(slide, opened.info)
     except SlideError as error:
         return error
 

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore
+from histopipe.slides.slide_hashes import SlideHashes
 from histopipe.store.format import corrected, seal, slide_key, unseal
 from histopipe.system.files import shown
 
@@ -52,6 +53,7 @@ class SlideRecord:
     etag: str | None = None
     quickhash: str | None = None
     tile_hash: str | None = None
+    pixel_hash: str | None = None
     vendor: str | None = None
     reader: str | None = None
     width: int = 0
@@ -126,9 +128,14 @@ class SlideRecord:
         return record
 
     @property
-    def content(self) -> str | None:
-        """Hash that is equal for copies of one scan; None if there is none."""
-        return self.quickhash or self.tile_hash
+    def hashes(self) -> SlideHashes:
+        """Hashes by which copies of the slide are recognized."""
+        return SlideHashes(self.quickhash or self.tile_hash, self.tile_hash, self.pixel_hash)
+
+    @property
+    def scans(self) -> tuple[SlideHashes, ...]:
+        """The same, for the slides of a dataset, which may be bags of several slides."""
+        return (self.hashes,)
 
 
 _COUNTS = ("size_bytes", "width", "height", "planned", "stored", "unreadable", "stored_bytes")

@@ -138,8 +138,7 @@ class OpenSlides:
         if entry.file is not None:
             recorded: tuple[Any, ...] = (0, 0, None)
             if record is not None and entry.complete:
-                identity = record.quickhash or record.tile_hash
-                recorded = (record.size_bytes, record.mtime_ns, identity)
+                recorded = (record.size_bytes, record.mtime_ns, record.hashes)
             try:
                 found = await self.in_worker(slide_pictures.slide_facts, str(entry.file), *recorded)
                 facts, notes = (

@@ -16,7 +16,8 @@ from histopipe.slides.discovery import discover
 from histopipe.slides.readers import open_slide
 from histopipe.slides.scale import resolve_mpp
 from histopipe.slides.slide import Slide
-from histopipe.slides.slide_files import SlideFile, fingerprint, tile_hash
+from histopipe.slides.slide_files import SlideFile, fingerprint
+from histopipe.slides.slide_hashes import SlideHashes
 from histopipe.slides.thumbnail import ASSUMED_MPP, Thumbnail, read_thumbnail, usual_mpp
 from histopipe.system.worker_pool import silence
 from histopipe.tiling.tissue import tissue_mask
@@ -34,12 +35,14 @@ def prepare() -> None:
     silence()
 
 
-def slide_facts(path: str, size_bytes: int, mtime_ns: int, identity: str | None) -> dict[str, Any]:
+def slide_facts(
+    path: str, size_bytes: int, mtime_ns: int, hashes: SlideHashes | None
+) -> dict[str, Any]:
     """Return size, scanned area, scale and format of a slide; and a warning if its files differ from those recorded.
 
     Without a scale, `mpp` is None, and `unscaled` has the reason.
 
-    `size_bytes`, `mtime_ns` and `identity` (quickhash or hash of tiles) are those recorded; 0 and None without a record.
+    `size_bytes`, `mtime_ns` and `hashes` are those recorded; 0 and None without a record.
 
     Raises:
         SlideUnreadable: the slide cannot be opened.
@@ -52,11 +55,12 @@ def slide_facts(path: str, size_bytes: int, mtime_ns: int, identity: str | None)
     except ScaleError as error:
         unscaled = str(error)
     if size_bytes:
-        found = fingerprint(_files(Path(path)))
+        files = _files(Path(path))
+        found = fingerprint(files)
         change = None
         if found.size_bytes != size_bytes:
             change = f"{found.size_bytes:,} bytes, then {size_bytes:,}"
-        elif found.mtime_ns != mtime_ns and (info.quickhash or tile_hash(Path(path))) != identity:
+        elif found.mtime_ns != mtime_ns and hashes and not hashes.match_file(files, info):
             change = "its tiles differ"
         if change:
             warning = (

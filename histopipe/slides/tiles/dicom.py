@@ -101,6 +101,21 @@ def find_tiles(files: tuple[Path, ...], level: Level) -> NativeLevel:
         raise NotNative(_with_damage(reason, damage)) from error
 
 
+def find_pixel_data(files: tuple[Path, ...], size: Size) -> list[tuple[Path, int]]:
+    """Return the files of a series with images of a size, and where their pixel data begin.
+
+    They are in the order of their UIDs, which does not change when files are renamed.
+    """
+    found = []
+    with pydicom_warnings():
+        for path in files:
+            if _shows(path, size):
+                with path.open("rb") as file:
+                    header = read_header(file, "SOPInstanceUID")
+                    found.append((str(header.get("SOPInstanceUID")), path, file.tell()))
+    return [(path, start) for _, path, start in sorted(found)]
+
+
 def _with_damage(reason: str, damage: list[str]) -> str:
     return f"{reason} (damaged header: {'; '.join(damage[:2])})" if damage else reason
 
