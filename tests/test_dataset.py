@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -20,6 +21,7 @@ from histopipe.dataset.assignment import AssignByFractions
 from histopipe.dataset.labelling import Labelling
 from histopipe.dataset.memory import ReusedMemory, aligned_empty
 from histopipe.dataset.options import SIDES, SplitBy
+from histopipe.dataset.participants import participants
 from histopipe.dataset.patch_batches import PatchBatches
 from histopipe.dataset.sample_table import (
     SampleRows,
@@ -33,6 +35,8 @@ from histopipe.dataset.splits import DROPPED, read_splits, write_splits
 from histopipe.dataset.splitting import make_folds, make_splits
 from histopipe.errors import DamagedStore, NothingToDo, UnknownVersion, UsageError
 from histopipe.geometry import Micrometres
+from histopipe.ingestion.records import duplicates
+from histopipe.slides.slide_hashes import SlideHashes, copy_groups, copy_names
 from histopipe.slides.tables import SlideLabel
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
@@ -246,13 +250,15 @@ def test_patients_and_copies_are_on_one_side(made_store: Path, seed: int, patien
     assert splits.leaks() == []
 
 
-def store_with_copies(path: Path, names: Sequence[str], copies: Collection[str]) -> Path:
-    """Write slides of two patches, one per patient. `copies` are copies of one slide."""
+def store_with_copies(
+    path: Path, names: Sequence[str], copies: Collection[str], **hashes: str
+) -> Path:
+    """Write slides of two patches, one per patient. `copies` are copies of one slide. `hashes` are pixel hashes."""
     with StoreWriter(path, SPEC) as writer:
         records = [
             dataclasses.replace(
                 RECORD, id=n, label=n[0], patient=n, quickhash="same" if n in copies else n,
-                planned=2, stored=2,
+                pixel_hash=hashes.get(n), planned=2, stored=2,
             )
             for n in names
         ]  # fmt: skip
@@ -271,6 +277,99 @@ def test_copies_stay_together(tmp_path: Path) -> None:
             assert splits.leaks() == []
             sides = {s.id: int(s.sides[0]) for s in splits.slides}
             assert sides["a0"] == sides["a1"] == sides["a5"]
+
+
+PINNED: dict[SplitBy, str] = {
+    "patch": "01 01 10 10 01 10 10 10 10 10 01 01",
+    "slide": "00 00 11 00 00 11 00 11 00 00 11 00",
+}
+"""Sides of the patches of the slides `NAMES`, as version 0.2.0 computes them."""
+NAMES = [f"{c}{i}" for c in "ab" for i in range(6)]
+
+
+def test_slides_of_one_quickhash_with_different_pixels_are_no_copies(tmp_path: Path) -> None:
+    hashes = {name: f"pixels of {name.replace('5', '4')}" for name in NAMES}
+    path = store_with_copies(tmp_path / "s.lmdb", NAMES, NAMES, **hashes)
+    with Store(path) as store:
+        splits = make_splits([store], split_by="slide", seed=1)
+        slides = participants([store], splits, Labelling(), given_splits=False)
+        notes = duplicates(store.slides)
+    assert {it.slide: it.copy_of for it in slides if it.copy_of} == {"a5": "a4", "b5": "b4"}
+    assert len({slide.content for slide in splits.slides}) == 10
+    assert Counter(int(slide.sides[0]) for slide in splits.slides).total() == 12
+    assert splits.leaks() == []
+    assert [note.partition(" of ")[0] for note in notes] == [
+        "a4, a5 are copies",
+        "b4, b5 are copies",
+    ]
+
+
+def test_copies_across_stores_of_two_versions_are_found(tmp_path: Path) -> None:
+    """The second store has a hash of pixels. Slides of the first one are compared by their quickhash."""
+    old = store_with_copies(tmp_path / "old.lmdb", NAMES, ())
+    new = store_with_copies(
+        tmp_path / "new.lmdb", NAMES, (), **{name: f"p{name}" for name in NAMES}
+    )
+    with Store(old) as first, Store(new) as second:
+        splits = make_splits([first, second], split_by="slide", seed=1)
+        slides = participants([first, second], splits, Labelling(), given_splits=False)
+        notes = duplicates([*first.slides, *second.slides])
+    sides = [int(slide.sides[0]) for slide in splits.slides]
+    assert sides[:12] == sides[12:]
+    assert splits.leaks() == []
+    assert [it.copy_of for it in slides[12:]] == [it.slide for it in slides[:12]]
+    assert len(notes) == 12
+    assert notes[0].startswith("a0, a0 may be copies of one slide: they have the same quickhash")
+
+
+def test_splits_of_stores_of_earlier_versions_stay_the_same(tmp_path: Path) -> None:
+    path = store_with_copies(tmp_path / "s.lmdb", NAMES, ("a0", "a1", "b5"))
+    with Store(path) as store:
+        names = ["same" if n in ("a0", "a1", "b5") else n for n in NAMES]
+        for split_by, expected in PINNED.items():
+            splits = make_splits([store], split_by=split_by, seed=3, fractions=(0.5, 0.5, 0))
+            assert [slide.content for slide in splits.slides] == names
+            sides = ("".join(map(str, slide.sides.tolist())) for slide in splits.slides)
+            assert " ".join(sides) == expected
+
+
+KINDS = st.sampled_from([None, "1", "2"])
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.lists(st.tuples(KINDS, KINDS, KINDS), min_size=1, max_size=2), max_size=9))
+def test_groups_of_copies_are_the_unions_of_pairs(
+    bags: list[list[tuple[str | None, str | None, str | None]]],
+) -> None:
+    """Expected is the definition, on every pair of slides of all versions, with and without bags of several slides."""
+    slides = [
+        [SlideHashes(*(text and kind + text for kind, text in zip("ctp", scan, strict=True))) for scan in bag]
+        for bag in bags
+    ]  # fmt: skip
+    groups = [{i} for i in range(len(slides))]
+    level0 = [{i} for i in range(len(slides))]
+    for i, j in itertools.combinations(range(len(slides)), 2):
+        for a, b in itertools.product(slides[i], slides[j]):
+            both = [
+                (getattr(a, kind), getattr(b, kind))
+                for kind in ("tile_hash", "pixel_hash")
+                if getattr(a, kind) and getattr(b, kind)
+            ]
+            weak = not both and a.content is not None and a.content == b.content
+            for joined, equal in ((level0, both), (groups, both or weak)):
+                if equal and (weak or all(x == y for x, y in both)):
+                    union = joined[i] | joined[j]
+                    for k in union:
+                        joined[k] = union
+    for found, expected in zip(copy_groups(slides), (level0, groups), strict=True):
+        for i, j in itertools.combinations(range(len(slides)), 2):
+            assert (found[i] == found[j]) == (j in expected[i])
+    names = copy_names(slides)
+    for i, j in itertools.combinations(range(len(slides)), 2):
+        if names[i] is not None:
+            assert (names[i] == names[j]) == (j in groups[i])
+        else:
+            assert all(not any(dataclasses.astuple(scan)) for scan in slides[i])
 
 
 def test_regions_of_two_sides_are_a_patch_width_apart(store: Store) -> None:

@@ -341,6 +341,7 @@ def test_attributes_of_real_slides_follow_clam_and_trident(
         attributes = dict(file["coords"].attrs)
         assert file["features"].attrs["name"] == "CMU-1-Small-Region"
         assert file.attrs["patient"] == "CMU-1-Small-Region"
+        assert len(file.attrs["pixel_hash"]) == 64
     assert features.shape == (len(coords), 8)
     assert features.dtype == np.float32
     with Store(tmp_path / "patches.lmdb") as store:

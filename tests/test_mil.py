@@ -30,6 +30,7 @@ from histopipe.dataset.splitting import make_splits
 from histopipe.errors import DamagedStore, NothingToDo, UsageError
 from histopipe.features.bag_batches import BagBatches
 from histopipe.features.bags import BagSet
+from histopipe.slides.slide_hashes import copy_groups
 
 DIMENSION = 12
 POOLINGS = ("gated", "attention", "mean", "max", "clam", "dsmil", "transformer")
@@ -597,6 +598,21 @@ def test_patients_as_bags_do_not_leak(tmp_path: Path) -> None:
     assert contents[0] == contents[1] == contents[2]
     assert len(set(contents)) == 6
     assert len({int(slide.sides[0]) for slide in splits.slides[:3]}) == 1
+
+
+def test_features_of_one_quickhash_with_different_pixels_are_no_copies(tmp_path: Path) -> None:
+    """Features of earlier versions have no hash of pixels, and are compared by their content."""
+    for i, pixels in enumerate(("p", "q", "p", None)):
+        for label in "ab":
+            facts: dict[str, Any] = {} if pixels is None else {"pixel_hash": pixels}
+            values = a_bag(i, 5, positive=False)
+            write_bag(tmp_path / f"{label}{i}.h5", values, content=label, label=label, **facts)
+    everything = BagSet(tmp_path).records
+    scans = [record.scans for record in everything.values() if record.label == "a"]
+    level0, groups = copy_groups(scans[:3])
+    assert level0 == groups == [groups[0], groups[1], groups[0]]
+    assert groups[0] != groups[1]
+    assert len(set(copy_groups(scans)[1])) == 1
 
 
 def test_patient_name_cannot_lead_out_of_the_run(bags: Path, tmp_path: Path, run: Run) -> None:

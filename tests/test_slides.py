@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import unicodedata
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import openslide
+import pydicom
 import pytest
+import tifffile
 from conftest import make_slides
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from slide_variants import picture, write_slide
 
 from histopipe.errors import NothingToDo, ScaleError, SlideUnreadable, UsageError
 from histopipe.geometry import Level, Mpp, PointL0, RegionL0, Size
@@ -21,7 +28,9 @@ from histopipe.slides.openslide_reader import _on_background
 from histopipe.slides.readers import open_slide
 from histopipe.slides.scale import MppSource, resolve_mpp
 from histopipe.slides.slide import SlideInfo, rgb_image
-from histopipe.slides.slide_files import fingerprint, tile_hash
+from histopipe.slides.slide_files import SlideFile, fingerprint, tile_hash
+from histopipe.slides.slide_hashes import SlideHashes, _digest, pixel_hash
+from histopipe.slides.staging import Stage, StagedSlide, staged
 from histopipe.slides.tiles.dicom import find_tiles
 from histopipe.slides.tiles.native import NotNative
 
@@ -238,6 +247,142 @@ def test_tile_hash_of_tiff_without_quickhash(tmp_path: Path) -> None:
     shutil.copy(a, copy)
     assert tile_hash(a) == tile_hash(copy) != tile_hash(b)
     assert tile_hash(Path(__file__)) is None
+    recorded = SlideHashes(tile_hash(a), tile_hash(a))  # as in stores of earlier versions
+    files = [SlideFile(path.stem, path, (path,)) for path in (a, copy, b)]
+    for quickhash in (None, "ab"):  # of another reader
+        info = replace(slide.info, quickhash=quickhash)
+        assert [recorded.match_file(file, info) for file in files] == [True, True, False]
+        assert not SlideHashes("other").match_file(files[0], info)
+
+
+def test_slides_with_equal_smallest_levels_have_different_pixel_hashes(tmp_path: Path) -> None:
+    """A copy under another name, with another time, has the same one."""
+    hashes, contents, infos, files = [], [], [], []
+    for name, seed in (("a", 1), ("b", 2), ("copy of a", 1)):
+        level = picture(Size(200, 150), seed)
+        levels = [level, level[::8, ::8], np.full((1, 1, 3), 240, np.uint8)]
+        path = write_slide(tmp_path / f"{name}.svs", levels, Size(64, 64))
+        with open_slide(path) as slide:
+            files.append(SlideFile(name, path, (path,)))
+            infos.append(slide.info)
+            contents.append(slide.info.quickhash)
+            hashes.append(pixel_hash(files[-1], slide.info.size))
+    assert contents[0] is not None
+    assert len(set(contents)) == 1
+    assert None not in hashes
+    assert hashes[0] == hashes[2] != hashes[1]
+    for recorded, expected in (
+        (SlideHashes(contents[0]), [True, True, True]),  # all that earlier versions recorded
+        (SlideHashes(contents[0], None, hashes[0]), [True, False, True]),
+        (SlideHashes("other", None, hashes[0]), [False, False, False]),
+        (SlideHashes(), [True, True, True]),
+    ):
+        pairs = zip(files, infos, strict=True)
+        assert [recorded.match_file(file, info) for file, info in pairs] == expected
+
+
+def write_tree(base: Path, name: str, kind: str, data: Path) -> tuple[Path, Path, Path]:
+    """Write a slide of some format. Return the argument for `discover`, a file with pixels and one with names only."""
+    base.mkdir()
+    rng = np.random.default_rng(0)
+    path = base / f"{name}.{kind.partition(' ')[0]}"
+    if kind in ("tif tiled", "tif striped", "tif raw"):
+        shape: dict[str, Any] = {"tile": (64, 64)} if kind == "tif tiled" else {"rowsperstrip": 16}
+        compression = None if kind == "tif raw" else "deflate"
+        pixels = picture(Size(200, 150))
+        with tifffile.TiffWriter(path) as tiff:
+            tiff.write(
+                pixels, photometric="rgb", compression=compression, description=name, **shape
+            )
+            tiff.write(pixels[::4, ::4], photometric="rgb", description=name)
+        return path, path, path
+    if kind.startswith("dcm"):
+        header = pydicom.dcmread(data / "slides" / "dicom" / kind[4:] / "camelyon16-overview.dcm")
+        header.ContainerIdentifier = name
+        header.save_as(path)
+        return path, path, path
+    names = {
+        "mrxs": ("{}.mrxs", "{}/Slidedat.ini", "{}/Data0000.dat", "{}/Data0001.dat"),
+        "vms": ("{}.vms", "map.opt", "one.jpg", "two.jpg"),
+        "vsi": ("{}.vsi", "_{}_/stack1/notes.txt", "_{}_/stack1/frame_t.ets"),
+        "zarr": ("{}.zarr/zarr.json", "{}.zarr/.zattrs", "{}.zarr/0/0/1", "{}.zarr/0/1/0"),
+    }[kind]
+    for number, template in enumerate(names):
+        file = base / template.format(name)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(rng.bytes(50_000) if number > 1 else f"Image={name}".encode())
+    if kind == "vms":
+        path.write_text("ImageFile=one.jpg\nMapFile=two.jpg\nOptimisationFile=map.opt\n")
+    return path, base / names[-1].format(name), base / names[1].format(name)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["tif tiled", "tif striped", "tif raw", "dcm jpeg", "dcm j2k", "mrxs", "vms", "vsi", "zarr"],
+)
+def test_pixel_hash_depends_on_pixels_only(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Not on names, paths and headers; also of a local copy of the slide. One changed byte of the pixels changes it."""
+    monkeypatch.setattr("histopipe.slides.slide_files.has_fastslide", lambda: True)
+    hashes = []
+    for name in ("a", "a longer name", "changed", "renamed"):
+        path, pixels, text = write_tree(tmp_path / name, name, kind, data)
+        size = Size(200, 150)
+        if kind.startswith("dcm"):
+            header = pydicom.dcmread(path, stop_before_pixels=True)
+            size = Size(header.TotalPixelMatrixColumns, header.TotalPixelMatrixRows)
+        content = bytearray(pixels.read_bytes())
+        if name == "changed":
+            content[tile_begin(path) if path.suffix == ".tif" else len(content) * 2 // 3] ^= 1
+            pixels.write_bytes(content)
+        elif text != pixels:
+            text.write_bytes(b"other names")
+        (slide,) = discover([path])
+        hashes.append(pixel_hash(slide, size))
+    assert hashes[0] is not None
+    assert hashes[0] == hashes[1] == hashes[3] != hashes[2]
+    with Stage(tmp_path / "stage", 10**8) as stage:
+        ((_, copy),) = filter(None, staged(stage, [slide], lambda it: it))
+        assert isinstance(copy, StagedSlide)
+        assert pixel_hash(copy.file, size) == hashes[0]
+    pixels.unlink()
+    assert pixel_hash(slide, size) is None
+
+
+def tile_begin(path: Path) -> int:
+    """Return the place of the second tile or strip of the first image."""
+    with tifffile.TiffFile(path) as tiff:
+        return int(tiff.pages.first.dataoffsets[1])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 1), st.integers(0, 60_000)), min_size=1, max_size=60),
+    st.integers(0, 3),
+)
+def test_blocks_of_tiles_are_those_of_their_sequence(
+    tmp_path_factory: pytest.TempPathFactory, tiles: Sequence[tuple[int, int]], gap: int
+) -> None:
+    """Expected is the definition in the reference, on the bytes of all tiles in one array."""
+    folder, rng = tmp_path_factory.mktemp("tiles"), np.random.default_rng(1)
+    contents, places, whole = [bytearray(), bytearray()], [], b""
+    for file, length in tiles:
+        tile = rng.bytes(length)
+        places.append((folder / str(file), len(contents[file]) + gap, length))
+        contents[file] += bytes(gap) + tile
+        whole += tile
+    for file, content in enumerate(contents):
+        (folder / str(file)).write_bytes(content)
+    if not whole:
+        with pytest.raises(IndexError):
+            _digest(Size(3, 2), *zip(*places, strict=True))
+        return
+    lengths = [length for _, length in tiles]
+    expected = hashlib.sha256(np.array([3, 2, *lengths], "<i8").tobytes())
+    for begin in np.linspace(0, max(0, len(whole) - 16384), 64).astype(int).tolist():
+        expected.update(whole[begin : begin + 16384])
+    assert _digest(Size(3, 2), *zip(*places, strict=True)) == expected.hexdigest()
 
 
 @pytest.mark.parametrize(

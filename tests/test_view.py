@@ -21,6 +21,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+import tifffile
 from conftest import INTERRUPTIBLE, Run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -34,7 +35,10 @@ from histopipe.errors import UsageError
 from histopipe.evaluation.predictions import PatchScores, read_predictions
 from histopipe.geometry import PointL0, Size
 from histopipe.slides.readers import open_slide
+from histopipe.slides.slide_files import SlideFile
+from histopipe.slides.slide_hashes import SlideHashes, pixel_hash
 from histopipe.store.store import Store
+from histopipe.viewer.slide_pictures import slide_facts
 from histopipe.viewer.tiles import OVERLAP, TILE, hatched
 from histopipe.viewer.view import Viewer
 
@@ -220,6 +224,24 @@ def test_broken_slides_show_the_reason_and_the_server_goes_on(viewed: Path, tmp_
             os.kill(pid, signal.SIGKILL)
         assert picture(viewer, "slides/0/tile/0/0/1").shape[2] == 3
         assert picture(viewer, "slides/0/tile/0/1/1").std() > 5
+
+
+def test_changed_tile_of_a_slide_has_a_warning(viewed: Path, tmp_path: Path) -> None:
+    """The smallest level is the same, which OpenSlide's quickhash covers. A new time alone is no change."""
+    path = Path(shutil.copy(viewed / "slides" / f"{SLIDE}.svs", tmp_path))
+    with open_slide(path) as slide:
+        quickhash, size = slide.info.quickhash, slide.info.size
+    pixels = pixel_hash(SlideFile(SLIDE, path, (path,)), size)
+    recorded = SlideHashes(quickhash, None, pixels)
+    warnings = []
+    for hashes in (recorded, SlideHashes(quickhash)):
+        warnings.append(slide_facts(str(path), path.stat().st_size, 1, hashes)["warning"])
+    with tifffile.TiffFile(path) as tiff, path.open("r+b") as file:
+        file.seek(tiff.pages.first.dataoffsets[0] + 700)
+        file.write(b"xyz")
+    warnings.append(slide_facts(str(path), path.stat().st_size, 1, recorded)["warning"])
+    assert warnings[:2] == [None, None]
+    assert "its tiles differ" in warnings[2]
 
 
 def test_changed_slide_has_a_warning(viewed: Path, tmp_path: Path, run: Run) -> None:

@@ -114,9 +114,9 @@ def duplicates(records: Iterable[SlideRecord]) -> list[str]:
         + (
             "are copies of one slide: all are stored, and stay on the same side of a split"
             if len({scan for _, scan in copies}) == 1
-            else "may be copies of one slide: they have the same quickhash, which covers the smallest level only, and no other "
-            "hash in common. They stay on the same side of a split. Records of earlier versions have no pixel hash: to "
-            "compare the pixels, ingest these slides into a new store"
+            else "may be copies of one slide: they have the same quickhash, and not all records have a pixel hash, which "
+            "earlier versions did not write. They stay on the same side of a split; to compare their pixels, ingest them "
+            "into a new store"
         )
         for copies in members.values()
         if len(copies) > 1

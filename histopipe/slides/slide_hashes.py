@@ -102,7 +102,8 @@ def copy_names(slides: Sequence[Sequence[SlideHashes]]) -> list[str | None]:
     }
     uses, names = Counter(contents.values()), {}
     for group, content in contents.items():
-        strong = filter(None, (scan.pixel_hash or scan.tile_hash for scan in members[group]))
+        texts = ((scan.pixel_hash or "") + (scan.tile_hash or "") for scan in members[group])
+        strong = filter(None, texts)
         names[group] = content if content and uses[content] == 1 else min(strong, default=content)
     return [names[group] for group in groups]
 
