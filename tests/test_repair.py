@@ -27,9 +27,11 @@ from test_verify import edited, patched
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.ingestion.ingest_slides import ingest_slides
 from histopipe.maintenance.findings import FindingKind
+from histopipe.maintenance.reingest import _has_scan
 from histopipe.maintenance.repair import RepairResult
 from histopipe.maintenance.repair import repair as repair_store
 from histopipe.maintenance.verify import verify as verify_store
+from histopipe.slides.discovery import discover
 from histopipe.store.format import encode_index, patch_key, seal, slide_key, value_crc
 from histopipe.store.record import SlideRecord, SlideState, corrected_record
 from histopipe.store.store import Store
@@ -299,6 +301,18 @@ def test_slides_without_given_file_are_not_changed(
     other.parent.mkdir()
     shutil.copy(files[0], other)
     assert "another scan" in repair(damaged, other).left["slide-003"]
+    with Store(damaged) as store:
+        record = store.records[3]
+    changes: tuple[dict[str, Any], ...] = (
+        {},
+        {"pixel_hash": None},
+        {"pixel_hash": "x"},
+        {"height": 1},
+        {"quickhash": "x"},
+    )
+    (slide,) = discover([files[3]])
+    matches = [_has_scan([(slide, dataclasses.replace(record, **change))]) for change in changes]
+    assert matches == [True, True, False, False, False]
     other.write_text("no slide")
     assert "cannot be opened" in repair(damaged, other).left["slide-003"]
     assert set(verify(damaged).damaged_slides) == {3}

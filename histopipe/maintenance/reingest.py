@@ -25,7 +25,6 @@ from histopipe.ingestion.records import resolved, with_recorded_ids
 from histopipe.maintenance.store_check import Examination
 from histopipe.slides.readers import open_slide
 from histopipe.slides.slide_files import SlideFile
-from histopipe.slides.slide_hashes import SlideHashes
 from histopipe.store.claims import Claims
 from histopipe.store.environment import Environment, entries_with
 from histopipe.store.folder import open_for_change
@@ -149,7 +148,7 @@ class Reingestion:
     def _files(self, wanted: Sequence[SlideRecord]) -> dict[str, SlideFile]:
         """Return the files of slides by id, if they were given and contain the same scan."""
         given = {slide.id: slide for slide in with_recorded_ids(self.given, self.found.records)}
-        scans = {record.id: record.hashes for record in wanted}
+        scans = {record.id: record for record in wanted}
         self.left |= {
             name: "its file is not among the given slides" for name in scans if name not in given
         }
@@ -180,12 +179,15 @@ class Reingestion:
             return claims.take(number) and set_aside(environment, number, record, pending)
 
 
-def _has_scan(slides: list[tuple[SlideFile, SlideHashes]]) -> bool | SlideError:
-    """Return whether a file has the recorded hashes; also if the record has none."""
-    ((slide, recorded),) = slides
+def _has_scan(slides: list[tuple[SlideFile, SlideRecord]]) -> bool | SlideError:
+    """Return whether a file has the recorded hashes, if there are any, and the recorded size of level 0."""
+    ((slide, record),) = slides
     try:
         with open_slide(slide.path) as opened:
-            return recorded.match_file(slide, opened.info)
+            size = opened.info.size
+            return (record.width, record.height) == (size.width, size.height) and (
+                record.hashes.match_file(slide, opened.info)
+            )
     except SlideError as error:
         return error
 

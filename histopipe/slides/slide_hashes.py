@@ -1,4 +1,4 @@
-"""Hashes that identify a slide, whatever its name, and the slides that are copies of each other by them."""
+"""Hashes that identify a slide under any name, and the slides that are copies of each other by them."""
 
 from __future__ import annotations
 
