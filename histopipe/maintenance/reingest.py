@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore, SlideError
-from histopipe.geometry import Mpp
+from histopipe.geometry import Mpp, Size
 from histopipe.ingestion.ingest_slides import ingest_slides
 from histopipe.ingestion.options import IngestOptions, SlideInput
 from histopipe.ingestion.records import resolved, with_recorded_ids
@@ -184,10 +184,9 @@ def _has_scan(slides: list[tuple[SlideFile, SlideRecord]]) -> bool | SlideError:
     ((slide, record),) = slides
     try:
         with open_slide(slide.path) as opened:
-            size = opened.info.size
-            return (record.width, record.height) == (size.width, size.height) and (
-                record.hashes.match_file(slide, opened.info)
-            )
+            # A slide of an interrupted repair has neither.
+            same_size = record.width == 0 or Size(record.width, record.height) == opened.info.size
+            return same_size and record.hashes.match_file(slide, opened.info)
     except SlideError as error:
         return error
 
