@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from histopipe.errors import UsageError
 from histopipe.runs.task_config import parse_trainable
@@ -73,6 +74,15 @@ def digest(weights: Iterable[keras.Variable]) -> str:
     for weight in weights:
         found.update(np.ascontiguousarray(weight.value).tobytes())
     return found.hexdigest()
+
+
+def not_finite(variables: Iterable[keras.Variable]) -> str | None:
+    """Return the path of the first variable with NaN or infinity; None if there is none."""
+    for variable in variables:
+        value = tf.convert_to_tensor(variable.value)
+        if value.dtype.is_floating and not tf.reduce_all(tf.math.is_finite(value)):
+            return str(variable.path)
+    return None
 
 
 def rate_factors(core: keras.Model, model: keras.Model, decay: float) -> list[float]:

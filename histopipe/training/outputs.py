@@ -31,6 +31,7 @@ from histopipe.evaluation.target_metrics import epoch_figures
 from histopipe.evaluation.target_scores import TargetScores
 from histopipe.runs import folder as run_folder
 from histopipe.runs.result import METRICS, EpochMetrics, TrainResult
+from histopipe.training.fine_tuning import not_finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +61,11 @@ class StepResults:
 
 
 def step_losses(values: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Return the (S,) weighted mean loss of each step from (S, B, C + 2) float32; NaN if no row has weight."""
+    """Return the (S,) mean over the rows of weight times loss, from (S, B, C + 2) float32; NaN if no row has weight."""
     losses, weights = values[..., -2].astype(np.float64), values[..., -1].astype(np.float64)
-    total = weights.sum(axis=1)
+    rows = (weights > 0).sum(axis=1)
     means = np.full(len(values), np.nan)
-    np.divide((losses * weights).sum(axis=1), total, out=means, where=total > 0)
+    np.divide((losses * weights).sum(axis=1), rows, out=means, where=rows > 0)
     return means
 
 
@@ -77,6 +78,19 @@ def check_finite(values: NDArray[np.float32], epoch: int) -> None:
             f"the loss of epoch {epoch} is not finite from step {diverged[0] + 1} on",
             todo="lower --learning-rate, or clip the gradients (--clip-norm 1)",
         )
+
+
+def check_weights(variables: Sequence[Any], when: str) -> None:
+    """Raise a UsageError if weights or the state of the optimizer are not finite.
+
+    The loss alone does not show it: a ReLU layer turns NaN into 0.
+    """
+    wrong = not_finite(variables)
+    if wrong is not None:
+        raise UsageError(
+            f"the weights of the model are not finite {when}", found=f"NaN or infinity in {wrong}",
+            expected="numbers", todo="lower --learning-rate, or clip the gradients (--clip-norm 1)",
+        )  # fmt: skip
 
 
 def predictions(
