@@ -97,8 +97,8 @@ class SlideFeatures:
             return _finite(self.headers[0], read_features(self.headers[0], rows), rows)
         parts = []
         for header, chosen in zip(self.headers, self.chosen, strict=True):
-            own = chosen if rows is None else chosen[rows]
             # All rows at once are read in sequence, which verifies their checksum.
+            own = chosen if rows is None else chosen[rows]
             values = read_features(header)[own] if rows is None else read_features(header, own)
             parts.append(_finite(header, values, own))
         return np.concatenate(parts, axis=1)
@@ -138,10 +138,9 @@ def _finite(
     for begin in range(0, len(values), _CHECKED_ROWS):
         wrong = np.argwhere(~np.isfinite(values[begin : begin + _CHECKED_ROWS]))
         if len(wrong):
-            place, column = begin + int(wrong[0, 0]), int(wrong[0, 1])
-            row = place if rows is None else int(rows[place])
+            place, column = wrong[0] + (begin, 0)
             raise DamagedStore(
-                f"{header.path}: feature {column} of patch {row} is not finite",
+                f"{header.path}: feature {column} of patch {place if rows is None else rows[place]} is not finite",
                 found=f"{values[place, column]:g}", expected="a number",
                 todo="compute the file again, or leave it out (--on-error skip)",
             )  # fmt: skip

@@ -76,13 +76,16 @@ def digest(weights: Iterable[keras.Variable]) -> str:
     return found.hexdigest()
 
 
-def not_finite(variables: Iterable[keras.Variable]) -> str | None:
-    """Return the path of the first variable with NaN or infinity; None if there is none."""
+def check_weights(variables: Iterable[keras.Variable], where: str, todo: str) -> None:
+    """Raise a UsageError if a variable is NaN or infinite. Losses do not show it: a ReLU layer turns NaN into 0."""
     for variable in variables:
         value = tf.convert_to_tensor(variable.value)
         if value.dtype.is_floating and not tf.reduce_all(tf.math.is_finite(value)):
-            return str(variable.path)
-    return None
+            raise UsageError(
+                f"{where}: the weights {variable.path} are not finite",
+                expected="numbers",
+                todo=todo,
+            )
 
 
 def rate_factors(core: keras.Model, model: keras.Model, decay: float) -> list[float]:

@@ -31,7 +31,9 @@ from histopipe.evaluation.target_metrics import epoch_figures
 from histopipe.evaluation.target_scores import TargetScores
 from histopipe.runs import folder as run_folder
 from histopipe.runs.result import METRICS, EpochMetrics, TrainResult
-from histopipe.training.fine_tuning import not_finite
+
+DIVERGED = "lower --learning-rate, or clip the gradients (--clip-norm 1)"
+"""What to do if losses or weights are not finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,21 +78,8 @@ def check_finite(values: NDArray[np.float32], epoch: int) -> None:
     if len(diverged):
         raise UsageError(
             f"the loss of epoch {epoch} is not finite from step {diverged[0] + 1} on",
-            todo="lower --learning-rate, or clip the gradients (--clip-norm 1)",
+            todo=DIVERGED,
         )
-
-
-def check_weights(variables: Sequence[Any], when: str) -> None:
-    """Raise a UsageError if weights or the state of the optimizer are not finite.
-
-    The loss alone does not show it: a ReLU layer turns NaN into 0.
-    """
-    wrong = not_finite(variables)
-    if wrong is not None:
-        raise UsageError(
-            f"the weights of the model are not finite {when}", found=f"NaN or infinity in {wrong}",
-            expected="numbers", todo="lower --learning-rate, or clip the gradients (--clip-norm 1)",
-        )  # fmt: skip
 
 
 def predictions(

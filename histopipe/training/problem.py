@@ -189,16 +189,16 @@ class Problem:
         weights = np.ones(len(self.splits.classes), np.float32)
         if config.class_weights == "balanced" and config.task == "classification":
             draws = self._draws() if drawn else [slide.count for slide in slides]
-            labels = [slide.label for slide in slides]
-            samples = np.bincount(labels, draws, len(weights))
-            present = samples > 0
-            weights[present] = samples.sum() / (present.sum() * samples[present])
+            samples = np.bincount([slide.label for slide in slides], draws, len(weights))
+            mean = samples.sum() / np.count_nonzero(samples)
+            np.divide(mean, samples, out=weights, where=samples > 0, casting="same_kind")
         return weights
 
     def restore_former_weights(self, step: TrainStep) -> None:
         """Use the class weights of version 0.2, so that a run that it began continues exactly."""
-        weights = self.class_weights(drawn=False)
-        step.settings = replace(step.settings, class_weight=weights, row_mean=False)
+        step.settings = replace(
+            step.settings, class_weight=self.class_weights(drawn=False), row_mean=False
+        )
 
     def _step_settings(self, **more: Any) -> StepSettings:
         config = self._settings

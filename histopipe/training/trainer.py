@@ -31,6 +31,7 @@ from histopipe.system.progress import message
 from histopipe.training.checkpoint import LOWEST, TrainState, load_state, save_state
 from histopipe.training.devices import check_same, make_strategy
 from histopipe.training.epoch_loop import EpochLoop, Requests, StopSignals
+from histopipe.training.fine_tuning import check_weights
 from histopipe.training.memory import (
     MicroBatch,
     is_out_of_memory,
@@ -39,10 +40,10 @@ from histopipe.training.memory import (
     remembered_micro_batch,
 )
 from histopipe.training.outputs import (
+    DIVERGED,
     Predictions,
     StepResults,
     check_finite,
-    check_weights,
     predictions,
     step_losses,
     write_results,
@@ -227,7 +228,7 @@ class Trainer:
         self._state.seconds = self._results.seconds
         self._state.input_wait = self._results.input_wait
         check_finite(self._state.values, self._state.epoch + 1)
-        check_weights(self._step.variables, f"after epoch {self._state.epoch + 1}")
+        check_weights(self._step.variables, f"epoch {self._state.epoch + 1}", DIVERGED)
 
     def _save(self) -> None:
         self._state.skipped = sorted({*self._state.skipped, *self._loop.skipped})
@@ -274,9 +275,7 @@ class Trainer:
         began = time.monotonic()
         self._agree()  # the chief has written the best model
         best = keras.models.load_model(self._folder / run_folder.MODEL)
-        check_weights(
-            best.weights, f"in {run_folder.MODEL}"
-        )  # of a version that did not check them
+        check_weights(best.weights, run_folder.MODEL, DIVERGED)  # version 0.2 did not check them
         self._step.model.serving.set_weights(best.get_weights())
         sides: list[Side] = [side for side in self._batches if side != "train"]
         found = {side: self._predict(side, saving=False) for side in sides}
