@@ -92,14 +92,13 @@ def _new_folder(settings: dict[str, Any]) -> Path:
 
     values = {name: it.default for name, it in declared_settings(*CONFIGS).items()} | settings
     kind = f"mil-{values['pooling']}" if settings.get("mil") is not None else values["model"]
-    first = Path("runs") / f"{kind}-{datetime.now():%Y%m%d-%H%M%S}"
-    folder, number = first, 1
+    number, suffix = 1, ""
     while True:
+        folder = Path("runs") / f"{kind}-{datetime.now():%Y%m%d-%H%M%S}{suffix}"
         with writable(folder), suppress(FileExistsError):
             folder.mkdir(parents=True)
             return folder
-        number += 1
-        folder = first.with_name(f"{first.name}-{number}")
+        number, suffix = number + 1, f"-{number + 1}"
 
 
 def _train(folder: Path, settings: dict[str, Any], *, resume: bool, as_json: bool) -> int:

@@ -141,9 +141,10 @@ def _finite(
             place, column = wrong[0] + (begin, 0)
             raise DamagedStore(
                 f"{header.path}: feature {column} of patch {place if rows is None else rows[place]} is not finite",
-                found=f"{values[place, column]:g}", expected="a number",
+                found=f"{values[place, column]:g}",
+                expected="a number",
                 todo="compute the file again, or leave it out (--on-error skip)",
-            )  # fmt: skip
+            )
     return values
 
 

@@ -186,13 +186,12 @@ class _PatchStream(Closing):
         values, corners = self._network.finish(started)[batch.valid], batch.corners[batch.valid]
         wrong = np.argwhere(~np.isfinite(values))
         if len(wrong):
-            x, y = corners[wrong[0, 0]].tolist()
-            error = SlideError(
+            self._failures[id(slide)] = SlideError(
                 f"{slide.id}: a result of the network is not finite",
-                found=f"{values[tuple(wrong[0])]:g} for the patch at x {x}, y {y}", expected="a number",
+                found=f"{values[tuple(wrong[0])]:g} for the patch at x, y {corners[wrong[0, 0]].tolist()}",
+                expected="a number",
                 todo="check the weights of the network, or use --precision float32",
-            )  # fmt: skip
-            self._failures.setdefault(id(slide), error)
+            )
         return values, corners
 
 

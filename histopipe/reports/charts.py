@@ -183,7 +183,7 @@ def _style(colours: _Colours) -> Any:
     }  # fmt: skip
 
 
-def default_style(style: Mapping[str, Any]) -> AbstractContextManager[None]:
+def default_style(style: Any) -> AbstractContextManager[None]:
     """Use matplotlib's defaults with `style`, not the settings of a user's `matplotlibrc`."""
     # rc_context does not restore the backend.
     defaults: Any = {name: it for name, it in mpl.rcParamsDefault.items() if name != "backend"}

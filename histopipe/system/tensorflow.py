@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,16 +16,13 @@ from histopipe.errors import MachineShort, UsageError
 
 _OPTIONAL = ("matplotlib", "pandas", "sklearn")
 """Packages that Keras imports for functions that histopipe does not use. They take a third of Keras' loading time."""
-_BACKEND = "tensorflow"
 _KERAS = {"image_data_format": "channels_last", "floatx": "float32", "epsilon": 1e-7}
 """Settings of Keras, which it also reads from `keras.json`, as the backend."""
-_TRACED = ("TrainStep.", "KerasNetwork.")
 
 
 def _is_shown(record: logging.LogRecord) -> bool:
     """Return False for TensorFlow's advice to trace our functions less often: each training in a process traces its own."""
-    text = record.getMessage()
-    return "tf.function retracing" not in text or not any(name in text for name in _TRACED)
+    return not re.search(r"(TrainStep|KerasNetwork)\..*tf\.function retracing", record.getMessage())
 
 
 logging.getLogger("tensorflow").addFilter(_is_shown)
@@ -61,14 +59,17 @@ def check_keras() -> None:
         UsageError: a setting differs.
     """
     config = sys.modules["keras"].config
-    for name, expected in {"backend": _BACKEND, **_KERAS}.items():
+    for name, expected in {"backend": "tensorflow", **_KERAS}.items():
         value = getattr(config, name)()
         if value != expected:
-            todo = f"call keras.config.set_{name}({expected!r})"
             raise UsageError(
-                f"the {name} of Keras in this process", found=repr(value), expected=repr(expected),
-                todo="set KERAS_BACKEND=tensorflow" if name == "backend" else todo,
-            )  # fmt: skip
+                f"the {name} of Keras in this process",
+                found=repr(value),
+                expected=repr(expected),
+                todo="set KERAS_BACKEND=tensorflow"
+                if name == "backend"
+                else f"call keras.config.set_{name}({expected!r})",
+            )
 
 
 @contextmanager
@@ -93,7 +94,7 @@ def _quiet() -> Iterator[None]:
     # TensorFlow and Keras read these variables once; child processes must not inherit them.
     before = {name: os.environ.get(name) for name in ("TF_CPP_MIN_LOG_LEVEL", "KERAS_BACKEND")}
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    os.environ["KERAS_BACKEND"] = _BACKEND
+    os.environ["KERAS_BACKEND"] = "tensorflow"
     kept = os.dup(2)
     try:
         with Path(os.devnull).open("wb") as nowhere:

@@ -66,15 +66,13 @@ def step_losses(values: NDArray[np.float32]) -> NDArray[np.float64]:
     """Return the (S,) mean over the rows of weight times loss, from (S, B, C + 2) float32; NaN if no row has weight."""
     losses, weights = values[..., -2].astype(np.float64), values[..., -1].astype(np.float64)
     rows = (weights > 0).sum(axis=1)
-    means = np.full(len(values), np.nan)
-    np.divide((losses * weights).sum(axis=1), rows, out=means, where=rows > 0)
-    return means
+    with np.errstate(invalid="ignore"):
+        return np.asarray((losses * weights).sum(axis=1) / rows)
 
 
 def check_finite(values: NDArray[np.float32], epoch: int) -> None:
     """Raise a UsageError if a loss of an epoch, counted from 1, is not finite. `values` are (S, B, C + 2) float32."""
-    has_weight = (values[..., -1] > 0).any(axis=1)
-    diverged = np.flatnonzero(~np.isfinite(step_losses(values)) & has_weight)
+    diverged = np.flatnonzero(~np.isfinite(step_losses(values)) & values[..., -1].any(axis=1))
     if len(diverged):
         raise UsageError(
             f"the loss of epoch {epoch} is not finite from step {diverged[0] + 1} on",

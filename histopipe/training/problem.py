@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import tensorflow as tf
@@ -81,9 +81,12 @@ class Problem:
         self.sides = tuple(self._tables)
         """Sides that have samples."""
         self.objective = make_objective(
-            config.task, config.used_loss, splits.targets_on("train"), classes=len(splits.classes),
+            config.task,
+            config.used_loss,
+            splits.targets_on("train"),
+            classes=len(splits.classes),
             draws=self._draws() if config.class_weights == "balanced" else None,
-        )  # fmt: skip
+        )
 
     def batches(self, side: Side, replicas: int) -> BatchSampler:
         """Return the batches of a side, with a part for each replica. Training batches are shuffled."""
@@ -97,9 +100,7 @@ class Problem:
         """Return the metrics of an epoch."""
         if self.splits.kind is None:
             return class_metrics(predictions)
-        scores = self.scores(predictions)
-        assert isinstance(scores, TargetScores)  # noqa: S101 - for mypy
-        return target_metrics(predictions, scores)
+        return target_metrics(predictions, cast(TargetScores, self.scores(predictions)))
 
     def scores(self, predictions: Predictions) -> PatchScores | TargetScores:
         """Return predictions with their slides, patients and positions."""
@@ -119,7 +120,7 @@ class Problem:
                 f"{title}: {counted(len(wrong), 'prediction')} not finite",
                 found=f"slides {', '.join(list(self.damaged(wrong.tolist()))[:3])}",
                 todo="check their values, lower --learning-rate, or use --precision float32",
-            )  # fmt: skip
+            )
 
     def damaged(self, keys: Sequence[int]) -> dict[str, Counter[Side]]:
         """Return the number of damaged patches of each slide by side, from the keys of damaged samples."""
@@ -149,8 +150,7 @@ class Problem:
     def finish(self, predict_train: Callable[[], Predictions]) -> None:
         """Compute what predictions need from those of the training, with the best model."""
         if isinstance(self.objective, CoxObjective):
-            scores = self.scores(predict_train())
-            assert isinstance(scores, TargetScores)  # noqa: S101 - for mypy
+            scores = cast(TargetScores, self.scores(predict_train()))
             self.objective.fit_baseline(scores.output[:, 0], scores.target)
 
     @property
@@ -190,8 +190,13 @@ class Problem:
         if config.class_weights == "balanced" and config.task == "classification":
             draws = self._draws() if drawn else [slide.count for slide in slides]
             samples = np.bincount([slide.label for slide in slides], draws, len(weights))
-            mean = samples.sum() / np.count_nonzero(samples)
-            np.divide(mean, samples, out=weights, where=samples > 0, casting="same_kind")
+            np.divide(
+                samples.sum() / np.count_nonzero(samples),
+                samples,
+                out=weights,
+                where=samples > 0,
+                casting="same_kind",
+            )
         return weights
 
     def restore_former_weights(self, step: TrainStep) -> None:

@@ -89,8 +89,7 @@ class Trainer:
             self._step, seed=config.seed, cluster=cluster, micro_batch=self._micro_batch
         )
         self._signals = StopSignals(config.save_minutes if cluster.chief else math.inf)
-        self._state = TrainState(frozen=self._frozen(), row_mean=True)
-        self._results = StepResults()
+        self._state, self._results = TrainState(frozen=self._frozen(), row_mean=True), StepResults()
 
     def _frozen(self) -> str:
         """Return a digest of what training does not change: frozen weights, preprocessing, architecture."""
