@@ -588,7 +588,7 @@ def test_weighted_gradient_is_the_mean_over_the_real_rows(kind: str) -> None:
     if kind == "bags":
         kind_of_step: Any = BagTrainStep
         model: Any = BagModel("mean", dimension=3, objective=objective, dropout=0.0)
-        samples = {"features": rng.normal(size=(4, 2, 3)).astype(np.float32)}
+        samples: dict[str, Any] = {"features": rng.normal(size=(4, 2, 3)).astype(np.float32)}
     else:
         kind_of_step = TrainStep
         image, seed = keras.Input((2, 2, 3), dtype="uint8"), keras.Input((), dtype="int64")
