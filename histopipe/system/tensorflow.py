@@ -32,7 +32,7 @@ def load_quietly(module: str, *, lean: bool = False) -> Any:
     """Import a module that loads TensorFlow.
 
     With `lean`, Keras loads without its optional packages. They can still be imported later. If this call loads Keras,
-    Keras gets our settings, whatever the user's files and environment say; see `check_keras` for the other case.
+    Keras gets our settings, and those of the user's files and environment have no effect; else see `check_keras`.
 
     Raises:
         MachineShort: TensorFlow is not installed or cannot be loaded.
