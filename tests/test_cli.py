@@ -7,15 +7,17 @@ import os
 import re
 import subprocess
 import sys
+from datetime import UTC, datetime
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click import Context
 from conftest import PROJECT, Run
 
 from histopipe._version import __version__
-from histopipe.cli import COMMANDS
+from histopipe.cli import COMMANDS, training
 from histopipe.cli import histopipe as cli
 from histopipe.cli.parameters import show_json, show_text
 from histopipe.errors import ExitCode
@@ -113,6 +115,21 @@ def test_version_and_unknown_commands(run: Run) -> None:
     assert done.returncode == 2
     assert "No such command 'nothing'" in done.stderr
     assert run().returncode == 2
+
+
+def test_default_folders_of_one_second_are_different(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+    monkeypatch.setattr(training, "datetime", SimpleNamespace(now=lambda: now))
+    monkeypatch.chdir(tmp_path)
+    folders = [training._new_folder({}) for _ in range(3)]
+    names = [folder.name.partition("20260102-030405")[2] for folder in folders]
+    assert names == ["", "-2", "-3"]
+    assert all(folder.is_dir() for folder in folders)
+    # A training that fails at once leaves no folder.
+    assert run("train", "missing.lmdb").returncode == ExitCode.NOTHING
+    assert sorted(Path("runs").iterdir()) == sorted(folders)
 
 
 def test_locks_have_hashes_and_no_index_url() -> None:

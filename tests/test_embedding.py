@@ -22,7 +22,7 @@ from PIL import Image
 from test_reader import a_store, flip_a_byte, jpegs
 
 import histopipe
-from histopipe.errors import DamagedStore, HistopipeError, UsageError
+from histopipe.errors import DamagedStore, HistopipeError, SlideError, UsageError
 from histopipe.features.feature_file import (
     feature_files,
     feature_path,
@@ -31,7 +31,9 @@ from histopipe.features.feature_file import (
     read_header,
     writing,
 )
+from histopipe.inference.slide_run import PatchBatch, SlideRun
 from histopipe.store.store import Store
+from histopipe.system.progress import SilentProgress
 
 NETWORK = ["--model", "mobilenet", "--weights", "none"]
 SIZE = 24
@@ -407,9 +409,57 @@ def test_errors_are_raised_before_anything_is_written(
     gc.collect()
 
 
+def test_results_that_are_not_finite_fail_their_slide_only(tmp_path: Path) -> None:
+    """The network computes the mean of a patch, and NaN for black patches."""
+
+    class Means:
+        dimension, identity = 1, {"encoder": "means"}
+
+        def prepare(self, images: np.ndarray) -> np.ndarray:
+            return images
+
+        def start(self, inputs: np.ndarray) -> np.ndarray:
+            means = inputs.mean(axis=(1, 2, 3), dtype=np.float32)[:, None]
+            return np.where(means > 0, means, np.nan)
+
+        def finish(self, started: Any) -> np.ndarray:
+            return np.asarray(started)
+
+    class Patches:
+        steps = 4
+
+        def __init__(self, slide_id: str, black: int) -> None:
+            self.id, self.black = slide_id, black
+
+        def load(self, step: int) -> PatchBatch:
+            images = np.full((3, 2, 2, 3), 9, np.uint8)
+            images[2] = 0  # padding
+            images[1] *= 3 * step + 1 != self.black
+            corners = np.array([[2 * (3 * step + i), 5] for i in range(3)])
+            return PatchBatch(images, corners, np.array([True, True, False]))
+
+        def close(self) -> None:
+            pass
+
+    slides = SlideRun(Means(), "embedding", 3, SilentProgress())
+
+    def write(slide: Any, results: Any) -> tuple[int, int]:
+        with writing(tmp_path / f"{slide.id}.h5", 8, 1, "float32") as writer:
+            for features, corners in results:
+                writer.append(features, corners)
+            writer.finish({}, {})
+        return 8, 0
+
+    slides.run([Patches("a", -1), Patches("b", 4), Patches("c", -1)], write)
+    assert slides.done == ["a", "c"]
+    assert list(slides.failed) == ["b"]
+    assert "found nan for the patch at x, y [8, 5]" in slides.failed["b"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.h5", "c.h5"]
+
+
 def test_float16_overflow_is_an_error(tmp_path: Path) -> None:
     with (
-        pytest.raises(UsageError, match="--dtype float16: found a feature of 70000"),
+        pytest.raises(SlideError, match="--dtype float16: found a feature of 70000"),
         writing(tmp_path / "x.h5", 2, 3, "float16") as writer,
     ):
         writer.append(np.full((2, 3), 7e4, np.float32), np.zeros((2, 2), np.int64))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import shapely
 from conftest import Run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from matplotlib import colormaps
+from matplotlib import colormaps, rc_context, rcParams
 from PIL import Image
 from test_reader import a_store, jpegs
 
@@ -23,6 +24,7 @@ from histopipe.evaluation.predictions import PatchScores, write_predictions
 from histopipe.geometry import PointL0
 from histopipe.inference.predictions_folder import PredictedSlide, PredictionsFolder
 from histopipe.reports.bag_values import ranks
+from histopipe.reports.charts import lines
 from histopipe.reports.heatmap_files import (
     coloured,
     scale_bar_um,
@@ -145,6 +147,24 @@ def test_png_shows_the_slide_with_its_patches(tmp_path: Path) -> None:
     write_heatmap_png(heat_of([(0, 0)], [1.0], 64, mpp=None), None, tmp_path / "without.png")
     assert (tmp_path / "without.png").stat().st_size > 1000
     assert sorted(p.name for p in tmp_path.iterdir()) == ["heat.png", "without.png"]
+
+
+def test_settings_of_matplotlib_change_no_picture(tmp_path: Path) -> None:
+    def pictures() -> tuple[bytes, str]:
+        write_heatmap_png(heat_of([(0, 0)], [1.0], 64), None, tmp_path / "heat.png")
+        curve = lines("loss", [("train", [1, 2], [0.5, 0.4])], x="epoch", y="loss")
+        return (tmp_path / "heat.png").read_bytes(), re.sub(r"\b[mp][0-9a-f]{10}\b", "id", curve)
+
+    before = pictures()
+    user: Any = {
+        "image.origin": "lower",
+        "text.usetex": True,
+        "savefig.bbox": "tight",
+        "font.size": 30,
+    }
+    with rc_context(user):
+        assert pictures() == before
+        assert all(rcParams[name] == user[name] for name in user)
 
 
 # The command

@@ -22,7 +22,7 @@ from histopipe.errors import ExitCode, MaskUnfit, SlideUnreadable, SpecMismatch,
 from histopipe.geometry import Mpp, PointL0, RegionL0, Size
 from histopipe.masks.grid import Grid
 from histopipe.masks.mask_files import read_mask, write_mask
-from histopipe.masks.network import read_segmenter
+from histopipe.masks.network import read_segmenter, runner
 from histopipe.masks.segmenter import segmented
 from histopipe.slides.openslide_reader import OpenSlideReader
 from histopipe.slides.readers import open_slide
@@ -473,6 +473,16 @@ def test_ingest_with_a_network(slides: Path, tmp_path: Path) -> None:
         histopipe.ingest(
             slides, store, patch_size=64, tissue=tmp_path / "network.onnx", progress=SILENT
         )
+
+
+def test_network_that_computes_nan_finds_no_tissue_silently(tmp_path: Path) -> None:
+    make_network(tmp_path / "network.onnx", 64)
+    call = runner(tmp_path / "network.onnx", 1)
+    assert call(np.zeros((1, 64, 64, 3), np.uint8)).min() > 0.5
+    described = json.loads((tmp_path / "network.json").read_text())
+    (tmp_path / "network.json").write_text(json.dumps({**described, "mean": [float("nan")] * 3}))
+    with pytest.raises(MaskUnfit, match=r"network\.onnx: the network computed NaN"):
+        runner(tmp_path / "network.onnx", 2)(np.zeros((1, 64, 64, 3), np.uint8))
 
 
 def test_network_counts_unreadable_areas_as_tissue(tmp_path: Path) -> None:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import csv
 import json
+import logging
+import os
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import h5py
@@ -20,7 +24,7 @@ from conftest import COMMAND, Run, succeed, two_at_a_time
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_embedding import make_onnx
-from test_reader import a_store
+from test_reader import a_store, jpegs
 
 import histopipe
 from histopipe.dataset.sample_table import SampleTable
@@ -29,8 +33,10 @@ from histopipe.dataset.selection import select
 from histopipe.dataset.splitting import make_splits
 from histopipe.errors import DamagedStore, NothingToDo, UsageError
 from histopipe.features.bag_batches import BagBatches
-from histopipe.features.bags import BagSet
+from histopipe.features.bags import BagSet, read_bag
+from histopipe.runs.task_config import PatchTrainConfig
 from histopipe.slides.slide_hashes import copy_groups
+from histopipe.system.tensorflow import load_quietly
 
 DIMENSION = 12
 POOLINGS = ("gated", "attention", "mean", "max", "clam", "dsmil", "transformer")
@@ -481,6 +487,231 @@ def test_damaged_bags_fail_or_have_weight_zero(tmp_path: Path) -> None:
     _, ends, _, weights, _ = skipping.values(0, 0)
     assert (ends.tolist(), weights.tolist()) == ([9, 10], [1, 0])
     assert len(skipping.skipped) == 1
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_features_that_are_not_finite_are_refused_by_file_and_patch(
+    tmp_path: Path, value: float, dtype: Any
+) -> None:
+    for folder in ("a", "b"):
+        for i in range(4):
+            corners = np.stack([512 * np.arange(600), np.zeros(600, int)], axis=1)
+            write_bag(
+                tmp_path / folder / f"s{i}.h5",
+                a_bag(i, 600, positive=False).astype(dtype),
+                corners,
+                label="np"[i % 2],
+            )
+    with h5py.File(tmp_path / "b" / "s1.h5", "r+") as file:
+        file["features"][301, 2] = value
+    expected = rf"b/s1\.h5: feature 2 of patch 301 is not finite: found {value:g}"
+    with pytest.raises(DamagedStore, match=expected):
+        batches_of(tmp_path / "b").values(0, 0)
+    # Of two joined sets, the file with the value is named; a bag of the drawn patches is read in part.
+    bags = BagSet([tmp_path / "a", tmp_path / "b"])
+    rows = np.arange(250, 350)
+    for own in (None, rows):
+        with pytest.raises(DamagedStore, match=expected):
+            read_bag(bags.bags[1], np.dtype(dtype), own)
+    assert np.isfinite(read_bag(bags.bags[1], np.dtype(dtype), rows[:51])).all()
+    _, _, _, weights, _ = batches_of(tmp_path / "b", on_error="skip").values(0, 0)
+    assert weights.tolist() == [1, 0]
+
+
+def unbalanced_problem(folder: Path, **settings: Any) -> Any:
+    """Return the problem of a store with six normal slides of 4 patches, and six of tumour with 12 each."""
+    from histopipe.runs.splits import new_splits
+    from histopipe.store.store import Store
+    from histopipe.training.problem import PatchProblem
+
+    pictures = jpegs(0, 12, 32)
+    slides = {f"{'nt'[i % 2]}{i}": pictures[: (4, 12)[i % 2]] for i in range(12)}
+    store = Store(a_store(folder / "unbalanced.lmdb", slides, patch_size=32))
+    config = PatchTrainConfig(
+        stores=(str(store.path),), class_weights="balanced", split_by="slide", **settings
+    )
+    return PatchProblem(config, [store], new_splits(config, [store]))
+
+
+@pytest.mark.parametrize(
+    ("options", "former"), [({}, False), ({"max_per_slide": 4}, True), ({"balance": "slide"}, True)]
+)
+def test_class_weights_balance_what_an_epoch_draws(
+    tmp_path: Path, options: dict[str, Any], former: bool
+) -> None:
+    from histopipe.training.objective import Classification
+    from histopipe.training.train_step import StepSettings
+
+    problem = unbalanced_problem(tmp_path, **options)
+    batches, weights = problem.batches("train", 1), problem.class_weights()
+    located = [batches.locate(step) for step in range(12 * batches.steps_per_epoch)]
+    labels = np.concatenate([part.labels[real > 0] for part, real in located])
+    drawn = np.bincount(labels) * weights
+    assert drawn[0] == pytest.approx(drawn[1], rel=1e-5 if options.get("balance") is None else 0.1)
+    assert weights[labels].mean() == pytest.approx(1, rel=0.01)
+    # A run of version 0.2 continues with weights of all patches, and with its mean.
+    counts = np.array([problem.splits.count()["train"][name] for name in problem.splits.classes])
+    step: Any = SimpleNamespace(
+        settings=StepSettings(batch_size=1, objective=Classification(2), class_weight=weights)
+    )
+    problem.restore_former_weights(step)
+    np.testing.assert_allclose(step.settings.class_weight, counts.sum() / (2 * counts), rtol=1e-6)
+    assert not step.settings.row_mean
+    assert np.allclose(weights, step.settings.class_weight) != former
+
+
+def test_weights_of_labels_count_samples_and_not_slides() -> None:
+    from histopipe.training.objectives import make_objective
+
+    targets = np.array([[1, 0], [0, np.nan], [np.nan, 1]])
+    objective: Any = make_objective(
+        "multilabel", "auto", targets, classes=0, draws=np.array([2.0, 6, 1])
+    )
+    assert objective._positive.tolist() == [3, 2]
+
+
+@pytest.mark.parametrize("kind", ["patches", "bags"])
+def test_weighted_gradient_is_the_mean_over_the_real_rows(kind: str) -> None:
+    """Compare steps of one and of three samples, whole and in pieces, with weighted gradients of single samples."""
+    import keras
+    import tensorflow as tf
+
+    from histopipe.training.bag_model import BagModel
+    from histopipe.training.bag_train_step import BagTrainStep
+    from histopipe.training.models import PatchModel, SampleDropout
+    from histopipe.training.objective import Classification
+    from histopipe.training.train_step import StepSettings, TrainStep
+
+    keras.utils.set_random_seed(1)
+    rng, objective = np.random.default_rng(1), Classification(2)
+    label, classes = np.array([0, 1, 1, 0], np.int32), np.array([0.25, 4], np.float32)
+    if kind == "bags":
+        kind_of_step: Any = BagTrainStep
+        model: Any = BagModel("mean", dimension=3, objective=objective, dropout=0.0)
+        samples: dict[str, Any] = {"features": rng.normal(size=(4, 2, 3)).astype(np.float32)}
+    else:
+        kind_of_step = TrainStep
+        image, seed = keras.Input((2, 2, 3), dtype="uint8"), keras.Input((), dtype="int64")
+        flat = keras.layers.Flatten()(keras.layers.Rescaling(1 / 255)(image))
+        head = keras.layers.Dense(2)
+        training = keras.Model([image, seed], head(SampleDropout(0)(flat, seed)))
+        model = PatchModel(training, keras.Model(image, keras.layers.Softmax()(head(flat))))
+        samples = {"image": rng.integers(0, 256, (4, 2, 2, 3)).astype(np.uint8)}
+    weights = [variable.value for variable in model.training.trainable_variables]
+
+    def step_of(class_weight: Any, *, row_mean: bool = True) -> Any:
+        settings = StepSettings(
+            batch_size=4, objective=objective, class_weight=class_weight, row_mean=row_mean
+        )
+        strategy = tf.distribute.OneDeviceStrategy("/CPU:0")
+        return kind_of_step(strategy, model, keras.optimizers.SGD(1.0), settings)
+
+    if kind == "bags":
+        samples = {"features": samples["features"].reshape(-1, 3), "end": np.arange(2, 9, 2)}
+    samples |= {"label": label, "key": np.arange(4)}
+
+    def change(step: Any, real: list[float], size: int = 4) -> np.ndarray:
+        """Return the change of all weights by a step with these real rows, and undo it."""
+        batch = {name: tf.constant(values) for name, values in samples.items()}
+        batch["weight"] = tf.constant(real, tf.float32)
+        before = [np.asarray(it).copy() for it in weights]
+        gradients, _ = step.gradients(batch, tf.constant(0, tf.int64), 4, size)
+        step.apply(gradients, tf.zeros(2))
+        changes = [np.asarray(it) - old for it, old in zip(weights, before, strict=True)]
+        for variable, old in zip(weights, before, strict=True):
+            variable.assign(old)
+        return np.concatenate([values.ravel() for values in changes])
+
+    plain, weighted = step_of(np.ones(2, np.float32)), step_of(classes)
+    single = np.stack([change(plain, real) for real in np.eye(4).tolist()])
+    assert np.abs(single).max(axis=1).min() > 0.01
+    expected = (classes[label][:, None] * single)[:3].sum(axis=0) / 3
+    for size in (4, 1):
+        found = change(weighted, [1, 1, 1, 0], size)  # the last row is padding
+        np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-6)
+    found = change(weighted, [0, 1, 0, 0])
+    np.testing.assert_allclose(found, 4 * single[1], rtol=1e-3, atol=1e-6)
+    # The rule of runs that version 0.2 began: the weight of a single sample cancels.
+    found = change(step_of(classes, row_mean=False), [0, 1, 0, 0])
+    np.testing.assert_allclose(found, single[1], rtol=1e-3, atol=1e-6)
+
+
+def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
+    """The losses are finite, as behind a ReLU layer."""
+    import keras
+
+    from histopipe.training.checkpoint import TrainState
+    from histopipe.training.trainer import Trainer
+
+    values = np.ones((2, 1, 4), np.float32)
+    variables = [
+        keras.Variable([1.0, 2.0]),
+        keras.Variable(3, dtype="int32"),
+        keras.Variable([1.0], name="kernel"),
+    ]
+    trainer: Any = SimpleNamespace(
+        _state=TrainState(epoch=4),
+        _results=SimpleNamespace(seconds=1.0, input_wait=0.0),
+        _loop=SimpleNamespace(gathered=lambda _: values),
+        _step=SimpleNamespace(variables=variables),
+    )
+    Trainer._update_state(trainer)
+    for wrong in (np.nan, np.inf):
+        variables[2].assign([wrong])
+        with pytest.raises(UsageError, match="epoch 5: the weights kernel are not finite"):
+            Trainer._update_state(trainer)
+
+
+def test_keras_of_a_program_must_have_our_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    import keras
+
+    from histopipe.training.devices import make_strategy
+
+    keras.config.set_image_data_format("channels_first")
+    try:
+        with pytest.raises(UsageError, match=r"found 'channels_first'.*set_image_data_format\('ch"):
+            make_strategy("cpu")
+    finally:
+        keras.config.set_image_data_format("channels_last")
+    monkeypatch.setattr(keras.config, "backend", lambda: "jax")
+    with pytest.raises(UsageError, match="backend of Keras in this process: found 'jax'"):
+        make_strategy("cpu")
+
+
+def test_keras_gets_our_settings_when_it_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A module in place of Keras records its settings, and the backend that the environment names."""
+    (tmp_path / "loads_keras.py").write_text(
+        "import os, sys, types\n"
+        "values = {'backend': os.environ['KERAS_BACKEND']}\n"
+        "setters = {f'set_{n}': (lambda v, n=n: values.update({n: v})) for n in ('image_data_format', 'floatx', 'epsilon')}\n"
+        "sys.modules['keras'] = types.SimpleNamespace(config=types.SimpleNamespace(**setters))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("KERAS_BACKEND", "torch")
+    monkeypatch.delitem(sys.modules, "keras", raising=False)
+    monkeypatch.setitem(sys.modules, "loads_keras", None)
+    monkeypatch.delitem(sys.modules, "loads_keras")
+    try:
+        found = load_quietly("loads_keras").values
+    finally:
+        del sys.modules["loads_keras"]
+    assert found == {
+        "backend": "tensorflow",
+        "image_data_format": "channels_last",
+        "floatx": "float32",
+        "epsilon": 1e-7,
+    }
+    assert os.environ["KERAS_BACKEND"] == "torch"
+
+
+def test_only_the_advice_about_our_functions_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("tensorflow")
+    for name in ("<function TrainStep.apply at 0x7f>", "<function user at 0x7f>"):
+        logger.warning("5 out of the last 5 calls to %s triggered tf.function retracing.", name)
+    assert [name in caplog.text for name in ("TrainStep", "user")] == [False, True]
 
 
 def test_feature_files_of_other_tools_are_read(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -251,3 +252,29 @@ def test_contradictory_settings_are_refused() -> None:
     with pytest.raises(UsageError, match="max_per_slide: found 0"):
         SampleTable(table.slides, max_per_slide=0)
     assert isinstance(make_order(table, seed=None), Sequential)
+
+
+@given(
+    st.lists(st.integers(1, 12), min_size=2, max_size=6),
+    st.sampled_from([None, 1, 4]),
+    st.sampled_from(["none", *BALANCES]),
+    SEEDS,
+    st.data(),
+)
+@settings(max_examples=30)
+def test_draws_are_the_mean_of_what_epochs_draw(
+    counts: list[int], cap: int | None, balance: Any, seed: int, data: st.DataObject
+) -> None:
+    labels = [data.draw(st.integers(0, 1)) for _ in counts]
+    slides = table_of(counts, labels, [data.draw(st.sampled_from("ab")) for _ in counts]).slides
+    table = SampleTable(slides, max_per_slide=cap, seed=seed)
+    order = make_order(table, seed=seed, balance=balance)
+    epochs = 60
+    drawn = sum(
+        np.bincount(table.locate(order(e, np.arange(len(order))), e).slides, minlength=len(counts))
+        for e in range(epochs)
+    )
+    assert order.draws(table).sum() == pytest.approx(len(order))
+    # Without a cap, an incomplete last round is the only difference.
+    least = table.counts.max() / epochs if cap is None else 1.0
+    np.testing.assert_allclose(order.draws(table), drawn / epochs, rtol=0.25, atol=least)

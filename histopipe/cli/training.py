@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,13 +77,28 @@ def train(
                 "STORES", found=f"--mil {' '.join(settings['mil'])}", expected="STORES or --mil"
             )
         settings["stores"] = stores
-    return _train(out or _new_folder(settings), settings, resume=resume, as_json=as_json)
+    folder = _new_folder(settings) if out is None else out
+    try:
+        return _train(folder, settings, resume=resume, as_json=as_json)
+    finally:
+        if out is None:
+            with suppress(OSError):  # it is not empty
+                folder.rmdir()
 
 
 def _new_folder(settings: dict[str, Any]) -> Path:
+    """Create a folder for a run. Trainings that start in the same second get different folders."""
+    from histopipe.runs.folder import writable
+
     values = {name: it.default for name, it in declared_settings(*CONFIGS).items()} | settings
     kind = f"mil-{values['pooling']}" if settings.get("mil") is not None else values["model"]
-    return Path("runs") / f"{kind}-{datetime.now():%Y%m%d-%H%M%S}"
+    number, suffix = 1, ""
+    while True:
+        folder = Path("runs") / f"{kind}-{datetime.now():%Y%m%d-%H%M%S}{suffix}"
+        with writable(folder), suppress(FileExistsError):
+            folder.mkdir(parents=True)
+            return folder
+        number, suffix = number + 1, f"-{number + 1}"
 
 
 def _train(folder: Path, settings: dict[str, Any], *, resume: bool, as_json: bool) -> int:

@@ -45,6 +45,10 @@ class Order(ABC):
     def __call__(self, epoch: int, places: Numbers) -> Numbers:
         """Return the (N,) sample numbers at (N,) positions of an epoch, both from 0 to the length - 1."""
 
+    def draws(self, table: SampleTable) -> NDArray[np.float64]:
+        """Return the mean number of samples per epoch of each of the (S,) slides of its table."""
+        return table.counts.astype(np.float64)
+
 
 class Sequential(Order):
     """The order of the table, in every epoch."""
@@ -105,7 +109,7 @@ class Balanced(Order):
     def __init__(self, table: SampleTable, groups: NDArray[np.int64], seed: int) -> None:
         self._sizes = np.bincount(groups, weights=table.counts).astype(np.int64)
         self._firsts = np.cumsum(self._sizes) - self._sizes
-        self._draws = -(-len(table) // len(self._sizes))
+        self._groups, self._draws = groups, -(-len(table) // len(self._sizes))
         super().__init__(self._draws * len(self._sizes), seed)
         self._capped = table.capped
         slides = np.argsort(groups, kind="stable")
@@ -113,6 +117,10 @@ class Balanced(Order):
         self._ends = np.cumsum(counts)
         # Added to a position among slides sorted by group, to get the sample number in the table.
         self._shifts = table.starts[slides] - (self._ends - counts)
+
+    def draws(self, table: SampleTable) -> NDArray[np.float64]:
+        """Return the mean number of samples per epoch of each slide; see `Order`."""
+        return self._draws * table.counts / self._sizes[self._groups]
 
     def __call__(self, epoch: int, places: Numbers) -> Numbers:
         """Return sample numbers; see `Order`."""

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.dataset.memory import aligned_empty
-from histopipe.errors import DamagedStore, MachineShort, UsageError
+from histopipe.errors import DamagedStore, MachineShort, SlideError, UsageError
 from histopipe.system.files import appearing, path_within, read_json, record_or_check
 from histopipe.system.filesystems import is_full_disk
 
@@ -69,7 +69,7 @@ class FeatureWriter:
         with np.errstate(over="ignore"):
             values = np.ascontiguousarray(features, self._features.dtype)
         if np.isinf(values).any() and np.isfinite(features).all():
-            raise UsageError(
+            raise SlideError(
                 "--dtype float16", found=f"a feature of {np.abs(features).max():g}",
                 expected="at most 65504", todo="use float32",
             )  # fmt: skip

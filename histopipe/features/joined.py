@@ -10,10 +10,12 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.errors import UsageError
+from histopipe.errors import DamagedStore, UsageError
 from histopipe.features.feature_file import FeatureHeader, read_coords, read_features
 
 _SIDE = "patch_size_level0"
+_CHECKED_ROWS = 256
+"""Rows that are checked at once: a block that fits into the cache, since a bag may be a gigabyte."""
 _AT_ONCE = 4
 """Cells of a grid, of the patch side, that can hold the corner of a patch around a point."""
 
@@ -89,18 +91,16 @@ class SlideFeatures:
         """Return the (R, D) features of sorted rows, or of all, with the sets side by side.
 
         Raises:
-            DamagedStore: a file is damaged.
+            DamagedStore: a file is damaged, or a feature is NaN or infinite.
         """
         if self.chosen is None:
-            return read_features(self.headers[0], rows)
+            return _finite(self.headers[0], read_features(self.headers[0], rows), rows)
         parts = []
         for header, chosen in zip(self.headers, self.chosen, strict=True):
             # All rows at once are read in sequence, which verifies their checksum.
-            parts.append(
-                read_features(header)[chosen]
-                if rows is None
-                else read_features(header, chosen[rows])
-            )
+            own = chosen if rows is None else chosen[rows]
+            values = read_features(header)[own] if rows is None else read_features(header, own)
+            parts.append(_finite(header, values, own))
         return np.concatenate(parts, axis=1)
 
     def corners(self) -> NDArray[np.int64] | None:
@@ -129,6 +129,23 @@ class SlideFeatures:
         if not len(corners):
             return np.zeros((0, 2), np.float32)
         return np.asarray((corners - corners.min(axis=0)) / self.side, np.float32)
+
+
+def _finite(
+    header: FeatureHeader, values: NDArray[np.floating], rows: NDArray[np.int64] | None
+) -> NDArray[np.floating]:
+    """Return the features of rows, or of all, after a check that they are finite."""
+    for begin in range(0, len(values), _CHECKED_ROWS):
+        wrong = np.argwhere(~np.isfinite(values[begin : begin + _CHECKED_ROWS]))
+        if len(wrong):
+            place, column = wrong[0] + (begin, 0)
+            raise DamagedStore(
+                f"{header.path}: feature {column} of patch {place if rows is None else rows[place]} is not finite",
+                found=f"{values[place, column]:g}",
+                expected="a number",
+                todo="compute the file again, or leave it out (--on-error skip)",
+            )
+    return values
 
 
 def join(headers: Sequence[FeatureHeader]) -> SlideFeatures:

@@ -18,7 +18,7 @@ from histopipe.training.attention import patch_values
 from histopipe.training.bag_model import BagModel, Patches
 from histopipe.training.bag_pooling import PIECE, pool
 from histopipe.training.devices import make_strategy
-from histopipe.training.fine_tuning import digest
+from histopipe.training.fine_tuning import check_weights, digest
 from histopipe.training.memory import is_out_of_memory
 from histopipe.training.objectives import recorded_objective
 from histopipe.training.train_step import values_of
@@ -57,6 +57,7 @@ class BagNetwork:
 
         Raises:
             OutOfMemory: the bag is too large.
+            DamagedStore: the prediction is not finite.
         """
         model, objective = self._model, self._objective
         try:
@@ -74,6 +75,8 @@ class BagNetwork:
                 todo="use a machine with more memory, or a model with --pooling gated",
             ) from error
         output = objective.predictions(np.asarray(objective.activate(logits), np.float32))[0]
+        if not np.isfinite(output).all():
+            raise DamagedStore("the prediction is not finite", todo="check features and covariates")
         return BagPrediction(output, worth.attention, objective.contributions(worth.parts))
 
 
@@ -90,6 +93,7 @@ def load_bag_network(
 
     Raises:
         DamagedStore: the model cannot be read.
+        UsageError: its weights are not finite.
     """
     device = make_strategy(devices).extended.worker_devices[0]
     objective = recorded_objective(config.task, config.used_loss, facts, outputs=outputs)
@@ -109,4 +113,5 @@ def load_bag_network(
             f"{path} cannot be read", found=str(error).split("\n")[0][:200],
             expected="the model of a run on bags",
         ) from error  # fmt: skip
+    check_weights(saved.weights, str(path), "train the model again")
     return BagNetwork(model, objective, device, dimension)

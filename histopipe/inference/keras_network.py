@@ -20,7 +20,7 @@ from histopipe.runs.config import Precision
 from histopipe.system.progress import message
 from histopipe.training.backbones import build_backbone
 from histopipe.training.devices import make_strategy, one_per_replica
-from histopipe.training.fine_tuning import digest
+from histopipe.training.fine_tuning import check_weights, digest
 from histopipe.training.memory import MicroBatch
 from histopipe.training.models import LOGITS, dtype_policy
 
@@ -39,7 +39,7 @@ class KerasNetwork:
     `batch_size` "auto" measures several sizes, and takes the fastest that fits into memory.
 
     Raises:
-        UsageError: a device does not exist, or a batch has fewer patches than devices.
+        UsageError: a device does not exist, a batch has fewer patches than devices, or a weight is not finite.
     """
 
     def __init__(
@@ -55,6 +55,7 @@ class KerasNetwork:
         keras.utils.set_random_seed(_SEED)
         with self._strategy.scope():
             self._model = make()
+        check_weights(self._model.weights, name, "use another model, or train it again")
         self.dimension = int(self._model.output_shape[-1])
         self.patch_size = int(self._model.input_shape[1])
         self.sha256 = digest(self._model.weights)

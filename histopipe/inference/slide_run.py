@@ -173,16 +173,26 @@ class _PatchStream(Closing):
             if found is not None:
                 started.append((found[0], self._network.start(found[1])))
             if len(started) > _STARTED_BATCHES:
-                yield self._finish(*started.popleft())
+                yield self._finish(slide, *started.popleft())
             self._bar.advance()
         while started:
-            yield self._finish(*started.popleft())
+            yield self._finish(slide, *started.popleft())
         failure = self._failures.pop(id(slide), None)
         if failure is not None:
             raise failure
 
-    def _finish(self, batch: PatchBatch, started: Any) -> Results:
-        return self._network.finish(started)[batch.valid], batch.corners[batch.valid]
+    def _finish(self, slide: S, batch: PatchBatch, started: Any) -> Results:
+        """Return the results of a batch. If one is not finite, its slide fails after its last batch."""
+        values, corners = self._network.finish(started)[batch.valid], batch.corners[batch.valid]
+        wrong = np.argwhere(~np.isfinite(values))
+        if len(wrong):
+            self._failures[id(slide)] = SlideError(
+                f"{slide.id}: a result of the network is not finite",
+                found=f"{values[tuple(wrong[0])]:g} for the patch at x, y {corners[wrong[0, 0]].tolist()}",
+                expected="a number",
+                todo="check the weights of the network, or use --precision float32",
+            )
+        return values, corners
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

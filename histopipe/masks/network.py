@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.errors import MachineShort, UsageError
+from histopipe.errors import MachineShort, MaskUnfit, UsageError
 from histopipe.geometry import Mpp
 from histopipe.slides.scale import check_mpp
 from histopipe.system.files import read_json
@@ -143,7 +143,10 @@ def runner(path: Path, _modified: int) -> Callable[[NDArray[np.uint8]], NDArray[
                 expected=f"one map of {network.size}×{network.size} per class, as {network.layout}, "
                 f"and class {network.class_index}",
             )  # fmt: skip
-        return _probabilities(np.asarray(channels, np.float32), network)
+        probabilities = _probabilities(np.asarray(channels, np.float32), network)
+        if np.isnan(probabilities).any():
+            raise MaskUnfit(f"{path}: the network computed NaN", expected="probabilities or logits")
+        return probabilities
 
     return run
 

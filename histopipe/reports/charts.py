@@ -6,7 +6,7 @@ import html
 import io
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -183,12 +183,19 @@ def _style(colours: _Colours) -> Any:
     }  # fmt: skip
 
 
+def default_style(style: Any) -> AbstractContextManager[None]:
+    """Use matplotlib's defaults with `style`, not the settings of a user's `matplotlibrc`."""
+    # rc_context does not restore the backend.
+    defaults: Any = {name: it for name, it in mpl.rcParamsDefault.items() if name != "backend"}
+    return mpl.rc_context({**defaults, **style})
+
+
 @contextmanager
 def _chart(
     title: str, *, square: bool = False, colours: _Colours = _PAGE
 ) -> Iterator[tuple[Figure, Axes]]:
     """Yield a figure and its axes in the style of the page."""
-    with mpl.rc_context(_style(colours)):
+    with default_style(_style(colours)):
         figure = Figure(figsize=(3.4, 3.4) if square else (4.2, 3.0), layout="constrained")
         axes = figure.subplots()
         axes.set_title(title, fontsize=10, loc="left")

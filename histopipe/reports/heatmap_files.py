@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from tifffile import TiffWriter
 
+from histopipe.reports.charts import default_style
 from histopipe.reports.heatmap_values import PatchValues
 from histopipe.system.files import appearing
 
@@ -54,14 +55,15 @@ def write_heatmap_png(
     values: PatchValues, background: NDArray[np.uint8] | None, path: Path
 ) -> None:
     """Write a PNG file with colour bar and scale bar over a (H, W, 3) uint8 image of the bounds, or over grey."""
-    figure = _figure(values, background)
     with (
         appearing(path, hidden=True) as part,
         # matplotlib warns about characters of a slide id that are not in the font.
         warnings.catch_warnings(action="ignore", category=UserWarning),
+        default_style({}),
     ):
+        figure = _figure(values, background)
         figure.savefig(part, dpi=_DPI, format="png", metadata={"Software": None})
-    figure.clear()
+        figure.clear()
 
 
 def _figure(values: PatchValues, background: NDArray[np.uint8] | None) -> Figure:

@@ -102,9 +102,10 @@ class TrainConfig:
         0.0, "Label smoothing of the training loss.", group=OPTIMIZATION, at_least=0, below=1
     )
     class_weights: Literal["none", "balanced"] = setting(
-        "none", "Class weights in the loss; balanced: inverse to class frequency.",
+        "none",
+        "Class weights in the loss; balanced: inverse to class frequency among the samples of an epoch.",
         group=OPTIMIZATION,
-    )  # fmt: skip
+    )
     patience: int = setting(
         5, "Stop after this many epochs without a better validation AUC; 0: never stop.",
         group=OPTIMIZATION, at_least=0, resume=True,

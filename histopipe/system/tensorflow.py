@@ -1,37 +1,75 @@
-"""Load TensorFlow without its messages."""
+"""Load TensorFlow without its messages, and Keras with the settings that histopipe needs."""
 
 from __future__ import annotations
 
 import importlib
+import logging
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from histopipe.errors import MachineShort
+from histopipe.errors import MachineShort, UsageError
 
 _OPTIONAL = ("matplotlib", "pandas", "sklearn")
 """Packages that Keras imports for functions that histopipe does not use. They take a third of Keras' loading time."""
+_KERAS = {"image_data_format": "channels_last", "floatx": "float32", "epsilon": 1e-7}
+"""Settings of Keras, which it also reads from `keras.json`, as the backend."""
+
+
+def _is_shown(record: logging.LogRecord) -> bool:
+    """Return False for TensorFlow's advice to trace our functions less often: each training in a process traces its own."""
+    return not re.search(r"(TrainStep|KerasNetwork)\..*tf\.function retracing", record.getMessage())
+
+
+logging.getLogger("tensorflow").addFilter(_is_shown)
 
 
 def load_quietly(module: str, *, lean: bool = False) -> Any:
     """Import a module that loads TensorFlow.
 
-    With `lean`, Keras loads without its optional packages. They can still be imported later.
+    With `lean`, Keras loads without its optional packages. They can still be imported later. If this call loads Keras,
+    Keras gets our settings, and those of the user's files and environment have no effect; else see `check_keras`.
 
     Raises:
         MachineShort: TensorFlow is not installed or cannot be loaded.
     """
+    loaded = "keras" in sys.modules
     try:
         with _quiet(), _without(_OPTIONAL if lean else ()):
-            return importlib.import_module(module)
-    except ImportError as error:
+            imported = importlib.import_module(module)
+    except (ImportError, ValueError) as error:  # ValueError: a wrong value in keras.json
         raise MachineShort(
             "this needs TensorFlow, which is not installed or cannot be loaded", found=str(error),
             todo="run pip install 'histopipe[train]' (CPU) or 'histopipe[gpu]'",
         ) from error  # fmt: skip
+    if not loaded and "keras" in sys.modules:
+        for name, value in _KERAS.items():
+            getattr(sys.modules["keras"].config, f"set_{name}")(value)
+    return imported
+
+
+def check_keras() -> None:
+    """Check that Keras has our settings. A program that loaded Keras first keeps its own, and must change them itself.
+
+    Raises:
+        UsageError: a setting differs.
+    """
+    config = sys.modules["keras"].config
+    for name, expected in {"backend": "tensorflow", **_KERAS}.items():
+        value = getattr(config, name)()
+        if value != expected:
+            raise UsageError(
+                f"the {name} of Keras in this process",
+                found=repr(value),
+                expected=repr(expected),
+                todo="set KERAS_BACKEND=tensorflow"
+                if name == "backend"
+                else f"call keras.config.set_{name}({expected!r})",
+            )
 
 
 @contextmanager
@@ -48,18 +86,23 @@ def _without(packages: Sequence[str]) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Discard standard error: TensorFlow's libraries write to it while they load, and no setting prevents it."""
+    """Discard standard error: TensorFlow's libraries write to it while they load, and no setting prevents it.
+
+    Keras gets the backend TensorFlow, which cannot be changed later.
+    """
     sys.stderr.flush()
-    # TensorFlow reads this variable once; child processes must not inherit it.
-    level = os.environ.get("TF_CPP_MIN_LOG_LEVEL")
+    # TensorFlow and Keras read these variables once; child processes must not inherit them.
+    before = {name: os.environ.get(name) for name in ("TF_CPP_MIN_LOG_LEVEL", "KERAS_BACKEND")}
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    os.environ["KERAS_BACKEND"] = "tensorflow"
     kept = os.dup(2)
     try:
         with Path(os.devnull).open("wb") as nowhere:
             os.dup2(nowhere.fileno(), 2)
         yield
     finally:
-        if level is None:
-            del os.environ["TF_CPP_MIN_LOG_LEVEL"]
+        for name, value in before.items():
+            del os.environ[name]
+            os.environ.update({} if value is None else {name: value})
         os.dup2(kept, 2)
         os.close(kept)

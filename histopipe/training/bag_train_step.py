@@ -96,13 +96,13 @@ class BagTrainStep(TrainStep):
         with tf.GradientTape() as tape:
             tape.watch([pooled.value, *last])
             logits = model.logits(last, pooled.value, bag.get("covariates"))
-            weight = bag["weight"]
+            divisor = bag["divisor"]
             if slopes is None:
                 losses = objective.losses(bag, logits, self.settings.label_smoothing)
             else:
                 # Its gradient is that of the loss of all bags, whose mean is per event.
                 losses = logits[:, 0] * tf.cast(slopes[number, 1], logits.dtype)
-                weight = weight * bag["target"][:, 1]
+                divisor = divisor * bag["target"][:, 1]
             factor = tf.cast(bag["weight"], losses.dtype) / self.settings.batch_size
             if self._scale is not None:
                 factor *= tf.cast(self._scale.value, losses.dtype)
@@ -117,11 +117,11 @@ class BagTrainStep(TrainStep):
         weights = [*model.patch_weights, *model.last_weights]
         found = dict(zip(map(id, weights), [*of_patches, *of_last], strict=True))
         gradients = [found[id(weight)] for weight in model.training.trainable_variables]
-        total = tf.cast(weight[0], gradients[0].dtype)
+        total = tf.cast(divisor[0], gradients[0].dtype)
         if so_far is not None:
-            sums, _, sum_of_weights = so_far
+            sums, _, divisors = so_far
             gradients = [a + b for a, b in zip(sums, gradients, strict=True)]
-            total += sum_of_weights
+            total += divisors
         # The state of the stock dropout layer, which training does not use.
         state = values_of(self._state)
         if slopes is not None:
@@ -138,9 +138,9 @@ class BagTrainStep(TrainStep):
         return results(objective.activate(logits), objective.losses(bag, logits), bag["weight"])
 
     def _bag(self, part: dict[str, tf.Tensor], number: tf.Tensor) -> Any:
-        """Return a bag's patches, and its label, target, weight and key (1, ...).
+        """Return a bag's patches, and its label, target, weight, divisor and key (1, ...).
 
-        After the last bag, the weight is 0.
+        After the last bag, weight and divisor are 0.
         """
         count = tf.shape(part["key"])[0]
         place = number % count
@@ -148,6 +148,7 @@ class BagTrainStep(TrainStep):
         begin = tf.where(place > 0, part["end"][place - 1], 0)
         names = [name for name in ("label", "key", "target", "covariates") if name in part]
         bag: dict[str, tf.Tensor] = {name: part[name][place : place + 1] for name in names}
-        weight = tf.where(number < count, self._weight(part)[place : place + 1], 0.0)
+        for name, values in (("weight", self._weight(part)), ("divisor", self._divisor(part))):
+            bag[name] = tf.where(number < count, values[place : place + 1], 0.0)
         positions = part["position"][begin:end] if "position" in part else None
-        return Patches(part["features"][begin:end], positions), {**bag, "weight": weight}
+        return Patches(part["features"][begin:end], positions), bag

@@ -51,6 +51,8 @@ class TrainState:
     skipped: list[int] = field(default_factory=list)
     """Keys of damaged patches."""
     history: list[dict[str, Any]] = field(default_factory=list)
+    row_mean: bool = False
+    """Rule of the loss: see `StepSettings`. False in files of versions before 0.3."""
     frozen: str = ""
     """Digest of what training does not change: frozen weights, which are not in the checkpoint, and the preset."""
 
@@ -113,7 +115,7 @@ def load_state(folder: Path, variables: Sequence[Any]) -> tuple[TrainState, str 
         raise DamagedStore(
             f"{folder / STATE_FILE} is damaged", found="; ".join(problems), todo="start a new run"
         )
-    return TrainState(), None
+    return TrainState(row_mean=True), None
 
 
 def _read(path: Path) -> tuple[TrainState, list[NDArray[Any]]]:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from histopipe.errors import UsageError
 from histopipe.runs.settings import parse_devices
 from histopipe.runs.workers import Cluster, in_cluster, slurm_tasks_per_node, tf_config
+from histopipe.system.tensorflow import check_keras
 
 
 def make_strategy(
@@ -28,8 +29,10 @@ def make_strategy(
     waits for another worker fails after `timeout` seconds. `communication` is "auto", "ring" (gRPC) or "nccl".
 
     Raises:
-        UsageError: `devices` is malformed, a GPU does not exist, or TensorFlow already uses other devices.
+        UsageError: `devices` is malformed, a GPU does not exist, TensorFlow already uses other devices, or the program
+            has given Keras other settings.
     """
+    check_keras()
     names = _set_up(devices)
     if cluster is None or cluster.alone:
         if len(names) == 1:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from histopipe.errors import UsageError
 from histopipe.runs.task_config import parse_trainable
@@ -73,6 +74,18 @@ def digest(weights: Iterable[keras.Variable]) -> str:
     for weight in weights:
         found.update(np.ascontiguousarray(weight.value).tobytes())
     return found.hexdigest()
+
+
+def check_weights(variables: Iterable[keras.Variable], where: str, todo: str) -> None:
+    """Raise a UsageError if a variable is NaN or infinite. Losses do not show it: a ReLU layer turns NaN into 0."""
+    for variable in variables:
+        value = tf.convert_to_tensor(variable.value)
+        if value.dtype.is_floating and not tf.reduce_all(tf.math.is_finite(value)):
+            raise UsageError(
+                f"{where}: the weights {variable.path} are not finite",
+                expected="numbers",
+                todo=todo,
+            )
 
 
 def rate_factors(core: keras.Model, model: keras.Model, decay: float) -> list[float]:

@@ -18,13 +18,24 @@ from histopipe.training.survival_objective import CoxObjective, DiscreteSurvival
 
 
 def make_objective(
-    task: str, loss: str, targets: NDArray[np.float64], *, classes: int, balanced: bool
+    task: str,
+    loss: str,
+    targets: NDArray[np.float64],
+    *,
+    classes: int,
+    draws: NDArray[np.float64] | None,
 ) -> Objective:
-    """Return the objective of a task, from the (N, T) training targets. `balanced` weights the labels of multilabel."""
+    """Return the objective of a task, from the (N, T) training targets.
+
+    `draws` is the number of samples per epoch with each of these targets. With it, the 1 of each label of multilabel is
+    weighted by the ratio of zeros to ones among the samples.
+    """
     if task == "multilabel":
-        positives = np.maximum(np.nansum(targets, axis=0), 1)
-        negatives = np.maximum(np.isfinite(targets).sum(axis=0) - positives, 1)
-        return MultilabelObjective(negatives / positives if balanced else np.ones(targets.shape[1]))
+        weights = np.ones(targets.shape[1])
+        if draws is not None:
+            ones, zeros = (np.nansum(draws[:, None] * (targets == it), axis=0) for it in (1, 0))
+            np.divide(zeros, ones, out=weights, where=(ones > 0) & (zeros > 0))
+        return MultilabelObjective(weights)
     if task == "regression":
         return RegressionObjective.of(targets, loss)
     if task == "survival":

@@ -32,6 +32,9 @@ from histopipe.evaluation.target_scores import TargetScores
 from histopipe.runs import folder as run_folder
 from histopipe.runs.result import METRICS, EpochMetrics, TrainResult
 
+DIVERGED = "lower --learning-rate, or clip the gradients (--clip-norm 1)"
+"""What to do if losses or weights are not finite."""
+
 
 @dataclass(frozen=True, slots=True)
 class Predictions:
@@ -60,22 +63,20 @@ class StepResults:
 
 
 def step_losses(values: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Return the (S,) weighted mean loss of each step from (S, B, C + 2) float32; NaN if no row has weight."""
+    """Return the (S,) mean over the rows of weight times loss, from (S, B, C + 2) float32; NaN if no row has weight."""
     losses, weights = values[..., -2].astype(np.float64), values[..., -1].astype(np.float64)
-    total = weights.sum(axis=1)
-    means = np.full(len(values), np.nan)
-    np.divide((losses * weights).sum(axis=1), total, out=means, where=total > 0)
-    return means
+    rows = (weights > 0).sum(axis=1)
+    with np.errstate(invalid="ignore"):
+        return np.asarray((losses * weights).sum(axis=1) / rows)
 
 
 def check_finite(values: NDArray[np.float32], epoch: int) -> None:
     """Raise a UsageError if a loss of an epoch, counted from 1, is not finite. `values` are (S, B, C + 2) float32."""
-    has_weight = (values[..., -1] > 0).any(axis=1)
-    diverged = np.flatnonzero(~np.isfinite(step_losses(values)) & has_weight)
+    diverged = np.flatnonzero(~np.isfinite(step_losses(values)) & values[..., -1].any(axis=1))
     if len(diverged):
         raise UsageError(
             f"the loss of epoch {epoch} is not finite from step {diverged[0] + 1} on",
-            todo="lower --learning-rate, or clip the gradients (--clip-norm 1)",
+            todo=DIVERGED,
         )
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import tensorflow as tf
+from numpy.typing import NDArray
 
 from histopipe.dataset.options import SIDES, Side
 from histopipe.dataset.participants import Participant
@@ -19,6 +21,7 @@ from histopipe.dataset.sampling import BatchSampler, Order, Sequential, make_ord
 from histopipe.dataset.selection import select
 from histopipe.dataset.splits import SlideSplit, Splits
 from histopipe.dataset.stain_normalization import StainNormalizer
+from histopipe.errors import UsageError
 from histopipe.evaluation.levels import Level
 from histopipe.evaluation.predictions import PatchScores
 from histopipe.evaluation.target_metrics import require_lifelines
@@ -29,6 +32,7 @@ from histopipe.runs.result import EpochMetrics
 from histopipe.runs.task_config import PatchTrainConfig
 from histopipe.store.store import Store
 from histopipe.system.progress import message
+from histopipe.system.result import counted
 from histopipe.training.models import build_model
 from histopipe.training.objectives import make_objective
 from histopipe.training.optimizer import make_optimizer
@@ -60,10 +64,6 @@ class Problem:
         max_per_slide: int = 0,
     ) -> None:
         self.splits = splits
-        self.objective = make_objective(
-            config.task, config.used_loss, splits.targets_on("train"),
-            classes=len(splits.classes), balanced=config.class_weights == "balanced",
-        )  # fmt: skip
         if config.task == "survival":
             require_lifelines()  # for the evaluation; not only after the training
         self.participants: Sequence[Participant] = ()
@@ -80,6 +80,13 @@ class Problem:
             self._tables[side] = SampleTable(chosen, max_per_slide=cap or None, seed=config.seed)
         self.sides = tuple(self._tables)
         """Sides that have samples."""
+        self.objective = make_objective(
+            config.task,
+            config.used_loss,
+            splits.targets_on("train"),
+            classes=len(splits.classes),
+            draws=self._draws() if config.class_weights == "balanced" else None,
+        )
 
     def batches(self, side: Side, replicas: int) -> BatchSampler:
         """Return the batches of a side, with a part for each replica. Training batches are shuffled."""
@@ -93,9 +100,7 @@ class Problem:
         """Return the metrics of an epoch."""
         if self.splits.kind is None:
             return class_metrics(predictions)
-        scores = self.scores(predictions)
-        assert isinstance(scores, TargetScores)  # noqa: S101 - for mypy
-        return target_metrics(predictions, scores)
+        return target_metrics(predictions, cast(TargetScores, self.scores(predictions)))
 
     def scores(self, predictions: Predictions) -> PatchScores | TargetScores:
         """Return predictions with their slides, patients and positions."""
@@ -106,6 +111,16 @@ class Problem:
         return target_scores(
             predictions, self._sources, self.splits, level=self.level, output=output, grid=grid
         )
+
+    def check_predictions(self, title: str, predictions: Predictions) -> None:
+        """Raise a UsageError if a prediction is not finite."""
+        wrong = predictions.key[~np.isfinite(predictions.output).all(axis=1)]
+        if len(wrong):
+            raise UsageError(
+                f"{title}: {counted(len(wrong), 'prediction')} not finite",
+                found=f"slides {', '.join(list(self.damaged(wrong.tolist()))[:3])}",
+                todo="check their values, lower --learning-rate, or use --precision float32",
+            )
 
     def damaged(self, keys: Sequence[int]) -> dict[str, Counter[Side]]:
         """Return the number of damaged patches of each slide by side, from the keys of damaged samples."""
@@ -123,11 +138,19 @@ class Problem:
         once = sum(it.id == slide.id for it in self.splits.slides) == 1
         return {slide.id if once else f"{slide.id}@{self.splits.uuids[slide.store][:8]}": 1}
 
+    @property
+    def task_facts(self) -> dict[str, Any]:
+        """The task and what its predictions need; nothing for classification."""
+        splits = self.splits
+        if splits.kind is None:
+            return {}
+        facts = self.objective.facts()
+        return {"task": splits.task, "targets": splits.targets, "objective": facts}
+
     def finish(self, predict_train: Callable[[], Predictions]) -> None:
         """Compute what predictions need from those of the training, with the best model."""
         if isinstance(self.objective, CoxObjective):
-            scores = self.scores(predict_train())
-            assert isinstance(scores, TargetScores)  # noqa: S101 - for mypy
+            scores = cast(TargetScores, self.scores(predict_train()))
             self.objective.fit_baseline(scores.output[:, 0], scores.target)
 
     @property
@@ -152,18 +175,40 @@ class Problem:
         block = shuffle_block or None
         return make_order(table, seed=config.seed, balance=config.balance, shuffle_block=block)
 
+    def _draws(self) -> NDArray[np.float64]:
+        """Return the mean number of samples that an epoch draws of each item of the training table."""
+        return self._order("train").draws(self._tables["train"])
+
+    def class_weights(self, *, drawn: bool = True) -> NDArray[np.float32]:
+        """Return the (C,) weight of each class in the loss: all 1, or balanced.
+
+        Balanced weights are inverse to the frequencies of the classes among the samples that an epoch draws, and their
+        mean over these is 1. With `drawn` off, they are of all samples, as in versions before 0.3.
+        """
+        config, slides = self._settings, self._tables["train"].slides
+        weights = np.ones(len(self.splits.classes), np.float32)
+        if config.class_weights == "balanced" and config.task == "classification":
+            draws = self._draws() if drawn else [slide.count for slide in slides]
+            samples = np.bincount([slide.label for slide in slides], draws, len(weights))
+            np.divide(
+                samples.sum() / np.count_nonzero(samples),
+                samples,
+                out=weights,
+                where=samples > 0,
+                casting="same_kind",
+            )
+        return weights
+
+    def restore_former_weights(self, step: TrainStep) -> None:
+        """Use the class weights of version 0.2, so that a run that it began continues exactly."""
+        step.settings = replace(
+            step.settings, class_weight=self.class_weights(drawn=False), row_mean=False
+        )
+
     def _step_settings(self, **more: Any) -> StepSettings:
-        config, classes = self._settings, self.splits.classes
-        weights = np.ones(len(classes), np.float32)
-        if (
-            config.class_weights != "none" and config.task == "classification"
-        ):  # inverse to class frequency
-            counts = self.splits.count()["train"]
-            samples = np.array([counts[name] for name in classes], np.float64)
-            weights = samples.sum() / (len(samples) * np.maximum(samples, 1))
+        config = self._settings
         return StepSettings(
-            batch_size=config.batch_size, objective=self.objective,
-            class_weight=weights.astype(np.float32),
+            batch_size=config.batch_size, objective=self.objective, class_weight=self.class_weights(),
             label_smoothing=config.label_smoothing, clip_norm=config.clip_norm,
             scale_loss=config.precision == "mixed_float16", **more,
         )  # fmt: skip

@@ -44,6 +44,8 @@ class StepSettings:
     scale_loss: bool = False
     """Scale the loss, so that small gradients do not vanish in float16."""
     xla: bool = False
+    row_mean: bool = True
+    """Divide the weighted losses of a step by its number of rows; if False, by the sum of their weights."""
 
 
 class TrainStep:
@@ -139,8 +141,8 @@ class TrainStep:
     @tf.function(autograph=False)  # type: ignore[untyped-decorator]  # tensorflow has no types
     def apply(self, gradients: Any, requests: tf.Tensor) -> tf.Tensor:
         """Update the weights by the gradients of a step, summed over replicas. Return the (2,) sum of all requests."""
-        sums, state, weight = gradients
-        means, finite, requests = self.strategy.run(self._reduce, args=(sums, weight, requests))
+        sums, state, divisor = gradients
+        means, finite, requests = self.strategy.run(self._reduce, args=(sums, divisor, requests))
         if self._scale is None:
             self._update(means, state)
         else:
@@ -171,7 +173,7 @@ class TrainStep:
         if so_far is None:
             state = values_of(self._state)
         else:
-            sums, state, weights = so_far
+            sums, state, divisors = so_far
         values = values_of(model.trainable_variables)
         others = values_of(model.non_trainable_variables)
         scale = 1.0 if self._scale is None else self._scale.value
@@ -179,10 +181,10 @@ class TrainStep:
         gradients, state, outputs, losses = self._differentiated(
             values, state, others, images, seeds, truth, weight, scale
         )
-        total = tf.reduce_sum(tf.cast(weight, gradients[0].dtype))
+        total = tf.reduce_sum(tf.cast(self._divisor(part), gradients[0].dtype))
         if so_far is not None:
             gradients = [a + b for a, b in zip(sums, gradients, strict=True)]
-            total += weights
+            total += divisors
         return (gradients, state, total), results(outputs, losses, weight)
 
     def _differentiate(  # noqa: PLR0917 - a pure function: all inputs are arguments
@@ -228,14 +230,14 @@ class TrainStep:
         losses = objective.losses(part, objective.logits(outputs))
         return results(outputs, losses, self._weight(part))
 
-    def _reduce(self, sums: list[tf.Tensor], weight: tf.Tensor, requests: tf.Tensor) -> Any:
+    def _reduce(self, sums: list[tf.Tensor], divisor: tf.Tensor, requests: tf.Tensor) -> Any:
         """Return the mean gradient over all replicas, clipped; whether it is finite; and the sum of all requests."""
-        values = [*sums, weight, tf.cast(requests, weight.dtype)]
-        *sums, weight, requests = tf.distribute.get_replica_context().all_reduce(
+        values = [*sums, divisor, tf.cast(requests, divisor.dtype)]
+        *sums, divisor, requests = tf.distribute.get_replica_context().all_reduce(
             # Copied to this replica's device; otherwise they are reduced one by one.
             tf.distribute.ReduceOp.SUM, [tf.identity(value) for value in values],
         )  # fmt: skip
-        share = weight / self.settings.batch_size
+        share = divisor / self.settings.batch_size
         if self._scale is not None:
             share *= self._scale.value
         means = [tf.math.divide_no_nan(s, share) for s in sums]
@@ -270,6 +272,13 @@ class TrainStep:
     def _weight(self, part: dict[str, tf.Tensor]) -> tf.Tensor:
         weights = tf.constant(self.settings.class_weight, tf.float32)
         return part["weight"] * tf.gather(weights, tf.maximum(part["label"], 0))
+
+    def _divisor(self, part: dict[str, tf.Tensor]) -> tf.Tensor:
+        """Return what each row adds to the divisor of the sum of losses: 1, and 0 for padding and damaged samples.
+
+        Divided by the sum of the weights, the weights would cancel in a step whose rows have one class.
+        """
+        return part["weight"] if self.settings.row_mean else self._weight(part)
 
 
 def values_of(variables: Sequence[keras.Variable]) -> list[tf.Tensor]:

@@ -19,7 +19,7 @@ from histopipe.dataset.options import Side
 from histopipe.dataset.participants import with_damaged, write_participants
 from histopipe.errors import DamagedStore, Interrupted, OutOfMemory, UsageError
 from histopipe.evaluation.breakdown import break_down_sides
-from histopipe.evaluation.evaluate import Evaluation, judge, positive_class
+from histopipe.evaluation.evaluate import judge, positive_class
 from histopipe.evaluation.temperature import calibrated
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
@@ -31,6 +31,7 @@ from histopipe.system.progress import message
 from histopipe.training.checkpoint import LOWEST, TrainState, load_state, save_state
 from histopipe.training.devices import check_same, make_strategy
 from histopipe.training.epoch_loop import EpochLoop, Requests, StopSignals
+from histopipe.training.fine_tuning import check_weights
 from histopipe.training.memory import (
     MicroBatch,
     is_out_of_memory,
@@ -39,6 +40,7 @@ from histopipe.training.memory import (
     remembered_micro_batch,
 )
 from histopipe.training.outputs import (
+    DIVERGED,
     Predictions,
     StepResults,
     check_finite,
@@ -87,7 +89,7 @@ class Trainer:
             self._step, seed=config.seed, cluster=cluster, micro_batch=self._micro_batch
         )
         self._signals = StopSignals(config.save_minutes if cluster.chief else math.inf)
-        self._state, self._results = TrainState(frozen=self._frozen()), StepResults()
+        self._state, self._results = TrainState(frozen=self._frozen(), row_mean=True), StepResults()
 
     def _frozen(self) -> str:
         """Return a digest of what training does not change: frozen weights, preprocessing, architecture."""
@@ -129,6 +131,8 @@ class Trainer:
                 todo="restore the files that --model and --weights name",
             )  # fmt: skip
         self._state.frozen = frozen
+        if not self._state.row_mean:
+            self._problem.restore_former_weights(self._step)
         if problem:
             message(f"warning: {problem}; using the previous checkpoint")
         done = f"epoch {self._state.epoch}"
@@ -218,11 +222,12 @@ class Trainer:
             raise self._interrupted()
 
     def _update_state(self) -> None:
-        """Copy this epoch's results of all workers into the state, and check that all losses are finite."""
+        """Copy this epoch's results of all workers into the state, and check that losses and weights are finite."""
         self._state.values = self._loop.gathered(self._results)
         self._state.seconds = self._results.seconds
         self._state.input_wait = self._results.input_wait
         check_finite(self._state.values, self._state.epoch + 1)
+        check_weights(self._step.variables, f"epoch {self._state.epoch + 1}", DIVERGED)
 
     def _save(self) -> None:
         self._state.skipped = sorted({*self._state.skipped, *self._loop.skipped})
@@ -261,26 +266,15 @@ class Trainer:
                 found=next(iter(self._loop.skipped.values()), None),
                 todo="ingest the slides again",
             )
+        self._problem.check_predictions(title, found)
         return found
-
-    def _covariates_only(self) -> dict[Side, Evaluation]:
-        """Return the evaluation of a model of the covariates alone; empty without covariates."""
-        baseline = self._problem.baseline()
-        return judge(baseline, self._config.judging) if baseline else {}
-
-    def _task_facts(self) -> dict[str, Any]:
-        """Return the task and what its predictions need; nothing for classification."""
-        splits = self._problem.splits
-        if splits.kind is None:
-            return {}
-        facts = self._problem.objective.facts()
-        return {"task": splits.task, "targets": splits.targets, "objective": facts}
 
     def _finish(self) -> TrainResult:
         """Evaluate the best model on validation and test, and write the results."""
         began = time.monotonic()
         self._agree()  # the chief has written the best model
         best = keras.models.load_model(self._folder / run_folder.MODEL)
+        check_weights(best.weights, run_folder.MODEL, DIVERGED)  # version 0.2 did not check them
         self._step.model.serving.set_weights(best.get_weights())
         sides: list[Side] = [side for side in self._batches if side != "train"]
         found = {side: self._predict(side, saving=False) for side in sides}
@@ -289,7 +283,7 @@ class Trainer:
         calibration = None
         if self._config.calibrate:
             scores, calibration = calibrated(scores, self._config.judging)
-        judged = judge(scores, self._config.judging)
+        judged, baseline = judge(scores, self._config.judging), self._problem.baseline()
         splits = self._problem.splits
         skipped = sorted({*self._state.skipped, *self._loop.skipped})
         participants = with_damaged(self._problem.participants, self._problem.damaged(skipped))
@@ -297,7 +291,7 @@ class Trainer:
         seconds = sum(row["seconds"] for row in self._state.history) + time.monotonic() - began
         result = TrainResult(
             self._folder, self._state.epoch, self._state.best_epoch,
-            judged, seconds=seconds, host_bytes=host_bytes, gpu_bytes=gpu_bytes, covariates_only=self._covariates_only(),
+            judged, seconds=seconds, host_bytes=host_bytes, gpu_bytes=gpu_bytes, covariates_only=judge(baseline, self._config.judging) if baseline else {},
             calibration=calibration, flow=flow_of(participants),
             breakdown=break_down_sides(scores, judged, participants, self._config.subgroup, self._config.judging),
         )  # fmt: skip
@@ -308,7 +302,7 @@ class Trainer:
                 message(f"{len(skipped)} damaged {self._config.unit} were skipped")
             facts = {
                 "classes": splits.classes,
-                **self._task_facts(),
+                **self._problem.task_facts,
                 "split_by": splits.split_by,
                 self._config.unit: splits.count(),
                 **self._problem.facts,
