@@ -159,7 +159,7 @@ def test_columns_that_vary_within_patients_are_compared_by_slide() -> None:
         ),
         (["0.1", "0.3", "0.7"], 0.1, ["0.1 to 0.2", "0.3 to 0.4", "0.7 to 0.8"]),
         (["20240101", "20240222"], 10, ["20240100 to 20240110", "20240220 to 20240230"]),
-        (["29", "NaN", "n/a", "31", "unknown"], 10, ["20 to 30", "30 to 40", "unknown", "missing"]),
+        (["29", "", "", "31", "unknown"], 10, ["20 to 30", "30 to 40", "unknown", "missing"]),
         (["-5", "-15"], 10, ["-20 to -10", "-10 to 0"]),
         (
             ["1"] * 50 + [str(it) for it in range(2, 12)],

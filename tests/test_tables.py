@@ -8,10 +8,17 @@ from pathlib import Path
 import pytest
 
 from histopipe.errors import UsageError
-from histopipe.ingestion.records import labelled, patient_of, subfolder_labels
+from histopipe.ingestion.records import labelled, subfolder_labels
 from histopipe.ingestion.request import read_request
 from histopipe.slides.slide_files import SlideFile
-from histopipe.slides.tables import SlideLabel, SlideNames, read_labels, read_mpps, read_slide_list
+from histopipe.slides.tables import (
+    SlideLabel,
+    SlideNames,
+    patient_of,
+    read_labels,
+    read_mpps,
+    read_slide_list,
+)
 from histopipe.store.record import SlideRecord
 from histopipe.system.progress import SilentProgress
 

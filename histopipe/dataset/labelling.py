@@ -17,6 +17,7 @@ from histopipe.dataset.splits import DROPPED, SlideSplit, patches_crc
 from histopipe.dataset.targets import Task
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.slides.tables import SlideLabel, SlideNames, read_labels
+from histopipe.system.csv_files import nfc
 
 NO_CLASS = -1
 _UNKNOWN = "unknown"
@@ -95,21 +96,18 @@ def read_slide_labels(
     path: str | Path,
     sources: Sequence[SampleSource],
     *,
-    columns: Sequence[str] = (),
-    with_label: bool = True,
     allow_extra: bool = False,
+    **options: Any,
 ) -> dict[str, SlideLabel]:
     """Return label, patient and site by slide id from a CSV file; `allow_extra` ignores rows of unknown slides.
 
-    `columns` and `with_label` as for `read_labels`.
+    `options` are further ones of `read_labels`.
 
     Raises:
         UsageError: the file cannot be read or does not match the slides.
     """
     names = SlideNames(record.id for source in sources for record in source.records.values())
-    return read_labels(
-        Path(path), names, columns=columns, with_label=with_label, allow_extra=allow_extra
-    )
+    return read_labels(Path(path), names, allow_extra=allow_extra, **options)
 
 
 def candidates(
@@ -128,7 +126,7 @@ def candidates(
     classes: tuple[str, ...] = ()
     if by_annotation:
         records = (record for store in stores for record in store.complete.values())
-        classes = tuple(sorted({name for record in records for name in record.patch_labels}))
+        classes = tuple(sorted({nfc(name) for record in records for name in record.patch_labels}))
     slides = [
         slide
         for ordinal, store in enumerate(stores)
@@ -164,7 +162,8 @@ def _with_strata(slides: Sequence[SlideSplit], task: Task) -> list[SlideSplit]:
 def class_codes(store: SampleSource, slide: int, classes: Sequence[str]) -> NDArray[np.int16]:
     """Return the annotated class of each patch of a slide, (N,) int16 index in `classes`; -1 if it has none of them."""
     number = {name: place for place, name in enumerate(classes)}
-    table = np.array([number.get(name, NO_CLASS) for name in store.classes] + [NO_CLASS], np.int16)
+    numbers = [number.get(name, number.get(nfc(name), NO_CLASS)) for name in store.classes]
+    table = np.array([*numbers, NO_CLASS], np.int16)
     label = store.index(slide)["label"]
     return table[np.where((label >= 0) & (label < len(store.classes)), label, -1)]
 
@@ -181,7 +180,8 @@ def _candidate(
     codes = None
     if labelling.labels_from == "annotation":
         # Slides without annotations are skipped before their index is read.
-        label = max(record.patch_labels, key=record.patch_labels.__getitem__, default=None)
+        largest = max(record.patch_labels, key=record.patch_labels.__getitem__, default=None)
+        label = largest and nfc(largest)
         codes = class_codes(store, number, classes) if label is not None else None
     cells: Mapping[str, str] = getattr(given, "cells", {})
     target = None

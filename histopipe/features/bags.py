@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,9 +22,10 @@ from histopipe.features.feature_file import (
 )
 from histopipe.features.feature_sets import FeatureSets
 from histopipe.features.joined import SlideFeatures
-from histopipe.ingestion.records import patient_of
-from histopipe.slides.tables import SlideLabel, SlideNames, read_labels
+from histopipe.slides.tables import SlideLabel, SlideNames, patient_of, read_labels
+from histopipe.system.csv_files import NA_VALUES
 from histopipe.system.files import read_json
+from histopipe.system.progress import message
 from histopipe.system.result import counted
 
 
@@ -72,8 +73,8 @@ class BagSet:
     The files come from `histopipe embed`, CLAM or TRIDENT. With several folders, the first one decides the patches, and
     the features of the others are joined to them by position; see `histopipe.features.joined`. Labels come from a CSV
     file with the columns slide, label, and optionally patient and site; `allow_extra` ignores its rows that name no
-    slide. By default they are those that `histopipe embed` recorded. `columns` and `with_label` as for `read_labels`;
-    `more_columns` may differ between the slides of a patient. Bags keep their `numbers`, by name, in existing splits; other bags get higher ones. `unlabelled` keeps slides
+    slide. By default they are those that `histopipe embed` recorded. `columns`, `with_label`, `na` and `notify` as for
+    `read_labels`; `more_columns` are its `groups`, and may differ between the slides of a patient. Bags keep their `numbers`, by name, in existing splits; other bags get higher ones. `unlabelled` keeps slides
     without label, and does not compare the labels of a patient's slides.
 
     Raises:
@@ -96,6 +97,8 @@ class BagSet:
         more_columns: Sequence[str] = (),
         with_label: bool = True,
         allow_extra: bool = False,
+        na: Collection[str] = NA_VALUES,
+        notify: Callable[[str], None] = message,
         numbers: Mapping[str, int] | None = None,
         unlabelled: bool = False,
     ) -> None:
@@ -110,8 +113,8 @@ class BagSet:
         if labels is not None:
             names = SlideNames(headers, self._recorded.keys() - headers.keys())
             rows = read_labels(
-                labels, names, columns=(*columns, *more_columns), with_label=with_label,
-                allow_extra=allow_extra,
+                labels, names, columns=columns, groups=more_columns, with_label=with_label,
+                allow_extra=allow_extra, na=na, notify=notify,
             )  # fmt: skip
         self.label_source = "folder or import" if labels is None else "labels file"
         self.slides = labelled = _slide_labels(headers, rows)

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from histopipe.dataset.flow import Flow, flow_from_json, flow_to_json
 from histopipe.dataset.options import SIDES, Side
+from histopipe.dataset.participants import Participant, read_participants
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.evaluation.breakdown import Breakdown, breakdown_lines
 from histopipe.evaluation.evaluate import Evaluation
 from histopipe.evaluation.table import evaluation_lines, main_figure, number, split_lines
 from histopipe.evaluation.temperature import Calibration
+from histopipe.runs import folder as run_folder
+from histopipe.runs.task_config import load_config
 from histopipe.system.files import read_json
 
 METRICS = "metrics.json"
 _BASELINE, _CALIBRATION = "covariates_only", "calibration"
+
+
+_FORMERLY_MISSING = {"na", "n/a", "nan", "null", "none"}
+"""Cells that versions without the setting `na` took for missing values in subgroups, in lower case."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -158,3 +165,24 @@ def epoch_line(row: Mapping[str, Any], epochs: int, *, better: bool) -> str:
         ]
     parts.append(f"{speed}, {row['input_wait']:.0%} waiting for input{'  *best' if better else ''}")
     return "  ".join(parts)
+
+
+def read_slides(folder: Path) -> list[Participant]:
+    """Read `slides.csv` of a run. Missing values of the labels file are empty, also in runs of earlier versions.
+
+    Raises:
+        UsageError, DamagedStore: a file of the run cannot be read.
+    """
+    slides = read_participants(folder / run_folder.SLIDES)
+    if load_config(folder / run_folder.CONFIG).na:
+        return slides
+    return [
+        replace(
+            it, site=_known(it.site), cells={name: _known(cell) for name, cell in it.cells.items()}
+        )
+        for it in slides
+    ]
+
+
+def _known(cell: str) -> str:
+    return "" if cell.strip().lower() in _FORMERLY_MISSING else cell
