@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -18,6 +19,8 @@ from histopipe.dataset.targets import Task
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.slides.tables import SlideLabel, SlideNames, read_labels
 from histopipe.system.csv_files import nfc
+from histopipe.system.progress import message
+from histopipe.system.result import counted
 
 NO_CLASS = -1
 _UNKNOWN = "unknown"
@@ -155,8 +158,23 @@ def _with_strata(slides: Sequence[SlideSplit], task: Task) -> list[SlideSplit]:
             f"no slide has a value in {columns}",
             todo="fill the columns of the labels file, or name others",
         )
+    _warn_of_different_targets(slides, task)
     strata = task.strata(np.array([slide.target for slide in slides]))
     return [replace(slide, label=name) for slide, name in zip(slides, strata, strict=True)]
+
+
+def _warn_of_different_targets(slides: Sequence[SlideSplit], task: Task) -> None:
+    """Warn of patients whose slides have different targets: metrics of patients need one value."""
+    targets: dict[str, set[str]] = defaultdict(set)
+    for slide in slides:
+        targets[slide.patient].add(", ".join(f"{value:g}" for value in slide.target or ()))
+    different = sorted(patient for patient, texts in targets.items() if len(texts) > 1)
+    if different:
+        example = " and ".join(f"({text})" for text in sorted(targets[different[0]]))
+        message(
+            f"warning: {counted(len(different), 'patient')} with slides of different {', '.join(task.columns)}, such as "
+            f"{different[0]}: {example}; each slide keeps its own; correct the labels file if the value is one of the patient"
+        )
 
 
 def class_codes(store: SampleSource, slide: int, classes: Sequence[str]) -> NDArray[np.int16]:

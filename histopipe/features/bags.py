@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,7 +23,7 @@ from histopipe.features.feature_file import (
 from histopipe.features.feature_sets import FeatureSets
 from histopipe.features.joined import SlideFeatures
 from histopipe.slides.tables import SlideLabel, SlideNames, patient_of, read_labels
-from histopipe.system.csv_files import NA_VALUES
+from histopipe.system.csv_files import NA_VALUES, nfc
 from histopipe.system.files import read_json
 from histopipe.system.progress import message
 from histopipe.system.result import counted
@@ -106,7 +106,7 @@ class BagSet:
         self.path = self.folders[0]
         sets = FeatureSets.of(self.folders)
         headers, parts = sets.headers, sets.parts
-        self._recorded = _recorded_slides(self.path)
+        self._recorded = _recorded_slides(self.path, headers)
         self.dimension = sum(sets.dimensions)
         self.uuid = "+".join(map(_identity, self.folders, sets.dimensions))
         rows = None
@@ -129,12 +129,14 @@ class BagSet:
             groups = _by_patient(labelled, columns, unlabelled=unlabelled)
         contents = _contents(groups, headers)
         # Known bags keep their numbers, so that a new slide does not change them.
-        known = numbers or {}
+        known = dict(numbers or {})
+        known = {nfc(name): number for name, number in known.items()} | known
         free = itertools.count(max(known.values(), default=-1) + 1)
         bags = {}
         for name, slides in groups.items():
             sites, first = {labelled[slide].site for slide in slides}, labelled[slides[0]]
-            bags[known[name] if name in known else next(free)] = Bag(
+            number = known.get(name, known.get(nfc(name)))
+            bags[next(free) if number is None else number] = Bag(
                 name, tuple(slides), tuple(parts[slide] for slide in slides),
                 first.label if len({labelled[slide].label for slide in slides}) == 1 else None, first.patient,
                 sites.pop() if len(sites) == 1 else None, contents[name], first.cells,
@@ -157,7 +159,7 @@ class BagSet:
                 known = replace(known, planned=planned, unreadable=planned - rows)
             found.append(
                 replace(
-                    known, patient=it.patient or name, site=it.site or "", label=it.label or "",
+                    known, slide=name, patient=it.patient or name, site=it.site or "", label=it.label or "",
                     label_source=self.label_source if it.label else "", store=known.store or self.path.name,
                     cells=dict(it.cells), reason=reason,
                 )
@@ -183,10 +185,11 @@ def _identity(folder: Path, dimension: int) -> str:
         return f"features-{dimension}"
 
 
-def _recorded_slides(folder: Path) -> dict[str, Participant]:
-    """Return the slides that `histopipe embed` found; empty for folders of other tools."""
+def _recorded_slides(folder: Path, names: Iterable[str]) -> dict[str, Participant]:
+    """Return the slides that `histopipe embed` found, by the name of the file; empty for folders of other tools."""
     found = read_participants(folder / SLIDES) if (folder / ENCODER).exists() else []
-    return {it.slide: it for it in found}
+    by_name = {nfc(name): name for name in names}
+    return {by_name.get(nfc(it.slide), it.slide): it for it in found}
 
 
 def _slide_labels(
@@ -196,9 +199,11 @@ def _slide_labels(
     found = {}
     for name, slide in slides.items():
         label, patient, site = (
-            _text(slide.facts.get(key))
-            if isinstance(slide, FeatureHeader)
-            else slide.value(key) or None
+            _text(
+                slide.facts.get(key)
+                if isinstance(slide, FeatureHeader)
+                else slide.value(key) or None
+            )
             for key in ("label", "patient", "site")
         )
         given = SlideLabel(label) if rows is None else rows.get(name, SlideLabel(None))
@@ -208,10 +213,10 @@ def _slide_labels(
 
 
 def _text(value: Any) -> str | None:
-    """Return an attribute of a file as text; writers use several types."""
+    """Return an attribute of a file as text in NFC; writers use several types."""
     if value is None:
         return None
-    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+    return nfc(value.decode(errors="replace") if isinstance(value, bytes) else str(value))
 
 
 def _contents(

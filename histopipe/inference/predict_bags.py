@@ -41,7 +41,7 @@ from histopipe.inference.predictions_folder import (
 from histopipe.inference.trained_bags import TrainedBags
 from histopipe.runs import folder as run_folder
 from histopipe.slides.tables import table_columns
-from histopipe.system.csv_files import column_key
+from histopipe.system.csv_files import column_key, nfc
 from histopipe.system.progress import Progress
 
 
@@ -219,7 +219,7 @@ class BagsPrediction:
 
     def _warn_of_training_slides(self, bags: Sequence[Bag]) -> list[str]:
         used = set.union(*(trained_on(it.folder / run_folder.SPLITS) for it in self.models))
-        seen = sorted(used & {bag.id for bag in bags})
+        seen = sorted(used & {nfc(bag.id) for bag in bags})
         if seen:
             some = ", ".join(seen[:3]) + (", …" if len(seen) > 3 else "")
             self.progress.message(

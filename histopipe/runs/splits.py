@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -22,8 +23,9 @@ from histopipe.geometry import Micrometres
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig
+from histopipe.slides.table_checks import similar_text
 from histopipe.store.store import StoreSet
-from histopipe.system.csv_files import nfc
+from histopipe.system.csv_files import NA_VALUES, nfc
 from histopipe.system.progress import SilentProgress, message
 
 _SILENT = SilentProgress().message
@@ -52,10 +54,30 @@ def opened_sources(
             notify=message if splits is None else _SILENT,
             numbers=None if splits is None else recorded_numbers(Path(splits)),
         )
-        yield [bags]
+        sources: Sequence[SampleSource] = [bags]
+        if config.labels is None and splits is None:
+            _warn_of_recorded(sources)
+        yield sources
     elif isinstance(config, PatchTrainConfig):
         with closing(StoreSet(store_paths(config.stores))) as opened:
+            if config.labels is None and splits is None:
+                _warn_of_recorded(opened.stores)
             yield opened.stores
+
+
+def _warn_of_recorded(sources: Sequence[SampleSource]) -> None:
+    """Warn of recorded names that are probably missing values, or that may be one name."""
+    for what in ("label", "patient", "site"):
+        records = (record for source in sources for record in source.records.values())
+        counts = Counter(name for record in records if (name := getattr(record, what)))
+        text = similar_text(counts)
+        if text:
+            message(f"warning: recorded {what}: {text}")
+        for name in sorted(counts.keys() & set(NA_VALUES)):
+            message(
+                f"warning: {counts[name]} slides have the recorded {what} {name!r}, which is no missing value; pass "
+                "--labels, or ingest again with --labels"
+            )
 
 
 def new_splits(config: TrainConfig, sources: Sequence[SampleSource]) -> Splits:
