@@ -170,10 +170,9 @@ def _warn_of_different_targets(slides: Sequence[SlideSplit], task: Task) -> None
         targets[slide.patient].add(", ".join(f"{value:g}" for value in slide.target or ()))
     different = sorted(patient for patient, texts in targets.items() if len(texts) > 1)
     if different:
-        example = " and ".join(f"({text})" for text in sorted(targets[different[0]]))
         message(
             f"warning: {counted(len(different), 'patient')} with slides of different {', '.join(task.columns)}, such as "
-            f"{different[0]}: {example}; each slide keeps its own; correct the labels file if the value is one of the patient"
+            f"{different[0]}: {' and '.join(sorted(targets[different[0]]))}; each slide keeps its own; correct the labels file if the value is one of the patient"
         )
 
 
@@ -198,9 +197,8 @@ def _candidate(
     codes = None
     if labelling.labels_from == "annotation":
         # Slides without annotations are skipped before their index is read.
-        largest = max(record.patch_labels, key=record.patch_labels.__getitem__, default=None)
-        label = largest and nfc(largest)
-        codes = class_codes(store, number, classes) if label is not None else None
+        label = nfc(max(record.patch_labels, key=record.patch_labels.__getitem__, default=""))
+        codes = class_codes(store, number, classes) if label else None
     cells: Mapping[str, str] = getattr(given, "cells", {})
     target = None
     if labelling.task is not None:

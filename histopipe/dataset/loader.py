@@ -149,8 +149,9 @@ def load_dataset(
         stores = [stack.enter_context(Store(part)) for part in store_paths(path)]
         check_patch_sizes(stores)
         if isinstance(labels, str | Path):
-            rows = read_slide_labels(labels, stores, na=na)
-            labels = {slide: row.label for slide, row in rows.items()}
+            labels = {
+                slide: row.label for slide, row in read_slide_labels(labels, stores, na=na).items()
+            }
         chosen = select(
             stores, classes=classes, labels=labels, labelled_only=labelled_only, side=side,
             splits=None if splits is None else read_splits(Path(splits), stores),

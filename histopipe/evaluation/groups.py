@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from histopipe.dataset.participants import COLUMNS
 from histopipe.errors import UsageError
-from histopipe.system.csv_files import cell_number, column_key
+from histopipe.system.csv_files import NUMERIC_SHARE, cell_number, column_key
 
 ORIGIN = ("site", "vendor", "route", "jpeg_generations", "reader", "store", "mpp")
 """Columns of `slides.csv` that no diagnosis depends on."""
@@ -26,8 +26,6 @@ _MOST_VALUES, _LARGEST_SHARE = 8, 0.67
 """Numbers with more different values, or fractions with a larger share of different values, are divided into thirds."""
 _SPEC = re.compile(r"(?P<column>[^:,]+?)(:(?P<width>\d+(\.\d+)?))?")
 _THIRDS = (0, 1 / 3, 2 / 3, 1)
-_NUMERIC_SHARE = 0.8
-"""Smallest share of numbers in a column that is divided into ranges. Its other values are separate groups."""
 
 
 class NoValue(Enum):
@@ -35,9 +33,6 @@ class NoValue(Enum):
 
     MISSING = "missing"
     SEVERAL = "several"
-
-
-_NO_VALUES = {it.value for it in NoValue}
 
 
 def check_subgroup(text: str) -> tuple[str, float | None]:
@@ -87,9 +82,10 @@ def group_name(value: str | NoValue) -> str:
         >>> group_name(NoValue.MISSING), group_name("missing")
         ('missing', '"missing"')
     """
-    if isinstance(value, NoValue):
-        return value.value
-    return f'"{value}"' if value.strip('"') in _NO_VALUES else value
+    text = value if isinstance(value, str) else value.value
+    return (
+        f'"{text}"' if value == text and text.strip('"') in {it.value for it in NoValue} else text
+    )
 
 
 def groups_of(
@@ -102,10 +98,11 @@ def groups_of(
     With `categories`, each value is a group.
     """
     values = [it or NoValue.MISSING for it in values]
-    known = sum(isinstance(it, str) for it in values)
     numbers = np.array([cell_number(it) if isinstance(it, str) else math.nan for it in values])
     finite = np.isfinite(numbers) & (not categories)
-    numeric = bool(finite.any()) and int(finite.sum()) >= _NUMERIC_SHARE * known
+    numeric = bool(finite.any()) and int(finite.sum()) >= NUMERIC_SHARE * sum(
+        isinstance(it, str) for it in values
+    )
     places: Sequence[float] = numbers.tolist()
     ranges: dict[float, str] = {}
     if width:

@@ -26,7 +26,6 @@ from histopipe.evaluation.predictions import PatchScores, Scores
 from histopipe.evaluation.target_scores import TargetScores, with_common_grid
 from histopipe.features.bags import Bag
 from histopipe.inference.trained_bags import TrainedBags
-from histopipe.system.csv_files import nfc
 from histopipe.system.files import appearing
 
 T = TypeVar("T")
@@ -158,7 +157,7 @@ class BagPredictions:
             "x_l0": np.zeros(count, np.int64), "y_l0": np.zeros(count, np.int64),
         }  # fmt: skip
         if first.classes:
-            known = {nfc(name): number for number, name in enumerate(first.classes)}
+            known = {name: number for number, name in enumerate(first.classes)}
             label = np.array([known.get(str(bag.label), -1) for bag in bags], np.int32)
             return PatchScores(
                 first.classes, **places, label=label, probability=output, level=level

@@ -29,7 +29,7 @@ from histopipe.runs.config import TrainConfig
 from histopipe.runs.result import METRICS, read_result
 from histopipe.runs.task_config import PatchTrainConfig, load_config
 from histopipe.slides.tables import SlideLabel, SlideNames, read_labels, table_columns
-from histopipe.system.csv_files import NA_VALUES, column_key
+from histopipe.system.csv_files import NA_VALUES, column_key, nfc
 from histopipe.system.files import read_json
 from histopipe.system.tensorflow import load_quietly
 
@@ -119,8 +119,9 @@ class PredictOptions:
         names = {it: column_key(check_subgroup(it)[0]) for it in (*config.subgroup, *self.subgroup)}
         own = {names[it] for it in self.subgroup}
         present = (it for it in config.subgroup if names[it] in columns and names[it] not in own)
-        na = config.na if self.na is None else self.na
-        return replace(self, subgroup=(*self.subgroup, *present), na=na)
+        return replace(
+            self, subgroup=(*self.subgroup, *present), na=config.na if self.na is None else self.na
+        )
 
 
 def load_classifier(folders: Sequence[Path], *, devices: str, batch_size: int) -> Classifier:
@@ -167,7 +168,7 @@ def _without_network(folder: Path) -> dict[str, Any]:
         )  # fmt: skip
     metrics = read_json(folder / METRICS)
     return {
-        "folder": folder, "classes": tuple(metrics["classes"]), "spec": metrics.get("spec"),
+        "folder": folder, "classes": tuple(map(nfc, metrics["classes"])), "spec": metrics.get("spec"),
         "patch_mpp": metrics.get("patch_mpp"), "stain_norm": config.stain_norm,
         "labels_from": config.labels_from, "judging": config.judging,
         "thresholds": thresholds_of(result.metrics["validation"]), "calibrate": config.calibrate,

@@ -18,7 +18,6 @@ from histopipe.evaluation.table import task_of
 from histopipe.inference.predictions_folder import PredictedSlide
 from histopipe.runs import folder as run_folder
 from histopipe.slides.tables import SlideLabel
-from histopipe.system.csv_files import nfc
 from histopipe.system.files import read_json
 from histopipe.system.progress import message
 
@@ -107,7 +106,7 @@ def evaluated_participants(
             elif it.slide in known:
                 slides.append(replace(own, status="test", test=patches, reason=""))
             else:
-                unknown = it.label and classes and it.label not in map(nfc, classes)
+                unknown = it.label and classes and it.label not in classes
                 slides.append(replace(own, reason=NOT_A_CLASS if unknown else "no label"))
     return slides
 

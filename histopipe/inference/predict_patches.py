@@ -33,7 +33,6 @@ from histopipe.inference.slide_run import Results, SlideRun, SlideRunResult
 from histopipe.inference.slide_tiler import FileSource, TiledSlide
 from histopipe.inference.stored_slides import StoredSlide, StoreSource
 from histopipe.runs import folder as run_folder
-from histopipe.system.csv_files import nfc
 from histopipe.system.progress import Progress
 
 
@@ -153,8 +152,7 @@ class PatchPrediction:
         if self.classifier.labels_from == "annotation":  # slide labels do not apply to patches
             annotated = self.source.patch_labels(slide.slide, classes)
             return np.array([annotated.get((x, y), -1) for x, y in corners.tolist()], np.int32)
-        names = [nfc(name) for name in classes]
-        number = names.index(slide.label) if slide.label in names else -1
+        number = classes.index(slide.label) if slide.label in classes else -1
         return np.full(len(corners), number, np.int32)
 
     def _current(self, slide: PredictedSlide) -> tuple[PredictedSlide, PatchScores]:

@@ -173,16 +173,13 @@ def read_slides(folder: Path) -> list[Participant]:
     Raises:
         UsageError, DamagedStore: a file of the run cannot be read.
     """
-    slides = read_participants(folder / run_folder.SLIDES)
-    if load_config(folder / run_folder.CONFIG).na:
-        return slides
+    recorded = load_config(folder / run_folder.CONFIG).na
+    empty = dict.fromkeys(() if recorded else _FORMERLY_MISSING, "")
     return [
         replace(
-            it, site=_known(it.site), cells={name: _known(cell) for name, cell in it.cells.items()}
+            it,
+            site=empty.get(it.site.strip().lower(), it.site),
+            cells={name: empty.get(cell.strip().lower(), cell) for name, cell in it.cells.items()},
         )
-        for it in slides
+        for it in read_participants(folder / run_folder.SLIDES)
     ]
-
-
-def _known(cell: str) -> str:
-    return "" if cell.strip().lower() in _FORMERLY_MISSING else cell

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -23,12 +22,9 @@ from histopipe.geometry import Micrometres
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig
-from histopipe.slides.table_checks import similar_text
 from histopipe.store.store import StoreSet
-from histopipe.system.csv_files import NA_VALUES, nfc
+from histopipe.system.csv_files import NA_VALUES, nfc, similar_values
 from histopipe.system.progress import SilentProgress, message
-
-_SILENT = SilentProgress().message
 
 
 @contextmanager
@@ -51,33 +47,22 @@ def opened_sources(
             allow_extra=config.allow_extra_rows,
             na=config.na,
             # An existing split has its labels: the training that made it has reported on the file.
-            notify=message if splits is None else _SILENT,
+            notify=message if splits is None else SilentProgress().message,
             numbers=None if splits is None else recorded_numbers(Path(splits)),
         )
-        sources: Sequence[SampleSource] = [bags]
-        if config.labels is None and splits is None:
-            _warn_of_recorded(sources)
-        yield sources
+        yield [bags]
     elif isinstance(config, PatchTrainConfig):
         with closing(StoreSet(store_paths(config.stores))) as opened:
-            if config.labels is None and splits is None:
-                _warn_of_recorded(opened.stores)
             yield opened.stores
 
 
-def _warn_of_recorded(sources: Sequence[SampleSource]) -> None:
+def _warn_of_recorded(sources: Sequence[SampleSource], notify: Callable[[str], None]) -> None:
     """Warn of recorded names that are probably missing values, or that may be one name."""
     for what in ("label", "patient", "site"):
-        records = (record for source in sources for record in source.records.values())
-        counts = Counter(name for record in records if (name := getattr(record, what)))
-        text = similar_text(counts)
-        if text:
-            message(f"warning: recorded {what}: {text}")
-        for name in sorted(counts.keys() & set(NA_VALUES)):
-            message(
-                f"warning: {counts[name]} slides have the recorded {what} {name!r}, which is no missing value; pass "
-                "--labels, or ingest again with --labels"
-            )
+        names = {getattr(it, what) or "" for source in sources for it in source.records.values()}
+        missing = [f"{it!r} is no missing value" for it in sorted(names.intersection(NA_VALUES))]
+        for problem in filter(None, (*missing, similar_values(names))):
+            notify(f"warning: recorded {what}: {problem}; --labels replaces it")
 
 
 def new_splits(config: TrainConfig, sources: Sequence[SampleSource]) -> Splits:
@@ -144,7 +129,7 @@ def find_participants(
             _check_patients(config, splits, {it.id: it.patient for it in first.bags.values()})
         return bag_participants(first, splits, given_splits=given)
     try:
-        labelling = split_options(config, sources, notify=_SILENT)["labelling"]
+        labelling = split_options(config, sources, notify=SilentProgress().message)["labelling"]
     except UsageError as error:
         message(f"warning: {run_folder.SLIDES} has no further columns of the labels file: {error}")
         labelling = config.labelling if isinstance(config, PatchTrainConfig) else Labelling()
@@ -187,6 +172,8 @@ def split_options(
                 na=config.na, notify=notify,
             )  # fmt: skip
             labelling = replace(labelling, labels=labels)
+    if config.labels is None:
+        _warn_of_recorded(sources, notify)
     labelling = replace(
         labelling, task=make_task(config.task, config.target_columns),
         covariates=getattr(config, "covariates", ()),

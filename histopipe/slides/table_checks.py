@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from pathlib import Path
 from histopipe.errors import UsageError
 from histopipe.system.csv_files import (
     FLAGS,
+    NUMERIC_SHARE,
     cell_number,
     has_control_character,
     has_decimal_comma,
@@ -19,8 +19,8 @@ from histopipe.system.csv_files import (
 )
 
 LABEL_COLUMNS = ("slide", "label", "patient", "site")
-_MOST_CODES, _NUMERIC_SHARE = 8, 0.8
-"""A column with more different numbers, in this share of its cells, holds numbers and not categories."""
+_MOST_CODES = 8
+"""A column with more different numbers than this may hold no categories."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +38,19 @@ class TableRow:
     others: dict[str, str]
 
 
-def refuse_control_characters(path: Path, row: TableRow, columns: Iterable[str]) -> None:
+def refuse_control_characters(
+    path: Path, rows: Iterable[TableRow], columns: Iterable[str] = ()
+) -> None:
     """Refuse names that no record can hold, such as those with a line break."""
-    for column, cell in (("slide", row.slide), *((it, row.others.get(it, "")) for it in columns)):
-        if has_control_character(cell):
-            raise UsageError(
-                f"{path}, line {row.line}: column {column}", found=repr(cell)[:80],
-                expected="a text without line breaks and control characters",
-                todo="correct the cell, and look for a missing quote in this line",
-            )  # fmt: skip
+    for row in rows:
+        for column in ("slide", *columns):
+            cell = row.slide if column == "slide" else row.others.get(column, "")
+            if has_control_character(cell):
+                raise UsageError(
+                    f"{path}, line {row.line}: column {column}", found=repr(cell)[:80],
+                    expected="a text without line breaks and control characters",
+                    todo="correct the cell, and look for a missing quote in this line",
+                )  # fmt: skip
 
 
 def clear_missing(
@@ -57,19 +61,16 @@ def clear_missing(
     notify: Callable[[str], None],
 ) -> None:
     """Make missing values empty, and report their number by column and spelling."""
-    texts, written = [], False
+    texts, spellings = [], set[str]()
     for column in columns:
-        cells = (it.others[column] for it in rows if column in it.others)
-        counts = Counter(cell for cell in cells if cell in missing)
-        if counts:
-            spellings = ", ".join(f"{counts[it]} {it or 'empty'}" for it in sorted(counts))
-            texts.append(f"{column} {counts.total()} ({spellings})")
-            written |= set(counts) != {""}
-        for row in rows:
-            if row.others.get(column) in counts:
-                row.others[column] = ""
+        counts = Counter(it.others[column] for it in rows if it.others.get(column) in missing)
+        listed = ", ".join(f"{counts[it]} {it or 'empty'}" for it in sorted(counts))
+        texts += [f"{column} {counts.total()} ({listed})"] if counts else []
+        spellings |= counts.keys()
+    for row in rows:
+        row.others.update({name: "" for name, it in row.others.items() if it in missing})
     if texts:
-        more = "; --na changes what counts as missing" if written else ""
+        more = "; --na changes what counts as missing" if spellings - {""} else ""
         notify(f"{path}: missing values: {'; '.join(texts)}{more}")
 
 
@@ -78,9 +79,9 @@ def check_numbers(path: Path, rows: Sequence[TableRow], column: str) -> None:
     known = [row for row in rows if row.others[column]]
     odd = [row for row in known if not is_number(row.others[column])]
     numbers = {cell for row in known if is_number(cell := row.others[column])}
-    commas = bool(odd) and all(has_decimal_comma(row.others[column]) for row in odd)
-    share = (len(known) - len(odd)) / max(len(known), 1)
-    if commas or (odd and len(numbers) > _MOST_CODES and share >= _NUMERIC_SHARE):
+    commas = all(has_decimal_comma(row.others[column]) for row in odd)
+    mostly = len(known) - len(odd) >= NUMERIC_SHARE * len(known) and len(numbers) > _MOST_CODES
+    if odd and (commas or mostly):
         raise UsageError(
             f"{path}, line {odd[0].line}: column {column}", found=repr(odd[0].others[column]),
             expected="a number with a decimal point" if commas else
@@ -96,31 +97,20 @@ def warn_of_similar(
     """Warn of values that may be one, such as "Tumour" and "tumour"."""
     for column in columns:
         values = {cell for it in rows if (cell := it.others.get(column))}
-        if column not in LABEL_COLUMNS and all(
+        # "1" and "1.0" are one number, and "TRUE" and "true" one flag, except as names.
+        as_names = column in LABEL_COLUMNS or not all(
             is_number(it) or it.lower() in FLAGS for it in values
-        ):
-            continue  # "1" and "1.0" are one number
-        text = similar_text(values)
-        if text:
+        )
+        if as_names and (text := similar_values(values)):
             notify(f"warning: {path}: column {column}: {text}")
-
-
-def similar_text(values: Iterable[str]) -> str:
-    """Return a text on values that differ only in case, blanks or form of a number; empty if there are none."""
-    groups = similar_values(values)
-    if not groups:
-        return ""
-    listed = "; ".join(" and ".join(map(repr, group)) for group in groups[:3])
-    more = f"; and {len(groups) - 3} more" if len(groups) > 3 else ""
-    return f"{listed}{more} are different values; correct the spelling if they mean the same"
 
 
 def refuse_regression(path: Path, labels: Iterable[str]) -> None:
     """Refuse labels of which nearly all are numbers, and some have decimals: they are no classes."""
     values = [label for label in labels if label]
-    numbers = [cell_number(it.replace(",", ".") if has_decimal_comma(it) else it) for it in values]
-    finite = [number for number in numbers if math.isfinite(number)]
-    if len(finite) >= _NUMERIC_SHARE * len(values) and any(it % 1 for it in finite):
+    points = (it.replace(",", ".") if has_decimal_comma(it) else it for it in values)
+    numbers = [cell_number(it) for it in points if is_number(it)]
+    if len(numbers) >= NUMERIC_SHARE * len(values) and any(it % 1 for it in numbers):
         raise UsageError(
             f"{path}: the labels are continuous values",
             found=", ".join(values[:4]),

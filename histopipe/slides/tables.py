@@ -14,7 +14,6 @@ from histopipe.geometry import Mpp
 from histopipe.slides.scale import PLAUSIBLE_MPP
 from histopipe.slides.slide_files import FASTSLIDE_SUFFIXES, SUFFIXES
 from histopipe.slides.table_checks import (
-    LABEL_COLUMNS,
     TableRow,
     check_numbers,
     clear_missing,
@@ -139,22 +138,22 @@ def read_labels(
         raise UsageError(f"{path} has no rows", found="only a header", expected="one row per slide")
     matched = _matched(path, rows, names, allow_extra=allow_extra)
     used = list(dict.fromkeys([*labelled, "patient", "site", *cell_columns]))
-    if not matched:
-        notify(f"warning: {path}: no row matches a slide")
-    for row in matched.values():
-        refuse_control_characters(path, row, used)
+    refuse_control_characters(path, matched.values(), used)
     clear_missing(path, matched.values(), used, missing_cells(na), notify)
     for column in columns:
         check_numbers(path, list(matched.values()), column_key(column))
     if with_label:
         refuse_regression(path, [row.others["label"] for row in matched.values()])
     warn_of_similar(path, matched.values(), used, notify)
-    labels = {}
-    for name, row in matched.items():
-        label, patient, site = (row.others.get(column) or None for column in LABEL_COLUMNS[1:])
-        cells = {column: row.others.get(column_key(column), "") for column in (*columns, *groups)}
-        labels[name] = SlideLabel(label if with_label else None, patient, site, cells)
-    return labels
+    return {
+        name: SlideLabel(
+            label=(row.others["label"] or None) if with_label else None,
+            patient=row.others.get("patient") or None,
+            site=row.others.get("site") or None,
+            cells={name: row.others[column_key(name)] for name in (*columns, *groups)},
+        )
+        for name, row in matched.items()
+    }
 
 
 def table_columns(path: Path) -> tuple[str, ...]:
@@ -204,12 +203,9 @@ def _rows(
     """Return the rows of a file with `required` and `optional` columns, and with other ones if `others`."""
     header, lines = read_csv(path)
     _check_header(path, header, required=required, optional=optional, others=others)
-    rows = []
-    for number, cells in lines:
-        named = dict(zip(header, cells, strict=True))
-        row = TableRow(number, named.pop("slide"), named)
-        refuse_control_characters(path, row, ())
-        rows.append(row)
+    named = [(line, dict(zip(header, cells, strict=True))) for line, cells in lines]
+    rows = [TableRow(line, cells.pop("slide"), cells) for line, cells in named]
+    refuse_control_characters(path, rows)
     return rows
 
 
@@ -276,13 +272,12 @@ def _matched(
 
 def _mpp(path: Path, row: TableRow) -> Mpp:
     low, high = PLAUSIBLE_MPP
-    cell = row.others["mpp"]
-    value = cell_number(cell)
+    value = cell_number(row.others["mpp"])
     if low <= value <= high:
         return Mpp(value)
     raise UsageError(
         f"{path}, line {row.line}: mpp of {row.slide}",
-        found=repr(cell),
+        found=repr(row.others["mpp"]),
         expected=f"a number from {low:g} to {high:g}",
     )
 

@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable
 from decimal import Decimal
 from pathlib import Path
-from typing import NamedTuple
 
 from histopipe.errors import UsageError
 
@@ -33,115 +32,83 @@ NA_VALUES = (
 FLAGS = {"false": 0.0, "true": 1.0}
 """Cells that stand for 0 and 1, in lower case."""
 _SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "vertical bars"}
-_UTF16 = (b"\xff\xfe", b"\xfe\xff")
 _LINE_BREAK = re.compile(rb"\r\n|\r|\n")
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
-_DECIMAL_COMMA = re.compile(r"[+-]?\d*,\d+", re.ASCII)
+NUMERIC_SHARE = 0.8
+"""Smallest share of numbers in a column of numbers."""
 _SAVE = "save it as 'CSV UTF-8', with commas between the cells"
 
 
-class CsvRow(NamedTuple):
-    """A row of a CSV file, with the line in which it begins."""
-
-    line: int
-    cells: list[str]
-
-
-def read_csv(path: Path) -> tuple[list[str], list[CsvRow]]:
-    """Return the column names of a CSV file, and its other rows that are not blank.
+def read_csv(path: Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
+    """Return the column names of a CSV file, and line and cells of its other rows that are not blank.
 
     Rows and cells are those of Python's `csv` module with strict quotes: only line feeds and carriage returns end a
-    line, and quoted ones are data. Cells are in NFC, without surrounding blanks; column names are in lower case.
+    line, and quoted ones are data. Cells are in NFC, without surrounding blanks; column names are in lower case. A row
+    has the line in which it begins.
 
     Raises:
         UsageError: the file cannot be read, is not UTF-8, has another separator, wrong quotes or a NUL character, or a
             row has more or fewer cells than the header. The message contains file and line.
     """
-    text = _decoded(path)
-    header: list[str] | None = None
-    rows: list[CsvRow] = []
-    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    reader = csv.reader(io.StringIO(_decoded(path), newline=""), strict=True)
+    rows: list[tuple[int, list[str]]] = []
     line = 1
     try:
         for cells in reader:
-            cells = [nfc(cell.strip()) for cell in cells]  # noqa: PLW2901
-            if any(cells):
-                if header is None:
-                    header = [column_key(cell) for cell in cells]
-                else:
-                    _check_length(path, line, cells, header)
-                    rows.append(CsvRow(line, cells))
+            if any(map(str.strip, cells)):
+                rows.append((line, [nfc(cell.strip()) for cell in cells]))
             line = reader.line_num + 1
     except csv.Error as error:
         raise UsageError(
-            f"{path}, line {line}",
-            found=str(error),
-            expected="cells without quotes, or in a pair of quotes",
+            f"{path}, line {line}", found=str(error), expected="cells without quotes, or in a pair of quotes",
             todo="correct the quotes of the row that begins in this line; write a quote in a quoted cell twice",
-        ) from error
-    return header or [], rows
+        ) from error  # fmt: skip
+    first, header = rows[0] if rows else (1, [])
+    others = [name for separator, name in _SEPARATORS.items() if separator in "".join(header)]
+    if others and len(header) == 1:
+        raise UsageError(
+            f"{path}, line {first}",
+            found=f"{others[0]} between the cells",
+            expected="cells separated by commas",
+            todo=_SAVE,
+        )
+    for line, cells in rows:
+        if len(cells) != len(header):
+            raise UsageError(
+                f"{path}, line {line}", found=f"{len(cells)} cells", expected=f"{len(header)} ({','.join(header)})",
+                todo="quote cells that contain a comma, and write a comma for each missing cell",
+            )  # fmt: skip
+    return [column_key(name) for name in header], rows[1:]
 
 
 def _decoded(path: Path) -> str:
     """Return the text of a file, without a byte order mark."""
     try:
         data = path.read_bytes()
-    except FileNotFoundError as error:
-        raise UsageError(f"{path} does not exist", todo="check the path") from error
     except OSError as error:
-        raise UsageError(f"{path} cannot be read", found=error.strerror or str(error)) from error
-    if data.startswith(_UTF16):
         raise UsageError(
-            f"{path}, line 1", found="UTF-16", expected="a CSV file in UTF-8", todo=_SAVE
-        )
+            f"{path} {'does not exist' if isinstance(error, FileNotFoundError) else 'cannot be read'}",
+            found=error.strerror or str(error),
+            todo="check the path",
+        ) from error
+    text, problem, position = "", "a NUL character", data.find(0)
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
+        problem, position = str(error), error.start
+    if position >= 0:
         raise UsageError(
-            f"{path}, line {_line_at(data, error.start)}",
-            found=str(error),
+            f"{path}, line {len(_LINE_BREAK.findall(data[:position])) + 1}",
+            found=problem,
             expected="a CSV file in UTF-8",
-            todo=_SAVE,
-        ) from error
-    if "\0" in text:
-        raise UsageError(
-            f"{path}, line {_line_at(data, data.index(0))}",
-            found="a NUL character",
-            expected="a CSV file in UTF-8",
-            todo=_SAVE,
-        )
-    lines = enumerate(io.StringIO(text, newline=None), 1)
-    line, first = next(((line, it) for line, it in lines if it.strip()), (1, ""))
-    others = [name for separator, name in _SEPARATORS.items() if separator in first]
-    if others and "," not in first:
-        raise UsageError(
-            f"{path}, line {line}",
-            found=f"{others[0]} between the cells",
-            expected="cells separated by commas",
             todo=_SAVE,
         )
     return text
 
 
-def _line_at(data: bytes, position: int) -> int:
-    return len(_LINE_BREAK.findall(data[:position])) + 1
-
-
-def _check_length(path: Path, line: int, cells: list[str], header: list[str]) -> None:
-    if len(cells) != len(header):
-        raise UsageError(
-            f"{path}, line {line}",
-            found=f"{len(cells)} cells",
-            expected=f"{len(header)} ({','.join(header)})",
-            todo="quote cells that contain a comma"
-            if len(cells) > len(header)
-            else "write a comma for each missing cell",
-        )
-
-
 def nfc(text: str) -> str:
     """Return a text in Unicode NFC, in which names are compared: systems write "ü" as one or two characters."""
-    return text if text.isascii() else unicodedata.normalize("NFC", text)
+    return unicodedata.normalize("NFC", text)
 
 
 def column_key(name: str) -> str:
@@ -149,9 +116,8 @@ def column_key(name: str) -> str:
     return nfc(name.strip().lower())
 
 
-def has_control_character(text: str) -> bool:
-    """Return whether a text has a control character, which names may not have."""
-    return not text.isprintable() and any(unicodedata.category(it) == "Cc" for it in text)
+has_control_character = re.compile(r"[\x00-\x1f\x7f-\x9f]").search
+"""Find a control character in a text; names may have none."""
 
 
 def cell_number(cell: str) -> float:
@@ -161,8 +127,8 @@ def cell_number(cell: str) -> float:
         >>> cell_number("1.5e3"), cell_number("1_20")
         (1500.0, nan)
     """
-    value = float(cell) if _NUMBER.fullmatch(cell) else math.nan
-    return value if math.isfinite(value) else math.nan
+    finite = _NUMBER.fullmatch(cell) and math.isfinite(float(cell))
+    return float(cell) if finite else math.nan
 
 
 def is_number(cell: str) -> bool:
@@ -170,9 +136,8 @@ def is_number(cell: str) -> bool:
     return math.isfinite(cell_number(cell))
 
 
-def has_decimal_comma(cell: str) -> bool:
-    """Return whether a cell is a number with a decimal comma, such as "3,5"."""
-    return _DECIMAL_COMMA.fullmatch(cell) is not None
+has_decimal_comma = re.compile(r"[+-]?\d*,\d+", re.ASCII).fullmatch
+"""Match a number with a decimal comma, such as "3,5"."""
 
 
 def missing_cells(na: Collection[str]) -> frozenset[str]:
@@ -186,24 +151,26 @@ def missing_cells(na: Collection[str]) -> frozenset[str]:
     return frozenset(("", *(nfc(cell.strip()) for cell in na)))
 
 
-def similar_values(values: Iterable[str]) -> list[tuple[str, ...]]:
-    """Return groups of different values that differ only in case, blanks or invisible characters, or as numbers.
+def similar_values(values: Iterable[str]) -> str:
+    """Return a text on values that differ only in case, blanks, invisible characters or form of a number, if any.
 
     Example:
-        >>> similar_values(["Tumour", "tumour", "0", "0.0", "normal"])
-        [('0', '0.0'), ('Tumour', 'tumour')]
+        >>> similar_values(["Tumour", "tumour", "normal"])
+        "'Tumour' and 'tumour' are different values; correct the spelling if they mean the same"
     """
     groups: dict[object, list[str]] = defaultdict(list)
     for value in sorted(set(values)):
-        groups[_similarity_key(value)].append(value)
-    return [tuple(group) for group in groups.values() if len(group) > 1]
+        groups[_similarity_key(value)].append(repr(value))
+    alike = [" and ".join(group) for group in groups.values() if len(group) > 1]
+    listed = "; ".join([*alike[:3], *([f"{len(alike) - 3} more"] if alike[3:] else [])])
+    return listed and f"{listed} are different values; correct the spelling if they mean the same"
 
 
 def _similarity_key(value: str) -> object:
-    if is_number(value):
-        # Exact, since long numbers of patients may be equal as floats.
-        return Decimal(value)
-    if not value.isascii():
-        visible = (it for it in value if unicodedata.category(it) != "Cf")
-        value = unicodedata.normalize("NFKC", "".join(visible))
-    return " ".join(value.casefold().split())
+    visible = "".join(it for it in value if unicodedata.category(it) != "Cf")
+    # Decimals are exact: long numbers of patients may be equal as floats.
+    return (
+        Decimal(value)
+        if is_number(value)
+        else " ".join(unicodedata.normalize("NFKC", visible).casefold().split())
+    )
