@@ -172,7 +172,8 @@ def _warn_of_different_targets(slides: Sequence[SlideSplit], task: Task) -> None
     if different:
         message(
             f"warning: {counted(len(different), 'patient')} with slides of different {', '.join(task.columns)}, such as "
-            f"{different[0]}: {' and '.join(sorted(targets[different[0]]))}; each slide keeps its own; correct the labels file if the value is one of the patient"
+            f"{different[0]}: {' and '.join(sorted(targets[different[0]]))}; each slide keeps its own; correct the "
+            "labels file if all slides of a patient should have one value"
         )
 
 

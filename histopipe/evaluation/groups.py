@@ -84,7 +84,9 @@ def group_name(value: str | NoValue) -> str:
     """
     text = value if isinstance(value, str) else value.value
     return (
-        f'"{text}"' if value == text and text.strip('"') in {it.value for it in NoValue} else text
+        f'"{text}"'
+        if value == text and text.strip('"') in {reason.value for reason in NoValue}
+        else text
     )
 
 
@@ -97,11 +99,13 @@ def groups_of(
     if nearly all values are numbers, and there are more than eight different ones, or fractions of which few are equal.
     With `categories`, each value is a group.
     """
-    values = [it or NoValue.MISSING for it in values]
-    numbers = np.array([cell_number(it) if isinstance(it, str) else math.nan for it in values])
+    values = [value or NoValue.MISSING for value in values]
+    numbers = np.array(
+        [cell_number(value) if isinstance(value, str) else math.nan for value in values]
+    )
     finite = np.isfinite(numbers) & (not categories)
     numeric = bool(finite.any()) and int(finite.sum()) >= NUMERIC_SHARE * sum(
-        isinstance(it, str) for it in values
+        isinstance(value, str) for value in values
     )
     places: Sequence[float] = numbers.tolist()
     ranges: dict[float, str] = {}

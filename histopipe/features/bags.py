@@ -74,8 +74,9 @@ class BagSet:
     the features of the others are joined to them by position; see `histopipe.features.joined`. Labels come from a CSV
     file with the columns slide, label, and optionally patient and site; `allow_extra` ignores its rows that name no
     slide. By default they are those that `histopipe embed` recorded. `columns`, `with_label`, `na` and `notify` as for
-    `read_labels`; `more_columns` are its `groups`, and may differ between the slides of a patient. Bags keep their `numbers`, by name, in existing splits; other bags get higher ones. `unlabelled` keeps slides
-    without label, and does not compare the labels of a patient's slides.
+    `read_labels`; `more_columns` are its `groups`, and may differ between the slides of a patient. Bags keep their
+    `numbers`, by name, in existing splits; other bags get higher ones. `unlabelled` keeps slides without label, and does
+    not compare the labels of a patient's slides.
 
     Raises:
         NothingToDo: the folders contain no features of a slide.
@@ -189,7 +190,7 @@ def _recorded_slides(folder: Path, names: Iterable[str]) -> dict[str, Participan
     """Return the slides that `histopipe embed` found, by the name of the file; empty for folders of other tools."""
     found = read_participants(folder / SLIDES) if (folder / ENCODER).exists() else []
     by_name = {nfc(name): name for name in names}
-    return {by_name.get(nfc(it.slide), it.slide): it for it in found}
+    return {by_name.get(nfc(slide.slide), slide.slide): slide for slide in found}
 
 
 def _slide_labels(
@@ -207,7 +208,9 @@ def _slide_labels(
             for key in ("label", "patient", "site")
         )
         given = SlideLabel(label) if rows is None else rows.get(name, SlideLabel(None))
-        patient = given.patient or patient or patient_of(name)
+        # Earlier versions recorded no patient of lower-case TCGA barcodes.
+        unknown = patient == name and "TCGA" not in name
+        patient = given.patient or (None if unknown else patient) or patient_of(name)
         found[name] = SlideLabel(given.label, patient, given.site or site, given.cells)
     return found
 

@@ -39,7 +39,10 @@ class FeatureSets:
         headers = {name: read_header(path) for name, path in feature_files(first).items()}
         by_name = {nfc(name): name for name in headers}
         others = [
-            {it if it in headers else by_name.get(nfc(it), it): other[it] for it in other}
+            {
+                name if name in headers else by_name.get(nfc(name), name): other[name]
+                for name in other
+            }
             for other in _other_headers(folders)
         ]
         dimensions = [_common_dimension(it) for it in (_filled(first, headers), *others)]

@@ -177,9 +177,11 @@ def read_slides(folder: Path) -> list[Participant]:
     empty = dict.fromkeys(() if recorded else _FORMERLY_MISSING, "")
     return [
         replace(
-            it,
-            site=empty.get(it.site.strip().lower(), it.site),
-            cells={name: empty.get(cell.strip().lower(), cell) for name, cell in it.cells.items()},
+            slide,
+            site=empty.get(slide.site.strip().lower(), slide.site),
+            cells={
+                name: empty.get(cell.strip().lower(), cell) for name, cell in slide.cells.items()
+            },
         )
-        for it in read_participants(folder / run_folder.SLIDES)
+        for slide in read_participants(folder / run_folder.SLIDES)
     ]

@@ -59,8 +59,10 @@ def opened_sources(
 def _warn_of_recorded(sources: Sequence[SampleSource], notify: Callable[[str], None]) -> None:
     """Warn of recorded names that are probably missing values, or that may be one name."""
     for what in ("label", "patient", "site"):
-        names = {getattr(it, what) or "" for source in sources for it in source.records.values()}
-        missing = [f"{it!r} is no missing value" for it in sorted(names.intersection(NA_VALUES))]
+        names = {
+            getattr(record, what) or "" for source in sources for record in source.records.values()
+        }
+        missing = [f"{name!r} is no missing value" for name in sorted(names & set(NA_VALUES))]
         for problem in filter(None, (*missing, similar_values(names))):
             notify(f"warning: recorded {what}: {problem}; --labels replaces it")
 

@@ -63,12 +63,12 @@ def clear_missing(
     """Make missing values empty, and report their number by column and spelling."""
     texts, spellings = [], set[str]()
     for column in columns:
-        counts = Counter(it.others[column] for it in rows if it.others.get(column) in missing)
-        listed = ", ".join(f"{counts[it]} {it or 'empty'}" for it in sorted(counts))
+        counts = Counter(row.others[column] for row in rows if row.others.get(column) in missing)
+        listed = ", ".join(f"{counts[cell]} {cell or 'empty'}" for cell in sorted(counts))
         texts += [f"{column} {counts.total()} ({listed})"] if counts else []
         spellings |= counts.keys()
     for row in rows:
-        row.others.update({name: "" for name, it in row.others.items() if it in missing})
+        row.others.update({name: "" for name, cell in row.others.items() if cell in missing})
     if texts:
         more = "; --na changes what counts as missing" if spellings - {""} else ""
         notify(f"{path}: missing values: {'; '.join(texts)}{more}")
@@ -76,16 +76,16 @@ def clear_missing(
 
 def check_numbers(path: Path, rows: Sequence[TableRow], column: str) -> None:
     """Refuse a column of numbers with decimal commas, or with a cell that would turn them into categories."""
-    known = [row for row in rows if row.others[column]]
-    odd = [row for row in known if not is_number(row.others[column])]
-    numbers = {cell for row in known if is_number(cell := row.others[column])}
+    filled = [row for row in rows if row.others[column]]
+    odd = [row for row in filled if not is_number(row.others[column])]
+    numbers = {cell for row in filled if is_number(cell := row.others[column])}
     commas = all(has_decimal_comma(row.others[column]) for row in odd)
-    mostly = len(known) - len(odd) >= NUMERIC_SHARE * len(known) and len(numbers) > _MOST_CODES
+    mostly = len(filled) - len(odd) >= NUMERIC_SHARE * len(filled) and len(numbers) > _MOST_CODES
     if odd and (commas or mostly):
         raise UsageError(
             f"{path}, line {odd[0].line}: column {column}", found=repr(odd[0].others[column]),
             expected="a number with a decimal point" if commas else
-            f"a number, as in {len(known) - len(odd)} of {len(known)} cells",
+            f"a number, as in {len(filled) - len(odd)} of {len(filled)} cells",
             todo="write 3.5 for 3,5" if commas else
             "correct the cell; if it is a missing value, leave it empty or name it with --na",
         )  # fmt: skip
@@ -96,10 +96,10 @@ def warn_of_similar(
 ) -> None:
     """Warn of values that may be one, such as "Tumour" and "tumour"."""
     for column in columns:
-        values = {cell for it in rows if (cell := it.others.get(column))}
+        values = {cell for row in rows if (cell := row.others.get(column))}
         # "1" and "1.0" are one number, and "TRUE" and "true" one flag, except as names.
         as_names = column in LABEL_COLUMNS or not all(
-            is_number(it) or it.lower() in FLAGS for it in values
+            is_number(cell) or cell.lower() in FLAGS for cell in values
         )
         if as_names and (text := similar_values(values)):
             notify(f"warning: {path}: column {column}: {text}")
@@ -108,9 +108,12 @@ def warn_of_similar(
 def refuse_regression(path: Path, labels: Iterable[str]) -> None:
     """Refuse labels of which nearly all are numbers, and some have decimals: they are no classes."""
     values = [label for label in labels if label]
-    points = (it.replace(",", ".") if has_decimal_comma(it) else it for it in values)
-    numbers = [cell_number(it) for it in points if is_number(it)]
-    if len(numbers) >= NUMERIC_SHARE * len(values) and any(it % 1 for it in numbers):
+    numbers = [
+        cell_number(cell.replace(",", ".") if has_decimal_comma(cell) else cell)
+        for cell in values
+        if is_number(cell) or has_decimal_comma(cell)
+    ]
+    if len(numbers) >= NUMERIC_SHARE * len(values) and any(number % 1 for number in numbers):
         raise UsageError(
             f"{path}: the labels are continuous values",
             found=", ".join(values[:4]),

@@ -167,7 +167,7 @@ def similar_values(values: Iterable[str]) -> str:
 
 
 def _similarity_key(value: str) -> object:
-    visible = "".join(it for it in value if unicodedata.category(it) != "Cf")
+    visible = "".join(mark for mark in value if unicodedata.category(mark) != "Cf")
     # Decimals are exact: long numbers of patients may be equal as floats.
     return (
         Decimal(value)
