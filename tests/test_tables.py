@@ -354,6 +354,9 @@ def test_numbers_do_not_become_categories(
     with pytest.raises(UsageError, match=message) if message else contextlib.nullcontext():
         read_labels(table, names, columns=["age"], with_label=False)
     assert read_labels(table, names, groups=["age"], with_label=False)
+    assert read_labels(
+        table, names, columns=["age"], with_label=False, na=()
+    )  # runs without a list
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,8 @@ def read_labels(
     used = list(dict.fromkeys([*labelled, "patient", "site", *cell_columns]))
     refuse_control_characters(path, matched.values(), used)
     clear_missing(path, matched.values(), used, missing_cells(na), notify)
-    for column in columns:
+    # Runs of earlier versions have no list: such a cell was a category of their covariate.
+    for column in columns if na else ():
         check_numbers(path, list(matched.values()), column_key(column))
     if with_label:
         refuse_regression(path, [row.others["label"] for row in matched.values()])
