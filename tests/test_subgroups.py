@@ -27,11 +27,12 @@ from histopipe.dataset.splitting import make_splits
 from histopipe.errors import UsageError
 from histopipe.evaluation.breakdown import Breakdown, break_down
 from histopipe.evaluation.evaluate import JudgeSettings, Part, evaluate
-from histopipe.evaluation.groups import check_subgroup, groups_of, labels_columns
+from histopipe.evaluation.groups import NoValue, check_subgroup, groups_of, labels_columns
 from histopipe.evaluation.predictions import PatchScores
 from histopipe.evaluation.shortcuts import find_shortcut
 from histopipe.evaluation.subgroups import subgroups
 from histopipe.inference.feature_folder import record_slides
+from histopipe.runs.result import read_slides
 from histopipe.runs.splits import find_participants, new_splits, opened_sources
 from histopipe.runs.task_config import make_config
 from histopipe.slides.tables import SlideLabel
@@ -159,7 +160,7 @@ def test_columns_that_vary_within_patients_are_compared_by_slide() -> None:
         ),
         (["0.1", "0.3", "0.7"], 0.1, ["0.1 to 0.2", "0.3 to 0.4", "0.7 to 0.8"]),
         (["20240101", "20240222"], 10, ["20240100 to 20240110", "20240220 to 20240230"]),
-        (["29", "NaN", "n/a", "31", "unknown"], 10, ["20 to 30", "30 to 40", "unknown", "missing"]),
+        (["29", "", "", "31", "unknown"], 10, ["20 to 30", "30 to 40", "unknown", "missing"]),
         (["-5", "-15"], 10, ["-20 to -10", "-10 to 0"]),
         (
             ["1"] * 50 + [str(it) for it in range(2, 12)],
@@ -188,6 +189,47 @@ def test_every_value_is_in_one_group(values: list[str]) -> None:
         for n, value in zip(numbers, values, strict=True)
         if "missing" not in values
     )
+
+
+def test_groups_without_a_value_are_not_those_of_a_real_value() -> None:
+    values: list[str | NoValue] = [
+        "missing",
+        "several",
+        '"missing"',
+        "",
+        NoValue.SEVERAL,
+        "NA",
+        "none",
+    ]
+    names, numbers = groups_of(values)
+    assert [names[n] for n in numbers] == [
+        '"missing"', '"several"', '""missing""', "missing", "several", "NA", "none"
+    ]  # fmt: skip
+
+
+def test_a_column_of_numbers_with_another_value_is_divided() -> None:
+    values = [*map(str, range(31)), "unknown", "1_5", "inf"]
+    assert groups_of(values)[0] == ["0 to 10", "10 to 20", "20 to 30", "1_5", "inf", "unknown"]
+
+
+def test_patients_with_several_real_values_are_compared_by_slide() -> None:
+    """The value "several" of a slide does not move the comparison from patients to slides."""
+    part, slides = cohort()
+    same = [
+        dataclasses.replace(it, cells={"stain": ("several", "H&E")[i % 2]})
+        for i, it in enumerate(slides)
+    ]
+    (found,) = subgroups([part], same, {"stain": None}, JudgeSettings(resamples=0))
+    assert (found.level, [it.name for it in found.groups]) == ("patient", ['"several"', "H&E"])
+
+
+def test_runs_of_earlier_versions_have_missing_values(tmp_path: Path) -> None:
+    _, slides = cohort()
+    cells = [dataclasses.replace(it, site="NaN", cells={"stain": "none"}) for it in slides]
+    write_participants(tmp_path / "slides.csv", cells)
+    for na, expected in (("", ("", "")), ('na = ["-"]\n', ("NaN", "none"))):
+        (tmp_path / "config.toml").write_text(f"{na}epochs = 1\n")
+        assert {(it.site, it.cells["stain"]) for it in read_slides(tmp_path)} == {expected}
 
 
 def test_sites_with_numbers_are_not_divided() -> None:

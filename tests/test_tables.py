@@ -2,17 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
+import csv
+import io
+import math
 import re
+import unicodedata
+from collections.abc import Sequence
 from pathlib import Path
 
+import h5py
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from histopipe.dataset.labelling import Labelling, candidates
+from histopipe.dataset.targets import make_task
 from histopipe.errors import UsageError
-from histopipe.ingestion.records import labelled, patient_of, subfolder_labels
+from histopipe.features.bags import BagSet
+from histopipe.ingestion.records import labelled, subfolder_labels
 from histopipe.ingestion.request import read_request
+from histopipe.runs.splits import split_options
+from histopipe.runs.task_config import make_config
 from histopipe.slides.slide_files import SlideFile
-from histopipe.slides.tables import SlideLabel, SlideNames, read_labels, read_mpps, read_slide_list
+from histopipe.slides.tables import (
+    SlideLabel,
+    SlideNames,
+    patient_of,
+    read_labels,
+    read_mpps,
+    read_slide_list,
+)
 from histopipe.store.record import SlideRecord
+from histopipe.system.csv_files import NA_VALUES, cell_number, read_csv
 from histopipe.system.progress import SilentProgress
 
 NAMES = SlideNames(["a", "x/b", "y/b", "x/c", "d.svs", "d.tif"])
@@ -190,3 +213,214 @@ def test_patient_of_tcga_slide() -> None:
     assert patient_of("TCGA-CR-7395-01A-01-TS1") == "TCGA-CR-7395"
     assert patient_of("TCGA-CR-73950") == "TCGA-CR-73950"
     assert patient_of("x/1") == "x/1"
+
+
+def test_names_are_matched_in_any_unicode_form() -> None:
+    """Systems write "ü" as one character or two; ids keep their form."""
+    decomposed = unicodedata.normalize("NFD", "Münster")
+    assert SlideNames([decomposed]).find("Münster", where="here") == decomposed
+    assert SlideNames(["Münster"]).find(decomposed, where="here") == "Münster"
+
+
+CELLS = st.text(
+    st.sampled_from('ab1,;"\t\n\r\0\x0b\x0c\x85\xa0\u2028\u0308uü| '), max_size=4
+) | st.sampled_from(["NA", "nan", "1_2", "0.0", "'--", "[Not Available]"])
+BODIES = st.one_of(
+    st.lists(st.lists(CELLS, min_size=2, max_size=3), max_size=3).map(
+        lambda rows: "".join(",".join(map(quoted, row)) + "\n" for row in rows)
+    ),
+    st.lists(CELLS, max_size=6).map("".join),
+)
+
+
+def quoted(cell: str) -> str:
+    return '"' + cell.replace('"', '""') + '"' if set(cell) & set(',"\n\r') else cell
+
+
+@settings(max_examples=300)
+@given(
+    body=BODIES,
+    end=st.sampled_from(["\n", "\r\n", "\r"]),
+    separator=st.sampled_from(",,,,;\t|"),
+    encoding=st.sampled_from(["utf-8"] * 6 + ["utf-8-sig", "utf-16", "latin-1"]),
+)
+def test_accepted_tables_are_those_of_the_csv_module(
+    tmp_path_factory: pytest.TempPathFactory, body: str, end: str, separator: str, encoding: str
+) -> None:
+    """A table equals what Python's strict reader gives in NFC, or the message names its file and line."""
+    path = tmp_path_factory.getbasetemp() / "fuzz.csv"
+    text = f"Slide{separator}Ü label{end}" + body.replace("\n", end)
+    path.write_bytes(text.encode(encoding, "replace"))
+    try:
+        expected = strict_rows(text)
+    except csv.Error:
+        expected = []
+    rectangular = bool(expected) and all(len(row) == 2 for row in expected)
+    if not (encoding.startswith("utf-8") and separator == "," and "\0" not in text and rectangular):
+        with pytest.raises(UsageError, match=r"fuzz\.csv, line [1-9]\d*: found "):
+            read_csv(path)
+        return
+    header, rows = read_csv(path)
+    assert [header, *(cells for _, cells in rows)] == [["slide", "ü label"], *expected[1:]]
+    lines = io.StringIO(text, newline="").readlines()
+    for line, cells in rows:
+        assert strict_rows("".join(lines[line - 1 :]))[0] == cells
+
+
+def strict_rows(text: str) -> list[list[str]]:
+    rows = csv.reader(io.StringIO(text, newline=""), strict=True)
+    cells = [[unicodedata.normalize("NFC", cell.strip()) for cell in row] for row in rows]
+    return [row for row in cells if any(row)]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'slide,label\na,x\nc,"y\nd.svs,z\n', "line 3: found unexpected end of data"),
+        (b'slide,label\na,"x"y\n', "line 2: found ',' expected after '\"'"),
+        (b'slide,label\na,"x\ny"\n', r"line 2: column label: found 'x\\ny', expected a text without"),
+        (b'slide,label,site\na,"x\n\ny",s\nc,z\n', "line 5: found 2 cells, expected 3"),
+        (b"slide,label\na,x\x1b[2J\n", "line 2: column label: found"),
+        (b"slide,label\r\na,x\r\nc,\0\r\n", "line 3: found a NUL character"),
+        (b"\n\nslide\tlabel\na\tx\n", "line 3: found tabs between the cells"),
+        (b"slide,label\na,x\nc,m\xe4nnlich\n", "line 3: found 'utf-8' codec .* save it as 'CSV UTF-8'"),
+        ("slide,label\na,x\n".encode("utf-16"), "line 1: found 'utf-8' codec .* save it as 'CSV UTF-8'"),
+        (b"slide,label\n", "has no rows: found only a header"),
+        (b"slide,label\na,1.5\nc,NA\nd.svs,2\n", "the labels are continuous values"),
+        (b'slide,label\na,"1,5"\nc,3\n', "the labels are continuous values"),
+    ],
+)  # fmt: skip
+def test_damaged_table_is_refused_with_its_line(table: Path, content: bytes, message: str) -> None:
+    table.write_bytes(content)
+    with pytest.raises(UsageError, match=message):
+        read_labels(table, NAMES)
+
+
+def test_names_are_read_in_one_unicode_form(table: Path) -> None:
+    decomposed = unicodedata.normalize("NFD", "slide,label,patient,Größe\na,Métastase,Müller,3\n")
+    table.write_text(decomposed + "c,Métastase,Müller,\n", encoding="utf-8")
+    labels = read_labels(table, NAMES, columns=["größe"])
+    assert {(it.label, it.patient) for it in labels.values()} == {("Métastase", "Müller")}
+    assert labels["a"].cells == {"größe": "3"}
+
+
+def test_missing_values_are_counted(table: Path) -> None:
+    notes: list[str] = []
+    cells = ["", *NA_VALUES]
+    names = SlideNames(str(i) for i in range(len(cells)))
+    rows = [f"{i},{cell},{cell},{cell},{cell}\n" for i, cell in enumerate(cells)]
+    table.write_text("slide,label,patient,site,age\n" + "".join(rows))
+    labels = read_labels(table, names, columns=["age"], notify=notes.append)
+    assert set(map(repr, labels.values())) == {repr(SlideLabel(None, cells={"age": ""}))}
+    (note,) = notes
+    assert all(
+        f"{name} 13 (1 empty, 1 #N/A, " in note for name in ("label", "patient", "site", "age")
+    )
+    kept = read_labels(table, names, columns=["age"], na=("-",), notify=notes.append)
+    assert [it.label for it in kept.values()] == [None if it in ("", "-") else it for it in cells]
+    with pytest.raises(UsageError, match="na: found 'NA', expected a list of texts"):
+        read_labels(table, names, na="NA")
+
+
+def test_similar_values_are_named_and_stay_different(table: Path) -> None:
+    notes: list[str] = []
+    table.write_text(
+        "slide,label,patient,site,age,died\na,Tumour,P1,0,1,TRUE\nc,tumour,p1,0.0,1.0,true\n"
+        "x/b,t\u200bumour,P\u00a02,00,2,0\ny/b,normal,P 2,1,3,1\n", encoding="utf-8",
+    )  # fmt: skip
+    labels = read_labels(table, NAMES, columns=["age", "died"], notify=notes.append)
+    assert len({it.label for it in labels.values()}) == 4
+    assert [note.partition("column ")[2].partition(" are ")[0] for note in notes] == [
+        "label: 'Tumour' and 'tumour' and 't\\u200bumour'",
+        "patient: 'P 2' and 'P\\xa02'; 'P1' and 'p1'", "site: '0' and '0.0' and '00'",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("cells", "message"),
+    [
+        ([*range(20), "unknown"], "line 22: column age: found 'unknown', expected a number, as in 20 of 21"),
+        (['"3,5"', '"4,25"', "7", "NA"], "line 2: column age: found '3,5', expected a number with a"),
+        ([*range(20), "NA", "-"], None),
+        (["1", "2", "3", "4a", "4b"], None),
+        (['"3,5"', "unknown"], None),
+    ],
+)  # fmt: skip
+def test_numbers_do_not_become_categories(
+    table: Path, cells: list[object], message: str | None
+) -> None:
+    table.write_text("slide,age\n" + "".join(f"{i},{cell}\n" for i, cell in enumerate(cells)))
+    names = SlideNames(str(i) for i in range(len(cells)))
+    with pytest.raises(UsageError, match=message) if message else contextlib.nullcontext():
+        read_labels(table, names, columns=["age"], with_label=False)
+    assert read_labels(table, names, groups=["age"], with_label=False)
+    assert read_labels(
+        table, names, columns=["age"], with_label=False, na=()
+    )  # runs without a list
+
+
+@pytest.mark.parametrize(
+    "text", ["1_20", "infinity", "nan", "1e999", "\uff11\uff12", "1,5", "0x1", ""]
+)
+def test_forms_that_are_no_numbers(text: str) -> None:
+    assert math.isnan(cell_number(text))
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False))
+def test_numbers_are_read_exactly(value: float) -> None:
+    assert cell_number(repr(value)) == value
+
+
+def test_patients_of_lower_case_barcodes() -> None:
+    assert patient_of("x/tcga-cr-7395-01a-01-ts1") == "TCGA-CR-7395"
+    old = {"id": "tcga-cr-7395-01a", "path": "", "resolved_path": "", "state": "pending"}
+    old |= {"patient": "tcga-cr-7395-01a", "label": unicodedata.normalize("NFD", "é")}
+    record = SlideRecord.from_json(old, where="record")
+    assert (record.patient, record.label) == ("TCGA-CR-7395", "é")
+
+
+def features(folder: Path, names: Sequence[str]) -> Path:
+    folder.mkdir()
+    for name in names:
+        with h5py.File(folder / f"{name}.h5", "w") as file:
+            file["features"] = np.zeros((2, 3), np.float32)
+            file["coords"] = np.zeros((2, 2), np.int64)
+    return folder
+
+
+def test_feature_files_with_decomposed_names_have_labels(tmp_path: Path, table: Path) -> None:
+    decomposed = unicodedata.normalize("NFD", "ä")
+    bags = features(tmp_path / "a", [decomposed, "b"]), features(tmp_path / "b", ["ä", "b"])
+    table.write_text("slide,label,patient\nä,x,é\nb,y,e\n", encoding="utf-8")
+    both = BagSet(bags, labels=table, bag="patient", numbers={unicodedata.normalize("NFD", "é"): 7})
+    assert {n: (bag.label, bag.slides) for n, bag in both.bags.items()} == {
+        7: ("x", (decomposed,)), 8: ("y", ("b",)),
+    }  # fmt: skip
+
+
+def test_different_targets_of_a_patient_are_named(
+    tmp_path: Path, table: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = features(tmp_path / "a", [f"s{i}" for i in range(8)])
+    table.write_text(
+        "slide,patient,months,died\n" + "".join(f"s{i},p{i // 2},{max(i, 1)},1\n" for i in range(8))
+    )
+    bags = BagSet(folder, labels=table, columns=("months", "died"), with_label=False)
+    task = make_task("survival", ("months", "died"))
+    candidates([bags], Labelling(task=task))
+    expected = (
+        "warning: 3 patients with slides of different months, died, such as p1: 2, 1 and 3, 1;"
+    )
+    assert expected in capsys.readouterr().err
+
+
+def test_recorded_names_are_checked(tmp_path: Path) -> None:
+    notes: list[str] = []
+    bags = BagSet(features(tmp_path / "a", ["s0", "s1", "s2"]))
+    for bag, label in zip(bags.bags.values(), ["nan", "Tumour", "tumour"], strict=True):
+        object.__setattr__(bag, "label", label)
+    split_options(make_config({"mil": str(tmp_path)}), [bags], notify=notes.append)
+    assert [note.partition(";")[0] for note in notes] == [
+        "warning: recorded label: 'nan' is no missing value",
+        "warning: recorded label: 'Tumour' and 'tumour' are different values",
+    ]

@@ -373,11 +373,11 @@ def test_wrong_cells_are_named() -> None:
     survival = Survival(("time", "event"))
     for cells, message in (
         ({"time": "-1", "event": "1"}, "time: found '-1', expected a time, 0 or more"),
-        ({"time": "", "event": "1"}, "time: found '', expected a time"),
+        ({"time": "", "event": "1"}, "time: found a missing value, expected a time"),
         ({"time": "soon", "event": "1"}, "time: found 'soon', expected a number"),
         ({"time": "inf", "event": "1"}, "time: found 'inf', expected a number"),
         ({"time": "3", "event": "2"}, "event: found '2', expected 0, 1"),
-        ({"time": "3", "event": ""}, "event: found an empty cell"),
+        ({"time": "3", "event": ""}, "event: found a missing value"),
     ):
         with pytest.raises(UsageError, match=f"slide s1: {message}"):
             survival.target(cells, "slide s1")

@@ -15,6 +15,7 @@ from histopipe.cli.parameters import (
     devices_option,
     extra_rows_option,
     json_option,
+    na_option,
     names,
     share,
     show,
@@ -43,6 +44,7 @@ from histopipe.system.result import exit_code_of
     help="CSV file with the columns slide, label, and optionally patient; for slide models also targets and "
     "covariates. Metrics are reported where labels are known.  [default: the store's]",
 )
+@na_option
 @extra_rows_option
 @click.option(
     "--subgroup",

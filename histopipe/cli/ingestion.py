@@ -14,6 +14,7 @@ from histopipe.cli.parameters import (
     annotation_options,
     extra_rows_option,
     json_option,
+    na_option,
     share,
     show,
     show_json,
@@ -151,6 +152,7 @@ def tissue(slides: tuple[Path, ...], out: Path, *, as_json: bool, **options: Any
     help="CSV file with the columns slide, label, and optionally patient and site.  "
     "[default: labels.csv in the slide folder, else the sub-folders]",
 )
+@na_option
 @click.option("--mpp-csv", type=PATH, help="CSV: slide,mpp, for slides without a scale.")
 @click.option("--default-mpp", type=float, help="Level-0 mpp of slides without a scale.")
 @click.option(

@@ -125,6 +125,11 @@ devices_option = click.option(
 extra_rows_option = click.option(
     "--allow-extra-rows", is_flag=True, help="Ignore CSV rows of unknown slides."
 )
+na_option = click.option(
+    "--na",
+    type=names,
+    help="Cells of --labels that are missing values, apart from the empty cell; replaces the default list.",
+)
 full_option = click.option("--full", is_flag=True, help="Also decode every patch and picture.")
 stage_options = together(
     click.option(

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from histopipe.errors import UsageError
+from histopipe.system.csv_files import cell_number, is_number
 
 _MOST_CATEGORIES = 50
 
@@ -43,7 +44,7 @@ class Covariate:
                 f"--covariates: column {name}", found=f"only {values[0]!r} in training" if values else "no value in training",
                 expected="several values", todo="leave the column out",
             )  # fmt: skip
-        numbers = [_number(cell) for cell in known]
+        numbers = [cell_number(cell) for cell in known]
         if all(map(math.isfinite, numbers)):
             deviation = float(np.std(numbers))
             return cls(name, mean=float(np.mean(numbers)), deviation=deviation or 1.0)
@@ -62,7 +63,7 @@ class Covariate:
 
     def known(self, cell: str) -> bool:
         """Return whether a cell has a value that the training set could have."""
-        return cell in self.categories if self.categories else math.isfinite(_number(cell))
+        return cell in self.categories if self.categories else is_number(cell)
 
     def encode(self, cell: str) -> list[float]:
         """Return the `inputs` of a cell. Unknown categories are missing."""
@@ -70,7 +71,7 @@ class Covariate:
             return [0.0] * (len(self.inputs) - 1) + [1.0]
         if self.categories:
             return [*(float(cell == it) for it in self.categories), 0.0]
-        return [(_number(cell) - self.mean) / self.deviation, 0.0]
+        return [(cell_number(cell) - self.mean) / self.deviation, 0.0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +127,3 @@ class Covariates:
                 for it in value
             )
         )
-
-
-def _number(cell: str) -> float:
-    try:
-        return float(cell)
-    except ValueError:
-        return math.nan

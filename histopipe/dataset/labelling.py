@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -18,6 +19,9 @@ from histopipe.dataset.targets import Task
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.slides.slide_hashes import copy_names
 from histopipe.slides.tables import SlideLabel, SlideNames, read_labels
+from histopipe.system.csv_files import nfc
+from histopipe.system.progress import message
+from histopipe.system.result import counted
 
 NO_CLASS = -1
 _UNKNOWN = "unknown"
@@ -96,21 +100,18 @@ def read_slide_labels(
     path: str | Path,
     sources: Sequence[SampleSource],
     *,
-    columns: Sequence[str] = (),
-    with_label: bool = True,
     allow_extra: bool = False,
+    **options: Any,
 ) -> dict[str, SlideLabel]:
     """Return label, patient and site by slide id from a CSV file; `allow_extra` ignores rows of unknown slides.
 
-    `columns` and `with_label` as for `read_labels`.
+    `options` are further ones of `read_labels`.
 
     Raises:
         UsageError: the file cannot be read or does not match the slides.
     """
     names = SlideNames(record.id for source in sources for record in source.records.values())
-    return read_labels(
-        Path(path), names, columns=columns, with_label=with_label, allow_extra=allow_extra
-    )
+    return read_labels(Path(path), names, allow_extra=allow_extra, **options)
 
 
 def candidates(
@@ -129,7 +130,7 @@ def candidates(
     classes: tuple[str, ...] = ()
     if by_annotation:
         records = (record for store in stores for record in store.complete.values())
-        classes = tuple(sorted({name for record in records for name in record.patch_labels}))
+        classes = tuple(sorted({nfc(name) for record in records for name in record.patch_labels}))
     slides = [
         slide
         for ordinal, store in enumerate(stores)
@@ -160,14 +161,30 @@ def _with_strata(slides: Sequence[SlideSplit], task: Task) -> list[SlideSplit]:
             f"no slide has a value in {columns}",
             todo="fill the columns of the labels file, or name others",
         )
+    _warn_of_different_targets(slides, task)
     strata = task.strata(np.array([slide.target for slide in slides]))
     return [replace(slide, label=name) for slide, name in zip(slides, strata, strict=True)]
+
+
+def _warn_of_different_targets(slides: Sequence[SlideSplit], task: Task) -> None:
+    """Warn of patients whose slides have different targets: metrics of patients need one value."""
+    targets: dict[str, set[str]] = defaultdict(set)
+    for slide in slides:
+        targets[slide.patient].add(", ".join(f"{value:g}" for value in slide.target or ()))
+    different = sorted(patient for patient, texts in targets.items() if len(texts) > 1)
+    if different:
+        message(
+            f"warning: {counted(len(different), 'patient')} with slides of different {', '.join(task.columns)}, such as "
+            f"{different[0]}: {' and '.join(sorted(targets[different[0]]))}; each slide keeps its own; correct the "
+            "labels file if all slides of a patient should have one value"
+        )
 
 
 def class_codes(store: SampleSource, slide: int, classes: Sequence[str]) -> NDArray[np.int16]:
     """Return the annotated class of each patch of a slide, (N,) int16 index in `classes`; -1 if it has none of them."""
     number = {name: place for place, name in enumerate(classes)}
-    table = np.array([number.get(name, NO_CLASS) for name in store.classes] + [NO_CLASS], np.int16)
+    numbers = [number.get(name, number.get(nfc(name), NO_CLASS)) for name in store.classes]
+    table = np.array([*numbers, NO_CLASS], np.int16)
     label = store.index(slide)["label"]
     return table[np.where((label >= 0) & (label < len(store.classes)), label, -1)]
 
@@ -184,8 +201,8 @@ def _candidate(
     codes = None
     if labelling.labels_from == "annotation":
         # Slides without annotations are skipped before their index is read.
-        label = max(record.patch_labels, key=record.patch_labels.__getitem__, default=None)
-        codes = class_codes(store, number, classes) if label is not None else None
+        label = nfc(max(record.patch_labels, key=record.patch_labels.__getitem__, default=""))
+        codes = class_codes(store, number, classes) if label else None
     cells: Mapping[str, str] = getattr(given, "cells", {})
     target = None
     if labelling.task is not None:

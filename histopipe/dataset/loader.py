@@ -29,6 +29,7 @@ from histopipe.dataset.splits import read_splits
 from histopipe.dataset.tf_data import BatchFeed
 from histopipe.errors import UsageError
 from histopipe.store.store import Store, check_patch_sizes
+from histopipe.system.csv_files import NA_VALUES
 from histopipe.system.result import counted
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ def load_dataset(
     shard: tuple[int, int] = (0, 1),
     classes: Classes | None = None,
     labels: str | Path | LabelById | None = None,
+    na: Sequence[str] = NA_VALUES,
     labelled_only: bool = False,
     labels_from: LabelsFrom = "slide",
     min_tissue: float = 0.0,
@@ -89,6 +91,7 @@ def load_dataset(
             same number of steps.
         classes: names of the classes in the order of their numbers, or numbers by name; default: the sorted labels.
         labels: a labels CSV, or labels by slide id; replaces the recorded labels.
+        na: cells of a labels CSV that are missing values, apart from the empty cell.
         labelled_only: leave out slides, or patches, without a label in `classes`. Otherwise they have label -1.
         labels_from: "annotation" takes the class of each patch from `histopipe annotate`. `splits` record their source.
         min_tissue: minimum tissue share of a patch, 0 to 1.
@@ -146,7 +149,9 @@ def load_dataset(
         stores = [stack.enter_context(Store(part)) for part in store_paths(path)]
         check_patch_sizes(stores)
         if isinstance(labels, str | Path):
-            labels = {slide: row.label for slide, row in read_slide_labels(labels, stores).items()}
+            labels = {
+                slide: row.label for slide, row in read_slide_labels(labels, stores, na=na).items()
+            }
         chosen = select(
             stores, classes=classes, labels=labels, labelled_only=labelled_only, side=side,
             splits=None if splits is None else read_splits(Path(splits), stores),

@@ -23,6 +23,7 @@ from histopipe.dataset.sample_table import (
 from histopipe.dataset.splits import Splits
 from histopipe.errors import UsageError
 from histopipe.store.catalog import parts_of
+from histopipe.system.csv_files import nfc
 
 Classes = Sequence[str] | Mapping[str, int]
 LabelById = Mapping[str, str | None]
@@ -107,6 +108,7 @@ def select(
         )
     complete = {(o, n): r for o, store in enumerate(stores) for n, r in store.complete.items()}
     if labels is not None:
+        labels = {nfc(slide): label and nfc(label) for slide, label in labels.items()}
         _refuse_unknown(labels, stores)
     elif splits is not None and classes is None:
         classes = splits.classes
@@ -114,10 +116,11 @@ def select(
         _parts(stores, complete, labels=labels, splits=splits, side=side, labels_from=labels_from)
     )
     numbers = class_numbers(classes, [name for _, _, name in parts if name])
+    numbers = {**{nfc(name): number for name, number in numbers.items()}, **numbers}
     patients = {(s.store, s.slide): s.patient for s in splits.slides} if splits else {}
     chosen = []
     for key, rows, name in parts:
-        label = numbers.get(name or "", UNLABELLED)
+        label = numbers.get(name or "", numbers.get(nfc(name or ""), UNLABELLED))
         if label == UNLABELLED and labelled_only:
             continue
         store, record, selected = stores[key[0]], complete[key], rows
@@ -136,7 +139,7 @@ _Key = tuple[int, int]
 
 
 def _refuse_unknown(labels: LabelById, stores: Sequence[SampleSource]) -> None:
-    known = {record.id for store in stores for record in store.records.values()}
+    known = {nfc(record.id) for store in stores for record in store.records.values()}
     unknown = sorted(set(labels) - known)
     if unknown:
         raise UsageError(
@@ -163,7 +166,7 @@ def _parts(
                 yield key, rows, name
         else:
             on_side = slide.on(side)
-            label = slide.label if labels is None else labels.get(complete[key].id)
+            label = slide.label if labels is None else labels.get(nfc(complete[key].id))
             yield key, None if len(on_side) == slide.count else on_side, label
     for key, record in complete.items() if splits is None else ():
         store = stores[key[0]]
@@ -172,9 +175,9 @@ def _parts(
             for number in np.unique(index["label"]).tolist():
                 of_class = np.flatnonzero((index["label"] == number) & (index["length"] > 0))
                 known = 0 <= number < len(store.classes)
-                yield key, of_class.astype(np.int32), store.classes[number] if known else None
+                yield key, of_class.astype(np.int32), nfc(store.classes[number]) if known else None
             continue
         readable = None
         if record.stored < record.planned:  # otherwise the index is not needed
             readable = np.flatnonzero(store.index(key[1])["length"]).astype(np.int32)
-        yield key, readable, record.label if labels is None else labels.get(record.id)
+        yield key, readable, record.label if labels is None else labels.get(nfc(record.id))

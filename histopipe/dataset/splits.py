@@ -23,6 +23,7 @@ from histopipe.dataset.options import SIDES, Side, SplitBy, TaskName
 from histopipe.dataset.sample_table import SampleSource
 from histopipe.dataset.targets import TASKS, Target, Task, make_task
 from histopipe.errors import DamagedStore, UnknownVersion, UsageError
+from histopipe.system.csv_files import nfc
 from histopipe.system.files import appearing, read_json
 
 DROPPED = -1
@@ -199,11 +200,11 @@ def recorded_numbers(path: Path) -> dict[str, int]:
 
 
 def trained_on(path: Path) -> set[str]:
-    """Return the ids of training and validation slides in a `splits.json`; empty if it cannot be read."""
+    """Return the ids of training and validation slides in a `splits.json`, in NFC; empty if it cannot be read."""
     try:
         slides = map(_slide_from_json, read_json(path)["slides"])
         seen = (SIDES.index("train"), SIDES.index("validation"))
-        return {slide.id for slide in slides if np.isin(slide.sides, seen).any()}
+        return {nfc(slide.id) for slide in slides if np.isin(slide.sides, seen).any()}
     except _DAMAGE:
         return set()
 

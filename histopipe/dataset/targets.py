@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 
 from histopipe.dataset.options import TaskName
 from histopipe.errors import NothingToDo, UsageError
+from histopipe.system.csv_files import FLAGS, cell_number, is_number
 
 Target = tuple[float, ...]
 _QUARTERS = 4
-_EVENTS = {"0": 0.0, "1": 1.0, "0.0": 0.0, "1.0": 1.0, "false": 0.0, "true": 1.0}
+_BOTH = "correct the cell, or leave time and event empty to exclude the slide"
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,11 +148,16 @@ class Survival(Task):
         time = _number(cells[time_name], f"{where}: {time_name}")
         if not time >= 0:
             raise UsageError(
-                f"{where}: {time_name}", found=repr(cells[time_name]), expected="a time, 0 or more"
+                f"{where}: {time_name}",
+                found=repr(cells[time_name]) if cells[time_name] else "a missing value",
+                expected="a time, 0 or more",
+                todo=_BOTH,
             )
         event = _flag(cells[event_name], f"{where}: {event_name}")
         if math.isnan(event):
-            raise UsageError(f"{where}: {event_name}", found="an empty cell", expected="0 or 1")
+            raise UsageError(
+                f"{where}: {event_name}", found="a missing value", expected="0 or 1", todo=_BOTH
+            )
         return time, event
 
     def strata(self, targets: NDArray[np.float64]) -> list[str]:
@@ -192,23 +198,18 @@ def make_task(name: str, columns: Sequence[str]) -> Task | None:
 
 
 def _number(cell: str, where: str) -> float:
-    if not cell:
-        return math.nan
-    try:
-        value = float(cell)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
+    if cell and not is_number(cell):
         raise UsageError(where, found=repr(cell), expected="a number, or an empty cell")
-    return value
+    return cell_number(cell)
 
 
 def _flag(cell: str, where: str) -> float:
     if not cell:
         return math.nan
-    if cell.lower() not in _EVENTS:
+    value = FLAGS.get(cell.lower(), cell_number(cell))
+    if value not in (0, 1):
         raise UsageError(where, found=repr(cell), expected="0, 1 or an empty cell")
-    return _EVENTS[cell.lower()]
+    return value
 
 
 def _ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -23,6 +23,7 @@ from histopipe.evaluation.target_metrics import (
 from histopipe.evaluation.target_metrics import Thresholds as TargetThresholds
 from histopipe.evaluation.target_scores import TargetScores
 from histopipe.evaluation.thresholds import FALLBACK, choose_threshold
+from histopipe.system.csv_files import nfc
 
 AnyScores = PatchScores | TargetScores
 AnyMetrics = Metrics | TargetMetrics
@@ -107,7 +108,8 @@ def positive_class(classes: tuple[str, ...], positive: str | None) -> int | None
     Raises:
         UsageError: the class is unknown, or there are not exactly two classes.
     """
-    if positive is not None and (positive not in classes or len(classes) != 2):
+    names = [nfc(name) for name in classes]
+    if positive is not None and (nfc(positive) not in names or len(classes) != 2):
         raise UsageError(
             "--positive", found=repr(positive),
             expected=" or ".join(classes) if len(classes) == 2 else "no positive class: "
@@ -115,7 +117,7 @@ def positive_class(classes: tuple[str, ...], positive: str | None) -> int | None
         )  # fmt: skip
     if len(classes) != 2:
         return None
-    return 1 if positive is None else classes.index(positive)
+    return 1 if positive is None else names.index(nfc(positive))
 
 
 def choose_thresholds(validation: PatchScores, settings: JudgeSettings) -> ClassThresholds:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
+from enum import Enum
 
 import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.dataset.participants import COLUMNS
 from histopipe.errors import UsageError
+from histopipe.system.csv_files import NUMERIC_SHARE, cell_number, column_key
 
 ORIGIN = ("site", "vendor", "route", "jpeg_generations", "reader", "store", "mpp")
 """Columns of `slides.csv` that no diagnosis depends on."""
@@ -24,8 +26,13 @@ _MOST_VALUES, _LARGEST_SHARE = 8, 0.67
 """Numbers with more different values, or fractions with a larger share of different values, are divided into thirds."""
 _SPEC = re.compile(r"(?P<column>[^:,]+?)(:(?P<width>\d+(\.\d+)?))?")
 _THIRDS = (0, 1 / 3, 2 / 3, 1)
-MISSING = "missing"
-_MISSING_CELLS = {"", "na", "n/a", "nan", "null", "none"}
+
+
+class NoValue(Enum):
+    """Why an item has no value of a column. Its name may also be the value of another item."""
+
+    MISSING = "missing"
+    SEVERAL = "several"
 
 
 def check_subgroup(text: str) -> tuple[str, float | None]:
@@ -61,28 +68,45 @@ def labels_columns(wanted: Sequence[str]) -> tuple[str, ...]:
         UsageError: a value is wrong, or a column is given twice.
     """
     names = [check_subgroup(text)[0] for text in wanted]
-    lower = [name.lower() for name in names]
+    lower = [column_key(name) for name in names]
     for number, name in enumerate(lower):
         if name in lower[:number]:
             raise UsageError("--subgroup", found=f"{name!r} twice", expected="each column once")
     return tuple(name for name in names if name not in COLUMNS)
 
 
+def group_name(value: str | NoValue) -> str:
+    """Return the name of a value's group. A real value "missing" or "several" is in quotes.
+
+    Example:
+        >>> group_name(NoValue.MISSING), group_name("missing")
+        ('missing', '"missing"')
+    """
+    text = value if isinstance(value, str) else value.value
+    return (
+        f'"{text}"'
+        if value == text and text.strip('"') in {reason.value for reason in NoValue}
+        else text
+    )
+
+
 def groups_of(
-    values: Sequence[str], width: float | None = None, *, categories: bool = False
+    values: Sequence[str | NoValue], width: float | None = None, *, categories: bool = False
 ) -> tuple[list[str], list[int]]:
-    """Return the names of the groups in order, and the (N,) group of each value; empty values and "NA" are missing.
+    """Return the names of the groups in order, and the (N,) group of each value. Empty values are missing.
 
     Numbers are in bins of `width`; other values are separate groups. Without `width`, numbers are divided into thirds
-    if there are more than eight different ones, or if they are fractions and few of them are equal. With `categories`,
-    each value is a group.
+    if nearly all values are numbers, and there are more than eight different ones, or fractions of which few are equal.
+    With `categories`, each value is a group.
     """
-    known = [not is_missing(value) for value in values]
+    values = [value or NoValue.MISSING for value in values]
     numbers = np.array(
-        [as_number(it) if own else math.nan for it, own in zip(values, known, strict=True)]
+        [cell_number(value) if isinstance(value, str) else math.nan for value in values]
     )
     finite = np.isfinite(numbers) & (not categories)
-    numeric = bool(finite.any()) and bool((finite == known).all())
+    numeric = bool(finite.any()) and int(finite.sum()) >= NUMERIC_SHARE * sum(
+        isinstance(value, str) for value in values
+    )
     places: Sequence[float] = numbers.tolist()
     ranges: dict[float, str] = {}
     if width:
@@ -96,13 +120,12 @@ def groups_of(
         places = np.clip(np.searchsorted(edges, numbers, side="right"), 1, len(edges) - 1).tolist()
         ranges = {it: _range(*edges[int(it) - 1 : int(it) + 1]) for it in places}
     keys: list[tuple[float, float, str]] = []
-    for value, place, own, in_range in zip(values, places, known, finite.tolist(), strict=True):
-        if not own:
-            keys.append((math.inf, 0, MISSING))
-        elif in_range:
-            keys.append((0, place, ranges.get(place, value)))
+    for value, place, in_range in zip(values, places, finite.tolist(), strict=True):
+        name = group_name(value)
+        if in_range:
+            keys.append((0, place, ranges.get(place, name)))
         else:
-            keys.append((1, 0, value))
+            keys.append((math.inf if value is NoValue.MISSING else 1, 0, name))
     found = sorted(set(keys))
     number_of = {key: number for number, key in enumerate(found)}
     return [name for _, _, name in found], [number_of[key] for key in keys]
@@ -110,13 +133,8 @@ def groups_of(
 
 def median_text(values: Iterable[str]) -> str:
     """Return the median of the numbers among values; empty if there are none."""
-    numbers = [it for it in map(as_number, values) if math.isfinite(it)]
+    numbers = [it for it in map(cell_number, values) if math.isfinite(it)]
     return f"{float(np.median(numbers)):.6g}" if numbers else ""
-
-
-def is_missing(cell: str) -> bool:
-    """Return whether a cell holds no value."""
-    return cell.strip().lower() in _MISSING_CELLS
 
 
 def _is_divided(numbers: NDArray[np.float64]) -> bool:
@@ -134,11 +152,3 @@ def _text(value: float) -> str:
     """Return a number without exponent."""
     text = f"{value:.6g}"
     return f"{value:.0f}" if "e+" in text else text
-
-
-def as_number(text: str) -> float:
-    """Return the number in a cell; NaN if there is none."""
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan

@@ -23,8 +23,8 @@ from histopipe.evaluation.evaluate import (
 from histopipe.evaluation.groups import (
     AUTOMATIC,
     CATEGORIES,
-    MISSING,
     QUALITY,
+    NoValue,
     groups_of,
     median_text,
 )
@@ -133,6 +133,7 @@ def subgroups(
         of_patient: dict[str, set[str]] = {}
         for it in slides:
             of_patient.setdefault(it.patient, set()).add(it.value(column))
+        values: list[str | NoValue]
         for level, own in items.items():
             if level != "patient":
                 values = [of_slide.get(name, "") for name in own.names]
@@ -141,12 +142,12 @@ def subgroups(
             # A model of patients has no predictions of slides to compare instead.
             middle = median_text if len(items) == 1 and column in QUALITY else _several
             values = [min(it) if len(it) == 1 else middle(it) for it in several]
-            if "several" not in values or len(items) == 1:
+            if NoValue.SEVERAL not in values or len(items) == 1:
                 break
         else:
             continue
         names, numbers = groups_of(values, width, categories=categories)
-        if len(names) > 1 or (column not in AUTOMATIC and names != [MISSING]):
+        if len(names) > 1 or (column not in AUTOMATIC and names != [NoValue.MISSING.value]):
             used = draws[:_PATCH_RESAMPLES] if level == "patch" else draws
             group = np.array(numbers)
             each = tuple(_group(name, group == i, own, used) for i, name in enumerate(names))
@@ -154,8 +155,8 @@ def subgroups(
     return tuple(found)
 
 
-def _several(_: Iterable[str]) -> str:
-    return "several"
+def _several(_: Iterable[str]) -> NoValue:
+    return NoValue.SEVERAL
 
 
 @dataclass(frozen=True, slots=True)

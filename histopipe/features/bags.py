@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,10 +22,11 @@ from histopipe.features.feature_file import (
 )
 from histopipe.features.feature_sets import FeatureSets
 from histopipe.features.joined import SlideFeatures
-from histopipe.ingestion.records import patient_of
 from histopipe.slides.slide_hashes import SlideHashes
-from histopipe.slides.tables import SlideLabel, SlideNames, read_labels
+from histopipe.slides.tables import SlideLabel, SlideNames, patient_of, read_labels
+from histopipe.system.csv_files import NA_VALUES, nfc
 from histopipe.system.files import read_json
+from histopipe.system.progress import message
 from histopipe.system.result import counted
 
 
@@ -73,9 +74,10 @@ class BagSet:
     The files come from `histopipe embed`, CLAM or TRIDENT. With several folders, the first one decides the patches, and
     the features of the others are joined to them by position; see `histopipe.features.joined`. Labels come from a CSV
     file with the columns slide, label, and optionally patient and site; `allow_extra` ignores its rows that name no
-    slide. By default they are those that `histopipe embed` recorded. `columns` and `with_label` as for `read_labels`;
-    `more_columns` may differ between the slides of a patient. Bags keep their `numbers`, by name, in existing splits; other bags get higher ones. `unlabelled` keeps slides
-    without label, and does not compare the labels of a patient's slides.
+    slide. By default they are those that `histopipe embed` recorded. `columns`, `with_label`, `na` and `notify` as for
+    `read_labels`; `more_columns` are its `groups`, and may differ between the slides of a patient. Bags keep their
+    `numbers`, by name, in existing splits; other bags get higher ones. `unlabelled` keeps slides without label, and does
+    not compare the labels of a patient's slides.
 
     Raises:
         NothingToDo: the folders contain no features of a slide.
@@ -97,6 +99,8 @@ class BagSet:
         more_columns: Sequence[str] = (),
         with_label: bool = True,
         allow_extra: bool = False,
+        na: Collection[str] = NA_VALUES,
+        notify: Callable[[str], None] = message,
         numbers: Mapping[str, int] | None = None,
         unlabelled: bool = False,
     ) -> None:
@@ -104,15 +108,15 @@ class BagSet:
         self.path = self.folders[0]
         sets = FeatureSets.of(self.folders)
         headers, parts = sets.headers, sets.parts
-        self._recorded = _recorded_slides(self.path)
+        self._recorded = _recorded_slides(self.path, headers)
         self.dimension = sum(sets.dimensions)
         self.uuid = "+".join(map(_identity, self.folders, sets.dimensions))
         rows = None
         if labels is not None:
             names = SlideNames(headers, self._recorded.keys() - headers.keys())
             rows = read_labels(
-                labels, names, columns=(*columns, *more_columns), with_label=with_label,
-                allow_extra=allow_extra,
+                labels, names, columns=columns, groups=more_columns, with_label=with_label,
+                allow_extra=allow_extra, na=na, notify=notify,
             )  # fmt: skip
         self.label_source = "folder or import" if labels is None else "labels file"
         self.slides = labelled = _slide_labels(headers, rows)
@@ -126,12 +130,14 @@ class BagSet:
         if bag == "patient":
             groups = _by_patient(labelled, columns, unlabelled=unlabelled)
         # Known bags keep their numbers, so that a new slide does not change them.
-        known = numbers or {}
+        known = dict(numbers or {})
+        known = {nfc(name): number for name, number in known.items()} | known
         free = itertools.count(max(known.values(), default=-1) + 1)
         bags = {}
         for name, slides in groups.items():
             sites, first = {labelled[slide].site for slide in slides}, labelled[slides[0]]
-            bags[known[name] if name in known else next(free)] = Bag(
+            number = known.get(name, known.get(nfc(name)))
+            bags[next(free) if number is None else number] = Bag(
                 name, tuple(slides), tuple(parts[slide] for slide in slides),
                 first.label if len({labelled[slide].label for slide in slides}) == 1 else None, first.patient,
                 sites.pop() if len(sites) == 1 else None,
@@ -155,7 +161,7 @@ class BagSet:
                 known = replace(known, planned=planned, unreadable=planned - rows)
             found.append(
                 replace(
-                    known, patient=it.patient or name, site=it.site or "", label=it.label or "",
+                    known, slide=name, patient=it.patient or name, site=it.site or "", label=it.label or "",
                     label_source=self.label_source if it.label else "", store=known.store or self.path.name,
                     cells=dict(it.cells), reason=reason,
                 )
@@ -181,10 +187,11 @@ def _identity(folder: Path, dimension: int) -> str:
         return f"features-{dimension}"
 
 
-def _recorded_slides(folder: Path) -> dict[str, Participant]:
-    """Return the slides that `histopipe embed` found; empty for folders of other tools."""
+def _recorded_slides(folder: Path, names: Iterable[str]) -> dict[str, Participant]:
+    """Return the slides that `histopipe embed` found, by the name of the file; empty for folders of other tools."""
     found = read_participants(folder / SLIDES) if (folder / ENCODER).exists() else []
-    return {it.slide: it for it in found}
+    by_name = {nfc(name): name for name in names}
+    return {by_name.get(nfc(slide.slide), slide.slide): slide for slide in found}
 
 
 def _slide_labels(
@@ -194,22 +201,26 @@ def _slide_labels(
     found = {}
     for name, slide in slides.items():
         label, patient, site = (
-            _text(slide.facts.get(key))
-            if isinstance(slide, FeatureHeader)
-            else slide.value(key) or None
+            _text(
+                slide.facts.get(key)
+                if isinstance(slide, FeatureHeader)
+                else slide.value(key) or None
+            )
             for key in ("label", "patient", "site")
         )
         given = SlideLabel(label) if rows is None else rows.get(name, SlideLabel(None))
-        patient = given.patient or patient or patient_of(name)
+        # Earlier versions recorded no patient of lower-case TCGA barcodes.
+        unknown = patient == name and "TCGA" not in name
+        patient = given.patient or (None if unknown else patient) or patient_of(name)
         found[name] = SlideLabel(given.label, patient, given.site or site, given.cells)
     return found
 
 
 def _text(value: Any) -> str | None:
-    """Return an attribute of a file as text; writers use several types."""
+    """Return an attribute of a file as text in NFC; writers use several types."""
     if value is None:
         return None
-    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+    return nfc(value.decode(errors="replace") if isinstance(value, bytes) else str(value))
 
 
 def _hashes(header: FeatureHeader) -> SlideHashes:

@@ -9,6 +9,7 @@ from pathlib import Path
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.features.feature_file import FeatureHeader, feature_files, read_header
 from histopipe.features.joined import SlideFeatures, join
+from histopipe.system.csv_files import nfc
 
 Headers = Mapping[str, FeatureHeader]
 """Headers of feature files by slide id."""
@@ -36,7 +37,14 @@ class FeatureSets:
         notes: list[str] = []
         first = folders[0]
         headers = {name: read_header(path) for name, path in feature_files(first).items()}
-        others = _other_headers(folders)
+        by_name = {nfc(name): name for name in headers}
+        others = [
+            {
+                name if name in headers else by_name.get(nfc(name), name): other[name]
+                for name in other
+            }
+            for other in _other_headers(folders)
+        ]
         dimensions = [_common_dimension(it) for it in (_filled(first, headers), *others)]
         parts = _parts(headers, others, folders, notes)
         return cls(headers, parts, tuple(dimensions), tuple(notes))

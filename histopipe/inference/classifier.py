@@ -29,6 +29,7 @@ from histopipe.runs.config import TrainConfig
 from histopipe.runs.result import METRICS, read_result
 from histopipe.runs.task_config import PatchTrainConfig, load_config
 from histopipe.slides.tables import SlideLabel, SlideNames, read_labels, table_columns
+from histopipe.system.csv_files import NA_VALUES, column_key, nfc
 from histopipe.system.files import read_json
 from histopipe.system.tensorflow import load_quietly
 
@@ -69,6 +70,7 @@ class PredictOptions:
 
     batch_size: int = 64
     labels: str | Path | None = None
+    na: Sequence[str] | None = None
     allow_extra_rows: bool = False
     on_error: OnError = "raise"
     tiling: Mapping[str, Any]
@@ -105,19 +107,21 @@ class PredictOptions:
         if self.labels is None:
             return None
         return read_labels(
-            Path(self.labels), SlideNames(ids), columns=labels_columns(self.subgroup),
-            allow_extra=self.allow_extra_rows,
+            Path(self.labels), SlideNames(ids), groups=labels_columns(self.subgroup),
+            allow_extra=self.allow_extra_rows, na=NA_VALUES if self.na is None else self.na,
         )  # fmt: skip
 
-    def with_subgroups_of(self, config: TrainConfig) -> PredictOptions:
-        """Return the options with the subgroups of the training whose columns are in the labels file, too."""
+    def completed_by(self, config: TrainConfig) -> PredictOptions:
+        """Return the options with missing values and subgroups of the training whose columns are in the labels file."""
         columns = set(COLUMNS)
         if self.labels is not None:
             columns.update(table_columns(Path(self.labels)))
-        names = {it: check_subgroup(it)[0].lower() for it in (*config.subgroup, *self.subgroup)}
+        names = {it: column_key(check_subgroup(it)[0]) for it in (*config.subgroup, *self.subgroup)}
         own = {names[it] for it in self.subgroup}
         present = (it for it in config.subgroup if names[it] in columns and names[it] not in own)
-        return replace(self, subgroup=(*self.subgroup, *present))
+        return replace(
+            self, subgroup=(*self.subgroup, *present), na=config.na if self.na is None else self.na
+        )
 
 
 def load_classifier(folders: Sequence[Path], *, devices: str, batch_size: int) -> Classifier:
@@ -164,7 +168,7 @@ def _without_network(folder: Path) -> dict[str, Any]:
         )  # fmt: skip
     metrics = read_json(folder / METRICS)
     return {
-        "folder": folder, "classes": tuple(metrics["classes"]), "spec": metrics.get("spec"),
+        "folder": folder, "classes": tuple(map(nfc, metrics["classes"])), "spec": metrics.get("spec"),
         "patch_mpp": metrics.get("patch_mpp"), "stain_norm": config.stain_norm,
         "labels_from": config.labels_from, "judging": config.judging,
         "thresholds": thresholds_of(result.metrics["validation"]), "calibrate": config.calibrate,

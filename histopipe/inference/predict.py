@@ -36,6 +36,7 @@ def predict(
     devices: str = "auto",
     aggregate: Aggregation = "mean",
     labels: str | Path | None = None,
+    na: Sequence[str] | None = None,
     allow_extra_rows: bool = False,
     subgroup: Sequence[str] = (),
     on_error: OnError = "raise",
@@ -68,6 +69,7 @@ def predict(
         aggregate: patch models: how patches are aggregated to slides and patients: "mean", "top_k" or "majority".
         labels: CSV file with the columns slide, label, and optionally patient, and with the targets and covariates of
             the model; by default the labels in stores or features.
+        na: cells of `labels` that are missing values, apart from the empty cell; None: as in the training.
         allow_extra_rows: ignore rows of `labels` and `mpp_csv` that name no slide.
         subgroup: columns of `labels` by which metrics are reported, in addition to those of the training.
         on_error: "skip" leaves out damaged patches of stores; with "raise" their slides fail.
@@ -98,7 +100,7 @@ def predict(
         raise UsageError("--aggregate", found=repr(aggregate), expected=" or ".join(AGGREGATIONS))
     tiling = {"overlap": overlap, "tissue": tissue, "tissue_threshold": tissue_threshold}
     options = PredictOptions(
-        batch_size=batch_size, labels=labels, allow_extra_rows=allow_extra_rows, on_error=on_error,
+        batch_size=batch_size, labels=labels, na=na, allow_extra_rows=allow_extra_rows, on_error=on_error,
         tiling={name: value for name, value in tiling.items() if value is not None},
         mpp_csv=mpp_csv, default_mpp=default_mpp, max_unreadable=max_unreadable, workers=workers,
         stage=stage, stage_gb=stage_gb, subgroup=tuple(subgroup),
@@ -107,7 +109,7 @@ def predict(
     runs = run_folders(Path(run))
     read_result(runs[0])  # raises if the run has not finished
     config = load_config(runs[0] / run_folder.CONFIG)
-    options, on_bags = options.with_subgroups_of(config), isinstance(config, BagTrainConfig)
+    options, on_bags = options.completed_by(config), isinstance(config, BagTrainConfig)
     paths, urls, kind = read_sources(sources)
     with ExitStack() as stack:
         target = PredictionsFolder(Path(out))

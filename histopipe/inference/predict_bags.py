@@ -41,6 +41,7 @@ from histopipe.inference.predictions_folder import (
 from histopipe.inference.trained_bags import TrainedBags
 from histopipe.runs import folder as run_folder
 from histopipe.slides.tables import table_columns
+from histopipe.system.csv_files import column_key, nfc
 from histopipe.system.progress import Progress
 
 
@@ -98,14 +99,14 @@ class BagsPrediction:
         columns: list[str] = []
         if labels is not None:
             present = table_columns(Path(labels))
-            missing = [it for it in first.config.covariates if it.lower() not in present]
+            missing = [it for it in first.config.covariates if column_key(it) not in present]
             if missing:
                 raise UsageError(
                     f"{labels}: columns", found=", ".join(present),
                     expected="the covariates of the model: " + ", ".join(missing),
                 )  # fmt: skip
             columns = [
-                it for it in (*first.targets, *first.config.covariates) if it.lower() in present
+                it for it in (*first.targets, *first.config.covariates) if column_key(it) in present
             ]
         has_label = labels is None or (
             bool(first.classes) and "label" in table_columns(Path(labels))
@@ -113,7 +114,7 @@ class BagsPrediction:
         bags = BagSet(
             folders, bag=first.config.bag, labels=None if labels is None else Path(labels),
             columns=columns, more_columns=labels_columns(self.options.subgroup), with_label=has_label, allow_extra=self.options.allow_extra_rows,
-            unlabelled=True,
+            na=first.config.na if self.options.na is None else self.options.na, notify=self.progress.message, unlabelled=True,
         )  # fmt: skip
         if bags.dimension != first.network.dimension:
             raise UsageError(
@@ -218,7 +219,7 @@ class BagsPrediction:
 
     def _warn_of_training_slides(self, bags: Sequence[Bag]) -> list[str]:
         used = set.union(*(trained_on(it.folder / run_folder.SPLITS) for it in self.models))
-        seen = sorted(used & {bag.id for bag in bags})
+        seen = sorted(used & {nfc(bag.id) for bag in bags})
         if seen:
             some = ", ".join(seen[:3]) + (", …" if len(seen) > 3 else "")
             self.progress.message(

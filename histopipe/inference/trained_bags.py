@@ -15,6 +15,7 @@ from histopipe.evaluation.target_scores import prediction_names
 from histopipe.runs import folder as run_folder
 from histopipe.runs.result import METRICS, is_finished, read_result
 from histopipe.runs.task_config import BagTrainConfig, load_config
+from histopipe.system.csv_files import nfc
 from histopipe.system.files import read_json
 from histopipe.system.progress import message
 from histopipe.system.tensorflow import load_quietly
@@ -93,7 +94,7 @@ def load_bags(folder: Path, *, devices: str) -> TrainedBags:
         covariates = (
             Covariates.from_json(metrics["covariates"]) if "covariates" in metrics else None
         )
-        classes = tuple(metrics["classes"]) if of_classes else ()
+        classes = tuple(map(nfc, metrics["classes"])) if of_classes else ()
         targets = tuple(metrics.get("targets", ()))
         network_module = load_quietly("histopipe.inference.bag_network")
         network = network_module.load_bag_network(

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from histopipe.errors import MaskUnfit, SlideError, UsageError
 from histopipe.ingestion.options import IngestOptions, SlideInput
@@ -16,12 +15,11 @@ from histopipe.masks.mask_files import source_of
 from histopipe.slides.scale import MppSource
 from histopipe.slides.slide_files import Fingerprint, SlideFile, fingerprint
 from histopipe.slides.slide_hashes import copy_groups
-from histopipe.slides.tables import SlideLabel
+from histopipe.slides.tables import SlideLabel, patient_of
 from histopipe.store.record import FailureKind, SlideRecord, SlideState
 from histopipe.system.files import storable
 from histopipe.system.urls import is_url
 
-_TCGA_PATIENT = re.compile(r"TCGA-\w{2}-\w{4}(?=-|$)")
 _SLIDES_PER_CLASS = 2
 
 
@@ -68,17 +66,6 @@ def subfolder_labels(slides: Sequence[SlideFile]) -> dict[str, str]:
     if None in count or len(count) < 2 or min(count.values(), default=0) < _SLIDES_PER_CLASS:
         return {}
     return {slide.id: slide.subfolder for slide in slides if slide.subfolder is not None}
-
-
-def patient_of(slide_id: str) -> str:
-    """Return the patient part of a TCGA barcode, else the slide id.
-
-    Example:
-        >>> patient_of("brca/TCGA-A1-A0SB-01Z-00-DX1")
-        'TCGA-A1-A0SB'
-    """
-    barcode = _TCGA_PATIENT.match(PurePosixPath(slide_id).name)
-    return barcode.group() if barcode else slide_id
 
 
 def with_recorded_ids(

@@ -30,6 +30,7 @@ from histopipe.slides.tables import (
 )
 from histopipe.store.catalog import read_catalog
 from histopipe.store.store import Store, recorded
+from histopipe.system.csv_files import NA_VALUES
 from histopipe.system.progress import Progress
 from histopipe.system.result import counted
 from histopipe.tiling.spec import TilingSpec, magnification_to_mpp, resolved_tissue
@@ -60,6 +61,7 @@ class ImportSettings(TypedDict, total=False):
     annotation_origin: Origin
     workers: int | None
     labels: PathLike | None
+    na: Sequence[str] | None
     mpp_csv: PathLike | None
     default_mpp: float | None
     slide_list: PathLike | None
@@ -135,7 +137,8 @@ def read_request(
         **_given(settings, _OPTIONS),
     )  # fmt: skip
     annotations = _annotations(settings, names, progress)
-    labels = _labels(found, paths, settings.get("labels"), names, allow_extra=extra)
+    reading = {"na": settings.get("na") or NA_VALUES, "notify": progress.message}
+    labels = _labels(found, paths, settings.get("labels"), names, allow_extra=extra, **reading)
     mpp_csv = settings.get("mpp_csv")
     mpps = {} if mpp_csv is None else read_mpps(Path(mpp_csv), names, allow_extra=extra)
     inputs = [
@@ -287,17 +290,18 @@ def _labels(
     names: SlideNames,
     *,
     allow_extra: bool,
+    **reading: Any,
 ) -> dict[str, SlideLabel]:
     """Return labels by slide id: from the file, else from labels.csv in the folders, else the names of sub-folders."""
     if path is not None:
-        return dict(read_labels(Path(path), names, allow_extra=allow_extra))
+        return read_labels(Path(path), names, allow_extra=allow_extra, **reading)
     rows: dict[str, SlideLabel] = {}
     for folder in dict.fromkeys(p if p.is_dir() else p.parent for p in arguments):
         if (folder / "labels.csv").is_file():
             # labels.csv of a folder names the slides of this folder. The user may have given only some of these files.
             own = SlideNames(s.id for s in slides if s.path.is_relative_to(folder))
             some = allow_extra or folder not in arguments
-            rows.update(read_labels(folder / "labels.csv", own, allow_extra=some))
+            rows.update(read_labels(folder / "labels.csv", own, allow_extra=some, **reading))
     if rows:
         return rows
     return {name: SlideLabel(label) for name, label in subfolder_labels(slides).items()}

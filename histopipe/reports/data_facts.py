@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -10,13 +9,14 @@ import numpy as np
 
 from histopipe.dataset.options import SIDES, Side, TaskName
 from histopipe.dataset.participants import EXCLUDED, Participant
-from histopipe.evaluation.groups import as_number, is_missing
+from histopipe.evaluation.groups import NoValue, group_name
 from histopipe.reports.fact_texts import MOST, SIDE_NAMES, listed, percent
 from histopipe.reports.run_data import RunData
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.result import METRICS
 from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig
+from histopipe.system.csv_files import FLAGS, cell_number, is_number
 from histopipe.system.result import counted
 
 _STRATA: dict[TaskName, str] = {
@@ -115,7 +115,7 @@ def _outcomes(config: TrainConfig, patients: Sequence[Sequence[Participant]]) ->
 
 
 def _is_one(cell: str) -> bool:
-    return _is_number(cell) and float(cell) == 1
+    return FLAGS.get(cell.lower(), cell_number(cell)) == 1
 
 
 def _characteristics(run: RunData) -> str | None:
@@ -125,7 +125,7 @@ def _characteristics(run: RunData) -> str | None:
     for column in columns:
         values = {side: _values(run.participants, side, column) for side in SIDES}
         every = [it for own in values.values() for it in own if it]
-        numeric = bool(every) and all(map(_is_number, every)) and len(set(every)) > MOST
+        numeric = bool(every) and all(map(is_number, every)) and len(set(every)) > MOST
         if not numeric and len(set(every)) > MOST:
             continue
         described = _range_of if numeric else _counts_of
@@ -135,12 +135,7 @@ def _characteristics(run: RunData) -> str | None:
 
 
 def _values(slides: Sequence[Participant], side: Side, column: str) -> list[str]:
-    cells = [it.cells.get(column, "") for it in slides if side in it.status.split(" and ")]
-    return ["" if is_missing(it) else it for it in cells]
-
-
-def _is_number(text: str) -> bool:
-    return math.isfinite(as_number(text))
+    return [it.cells.get(column, "") for it in slides if side in it.status.split(" and ")]
 
 
 def _range_of(values: Sequence[str]) -> str:
@@ -152,7 +147,7 @@ def _range_of(values: Sequence[str]) -> str:
 
 
 def _counts_of(values: Sequence[str]) -> str:
-    counts = Counter(it or "missing" for it in values)
+    counts = Counter(group_name(it or NoValue.MISSING) for it in values)
     return listed([f"{counts[name]} × {name}" for name in sorted(counts)], most=MOST + 1)
 
 

@@ -49,9 +49,12 @@ from histopipe.reports.html_page import (
 )
 from histopipe.reports.judged import Judged, metric_cards
 from histopipe.store.store import Store
+from histopipe.system.csv_files import is_number
 from histopipe.system.files import read_json
 
 _MAX_HEATMAPS = 24
+_NAMES = ("slide", "patient", "label", "predicted", "decided")
+"""Columns of names, also if these look like numbers: `007` is not 7."""
 
 
 def predictions_page(folder: Path, *, stores: Sequence[Path] = (), pictures: bool = True) -> Page:
@@ -164,13 +167,14 @@ def _add_evaluation(
 def _table(slides: Sequence[Mapping[str, str]], what: str) -> Table | None:
     if not slides:
         return None
-    columns = [Column(name, _is_number(slides[0][name])) for name in slides[0]]
+    first = slides[0]
+    columns = [Column(name, name not in _NAMES and is_number(first[name])) for name in first]
     rows = []
     for row in slides:
         cells = []
         for column in columns:
             text = row[column.name]
-            value = float(text) if column.number and _is_number(text) else None
+            value = float(text) if column.number and is_number(text) else None
             shown = f"{value:.4g}" if value is not None else text
             cells.append(Cell(shown, value, "n" if column.number else ""))
         if row.get("label") and row.get("decided"):
@@ -179,14 +183,6 @@ def _table(slides: Sequence[Mapping[str, str]], what: str) -> Table | None:
             cells[at] = Cell(row["decided"], tone="good" if good else "bad")
         rows.append(Row(cells))
     return Table(f"All {what}", columns, rows)
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _heatmaps(folder: Path, stores: Sequence[Store]) -> Gallery | None:

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from histopipe.dataset.options import Side
-from histopipe.dataset.participants import Participant, read_participants
+from histopipe.dataset.participants import Participant
 from histopipe.errors import DamagedStore, HistopipeError
 from histopipe.evaluation.predictions import PatchScores, read_predictions
 from histopipe.evaluation.target_scores import TargetScores
 from histopipe.reports.judged import Judged
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
-from histopipe.runs.result import METRICS, TrainResult, read_result
+from histopipe.runs.result import METRICS, TrainResult, read_result, read_slides
 from histopipe.runs.task_config import PatchTrainConfig, load_config
 from histopipe.store.catalog import parts_of
 from histopipe.store.store import Store
@@ -78,7 +78,7 @@ def read_run(
         _history(folder / run_folder.HISTORY),
         {side: scores for side, scores in read if isinstance(scores, PatchScores)},
         {side: scores for side, scores in read if isinstance(scores, TargetScores)},
-        opened, missing, read_participants(folder / run_folder.SLIDES),
+        opened, missing, read_slides(folder),
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from histopipe.dataset.options import LOSSES, Loss, TaskName
 from histopipe.errors import UsageError
 from histopipe.runs.settings import check_settings, declared_settings, parse_devices, setting
+from histopipe.system.csv_files import NA_VALUES
 
 if TYPE_CHECKING:
     from histopipe.evaluation.evaluate import JudgeSettings
@@ -29,6 +30,10 @@ class TrainConfig:
     labels: str | None = setting(
         None, "CSV file with the columns slide, label, and optionally patient and site; replaces the recorded labels.",
         group=DATA, format="path", search=False, per_worker=True,
+    )  # fmt: skip
+    na: tuple[str, ...] = setting(
+        NA_VALUES, "Cells of --labels that are missing values, apart from the empty cell.",
+        group=DATA, search=False,
     )  # fmt: skip
     task: TaskName = setting(
         "classification", "What is predicted: a class, several labels, numbers, or survival.",

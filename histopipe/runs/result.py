@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from histopipe.dataset.flow import Flow, flow_from_json, flow_to_json
 from histopipe.dataset.options import SIDES, Side
+from histopipe.dataset.participants import Participant, read_participants
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.evaluation.breakdown import Breakdown, breakdown_lines
 from histopipe.evaluation.evaluate import Evaluation
 from histopipe.evaluation.table import evaluation_lines, main_figure, number, split_lines
 from histopipe.evaluation.temperature import Calibration
+from histopipe.runs import folder as run_folder
+from histopipe.runs.task_config import load_config
 from histopipe.system.files import read_json
 
 METRICS = "metrics.json"
 _BASELINE, _CALIBRATION = "covariates_only", "calibration"
+
+
+_FORMERLY_MISSING = {"na", "n/a", "nan", "null", "none"}
+"""Cells that versions without the setting `na` took for missing values in subgroups, in lower case."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -158,3 +165,23 @@ def epoch_line(row: Mapping[str, Any], epochs: int, *, better: bool) -> str:
         ]
     parts.append(f"{speed}, {row['input_wait']:.0%} waiting for input{'  *best' if better else ''}")
     return "  ".join(parts)
+
+
+def read_slides(folder: Path) -> list[Participant]:
+    """Read `slides.csv` of a run. Missing values of the labels file are empty, also in runs of earlier versions.
+
+    Raises:
+        UsageError, DamagedStore: a file of the run cannot be read.
+    """
+    recorded = load_config(folder / run_folder.CONFIG).na
+    empty = dict.fromkeys(() if recorded else _FORMERLY_MISSING, "")
+    return [
+        replace(
+            slide,
+            site=empty.get(slide.site.strip().lower(), slide.site),
+            cells={
+                name: empty.get(cell.strip().lower(), cell) for name, cell in slide.cells.items()
+            },
+        )
+        for slide in read_participants(folder / run_folder.SLIDES)
+    ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,8 @@ from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig
 from histopipe.store.store import StoreSet
-from histopipe.system.progress import message
+from histopipe.system.csv_files import NA_VALUES, nfc, similar_values
+from histopipe.system.progress import SilentProgress, message
 
 
 @contextmanager
@@ -44,12 +45,26 @@ def opened_sources(
             more_columns=[it for it in config.subgroup_columns if it not in config.covariates],
             with_label=config.task == "classification",
             allow_extra=config.allow_extra_rows,
+            na=config.na,
+            # An existing split has its labels: the training that made it has reported on the file.
+            notify=message if splits is None else SilentProgress().message,
             numbers=None if splits is None else recorded_numbers(Path(splits)),
         )
         yield [bags]
     elif isinstance(config, PatchTrainConfig):
         with closing(StoreSet(store_paths(config.stores))) as opened:
             yield opened.stores
+
+
+def _warn_of_recorded(sources: Sequence[SampleSource], notify: Callable[[str], None]) -> None:
+    """Warn of recorded names that are probably missing values, or that may be one name."""
+    for what in ("label", "patient", "site"):
+        names = {
+            getattr(record, what) or "" for source in sources for record in source.records.values()
+        }
+        missing = [f"{name!r} is no missing value" for name in sorted(names & set(NA_VALUES))]
+        for problem in filter(None, (*missing, similar_values(names))):
+            notify(f"warning: recorded {what}: {problem}; --labels replaces it")
 
 
 def new_splits(config: TrainConfig, sources: Sequence[SampleSource]) -> Splits:
@@ -116,7 +131,7 @@ def find_participants(
             _check_patients(config, splits, {it.id: it.patient for it in first.bags.values()})
         return bag_participants(first, splits, given_splits=given)
     try:
-        labelling = split_options(config, sources)["labelling"]
+        labelling = split_options(config, sources, notify=SilentProgress().message)["labelling"]
     except UsageError as error:
         message(f"warning: {run_folder.SLIDES} has no further columns of the labels file: {error}")
         labelling = config.labelling if isinstance(config, PatchTrainConfig) else Labelling()
@@ -132,24 +147,35 @@ def _check_patients(
     """Raise a UsageError if the labels file names another patient than the split: then it cannot show leaks."""
     for slide in splits.slides:
         patient = patients.get(slide.id)
-        if patient is not None and patient != slide.patient:
+        if patient is not None and nfc(patient) != nfc(slide.patient):
             raise UsageError(
                 f"slide {slide.id} has another patient than in the split", found=f"{patient} in {config.labels}",
                 expected=slide.patient, todo="create new splits, or use the labels file of the split",
             )  # fmt: skip
 
 
-def split_options(config: TrainConfig, sources: Sequence[SampleSource]) -> dict[str, Any]:
-    """Return the options of `make_splits` and `make_folds`. Bags already have labels, and are not split by region."""
+def split_options(
+    config: TrainConfig,
+    sources: Sequence[SampleSource],
+    *,
+    notify: Callable[[str], None] = message,
+) -> dict[str, Any]:
+    """Return the options of `make_splits` and `make_folds`. Bags already have labels, and are not split by region.
+
+    `notify` as for `read_labels`.
+    """
     labelling, region_um = Labelling(), 1.0
     if isinstance(config, PatchTrainConfig):
         labelling, region_um = config.labelling, config.region_um
         if config.labels is not None:
             labels = read_slide_labels(
-                config.labels, sources, columns=(*config.target_columns, *config.subgroup_columns),
+                config.labels, sources, columns=config.target_columns, groups=config.subgroup_columns,
                 with_label=config.task == "classification", allow_extra=config.allow_extra_rows,
+                na=config.na, notify=notify,
             )  # fmt: skip
             labelling = replace(labelling, labels=labels)
+    if config.labels is None:
+        _warn_of_recorded(sources, notify)
     labelling = replace(
         labelling, task=make_task(config.task, config.target_columns),
         covariates=getattr(config, "covariates", ()),

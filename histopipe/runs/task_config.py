@@ -278,7 +278,7 @@ def load_config(path: Path) -> TrainConfig:
     Raises:
         UsageError: the file cannot be read, or as `make_config`.
     """
-    return make_config(read_config(path))
+    return make_config({"na": (), **read_config(path)})  # earlier versions took NA for a class
 
 
 def resumed_config(recorded: Mapping[str, Any], changes: Mapping[str, Any]) -> TrainConfig:
@@ -300,7 +300,7 @@ def resumed_config(recorded: Mapping[str, Any], changes: Mapping[str, Any]) -> T
             "--resume continues with the settings of the run", found=", ".join(refused),
             expected="only --out and " + ", ".join(allowed),
         )  # fmt: skip
-    return make_config({**recorded, **changes})
+    return make_config({"na": (), **recorded, **changes})
 
 
 def _plain_values(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import csv
 import difflib
 import re
-import unicodedata
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
@@ -16,10 +13,26 @@ from histopipe.errors import UsageError
 from histopipe.geometry import Mpp
 from histopipe.slides.scale import PLAUSIBLE_MPP
 from histopipe.slides.slide_files import FASTSLIDE_SUFFIXES, SUFFIXES
+from histopipe.slides.table_checks import (
+    TableRow,
+    check_numbers,
+    clear_missing,
+    refuse_control_characters,
+    refuse_regression,
+    warn_of_similar,
+)
+from histopipe.system.csv_files import (
+    NA_VALUES,
+    cell_number,
+    column_key,
+    missing_cells,
+    nfc,
+    read_csv,
+)
+from histopipe.system.progress import message
 from histopipe.system.urls import is_url
 
 _SUFFIXES = SUFFIXES | FASTSLIDE_SUFFIXES
-_LABEL_COLUMNS = ("slide", "label", "patient", "site")
 _SURVIVAL_WORDS = {
     "time", "event", "survival", "os", "os_time", "os_event", "days", "status", "censor",
 }  # fmt: skip
@@ -29,6 +42,9 @@ _ID_WORDS = {
     "id", "name", "number", "no", "nr", "code", "barcode", "key", "uuid", "submitter", "bcr", "study", "pat",
 }  # fmt: skip
 """Words of columns that are probably meant as `patient`. To ignore them would put a patient on several sides of the split."""
+
+
+_TCGA_PATIENT = re.compile(r"TCGA-\w{2}-\w{4}(?=-|$)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +57,15 @@ class SlideLabel:
     cells: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    line: int
-    slide: str
-    others: dict[str, str]
-    """Cells of the other columns, by name."""
+def patient_of(slide_id: str) -> str:
+    """Return the patient part of a TCGA barcode in upper case, else the slide id.
+
+    Example:
+        >>> patient_of("brca/TCGA-A1-A0SB-01Z-00-DX1"), patient_of("tcga-a1-a0sb-01z")
+        ('TCGA-A1-A0SB', 'TCGA-A1-A0SB')
+    """
+    barcode = _TCGA_PATIENT.match(PurePosixPath(slide_id).name)
+    return barcode.group().upper() if barcode else slide_id
 
 
 class SlideNames:
@@ -60,7 +79,7 @@ class SlideNames:
         self._ids: dict[str, set[str]] = defaultdict(set)
         self._last: dict[str, set[str]] = defaultdict(set)
         for name in ids:
-            for form in {name, _bare(name)}:
+            for form in {nfc(name), nfc(_bare(name))}:
                 self._ids[form].add(name)
                 self._last[PurePosixPath(form).name].add(name)
 
@@ -70,7 +89,7 @@ class SlideNames:
         Raises:
             UsageError: several slides match.
         """
-        written = unicodedata.normalize("NFC", written.strip())
+        written = nfc(written.strip())
         for table in (self._ids, self._last):
             for form in (written, _bare(written)):
                 ids = table.get(form, set())
@@ -96,26 +115,46 @@ def read_labels(
     names: SlideNames,
     *,
     columns: Sequence[str] = (),
+    groups: Sequence[str] = (),
     with_label: bool = True,
     allow_extra: bool = False,
+    na: Collection[str] = NA_VALUES,
+    notify: Callable[[str], None] = message,
 ) -> dict[str, SlideLabel]:
     """Return labels by slide id, from a CSV file with the columns slide, label, and optionally patient and site.
 
-    The file must have `columns` too, and may have others. Without `with_label`, it needs no label.
+    The file must also have `columns`, of targets and covariates, and `groups`, and may have others. Without
+    `with_label`, it needs no label. Empty cells and those in `na` are missing values. `notify` gets a line on missing
+    values, and a warning for each column with values that may be one.
 
     Raises:
         UsageError: the file, its header or a row is invalid, or a row matches no slide (unless `allow_extra`).
     """
-    required = ("slide", *(["label"] if with_label else []), *(name.lower() for name in columns))
+    labelled = ["label"] if with_label else []
+    cell_columns = [column_key(column) for column in (*columns, *groups)]
+    required = ("slide", *labelled, *cell_columns)
     rows = _rows(path, required=required, optional=("patient", "site"))
-    labels = {}
-    for name, row in _matched(path, rows, names, allow_extra=allow_extra).items():
-        label, patient, site = (row.others.get(column) or None for column in _LABEL_COLUMNS[1:])
-        cells = {column: row.others.get(column.lower(), "") for column in columns}
-        labels[name] = SlideLabel(label if with_label else None, patient, site, cells)
+    if not rows:
+        raise UsageError(f"{path} has no rows", found="only a header", expected="one row per slide")
+    matched = _matched(path, rows, names, allow_extra=allow_extra)
+    used = list(dict.fromkeys([*labelled, "patient", "site", *cell_columns]))
+    refuse_control_characters(path, matched.values(), used)
+    clear_missing(path, matched.values(), used, missing_cells(na), notify)
+    # Runs of earlier versions have no list: such a cell was a category of their covariate.
+    for column in columns if na else ():
+        check_numbers(path, list(matched.values()), column_key(column))
     if with_label:
-        _refuse_regression(path, labels.values())
-    return labels
+        refuse_regression(path, [row.others["label"] for row in matched.values()])
+    warn_of_similar(path, matched.values(), used, notify)
+    return {
+        name: SlideLabel(
+            label=(row.others["label"] or None) if with_label else None,
+            patient=row.others.get("patient") or None,
+            site=row.others.get("site") or None,
+            cells={name: row.others[column_key(name)] for name in (*columns, *groups)},
+        )
+        for name, row in matched.items()
+    }
 
 
 def table_columns(path: Path) -> tuple[str, ...]:
@@ -124,7 +163,7 @@ def table_columns(path: Path) -> tuple[str, ...]:
     Raises:
         UsageError: the file cannot be read.
     """
-    return tuple(_lines(path)[0])
+    return tuple(read_csv(path)[0])
 
 
 def read_mpps(path: Path, names: SlideNames, *, allow_extra: bool = False) -> dict[str, Mpp]:
@@ -159,39 +198,15 @@ def urls_in_list(path: Path) -> list[str]:
     return list(dict.fromkeys(row.slide for row in rows if is_url(row.slide)))
 
 
-def _lines(path: Path) -> tuple[list[str], list[list[str]]]:
-    """Return the header in lower case, and all lines."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-        lines = list(csv.reader(text.splitlines()))
-    except FileNotFoundError as error:
-        raise UsageError(f"{path} does not exist", todo="check the path") from error
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise UsageError(
-            f"{path} cannot be read", found=str(error), expected="a CSV file in UTF-8"
-        ) from error
-    return [cell.strip().lower() for cell in lines[0]] if lines else [], lines
-
-
 def _rows(
     path: Path, *, required: Sequence[str], optional: Sequence[str] = (), others: bool = True
-) -> list[_Row]:
+) -> list[TableRow]:
     """Return the rows of a file with `required` and `optional` columns, and with other ones if `others`."""
-    header, lines = _lines(path)
+    header, lines = read_csv(path)
     _check_header(path, header, required=required, optional=optional, others=others)
-    rows = []
-    for number, cells in enumerate(lines[1:], start=2):
-        if not any(cell.strip() for cell in cells):
-            continue
-        if len(cells) > len(header):
-            raise UsageError(
-                f"{path}, line {number}",
-                found=f"{len(cells)} cells",
-                expected=f"{len(header)} ({','.join(header)})",
-                todo="quote cells that contain a comma",
-            )
-        named = dict(zip(header, (cell.strip() for cell in cells), strict=False))
-        rows.append(_Row(number, named.pop("slide"), named))
+    named = [(line, dict(zip(header, cells, strict=True))) for line, cells in lines]
+    rows = [TableRow(line, cells.pop("slide"), cells) for line, cells in named]
+    refuse_control_characters(path, rows)
     return rows
 
 
@@ -228,10 +243,10 @@ def _is_like_patient(column: str) -> bool:
 
 
 def _matched(
-    path: Path, rows: list[_Row], names: SlideNames, *, allow_extra: bool
-) -> dict[str, _Row]:
-    matched: dict[str, _Row] = {}
-    unknown: list[_Row] = []
+    path: Path, rows: list[TableRow], names: SlideNames, *, allow_extra: bool
+) -> dict[str, TableRow]:
+    matched: dict[str, TableRow] = {}
+    unknown: list[TableRow] = []
     for row in rows:
         name = names.find(row.slide, where=f"{path}, line {row.line}")
         if name is None:
@@ -256,32 +271,16 @@ def _matched(
     return matched
 
 
-def _mpp(path: Path, row: _Row) -> Mpp:
+def _mpp(path: Path, row: TableRow) -> Mpp:
     low, high = PLAUSIBLE_MPP
-    cell = row.others.get("mpp", "")
-    with suppress(ValueError):
-        if low <= float(cell) <= high:
-            return Mpp(float(cell))
+    value = cell_number(row.others["mpp"])
+    if low <= value <= high:
+        return Mpp(value)
     raise UsageError(
         f"{path}, line {row.line}: mpp of {row.slide}",
-        found=repr(cell),
+        found=repr(row.others["mpp"]),
         expected=f"a number from {low:g} to {high:g}",
     )
-
-
-def _refuse_regression(path: Path, labels: Iterable[SlideLabel]) -> None:
-    values = [label.label for label in labels if label.label]
-    try:
-        numbers = [float(value) for value in values]
-    except ValueError:
-        return
-    if any(number != int(number) for number in numbers if abs(number) < 1e15):
-        raise UsageError(
-            f"{path}: the labels are continuous values",
-            found=", ".join(values[:4]),
-            expected="classes",
-            todo="pass --task regression --target label, or group the values into classes",
-        )
 
 
 def _bare(name: str) -> str:

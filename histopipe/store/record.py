@@ -15,7 +15,9 @@ from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore
 from histopipe.slides.slide_hashes import SlideHashes
+from histopipe.slides.tables import patient_of
 from histopipe.store.format import corrected, seal, slide_key, unseal
+from histopipe.system.csv_files import nfc
 from histopipe.system.files import shown
 
 
@@ -123,6 +125,12 @@ class SlideRecord:
         missing = [name for name in ("id", "path", "resolved_path", "state") if name not in known]
         if missing:
             raise DamagedStore(f"{where}: the slide record has no {', '.join(missing)}")
+        # Earlier versions stored texts as they were written, and no patient of lower-case TCGA barcodes.
+        known |= {
+            name: nfc(known[name]) for name in ("patient", "label", "site") if known.get(name)
+        }
+        if known.get("patient") == known["id"] and "TCGA" not in known["id"]:
+            known["patient"] = patient_of(known["id"])
         record = cls(**known, unknown={k: v for k, v in value.items() if k not in _HINTS})
         _check(record, where)
         return record

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from histopipe.dataset.flow import Flow, flow_of, flow_to_json
-from histopipe.dataset.participants import Participant, read_participants
+from histopipe.dataset.participants import Participant
 from histopipe.errors import HistopipeError
 from histopipe.evaluation.breakdown import Breakdown, break_down, break_down_sides, breakdown_lines
 from histopipe.evaluation.evaluate import Evaluation, Part, evaluate, judge, thresholds_of
@@ -28,7 +28,7 @@ from histopipe.evaluation.table import (
 from histopipe.evaluation.target_scores import TargetScores, with_common_grid
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
-from histopipe.runs.result import METRICS, TrainResult, read_result
+from histopipe.runs.result import METRICS, TrainResult, read_result, read_slides
 from histopipe.runs.settings import to_toml
 from histopipe.runs.task_config import load_config
 from histopipe.system.files import read_json
@@ -204,7 +204,7 @@ def tested_slides(folds: Sequence[TrainResult]) -> list[Participant]:
     """Return all slides, each as in the fold that tests it, or else as in the last fold."""
     found: dict[str, Participant] = {}
     for fold in folds:
-        for it in read_participants(fold.folder / run_folder.SLIDES):
+        for it in read_slides(fold.folder):
             if "test" not in getattr(found.get(it.slide), "status", ""):
                 found[it.slide] = it
     return list(found.values())
@@ -235,7 +235,7 @@ def reevaluate(folder: Path, wanted: TrainConfig) -> TrainResult:
     own = load_config(folder / run_folder.CONFIG)
     if own.judging == wanted.judging:
         return result
-    judged, slides = judge(scores, wanted.judging), read_participants(folder / run_folder.SLIDES)
+    judged, slides = judge(scores, wanted.judging), read_slides(folder)
     breakdown = break_down_sides(scores, judged, slides, own.subgroup, wanted.judging)
     changed = replace(result, metrics=judged, breakdown=breakdown)
     config = replace(

@@ -1,0 +1,176 @@
+"""Strict reading of CSV files that users write, and of the values in their cells."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import re
+import unicodedata
+from collections import defaultdict
+from collections.abc import Collection, Iterable
+from decimal import Decimal
+from pathlib import Path
+
+from histopipe.errors import UsageError
+
+NA_VALUES = (
+    "NA",
+    "N/A",
+    "NaN",
+    "nan",
+    "NULL",
+    "null",
+    "None",
+    "#N/A",
+    "-",
+    "--",
+    "'--",
+    "[Not Available]",
+)
+"""Cells that are missing values, apart from the empty cell: those of R, pandas, SQL, Excel, GDC and cBioPortal."""
+FLAGS = {"false": 0.0, "true": 1.0}
+"""Cells that stand for 0 and 1, in lower case."""
+_SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "vertical bars"}
+_LINE_BREAK = re.compile(rb"\r\n|\r|\n")
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
+NUMERIC_SHARE = 0.8
+"""Smallest share of numbers in a column of numbers."""
+_SAVE = "save it as 'CSV UTF-8', with commas between the cells"
+
+
+def read_csv(path: Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
+    """Return the column names of a CSV file, and line and cells of its other rows that are not blank.
+
+    Rows and cells are those of Python's `csv` module with strict quotes: only line feeds and carriage returns end a
+    line, and quoted ones are data. Cells are in NFC, without surrounding blanks; column names are in lower case. A row
+    has the line in which it begins.
+
+    Raises:
+        UsageError: the file cannot be read, is not UTF-8, has another separator, wrong quotes or a NUL character, or a
+            row has more or fewer cells than the header. The message contains file and line.
+    """
+    reader = csv.reader(io.StringIO(_decoded(path), newline=""), strict=True)
+    rows: list[tuple[int, list[str]]] = []
+    line = 1
+    try:
+        for cells in reader:
+            if any(map(str.strip, cells)):
+                rows.append((line, [nfc(cell.strip()) for cell in cells]))
+            line = reader.line_num + 1
+    except csv.Error as error:
+        raise UsageError(
+            f"{path}, line {line}", found=str(error), expected="cells without quotes, or in a pair of quotes",
+            todo="correct the quotes of the row that begins in this line; write a quote in a quoted cell twice",
+        ) from error  # fmt: skip
+    first, header = rows[0] if rows else (1, [])
+    others = [name for separator, name in _SEPARATORS.items() if separator in "".join(header)]
+    if others and len(header) == 1:
+        raise UsageError(
+            f"{path}, line {first}",
+            found=f"{others[0]} between the cells",
+            expected="cells separated by commas",
+            todo=_SAVE,
+        )
+    for line, cells in rows:
+        if len(cells) != len(header):
+            raise UsageError(
+                f"{path}, line {line}", found=f"{len(cells)} cells", expected=f"{len(header)} ({','.join(header)})",
+                todo="quote cells that contain a comma, and write a comma for each missing cell",
+            )  # fmt: skip
+    return [column_key(name) for name in header], rows[1:]
+
+
+def _decoded(path: Path) -> str:
+    """Return the text of a file, without a byte order mark."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UsageError(
+            f"{path} {'does not exist' if isinstance(error, FileNotFoundError) else 'cannot be read'}",
+            found=error.strerror or str(error),
+            todo="check the path",
+        ) from error
+    text, problem, position = "", "a NUL character", data.find(0)
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        problem, position = str(error), error.start
+    if position >= 0:
+        raise UsageError(
+            f"{path}, line {len(_LINE_BREAK.findall(data[:position])) + 1}",
+            found=problem,
+            expected="a CSV file in UTF-8",
+            todo=_SAVE,
+        )
+    return text
+
+
+def nfc(text: str) -> str:
+    """Return a text in Unicode NFC, in which names are compared: systems write "ü" as one or two characters."""
+    return unicodedata.normalize("NFC", text)
+
+
+def column_key(name: str) -> str:
+    """Return the form in which names of columns are compared: in lower case and NFC."""
+    return nfc(name.strip().lower())
+
+
+has_control_character = re.compile(r"[\x00-\x1f\x7f-\x9f]").search
+"""Find a control character in a text; names may have none."""
+
+
+def cell_number(cell: str) -> float:
+    """Return the number in a cell, NaN if there is none. `1_20`, `infinity` and other forms of Python are no numbers.
+
+    Example:
+        >>> cell_number("1.5e3"), cell_number("1_20")
+        (1500.0, nan)
+    """
+    finite = _NUMBER.fullmatch(cell) and math.isfinite(float(cell))
+    return float(cell) if finite else math.nan
+
+
+def is_number(cell: str) -> bool:
+    """Return whether a cell is a finite number."""
+    return math.isfinite(cell_number(cell))
+
+
+has_decimal_comma = re.compile(r"[+-]?\d*,\d+", re.ASCII).fullmatch
+"""Match a number with a decimal comma, such as "3,5"."""
+
+
+def missing_cells(na: Collection[str]) -> frozenset[str]:
+    """Return all cells that are missing values: the empty cell and those of a list.
+
+    Raises:
+        UsageError: it is no list of texts.
+    """
+    if isinstance(na, str) or not all(isinstance(cell, str) for cell in na):
+        raise UsageError("na", found=repr(na), expected="a list of texts")
+    return frozenset(("", *(nfc(cell.strip()) for cell in na)))
+
+
+def similar_values(values: Iterable[str]) -> str:
+    """Return a text on values that differ only in case, blanks, invisible characters or form of a number, if any.
+
+    Example:
+        >>> similar_values(["Tumour", "tumour", "normal"])
+        "'Tumour' and 'tumour' are different values; correct the spelling if they mean the same"
+    """
+    groups: dict[object, list[str]] = defaultdict(list)
+    for value in sorted(set(values)):
+        groups[_similarity_key(value)].append(repr(value))
+    alike = [" and ".join(group) for group in groups.values() if len(group) > 1]
+    listed = "; ".join([*alike[:3], *([f"{len(alike) - 3} more"] if alike[3:] else [])])
+    return listed and f"{listed} are different values; correct the spelling if they mean the same"
+
+
+def _similarity_key(value: str) -> object:
+    visible = "".join(mark for mark in value if unicodedata.category(mark) != "Cf")
+    # Decimals are exact: long numbers of patients may be equal as floats.
+    return (
+        Decimal(value)
+        if is_number(value)
+        else " ".join(unicodedata.normalize("NFKC", visible).casefold().split())
+    )
