@@ -161,7 +161,11 @@ def header(mpp: str | None = None, power: str | None = None, mpp_y: str | None =
 @pytest.mark.parametrize(
     ("info", "csv", "default", "mpp", "source"),
     [
-        (header("0.25", "20"), 0.5, 1.0, 0.25, MppSource.PROPERTIES),
+        (header("0.25", "20"), None, 1.0, 0.25, MppSource.PROPERTIES),
+        (header("0.25", "20"), 0.5, 1.0, 0.5, MppSource.CSV),
+        (header("0.25"), 0.25, None, 0.25, MppSource.PROPERTIES),
+        (header("0.25"), 0.2501, None, 0.2501, MppSource.CSV),
+        (header("0.25", mpp_y="0.5"), 0.3, None, 0.3, MppSource.CSV),
         (header(None, "20"), 0.4, 1.0, 0.4, MppSource.CSV),
         (header(None, "40"), None, 1.0, 0.25, MppSource.OBJECTIVE),
         (header(), None, 1.0, 1.0, MppSource.DEFAULT),
@@ -191,7 +195,11 @@ def test_error_contains_rejected_scale() -> None:
 
 def test_note_if_csv_scale_differs_from_header() -> None:
     note = resolve_mpp("a", header("0.25"), from_csv=Mpp(0.5)).note
-    assert note == "the slide's header has 0.25 mpp, which is used; the CSV has 0.5"
+    assert note == "0.5 mpp from the CSV is used; the slide's header has 0.25"
+    assert resolve_mpp("a", header("0.25"), from_csv=Mpp(0.2501)).note is None
+    note = resolve_mpp("a", header("0.25", mpp_y="0.5"), from_csv=Mpp(0.5)).note
+    assert note is not None
+    assert "0.25 by 0.5 mpp" in note
 
 
 @given(st.integers(0, 60), st.integers(1, 60), st.sampled_from([1.0, 2.0, 4.016129, 8.00045]))

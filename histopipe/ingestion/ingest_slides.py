@@ -138,7 +138,8 @@ def check_ingest(
         for record in recorded(store).values()
         if record.state is SlideState.COMPLETE and record.patch_mpp
     }
-    scales = stored | _scales_at_level(slides, spec, options)
+    found = _scales_at_level(slides, spec, options)
+    scales = stored | found if options.force else found | stored  # stored slides keep their scale
     if not scales:
         return
     ordered = sorted((mpp, name) for name, mpp in scales.items())

@@ -106,6 +106,7 @@ def plan_slide(
 ) -> PlannedSlide | SlideFailure:
     """Open a slide and choose its patches, their route and their labels; a task for a worker process."""
     started, file = time.monotonic(), slide.readable
+    notes: list[str] = []
     try:
         if file.problem is not None:
             raise SlideUnreadable(f"{slide.id}: {file.problem}")
@@ -141,7 +142,8 @@ def plan_slide(
             labels = label_patches(regions, *corners, threshold=options.rules.threshold)
         columns = {"pen": cell_shares(plan, thumbnail, pen_mask(thumbnail.pixels))}
     except (ScaleError, RouteUnfit, AnnotationsUnfit, MaskUnfit) as error:
-        return SlideFailure(str(error), FailureKind.OPTION, record)
+        # The notes name the scale that was not used, for example.
+        return SlideFailure("; ".join([str(error), *notes]), FailureKind.OPTION, record)
     except SlideError as error:
         return SlideFailure(str(error), FailureKind.FILE, record)
     if record.annotations is not None and slide.annotations is None:

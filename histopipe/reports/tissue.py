@@ -67,7 +67,7 @@ def tissue(
         slides: slide files and folders.
         out: folder of the masks.
         tissue: how to find tissue, as for `ingest`: "otsu" (the newest algorithm), "otsu-1", "otsu-2", or a network.
-        mpp_csv: CSV with the columns slide and mpp, for slides without a scale.
+        mpp_csv: CSV with the columns slide and mpp. It takes precedence over the headers of the slides.
         default_mpp: level-0 scale of slides that have none.
         workers: number of processes; None starts one per core.
         force: replace masks that exist.
@@ -147,10 +147,10 @@ def _write_mask_of(task: _Task) -> tuple[SlideTissue, NDArray[np.uint8]]:
     if task.file.problem is not None:
         raise SlideUnreadable(f"{task.file.id}: {task.file.problem}")
     with open_slide(task.file.path) as slide:
-        info, notes = slide.info, []
-        mpp = None
+        info, notes, mpp = slide.info, [], None
         try:
-            mpp = resolve_mpp(task.file.id, info, from_csv=task.mpp, default=task.default_mpp).mpp
+            scale = resolve_mpp(task.file.id, info, from_csv=task.mpp, default=task.default_mpp)
+            mpp, notes = scale.mpp, [scale.note] if scale.note else []
         except ScaleError as error:
             notes.append(f"scale unknown: {error.what}")
         with NativeLevels(slide, task.file.files) as levels:
