@@ -254,7 +254,7 @@ def test_tile_hash_of_tiff_without_quickhash(tmp_path: Path) -> None:
         ("broken.svs", "a text file"),
         ("git-lfs-pointer.ndpi", "a Git LFS pointer"),
         ("unopenable.tiff", "Unsupported TIFF compression"),
-        ("not-a-pyramid.tif", "a TIFF that is not a tiled slide"),
+        ("not-a-pyramid.tif", "1 sample of 16 bits, photometric MINISBLACK"),
     ],
 )
 def test_error_of_bad_file_describes_its_content(data: Path, name: str, message: str) -> None:

@@ -36,6 +36,10 @@ class NotPlain(ValueError):
     """A tile cannot be converted to a JPEG file; the text is what was found."""
 
 
+class OtherFrame(NotPlain):
+    """A tile has another frame than the other tiles of its level, or one that few decoders support."""
+
+
 @dataclass(frozen=True, slots=True)
 class Frame:
     """Size, sampling and bits per sample in a JPEG header.
@@ -70,7 +74,8 @@ class TileFormat:
         """Return a tile as a JPEG file; its compressed data is unchanged.
 
         Raises:
-            NotPlain: the tile is truncated, not a JPEG, or has another frame than `frame`.
+            OtherFrame: the tile has another frame than `frame`.
+            NotPlain: the tile is truncated, or not a JPEG.
         """
         end = _end(tile)
         if self._known is None or not tile.startswith(self._known[0]):
@@ -91,7 +96,7 @@ class TileFormat:
         header = self._begin + b"".join(kept)
         found = frame_of(header)
         if self._frame is not None and found != self._frame:
-            raise NotPlain(f"{found}, the other tiles are {self._frame}")
+            raise OtherFrame(f"{found}, the other tiles are {self._frame}")
         markers = {marker for marker, _, _ in _segments(header)}
         for marker, name in ((_DQT, "quantisation"), (_DHT, "Huffman")):
             if marker not in markers:
@@ -103,7 +108,8 @@ def frame_of(jpeg: bytes) -> Frame:
     """Return the frame of a JPEG header.
 
     Raises:
-        NotPlain: there is no frame, or it has a type that few decoders support.
+        OtherFrame: there is no frame, or it has a type that few decoders support.
+        NotPlain: the header is damaged.
     """
     for marker, start, stop in _segments(jpeg):
         if marker in _SOF:
@@ -112,7 +118,7 @@ def frame_of(jpeg: bytes) -> Frame:
             factors = body[7 : 6 + 3 * body[5] : 3]
             sampling = tuple((factor >> 4, factor & 15) for factor in factors)
             return Frame(Size(width, height), sampling, body[0])
-    raise NotPlain("no baseline or progressive frame")
+    raise OtherFrame("no baseline or progressive frame")
 
 
 def _segments(jpeg: bytes) -> Iterator[tuple[int, int, int]]:

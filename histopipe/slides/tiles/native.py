@@ -10,6 +10,7 @@ import functools
 import math
 import os
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,13 +22,23 @@ from numpy.typing import NDArray
 
 from histopipe.errors import SlideUnreadable
 from histopipe.geometry import RegionLevel, Size
-from histopipe.slides.tiles.jpeg import Colour, Frame, NotPlain, TileFormat, frame_of
+from histopipe.slides.tiles.jpeg import (
+    Colour,
+    Frame,
+    NotPlain,
+    OtherFrame,
+    TileFormat,
+    frame_of,
+)
 from histopipe.system.files import Closing
 
 _DECODED_BYTES = 48 << 20
 """Bytes of decoded tiles that are cached for the patches that share them."""
 _LARGEST_TILE, _LONGEST_TILE = 1 << 26, 1 << 28
 """Most pixels and bytes of a tile. A damaged header may claim more, which must not be read into memory."""
+
+_SAMPLED_FRAMES = 9
+"""Number of tiles whose frames are compared. A few tiles of a level may have another one."""
 
 T = TypeVar("T", int, NDArray[np.int64])
 
@@ -43,7 +54,7 @@ class NativeLevel:
     `x_level` and `y_level` are the corner of the first tile. `size` is that of the image that the tiles form; tiles at
     the right and lower edge extend beyond it. `colour` is from the slide's header. `tables` are JPEG tables that all
     tiles share; empty if each contains its tables. `offsets` and `lengths` are (rows, columns) int64 bytes in the file;
-    the length is 0 for a tile that was never written. `frame` is the JPEG frame that all tiles must have.
+    the length is 0 for a tile that was never written. `frame` is the JPEG frame of most tiles; OpenSlide reads the others.
     """
 
     path: Path
@@ -87,10 +98,12 @@ class NativeTiles(Closing):
             raise SlideUnreadable(f"{native.path} cannot be read", found=error.strerror) from error
 
     def jpeg(self, row: int, column: int) -> bytes | None:
-        """Return a tile as a plain JPEG file with its original compressed data; None if it was never written.
+        """Return a tile as a plain JPEG file with its original compressed data.
+
+        None if it was never written, or has another frame than the other tiles: only OpenSlide can read it.
 
         Raises:
-            SlideUnreadable: the tile is damaged, or has another frame than the other tiles.
+            SlideUnreadable: the tile is damaged.
         """
         native = self.native
         length, offset = int(native.lengths[row, column]), int(native.offsets[row, column])
@@ -119,6 +132,8 @@ class NativeTiles(Closing):
             data = os.pread(self._file, length, offset)
             if len(data) == length:
                 return self._format.plain(data)
+        except OtherFrame:
+            return None
         except (NotPlain, OSError) as error:
             raise self.unreadable(row, column, str(error)) from error
         raise self.unreadable(row, column, f"{len(data)} of {length} bytes: the file is truncated")
@@ -127,7 +142,7 @@ class NativeTiles(Closing):
         """Return a region of the image as a new (H / reduction, W / reduction, 3) uint8 RGB array.
 
         `reduction` is 1, 2, 4 or 8, and must divide the tiles and the region; tiles are decoded by scaled DCT. Return
-        None if part of the region was never written.
+        None if only OpenSlide can read part of the region.
 
         Raises:
             SlideUnreadable: a tile in the region is damaged.
@@ -189,28 +204,34 @@ def _decode(tiles: NativeTiles, reduction: int, row: int, column: int) -> NDArra
 
 
 def with_frame(native: NativeLevel) -> NativeLevel:
-    """Return the level with the frame of its longest tile, which all used tiles must have.
+    """Return the level with the most frequent frame of some of its longer tiles.
 
     The slide's header is not reliable: that of CMU-1-Small-Region has 4:2:0, but its tiles are 4:4:4.
 
     Raises:
-        NotNative: the longest tile cannot be used.
+        NotNative: these tiles cannot be used.
     """
-    place = np.unravel_index(int(native.lengths.argmax()), native.lengths.shape)
-    length = int(native.lengths[place])
+    length = int(native.lengths.max())
     if native.tile.area > _LARGEST_TILE or length > _LONGEST_TILE:
         raise NotNative(f"its tiles are too large: {native.tile} pixels, up to {length} bytes")
-    try:
-        with NativeTiles(native) as tiles:
-            longest = tiles.jpeg(int(place[0]), int(place[1]))
-        frame = frame_of(longest or b"")
-    except SlideUnreadable as error:
-        raise NotNative(str(error)) from error
-    except NotPlain as error:
-        raise NotNative(f"its longest tile has {error}") from error
+    longer = np.argsort(-native.lengths, axis=None, kind="stable")
+    longer = longer[: max(1, np.count_nonzero(native.lengths) // 2)]
+    frames, problems = Counter[Frame](), list[str]()
+    with NativeTiles(native) as tiles:
+        for number in np.unique(np.linspace(0, len(longer) - 1, _SAMPLED_FRAMES).astype(int)):
+            row, column = divmod(int(longer[number]), native.lengths.shape[1])
+            try:
+                frames[frame_of(tiles.jpeg(row, column) or b"")] += 1
+            except NotPlain as error:
+                problems.append(f"its longest tile has {error}")
+            except SlideUnreadable as error:
+                problems.append(str(error))
+    if not frames:
+        raise NotNative(problems[0])
+    frame = frames.most_common(1)[0][0]
     if frame.size != native.tile or frame.bits != 8 or len(frame.sampling) not in (1, 3):
         raise NotNative(
-            f"its longest tile is {frame}, expected {native.tile} of 8 bits with 1 or 3 components"
+            f"its tiles are {frame}, expected {native.tile} of 8 bits with 1 or 3 components"
         )
     return dataclasses.replace(native, frame=frame)
 
