@@ -44,6 +44,7 @@ from histopipe.slides.slide_files import Fingerprint, fingerprint, tile_hash
 from histopipe.slides.thumbnail import (
     THUMBNAIL_MPP,
     Thumbnail,
+    colour_note,
     read_thumbnail,
     thumbnail_level,
     usual_mpp,
@@ -135,6 +136,8 @@ def plan_slide(
                 outside = slide.coords is not None and sticks_out(plan, info)
                 wanted = "openslide" if outside else options.route
                 route = choose_route(slide.id, plan, spec, wanted, levels)
+                colours = (colour_note(thumbnail.pixels), levels.conflict(plan.choice.level))
+                notes += [*info.notes, *filter(None, colours)]
         recipe = PatchRecipe(file.path, plan.choice, route, spec, info.reader)
         estimate = _estimate(recipe, plan)
         labels, corners = None, (plan.x_l0, plan.y_l0, plan.side_l0)

@@ -35,7 +35,7 @@ from histopipe.slides.scale import check_mpp, resolve_mpp
 from histopipe.slides.slide import Slide
 from histopipe.slides.slide_files import SlideFile
 from histopipe.slides.tables import SlideNames, read_mpps
-from histopipe.slides.thumbnail import Thumbnail
+from histopipe.slides.thumbnail import Thumbnail, colour_note
 from histopipe.slides.tiles.check import NativeLevels
 from histopipe.system.progress import Progress, default_progress
 from histopipe.system.worker_pool import WorkerDied, WorkerPool, results_of
@@ -155,6 +155,7 @@ def _write_mask_of(task: _Task) -> tuple[SlideTissue, NDArray[np.uint8]]:
             notes.append(f"scale unknown: {error.what}")
         with NativeLevels(slide, task.file.files) as levels:
             thumbnail = thumbnail_of(slide, mpp, levels, task.spec)
+        notes += [*info.notes, *filter(None, [colour_note(thumbnail.pixels)])]
         mask, origin, kept = _mask_of(task, slide, mpp, thumbnail)
         grid = Grid.of(thumbnail, info.size)
     source = origin or str(task.spec.tissue_model or task.spec.tissue)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -69,11 +70,15 @@ def _opener(name: str) -> Callable[[Path], Slide]:
 
 
 def _open_with_openslide(path: Path) -> Slide:
+    notes: tuple[str, ...] = ()
     if _is_tiff(path):
         from histopipe.slides.tiff_pyramid import check_openslide_pages
 
-        check_openslide_pages(path)
-    return OpenSlideReader(path)
+        notes = check_openslide_pages(path)
+    slide = OpenSlideReader(path)
+    if slide.info.vendor in _GENERIC:
+        slide.info = replace(slide.info, notes=notes)
+    return slide
 
 
 def _may_be_fastslides(path: Path) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,9 @@ _OPENSLIDE_KINDS = (*_KINDS, (3, 1), (2, 4, 1), (2, 4, 2))
 """OpenSlide also reads palettes, and RGB with an alpha channel, associated or not. It takes any extra sample for one."""
 _JPEGS = (6, 7, 34892, 33007)
 """Compressions whose decoder converts YCbCr to RGB."""
+_SMALL_IMAGE = 50
+"""Images of less than this fraction of the largest one are overviews, or show no tissue."""
+_NO_TISSUE = re.compile("label|macro|overview|thumbnail", re.IGNORECASE)
 _PER_CM, _PER_INCH = 3, 2
 
 
@@ -103,7 +106,8 @@ def read_pyramid(path: Path, tiff: tifffile.TiffFile) -> tuple[list[TiffImage], 
     series = max(
         tiff.series, key=lambda it: it.shape[it.axes.index("Y")] * it.shape[it.axes.index("X")]
     )
-    ome = read_ome(tiff.ome_metadata or "") if tiff.is_ome else OmeImage()
+    page = series.keyframe.index
+    ome = read_ome(tiff.ome_metadata or "", page) if tiff.is_ome else OmeImage()
     _check_axes(path, series, ome)
     images = [_image(path, level) for level in series.levels]
     page, size = images[0].page, images[0].size
@@ -122,8 +126,38 @@ def read_pyramid(path: Path, tiff: tifffile.TiffFile) -> tuple[list[TiffImage], 
     return images, SlideInfo(
         vendor=kind, levels=levels, bounds=RegionL0(PointL0(0, 0), size), mpp_x=mpp_x, mpp_y=mpp_y,
         objective_power=power, quickhash=None, has_icc_profile=_ICC_PROFILE in page.tags,
-        reader=f"tifffile {tifffile.__version__}",
+        reader=f"tifffile {tifffile.__version__}", notes=_other_images([(one.name, one.keyframe) for one in tiff.series], series.keyframe),
     )  # fmt: skip
+
+
+def _other_images(images: Iterable[tuple[str, Any]], read: Any) -> tuple[str, ...]:
+    """Return a note about images of a file that may show tissue, but are neither read nor levels of the one that is.
+
+    `images` are names and pages, and `read` is the page that is read.
+    """
+    width, height = read.imagewidth, read.imagelength
+    others = [
+        f"{page.imagewidth}×{page.imagelength}"
+        for name, page in images
+        if page.index != read.index
+        and page.imagewidth * page.imagelength * _SMALL_IMAGE >= width * height
+        and not _NO_TISSUE.search(name)
+        and not _is_reduced(width / page.imagewidth, height / page.imagelength)
+    ]
+    if not others:
+        return ()
+    return (
+        f"only its image of {width}×{height} pixels is read, not {counted(len(others), 'other image')}: "
+        f"{', '.join(others[:5])}",
+    )
+
+
+def _is_reduced(*ratios: float) -> bool:
+    """Return whether an image seems to be a level of another one, by the ratios of their sides."""
+    powers = {round(math.log2(ratio)) for ratio in ratios}
+    return min(powers) > 0 and all(
+        len(powers) == 1 and abs(ratio / 2**power - 1) < 0.02 for ratio in ratios for power in powers
+    )
 
 
 def _check_axes(path: Path, series: Any, ome: OmeImage) -> None:
@@ -185,11 +219,14 @@ def _image(path: Path, level: Any) -> TiffImage:
     return image
 
 
-def check_openslide_pages(path: Path) -> None:
+def check_openslide_pages(path: Path) -> tuple[str, ...]:
     """Check the pixels of the images that OpenSlide may read as levels: the tiled ones, or the first one.
 
     OpenSlide reads 16-bit, signed and CIELAB pixels, too, as black or shifted colours. A file that tifffile cannot read
     is left to OpenSlide.
+
+    Returns:
+        A note about other images. It applies to generic TIFF files, of which OpenSlide reads the first image.
 
     Raises:
         SlideUnreadable: they are of another kind than 8-bit RGB, YCbCr, grey or palette.
@@ -199,10 +236,11 @@ def check_openslide_pages(path: Path) -> None:
             pages = [page for page in tiff.pages if page.is_tiled] or [tiff.pages.first]
             for page in pages:
                 _check_kind(path, page, _OPENSLIDE_KINDS)
+            return _other_images([(page.description, page) for page in pages], pages[0])
     except SlideUnreadable:
         raise
     except Exception:  # noqa: BLE001 - on a damaged header, tifffile may raise any exception
-        return
+        return ()
 
 
 def _check_kind(path: Path, page: Any, kinds: Collection[tuple[int, ...]]) -> None:

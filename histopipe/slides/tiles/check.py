@@ -72,6 +72,13 @@ class NativeLevels(Closing):
             raise known
         return known
 
+    def conflict(self, level: Level) -> str | None:
+        """Return a note if the tiles of a level declare other colours than the header; None if they do not."""
+        try:
+            return self.get(level)[0].native.conflict
+        except NotNative as error:
+            return error.conflict
+
     def close(self) -> None:
         """Close the files and free the decoded tiles."""
         for known in self._known.values():

@@ -20,11 +20,11 @@ import numpy as np
 import pydicom
 from numpy.typing import NDArray
 from pydicom.encaps import parse_basic_offsets, parse_fragments
-from pydicom.uid import JPEGBaseline8Bit
+from pydicom.uid import JPEG2000TransferSyntaxes, JPEGBaseline8Bit
 
 from histopipe.geometry import Level, Size
 from histopipe.slides.tiles.jpeg import Colour
-from histopipe.slides.tiles.native import NativeLevel, NotNative, with_frame
+from histopipe.slides.tiles.native import NativeLevel, NotNative, check_transform, with_frame
 
 _SIZE = ("TotalPixelMatrixColumns", "TotalPixelMatrixRows")
 _FRAMES = ("Columns", "Rows", "PhotometricInterpretation", "DimensionOrganizationType")
@@ -95,7 +95,8 @@ def find_tiles(files: tuple[Path, ...], level: Level) -> NativeLevel:
                 )
             return with_frame(_native(found[0], level.size))
     except NotNative as error:
-        raise NotNative(_with_damage(str(error), damage)) from error
+        error.args = (_with_damage(str(error), damage),)
+        raise
     except Exception as error:
         reason = f"its frames cannot be found: {error}"
         raise NotNative(_with_damage(reason, damage)) from error
@@ -120,7 +121,12 @@ def _native(path: Path, size: Size) -> NativeLevel:
     header = read_header(path, *_FRAMES)
     syntax = header.file_meta.TransferSyntaxUID
     if syntax != JPEGBaseline8Bit:
-        raise NotNative(f"its tiles are {syntax.name}")
+        error = NotNative(f"its tiles are {syntax.name}")
+        if syntax in JPEG2000TransferSyntaxes:
+            declared = str(header.PhotometricInterpretation)
+            transformed = True if declared in ("YBR_ICT", "YBR_RCT") else None
+            error.conflict = check_transform(path, int(_frames(path)[0][0]), declared, transformed)
+        raise error
     colour = _COLOURS.get(header.PhotometricInterpretation)
     if colour is None:
         raise NotNative(f"its pixels are {header.PhotometricInterpretation}")

@@ -10,6 +10,7 @@ Source:
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,6 +21,7 @@ Colour = Literal["rgb", "ycbcr", "grey"]
 SOI, EOI = b"\xff\xd8", b"\xff\xd9"
 
 _SOS, _SOF, _DHT, _DQT, _DRI = 0xDA, (0xC0, 0xC1, 0xC2), 0xC4, 0xDB, 0xDD
+_APP0, _APP14 = 0xE0, 0xEE
 _KEPT = {_SOS, _DHT, _DQT, _DRI, *_SOF}
 """Segments that decoding needs. Comments and application segments (JFIF, Exif, profiles, Adobe) are left out: they may
 contradict the slide's header, and may contain private data."""
@@ -119,6 +121,42 @@ def frame_of(jpeg: bytes) -> Frame:
             sampling = tuple((factor >> 4, factor & 15) for factor in factors)
             return Frame(Size(width, height), sampling, body[0])
     raise OtherFrame("no baseline or progressive frame")
+
+
+def declared_colour(jpeg: bytes) -> Colour | None:
+    """Return the colour space of three components that the markers of a JPEG header declare; None if they do not.
+
+    Unlike in libjpeg, the Adobe segment and the components' names come before JFIF, which some writers add to RGB.
+    """
+    declared: Colour | None = None
+    with suppress(NotPlain):
+        for marker, start, stop in _segments(jpeg):
+            body = jpeg[start + 4 : stop]
+            if marker == _APP14 and body.startswith(b"Adobe"):
+                return "ycbcr" if body[11:12] == b"\x01" else "rgb"
+            if marker == _APP0 and body.startswith(b"JFIF"):
+                declared = "ycbcr"
+            if marker in _SOF:
+                names, factors = body[6:15:3], body[7:15:3]
+                if len(names) != 3 or names == b"RGB":
+                    return "rgb" if names == b"RGB" else None
+                # Only the chroma of YCbCr is subsampled.
+                return "ycbcr" if len(set(factors)) > 1 else declared
+    return None
+
+
+def has_component_transform(stream: bytes) -> bool | None:
+    """Return whether a JPEG 2000 code stream stores transformed RGB; None if its header cannot be read.
+
+    Source:
+        ITU-T T.800, A.6.1 (the COD segment).
+    """
+    place = 2
+    while stream[:2] == b"\xff\x4f" and stream[place : place + 1] == b"\xff":
+        if stream[place + 1 : place + 2] == b"\x52" and place + 9 <= len(stream):
+            return stream[place + 8] == 1
+        place += 2 + int.from_bytes(stream[place + 2 : place + 4])
+    return None
 
 
 def _segments(jpeg: bytes) -> Iterator[tuple[int, int, int]]:

@@ -28,15 +28,19 @@ from histopipe.slides.tiles.jpeg import (
     NotPlain,
     OtherFrame,
     TileFormat,
+    declared_colour,
     frame_of,
+    has_component_transform,
 )
 from histopipe.system.files import Closing
 
 _DECODED_BYTES = 48 << 20
 """Bytes of decoded tiles that are cached for the patches that share them."""
+_JPEG_2000_HEADER = 4096
 _LARGEST_TILE, _LONGEST_TILE = 1 << 26, 1 << 28
 """Most pixels and bytes of a tile. A damaged header may claim more, which must not be read into memory."""
 
+_COLOURS: dict[Colour, str] = {"rgb": "RGB", "ycbcr": "YCbCr", "grey": "grey"}
 _SAMPLED_FRAMES = 9
 """Number of tiles whose frames are compared. A few tiles of a level may have another one."""
 
@@ -44,7 +48,9 @@ T = TypeVar("T", int, NDArray[np.int64])
 
 
 class NotNative(ValueError):
-    """Tiles of a level cannot be used directly; the text is the reason."""
+    """Tiles of a level cannot be used directly; the text is the reason. `conflict` is as in `NativeLevel`."""
+
+    conflict: str | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,6 +73,8 @@ class NativeLevel:
     offsets: NDArray[np.int64]
     lengths: NDArray[np.int64]
     frame: Frame | None = None
+    conflict: str | None = None
+    """Note that markers of the tiles declare other colours than the header, which OpenSlide follows."""
 
     def tile_at(self, x: T, y: T) -> tuple[T, T]:
         """Return row and column of the tile that contains a pixel of the level; `x` and `y` are numbers or arrays."""
@@ -137,6 +145,12 @@ class NativeTiles(Closing):
         except (NotPlain, OSError) as error:
             raise self.unreadable(row, column, str(error)) from error
         raise self.unreadable(row, column, f"{len(data)} of {length} bytes: the file is truncated")
+
+    def declared_colour(self, row: int, column: int) -> Colour | None:
+        """Return the colour space that a tile declares; None if it declares none, or is damaged."""
+        native = self.native
+        place = int(native.lengths[row, column]), int(native.offsets[row, column])
+        return declared_colour(os.pread(self._file, *place))
 
     def pixels(self, region: RegionLevel, reduction: int = 1) -> NDArray[np.uint8] | None:
         """Return a region of the image as a new (H / reduction, W / reduction, 3) uint8 RGB array.
@@ -216,12 +230,13 @@ def with_frame(native: NativeLevel) -> NativeLevel:
         raise NotNative(f"its tiles are too large: {native.tile} pixels, up to {length} bytes")
     longer = np.argsort(-native.lengths, axis=None, kind="stable")
     longer = longer[: max(1, np.count_nonzero(native.lengths) // 2)]
-    frames, problems = Counter[Frame](), list[str]()
+    frames, colours, problems = Counter[Frame](), Counter[Colour](), list[str]()
     with NativeTiles(native) as tiles:
         for number in np.unique(np.linspace(0, len(longer) - 1, _SAMPLED_FRAMES).astype(int)):
             row, column = divmod(int(longer[number]), native.lengths.shape[1])
             try:
                 frames[frame_of(tiles.jpeg(row, column) or b"")] += 1
+                colours[tiles.declared_colour(row, column) or native.colour] += 1
             except NotPlain as error:
                 problems.append(f"its longest tile has {error}")
             except SlideUnreadable as error:
@@ -233,7 +248,30 @@ def with_frame(native: NativeLevel) -> NativeLevel:
         raise NotNative(
             f"its tiles are {frame}, expected {native.tile} of 8 bits with 1 or 3 components"
         )
-    return dataclasses.replace(native, frame=frame)
+    conflict = None
+    del colours[native.colour]
+    for colour, count in colours.items():
+        conflict = (
+            f"its header declares {_COLOURS[native.colour]} pixels, but {count} of {frames.total()} of its tiles "
+            f"declare {_COLOURS[colour]}: their colours may be wrong"
+        )
+    return dataclasses.replace(native, frame=frame, conflict=conflict)
+
+
+def check_transform(path: Path, offset: int, header: str, transformed: bool | None) -> str | None:
+    """Return a note if a JPEG 2000 tile has another component transform than the slide's header declares.
+
+    `transformed` is None if the header declares nothing.
+    """
+    with path.open("rb") as file:
+        file.seek(offset)
+        present = has_component_transform(file.read(_JPEG_2000_HEADER))
+    if None in (present, transformed) or present == transformed:
+        return None
+    return (
+        f"its header declares {header}, but its JPEG 2000 tiles have {'a' if present else 'no'} component transform: "
+        "its colours may be wrong"
+    )
 
 
 def reduction_of(native: NativeLevel, factor: int) -> int:

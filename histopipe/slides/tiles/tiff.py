@@ -14,9 +14,9 @@ import tifffile
 from histopipe.geometry import Level, Size
 from histopipe.slides.slide import SlideInfo
 from histopipe.slides.tiles.jpeg import Colour
-from histopipe.slides.tiles.native import NativeLevel, NotNative, with_frame
+from histopipe.slides.tiles.native import NativeLevel, NotNative, check_transform, with_frame
 
-_JPEG = 7
+_JPEG, _JPEG_2000_YCBCR = 7, 33003
 _COMPRESSIONS = {
     1: "not compressed",
     6: "old-style JPEG (TIFF compression 6), which stores its tables separately",
@@ -67,7 +67,11 @@ def _native(path: Path, page: tifffile.TiffPage, x: int, y: int) -> NativeLevel:
     if compression != _JPEG:
         name = getattr(page.compression, "name", str(compression)).lower().replace("_", " ")
         known = _COMPRESSIONS.get(compression, f"compressed by {name}")
-        raise NotNative(f"its tiles are {known}")
+        error = NotNative(f"its tiles are {known}")
+        if compression == _JPEG_2000_YCBCR:
+            offset = next((offset for offset in page.dataoffsets if offset), 0)
+            error.conflict = check_transform(path, int(offset), "YCbCr without a transform", False)
+        raise error
     colour = _COLOURS.get(int(page.photometric))
     if colour is None or page.bitspersample != 8 or page.samplesperpixel not in (1, 3):
         raise NotNative(
