@@ -239,9 +239,13 @@ def test_tile_with_other_frame_is_read_through_openslide(
         Size(64, 64),
         Variant(save={"quality": 80}, edit=swap),
     )
-    planned, values = patches(path, route, patch_size=64, codec="auto" if route == "copy" else "png")
+    planned, values = patches(
+        path, route, patch_size=64, codec="auto" if route == "copy" else "png"
+    )
     if mode == "L":
-        assert isinstance(values[5], SlideUnreadable)  # OpenSlide refuses a grey tile of a colour level
+        assert isinstance(
+            values[5], SlideUnreadable
+        )  # OpenSlide refuses a grey tile of a colour level
         assert "Bogus JPEG colorspace" in str(values[5])
         return
     differences = [

@@ -35,7 +35,9 @@ if TYPE_CHECKING:
     default="otsu",
     help="otsu (the newest version, otsu-2), otsu-1, otsu-2, or a segmentation network (.onnx or .keras).",
 )
-@click.option("--mpp-csv", type=PATH, help="CSV: slide,mpp. Takes precedence over the slides' headers.")
+@click.option(
+    "--mpp-csv", type=PATH, help="CSV: slide,mpp. Takes precedence over the slides' headers."
+)
 @click.option("--default-mpp", type=float, help="Level-0 mpp of slides without a scale.")
 @click.option(
     "--workers", type=click.IntRange(1), help="Number of processes.  [default: one per core]"
@@ -151,7 +153,9 @@ def tissue(slides: tuple[Path, ...], out: Path, *, as_json: bool, **options: Any
     help="CSV file with the columns slide, label, and optionally patient and site.  "
     "[default: labels.csv in the slide folder, else the sub-folders]",
 )
-@click.option("--mpp-csv", type=PATH, help="CSV: slide,mpp. Takes precedence over the slides' headers.")
+@click.option(
+    "--mpp-csv", type=PATH, help="CSV: slide,mpp. Takes precedence over the slides' headers."
+)
 @click.option("--default-mpp", type=float, help="Level-0 mpp of slides without a scale.")
 @click.option(
     "--slide-list",

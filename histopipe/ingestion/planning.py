@@ -33,7 +33,7 @@ from histopipe.ingestion.patch_source import (
     encode_thumbnail,
 )
 from histopipe.ingestion.records import with_fingerprint
-from histopipe.ingestion.route import RouteChoice, choose_route
+from histopipe.ingestion.route import RouteChoice, choose_route, pixel_notes
 from histopipe.masks.finding import TissueSource, find_tissue
 from histopipe.masks.grid import Grid
 from histopipe.masks.mask_files import png_mask
@@ -44,7 +44,6 @@ from histopipe.slides.slide_files import Fingerprint, fingerprint, tile_hash
 from histopipe.slides.thumbnail import (
     THUMBNAIL_MPP,
     Thumbnail,
-    colour_note,
     read_thumbnail,
     thumbnail_level,
     usual_mpp,
@@ -136,8 +135,9 @@ def plan_slide(
                 outside = slide.coords is not None and sticks_out(plan, info)
                 wanted = "openslide" if outside else options.route
                 route = choose_route(slide.id, plan, spec, wanted, levels)
-                colours = (colour_note(thumbnail.pixels), levels.conflict(plan.choice.level))
-                notes += [*info.notes, *filter(None, colours)]
+                imported = np.full(thumbnail.pixels.shape[:2], slide.coords is not None)
+                chosen = imported if mask is None else mask.pixels
+                notes += [*info.notes, *pixel_notes(levels, plan, thumbnail, chosen)]
         recipe = PatchRecipe(file.path, plan.choice, route, spec, info.reader)
         estimate = _estimate(recipe, plan)
         labels, corners = None, (plan.x_l0, plan.y_l0, plan.side_l0)

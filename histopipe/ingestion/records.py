@@ -195,10 +195,8 @@ def outcome_without_ingest(
     # --force also imports coordinates again: they may have changed.
     if options.force and (changed or scale or slide.coords is not None):
         return None
-    if changed:
-        problem = f"{path} {changed} since it was ingested; pass --force to ingest it again"
-        return failed_outcome(record, problem)
-    outcome = outcome_of(record, Status.SKIPPED)
+    problem = f"{path} {changed} since it was ingested; pass --force to ingest it again"
+    outcome = failed_outcome(record, problem) if changed else outcome_of(record, Status.SKIPPED)
     return replace(outcome, notes=(*outcome.notes, scale)) if scale else outcome
 
 
@@ -229,9 +227,10 @@ def _scale_change(record: SlideRecord, slide: SlideInput, options: IngestOptions
     used = slide.mpp or default
     if used is None or (record.mpp is not None and equal_scales(used, Mpp(record.mpp))):
         return None
-    before = "an unknown scale" if record.mpp is None else f"{record.mpp:g} mpp"
-    source = f" ({record.mpp_source})" if record.mpp_source else ""
+    before = (
+        "an unknown scale" if record.mpp is None else f"{record.mpp:g} mpp ({record.mpp_source})"
+    )
     return (
-        f"it was ingested with {before}{source}, and {used:g} mpp is not used; "
+        f"it was ingested with {before}, and {used:g} mpp is not used; "
         "pass --force to ingest it again"
     )

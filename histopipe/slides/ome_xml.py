@@ -46,7 +46,7 @@ def read_ome(text: str, page: int) -> OmeImage:
     A text that cannot be parsed, or has several images, none of which begins there, has no values.
     """
     try:
-        root = ElementTree.fromstring(text)
+        root: Any = ElementTree.fromstring(text)
     except (ElementTree.ParseError, DefusedXmlException, ValueError):
         return OmeImage()
     space = root.tag.partition("}")[0] + "}" if root.tag.startswith("{") else ""
@@ -75,11 +75,12 @@ def _first_page(image: Any, space: str) -> int:
 
 def _magnification(root: Any, image: Any, space: str) -> str | None:
     """Return the magnification of the objective of an image; None if it names none of several."""
-    objectives = root.findall(f"{space}Instrument/{space}Objective")
-    settings = image.find(f"{space}ObjectiveSettings")
-    if settings is not None:
-        objectives = [one for one in objectives if one.get("ID") == settings.get("ID")]
-    powers = {objective.get("NominalMagnification") for objective in objectives}
+    names = [settings.get("ID") for settings in image.iterfind(f"{space}ObjectiveSettings")]
+    powers = {
+        objective.get("NominalMagnification")
+        for objective in root.iterfind(f"{space}Instrument/{space}Objective")
+        if not names or objective.get("ID") in names
+    }
     return powers.pop() if len(powers) == 1 else None
 
 

@@ -76,8 +76,7 @@ def _open_with_openslide(path: Path) -> Slide:
 
         notes = check_openslide_pages(path)
     slide = OpenSlideReader(path)
-    if slide.info.vendor in _GENERIC:
-        slide.info = replace(slide.info, notes=notes)
+    slide.info = replace(slide.info, notes=notes if slide.info.vendor in _GENERIC else ())
     return slide
 
 

@@ -60,17 +60,11 @@ def resolve_mpp(
     Raises:
         ScaleError: none of these is plausible, or the pixels are not square.
     """
-    try:
-        in_header, rejected = _from_properties(name, info)
-    except ScaleError as error:
-        if from_csv is None:
-            raise
-        return ResolvedMpp(from_csv, MppSource.CSV, f"{from_csv:g} mpp from the CSV is used; {error}")
+    in_header, rejected = _from_properties(name, info, from_csv)
     if from_csv is not None and in_header is not None and not equal_scales(from_csv, in_header):
         note = f"{from_csv:g} mpp from the CSV is used; the slide's header has {in_header:g}"
-        near = same_scale(from_csv, in_header)
-        return ResolvedMpp(from_csv, MppSource.CSV, None if near else note)
-    if in_header is not None:
+        rejected = None if same_scale(from_csv, in_header) else note
+    elif in_header is not None:
         return ResolvedMpp(in_header, MppSource.PROPERTIES)
     if from_csv is not None:
         return ResolvedMpp(from_csv, MppSource.CSV, rejected)
@@ -87,7 +81,9 @@ def resolve_mpp(
     )
 
 
-def _from_properties(name: str, info: SlideInfo) -> tuple[Mpp | None, str | None]:
+def _from_properties(
+    name: str, info: SlideInfo, from_csv: Mpp | None
+) -> tuple[Mpp | None, str | None]:
     """Return the mpp of the header, or the reason why it is rejected."""
     values = [value for value in map(_number, (info.mpp_x, info.mpp_y)) if value is not None]
     if not values:
@@ -97,6 +93,11 @@ def _from_properties(name: str, info: SlideInfo) -> tuple[Mpp | None, str | None
         if why is not None:
             return None, f"{value:g} mpp in its header, rejected: {why}"
     if not same_scale(Mpp(values[0]), Mpp(values[-1])):
+        if from_csv is not None:
+            return None, (
+                f"{from_csv:g} mpp from the CSV is used; the slide's header has "
+                f"{values[0]:g} by {values[-1]:g} mpp"
+            )
         raise ScaleError(
             f"{name} has pixels that are not square",
             found=f"{values[0]:g} by {values[-1]:g} mpp",

@@ -147,13 +147,12 @@ def colour_note(pixels: NDArray[np.uint8]) -> str | None:
     neutral = ((np.ptp(some, axis=2) < 40) & (green > 150)).mean() if some.size else 1.0
     pink = (red > 180) & (abs(green - 128) < 8) & (abs(blue - 128) < 8)
     magenta = (red > 245) & (blue > 245) & (abs(green - 122) < 8)
-    for wrong, stored, read in ((pink, "YCbCr", "RGB"), (magenta, "RGB", "YCbCr")):
+    for wrong, text in (
+        (pink, "pink, as if YCbCr pixels were read as RGB"),
+        (magenta, "magenta, as if RGB pixels were read as YCbCr"),
+    ):
         if wrong.mean() > max(0.05, 10 * neutral):
-            colour = ", ".join(str(int(value)) for value in np.median(some[wrong], axis=0))
-            return (
-                f"its colours are probably wrong: its background is ({colour}), as if {stored} pixels were read as {read}; "
-                "check the colour space in its header"
-            )
+            return f"its colours are probably wrong: its background is {text}; check the colour space in its header"
     return None
 
 

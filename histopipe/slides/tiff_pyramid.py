@@ -136,28 +136,20 @@ def _other_images(images: Iterable[tuple[str, Any]], read: Any) -> tuple[str, ..
     `images` are names and pages, and `read` is the page that is read.
     """
     width, height = read.imagewidth, read.imagelength
+    reduced = [(width >> power, height >> power) for power in range(1, 16)]
     others = [
         f"{page.imagewidth}×{page.imagelength}"
         for name, page in images
         if page.index != read.index
         and page.imagewidth * page.imagelength * _SMALL_IMAGE >= width * height
         and not _NO_TISSUE.search(name)
-        and not _is_reduced(width / page.imagewidth, height / page.imagelength)
+        and not any(
+            max(abs(page.imagewidth - level[0]), abs(page.imagelength - level[1])) <= 1
+            for level in reduced
+        )
     ]
-    if not others:
-        return ()
-    return (
-        f"only its image of {width}×{height} pixels is read, not {counted(len(others), 'other image')}: "
-        f"{', '.join(others[:5])}",
-    )
-
-
-def _is_reduced(*ratios: float) -> bool:
-    """Return whether an image seems to be a level of another one, by the ratios of their sides."""
-    powers = {round(math.log2(ratio)) for ratio in ratios}
-    return min(powers) > 0 and all(
-        len(powers) == 1 and abs(ratio / 2**power - 1) < 0.02 for ratio in ratios for power in powers
-    )
+    note = f"only its image of {width}×{height} pixels is read, not {counted(len(others), 'other image')}: "
+    return (note + ", ".join(others[:5]),) if others else ()
 
 
 def _check_axes(path: Path, series: Any, ome: OmeImage) -> None:
@@ -233,7 +225,8 @@ def check_openslide_pages(path: Path) -> tuple[str, ...]:
     """
     try:
         with tifffile.TiffFile(path) as tiff:
-            pages = [page for page in tiff.pages if page.is_tiled] or [tiff.pages.first]
+            every: list[Any] = list(tiff.pages)
+            pages = [page for page in every if page.is_tiled] or every[:1]
             for page in pages:
                 _check_kind(path, page, _OPENSLIDE_KINDS)
             return _other_images([(page.description, page) for page in pages], pages[0])
@@ -245,18 +238,24 @@ def check_openslide_pages(path: Path) -> tuple[str, ...]:
 
 def _check_kind(path: Path, page: Any, kinds: Collection[tuple[int, ...]]) -> None:
     """Refuse pixels that are not 8-bit samples of one of the kinds: photometric interpretation, samples, alpha."""
-    bits = page.bitspersample
-    bits = {bits} if isinstance(bits, int) else set(bits)
+    bits = set(np.ravel(page.bitspersample).tolist())
     samples, alpha = int(page.samplesperpixel), tuple(map(int, page.extrasamples))
-    if bits != {8} or page.dtype != np.uint8 or (int(page.photometric), samples, *alpha) not in kinds:
+    if (
+        bits != {8}
+        or page.dtype != np.uint8
+        or (int(page.photometric), samples, *alpha) not in kinds
+    ):
         kind = "" if page.dtype is None or page.dtype.kind == "u" else f" ({page.dtype})"
         raise SlideUnreadable(
             f"{path} has pixels that cannot be used",
             found=f"{counted(samples, 'sample')} of {'/'.join(map(str, sorted(bits)))} bits{kind}, photometric "
             f"{getattr(page.photometric, 'name', page.photometric)}"
-            + "".join(f", extra sample {getattr(extra, 'name', extra)}" for extra in page.extrasamples),
-            expected="8-bit RGB, YCbCr or grey", todo="convert it to 8-bit RGB",
-        )  # fmt: skip
+            + "".join(
+                f", extra sample {getattr(extra, 'name', extra)}" for extra in page.extrasamples
+            ),
+            expected="8-bit RGB, YCbCr or grey",
+            todo="convert it to 8-bit RGB",
+        )
 
 
 def _check_pixels(path: Path, key: Any) -> None:

@@ -72,12 +72,12 @@ class NativeLevels(Closing):
             raise known
         return known
 
-    def conflict(self, level: Level) -> str | None:
-        """Return a note if the tiles of a level declare other colours than the header; None if they do not."""
+    def located(self, level: Level) -> NativeLevel | None:
+        """Return the tiles of a level, also if they cannot be used directly; None if they are not found."""
         try:
-            return self.get(level)[0].native.conflict
+            return self.get(level)[0].native
         except NotNative as error:
-            return error.conflict
+            return error.native
 
     def close(self) -> None:
         """Close the files and free the decoded tiles."""

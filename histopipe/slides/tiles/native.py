@@ -48,9 +48,14 @@ T = TypeVar("T", int, NDArray[np.int64])
 
 
 class NotNative(ValueError):
-    """Tiles of a level cannot be used directly; the text is the reason. `conflict` is as in `NativeLevel`."""
+    """Tiles of a level cannot be used directly; the text is the reason.
 
-    conflict: str | None = None
+    `native` has the tiles if they were located: which of them are missing, and a conflict about their colours.
+    """
+
+    def __init__(self, reason: str, native: NativeLevel | None = None) -> None:
+        super().__init__(reason)
+        self.native = native
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -146,12 +151,6 @@ class NativeTiles(Closing):
             raise self.unreadable(row, column, str(error)) from error
         raise self.unreadable(row, column, f"{len(data)} of {length} bytes: the file is truncated")
 
-    def declared_colour(self, row: int, column: int) -> Colour | None:
-        """Return the colour space that a tile declares; None if it declares none, or is damaged."""
-        native = self.native
-        place = int(native.lengths[row, column]), int(native.offsets[row, column])
-        return declared_colour(os.pread(self._file, *place))
-
     def pixels(self, region: RegionLevel, reduction: int = 1) -> NDArray[np.uint8] | None:
         """Return a region of the image as a new (H / reduction, W / reduction, 3) uint8 RGB array.
 
@@ -233,14 +232,14 @@ def with_frame(native: NativeLevel) -> NativeLevel:
     frames, colours, problems = Counter[Frame](), Counter[Colour](), list[str]()
     with NativeTiles(native) as tiles:
         for number in np.unique(np.linspace(0, len(longer) - 1, _SAMPLED_FRAMES).astype(int)):
-            row, column = divmod(int(longer[number]), native.lengths.shape[1])
+            place = int(longer[number])
+            length, offset = int(native.lengths.flat[place]), int(native.offsets.flat[place])
             try:
-                frames[frame_of(tiles.jpeg(row, column) or b"")] += 1
-                colours[tiles.declared_colour(row, column) or native.colour] += 1
-            except NotPlain as error:
-                problems.append(f"its longest tile has {error}")
-            except SlideUnreadable as error:
-                problems.append(str(error))
+                frames[frame_of(tiles.jpeg(*divmod(place, native.lengths.shape[1])) or b"")] += 1
+                colour = declared_colour(os.pread(tiles._file, length, offset))
+                colours[colour or native.colour] += 1
+            except (NotPlain, SlideUnreadable) as error:
+                problems.append(f"its longest tile: {error}")
     if not frames:
         raise NotNative(problems[0])
     frame = frames.most_common(1)[0][0]
@@ -248,30 +247,30 @@ def with_frame(native: NativeLevel) -> NativeLevel:
         raise NotNative(
             f"its tiles are {frame}, expected {native.tile} of 8 bits with 1 or 3 components"
         )
-    conflict = None
-    del colours[native.colour]
-    for colour, count in colours.items():
-        conflict = (
-            f"its header declares {_COLOURS[native.colour]} pixels, but {count} of {frames.total()} of its tiles "
-            f"declare {_COLOURS[colour]}: their colours may be wrong"
-        )
-    return dataclasses.replace(native, frame=frame, conflict=conflict)
+    others = [_COLOURS[colour] for colour in colours if colour != native.colour]
+    conflict = (
+        f"its header declares {_COLOURS[native.colour]} pixels, but {colours.total() - colours[native.colour]} of "
+        f"{colours.total()} of its tiles declare {' or '.join(others)}: their colours may be wrong"
+    )
+    return dataclasses.replace(native, frame=frame, conflict=conflict if others else None)
 
 
-def check_transform(path: Path, offset: int, header: str, transformed: bool | None) -> str | None:
-    """Return a note if a JPEG 2000 tile has another component transform than the slide's header declares.
+def with_transform(native: NativeLevel, header: str, transformed: bool | None) -> NativeLevel:
+    """Return the level with the conflict that its JPEG 2000 tiles have, if the header declares something else.
 
-    `transformed` is None if the header declares nothing.
+    `transformed` is whether the header declares a component transform; None if it declares nothing.
     """
-    with path.open("rb") as file:
-        file.seek(offset)
+    first = int(native.lengths.argmax())
+    with native.path.open("rb") as file:
+        file.seek(int(native.offsets.flat[first]))
         present = has_component_transform(file.read(_JPEG_2000_HEADER))
     if None in (present, transformed) or present == transformed:
-        return None
-    return (
+        return native
+    conflict = (
         f"its header declares {header}, but its JPEG 2000 tiles have {'a' if present else 'no'} component transform: "
         "its colours may be wrong"
     )
+    return dataclasses.replace(native, conflict=conflict)
 
 
 def reduction_of(native: NativeLevel, factor: int) -> int:

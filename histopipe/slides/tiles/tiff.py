@@ -14,7 +14,7 @@ import tifffile
 from histopipe.geometry import Level, Size
 from histopipe.slides.slide import SlideInfo
 from histopipe.slides.tiles.jpeg import Colour
-from histopipe.slides.tiles.native import NativeLevel, NotNative, check_transform, with_frame
+from histopipe.slides.tiles.native import NativeLevel, NotNative, with_frame, with_transform
 
 _JPEG, _JPEG_2000_YCBCR = 7, 33003
 _COMPRESSIONS = {
@@ -64,16 +64,10 @@ def _size(page: tifffile.TiffPage) -> Size:
 
 def _native(path: Path, page: tifffile.TiffPage, x: int, y: int) -> NativeLevel:
     compression = int(page.compression)
-    if compression != _JPEG:
-        name = getattr(page.compression, "name", str(compression)).lower().replace("_", " ")
-        known = _COMPRESSIONS.get(compression, f"compressed by {name}")
-        error = NotNative(f"its tiles are {known}")
-        if compression == _JPEG_2000_YCBCR:
-            offset = next((offset for offset in page.dataoffsets if offset), 0)
-            error.conflict = check_transform(path, int(offset), "YCbCr without a transform", False)
-        raise error
     colour = _COLOURS.get(int(page.photometric))
-    if colour is None or page.bitspersample != 8 or page.samplesperpixel not in (1, 3):
+    if compression != _JPEG:
+        colour = colour or "rgb"
+    elif colour is None or page.bitspersample != 8 or page.samplesperpixel not in (1, 3):
         raise NotNative(
             f"its pixels are {page.samplesperpixel}×{page.bitspersample} bits, {page.photometric}"
         )
@@ -85,4 +79,12 @@ def _native(path: Path, page: tifffile.TiffPage, x: int, y: int) -> NativeLevel:
     tile, tables = Size(page.tilewidth, page.tilelength), page.jpegtables or b""
     offsets = np.array(page.dataoffsets, np.int64).reshape(shape)
     lengths = np.array(page.databytecounts, np.int64).reshape(shape)
-    return NativeLevel(path, x, y, _size(page), tile, colour, tables, offsets, lengths)
+    native = NativeLevel(path, x, y, _size(page), tile, colour, tables, offsets, lengths)
+    if compression == _JPEG:
+        return native
+    if compression == _JPEG_2000_YCBCR:
+        native = with_transform(native, "YCbCr without a transform", transformed=False)
+    name = getattr(page.compression, "name", str(compression)).lower().replace("_", " ")
+    raise NotNative(
+        f"its tiles are {_COMPRESSIONS.get(compression, f'compressed by {name}')}", native
+    )
