@@ -13,6 +13,7 @@ import pytest
 from conftest import make_slides
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
 from histopipe.errors import NothingToDo, ScaleError, SlideUnreadable, UsageError
 from histopipe.geometry import Level, Mpp, PointL0, RegionL0, Size
@@ -22,6 +23,7 @@ from histopipe.slides.readers import open_slide
 from histopipe.slides.scale import MppSource, resolve_mpp
 from histopipe.slides.slide import SlideInfo, rgb_image
 from histopipe.slides.slide_files import fingerprint, tile_hash
+from histopipe.slides.thumbnail import colour_note, read_thumbnail
 from histopipe.slides.tiles.dicom import find_tiles
 from histopipe.slides.tiles.native import NotNative
 
@@ -200,6 +202,23 @@ def test_note_if_csv_scale_differs_from_header() -> None:
     note = resolve_mpp("a", header("0.25", mpp_y="0.5"), from_csv=Mpp(0.5)).note
     assert note is not None
     assert "0.25 by 0.5 mpp" in note
+
+
+def test_background_of_a_wrong_colour_space_is_noted(data: Path) -> None:
+    pixels = np.full((90, 120, 3), 241, np.uint8)
+    pixels[20:60, 30:90] = (150, 70, 160)  # stained tissue
+    image = Image.fromarray(pixels)
+    assert colour_note(pixels) is None
+    as_rgb = np.asarray(image.convert("YCbCr"))
+    assert "YCbCr pixels were read as RGB" in str(colour_note(as_rgb))
+    as_ycbcr = Image.frombytes("YCbCr", image.size, image.tobytes()).convert("RGB")
+    assert "RGB pixels were read as YCbCr" in str(colour_note(np.asarray(as_ycbcr)))
+    assert colour_note(pixels[:0]) is None
+    for name in ("CMU-1-Small-Region", "TCGA-CR-7395-01A-01-TS1"):
+        with open_slide(data / "slides" / f"{name}.svs") as slide:
+            thumbnail = read_thumbnail(slide, Mpp(0.5)).pixels
+        assert colour_note(thumbnail) is None
+        assert colour_note(thumbnail[10:20, 10:20]) is None
 
 
 @given(st.integers(0, 60), st.integers(1, 60), st.sampled_from([1.0, 2.0, 4.016129, 8.00045]))

@@ -144,14 +144,14 @@ def colour_note(pixels: NDArray[np.uint8]) -> str | None:
     step = max(1, min(pixels.shape[:2]) // _SAMPLED_ROWS)
     some = pixels[::step, ::step].astype(np.int16)
     red, green, blue = np.moveaxis(some, 2, 0)
-    neutral = ((np.ptp(some, axis=2) < 40) & (green > 150)).mean() if some.size else 1.0
+    neutral = (np.ptp(some, axis=2) < 40) & (green > 150)
     pink = (red > 180) & (abs(green - 128) < 8) & (abs(blue - 128) < 8)
     magenta = (red > 245) & (blue > 245) & (abs(green - 122) < 8)
     for wrong, text in (
         (pink, "pink, as if YCbCr pixels were read as RGB"),
         (magenta, "magenta, as if RGB pixels were read as YCbCr"),
     ):
-        if wrong.mean() > max(0.05, 10 * neutral):
+        if wrong.sum() > max(wrong.size / 20, 10 * neutral.sum()):
             return f"its colours are probably wrong: its background is {text}; check the colour space in its header"
     return None
 

@@ -83,7 +83,7 @@ def _native(path: Path, page: tifffile.TiffPage, x: int, y: int) -> NativeLevel:
     if compression == _JPEG:
         return native
     if compression == _JPEG_2000_YCBCR:
-        native = with_transform(native, "YCbCr without a transform", transformed=False)
+        native = with_transform(native, "YCbCr pixels", transformed=False)
     name = getattr(page.compression, "name", str(compression)).lower().replace("_", " ")
     raise NotNative(
         f"its tiles are {_COMPRESSIONS.get(compression, f'compressed by {name}')}", native
