@@ -272,7 +272,7 @@ def test_mask_of_another_slide_is_refused(tmp_path: Path, suffix: str) -> None:
 
 @pytest.mark.parametrize("colours", [[(0, 0, 0), (255, 0, 0)], [(0, 0, 1), (0, 0, 0)]])
 def test_palette_of_a_picture_is_used(tmp_path: Path, colours: list[tuple[int, int, int]]) -> None:
-    """Tissue is what is not black, whatever the numbers of the colours are."""
+    """Tissue is what is not black, not what has a number above 0."""
     numbers = np.zeros((48, 64), np.uint8)
     numbers[5:30, 10:50] = 1
     image = Image.fromarray(numbers, "L")

@@ -281,14 +281,14 @@ def dicom_cases() -> Iterator[Case]:
             f"{name}-{photometric}/a.dcm", rgb, tiles, {"syntax": syntax, "photometric": photometric}, tolerance,
             photometric not in right,
         )  # fmt: skip
-    others: list[tuple[str, Any, dict[str, Any]]] = [
+    refused: list[tuple[str, Any, dict[str, Any]]] = [
         ("16 bits", rgb.astype(np.uint16) * 16, {"photometric": "RGB", "bits": 16}),
         ("signed", rgb, {"photometric": "RGB", "signed": 1}),
         ("planes", rgb, {"photometric": "RGB", "planar": 1}),
         ("white", 255 - grey, {"photometric": "MONOCHROME1", "samples": 1}),
         ("grey", grey, {"photometric": "MONOCHROME2", "samples": 1}),
     ]
-    for name, array, options in others:
+    for name, array, options in refused:
         planes = [t.transpose(2, 0, 1) if name == "planes" else t for t in tiles_of(array)]
         truth = grey3 if array.ndim == 2 else rgb if name == "planes" else None
         data = [t.tobytes() for t in planes]
@@ -371,9 +371,9 @@ def main() -> int:
                 continue
             for reader in READERS:
                 outcome = check(case, path, reader)
-                known = outcome in ("equal", "refused", "noted")
-                counts[outcome if known else "wrong"] += 1
-                if not known:
+                accepted = outcome in ("equal", "refused", "noted")
+                counts[outcome if accepted else "wrong"] += 1
+                if not accepted:
                     print(f"{case.name} by {reader}: {outcome}", flush=True)
             path.unlink()
     print(", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items())))

@@ -138,8 +138,9 @@ def check_ingest(
         for record in recorded(store).values()
         if record.state is SlideState.COMPLETE and record.patch_mpp
     }
-    found = _scales_at_level(slides, spec, options)
-    scales = stored | found if options.force else found | stored  # stored slides keep their scale
+    current = _scales_at_level(slides, spec, options)
+    # Complete slides keep their scale.
+    scales = stored | current if options.force else current | stored
     if not scales:
         return
     ordered = sorted((mpp, name) for name, mpp in scales.items())

@@ -137,7 +137,7 @@ def _other_images(images: Iterable[tuple[str, Any]], read: Any) -> tuple[str, ..
     """
     width, height = read.imagewidth, read.imagelength
     reduced = [(width >> power, height >> power) for power in range(1, 16)]
-    others = [
+    unread = [
         f"{page.imagewidth}×{page.imagelength}"
         for name, page in images
         if page.index != read.index
@@ -148,8 +148,8 @@ def _other_images(images: Iterable[tuple[str, Any]], read: Any) -> tuple[str, ..
             for level in reduced
         )
     ]
-    note = f"only its image of {width}×{height} pixels is read, not {counted(len(others), 'other image')}: "
-    return (note + ", ".join(others[:5]),) if others else ()
+    note = f"only its image of {width}×{height} pixels is read, not {counted(len(unread), 'other image')}: "
+    return (note + ", ".join(unread[:5]),) if unread else ()
 
 
 def _check_axes(path: Path, series: Any, ome: OmeImage) -> None:

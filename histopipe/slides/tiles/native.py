@@ -247,12 +247,12 @@ def with_frame(native: NativeLevel) -> NativeLevel:
         raise NotNative(
             f"its tiles are {frame}, expected {native.tile} of 8 bits with 1 or 3 components"
         )
-    others = [_COLOURS[colour] for colour in colours if colour != native.colour]
+    declared = [_COLOURS[colour] for colour in colours if colour != native.colour]
     conflict = (
         f"its header declares {_COLOURS[native.colour]} pixels, but {colours.total() - colours[native.colour]} of "
-        f"{colours.total()} of its tiles declare {' or '.join(others)}: their colours may be wrong"
+        f"{colours.total()} of its tiles declare {' or '.join(declared)}: their colours may be wrong"
     )
-    return dataclasses.replace(native, frame=frame, conflict=conflict if others else None)
+    return dataclasses.replace(native, frame=frame, conflict=conflict if declared else None)
 
 
 def with_transform(native: NativeLevel, header: str, transformed: bool | None) -> NativeLevel:
