@@ -834,17 +834,27 @@ def record(state: SlideState, **fields: Any) -> SlideRecord:
         (
             record(SlideState.COMPLETE, mpp=0.5, mpp_source="mpp-csv"),
             {"mpp": Mpp(0.25)},
-            Status.FAILED,
+            Status.SKIPPED,
+        ),
+        *(
+            (
+                record(SlideState.COMPLETE, mpp=mpp, mpp_source=source),
+                {name: Mpp(0.25), "force": force},
+                None if force else Status.SKIPPED,
+            )
+            for mpp, source, name in (
+                (0.5, "properties", "mpp"),
+                (0.5, "default-mpp", "mpp"),
+                (0.5, "default-mpp", "default_mpp"),
+                (None, None, "mpp"),
+                (None, None, "default_mpp"),
+            )
+            for force in (False, True)
         ),
         (
             record(SlideState.COMPLETE, mpp=0.5, mpp_source="properties"),
-            {"mpp": Mpp(0.25)},
+            {"default_mpp": Mpp(0.25), "force": True},
             Status.SKIPPED,
-        ),
-        (
-            record(SlideState.COMPLETE, mpp=0.25, mpp_source="default-mpp"),
-            {"mpp": Mpp(0.5)},
-            Status.FAILED,
         ),
         (
             record(SlideState.COMPLETE, mpp=0.5, mpp_source="mpp-csv"),
@@ -867,6 +877,13 @@ def test_outcome_without_ingest(
     path = tmp_path / "a.svs"
     path.write_bytes(bytes(100))
     os.utime(path, ns=(5, 5))
-    slide = SlideInput(SlideFile("a", path, (path,)), mpp=options.pop("mpp", None))
-    outcome = outcome_without_ingest(slide, record, IngestOptions(**options))
+    mpp = options.get("mpp")
+    slide = SlideInput(SlideFile("a", path, (path,)), mpp=mpp)
+    chosen = {name: value for name, value in options.items() if name != "mpp"}
+    outcome = outcome_without_ingest(slide, record, IngestOptions(**chosen))
     assert (outcome and outcome.status) is status
+    if outcome is not None and Mpp(0.25) in options.values() and mpp != record.mpp:
+        notes = "".join(outcome.notes)
+        before = "an unknown scale" if record.mpp is None else f"{record.mpp:g} mpp"
+        changed = not (mpp is None and record.mpp_source in ("mpp-csv", "properties"))
+        assert (f"ingested with {before}" in notes and "0.25 mpp is not used" in notes) is changed

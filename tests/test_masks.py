@@ -270,6 +270,18 @@ def test_mask_of_another_slide_is_refused(tmp_path: Path, suffix: str) -> None:
         read_mask(tmp_path / f"one{suffix}", "two", other, BOUNDS)
 
 
+@pytest.mark.parametrize("colours", [[(0, 0, 0), (255, 0, 0)], [(0, 0, 1), (0, 0, 0)]])
+def test_palette_of_a_picture_is_used(tmp_path: Path, colours: list[tuple[int, int, int]]) -> None:
+    """Tissue is what is not black, not what has a number above 0."""
+    numbers = np.zeros((48, 64), np.uint8)
+    numbers[5:30, 10:50] = 1
+    image = Image.fromarray(numbers, "L")
+    image.putpalette([value for colour in colours for value in colour])
+    image.save(tmp_path / "one.png")
+    expected = np.array([any(colour) for colour in colours])[numbers]
+    assert (read_mask(tmp_path / "one.png", "one", GRID, BOUNDS) == expected).all()
+
+
 def test_masks_of_other_tools(tmp_path: Path) -> None:
     """PNG of the whole slide at any size, and outlines without a class; a class Tissue has precedence."""
     bounds = RegionL0(PointL0(160, 96), Size(640, 480))

@@ -12,12 +12,21 @@ from typing import Any
 import numpy as np
 import pytest
 import simplejpeg
+import tifffile
 from conftest import Run, make_slides
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image
-from slide_variants import COPIED, Pixels, Variant, picture, write_slide
+from slide_variants import (
+    COPIED,
+    Pixels,
+    Variant,
+    picture,
+    strip_application_segments,
+    with_jfif,
+    write_slide,
+)
 
 from histopipe.errors import SlideUnreadable
 from histopipe.geometry import Mpp, PointL0, Size
@@ -29,7 +38,7 @@ from histopipe.slides.readers import open_slide
 from histopipe.slides.slide_files import SlideFile
 from histopipe.slides.tiles import check as native_check
 from histopipe.slides.tiles.check import find_native
-from histopipe.slides.tiles.jpeg import NotPlain, TileFormat, frame_of
+from histopipe.slides.tiles.jpeg import NotPlain, TileFormat, declared_colour, frame_of
 from histopipe.slides.tiles.native import NativeLevel
 from histopipe.store.record import FailureKind, SlideRecord
 from histopipe.store.store import Store
@@ -220,9 +229,15 @@ def test_damaged_tile_loses_only_its_patch(
     assert "row 1, column 1" in str(values[5])
 
 
-def test_tile_with_other_format_is_not_copied(tmp_path: Path) -> None:
+@pytest.mark.parametrize("route", ["copy", "decode"])
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+def test_tile_with_other_frame_is_read_through_openslide(
+    tmp_path: Path, route: AskedRoute, mode: str
+) -> None:
+    """The tile is the longest one, so the frame of the level is that of most tiles."""
     other = io.BytesIO()
-    Image.fromarray(picture(Size(64, 64))).save(other, "JPEG", subsampling=0)
+    image = Image.fromarray(picture(Size(64, 64))).convert(mode)
+    image.save(other, "JPEG", subsampling=0, quality=100)
 
     def swap(tiles: list[bytes]) -> list[bytes]:
         return [other.getvalue() if number == 6 else tile for number, tile in enumerate(tiles)]
@@ -231,11 +246,24 @@ def test_tile_with_other_format_is_not_copied(tmp_path: Path) -> None:
         tmp_path / "a.svs",
         [picture(Size(300, 220))],
         Size(64, 64),
-        Variant(save={"quality": 97}, edit=swap),
+        Variant(save={"quality": 80}, edit=swap),
     )
-    _, values = patches(path, "copy", patch_size=64)
-    assert isinstance(values[5], SlideUnreadable)
-    assert "the other tiles are 64×64" in str(values[5])
+    planned, values = patches(
+        path, route, patch_size=64, codec="auto" if route == "copy" else "png"
+    )
+    if mode == "L":
+        assert isinstance(
+            values[5], SlideUnreadable
+        )  # OpenSlide refuses a grey tile of a colour level
+        assert "Bogus JPEG colorspace" in str(values[5])
+        return
+    differences = [
+        np.abs(pillow(value).astype(int) - expected)
+        for value, expected in zip(values, truth(path, planned), strict=True)
+    ]
+    if route == "copy":  # only the other tile is compressed again
+        assert differences.pop(5).mean() < 6
+    assert np.max(differences) == 0
 
 
 def moved(level: NativeLevel) -> NativeLevel:
@@ -423,3 +451,81 @@ def test_frames_are_read_from_headers() -> None:
 def test_reason_if_tile_is_not_plain_jpeg(tile: bytes, why: str) -> None:
     with pytest.raises(NotPlain, match=why):
         TileFormat(b"", "ycbcr").plain(tile)
+
+
+def tile_without_markers(tile: bytes) -> bytes:
+    return strip_application_segments([tile])[0]
+
+
+@pytest.mark.parametrize(
+    ("tile", "colour"),
+    [
+        (jpeg(subsampling=0), "ycbcr"),
+        (jpeg(keep_rgb=True), "rgb"),
+        (with_jfif([jpeg(keep_rgb=True)])[0], "rgb"),
+        (tile_without_markers(jpeg(keep_rgb=True)), "rgb"),  # by the names of its components
+        (tile_without_markers(jpeg(subsampling=2)), "ycbcr"),  # only chroma is subsampled
+        (tile_without_markers(jpeg(subsampling=0)), None),
+        (jpeg()[:30], None),
+        (b"", None),
+    ],
+)
+def test_colours_that_a_tile_declares(tile: bytes, colour: str | None) -> None:
+    assert declared_colour(tile) == colour
+
+
+@pytest.mark.parametrize(
+    ("header", "save", "text"),
+    [
+        ("ycbcr", {"keep_rgb": True}, "declares YCbCr pixels, but 9 of 9 of its tiles declare RGB"),
+        ("rgb", {"subsampling": 0}, "declares RGB pixels, but 9 of 9 of its tiles declare YCbCr"),
+        ("rgb", {"keep_rgb": True}, None),
+        ("ycbcr", {"subsampling": 2}, None),
+    ],
+)
+def test_tiles_that_contradict_the_header_are_noted(
+    tmp_path: Path, header: str, save: dict[str, Any], text: str | None
+) -> None:
+    path = write_slide(
+        tmp_path / "a.svs", [picture(Size(300, 220))], Size(64, 64), Variant(header, save=save)
+    )
+    for route in ROUTES:
+        notes = patches(path, route, patch_size=64)[0].record.notes
+        assert len(notes) == (text is not None)
+        assert text is None or text in notes[0]
+
+
+@pytest.mark.parametrize("compression", ["jpeg", "deflate"])
+def test_tissue_in_missing_tiles_is_noted(tmp_path: Path, compression: str) -> None:
+    """Two tiles of level 0 are missing where its smaller level shows tissue, and two on the glass."""
+    path = tmp_path / "a.tif"
+    pixels = np.full((512, 512, 3), 240, np.uint8)
+    pixels[128:384, 128:384] = picture(Size(256, 256)) // 2
+    layout: dict[str, Any] = {"photometric": "rgb", "compression": compression, "metadata": None}
+    with tifffile.TiffWriter(path) as tiff:
+        for factor in (1, 8):
+            resolution = (1e4 / factor, 1e4 / factor)
+            level: dict[str, Any] = {
+                "resolution": resolution,
+                "resolutionunit": 3,
+                "subfiletype": int(factor > 1),
+            }
+            tiff.write(pixels[::factor, ::factor], tile=(64, 64), **level, **layout)
+    with tifffile.TiffFile(path, mode="r+") as tiff:
+        lengths = list(tiff.pages.first.databytecounts)
+        for place in (0, 1, 27, 28):
+            lengths[place] = 0
+        tiff.pages.first.tags["TileByteCounts"].overwrite(lengths)
+    specs = (
+        TilingSpec(patch_size=64, mpp=Mpp(1), tissue="otsu-1"),
+        TilingSpec(patch_size=128, mpp=Mpp(1), tissue="otsu-1"),
+        TilingSpec(patch_size=64, mpp=Mpp(1), tissue="none"),
+    )
+    for spec in specs:
+        record = SlideRecord(id="a", path=str(path), resolved_path=str(path))
+        slide = SlideInput(SlideFile("a", path, (path,)))
+        planned = plan_slide(slide, record, spec, IngestOptions())
+        assert isinstance(planned, PlannedSlide)
+        notes = [note for note in planned.record.notes if "does not contain" in note]
+        assert len(notes) == (spec.tissue != "none")
+        assert all(note.startswith("2 patches partly in tiles") for note in notes)

@@ -19,6 +19,7 @@ import tifffile
 from conftest import make_slides
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 from slide_variants import picture, write_slide
 
 from histopipe.errors import NothingToDo, ScaleError, SlideUnreadable, UsageError
@@ -31,6 +32,7 @@ from histopipe.slides.slide import SlideInfo, rgb_image
 from histopipe.slides.slide_files import SlideFile, fingerprint, tile_hash
 from histopipe.slides.slide_hashes import SlideHashes, _digest, pixel_hash
 from histopipe.slides.staging import Stage, StagedSlide, staged
+from histopipe.slides.thumbnail import colour_note, read_thumbnail
 from histopipe.slides.tiles.dicom import find_tiles
 from histopipe.slides.tiles.native import NotNative
 
@@ -170,7 +172,11 @@ def header(mpp: str | None = None, power: str | None = None, mpp_y: str | None =
 @pytest.mark.parametrize(
     ("info", "csv", "default", "mpp", "source"),
     [
-        (header("0.25", "20"), 0.5, 1.0, 0.25, MppSource.PROPERTIES),
+        (header("0.25", "20"), None, 1.0, 0.25, MppSource.PROPERTIES),
+        (header("0.25", "20"), 0.5, 1.0, 0.5, MppSource.CSV),
+        (header("0.25"), 0.25, None, 0.25, MppSource.PROPERTIES),
+        (header("0.25"), 0.2501, None, 0.2501, MppSource.CSV),
+        (header("0.25", mpp_y="0.5"), 0.3, None, 0.3, MppSource.CSV),
         (header(None, "20"), 0.4, 1.0, 0.4, MppSource.CSV),
         (header(None, "40"), None, 1.0, 0.25, MppSource.OBJECTIVE),
         (header(), None, 1.0, 1.0, MppSource.DEFAULT),
@@ -200,7 +206,28 @@ def test_error_contains_rejected_scale() -> None:
 
 def test_note_if_csv_scale_differs_from_header() -> None:
     note = resolve_mpp("a", header("0.25"), from_csv=Mpp(0.5)).note
-    assert note == "the slide's header has 0.25 mpp, which is used; the CSV has 0.5"
+    assert note == "0.5 mpp from the CSV is used; the slide's header has 0.25"
+    assert resolve_mpp("a", header("0.25"), from_csv=Mpp(0.2501)).note is None
+    note = resolve_mpp("a", header("0.25", mpp_y="0.5"), from_csv=Mpp(0.5)).note
+    assert note is not None
+    assert "0.25 by 0.5 mpp" in note
+
+
+def test_background_of_a_wrong_colour_space_is_noted(data: Path) -> None:
+    pixels = np.full((90, 120, 3), 241, np.uint8)
+    pixels[20:60, 30:90] = (150, 70, 160)  # stained tissue
+    image = Image.fromarray(pixels)
+    assert colour_note(pixels) is None
+    as_rgb = np.asarray(image.convert("YCbCr"))
+    assert "YCbCr pixels were read as RGB" in str(colour_note(as_rgb))
+    as_ycbcr = Image.frombytes("YCbCr", image.size, image.tobytes()).convert("RGB")
+    assert "RGB pixels were read as YCbCr" in str(colour_note(np.asarray(as_ycbcr)))
+    assert colour_note(pixels[:0]) is None
+    for name in ("CMU-1-Small-Region", "TCGA-CR-7395-01A-01-TS1"):
+        with open_slide(data / "slides" / f"{name}.svs") as slide:
+            thumbnail = read_thumbnail(slide, Mpp(0.5)).pixels
+        assert colour_note(thumbnail) is None
+        assert colour_note(thumbnail[10:20, 10:20]) is None
 
 
 @given(st.integers(0, 60), st.integers(1, 60), st.sampled_from([1.0, 2.0, 4.016129, 8.00045]))
@@ -391,7 +418,7 @@ def test_blocks_of_tiles_are_those_of_their_sequence(
         ("broken.svs", "a text file"),
         ("git-lfs-pointer.ndpi", "a Git LFS pointer"),
         ("unopenable.tiff", "Unsupported TIFF compression"),
-        ("not-a-pyramid.tif", "a TIFF that is not a tiled slide"),
+        ("not-a-pyramid.tif", "1 sample of 16 bits, photometric MINISBLACK"),
     ],
 )
 def test_error_of_bad_file_describes_its_content(data: Path, name: str, message: str) -> None:

@@ -6,9 +6,11 @@ import itertools
 import random
 import shutil
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import check_pixels
 import numpy as np
 import pytest
 import tifffile
@@ -23,6 +25,7 @@ from test_ingest import contents
 from histopipe.errors import SlideUnreadable
 from histopipe.geometry import Mpp, PointL0, Size
 from histopipe.slides.discovery import discover
+from histopipe.slides.ome_xml import OmeImage, read_ome
 from histopipe.slides.openslide_reader import OpenSlideReader
 from histopipe.slides.readers import open_slide
 from histopipe.slides.staging import Stage, StagedSlide, staged
@@ -254,6 +257,85 @@ def test_reading_is_chosen_by_the_file(
     monkeypatch.setattr("histopipe.slides.readers.OpenSlideReader", damaged)
     with pytest.raises(SlideUnreadable, match=r"\.svs is damaged$"):  # no other library is tried
         open_slide(data / "slides" / "CMU-1-Small-Region.svs")
+
+
+def test_accepted_files_have_the_right_pixels(tmp_path: Path) -> None:
+    """A part of the matrix of `tools/check_pixels.py`: each kind of pixels in few layouts, and DICOM."""
+    tiffs = (
+        "none-tiles.tif",
+        "jpeg-tiles.tif",
+        "rgb-none-strips.tif",
+        "aperio_jp2000_rgb-tiles.svs",
+    )
+    outcomes = Counter[str]()
+    for case in itertools.chain(check_pixels.tiff_cases(), check_pixels.dicom_cases()):
+        if case.name.endswith((*tiffs, ".dcm")):
+            path = case.write(tmp_path)
+            outcome = "unwritten" if path is None else check_pixels.check(case, path, "auto")
+            assert outcome in ("unwritten", "equal", "refused", "noted"), case.name
+            outcomes[outcome] += 1
+    assert outcomes["equal"] >= 30
+    assert outcomes["refused"] >= 80
+    assert outcomes["noted"] >= 8
+
+
+def test_scale_and_channels_are_those_of_the_image_that_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.ome.tiff"
+    images = [("macro", 8.0, 100), ("tissue", 0.5, 600), ("other tissue", 0.25, 500)]
+    with tifffile.TiffWriter(path, ome=True) as tiff:
+        for name, mpp, height in images:
+            scale = {f"PhysicalSize{axis}": mpp for axis in "XY"}
+            units = {f"PhysicalSize{axis}Unit": "µm" for axis in "XY"}
+            pixels = tissue(height, 800 if height > 100 else 150)
+            tiff.write(
+                pixels, photometric="rgb", metadata={"axes": "YXS", "Name": name, **scale, **units}
+            )
+    with open_slide(path) as slide:
+        assert (slide.info.mpp_x, slide.info.mpp_y) == ("0.5", "0.5")
+        assert slide.info.notes == (
+            "only its image of 800×600 pixels is read, not 1 other image: 800×500",
+        )
+
+
+def test_objective_is_that_of_the_image_that_is_read() -> None:
+    def ome(*settings: str) -> str:
+        images = "".join(
+            f'<Image>{text}<Pixels><Channel Name="{n}"/><TiffData IFD="{n}"/></Pixels></Image>'
+            for n, text in enumerate(settings)
+        )
+        objectives = "".join(
+            f'<Objective ID="O{power}" NominalMagnification="{power}"/>' for power in (4, 40)
+        )
+        return f"<OME><Instrument>{objectives}</Instrument>{images}</OME>"
+
+    used = '<ObjectiveSettings ID="O40"/>'
+    assert read_ome(ome('<ObjectiveSettings ID="O4"/>', used), 1).objective_power == "40"
+    assert read_ome(ome(used, ""), 1).objective_power is None  # it names none of the two
+    assert read_ome(ome("", ""), 1).channels == ("1",)
+    assert read_ome(ome("", ""), 5) == OmeImage()
+    assert read_ome(ome(used), 5).objective_power == "40"  # the only image
+
+
+@pytest.mark.parametrize(
+    ("sizes", "others"),
+    [
+        ([(512, 512), (512, 384)], "384×512"),
+        ([(128, 128), (512, 512)], "512×512"),
+        ([(512, 512), (256, 256)], None),
+    ],
+)
+def test_other_images_of_generic_files_are_noted(
+    tmp_path: Path, sizes: list[tuple[int, int]], others: str | None
+) -> None:
+    path = tmp_path / "a.tif"
+    with tifffile.TiffWriter(path) as tiff:
+        for size in sizes:
+            tiff.write(tissue(*size), photometric="rgb", tile=(128, 128), metadata=None)
+    with open_slide(path) as slide:
+        assert isinstance(slide, OpenSlideReader)
+        assert slide.info.size == Size(*sizes[0][::-1])
+        assert len(slide.info.notes) == (others is not None)
+        assert others is None or slide.info.notes[0].endswith(f"1 other image: {others}")
 
 
 def test_multi_channel_images_are_refused_by_name(tmp_path: Path, run: Run) -> None:

@@ -70,7 +70,9 @@ from histopipe.system.result import exit_code_of
     type=share,
     help="Slide files: minimum share of tissue in a patch.  [default: as trained]",
 )
-@click.option("--mpp-csv", type=PATH, help="CSV: slide,mpp, for slide files without scale.")
+@click.option(
+    "--mpp-csv", type=PATH, help="CSV: slide,mpp. Takes precedence over the scale of slide files."
+)
 @click.option(
     "--default-mpp", type=float, help="Level-0 µm per pixel of slide files without scale."
 )

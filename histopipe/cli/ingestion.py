@@ -36,7 +36,9 @@ if TYPE_CHECKING:
     default="otsu",
     help="otsu (the newest version, otsu-2), otsu-1, otsu-2, or a segmentation network (.onnx or .keras).",
 )
-@click.option("--mpp-csv", type=PATH, help="CSV: slide,mpp, for slides without a scale.")
+@click.option(
+    "--mpp-csv", type=PATH, help="CSV: slide,mpp. Takes precedence over the slides' headers."
+)
 @click.option("--default-mpp", type=float, help="Level-0 mpp of slides without a scale.")
 @click.option(
     "--workers", type=click.IntRange(1), help="Number of processes.  [default: one per core]"
@@ -153,7 +155,9 @@ def tissue(slides: tuple[Path, ...], out: Path, *, as_json: bool, **options: Any
     "[default: labels.csv in the slide folder, else the sub-folders]",
 )
 @na_option
-@click.option("--mpp-csv", type=PATH, help="CSV: slide,mpp, for slides without a scale.")
+@click.option(
+    "--mpp-csv", type=PATH, help="CSV: slide,mpp. Takes precedence over the slides' headers."
+)
 @click.option("--default-mpp", type=float, help="Level-0 mpp of slides without a scale.")
 @click.option(
     "--slide-list",

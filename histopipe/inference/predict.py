@@ -74,7 +74,8 @@ def predict(
         subgroup: columns of `labels` by which metrics are reported, in addition to those of the training.
         on_error: "skip" leaves out damaged patches of stores; with "raise" their slides fail.
         overlap, tissue, tissue_threshold: tiling of slide files, if it differs from the training's.
-        mpp_csv, default_mpp: scale of slide files that have none: CSV file slide,mpp, and µm per pixel.
+        mpp_csv, default_mpp: scale of slide files: a CSV file slide,mpp, which takes precedence over their headers, and
+            µm per pixel of files that have none.
         max_unreadable: share of the patches of a slide file, 0 to 1, that may be unreadable.
         workers: processes that read slide files; one per core if None.
         stage, stage_gb: folder to which slide files are copied before they are read, and most GB of copies at once, as

@@ -31,7 +31,7 @@ from histopipe.ingestion.records import PendingSlide, labelled, new_record
 from histopipe.ingestion.sources import stage_folder
 from histopipe.ingestion.storing import make_patches, prepare
 from histopipe.slides.discovery import discover
-from histopipe.slides.scale import MppSource, check_mpp
+from histopipe.slides.scale import MppSource, check_mpp, equal_scales
 from histopipe.slides.slide_files import Fingerprint, SlideFile, fingerprint
 from histopipe.slides.staging import Stage, StagedSlide, staged
 from histopipe.slides.tables import SlideNames, read_mpps
@@ -244,9 +244,11 @@ class FileSource(Closing):
         found = folder.complete(slide.id, source)
         if found is None:
             return False
-        # The scale in the header of a slide takes precedence over the given scale.
-        given = self._mpps.get(slide.id) or self._ingest.default_mpp
-        return found.mpp_source == MppSource.PROPERTIES or given in (None, found.mpp)
+        # The header of a slide takes precedence over the default scale, but not over that of the CSV.
+        mpp = self._mpps.get(slide.id)
+        if mpp is None and found.mpp_source not in (MppSource.PROPERTIES, MppSource.OBJECTIVE):
+            mpp = self._ingest.default_mpp
+        return mpp is None or (found.mpp is not None and equal_scales(mpp, Mpp(found.mpp)))
 
     def _planned(
         self, files: Sequence[SlideFile], fail: Callable[[str, str], None]

@@ -66,7 +66,7 @@ def ingest(
         labels: CSV with the columns slide, label and optionally patient and site; None reads labels.csv in the slide
             folders, else uses the names of the sub-folders.
         na: cells of `labels` that are missing values, apart from the empty cell; None: NA, nan, None, - and the like.
-        mpp_csv: CSV with the columns slide and mpp, for slides without a scale.
+        mpp_csv: CSV with the columns slide and mpp. It takes precedence over the headers of the slides.
         default_mpp: level-0 scale of slides that have none.
         slide_list: CSV with the column slide: ingest only these slides. URLs in it need not be in `slides`.
         allow_extra_rows: ignore CSV rows that match no slide.

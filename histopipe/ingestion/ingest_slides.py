@@ -138,7 +138,9 @@ def check_ingest(
         for record in recorded(store).values()
         if record.state is SlideState.COMPLETE and record.patch_mpp
     }
-    scales = stored | _scales_at_level(slides, spec, options)
+    current = _scales_at_level(slides, spec, options)
+    # Complete slides keep their scale.
+    scales = stored | current if options.force else current | stored
     if not scales:
         return
     ordered = sorted((mpp, name) for name, mpp in scales.items())

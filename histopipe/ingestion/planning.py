@@ -32,7 +32,7 @@ from histopipe.ingestion.patch_source import (
     encode_thumbnail,
 )
 from histopipe.ingestion.records import with_fingerprint
-from histopipe.ingestion.route import RouteChoice, choose_route
+from histopipe.ingestion.route import RouteChoice, choose_route, pixel_notes
 from histopipe.masks.finding import TissueSource, find_tissue
 from histopipe.masks.grid import Grid
 from histopipe.masks.mask_files import png_mask
@@ -106,6 +106,7 @@ def plan_slide(
 ) -> PlannedSlide | SlideFailure:
     """Open a slide and choose its patches, their route and their labels; a task for a worker process."""
     started, file = time.monotonic(), slide.readable
+    notes: list[str] = []
     try:
         if file.problem is not None:
             raise SlideUnreadable(f"{slide.id}: {file.problem}")
@@ -134,6 +135,9 @@ def plan_slide(
                 outside = slide.coords is not None and sticks_out(plan, info)
                 wanted = "openslide" if outside else options.route
                 route = choose_route(slide.id, plan, spec, wanted, levels)
+                imported = np.full(thumbnail.pixels.shape[:2], slide.coords is not None)
+                chosen = imported if mask is None else mask.pixels
+                notes += [*info.notes, *pixel_notes(levels, plan, thumbnail, chosen)]
         recipe = PatchRecipe(file.path, plan.choice, route, spec, info.reader)
         estimate = _estimate(recipe, plan)
         labels, corners = None, (plan.x_l0, plan.y_l0, plan.side_l0)
@@ -141,7 +145,8 @@ def plan_slide(
             labels = label_patches(regions, *corners, threshold=options.rules.threshold)
         columns = {"pen": cell_shares(plan, thumbnail, pen_mask(thumbnail.pixels))}
     except (ScaleError, RouteUnfit, AnnotationsUnfit, MaskUnfit) as error:
-        return SlideFailure(str(error), FailureKind.OPTION, record)
+        # The notes name the scale that was not used, for example.
+        return SlideFailure("; ".join([str(error), *notes]), FailureKind.OPTION, record)
     except SlideError as error:
         return SlideFailure(str(error), FailureKind.FILE, record)
     if record.annotations is not None and slide.annotations is None:

@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from histopipe.errors import MaskUnfit, SlideError, UsageError
+from histopipe.geometry import Mpp
 from histopipe.ingestion.options import IngestOptions, SlideInput
 from histopipe.ingestion.report import SlideOutcome, Status, failed_outcome, outcome_of
 from histopipe.masks.mask_files import source_of
-from histopipe.slides.scale import MppSource
+from histopipe.slides.scale import MppSource, equal_scales
 from histopipe.slides.slide_files import Fingerprint, SlideFile, fingerprint
 from histopipe.slides.slide_hashes import copy_groups
 from histopipe.slides.tables import SlideLabel, patient_of
@@ -184,12 +185,14 @@ def outcome_without_ingest(
             or record.error_kind is FailureKind.OPTION
         )
         return None if retry else failed_outcome(record, record.error or "unknown reason")
-    changed = changed or _scale_change(record, slide, options) or _mask_change(record, slide)
+    changed = changed or _mask_change(record, slide)
+    scale = _scale_change(record, slide, options)
     # --force also imports coordinates again: they may have changed.
-    if options.force and (changed or slide.coords is not None):
+    if options.force and (changed or scale or slide.coords is not None):
         return None
     problem = f"{path} {changed} since it was ingested; pass --force to ingest it again"
-    return failed_outcome(record, problem) if changed else outcome_of(record, Status.SKIPPED)
+    outcome = failed_outcome(record, problem) if changed else outcome_of(record, Status.SKIPPED)
+    return replace(outcome, notes=(*outcome.notes, scale)) if scale else outcome
 
 
 def _file_change(now: Fingerprint, record: SlideRecord) -> str | None:
@@ -213,10 +216,16 @@ def _mask_change(record: SlideRecord, slide: SlideInput) -> str | None:
 
 
 def _scale_change(record: SlideRecord, slide: SlideInput, options: IngestOptions) -> str | None:
-    if record.mpp_source == MppSource.PROPERTIES:  # the header has priority over the options
-        return None
-    default = options.default_mpp if record.mpp_source == MppSource.DEFAULT else None
+    """Return a note if the options give another scale than the slide was ingested with."""
+    # The default applies only to slides without another scale.
+    default = options.default_mpp if record.mpp_source in (None, MppSource.DEFAULT) else None
     used = slide.mpp or default
-    if used is not None and used != record.mpp:
-        return f"was assigned another mpp ({used:g}, {record.mpp:g} before)"
-    return None
+    if used is None or (record.mpp is not None and equal_scales(used, Mpp(record.mpp))):
+        return None
+    before = (
+        "an unknown scale" if record.mpp is None else f"{record.mpp:g} mpp ({record.mpp_source})"
+    )
+    return (
+        f"it was ingested with {before}, and {used:g} mpp is not used; "
+        "pass --force to ingest it again"
+    )

@@ -6,15 +6,22 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 from histopipe.errors import RouteUnfit
+from histopipe.slides.thumbnail import Thumbnail, colour_note
 from histopipe.slides.tiles.check import LEAST_PSNR, NativeLevels, scaled_psnr
 from histopipe.slides.tiles.native import NativeLevel, NativeTiles, NotNative, reduction_of
-from histopipe.tiling.plan import TilingPlan
+from histopipe.system.result import counted
+from histopipe.tiling.mask import Mask
+from histopipe.tiling.plan import TilingPlan, cell_shares
 from histopipe.tiling.spec import TilingSpec
 
 RouteName = Literal["copy", "decode", "openslide"]
 AskedRoute = Literal["auto", "copy", "decode", "openslide"]
 
+_MISSING = 0.2
+"""Share of a patch in missing tiles above which it is counted: masks may extend a little beyond the tissue."""
 _LARGEST_TILE = 4096
 """Maximum side in pixels of a native tile that is decoded for a few patches. Such a tile takes 50 MB."""
 
@@ -59,6 +66,41 @@ def choose_route(
     reduction, scaling = _scaling(plan, spec, tiles)
     reason = "; ".join(filter(None, [obstacle or "requested", scaling, str(check)]))
     return RouteChoice("decode", reason, native, reduction)
+
+
+def pixel_notes(
+    levels: NativeLevels, plan: TilingPlan, thumbnail: Thumbnail, chosen: Mask
+) -> list[str]:
+    """Return notes about pixels that are probably wrong: their colours, and missing tiles where there is tissue.
+
+    Scanners leave out tiles of glass. `chosen` is the mask of the thumbnail by which cells were chosen; it is empty if
+    they were not chosen by their tissue.
+    """
+    native = levels.located(plan.choice.level)
+    notes = [colour_note(thumbnail.pixels), native.conflict if native else None]
+    if native is not None and not native.lengths.all():
+        missing = chosen & _missing(native, plan, thumbnail)
+        count = int((cell_shares(plan, thumbnail, missing) > _MISSING).sum())
+        text = "partly in tiles that the file does not contain, where there is tissue: they are blank there"
+        notes += [f"{counted(count, 'patch')} {text}"] if count else []
+    return [note for note in notes if note]
+
+
+def _missing(native: NativeLevel, plan: TilingPlan, thumbnail: Thumbnail) -> Mask:
+    """Return which pixels of a thumbnail have their centre in a tile that was never written, (H, W) bool."""
+    step = thumbnail.level.downsample / plan.choice.level.downsample
+    y, x = (
+        ((start + (np.arange(count) + 0.5) * thumbnail.reduction) * step).astype(np.int64)
+        for start, count in zip(
+            (thumbnail.y_level, thumbnail.x_level), thumbnail.pixels.shape[:2], strict=True
+        )
+    )
+    absent = np.pad(native.lengths == 0, 1)  # outside of the tiles, nothing is missing
+    inside = (
+        np.clip(places + 1, 0, side - 1)
+        for places, side in zip(native.tile_at(x=x, y=y), absent.shape, strict=True)
+    )
+    return absent[np.ix_(*inside)]
 
 
 def _unfit(name: str, requested: str, why: str) -> RouteUnfit:

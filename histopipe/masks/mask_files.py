@@ -206,7 +206,11 @@ def _read_png(path: Path, slide: str, grid: Grid, bounds: RegionL0) -> Mask:
             if len(image.getbands()) != 1:
                 raise _unfit(path, slide, f"an image with the channels {', '.join(image.getbands())}",
                              "one channel: 0 outside tissue")  # fmt: skip
-            written, mask = _grid(image.info.get(_KEY)), np.asarray(image) != 0
+            written, values = _grid(image.info.get(_KEY)), np.asarray(image)
+            if image.mode == "P":  # numbers of colours: any of them may be black
+                colours = np.array(image.getpalette("RGB")).reshape(-1, 3).max(axis=1)
+                values = colours[np.minimum(values, len(colours) - 1)]
+            mask = values != 0
     except MaskUnfit:
         raise
     except (OSError, SyntaxError, ValueError) as error:

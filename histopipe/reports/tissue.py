@@ -35,7 +35,7 @@ from histopipe.slides.scale import check_mpp, resolve_mpp
 from histopipe.slides.slide import Slide
 from histopipe.slides.slide_files import SlideFile
 from histopipe.slides.tables import SlideNames, read_mpps
-from histopipe.slides.thumbnail import Thumbnail
+from histopipe.slides.thumbnail import Thumbnail, colour_note
 from histopipe.slides.tiles.check import NativeLevels
 from histopipe.system.progress import Progress, default_progress
 from histopipe.system.worker_pool import WorkerDied, WorkerPool, results_of
@@ -67,7 +67,7 @@ def tissue(
         slides: slide files and folders.
         out: folder of the masks.
         tissue: how to find tissue, as for `ingest`: "otsu" (the newest algorithm), "otsu-1", "otsu-2", or a network.
-        mpp_csv: CSV with the columns slide and mpp, for slides without a scale.
+        mpp_csv: CSV with the columns slide and mpp. It takes precedence over the headers of the slides.
         default_mpp: level-0 scale of slides that have none.
         workers: number of processes; None starts one per core.
         force: replace masks that exist.
@@ -147,14 +147,15 @@ def _write_mask_of(task: _Task) -> tuple[SlideTissue, NDArray[np.uint8]]:
     if task.file.problem is not None:
         raise SlideUnreadable(f"{task.file.id}: {task.file.problem}")
     with open_slide(task.file.path) as slide:
-        info, notes = slide.info, []
-        mpp = None
+        info, notes, mpp = slide.info, [], None
         try:
-            mpp = resolve_mpp(task.file.id, info, from_csv=task.mpp, default=task.default_mpp).mpp
+            scale = resolve_mpp(task.file.id, info, from_csv=task.mpp, default=task.default_mpp)
+            mpp, notes = scale.mpp, [scale.note] if scale.note else []
         except ScaleError as error:
             notes.append(f"scale unknown: {error.what}")
         with NativeLevels(slide, task.file.files) as levels:
             thumbnail = thumbnail_of(slide, mpp, levels, task.spec)
+        notes += [*info.notes, *filter(None, [colour_note(thumbnail.pixels)])]
         mask, origin, kept = _mask_of(task, slide, mpp, thumbnail)
         grid = Grid.of(thumbnail, info.size)
     source = origin or str(task.spec.tissue_model or task.spec.tissue)

@@ -7,6 +7,7 @@ Source:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from defusedxml import ElementTree
 from defusedxml.common import DefusedXmlException
@@ -27,7 +28,7 @@ _UM = {
 
 @dataclass(frozen=True, slots=True)
 class OmeImage:
-    """First image of an OME-XML: µm per pixel and magnification as text, and the names of the channels.
+    """One image of an OME-XML: µm per pixel and magnification as text, and the names of the channels.
 
     `samples` is the number of samples per pixel of all channels together, 3 for an RGB image.
     """
@@ -39,28 +40,48 @@ class OmeImage:
     samples: int = 1
 
 
-def read_ome(text: str) -> OmeImage:
-    """Read OME-XML. A text that cannot be parsed has no values."""
+def read_ome(text: str, page: int) -> OmeImage:
+    """Read the image of an OME-XML whose pixels begin at a page of the TIFF file.
+
+    A text that cannot be parsed, or has several images, none of which begins there, has no values.
+    """
     try:
-        root = ElementTree.fromstring(text)
+        root: Any = ElementTree.fromstring(text)
     except (ElementTree.ParseError, DefusedXmlException, ValueError):
         return OmeImage()
     space = root.tag.partition("}")[0] + "}" if root.tag.startswith("{") else ""
-    pixels = root.find(f"{space}Image/{space}Pixels")
-    if pixels is None:
+    images = root.findall(f"{space}Image[{space}Pixels]")
+    chosen = [image for image in images if _first_page(image, space) == page] or images
+    if not chosen or (len(images) > 1 and chosen is images):
         return OmeImage()
+    pixels = chosen[0].find(f"{space}Pixels")
     channels = pixels.findall(f"{space}Channel")
     names = [
         it.get("Name") or it.get("Fluor") or f"channel {n}" for n, it in enumerate(channels, 1)
     ]
     counts = [it.get("SamplesPerPixel", "1") for it in channels]
-    objective = root.find(f"{space}Instrument/{space}Objective")
     return OmeImage(
         _size(pixels.get("PhysicalSizeX"), pixels.get("PhysicalSizeXUnit", "")),
         _size(pixels.get("PhysicalSizeY"), pixels.get("PhysicalSizeYUnit", "")),
-        None if objective is None else objective.get("NominalMagnification"),
+        _magnification(root, chosen[0], space),
         tuple(names), sum(int(it) if it.isdecimal() else 1 for it in counts) or 1,
     )  # fmt: skip
+
+
+def _first_page(image: Any, space: str) -> int:
+    pages = [data.get("IFD", "0") for data in image.iterfind(f"{space}Pixels/{space}TiffData")]
+    return min((int(number) for number in pages if number.isdecimal()), default=0)
+
+
+def _magnification(root: Any, image: Any, space: str) -> str | None:
+    """Return the magnification of the objective of an image; None if it names none of several."""
+    names = [settings.get("ID") for settings in image.iterfind(f"{space}ObjectiveSettings")]
+    powers = {
+        objective.get("NominalMagnification")
+        for objective in root.iterfind(f"{space}Instrument/{space}Objective")
+        if not names or objective.get("ID") in names
+    }
+    return powers.pop() if len(powers) == 1 else None
 
 
 def _size(value: str | None, unit: str) -> str | None:

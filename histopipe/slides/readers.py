@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -40,7 +41,7 @@ def open_slide(path: Path, reader: str | None = "auto") -> Slide:
     if generic and _is_ome(path):
         return _opener("tifffile")(path)
     try:
-        return OpenSlideReader(path)
+        return _opener("openslide")(path)
     except SlideUnreadable as error:
         first = error
     reasons = [str(first)]
@@ -49,7 +50,7 @@ def open_slide(path: Path, reader: str | None = "auto") -> Slide:
             try:
                 return _opener(other)(path)
             except SlideUnreadable as error:
-                reasons.append(f"{other}: {error}")
+                reasons += [f"{other}: {error}"] if str(error) != str(first) else []
     if len(reasons) == 1:
         raise first
     raise SlideUnreadable("; ".join(reasons)) from first
@@ -65,8 +66,18 @@ def _opener(name: str) -> Callable[[Path], Slide]:
         from histopipe.slides.fastslide_reader import FastSlideReader
 
         return FastSlideReader
-    opener: Callable[[Path], Slide] = OpenSlideReader
-    return opener
+    return _open_with_openslide
+
+
+def _open_with_openslide(path: Path) -> Slide:
+    notes: tuple[str, ...] = ()
+    if _is_tiff(path):
+        from histopipe.slides.tiff_pyramid import check_openslide_pages
+
+        notes = check_openslide_pages(path)
+    slide = OpenSlideReader(path)
+    slide.info = replace(slide.info, notes=notes if slide.info.vendor in _GENERIC else ())
+    return slide
 
 
 def _may_be_fastslides(path: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -17,10 +18,10 @@ _SCREEN_DPI = {72: 352.78, 96: 264.58}
 
 
 class MppSource(StrEnum):
-    """Source of a slide's mpp, the most reliable first. `OBJECTIVE` means that it is estimated."""
+    """Source of a slide's mpp, in order of precedence. `OBJECTIVE` means that it is estimated."""
 
-    PROPERTIES = "properties"
     CSV = "mpp-csv"
+    PROPERTIES = "properties"
     OBJECTIVE = "objective-power"
     DEFAULT = "default-mpp"
 
@@ -46,22 +47,25 @@ def check_mpp(name: str, value: float) -> Mpp:
     return Mpp(value)
 
 
+def equal_scales(a: Mpp, b: Mpp) -> bool:
+    """Return whether two scales are equal but for the rounding of their texts."""
+    return math.isclose(a, b, rel_tol=1e-6)
+
+
 def resolve_mpp(
     name: str, info: SlideInfo, *, from_csv: Mpp | None = None, default: Mpp | None = None
 ) -> ResolvedMpp:
-    """Return the scale of a slide: from its properties, else the CSV file, else its objective power, else the default.
+    """Return the scale of a slide: from the CSV file, else its properties, else its objective power, else the default.
 
     Raises:
         ScaleError: none of these is plausible, or the pixels are not square.
     """
-    in_header, rejected = _from_properties(name, info)
-    if in_header is not None:
-        note = None
-        if from_csv is not None and not same_scale(in_header, from_csv):
-            note = (
-                f"the slide's header has {in_header:g} mpp, which is used; the CSV has {from_csv:g}"
-            )
-        return ResolvedMpp(in_header, MppSource.PROPERTIES, note)
+    in_header, rejected = _from_properties(name, info, from_csv)
+    if from_csv is not None and in_header is not None and not equal_scales(from_csv, in_header):
+        note = f"{from_csv:g} mpp from the CSV is used; the slide's header has {in_header:g}"
+        rejected = None if same_scale(from_csv, in_header) else note
+    elif in_header is not None:
+        return ResolvedMpp(in_header, MppSource.PROPERTIES)
     if from_csv is not None:
         return ResolvedMpp(from_csv, MppSource.CSV, rejected)
     power = _number(info.objective_power)
@@ -77,7 +81,9 @@ def resolve_mpp(
     )
 
 
-def _from_properties(name: str, info: SlideInfo) -> tuple[Mpp | None, str | None]:
+def _from_properties(
+    name: str, info: SlideInfo, from_csv: Mpp | None
+) -> tuple[Mpp | None, str | None]:
     """Return the mpp of the header, or the reason why it is rejected."""
     values = [value for value in map(_number, (info.mpp_x, info.mpp_y)) if value is not None]
     if not values:
@@ -87,6 +93,11 @@ def _from_properties(name: str, info: SlideInfo) -> tuple[Mpp | None, str | None
         if why is not None:
             return None, f"{value:g} mpp in its header, rejected: {why}"
     if not same_scale(Mpp(values[0]), Mpp(values[-1])):
+        if from_csv is not None:
+            return None, (
+                f"{from_csv:g} mpp from the CSV is used; the slide's header has "
+                f"{values[0]:g} by {values[-1]:g} mpp"
+            )
         raise ScaleError(
             f"{name} has pixels that are not square",
             found=f"{values[0]:g} by {values[-1]:g} mpp",

@@ -25,7 +25,7 @@ class SlideInfo:
 
     `bounds` is the scanned part of level 0; all of level 0 if the file does not record it. `quickhash` is OpenSlide's
     `quickhash-1`, not a hash of the content. A colour profile is not applied. `reader` is the name and version of the
-    library that reads the slide.
+    library that reads the slide. `notes` are remarks for the user.
     """
 
     vendor: str
@@ -37,6 +37,7 @@ class SlideInfo:
     quickhash: str | None
     has_icc_profile: bool
     reader: str = "openslide"
+    notes: tuple[str, ...] = ()
 
     @property
     def size(self) -> Size:

@@ -26,6 +26,8 @@ _FINE_PIXELS = 1_500_000
 """Most pixels at 8 µm, 96 mm², of a slide whose thumbnail is as fine as that: planning a larger slide would take longer
 than copying its patches."""
 
+_SAMPLED_ROWS = 256
+
 _SMALL_BLOCK = Size(256, 256)
 """Side of the blocks in which a damaged block is read again."""
 
@@ -131,6 +133,27 @@ class _Canvas:
         width = -(-square.size.width // self.reduction)
         height = -(-square.size.height // self.reduction)
         return slice(y, y + height), slice(x, x + width)
+
+
+def colour_note(pixels: NDArray[np.uint8]) -> str | None:
+    """Return a note if the background of a thumbnail has the colour of a wrong colour space; None if it has not.
+
+    Glass is light and neutral, (v, v, v). The same glass as YCbCr is (v, 128, 128); as RGB that is taken for YCbCr, it is
+    magenta. Stains have neither of these colours.
+    """
+    step = max(1, min(pixels.shape[:2]) // _SAMPLED_ROWS)
+    some = pixels[::step, ::step].astype(np.int16)
+    red, green, blue = np.moveaxis(some, 2, 0)
+    neutral = (np.ptp(some, axis=2) < 40) & (green > 150)
+    pink = (red > 180) & (abs(green - 128) < 8) & (abs(blue - 128) < 8)
+    magenta = (red > 245) & (blue > 245) & (abs(green - 122) < 8)
+    for wrong, text in (
+        (pink, "pink, as if YCbCr pixels were read as RGB"),
+        (magenta, "magenta, as if RGB pixels were read as YCbCr"),
+    ):
+        if wrong.sum() > max(wrong.size / 20, 10 * neutral.sum()):
+            return f"its colours are probably wrong: its background is {text}; check the colour space in its header"
+    return None
 
 
 def _blocks(area: RegionLevel, size: Size, reduction: int) -> Iterator[RegionLevel]:

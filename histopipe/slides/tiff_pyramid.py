@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from histopipe.errors import SlideUnreadable
 from histopipe.geometry import Level, PointL0, RegionL0, Size
 from histopipe.slides.ome_xml import OmeImage, read_ome
 from histopipe.slides.slide import SlideInfo
+from histopipe.system.result import counted
 
 _LARGEST_SEGMENT = 256 << 20
 """Most bytes of a decoded tile or strip."""
@@ -28,10 +29,15 @@ _RAW_BYTES = 1 << 20
 _AXES = ("YXS", "YX", "SYX")
 _CHANNEL_AXES = {"C": "channels", "Z": "focal planes", "T": "time points"}
 _ICC_PROFILE = 34675
-_COLOURS = (0, 1, 2, 6)
-"""Photometric interpretations: white is zero, black is zero, RGB, YCbCr."""
+_KINDS = ((0, 1), (1, 1), (2, 3), (6, 3))
+"""Photometric interpretation and samples per pixel: white is zero, black is zero, RGB, YCbCr."""
+_OPENSLIDE_KINDS = (*_KINDS, (3, 1), (2, 4, 1), (2, 4, 2))
+"""OpenSlide also reads palettes, and RGB with an alpha channel, associated or not. It takes any extra sample for one."""
 _JPEGS = (6, 7, 34892, 33007)
 """Compressions whose decoder converts YCbCr to RGB."""
+_SMALL_IMAGE = 50
+"""Images of less than this fraction of the largest one are overviews, or show no tissue."""
+_NO_TISSUE = re.compile("label|macro|overview|thumbnail", re.IGNORECASE)
 _PER_CM, _PER_INCH = 3, 2
 
 
@@ -100,7 +106,8 @@ def read_pyramid(path: Path, tiff: tifffile.TiffFile) -> tuple[list[TiffImage], 
     series = max(
         tiff.series, key=lambda it: it.shape[it.axes.index("Y")] * it.shape[it.axes.index("X")]
     )
-    ome = read_ome(tiff.ome_metadata or "") if tiff.is_ome else OmeImage()
+    page = series.keyframe.index
+    ome = read_ome(tiff.ome_metadata or "", page) if tiff.is_ome else OmeImage()
     _check_axes(path, series, ome)
     images = [_image(path, level) for level in series.levels]
     page, size = images[0].page, images[0].size
@@ -119,8 +126,30 @@ def read_pyramid(path: Path, tiff: tifffile.TiffFile) -> tuple[list[TiffImage], 
     return images, SlideInfo(
         vendor=kind, levels=levels, bounds=RegionL0(PointL0(0, 0), size), mpp_x=mpp_x, mpp_y=mpp_y,
         objective_power=power, quickhash=None, has_icc_profile=_ICC_PROFILE in page.tags,
-        reader=f"tifffile {tifffile.__version__}",
+        reader=f"tifffile {tifffile.__version__}", notes=_other_images([(one.name, one.keyframe) for one in tiff.series], series.keyframe),
     )  # fmt: skip
+
+
+def _other_images(images: Iterable[tuple[str, Any]], read: Any) -> tuple[str, ...]:
+    """Return a note about images of a file that may show tissue, but are neither read nor levels of the one that is.
+
+    `images` are names and pages, and `read` is the page that is read.
+    """
+    width, height = read.imagewidth, read.imagelength
+    reduced = [(width >> power, height >> power) for power in range(1, 16)]
+    unread = [
+        f"{page.imagewidth}×{page.imagelength}"
+        for name, page in images
+        if page.index != read.index
+        and page.imagewidth * page.imagelength * _SMALL_IMAGE >= width * height
+        and not _NO_TISSUE.search(name)
+        and not any(
+            max(abs(page.imagewidth - level[0]), abs(page.imagelength - level[1])) <= 1
+            for level in reduced
+        )
+    ]
+    note = f"only its image of {width}×{height} pixels is read, not {counted(len(unread), 'other image')}: "
+    return (note + ", ".join(unread[:5]),) if unread else ()
 
 
 def _check_axes(path: Path, series: Any, ome: OmeImage) -> None:
@@ -182,31 +211,65 @@ def _image(path: Path, level: Any) -> TiffImage:
     return image
 
 
-def _check_pixels(path: Path, key: Any) -> None:
-    """Refuse pixels of another kind than 8-bit RGB or grey, and unknown compressions."""
-    samples = int(key.samplesperpixel)
-    bits = {key.bitspersample} if isinstance(key.bitspersample, int) else set(key.bitspersample)
-    colour = int(key.photometric)
-    known = colour in _COLOURS and (samples == 1) == (colour in (0, 1))
+def check_openslide_pages(path: Path) -> tuple[str, ...]:
+    """Check the pixels of the images that OpenSlide may read as levels: the tiled ones, or the first one.
+
+    OpenSlide reads 16-bit, signed and CIELAB pixels, too, as black or shifted colours. A file that tifffile cannot read
+    is left to OpenSlide.
+
+    Returns:
+        A note about other images. It applies to generic TIFF files, of which OpenSlide reads the first image.
+
+    Raises:
+        SlideUnreadable: they are of another kind than 8-bit RGB, YCbCr, grey or palette.
+    """
+    try:
+        with tifffile.TiffFile(path) as tiff:
+            every: list[Any] = list(tiff.pages)
+            pages = [page for page in every if page.is_tiled] or every[:1]
+            for page in pages:
+                _check_kind(path, page, _OPENSLIDE_KINDS)
+            return _other_images([(page.description, page) for page in pages], pages[0])
+    except SlideUnreadable:
+        raise
+    except Exception:  # noqa: BLE001 - on a damaged header, tifffile may raise any exception
+        return ()
+
+
+def _check_kind(path: Path, page: Any, kinds: Collection[tuple[int, ...]]) -> None:
+    """Refuse pixels that are not 8-bit samples of one of the kinds: photometric interpretation, samples, alpha."""
+    bits = set(np.ravel(page.bitspersample).tolist())
+    samples, alpha = int(page.samplesperpixel), tuple(map(int, page.extrasamples))
     if (
         bits != {8}
-        or key.dtype != np.uint8
-        or samples not in (1, 3)
-        or not known
-        or key.fillorder != 1
+        or page.dtype != np.uint8
+        or (int(page.photometric), samples, *alpha) not in kinds
     ):
+        kind = "" if page.dtype is None or page.dtype.kind == "u" else f" ({page.dtype})"
         raise SlideUnreadable(
             f"{path} has pixels that cannot be used",
-            found=f"{samples} × {'/'.join(map(str, sorted(bits)))} bits, {key.photometric.name}",
-            expected="8-bit RGB or grey", todo="convert it to 8-bit RGB",
-        )  # fmt: skip
+            found=f"{counted(samples, 'sample')} of {'/'.join(map(str, sorted(bits)))} bits{kind}, photometric "
+            f"{getattr(page.photometric, 'name', page.photometric)}"
+            + "".join(
+                f", extra sample {getattr(extra, 'name', extra)}" for extra in page.extrasamples
+            ),
+            expected="8-bit RGB, YCbCr or grey",
+            todo="convert it to 8-bit RGB",
+        )
+
+
+def _check_pixels(path: Path, key: Any) -> None:
+    """Refuse pixels of another kind than 8-bit RGB or grey, and unknown compressions."""
+    _check_kind(path, key, _KINDS)
+    if key.fillorder != 1:
+        raise SlideUnreadable(f"{path} has bits in reverse order", todo="convert it to 8-bit RGB")
     try:
         tifffile.TIFF.DECOMPRESSORS[key.compression]
     except (KeyError, ValueError):
         raise SlideUnreadable(
             f"{path} has a compression that tifffile cannot decode", found=str(key.compression)
         ) from None  # fmt: skip
-    if colour == 6 and int(key.compression) not in _JPEGS:
+    if int(key.photometric) == 6 and int(key.compression) not in _JPEGS:
         raise SlideUnreadable(f"{path} has YCbCr pixels without JPEG", expected="RGB")
 
 

@@ -72,6 +72,13 @@ class NativeLevels(Closing):
             raise known
         return known
 
+    def located(self, level: Level) -> NativeLevel | None:
+        """Return the tiles of a level, also if they cannot be used directly; None if they are not found."""
+        try:
+            return self.get(level)[0].native
+        except NotNative as error:
+            return error.native
+
     def close(self) -> None:
         """Close the files and free the decoded tiles."""
         for known in self._known.values():

@@ -20,11 +20,11 @@ import numpy as np
 import pydicom
 from numpy.typing import NDArray
 from pydicom.encaps import parse_basic_offsets, parse_fragments
-from pydicom.uid import JPEGBaseline8Bit
+from pydicom.uid import JPEG2000TransferSyntaxes, JPEGBaseline8Bit
 
 from histopipe.geometry import Level, Size
 from histopipe.slides.tiles.jpeg import Colour
-from histopipe.slides.tiles.native import NativeLevel, NotNative, with_frame
+from histopipe.slides.tiles.native import NativeLevel, NotNative, with_frame, with_transform
 
 _SIZE = ("TotalPixelMatrixColumns", "TotalPixelMatrixRows")
 _FRAMES = ("Columns", "Rows", "PhotometricInterpretation", "DimensionOrganizationType")
@@ -95,7 +95,7 @@ def find_tiles(files: tuple[Path, ...], level: Level) -> NativeLevel:
                 )
             return with_frame(_native(found[0], level.size))
     except NotNative as error:
-        raise NotNative(_with_damage(str(error), damage)) from error
+        raise NotNative(_with_damage(str(error), damage), error.native) from error
     except Exception as error:
         reason = f"its frames cannot be found: {error}"
         raise NotNative(_with_damage(reason, damage)) from error
@@ -134,11 +134,13 @@ def _shows(path: Path, size: Size) -> bool:
 def _native(path: Path, size: Size) -> NativeLevel:
     header = read_header(path, *_FRAMES)
     syntax = header.file_meta.TransferSyntaxUID
-    if syntax != JPEGBaseline8Bit:
+    declared = str(header.PhotometricInterpretation)
+    is_jpeg_2000 = syntax in JPEG2000TransferSyntaxes
+    if syntax != JPEGBaseline8Bit and not is_jpeg_2000:
         raise NotNative(f"its tiles are {syntax.name}")
-    colour = _COLOURS.get(header.PhotometricInterpretation)
+    colour = "rgb" if is_jpeg_2000 else _COLOURS.get(declared)
     if colour is None:
-        raise NotNative(f"its pixels are {header.PhotometricInterpretation}")
+        raise NotNative(f"its pixels are {declared}")
     if header.get("DimensionOrganizationType") != "TILED_FULL":
         raise NotNative("its tiles are not in row order (not TILED_FULL)")
     tile = Size(int(header.Columns), int(header.Rows))
@@ -147,7 +149,13 @@ def _native(path: Path, size: Size) -> NativeLevel:
     if len(offsets) != shape[0] * shape[1]:
         raise NotNative(f"it has {len(offsets)} fragments, not {shape[0]} by {shape[1]} tiles")
     offsets, lengths = offsets.reshape(shape), lengths.reshape(shape)
-    return NativeLevel(path, 0, 0, size, tile, colour, b"", offsets, lengths)
+    native = NativeLevel(path, 0, 0, size, tile, colour, b"", offsets, lengths)
+    if is_jpeg_2000:
+        transformed = True if declared in ("YBR_ICT", "YBR_RCT") else None
+        raise NotNative(
+            f"its tiles are {syntax.name}", with_transform(native, declared, transformed)
+        )
+    return native
 
 
 def _frames(path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

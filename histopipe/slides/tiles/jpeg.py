@@ -10,6 +10,7 @@ Source:
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,6 +21,7 @@ Colour = Literal["rgb", "ycbcr", "grey"]
 SOI, EOI = b"\xff\xd8", b"\xff\xd9"
 
 _SOS, _SOF, _DHT, _DQT, _DRI = 0xDA, (0xC0, 0xC1, 0xC2), 0xC4, 0xDB, 0xDD
+_APP0, _APP14 = 0xE0, 0xEE
 _KEPT = {_SOS, _DHT, _DQT, _DRI, *_SOF}
 """Segments that decoding needs. Comments and application segments (JFIF, Exif, profiles, Adobe) are left out: they may
 contradict the slide's header, and may contain private data."""
@@ -34,6 +36,10 @@ _LONGEST_PADDING = 16
 
 class NotPlain(ValueError):
     """A tile cannot be converted to a JPEG file; the text is what was found."""
+
+
+class OtherFrame(NotPlain):
+    """A tile has another frame than the other tiles of its level, or one that few decoders support."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +76,8 @@ class TileFormat:
         """Return a tile as a JPEG file; its compressed data is unchanged.
 
         Raises:
-            NotPlain: the tile is truncated, not a JPEG, or has another frame than `frame`.
+            OtherFrame: the tile has another frame than `frame`.
+            NotPlain: the tile is truncated, or not a JPEG.
         """
         end = _end(tile)
         if self._known is None or not tile.startswith(self._known[0]):
@@ -91,7 +98,7 @@ class TileFormat:
         header = self._begin + b"".join(kept)
         found = frame_of(header)
         if self._frame is not None and found != self._frame:
-            raise NotPlain(f"{found}, the other tiles are {self._frame}")
+            raise OtherFrame(f"{found}, the other tiles are {self._frame}")
         markers = {marker for marker, _, _ in _segments(header)}
         for marker, name in ((_DQT, "quantisation"), (_DHT, "Huffman")):
             if marker not in markers:
@@ -103,7 +110,8 @@ def frame_of(jpeg: bytes) -> Frame:
     """Return the frame of a JPEG header.
 
     Raises:
-        NotPlain: there is no frame, or it has a type that few decoders support.
+        OtherFrame: there is no frame, or it has a type that few decoders support.
+        NotPlain: the header is damaged.
     """
     for marker, start, stop in _segments(jpeg):
         if marker in _SOF:
@@ -112,7 +120,43 @@ def frame_of(jpeg: bytes) -> Frame:
             factors = body[7 : 6 + 3 * body[5] : 3]
             sampling = tuple((factor >> 4, factor & 15) for factor in factors)
             return Frame(Size(width, height), sampling, body[0])
-    raise NotPlain("no baseline or progressive frame")
+    raise OtherFrame("no baseline or progressive frame")
+
+
+def declared_colour(jpeg: bytes) -> Colour | None:
+    """Return the colour space of three components that the markers of a JPEG header declare; None if they do not.
+
+    Unlike in libjpeg, the Adobe segment and the components' names come before JFIF, which some writers add to RGB.
+    """
+    declared: Colour | None = None
+    with suppress(NotPlain):
+        for marker, start, stop in _segments(jpeg):
+            body = jpeg[start + 4 : stop]
+            if marker == _APP14 and body.startswith(b"Adobe"):
+                return "ycbcr" if body[11:12] == b"\x01" else "rgb"
+            if marker == _APP0 and body.startswith(b"JFIF"):
+                declared = "ycbcr"
+            if marker in _SOF:
+                names, factors = body[6:15:3], body[7:15:3]
+                if len(names) != 3 or names == b"RGB":
+                    return "rgb" if names == b"RGB" else None
+                # Only the chroma of YCbCr is subsampled.
+                return "ycbcr" if len(set(factors)) > 1 else declared
+    return None
+
+
+def has_component_transform(stream: bytes) -> bool | None:
+    """Return whether a JPEG 2000 code stream stores transformed RGB; None if its header cannot be read.
+
+    Source:
+        ITU-T T.800, A.6.1 (the COD segment).
+    """
+    place = 2
+    while stream[:2] == b"\xff\x4f" and stream[place : place + 1] == b"\xff":
+        if stream[place + 1 : place + 2] == b"\x52" and place + 9 <= len(stream):
+            return stream[place + 8] == 1
+        place += 2 + int.from_bytes(stream[place + 2 : place + 4])
+    return None
 
 
 def _segments(jpeg: bytes) -> Iterator[tuple[int, int, int]]:

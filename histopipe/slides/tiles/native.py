@@ -10,6 +10,7 @@ import functools
 import math
 import os
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,19 +22,40 @@ from numpy.typing import NDArray
 
 from histopipe.errors import SlideUnreadable
 from histopipe.geometry import RegionLevel, Size
-from histopipe.slides.tiles.jpeg import Colour, Frame, NotPlain, TileFormat, frame_of
+from histopipe.slides.tiles.jpeg import (
+    Colour,
+    Frame,
+    NotPlain,
+    OtherFrame,
+    TileFormat,
+    declared_colour,
+    frame_of,
+    has_component_transform,
+)
 from histopipe.system.files import Closing
 
 _DECODED_BYTES = 48 << 20
 """Bytes of decoded tiles that are cached for the patches that share them."""
+_JPEG_2000_HEADER = 4096
 _LARGEST_TILE, _LONGEST_TILE = 1 << 26, 1 << 28
 """Most pixels and bytes of a tile. A damaged header may claim more, which must not be read into memory."""
+
+_COLOURS: dict[Colour, str] = {"rgb": "RGB", "ycbcr": "YCbCr", "grey": "grey"}
+_SAMPLED_FRAMES = 9
+"""Number of tiles whose frames are compared. A few tiles of a level may have another one."""
 
 T = TypeVar("T", int, NDArray[np.int64])
 
 
 class NotNative(ValueError):
-    """Tiles of a level cannot be used directly; the text is the reason."""
+    """Tiles of a level cannot be used directly; the text is the reason.
+
+    `native` has the tiles if they were located: which of them are missing, and a conflict about their colours.
+    """
+
+    def __init__(self, reason: str, native: NativeLevel | None = None) -> None:
+        super().__init__(reason)
+        self.native = native
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,7 +65,7 @@ class NativeLevel:
     `x_level` and `y_level` are the corner of the first tile. `size` is that of the image that the tiles form; tiles at
     the right and lower edge extend beyond it. `colour` is from the slide's header. `tables` are JPEG tables that all
     tiles share; empty if each contains its tables. `offsets` and `lengths` are (rows, columns) int64 bytes in the file;
-    the length is 0 for a tile that was never written. `frame` is the JPEG frame that all tiles must have.
+    the length is 0 for a tile that was never written. `frame` is the JPEG frame of most tiles; OpenSlide reads the others.
     """
 
     path: Path
@@ -56,6 +78,8 @@ class NativeLevel:
     offsets: NDArray[np.int64]
     lengths: NDArray[np.int64]
     frame: Frame | None = None
+    conflict: str | None = None
+    """Note that markers of the tiles declare other colours than the header, which OpenSlide follows."""
 
     def tile_at(self, x: T, y: T) -> tuple[T, T]:
         """Return row and column of the tile that contains a pixel of the level; `x` and `y` are numbers or arrays."""
@@ -87,10 +111,12 @@ class NativeTiles(Closing):
             raise SlideUnreadable(f"{native.path} cannot be read", found=error.strerror) from error
 
     def jpeg(self, row: int, column: int) -> bytes | None:
-        """Return a tile as a plain JPEG file with its original compressed data; None if it was never written.
+        """Return a tile as a plain JPEG file with its original compressed data.
+
+        None if it was never written, or has another frame than the other tiles: only OpenSlide can read it.
 
         Raises:
-            SlideUnreadable: the tile is damaged, or has another frame than the other tiles.
+            SlideUnreadable: the tile is damaged.
         """
         native = self.native
         length, offset = int(native.lengths[row, column]), int(native.offsets[row, column])
@@ -119,6 +145,8 @@ class NativeTiles(Closing):
             data = os.pread(self._file, length, offset)
             if len(data) == length:
                 return self._format.plain(data)
+        except OtherFrame:
+            return None
         except (NotPlain, OSError) as error:
             raise self.unreadable(row, column, str(error)) from error
         raise self.unreadable(row, column, f"{len(data)} of {length} bytes: the file is truncated")
@@ -127,7 +155,7 @@ class NativeTiles(Closing):
         """Return a region of the image as a new (H / reduction, W / reduction, 3) uint8 RGB array.
 
         `reduction` is 1, 2, 4 or 8, and must divide the tiles and the region; tiles are decoded by scaled DCT. Return
-        None if part of the region was never written.
+        None if only OpenSlide can read part of the region.
 
         Raises:
             SlideUnreadable: a tile in the region is damaged.
@@ -189,30 +217,60 @@ def _decode(tiles: NativeTiles, reduction: int, row: int, column: int) -> NDArra
 
 
 def with_frame(native: NativeLevel) -> NativeLevel:
-    """Return the level with the frame of its longest tile, which all used tiles must have.
+    """Return the level with the most frequent frame of some of its longer tiles.
 
     The slide's header is not reliable: that of CMU-1-Small-Region has 4:2:0, but its tiles are 4:4:4.
 
     Raises:
-        NotNative: the longest tile cannot be used.
+        NotNative: these tiles cannot be used.
     """
-    place = np.unravel_index(int(native.lengths.argmax()), native.lengths.shape)
-    length = int(native.lengths[place])
+    length = int(native.lengths.max())
     if native.tile.area > _LARGEST_TILE or length > _LONGEST_TILE:
         raise NotNative(f"its tiles are too large: {native.tile} pixels, up to {length} bytes")
-    try:
-        with NativeTiles(native) as tiles:
-            longest = tiles.jpeg(int(place[0]), int(place[1]))
-        frame = frame_of(longest or b"")
-    except SlideUnreadable as error:
-        raise NotNative(str(error)) from error
-    except NotPlain as error:
-        raise NotNative(f"its longest tile has {error}") from error
+    longer = np.argsort(-native.lengths, axis=None, kind="stable")
+    longer = longer[: max(1, np.count_nonzero(native.lengths) // 2)]
+    frames, colours, problems = Counter[Frame](), Counter[Colour](), list[str]()
+    with NativeTiles(native) as tiles:
+        for number in np.unique(np.linspace(0, len(longer) - 1, _SAMPLED_FRAMES).astype(int)):
+            place = int(longer[number])
+            length, offset = int(native.lengths.flat[place]), int(native.offsets.flat[place])
+            try:
+                frames[frame_of(tiles.jpeg(*divmod(place, native.lengths.shape[1])) or b"")] += 1
+                colour = declared_colour(os.pread(tiles._file, length, offset))
+                colours[colour or native.colour] += 1
+            except (NotPlain, SlideUnreadable) as error:
+                problems.append(f"its longest tile: {error}")
+    if not frames:
+        raise NotNative(problems[0])
+    frame = frames.most_common(1)[0][0]
     if frame.size != native.tile or frame.bits != 8 or len(frame.sampling) not in (1, 3):
         raise NotNative(
-            f"its longest tile is {frame}, expected {native.tile} of 8 bits with 1 or 3 components"
+            f"its tiles are {frame}, expected {native.tile} of 8 bits with 1 or 3 components"
         )
-    return dataclasses.replace(native, frame=frame)
+    declared = [_COLOURS[colour] for colour in colours if colour != native.colour]
+    conflict = (
+        f"its header declares {_COLOURS[native.colour]} pixels, but {colours.total() - colours[native.colour]} of "
+        f"{colours.total()} of its tiles declare {' or '.join(declared)}: their colours may be wrong"
+    )
+    return dataclasses.replace(native, frame=frame, conflict=conflict if declared else None)
+
+
+def with_transform(native: NativeLevel, header: str, transformed: bool | None) -> NativeLevel:
+    """Return the level with the conflict that its JPEG 2000 tiles have, if the header declares something else.
+
+    `transformed` is whether the header declares a component transform; None if it declares nothing.
+    """
+    first = int(native.lengths.argmax())
+    with native.path.open("rb") as file:
+        file.seek(int(native.offsets.flat[first]))
+        present = has_component_transform(file.read(_JPEG_2000_HEADER))
+    if None in (present, transformed) or present == transformed:
+        return native
+    conflict = (
+        f"its header declares {header}, but its JPEG 2000 tiles have {'a' if present else 'no'} component transform: "
+        "its colours may be wrong"
+    )
+    return dataclasses.replace(native, conflict=conflict)
 
 
 def reduction_of(native: NativeLevel, factor: int) -> int:

@@ -14,9 +14,9 @@ import tifffile
 from histopipe.geometry import Level, Size
 from histopipe.slides.slide import SlideInfo
 from histopipe.slides.tiles.jpeg import Colour
-from histopipe.slides.tiles.native import NativeLevel, NotNative, with_frame
+from histopipe.slides.tiles.native import NativeLevel, NotNative, with_frame, with_transform
 
-_JPEG = 7
+_JPEG, _JPEG_2000_YCBCR = 7, 33003
 _COMPRESSIONS = {
     1: "not compressed",
     6: "old-style JPEG (TIFF compression 6), which stores its tables separately",
@@ -64,12 +64,10 @@ def _size(page: tifffile.TiffPage) -> Size:
 
 def _native(path: Path, page: tifffile.TiffPage, x: int, y: int) -> NativeLevel:
     compression = int(page.compression)
-    if compression != _JPEG:
-        name = getattr(page.compression, "name", str(compression)).lower().replace("_", " ")
-        known = _COMPRESSIONS.get(compression, f"compressed by {name}")
-        raise NotNative(f"its tiles are {known}")
     colour = _COLOURS.get(int(page.photometric))
-    if colour is None or page.bitspersample != 8 or page.samplesperpixel not in (1, 3):
+    if compression != _JPEG:
+        colour = colour or "rgb"
+    elif colour is None or page.bitspersample != 8 or page.samplesperpixel not in (1, 3):
         raise NotNative(
             f"its pixels are {page.samplesperpixel}×{page.bitspersample} bits, {page.photometric}"
         )
@@ -81,4 +79,12 @@ def _native(path: Path, page: tifffile.TiffPage, x: int, y: int) -> NativeLevel:
     tile, tables = Size(page.tilewidth, page.tilelength), page.jpegtables or b""
     offsets = np.array(page.dataoffsets, np.int64).reshape(shape)
     lengths = np.array(page.databytecounts, np.int64).reshape(shape)
-    return NativeLevel(path, x, y, _size(page), tile, colour, tables, offsets, lengths)
+    native = NativeLevel(path, x, y, _size(page), tile, colour, tables, offsets, lengths)
+    if compression == _JPEG:
+        return native
+    if compression == _JPEG_2000_YCBCR:
+        native = with_transform(native, "YCbCr pixels", transformed=False)
+    name = getattr(page.compression, "name", str(compression)).lower().replace("_", " ")
+    raise NotNative(
+        f"its tiles are {_COMPRESSIONS.get(compression, f'compressed by {name}')}", native
+    )
