@@ -243,6 +243,26 @@ def test_a_signal_in_the_covariates_is_found_there(run: Run, bags: Path, tmp_pat
     assert "expected different columns that are not predicted" in wrong.stderr
 
 
+def test_cox_regression_of_covariates_equals_that_of_scikit_survival() -> None:
+    """Of standardised covariates of different scales, with the ridge penalty per patient."""
+    from sksurv.linear_model import CoxPHSurvivalAnalysis
+    from sksurv.util import Surv
+
+    from histopipe.training.covariate_baseline import _PENALTY, _fitted
+
+    rng = np.random.default_rng(1)
+    inputs = rng.normal(size=(90, 3)) * (1, 10, 0.01) + (0, 50, 1)
+    inputs = np.column_stack([inputs, np.full(90, 7.0)])  # the last one is constant
+    time = np.ceil(4 * rng.exponential(np.exp(-inputs[:, 0])))
+    event = rng.random(90) < 0.6
+    _, predict = _fitted("survival", inputs, np.column_stack([time, event]))
+    scaled = (inputs[:, :3] - inputs[:, :3].mean(axis=0)) / inputs[:, :3].std(axis=0, ddof=1)
+    other = CoxPHSurvivalAnalysis(alpha=90 * _PENALTY, ties="efron")
+    expected = other.fit(scaled, Surv.from_arrays(event, time)).predict(scaled)
+    risk = predict(inputs)[:, 0]
+    assert risk - risk.mean() == pytest.approx(expected - expected.mean(), abs=1e-5)
+
+
 def test_missing_labels_do_not_change_the_gradients_of_others() -> None:
     import tensorflow as tf
 

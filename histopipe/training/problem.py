@@ -21,7 +21,6 @@ from histopipe.dataset.splits import SlideSplit, Splits
 from histopipe.dataset.stain_normalization import StainNormalizer
 from histopipe.evaluation.levels import Level
 from histopipe.evaluation.predictions import PatchScores
-from histopipe.evaluation.target_metrics import require_lifelines
 from histopipe.evaluation.target_scores import TargetScores
 from histopipe.pretrained.sources import named_preset
 from histopipe.runs.config import TrainConfig
@@ -64,8 +63,6 @@ class Problem:
             config.task, config.used_loss, splits.targets_on("train"),
             classes=len(splits.classes), balanced=config.class_weights == "balanced",
         )  # fmt: skip
-        if config.task == "survival":
-            require_lifelines()  # for the evaluation; not only after the training
         self.participants: Sequence[Participant] = ()
         """All slides of the sources, each with its side or the reason of its exclusion."""
         self.facts: Mapping[str, Any] = {}
