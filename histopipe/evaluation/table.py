@@ -133,9 +133,25 @@ def evaluation_lines(title: str, evaluation: Evaluation) -> list[str]:
         f"  {'' if len(where) == levels else ', '.join(where) + ': '}{note}"
         for note, where in notes.items()
     ]
-    if evaluation.slide and not any(row[0].startswith("  patient") for row in rows):
+    missing = missing_levels(evaluation)
+    lines += [f"  {note}" for note in missing]
+    if not missing and evaluation.slide and not any(it[0].startswith("  patient") for it in rows):
         lines.append("  patients: same as slides, because each patient has one slide")
     return aligned(rows) + lines
+
+
+def missing_levels(evaluation: Evaluation) -> list[str]:
+    """Return why there are no metrics of slides or patients: each of them has several labels or targets."""
+    several = "targets" if task_of(evaluation.finest) != "classification" else "labels"
+    missing = {
+        "slides": evaluation.patch and not evaluation.slide,
+        "patients": (evaluation.patch or evaluation.slide) and not evaluation.patient,
+    }
+    return [
+        f"{level}: not evaluated, because each has several {several}"
+        for level, absent in missing.items()
+        if absent
+    ]
 
 
 def same_as_slides(evaluation: Evaluation, how: Aggregation) -> bool:
