@@ -90,7 +90,7 @@ def test_survival_metrics_equal_those_of_scikit_survival(seed: int, decimals: in
     assert found["c_index"] == pytest.approx(
         concordance_index_censored(event.astype(bool), time, risk)[0]
     )
-    # Where nobody can be observed any more, scikit-survival has no value.
+    # At a last time with censored patients, scikit-survival has no value for events: see the next test.
     censored = CensoringDistributionEstimator().fit(truth)
     if (censored.predict_proba(time[event == 1]) > 0).all():
         assert found["c_index_uno"] == pytest.approx(concordance_index_ipcw(truth, truth, risk)[0])
@@ -110,6 +110,30 @@ def test_survival_metrics_equal_those_of_scikit_survival(seed: int, decimals: in
     weighted = figures(statistics, weights[None].astype(np.float64))
     for name in ("c_index", "c_index_uno", *(("auc", "brier") if same_times else ())):
         assert weighted[name] == pytest.approx(again_figures[name], nan_ok=True)
+
+
+@pytest.mark.parametrize("units", [12, 1])
+@given(seed=st.integers(0, 1000))
+@settings(max_examples=10)
+def test_survival_metrics_of_monthly_and_yearly_times(units: int, seed: int) -> None:
+    """At the last time, patients have the event and are censored: metrics are those of scikit-survival before that time."""
+    risk, time, event = cohort(seed, 60)
+    time = np.minimum(np.ceil(2 * units * time), 6 * units) / units
+    time[:2], event[:2] = time.max(), (0, 1)
+    grid = inside_times(np.unique(time).tolist(), time)
+    survival = np.exp(-np.outer(np.exp(risk), grid))
+    patients = np.arange(len(risk), dtype=np.int32)
+    statistics = SurvivalStatistics(time, event, np.column_stack([risk, survival]), grid, patients)
+    found = figures(statistics, np.ones((1, len(risk))))
+    truth, last = Surv.from_arrays(event == 1, time), time.max()
+    expected = concordance_index_ipcw(truth, truth, risk, tau=last)[0]
+    assert found["c_index_uno"] == pytest.approx(expected)
+    before = Surv.from_arrays((event == 1) & (time < last), time)  # as scikit-survival needs
+    assert found["auc"] == pytest.approx(cumulative_dynamic_auc(truth, before, risk, grid)[1])
+    assert found["brier"] == pytest.approx(integrated_brier_score(truth, truth, survival, grid))
+    assert f"at the last time, {last:g}," in statistics.remarks()[0]
+    late = SurvivalStatistics(time, event, np.column_stack([risk, risk]), [2 * last], patients)
+    assert "0 of the 1 times of the model" in late.remarks()[1]
 
 
 def test_higher_risk_means_earlier_event() -> None:
@@ -188,6 +212,38 @@ def test_regression_metrics_equal_those_of_scikit_learn(seed: int, ties: bool) -
             assert found[f"spearman:{name}"] == pytest.approx(stats.spearmanr(true, predicted)[0])
         assert found["r2"] == pytest.approx((found["r2:a"] + found["r2:b"]) / 2)
         assert "mae" not in found  # of different units
+
+
+@given(seed=st.integers(0, 1000), scale=st.integers(-100, 100), offset=st.integers(0, 9))
+@settings(max_examples=20)
+def test_regression_metrics_of_any_scale_and_offset(seed: int, scale: int, offset: int) -> None:
+    """Metrics without unit do not depend on the unit: targets may vary little, or be far from zero."""
+    rng = np.random.default_rng(seed)
+    target = rng.normal(size=20)
+    output = target + rng.normal(size=20) / 2
+    patients, weights = np.arange(20, dtype=np.int32), rng.integers(0, 3, (3, 20)).astype(float)
+    plain, moved = (
+        RegressionStatistics(
+            (target[:, None] + shift) * factor, (output[:, None] + shift) * factor, ("a",), patients
+        ).figures(weights)
+        for shift, factor in ((0, 1.0), (10**offset, 10.0**scale))
+    )  # fmt: skip
+    for name in ("r2", "pearson", "spearman"):
+        assert moved[name] == pytest.approx(plain[name], abs=1e-5)
+    assert moved["mae"] / 10.0**scale == pytest.approx(plain["mae"], abs=1e-6)
+
+
+@pytest.mark.parametrize("value", [0.0, 0.1, 1 / 3, -1e9])
+def test_constant_targets_have_no_coefficient_of_determination(value: float) -> None:
+    """Also those of a resample: their mean may differ from them by rounding."""
+    rng = np.random.default_rng(1)
+    target = np.append(np.full((49, 1), value), [[7.0]], axis=0)
+    weights = np.append(rng.integers(0, 4, (20, 49)), np.zeros((20, 1)), axis=1)
+    statistics = RegressionStatistics(
+        target, rng.random((50, 1)), ("a",), np.arange(50, dtype=np.int32)
+    )
+    found = statistics.figures(weights.astype(float))
+    assert np.isnan([found[name] for name in ("r2", "pearson", "spearman")]).all()
 
 
 @given(seed=st.integers(0, 1000))

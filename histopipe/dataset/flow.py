@@ -7,8 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from histopipe.dataset.options import SIDES
+import numpy as np
+
+from histopipe.dataset.options import SIDES, Side
 from histopipe.dataset.participants import COUNTS, EXCLUDED, NOT_A_CLASS, UNUSED, Participant
+from histopipe.dataset.splits import DROPPED, Splits
 
 READ, LABELLED, SELECTED = range(3)
 """Steps at which slides and patches are excluded: no pixels, no label, not selected."""
@@ -111,3 +114,21 @@ def flow_from_json(value: Mapping[str, Any]) -> Flow:
         name: FlowLevel(int(it["found"]), dict(it["excluded"]), dict(it["used"]))
         for name, it in value.items()
     }
+
+
+def leaked_patients(splits: Splits) -> dict[Side, set[str]]:
+    """Return the patients on each side who, or copies of whose slides, are also on an earlier side."""
+    sides_by: dict[tuple[str, str], set[int]] = defaultdict(set)
+    rows = []
+    for slide in splits.slides:
+        sides = set(np.unique(slide.sides).tolist()) - {DROPPED}
+        keys = [("patient", slide.patient), ("content", slide.content or f"only {slide.id}")]
+        rows.append((slide.patient, sides, keys))
+        for key in keys:
+            sides_by[key] |= sides
+    leaked: dict[Side, set[str]] = {side: set() for side in SIDES}
+    for patient, sides, keys in rows:
+        for number in sides:
+            if number > min(min(sides_by[key]) for key in keys):
+                leaked[SIDES[number]].add(patient)
+    return leaked

@@ -199,11 +199,12 @@ def recorded_numbers(path: Path) -> dict[str, int]:
 
 
 def trained_on(path: Path) -> set[str]:
-    """Return the ids of training and validation slides in a `splits.json`; empty if it cannot be read."""
+    """Return training and validation slides of a `splits.json`, and their patients; empty if it cannot be read."""
     try:
         slides = map(_slide_from_json, read_json(path)["slides"])
         seen = (SIDES.index("train"), SIDES.index("validation"))
-        return {slide.id for slide in slides if np.isin(slide.sides, seen).any()}
+        used = [slide for slide in slides if np.isin(slide.sides, seen).any()]
+        return {name for slide in used for name in (slide.id, slide.patient)}
     except _DAMAGE:
         return set()
 

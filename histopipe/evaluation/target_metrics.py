@@ -223,7 +223,7 @@ def _metrics(
     figures = {name: _known(value[0]) for name, value in values.items()}
     patients = len(np.unique(scores.patient))
     intervals, undefined = intervals_of(statistics, draws[:, : statistics.patients], patients)
-    notes = []
+    notes = statistics.remarks() if isinstance(statistics, SurvivalStatistics) else []
     if scores.left_out:
         notes.append(f"{scores.left_out} excluded, because their slides have several targets")
     if len(draws) and patients < _MIN_PATIENTS:
@@ -251,7 +251,9 @@ def _known(value: float) -> float | None:
 def _risk_groups(
     kind: TargetScores, scores: GroupedScores, limits: NDArray[np.float64]
 ) -> tuple[tuple[RiskGroup, ...], float | None]:
-    if kind.task != "survival" or not limits.shape[1]:  # validation may have no patients of one time
+    if (
+        kind.task != "survival" or not limits.shape[1]
+    ):  # validation may have no patients of one time
         return (), None
     from scipy import stats  # imported late: takes 0.6 s
 

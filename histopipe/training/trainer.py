@@ -14,12 +14,12 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from histopipe.dataset.flow import flow_of
+from histopipe.dataset.flow import flow_of, leaked_patients
 from histopipe.dataset.options import Side
 from histopipe.dataset.participants import with_damaged, write_participants
 from histopipe.errors import DamagedStore, Interrupted, OutOfMemory, UsageError
 from histopipe.evaluation.breakdown import break_down_sides
-from histopipe.evaluation.evaluate import Evaluation, judge, positive_class
+from histopipe.evaluation.evaluate import judge, positive_class
 from histopipe.evaluation.temperature import calibrated
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
@@ -263,11 +263,6 @@ class Trainer:
             )
         return found
 
-    def _covariates_only(self) -> dict[Side, Evaluation]:
-        """Return the evaluation of a model of the covariates alone; empty without covariates."""
-        baseline = self._problem.baseline()
-        return judge(baseline, self._config.judging) if baseline else {}
-
     def _task_facts(self) -> dict[str, Any]:
         """Return the task and what its predictions need; nothing for classification."""
         splits = self._problem.splits
@@ -289,17 +284,19 @@ class Trainer:
         calibration = None
         if self._config.calibrate:
             scores, calibration = calibrated(scores, self._config.judging)
-        judged = judge(scores, self._config.judging)
         splits = self._problem.splits
+        judging, leaked = self._config.judging, leaked_patients(splits)
+        judged = judge(scores, judging, leaked)
+        baseline = self._problem.baseline()
         skipped = sorted({*self._state.skipped, *self._loop.skipped})
         participants = with_damaged(self._problem.participants, self._problem.damaged(skipped))
         host_bytes, gpu_bytes = peak_bytes()
         seconds = sum(row["seconds"] for row in self._state.history) + time.monotonic() - began
         result = TrainResult(
             self._folder, self._state.epoch, self._state.best_epoch,
-            judged, seconds=seconds, host_bytes=host_bytes, gpu_bytes=gpu_bytes, covariates_only=self._covariates_only(),
+            judged, seconds=seconds, host_bytes=host_bytes, gpu_bytes=gpu_bytes, covariates_only=judge(baseline, judging, leaked) if baseline else {},
             calibration=calibration, flow=flow_of(participants),
-            breakdown=break_down_sides(scores, judged, participants, self._config.subgroup, self._config.judging),
+            breakdown=break_down_sides(scores, judged, participants, self._config.subgroup, judging),
         )  # fmt: skip
         if self._cluster.chief:
             self._problem.write_more(self._folder, self._step, list(found.values()))
