@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from histopipe.dataset.options import SIDES, Side
 from histopipe.dataset.participants import COUNTS, EXCLUDED, NOT_A_CLASS, UNUSED, Participant
 from histopipe.dataset.splits import DROPPED, Splits
@@ -118,17 +116,17 @@ def flow_from_json(value: Mapping[str, Any]) -> Flow:
 
 def leaked_patients(splits: Splits) -> dict[Side, set[str]]:
     """Return the patients on each side who, or copies of whose slides, are also on an earlier side."""
-    sides_by: dict[tuple[str, str], set[int]] = defaultdict(set)
-    rows = []
-    for slide in splits.slides:
-        sides = set(np.unique(slide.sides).tolist()) - {DROPPED}
-        keys = [("patient", slide.patient), ("content", slide.content or f"only {slide.id}")]
-        rows.append((slide.patient, sides, keys))
-        for key in keys:
-            sides_by[key] |= sides
-    leaked: dict[Side, set[str]] = {side: set() for side in SIDES}
-    for patient, sides, keys in rows:
-        for number in sides:
-            if number > min(min(sides_by[key]) for key in keys):
-                leaked[SIDES[number]].add(patient)
-    return leaked
+    names = [(("patient", it.patient), ("content", it.content or it.id)) for it in splits.slides]
+    earliest: dict[tuple[str, str], int] = {}
+    for slide, own in zip(splits.slides, names, strict=True):
+        for name in own:
+            sides = slide.sides[slide.sides != DROPPED]
+            earliest[name] = int(sides.min(initial=earliest.get(name, len(SIDES))))
+    return {
+        side: {
+            slide.patient
+            for slide, own in zip(splits.slides, names, strict=True)
+            if len(slide.on(side)) and min(earliest[name] for name in own) < number
+        }
+        for number, side in enumerate(SIDES)
+    }

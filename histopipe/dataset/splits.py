@@ -203,7 +203,7 @@ def trained_on(path: Path) -> set[str]:
     try:
         slides = map(_slide_from_json, read_json(path)["slides"])
         seen = (SIDES.index("train"), SIDES.index("validation"))
-        used = [slide for slide in slides if np.isin(slide.sides, seen).any()]
+        used = (slide for slide in slides if np.isin(slide.sides, seen).any())
         return {name for slide in used for name in (slide.id, slide.patient)}
     except _DAMAGE:
         return set()

@@ -197,9 +197,9 @@ def _by_group(
     strata: dict[str, list[int]] = defaultdict(list)
     for unit, inside in members.items():
         strata[_stratum([slides[i] for i in inside], classes)].append(unit)
-    shares = [share for share in assignment.fractions if share > 0]
-    ranges = merge_ranges(strata, min(shares)) if slides and slides[0].target else strata
-    merged = merge_small_strata(ranges, slides)
+    if slides and slides[0].target:
+        strata = merge_ranges(strata, min(filter(None, assignment.fractions)))
+    merged = merge_small_strata(strata, slides)
     notes = {}
     for label, found in merged.items():
         joined = [members[unit] for unit in found if len({names[i] for i in members[unit]}) > 1]

@@ -179,13 +179,17 @@ def evaluate(
     """
     scores = parts[0][0]
     draws = bootstrap_draws(len(scores.patients), settings.resamples, settings.seed)
-    numbers = np.unique(np.concatenate([it.patient for it, _ in parts])).tolist()
-    in_training = sum(scores.patients[number] in leaked for number in numbers)
+    names = {it.patients[number] for it, _ in parts for number in np.unique(it.patient).tolist()}
     if isinstance(scores, TargetScores):
         levels: Mapping[Level, Any] = evaluate_target_parts(target_parts(parts), draws)
     else:
         levels = _evaluate_classes(class_parts(parts), settings, draws)
-    return Evaluation(levels["patch"].get("mean"), levels["slide"], levels["patient"], in_training)
+    return Evaluation(
+        levels["patch"].get("mean"),
+        levels["slide"],
+        levels["patient"],
+        len(names.intersection(leaked)),
+    )
 
 
 def _evaluate_classes(

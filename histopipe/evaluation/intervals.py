@@ -50,6 +50,7 @@ class WeightedStatistics(Protocol):
 
         `figures` is the result of `figures(weights)`.
         """
+        return {}
 
 
 def interval_of(values: Values, patients: int) -> Interval | None:

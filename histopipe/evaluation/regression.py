@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+
+from histopipe.evaluation.intervals import WeightedStatistics
 
 Weights = NDArray[np.float64]
 Values = NDArray[np.float64]
@@ -14,7 +16,7 @@ _ROUNDING = 64
 FIGURES = ("r2", "pearson", "spearman", "mae", "rmse")
 
 
-class RegressionStatistics:
+class RegressionStatistics(WeightedStatistics):
     """Metrics as functions of (R, P) weights of the patients, for each column and their mean.
 
     Args:
@@ -48,12 +50,6 @@ class RegressionStatistics:
         for name, values in zip(self._names, each, strict=True):
             found |= {f"{figure}:{name}": value for figure, value in values.items()}
         return found
-
-    def better_intervals(
-        self, weights: Weights, figures: Mapping[str, Values]
-    ) -> dict[str, tuple[float, float]]:
-        """Return nothing: all intervals are those of resamples."""
-        return {}
 
 
 class _Column:
@@ -104,8 +100,8 @@ def _centred(rows: Weights, values: Values) -> tuple[Values, Values]:
     centred = values - mean[:, None]
     variance = _mean(rows, centred**2)
     with np.errstate(invalid="ignore"):
-        varied = variance > (_ROUNDING * np.spacing(np.abs(mean))) ** 2
-    return centred, np.where(varied, variance, np.nan)
+        rounding = (_ROUNDING * np.spacing(np.abs(mean))) ** 2
+        return centred, np.where(variance > rounding, variance, np.nan)
 
 
 def _mean(rows: Weights, values: Values) -> Values:

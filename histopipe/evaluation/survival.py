@@ -13,10 +13,12 @@ Results equal those of scikit-survival, with the censoring distribution of the s
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+
+from histopipe.evaluation.intervals import WeightedStatistics
 
 Weights = NDArray[np.float64]
 Values = NDArray[np.float64]
@@ -26,7 +28,7 @@ _BLOCK = 1 << 22
 """Pairs of patients computed at once."""
 
 
-class SurvivalStatistics:
+class SurvivalStatistics(WeightedStatistics):
     """Metrics as functions of (R, P) weights of the patients.
 
     Args:
@@ -75,12 +77,6 @@ class SurvivalStatistics:
                 "the AUC over time needs 1, the integrated Brier score 2"
             )
         return texts
-
-    def better_intervals(
-        self, weights: Weights, figures: Mapping[str, Values]
-    ) -> dict[str, tuple[float, float]]:
-        """Return nothing: all intervals are those of resamples."""
-        return {}
 
     def _product(self, rows: Weights, lost: NDArray[np.bool_], first: NDArray[np.bool_]) -> Values:
         """Return the (R, K) Kaplan-Meier product at each unique time, of events `lost`, after those of `first`."""

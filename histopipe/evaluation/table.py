@@ -152,10 +152,9 @@ def remarks(evaluation: Evaluation) -> list[str]:
         f"{it}: not evaluated, because each has several {several}" for it in missing if missing[it]
     ]
     if evaluation.in_training:
-        patients = counted(evaluation.finest.patients, "patient")
-        verb = "was" if evaluation.in_training == 1 else "were"
         texts.append(
-            f"{evaluation.in_training} of {patients} {verb} also used in the training: metrics are too good"
+            f"used in the training, too: {evaluation.in_training} of "
+            f"{counted(evaluation.finest.patients, 'patient')}; metrics are too good"
         )
     return texts
 

@@ -251,9 +251,8 @@ def _known(value: float) -> float | None:
 def _risk_groups(
     kind: TargetScores, scores: GroupedScores, limits: NDArray[np.float64]
 ) -> tuple[tuple[RiskGroup, ...], float | None]:
-    if (
-        kind.task != "survival" or not limits.shape[1]
-    ):  # validation may have no patients of one time
+    # Without a threshold, no patient of validation has one time for all slides.
+    if kind.task != "survival" or not limits.shape[1]:
         return (), None
     from scipy import stats  # imported late: takes 0.6 s
 
@@ -265,15 +264,13 @@ def _risk_groups(
         if not rows.any():
             continue
         happened = event[rows] == 1
-        sample = stats.CensoredData(time[rows][happened], right=time[rows][~happened])
-        samples.append(sample)
-        times, curve, band = _kaplan_meier(sample)
-        reached = times[curve <= 0.5 + _HALF_TOLERANCE]
+        samples.append(stats.CensoredData(time[rows][happened], right=time[rows][~happened]))
+        times, curve, (low, high) = _kaplan_meier(stats.ecdf(samples[-1]).sf)
         groups.append(
             RiskGroup(
                 name, int(rows.sum()), int(happened.sum()),
-                float(reached[0]) if len(reached) else None,
-                *(tuple(values.tolist()) for values in (times, curve, *band, at_risk_times)),
+                next(iter(times[curve <= 0.5 + _HALF_TOLERANCE].tolist()), None), tuple(times.tolist()), tuple(curve.tolist()),
+                tuple(low.tolist()), tuple(high.tolist()), tuple(at_risk_times.tolist()),
                 tuple(int((time[rows] >= start).sum()) for start in at_risk_times),
             )
         )  # fmt: skip
@@ -285,19 +282,18 @@ def _risk_groups(
     return tuple(groups), float(test.pvalue) if math.isfinite(test.statistic) else None
 
 
-def _kaplan_meier(sample: Any) -> tuple[NDArray[np.float64], ...]:
-    """Return the times of a Kaplan-Meier curve from 0, its survival, and the (2, K) ends of its 95 % confidence band."""
-    from scipy import stats
-
-    curve = stats.ecdf(sample).sf
+def _kaplan_meier(curve: Any) -> tuple[NDArray[np.float64], ...]:
+    """Return the times of a Kaplan-Meier curve of SciPy from 0, its survival, and (2, K) ends of its 95 % band."""
     with warnings.catch_warnings(action="ignore"):  # the band is undefined where survival is 0 or 1
         band = curve.confidence_interval(method="log-log")
     ends = np.stack([band.low.probabilities, band.high.probabilities])
-    ends = np.where(np.isnan(ends), curve.probabilities, ends)
-    begin = int(curve.quantiles[0] > 0)
-    padding = ((0, 0), (begin, 0))
+    begin = (int(curve.quantiles[0] > 0), 0)
     return (
-        np.pad(curve.quantiles, padding[1]),
-        np.pad(curve.probabilities, padding[1], constant_values=1.0),
-        np.pad(ends, padding, constant_values=1.0),
+        np.pad(curve.quantiles, begin),
+        np.pad(curve.probabilities, begin, constant_values=1.0),
+        np.pad(
+            np.where(np.isnan(ends), curve.probabilities, ends),
+            ((0, 0), begin),
+            constant_values=1.0,
+        ),
     )

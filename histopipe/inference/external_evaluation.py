@@ -56,9 +56,9 @@ class ExternalEvaluation:
 
 def training_warning(names: Sequence[str], unit: str) -> str:
     """Return the warning that slides or patients, or other slides of their patients, were used in the training."""
-    some = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
     return (
-        f"warning: {len(names)} of these {unit}s were used in the training, or other slides of their patients ({some}): "
+        f"warning: {len(names)} of these {unit}s were used in the training, or other slides of their patients ("
+        f"{', '.join(names[:3])}{', …' if len(names) > 3 else ''}): "
         "metrics on them are not valid for new slides"
     )
 

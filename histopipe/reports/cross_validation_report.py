@@ -103,9 +103,9 @@ def _judged(
 ) -> Judged | None:
     if summary["pooled"] is None:
         return None
-    pooled, parts = Evaluation.from_json(summary["pooled"]), read_parts(results)
-    if pooled.in_training is None:  # of an earlier version
-        pooled = replace(pooled, in_training=len(leaked_from(results)))
+    parts = read_parts(results)
+    # Cross-validations of earlier versions have no number of patients of the training.
+    pooled = replace(Evaluation.from_json(summary["pooled"]), in_training=len(leaked_from(results)))
     classes = [it for it, _ in parts if isinstance(it, PatchScores)]
     targets = [it for it, _ in parts if isinstance(it, TargetScores)]
     return Judged(

@@ -84,18 +84,21 @@ def _shortcut(run: RunData) -> str | None:
 
 def _test_set(run: RunData) -> str | None:
     test = run.result.metrics.get("test")
-    if test is None:
-        return None
-    held_out = "" if test.in_training else "held-out "
-    return f"The {held_out}test set has {counted(test.finest.patients, 'patient')}."
+    return (
+        None
+        if test is None
+        else (
+            f"The {'' if test.in_training else 'held-out '}test set has {counted(test.finest.patients, 'patient')}."
+        )
+    )
 
 
 def _leaks(run: RunData) -> str | None:
     texts = [
-        f"{counted(it.in_training, 'patient')} of {it.finest.patients} in the {SIDE_NAMES[side]} set "
-        f"{'was' if it.in_training == 1 else 'were'} also used in the training."
-        for side, it in run.result.metrics.items()
-        if it.in_training
+        f"{SIDE_NAMES[side].capitalize()}, {remark}."
+        for side, evaluation in run.result.metrics.items()
+        if evaluation.in_training
+        for remark in remarks(evaluation)[-1:]
     ]
     return " ".join(texts) or None
 

@@ -204,9 +204,8 @@ def read_parts(results: Sequence[TrainResult]) -> list[Part]:
 
 def leaked_from(results: Sequence[TrainResult]) -> set[str]:
     """Return the test patients of finished runs that were also used in the training."""
-    leaking = [it for it in results if it.metrics["test"].in_training]
-    splits = [load_splits(it.folder / run_folder.SPLITS) for it in leaking]
-    return set().union(*(leaked_patients(it)["test"] for it in splits))
+    leaking = [it.folder / run_folder.SPLITS for it in results if it.metrics["test"].in_training]
+    return set().union(*(leaked_patients(load_splits(path))["test"] for path in leaking))
 
 
 def tested_slides(folds: Sequence[TrainResult]) -> list[Participant]:
@@ -245,8 +244,10 @@ def reevaluate(folder: Path, wanted: TrainConfig) -> TrainResult:
     if own.judging == wanted.judging:
         return result
     leaked = leaked_patients(load_splits(folder / run_folder.SPLITS))
-    judged = judge(scores, wanted.judging, leaked)
-    slides = read_participants(folder / run_folder.SLIDES)
+    judged, slides = (
+        judge(scores, wanted.judging, leaked),
+        read_participants(folder / run_folder.SLIDES),
+    )
     breakdown = break_down_sides(scores, judged, slides, own.subgroup, wanted.judging)
     changed = replace(result, metrics=judged, breakdown=breakdown)
     config = replace(

@@ -109,13 +109,16 @@ def _cox(inputs: NDArray[np.float64], targets: NDArray[np.float64]) -> tuple[Any
 
     def loss(weights: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
         likelihood, slopes = partial_likelihood(standardised @ weights, time, event)
-        penalty = _PENALTY / 2 * float(weights @ weights)
         gradient = slopes @ standardised / len(time) + _PENALTY * weights
-        return likelihood / len(time) + penalty, gradient
+        return likelihood / len(time) + _PENALTY / 2 * float(weights @ weights), gradient
 
-    tolerances = {"ftol": 1e-12, "gtol": 1e-8}
-    begin = np.zeros(len(varied))
-    fitted = minimize(loss, begin, jac=True, method="L-BFGS-B", options=tolerances)
+    fitted = minimize(
+        loss,
+        np.zeros(len(varied)),
+        jac=True,
+        method="L-BFGS-B",
+        options={"ftol": 1e-12, "gtol": 1e-8},
+    )
     weights = np.zeros(inputs.shape[1])
     weights[varied] = fitted.x / scale
     grid = time_grid(time, event)
