@@ -5,15 +5,16 @@ BIN := $(VENV)/bin
 DEMO := demo
 SOURCES := $(shell find histopipe -type f -not -path '*/__pycache__/*') pyproject.toml
 
-.PHONY: help demo test lint check format environments docs pages release lock image-check container-check clean
+.PHONY: help demo test lint check format environments docs pages release lock image-locks image-check container-check clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
-# Exact versions, each file checked by its hash. The package is installed as for a user, not in editable mode.
+# Exact versions, each file checked by its hash, and wheels only, as in the images. The package is installed as for a
+# user, not in editable mode.
 $(VENV)/.dependencies: requirements/dev.lock
 	$(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --require-hashes -r requirements/dev.lock
+	$(BIN)/pip install --quiet --disable-pip-version-check --only-binary :all: --require-hashes -r requirements/dev.lock
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.dependencies $(SOURCES)
@@ -65,6 +66,12 @@ container-check: ## run all commands of README and tutorials in a new Debian: ne
 release: $(VENV)/.dependencies ## build wheel and sdist into dist/, and check them in new environments
 	$(BIN)/python -P tools/release.py
 
+# With the newest pip, because older ones ignore --only-binary when they list versions.
+image-locks: ## check that all libraries of the container images have wheels
+	$(PYTHON) -m venv $(VENV)-pip
+	$(VENV)-pip/bin/pip install --quiet --upgrade pip
+	$(VENV)-pip/bin/python -P tools/check_image_locks.py
+
 image-check: ## build and check the container images without Docker: needs root, 10 minutes, 30 GB of disk
 	docker/check
 
@@ -72,12 +79,13 @@ image-check: ## build and check the container images without Docker: needs root,
 lock: ## resolve all dependencies again
 	$(PYTHON) -m venv $(VENV)-lock
 	$(VENV)-lock/bin/pip install --quiet pip-tools
-	for set in "base" "train --extra train" "tune --extra train --extra tune" "dask --extra dask" "gpu --extra gpu --extra survival --extra tune --extra onnx --extra dask --extra view --extra remote --extra docx" "cpu --extra cpu --extra survival --extra tune --extra onnx --extra dask --extra view --extra remote --extra docx" "docs --extra docs --all-build-deps" "dev --extra train --extra survival --extra tune --extra onnx --extra parquet --extra dask --extra view --extra remote --extra docx --extra fastslide --extra dev --all-build-deps"; do \
+	for set in "base" "train --extra train" "tune --extra train --extra tune" "dask --extra dask" "gpu --extra gpu --extra tune --extra onnx --extra dask --extra view --extra remote --extra docx" "cpu --extra cpu --extra tune --extra onnx --extra dask --extra view --extra remote --extra docx" "docs --extra docs --all-build-deps" "dev --extra train --extra tune --extra onnx --extra parquet --extra dask --extra view --extra remote --extra docx --extra fastslide --extra dev --all-build-deps"; do \
 	  set -- $$set; name=$$1; shift; \
 	  $(VENV)-lock/bin/pip-compile --quiet --upgrade --generate-hashes --allow-unsafe --strip-extras \
+	    --pip-args "--only-binary :all:" \
 	    --no-emit-index-url --no-emit-find-links --no-emit-trusted-host --no-emit-options \
 	    --no-header --no-annotate "$$@" -o requirements/$$name.lock pyproject.toml; \
 	done
 
 clean: ## remove environments, builds and the demo
-	rm -rf $(VENV) $(VENV)-docs $(VENV)-lock build dist site *.egg-info $(DEMO)
+	rm -rf $(VENV) $(VENV)-docs $(VENV)-lock $(VENV)-pip build dist site *.egg-info $(DEMO)

@@ -8,7 +8,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy.optimize import minimize
@@ -20,6 +20,7 @@ from histopipe.evaluation.intervals import (
     auc_interval,
     delong,
     difference_interval,
+    precision_interval,
     share_interval,
 )
 from histopipe.evaluation.metrics import Metrics, metrics_of
@@ -127,6 +128,44 @@ def test_perfect_predictions_have_informative_intervals(items: int) -> None:
         assert high == 1
     assert "f1" not in found.intervals
     assert found.calibration_slope is None
+
+
+@given(
+    patients=st.integers(2, 12), items=st.integers(20, 40), share=st.floats(0.2, 0.8),
+    exchanged=st.booleans(), seed=st.integers(0, 999),
+)  # fmt: skip
+@settings(max_examples=25)
+def test_one_error_changes_little_in_intervals_of_clusters(
+    patients: int, items: int, share: float, exchanged: bool, seed: int
+) -> None:
+    """From no error to one, or from no hit to one, interval ends move by a few errors; an area has many more pairs."""
+    rng = np.random.default_rng(seed)
+    patient = np.repeat(np.arange(2 * patients, dtype=np.int32), items)
+    event = patient < min(max(2, round(2 * patients * share)), 2 * patients - 2)
+    probability = np.sort(rng.random(len(patient)))[::-1].copy()
+    first = int(event.sum())
+    swapped = probability.copy()
+    swapped[[first - 1, first]] = probability[[first, first - 1]]
+    if exchanged:
+        event = ~event
+    right = np.full(len(patient), not exchanged)
+    wrong = right.copy()
+    wrong[rng.integers(len(patient))] = exchanged
+    areas = [auc_interval(event, values, patient) for values in (probability, swapped)]
+    shares = [share_interval(decisions, patient) for decisions in (right, wrong)]
+    for (before, after), step in ((areas, 0.01), (shares, 0.1)):
+        assert before is not None
+        assert before == pytest.approx(after, abs=step)
+        assert before[1] - before[0] > 0.01
+
+
+@given(st.integers(0, 999))
+@settings(max_examples=10)
+def test_one_error_changes_little_in_the_interval_of_average_precision(seed: int) -> None:
+    resampled = 1 - np.random.default_rng(seed).random(100) * 1e-3
+    before = precision_interval(1.0, np.ones(100), 10, several=True)
+    after = precision_interval(float(resampled.mean()), resampled, 10, several=True)
+    assert before == pytest.approx(after, abs=0.01)
 
 
 def test_share_interval_is_wilsons() -> None:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import check_image_locks
 import pytest
 import yaml
 
@@ -73,6 +74,31 @@ def test_images_have_tested_versions() -> None:
         assert all(it.startswith("nvidia-") for it in unknown), unknown
     assert "nvidia-cudnn-cu12" in versions("gpu")
     assert "nvidia-cudnn-cu12" not in versions("cpu")
+
+
+def test_libraries_of_images_without_wheels_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those of the lock of the tests are installed from wheels there; pip lists the wheels of all others."""
+    asked: list[str] = []
+
+    def versions(name: str) -> list[str]:
+        asked.append(name)
+        return ["1.0", "0.9"]
+
+    monkeypatch.setattr(check_image_locks, "versions_with_wheels", versions)
+    numpy = (ROOT / "requirements" / "dev.lock").read_text().split("numpy==")[1].split(" ")[0]
+    lock = tmp_path / "gpu.lock"
+    lock.write_text(
+        f"numpy=={numpy} \\\n    --hash=sha256:0\nonly-source==1.1 \\\nwith-wheel==1.0 \\\n"
+    )
+    assert check_image_locks.main([lock]) == 1
+    assert sorted(asked) == ["only-source", "with-wheel"]
+    assert capsys.readouterr().out == f"{lock}: no wheel of only-source==1.1\n"
+    lock.write_text("with-wheel==0.9 \\\n")
+    assert check_image_locks.main([lock]) == 0
+    makefile = (ROOT / "Makefile").read_text()
+    assert "--only-binary :all: --require-hashes -r requirements/dev.lock" in makefile
 
 
 def test_slides_are_read_only_in_containers() -> None:

@@ -24,6 +24,7 @@ from histopipe.evaluation.evaluate import (
     JudgeSettings,
     choose_thresholds,
     evaluate,
+    judge,
     positive_class,
 )
 from histopipe.evaluation.metrics import Metrics, decide, metrics_of
@@ -36,6 +37,7 @@ from histopipe.evaluation.predictions import (
     write_predictions,
 )
 from histopipe.evaluation.statistics import Statistics, area_under_roc, bootstrap_draws
+from histopipe.evaluation.table import evaluation_lines, remarks, split_lines
 from histopipe.evaluation.thresholds import choose_threshold
 
 NO_DRAWS = np.zeros((0, 1))
@@ -378,6 +380,46 @@ def patches(
         x_l0=np.tile(np.arange(12) * 128, len(slides)), y_l0=np.zeros(len(slide), np.int64),
         label=label, probability=(probability / 1.3).astype(np.float32),
     )  # fmt: skip
+
+
+def test_levels_without_metrics_have_a_reason() -> None:
+    """Every patient has slides of two classes, every slide patches of two, or every patient has one slide."""
+    items = np.arange(12, dtype=np.int32)
+    probability = np.stack([np.linspace(0.1, 0.9, 12)] * 2, axis=1).astype(np.float32)
+    names = tuple(f"s{i}" for i in range(12))
+    scores = PatchScores(
+        ("n", "t"), names, names, items, items // 2, items.astype(np.int64), items.astype(np.int64),
+        (items % 2).astype(np.int32), probability,
+    )  # fmt: skip
+    reason = "not evaluated, because each has several labels"
+    for changed, level, texts in (
+        (scores, "patch", [f"patients: {reason}"]),
+        (scores, "slide", [f"patients: {reason}"]),
+        (replace(scores, slide=items // 2), "patch", [f"slides: {reason}", f"patients: {reason}"]),
+        (replace(scores, patient=items), "patch", []),
+        (replace(scores, patient=items), "patient", []),
+    ):
+        own = replace(changed, level=level)  # type: ignore[arg-type]
+        evaluation = judge({"validation": own}, JudgeSettings(resamples=0))["validation"]
+        assert remarks(evaluation) == texts
+        lines = evaluation_lines("validation", evaluation)
+        assert set(texts) <= {line.strip() for line in lines}
+        equal = any("patients: same as slides" in line for line in lines)
+        assert equal == (level != "patient" and not texts)
+
+
+def test_patients_of_the_training_are_counted() -> None:
+    """Those of the predictions only, at any level."""
+    settings, leaked = JudgeSettings(resamples=0), {"validation": {"p", "other"}}
+    evaluation = judge({"validation": SLIDES}, settings, leaked)["validation"]  # type: ignore[arg-type]
+    assert evaluation.in_training == 1
+    assert Evaluation.from_json(evaluation.to_json()) == evaluation
+    text = "used in the training, too: 1 of 2 patients; metrics are too good"
+    assert remarks(evaluation)[-1] == text
+    assert split_lines({"test": evaluation})[0].startswith("test  ")
+    held_out = judge({"validation": SLIDES}, settings)["validation"]
+    assert held_out.in_training == 0
+    assert split_lines({"test": held_out})[0].startswith("test (held out)")
 
 
 def test_thresholds_do_not_depend_on_test_data() -> None:

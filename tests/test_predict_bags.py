@@ -121,6 +121,8 @@ def test_external_validation_of_a_slide_model(slide_model: Trained, tmp_path: Pa
     }  # fmt: skip
     assert result.evaluated.in_training
     assert set(result.evaluated.in_training) < trained
+    assert result.evaluated.evaluation.in_training == len(result.evaluated.in_training)
+    assert "used in the training, too" in str(result)
     page = html.unescape(report(out).file.read_text())
     for text in (
         f"Warning: {len(result.evaluated.in_training)} of these slides",

@@ -1,9 +1,10 @@
-"""Metrics of several labels, numbers and survival: compared with scikit-learn, SciPy, scikit-survival and lifelines."""
+"""Metrics of several labels, numbers and survival: compared with scikit-learn, SciPy and scikit-survival."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,24 +12,25 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lifelines import CoxPHFitter, KaplanMeierFitter
-from lifelines.statistics import logrank_test
 from numpy.typing import NDArray
 from scipy import stats
 from sklearn import metrics as sk
 from sklearn.linear_model import LogisticRegression
+from sksurv.compare import compare_survival
 from sksurv.linear_model import CoxPHSurvivalAnalysis
+from sksurv.linear_model.coxph import CoxPHOptimizer
 from sksurv.metrics import (
     concordance_index_censored,
     concordance_index_ipcw,
     cumulative_dynamic_auc,
     integrated_brier_score,
 )
-from sksurv.nonparametric import CensoringDistributionEstimator
+from sksurv.nonparametric import CensoringDistributionEstimator, kaplan_meier_estimator
 from sksurv.util import Surv
 
 from histopipe.errors import DamagedStore
 from histopipe.evaluation.evaluate import Evaluation, JudgeSettings, judge
+from histopipe.evaluation.levels import name_of
 from histopipe.evaluation.multilabel import MultilabelStatistics
 from histopipe.evaluation.predictions import (
     joined_scores,
@@ -44,10 +46,10 @@ from histopipe.evaluation.survival import (
     time_grid,
 )
 from histopipe.evaluation.table import evaluation_lines
-from histopipe.evaluation.target_metrics import TargetMetrics
+from histopipe.evaluation.target_metrics import TargetMetrics, evaluate_target_parts
 from histopipe.evaluation.target_scores import TargetScores, grouped, with_common_grid
 
-# Of scikit-survival and lifelines.
+# Of scikit-survival.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
@@ -88,7 +90,7 @@ def test_survival_metrics_equal_those_of_scikit_survival(seed: int, decimals: in
     assert found["c_index"] == pytest.approx(
         concordance_index_censored(event.astype(bool), time, risk)[0]
     )
-    # Where nobody can be observed any more, scikit-survival has no value.
+    # At a last time with censored patients, scikit-survival has no value for events: see the next test.
     censored = CensoringDistributionEstimator().fit(truth)
     if (censored.predict_proba(time[event == 1]) > 0).all():
         assert found["c_index_uno"] == pytest.approx(concordance_index_ipcw(truth, truth, risk)[0])
@@ -110,6 +112,30 @@ def test_survival_metrics_equal_those_of_scikit_survival(seed: int, decimals: in
         assert weighted[name] == pytest.approx(again_figures[name], nan_ok=True)
 
 
+@pytest.mark.parametrize("units", [12, 1])
+@given(seed=st.integers(0, 1000))
+@settings(max_examples=10)
+def test_survival_metrics_of_monthly_and_yearly_times(units: int, seed: int) -> None:
+    """At the last time, patients have the event and are censored: metrics are those of scikit-survival before that time."""
+    risk, time, event = cohort(seed, 60)
+    time = np.minimum(np.ceil(2 * units * time), 6 * units) / units
+    time[:2], event[:2] = time.max(), (0, 1)
+    grid = inside_times(np.unique(time).tolist(), time)
+    survival = np.exp(-np.outer(np.exp(risk), grid))
+    patients = np.arange(len(risk), dtype=np.int32)
+    statistics = SurvivalStatistics(time, event, np.column_stack([risk, survival]), grid, patients)
+    found = figures(statistics, np.ones((1, len(risk))))
+    truth, last = Surv.from_arrays(event == 1, time), time.max()
+    expected = concordance_index_ipcw(truth, truth, risk, tau=last)[0]
+    assert found["c_index_uno"] == pytest.approx(expected)
+    before = Surv.from_arrays((event == 1) & (time < last), time)  # as scikit-survival needs
+    assert found["auc"] == pytest.approx(cumulative_dynamic_auc(truth, before, risk, grid)[1])
+    assert found["brier"] == pytest.approx(integrated_brier_score(truth, truth, survival, grid))
+    assert f"at the last time, {last:g}," in statistics.remarks()[0]
+    late = SurvivalStatistics(time, event, np.column_stack([risk, risk]), [2 * last], patients)
+    assert "0 of the 1 times of the model" in late.remarks()[1]
+
+
 def test_higher_risk_means_earlier_event() -> None:
     time, event = np.arange(1.0, 9.0), np.ones(8)
     output = np.column_stack([-time, np.full(8, 0.5)])
@@ -125,22 +151,17 @@ def test_higher_risk_means_earlier_event() -> None:
 @pytest.mark.parametrize("decimals", [6, 1])
 @given(seed=st.integers(0, 1000))
 @settings(max_examples=10)
-def test_cox_loss_equals_that_of_lifelines_and_its_gradient(seed: int, decimals: int) -> None:
-    import pandas as pd
-
+def test_cox_loss_equals_that_of_scikit_survival_and_its_gradient(seed: int, decimals: int) -> None:
     rng = np.random.default_rng(seed)
     _, time, event = cohort(seed, 40, decimals=decimals)
     covariates = rng.normal(size=(40, 2))
-    frame = pd.DataFrame({"a": covariates[:, 0], "b": covariates[:, 1], "t": time, "e": event})
-    fitted = CoxPHFitter().fit(frame, "t", "e")
-    risk = covariates @ fitted.params_.to_numpy()
+    truth = Surv.from_arrays(event.astype(bool), time)
+    fitted = CoxPHSurvivalAnalysis(ties="efron").fit(covariates, truth)
+    risk = covariates @ fitted.coef_
     loss, gradient = partial_likelihood(risk, time, event)
-    assert -loss == pytest.approx(fitted.log_likelihood_, rel=1e-6)  # Efron's, with ties
+    optimizer = CoxPHOptimizer(covariates, event == 1, time, np.zeros(2), "efron")
+    assert loss / 40 == pytest.approx(optimizer.nlog_likelihood(fitted.coef_), rel=1e-6)
     assert covariates.T @ gradient == pytest.approx(0, abs=1e-2)  # at the maximum of the likelihood
-    other = CoxPHSurvivalAnalysis(ties="efron").fit(
-        covariates, Surv.from_arrays(event.astype(bool), time)
-    )
-    assert other.coef_ == pytest.approx(fitted.params_.to_numpy(), rel=1e-3, abs=1e-4)
     for place in (0, 7, 39):
         step = 1e-6 * np.eye(40)[place]
         ends = [partial_likelihood(risk + sign * step, time, event)[0] for sign in (1, -1)]
@@ -191,6 +212,38 @@ def test_regression_metrics_equal_those_of_scikit_learn(seed: int, ties: bool) -
             assert found[f"spearman:{name}"] == pytest.approx(stats.spearmanr(true, predicted)[0])
         assert found["r2"] == pytest.approx((found["r2:a"] + found["r2:b"]) / 2)
         assert "mae" not in found  # of different units
+
+
+@given(seed=st.integers(0, 1000), scale=st.integers(-100, 100), offset=st.integers(0, 9))
+@settings(max_examples=20)
+def test_regression_metrics_of_any_scale_and_offset(seed: int, scale: int, offset: int) -> None:
+    """Metrics without unit do not depend on the unit: targets may vary little, or be far from zero."""
+    rng = np.random.default_rng(seed)
+    target = rng.normal(size=20)
+    output = target + rng.normal(size=20) / 2
+    patients, weights = np.arange(20, dtype=np.int32), rng.integers(0, 3, (3, 20)).astype(float)
+    plain, moved = (
+        RegressionStatistics(
+            (target[:, None] + shift) * factor, (output[:, None] + shift) * factor, ("a",), patients
+        ).figures(weights)
+        for shift, factor in ((0, 1.0), (10**offset, 10.0**scale))
+    )  # fmt: skip
+    for name in ("r2", "pearson", "spearman"):
+        assert moved[name] == pytest.approx(plain[name], abs=1e-5)
+    assert moved["mae"] / 10.0**scale == pytest.approx(plain["mae"], abs=1e-6)
+
+
+@pytest.mark.parametrize("value", [0.0, 0.1, 1 / 3, -1e9])
+def test_constant_targets_have_no_coefficient_of_determination(value: float) -> None:
+    """Also those of a resample: their mean may differ from them by rounding."""
+    rng = np.random.default_rng(1)
+    target = np.append(np.full((49, 1), value), [[7.0]], axis=0)
+    weights = np.append(rng.integers(0, 4, (20, 49)), np.zeros((20, 1)), axis=1)
+    statistics = RegressionStatistics(
+        target, rng.random((50, 1)), ("a",), np.arange(50, dtype=np.int32)
+    )
+    found = statistics.figures(weights.astype(float))
+    assert np.isnan([found[name] for name in ("r2", "pearson", "spearman")]).all()
 
 
 @given(seed=st.integers(0, 1000))
@@ -264,7 +317,7 @@ def survival_scores(seed: int, count: int = 60, *, slides: int = 1) -> TargetSco
     )  # fmt: skip
 
 
-def test_risk_groups_equal_those_of_lifelines() -> None:
+def test_risk_groups_equal_those_of_scikit_survival() -> None:
     scores = {"validation": survival_scores(1), "test": survival_scores(2)}
     found = judge(scores, JudgeSettings(resamples=50))  # type: ignore[arg-type]
     metrics = found["test"].slide["mean"]
@@ -273,12 +326,19 @@ def test_risk_groups_equal_those_of_lifelines() -> None:
     assert list(metrics.thresholds) == pytest.approx([limit])
     time, event = scores["test"].target.T
     high = scores["test"].output[:, 0] > limit
-    expected = logrank_test(time[high], time[~high], event[high], event[~high])
-    assert metrics.log_rank == pytest.approx(expected.p_value)
-    curve = KaplanMeierFitter().fit(time[high], event[high])
-    assert metrics.groups[0].survival == pytest.approx(
-        curve.survival_function_.to_numpy()[:, 0].tolist()
-    )
+    _, p_value = compare_survival(Surv.from_arrays(event == 1, time), high)
+    assert metrics.log_rank == pytest.approx(p_value)
+    for group, rows in zip(metrics.groups, (high, ~high), strict=True):
+        times, survival, (low_end, high_end) = kaplan_meier_estimator(
+            event[rows] == 1, time[rows], conf_type="log-log"
+        )
+        assert group.times == pytest.approx([0, *times])
+        assert group.survival == pytest.approx([1, *survival])
+        inside = (survival > 0) & (survival < 1)
+        assert np.array(group.low)[1:][inside] == pytest.approx(low_end[inside])
+        assert np.array(group.high)[1:][inside] == pytest.approx(high_end[inside])
+        expected = times[survival <= 0.5]
+        assert group.median == (expected[0] if len(expected) else None)
     assert metrics.groups[0].at_risk[0] == metrics.groups[0].count == high.sum()
     low, value, ends = 0.0, metrics.figures["c_index"], metrics.intervals["c_index"]
     assert value is not None
@@ -289,6 +349,38 @@ def test_risk_groups_equal_those_of_lifelines() -> None:
     for evaluation in found.values():
         text = json.dumps(evaluation.to_json())
         assert Evaluation.from_json(json.loads(text)) == evaluation
+
+
+def one_risk_group(time: Sequence[float], event: Sequence[int]) -> TargetMetrics:
+    """Return the metrics of patients, the last two of whom have a low risk."""
+    count = len(time)
+    each, zeros = np.arange(count, dtype=np.int32), np.zeros(count, np.int64)
+    names = tuple(f"p{i}" for i in range(count))
+    risk = np.append(np.full(count - 2, 1.0), [0.0, 0.0])[:, None].astype(np.float32)
+    scores = TargetScores(
+        "survival", ("time", "event"), (), names, names, each, each, zeros, zeros,
+        np.column_stack([time, event]).astype(np.float64), risk, "slide",
+    )  # fmt: skip
+    limits = {name_of("slide", "mean"): (0.5,)}  # none for patients: then they have no risk groups
+    evaluation = evaluate_target_parts([(scores, limits)], np.empty((0, count)))
+    return evaluation["slide"]["mean"]
+
+
+def test_median_survival_is_the_first_time_of_a_curve_at_one_half() -> None:
+    """9/10 * 7/9 * 5/7 is one half, which floating-point numbers exceed by 1e-16."""
+    metrics = one_risk_group([12, 24, 24, 36, 36, 54, 60, 60, 60, 60, 9, 80], [1] * 6 + [0] * 6)
+    high, low = metrics.groups
+    assert high.survival[3] > 0.5
+    assert high.median == 36
+    assert low.median is None  # never reached
+    assert low.low == low.high == low.survival == (1, 1, 1)
+
+
+def test_log_rank_test_is_undefined_without_events_of_both_groups_at_risk() -> None:
+    """Its variance is 0; observed minus expected events may be 1e-16 by rounding."""
+    for count in range(2, 60):
+        time = [*range(1, count + 1), 0.5, 0.5]
+        assert one_risk_group(time, [1] * count + [0, 0]).log_rank is None
 
 
 def test_slides_are_aggregated_to_patients() -> None:

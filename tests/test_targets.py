@@ -18,9 +18,10 @@ from test_mil import write_bag
 from test_resume import EACH_STEP
 
 import histopipe
-from histopipe.dataset.assignment import AssignByFolds, assign_labels
+from histopipe.dataset.assignment import AssignByFolds, AssignByFractions, assign_labels
 from histopipe.dataset.covariates import Covariates
-from histopipe.dataset.splits import load_splits
+from histopipe.dataset.splits import SlideSplit, load_splits
+from histopipe.dataset.splitting import _by_group
 from histopipe.dataset.targets import Multilabel, Regression, Survival
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.evaluation.predictions import read_predictions
@@ -243,6 +244,26 @@ def test_a_signal_in_the_covariates_is_found_there(run: Run, bags: Path, tmp_pat
     assert "expected different columns that are not predicted" in wrong.stderr
 
 
+def test_cox_regression_of_covariates_equals_that_of_scikit_survival() -> None:
+    """Of standardised covariates of different scales, with the ridge penalty per patient."""
+    from sksurv.linear_model import CoxPHSurvivalAnalysis
+    from sksurv.util import Surv
+
+    from histopipe.training.covariate_baseline import _PENALTY, _fitted
+
+    rng = np.random.default_rng(1)
+    inputs = rng.normal(size=(90, 3)) * (1, 10, 0.01) + (0, 50, 1)
+    inputs = np.column_stack([inputs, np.full(90, 7.0)])  # the last one is constant
+    time = np.ceil(4 * rng.exponential(np.exp(-inputs[:, 0])))
+    event = rng.random(90) < 0.6
+    _, predict = _fitted("survival", inputs, np.column_stack([time, event]))
+    scaled = (inputs[:, :3] - inputs[:, :3].mean(axis=0)) / inputs[:, :3].std(axis=0, ddof=1)
+    other = CoxPHSurvivalAnalysis(alpha=90 * _PENALTY, ties="efron")
+    expected = other.fit(scaled, Surv.from_arrays(event, time)).predict(scaled)
+    risk = predict(inputs)[:, 0]
+    assert risk - risk.mean() == pytest.approx(expected - expected.mean(), abs=1e-5)
+
+
 def test_missing_labels_do_not_change_the_gradients_of_others() -> None:
     import tensorflow as tf
 
@@ -367,6 +388,44 @@ def test_splits_hold_the_targets(run: Run, bags: Path, tmp_path: Path) -> None:
     other = run(*arguments(bags, "cox", "--splits", "run/splits.json", "--out", "other"))
     assert other.returncode == 2
     assert "expected survival time event" in other.stderr
+
+
+@pytest.mark.parametrize(
+    ("task", "chosen", "count", "expected"),
+    [
+        (Survival(("time", "event")), 6, 36, (4, 1, 1)),
+        (Survival(("time", "event")), 8, 80, (6, 1, 1)),
+        (Survival(("time", "event")), 40, 80, (28, 6, 6)),
+        (Regression(("age",)), 12, 12, (8, 2, 2)),
+        (Regression(("age",)), 8, 8, (6, 1, 1)),
+        (Regression(("age",)), 80, 80, (56, 12, 12)),
+    ],
+)
+def test_few_patients_of_a_range_do_not_change_the_shares(
+    task: Survival | Regression, chosen: int, count: int, expected: tuple[int, int, int]
+) -> None:
+    """Each side gets a patient of each stratum, so strata are ranges only if there are enough patients for that."""
+    targets = np.column_stack([np.arange(1.0, count + 1), np.arange(count) < chosen])
+    targets = targets[:, : len(task.columns)]
+    names = task.strata(targets)
+    slides = [
+        SlideSplit(
+            store=0, slide=i, id=f"s{i}", label=names[i], patient=f"p{i}", site=None, content=None, count=1,
+            crc=0, sides=np.zeros(1, np.int8), target=tuple(targets[i].tolist()),
+        )
+        for i in range(count)
+    ]  # fmt: skip
+    assignment = AssignByFractions((0.7, 0.15, 0.15), 1)
+    sides = _by_group(slides, sorted(set(names)), "patient", assignment, several_labels=False)
+    assert tuple(np.bincount(np.concatenate(sides[:chosen]), minlength=3)) == expected
+    folds = [AssignByFolds(i, 3, (0.7, 0.15, 0.15), 1) for i in range(3)]
+    tested = [
+        np.concatenate(_by_group(slides, sorted(set(names)), "patient", it, several_labels=False))
+        == 2
+        for it in folds
+    ]
+    assert np.sum(tested, axis=0).tolist() == [1] * count
+    assert np.ptp(np.sum(tested, axis=1)) <= 2
 
 
 def test_wrong_cells_are_named() -> None:

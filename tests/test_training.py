@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,9 +17,12 @@ import numpy as np
 import pytest
 from conftest import INTERRUPTIBLE, Run, small_disk, succeed, with_tensorflow
 
+from histopipe.dataset.splits import load_splits
 from histopipe.errors import DamagedStore, UsageError
+from histopipe.runs.result import read_result
 from histopipe.runs.task_config import PatchTrainConfig, read_config
 from histopipe.store.store import Store
+from histopipe.studies.compare import compare
 
 FILES = {
     "config.toml",
@@ -295,7 +299,7 @@ def test_full_disk_during_training_is_reported(run: Run, made_store: Path, tmp_p
 
 def test_leaks_stop_training(run: Run, made_store: Path, tmp_path: Path) -> None:
     with Store(made_store) as store:
-        rows = [f"{r.id},{r.label},{'p' if i < 8 else i}" for i, r in enumerate(store.slides)]
+        rows = [f"{r.id},{r.label},{'p' if i < 9 else i}" for i, r in enumerate(store.slides)]
     (tmp_path / "labels.csv").write_text("\n".join(["slide,label,patient", *rows]) + "\n")
     arguments = [
         "train",
@@ -310,7 +314,40 @@ def test_leaks_stop_training(run: Run, made_store: Path, tmp_path: Path) -> None
     done = run(*arguments, "--out", "leaking")
     assert done.returncode == 2
     assert "the split leaks: found patient p on" in done.stderr
-    assert run(*arguments, "--out", "leaking", "--allow-leaks").returncode == 0
+    done = run(*arguments, "--out", "leaking", "--allow-leaks")
+    assert done.returncode == 0, done.stderr
+    assert_leak_is_shown(run, done.stdout, tmp_path / "leaking")
+
+
+def assert_leak_is_shown(run: Run, printed: str, folder: Path) -> None:
+    """Check that everything that shows the test metrics of a run names the test patients of the training."""
+    splits = load_splits(folder / "splits.json")
+    tested = {slide.patient for slide in splits.slides if len(slide.on("test"))}
+    used = {slide.patient for slide in splits.slides if not len(slide.on("test"))}
+    remark = f"used in the training, too: {len(tested & used)} of {len(tested)} patients"
+    assert tested & used
+    assert "test (held out)" not in printed
+    assert remark in printed
+    evaluation = read_result(folder).metrics["test"]
+    assert evaluation.in_training == len(tested & used)
+    assert run("report", folder, "--checklist", "claim", "--out", "claim.md").returncode == 0
+    assert run("report", folder).returncode == 0
+    claim = (folder.parent / "claim.md").read_text()
+    assert "held-out" not in claim
+    assert claim.count(remark) >= 4  # level of the split, test set, limitations, methods
+    for page in ("report.html", "model-card.md"):
+        assert (folder / page).read_text().count(remark) >= 2
+    # A run of an earlier version has no number: it is computed from the split.
+    metrics = json.loads((folder / "metrics.json").read_text())
+    for side in ("validation", "test"):
+        del metrics[side]["in_training"]
+    (folder / "metrics.json").write_text(json.dumps(metrics))
+    assert read_result(folder).metrics["test"] == evaluation
+    copied = folder.parent / "copied"
+    shutil.copytree(folder, copied)
+    assert str(compare([folder, copied], resamples=0)).count(remark) == 2
+    (copied / "splits.json").unlink()
+    assert read_result(copied).metrics["test"].in_training is None
 
 
 def test_training_on_real_tissue(run: Run, data: Path, tmp_path: Path) -> None:
@@ -392,6 +429,7 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from test_store import one_slide
 from histopipe.store.store import Store
+from histopipe.studies.compare import compare
 from histopipe.dataset.sampling import Sequential
 from histopipe.dataset.selection import select
 from histopipe.dataset.sample_table import SampleTable

@@ -223,6 +223,24 @@ def merge_small_strata(
     return {**ordered, " or\n".join(sorted(small)): sorted(together)}
 
 
+def merge_ranges(
+    strata: Mapping[str, Sequence[Unit]], smallest_share: float
+) -> dict[str, list[Unit]]:
+    """Merge neighbouring ranges of times or numbers if their units are too few for the smallest share of a side.
+
+    Each side gets at least one unit of each stratum: with six events in two ranges, a third of the events each. Events
+    and the censored stay apart.
+    """
+    merged: dict[str, list[Unit]] = {}
+    for kind in dict.fromkeys(name.split()[0] for name in strata):
+        names = [name for name in sorted(strata) if name.split()[0] == kind]
+        most = max(1.0, smallest_share * sum(len(strata[name]) for name in names))
+        parts = max(it for it in (1, 2, len(names)) if it <= min(most, len(names)))
+        for some in np.array_split(np.array(names, object), parts):
+            merged[" or\n".join(some)] = [unit for name in some for unit in strata[name]]
+    return merged
+
+
 def copies_note(own: Sequence[SlideSplit], slides: Sequence[SlideSplit]) -> str:
     """Return a note for messages: the copies among all slides of the slides in `own`; empty if there are none."""
     ids: dict[str, set[str]] = defaultdict(set)

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from histopipe.dataset.options import SIDES
+from histopipe.dataset.options import SIDES, Side
 from histopipe.dataset.participants import COUNTS, EXCLUDED, NOT_A_CLASS, UNUSED, Participant
+from histopipe.dataset.splits import DROPPED, Splits
 
 READ, LABELLED, SELECTED = range(3)
 """Steps at which slides and patches are excluded: no pixels, no label, not selected."""
@@ -110,4 +111,22 @@ def flow_from_json(value: Mapping[str, Any]) -> Flow:
     return {
         name: FlowLevel(int(it["found"]), dict(it["excluded"]), dict(it["used"]))
         for name, it in value.items()
+    }
+
+
+def leaked_patients(splits: Splits) -> dict[Side, set[str]]:
+    """Return the patients on each side who, or copies of whose slides, are also on an earlier side."""
+    names = [(("patient", it.patient), ("content", it.content or it.id)) for it in splits.slides]
+    earliest: dict[tuple[str, str], int] = {}
+    for slide, own in zip(splits.slides, names, strict=True):
+        for name in own:
+            sides = slide.sides[slide.sides != DROPPED]
+            earliest[name] = int(sides.min(initial=earliest.get(name, len(SIDES))))
+    return {
+        side: {
+            slide.patient
+            for slide, own in zip(splits.slides, names, strict=True)
+            if len(slide.on(side)) and min(earliest[name] for name in own) < number
+        }
+        for number, side in enumerate(SIDES)
     }

@@ -200,11 +200,12 @@ def recorded_numbers(path: Path) -> dict[str, int]:
 
 
 def trained_on(path: Path) -> set[str]:
-    """Return the ids of training and validation slides in a `splits.json`, in NFC; empty if it cannot be read."""
+    """Return training and validation slides of a `splits.json`, and their patients, in NFC; empty if unreadable."""
     try:
         slides = map(_slide_from_json, read_json(path)["slides"])
         seen = (SIDES.index("train"), SIDES.index("validation"))
-        return {nfc(slide.id) for slide in slides if np.isin(slide.sides, seen).any()}
+        used = (slide for slide in slides if np.isin(slide.sides, seen).any())
+        return {nfc(name) for slide in used for name in (slide.id, slide.patient)}
     except _DAMAGE:
         return set()
 

@@ -14,6 +14,7 @@ from histopipe.dataset.assignment import (
     AssignByFractions,
     Assignment,
     copies_note,
+    merge_ranges,
     merge_small_strata,
 )
 from histopipe.dataset.labelling import Labelling, candidates
@@ -197,6 +198,8 @@ def _by_group(
     strata: dict[str, list[int]] = defaultdict(list)
     for unit, inside in members.items():
         strata[_stratum([slides[i] for i in inside], classes)].append(unit)
+    if slides and slides[0].target:
+        strata = merge_ranges(strata, min(filter(None, assignment.fractions)))
     merged = merge_small_strata(strata, slides)
     notes = {}
     for label, found in merged.items():

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -50,11 +51,15 @@ class JudgeSettings:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Metrics of patches (None if slides or patients were predicted), and of slides and patients by aggregation."""
+    """Metrics of patches (None if slides or patients were predicted), and of slides and patients by aggregation.
+
+    `in_training` is the number of evaluated patients that were also used in the training; None if unknown.
+    """
 
     patch: AnyMetrics | None
     slide: Mapping[Aggregation, AnyMetrics]
     patient: Mapping[Aggregation, AnyMetrics]
+    in_training: int | None = None
 
     @property
     def finest(self) -> AnyMetrics:
@@ -80,6 +85,7 @@ class Evaluation:
             **({"patch": self.patch.to_json()} if self.patch else {}),
             "slide": {how: metrics.to_json() for how, metrics in self.slide.items()},
             "patient": {how: metrics.to_json() for how, metrics in self.patient.items()},
+            "in_training": self.in_training,
         }
 
     @classmethod
@@ -90,7 +96,7 @@ class Evaluation:
             for level in ("slide", "patient")
         )
         patch = _from_json(value["patch"]) if "patch" in value else None
-        return cls(patch, slide, patient)
+        return cls(patch, slide, patient, value.get("in_training"))
 
 
 def _from_json(value: Mapping[str, Any]) -> AnyMetrics:
@@ -132,14 +138,21 @@ def choose_thresholds(validation: PatchScores, settings: JudgeSettings) -> Class
     return chosen
 
 
-def judge(scores: Mapping[Side, AnyScores], settings: JudgeSettings) -> dict[Side, Evaluation]:
-    """Evaluate predictions of each side, with thresholds chosen on validation."""
+def judge(
+    scores: Mapping[Side, AnyScores],
+    settings: JudgeSettings,
+    leaked: Mapping[Side, Collection[str]] = MappingProxyType({}),
+) -> dict[Side, Evaluation]:
+    """Evaluate predictions of each side, with thresholds chosen on validation. `leaked` as for `evaluate`."""
     validation = scores["validation"]
     if isinstance(validation, PatchScores):
         thresholds: Thresholds = choose_thresholds(validation, settings)
     else:
         thresholds = choose_target_thresholds(validation, settings.threshold)
-    return {side: evaluate([(own, thresholds)], settings) for side, own in scores.items()}
+    return {
+        side: evaluate([(own, thresholds)], settings, leaked.get(side, ()))
+        for side, own in scores.items()
+    }
 
 
 Part = tuple[AnyScores, Thresholds]
@@ -158,22 +171,32 @@ def target_parts(parts: Sequence[Part]) -> list[TargetPart]:
     return [(scores, limits) for scores, limits in parts if isinstance(scores, TargetScores)]  # type: ignore[misc]
 
 
-def evaluate(parts: Sequence[Part], settings: JudgeSettings) -> Evaluation:
+def evaluate(
+    parts: Sequence[Part], settings: JudgeSettings, leaked: Collection[str] = ()
+) -> Evaluation:
     """Evaluate the predictions of one or several models together, at every level.
 
     Each part has at least one row. All parts have the same classes or targets, and the same numbering of patients.
+    `leaked` are patients that were also used in the training.
     """
     scores = parts[0][0]
     draws = bootstrap_draws(len(scores.patients), settings.resamples, settings.seed)
+    names = {it.patients[number] for it, _ in parts for number in np.unique(it.patient).tolist()}
     if isinstance(scores, TargetScores):
-        levels = evaluate_target_parts(target_parts(parts), draws)
-        return Evaluation(levels["patch"].get("mean"), levels["slide"], levels["patient"])
-    return _evaluate_classes(class_parts(parts), settings, draws)
+        levels: Mapping[Level, Any] = evaluate_target_parts(target_parts(parts), draws)
+    else:
+        levels = _evaluate_classes(class_parts(parts), settings, draws)
+    return Evaluation(
+        levels["patch"].get("mean"),
+        levels["slide"],
+        levels["patient"],
+        len(names.intersection(leaked)),
+    )
 
 
 def _evaluate_classes(
     parts: Sequence[ClassPart], settings: JudgeSettings, draws: NDArray[np.float64]
-) -> Evaluation:
+) -> dict[Level, dict[Aggregation, Metrics]]:
     first, _ = parts[0]
     positive = positive_class(first.classes, settings.positive)
     found: dict[Level, dict[Aggregation, Metrics]] = {"patch": {}, "slide": {}, "patient": {}}
@@ -183,7 +206,7 @@ def _evaluate_classes(
             found[level][how] = metrics_of(
                 scores, first.classes, positive=positive, threshold=threshold, draws=draws, notes=notes
             )  # fmt: skip
-    return Evaluation(found["patch"].get("mean"), found["slide"], found["patient"])
+    return found
 
 
 def joined(

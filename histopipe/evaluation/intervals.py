@@ -17,6 +17,8 @@ _TAIL = 0.025
 _NORMAL = 1.959963984540054
 """97.5 % quantile of the normal distribution."""
 _HALVINGS = 60
+_INFORMATIVE = 10.0
+"""Patients count in full as evidence of the variance between them from one error in this number of decisions."""
 _FACTORS = np.concatenate([np.linspace(0, 1, 41), np.linspace(1.05, 4, 60)])
 
 
@@ -48,6 +50,7 @@ class WeightedStatistics(Protocol):
 
         `figures` is the result of `figures(weights)`.
         """
+        return {}
 
 
 def interval_of(values: Values, patients: int) -> Interval | None:
@@ -194,8 +197,8 @@ def auc_interval(
 
     This is a score interval: it holds the areas whose own variance, for these numbers of patients, makes the found area
     plausible. So it is informative for an area of 1. If patients have several items, the variance is scaled to that of
-    DeLong's method for clusters. Few patients cannot show that their items are independent, so the scale is shrunk
-    towards 1.
+    DeLong's method for clusters. Few patients, and few errors, cannot show that their items are independent, so the
+    scale is shrunk towards 1, and is 1 for an area of 0 or 1.
 
     Source:
         R. G. Newcombe, Confidence intervals for an effect size measure based on the Mann-Whitney statistic, part 2,
@@ -235,8 +238,10 @@ def _score_interval(
     if several:
         quantile = t_quantile(patients - 1)
         expected = variance_at(estimate)
-        found = variance / expected if expected > 0 else 1.0
-        scale = found + max(0.0, 1 - found) / fewest
+        found = variance / expected if expected > 0 else 0.0
+        # Without errors, and without hits, nothing shows whether those of a patient come together.
+        informative = min(1.0, _INFORMATIVE * estimate, _INFORMATIVE * (1 - estimate))
+        scale = found + max(0.0, 1 - found) / (1 + (fewest - 1) * informative)
 
     def end(limit: float) -> float:
         inside, outside = estimate, limit

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from histopipe.evaluation.intervals import WeightedStatistics
+
 Weights = NDArray[np.float64]
 Values = NDArray[np.float64]
+_ROUNDING = 64
+"""Values are equal if they vary by at most this number of units in the last place of their mean."""
 FIGURES = ("r2", "pearson", "spearman", "mae", "rmse")
 
 
-class RegressionStatistics:
+class RegressionStatistics(WeightedStatistics):
     """Metrics as functions of (R, P) weights of the patients, for each column and their mean.
 
     Args:
@@ -47,12 +51,6 @@ class RegressionStatistics:
             found |= {f"{figure}:{name}": value for figure, value in values.items()}
         return found
 
-    def better_intervals(
-        self, weights: Weights, figures: Mapping[str, Values]
-    ) -> dict[str, tuple[float, float]]:
-        """Return nothing: all intervals are those of resamples."""
-        return {}
-
 
 class _Column:
     def __init__(self, target: Values, output: Values, patient: NDArray[np.int32]) -> None:
@@ -61,17 +59,14 @@ class _Column:
 
     def figures(self, weights: Weights) -> dict[str, Values]:
         rows = weights[:, self._patient]
-        total = rows.sum(axis=1)
         error = self._output - self._target
-        with np.errstate(divide="ignore", invalid="ignore"):
-            squares = rows @ error**2 / total
-            mean = rows @ self._target / total
-            spread = rows @ self._target**2 / total - mean**2
+        squares = _mean(rows, error**2)
+        with np.errstate(invalid="ignore"):
             return {
-                "r2": np.where(spread > 1e-12 * (1 + mean**2), 1 - squares / spread, np.nan),
+                "r2": 1 - squares / _centred(rows, self._target[None])[1],
                 "pearson": _correlation(rows, self._target[None], self._output[None]),
                 "spearman": _correlation(rows, *(it.of(rows) for it in self._orders)),
-                "mae": rows @ np.abs(error) / total,
+                "mae": _mean(rows, np.abs(error)),
                 "rmse": np.sqrt(squares),
             }
 
@@ -95,13 +90,21 @@ class _Ranks:
 
 def _correlation(rows: Weights, a: Values, b: Values) -> Values:
     """Return (R,) weighted correlations of (R or 1, N) values; NaN if one of them is constant."""
-    total = rows.sum(axis=1)
+    (a, of_a), (b, of_b) = _centred(rows, a), _centred(rows, b)
+    return np.asarray(_mean(rows, a * b) / np.sqrt(of_a) / np.sqrt(of_b), np.float64)
 
-    def mean(values: Values) -> Values:
-        return np.asarray((rows * values).sum(axis=1) / total, np.float64)
 
-    a, b = a - mean(a)[:, None], b - mean(b)[:, None]
-    product, of_a, of_b = mean(a * b), mean(a * a), mean(b * b)
+def _centred(rows: Weights, values: Values) -> tuple[Values, Values]:
+    """Return (R, N) values minus their weighted means, and their (R,) variances; NaN if values are equal to rounding."""
+    mean = _mean(rows, values)
+    centred = values - mean[:, None]
+    variance = _mean(rows, centred**2)
+    with np.errstate(invalid="ignore"):
+        rounding = (_ROUNDING * np.spacing(np.abs(mean))) ** 2
+        return centred, np.where(variance > rounding, variance, np.nan)
+
+
+def _mean(rows: Weights, values: Values) -> Values:
+    """Return (R,) weighted means of (R or 1, N) or (N,) values; NaN without weight."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        found = product / np.sqrt(of_a * of_b)
-    return np.where((of_a > 1e-24) & (of_b > 1e-24), found, np.nan)
+        return np.asarray((rows * values).sum(axis=1) / rows.sum(axis=1), np.float64)

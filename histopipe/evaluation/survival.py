@@ -13,10 +13,12 @@ Results equal those of scikit-survival, with the censoring distribution of the s
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+
+from histopipe.evaluation.intervals import WeightedStatistics
 
 Weights = NDArray[np.float64]
 Values = NDArray[np.float64]
@@ -26,7 +28,7 @@ _BLOCK = 1 << 22
 """Pairs of patients computed at once."""
 
 
-class SurvivalStatistics:
+class SurvivalStatistics(WeightedStatistics):
     """Metrics as functions of (R, P) weights of the patients.
 
     Args:
@@ -50,23 +52,31 @@ class SurvivalStatistics:
         self._risk, self._survival = output[order, 0], output[order, 1:]
         self._patient, self._grid = patient[order], np.asarray(grid, np.float64)
         self._unique, self._place = np.unique(self._time, return_inverse=True)
+        self._inside = self._grid[(self._grid >= self._time[0]) & (self._grid < self._time[-1])]
 
     def figures(self, weights: Weights) -> dict[str, Values]:
         """Return (R,) values of each metric; NaN if undefined."""
         rows = weights[:, self._patient]
-        censoring = self._censoring(rows)
-        harrell, uno = self._concordance(rows, censoring)
-        inside = self._grid[(self._grid >= self._time[0]) & (self._grid < self._time[-1])]
+        inverse = self._inverse_censoring(rows)
+        harrell, uno = self._concordance(rows, inverse)
         found = {"c_index": harrell, "c_index_uno": uno}
-        found["auc"] = self._mean_auc(rows, censoring, inside)
-        found["brier"] = self._brier(rows, censoring, inside)
+        found["auc"] = self._mean_auc(rows, inverse, self._inside)
+        found["brier"] = self._brier(rows, inverse, self._inside)
         return found
 
-    def better_intervals(
-        self, weights: Weights, figures: Mapping[str, Values]
-    ) -> dict[str, tuple[float, float]]:
-        """Return nothing: all intervals are those of resamples."""
-        return {}
+    def remarks(self) -> list[str]:
+        """Return remarks on the events and times that metrics leave out."""
+        texts, last = [], self._event[self._time == self._time[-1]]
+        if last.any() and not last.all():
+            texts.append(
+                f"Uno's C leaves out events at the last time, {self._time[-1]:g}, when other patients are censored"
+            )
+        if len(self._inside) < min(2, len(self._grid)):
+            texts.append(
+                f"{len(self._inside)} of the {len(self._grid)} times of the model are within the times of these patients: "
+                "the AUC over time needs 1, the integrated Brier score 2"
+            )
+        return texts
 
     def _product(self, rows: Weights, lost: NDArray[np.bool_], first: NDArray[np.bool_]) -> Values:
         """Return the (R, K) Kaplan-Meier product at each unique time, of events `lost`, after those of `first`."""
@@ -77,16 +87,19 @@ class SurvivalStatistics:
         share = np.divide(leaving, at_risk, out=np.zeros_like(leaving), where=at_risk > 1e-12)
         return np.asarray(np.cumprod(1 - share, axis=1), np.float64)
 
-    def _censoring(self, rows: Weights) -> Values:
-        """Return the (R, K) probability not to be censored until each unique time."""
-        return self._product(rows, ~self._event, self._event)
+    def _inverse_censoring(self, rows: Weights) -> Values:
+        """Return the (R, K) inverse probability not to be censored until each unique time.
 
-    def _concordance(self, rows: Weights, censoring: Values) -> tuple[Values, Values]:
+        0 where it is infinite: at a last time with events, all others are censored, so that such events have no weight.
+        """
+        censoring = self._product(rows, ~self._event, self._event)
+        return np.divide(1.0, censoring, out=np.zeros_like(censoring), where=censoring > 1e-12)
+
+    def _concordance(self, rows: Weights, inverse: Values) -> tuple[Values, Values]:
         """Return the concordance of Harrell and that of Uno, (R,) each."""
         events = np.flatnonzero(self._event)
         sums = np.zeros((4, len(rows)))
-        with np.errstate(divide="ignore", invalid="ignore"):
-            inverse = 1 / censoring[:, self._place] ** 2
+        weight = rows * inverse[:, self._place] ** 2
         size = max(1, _BLOCK // max(len(self._time), 1))
         for begin in range(0, len(events), size):
             block = events[begin : begin + size]
@@ -96,17 +109,15 @@ class SurvivalStatistics:
             lead = self._risk[block, None] - self._risk[None]
             value = np.where(np.abs(lead) <= _TIE, 0.5, lead > 0) * comparable
             pairs, concordant = rows @ comparable.T, rows @ value.T
-            own = rows[:, block]
-            uno = own * np.where(own > 0, inverse[:, block], 0)
+            own, uno = rows[:, block], weight[:, block]
             sums[0] += (own * concordant).sum(axis=1)
             sums[1] += (own * pairs).sum(axis=1)
             sums[2] += (uno * concordant).sum(axis=1)
             sums[3] += (uno * pairs).sum(axis=1)
         with np.errstate(divide="ignore", invalid="ignore"):
-            harrell, uno = sums[0] / sums[1], sums[2] / sums[3]
-        return harrell, np.where(np.isfinite(uno), uno, np.nan)
+            return sums[0] / sums[1], sums[2] / sums[3]
 
-    def _mean_auc(self, rows: Weights, censoring: Values, times: Values) -> Values:
+    def _mean_auc(self, rows: Weights, inverse: Values, times: Values) -> Values:
         """Return the (R,) mean area under the time-dependent ROC curve, weighted by the events between the times."""
         if not len(times):
             return np.full(len(rows), math.nan)
@@ -116,7 +127,7 @@ class SurvivalStatistics:
         survival = self._product(rows, self._event, np.zeros_like(self._event))
         areas, falls, before = [], [], np.ones(len(rows))
         with np.errstate(divide="ignore", invalid="ignore"):
-            of_cases = np.where(rows * self._event > 0, rows / censoring[:, self._place], 0)
+            of_cases = rows * self._event * inverse[:, self._place]
             for time in times:
                 case = self._event & (self._time <= time)
                 cases = np.add.reduceat((of_cases * case)[:, order], ties, axis=1)
@@ -132,18 +143,18 @@ class SurvivalStatistics:
             total = np.where(used, np.array(areas) * fall, 0).sum(axis=0)
             return np.asarray(total / np.where(used, fall, 0).sum(axis=0), np.float64)
 
-    def _brier(self, rows: Weights, censoring: Values, times: Values) -> Values:
+    def _brier(self, rows: Weights, inverse: Values, times: Values) -> Values:
         """Return the (R,) Brier score integrated over the times."""
         if len(times) < 2:
             return np.full(len(rows), math.nan)
         scores = []
         with np.errstate(divide="ignore", invalid="ignore"):
-            of_events = np.where(rows * self._event > 0, rows / censoring[:, self._place], 0)
+            of_events = rows * self._event * inverse[:, self._place]
             for time in times:
                 survival = self._survival[:, np.flatnonzero(self._grid == time)[0]]
-                here = censoring[:, np.searchsorted(self._unique, time, side="right") - 1]
+                here = inverse[:, np.searchsorted(self._unique, time, side="right") - 1]
                 gone = of_events * (self._event & (self._time <= time)) * survival**2
-                left = rows * (self._time > time) * (1 - survival) ** 2 / here[:, None]
+                left = rows * (self._time > time) * (1 - survival) ** 2 * here[:, None]
                 scores.append((gone + left).sum(axis=1) / rows.sum(axis=1))
         return np.asarray(np.trapezoid(scores, times, axis=0) / (times[-1] - times[0]), np.float64)
 

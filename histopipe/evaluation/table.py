@@ -9,6 +9,7 @@ from histopipe.dataset.options import Side, TaskName
 from histopipe.evaluation.evaluate import AnyMetrics, Evaluation
 from histopipe.evaluation.levels import Aggregation
 from histopipe.evaluation.target_metrics import TargetMetrics
+from histopipe.system.result import counted
 
 _CLASSES = (
     {"auc": "AUC", "balanced_accuracy": "bal. acc."},
@@ -133,9 +134,29 @@ def evaluation_lines(title: str, evaluation: Evaluation) -> list[str]:
         f"  {'' if len(where) == levels else ', '.join(where) + ': '}{note}"
         for note, where in notes.items()
     ]
-    if evaluation.slide and not any(row[0].startswith("  patient") for row in rows):
+    lines += [f"  {remark}" for remark in remarks(evaluation)]
+    no_patients = not any(row[0].startswith("  patient") for row in rows)
+    if evaluation.slide and evaluation.patient and no_patients:
         lines.append("  patients: same as slides, because each patient has one slide")
     return aligned(rows) + lines
+
+
+def remarks(evaluation: Evaluation) -> list[str]:
+    """Return remarks on an evaluation: why it has no metrics of slides or patients, and patients of the training."""
+    several = "targets" if task_of(evaluation.finest) != "classification" else "labels"
+    missing = {
+        "slides": evaluation.patch and not evaluation.slide,
+        "patients": (evaluation.patch or evaluation.slide) and not evaluation.patient,
+    }
+    texts = [
+        f"{it}: not evaluated, because each has several {several}" for it in missing if missing[it]
+    ]
+    if evaluation.in_training:
+        texts.append(
+            f"used in the training, too: {evaluation.in_training} of "
+            f"{counted(evaluation.finest.patients, 'patient')}; metrics are too good"
+        )
+    return texts
 
 
 def same_as_slides(evaluation: Evaluation, how: Aggregation) -> bool:
@@ -155,9 +176,10 @@ def _columns_of(metrics: AnyMetrics) -> list[str]:
 
 def split_lines(evaluations: Mapping[Side, Evaluation]) -> list[str]:
     """Return the table of each split."""
-    titles = {"test": "test (held out)"}
     return [
         line
         for side, evaluation in evaluations.items()
-        for line in evaluation_lines(titles.get(side, side), evaluation)
+        for line in evaluation_lines(
+            "test (held out)" if side == "test" and not evaluation.in_training else side, evaluation
+        )
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.dataset.options import TaskName
-from histopipe.errors import MachineShort
 from histopipe.evaluation.intervals import WeightedStatistics, intervals_of
 from histopipe.evaluation.levels import Aggregation, Level, levels_of, name_of
 from histopipe.evaluation.multilabel import (
@@ -28,6 +28,8 @@ from histopipe.system.result import counted
 
 _MIN_PATIENTS = 10
 _MAX_UNDEFINED = 0.05
+_HALF_TOLERANCE = 1e-8
+"""Rounding of a curve that is exactly one half: then the median survival is the first time of that step."""
 Thresholds = Mapping[str, tuple[float, ...]]
 """By name of the level: a probability per label, or the risk between the risk groups; empty for regression."""
 Part = tuple[TargetScores, Thresholds]
@@ -87,7 +89,7 @@ class RiskGroup:
     Attributes:
         name: "high risk" or "low risk".
         count, events: number of patients or slides, and of their events.
-        median: median survival; None if it is not reached.
+        median: median survival, the first time when survival is at most one half; None if it is not reached.
         times, survival: steps of the curve, from time 0.
         low, high: its 95 % confidence band.
         at_risk: number at risk at each of `at_risk_times`.
@@ -221,7 +223,7 @@ def _metrics(
     figures = {name: _known(value[0]) for name, value in values.items()}
     patients = len(np.unique(scores.patient))
     intervals, undefined = intervals_of(statistics, draws[:, : statistics.patients], patients)
-    notes = []
+    notes = statistics.remarks() if isinstance(statistics, SurvivalStatistics) else []
     if scores.left_out:
         notes.append(f"{scores.left_out} excluded, because their slides have several targets")
     if len(draws) and patients < _MIN_PATIENTS:
@@ -249,45 +251,49 @@ def _known(value: float) -> float | None:
 def _risk_groups(
     kind: TargetScores, scores: GroupedScores, limits: NDArray[np.float64]
 ) -> tuple[tuple[RiskGroup, ...], float | None]:
-    if kind.task != "survival":
+    # Without a threshold, no patient of validation has one time for all slides.
+    if kind.task != "survival" or not limits.shape[1]:
         return (), None
-    lifelines = require_lifelines()
+    from scipy import stats  # imported late: takes 0.6 s
+
     time, event = scores.target.T
     high = scores.output[:, 0] > limits[:, 0]
-    times = np.linspace(0, time.max(), 6)
-    groups = []
+    at_risk_times = np.linspace(0, time.max(), 6)
+    groups, samples = [], []
     for name, rows in (("high risk", high), ("low risk", ~high)):
         if not rows.any():
             continue
-        curve = lifelines.KaplanMeierFitter().fit(time[rows], event[rows])
-        band = curve.confidence_interval_.to_numpy()
-        median = float(curve.median_survival_time_)
+        happened = event[rows] == 1
+        samples.append(stats.CensoredData(time[rows][happened], right=time[rows][~happened]))
+        times, curve, (low, high) = _kaplan_meier(stats.ecdf(samples[-1]).sf)
         groups.append(
             RiskGroup(
-                name, int(rows.sum()), int(event[rows].sum()), _known(median),
-                tuple(curve.survival_function_.index.to_numpy(np.float64).tolist()),
-                tuple(curve.survival_function_.to_numpy()[:, 0].tolist()),
-                tuple(band[:, 0].tolist()), tuple(band[:, 1].tolist()), tuple(times.tolist()),
-                tuple(int((time[rows] >= at).sum()) for at in times),
+                name, int(rows.sum()), int(happened.sum()),
+                next(iter(times[curve <= 0.5 + _HALF_TOLERANCE].tolist()), None), tuple(times.tolist()), tuple(curve.tolist()),
+                tuple(low.tolist()), tuple(high.tolist()), tuple(at_risk_times.tolist()),
+                tuple(int((time[rows] >= start).sum()) for start in at_risk_times),
             )
         )  # fmt: skip
     if len(groups) < 2 or not event.any():
         return tuple(groups), None
-    test = lifelines.statistics.logrank_test(time[high], time[~high], event[high], event[~high])
-    return tuple(groups), _known(float(test.p_value))
+    # Undefined if no event happens while patients of both groups are at risk; then SciPy divides by 0.
+    with np.errstate(divide="ignore", invalid="ignore"):
+        test = stats.logrank(*samples)
+    return tuple(groups), float(test.pvalue) if math.isfinite(test.statistic) else None
 
 
-def require_lifelines() -> Any:
-    """Return lifelines, which has Kaplan-Meier curves, the log-rank test and Cox' model.
-
-    Raises:
-        MachineShort: it is not installed.
-    """
-    try:
-        import lifelines
-        import lifelines.statistics
-    except ImportError as error:
-        raise MachineShort(
-            f"survival needs {error.name}", todo="pip install 'histopipe[survival]'"
-        ) from error
-    return lifelines
+def _kaplan_meier(curve: Any) -> tuple[NDArray[np.float64], ...]:
+    """Return the times of a Kaplan-Meier curve of SciPy from 0, its survival, and (2, K) ends of its 95 % band."""
+    with warnings.catch_warnings(action="ignore"):  # the band is undefined where survival is 0 or 1
+        band = curve.confidence_interval(method="log-log")
+    ends = np.stack([band.low.probabilities, band.high.probabilities])
+    begin = (int(curve.quantiles[0] > 0), 0)
+    return (
+        np.pad(curve.quantiles, begin),
+        np.pad(curve.probabilities, begin, constant_values=1.0),
+        np.pad(
+            np.where(np.isnan(ends), curve.probabilities, ends),
+            ((0, 0), begin),
+            constant_values=1.0,
+        ),
+    )

@@ -54,7 +54,7 @@ class Classifier:
     temperatures: tuple[tuple[float, ...], ...] = ()
     """Temperature of each model; empty if they are not calibrated."""
     in_training: frozenset[str] = frozenset()
-    """Ids of the slides on which a model was trained or validated."""
+    """Slides on which a model was trained or validated, and their patients."""
 
     def calibrated(self, probability: NDArray[np.float32]) -> NDArray[np.float32]:
         """Return (N, M, C) probabilities of the models with their temperatures."""

@@ -29,6 +29,7 @@ from histopipe.inference.classifier import PredictOptions
 from histopipe.inference.external_evaluation import (
     ExternalEvaluation,
     evaluated_participants,
+    training_warning,
     write_evaluation,
 )
 from histopipe.inference.feature_folder import described
@@ -147,7 +148,14 @@ class BagsPrediction:
         self.done = [bag.id for bag, _ in found]
         if self.features.kind == "features":
             self.features.patches = sum(bag.rows for bag, _ in found)
-        seen = self._warn_of_training_slides([bag for bag, _ in found])
+        used = set[str]().union(*(trained_on(it.folder / run_folder.SPLITS) for it in self.models))
+        seen = {
+            bag.id: bag.patient or bag.id
+            for bag, _ in found
+            if {nfc(bag.id), nfc(bag.patient or bag.id)} & used
+        }
+        if seen:
+            self.progress.message(training_warning(sorted(seen), self._first.config.bag))
         predictions = BagPredictions(
             self.models, [bag for bag, _ in found], [targets[bag.id] for bag, _ in found],
             [np.stack([outputs[i] for _, outputs in found]) for i in range(len(self.models))],
@@ -155,7 +163,9 @@ class BagsPrediction:
         path = self.folder.path
         predictions.write(path, slides=SLIDES, patients=PATIENTS)
         part = predictions.labelled()
-        metrics = None if part is None else evaluate([part], self._first.judging)
+        metrics = (
+            None if part is None else evaluate([part], self._first.judging, set(seen.values()))
+        )
         labelled = set() if part is None else set(part[0].slides)
         failed = self.failed | {
             slide: self.failed[bag.id]
@@ -216,14 +226,3 @@ class BagsPrediction:
         if task is None or not all(name in bag.cells for name in self._first.targets):
             return None
         return task.target(bag.cells, f"{self._first.config.bag} {bag.id}")
-
-    def _warn_of_training_slides(self, bags: Sequence[Bag]) -> list[str]:
-        used = set.union(*(trained_on(it.folder / run_folder.SPLITS) for it in self.models))
-        seen = sorted(used & {nfc(bag.id) for bag in bags})
-        if seen:
-            some = ", ".join(seen[:3]) + (", …" if len(seen) > 3 else "")
-            self.progress.message(
-                f"warning: {len(seen)} of these {self._first.config.bag}s were used in the training ({some}): "
-                "metrics on them are not valid for new slides"
-            )
-        return seen

@@ -19,6 +19,7 @@ from histopipe.inference.classifier import Classifier
 from histopipe.inference.external_evaluation import (
     ExternalEvaluation,
     evaluated_participants,
+    training_warning,
     write_evaluation,
 )
 from histopipe.inference.predictions_folder import (
@@ -174,13 +175,11 @@ class PatchPrediction:
             if name not in run.failed
         ]
         slides, classifier, path = [slide for slide, _ in found], self.classifier, self.folder.path
-        seen = {it.slide for it in slides} & classifier.in_training
+        seen = {
+            it.slide: it.patient for it in slides if {it.slide, it.patient} & classifier.in_training
+        }
         if seen:
-            some = ", ".join(sorted(seen)[:3]) + (", …" if len(seen) > 3 else "")
-            self.progress.message(
-                f"warning: {len(seen)} of these slides were used in the training ({some}): "
-                "metrics on them are not valid for new slides"
-            )
+            self.progress.message(training_warning(sorted(seen), "slide"))
         parts = [scores for _, scores in found if len(scores.label)]
         tables: tuple[tuple[str, Level], ...] = ((SLIDES, "slide"), (PATIENTS, "patient"))
         for name, level in tables:
@@ -188,7 +187,9 @@ class PatchPrediction:
                 path / name, parts, slides, level, self.aggregate, classes=classifier.classes,
                 judging=classifier.judging, thresholds=classifier.thresholds,
             )  # fmt: skip
-        judged = evaluate_labelled(parts, classifier.judging, classifier.thresholds)
+        judged = evaluate_labelled(
+            parts, classifier.judging, classifier.thresholds, set(seen.values())
+        )
         participants = evaluated_participants(
             self.source.participants(slides), {it.slide: (it.patches, it.skipped) for it in slides},
             [it.slides[0] for it in parts if (it.label >= 0).any()], run.failed, classifier.classes,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -267,9 +267,15 @@ def _labels(slides: Sequence[PredictedSlide], level: Level) -> dict[str, str]:
 
 
 def evaluate_labelled(
-    parts: Sequence[PatchScores], judging: JudgeSettings, thresholds: Thresholds
+    parts: Sequence[PatchScores],
+    judging: JudgeSettings,
+    thresholds: Thresholds,
+    leaked: Collection[str],
 ) -> tuple[Part, Evaluation] | None:
-    """Return the patches with known labels, with the thresholds, and their evaluation; None if they have fewer than two classes."""
+    """Return the patches with known labels, with the thresholds, and their evaluation; None if they have fewer than two classes.
+
+    `leaked` as for `evaluate`.
+    """
     known = labelled_patches(parts)
     if not known:
         return None
@@ -277,7 +283,7 @@ def evaluate_labelled(
     if len(np.unique(scores.label)) < 2:
         return None
     part = scores, thresholds
-    return part, evaluate([part], judging)
+    return part, evaluate([part], judging, leaked)
 
 
 def labelled_patches(parts: Sequence[PatchScores]) -> list[PatchScores]:

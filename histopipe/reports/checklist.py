@@ -139,7 +139,7 @@ def fill(name: str, facts: Facts) -> Checklist:
 
 
 _SENTENCES = (
-    "tiling", "encoding", "patch_selection", "preprocessing", "labels", "split", "split_level", "network", "inputs", "outputs",
+    "tiling", "encoding", "patch_selection", "preprocessing", "labels", "split", "split_level", "leaks", "network", "inputs", "outputs",
     "weights", "training", "augmentation", "imbalance", "selection", "threshold", "calibration", "predictions",
     "metric_names", "intervals", "software", "hardware",
 )  # fmt: skip

@@ -8,7 +8,7 @@ from pathlib import Path
 from histopipe.evaluation.groups import QUALITY
 from histopipe.evaluation.intervals import Difference
 from histopipe.evaluation.levels import LEVELS, name_of
-from histopipe.evaluation.table import shown_figures, task_of, with_ends, with_interval
+from histopipe.evaluation.table import remarks, shown_figures, task_of, with_ends, with_interval
 from histopipe.reports.html_page import Cell, Column, Notes, Page, Row, Table, Text, number
 from histopipe.studies.compare import CompareResult, compare
 
@@ -107,7 +107,9 @@ def _subgroups(result: CompareResult) -> Iterator[Table]:
 
 
 def _limitations(result: CompareResult) -> Notes:
-    notes = [f"{run.folder}: {note}." for run in result.runs for note in run.notes]
+    notes = [
+        f"{run.folder}: {note}." for run in result.runs for note in (*remarks(run.test), *run.notes)
+    ]
     return Notes(
         [
             *notes,

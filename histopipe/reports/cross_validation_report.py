@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from histopipe.errors import DamagedStore, UsageError
 from histopipe.evaluation.breakdown import Breakdown
 from histopipe.evaluation.evaluate import Evaluation
 from histopipe.evaluation.predictions import PatchScores, joined_scores
-from histopipe.evaluation.table import main_figure, shown_figures
+from histopipe.evaluation.table import main_figure, remarks, shown_figures
 from histopipe.evaluation.target_scores import TargetScores
 from histopipe.reports.evaluation_sections import add_analysis, add_metrics
 from histopipe.reports.fact_texts import plain
@@ -36,7 +37,7 @@ from histopipe.runs.config import TrainConfig
 from histopipe.runs.result import TrainResult, read_result
 from histopipe.runs.settings import read_settings
 from histopipe.runs.task_config import CONFIGS, make_config
-from histopipe.studies.cross_validation_result import read_parts, tested_slides
+from histopipe.studies.cross_validation_result import leaked_from, read_parts, tested_slides
 from histopipe.studies.settings import FoldSettings
 from histopipe.system.files import read_json
 
@@ -82,6 +83,7 @@ def cross_validation_page(
             "All test sets together, each with the thresholds of its fold. Brackets show 95 % confidence intervals, "
             "with patients as units. Models of different folds are compared as if they were one.", "soft",
         ),
+        *(Text(f"Warning: {it}.", "bad") for it in remarks(judged.evaluations["test"])),
         Cards(metric_cards(judged)),
     )  # fmt: skip
     page.add("Folds", *_folds(summary, judged))
@@ -102,10 +104,12 @@ def _judged(
     if summary["pooled"] is None:
         return None
     parts = read_parts(results)
+    # Cross-validations of earlier versions have no number of patients of the training.
+    pooled = replace(Evaluation.from_json(summary["pooled"]), in_training=len(leaked_from(results)))
     classes = [it for it, _ in parts if isinstance(it, PatchScores)]
     targets = [it for it, _ in parts if isinstance(it, TargetScores)]
     return Judged(
-        {"test": Evaluation.from_json(summary["pooled"])}, {"test": joined_scores(classes)} if classes else {},
+        {"test": pooled}, {"test": joined_scores(classes)} if classes else {},
         {"test": joined_scores(targets)} if targets else {}, classes[0].classes if classes else (), config.task,
         config.judging, Breakdown.from_json(summary["breakdown"]) if "breakdown" in summary else Breakdown(),
         flow_from_json(summary.get("flow", {})), parts=parts,
@@ -142,7 +146,8 @@ def _limitations(judged: Judged, summary: Mapping[str, Any]) -> Iterator[str]:
     missing = [str(it["fold"]) for it in summary["folds"] if it["status"] != "done"]
     if missing:
         yield f"Folds that are not finished: {', '.join(missing)}. Their slides are not tested."
-    notes = {note for _, metrics in judged.evaluations["test"].named() for note in metrics.notes}
+    test = judged.evaluations["test"]
+    notes = {*remarks(test), *(note for _, metrics in test.named() for note in metrics.notes)}
     yield from (f"{note[0].upper()}{note[1:]}." for note in sorted(notes))
     title, _ = main_figure(judged.evaluations["test"].finest)
     yield f"Intervals of the {title} are for these models: variation between training sets is only shown by the folds."

@@ -20,7 +20,7 @@ _SECTIONS: Sequence[tuple[str, Sequence[str], bool]] = (
     ("Data", ("flow", "exclusions", "participants_by_label", "sites", "scanners", "scale", "tiling", "encoding",
               "preprocessing", "patch_selection", "labels", "label_sources", "characteristics", "split", "split_level",
               "split_sizes"), True),
-    ("Metrics", ("performance", "accuracy", "threshold", "calibration", "recalibrated", "metric_names", "intervals"), False),
+    ("Metrics", ("performance", "leaks", "accuracy", "threshold", "calibration", "recalibrated", "metric_names", "intervals"), False),
     ("Subgroups", ("subgroup_results", "heterogeneity", "shortcut"), False),
     ("Limits", ("limitations", "failures"), True),
     ("Licence and contact", (), True),

@@ -12,6 +12,7 @@ from histopipe.evaluation.table import (
     main_figure,
     main_of,
     number,
+    remarks,
     with_ends,
     with_interval,
 )
@@ -20,6 +21,7 @@ from histopipe.reports.judged import COLUMN_TITLES, LEVEL_NAMES, shown_levels
 from histopipe.reports.run_data import RunData
 from histopipe.runs import folder as run_folder
 from histopipe.runs.result import METRICS
+from histopipe.system.result import counted
 
 _PLOTS = "ROC and precision-recall curves, reliability diagrams, and decision curves (Vickers and Elkin 2006)"
 
@@ -82,7 +84,23 @@ def _shortcut(run: RunData) -> str | None:
 
 def _test_set(run: RunData) -> str | None:
     test = run.result.metrics.get("test")
-    return f"The held-out test set has {test.finest.patients} patients." if test else None
+    return (
+        None
+        if test is None
+        else (
+            f"The {'' if test.in_training else 'held-out '}test set has {counted(test.finest.patients, 'patient')}."
+        )
+    )
+
+
+def _leaks(run: RunData) -> str | None:
+    texts = [
+        f"{SIDE_NAMES[side].capitalize()}, {remark}."
+        for side, evaluation in run.result.metrics.items()
+        if evaluation.in_training
+        for remark in remarks(evaluation)[-1:]
+    ]
+    return " ".join(texts) or None
 
 
 def _performance(run: RunData) -> str:
@@ -168,7 +186,8 @@ def limitations(run: RunData) -> Iterator[str]:
     yield "Variation between splits and seeds is unknown: this is one run"
     for side, evaluation in run.result.metrics.items():
         notes = dict.fromkeys(note for _, metrics in evaluation.named() for note in metrics.notes)
-        yield from (f"{SIDE_NAMES[side].capitalize()}: {note}" for note in notes)
+        every = (*remarks(evaluation), *notes)
+        yield from (f"{SIDE_NAMES[side].capitalize()}: {note}" for note in every)
 
 
 def _sha256(path: Path) -> str:
@@ -211,6 +230,7 @@ FACTS: dict[str, tuple[str, Callable[[RunData], str | None]]] = {
     "heterogeneity": (METRICS, _heterogeneity),
     "shortcut": (METRICS, _shortcut),
     "test_set": (METRICS, _test_set),
+    "leaks": (METRICS, _leaks),
     "performance": (METRICS, _performance),
     "accuracy": (METRICS, _accuracy),
     "calibration": (METRICS, _calibration),

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from histopipe.dataset.flow import Flow, flow_from_json, flow_to_json
+from histopipe.dataset.flow import Flow, flow_from_json, flow_to_json, leaked_patients
 from histopipe.dataset.options import SIDES, Side
 from histopipe.dataset.participants import Participant, read_participants
-from histopipe.errors import DamagedStore, UsageError
+from histopipe.dataset.splits import load_splits
+from histopipe.errors import DamagedStore, HistopipeError, UsageError
 from histopipe.evaluation.breakdown import Breakdown, breakdown_lines
 from histopipe.evaluation.evaluate import Evaluation
 from histopipe.evaluation.table import evaluation_lines, main_figure, number, split_lines
@@ -109,6 +111,12 @@ def read_result(folder: Path) -> TrainResult:
         value = read_json(path)
         names = ("epochs", "best_epoch", "seconds", "host_bytes", "gpu_bytes")
         metrics = {side: Evaluation.from_json(value[side]) for side in SIDES if side in value}
+        if any(it.in_training is None for it in metrics.values()):  # of an earlier version
+            with suppress(HistopipeError):  # it stays unknown without a readable split
+                leaked = leaked_patients(load_splits(folder / run_folder.SPLITS))
+                metrics = {
+                    side: replace(it, in_training=len(leaked[side])) for side, it in metrics.items()
+                }
         found = value.get(_BASELINE, {})
         baseline = {side: Evaluation.from_json(found[side]) for side in SIDES if side in found}
         fitted = value.get(_CALIBRATION)

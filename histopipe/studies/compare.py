@@ -23,7 +23,7 @@ from histopipe.runs import folder as run_folder
 from histopipe.runs.result import is_finished, read_result
 from histopipe.runs.settings import declared_settings, read_settings
 from histopipe.runs.task_config import CONFIGS, make_config, read_config
-from histopipe.studies.cross_validation_result import read_parts, tested_slides
+from histopipe.studies.cross_validation_result import leaked_from, read_parts, tested_slides
 from histopipe.studies.paired_differences import differences_of, tested_items
 from histopipe.studies.settings import FoldSettings
 from histopipe.system.files import read_json
@@ -199,7 +199,7 @@ def _load_folds(folder: Path) -> _Loaded:
     parts = read_parts(done)
     missing = len(fold_folders) - len(done)
     notes = (f"{missing} of {len(fold_folders)} folds are not finished",) if missing else ()
-    evaluation = evaluate(parts, judging)
+    evaluation = evaluate(parts, judging, leaked_from(done))
     slides = tested_slides(done)
     breakdown = break_down(parts, evaluation, slides, settings.get("subgroup", ()), judging)
     run = ComparedRun(folder, settings, evaluation, notes, breakdown)

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from histopipe.dataset.flow import Flow, flow_of, flow_to_json
+from histopipe.dataset.flow import Flow, flow_of, flow_to_json, leaked_patients
 from histopipe.dataset.participants import Participant
+from histopipe.dataset.splits import load_splits
 from histopipe.errors import HistopipeError
 from histopipe.evaluation.breakdown import Breakdown, break_down, break_down_sides, breakdown_lines
 from histopipe.evaluation.evaluate import Evaluation, Part, evaluate, judge, thresholds_of
@@ -157,8 +158,9 @@ def summarize(config: TrainConfig, folder: Path, folds: Sequence[Fold]) -> Cross
     mean = {name: statistics.fmean(values) for name, values in columns.items()}
     deviation = {name: statistics.stdev(it) for name, it in columns.items() if len(it) > 1}
     parts = _pooled_parts(folder, folds)
-    pooled = evaluate(parts, config.judging) if parts else None
-    slides = tested_slides([fold.result for fold in folds if fold.result is not None])
+    done = [fold.result for fold in folds if fold.result is not None]
+    pooled = evaluate(parts, config.judging, leaked_from(done)) if parts else None
+    slides = tested_slides(done)
     breakdown = Breakdown()
     if pooled is not None:
         breakdown = break_down(parts, pooled, slides, config.subgroup, config.judging)
@@ -200,6 +202,12 @@ def read_parts(results: Sequence[TrainResult]) -> list[Part]:
     ]
 
 
+def leaked_from(results: Sequence[TrainResult]) -> set[str]:
+    """Return the test patients of finished runs that were also used in the training."""
+    leaking = [it.folder / run_folder.SPLITS for it in results if it.metrics["test"].in_training]
+    return set().union(*(leaked_patients(load_splits(path))["test"] for path in leaking))
+
+
 def tested_slides(folds: Sequence[TrainResult]) -> list[Participant]:
     """Return all slides, each as in the fold that tests it, or else as in the last fold."""
     found: dict[str, Participant] = {}
@@ -235,7 +243,11 @@ def reevaluate(folder: Path, wanted: TrainConfig) -> TrainResult:
     own = load_config(folder / run_folder.CONFIG)
     if own.judging == wanted.judging:
         return result
-    judged, slides = judge(scores, wanted.judging), read_slides(folder)
+    leaked = leaked_patients(load_splits(folder / run_folder.SPLITS))
+    judged, slides = (
+        judge(scores, wanted.judging, leaked),
+        read_slides(folder),
+    )
     breakdown = break_down_sides(scores, judged, slides, own.subgroup, wanted.judging)
     changed = replace(result, metrics=judged, breakdown=breakdown)
     config = replace(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,12 +13,11 @@ from histopipe.dataset.options import SIDES, Side
 from histopipe.dataset.splits import SlideSplit, Splits
 from histopipe.evaluation.levels import Level
 from histopipe.evaluation.predictions import PatchScores
-from histopipe.evaluation.survival import breslow_survival, time_grid
-from histopipe.evaluation.target_metrics import require_lifelines
+from histopipe.evaluation.survival import breslow_survival, partial_likelihood, time_grid
 from histopipe.evaluation.target_scores import TargetScores
 
 _PENALTY = 0.1
-"""Penalty of Cox' regression, without which few events have no finite solution."""
+"""Ridge penalty of Cox' regression per patient, without which few events have no finite solution."""
 
 
 def baseline_scores(
@@ -102,15 +100,27 @@ def _fitted(
 
 
 def _cox(inputs: NDArray[np.float64], targets: NDArray[np.float64]) -> tuple[Any, Any]:
-    import pandas as pd
+    from scipy.optimize import minimize
 
     time, event = targets.T
     varied = np.flatnonzero(inputs.std(axis=0) > 0)
-    frame = pd.DataFrame(inputs[:, varied]).assign(time=time, event=event)
-    with warnings.catch_warnings(action="ignore"):
-        fitted = require_lifelines().CoxPHFitter(penalizer=_PENALTY).fit(frame, "time", "event")
+    scale = inputs[:, varied].std(axis=0, ddof=1)
+    standardised = (inputs[:, varied] - inputs[:, varied].mean(axis=0)) / scale
+
+    def loss(weights: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
+        likelihood, slopes = partial_likelihood(standardised @ weights, time, event)
+        gradient = slopes @ standardised / len(time) + _PENALTY * weights
+        return likelihood / len(time) + _PENALTY / 2 * float(weights @ weights), gradient
+
+    fitted = minimize(
+        loss,
+        np.zeros(len(varied)),
+        jac=True,
+        method="L-BFGS-B",
+        options={"ftol": 1e-12, "gtol": 1e-8},
+    )
     weights = np.zeros(inputs.shape[1])
-    weights[varied] = fitted.params_.to_numpy()
+    weights[varied] = fitted.x / scale
     grid = time_grid(time, event)
     baseline = breslow_survival(inputs @ weights, time, event, grid)
 

@@ -24,7 +24,6 @@ from histopipe.dataset.stain_normalization import StainNormalizer
 from histopipe.errors import UsageError
 from histopipe.evaluation.levels import Level
 from histopipe.evaluation.predictions import PatchScores
-from histopipe.evaluation.target_metrics import require_lifelines
 from histopipe.evaluation.target_scores import TargetScores
 from histopipe.pretrained.sources import named_preset
 from histopipe.runs.config import TrainConfig
@@ -64,8 +63,6 @@ class Problem:
         max_per_slide: int = 0,
     ) -> None:
         self.splits = splits
-        if config.task == "survival":
-            require_lifelines()  # for the evaluation; not only after the training
         self.participants: Sequence[Participant] = ()
         """All slides of the sources, each with its side or the reason of its exclusion."""
         self.facts: Mapping[str, Any] = {}

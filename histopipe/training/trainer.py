@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from histopipe.dataset.flow import flow_of
+from histopipe.dataset.flow import flow_of, leaked_patients
 from histopipe.dataset.options import Side
 from histopipe.dataset.participants import with_damaged, write_participants
 from histopipe.errors import DamagedStore, Interrupted, OutOfMemory, UsageError
@@ -283,17 +283,19 @@ class Trainer:
         calibration = None
         if self._config.calibrate:
             scores, calibration = calibrated(scores, self._config.judging)
-        judged, baseline = judge(scores, self._config.judging), self._problem.baseline()
         splits = self._problem.splits
+        judging, leaked = self._config.judging, leaked_patients(splits)
+        judged = judge(scores, judging, leaked)
+        baseline = self._problem.baseline()
         skipped = sorted({*self._state.skipped, *self._loop.skipped})
         participants = with_damaged(self._problem.participants, self._problem.damaged(skipped))
         host_bytes, gpu_bytes = peak_bytes()
         seconds = sum(row["seconds"] for row in self._state.history) + time.monotonic() - began
         result = TrainResult(
             self._folder, self._state.epoch, self._state.best_epoch,
-            judged, seconds=seconds, host_bytes=host_bytes, gpu_bytes=gpu_bytes, covariates_only=judge(baseline, self._config.judging) if baseline else {},
+            judged, seconds=seconds, host_bytes=host_bytes, gpu_bytes=gpu_bytes, covariates_only=judge(baseline, judging, leaked) if baseline else {},
             calibration=calibration, flow=flow_of(participants),
-            breakdown=break_down_sides(scores, judged, participants, self._config.subgroup, self._config.judging),
+            breakdown=break_down_sides(scores, judged, participants, self._config.subgroup, judging),
         )  # fmt: skip
         if self._cluster.chief:
             self._problem.write_more(self._folder, self._step, list(found.values()))
