@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import os
+import resource
 import shutil
 import struct
 import subprocess
@@ -396,6 +397,18 @@ def test_full_disk_is_reported_without_data_loss(tmp_path: Path) -> None:
                 assert store.value(0, 2) == b"x" * 1000
         with Store(disk / "s.lmdb") as store:
             assert len(store) == 3
+
+
+def test_store_beyond_the_limit_of_file_size(tmp_path: Path) -> None:
+    with one_slide(tmp_path / "s.lmdb", [b"x" * 1000] * 3) as writer:
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+        try:
+            with pytest.raises(MachineShort, match=r"file size|ulimit -f"):
+                for first in range(0, 100, 10):
+                    writer.put_patches(1, range(first, first + 10), [b"y" * 100_000] * 10)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_store_on_read_only_mount(tmp_path: Path, golden: Path) -> None:

@@ -17,7 +17,6 @@ from histopipe.errors import (
     DamagedStore,
     ExitCode,
     Interrupted,
-    MachineShort,
     NothingToDo,
     UsageError,
 )
@@ -26,7 +25,7 @@ from histopipe.store.format import patch_key, value_crc
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
 from histopipe.system.files import appearing, path_within
-from histopipe.system.filesystems import is_full_disk
+from histopipe.system.filesystems import full_disk_error, is_full_disk
 from histopipe.system.progress import Progress
 from histopipe.system.result import Result
 from histopipe.system.tensorflow import load_quietly
@@ -228,10 +227,8 @@ class _Export:
         except Exception as error:
             if not is_full_disk(error):
                 raise
-            raise MachineShort(
-                f"the disk that holds {self._folder.path} is full",
-                todo="free disk space, and run the same command again to write the missing files",
-            ) from error
+            then = "run the same command again to write the missing files"
+            raise full_disk_error(error, self._folder.path, then) from error
         return ExportResult(
             self._folder.place, len(missing), kept, self._patches, tuple(self._damaged)
         )

@@ -6,6 +6,7 @@ attributes of `coords` are those of TRIDENT. The attributes of the file are spec
 
 from __future__ import annotations
 
+import io
 import os
 import zlib
 from collections.abc import Iterator, Mapping
@@ -19,9 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.dataset.memory import aligned_empty
-from histopipe.errors import DamagedStore, MachineShort, UsageError
+from histopipe.errors import DamagedStore, UsageError
 from histopipe.system.files import appearing, path_within, read_json, record_or_check
-from histopipe.system.filesystems import is_full_disk
+from histopipe.system.filesystems import full_disk_error, is_full_disk, reading_error
 
 FORMAT = "histopipe-features version 1"
 FEATURES, COORDS = "features", "coords"
@@ -91,6 +92,34 @@ class FeatureWriter:
         self._file.attrs.update({"format": FORMAT, **given, _CRC: self._crc})
 
 
+class _RecordingFile(io.FileIO):
+    """A file that records its first failure to write instead of raising it.
+
+    HDF5 leaves a file half open if it cannot write while it closes the file, and crashes the process later.
+    """
+
+    failure: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """Write all bytes, unless a write has failed."""
+        view = memoryview(data).cast("B")
+        size = len(view)
+        try:
+            while view and self.failure is None:  # Linux writes at most 2 GiB at once
+                view = view[super().write(view) :]
+        except OSError as error:
+            self.failure = error
+        return size
+
+    def truncate(self, size: int | None = None) -> int:
+        """Change the size of the file."""
+        try:
+            return super().truncate(size)
+        except OSError as error:
+            self.failure = self.failure or error
+            return size or 0
+
+
 @contextmanager
 def writing(path: Path, rows: int, dimension: int, dtype: StoredType) -> Iterator[FeatureWriter]:
     """Write a feature file that becomes visible when it is complete.
@@ -100,17 +129,16 @@ def writing(path: Path, rows: int, dimension: int, dtype: StoredType) -> Iterato
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with appearing(path, hidden=True) as part:
-            with h5py.File(part, "w") as file:
+        with appearing(path, hidden=True) as part, _RecordingFile(part, "w+") as raw:
+            with h5py.File(raw, "w") as file:
                 yield FeatureWriter(file, rows, dimension, dtype)
-            with part.open("rb") as written:
-                os.fsync(written.fileno())
+            if raw.failure is not None:
+                raise raw.failure
+            os.fsync(raw.fileno())
     except (OSError, RuntimeError) as error:
         if is_full_disk(error):
-            raise MachineShort(
-                f"the disk that holds {path.parent} is full",
-                todo="free disk space, and run the same command again to embed the missing slides",
-            ) from error
+            then = "run the same command again to embed the missing slides"
+            raise full_disk_error(error, path.parent, then) from error
         raise
 
 
@@ -218,18 +246,22 @@ def is_ours(header: FeatureHeader) -> bool:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[h5py.File]:
-    with _with_path(path), h5py.File(path, "r") as file:
+    # Without locks: many network filesystems have none, and complete files never change.
+    with _with_path(path), h5py.File(path, "r", locking=False) as file:
         yield file
 
 
 @contextmanager
 def _with_path(path: Path) -> Iterator[None]:
-    """Raise errors of reading a file as DamagedStore with its path."""
+    """Raise errors of reading a file with its path: as DamagedStore, unless the operating system cannot read it."""
     try:
         yield
     except (OSError, KeyError, RuntimeError, ValueError) as error:
         if isinstance(error, UsageError | DamagedStore):
             raise
+        unread = reading_error(error, path)
+        if unread is not None:
+            raise unread from error
         raise DamagedStore(
             f"{path} cannot be read", found=str(error).split("\n")[0][:200],
             todo="compute it again with `histopipe embed`",

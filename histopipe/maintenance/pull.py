@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from histopipe.errors import DamagedStore, ExitCode, MachineShort, RemoteError, UsageError
+from histopipe.errors import DamagedStore, ExitCode, RemoteError, UsageError
 from histopipe.maintenance.manifest import Manifest, block_url, check_target, read_manifest
 from histopipe.maintenance.verify import verify
 from histopipe.store.catalog import parts_of
 from histopipe.system.download import write_at
 from histopipe.system.files import locked
-from histopipe.system.filesystems import free_bytes, is_full_disk
+from histopipe.system.filesystems import full_disk_error, is_full_disk
 from histopipe.system.object_storage import RemoteFile, parallel, read_range
 from histopipe.system.progress import Progress, default_progress
 from histopipe.system.result import Result, counted
@@ -95,11 +95,8 @@ def pull(url: str, out: str | Path, *, progress: Progress | None = None) -> Pull
     except OSError as error:
         if not is_full_disk(error):
             raise UsageError(f"cannot create or write to {target}", found=str(error)) from error
-        raise MachineShort(
-            f"the disk of {target} is full", found=f"{free_bytes(part) / 1e6:,.0f} MB free",
-            expected=f"{manifest.size_bytes / 1e6:,.0f} MB in all",
-            todo="free disk space, and run the same command again",
-        ) from error  # fmt: skip
+        then = f"run the same command again: the store has {manifest.size_bytes / 1e6:,.0f} MB"
+        raise full_disk_error(error, target.parent, then) from error
     findings = [
         finding.what
         for path in parts_of(target)

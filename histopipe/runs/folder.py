@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import errno
 import hashlib
 import io
 import json
@@ -15,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from histopipe.dataset.splits import Splits, write_splits
-from histopipe.errors import DamagedStore, MachineShort, UsageError
+from histopipe.errors import DamagedStore, UsageError
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.settings import declared_settings, to_toml
 from histopipe.system.files import appearing, locked, read_json
-from histopipe.system.filesystems import is_full_disk
+from histopipe.system.filesystems import full_disk_error, is_full_disk
 
 CONFIG, SPLITS, HISTORY = "config.toml", "splits.json", "history.csv"
 SLIDES = "slides.csv"
@@ -110,7 +109,7 @@ def writable(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if is_full_disk(error):
             raise
         raise UsageError(f"cannot create or write to {folder}", found=str(error)) from error
 
@@ -123,10 +122,7 @@ def roomy(folder: Path) -> Iterator[None]:
     except OSError as error:
         if not is_full_disk(error):
             raise
-        raise MachineShort(
-            f"the disk that holds {folder} is full",
-            todo="free disk space, and run the same command again",
-        ) from error
+        raise full_disk_error(error, folder, "run the same command again") from error
 
 
 def fingerprint(config: TrainConfig, splits: Splits, *position: int) -> list[int]:

@@ -11,14 +11,14 @@ import tensorflow as tf
 
 from histopipe.dataset.participants import read_participants, write_participants
 from histopipe.dataset.splits import read_splits
-from histopipe.errors import MachineShort, OutOfMemory, WorkerLost
+from histopipe.errors import OutOfMemory, WorkerLost
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.messages import Report, ReportedProgress, one_at_a_time
 from histopipe.runs.result import TrainResult
 from histopipe.runs.splits import find_participants, new_splits, opened_sources
 from histopipe.runs.workers import HEARTBEATS, Cluster
-from histopipe.system.filesystems import is_full_disk
+from histopipe.system.filesystems import full_disk_error, is_full_disk
 from histopipe.system.progress import use_progress
 from histopipe.training.bag_problem import make_problem
 from histopipe.training.devices import find_cluster
@@ -94,7 +94,5 @@ def _explained(cluster: Cluster, folder: Path) -> Iterator[None]:
                 found=cluster.missing(folder, since), todo=f"run {resume} on all of them",
             ) from error  # fmt: skip
         if is_full_disk(error):
-            raise MachineShort(
-                f"the disk that holds {folder} is full", todo=f"free disk space and run {resume}"
-            ) from error
+            raise full_disk_error(error, folder, f"run {resume}") from error
         raise
