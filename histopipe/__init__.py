@@ -130,7 +130,10 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'histopipe' has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULES[name]), name)
+    value = getattr(importlib.import_module(_MODULES[name]), name)
+    if isinstance(value, type):
+        return value
+    return importlib.import_module("histopipe.system.arguments").checked(value)
 
 
 def __dir__() -> list[str]:

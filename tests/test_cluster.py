@@ -202,9 +202,9 @@ def test_cluster_ingest_equals_local_ingest(
     assert sum(
         1 for _ in histopipe.load_dataset(tmp_path / "parts", batch_size=64, shuffle=False)
     ) == sum(1 for _ in histopipe.load_dataset(local, batch_size=64, shuffle=False))
-    store = histopipe.open_store(tmp_path / "parts")
-    assert len(store.slides) == SLIDES
-    store.close()
+    with histopipe.open_store(tmp_path / "parts") as store:
+        assert len(store.complete) == len(store.slides) == SLIDES
+        assert len(store.index(store.number("slide-001"))["crc"])
     # New labels are written into the parts. No slide is ingested again.
     (tmp_path / "labels.csv").write_text(
         "slide,label\n" + "".join(f"slide-00{n},x\n" for n in range(SLIDES))

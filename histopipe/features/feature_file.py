@@ -6,7 +6,6 @@ attributes of `coords` are those of TRIDENT. The attributes of the file are spec
 
 from __future__ import annotations
 
-import io
 import os
 import zlib
 from collections.abc import Iterator, Mapping
@@ -21,8 +20,8 @@ from numpy.typing import NDArray
 
 from histopipe.dataset.memory import aligned_empty
 from histopipe.errors import DamagedStore, UsageError
-from histopipe.system.files import appearing, path_within, read_json, record_or_check
-from histopipe.system.filesystems import full_disk_error, is_full_disk, reading_error
+from histopipe.system.files import RecordingFile, appearing, path_within, read_json, record_or_check
+from histopipe.system.filesystems import reading_error, roomy
 
 FORMAT = "histopipe-features version 1"
 FEATURES, COORDS = "features", "coords"
@@ -92,34 +91,6 @@ class FeatureWriter:
         self._file.attrs.update({"format": FORMAT, **given, _CRC: self._crc})
 
 
-class _RecordingFile(io.FileIO):
-    """A file that records its first failure to write instead of raising it.
-
-    HDF5 leaves a file half open if it cannot write while it closes the file, and crashes the process later.
-    """
-
-    failure: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        """Write all bytes, unless a write has failed."""
-        view = memoryview(data).cast("B")
-        size = len(view)
-        try:
-            while view and self.failure is None:  # Linux writes at most 2 GiB at once
-                view = view[super().write(view) :]
-        except OSError as error:
-            self.failure = error
-        return size
-
-    def truncate(self, size: int | None = None) -> int:
-        """Change the size of the file."""
-        try:
-            return super().truncate(size)
-        except OSError as error:
-            self.failure = self.failure or error
-            return size or 0
-
-
 @contextmanager
 def writing(path: Path, rows: int, dimension: int, dtype: StoredType) -> Iterator[FeatureWriter]:
     """Write a feature file that becomes visible when it is complete.
@@ -127,19 +98,14 @@ def writing(path: Path, rows: int, dimension: int, dtype: StoredType) -> Iterato
     Raises:
         MachineShort: the disk is full.
     """
-    try:
+    with roomy(path.parent, "run the same command again to embed the missing slides"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with appearing(path, hidden=True) as part, _RecordingFile(part, "w+") as raw:
+        with appearing(path, hidden=True) as part, RecordingFile(part, "w+") as raw:
             with h5py.File(raw, "w") as file:
                 yield FeatureWriter(file, rows, dimension, dtype)
             if raw.failure is not None:
                 raise raw.failure
             os.fsync(raw.fileno())
-    except (OSError, RuntimeError) as error:
-        if is_full_disk(error):
-            then = "run the same command again to embed the missing slides"
-            raise full_disk_error(error, path.parent, then) from error
-        raise
 
 
 def read_header(path: Path) -> FeatureHeader:

@@ -18,7 +18,7 @@ from histopipe.errors import DamagedStore, UsageError
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.settings import declared_settings, to_toml
 from histopipe.system.files import appearing, locked, read_json
-from histopipe.system.filesystems import full_disk_error, is_full_disk
+from histopipe.system.filesystems import is_full_disk
 
 CONFIG, SPLITS, HISTORY = "config.toml", "splits.json", "history.csv"
 SLIDES = "slides.csv"
@@ -112,17 +112,6 @@ def writable(folder: Path) -> Iterator[None]:
         if is_full_disk(error):
             raise
         raise UsageError(f"cannot create or write to {folder}", found=str(error)) from error
-
-
-@contextmanager
-def roomy(folder: Path) -> Iterator[None]:
-    """Report a full disk as MachineShort."""
-    try:
-        yield
-    except OSError as error:
-        if not is_full_disk(error):
-            raise
-        raise full_disk_error(error, folder, "run the same command again") from error
 
 
 def fingerprint(config: TrainConfig, splits: Splits, *position: int) -> list[int]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from histopipe.errors import HistopipeError, MachineShort, UsageError
@@ -60,6 +62,17 @@ def full_disk_error(error: BaseException, folder: Path, then: str) -> MachineSho
     return MachineShort(
         f"the disk that holds {folder} is full", todo=f"free disk space, and {then}"
     )
+
+
+@contextmanager
+def roomy(folder: Path, then: str = "run the same command again") -> Iterator[None]:
+    """Report a full disk as MachineShort. `then` is what to do when there is space."""
+    try:
+        yield
+    except Exception as error:  # HDF5 and pyarrow raise several types
+        if isinstance(error, MachineShort) or not is_full_disk(error):
+            raise
+        raise full_disk_error(error, folder, then) from error
 
 
 def reading_error(error: BaseException, path: Path) -> HistopipeError | None:
