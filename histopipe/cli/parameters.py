@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import os
 import re
 import shlex
 import sys
@@ -171,7 +172,7 @@ def show(
         show_json(result.to_json())
         return
     for note in notes:
-        click.echo(note, err=True)
+        echo(note, err=True)
     show_text(str(result))
     suggest(*then)
 
@@ -179,18 +180,32 @@ def show(
 def suggest(*command: object) -> None:
     """Print the next useful command to standard error."""
     if command:
-        click.echo(f"next: histopipe {shlex.join(map(str, command))}", err=True)
+        echo(f"next: histopipe {shlex.join(map(str, command))}", err=True)
 
 
 def show_json(value: Any) -> None:
     """Print a JSON value."""
     text = json.dumps(value, indent=2, ensure_ascii=False)
-    click.echo(text if _can_print(text) else json.dumps(value, indent=2))
+    echo(text if _can_print(text) else json.dumps(value, indent=2))
 
 
 def show_text(text: str) -> None:
     """Print text. Characters that standard output cannot encode are escaped."""
-    click.echo(text if _can_print(text) else text.encode("ascii", "backslashreplace").decode())
+    echo(text if _can_print(text) else text.encode("ascii", "backslashreplace").decode())
+
+
+def echo(text: str, *, err: bool = False) -> None:
+    """Print text after the work. The exit code does not depend on a reader that has ended."""
+    try:
+        click.echo(text, err=err)
+    except BrokenPipeError:
+        discard_output(2 if err else 1)
+
+
+def discard_output(*streams: int) -> None:
+    """Redirect standard streams by number to nowhere, so that what they still hold raises no error at the end."""
+    for stream in streams:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
 
 
 def _can_print(text: str) -> bool:

@@ -27,7 +27,7 @@ from histopipe.store.store import Store
 from histopipe.system.files import appearing, path_within
 from histopipe.system.filesystems import roomy
 from histopipe.system.progress import Progress
-from histopipe.system.result import Result
+from histopipe.system.result import Result, exit_code_of
 from histopipe.system.tensorflow import load_quietly
 
 PatchFormat = Literal["tfrecord", "webdataset", "folder"]
@@ -54,7 +54,7 @@ class ExportResult(Result):
     @property
     def exit_code(self) -> ExitCode:
         """Exit code of the command."""
-        return ExitCode.PARTLY if self.damaged else ExitCode.DONE
+        return exit_code_of(len(self.damaged), self.patches + self.kept)
 
     def __str__(self) -> str:
         count = f"{self.patches:,} patches in {self.files} files, {self.kept} files already done"

@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -159,7 +160,10 @@ class TiledSlide:
         side = self.files.spec.patch_size
         image, found = aligned_empty((side, side, 3)), [np.empty((0, 3), np.uint8)]
         for value in self._values(chunk_of(self.planned.plan, rows)):
-            if isinstance(value, bytes):
+            # An undecodable patch is reported when it is predicted.
+            with suppress(DamagedStore):
+                if isinstance(value, str):
+                    continue
                 decode(memoryview(value), image)
                 pixels = image.reshape(-1, 3)
                 found.append(pixels[:: max(1, len(pixels) // PIXELS_A_PATCH)].copy())
