@@ -20,6 +20,8 @@ from histopipe.cli import COMMANDS
 from histopipe.cli import histopipe as cli
 from histopipe.cli.parameters import show_json, show_text
 from histopipe.errors import ExitCode
+from histopipe.slides.tiles.check import TileCheck
+from histopipe.system.result import counted
 
 
 def test_every_command_has_help_and_is_in_readme(run: Run) -> None:
@@ -187,3 +189,15 @@ def test_files_do_not_get_the_numbers_of_closed_streams(tmp_path: Path) -> None:
     command = [sys.executable, "-P", "-c", script, str(tmp_path / "a")]
     subprocess.run(without_streams("<&- >&- 2>&-", *command), check=True)
     assert (tmp_path / "a.txt").read_text() == "True\n"
+
+
+def test_plurals() -> None:
+    assert [
+        counted(n, noun) for n, noun in ((1, "patch"), (2, "patch"), (1, "tile"), (1000, "class"))
+    ] == [
+        "1 patch",
+        "2 patches",
+        "1 tile",
+        "1,000 classes",
+    ]
+    assert str(TileCheck(1, 0.0)) == "1 tile equal to OpenSlide's"

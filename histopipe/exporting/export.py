@@ -23,7 +23,7 @@ from histopipe.store.store import Store
 from histopipe.system.files import appearing
 from histopipe.system.filesystems import roomy
 from histopipe.system.progress import Bar, Progress, default_progress
-from histopipe.system.result import Result
+from histopipe.system.result import Result, counted
 from histopipe.system.urls import is_url, public_url
 
 IndexFormat = Literal["csv", "parquet"]
@@ -49,7 +49,7 @@ class IndexResult(Result):
     rows: int
 
     def __str__(self) -> str:
-        return f"{self.rows:,} patches: {self.file}"
+        return f"{counted(self.rows, 'patch')}: {self.file}"
 
 
 def export(

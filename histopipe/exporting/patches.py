@@ -27,7 +27,7 @@ from histopipe.store.store import Store
 from histopipe.system.files import appearing, path_within
 from histopipe.system.filesystems import roomy
 from histopipe.system.progress import Progress
-from histopipe.system.result import Result, exit_code_of
+from histopipe.system.result import Result, counted, exit_code_of
 from histopipe.system.tensorflow import load_quietly
 
 PatchFormat = Literal["tfrecord", "webdataset", "folder"]
@@ -57,7 +57,7 @@ class ExportResult(Result):
         return exit_code_of(len(self.damaged), self.patches + self.kept)
 
     def __str__(self) -> str:
-        count = f"{self.patches:,} patches in {self.files} files, {self.kept} files already done"
+        count = f"{counted(self.patches, 'patch')} in {counted(self.files, 'file')}, {self.kept} already done"
         return "\n".join([f"{count}: {self.folder}", *(f"skipped: {it}" for it in self.damaged)])
 
 
