@@ -131,9 +131,8 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'histopipe' has no attribute {name!r}")
     value = getattr(importlib.import_module(_MODULES[name]), name)
-    if isinstance(value, type):
-        return value
-    return importlib.import_module("histopipe.system.arguments").checked(value)
+    arguments = "histopipe.system.arguments"
+    return value if isinstance(value, type) else importlib.import_module(arguments).checked(value)
 
 
 def __dir__() -> list[str]:

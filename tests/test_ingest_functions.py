@@ -115,9 +115,9 @@ def test_store_from_functions_only(tmp_path: Path, run: Run) -> None:
         ({"max_unreadable": 7}, "--max-unreadable: found 7"),
         ({"slide_timeout": float("nan")}, "--slide-timeout: found nan"),
         ({"mag": 0}, "--mag: found 0"),
-        ({"workers": 0}, "--workers: found 0"),
-        ({"workers": 1.5}, "--workers: found 1.5"),
-        ({"workers": "2"}, "--workers: found '2'"),
+        ({"workers": 0}, "workers: found 0"),
+        ({"workers": 1.5}, "workers: found 1.5"),
+        ({"workers": "2"}, "workers: found '2'"),
     ],
 )
 def test_wrong_options_raise_usage_error(tmp_path: Path, settings: Any, message: str) -> None:

@@ -160,13 +160,13 @@ class TiledSlide:
         side = self.files.spec.patch_size
         image, found = aligned_empty((side, side, 3)), [np.empty((0, 3), np.uint8)]
         for value in self._values(chunk_of(self.planned.plan, rows)):
-            # An undecodable patch is reported when it is predicted.
-            with suppress(DamagedStore):
-                if isinstance(value, str):
-                    continue
-                decode(memoryview(value), image)
-                pixels = image.reshape(-1, 3)
-                found.append(pixels[:: max(1, len(pixels) // PIXELS_A_PATCH)].copy())
+            if isinstance(value, bytes):
+                with suppress(
+                    DamagedStore
+                ):  # an undecodable patch is reported when it is predicted
+                    decode(memoryview(value), image)
+                    pixels = image.reshape(-1, 3)
+                    found.append(pixels[:: max(1, len(pixels) // PIXELS_A_PATCH)].copy())
         return np.concatenate(found)
 
 

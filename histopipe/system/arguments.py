@@ -13,7 +13,14 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from histopipe.errors import UsageError
 
 _TEXTS: Mapping[Any, str] = types.MappingProxyType(
-    {str: "a text", Path: "a path", int: "a whole number", float: "a number", bool: "True or False"}
+    {
+        str: "a text",
+        Path: "a path",
+        int: "a whole number",
+        float: "a number",
+        bool: "True or False",
+        types.NoneType: "None",
+    }
 )
 _NUMBERS: Mapping[Any, type] = types.MappingProxyType({int: numbers.Integral, float: numbers.Real})
 
@@ -79,6 +86,4 @@ def _text(hint: Any) -> str:
         return " or ".join(map(_text, parts))
     if origin in (Sequence, tuple):
         return f"a list, each item {_text(parts[0])}"
-    if hint is types.NoneType:
-        return "None"
     return _TEXTS.get(hint, getattr(hint, "__name__", str(hint)))
