@@ -130,7 +130,9 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'histopipe' has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULES[name]), name)
+    value = getattr(importlib.import_module(_MODULES[name]), name)
+    arguments = "histopipe.system.arguments"
+    return value if isinstance(value, type) else importlib.import_module(arguments).checked(value)
 
 
 def __dir__() -> list[str]:

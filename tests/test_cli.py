@@ -11,16 +11,19 @@ from datetime import UTC, datetime
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from click import Context
-from conftest import PROJECT, Run
+from conftest import COMMAND, PROJECT, Run
 
 from histopipe._version import __version__
 from histopipe.cli import COMMANDS, training
 from histopipe.cli import histopipe as cli
 from histopipe.cli.parameters import show_json, show_text
 from histopipe.errors import ExitCode
+from histopipe.slides.tiles.check import TileCheck
+from histopipe.system.result import counted
 
 
 def test_every_command_has_help_and_is_in_readme(run: Run) -> None:
@@ -166,3 +169,52 @@ def test_json_keeps_encodable_characters(
 ) -> None:
     show_json({"label": "Größe"})
     assert "Größe" in capsys.readouterr().out
+
+
+def without_streams(closed: str, *command: str) -> list[str]:
+    """Return a command that runs another one without some standard streams, such as `>&-`."""
+    return ["sh", "-c", f'exec "$@" {closed}', "sh", *command]
+
+
+def test_closed_output_does_not_change_the_exit_code() -> None:
+    def start(*command: str, **options: Any) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(command, stderr=subprocess.PIPE, **options)
+
+    command = [*COMMAND, "encoders"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    full = os.open("/dev/full", os.O_WRONLY)
+    processes = [
+        (0, b"", start(*command, stdout=writer)),
+        (0, b"", start(*without_streams(">&-", *command))),
+        (0, b"", start(*without_streams("<&- >&- 2>&-", *command, "--json"))),
+        (6, b"No space left on device", start(*command, stdout=full)),
+    ]
+    for code, message, process in processes:
+        _, errors = process.communicate(timeout=60)
+        assert (process.returncode, b"Traceback" in errors) == (code, False), errors
+        assert message in errors
+    os.close(writer)
+    os.close(full)
+
+
+def test_files_do_not_get_the_numbers_of_closed_streams(tmp_path: Path) -> None:
+    script = (
+        "import os, sys; from histopipe.cli import _open_closed_streams as f; f();"
+        "print(open(sys.argv[1], 'w').fileno() > 2, file=open(sys.argv[1] + '.txt', 'w'))"
+    )
+    command = [sys.executable, "-P", "-c", script, str(tmp_path / "a")]
+    subprocess.run(without_streams("<&- >&- 2>&-", *command), check=True)
+    assert (tmp_path / "a.txt").read_text() == "True\n"
+
+
+def test_plurals() -> None:
+    assert [
+        counted(n, noun) for n, noun in ((1, "patch"), (2, "patch"), (1, "tile"), (1000, "class"))
+    ] == [
+        "1 patch",
+        "2 patches",
+        "1 tile",
+        "1,000 classes",
+    ]
+    assert str(TileCheck(1, 0.0)) == "1 tile equal to OpenSlide's"

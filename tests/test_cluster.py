@@ -11,15 +11,23 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import COMMAND, Run, make_slides
 from test_maintenance import contents
 
 import histopipe
-from histopipe.errors import DamagedStore, MachineShort, UnknownVersion, UsageError
+from histopipe.errors import (
+    DamagedStore,
+    ExitCode,
+    MachineShort,
+    UnknownVersion,
+    UsageError,
+    WorkerLost,
+)
 from histopipe.ingestion.cluster.cluster_ingest import parts_locked
-from histopipe.ingestion.cluster.dask_cluster import connected
+from histopipe.ingestion.cluster.dask_cluster import DaskCluster, connected
 from histopipe.maintenance.verify import verify
 from histopipe.store.catalog import CATALOG, Catalog, parts_of, read_catalog
 from histopipe.store.store import Store, recorded
@@ -202,9 +210,9 @@ def test_cluster_ingest_equals_local_ingest(
     assert sum(
         1 for _ in histopipe.load_dataset(tmp_path / "parts", batch_size=64, shuffle=False)
     ) == sum(1 for _ in histopipe.load_dataset(local, batch_size=64, shuffle=False))
-    store = histopipe.open_store(tmp_path / "parts")
-    assert len(store.slides) == SLIDES
-    store.close()
+    with histopipe.open_store(tmp_path / "parts") as store:
+        assert len(store.complete) == len(store.slides) == SLIDES
+        assert len(store.index(store.number("slide-001"))["crc"])
     # New labels are written into the parts. No slide is ingested again.
     (tmp_path / "labels.csv").write_text(
         "slide,label\n" + "".join(f"slide-00{n},x\n" for n in range(SLIDES))
@@ -270,6 +278,22 @@ def test_wrong_cluster_and_output_are_errors(tmp_path: Path) -> None:
         parts_locked(tmp_path / "parts"),
     ):
         pass
+
+
+def test_lost_local_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = SimpleNamespace(subscribe_topic=lambda *_: None, status="running")
+    local = SimpleNamespace(workers={})
+    with pytest.raises(WorkerLost, match="all workers of --cluster local:2 ended"):
+        DaskCluster(client, "local:2", local=local).workers()
+
+    def fail(**_: object) -> None:
+        raise RuntimeError("Nanny failed to start.")
+
+    monkeypatch.setattr("distributed.LocalCluster", fail)
+    expected = "workers of --cluster local:2 cannot be started: found Nanny failed"
+    with pytest.raises(WorkerLost, match=expected) as raised, connected("local:2"):
+        pass
+    assert raised.value.exit_code is ExitCode.SHORT
 
 
 def test_missing_scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

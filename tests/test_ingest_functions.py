@@ -25,7 +25,7 @@ from histopipe.ingestion.preview import plan
 from histopipe.ingestion.request import ImportSettings, IngestSettings
 from histopipe.measure.annotate import annotate
 from histopipe.measure.quality import quality
-from histopipe.measure.stains import stains
+from histopipe.measure.stains import StainsResult, stains
 from histopipe.system.progress import SilentProgress
 from histopipe.tiling.spec import TilingSpec, resolved_tissue
 
@@ -99,6 +99,9 @@ def test_store_from_functions_only(tmp_path: Path, run: Run) -> None:
     assert f"{measured.patches:,} patches" in repr(measured)
     fitted = stains(store, progress=SILENT)
     assert (fitted.done, stains(store, progress=SILENT).same) == (["slide-000", "slide-001"],) * 2
+    assert fitted.exit_code is ExitCode.DONE
+    assert StainsResult(done=["a"], failed={"b": "white"}).exit_code is ExitCode.PARTLY
+    assert StainsResult(failed={"b": "white"}).exit_code is ExitCode.NOTHING
     for result in (planned, report, labels, measured, fitted):
         assert json.loads(json.dumps(result.to_json()))
         assert type(result).__dataclass_params__.frozen  # type: ignore[union-attr]
@@ -108,13 +111,13 @@ def test_store_from_functions_only(tmp_path: Path, run: Run) -> None:
     ("settings", "message"),
     [
         ({"patchsize": 7}, "unknown options: found patchsize"),
-        ({"route": "teleport"}, "--route: found 'teleport'"),
+        ({"route": "teleport"}, "route: found 'teleport'"),
         ({"max_unreadable": 7}, "--max-unreadable: found 7"),
         ({"slide_timeout": float("nan")}, "--slide-timeout: found nan"),
         ({"mag": 0}, "--mag: found 0"),
-        ({"workers": 0}, "--workers: found 0"),
-        ({"workers": 1.5}, "--workers: found 1.5"),
-        ({"workers": "2"}, "--workers: found '2'"),
+        ({"workers": 0}, "workers: found 0"),
+        ({"workers": 1.5}, "workers: found 1.5"),
+        ({"workers": "2"}, "workers: found '2'"),
     ],
 )
 def test_wrong_options_raise_usage_error(tmp_path: Path, settings: Any, message: str) -> None:

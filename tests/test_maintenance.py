@@ -109,7 +109,7 @@ def test_merge_copies_all_entries(parts: list[Path], tmp_path: Path, run: Run) -
     with Store(out) as store, Store(parts[0]) as part:
         assert store.uuid != part.uuid
     again = run("merge", *parts, "--out", out, "--json")
-    (value,) = json.loads(again.stdout)
+    value = json.loads(again.stdout)
     assert (value["slides"], sorted(value["already"])) == ([], list("abcdef"))
     assert contents(out) == expected
 
@@ -300,6 +300,7 @@ def test_split_follows_splits_of_run(
     out = tmp_path / "sides"
     done = run("split", made_store, "--splits", trained / "splits.json", "--out", out, "--json")
     assert done.returncode == 0, done.stderr
+    assert set(json.loads(done.stdout)["sides"]) == {"train", "validation", "test"}
     expected, sides = contents(made_store), json.loads((trained / "splits.json").read_text())
     found = {path.stem: contents(path) for path in out.glob("*.lmdb")}
     assert set(found) == {"train", "validation", "test"}

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import csv
+import errno
+import fcntl
 import json
 import logging
 import os
+import resource
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,9 +35,11 @@ from histopipe.dataset.sample_table import SampleTable
 from histopipe.dataset.sampling import Sequential
 from histopipe.dataset.selection import select
 from histopipe.dataset.splitting import make_splits
-from histopipe.errors import DamagedStore, NothingToDo, UsageError
+from histopipe.errors import DamagedStore, MachineShort, NothingToDo, UsageError
 from histopipe.features.bag_batches import BagBatches
 from histopipe.features.bags import BagSet, read_bag
+from histopipe.features.feature_file import read_features, read_header, writing
+from histopipe.ingestion.coords import read_header as read_coords_header
 from histopipe.runs.task_config import PatchTrainConfig
 from histopipe.slides.slide_hashes import copy_groups
 from histopipe.system.tensorflow import load_quietly
@@ -712,6 +718,65 @@ def test_only_the_advice_about_our_functions_is_dropped(caplog: pytest.LogCaptur
     for name in ("<function TrainStep.apply at 0x7f>", "<function user at 0x7f>"):
         logger.warning("5 out of the last 5 calls to %s triggered tf.function retracing.", name)
     assert [name in caplog.text for name in ("TrainStep", "user")] == [False, True]
+
+
+def test_features_need_no_locks(tmp_path: Path) -> None:
+    path = tmp_path / "a.h5"
+    write_bag(path, a_bag(0, 3, positive=True), np.zeros((3, 2), np.int64))
+    with path.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(BlockingIOError):
+            h5py.File(path)
+        header = read_header(path)
+        assert (header.rows, len(read_features(header))) == (3, 3)
+
+
+@pytest.mark.parametrize(
+    "number", [errno.EACCES, errno.ENOENT, errno.EAGAIN, errno.ENOLCK, errno.EMFILE, errno.EIO]
+)
+@pytest.mark.parametrize("only_as_text", [False, True])
+def test_failures_of_the_system_are_not_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, only_as_text: bool
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        text = f"unable to open file (errno = {number}, error message = '{os.strerror(number)}')"
+        raise RuntimeError(text) if only_as_text else OSError(number, text)
+
+    monkeypatch.setattr(h5py, "File", fail)
+    kind = UsageError if number in (errno.EACCES, errno.ENOENT) else MachineShort
+    for read in (read_header, read_coords_header):
+        with pytest.raises(kind, match=r"a\.h5") as raised:
+            read(tmp_path / "a.h5")
+        assert "embed" not in str(raised.value)
+
+
+def test_too_many_open_files_is_not_damage(tmp_path: Path) -> None:
+    write_bag(tmp_path / "a.h5", a_bag(0, 3, positive=True))
+    with limited(resource.RLIMIT_NOFILE, 0), pytest.raises(MachineShort, match="Too many open"):
+        read_header(tmp_path / "a.h5")
+    assert read_header(tmp_path / "a.h5").rows == 3
+
+
+def test_a_feature_file_beyond_the_limit_of_file_size(tmp_path: Path) -> None:
+    with (
+        pytest.raises(MachineShort, match="became too large"),
+        limited(resource.RLIMIT_FSIZE, 10_000),
+        writing(tmp_path / "a.h5", 100, 100, "float32") as writer,
+    ):
+        writer.append(np.ones((100, 100)), np.zeros((100, 2), np.int64))
+        writer.finish({}, {})
+    assert not list(tmp_path.iterdir())
+
+
+@contextmanager
+def limited(kind: int, most: int) -> Iterator[None]:
+    """Lower a limit of this process."""
+    soft, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (most, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(kind, (soft, hard))
 
 
 def test_feature_files_of_other_tools_are_read(tmp_path: Path) -> None:

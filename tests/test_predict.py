@@ -26,6 +26,7 @@ from histopipe.inference.predict import predict
 from histopipe.inference.predictions_folder import PredictedSlide, PredictionsFolder
 from histopipe.inference.slide_run import SlideRun
 from histopipe.inference.slide_tiler import FileSource
+from histopipe.ingestion.patch_source import chunk_of
 from histopipe.runs.result import read_result
 from histopipe.store.store import Store
 from histopipe.system.progress import default_progress
@@ -277,6 +278,12 @@ def test_pixels_equal_those_of_a_store_for_every_route(
             decode(memoryview(store.value(0, row)), out)
             corner = int(index["x_l0"][row]), int(index["y_l0"][row])
             assert np.array_equal(pixels[corner], out)
+        # A patch that cannot be decoded is left out of the sample for the stain.
+        rows = np.arange(3)
+        without, values = slide._sample(rows[1:]), slide._values(chunk_of(slide.planned.plan, rows))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(slide, "_values", lambda _: [b"no picture", *values[1:]])
+            assert np.array_equal(slide._sample(rows), without)
     assert not slides.failed
 
 

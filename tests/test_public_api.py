@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
+import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+import histopipe
+from histopipe.errors import UsageError
+from histopipe.ingestion.request import IngestSettings, read_request
+from histopipe.system.progress import SilentProgress
 
 # The script has no main guard on purpose: worker processes must not run a user's script again. `plan` is called before
 # `ingest`, because importing a module must not replace the function of the same name.
@@ -87,3 +96,81 @@ def test_progress_bars_in_a_notebook(slide: Path, tmp_path: Path) -> None:
     (result,) = [output for output in outputs if output.output_type == "execute_result"]
     assert "patches.lmdb" in result.data["text/plain"]
     assert (tmp_path / "patches.lmdb" / "data.mdb").exists()
+
+
+FUNCTIONS = [
+    value
+    for value in (getattr(histopipe, name) for name in histopipe.__all__)
+    if callable(value) and not isinstance(value, type)
+]
+NOTHING = "no-such-file"
+
+
+def wrong_values(annotation: str) -> list[Any]:
+    """Return values that an annotation does not allow."""
+    text = "str" in annotation or "Path" in annotation
+    wrong: list[Any] = [object(), b"bytes"]
+    wrong += [] if "None" in annotation else [None]
+    wrong += [] if "bool" in annotation else [True]
+    wrong += [] if "float" in annotation else [3.7]
+    wrong += [] if "float" in annotation or "int" in annotation else [3]
+    wrong += [] if text and not annotation.startswith("Sequence[") else ["no-such-choice"]
+    return [*wrong, [object()]]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
+def test_wrong_arguments_are_usage_errors(function: Callable[..., Any]) -> None:
+    parameters = inspect.signature(function).parameters.values()
+    required: dict[str, Any] = {
+        it.name: {"S": [NOTHING], "i": 4}.get(it.annotation[0], NOTHING)  # Sequence, int
+        for it in parameters
+        if it.default is it.empty and it.kind in (it.POSITIONAL_OR_KEYWORD, it.KEYWORD_ONLY)
+    }
+    for parameter in parameters:
+        if parameter.kind is parameter.VAR_KEYWORD:
+            continue
+        for value in wrong_values(parameter.annotation):
+            if parameter.name == "batch_size" and value == "no-such-choice":
+                continue  # "auto" is a text
+            with pytest.raises(UsageError, match=f"^{parameter.name}: found"):
+                if parameter.kind is parameter.VAR_POSITIONAL:
+                    function(NOTHING, value)
+                else:
+                    function(**required | {parameter.name: value})
+
+
+@pytest.mark.parametrize("name", IngestSettings.__annotations__)
+def test_wrong_options_of_ingest_are_usage_errors(name: str, tmp_path: Path) -> None:
+    for value in (object(), b"bytes", [object()]):
+        with pytest.raises(UsageError, match=f"^{name}: found"):
+            read_request(NOTHING, tmp_path / "s.lmdb", {name: value}, SilentProgress())
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("exclude", "fold", "a list"),
+        ("patch_size", 256.5, "a whole number"),
+        ("patch_size", "256", "a whole number"),
+        ("patch_size", True, "a whole number"),
+        ("mpp", "0.5", "a number"),
+        ("force", 1, "True or False"),
+        ("workers", 0, "1 or more"),
+        ("codec", "webp", "'auto' or 'jpeg' or 'png'"),
+    ],
+)
+def test_options_are_never_converted(name: str, value: Any, expected: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=f"^{name}: found .*{expected}"):
+        histopipe.plan(NOTHING, tmp_path / "s.lmdb", **{name: value})
+
+
+def test_choices_are_named() -> None:
+    expected = r"side: found 'val', expected 'train' or 'validation' or 'test'"
+    with pytest.raises(UsageError, match=expected):
+        histopipe.load_dataset("none", batch_size=4, splits="splits.json", side="val")  # type: ignore[arg-type]
+
+
+def test_public_functions_can_be_pickled() -> None:
+    for function in FUNCTIONS:
+        assert pickle.loads(pickle.dumps(function)) is function  # noqa: S301
+        assert getattr(histopipe, function.__name__) is function

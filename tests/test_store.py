@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import os
+import resource
 import shutil
 import struct
 import subprocess
@@ -355,10 +356,44 @@ def test_store_set_reads_several_stores(tmp_path: Path, golden: Path) -> None:
     assert isinstance(both, StoreSet)
     assert len(both) == 8
     assert both.read("b/c", 0).shape == (16, 16, 3)
+    number = both.number("b/c")
+    assert both.complete[number].id == both.slides[number].id == "b/c"
+    with Store(golden) as store:
+        of_store = store.index(store.number("b/c"))
+    of_set = both.index(number)
+    assert {name: column.tobytes() for name, column in of_set.items()} == {
+        name: column.tobytes() for name, column in of_store.items()
+    }
+    with pytest.raises(UsageError, match="'a' is in 2 of the stores"):
+        both.number("a")
+    stores: list[Any] = [both, *both.stores]
+    for opened in stores:
+        with pytest.raises(UsageError, match="no slide number 99"):
+            opened.index(99)
+        with pytest.raises(UsageError, match="row: found '0', expected a whole number"):
+            opened.read("b/c" if opened is both else "a", "0")
     both.close()
+    with histopipe.open_store([golden, tmp_path / "s.lmdb"]) as again:
+        assert (len(again), again.patch_size) == (8, 16)
     StoreWriter(tmp_path / "other.lmdb", TilingSpec(mpp=Mpp(0.5), patch_size=32)).close()
     with pytest.raises(UsageError, match=r"patch sizes differ.*golden: 16.*other\.lmdb: 32"):
         StoreSet([golden, tmp_path / "other.lmdb"])
+
+
+def test_index_is_decoded_once(golden: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded = []
+
+    def decode(key: bytes, *arguments: Any, **options: Any) -> Any:
+        decoded.append(key)
+        return decode_index(key, *arguments, **options)
+
+    monkeypatch.setattr("histopipe.store.reading.decode_index", decode)
+    with Store(golden) as store:
+        slide = next(record for record in store.complete.values() if record.stored > 1)
+        for _ in range(3):
+            store.read(slide.id, 0)
+            store.read(slide.id, 1)
+    assert len(decoded) == 1
 
 
 LIMITED = """
@@ -396,6 +431,18 @@ def test_full_disk_is_reported_without_data_loss(tmp_path: Path) -> None:
                 assert store.value(0, 2) == b"x" * 1000
         with Store(disk / "s.lmdb") as store:
             assert len(store) == 3
+
+
+def test_store_beyond_the_limit_of_file_size(tmp_path: Path) -> None:
+    with one_slide(tmp_path / "s.lmdb", [b"x" * 1000] * 3) as writer:
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+        try:
+            with pytest.raises(MachineShort, match=r"file size|ulimit -f"):
+                for first in range(0, 100, 10):
+                    writer.put_patches(1, range(first, first + 10), [b"y" * 100_000] * 10)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_store_on_read_only_mount(tmp_path: Path, golden: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import check_pixels
 import numpy as np
+import openslide
 import pytest
 import tifffile
 from conftest import Run
@@ -360,6 +361,38 @@ def test_multi_channel_images_are_refused_by_name(tmp_path: Path, run: Run) -> N
     tifffile.imwrite(path, np.zeros((300, 400), np.uint16), metadata={"axes": "YX"})
     with pytest.raises(SlideUnreadable, match="16 bits"):
         open_slide(path)
+
+
+@pytest.mark.parametrize(
+    ("pixels", "expected"),
+    [
+        (
+            np.zeros((5, 64, 64, 3), np.uint8),
+            "found 5 images.*export the stain, focal plane or image",
+        ),
+        (np.zeros((64, 64), np.float32), "float32.*scale its values to 0 to 255"),
+    ],
+)
+def test_advice_fits_the_kind_of_tiff(pixels: NDArray[Any], expected: str, tmp_path: Path) -> None:
+    kind = "rgb" if pixels.shape[-1] == 3 else "minisblack"
+    tifffile.imwrite(tmp_path / "a.tif", pixels, photometric=kind, metadata=None)
+    with pytest.raises(SlideUnreadable, match=expected) as raised:
+        open_slide(tmp_path / "a.tif")
+    assert "copy is complete" not in str(raised.value)
+
+
+def test_reason_of_an_unreadable_level_is_named(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise openslide.OpenSlideError("the sensor was asleep")
+
+    monkeypatch.setattr("openslide.lowlevel._read_region", fail)
+    with (
+        OpenSlideReader(data / "slides" / "small.svs") as slide,
+        pytest.raises(SlideUnreadable, match=r"no part of level 0.*the sensor was asleep"),
+    ):
+        read_thumbnail(slide, Mpp(0.5))
 
 
 @pytest.mark.parametrize(

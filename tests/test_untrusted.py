@@ -21,8 +21,10 @@ from lmdb_pages import PAGE, pages_of
 from test_reader import a_store, jpegs
 from test_verify import edited, patched
 
+from histopipe.cli import histopipe as cli
+from histopipe.cli.parameters import _check_untrusted
 from histopipe.dataset.patch_batches import decode
-from histopipe.errors import DamagedStore, SlideUnreadable
+from histopipe.errors import DamagedStore, SlideUnreadable, UsageError
 from histopipe.features.feature_file import writing
 from histopipe.features.untrusted import check_coords, check_features
 from histopipe.maintenance.findings import FindingKind
@@ -244,3 +246,58 @@ def test_copied_store_is_intact(made_store: Path, tmp_path: Path, run: Run) -> N
         assert patch_key(0, 0) == bytes(8)
     (copy / "lock.mdb").unlink()
     assert run("verify", copy).returncode == 0
+
+
+def test_settings_files_and_runs_name_untrusted_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked: list[str] = []
+    for module in ("maintenance.verify.check_untrusted", "features.untrusted.check_features"):
+        monkeypatch.setattr(f"histopipe.{module}", lambda path: checked.append(path.name))
+    for name in ("a.lmdb", "b.lmdb", "c.lmdb", "bags", "more"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / ("data.mdb" if name.endswith("lmdb") else "x.h5")).touch()
+    monkeypatch.chdir(tmp_path)
+    settings = tmp_path / "config.toml"  # also the settings of the run in this folder
+
+    def check(**values: Any) -> list[str]:
+        checked.clear()
+        _check_untrusted(values, ("stores",), "mil", "", "model")
+        return checked
+
+    settings.write_text('stores = ["b.lmdb"]\nmil = ["bags"]\n')
+    for values in ({"config": settings}, {"space": settings}, {"resume": True, "out": tmp_path}):
+        assert check(stores=("a.lmdb",), mil=("more",), **values) == [
+            "a.lmdb", "more", "b.lmdb", "bags",
+        ]  # fmt: skip
+        assert check(stores=(), **values) == ["b.lmdb", "bags"]
+    settings.write_text('stores = "c.lmdb"\nmodel = 5\n')
+    assert check(config=settings) == ["c.lmdb"]
+    assert check(resume=True, out=None, stores=()) == []  # the command asks for --out
+    settings.write_text('model = "own.py:network"\n')
+    with pytest.raises(UsageError, match="Python files and SavedModels can run any code"):
+        check(config=settings)
+    settings.write_text("stores = [")
+    with pytest.raises(UsageError, match=r"config\.toml cannot be read.*expected TOML"):
+        check(config=settings)
+
+
+@pytest.mark.parametrize(
+    ("flags", "settings", "expected"),
+    [
+        (("--config", "config.toml"), "model = [", "config.toml cannot be read"),
+        (("--config", "config.toml"), "model = 5", "config.toml: model: found 5"),
+        (("--resume",), "", "--resume needs --out"),
+    ],
+)
+def test_wrong_settings_of_untrusted_trainings_are_usage_errors(
+    flags: tuple[str, ...],
+    settings: str,
+    expected: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.toml").write_text(settings)
+    with pytest.raises(UsageError, match=expected):
+        cli.main(["train", *flags, "--untrusted"], standalone_mode=False)

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import shapely
 from shapely.affinity import translate
@@ -42,10 +42,6 @@ class AnnotationRules:
             raise UsageError(
                 "--annotation-threshold", found=self.threshold, expected="above 0, up to 1"
             )
-        if self.origin not in get_args(Origin):
-            raise UsageError(
-                "--annotation-origin", found=repr(self.origin), expected=" or ".join(get_args(Origin))
-            )  # fmt: skip
         for flag, name in (("--unclassified", self.unclassified), ("--roi", self.roi)):
             if name is not None and not name.strip():
                 raise UsageError(flag, found="an empty name", expected="a class")

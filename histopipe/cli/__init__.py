@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 import signal
 import sys
 import traceback
@@ -16,7 +17,9 @@ from typing import Any
 import click
 
 from histopipe._version import __version__
+from histopipe.cli.parameters import discard_output
 from histopipe.errors import ExitCode, HistopipeError
+from histopipe.system.filesystems import is_full_disk
 
 GROUPS = MappingProxyType(
     {
@@ -73,6 +76,13 @@ class _Commands(click.Group):
         command: click.Command = getattr(module, cmd_name.replace("-", "_"))
         return command
 
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:  # the process that reads the messages has ended
+            discard_output(1, 2)
+            return 128 + signal.SIGPIPE
+
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         near = difflib.get_close_matches(args[0], COMMANDS, n=1)
         if args[0] not in COMMANDS and near and not args[0].startswith("-"):
@@ -106,6 +116,7 @@ def histopipe() -> None:
 
 def main() -> None:
     """Entry point of the `histopipe` script."""
+    _open_closed_streams()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # schedulers stop jobs by SIGTERM
     try:
         sys.exit(histopipe.main(standalone_mode=False))
@@ -126,6 +137,17 @@ def main() -> None:
             err=True,
         )
         sys.exit(ExitCode.INTERRUPTED)
-    except BrokenPipeError:  # the process that reads the output has ended
-        sys.stderr.close()
-        sys.exit(ExitCode.DONE)
+    except OSError as error:
+        if not is_full_disk(error):
+            raise
+        click.echo(f"histopipe: the disk is full: {error}", err=True)
+        discard_output(1)
+        sys.exit(ExitCode.SHORT)
+
+
+def _open_closed_streams() -> None:
+    """Open standard streams that the caller has closed. Otherwise files would get their numbers, and their output."""
+    while os.open(os.devnull, os.O_RDWR) <= 2:
+        pass
+    sys.stdout = sys.stdout or open(1, "w", encoding="utf-8")  # noqa: SIM115 - open until the process ends
+    sys.stderr = sys.stderr or open(2, "w", encoding="utf-8")  # noqa: SIM115

@@ -12,6 +12,7 @@ from histopipe.cli.parameters import (
     PATH,
     SOURCE,
     annotation_options,
+    echo,
     extra_rows_option,
     json_option,
     na_option,
@@ -242,7 +243,7 @@ def ingest(
         preview = plan(slides, out, **flags)
         show(preview, as_json=as_json)
         if not as_json:
-            click.echo("next: the same command without --plan", err=True)
+            echo("next: the same command without --plan", err=True)
         return preview.exit_code
     report = ingest(slides, out, cluster=cluster, scratch=scratch, part_gb=part_gb, **flags)
     return _show_report(report, as_json=as_json)
@@ -254,11 +255,11 @@ def _show_report(report: IngestReport, *, as_json: bool) -> int:
         show_json(report.to_json())
         return report.exit_code
     for warning in report.warnings:
-        click.echo(f"warning: {warning}", err=True)
+        echo(f"warning: {warning}", err=True)
     if report.failed:
-        click.echo(f"\n{len(report.failed)} of {len(report.slides)} slides failed:", err=True)
+        echo(f"\n{len(report.failed)} of {len(report.slides)} slides failed:", err=True)
         for name, reason in report.failed.items():
-            click.echo(f"  {name}: {reason}", err=True)
+            echo(f"  {name}: {reason}", err=True)
     show_text("\n".join([report.store, *report.summary_lines()]))
     if len(report.failed) < len(report.slides):
         suggest("info", report.store)

@@ -18,7 +18,6 @@ from histopipe.cli.parameters import (
     json_option,
     network_option,
     show,
-    show_json,
     store_argument,
     untrusted_option,
     workers_option,
@@ -171,10 +170,7 @@ def merge(stores: tuple[Path, ...], out: Path, allow_network: bool, as_json: boo
     from histopipe.maintenance.merge import merge
 
     copied = merge(stores, out, allow_network=allow_network)
-    if as_json:
-        show_json([copied.to_json()])
-    else:
-        show(copied, notes=copied.notes, then=("info", out))
+    show(copied, as_json=as_json, notes=copied.notes, then=("info", out))
 
 
 @click.command()
@@ -303,7 +299,7 @@ def stains(store: Path, force: bool) -> int:
 
     Stores two fits, mean and deviation in lαβ (Reinhard et al. 2001) and stain vectors (Macenko et al. 2009), for
     `histopipe train --stain-norm` and `load_dataset(..., stain_norm=...)`. No patch is changed.
-    Exit code 3: some slides have too little tissue.
+    Exit code 3: some slides have too little tissue; 4: all of them.
 
     \b
     Example: histopipe stains patches.lmdb

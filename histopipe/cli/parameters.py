@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import json
 import math
+import os
 import re
 import shlex
 import sys
-import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -176,7 +176,7 @@ def show(
         show_json(result.to_json())
         return
     for note in notes:
-        click.echo(note, err=True)
+        echo(note, err=True)
     show_text(str(result))
     suggest(*then)
 
@@ -184,18 +184,32 @@ def show(
 def suggest(*command: object) -> None:
     """Print the next useful command to standard error."""
     if command:
-        click.echo(f"next: histopipe {shlex.join(map(str, command))}", err=True)
+        echo(f"next: histopipe {shlex.join(map(str, command))}", err=True)
 
 
 def show_json(value: Any) -> None:
     """Print a JSON value."""
     text = json.dumps(value, indent=2, ensure_ascii=False)
-    click.echo(text if _can_print(text) else json.dumps(value, indent=2))
+    echo(text if _can_print(text) else json.dumps(value, indent=2))
 
 
 def show_text(text: str) -> None:
     """Print text. Characters that standard output cannot encode are escaped."""
-    click.echo(text if _can_print(text) else text.encode("ascii", "backslashreplace").decode())
+    echo(text if _can_print(text) else text.encode("ascii", "backslashreplace").decode())
+
+
+def echo(text: str, *, err: bool = False) -> None:
+    """Print text after the work. The exit code does not depend on a reader that has ended."""
+    try:
+        click.echo(text, err=err)
+    except BrokenPipeError:
+        discard_output(2 if err else 1)
+
+
+def discard_output(*streams: int) -> None:
+    """Redirect standard streams by number to nowhere, so that what they still hold raises no error at the end."""
+    for stream in streams:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
 
 
 def _can_print(text: str) -> bool:
@@ -219,11 +233,7 @@ def untrusted_option(
         @functools.wraps(command)
         def checked(*args: Any, untrusted: bool, **values: Any) -> Any:
             if untrusted:
-                for name in stores:
-                    _check_stores(name, values[name])
-                _check_hdf5(values.get(features), values.get(coords))
-                if model:
-                    _check_models(values)
+                _check_untrusted(values, stores, features, coords, model)
             if passed:
                 values["untrusted"] = untrusted
             return command(*args, **values)
@@ -238,45 +248,45 @@ def untrusted_option(
     return decorate
 
 
-def _check_stores(name: str, value: Any) -> None:
+def _check_untrusted(
+    values: Mapping[str, Any], stores: tuple[str, ...], features: str, coords: str, model: str
+) -> None:
+    """Check the input that flags, settings files or a run to be resumed name."""
+    from histopipe.features.untrusted import check_coords, check_features
+    from histopipe.pretrained.sources import check_untrusted_model
+    from histopipe.runs.settings import read_toml
+
+    resumed = values.get("resume") and values.get("out") and Path(values["out"]) / "config.toml"
+    files = [Path(file) for file in (values.get("config"), values.get("space"), resumed) if file]
+    tables = [values, *(read_toml(file) for file in files if file.is_file())]
+    if "stores" in stores and not any(table.get("stores") for table in tables):
+        tables.append({"stores": _DEFAULT_STORE})
+    for table in tables:
+        for path in (path for name in stores for path in _texts(table.get(name))):
+            if not is_url(path):
+                _check_stores(Path(path))
+        for folder in filter(Path.is_dir, map(Path, _texts(table.get(features)))):
+            check_features(folder)
+        if model:
+            for network in _texts(table.get("model")) or [""]:
+                for weights in _texts(table.get("weights")) or [""]:
+                    check_untrusted_model(network, weights)
+    if values.get(coords) is not None:
+        check_coords(Path(values[coords]))
+
+
+def _texts(value: Any) -> list[str]:
+    """Return a text, a path, or those in a list. A wrong value is refused by the command."""
+    values = value if isinstance(value, list | tuple) else [value]
+    return [str(item) for item in values if isinstance(item, str | Path)]
+
+
+def _check_stores(path: Path) -> None:
+    """Check a store, or the stores and the feature files of a folder."""
+    from histopipe.features.untrusted import check_features
     from histopipe.maintenance.verify import check_untrusted
 
-    values = value if isinstance(value, list | tuple) else [value]
-    if name == "stores" and not values:
-        values = [_DEFAULT_STORE]
-    for path in (Path(value) for value in values if value is not None and not is_url(value)):
-        inside = [path] if (path / "data.mdb").exists() else sorted(path.glob("[!.]*.lmdb"))
-        for store in inside:
-            check_untrusted(store)
-        if any(path.glob("*.h5")):
-            _check_hdf5(path, None)
-
-
-def _check_models(values: Mapping[str, Any]) -> None:
-    """Check the models that flags, settings files or a run to be resumed name."""
-    from histopipe.pretrained.sources import check_untrusted_model
-
-    tables: list[Any] = [values]
-    files = [values.get("config"), values.get("space")]
-    if values.get("resume"):
-        files.append(Path(values["out"]) / "config.toml")
-    for file in files:
-        if file is not None and Path(file).is_file():
-            tables.append(tomllib.loads(Path(file).read_text("utf-8")))
-    for table in tables:
-        found = [table.get(name) or [] for name in ("model", "weights")]
-        models, weights = (
-            [str(it)] if isinstance(it, str | Path) else list(map(str, it)) for it in found
-        )
-        for model in models or [""]:
-            for weight in weights or [""]:
-                check_untrusted_model(model, weight)
-
-
-def _check_hdf5(features: Any, coords: str | Path | None) -> None:
-    from histopipe.features.untrusted import check_coords, check_features
-
-    for folder in features if isinstance(features, tuple) else [features] if features else []:
-        check_features(Path(folder))
-    if coords is not None:
-        check_coords(Path(coords))
+    for store in [path] if (path / "data.mdb").exists() else sorted(path.glob("[!.]*.lmdb")):
+        check_untrusted(store)
+    if any(path.glob("*.h5")):
+        check_features(path)

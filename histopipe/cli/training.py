@@ -158,7 +158,7 @@ def _folds_exit_code(result: CrossValidationResult) -> ExitCode:
 @click.option("--devices", help="Devices of this process: auto, cpu, cpu:N, gpu or gpu:0,1.")
 @json_option("all trials")
 @setting_options(StudySettings)
-@untrusted_option("stores", model="model")
+@untrusted_option("stores", features="mil", model="model")
 def tune(
     *,
     stores: tuple[str, ...],

@@ -16,7 +16,6 @@ from histopipe.dataset.options import (
     OnError,
     Side,
     StainNorm,
-    check_choice,
     check_shard,
     check_whole,
     check_whole_or_none,
@@ -199,7 +198,6 @@ def _check_selection(
     labels: object, labels_from: LabelsFrom, splits: str | Path | None, side: Side
 ) -> None:
     """Check that options of the selection do not contradict each other."""
-    check_choice(LabelsFrom, labels_from=labels_from)
     if labels_from == "annotation" and labels is not None:
         raise UsageError("labels", found="labels_from='annotation'", expected="only one of the two")
     if splits is None and side != "train":

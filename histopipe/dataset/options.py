@@ -49,14 +49,6 @@ def check_whole_or_none(least: int, **values: Any) -> None:
     check_whole(least, **{name: value for name, value in values.items() if value is not None})
 
 
-def check_choice(choices: Any, **values: Any) -> None:
-    """Check that arguments are among the choices of a `Literal`."""
-    for name, value in values.items():
-        if value not in get_args(choices):
-            expected = " or ".join(map(repr, get_args(choices)))
-            raise UsageError(name, found=repr(value), expected=expected)
-
-
 def check_shard(shard: Any) -> tuple[int, int]:
     """Check a shard, and return its index and count."""
     match shard:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import simplejpeg
 from numpy.typing import NDArray
 
 from histopipe.dataset.memory import ReusedMemory
-from histopipe.dataset.options import Column, OnError, check_choice
+from histopipe.dataset.options import Column, OnError
 from histopipe.dataset.sample_table import SampleTable, SlideValues, unpack_keys
 from histopipe.dataset.sampling import BatchSampler, Field, Order
-from histopipe.errors import DamagedStore, UsageError
+from histopipe.errors import DamagedStore
 from histopipe.store.format import patch_key, value_crc
 from histopipe.store.reading import Reading, decode_picture
 from histopipe.store.store import Store
@@ -66,10 +66,6 @@ class PatchBatches(BatchSampler):
         super().__init__(
             table, batch_size=batch_size, order=order, replicas=replicas, by_slide=by_slide
         )
-        check_choice(OnError, on_error=on_error)
-        if not isinstance(columns, list | tuple) or not set(columns) <= set(get_args(Column)):
-            expected = f"a list of names from {', '.join(get_args(Column))}"
-            raise UsageError("columns", found=repr(columns), expected=expected)
         self.stores, self.columns = stores, tuple(columns)
         self.patch_size = stores[0].patch_size
         self.fields = (

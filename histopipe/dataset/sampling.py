@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.dataset.options import Balance, check_choice
+from histopipe.dataset.options import Balance
 from histopipe.dataset.sample_table import SampleLocations, SampleRows, SampleTable, SlideValues
 from histopipe.errors import UsageError
 from histopipe.system.hashing import combine, permuted
@@ -149,7 +149,6 @@ def make_order(
     Raises:
         UsageError: the settings contradict each other, or a slide has no label and `balance` is "class".
     """
-    check_choice(Balance, balance=balance)
     if seed is None and (balance != "none" or shuffle_block is not None):
         raise UsageError(
             "balance and shuffle_block require shuffling, and shuffle is off",

@@ -38,8 +38,6 @@ def store_paths(path: Any) -> list[Path]:
     if isinstance(path, str | Path):
         return parts_of(Path(path))
     parts = list(path) if isinstance(path, Iterable) else [path]
-    if not all(isinstance(part, str | Path) for part in parts):
-        raise UsageError("path", found=repr(path)[:80], expected="a path, or a list of paths")
     if not parts:
         raise UsageError("no store given")
     paths = [store for part in parts for store in parts_of(Path(part))]

@@ -21,6 +21,7 @@ from histopipe.evaluation.metrics import Metrics
 from histopipe.evaluation.shortcuts import Shortcut, find_shortcut
 from histopipe.evaluation.subgroups import Subgroups, subgroups
 from histopipe.evaluation.table import aligned, main_of, with_ends
+from histopipe.system.result import plural
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ def breakdown_lines(breakdown: Breakdown, wanted: Sequence[str] | None = None) -
         name, title = main_of(shown[0].groups[0].figures)
         rows = [["subgroup", "n", title, "minus the rest"]]
         for column in shown:
-            rows.append([f"  {column.column} ({column.level}s)", "", "", ""])
+            rows.append([f"  {column.column} ({plural(column.level)})", "", "", ""])
             for group in column.groups:
                 value = with_ends(group.figures.get(name), group.intervals.get(name))
                 difference = group.differences.get(name, Difference(None, None))

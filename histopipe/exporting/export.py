@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,8 +21,9 @@ from histopipe.runs import folder as run_folder
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
 from histopipe.system.files import appearing
+from histopipe.system.filesystems import roomy
 from histopipe.system.progress import Bar, Progress, default_progress
-from histopipe.system.result import Result
+from histopipe.system.result import Result, counted
 from histopipe.system.urls import is_url, public_url
 
 IndexFormat = Literal["csv", "parquet"]
@@ -48,7 +49,7 @@ class IndexResult(Result):
     rows: int
 
     def __str__(self) -> str:
-        return f"{self.rows:,} patches: {self.file}"
+        return f"{counted(self.rows, 'patch')}: {self.file}"
 
 
 def export(
@@ -131,8 +132,6 @@ def export_index(
         NothingToDo: there is no store, or no patch.
         MachineShort: pyarrow, which writes Parquet, is not installed.
     """
-    if kind not in get_args(IndexFormat):
-        raise UsageError("--index", found=repr(kind), expected=" or ".join(get_args(IndexFormat)))
     if out.exists():
         raise UsageError(f"{out} exists", todo="remove it, or choose another --out")
     with run_folder.writable(out.parent):
@@ -145,7 +144,7 @@ def export_index(
         total = sum(len(store.complete) for store in opened)
         bar = progress.bar("exporting", unit="slides", total=total, detail=True)
         slides = _slides(opened, stack.enter_context(bar))
-        stack.enter_context(run_folder.roomy(out.parent))
+        stack.enter_context(roomy(out.parent))
         with appearing(out) as part:
             write = _write_csv if kind == "csv" else _write_parquet
             write(part, slides)

@@ -24,6 +24,7 @@ from histopipe.runs import folder as run_folder
 from histopipe.store.reading import decode_picture
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
+from histopipe.system.filesystems import roomy
 from histopipe.system.progress import Progress
 from histopipe.tiling.spec import recorded_tissue
 
@@ -45,7 +46,7 @@ def export_masks(store: Path, *, out: Path, progress: Progress) -> TissueReport:
         )
     result = TissueReport(out)
     pictures: dict[str, NDArray[np.uint8]] = {}
-    with Store(store) as opened, run_folder.held(out), run_folder.roomy(out):
+    with Store(store) as opened, run_folder.held(out), roomy(out):
         total = len(opened.complete)
         if not total:
             raise NothingToDo(f"{store} has no complete slide", todo="see `histopipe info`")

@@ -10,14 +10,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, ClassVar, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from histopipe.dataset.options import check_whole
 from histopipe.errors import (
     DamagedStore,
     ExitCode,
     Interrupted,
-    MachineShort,
     NothingToDo,
     UsageError,
 )
@@ -26,9 +25,9 @@ from histopipe.store.format import patch_key, value_crc
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
 from histopipe.system.files import appearing, path_within
-from histopipe.system.filesystems import is_full_disk
+from histopipe.system.filesystems import roomy
 from histopipe.system.progress import Progress
-from histopipe.system.result import Result
+from histopipe.system.result import Result, counted, exit_code_of
 from histopipe.system.tensorflow import load_quietly
 
 PatchFormat = Literal["tfrecord", "webdataset", "folder"]
@@ -55,10 +54,10 @@ class ExportResult(Result):
     @property
     def exit_code(self) -> ExitCode:
         """Exit code of the command."""
-        return ExitCode.PARTLY if self.damaged else ExitCode.DONE
+        return exit_code_of(len(self.damaged), self.patches + self.kept)
 
     def __str__(self) -> str:
-        count = f"{self.patches:,} patches in {self.files} files, {self.kept} files already done"
+        count = f"{counted(self.patches, 'patch')} in {counted(self.files, 'file')}, {self.kept} already done"
         return "\n".join([f"{count}: {self.folder}", *(f"skipped: {it}" for it in self.damaged)])
 
 
@@ -181,8 +180,6 @@ def _export(
     store: Path, folder: ExportFolder, to: PatchFormat, shard_patches: int, progress: Progress
 ) -> ExportResult:
     out = folder.path
-    if to not in get_args(PatchFormat):
-        raise UsageError("--to", found=repr(to), expected=" or ".join(get_args(PatchFormat)))
     check_whole(1, shard_patches=shard_patches)
     with Store(store) as opened, folder.open():
         slides = {n: r for n, r in opened.complete.items() if r.stored}
@@ -212,7 +209,7 @@ class _Export:
         total, kept = len(files), len(files) - len(missing)
         bar = self._progress.bar("exporting", unit="files", total=total, done=kept, detail=True)
         try:
-            with bar:
+            with bar, roomy(self._folder.path, "run the same command again"):
                 for file in missing:
                     file.path.parent.mkdir(parents=True, exist_ok=True)
                     with appearing(file.path, hidden=True) as part:
@@ -225,13 +222,6 @@ class _Export:
                 "interrupted", found=f"{len(done)} of {total} files complete",
                 todo="run the same command again to write the others",
             ) from None  # fmt: skip
-        except Exception as error:
-            if not is_full_disk(error):
-                raise
-            raise MachineShort(
-                f"the disk that holds {self._folder.path} is full",
-                todo="free disk space, and run the same command again to write the missing files",
-            ) from error
         return ExportResult(
             self._folder.place, len(missing), kept, self._patches, tuple(self._damaged)
         )

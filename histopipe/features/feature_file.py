@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.dataset.memory import aligned_empty
-from histopipe.errors import DamagedStore, MachineShort, SlideError, UsageError
-from histopipe.system.files import appearing, path_within, read_json, record_or_check
-from histopipe.system.filesystems import is_full_disk
+from histopipe.errors import DamagedStore, SlideError, UsageError
+from histopipe.system.files import RecordingFile, appearing, path_within, read_json, record_or_check
+from histopipe.system.filesystems import reading_error, roomy
 
 FORMAT = "histopipe-features version 1"
 FEATURES, COORDS = "features", "coords"
@@ -98,20 +98,14 @@ def writing(path: Path, rows: int, dimension: int, dtype: StoredType) -> Iterato
     Raises:
         MachineShort: the disk is full.
     """
-    try:
+    with roomy(path.parent, "run the same command again to embed the missing slides"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with appearing(path, hidden=True) as part:
-            with h5py.File(part, "w") as file:
+        with appearing(path, hidden=True) as part, RecordingFile(part, "w+") as raw:
+            with h5py.File(raw, "w") as file:
                 yield FeatureWriter(file, rows, dimension, dtype)
-            with part.open("rb") as written:
-                os.fsync(written.fileno())
-    except (OSError, RuntimeError) as error:
-        if is_full_disk(error):
-            raise MachineShort(
-                f"the disk that holds {path.parent} is full",
-                todo="free disk space, and run the same command again to embed the missing slides",
-            ) from error
-        raise
+            if raw.failure is not None:
+                raise raw.failure
+            os.fsync(raw.fileno())
 
 
 def read_header(path: Path) -> FeatureHeader:
@@ -218,18 +212,22 @@ def is_ours(header: FeatureHeader) -> bool:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[h5py.File]:
-    with _with_path(path), h5py.File(path, "r") as file:
+    # Without locks: many network filesystems have none, and complete files never change.
+    with _with_path(path), h5py.File(path, "r", locking=False) as file:
         yield file
 
 
 @contextmanager
 def _with_path(path: Path) -> Iterator[None]:
-    """Raise errors of reading a file as DamagedStore with its path."""
+    """Raise errors of reading a file with its path: as DamagedStore, unless the operating system cannot read it."""
     try:
         yield
     except (OSError, KeyError, RuntimeError, ValueError) as error:
         if isinstance(error, UsageError | DamagedStore):
             raise
+        unread = reading_error(error, path)
+        if unread is not None:
+            raise unread from error
         raise DamagedStore(
             f"{path} cannot be read", found=str(error).split("\n")[0][:200],
             todo="compute it again with `histopipe embed`",

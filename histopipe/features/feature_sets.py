@@ -10,6 +10,7 @@ from histopipe.errors import NothingToDo, UsageError
 from histopipe.features.feature_file import FeatureHeader, feature_files, read_header
 from histopipe.features.joined import SlideFeatures, join
 from histopipe.system.csv_files import nfc
+from histopipe.system.result import counted
 
 Headers = Mapping[str, FeatureHeader]
 """Headers of feature files by slide id."""
@@ -100,12 +101,12 @@ def _parts(
         )  # fmt: skip
     if lost:
         notes.append(
-            f"{len(lost)} slides without common patches in {names} are left out: {', '.join(lost[:3])}"
+            f"{counted(len(lost), 'slide')} without common patches in {names} left out: {', '.join(lost[:3])}"
         )
     patches = sum(part.left_out for part in found.values())
     if patches:
         notes.append(
-            f"{patches} patches of {folders[0]} are left out: another set does not cover them"
+            f"{counted(patches, 'patch')} of {folders[0]} left out: another set does not cover them"
         )
     return found
 

@@ -24,12 +24,9 @@ from histopipe.inference.feature_folder import FeatureFolder, record_slides
 from histopipe.inference.slide_run import SlideRun, SlideRunResult
 from histopipe.inference.stored_slides import StoredSlide, slides_with_patches, stored_slides
 from histopipe.runs import folder as run_folder
-from histopipe.runs.config import Precision
 from histopipe.store.store import Store
+from histopipe.system.filesystems import roomy
 from histopipe.system.progress import Progress, default_progress
-
-_PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16")
-_DTYPES = ("float32", "float16")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -53,7 +50,7 @@ def embed(
     out: str | Path,
     weights: str | None = None,
     allow_mismatch: bool = False,
-    precision: Precision = "float32",
+    precision: Literal["float32", "mixed_bfloat16", "mixed_float16"] = "float32",
     xla: bool = False,
     dtype: StoredType = "float32",
     batch_size: int | Literal["auto"] = 64,
@@ -95,12 +92,6 @@ def embed(
     """
     if batch_size != "auto":
         check_whole(1, batch_size=batch_size)
-    for flag, value, choices in (
-        ("--precision", precision, _PRECISIONS),
-        ("--dtype", dtype, _DTYPES),
-    ):
-        if value not in choices:
-            raise UsageError(flag, found=repr(value), expected=" or ".join(choices))
     folder, shown = Path(out), progress or default_progress()
     choice = EncoderChoice(
         str(model), None if weights is None else str(weights), precision, xla, allow_mismatch
@@ -144,7 +135,7 @@ def embed_stores(
         slides, lambda it: _is_complete(it, features.path, on_error=on_error, progress=progress)
     )
     run.run(missing, features.write, steps=sum(slide.steps for slide in missing))
-    with run_folder.roomy(features.path):
+    with roomy(features.path):
         record_slides(features.path, found_slides(stores), run.failed)
     return EmbedResult(**run.result(features.path), dimension=features.encoder.dimension)
 

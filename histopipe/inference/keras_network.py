@@ -18,6 +18,7 @@ from histopipe.pretrained.sources import named_preset, own_file
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import Precision
 from histopipe.system.progress import message
+from histopipe.system.result import counted
 from histopipe.training.backbones import build_backbone
 from histopipe.training.devices import make_strategy, one_per_replica
 from histopipe.training.fine_tuning import check_weights, digest
@@ -230,4 +231,4 @@ def _without_last_layer(folder: Path, patch_size: int) -> keras.Model:
 
 
 def _report_micro_batch(size: int, why: str) -> None:
-    message(f"memory ran out ({why}): continuing with {size} patches per device at once")
+    message(f"memory ran out ({why}): continuing with {counted(size, 'patch')} per device at once")

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import get_args
 
 from histopipe.dataset.options import OnError, check_whole
 from histopipe.errors import UsageError
-from histopipe.evaluation.levels import AGGREGATIONS, Aggregation
+from histopipe.evaluation.levels import Aggregation
 from histopipe.inference.bag_features import BagFeatures
 from histopipe.inference.classifier import PredictOptions, load_classifier
 from histopipe.inference.predict_bags import BagsPrediction
@@ -97,8 +96,6 @@ def predict(
         >>> predict("runs/first", "new-slides", out="predictions").done  # doctest: +SKIP
     """
     check_whole(1, batch_size=batch_size)
-    if aggregate not in get_args(Aggregation):
-        raise UsageError("--aggregate", found=repr(aggregate), expected=" or ".join(AGGREGATIONS))
     tiling = {"overlap": overlap, "tissue": tissue, "tissue_threshold": tissue_threshold}
     options = PredictOptions(
         batch_size=batch_size, labels=labels, na=na, allow_extra_rows=allow_extra_rows, on_error=on_error,

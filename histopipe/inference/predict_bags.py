@@ -43,6 +43,7 @@ from histopipe.inference.trained_bags import TrainedBags
 from histopipe.runs import folder as run_folder
 from histopipe.slides.tables import table_columns
 from histopipe.system.csv_files import column_key, nfc
+from histopipe.system.filesystems import roomy
 from histopipe.system.progress import Progress
 
 
@@ -70,7 +71,7 @@ class BagsPrediction:
                 "the model takes covariates", found="no --labels",
                 expected="a CSV file with the columns slide, " + ", ".join(first.config.covariates),
             )  # fmt: skip
-        with run_folder.roomy(path):
+        with roomy(path):
             features, began, evaluated = self.features, time.monotonic(), None
             folders = features.folders(self._record_settings)
             self.failed |= features.failed

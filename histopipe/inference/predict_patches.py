@@ -33,7 +33,7 @@ from histopipe.inference.predictions_folder import (
 from histopipe.inference.slide_run import Results, SlideRun, SlideRunResult
 from histopipe.inference.slide_tiler import FileSource, TiledSlide
 from histopipe.inference.stored_slides import StoredSlide, StoreSource
-from histopipe.runs import folder as run_folder
+from histopipe.system.filesystems import roomy
 from histopipe.system.progress import Progress
 
 
@@ -89,7 +89,7 @@ class PatchPrediction:
         self._record_settings()
         source = self.source
         run = SlideRun(self.classifier.network, "predicting", source.count, self.progress)
-        with run_folder.roomy(self.folder.path):
+        with roomy(self.folder.path):
             slides: Iterable[Any] = source.slides(run, self.folder)
             run.run(slides, self._write, stop=source.close)
             evaluated = self._write_tables(run)

@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -160,9 +161,12 @@ class TiledSlide:
         image, found = aligned_empty((side, side, 3)), [np.empty((0, 3), np.uint8)]
         for value in self._values(chunk_of(self.planned.plan, rows)):
             if isinstance(value, bytes):
-                decode(memoryview(value), image)
-                pixels = image.reshape(-1, 3)
-                found.append(pixels[:: max(1, len(pixels) // PIXELS_A_PATCH)].copy())
+                with suppress(
+                    DamagedStore
+                ):  # an undecodable patch is reported when it is predicted
+                    decode(memoryview(value), image)
+                    pixels = image.reshape(-1, 3)
+                    found.append(pixels[:: max(1, len(pixels) // PIXELS_A_PATCH)].copy())
         return np.concatenate(found)
 
 

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.errors import ScaleError, SlideUnreadable, UsageError
+from histopipe.errors import MachineShort, ScaleError, SlideUnreadable, UsageError
 from histopipe.geometry import SCALE_TOLERANCE, Level, Mpp
 from histopipe.slides.slide import SlideInfo
 from histopipe.slides.tables import SlideNames
+from histopipe.system.filesystems import reading_error
 from histopipe.tiling.plan import LevelChoice, TilingPlan
 from histopipe.tiling.spec import TilingSpec, magnification_to_mpp
 
@@ -108,9 +109,12 @@ def read_header(path: Path) -> CoordsFile:
     import h5py  # late: only coordinate files need it
 
     try:
-        with h5py.File(path, "r") as file:
+        with h5py.File(path, "r", locking=False) as file:
             attributes = dict(file["coords"].attrs)
     except (OSError, KeyError, RuntimeError, AttributeError) as error:
+        unread = reading_error(error, path)
+        if unread is not None:
+            raise unread from error
         raise UsageError(
             f"{path} has no coordinates", found=str(error).split("\n")[0][:200],
             expected="a dataset 'coords' (patches, 2), as CLAM and TRIDENT write it",
@@ -146,12 +150,15 @@ def read_corners(path: Path) -> NDArray[np.int64]:
     import h5py  # late: as above
 
     try:
-        with h5py.File(path, "r") as file:
+        with h5py.File(path, "r", locking=False) as file:
             dataset = file["coords"]
             if dataset.size > _MOST_EXPANSION * path.stat().st_size:
                 raise ValueError(f"shape {dataset.shape}, too large for the file size")  # noqa: TRY301
             corners = np.asarray(dataset[...], np.int64)
     except (OSError, KeyError, RuntimeError, ValueError) as error:
+        unread = reading_error(error, path)
+        if isinstance(unread, MachineShort):
+            raise unread from error
         raise SlideUnreadable(f"{path} cannot be read", found=str(error)[:200]) from error
     if not corners.size:
         return corners.reshape(0, 2)

@@ -16,15 +16,14 @@ from histopipe.system.worker_pool import WorkerPool
 if TYPE_CHECKING:
     from histopipe.ingestion.report import IngestReport
     from histopipe.ingestion.request import ImportSettings, IngestSettings
-    from histopipe.ingestion.sources import PathLike
 
 
 def ingest(
-    slides: PathLike | Sequence[PathLike],
-    out: PathLike = "patches.lmdb",
+    slides: str | Path | Sequence[str | Path],
+    out: str | Path = "patches.lmdb",
     *,
     cluster: str | None = None,
-    scratch: PathLike | None = None,
+    scratch: str | Path | None = None,
     part_gb: float = 16.0,
     progress: Progress | None = None,
     **settings: Unpack[IngestSettings],
@@ -108,9 +107,9 @@ def ingest(
 
 
 def import_coords(
-    coords: PathLike,
-    slides: PathLike | Sequence[PathLike],
-    out: PathLike = "patches.lmdb",
+    coords: str | Path,
+    slides: str | Path | Sequence[str | Path],
+    out: str | Path = "patches.lmdb",
     *,
     progress: Progress | None = None,
     **settings: Unpack[ImportSettings],
@@ -140,7 +139,7 @@ def import_coords(
 
 
 def _ingest_here(
-    slides: PathLike | Sequence[PathLike],
+    slides: str | Path | Sequence[str | Path],
     store: Path,
     settings: IngestSettings | ImportSettings,
     progress: Progress,

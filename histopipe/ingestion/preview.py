@@ -26,7 +26,7 @@ from histopipe.store.record import FailureKind, SlideRecord
 from histopipe.store.store import Store
 from histopipe.system.filesystems import free_bytes
 from histopipe.system.progress import Progress, default_progress
-from histopipe.system.result import Result, exit_code_of
+from histopipe.system.result import Result, counted, exit_code_of
 from histopipe.system.worker_pool import WorkerDied, WorkerPool
 from histopipe.tiling.spec import TilingSpec
 
@@ -115,8 +115,8 @@ class IngestPreview(Result):
         lines += [f"warning: {text}" for text in self.warnings]
         patches = sum(slide.record.planned for slide in self.slides if slide.record)
         lines.append(
-            f"{self.store}: {patches:,} patches, about {self.stored_bytes / 1e6:,.1f} MB and "
-            f"{self.seconds:,.1f} s with {self.workers} workers; {self.free_bytes / 1e6:,.0f} MB free"
+            f"{self.store}: {counted(patches, 'patch')}, about {self.stored_bytes / 1e6:,.1f} MB and "
+            f"{self.seconds:,.1f} s with {counted(self.workers, 'worker')}; {self.free_bytes / 1e6:,.0f} MB free"
         )
         if self.source is not None:
             lines.append(str(self.source))

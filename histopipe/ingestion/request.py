@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, TypedDict, get_args
+from typing import Any, Literal, TypedDict, get_type_hints
 
 from histopipe.annotations.read import find_annotations
 from histopipe.annotations.regions import AnnotationRules, Origin
@@ -30,6 +30,7 @@ from histopipe.slides.tables import (
 )
 from histopipe.store.catalog import read_catalog
 from histopipe.store.store import Store, recorded
+from histopipe.system.arguments import check_arguments
 from histopipe.system.csv_files import NA_VALUES
 from histopipe.system.progress import Progress
 from histopipe.system.result import counted
@@ -107,10 +108,11 @@ def read_request(
         UsageError: a setting, a table or a folder is wrong.
         NothingToDo: no slide was found.
     """
-    allowed = (IngestSettings if coords is None else ImportSettings).__annotations__
+    allowed = get_type_hints(IngestSettings if coords is None else ImportSettings)
     unknown = sorted(settings.keys() - allowed.keys())
     if unknown:
         raise UsageError("unknown options", found=", ".join(unknown))
+    check_arguments(settings, allowed)
     _check_values(settings)
     paths, urls = sources(slides, settings.get("slide_list"))
     records = recorded(store)
@@ -162,17 +164,11 @@ def _given(settings: Mapping[str, Any], names: Iterable[str], without: str = "")
 
 def _check_values(settings: Mapping[str, Any]) -> None:
     timeout, share = settings.get("slide_timeout"), settings.get("max_unreadable", 0.0)
-    workers, default_mpp = settings.get("workers"), settings.get("default_mpp")
+    default_mpp = settings.get("default_mpp")
     if timeout is not None and not timeout > 0:
         raise UsageError("--slide-timeout", found=timeout, expected="seconds, above 0")
     if not 0 <= share <= 1:
         raise UsageError("--max-unreadable", found=share, expected="a fraction from 0 to 1")
-    for name, kind in (("route", AskedRoute), ("reader", AskedReader)):
-        value = settings.get(name, "auto")
-        if value not in get_args(kind):
-            raise UsageError(f"--{name}", found=repr(value), expected=" or ".join(get_args(kind)))
-    if workers is not None and (type(workers) is not int or workers < 1):
-        raise UsageError("--workers", found=repr(workers), expected="a whole number, 1 or more")
     if default_mpp is not None:
         check_mpp("--default-mpp", default_mpp)
     if not settings.get("stage_gb", 1.0) > 0:

@@ -18,7 +18,7 @@ from histopipe.store.environment import open_environment
 from histopipe.store.handle import mapped_errors
 from histopipe.store.meta import read_meta
 from histopipe.system.files import appearing, replacing
-from histopipe.system.filesystems import free_bytes, is_full_disk
+from histopipe.system.filesystems import free_bytes, roomy
 from histopipe.system.progress import Bar, Progress, default_progress
 from histopipe.system.result import Result
 from histopipe.system.worker_pool import WorkerDied, WorkerPool, result_of, silence
@@ -120,14 +120,11 @@ def carry_files(store: Path, part: Path) -> None:
 def _file_errors(path: Path) -> Iterator[None]:
     """Convert errors of a folder that cannot be written, and of a full disk."""
     try:
-        yield
+        with roomy(path.parent):
+            yield
     except HistopipeError:
         raise
     except OSError as error:
-        if is_full_disk(error):
-            raise MachineShort(
-                f"the disk that holds {path.parent} is full", todo="free disk space"
-            ) from error
         raise UsageError(f"{path} cannot be written", found=error.strerror or str(error)) from error
 
 

@@ -87,6 +87,8 @@ def open_stores(
     Raises:
         SpecMismatch: the stores have different specs.
     """
+    if not paths:
+        raise UsageError("no store given")
     if untrusted:
         for path in paths:
             check_untrusted(path, progress=progress)

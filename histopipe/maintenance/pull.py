@@ -15,7 +15,7 @@ from histopipe.maintenance.verify import verify
 from histopipe.store.catalog import parts_of
 from histopipe.system.download import write_at
 from histopipe.system.files import locked
-from histopipe.system.filesystems import free_bytes, is_full_disk
+from histopipe.system.filesystems import roomy
 from histopipe.system.object_storage import RemoteFile, parallel, read_range
 from histopipe.system.progress import Progress, default_progress
 from histopipe.system.result import Result, counted
@@ -83,23 +83,18 @@ def pull(url: str, out: str | Path, *, progress: Progress | None = None) -> Pull
         raise UsageError(f"{target} exists", todo="choose another path, or remove it")
     manifest = read_manifest(url)
     part = target.with_name(f".part-{target.name}")
+    then = f"run the same command again: the store has {manifest.size_bytes / 1e6:,.0f} MB"
     try:
         part.mkdir(parents=True, exist_ok=True)
-        with locked(part) as free:
+        with roomy(target.parent, then), locked(part) as free:
             if not free:
                 raise UsageError(f"another process pulls into {target}", todo="wait until it ends")
             received = _receive_all(manifest, url, part, shown)
             part.rename(target)
-    except RemoteError:
+    except (RemoteError, MachineShort):
         raise
     except OSError as error:
-        if not is_full_disk(error):
-            raise UsageError(f"cannot create or write to {target}", found=str(error)) from error
-        raise MachineShort(
-            f"the disk of {target} is full", found=f"{free_bytes(part) / 1e6:,.0f} MB free",
-            expected=f"{manifest.size_bytes / 1e6:,.0f} MB in all",
-            todo="free disk space, and run the same command again",
-        ) from error  # fmt: skip
+        raise UsageError(f"cannot create or write to {target}", found=str(error)) from error
     findings = [
         finding.what
         for path in parts_of(target)

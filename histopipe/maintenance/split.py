@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from histopipe.dataset.options import SIDES, Side
 from histopipe.dataset.selection import store_paths
@@ -16,22 +15,17 @@ from histopipe.maintenance.copy_slides import CopyResult, StoredSlide, copy_slid
 from histopipe.maintenance.findings import some
 from histopipe.store.store import Store
 from histopipe.system.progress import Progress, default_progress
+from histopipe.system.result import Result
 
 
-@dataclass(frozen=True, slots=True)
-class SplitResult:
+@dataclass(frozen=True, slots=True, repr=False)
+class SplitResult(Result):
     """Result of `split`: the copied slides by side. Sides without slides have no store."""
 
     sides: dict[Side, CopyResult]
 
-    def to_json(self) -> list[dict[str, Any]]:
-        """Return one JSON-ready dict per store."""
-        return [copied.to_json() for copied in self.sides.values()]
-
     def __str__(self) -> str:
         return "\n".join(map(str, self.sides.values()))
-
-    __repr__ = __str__
 
 
 def split(

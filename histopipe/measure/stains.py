@@ -10,7 +10,7 @@ from histopipe.errors import DamagedStore, ExitCode
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
 from histopipe.system.progress import Progress, default_progress
-from histopipe.system.result import Result, counted
+from histopipe.system.result import Result, counted, exit_code_of
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -29,8 +29,8 @@ class StainsResult(Result):
 
     @property
     def exit_code(self) -> ExitCode:
-        """0 if no slide failed, else 3."""
-        return ExitCode.PARTLY if self.failed else ExitCode.DONE
+        """0 if no slide failed, 4 if all failed, else 3."""
+        return exit_code_of(len(self.failed), len(self.done) + len(self.same))
 
     def __str__(self) -> str:
         """Number of slides."""

@@ -49,7 +49,10 @@ def _label_sources(run: RunData) -> str | None:
 
 def _counted(run: RunData, column: str) -> str | None:
     counts = Counter(it.value(column) for it in run.participants if it.value(column))
-    return listed([f"{name} ({count:,} slides)" for name, count in sorted(counts.items())]) or None
+    return (
+        listed([f"{name} ({counted(count, 'slide')})" for name, count in sorted(counts.items())])
+        or None
+    )
 
 
 def _exclusions(run: RunData) -> str | None:
@@ -218,7 +221,7 @@ def _patch_selection(run: RunData) -> str | None:
         else "No patch was left out for its quality."
     )
     if config.max_per_slide:
-        chosen += f" Each epoch drew at most {config.max_per_slide} patches per slide."
+        chosen += f" Each epoch drew at most {counted(config.max_per_slide, 'patch')} per slide."
     return chosen
 
 

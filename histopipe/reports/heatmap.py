@@ -26,6 +26,7 @@ from histopipe.slides.discovery import discover
 from histopipe.store.catalog import parts_of
 from histopipe.store.store import Store
 from histopipe.system.files import path_within
+from histopipe.system.filesystems import roomy
 from histopipe.system.progress import Progress, default_progress
 from histopipe.system.result import Result, counted
 
@@ -98,7 +99,7 @@ def heatmap(
         >>> heatmap("predictions", out="heatmaps", formats=["png", "tiff"])  # doctest: +SKIP
         16 files of 8 slides: heatmaps
     """
-    _check(formats, objects, threshold, show)
+    _check(formats, threshold)
     folder, target, shown = Path(predictions), Path(out), progress or default_progress()
     run_folder.check_one_run(folder)
     files: dict[str, tuple[Path, ...]] = {}
@@ -113,7 +114,7 @@ def heatmap(
         bar = stack.enter_context(closing(shown.bar("drawing", unit="slides", detail=True)))
         with run_folder.writable(target):
             target.mkdir(parents=True, exist_ok=True)
-        stack.enter_context(run_folder.roomy(target))
+        stack.enter_context(roomy(target))
 
         def write(values: PatchValues, kind: str) -> Path:
             base = path_within(target, values.slide)
@@ -147,13 +148,9 @@ def heatmap(
     return HeatmapResult(target, files, failed)
 
 
-def _check(formats: Sequence[str], objects: str, threshold: float, show: str | None) -> None:
-    if show not in (None, *get_args(Show)):
-        raise UsageError("--show", found=repr(show), expected=" or ".join(get_args(Show)))
+def _check(formats: Sequence[str], threshold: float) -> None:
     if not formats or any(it not in FORMATS for it in formats):
         raise UsageError("--to", found=", ".join(formats), expected=" or ".join(FORMATS))
-    if objects not in get_args(Objects):
-        raise UsageError("--objects", found=repr(objects), expected="cells or contours")
     if not 0 <= threshold <= 1:
         raise UsageError("--threshold", found=threshold, expected="0 to 1")
 

@@ -40,6 +40,7 @@ from histopipe.reports.html_page import (
     Text,
     number,
 )
+from histopipe.system.result import plural
 
 _FIGURES = (
     "auc", "average_precision", "balanced_accuracy", "accuracy", "sensitivity", "specificity", "f1", "brier",
@@ -255,7 +256,7 @@ def _subgroup_table(title: str, shown: Sequence[Subgroups], task: TaskName) -> T
     )  # fmt: skip
     rows = []
     for own in shown:
-        column = f"{COLUMN_TITLES.get(own.column, own.column)} ({own.level}s)"
+        column = f"{COLUMN_TITLES.get(own.column, own.column)} ({plural(own.level)})"
         for group in own.groups:
             apart = group.differences.get(main, Difference(None, None))
             first, *others = (

@@ -111,7 +111,7 @@ def _training(run: RunData) -> str:
         if active
     ]
     stop = (
-        f"; it would stop after {config.patience} epochs without a better validation result"
+        f"; it would stop after {counted(config.patience, 'epoch')} without a better validation result"
         if config.patience
         else ""
     )

@@ -27,6 +27,7 @@ from histopipe.reports.store_report import store_page
 from histopipe.runs import folder as run_folder
 from histopipe.runs.result import read_result
 from histopipe.system.files import read_json
+from histopipe.system.filesystems import roomy
 from histopipe.system.progress import Progress, default_progress
 from histopipe.system.result import Result
 
@@ -95,6 +96,8 @@ def report(
         runs/first/report.html  (1.2 MB)
     """
     paths = [Path(path)] if isinstance(path, str | Path) else [Path(it) for it in path]
+    if not paths:
+        raise UsageError("no folder given", expected="a store, or folders of runs or predictions")
     folder = paths[0]
     if checklist is not None:
         return _checklist(paths, checklist, None if out is None else Path(out))
@@ -111,7 +114,7 @@ def report(
         raise UsageError("--out", found=str(file), expected="a file ending in .html")
     options = _Options([Path(it) for it in stores], pictures, untrusted, progress)
     page = comparison_page(paths) if len(paths) > 1 else _page(folder, options)
-    with run_folder.roomy(file.parent), run_folder.writable(file.parent):
+    with roomy(file.parent), run_folder.writable(file.parent):
         file.parent.mkdir(parents=True, exist_ok=True)
         page.write(file)
     card = folder / MODEL_CARD if _is_run(folder) and len(paths) == 1 else None
@@ -165,7 +168,7 @@ def _checklist(paths: Sequence[Path], name: str, out: Path | None) -> ReportResu
     with ExitStack() as stack:
         filled = fill(name, facts_of(read_run(paths[0], (), stack, follow=False)))
     file = paths[0] / f"{name}.html" if out is None else out
-    with run_folder.roomy(file.parent), run_folder.writable(file.parent):
+    with roomy(file.parent), run_folder.writable(file.parent):
         file.parent.mkdir(parents=True, exist_ok=True)
         write_checklist(filled, file, title=paths[0].resolve().name)
     return ReportResult(file, file.stat().st_size)
@@ -192,7 +195,7 @@ def _flow_figure(folder: Path, file: Path) -> ReportResult:
         raise UsageError(
             f"{folder} has no participant flow", expected="a finished run, or predictions of slides with labels"
         )  # fmt: skip
-    with run_folder.roomy(file.parent), run_folder.writable(file.parent):
+    with roomy(file.parent), run_folder.writable(file.parent):
         file.parent.mkdir(parents=True, exist_ok=True)
         read = "Predicted" if (folder / SETTINGS).is_file() else "Ingested"
         write_flow(flow, file, read=read)
@@ -203,5 +206,5 @@ def _write_card(folder: Path, card: Path) -> None:
     """Write the model card of a run."""
     with ExitStack() as stack:
         facts = facts_of(read_run(folder, (), stack, follow=False))
-    with run_folder.roomy(folder), run_folder.writable(folder):
+    with roomy(folder), run_folder.writable(folder):
         write_model_card(card, facts, name=folder.resolve().name)

@@ -21,7 +21,7 @@ from histopipe.reports.judged import COLUMN_TITLES, LEVEL_NAMES, shown_levels
 from histopipe.reports.run_data import RunData
 from histopipe.runs import folder as run_folder
 from histopipe.runs.result import METRICS
-from histopipe.system.result import counted
+from histopipe.system.result import counted, plural
 
 _PLOTS = "ROC and precision-recall curves, reliability diagrams, and decision curves (Vickers and Elkin 2006)"
 
@@ -48,7 +48,7 @@ def _subgroup_results(run: RunData) -> str | None:
                 text = "undefined" if value is None else with_ends(value, ends)
                 groups.append(f"{it.name} {text} (n = {it.count})")
             title = figure_title(name, run.config.task)
-            texts.append(f"{title} by {own.column} ({own.level}s): {', '.join(groups)}.")
+            texts.append(f"{title} by {own.column} ({plural(own.level)}): {', '.join(groups)}.")
     return " ".join(texts) or None
 
 

@@ -37,6 +37,7 @@ from histopipe.slides.slide_files import SlideFile
 from histopipe.slides.tables import SlideNames, read_mpps
 from histopipe.slides.thumbnail import Thumbnail, colour_note
 from histopipe.slides.tiles.check import NativeLevels
+from histopipe.system.filesystems import roomy
 from histopipe.system.progress import Progress, default_progress
 from histopipe.system.worker_pool import WorkerDied, WorkerPool, results_of
 from histopipe.tiling.mask import TissueMask
@@ -106,7 +107,7 @@ def tissue(
     result = TissueReport(folder)
     pictures: dict[str, NDArray[np.uint8]] = {}
     with (
-        run_folder.roomy(folder),
+        roomy(folder),
         WorkerPool(IngestOptions(workers=workers).worker_count, prepare) as pool,
         shown.bar("finding tissue", unit="slides", total=len(tasks)) as bar,
     ):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import errno
 import hashlib
 import io
 import json
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from histopipe.dataset.splits import Splits, write_splits
-from histopipe.errors import DamagedStore, MachineShort, UsageError
+from histopipe.errors import DamagedStore, UsageError
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.settings import declared_settings, to_toml
 from histopipe.system.files import appearing, locked, read_json
@@ -110,23 +109,9 @@ def writable(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if is_full_disk(error):
             raise
         raise UsageError(f"cannot create or write to {folder}", found=str(error)) from error
-
-
-@contextmanager
-def roomy(folder: Path) -> Iterator[None]:
-    """Report a full disk as MachineShort."""
-    try:
-        yield
-    except OSError as error:
-        if not is_full_disk(error):
-            raise
-        raise MachineShort(
-            f"the disk that holds {folder} is full",
-            todo="free disk space, and run the same command again",
-        ) from error
 
 
 def fingerprint(config: TrainConfig, splits: Splits, *position: int) -> list[int]:

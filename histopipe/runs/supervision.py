@@ -29,6 +29,7 @@ from histopipe.runs.workers import Cluster, in_cluster, without_cluster
 from histopipe.store.catalog import no_store
 from histopipe.system.files import Closing
 from histopipe.system.progress import LineProgress, Progress, default_progress
+from histopipe.system.result import counted
 
 _GRACE_SECONDS = 25.0
 """Time for a training to save its state after a signal: Slurm and Kubernetes allow 30 s."""
@@ -301,5 +302,5 @@ class _Process(Closing):
             return OutOfMemory(died, todo="use a smaller --batch-size or --model")
         smaller = max(1, self._micro_batch // 2)
         run_folder.write_micro_batch(self._folder, smaller, died)
-        todo = f"{self._resume_hint()}, which uses micro-batches of {smaller} patches"
+        todo = f"{self._resume_hint()}, which uses micro-batches of {counted(smaller, 'patch')}"
         return OutOfMemory(died, todo=todo)

@@ -44,16 +44,18 @@ def open_slide(path: Path, reader: str | None = "auto") -> Slide:
         return _opener("openslide")(path)
     except SlideUnreadable as error:
         first = error
-    reasons = [str(first)]
+    # The advice of the last reader is the best: it knows more about the file than that it is no slide.
+    reasons, todo = [str(SlideUnreadable(first.what, found=first.found))], first.todo
     for other, fits in (("tifffile", generic), ("fastslide", _may_be_fastslides(path))):
         if fits:
             try:
                 return _opener(other)(path)
             except SlideUnreadable as error:
                 reasons += [f"{other}: {error}"] if str(error) != str(first) else []
+                todo = None if error.todo else todo
     if len(reasons) == 1:
         raise first
-    raise SlideUnreadable("; ".join(reasons)) from first
+    raise SlideUnreadable("; ".join(reasons), todo=todo) from first
 
 
 def _opener(name: str) -> Callable[[Path], Slide]:

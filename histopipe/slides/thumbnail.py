@@ -81,13 +81,15 @@ def read_thumbnail(
     pixels, lost = np.full((*shape, 3), 255, np.uint8), np.zeros(shape, np.bool_)
     canvas = _Canvas(slide, tiles, level, area, reduction, pixels)
     for square in _blocks(area, slide.natural_block, reduction):
-        if not canvas.paint(square):
+        if canvas.paint(square) is not None:
             # The damage may be only one tile: read the rest of the block.
             for small in _blocks(square, _SMALL_BLOCK, reduction):
-                if not canvas.paint(small):
-                    lost[canvas.place(small)] = True
+                reason = canvas.paint(small)
+                lost[canvas.place(small)] |= reason is not None
     if lost.size and lost.all():
-        raise SlideUnreadable(f"{slide.path}: no part of level {level.number} can be read")
+        raise SlideUnreadable(
+            f"{slide.path}: no part of level {level.number} can be read", found=reason
+        )
     missing = lost if lost.any() else None
     scale = Mpp(level_mpp * reduction)
     return Thumbnail(pixels, level, area.x, area.y, reduction, scale, missing)
@@ -104,15 +106,15 @@ class _Canvas:
     reduction: int
     pixels: NDArray[np.uint8]
 
-    def paint(self, square: RegionLevel) -> bool:
-        """Read a block and add it to the thumbnail; return False if it cannot be read."""
+    def paint(self, square: RegionLevel) -> object:
+        """Read a block and add it to the thumbnail; return the reason if it cannot be read, else None."""
         try:
             part, reduced = self._read(square)
-        except SlideUnreadable:
-            return False
+        except SlideUnreadable as error:
+            return error.found or error
         small = Image.fromarray(part).reduce(self.reduction // reduced)
         self.pixels[self.place(square)] = np.asarray(small)
-        return True
+        return None
 
     def _read(self, region: RegionLevel) -> tuple[NDArray[np.uint8], int]:
         """Return the pixels of a region, and the factor by which they are already reduced."""

@@ -158,16 +158,16 @@ def _check_axes(path: Path, series: Any, ome: OmeImage) -> None:
     if axes in _AXES:
         return
     counts = [
-        f"{series.shape[axes.index(axis)]} {name}"
-        for axis, name in _CHANNEL_AXES.items()
-        if axis in axes
+        f"{count} {_CHANNEL_AXES.get(axis, 'images')}"
+        for axis, count in zip(axes, series.shape, strict=True)
+        if axis not in "YXS"
     ]
     names = f": {', '.join(ome.channels)}" if "C" in axes and ome.channels else ""
     raise SlideUnreadable(
         f"{path} is a multi-channel image or a stack",
         found=", ".join(counts) + names if counts else f"axes {axes}",
         expected="one 8-bit RGB or grey image",
-        todo="export the stain to be analysed as an RGB image",
+        todo="export the stain, focal plane or image to be analysed as one RGB image",
     )
 
 
@@ -179,7 +179,10 @@ def _image(path: Path, level: Any) -> TiffImage:
     """
     page = level.pages[0]
     if len(level.pages) != 1 or page is None or page.parent is not level.keyframe.parent:
-        raise SlideUnreadable(f"{path}: the pixels of a level are in several images or files")
+        raise SlideUnreadable(
+            f"{path}: the pixels of a level are in several images or files",
+            todo="export the slide as one RGB image in one file",
+        )
     key = level.keyframe
     _check_pixels(path, key)
     samples, planar = (
@@ -254,7 +257,7 @@ def _check_kind(path: Path, page: Any, kinds: Collection[tuple[int, ...]]) -> No
                 f", extra sample {getattr(extra, 'name', extra)}" for extra in page.extrasamples
             ),
             expected="8-bit RGB, YCbCr or grey",
-            todo="convert it to 8-bit RGB",
+            todo="scale its values to 0 to 255, and convert it to 8-bit RGB",
         )
 
 

@@ -21,6 +21,7 @@ from histopipe.errors import (
     UsageError,
 )
 from histopipe.store.format import DATABASES, META
+from histopipe.system.filesystems import PASSING, full_disk_error, is_full_disk
 
 _WRITE_MAP = 1 << 44
 """A writer's map: 16 TiB of address space. It only limits the file, which grows with its contents."""
@@ -116,10 +117,8 @@ def _allocate_lock(path: Path) -> None:
         finally:
             os.close(lock)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise MachineShort(
-                f"the disk that holds {path} is full", todo="free disk space"
-            ) from error
+        if is_full_disk(error):
+            raise full_disk_error(error, path, "run the same command again") from error
         # LMDB reports all other errors.
 
 
@@ -190,6 +189,10 @@ def _mapped(error: lmdb.Error, path: Path) -> HistopipeError:
         (errno.ENOENT, NothingToDo, "does not exist"),
         (errno.ENOMEM, MachineShort, "needs more address space than `ulimit -v` allows"),
         (errno.ENOSPC, MachineShort, "is on a full disk"),
+        (errno.EDQUOT, MachineShort, "is on a disk with a full quota"),
+        (errno.EIO, MachineShort, "is on a disk that failed, or reached its limit of file size"),
+        (errno.EFBIG, MachineShort, "is larger than its filesystem or `ulimit -f` allows"),
+        *((number, MachineShort, "cannot be used now") for number in PASSING),
     )
     for number, cause, what in causes:
         if _mentions(text, number):

@@ -12,7 +12,7 @@ import lmdb
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.errors import DamagedStore
+from histopipe.errors import DamagedStore, UsageError
 from histopipe.store.environment import Environment
 from histopipe.store.format import INDEX, PATCHES, decode_index, patch_key, slide_key
 from histopipe.store.record import SlideRecord
@@ -136,7 +136,13 @@ class Reading:
         return np.stack([first[starts], np.maximum.reduceat(end, starts) - first[starts]], axis=1)
 
     def where(self, slide: int) -> str:
-        """Return the store and id of a slide, for messages."""
+        """Return the store and id of a slide, for messages.
+
+        Raises:
+            UsageError: there is no slide with this number.
+        """
+        if slide not in self._records:
+            raise UsageError(f"{self._environment.path} has no slide number {slide!r}")
         return f"{self._environment.path}, slide {self._records[slide].id}"
 
 

@@ -18,7 +18,7 @@ from histopipe.slides.slide_hashes import SlideHashes
 from histopipe.slides.tables import patient_of
 from histopipe.store.format import corrected, seal, slide_key, unseal
 from histopipe.system.csv_files import nfc
-from histopipe.system.files import shown
+from histopipe.system.files import Closing, shown
 
 
 class SlideState(StrEnum):
@@ -287,3 +287,23 @@ def read_fits(entries: Mapping[int, bytes], *, where: str) -> dict[int, StainFit
         if value.get("algorithm") == ALGORITHM:
             fits[number] = StainFit.from_json(value, where=here)
     return fits
+
+
+class NumberedSlides(Closing):
+    """Slides of one store, or of several, by number."""
+
+    records: dict[int, SlideRecord]
+
+    def __len__(self) -> int:
+        """Number of patches that can be read."""
+        return sum(record.stored for record in self.complete.values())
+
+    @property
+    def slides(self) -> list[SlideRecord]:
+        """Slide records in the order of their numbers."""
+        return list(self.records.values())
+
+    @property
+    def complete(self) -> dict[int, SlideRecord]:
+        """Records of the complete slides, by number."""
+        return {n: r for n, r in self.records.items() if r.state is SlideState.COMPLETE}

@@ -26,11 +26,11 @@ from histopipe.store.format import (
 )
 from histopipe.store.meta import entry, meta_entries, read_classes, read_records, read_spec
 from histopipe.store.reading import Columns, Reading, decode_picture
-from histopipe.store.record import SlideRecord, SlideState, StainFit, read_fits
-from histopipe.system.files import Closing
+from histopipe.store.record import NumberedSlides, SlideRecord, SlideState, StainFit, read_fits
+from histopipe.system.arguments import check_arguments
 
 
-class Store(Closing):
+class Store(NumberedSlides):
     """A store open for reading. Patches are available for complete slides only.
 
     Args:
@@ -52,8 +52,8 @@ class Store(Closing):
         (256, 256, 3)
     """
 
-    def __init__(self, path: Path, *, hidden: bool = False) -> None:
-        self.path = path
+    def __init__(self, path: str | Path, *, hidden: bool = False) -> None:
+        self.path = path = Path(path)
         self._opened: Environment = open_environment(path)
         self._columns: Columns = {}
         try:
@@ -65,24 +65,10 @@ class Store(Closing):
                 self.classes = read_classes(stored, path)
                 self.created = entry(stored, "created", str, path)
                 records = read_records(transaction, databases, path)
-            self.records: dict[int, SlideRecord] = records if hidden else seen_in(path, records)
+            self.records = records if hidden else seen_in(path, records)
         except BaseException:
             self.close()
             raise
-
-    def __len__(self) -> int:
-        """Number of patches that can be read."""
-        return sum(record.stored for record in self.complete.values())
-
-    @property
-    def slides(self) -> list[SlideRecord]:
-        """Slide records in the order of their numbers."""
-        return list(self.records.values())
-
-    @property
-    def complete(self) -> dict[int, SlideRecord]:
-        """Records of the complete slides, by number."""
-        return {n: r for n, r in self.records.items() if r.state is SlideState.COMPLETE}
 
     @property
     def patch_size(self) -> int:
@@ -152,16 +138,18 @@ class Store(Closing):
             UsageError: there is no such slide or row, or the ingest could not read the patch.
             DamagedStore: the value does not match its checksum.
         """
+        check_arguments({"row": row}, {"row": int})
         slide = self.number(slide_id)
         where = f"{self.path}, slide {slide_id}: patch {row}"
         if not 0 <= row < self.records[slide].planned:
             raise UsageError(
                 f"{where} does not exist", expected=f"0 to {self.records[slide].planned - 1}"
             )
-        value = self.value(slide, row)
+        with self.reading() as reading:
+            value, crc = bytes(reading.value(slide, row)), reading.column(slide, "crc")[row]
         if not value:
             raise UsageError(f"{where} could not be read from the slide at ingest")
-        if value_crc(patch_key(slide, row), value) != self.index(slide)["crc"][row]:
+        if value_crc(patch_key(slide, row), value) != crc:
             raise DamagedStore(
                 f"{where} does not match its checksum", todo="ingest the slide again"
             )
@@ -226,11 +214,15 @@ class Store(Closing):
         return self._opened
 
 
-class StoreSet:
+class StoreSet(NumberedSlides):
     """Several stores, read as one. A slide id may be in only one of them.
 
     Raises:
         UsageError: there is no store, or the patch sizes differ.
+
+    Attributes:
+        stores: the stores.
+        records: the slide records of all stores, by a running number.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
@@ -244,23 +236,38 @@ class StoreSet:
         except BaseException:
             self.close()
             raise
-
-    def __len__(self) -> int:
-        return sum(map(len, self.stores))
+        self._slides = [(store, number) for store in self.stores for number in store.records]
+        self.records = {i: store.records[n] for i, (store, n) in enumerate(self._slides)}
 
     @property
-    def slides(self) -> list[SlideRecord]:
-        """Slide records of all stores, in the order of the stores."""
-        return [record for store in self.stores for record in store.slides]
+    def patch_size(self) -> int:
+        """Side of every patch, pixels."""
+        return self.stores[0].patch_size
+
+    def number(self, slide_id: str) -> int:
+        """Return the number of a complete slide in `records`.
+
+        Raises:
+            UsageError: the slide is complete in none of the stores, or in several.
+        """
+        numbers = [number for number, record in self.complete.items() if record.id == slide_id]
+        if len(numbers) != 1:
+            raise UsageError(
+                f"slide {slide_id!r} is in {len(numbers)} of the stores", expected="exactly one"
+            )
+        return numbers[0]
+
+    def index(self, slide: int) -> dict[str, NDArray[Any]]:
+        """Return the index columns of a slide by its number in `records`, as `Store.index`."""
+        if slide not in self.records:
+            raise UsageError(f"the stores have no slide number {slide!r}", found=len(self.records))
+        store, number = self._slides[slide]
+        return store.index(number)
 
     def read(self, slide_id: str, row: int) -> NDArray[np.uint8]:
         """Return the pixels of a patch from the store that has the slide, as `Store.read`."""
-        holders = [s for s in self.stores if any(r.id == slide_id for r in s.complete.values())]
-        if len(holders) != 1:
-            raise UsageError(
-                f"slide {slide_id!r} is in {len(holders)} of the stores", expected="exactly one"
-            )
-        return holders[0].read(slide_id, row)
+        store, _ = self._slides[self.number(slide_id)]
+        return store.read(slide_id, row)
 
     def close(self) -> None:
         """Close every store."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import io
 import json
 import os
 import re
@@ -30,6 +31,34 @@ class Closing:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+class RecordingFile(io.FileIO):
+    """A file that records its first failure to write instead of raising it.
+
+    HDF5 leaves a file half open if it cannot write while it closes the file, and crashes the process later.
+    """
+
+    failure: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """Write all bytes, unless a write has failed."""
+        view = memoryview(data).cast("B")
+        size = len(view)
+        try:
+            while view and self.failure is None:  # Linux writes at most 2 GiB at once
+                view = view[super().write(view) :]
+        except OSError as error:
+            self.failure = error
+        return size
+
+    def truncate(self, size: int | None = None) -> int:
+        """Change the size of the file."""
+        try:
+            return super().truncate(size)
+        except OSError as error:
+            self.failure = self.failure or error
+            return size or 0
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol, TextIO, runtime_checkable
 
 from histopipe.system.files import Closing
 
@@ -48,6 +48,7 @@ class Bar(Closing):
         """Remove the bar."""
 
 
+@runtime_checkable
 class Progress(Protocol):
     """Interface to show the progress of a function."""
 

@@ -25,8 +25,12 @@ class Result:
 
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun, in singular or plural: `1 patch`, `2,000 patches`."""
-    plural = f"{noun}es" if noun.endswith(("s", "ch")) else f"{noun}s"
-    return f"{number:,} {noun if number == 1 else plural}"
+    return f"{number:,} {noun if number == 1 else plural(noun)}"
+
+
+def plural(noun: str) -> str:
+    """Return the plural of a noun: `patches`, `slides`."""
+    return f"{noun}es" if noun.endswith(("s", "ch")) else f"{noun}s"
 
 
 def exit_code_of(failed: int, others: int) -> ExitCode:

@@ -13,6 +13,7 @@ from histopipe.errors import ScaleError
 from histopipe.geometry import SCALE_TOLERANCE, Level, Mpp, Size, same_scale
 from histopipe.slides.slide import SlideInfo
 from histopipe.slides.thumbnail import Thumbnail
+from histopipe.system.result import counted
 from histopipe.tiling.mask import TissueMask
 from histopipe.tiling.spec import TilingSpec
 
@@ -47,7 +48,7 @@ def choose_level(
         if spec.level >= len(levels):
             raise ScaleError(
                 f"{name} has no level {spec.level}",
-                found=f"{len(levels)} levels, 0 to {len(levels) - 1}",
+                found=f"{counted(len(levels), 'level')}, 0 to {len(levels) - 1}",
                 todo="use --mpp instead, which chooses the level of each slide",
             )
         level = levels[spec.level]

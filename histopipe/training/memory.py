@@ -14,6 +14,7 @@ from histopipe.runs import folder as run_folder
 from histopipe.runs.messages import Report
 from histopipe.system.filesystems import is_full_disk
 from histopipe.system.progress import message
+from histopipe.system.result import counted
 
 T = TypeVar("T")
 
@@ -85,14 +86,16 @@ def remembered_micro_batch(
     def changed(size: int, why: str) -> None:
         report("micro_batch", size)
         message(
-            f"memory ran out ({why}): continuing with micro-batches of {size} patches per device, "
+            f"memory ran out ({why}): continuing with micro-batches of {counted(size, 'patch')} per device, "
             "summed to the same batch"
         )
         run_folder.write_micro_batch(folder, size, why)
 
     remembered = run_folder.read_micro_batch(folder)
     if remembered is not None and remembered < size:
-        message(f"micro-batches of {remembered} patches per device, because memory ran out before")
+        message(
+            f"micro-batches of {counted(remembered, 'patch')} per device, because memory ran out before"
+        )
         size = remembered
     report("micro_batch", size)
     return MicroBatch(size, repeatable=repeatable, changed=changed)
@@ -111,5 +114,5 @@ def out_of_memory(error: Exception, folder: Path, first: int, report: Report) ->
     size = first // 2
     run_folder.write_micro_batch(folder, size, why)
     report("restart", size)
-    todo = f"continue with `histopipe train --resume --out {folder}`, which uses micro-batches of {size} patches"
+    todo = f"continue with `histopipe train --resume --out {folder}`, which uses micro-batches of {counted(size, 'patch')}"
     return OutOfMemory(what, found=why, todo=todo)

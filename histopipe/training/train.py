@@ -11,14 +11,14 @@ import tensorflow as tf
 
 from histopipe.dataset.participants import read_participants, write_participants
 from histopipe.dataset.splits import read_splits
-from histopipe.errors import MachineShort, OutOfMemory, WorkerLost
+from histopipe.errors import OutOfMemory, WorkerLost
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.messages import Report, ReportedProgress, one_at_a_time
 from histopipe.runs.result import TrainResult
 from histopipe.runs.splits import find_participants, new_splits, opened_sources
 from histopipe.runs.workers import HEARTBEATS, Cluster
-from histopipe.system.filesystems import is_full_disk
+from histopipe.system.filesystems import roomy
 from histopipe.system.progress import use_progress
 from histopipe.training.bag_problem import make_problem
 from histopipe.training.devices import find_cluster
@@ -81,7 +81,8 @@ def _explained(cluster: Cluster, folder: Path) -> Iterator[None]:
     """Report errors by their causes: no memory before the first step, the loss of another worker, a full disk."""
     since, resume = time.time(), f"`histopipe train --resume --out {folder}`"
     try:
-        yield
+        with roomy(folder, f"run {resume}"):
+            yield
     except (OSError, MemoryError, tf.errors.OpError) as error:
         if is_out_of_memory(error):
             raise OutOfMemory(
@@ -93,8 +94,4 @@ def _explained(cluster: Cluster, folder: Path) -> Iterator[None]:
                 "training cannot continue without all of its workers",
                 found=cluster.missing(folder, since), todo=f"run {resume} on all of them",
             ) from error  # fmt: skip
-        if is_full_disk(error):
-            raise MachineShort(
-                f"the disk that holds {folder} is full", todo=f"free disk space and run {resume}"
-            ) from error
         raise

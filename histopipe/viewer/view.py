@@ -176,8 +176,6 @@ def view(
         raise UsageError("--host", found="nothing", expected="an address, such as 127.0.0.1")
     if annotations is not None:
         _check_folder(Path(annotations))
-    if workers is not None and workers < 1:
-        raise UsageError("--workers", found=workers, expected="at least 1")
     cores = len(os.sched_getaffinity(0))
     if host not in _LOOPBACK:
         shown.message(

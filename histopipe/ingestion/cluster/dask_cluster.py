@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-from histopipe.errors import HistopipeError, MachineShort, UsageError
+from histopipe.errors import HistopipeError, MachineShort, UsageError, WorkerLost
 from histopipe.ingestion.cluster.slide_worker import (
     ClusterSettings,
     IngestedSlide,
@@ -80,7 +80,7 @@ def connected(cluster: str) -> Iterator[DaskCluster]:
                 todo="check the address, and that `dask scheduler` runs there",
             ) from error  # fmt: skip
         stack.callback(client.close, timeout=5)
-        yield DaskCluster(client, cluster, jobs)
+        yield DaskCluster(client, cluster, jobs, target if kind["local"] else None)
 
 
 def run_slide(settings: ClusterSettings, slide: SlideInput, topic: str) -> IngestedSlide:
@@ -93,10 +93,12 @@ def run_slide(settings: ClusterSettings, slide: SlideInput, topic: str) -> Inges
 
 
 class DaskCluster:
-    """The workers of a cluster, with the Slurm jobs that this run submitted for them."""
+    """The workers of a cluster, with the Slurm jobs or the processes that this run started for them."""
 
-    def __init__(self, client: Any, name: str, jobs: _SlurmJobs | None = None) -> None:
-        self._client, self._name, self._jobs = client, name, jobs
+    def __init__(
+        self, client: Any, name: str, jobs: _SlurmJobs | None = None, local: Any = None
+    ) -> None:
+        self._client, self._name, self._jobs, self._local = client, name, jobs, local
         self._topic = f"histopipe-{uuid.uuid4()}"
         self._events: queue.SimpleQueue[Sequence[Any]] = queue.SimpleQueue()
         self._silent_since: float | None = None
@@ -107,7 +109,14 @@ class DaskCluster:
 
         Raises:
             MachineShort: the scheduler has not responded for half a minute.
+            WorkerLost: all workers on this machine ended, and Dask does not start them again.
         """
+        # Dask drops a local worker that has not come back after 15 s.
+        if self._local is not None and not self._local.workers:
+            raise WorkerLost(
+                f"all workers of --cluster {self._name} ended, and cannot be started again",
+                todo="check memory and process limits of this machine, and run the same command again: ingested slides are kept",
+            )
         if self._client.status == "running":
             self._silent_since = None
             workers = self._client.scheduler_info(n_workers=-1)["workers"]
@@ -224,10 +233,20 @@ def _start(kind: re.Match[str]) -> Any:
 
         # A terminal sends Ctrl-C to all processes, but only this process may handle it.
         ignore_interrupt = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-        return LocalCluster(
-            n_workers=int(kind["local"]), threads_per_worker=1, dashboard_address="127.0.0.1:0", silence_logs=logging.CRITICAL,
-            preload=[ignore_interrupt],
-        )  # fmt: skip
+        try:
+            return LocalCluster(
+                n_workers=int(kind["local"]),
+                threads_per_worker=1,
+                dashboard_address="127.0.0.1:0",
+                silence_logs=logging.CRITICAL,
+                preload=[ignore_interrupt],
+            )
+        except (RuntimeError, OSError) as error:
+            raise WorkerLost(
+                f"the workers of --cluster {kind[0]} cannot be started",
+                found=str(error)[:300],
+                todo="check memory and process limits of this machine, or ingest without --cluster",
+            ) from error
     if kind["slurm"]:
         handler = signal.getsignal(signal.SIGINT)
         from dask_jobqueue import SLURMCluster

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from histopipe._version import __version__
-from histopipe.errors import MachineShort, NothingToDo, UsageError
+from histopipe.errors import NothingToDo, UsageError
 from histopipe.ingestion.ingest_slides import ingest_slides
 from histopipe.ingestion.options import IngestOptions, SlideInput
 from histopipe.ingestion.report import SlideOutcome
@@ -28,7 +28,7 @@ from histopipe.ingestion.storing import prepare
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
 from histopipe.system.files import appearing, locked
-from histopipe.system.filesystems import is_full_disk
+from histopipe.system.filesystems import full_disk_error, is_full_disk
 from histopipe.system.progress import Bar, Progress, SilentProgress
 from histopipe.system.worker_pool import WorkerPool
 from histopipe.tiling.spec import TilingSpec
@@ -166,10 +166,7 @@ def _move(store: Path, target: Path) -> None:
                     os.close(file)
     except OSError as error:
         if is_full_disk(error):
-            raise MachineShort(
-                f"the disk that holds {target.parent} is full",
-                todo="free disk space, then run the same command again",
-            ) from error  # fmt: skip
+            raise full_disk_error(error, target.parent, "run the same command again") from error
         raise UsageError(
             f"{target} cannot be written from {socket.gethostname()}", found=error.strerror,
             todo="make the folder of parts writable on every machine",

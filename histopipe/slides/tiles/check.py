@@ -19,6 +19,7 @@ from histopipe.geometry import Level, PointL0, RegionLevel, Size
 from histopipe.slides.slide import Slide, SlideInfo
 from histopipe.slides.tiles.native import NativeLevel, NativeTiles, NotNative
 from histopipe.system.files import Closing
+from histopipe.system.result import counted
 
 _SAMPLED_TILES, _INTERPOLATED_TILES = 8, 4
 _LEAST_SIDE = 32
@@ -41,9 +42,9 @@ class TileCheck:
 
     def __str__(self) -> str:
         if self.difference == 0:
-            return f"{self.tiles} tiles equal to OpenSlide's"
+            return f"{counted(self.tiles, 'tile')} equal to OpenSlide's"
         return (
-            f"approximate: OpenSlide interpolates this level; {self.tiles} tiles differ from it "
+            f"approximate: OpenSlide interpolates this level; tiles differ from it "
             f"by {self.difference:.2g} of 255"
         )
 

@@ -1,0 +1,89 @@
+"""Check the arguments of public functions against their annotations."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import numbers
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from histopipe.errors import UsageError
+
+_TEXTS: Mapping[Any, str] = types.MappingProxyType(
+    {
+        str: "a text",
+        Path: "a path",
+        int: "a whole number",
+        float: "a number",
+        bool: "True or False",
+        types.NoneType: "None",
+    }
+)
+_NUMBERS: Mapping[Any, type] = types.MappingProxyType({int: numbers.Integral, float: numbers.Real})
+
+
+@functools.cache
+def checked(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that raises a UsageError for an argument that its annotation does not allow."""
+    signature = inspect.signature(function)
+    # Settings of an `Unpack` are checked where they are read. Their class may be imported for type checkers only.
+    annotations = {
+        name: text
+        for name, text in function.__annotations__.items()
+        if name != "return" and not text.startswith("Unpack")
+    }
+    hints = get_type_hints(types.SimpleNamespace(__annotations__=annotations), function.__globals__)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            hints[name] = types.GenericAlias(Sequence, (hints[name],))
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        check_arguments(signature.bind(*args, **kwargs).arguments, hints)
+        return function(*args, **kwargs)
+
+    call.__module__ = "histopipe"  # for pickle, which finds it by module and name
+    return call
+
+
+def check_arguments(values: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
+    """Check that values have the types and choices of annotations, by name. Other values are not checked.
+
+    Raises:
+        UsageError: the message has the name, the value, and what is allowed.
+    """
+    for name, value in values.items():
+        if name in hints and not _fits(value, hints[name]):
+            raise UsageError(name, found=repr(value)[:80], expected=_text(hints[name]))
+        if name == "workers" and value is not None and value < 1:
+            raise UsageError(name, found=value, expected="a whole number, 1 or more")
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return any(_fits(value, part) for part in parts)
+    if origin is Literal:
+        return isinstance(value, str) and value in parts
+    if origin in (Sequence, tuple):
+        listed = isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)
+        # The items of an iterator can be read only once.
+        return listed and all(_fits(it, parts[0]) for it in value if isinstance(value, Sized))
+    kind = _NUMBERS.get(hint, origin or hint)
+    is_number = isinstance(value, bool) and hint in _NUMBERS
+    return kind is Any or (isinstance(value, kind) and not is_number)
+
+
+def _text(hint: Any) -> str:
+    """Return the values that an annotation allows, as text."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return " or ".join(map(repr, parts))
+    if origin in (Union, types.UnionType):
+        return " or ".join(map(_text, parts))
+    if origin in (Sequence, tuple):
+        return f"a list, each item {_text(parts[0])}"
+    return _TEXTS.get(hint, getattr(hint, "__name__", str(hint)))
