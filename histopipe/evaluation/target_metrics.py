@@ -276,7 +276,7 @@ def _risk_groups(
         )  # fmt: skip
     if len(groups) < 2 or not event.any():
         return tuple(groups), None
-    # Undefined if no event happens while patients of both groups are at risk; then SciPy divides by 0.
+    # Undefined if no event happens while both groups have patients left; then SciPy divides by 0.
     with np.errstate(divide="ignore", invalid="ignore"):
         test = stats.logrank(*samples)
     return tuple(groups), float(test.pvalue) if math.isfinite(test.statistic) else None
