@@ -57,6 +57,7 @@ class ImportSettings(TypedDict, total=False):
     annotations: PathLike | None
     annotation_threshold: float
     unclassified: str | None
+    class_property: str | None
     annotation_origin: Origin
     workers: int | None
     labels: PathLike | None
@@ -127,7 +128,7 @@ def read_request(
         chosen = [slide for slide in chosen if slide.id in files]
         spec = spec_of(files.values(), **_given(settings, _ENCODING))
     rules = AnnotationRules(
-        **_given(settings, ("unclassified", "roi")),
+        **_given(settings, ("unclassified", "roi", "class_property")),
         **_given(settings, ("annotation_threshold", "annotation_origin"), without="annotation_"),
     )
     options = IngestOptions(
