@@ -243,7 +243,7 @@ def test_unfit_outlines_are_refused(tmp_path: Path, content: Any, message: str) 
         (Image.new("L", (64, 64), 255), "64×64 pixels, expected the shape of the slide"),
         (Image.new("L", (64, 48), 0), "no pixel of tissue"),
         (Image.new("RGB", (64, 48), (255, 0, 0)), "the channels R, G, B"),
-        (None, "cannot identify image file"),
+        (None, "found not a PNG file, expected a PNG file"),
     ],
 )
 def test_unfit_pictures_are_refused(

@@ -100,7 +100,7 @@ def writing(path: Path, rows: int, dimension: int, dtype: StoredType) -> Iterato
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with appearing(path, hidden=True) as part:
+        with appearing(path) as part:
             with h5py.File(part, "w") as file:
                 yield FeatureWriter(file, rows, dimension, dtype)
             with part.open("rb") as written:

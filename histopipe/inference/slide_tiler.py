@@ -30,13 +30,14 @@ from histopipe.ingestion.planning import PlannedSlide, SlideFailure, plan_slide
 from histopipe.ingestion.records import PendingSlide, labelled, new_record
 from histopipe.ingestion.sources import stage_folder
 from histopipe.ingestion.storing import make_patches, prepare
-from histopipe.slides.discovery import discover
+from histopipe.slides.discovery import discover, show_links
 from histopipe.slides.scale import MppSource, check_mpp
 from histopipe.slides.slide_files import Fingerprint, SlideFile, fingerprint
 from histopipe.slides.staging import Stage, StagedSlide, staged
 from histopipe.slides.tables import SlideNames, read_mpps
 from histopipe.system.files import Closing
 from histopipe.system.progress import Progress
+from histopipe.system.result import slide_failure
 from histopipe.system.tensorflow import load_quietly
 from histopipe.system.worker_pool import WorkerDied, WorkerPool
 
@@ -189,6 +190,7 @@ class FileSource(Closing):
         self.spec = spec_for_slides(trained, options.tiling, progress)
         self.settings: Mapping[str, Any] = {"spec": self.spec.to_json()}
         self._files = discover(paths)
+        show_links(self._files, progress)
         self.count = len(self._files)
         ids = [slide.id for slide in self._files]
         self._mpps: Mapping[str, Mpp] = {}
@@ -259,8 +261,9 @@ class FileSource(Closing):
                 pending, future = running.popleft()
                 try:
                     slide = self._tiled(pending, future)
-                except SlideError as error:
-                    fail(pending.slide.id, pending.slide.with_original_paths(str(error)))
+                except Exception as error:  # noqa: BLE001 - `slide_failure` raises what concerns all slides
+                    reason = slide_failure(error, pending.slide.file.location)
+                    fail(pending.slide.id, pending.slide.with_original_paths(reason))
                     if pending.slide.staged is not None and self.stage is not None:
                         self.stage.release(pending.slide.staged)
                 else:
@@ -291,13 +294,7 @@ class FileSource(Closing):
     def _tiled(
         self, pending: PendingSlide, future: Future[PlannedSlide | SlideFailure]
     ) -> TiledSlide:
-        try:
-            planned = future.result()
-        except WorkerDied as error:
-            path = pending.slide.file.location
-            raise SlideUnreadable(
-                f"{path}: the worker process that planned it died ({error})"
-            ) from error
+        planned = future.result()
         if isinstance(planned, SlideFailure):
             raise SlideError(planned.reason)
         check_scale(planned.record, self.trained)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from histopipe._version import __version__
 from histopipe.annotations.patch_labels import NO_LABELS
-from histopipe.errors import SlideError, UsageError
+from histopipe.errors import UsageError
 from histopipe.geometry import Mpp, same_scale
 from histopipe.ingestion.options import IngestOptions, SlideInput
 from histopipe.ingestion.pipeline import Pipeline
@@ -28,7 +28,7 @@ from histopipe.store.writer import StoreWriter
 from histopipe.system.filesystems import network_filesystem
 from histopipe.system.progress import LogProgress, Progress
 from histopipe.system.result import counted
-from histopipe.system.worker_pool import WorkerDied, WorkerPool
+from histopipe.system.worker_pool import WorkerPool
 from histopipe.tiling.plan import choose_level
 from histopipe.tiling.spec import TilingSpec
 
@@ -203,7 +203,7 @@ def _scales_at_level(
             for slide in slides
         ]
         for slide, task in zip(slides, tasks, strict=True):
-            with suppress(SlideError, WorkerDied):  # the ingest reports the reason
+            with suppress(Exception):  # the ingest reports the reason
                 scale = task.result()
                 if scale is not None:
                     scales[slide.id] = scale

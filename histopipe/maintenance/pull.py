@@ -14,7 +14,7 @@ from histopipe.maintenance.manifest import Manifest, block_url, check_target, re
 from histopipe.maintenance.verify import verify
 from histopipe.store.catalog import parts_of
 from histopipe.system.download import write_at
-from histopipe.system.files import locked
+from histopipe.system.files import locked, shortened
 from histopipe.system.filesystems import free_bytes, is_full_disk
 from histopipe.system.object_storage import RemoteFile, parallel, read_range
 from histopipe.system.progress import Progress, default_progress
@@ -82,7 +82,7 @@ def pull(url: str, out: str | Path, *, progress: Progress | None = None) -> Pull
     if target.exists():
         raise UsageError(f"{target} exists", todo="choose another path, or remove it")
     manifest = read_manifest(url)
-    part = target.with_name(f".part-{target.name}")
+    part = target.with_name(shortened(f".part-{target.name}"))
     try:
         part.mkdir(parents=True, exist_ok=True)
         with locked(part) as free:

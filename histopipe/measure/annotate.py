@@ -49,9 +49,8 @@ class AnnotateResult(Result):
     def exit_code(self) -> ExitCode:
         """0 if no slide failed, 3 if some did, 4 if all did or if no slide is labelled."""
         labelled = len(self.done) + len(self.same)
-        if self.unlabelled and not labelled:
-            return ExitCode.NOTHING
-        return exit_code_of(len(self.failed), labelled)
+        failed = len(self.failed) if labelled else len(self.failed) + len(self.unlabelled)
+        return exit_code_of(failed, labelled)
 
     def __str__(self) -> str:
         """Number of slides, and number of patches per class."""

@@ -127,11 +127,12 @@ def _probabilities(
 
 def find_slide(stores: Sequence[Store], slide: str) -> tuple[Store, int] | None:
     """Return the store of a slide, given as `ID` or `ID@START-OF-UUID`, and the number of the slide in it."""
-    name, _, uuid = slide.partition("@")
-    for store in stores:
-        for number, record in store.complete.items():
-            if record.id == name and store.uuid.startswith(uuid):
-                return store, number
+    name, _, uuid = slide.rpartition("@")
+    for wanted, start in ((slide, ""), (name, uuid)):  # a name may have an @
+        for store in stores:
+            for number, record in store.complete.items():
+                if record.id == wanted and store.uuid.startswith(start):
+                    return store, number
     return None
 
 

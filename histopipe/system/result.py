@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import BrokenExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from histopipe.errors import ExitCode
+from histopipe.errors import (
+    DamagedStore,
+    ExitCode,
+    HistopipeError,
+    SlideError,
+)
+from histopipe.system.filesystems import is_full_disk
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -34,3 +41,21 @@ def exit_code_of(failed: int, others: int) -> ExitCode:
     if not failed:
         return ExitCode.DONE
     return ExitCode.PARTLY if others else ExitCode.NOTHING
+
+
+def slide_failure(error: Exception, name: str) -> str:
+    """Return why a slide failed, for the result of a command that continues with the other slides.
+
+    An error of the store, the disk or the machine, or of the use of the command, is raised again: it concerns all slides.
+    """
+    if isinstance(error, SlideError | DamagedStore):
+        return str(error)
+    if isinstance(error, HistopipeError) or is_full_disk(error):
+        raise error
+    if isinstance(error, BrokenExecutor):
+        return f"{name}: the worker process died ({error}); memory ran out, or the file crashes its reader"
+    if isinstance(error, MemoryError):
+        return f"{name}: memory ran out while reading it; use fewer --workers"
+    if isinstance(error, OSError):
+        return f"{name}: {error}"
+    return f"{name}: {type(error).__name__}: {error}; this is a bug in histopipe: please report it"
