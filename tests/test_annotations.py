@@ -22,7 +22,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from inline import in_process
 from numpy.typing import NDArray
-from viewed import fetch, viewing
 
 from histopipe.annotations.outline import Outline, Outlines
 from histopipe.annotations.patch_labels import PatchLabels, label_patches, roi_shares
@@ -754,8 +753,6 @@ def test_slide_without_tissue_has_annotations(tmp_path: Path, run: Run) -> None:
     assert done.returncode == 4
     assert "0 slides labelled, 0 already labelled, 1 without a labelled patch" in done.stdout
     assert patch_labels(tmp_path / "all.lmdb") == {"w": []}
-    with viewing(tmp_path / "all.lmdb") as viewer:
-        assert fetch(viewer, "slides/0/patches/0/0/0")[0] == 404
 
 
 def test_ingest_with_force_notes_removed_labels(skin: Path, run: Run) -> None:

@@ -63,10 +63,8 @@ def export_masks(store: Path, *, out: Path, progress: Progress) -> TissueReport:
                     picture = decode_picture(thumbnail, where)
                     found = SlideMask(record.id, pixels, grid, _bounds(record), picture)
                     pictures[record.id] = write_slide(out, found)
-                except NothingToDo as error:
-                    result.failed[record.id] = str(error)
                 except Exception as error:  # noqa: BLE001 - `slide_failure` raises what concerns all slides
-                    result.failed[record.id] = slide_failure(error, record.id)
+                    result.failed[record.id] = slide_failure(error)
                 else:
                     mpp = None if record.mpp is None else Mpp(record.mpp)
                     notes = record.notes if exact else [*record.notes, _INEXACT]

@@ -226,7 +226,7 @@ class _Export:
                         self._write_file(file)
                     except Exception as error:  # noqa: BLE001 - `slide_failure` raises what concerns all slides
                         name = file.path.relative_to(self._folder.path).as_posix()
-                        self._failed[name], self._patches = slide_failure(error, name), before
+                        self._failed[name], self._patches = slide_failure(error), before
                         bar.item(f"failed {name}: {self._failed[name]}", problem=True)
                     else:
                         done.add(file.path)

@@ -140,7 +140,7 @@ class BagsPrediction:
                     found.append((bag, self._predict_bag(bag)))
                 except Exception as error:  # noqa: BLE001 - `slide_failure` raises what concerns all slides
                     large = isinstance(error, OutOfMemory)
-                    self.failed[bag.id] = str(error) if large else slide_failure(error, bag.id)
+                    self.failed[bag.id] = str(error) if large else slide_failure(error)
                     self.progress.message(f"{bag.id}: failed: {self.failed[bag.id]}")
                 bar.advance()
         if not found:

@@ -159,7 +159,7 @@ class _PatchStream(Closing):
         try:
             batch = slide.load(step)
         except Exception as error:  # noqa: BLE001 - `slide_failure` raises what concerns all slides
-            self._failures[id(slide)] = SlideError(slide_failure(error, slide.id))
+            self._failures[id(slide)] = SlideError(slide_failure(error))
             return None
         return batch, self._network.prepare(batch.images)
 
@@ -254,7 +254,7 @@ class SlideRun:
                 else:
                     missing.append(slide)
             except Exception as error:  # noqa: BLE001 - `slide_failure` raises what concerns all slides
-                self.fail(slide.id, slide_failure(error, slide.id))
+                self.fail(slide.id, slide_failure(error))
         return missing
 
     def run(
@@ -286,7 +286,7 @@ class SlideRun:
                     except Exception as error:
                         if stream.network_failed:
                             raise
-                        self.fail(slide.id, slide_failure(error, slide.id))
+                        self.fail(slide.id, slide_failure(error))
                     else:
                         self.done.append(slide.id)
                         self.patches += patches

@@ -39,7 +39,7 @@ from histopipe.system.files import Closing
 from histopipe.system.progress import Progress
 from histopipe.system.result import slide_failure
 from histopipe.system.tensorflow import load_quietly
-from histopipe.system.worker_pool import WorkerDied, WorkerPool
+from histopipe.system.worker_pool import WorkerPool
 
 _SECONDS = 600.0
 """Time limit for planning a slide, or for a batch of patches."""
@@ -117,17 +117,10 @@ class TiledSlide:
 
     def _values(self, chunk: Chunk) -> Sequence[bytes | str]:
         """Encode patches in a worker. A str is the reason why a patch cannot be read."""
-        planned = self.planned
-        try:
-            done: Future[Sequence[bytes | str]] = self.files.pool.submit_within(
-                _SECONDS, make_patches, self.pending.number, planned.recipe, chunk
-            )
-            return done.result()
-        except WorkerDied as error:
-            raise SlideUnreadable(
-                f"{self.pending.slide.file.location}: the worker process that read it died ({error})",
-                todo="the file may be damaged and crash the decoder, or memory may have run out",
-            ) from error
+        done: Future[Sequence[bytes | str]] = self.files.pool.submit_within(
+            _SECONDS, make_patches, self.pending.number, self.planned.recipe, chunk
+        )
+        return done.result()
 
     def _decode(self, value: bytes | str, out: NDArray[np.uint8]) -> bool:
         """Decode a patch. If it cannot be read, make it black and record the reason."""
@@ -262,7 +255,7 @@ class FileSource(Closing):
                 try:
                     slide = self._tiled(pending, future)
                 except Exception as error:  # noqa: BLE001 - `slide_failure` raises what concerns all slides
-                    reason = slide_failure(error, pending.slide.file.location)
+                    reason = slide_failure(error)
                     fail(pending.slide.id, pending.slide.with_original_paths(reason))
                     if pending.slide.staged is not None and self.stage is not None:
                         self.stage.release(pending.slide.staged)

@@ -227,8 +227,7 @@ def _planned(
     try:
         result = future.result()
     except Exception as error:  # noqa: BLE001 - `slide_failure` raises what concerns all slides
-        reason = slide_failure(error, slide.file.location)
-        result = SlideFailure(reason, FailureKind.FILE, pending.record)
+        result = SlideFailure(slide_failure(error), FailureKind.FILE, pending.record)
     if stage is not None and slide.staged is not None:
         stage.release(slide.staged)
     named = slide.with_original_paths

@@ -83,5 +83,5 @@ def _stored(
     except TookTooLong:
         return f"not done after {seconds:.0f} s of work"
     except Exception as error:  # noqa: BLE001 - `slide_failure` raises what concerns all slides
-        return slide_failure(error, f"slide {slide}")
+        return slide_failure(error)
     return found

@@ -139,8 +139,7 @@ def heatmap(
                 if values is not None:
                     files[name] = tuple(write(values, kind) for kind in formats)
             except Exception as error:  # noqa: BLE001 - `slide_failure` raises what concerns all slides
-                missing = isinstance(error, NothingToDo)
-                failed[name] = str(error) if missing else slide_failure(error, name)
+                failed[name] = slide_failure(error)
                 shown.message(f"{name}: failed: {failed[name]}")
             bar.advance()
     if not files and not failed:

@@ -142,7 +142,7 @@ def _one_slide(tasks: list[_Task]) -> tuple[SlideTissue, NDArray[np.uint8]] | Sl
     try:
         return _write_mask_of(tasks[0])
     except Exception as error:  # noqa: BLE001 - `slide_failure` raises what concerns all slides
-        return SlideError(slide_failure(error, tasks[0].file.id))
+        return SlideError(slide_failure(error))
 
 
 def _write_mask_of(task: _Task) -> tuple[SlideTissue, NDArray[np.uint8]]:

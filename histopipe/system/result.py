@@ -11,6 +11,7 @@ from histopipe.errors import (
     DamagedStore,
     ExitCode,
     HistopipeError,
+    NothingToDo,
     SlideError,
 )
 from histopipe.system.filesystems import is_full_disk
@@ -43,19 +44,20 @@ def exit_code_of(failed: int, others: int) -> ExitCode:
     return ExitCode.PARTLY if others else ExitCode.NOTHING
 
 
-def slide_failure(error: Exception, name: str) -> str:
+def slide_failure(error: Exception) -> str:
     """Return why a slide failed, for the result of a command that continues with the other slides.
 
     An error of the store, the disk or the machine, or of the use of the command, is raised again: it concerns all slides.
     """
-    if isinstance(error, SlideError | DamagedStore):
+    if isinstance(error, SlideError | DamagedStore | NothingToDo):
         return str(error)
     if isinstance(error, HistopipeError) or is_full_disk(error):
         raise error
     if isinstance(error, BrokenExecutor):
-        return f"{name}: the worker process died ({error}); memory ran out, or the file crashes its reader"
+        return f"the worker process died ({error}); memory ran out, or the file crashes its reader"
     if isinstance(error, MemoryError):
-        return f"{name}: memory ran out while reading it; use fewer --workers"
+        return "memory ran out; use fewer --workers"
     if isinstance(error, OSError):
-        return f"{name}: {error}"
-    return f"{name}: {type(error).__name__}: {error}; this is a bug in histopipe: please report it"
+        path = error.filename2 or error.filename
+        return f"{error.strerror}: {path}" if path else str(error)
+    return f"{type(error).__name__}: {error}; this is a bug in histopipe: please report it"
