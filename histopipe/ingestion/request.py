@@ -201,7 +201,7 @@ def read_tissue(
     elif path.suffix.lower() in SUFFIXES:
         network, fields["tissue"] = path, "model"
         fields["tissue_model"] = name_of(path)
-        with WorkerPool(1) as pool:  # a process of its own, since it may load TensorFlow, or crash
+        with WorkerPool(1) as pool:  # a separate process: it may load TensorFlow, or crash
             try:
                 result_of(pool.submit(check_network, path))
             except HistopipeError:
