@@ -16,6 +16,7 @@ import defusedxml.ElementTree
 import numpy as np
 import pytest
 import shapely
+import tifffile
 from conftest import Run, make_slides
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -255,6 +256,16 @@ def test_region_of_interest_is_not_a_class() -> None:
     assert not labels_of(("gland", square(0, 0, 60)), roi="roi")[0].draws("roi")
 
 
+def test_slide_without_patches_has_no_labels() -> None:
+    regions, _ = labels_of(("gland", square(0, 0, 60)), ("roi", square(0, 0, 60)), roi="roi")
+    none = np.empty(0, np.int32)
+    labels = label_patches(regions, none, none, 100, threshold=0.5)
+    assert (labels.classes, labels.counts()) == (("gland",), {})
+    assert (
+        len(labels.label) == len(labels.covered) == len(roi_shares(regions, none, none, 100)) == 0
+    )
+
+
 def test_labels_of_many_patches_are_exact() -> None:
     """Labels are the same in several batches, with threads, and with outlines that are split into pieces."""
     turns = np.linspace(0, 2 * np.pi, 5000, endpoint=False)
@@ -373,7 +384,85 @@ def test_layers_and_negative_regions_of_imagescope(tmp_path: Path) -> None:
     assert [it.name for it in outlines.found] == ["tumour", "tumour", "stroma"]
     areas = [it.area.area for it in outlines.found]
     assert areas == pytest.approx([9900, math.pi * 50 * 25, 100], rel=1e-3)
-    assert outlines.notes == ["layer 1, region 4 left out: an arrow or a ruler has no area"]
+    assert outlines.notes == ["layer 1, region 4 left out: an arrow, a ruler or a pin has no area"]
+
+
+def test_regions_of_halo(tmp_path: Path) -> None:
+    """HALO has `V` elements, and stores rectangles and ellipses by two opposite corners in any order."""
+
+    def region(kind: str, *points: Point, negative: int = 0) -> str:
+        vertices = "".join(f'<V X="{x:.0f}" Y="{y:.0f}" />' for x, y in points)
+        return (
+            f'<Region Type="{kind}" HasEndcaps="0" NegativeROA="{negative}">'
+            f"<Vertices>{vertices}</Vertices><Comments /></Region>"
+        )
+
+    regions = [
+        region("Polygon", *square(0, 0, 100), (0, 0)),
+        region("Rectangle", (300, 250), (200, 200)),
+        region("Ellipse", (400, 300), (500, 350)),
+        region("Rectangle", (10, 10), (20, 30), negative=1),
+        region("Ellipse", (210, 210), (230, 230), negative=1),
+        region("Ruler", (0, 0), (50, 60)), region("Pin", (700, 700)),
+    ]  # fmt: skip
+    path = tmp_path / "s.annotations"
+    path.write_text(
+        '<Annotations><Annotation LineColor="65280" Name="Tumor" Visible="True"><Regions>'
+        + "".join(regions)
+        + "</Regions></Annotation></Annotations>"
+    )
+    assert find_annotations(tmp_path, SlideNames(["s"])).by_slide == {"s": path}
+    outlines = read_annotations(path)
+    assert (outlines.frame, {outline.name for outline in outlines.found}) == ("slide", {"Tumor"})
+    areas = [outline.area.area for outline in outlines.found]
+    expected = [100 * 100 - 10 * 20, 100 * 50 - math.pi * 100, math.pi * 50 * 25]
+    assert areas == pytest.approx(expected, rel=1e-3)
+    assert outlines.found[1].area.bounds == (200, 200, 300, 250)
+    assert len(outlines.notes) == 2
+
+
+TEXT = (
+    '<Annotations><Annotation Id="1"><Regions><Region Id="1" Text="gland" Type="0"><Vertices>'
+    + "".join(f'<Vertex X="{x:.0f}" Y="{y:.0f}" Z="0" />' for x, y in square(0, 0, 100))
+    + "</Vertices></Region></Regions></Annotation></Annotations>"
+)
+FEATURE = {
+    "type": "Feature", "geometry": {"type": "Polygon", "coordinates": [square(0, 0, 100)]},
+    "properties": {"objectType": "annotation", "type": "gland", "label": 3, "color": [1, 2, 3]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "key", "expected", "hint"),
+    [
+        ("a.xml", TEXT, "Text", "gland", "or --class-property with Text"),
+        ("b.geojson", json.dumps(FEATURE), "type", "gland", "--class-property with label or type"),
+        ("c.geojson", json.dumps(FEATURE), "label", "3", "--class-property with label or type"),
+        ("d.xml", "", "Name", "n0", "or --class-property with Name"),
+    ],
+)
+def test_class_property(
+    name: str, text: str, key: str, expected: str, hint: str, tmp_path: Path
+) -> None:
+    path = tmp_path / name
+    path.write_text(text or asap(("Polygon", "None", square(0, 0, 100))))
+    usual = read_regions(path, AnnotationRules(), size=SIZE, bounds=WHOLE)
+    assert usual.classes == ()
+    assert hint in " ".join(usual.notes)
+    rules = AnnotationRules(class_property=key)
+    assert read_regions(path, rules, size=SIZE, bounds=WHOLE).classes == (expected,)
+    rules = AnnotationRules(class_property="absent")
+    assert read_regions(path, rules, size=SIZE, bounds=WHOLE).classes == ()
+
+
+def test_scale_of_outlines_is_checked() -> None:
+    """Outlines at another scale have a note; a small one elsewhere, and a small and a large one, have none."""
+    at_level_4 = labels_of(("a", square(20, 30, 100)), ("b", square(100, 50, 100)))[0]
+    assert "first tenth of the slide's width" in at_level_4.notes[0]
+    outside = labels_of(*(("a", square(300 * i, 2500, 200)) for i in range(30)))[0]
+    assert "22 of 30 outlines are outside the slide: level 0 has 2220×2967" in outside.notes[0]
+    for drawn in ([square(1000, 40, 50)], [square(40, 1000, 50)], [square(0, 0, 100), square(900, 900, 9)]):  # fmt: skip
+        assert labels_of(*(("a", ring) for ring in drawn))[0].notes == ()
 
 
 def test_origin_of_coordinates_depends_on_tool(tmp_path: Path) -> None:
@@ -640,6 +729,30 @@ def test_only_region_of_interest_is_tiled(skin: Path, run: Run) -> None:
     assert done.returncode == 2
     assert "roi: Epidermis in the store, None asked for" in done.stderr
     assert run("ingest", "slides", "--roi", "Epidermis").returncode == 2
+
+
+def test_slide_without_tissue_has_annotations(tmp_path: Path, run: Run) -> None:
+    """A slide without patches is complete in all commands that read annotations."""
+    (tmp_path / "white").mkdir()
+    (tmp_path / "drawn").mkdir()
+    tifffile.imwrite(
+        tmp_path / "white" / "w.tif", np.full((512, 512, 3), 243, np.uint8), tile=(256, 256),
+        photometric="rgb", compression="jpeg", resolution=(20_000, 20_000), resolutionunit=3,
+    )  # fmt: skip
+    write_geojson(
+        tmp_path / "drawn" / "w.geojson", ("a", [square(0, 0, 300)]), ("b", [square(0, 0, 400)])
+    )
+    slides, drawn = ["ingest", "white", "--out"], ["--annotations", "drawn"]
+    for out, options in (("all", []), ("labels", drawn), ("roi", [*drawn, "--roi", "b"])):
+        done = run(*slides, f"{out}.lmdb", *options)
+        assert done.returncode == 0, done.stderr
+        assert "complete w: 0 patches" in done.stderr
+        assert patch_labels(tmp_path / f"{out}.lmdb") == {"w": []}
+    assert run(*slides, "roi.lmdb", *drawn, "--roi", "b", "--plan").returncode == 0
+    done = run("annotate", "all.lmdb", "drawn")
+    assert done.returncode == 4
+    assert "0 slides labelled, 0 already labelled, 1 without a labelled patch" in done.stdout
+    assert patch_labels(tmp_path / "all.lmdb") == {"w": []}
 
 
 def test_ingest_with_force_notes_removed_labels(skin: Path, run: Run) -> None:

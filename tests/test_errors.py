@@ -1,13 +1,27 @@
 from __future__ import annotations
 
+import errno
+import os
 import pickle
+from pathlib import Path
 
 import lmdb
 import pytest
 
 from histopipe import errors
-from histopipe.errors import ExitCode, HistopipeError
+from histopipe.errors import (
+    DamagedStore,
+    ExitCode,
+    HistopipeError,
+    MachineShort,
+    OutOfMemory,
+    SlideUnreadable,
+    UsageError,
+)
 from histopipe.store.handle import ERRORS
+from histopipe.system.files import appearing, remove_parts, shortened
+from histopipe.system.result import slide_failure
+from histopipe.system.worker_pool import WorkerDied
 
 KINDS = [
     kind
@@ -70,6 +84,54 @@ def test_errors_can_be_pickled(kind: type[HistopipeError]) -> None:
 @pytest.mark.parametrize(("kind", "builtin"), BUILTINS.items())
 def test_errors_are_subclasses_of_builtin_errors(kind: type[Exception], builtin: type) -> None:
     assert issubclass(kind, builtin)
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (SlideUnreadable("a.svs is empty"), "a.svs is empty"),
+        (DamagedStore("index damaged"), "index damaged"),
+        (KeyError("x"), "KeyError: 'x'; this is a bug in histopipe"),
+        (MemoryError(), "memory ran out; use fewer --workers"),
+        (OSError(errno.ENAMETOOLONG, "File name too long", "a.csv"), "File name too long: a.csv"),
+        (OSError("cannot write"), "cannot write"),
+        (WorkerDied("killed by SIGSEGV"), "the worker process died (killed by SIGSEGV)"),
+    ],
+)
+def test_errors_of_one_slide_have_a_reason(error: Exception, text: str) -> None:
+    assert slide_failure(error).startswith(text)
+
+
+@pytest.mark.parametrize(
+    "error", [MachineShort("disk"), OutOfMemory("memory"), UsageError("--x"), OSError(errno.ENOSPC, "full")]
+)  # fmt: skip
+def test_errors_of_all_slides_are_raised_again(error: Exception) -> None:
+    with pytest.raises(type(error)):
+        slide_failure(error)
+
+
+def test_temporary_names_are_short_and_unique(tmp_path: Path) -> None:
+    path = tmp_path / ("x" * 251 + ".csv")
+    with appearing(path) as first, appearing(path) as second:
+        assert first != second
+        for number, part in enumerate((first, second)):
+            part.write_text(str(number))
+            assert len(part.name) < 50 and part.suffix == ".csv" and part.name.startswith(".part-")
+    assert path.read_text() == "0"  # the outer one was renamed last
+    with pytest.raises(OSError, match="too long"), appearing(tmp_path / ("y" * 256)) as part:
+        part.touch()
+    assert list(tmp_path.iterdir()) == [path]
+    (tmp_path / ".part-x").mkdir()
+    (tmp_path / ".part-y").touch()
+    remove_parts(tmp_path)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_shortened_names() -> None:
+    names = ["a" * 255, "a" * 256, "a" * 257, "ä" * 200, "b.csv"]
+    short = [shortened(name) for name in names]
+    assert (short[0], short[-1]) == (names[0], names[-1])
+    assert len(set(short)) == len(short) and max(len(os.fsencode(name)) for name in short) == 255
 
 
 def test_message_without_optional_parts() -> None:

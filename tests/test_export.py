@@ -183,6 +183,31 @@ def test_resumed_export_equals_uninterrupted_export(
     assert files_of(parts) == files_of(whole)
 
 
+def test_unexpected_error_fails_only_its_slide(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exported(store, out=tmp_path / "whole", to="folder")
+    count = 0
+
+    def failing(*arguments: Any) -> int:
+        nonlocal count
+        count += 1
+        if count == 15:
+            raise KeyError("x")
+        return value_crc(*arguments)
+
+    monkeypatch.setattr("histopipe.exporting.patches.value_crc", failing)
+    first = exported(store, out=tmp_path / "parts", to="folder")
+    (reason,) = first.failed.values()
+    assert "KeyError: 'x'; this is a bug in histopipe" in reason and first.exit_code == 3
+    assert "failed: " in str(first)
+    second = exported(store, out=tmp_path / "parts", to="folder")
+    assert (second.files, second.kept, second.exit_code) == (1, first.files, 0)
+    assert files_of(tmp_path / "parts") == files_of(tmp_path / "whole")
+    written = [path for path in files_of(tmp_path / "whole") if path.endswith(".jpg")]
+    assert first.patches + second.patches == len(written)
+
+
 def test_different_export_into_same_folder_is_refused(store: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     exported(store, out=out, to="folder")

@@ -32,6 +32,7 @@ from histopipe.reports.heatmap_files import (
     write_heatmap_png,
     write_heatmap_tiff,
 )
+from histopipe.reports.heatmap_sources import find_slide
 from histopipe.reports.heatmap_values import PatchValues
 from histopipe.slides.readers import open_slide
 from histopipe.store.store import Store
@@ -47,6 +48,18 @@ def heat_of(corners: list[tuple[int, int]], values: list[float], side: float, **
 CELLS = st.lists(
     st.tuples(st.integers(-10, 90), st.integers(-10, 60), st.floats(0, 1)), min_size=1, max_size=12
 )
+
+
+def test_slide_is_found_by_id_with_or_without_the_uuid_of_its_store(tmp_path: Path) -> None:
+    names = ("a", "a@20x", "b@")
+    paths = [a_store(tmp_path / f"{n}.lmdb", {name: [] for name in names}) for n in range(2)]
+    with Store(paths[0]) as first, Store(paths[1]) as second:
+        stores = [first, second]
+        for number, name in enumerate(names):
+            assert find_slide(stores, name) == (first, number)
+            for store in stores:
+                assert find_slide(stores, f"{name}@{store.uuid[:8]}") == (store, number)
+        assert find_slide(stores, "a@10x") is None
 
 
 @given(CELLS, st.floats(3, 40), st.floats(0.7, 9))

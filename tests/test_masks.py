@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import onnx
@@ -13,6 +14,7 @@ import shapely
 from conftest import make_slides
 from hypothesis import given
 from hypothesis import strategies as st
+from inline import InlineWorkers
 from onnx import TensorProto, helper, numpy_helper
 from PIL import Image
 from tissue_scenes import CONDITIONS, scene
@@ -20,8 +22,9 @@ from tissue_scenes import CONDITIONS, scene
 import histopipe
 from histopipe.errors import ExitCode, MaskUnfit, SlideUnreadable, SpecMismatch, UsageError
 from histopipe.geometry import Mpp, PointL0, RegionL0, Size
+from histopipe.ingestion.request import read_tissue
 from histopipe.masks.grid import Grid
-from histopipe.masks.mask_files import read_mask, write_mask
+from histopipe.masks.mask_files import read_mask, source_of, write_mask
 from histopipe.masks.network import read_segmenter, runner
 from histopipe.masks.segmenter import segmented
 from histopipe.slides.openslide_reader import OpenSlideReader
@@ -243,7 +246,7 @@ def test_unfit_outlines_are_refused(tmp_path: Path, content: Any, message: str) 
         (Image.new("L", (64, 64), 255), "64×64 pixels, expected the shape of the slide"),
         (Image.new("L", (64, 48), 0), "no pixel of tissue"),
         (Image.new("RGB", (64, 48), (255, 0, 0)), "the channels R, G, B"),
-        (None, "cannot identify image file"),
+        (None, "found not a PNG file, expected a PNG file"),
     ],
 )
 def test_unfit_pictures_are_refused(
@@ -257,6 +260,54 @@ def test_unfit_pictures_are_refused(
     with pytest.raises(MaskUnfit) as caught:
         read_mask(path, "the-slide", GRID, BOUNDS)
     assert message in str(caught.value) and "the-slide" in str(caught.value)
+
+
+def test_pictures_up_to_the_documented_size_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pillow's own limit, which is smaller, does not apply. A larger picture fails its slide only."""
+    path = tmp_path / "one.png"
+    Image.new("L", (64, 48), 255).save(path)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    assert read_mask(path, "the-slide", GRID, BOUNDS).all()
+    monkeypatch.setattr("histopipe.masks.mask_files._MOST_PIXELS", 3_000)
+    with pytest.raises(MaskUnfit, match="found 64×48 pixels, expected at most 3,000"):
+        read_mask(path, "the-slide", GRID, BOUNDS)
+    monkeypatch.setattr("histopipe.annotations.read.MOST_BYTES", 10)
+    with pytest.raises(MaskUnfit, match="too large"):
+        source_of(path)
+
+
+def test_exclude_needs_outlines(tmp_path: Path) -> None:
+    progress = mock.Mock()
+    (tmp_path / "a.png").touch()
+    settings = {"tissue": tmp_path, "exclude": ["Fold"]}
+    with pytest.raises(UsageError, match="1 of 1 mask have no outlines of classes: found PNG"):
+        read_tissue(settings, None, ["a", "b"], progress)
+    read_tissue({**settings, "annotations": tmp_path}, None, ["a"], progress)
+    (tmp_path / "b.geojson").touch()
+    progress.reset_mock()
+    read_tissue(settings, None, ["a", "b"], progress)
+    progress.message.assert_called_once_with(
+        "--exclude: 1 of 2 masks have no outlines of classes: only --annotations can cut them"
+    )
+
+
+def test_unexpected_error_fails_only_its_slide(
+    slides: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*arguments: Any) -> Any:
+        if arguments[1].endswith("slide-001"):
+            raise KeyError("x")
+        return write_mask(*arguments)
+
+    monkeypatch.setattr("histopipe.reports.mask_folder.write_mask", lambda *a, **_: failing(*a))
+    monkeypatch.setattr("histopipe.reports.tissue.WorkerPool", InlineWorkers)
+    found = histopipe.tissue(slides, tmp_path / "masks", progress=SILENT)
+    assert list(found.failed.values()) == [
+        "KeyError: 'x'; this is a bug in histopipe: please report it"
+    ]
+    assert len(found.slides) == 2 and found.exit_code == ExitCode.PARTLY
 
 
 @pytest.mark.parametrize("suffix", [".png", ".geojson"])
@@ -529,7 +580,9 @@ def test_network_counts_unreadable_areas_as_tissue(tmp_path: Path) -> None:
         ({"layout": "NHWC"}, "network.onnx cannot be run"),
     ],
 )
-def test_wrong_networks_are_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+def test_wrong_networks_are_refused(
+    tmp_path: Path, settings: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (path,) = make_slides(tmp_path, "--size", "1000x1000")
     make_network(tmp_path / "network.onnx", 64)
     described = json.loads((tmp_path / "network.json").read_text()) | settings
@@ -539,6 +592,10 @@ def test_wrong_networks_are_refused(tmp_path: Path, settings: dict[str, Any], me
         thumbnail = read_thumbnail(slide, Mpp(0.499))
         segmented(tmp_path / "network.onnx", slide, "one", Mpp(0.499), thumbnail)
     assert message in str(caught.value)
+    # It is refused before a store is created.
+    monkeypatch.setattr("histopipe.ingestion.request.WorkerPool", InlineWorkers)
+    with pytest.raises(UsageError, match=message):
+        read_tissue({"tissue": tmp_path / "network.onnx"}, None, ["one"], SILENT)
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import csv
+import errno
 import json
 import shutil
 import subprocess
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +26,7 @@ from histopipe.evaluation.temperature import tempered
 from histopipe.inference.classifier import PredictOptions
 from histopipe.inference.predict import predict
 from histopipe.inference.predictions_folder import PredictedSlide, PredictionsFolder
-from histopipe.inference.slide_run import SlideRun
+from histopipe.inference.slide_run import PatchBatch, Results, SlideRun
 from histopipe.inference.slide_tiler import FileSource
 from histopipe.ingestion.patch_source import chunk_of
 from histopipe.runs.result import read_result
@@ -285,6 +287,70 @@ def test_pixels_equal_those_of_a_store_for_every_route(
             patch.setattr(slide, "_values", lambda _: [b"no picture", *values[1:]])
             assert np.array_equal(slide._sample(rows), without)
     assert not slides.failed
+
+
+class FakeSlide:
+    """A slide with three batches of two patches, whose pixels and corners are its number."""
+
+    def __init__(self, number: int, fails: str = "") -> None:
+        self.id, self.number, self.fails, self.steps = f"s{number}", number, fails, 3
+
+    def load(self, step: int) -> PatchBatch:
+        if self.fails == "load" and step == 1:
+            raise KeyError("load")
+        images = np.full((2, 1, 1, 3), self.number, np.uint8)
+        return PatchBatch(images, np.full((2, 2), self.number), np.ones(2, np.bool_))
+
+    def close(self) -> None:
+        pass
+
+
+class FakeNetwork:
+    """Returns the first value of each patch."""
+
+    broken = -1
+
+    def prepare(self, images: Any) -> Any:
+        return images
+
+    def start(self, inputs: Any) -> Any:
+        return inputs
+
+    def finish(self, started: Any) -> Any:
+        if started[0, 0, 0, 0] == self.broken:
+            raise RuntimeError("the device is lost")
+        return started[:, 0, 0, :1].astype(np.float32)
+
+
+def test_error_of_one_slide_leaves_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every other slide gets its own results. An error of the network ends the run."""
+    slides = [FakeSlide(n, {1: "load", 3: "write", 5: "complete"}.get(n, "")) for n in range(8)]
+    network: Any = FakeNetwork()
+    run = SlideRun(network, "predicting", len(slides), default_progress())
+
+    def is_complete(slide: FakeSlide) -> bool:
+        if slide.fails == "complete":
+            raise OSError(errno.ENAMETOOLONG, "File name too long", slide.id)
+        return slide.number == 6
+
+    def write(slide: FakeSlide, results: Iterator[Results]) -> tuple[int, int]:
+        if slide.fails == "write":
+            raise TypeError("write")
+        for values, corners in results:
+            assert (values == slide.number).all() and (corners == slide.number).all()
+        return 6, 0
+
+    run.run(run.missing(slides, is_complete), write)
+    assert (run.done, run.kept) == (["s0", "s2", "s4", "s7"], ["s6"])
+    reasons = {name: reason.split(";")[0] for name, reason in run.failed.items()}
+    assert reasons == {
+        "s5": "File name too long: s5", "s1": "KeyError: 'load'", "s3": "TypeError: write",
+    }  # fmt: skip
+    network.broken = 2
+    run = SlideRun(network, "predicting", len(slides), default_progress())
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        run.run([FakeSlide(n) for n in range(8)], write)
+    assert run.done == ["s0", "s1"]
 
 
 def test_stain_normalization_of_the_run_is_applied(made: Path, made_store: Path, tmp_path: Path, run: Run) -> None:  # fmt: skip

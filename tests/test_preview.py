@@ -6,6 +6,7 @@ import csv
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import Run, make_slides
@@ -14,7 +15,8 @@ from test_ingest import CMU, TCGA, contents
 
 from histopipe.errors import UsageError
 from histopipe.ingestion import ingest_slides
-from histopipe.ingestion.options import IngestOptions
+from histopipe.ingestion.options import IngestOptions, SlideInput
+from histopipe.ingestion.planning import plan_slide
 from histopipe.store.store import Store
 from histopipe.system.filesystems import network_filesystem
 from histopipe.tiling.spec import TilingSpec
@@ -24,6 +26,24 @@ from histopipe.tiling.spec import TilingSpec
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """Runs commands in this process."""
     return in_process(tmp_path, monkeypatch, capsys)
+
+
+def test_unexpected_error_fails_only_its_slide(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_slides(tmp_path / "in", "--size", "1000x1000", "--count", "2")
+
+    def failing(slide: SlideInput, *arguments: Any) -> Any:
+        if slide.id == "slide-000":
+            raise KeyError("x")
+        return plan_slide(slide, *arguments)
+
+    monkeypatch.setattr("histopipe.ingestion.preview.plan_slide", failing)
+    done = run("ingest", "in", "--plan", "--json")
+    slides = {slide["id"]: slide for slide in json.loads(done.stdout)["slides"]}
+    assert done.returncode == 3
+    assert slides["slide-000"]["reason"].startswith("KeyError: 'x'; this is a bug")
+    assert slides["slide-001"]["status"] == "planned"
 
 
 def test_plan_writes_nothing_and_matches_ingest(run: Run, data: Path, tmp_path: Path) -> None:

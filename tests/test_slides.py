@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import openslide
@@ -24,7 +25,7 @@ from slide_variants import picture, write_slide
 
 from histopipe.errors import NothingToDo, ScaleError, SlideUnreadable, UsageError
 from histopipe.geometry import Level, Mpp, PointL0, RegionL0, Size
-from histopipe.slides.discovery import discover
+from histopipe.slides.discovery import discover, show_links
 from histopipe.slides.openslide_reader import _on_background
 from histopipe.slides.readers import open_slide
 from histopipe.slides.scale import MppSource, resolve_mpp
@@ -32,6 +33,7 @@ from histopipe.slides.slide import SlideInfo, rgb_image
 from histopipe.slides.slide_files import SlideFile, fingerprint, tile_hash
 from histopipe.slides.slide_hashes import SlideHashes, _digest, pixel_hash
 from histopipe.slides.staging import Stage, StagedSlide, staged
+from histopipe.slides.tables import SlideNames
 from histopipe.slides.thumbnail import colour_note, read_thumbnail
 from histopipe.slides.tiles.dicom import find_tiles
 from histopipe.slides.tiles.native import NotNative
@@ -82,6 +84,27 @@ def test_links_are_followed_without_loops_and_duplicates(tmp_path: Path) -> None
     (tmp_path / "in" / "out").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "in" / "z.svs").symlink_to(tmp_path / "in" / "a.svs")
     assert ids(tmp_path / "in") == ["a", "out/b"]
+
+
+def test_other_names_of_a_file_are_shown(tmp_path: Path) -> None:
+    (tmp_path / "a.svs").touch()
+    (tmp_path / "b.svs").symlink_to("a.svs")
+    slides = discover([tmp_path, tmp_path / "a.svs"])
+    assert [(slide.id, slide.links) for slide in slides] == [("a", (tmp_path / "b.svs",))]
+    progress = mock.Mock()
+    show_links(slides, progress)
+    progress.message.assert_called_once_with(
+        f"{tmp_path}/b.svs is not used: it is the same file as {tmp_path}/a.svs"
+    )
+
+
+def test_names_may_end_in_blanks() -> None:
+    """Tables and file names may have lost the blanks at the ends of a slide's name. An exact name comes first."""
+    names = SlideNames(["case 1 ", "b", "b "])
+    for written in ("case 1 ", "case 1", "case 1 .svs", " case 1"):
+        assert names.find(written, where="") == "case 1 "
+    assert (names.find("b", where=""), names.find("b ", where="")) == ("b", "b ")
+    assert names.find("case", where="") is None
 
 
 def test_mirax_slide_includes_files_of_its_folder(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image
-from test_reader import flip_a_byte
+from test_reader import a_store, flip_a_byte
 from viewed import CLASSES, PATCH, SLIDE, Notes, fetch, viewing
 
 from histopipe.dataset.splits import load_splits
@@ -195,6 +195,12 @@ def test_without_the_slide_its_patches_are_shown(viewed: Path, tmp_path: Path) -
         assert "checksum" in as_json(viewer, "slides/0/patch/0/5")["checksum"]
         assert "mask" in facts
         assert picture(viewer, "slides/0/mask").max() == 255
+
+
+def test_slide_without_patches_has_no_tiles(tmp_path: Path) -> None:
+    with viewing(a_store(tmp_path / "empty.lmdb", {"n1": []})) as viewer:
+        assert as_json(viewer, "slides/0")["patches"] is None
+        assert fetch(viewer, "slides/0/patches/0/0/0")[0] == 404
 
 
 def test_broken_slides_show_the_reason_and_the_server_goes_on(viewed: Path, tmp_path: Path) -> None:

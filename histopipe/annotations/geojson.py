@@ -20,14 +20,16 @@ from histopipe.errors import UsageError
 
 _IGNORED = "Ignore*"
 """QuPath's class for areas that are excluded from every analysis."""
+_CLASS = "classification"
+_NOT_CLASSES = ("objectType", "object_type", "color", "id")
 # Detections, cells and tiles are results of QuPath, not outlines that a person drew.
 _OLD_RESULTS = ("PathCellObject", "PathDetectionObject", "PathTileObject")
 _OLD_ANNOTATION = "PathAnnotationObject"
 """Value of `id` in files of QuPath 0.2, which have no ids and no object types."""
 
 
-def read_geojson(data: bytes) -> Outlines:
-    """Return the outlines in the content of a file.
+def read_geojson(data: bytes, class_property: str | None = None) -> Outlines:
+    """Return the outlines in the content of a file. The class is the value of `class_property`, if given.
 
     Raises:
         UsageError: the content is not GeoJSON of this form.
@@ -43,7 +45,14 @@ def read_geojson(data: bytes) -> Outlines:
             others += 1
             continue
         name = f"feature {number if name == _OLD_ANNOTATION else name}"
-        _add(outlines, name, _class_name(properties), feature.get("geometry"))
+        class_name = _class_name(properties, class_property or _CLASS)
+        if class_name is None:
+            outlines.properties |= {
+                key
+                for key in properties
+                if key not in _NOT_CLASSES and _class_name(properties, key)
+            }
+        _add(outlines, name, class_name, feature.get("geometry"))
     if others:
         outlines.notes.append(
             f"{others} detections, cells or tiles left out: only annotations are read"
@@ -66,12 +75,15 @@ def geojson_features(outlines: Outlines, corner: tuple[int, int]) -> list[dict[s
     return features
 
 
-def _class_name(properties: Mapping[str, Any]) -> str | None:
-    found = properties.get("classification")
+def _class_name(properties: Mapping[str, Any], key: str) -> str | None:
+    """Return the class in a property: a text, a whole number, or the name of a QuPath class."""
+    found = properties.get(key)
     if isinstance(found, Mapping):
         names = found.get("names")
         several = ": ".join(map(str, names)) if isinstance(names, list) else None
         found = found.get("name") or several
+    if isinstance(found, int) and not isinstance(found, bool):
+        found = str(found)
     return found.strip() or None if isinstance(found, str) else None
 
 

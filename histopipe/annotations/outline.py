@@ -44,13 +44,15 @@ class Outline:
 class Outlines:
     """Outlines of a file, in file order, and notes on what was repaired or left out.
 
-    `invalid` are the notes on outlines that cross themselves or have no area.
+    `invalid` are the notes on outlines that cross themselves or have no area. `properties` are the names of properties
+    that may be the class of outlines without a class.
     """
 
     frame: Frame
     found: list[Outline] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     invalid: list[str] = field(default_factory=list)
+    properties: set[str] = field(default_factory=set)
 
     def add(
         self,

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from threading import local
 
 import numpy as np
@@ -16,6 +17,9 @@ from histopipe.annotations.outline import Outline
 from histopipe.annotations.regions import Regions
 
 NO_CLASS = -1
+NO_LABELS = "labels no patch"
+"""Part of the note on a file that labels no patch."""
+_MOST_CLASSES = 5
 _ROUNDING = 1e-6
 """Tolerance of shares: the share of a completely covered patch may be slightly below 1."""
 _MOST_POINTS = 256
@@ -47,6 +51,19 @@ class PatchLabels:
         """Return the labels with the given class numbers, (N,) int32; -1 for no label, or a class without a number."""
         found = [numbers.get(name, NO_CLASS) for name in self.classes]
         return np.array([*found, NO_CLASS], np.int32)[self.label]
+
+
+def annotation_notes(path: Path, regions: Regions, labels: PatchLabels) -> list[str]:
+    """Return the notes on a slide's annotation file for its record, first whether it labels no patch."""
+    notes = regions.note_texts(path)
+    if regions.classes or regions.roi is None:
+        classes = ", ".join(regions.classes[:_MOST_CLASSES])
+        reason = (
+            f"too little of them is covered by {classes}" if classes else "no outline has a class"
+        )
+        if len(labels.label) and not labels.counts():
+            notes.insert(0, f"{path.name} {NO_LABELS} of {len(labels.label)}: {reason}")
+    return notes
 
 
 def label_patches(
@@ -106,7 +123,8 @@ class Coverage:
     ) -> Iterator[NDArray[np.float64]]:
         """Yield the share of each square that each class covers, 0 to 1, as (n, C) per batch of squares.
 
-        `x` and `y` are (N,) left and top edges. They and the side are in level-0 pixels.
+        `x` and `y` are (N,) left and top edges. They and the side are in level-0 pixels. There is at least one batch:
+        it is empty for a slide without patches.
         """
         batch = self._batch_size(x, y, side)
 
@@ -115,9 +133,9 @@ class Coverage:
             areas = self._areas(x[part], y[part], side)[:, : self._classes]
             return np.clip(areas / (side * side), 0, 1)
 
-        starts = range(0, len(x), batch)
+        starts = range(0, max(1, len(x)), batch)
         # Threads run in parallel: shapely releases the GIL.
-        with ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), max(1, len(starts)))) as pool:
+        with ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), len(starts))) as pool:
             yield from pool.map(shares_from, starts)
 
     def _batch_size(self, x: NDArray[np.integer], y: NDArray[np.integer], side: float) -> int:

@@ -14,7 +14,7 @@ from histopipe.annotations.xml_formats import read_xml
 from histopipe.errors import UsageError
 from histopipe.slides.tables import SlideNames
 
-GEOJSON, XML = (".geojson", ".json"), (".xml",)
+GEOJSON, XML = (".geojson", ".json"), (".xml", ".annotations")
 SUFFIXES = (*GEOJSON, *XML)
 MOST_BYTES = 128 << 20
 """Largest file. Outlines of all glands of a slide take a few megabytes; parsing needs 20 to 40 times the file size."""
@@ -33,7 +33,7 @@ class AnnotationFiles:
 
 
 def find_annotations(path: Path, names: SlideNames) -> AnnotationFiles:
-    """Find the files `SLIDE.geojson`, `SLIDE.json` and `SLIDE.xml` in a folder, or match one file with its slide.
+    """Find the files of `SUFFIXES` in a folder, such as `SLIDE.geojson`, or match one file with its slide.
 
     `SLIDE.more.xml` is used if there is no `SLIDE.xml`; likewise for the other suffixes.
 
@@ -103,15 +103,18 @@ def match_files(
     return exact, loose, unmatched
 
 
-def read_annotations(path: Path) -> Outlines:
-    """Read the outlines of a file: GeoJSON of QuPath, or XML of ASAP or Aperio ImageScope.
+def read_annotations(path: Path, class_property: str | None = None) -> Outlines:
+    """Read the outlines of a file: GeoJSON of QuPath, or XML of ASAP, Aperio ImageScope or HALO.
+
+    `class_property` is the property with the class; None for the usual one of each tool.
 
     Raises:
         UsageError: the file cannot be read, or has another format. The message contains the path.
     """
     try:
         data = file_bytes(path)
-        return read_geojson(data) if path.suffix.lower() in GEOJSON else read_xml(data)
+        read = read_geojson if path.suffix.lower() in GEOJSON else read_xml
+        return read(data, class_property)
     except OSError as error:
         raise UsageError(f"{path} cannot be read", found=error.strerror or str(error)) from error
     except UsageError as error:
@@ -121,7 +124,7 @@ def read_annotations(path: Path) -> Outlines:
     except _PARSER_ERRORS as error:
         raise UsageError(
             f"{path} cannot be read", found=f"{type(error).__name__}: {str(error)[:200]}",
-            expected="annotations of QuPath, ASAP or ImageScope",
+            expected="annotations of QuPath, ASAP, ImageScope or HALO",
         ) from error  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import shapely
 from shapely.affinity import translate
 
-from histopipe.annotations.outline import Outline, Outlines
+from histopipe.annotations.outline import Outline, Outlines, plain
 from histopipe.annotations.read import file_bytes, read_annotations
 from histopipe.errors import UsageError
 from histopipe.geometry import RegionL0, Size
@@ -36,22 +36,29 @@ class AnnotationRules:
     unclassified: str | None = None
     origin: Origin = "auto"
     roi: str | None = None
+    class_property: str | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.threshold <= 1:
             raise UsageError(
                 "--annotation-threshold", found=self.threshold, expected="above 0, up to 1"
             )
-        for flag, name in (("--unclassified", self.unclassified), ("--roi", self.roi)):
+        for flag, name, kind in (
+            ("--unclassified", self.unclassified, "a class"), ("--roi", self.roi, "a class"),
+            ("--class-property", self.class_property, "the name of a property"),
+        ):  # fmt: skip
             if name is not None and not name.strip():
-                raise UsageError(flag, found="an empty name", expected="a class")
+                raise UsageError(flag, found="an empty name", expected=kind)
 
     def to_json(self) -> dict[str, Any]:
         """Return the settings that determine the labels of a file."""
-        return {name: getattr(self, name) for name in ("threshold", "unclassified", "origin")}
+        names = ("threshold", "unclassified", "origin", "class_property")
+        return {name: getattr(self, name) for name in names}
 
 
 _MOST_NOTES = 10
+_PART = 10
+"""Outlines that are all inside the first tenth of the slide's width and height were probably drawn at another level."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +102,8 @@ def read_regions(path: Path, rules: AnnotationRules, *, size: Size, bounds: Regi
     Raises:
         UsageError: the file cannot be used. The message contains the path.
     """
-    return regions_of(read_annotations(path), rules, size=size, bounds=bounds)
+    outlines = read_annotations(path, rules.class_property)
+    return regions_of(outlines, rules, size=size, bounds=bounds)
 
 
 def regions_of(
@@ -105,8 +113,9 @@ def regions_of(
     notes = list(outlines.notes)
     origin = outlines.frame if rules.origin == "auto" else rules.origin
     shift = (bounds.origin.x, bounds.origin.y) if origin == "bounds" else (0, 0)
-    named = _named(outlines.found, rules.unclassified, notes)
+    named = _named(outlines, rules.unclassified, notes)
     placed = _placed(named, shift, size, notes)
+    notes = [*_frame_notes(len(named), placed, size, bounds), *notes]
     later_first = placed[::-1]  # the sort is stable: of equal sizes, the later one comes first
     ordered = sorted(later_first, key=lambda it: (not it.excluded, it.area.area))
     of_roi = [it for it in ordered if it.excluded or it.name == rules.roi]
@@ -114,13 +123,30 @@ def regions_of(
     return Regions(tuple(rest), None if rules.roi is None else tuple(of_roi), tuple(notes))
 
 
-def _named(found: Sequence[Outline], unclassified: str | None, notes: list[str]) -> list[Outline]:
+def _frame_notes(count: int, placed: Sequence[Outline], size: Size, bounds: RegionL0) -> list[str]:
+    """Return a note if `count` outlines, of which `placed` meet the slide, seem to be in other units than its pixels."""
+    advice = f"level 0 has {size} pixels; check the unit of the outlines, and the level at which they were drawn"
+    if 2 * len(placed) < count:
+        return [f"{count - len(placed)} of {count} outlines are outside the slide: {advice}"]
+    if not placed:
+        return []
+    _, _, right, bottom = shapely.total_bounds([outline.area for outline in placed])
+    origin, scanned = bounds.origin, bounds.size
+    if right < origin.x + scanned.width / _PART and bottom < origin.y + scanned.height / _PART:
+        return [f"all outlines are in the first tenth of the slide's width and height: {advice}"]
+    return []
+
+
+def _named(outlines: Outlines, unclassified: str | None, notes: list[str]) -> list[Outline]:
     """Return the outlines that have a class or are excluded; the others get the class `unclassified`, if given."""
+    found = outlines.found
     nameless = [it for it in found if it.name is None and not it.excluded]
+    properties = " or ".join(map(plain, sorted(outlines.properties)[:_MOST_NOTES]))
     if nameless and unclassified is None:
         notes.append(
             f"{len(nameless)} outlines without a class left out, such as {nameless[0].feature}; "
             "use --unclassified NAME to give them one"
+            + (f", or --class-property with {properties}" if properties else "")
         )
     return [
         it if it.excluded else replace(it, name=it.name or unclassified)

@@ -1,4 +1,4 @@
-"""Annotations in XML by ASAP and Aperio ImageScope."""
+"""Annotations in XML by ASAP, Aperio ImageScope and HALO."""
 
 from __future__ import annotations
 
@@ -22,26 +22,31 @@ _CAMELYON = {"_0": "tumor", "_1": "tumor"}
 _EXCLUDED = ("_2", "exclusion")
 _NO_GROUP = ("", "none")
 
-_IMAGESCOPE = "Annotations"
-_ELLIPSE, _ARROW, _RULER = "2", "3", "4"
+_LAYERS = "Annotations"
+"""Root element of files of ImageScope and of HALO."""
+_ELLIPSES, _RECTANGLES = ("2", "ellipse"), ("1", "rectangle")
+_NO_AREA = ("3", "4", "arrow", "ruler", "pin")
+"""Types of regions: numbers in ImageScope, names in HALO."""
 _CORNERS = 2
 _ELLIPSE_POINTS = 128
 
 
-def read_xml(data: bytes) -> Outlines:
+def read_xml(data: bytes, class_property: str | None = None) -> Outlines:
     """Return the outlines in the content of a file. Untrusted: entities, document types and deep nesting are refused.
+
+    The class is the value of `class_property`, if given: an attribute of the outline or of its layer.
 
     Raises:
         UsageError: the content is not such XML, is truncated, or a coordinate is missing or not a number.
     """
     root = _root_of(data)
     if root.tag == _ASAP:
-        return _read_asap(root)
-    if root.tag == _IMAGESCOPE:
-        return _read_imagescope(root)
+        return _read_asap(root, class_property)
+    if root.tag == _LAYERS:
+        return _read_layers(root, class_property)
     raise UsageError(
         "XML of an unknown tool", found=f"<{root.tag[:60]}>",
-        expected=f"<{_ASAP}> (ASAP) or <{_IMAGESCOPE}> (Aperio ImageScope)",
+        expected=f"<{_ASAP}> (ASAP) or <{_LAYERS}> (Aperio ImageScope, HALO)",
     )  # fmt: skip
 
 
@@ -80,7 +85,18 @@ def _coordinate(element: Element, feature: str) -> Point:
         ) from error
 
 
-def _read_asap(root: Element) -> Outlines:
+def _property(name: str, *elements: Element) -> str | None:
+    """Return the value of an attribute, or of an entry of <Attributes>, of the first element that has it."""
+    for element in elements:
+        entries = element.iterfind("Attributes/Attribute")
+        values = [entry.get("Value") for entry in entries if entry.get("Name") == name]
+        for value in (element.get(name), *values):
+            if value and value.strip():
+                return value.strip()
+    return None
+
+
+def _read_asap(root: Element, class_property: str | None) -> Outlines:
     """Return the outlines of an ASAP file, the format of CAMELYON16 and 17. A spline becomes the polygon of its points.
 
     Source:
@@ -97,6 +113,10 @@ def _read_asap(root: Element) -> Outlines:
         points = [_coordinate(it, feature) for it in _coordinates_in_order(annotation)]
         excluded = group.lower() in _EXCLUDED
         name = None if excluded or group.lower() in _NO_GROUP else _CAMELYON.get(group, group)
+        if class_property is not None and not excluded:
+            name = _property(class_property, annotation)
+        if name is None and annotation.get("Name"):
+            outlines.properties.add("Name")
         outlines.add(feature, name, [[points]], excluded=excluded)
     return outlines
 
@@ -109,15 +129,15 @@ def _coordinates_in_order(annotation: Element) -> list[Element]:
         return found  # in the order of the file
 
 
-def _read_imagescope(root: Element) -> Outlines:
-    """Return the outlines of an Aperio ImageScope file.
+def _read_layers(root: Element, class_property: str | None) -> Outlines:
+    """Return the outlines of a file of Aperio ImageScope or HALO.
 
     The class of a layer (`Annotation`) is its name; else the value of its attribute "Description", which ImageScope
     creates for each layer; else the name of its first other attribute. Regions with `NegativeROA="1"` are subtracted
-    from the other regions of their layer.
+    from the other regions of their layer. Ellipses and rectangles may have two opposite corners only.
 
     Source:
-        ImageScope's files.
+        ImageScope's files; HALO's files, which have `V` in place of `Vertex` and names in place of numbers of types.
     """
     outlines = Outlines("slide")
     for number, layer in enumerate(root.iter("Annotation"), 1):
@@ -125,13 +145,25 @@ def _read_imagescope(root: Element) -> Outlines:
         for region in layer.iter("Region"):
             feature = f"layer {layer.get('Id', number)}, region {region.get('Id', '?')}"
             into = negative if region.get("NegativeROA") == "1" else positive
-            points = [_coordinate(it, feature) for it in region.iter("Vertex")]
-            if region.get("Type") in (_ARROW, _RULER):
-                into.leave_out(feature, "an arrow or a ruler has no area")
+            kind, name = region.get("Type", "").lower(), _class_of(layer)
+            points = [
+                _coordinate(vertex, feature)
+                for vertex in region.iter()
+                if vertex.tag in ("Vertex", "V")
+            ]
+            if kind in _NO_AREA:
+                into.leave_out(feature, "an arrow, a ruler or a pin has no area")
                 continue
-            if region.get("Type") == _ELLIPSE and len(points) == _CORNERS:
+            if kind in _ELLIPSES and len(points) == _CORNERS:
                 points = _ellipse(*points)
-            into.add(feature, _class_of(layer), [[points]])
+            elif kind in _RECTANGLES and len(points) == _CORNERS:
+                (x0, y0), (x1, y1) = points
+                points = [(x0, y0), (x1, y0), (x1, y1), (x0, y1)]
+            if class_property is not None:
+                name = _property(class_property, region, layer)
+            if name is None and _property("Text", region):
+                outlines.properties.add("Text")
+            into.add(feature, name, [[points]])
         outlines.notes += positive.notes + negative.notes
         left = _without(positive.found, [it.area for it in negative.found])
         removed = {it.feature for it in positive.found} - {it.feature for it in left}

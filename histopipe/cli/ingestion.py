@@ -140,7 +140,8 @@ def tissue(slides: tuple[Path, ...], out: Path, *, as_json: bool, **options: Any
 @click.option(
     "--annotations",
     type=PATH,
-    help="Label patches from SLIDE.geojson (QuPath) or SLIDE.xml (ASAP, ImageScope) in this folder.",
+    help="Label patches from SLIDE.geojson (QuPath), SLIDE.xml (ASAP, ImageScope) or SLIDE.annotations (HALO) in this "
+    "folder.",
 )
 @click.option("--roi", help="Keep only patches in outlines of this class of --annotations.")
 @annotation_options

@@ -250,9 +250,9 @@ def compact(store: Path, out: Path | None) -> None:
 def annotate(store: Path, annotations: Path, as_json: bool, **options: Any) -> int:
     """Label the patches of STORE from the files in the folder ANNOTATIONS.
 
-    Files are named after slides: SLIDE.geojson (QuPath), SLIDE.xml (ASAP, Aperio ImageScope). If outlines of several
-    classes overlap, the smallest outline is used. The patches are not changed. `histopipe train --labels-from
-    annotation` trains on these classes.
+    Files are named after slides: SLIDE.geojson (QuPath), SLIDE.xml (ASAP, Aperio ImageScope), SLIDE.annotations (HALO).
+    If outlines of several classes overlap, the smallest outline is used. The patches are not changed.
+    `histopipe train --labels-from annotation` trains on these classes. Exit code 4: no patch has a class.
 
     \b
     Example: histopipe annotate patches.lmdb annotations/
@@ -260,9 +260,9 @@ def annotate(store: Path, annotations: Path, as_json: bool, **options: Any) -> i
     from histopipe.measure.annotate import annotate
 
     result = annotate(store, annotations, **options)
-    of_slides = [f"{name}: {note}" for name, it in sorted(result.done.items()) for note in it]
-    notes = [*result.notes, *of_slides]
-    then = ("train", store, "--labels-from", "annotation")
+    slides = sorted((result.done | result.unlabelled).items())
+    notes = [*result.notes, *(f"{name}: {note}" for name, texts in slides for note in texts)]
+    then = ("train", store, "--labels-from", "annotation") if result.patches else ()
     show(result, as_json=as_json, notes=notes, then=then)
     return result.exit_code
 

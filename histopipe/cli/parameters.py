@@ -160,6 +160,11 @@ annotation_options = together(
     ),
     click.option("--unclassified", help="Class of outlines without a class.  [default: left out]"),
     click.option(
+        "--class-property",
+        metavar="NAME",
+        help="Property of an outline that has its class, such as label or Text.  [default: depends on the tool]",
+    ),
+    click.option(
         "--annotation-origin",
         type=click.Choice(["auto", "bounds", "slide"]),
         default="auto",

@@ -45,7 +45,7 @@ class TiffPage:
 
 def write_pyramid(path: Path, pages: Iterable[TiffPage]) -> None:
     """Write the pages in order as BigTIFF. The file becomes visible by one rename."""
-    with appearing(path, hidden=True) as part, part.open("wb") as file:
+    with appearing(path) as part, part.open("wb") as file:
         file.write(struct.pack("<2sHHHQ", b"II", 43, 8, 0, 0))
         link = 8  # position of the offset of the next directory
         for page in pages:

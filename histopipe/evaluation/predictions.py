@@ -170,15 +170,13 @@ _COLUMNS: Mapping[Level, tuple[str, ...]] = {
 def write_predictions(
     path: Path,
     parts: Iterable[tuple[Mapping[str, object], PatchScores | TargetScores]],
-    *,
-    hidden: bool = False,
 ) -> None:
-    """Write predictions atomically; `hidden` as for `appearing`.
+    """Write predictions atomically.
 
     Each of the parts, at least one, has columns with one value for all rows, such as the split.
     """
     with (
-        appearing(path, hidden=hidden) as part,
+        appearing(path) as part,
         part.open("w", newline="", encoding="utf-8") as file,
     ):
         writer = csv.writer(file)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import zlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -40,7 +41,7 @@ class ExportFolder:
 
     def complete(self, paths: Sequence[Path]) -> set[Path]:
         """Return the files that are complete."""
-        return {path for path in paths if path.exists()}
+        return {path for path in paths if os.path.exists(path)}  # noqa: PTH110 - a name may be too long
 
     def finish(self, path: Path) -> None:
         """Make a file that was written visible."""

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.annotations.read import GEOJSON
-from histopipe.errors import DamagedStore, NothingToDo, UsageError
+from histopipe.errors import NothingToDo, UsageError
 from histopipe.geometry import Mpp, PointL0, RegionL0, Size
 from histopipe.masks.grid import Grid
 from histopipe.masks.mask_files import grid_of_png
@@ -26,6 +26,7 @@ from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
 from histopipe.system.filesystems import roomy
 from histopipe.system.progress import Progress
+from histopipe.system.result import slide_failure
 from histopipe.tiling.spec import recorded_tissue
 
 _INEXACT = "outlines may be off by a pixel: an older version wrote the store"
@@ -63,8 +64,8 @@ def export_masks(store: Path, *, out: Path, progress: Progress) -> TissueReport:
                     picture = decode_picture(thumbnail, where)
                     found = SlideMask(record.id, pixels, grid, _bounds(record), picture)
                     pictures[record.id] = write_slide(out, found)
-                except (DamagedStore, NothingToDo) as error:
-                    result.failed[record.id] = str(error)
+                except Exception as error:  # noqa: BLE001 - `slide_failure` raises what concerns all slides
+                    result.failed[record.id] = slide_failure(error)
                 else:
                     mpp = None if record.mpp is None else Mpp(record.mpp)
                     notes = record.notes if exact else [*record.notes, _INEXACT]

@@ -7,7 +7,7 @@ import json
 import shutil
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -24,10 +24,10 @@ from histopipe.exporting.folders import ExportFolder, UrlFolder, record_settings
 from histopipe.store.format import patch_key, value_crc
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
-from histopipe.system.files import appearing, path_within
+from histopipe.system.files import appearing, path_within, remove_parts
 from histopipe.system.filesystems import roomy
 from histopipe.system.progress import Progress
-from histopipe.system.result import Result, counted, exit_code_of
+from histopipe.system.result import Result, counted, exit_code_of, slide_failure
 from histopipe.system.tensorflow import load_quietly
 
 PatchFormat = Literal["tfrecord", "webdataset", "folder"]
@@ -43,6 +43,7 @@ class ExportResult(Result):
         kept: number of files written before.
         patches: number of patches written in this run.
         damaged: patches that were skipped, with the reason.
+        failed: reasons of the files that could not be written, by name.
     """
 
     folder: Path | str
@@ -50,15 +51,19 @@ class ExportResult(Result):
     kept: int
     patches: int
     damaged: tuple[str, ...]
+    failed: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def exit_code(self) -> ExitCode:
-        """Exit code of the command."""
-        return exit_code_of(len(self.damaged), self.patches + self.kept)
+        """0 if all patches are written, 3 if some are missing, 4 if no file could be written."""
+        return exit_code_of(len(self.failed) + len(self.damaged), self.files + self.kept)
 
     def __str__(self) -> str:
-        count = f"{counted(self.patches, 'patch')} in {counted(self.files, 'file')}, {self.kept} already done"
-        return "\n".join([f"{count}: {self.folder}", *(f"skipped: {it}" for it in self.damaged)])
+        written = f"{counted(self.patches, 'patch')} in {counted(self.files, 'file')}"
+        count = f"{written}, {self.kept} already done"
+        failed = [f"failed: {name}: {reason}" for name, reason in self.failed.items()]
+        skipped = [f"skipped: {patch}" for patch in self.damaged]
+        return "\n".join([f"{count}: {self.folder}", *skipped, *failed])
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +206,7 @@ class _Export:
         self._store, self._folder, self._write = store, folder, write
         self._progress = progress
         self._damaged: list[str] = []
+        self._failed: dict[str, str] = {}
         self._patches = 0
 
     def run(self, files: Sequence[_File]) -> ExportResult:
@@ -210,12 +216,18 @@ class _Export:
         bar = self._progress.bar("exporting", unit="files", total=total, done=kept, detail=True)
         try:
             with bar, roomy(self._folder.path, "run the same command again"):
+                for folder in {file.path.parent for file in missing}:
+                    remove_parts(folder)
                 for file in missing:
-                    file.path.parent.mkdir(parents=True, exist_ok=True)
-                    with appearing(file.path, hidden=True) as part:
-                        self._write(part, self._patches_of(file))
-                    self._folder.finish(file.path)
-                    done.add(file.path)
+                    before = self._patches
+                    try:
+                        self._write_file(file)
+                    except Exception as error:  # noqa: BLE001 - `slide_failure` raises what concerns all slides
+                        name = file.path.relative_to(self._folder.path).as_posix()
+                        self._failed[name], self._patches = slide_failure(error), before
+                        bar.item(f"failed {name}: {self._failed[name]}", problem=True)
+                    else:
+                        done.add(file.path)
                     bar.advance()
         except KeyboardInterrupt:
             raise Interrupted(
@@ -223,8 +235,15 @@ class _Export:
                 todo="run the same command again to write the others",
             ) from None  # fmt: skip
         return ExportResult(
-            self._folder.place, len(missing), kept, self._patches, tuple(self._damaged)
-        )
+            self._folder.place, len(missing) - len(self._failed), kept, self._patches,
+            tuple(self._damaged), self._failed,
+        )  # fmt: skip
+
+    def _write_file(self, file: _File) -> None:
+        file.path.parent.mkdir(parents=True, exist_ok=True)
+        with appearing(file.path) as part:
+            self._write(part, self._patches_of(file))
+        self._folder.finish(file.path)
 
     def _patches_of(self, file: _File) -> Iterator[Patch]:
         """Yield the patches of a file. Damaged patches are reported and skipped."""

@@ -100,7 +100,7 @@ def writing(path: Path, rows: int, dimension: int, dtype: StoredType) -> Iterato
     """
     with roomy(path.parent, "run the same command again to embed the missing slides"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with appearing(path, hidden=True) as part, RecordingFile(part, "w+") as raw:
+        with appearing(path) as part, RecordingFile(part, "w+") as raw:
             with h5py.File(raw, "w") as file:
                 yield FeatureWriter(file, rows, dimension, dtype)
             if raw.failure is not None:

@@ -34,7 +34,7 @@ def write_patch_table(
     rows = list(_rows(bag, attention, contributions))
     path.parent.mkdir(parents=True, exist_ok=True)
     with (
-        appearing(path, hidden=True) as part,
+        appearing(path) as part,
         part.open("w", newline="", encoding="utf-8") as file,
     ):
         writer = csv.writer(file)

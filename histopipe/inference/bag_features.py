@@ -176,7 +176,7 @@ class BagFeatures:
         path = self.predictions.thumbnail(slide)
         if picture is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with appearing(path, hidden=True) as part:
+            with appearing(path) as part:
                 part.write_bytes(picture)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from histopipe._version import __version__
 from histopipe.dataset.splits import trained_on
 from histopipe.dataset.targets import Target, make_task
-from histopipe.errors import DamagedStore, OutOfMemory, UsageError
+from histopipe.errors import OutOfMemory, UsageError
 from histopipe.evaluation.evaluate import evaluate
 from histopipe.evaluation.groups import labels_columns
 from histopipe.evaluation.temperature import tempered
@@ -45,6 +45,7 @@ from histopipe.slides.tables import table_columns
 from histopipe.system.csv_files import column_key, nfc
 from histopipe.system.filesystems import roomy
 from histopipe.system.progress import Progress
+from histopipe.system.result import slide_failure
 
 
 @dataclass(slots=True)
@@ -140,9 +141,10 @@ class BagsPrediction:
             for bag in bags.bags.values():
                 try:
                     found.append((bag, self._predict_bag(bag)))
-                except (DamagedStore, OutOfMemory) as error:
-                    self.failed[bag.id] = str(error)
-                    self.progress.message(f"{bag.id}: failed: {error}")
+                except Exception as error:  # noqa: BLE001 - `slide_failure` raises what concerns all slides
+                    large = isinstance(error, OutOfMemory)
+                    self.failed[bag.id] = str(error) if large else slide_failure(error)
+                    self.progress.message(f"{bag.id}: failed: {self.failed[bag.id]}")
                 bar.advance()
         if not found:
             return None

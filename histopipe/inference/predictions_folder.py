@@ -89,7 +89,7 @@ class PredictedSlide:
     def write(self, path: Path) -> None:
         """Write a JSON file by one rename."""
         text = json.dumps(asdict(self), indent=1, ensure_ascii=False)
-        with appearing(path, hidden=True) as part:
+        with appearing(path) as part:
             part.write_text(text, encoding="utf-8")
 
     @classmethod
@@ -177,9 +177,9 @@ class PredictionsFolder:
         path = self.csv(slide.slide)
         path.parent.mkdir(parents=True, exist_ok=True)
         self.json(slide.slide).unlink(missing_ok=True)  # it describes an old source
-        write_predictions(path, [({}, scores)], hidden=True)
+        write_predictions(path, [({}, scores)])
         if thumbnail is not None:
-            with appearing(self.thumbnail(slide.slide), hidden=True) as part:
+            with appearing(self.thumbnail(slide.slide)) as part:
                 part.write_bytes(thumbnail)
         slide.write(self.json(slide.slide))
 

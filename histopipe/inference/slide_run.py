@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.dataset.sampling import replica_rows
-from histopipe.errors import DamagedStore, Interrupted, SlideError, UsageError
+from histopipe.errors import Interrupted, SlideError, UsageError
 from histopipe.system.files import Closing
 from histopipe.system.progress import Bar, Progress
-from histopipe.system.result import Result, counted
+from histopipe.system.result import Result, counted, slide_failure
 
 _STARTED_BATCHES = 2
 """Maximum number of batches on the device. With one batch, the device would wait for the host."""
@@ -106,25 +106,30 @@ def device_rows(batch_size: int, devices: int) -> list[range]:
 
 
 class _PatchStream(Closing):
-    """Stream of slides through a network. Batches of the current and next slides are loaded in advance."""
+    """Stream of slides through a network. Batches of the current and next slides are loaded in advance.
+
+    `network_failed`: the network raised an error, and no other slide can be computed.
+    """
 
     def __init__(self, network: Network, bar: Bar) -> None:
         self._network, self._bar = network, bar
         self._pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)), "histopipe-load")
-        self._failures: dict[int, Exception] = {}
+        self._failures: dict[int, SlideError] = {}
+        self.network_failed = False
         self.input_wait = 0.0
         """Seconds spent waiting for patches so far."""
 
     def run(self, slides: Iterable[S | None]) -> Iterator[tuple[S, Iterator[Results]]]:
         """Yield each slide with an iterator over its results. Results that are not consumed are dropped.
 
-        None in place of a slide means that the next one needs the earlier slides to be closed. The iterator raises SlideError or DamagedStore if the slide cannot be used.
+        None in place of a slide means that the next one needs the earlier slides to be closed. The iterator
+        raises SlideError if the slide cannot be used.
         """
         loaded = self._loaded(slides)
         for slide, first in loaded:
             results = self._results(slide, first, loaded)
             yield slide, results
-            with suppress(SlideError, DamagedStore):
+            with suppress(SlideError):
                 deque(results, maxlen=0)
             slide.close()
 
@@ -153,8 +158,8 @@ class _PatchStream(Closing):
             return None
         try:
             batch = slide.load(step)
-        except (SlideError, DamagedStore) as error:
-            self._failures[id(slide)] = error
+        except Exception as error:  # noqa: BLE001 - `slide_failure` raises what concerns all slides
+            self._failures[id(slide)] = SlideError(slide_failure(error))
             return None
         return batch, self._network.prepare(batch.images)
 
@@ -165,18 +170,22 @@ class _PatchStream(Closing):
         loaded: Iterator[tuple[S, Future[_Loaded | None]]],
     ) -> Iterator[Results]:
         started: deque[tuple[PatchBatch, Any]] = deque()
-        for step in range(slide.steps):
-            future = first if step == 0 else next(loaded)[1]
-            before = time.monotonic()
-            found = future.result()
-            self.input_wait += time.monotonic() - before
-            if found is not None:
-                started.append((found[0], self._network.start(found[1])))
-            if len(started) > _STARTED_BATCHES:
+        try:
+            for step in range(slide.steps):
+                future = first if step == 0 else next(loaded)[1]
+                before = time.monotonic()
+                found = future.result()
+                self.input_wait += time.monotonic() - before
+                if found is not None:
+                    started.append((found[0], self._network.start(found[1])))
+                if len(started) > _STARTED_BATCHES:
+                    yield self._finish(slide, *started.popleft())
+                self._bar.advance()
+            while started:
                 yield self._finish(slide, *started.popleft())
-            self._bar.advance()
-        while started:
-            yield self._finish(slide, *started.popleft())
+        except Exception:  # the batches of the next slides are not in step any more
+            self.network_failed = True
+            raise
         failure = self._failures.pop(id(slide), None)
         if failure is not None:
             raise failure
@@ -249,10 +258,13 @@ class SlideRun:
         """Return the slides that are not complete, and record the others as kept."""
         missing = []
         for slide in slides:
-            if is_complete(slide):
-                self.kept.append(slide.id)
-            else:
-                missing.append(slide)
+            try:
+                if is_complete(slide):
+                    self.kept.append(slide.id)
+                else:
+                    missing.append(slide)
+            except Exception as error:  # noqa: BLE001 - `slide_failure` raises what concerns all slides
+                self.fail(slide.id, slide_failure(error))
         return missing
 
     def run(
@@ -281,8 +293,10 @@ class SlideRun:
                 for slide, results in stream.run(slides):
                     try:
                         patches, skipped = write(slide, results)
-                    except (SlideError, DamagedStore) as error:
-                        self.fail(slide.id, str(error))
+                    except Exception as error:
+                        if stream.network_failed:
+                            raise
+                        self.fail(slide.id, slide_failure(error))
                     else:
                         self.done.append(slide.id)
                         self.patches += patches

@@ -31,15 +31,16 @@ from histopipe.ingestion.planning import PlannedSlide, SlideFailure, plan_slide
 from histopipe.ingestion.records import PendingSlide, labelled, new_record
 from histopipe.ingestion.sources import stage_folder
 from histopipe.ingestion.storing import make_patches, prepare
-from histopipe.slides.discovery import discover
+from histopipe.slides.discovery import discover, show_links
 from histopipe.slides.scale import MppSource, check_mpp, equal_scales
 from histopipe.slides.slide_files import Fingerprint, SlideFile, fingerprint
 from histopipe.slides.staging import Stage, StagedSlide, staged
 from histopipe.slides.tables import SlideNames, read_mpps
 from histopipe.system.files import Closing
 from histopipe.system.progress import Progress
+from histopipe.system.result import slide_failure
 from histopipe.system.tensorflow import load_quietly
-from histopipe.system.worker_pool import WorkerDied, WorkerPool
+from histopipe.system.worker_pool import WorkerPool
 
 _SECONDS = 600.0
 """Time limit for planning a slide, or for a batch of patches."""
@@ -117,17 +118,10 @@ class TiledSlide:
 
     def _values(self, chunk: Chunk) -> Sequence[bytes | str]:
         """Encode patches in a worker. A str is the reason why a patch cannot be read."""
-        planned = self.planned
-        try:
-            done: Future[Sequence[bytes | str]] = self.files.pool.submit_within(
-                _SECONDS, make_patches, self.pending.number, planned.recipe, chunk
-            )
-            return done.result()
-        except WorkerDied as error:
-            raise SlideUnreadable(
-                f"{self.pending.slide.file.location}: the worker process that read it died ({error})",
-                todo="the file may be damaged and crash the decoder, or memory may have run out",
-            ) from error
+        done: Future[Sequence[bytes | str]] = self.files.pool.submit_within(
+            _SECONDS, make_patches, self.pending.number, self.planned.recipe, chunk
+        )
+        return done.result()
 
     def _decode(self, value: bytes | str, out: NDArray[np.uint8]) -> bool:
         """Decode a patch. If it cannot be read, make it black and record the reason."""
@@ -193,6 +187,7 @@ class FileSource(Closing):
         self.spec = spec_for_slides(trained, options.tiling, progress)
         self.settings: Mapping[str, Any] = {"spec": self.spec.to_json()}
         self._files = discover(paths)
+        show_links(self._files, progress)
         self.count = len(self._files)
         ids = [slide.id for slide in self._files]
         self._mpps: Mapping[str, Mpp] = {}
@@ -265,8 +260,9 @@ class FileSource(Closing):
                 pending, future = running.popleft()
                 try:
                     slide = self._tiled(pending, future)
-                except SlideError as error:
-                    fail(pending.slide.id, pending.slide.with_original_paths(str(error)))
+                except Exception as error:  # noqa: BLE001 - `slide_failure` raises what concerns all slides
+                    reason = slide_failure(error)
+                    fail(pending.slide.id, pending.slide.with_original_paths(reason))
                     if pending.slide.staged is not None and self.stage is not None:
                         self.stage.release(pending.slide.staged)
                 else:
@@ -297,13 +293,7 @@ class FileSource(Closing):
     def _tiled(
         self, pending: PendingSlide, future: Future[PlannedSlide | SlideFailure]
     ) -> TiledSlide:
-        try:
-            planned = future.result()
-        except WorkerDied as error:
-            path = pending.slide.file.location
-            raise SlideUnreadable(
-                f"{path}: the worker process that planned it died ({error})"
-            ) from error
+        planned = future.result()
         if isinstance(planned, SlideFailure):
             raise SlideError(planned.reason)
         check_scale(planned.record, self.trained)

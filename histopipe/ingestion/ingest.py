@@ -56,10 +56,11 @@ def ingest(
         route: "auto", or the only route to use: "copy", "decode" or "openslide".
         reader: library that reads the slides: "auto" (see `histopipe.slides.readers.open_slide`), "openslide",
             "tifffile" or "fastslide".
-        annotations: folder with SLIDE.geojson (QuPath) or SLIDE.xml (ASAP, ImageScope) files.
+        annotations: folder with SLIDE.geojson (QuPath), SLIDE.xml (ASAP, ImageScope) or SLIDE.annotations (HALO) files.
         roi: take only patches in outlines of this class.
         annotation_threshold: minimum fraction of a patch that its class covers, 0.5.
         unclassified: class of outlines that have none; None ignores these outlines.
+        class_property: property of an outline that has its class; None for the usual one of each tool.
         annotation_origin: origin of coordinates: "bounds", "slide", or "auto" (depends on the tool that wrote them).
         workers: number of processes; None starts one per core.
         labels: CSV with the columns slide, label and optionally patient and site; None reads labels.csv in the slide

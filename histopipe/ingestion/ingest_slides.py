@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from histopipe._version import __version__
-from histopipe.errors import SlideError, UsageError
+from histopipe.annotations.patch_labels import NO_LABELS
+from histopipe.errors import UsageError
 from histopipe.geometry import Mpp, same_scale
 from histopipe.ingestion.options import IngestOptions, SlideInput
 from histopipe.ingestion.pipeline import Pipeline
@@ -26,7 +27,8 @@ from histopipe.store.store import recorded
 from histopipe.store.writer import StoreWriter
 from histopipe.system.filesystems import network_filesystem
 from histopipe.system.progress import LogProgress, Progress
-from histopipe.system.worker_pool import WorkerDied, WorkerPool
+from histopipe.system.result import counted
+from histopipe.system.worker_pool import WorkerPool
 from histopipe.tiling.plan import choose_level
 from histopipe.tiling.spec import TilingSpec
 
@@ -98,22 +100,33 @@ def annotate_skipped(
     """Label the patches of slides that an earlier run ingested, where their annotations have changed.
 
     Returns:
-        The report. Slides that cannot be labelled are marked as failed.
+        The report. Slides that cannot be labelled are marked as failed. A warning names slides without a labelled patch.
     """
+    ids = {slide.id for slide in slides}
+    complete = report.of(Status.COMPLETE)
+    notes = {slide.id: list(slide.notes) for slide in complete if slide.id in ids}
     skipped = {slide.id for slide in report.of(Status.SKIPPED)}
     files = {s.id: s.annotations for s in slides if s.annotations is not None and s.id in skipped}
-    if not files:
-        return report
-    failed = annotate_slides(
-        store, files, options.rules, only=files.keys(), workers=options.worker_count
-    ).failed
-    outcomes = [
-        replace(slide, status=Status.FAILED, reason=failed[slide.id])
-        if slide.id in failed
-        else slide
-        for slide in report.slides
-    ]
-    return replace(report, slides=outcomes)
+    outcomes = report.slides
+    if files:
+        labelled = annotate_slides(
+            store, files, options.rules, only=files.keys(), workers=options.worker_count
+        )
+        notes |= labelled.unlabelled
+        outcomes = [
+            replace(slide, status=Status.FAILED, reason=labelled.failed[slide.id])
+            if slide.id in labelled.failed
+            else slide
+            for slide in report.slides
+        ]
+    names = sorted(
+        name for name, texts in notes.items() if any(NO_LABELS in text for text in texts)
+    )
+    listed = ", ".join(names[:3]) + (", …" if names[3:] else "")
+    warning = f"the annotations of {counted(len(names), 'slide')} label no patch: {listed}"
+    return replace(
+        report, slides=outcomes, warnings=[*report.warnings, *([warning] if names else [])]
+    )
 
 
 def check_ingest(
@@ -192,7 +205,7 @@ def _scales_at_level(
             for slide in slides
         ]
         for slide, task in zip(slides, tasks, strict=True):
-            with suppress(SlideError, WorkerDied):  # the ingest reports the reason
+            with suppress(Exception):  # the ingest reports the reason
                 scale = task.result()
                 if scale is not None:
                     scales[slide.id] = scale

@@ -11,7 +11,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.annotations.patch_labels import PatchLabels, label_patches, roi_shares
+from histopipe.annotations.patch_labels import (
+    PatchLabels,
+    annotation_notes,
+    label_patches,
+    roi_shares,
+)
 from histopipe.annotations.regions import Regions, read_regions, source_text
 from histopipe.errors import (
     AnnotationsUnfit,
@@ -274,7 +279,7 @@ def _with_labels(
         return record
     return dataclasses.replace(
         record, annotations=source_text(slide.annotations, options.rules),
-        annotation_notes=regions.note_texts(slide.annotations), patch_labels=labels.counts(),
+        annotation_notes=annotation_notes(slide.annotations, regions, labels), patch_labels=labels.counts(),
     )  # fmt: skip
 
 

@@ -26,8 +26,8 @@ from histopipe.store.record import FailureKind, SlideRecord
 from histopipe.store.store import Store
 from histopipe.system.filesystems import free_bytes
 from histopipe.system.progress import Progress, default_progress
-from histopipe.system.result import Result, counted, exit_code_of
-from histopipe.system.worker_pool import WorkerDied, WorkerPool
+from histopipe.system.result import Result, counted, exit_code_of, slide_failure
+from histopipe.system.worker_pool import WorkerPool
 from histopipe.tiling.spec import TilingSpec
 
 
@@ -226,8 +226,8 @@ def _planned(
     slide = pending.slide
     try:
         result = future.result()
-    except WorkerDied as error:
-        result = SlideFailure(f"{slide.file.location}: {error}", FailureKind.FILE, pending.record)
+    except Exception as error:  # noqa: BLE001 - `slide_failure` raises what concerns all slides
+        result = SlideFailure(slide_failure(error), FailureKind.FILE, pending.record)
     if stage is not None and slide.staged is not None:
         stage.release(slide.staged)
     named = slide.with_original_paths

@@ -10,15 +10,15 @@ from typing import Any, Literal, TypedDict, get_type_hints
 
 from histopipe.annotations.read import find_annotations
 from histopipe.annotations.regions import AnnotationRules, Origin
-from histopipe.errors import NothingToDo, UsageError
+from histopipe.errors import HistopipeError, NothingToDo, UsageError
 from histopipe.ingestion.coords import CoordsFile, find_coords, spec_of
 from histopipe.ingestion.options import IngestOptions, SlideInput
 from histopipe.ingestion.records import subfolder_labels, with_recorded_ids
 from histopipe.ingestion.route import AskedRoute
 from histopipe.ingestion.sources import PathLike, listed, sources, stage_folder
-from histopipe.masks.mask_files import find_masks
-from histopipe.masks.network import SUFFIXES, name_of
-from histopipe.slides.discovery import discover
+from histopipe.masks.mask_files import PNG, find_masks
+from histopipe.masks.network import SUFFIXES, check_network, name_of
+from histopipe.slides.discovery import discover, show_links
 from histopipe.slides.readers import AskedReader
 from histopipe.slides.scale import check_mpp
 from histopipe.slides.slide_files import SlideFile
@@ -34,6 +34,7 @@ from histopipe.system.arguments import check_arguments
 from histopipe.system.csv_files import NA_VALUES
 from histopipe.system.progress import Progress
 from histopipe.system.result import counted
+from histopipe.system.worker_pool import WorkerPool, result_of
 from histopipe.tiling.spec import TilingSpec, magnification_to_mpp, resolved_tissue
 from histopipe.tiling.tissue import FINDERS
 
@@ -59,6 +60,7 @@ class ImportSettings(TypedDict, total=False):
     annotations: PathLike | None
     annotation_threshold: float
     unclassified: str | None
+    class_property: str | None
     annotation_origin: Origin
     workers: int | None
     labels: PathLike | None
@@ -117,6 +119,7 @@ def read_request(
     paths, urls = sources(slides, settings.get("slide_list"))
     records = recorded(store)
     found = with_recorded_ids(discover([*paths, *urls]), records)
+    show_links(found, progress)
     names = SlideNames([s.id for s in found], [record.id for record in records.values()])
     extra = bool(settings.get("allow_extra_rows", False))
     chosen = listed(found, settings.get("slide_list"), names, allow_extra=extra)
@@ -131,7 +134,7 @@ def read_request(
         chosen = [slide for slide in chosen if slide.id in files]
         spec = spec_of(files.values(), **_given(settings, _ENCODING))
     rules = AnnotationRules(
-        **_given(settings, ("unclassified", "roi")),
+        **_given(settings, ("unclassified", "roi", "class_property")),
         **_given(settings, ("annotation_threshold", "annotation_origin"), without="annotation_"),
     )
     options = IngestOptions(
@@ -197,6 +200,14 @@ def read_tissue(
     elif path.suffix.lower() in SUFFIXES:
         network, fields["tissue"] = path, "model"
         fields["tissue_model"] = name_of(path)
+        with WorkerPool(1) as pool:  # a separate process: it may load TensorFlow, or crash
+            try:
+                result_of(pool.submit(check_network, path))
+            except HistopipeError:
+                raise
+            except Exception as error:  # Keras raises errors of many classes
+                reason = str(error).split("\n")[0][:200]
+                raise UsageError(f"{path} cannot be run", found=reason) from error
     else:
         raise UsageError(
             "--tissue", found=repr(str(asked)), expected=f"otsu, {', '.join(FINDERS)}, none, a folder of masks, "
@@ -214,6 +225,12 @@ def read_tissue(
             found="no outlines",
             expected="--annotations, or a folder of masks with --tissue",
         )
+    pictures = sum(mask.suffix.lower() == PNG for mask in masks.values())
+    if exclude and pictures:
+        what = f"--exclude: {pictures} of {counted(len(masks), 'mask')} have no outlines of classes"
+        if pictures == len(masks) and settings.get("annotations") is None:
+            raise UsageError(what, found="PNG", expected="GeoJSON, or --annotations")
+        progress.message(f"{what}: only --annotations can cut them")
     if masks and len(masks) < len(ids):
         what = f"--tissue-fallback {fallback}" if fallback else "they will fail"
         progress.message(f"{counted(len(ids) - len(masks), 'slide')} without a mask: {what}")

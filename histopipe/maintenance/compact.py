@@ -158,7 +158,7 @@ def in_place_of(store: Path) -> Iterator[Path]:
 @contextmanager
 def _new_folder(path: Path) -> Iterator[Path]:
     """Yield an empty folder that is renamed to `path` at the end."""
-    with appearing(path, hidden=True) as part:
+    with appearing(path) as part:
         shutil.rmtree(part, ignore_errors=True)  # left by a killed process
         part.mkdir()
         yield part

@@ -14,7 +14,7 @@ from histopipe.maintenance.manifest import Manifest, block_url, check_target, re
 from histopipe.maintenance.verify import verify
 from histopipe.store.catalog import parts_of
 from histopipe.system.download import write_at
-from histopipe.system.files import locked
+from histopipe.system.files import locked, shortened
 from histopipe.system.filesystems import roomy
 from histopipe.system.object_storage import RemoteFile, parallel, read_range
 from histopipe.system.progress import Progress, default_progress
@@ -82,8 +82,8 @@ def pull(url: str, out: str | Path, *, progress: Progress | None = None) -> Pull
     if target.exists():
         raise UsageError(f"{target} exists", todo="choose another path, or remove it")
     manifest = read_manifest(url)
-    part = target.with_name(f".part-{target.name}")
     then = f"run the same command again: the store has {manifest.size_bytes / 1e6:,.0f} MB"
+    part = target.with_name(shortened(f".part-{target.name}"))
     try:
         part.mkdir(parents=True, exist_ok=True)
         with roomy(target.parent, then), locked(part) as free:

@@ -78,6 +78,7 @@ def repair(
     annotations: str | Path | None = None,
     annotation_threshold: float = 0.5,
     unclassified: str | None = None,
+    class_property: str | None = None,
     annotation_origin: Origin = "auto",
     full: bool = False,
     workers: int | None = None,
@@ -94,7 +95,7 @@ def repair(
         store: the store's folder.
         slides: files or folders of slides.
         annotations: file or folder of annotations. Without them, patches keep their labels where these are intact.
-        annotation_threshold, unclassified, annotation_origin: as for `annotate`.
+        annotation_threshold, unclassified, class_property, annotation_origin: as for `annotate`.
         full: also decode every patch, and ingest slides again whose patches cannot be decoded.
         workers: number of processes; one per core if not given.
         allow_network: allow the store to be on a network filesystem.
@@ -108,8 +109,9 @@ def repair(
     paths = [slides] if isinstance(slides, str | Path) else slides
     given = discover([Path(path) for path in paths])
     rules = AnnotationRules(
-        threshold=annotation_threshold, unclassified=unclassified, origin=annotation_origin
-    )
+        threshold=annotation_threshold, unclassified=unclassified, origin=annotation_origin,
+        class_property=class_property,
+    )  # fmt: skip
     outlines: Mapping[str, Path] = {}
     if annotations is not None:
         outlines = find_annotations(Path(annotations), SlideNames(s.id for s in given)).by_slide

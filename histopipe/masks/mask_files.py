@@ -73,8 +73,8 @@ def source_of(path: Path) -> str:
     """
     try:
         return f"{path.name}, crc32 {zlib.crc32(file_bytes(path)):08x}"
-    except OSError as error:
-        raise MaskUnfit(f"{path} cannot be read", found=error.strerror or str(error)) from error
+    except (OSError, UsageError) as error:
+        raise MaskUnfit(f"{path} cannot be read", found=str(error)) from error
 
 
 def read_mask(
@@ -198,7 +198,8 @@ def _check_frame(path: Path, slide: str, areas: Sequence[BaseGeometry], grid: Gr
 
 def _read_png(path: Path, slide: str, grid: Grid, bounds: RegionL0) -> Mask:
     try:
-        with Image.open(path) as image:
+        # Not Image.open, which refuses images of more than 179 megapixels.
+        with PngImagePlugin.PngImageFile(path) as image:
             if image.width * image.height > _MOST_PIXELS:
                 raise _unfit(
                     path, slide, f"{image.width}×{image.height} pixels", f"at most {_MOST_PIXELS:,}"

@@ -151,6 +151,12 @@ def runner(path: Path, _modified: int) -> Callable[[NDArray[np.uint8]], NDArray[
     return run
 
 
+def check_network(path: Path) -> None:
+    """Run a network once on black pixels; a task for a worker process. Raise any error."""
+    side = read_segmenter(path).size
+    runner(path, path.stat().st_mtime_ns)(np.zeros((1, side, side, 3), np.uint8))
+
+
 def _probabilities(channels: NDArray[np.float32], network: Segmenter) -> NDArray[np.float32]:
     """Return the probability of tissue, (B, S, S), from maps of (B, C, S, S)."""
     single = channels.shape[1] == 1

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from histopipe.annotations.patch_labels import label_patches
+from histopipe.annotations.patch_labels import annotation_notes, label_patches
 from histopipe.annotations.read import find_annotations
 from histopipe.annotations.regions import AnnotationRules, Origin, read_regions, source_text
 from histopipe.errors import ExitCode, UsageError
@@ -31,6 +31,7 @@ class AnnotateResult(Result):
         patches: number of patches per class, of slides labelled now or before.
         done: notes on the annotation files of slides labelled now, by slide id.
         same: ids of slides that already had these labels.
+        unlabelled: notes on the annotation files of slides in which no patch has a class, by slide id.
         without: ids of complete slides without annotations.
         failed: reasons of failed slides, by id.
         notes: notes on files that are not used.
@@ -39,21 +40,24 @@ class AnnotateResult(Result):
     patches: dict[str, int] = field(default_factory=dict)
     done: dict[str, list[str]] = field(default_factory=dict)
     same: list[str] = field(default_factory=list)
+    unlabelled: dict[str, list[str]] = field(default_factory=dict)
     without: list[str] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     @property
     def exit_code(self) -> ExitCode:
-        """0 if no slide failed, 3 if some did, 4 if all did."""
-        return exit_code_of(len(self.failed), len(self.done) + len(self.same))
+        """0 if no slide failed, 3 if some did, 4 if all did or if no slide is labelled."""
+        labelled = len(self.done) + len(self.same)
+        failed = len(self.failed) if labelled else len(self.failed) + len(self.unlabelled)
+        return exit_code_of(failed, labelled)
 
     def __str__(self) -> str:
         """Number of slides, and number of patches per class."""
         counts = ", ".join(f"{number:,} {name}" for name, number in sorted(self.patches.items()))
         return (
             f"{counted(len(self.done), 'slide')} labelled, {len(self.same)} already labelled, "
-            f"{len(self.without)} without annotations, {len(self.failed)} failed\n"
+            f"{len(self.unlabelled)} without a labelled patch, {len(self.without)} without annotations, {len(self.failed)} failed\n"
             f"patches: {counts or 'none with a class'}"
         )
 
@@ -64,6 +68,7 @@ def annotate(
     *,
     annotation_threshold: float = 0.5,
     unclassified: str | None = None,
+    class_property: str | None = None,
     annotation_origin: Origin = "auto",
     workers: int | None = None,
     progress: Progress | None = None,
@@ -74,9 +79,11 @@ def annotate(
 
     Args:
         store: the store's folder.
-        annotations: folder with files SLIDE.geojson, SLIDE.json or SLIDE.xml, or one such file.
+        annotations: folder with files SLIDE.geojson, SLIDE.json, SLIDE.xml or SLIDE.annotations, or one such file.
         annotation_threshold: least share of a patch that its class must cover, above 0 to 1.
         unclassified: class of outlines without a class; None leaves them out.
+        class_property: property of an outline that has its class, such as "label" in GeoJSON or "Text" in XML; None for
+            the usual one of each tool.
         annotation_origin: origin of coordinates: the corner of the scanned area ("bounds"), or of level 0 ("slide");
             "auto" chooses by the tool that wrote the file.
         workers: number of processes; None means one per core.
@@ -91,8 +98,9 @@ def annotate(
         {'Dermis': 156, 'Epidermis': 148}
     """
     rules = AnnotationRules(
-        threshold=annotation_threshold, unclassified=unclassified, origin=annotation_origin
-    )
+        threshold=annotation_threshold, unclassified=unclassified, origin=annotation_origin,
+        class_property=class_property,
+    )  # fmt: skip
     path = Path(store)
     with Store(path) as opened:
         names = SlideNames(record.id for record in opened.slides)
@@ -134,7 +142,7 @@ def annotate_slides(
         file = files.get(record.id)
         if file is None:
             result.without.append(record.id)
-        elif _has_labels(record, file, rules):
+        elif record.patch_labels and _has_labels(record, file, rules):
             result.same.append(record.id)
             patches.update(record.patch_labels)
         else:
@@ -148,7 +156,8 @@ def annotate_slides(
                 result.failed[name] = found
                 shown.message(f"{name}: failed: {found}")
             else:
-                result.done[name] = found.facts["annotation_notes"]
+                labelled = result.done if found.facts["patch_labels"] else result.unlabelled
+                labelled[name] = found.facts["annotation_notes"]
                 patches.update(found.facts["patch_labels"])
     return replace(result, patches=dict(patches))
 
@@ -168,7 +177,7 @@ def _label_slide(file: Path, rules: AnnotationRules, store: Path, slide: int) ->
     )
     facts = {
         "annotations": source_text(file, rules),
-        "annotation_notes": regions.note_texts(file),
+        "annotation_notes": annotation_notes(file, regions, labels),
         "patch_labels": labels.counts(),
     }
     return SlideColumns(index["crc"], {"covered": labels.covered}, facts, labels)

@@ -14,9 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.annotations.patch_labels import PatchLabels
-from histopipe.errors import DamagedStore, HistopipeError, SlideError, UsageError
+from histopipe.errors import UsageError
 from histopipe.store.writer import StoreWriter
-from histopipe.system.worker_pool import TookTooLong, WorkerDied, WorkerPool
+from histopipe.system.result import slide_failure
+from histopipe.system.worker_pool import TookTooLong, WorkerPool
 
 _TASKS_PER_WORKER = 4
 """Limits the number of results that wait in memory to be written."""
@@ -77,14 +78,10 @@ def _stored(
             numbers = writer.class_numbers(list(found.labels.counts()))
             columns["label"] = found.labels.numbered(numbers)
         writer.put_columns(slide, columns, crc=found.crc, **found.facts)
-    except (SlideError, UsageError, DamagedStore) as error:
+    except UsageError as error:
         return str(error)
     except TookTooLong:
         return f"not done after {seconds:.0f} s of work"
-    except WorkerDied as error:
-        return f"the worker process died ({error}); memory ran out, or a file crashes its reader"
-    except HistopipeError:
-        raise  # an error of the store or the machine, not of the slide
-    except Exception as error:  # noqa: BLE001 - an unexpected error of one slide must not end the run
-        return f"{type(error).__name__}: {error}; please report this error of histopipe"
+    except Exception as error:  # noqa: BLE001 - `slide_failure` raises what concerns all slides
+        return slide_failure(error)
     return found

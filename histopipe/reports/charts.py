@@ -206,7 +206,7 @@ def write_roc_png(path: Path, title: str, curves: Mapping[str, Roc]) -> None:
     """Write ROC curves as a PNG file, in the colours of a light page."""
     with _chart(title, square=True, colours=_LIGHT) as (figure, axes):
         _draw_roc(axes, curves)
-        with appearing(path, hidden=True) as part:
+        with appearing(path) as part:
             metadata = {"Software": None}
             figure.savefig(part, dpi=120, format="png", facecolor="white", metadata=metadata)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from histopipe.dataset.selection import store_paths
-from histopipe.errors import DamagedStore, NothingToDo, SlideError, UsageError
+from histopipe.errors import NothingToDo, UsageError
 from histopipe.inference.predictions_folder import PredictionsFolder
 from histopipe.reports.bag_values import Show
 from histopipe.reports.heatmap_files import (
@@ -28,7 +28,7 @@ from histopipe.store.store import Store
 from histopipe.system.files import path_within
 from histopipe.system.filesystems import roomy
 from histopipe.system.progress import Progress, default_progress
-from histopipe.system.result import Result, counted
+from histopipe.system.result import Result, counted, slide_failure
 
 Format = Literal["png", "tiff", "geojson"]
 FORMATS: tuple[Format, ...] = get_args(Format)
@@ -139,9 +139,9 @@ def heatmap(
                 values = read_values(name)
                 if values is not None:
                     files[name] = tuple(write(values, kind) for kind in formats)
-            except (SlideError, DamagedStore, NothingToDo) as error:
-                failed[name] = str(error)
-                shown.message(f"{name}: failed: {error}")
+            except Exception as error:  # noqa: BLE001 - `slide_failure` raises what concerns all slides
+                failed[name] = slide_failure(error)
+                shown.message(f"{name}: failed: {failed[name]}")
             bar.advance()
     if not files and not failed:
         raise NothingToDo(f"{folder} has no patches to draw")

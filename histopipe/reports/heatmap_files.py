@@ -56,7 +56,7 @@ def write_heatmap_png(
 ) -> None:
     """Write a PNG file with colour bar and scale bar over a (H, W, 3) uint8 image of the bounds, or over grey."""
     with (
-        appearing(path, hidden=True) as part,
+        appearing(path) as part,
         # matplotlib warns about characters of a slide id that are not in the font.
         warnings.catch_warnings(action="ignore", category=UserWarning),
         default_style({}),
@@ -124,7 +124,7 @@ def write_heatmap_tiff(values: PatchValues, path: Path) -> float:
     _, _, width, height = values.bounds
     pixel = max(1.0, values.side_l0 / _PATCH_PIXELS, max(width, height) / _MAX_TIFF_SIDE)
     image = coloured(values.raster(pixel), COLOURS if values.scale is None else _SIGNED)
-    with appearing(path, hidden=True) as part, TiffWriter(part, bigtiff=True) as file:
+    with appearing(path) as part, TiffWriter(part, bigtiff=True) as file:
         for number, level in enumerate(_levels(image)):
             per_centimetre = None if values.mpp is None else 1e4 / (values.mpp * pixel * 2**number)
             file.write(
@@ -161,7 +161,7 @@ def write_heatmap_geojson(
     """
     features = _cells(values) if objects == "cells" else _contours(values, threshold)
     count = 0
-    with appearing(path, hidden=True) as part, part.open("w", encoding="utf-8") as file:
+    with appearing(path) as part, part.open("w", encoding="utf-8") as file:
         file.write('{"type":"FeatureCollection","features":[')
         for feature in features:
             file.write((",\n" if count else "\n") + json.dumps(feature, separators=(",", ":")))

@@ -127,12 +127,15 @@ def _probabilities(
 
 def find_slide(stores: Sequence[Store], slide: str) -> tuple[Store, int] | None:
     """Return the store of a slide, given as `ID` or `ID@START-OF-UUID`, and the number of the slide in it."""
-    name, _, uuid = slide.partition("@")
-    for store in stores:
-        for number, record in store.complete.items():
-            if record.id == name and store.uuid.startswith(uuid):
-                return store, number
-    return None
+    name, _, uuid = slide.rpartition("@")
+    places = (
+        (store, number)
+        for slide_id, start in ((slide, ""), (name, uuid))  # an id may have an @
+        for store in stores
+        for number, record in store.complete.items()
+        if record.id == slide_id and store.uuid.startswith(start)
+    )
+    return next(places, None)
 
 
 def _described(folder: Path, stores: Sequence[Store], slide: str) -> PredictedSlide:

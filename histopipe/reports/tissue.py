@@ -29,7 +29,7 @@ from histopipe.reports.mask_folder import (
     write_table_and_page,
 )
 from histopipe.runs import folder as run_folder
-from histopipe.slides.discovery import discover
+from histopipe.slides.discovery import discover, show_links
 from histopipe.slides.readers import open_slide
 from histopipe.slides.scale import check_mpp, resolve_mpp
 from histopipe.slides.slide import Slide
@@ -39,6 +39,7 @@ from histopipe.slides.thumbnail import Thumbnail, colour_note
 from histopipe.slides.tiles.check import NativeLevels
 from histopipe.system.filesystems import roomy
 from histopipe.system.progress import Progress, default_progress
+from histopipe.system.result import slide_failure
 from histopipe.system.worker_pool import WorkerDied, WorkerPool, results_of
 from histopipe.tiling.mask import TissueMask
 from histopipe.tiling.spec import TilingSpec
@@ -88,6 +89,7 @@ def tissue(
     """
     shown, folder = progress or default_progress(), Path(out)
     files = discover([Path(it) for it in ([slides] if isinstance(slides, str | Path) else slides)])
+    show_links(files, shown)
     ids = [file.id for file in files]
     fields, masks, network = read_tissue({"tissue": tissue}, None, ids, shown)
     spec = TilingSpec(mpp=Mpp(0.5), **fields)  # the scale of patches does not matter here
@@ -140,8 +142,8 @@ def _one_slide(tasks: list[_Task]) -> tuple[SlideTissue, NDArray[np.uint8]] | Sl
     """Write the mask of a slide, and return its numbers and a small picture, or why it failed."""
     try:
         return _write_mask_of(tasks[0])
-    except SlideError as error:
-        return error
+    except Exception as error:  # noqa: BLE001 - `slide_failure` raises what concerns all slides
+        return SlideError(slide_failure(error))
 
 
 def _write_mask_of(task: _Task) -> tuple[SlideTissue, NDArray[np.uint8]]:

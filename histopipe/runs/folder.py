@@ -17,7 +17,7 @@ from histopipe.dataset.splits import Splits, write_splits
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.settings import declared_settings, to_toml
-from histopipe.system.files import appearing, locked, read_json
+from histopipe.system.files import appearing, locked, read_json, remove_parts
 from histopipe.system.filesystems import is_full_disk
 
 CONFIG, SPLITS, HISTORY = "config.toml", "splits.json", "history.csv"
@@ -44,7 +44,11 @@ def check(folder: Path, *, resume: bool, ignored: Collection[str] = ()) -> None:
                 f"no run to resume in {folder}", expected=f"the folder of a run, with its {CONFIG}"
             )
     elif folder.exists() and (
-        not folder.is_dir() or any(path.name not in ignored for path in folder.iterdir())
+        not folder.is_dir()
+        or any(
+            path.name not in ignored and not path.name.startswith(".part-")
+            for path in folder.iterdir()
+        )
     ):
         raise UsageError(
             f"{folder} exists and is not empty",
@@ -60,8 +64,9 @@ def has_begun(folder: Path) -> bool:
 def clear_leftovers(folder: Path) -> None:
     """Remove the files of a run that was killed before its configuration was written. It cannot be resumed."""
     if not has_begun(folder):
-        for name in (SPLITS, f"part-{SPLITS}", f"part-{CONFIG}"):
+        for name in (SPLITS, f"part-{SPLITS}", f"part-{CONFIG}"):  # the last two are of version 0.2
             (folder / name).unlink(missing_ok=True)
+        remove_parts(folder)
 
 
 @contextmanager
@@ -100,6 +105,7 @@ def held(folder: Path) -> Iterator[None]:
                 f"{folder} is in use by another process",
                 todo="wait until it ends, or choose another --out",
             )
+        remove_parts(folder)
         yield
 
 

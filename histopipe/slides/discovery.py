@@ -20,6 +20,7 @@ from histopipe.slides.slide_files import (
     is_slide_folder,
     storable_name,
 )
+from histopipe.system.progress import Progress
 from histopipe.system.urls import is_url, public_url
 
 
@@ -58,11 +59,21 @@ def discover(arguments: Iterable[Path | str]) -> list[SlideFile]:
         for name, of_root in found
         for slide in of_root
     ]
-    by_path: dict[str, SlideFile] = {}
+    by_path: dict[str, list[SlideFile]] = {}
     for slide in sorted(slides, key=lambda slide: slide.id):
         place = slide.location if slide.remote else os.path.realpath(slide.path)
-        by_path.setdefault(place, slide)
-    slides = _distinct(list(by_path.values()))
+        by_path.setdefault(place, []).append(slide)
+    slides = _distinct(
+        [
+            replace(
+                first,
+                links=tuple(
+                    other.path for other in others if other.path.absolute() != first.path.absolute()
+                ),
+            )
+            for first, *others in by_path.values()
+        ]
+    )
     if not slides:
         raise NothingToDo(
             f"no slide in {', '.join([*map(str, roots), *map(public_url, urls)])}",
@@ -71,6 +82,13 @@ def discover(arguments: Iterable[Path | str]) -> list[SlideFile]:
             todo="pass the folder that contains the slides",
         )
     return sorted(slides, key=lambda slide: slide.id)
+
+
+def show_links(slides: Iterable[SlideFile], progress: Progress) -> None:
+    """Show each name of a file that is not used, because the file has another name."""
+    for slide in slides:
+        for link in slide.links:
+            progress.message(f"{link} is not used: it is the same file as {slide.path}")
 
 
 def _slides_of(root: Path) -> Iterator[SlideFile]:

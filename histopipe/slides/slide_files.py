@@ -35,7 +35,8 @@ class SlideFile:
 
     `subfolder` is the first folder below the user's argument, which may be the name of its class. `problem` is a
     problem of the file name that prevents the ingest, if any. A slide in object storage or on a web server has the
-    `remote` files, in the order of `files`; its paths are those in the storage, and exist only after staging.
+    `remote` files, in the order of `files`; its paths are those in the storage, and exist only after staging. `links`
+    are other names of the same file that were found.
     """
 
     id: str
@@ -44,6 +45,7 @@ class SlideFile:
     subfolder: str | None = None
     problem: str | None = None
     remote: tuple[RemoteFile, ...] = ()
+    links: tuple[Path, ...] = ()
 
     @property
     def location(self) -> str:

@@ -78,10 +78,12 @@ class SlideNames:
         self._others = SlideNames(others) if others else None
         self._ids: dict[str, set[str]] = defaultdict(set)
         self._last: dict[str, set[str]] = defaultdict(set)
+        self._stripped: dict[str, set[str]] = defaultdict(set)
         for name in ids:
             for form in {nfc(name), nfc(_bare(name))}:
                 self._ids[form].add(name)
                 self._last[PurePosixPath(form).name].add(name)
+                self._stripped[form.strip()].add(name)
 
     def find(self, written: str, *, where: str) -> str | None:
         """Return the id that matches a name, or None. `where` is for messages.
@@ -89,9 +91,12 @@ class SlideNames:
         Raises:
             UsageError: several slides match.
         """
-        written = nfc(written.strip())
-        for table in (self._ids, self._last):
-            for form in (written, _bare(written)):
+        written = nfc(written)
+        stripped = (
+            written.strip()
+        )  # names of files may have blanks at their ends, which tables lose
+        for table in (self._ids, self._last, self._stripped):
+            for form in (written, _bare(written), stripped, _bare(stripped)):
                 ids = table.get(form, set())
                 if len(ids) > 1:
                     raise UsageError(

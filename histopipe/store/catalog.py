@@ -43,7 +43,7 @@ class Catalog:
     def write(self) -> None:
         """Write the catalog into its folder with one rename."""
         content = {"version": _VERSION, "uuid": self.uuid, "slides": self.slides}
-        with appearing(self.folder / CATALOG, hidden=True) as part, part.open("w") as file:
+        with appearing(self.folder / CATALOG) as part, part.open("w") as file:
             json.dump(content, file, ensure_ascii=False, indent=0)
             file.flush()
             os.fsync(file.fileno())

@@ -9,8 +9,10 @@ import io
 import json
 import os
 import re
+import secrets
 import shutil
 import time
+import zlib
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -61,21 +63,44 @@ class RecordingFile(io.FileIO):
             return size or 0
 
 
+_LONGEST_NAME = 255
+"""Most bytes of a file name on usual file systems."""
+
+
 @contextmanager
-def appearing(path: Path, *, hidden: bool = False) -> Iterator[Path]:
+def appearing(path: Path) -> Iterator[Path]:
     """Yield a temporary path for a file or folder, which is renamed to `path` at the end, or removed after an error.
 
-    With `hidden`, the temporary name begins with a dot. Use it for files named after slides, whose names never do.
+    The temporary name is unique, and begins with a dot, which names of slides never do. A killed process leaves it
+    until `remove_parts`.
     """
-    prefix = ".part-" if hidden else "part-"
-    part = path.with_name(f"{prefix}{path.name}")  # a prefix: some writers need the suffix
+    # The name of the file may be as long as the file system allows. Some writers need the suffix.
+    part = path.with_name(f".part-{os.getpid():x}-{secrets.token_hex(4)}{path.suffix[-16:]}")
     try:
         yield part
         part.rename(path)
     finally:
-        if part.is_dir():
-            shutil.rmtree(part)
-        part.unlink(missing_ok=True)
+        _remove(part)
+
+
+def remove_parts(folder: Path) -> None:
+    """Remove the temporary files and folders of killed processes from a folder that this process has locked."""
+    for part in folder.glob(".part-*"):
+        _remove(part)
+
+
+def _remove(part: Path) -> None:
+    if part.is_dir():
+        shutil.rmtree(part)
+    part.unlink(missing_ok=True)
+
+
+def shortened(name: str) -> str:
+    """Return a file name. If it is longer than file systems allow, its end is replaced by a hash."""
+    data = os.fsencode(name)
+    if len(data) <= _LONGEST_NAME:
+        return name
+    return f"{os.fsdecode(data[: _LONGEST_NAME - 9])}-{zlib.crc32(data):08x}"
 
 
 @contextmanager
@@ -85,7 +110,7 @@ def replacing(folder: Path) -> Iterator[Path]:
     Raises:
         OSError: the filesystem cannot exchange folders.
     """
-    part = folder.with_name(f".part-{folder.name}")
+    part = folder.with_name(shortened(f".part-{folder.name}"))
     if part.exists():  # a killed process left it
         shutil.rmtree(part)
     part.mkdir(mode=0o700)

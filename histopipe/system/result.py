@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import BrokenExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from histopipe.errors import ExitCode
+from histopipe.errors import (
+    DamagedStore,
+    ExitCode,
+    HistopipeError,
+    NothingToDo,
+    SlideError,
+)
+from histopipe.system.filesystems import is_full_disk
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -38,3 +46,22 @@ def exit_code_of(failed: int, others: int) -> ExitCode:
     if not failed:
         return ExitCode.DONE
     return ExitCode.PARTLY if others else ExitCode.NOTHING
+
+
+def slide_failure(error: Exception) -> str:
+    """Return why a slide failed, for the result of a command that continues with the other slides.
+
+    An error of the store, the disk or the machine, or of the use of the command, is raised again: it concerns all slides.
+    """
+    if isinstance(error, SlideError | DamagedStore | NothingToDo):
+        return str(error)
+    if isinstance(error, HistopipeError) or is_full_disk(error):
+        raise error
+    if isinstance(error, BrokenExecutor):
+        return f"the worker process died ({error}); memory ran out, or the file crashes its reader"
+    if isinstance(error, MemoryError):
+        return "memory ran out; use fewer --workers"
+    if isinstance(error, OSError):
+        path = error.filename2 or error.filename
+        return f"{error.strerror}: {path}" if path else str(error)
+    return f"{type(error).__name__}: {error}; this is a bug in histopipe: please report it"

@@ -112,10 +112,10 @@ def save_drawing(
             )
         if existing:
             kept = existing.with_name(existing.name + PREVIOUS)
-            with appearing(kept, hidden=True) as part:
+            with appearing(kept) as part:
                 part.write_bytes(file_bytes(existing))
         target.parent.mkdir(parents=True, exist_ok=True)
-        with appearing(target, hidden=True) as part:
+        with appearing(target) as part:
             part.write_bytes(data)
         if existing and existing != target and exact:
             existing.unlink()  # kept with the suffix

@@ -138,7 +138,8 @@ class SlideRoutes:
     async def _store_tile(self, request: Request) -> Response:
         number, entry = self._slides.entry(request)
         step, column, row = _numbers(request, "step", "column", "row")
-        if entry.store is None or not entry.complete or step > COARSEST_STEP:
+        patches = entry.record.planned if entry.record and entry.complete else 0
+        if entry.store is None or not patches or step > COARSEST_STEP:
             raise NotFound("there is no such tile")
         facts = await self._slides.geometry(number, entry)
         place = lattice(await self._slides.layers_of(number, entry), facts)

@@ -155,7 +155,7 @@ def _move(store: Path, target: Path) -> None:
         MachineShort: the disk is full.
     """
     try:
-        with appearing(target, hidden=True) as part:
+        with appearing(target) as part:
             shutil.rmtree(part, ignore_errors=True)  # left by a process that was killed
             shutil.copytree(store, part, ignore=shutil.ignore_patterns(*_OWN))
             for path in (*part.iterdir(), part):
