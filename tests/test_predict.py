@@ -30,6 +30,7 @@ from histopipe.inference.slide_run import PatchBatch, Results, SlideRun
 from histopipe.inference.slide_tiler import FileSource
 from histopipe.ingestion.patch_source import chunk_of
 from histopipe.runs.result import read_result
+from histopipe.slides.slide_files import SlideFile
 from histopipe.store.store import Store
 from histopipe.system.progress import default_progress
 from histopipe.tiling.spec import TilingSpec
@@ -511,3 +512,35 @@ def test_slide_name_may_begin_with_part(tmp_path: Path) -> None:
     assert set(folder.slides()) == {"part-x", "x"}
     for name in folder.slides():
         assert len(folder.read(name).label) == 0
+
+
+@pytest.mark.parametrize(
+    ("mpp", "source", "csv", "default", "complete"),
+    [
+        (0.25, "properties", None, None, True),
+        (0.25, "properties", 0.25, None, True),
+        (0.25, "properties", 0.5, None, False),
+        (0.25, "properties", None, 0.5, True),
+        (0.25, "objective-power", None, 0.5, True),
+        (0.25, "mpp-csv", 0.5, None, False),
+        (0.25, "default-mpp", None, 0.5, False),
+        (0.25, "default-mpp", None, 0.25, True),
+        (None, None, 0.5, None, False),
+    ],
+)
+def test_slides_are_predicted_again_with_another_scale(
+    tmp_path: Path,
+    mpp: float | None,
+    source: str | None,
+    csv: float | None,
+    default: float | None,
+    complete: bool,
+) -> None:
+    path = tmp_path / "a.svs"
+    path.write_bytes(b"a slide")
+    tiler: Any = SimpleNamespace(
+        _mpps={"a": csv} if csv else {}, _ingest=SimpleNamespace(default_mpp=default)
+    )
+    predicted = SimpleNamespace(mpp=mpp, mpp_source=source)
+    folder: Any = SimpleNamespace(complete=lambda *_: predicted)
+    assert FileSource._is_complete(tiler, SlideFile("a", path, (path,)), folder) is complete

@@ -50,9 +50,20 @@ SIZE = (150, 200)
 TILE = 64
 _SVS = "Aperio Image Library v11.2.1 \r\n200x150 (64x64)|AppMag = 20|MPP = 0.5"
 COMPRESSIONS = (
-    "none", "lzw", "deflate", "packbits", "zstd", "jpeg", "webp", "jpeg2000", "aperio_jp2000_rgb", "aperio_jp2000_ycbc",
-    "lzma", "png", "jpegxl",
-)  # fmt: skip
+    "none",
+    "lzw",
+    "deflate",
+    "packbits",
+    "zstd",
+    "jpeg",
+    "webp",
+    "jpeg2000",
+    "aperio_jp2000_rgb",
+    "aperio_jp2000_ycbc",
+    "lzma",
+    "png",
+    "jpegxl",
+)
 _PREDICTED = ("lzw", "deflate", "zstd")
 SAMPLINGS = ((1, 1), (2, 1), (2, 2), (1, 2), (4, 1))
 
@@ -115,31 +126,68 @@ def kinds(rgb: Pixels) -> Iterator[tuple[str, Pixels | None, Any, dict[str, Any]
     yield "predictor", rgb, rgb, {**colour, "predictor": True}
     yield "grey", grey3, grey, black
     yield "white", grey3, 255 - grey, {"photometric": "miniswhite"}
-    yield "palette", (colours[:, grey] >> 8).transpose(1, 2, 0).astype(np.uint8), grey, {
-        "photometric": "palette", "colormap": colours,
-    }  # fmt: skip
+    yield (
+        "palette",
+        (colours[:, grey] >> 8).transpose(1, 2, 0).astype(np.uint8),
+        grey,
+        {
+            "photometric": "palette",
+            "colormap": colours,
+        },
+    )
     yield (
         "alpha",
         blended,
         np.concatenate([rgb, alpha], 2),
         {**colour, "extrasamples": ["unassalpha"]},
     )
-    yield "associated alpha", blended, np.concatenate([(rgb * share).round().astype(np.uint8), alpha], 2), {
-        **colour, "extrasamples": ["assocalpha"],
-    }  # fmt: skip
-    yield "fourth channel", rgb, np.concatenate([rgb, alpha], 2), {
-        **colour, "extrasamples": ["unspecified"],
-    }  # fmt: skip
-    yield "grey alpha", None, np.concatenate([grey[..., None], alpha], 2), {
-        **black, "extrasamples": ["unassalpha"],
-    }  # fmt: skip
-    yield "three greys", None, rgb, {
-        **black, "planarconfig": "contig", "extrasamples": ["unspecified"] * 2,
-    }  # fmt: skip
+    yield (
+        "associated alpha",
+        blended,
+        np.concatenate([(rgb * share).round().astype(np.uint8), alpha], 2),
+        {
+            **colour,
+            "extrasamples": ["assocalpha"],
+        },
+    )
+    yield (
+        "fourth channel",
+        rgb,
+        np.concatenate([rgb, alpha], 2),
+        {
+            **colour,
+            "extrasamples": ["unspecified"],
+        },
+    )
+    yield (
+        "grey alpha",
+        None,
+        np.concatenate([grey[..., None], alpha], 2),
+        {
+            **black,
+            "extrasamples": ["unassalpha"],
+        },
+    )
+    yield (
+        "three greys",
+        None,
+        rgb,
+        {
+            **black,
+            "planarconfig": "contig",
+            "extrasamples": ["unspecified"] * 2,
+        },
+    )
     for sampling in SAMPLINGS:
-        yield f"ycbcr {sampling[0]}{sampling[1]}", rgb, ycbcr(rgb), {
-            "photometric": "ycbcr", "subsampling": sampling,
-        }  # fmt: skip
+        yield (
+            f"ycbcr {sampling[0]}{sampling[1]}",
+            rgb,
+            ycbcr(rgb),
+            {
+                "photometric": "ycbcr",
+                "subsampling": sampling,
+            },
+        )
     yield "cmyk", None, np.concatenate([255 - rgb, 0 * alpha], 2), {"photometric": "separated"}
     yield "cielab", None, rgb, {"photometric": "cielab"}
     yield "icclab", None, rgb, {"photometric": "icclab"}
@@ -185,8 +233,13 @@ def tiff_cases() -> Iterator[Case]:
             compression == "aperio_jp2000_rgb" and "ycbcr" in name
         )
         yield Case(
-            f"{name}-{compression}-{'tiles' if tiled else 'strips'}{suffix}", truth, array, chosen, lossy, wrong,
-        )  # fmt: skip
+            f"{name}-{compression}-{'tiles' if tiled else 'strips'}{suffix}",
+            truth,
+            array,
+            chosen,
+            lossy,
+            wrong,
+        )
 
 
 def tiles_of(pixels: Any) -> list[Any]:
@@ -218,9 +271,16 @@ def jpeg_2000(pixels: Pixels, *, transform: bool) -> bytes:
 
 
 def write_dicom(
-    path: Path, frames: list[bytes], *, syntax: str, photometric: str, samples: int = 3, bits: int = 8,
-    planar: int = 0, signed: int = 0,
-) -> None:  # fmt: skip
+    path: Path,
+    frames: list[bytes],
+    *,
+    syntax: str,
+    photometric: str,
+    samples: int = 3,
+    bits: int = 8,
+    planar: int = 0,
+    signed: int = 0,
+) -> None:
     """Write a whole-slide image of one level."""
     image = Dataset()
     image.file_meta = FileMetaDataset()
@@ -262,25 +322,59 @@ def dicom_cases() -> Iterator[Case]:
     raw = uid.ExplicitVRLittleEndian
     transformed = ("YBR_ICT", "YBR_RCT")
     frames: list[tuple[str, str, list[bytes], tuple[str, ...], float]] = [
-        ("jpeg-ycbcr", baseline, [jpeg(t) for t in tiles_of(rgb)], ("YBR_FULL_422", "YBR_FULL"), 2.0),
-        ("jpeg-ycbcr-420", baseline, [jpeg(t, subsampling=2) for t in tiles_of(rgb)], ("YBR_FULL_422",), 3.0),
+        (
+            "jpeg-ycbcr",
+            baseline,
+            [jpeg(t) for t in tiles_of(rgb)],
+            ("YBR_FULL_422", "YBR_FULL"),
+            2.0,
+        ),
+        (
+            "jpeg-ycbcr-420",
+            baseline,
+            [jpeg(t, subsampling=2) for t in tiles_of(rgb)],
+            ("YBR_FULL_422",),
+            3.0,
+        ),
         ("jpeg-rgb", baseline, [jpeg(t, keep_rgb=True) for t in tiles_of(rgb)], ("RGB",), 1.0),
         ("raw", raw, [t.tobytes() for t in tiles_of(rgb)], ("RGB",), 0.0),
-    ]  # fmt: skip
+    ]
     syntax: str
     for syntax, name in ((lossless, "lossless"), (lossy, "lossy")):
         frames += [
-            (f"j2k-{name}", syntax, [jpeg_2000(t, transform=True) for t in tiles_of(rgb)], ("RGB", *transformed), 0.0),
-            (f"j2k-{name}-rgb", syntax, [jpeg_2000(t, transform=False) for t in tiles_of(rgb)], ("RGB",), 0.0),
-            (f"j2k-{name}-ycbcr", syntax, [jpeg_2000(t, transform=False) for t in tiles_of(ycbcr(rgb))], (), 1.0),
-        ]  # fmt: skip
+            (
+                f"j2k-{name}",
+                syntax,
+                [jpeg_2000(t, transform=True) for t in tiles_of(rgb)],
+                ("RGB", *transformed),
+                0.0,
+            ),
+            (
+                f"j2k-{name}-rgb",
+                syntax,
+                [jpeg_2000(t, transform=False) for t in tiles_of(rgb)],
+                ("RGB",),
+                0.0,
+            ),
+            (
+                f"j2k-{name}-ycbcr",
+                syntax,
+                [jpeg_2000(t, transform=False) for t in tiles_of(ycbcr(rgb))],
+                (),
+                1.0,
+            ),
+        ]
     for (name, syntax, tiles, right, tolerance), photometric in itertools.product(
         frames, ("RGB", "YBR_FULL", "YBR_FULL_422", *transformed, "MONOCHROME2")
     ):
         yield Case(
-            f"{name}-{photometric}/a.dcm", rgb, tiles, {"syntax": syntax, "photometric": photometric}, tolerance,
+            f"{name}-{photometric}/a.dcm",
+            rgb,
+            tiles,
+            {"syntax": syntax, "photometric": photometric},
+            tolerance,
             photometric not in right,
-        )  # fmt: skip
+        )
     refused: list[tuple[str, Any, dict[str, Any]]] = [
         ("16 bits", rgb.astype(np.uint16) * 16, {"photometric": "RGB", "bits": 16}),
         ("signed", rgb, {"photometric": "RGB", "signed": 1}),
