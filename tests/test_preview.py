@@ -31,7 +31,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 def test_unexpected_error_fails_only_its_slide(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_slides(tmp_path / "in", "--size", "1000x1000", "--count", "2")
+    make_slides(tmp_path / "in", "--size", "512x512", "--count", "2")
 
     def failing(slide: SlideInput, *arguments: Any) -> Any:
         if slide.id == "slide-000":
