@@ -296,6 +296,15 @@ def test_damaged_table_is_refused_with_its_line(table: Path, content: bytes, mes
         read_labels(table, NAMES)
 
 
+def test_last_columns_may_be_missing_in_all_rows_only(table: Path) -> None:
+    table.write_text("slide,label,patient\na,x\nc,y\n")
+    labels = read_labels(table, NAMES)
+    assert [(row.label, row.patient) for row in labels.values()] == [("x", None), ("y", None)]
+    table.write_text("slide,label,patient\na,x,P1\nc,y\n")
+    with pytest.raises(UsageError, match="line 3: found 2 cells, expected 3"):
+        read_labels(table, NAMES)
+
+
 def test_names_are_read_in_one_unicode_form(table: Path) -> None:
     decomposed = unicodedata.normalize("NFD", "slide,label,patient,Größe\na,Métastase,Müller,3\n")
     table.write_text(decomposed + "c,Métastase,Müller,\n", encoding="utf-8")

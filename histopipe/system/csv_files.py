@@ -48,7 +48,7 @@ def read_csv(path: Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
 
     Raises:
         UsageError: the file cannot be read, is not UTF-8, has another separator, wrong quotes or a NUL character, or a
-            row has more or fewer cells than the header. The message contains file and line.
+            row has more cells than the header, or fewer than the header and other rows. The message contains file and line.
     """
     reader = csv.reader(io.StringIO(_decoded(path), newline=""), strict=True)
     rows: list[tuple[int, list[str]]] = []
@@ -72,7 +72,10 @@ def read_csv(path: Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
             expected="cells separated by commas",
             todo=_SAVE,
         )
-    for line, cells in rows:
+    width = max((len(cells) for _, cells in rows[1:]), default=0)
+    for line, cells in rows[1:]:
+        if 1 < len(cells) == width < len(header):  # no row has cells in the last columns: they are empty
+            cells += [""] * (len(header) - width)
         if len(cells) != len(header):
             raise UsageError(
                 f"{path}, line {line}", found=f"{len(cells)} cells", expected=f"{len(header)} ({','.join(header)})",
