@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -453,6 +454,16 @@ def test_class_property(
     assert read_regions(path, rules, size=SIZE, bounds=WHOLE).classes == (expected,)
     rules = AnnotationRules(class_property="absent")
     assert read_regions(path, rules, size=SIZE, bounds=WHOLE).classes == ()
+
+
+def test_classes_are_compared_in_one_unicode_form(tmp_path: Path) -> None:
+    composed, decomposed = (unicodedata.normalize(form, "Drüse") for form in ("NFC", "NFD"))
+    for number, (drawn, option) in enumerate([(composed, decomposed), (decomposed, composed)]):
+        path = tmp_path / f"{number}.xml"
+        path.write_text(asap(("Polygon", drawn, square(0, 0, 100))), encoding="utf-8")
+        assert read_regions(path, AnnotationRules(), size=SIZE, bounds=WHOLE).classes == (composed,)
+        regions = read_regions(path, AnnotationRules(roi=option), size=SIZE, bounds=WHOLE)
+        assert [outline.name for outline in regions.roi or ()] == [composed]
 
 
 def test_scale_of_outlines_is_checked() -> None:

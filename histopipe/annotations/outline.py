@@ -12,6 +12,7 @@ import shapely
 from shapely.geometry.base import BaseGeometry
 
 from histopipe.errors import UsageError
+from histopipe.system.csv_files import nfc
 from histopipe.system.files import shown
 
 Frame = Literal["bounds", "slide"]
@@ -110,8 +111,8 @@ def polygonal(geometry: BaseGeometry) -> shapely.Polygon | shapely.MultiPolygon:
 
 
 def plain(text: str) -> str:
-    """Return a text that can be encoded and printed: lone surrogates, which JSON allows, are replaced."""
-    return shown(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
+    """Return a text in NFC that can be encoded and printed: lone surrogates, which JSON allows, are replaced."""
+    return nfc(shown(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")))
 
 
 def _crosses_too_often(polygon: shapely.Polygon) -> bool:

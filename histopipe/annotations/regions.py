@@ -20,6 +20,7 @@ from histopipe.annotations.outline import Outline, Outlines, plain
 from histopipe.annotations.read import file_bytes, read_annotations
 from histopipe.errors import UsageError
 from histopipe.geometry import RegionL0, Size
+from histopipe.system.csv_files import nfc
 
 Origin = Literal["auto", "bounds", "slide"]
 
@@ -49,6 +50,9 @@ class AnnotationRules:
         ):  # fmt: skip
             if name is not None and not name.strip():
                 raise UsageError(flag, found="an empty name", expected=kind)
+        for name in ("unclassified", "roi"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, value if value is None else nfc(value))
 
     def to_json(self) -> dict[str, Any]:
         """Return the settings that determine the labels of a file."""

@@ -31,7 +31,7 @@ from histopipe.slides.tables import (
 from histopipe.store.catalog import read_catalog
 from histopipe.store.store import Store, recorded
 from histopipe.system.arguments import check_arguments
-from histopipe.system.csv_files import NA_VALUES
+from histopipe.system.csv_files import NA_VALUES, nfc
 from histopipe.system.progress import Progress
 from histopipe.system.result import counted
 from histopipe.system.worker_pool import WorkerPool, result_of
@@ -187,7 +187,7 @@ def read_tissue(
         UsageError: a setting, a folder or a file is wrong.
     """
     asked, fallback = settings.get("tissue", "otsu"), settings.get("tissue_fallback")
-    exclude = tuple(sorted(set(settings.get("exclude", ()))))
+    exclude = tuple(sorted(set(map(nfc, settings.get("exclude", ())))))
     known = None if store is None else _recorded_spec(store)
     fields: dict[str, Any] = {"exclude": exclude}
     masks: dict[str, Path] = {}

@@ -74,7 +74,9 @@ def read_csv(path: Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
         )
     width = max((len(cells) for _, cells in rows[1:]), default=0)
     for line, cells in rows[1:]:
-        if 1 < len(cells) == width < len(header):  # no row has cells in the last columns: they are empty
+        if (
+            1 < len(cells) == width < len(header)
+        ):  # no row has cells in the last columns: they are empty
             cells += [""] * (len(header) - width)
         if len(cells) != len(header):
             raise UsageError(
