@@ -74,10 +74,8 @@ def read_csv(path: Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
         )
     width = max((len(cells) for _, cells in rows[1:]), default=0)
     for line, cells in rows[1:]:
-        if (
-            1 < len(cells) == width < len(header)
-        ):  # no row has cells in the last columns: they are empty
-            cells += [""] * (len(header) - width)
+        if 1 < len(cells) == width < len(header):  # the last columns have no cells in any row
+            cells.extend([""] * (len(header) - width))
         if len(cells) != len(header):
             raise UsageError(
                 f"{path}, line {line}", found=f"{len(cells)} cells", expected=f"{len(header)} ({','.join(header)})",
