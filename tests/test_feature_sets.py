@@ -174,7 +174,7 @@ def test_training_on_two_magnifications(
         "--max-per-slide", 8, "--fractions", "0.5,0.25,0.25", "--out", "run",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "1 slides without common patches" in done.stderr
+    assert "1 slide without common patches" in done.stderr
     files = sorted((tmp_path / "run" / "attention").glob("*.csv"))
     with files[0].open(newline="") as file:
         rows = list(csv.DictReader(file))

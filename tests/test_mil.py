@@ -329,7 +329,7 @@ def test_model_opens_in_plain_keras_and_predicts_the_same(trained: Path, bags: P
         )
         assert set(attention["size_l0"]) == {512}
     metrics = json.loads((trained / "metrics.json").read_text())
-    assert set(metrics["test"]) == {"slide", "patient"}
+    assert set(metrics["test"]) == {"slide", "patient", "in_training"}
     assert metrics["test"]["slide"]["mean"]["count"] == 4
     history = pd.read_csv(trained / "history.csv")
     assert {"bags_per_s", "input_wait", "val_auc"} <= set(history)
@@ -400,7 +400,7 @@ def test_out_of_memory_continues_with_smaller_micro_batches(
     plain = histopipe.train(out=tmp_path / "a", in_process=True, **settings)
     monkeypatch.setattr(BagTrainStep, "_gradient_step", short)
     found = histopipe.train(out=tmp_path / "b", in_process=True, **settings)
-    assert "continuing with micro-batches of 8192 patches" in capsys.readouterr().err
+    assert "continuing with micro-batches of 8,192 patches" in capsys.readouterr().err
     ours, theirs = plain.metrics["test"].finest, found.metrics["test"].finest
     assert ours.figures["log_loss"] == pytest.approx(theirs.figures["log_loss"], rel=1e-5)
 
@@ -448,7 +448,7 @@ def test_folds_tune_and_compare_work_with_bags(
     assert against.returncode == 0, against.stderr
     compared = json.loads(against.stdout)
     assert "learning_rate" in compared["settings"]
-    assert set(compared["runs"][0]["test"]) == {"slide", "patient"}
+    assert set(compared["runs"][0]["test"]) == {"slide", "patient", "in_training"}
 
 
 def batches_of(folder: Path, **settings: Any) -> BagBatches:

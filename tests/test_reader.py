@@ -296,7 +296,7 @@ def test_invalid_arguments_are_refused(two: list[Path]) -> None:
         ("classes: found 5", {"classes": 5}),
         ("on_error: found 'ignore'", {"on_error": "ignore"}),
         (
-            "columns: found .'colour'., expected a list of names from x_l0, y_l0, slide",
+            "columns: found .'colour'., expected a list, each item 'x_l0' or 'y_l0' or 'slide'",
             {"columns": ["colour"]},
         ),
         ("labels of slides that are not in the stores: found nobody", {"labels": {"nobody": "x"}}),

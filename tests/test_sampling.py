@@ -240,7 +240,6 @@ def test_max_per_slide_without_seed_is_spread_over_the_slide(count: int, cap: in
 def test_contradictory_settings_are_refused() -> None:
     table = table_of([3, 4], [0, -1])
     for message, given_settings in (
-        ("balance: found 'site', expected 'none' or 'class'", {"seed": 1, "balance": "site"}),
         ("shuffle is off", {"seed": None, "balance": "slide"}),
         ("shuffle is off", {"seed": None, "shuffle_block": 4}),
         ("use only one of the two", {"seed": 1, "balance": "slide", "shuffle_block": 4}),
