@@ -456,6 +456,14 @@ def test_class_property(
     assert read_regions(path, rules, size=SIZE, bounds=WHOLE).classes == ()
 
 
+def test_excluded_areas_stay_excluded_with_another_property(tmp_path: Path) -> None:
+    ignored = FEATURE | {"properties": {"classification": {"name": "Ignore*"}, "label": "T"}}
+    path = tmp_path / "a.geojson"
+    path.write_text(json.dumps(ignored))
+    regions = read_regions(path, AnnotationRules(class_property="label"), size=SIZE, bounds=WHOLE)
+    assert regions.classes == ()
+
+
 def test_classes_are_compared_in_one_unicode_form(tmp_path: Path) -> None:
     composed, decomposed = (unicodedata.normalize(form, "Drüse") for form in ("NFC", "NFD"))
     for number, (drawn, option) in enumerate([(composed, decomposed), (decomposed, composed)]):

@@ -121,10 +121,15 @@ def test_temporary_names_are_short_and_unique(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="too long"), appearing(tmp_path / ("y" * 256)) as part:
         part.touch()
     assert list(tmp_path.iterdir()) == [path]
-    (tmp_path / ".part-x").mkdir()
-    (tmp_path / ".part-y").touch()
+    ended, running = f"{2**30:x}", f"{os.getpid():x}"
+    (tmp_path / f".part-{ended}-0123abcd").mkdir()
+    (tmp_path / f".part-{ended}-0123abcd.csv").touch()
+    # Files of a running process, and of other commands: a pull continues in such a folder.
+    others = [tmp_path / f".part-{running}-0123abcd.csv", tmp_path / ".part-cohort.lmdb"]
+    for other in others:
+        other.touch()
     remove_parts(tmp_path)
-    assert list(tmp_path.iterdir()) == [path]
+    assert set(tmp_path.iterdir()) == {path, *others}
 
 
 def test_shortened_names() -> None:

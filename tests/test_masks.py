@@ -620,3 +620,7 @@ def test_keras_network(tmp_path: Path) -> None:
             for name in ("network.keras", "same.onnx")
         ]
     assert (masks[0] != masks[1]).mean() < 0.001
+    layer.set_weights([np.full((1, 1, 3, 1), np.nan), np.zeros(1)])
+    keras.Model(inputs, keras.layers.ReLU()(layer(inputs))).save(tmp_path / "network.keras")
+    with pytest.raises(UsageError, match=r"network\.keras: a weight is not finite"):
+        runner(tmp_path / "network.keras", 2)

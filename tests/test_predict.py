@@ -493,7 +493,9 @@ def test_trained_on_ignores_patches_that_were_left_out(tmp_path: Path) -> None:
 
     slides = (slide("train", [0, 0]), slide("test", [2, -1]), slide("both", [2, 0]), slide("validation", [1, -1]))  # fmt: skip
     write_splits(Splits("slide", 1, (0.7, 0.15, 0.15), ("x",), ("a",), slides), tmp_path / "splits.json")  # fmt: skip
-    assert trained_on(tmp_path / "splits.json") == {"train", "both", "validation"}
+    assert trained_on(tmp_path / "splits.json") == {
+        (kind, name) for kind in ("slide", "patient") for name in ("train", "both", "validation")
+    }
     assert trained_on(tmp_path / "nothing.json") == set()
 
 

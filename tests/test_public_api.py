@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import histopipe
@@ -174,3 +175,15 @@ def test_public_functions_can_be_pickled() -> None:
     for function in FUNCTIONS:
         assert pickle.loads(pickle.dumps(function)) is function  # noqa: S301
         assert getattr(histopipe, function.__name__) is function
+
+
+def test_iterators_and_numbers_of_numpy_are_lists_and_plain_numbers(
+    made: Path, tmp_path: Path
+) -> None:
+    """A check reads an iterator, which can be read only once, and JSON has no numbers of NumPy."""
+    options: dict[str, Any] = {
+        "patch_size": np.int64(64), "mpp": np.float32(1), "force": np.bool_(False), "labels": made / "labels.csv",
+    }  # fmt: skip
+    slides: Any = iter(sorted(made.glob("*.svs"))[:2])
+    result = histopipe.plan(slides, tmp_path / "s.lmdb", allow_extra_rows=True, **options)
+    assert len(result.slides) == 2

@@ -134,6 +134,9 @@ def test_survival_metrics_of_monthly_and_yearly_times(units: int, seed: int) -> 
     assert f"at the last time, {last:g}," in statistics.remarks()[0]
     late = SurvivalStatistics(time, event, np.column_stack([risk, risk]), [2 * last], patients)
     assert "0 of the 1 times of the model" in late.remarks()[1]
+    middle = [float(np.median(time))]
+    single = SurvivalStatistics(time, event, np.column_stack([risk, risk]), middle, patients)
+    assert "1 of the 1 times of the model" in single.remarks()[-1]
 
 
 def test_higher_risk_means_earlier_event() -> None:

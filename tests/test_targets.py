@@ -494,3 +494,11 @@ def test_survival_of_patches_is_refused(run: Run, small_store: Path) -> None:
     )
     assert done.returncode == 2
     assert "--task survival: found patches, expected --mil with features" in done.stderr
+
+
+@pytest.mark.parametrize(("offset", "factor"), [(1e9, 1), (2.45e6, 1), (0, 1e-50), (0, 1e40)])
+def test_targets_beyond_single_precision_are_refused(offset: float, factor: float) -> None:
+    values = np.linspace(1, 5, 20)[:, None]
+    Regression(("age",)).check(values, "training")
+    with pytest.raises(UsageError, match="column age cannot be learned: training: found values"):
+        Regression(("age",)).check(offset + factor * values, "training")

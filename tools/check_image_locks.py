@@ -14,10 +14,12 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 REQUIREMENTS = ROOT / "requirements"
+_LEAST_PIP = 25
 
 
 def read_versions(lock: Path) -> dict[str, str]:
@@ -28,6 +30,10 @@ def read_versions(lock: Path) -> dict[str, str]:
 
 def versions_with_wheels(name: str) -> list[str]:
     """Return the versions of a library that have a wheel for this machine and the Python of the images."""
+    if int(version("pip").split(".")[0]) < _LEAST_PIP:
+        raise SystemExit(
+            f"pip {version('pip')} ignores --only-binary: use pip {_LEAST_PIP} or later"
+        )
     dockerfile = (ROOT / "docker" / "Dockerfile").read_text(encoding="utf-8")
     python = re.findall(r"^ARG PYTHON=(\d+\.\d+)", dockerfile, re.MULTILINE)[0]
     command = [
@@ -44,6 +50,8 @@ def versions_with_wheels(name: str) -> list[str]:
         [sys.executable, "-m", *command], capture_output=True, text=True, check=False
     )
     listed = re.findall(r"^Available versions: (.*)$", done.stdout, re.MULTILINE)
+    if not listed and "No matching distribution" not in done.stderr:
+        raise SystemExit(f"pip cannot list the versions of {name}:\n{done.stderr}")
     return listed[0].split(", ") if listed else []
 
 
@@ -64,6 +72,8 @@ def main(locks: Iterable[Path]) -> int:
     """Print the libraries without wheels; return 1 if there are any."""
     status = 0
     for lock in locks:
+        if not read_versions(lock):
+            raise SystemExit(f"{lock} names no library")
         missing = without_wheels(lock)
         print(f"{lock}: " + (f"no wheel of {', '.join(missing)}" if missing else "wheels only"))
         status |= bool(missing)

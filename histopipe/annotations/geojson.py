@@ -52,7 +52,8 @@ def read_geojson(data: bytes, class_property: str | None = None) -> Outlines:
                 for key in properties
                 if key not in _NOT_CLASSES and _class_name(properties, key)
             }
-        _add(outlines, name, class_name, feature.get("geometry"))
+        excluded = _IGNORED in (class_name, _class_name(properties, _CLASS))
+        _add(outlines, name, class_name, feature.get("geometry"), excluded=excluded)
     if others:
         outlines.notes.append(
             f"{others} detections, cells or tiles left out: only annotations are read"
@@ -120,8 +121,9 @@ def _features(value: Any) -> Iterator[Mapping[str, Any]]:
         yield feature
 
 
-def _add(outlines: Outlines, feature: str, kind: str | None, geometry: Any) -> None:
-    excluded = kind == _IGNORED
+def _add(
+    outlines: Outlines, feature: str, kind: str | None, geometry: Any, *, excluded: bool
+) -> None:
     shape = geometry.get("type") if isinstance(geometry, Mapping) else None
     try:
         match shape:
@@ -131,7 +133,7 @@ def _add(outlines: Outlines, feature: str, kind: str | None, geometry: Any) -> N
                 polygons = [_rings(part) for part in geometry["coordinates"]]
             case "GeometryCollection":
                 for part in geometry["geometries"]:
-                    _add(outlines, feature, kind, part)
+                    _add(outlines, feature, kind, part, excluded=excluded)
                 return
             case _:
                 outlines.leave_out(feature, f"{shape or 'no geometry'} has no area")

@@ -140,7 +140,7 @@ def main() -> None:
     except OSError as error:
         if not is_full_disk(error):
             raise
-        click.echo(f"histopipe: the disk is full: {error}", err=True)
+        click.echo(f"histopipe: {error}; free disk space, or allow larger files", err=True)
         discard_output(1)
         sys.exit(ExitCode.SHORT)
 

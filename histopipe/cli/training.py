@@ -82,8 +82,9 @@ def train(
         return _train(folder, settings, resume=resume, as_json=as_json)
     finally:
         if out is None:
-            with suppress(OSError):  # it is not empty
+            with suppress(OSError):  # they are not empty
                 folder.rmdir()
+                folder.parent.rmdir()
 
 
 def _new_folder(settings: dict[str, Any]) -> Path:

@@ -170,7 +170,7 @@ def _warn_of_different_targets(slides: Sequence[SlideSplit], task: Task) -> None
     """Warn of patients whose slides have different targets: metrics of patients need one value."""
     targets: dict[str, set[str]] = defaultdict(set)
     for slide in slides:
-        targets[slide.patient].add(", ".join(f"{value:g}" for value in slide.target or ()))
+        targets[slide.patient].add(", ".join(f"{value:.15g}" for value in slide.target or ()))
     different = sorted(patient for patient, texts in targets.items() if len(texts) > 1)
     if different:
         message(

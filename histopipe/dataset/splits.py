@@ -199,13 +199,18 @@ def recorded_numbers(path: Path) -> dict[str, int]:
         return {}
 
 
-def trained_on(path: Path) -> set[str]:
-    """Return training and validation slides of a `splits.json`, and their patients, in NFC; empty if unreadable."""
+def names_of(slide: str, patient: str | None) -> set[tuple[str, str]]:
+    """Return the id of a slide and the name of its patient as in `trained_on`."""
+    return {("slide", nfc(slide)), ("patient", nfc(patient or slide))}
+
+
+def trained_on(path: Path) -> set[tuple[str, str]]:
+    """Return ("slide", id) and ("patient", name) of training and validation, in NFC; empty if the file is unreadable."""
     try:
         slides = map(_slide_from_json, read_json(path)["slides"])
         seen = (SIDES.index("train"), SIDES.index("validation"))
         used = (slide for slide in slides if np.isin(slide.sides, seen).any())
-        return {nfc(name) for slide in used for name in (slide.id, slide.patient)}
+        return {pair for slide in used for pair in names_of(slide.id, slide.patient)}
     except _DAMAGE:
         return set()
 

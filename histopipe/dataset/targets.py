@@ -21,6 +21,8 @@ from histopipe.system.csv_files import FLAGS, cell_number, is_number
 
 Target = tuple[float, ...]
 _QUARTERS = 4
+_LEAST_SPREAD, _SMALLEST = 1e-4, 1e-30
+"""Smallest difference of targets, as a share of the largest, and smallest target: networks compute in float32."""
 _BOTH = "correct the cell, or leave time and event empty to exclude the slide"
 
 
@@ -123,6 +125,14 @@ class Regression(Task):
                     found=f"{len(known)} slides with {'one value' if len(known) else 'no value'}",
                     expected="several values", todo="leave the column out, or add slides",
                 )  # fmt: skip
+            spread, largest = float(np.ptp(known)), float(np.abs(known).max())
+            if spread < _LEAST_SPREAD * largest or not _SMALLEST < largest < 1 / _SMALLEST:
+                raise UsageError(
+                    f"column {name} cannot be learned: {side}",
+                    found=f"values that differ by {spread:.3g}, up to {largest:.10g}",
+                    expected=f"differences above {_LEAST_SPREAD * largest:.3g}, which single precision distinguishes",
+                    todo="subtract a constant from the column, or use another unit",
+                )
 
     def summary(self, targets: NDArray[np.float64]) -> str:
         """Return mean and standard deviation of each column."""

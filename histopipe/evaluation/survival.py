@@ -71,7 +71,7 @@ class SurvivalStatistics(WeightedStatistics):
             texts.append(
                 f"Uno's C leaves out events at the last time, {self._time[-1]:g}, when other patients are censored"
             )
-        if len(self._inside) < min(2, len(self._grid)):
+        if len(self._grid) and len(self._inside) < 2:
             texts.append(
                 f"{len(self._inside)} of the {len(self._grid)} times of the model are within the times of these patients: "
                 "the AUC over time needs 1, the integrated Brier score 2"

@@ -53,7 +53,7 @@ class Classifier:
     """SHA-256 of the weights."""
     temperatures: tuple[tuple[float, ...], ...] = ()
     """Temperature of each model; empty if they are not calibrated."""
-    in_training: frozenset[str] = frozenset()
+    in_training: frozenset[tuple[str, str]] = frozenset()
     """Slides on which a model was trained or validated, and their patients."""
 
     def calibrated(self, probability: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from histopipe._version import __version__
-from histopipe.dataset.splits import trained_on
+from histopipe.dataset.splits import names_of, trained_on
 from histopipe.dataset.targets import Target, make_task
 from histopipe.errors import OutOfMemory, UsageError
 from histopipe.evaluation.evaluate import evaluate
@@ -42,7 +42,7 @@ from histopipe.inference.predictions_folder import (
 from histopipe.inference.trained_bags import TrainedBags
 from histopipe.runs import folder as run_folder
 from histopipe.slides.tables import table_columns
-from histopipe.system.csv_files import column_key, nfc
+from histopipe.system.csv_files import column_key
 from histopipe.system.filesystems import roomy
 from histopipe.system.progress import Progress
 from histopipe.system.result import slide_failure
@@ -151,11 +151,13 @@ class BagsPrediction:
         self.done = [bag.id for bag, _ in found]
         if self.features.kind == "features":
             self.features.patches = sum(bag.rows for bag, _ in found)
-        used = set[str]().union(*(trained_on(it.folder / run_folder.SPLITS) for it in self.models))
+        used = set[tuple[str, str]]().union(
+            *(trained_on(it.folder / run_folder.SPLITS) for it in self.models)
+        )
         seen = {
             bag.id: bag.patient or bag.id
             for bag, _ in found
-            if {nfc(bag.id), nfc(bag.patient or bag.id)} & used
+            if names_of(bag.id, bag.patient) & used
         }
         if seen:
             self.progress.message(training_warning(sorted(seen), self._first.config.bag))

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe._version import __version__
+from histopipe.dataset.splits import names_of
 from histopipe.evaluation.breakdown import breakdown_lines
 from histopipe.evaluation.evaluate import Evaluation, positive_class
 from histopipe.evaluation.levels import Aggregation, Level
@@ -176,7 +177,9 @@ class PatchPrediction:
         ]
         slides, classifier, path = [slide for slide, _ in found], self.classifier, self.folder.path
         seen = {
-            it.slide: it.patient for it in slides if {it.slide, it.patient} & classifier.in_training
+            it.slide: it.patient
+            for it in slides
+            if names_of(it.slide, it.patient) & classifier.in_training
         }
         if seen:
             self.progress.message(training_warning(sorted(seen), "slide"))

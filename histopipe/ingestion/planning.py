@@ -140,8 +140,7 @@ def plan_slide(
                 outside = slide.coords is not None and sticks_out(plan, info)
                 wanted = "openslide" if outside else options.route
                 route = choose_route(slide.id, plan, spec, wanted, levels)
-                imported = np.full(thumbnail.pixels.shape[:2], slide.coords is not None)
-                chosen = imported if mask is None else mask.pixels
+                chosen = np.ones(thumbnail.pixels.shape[:2], bool) if mask is None else mask.pixels
                 notes += [*info.notes, *pixel_notes(levels, plan, thumbnail, chosen)]
         recipe = PatchRecipe(file.path, plan.choice, route, spec, info.reader)
         estimate = _estimate(recipe, plan)

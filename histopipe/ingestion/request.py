@@ -114,6 +114,7 @@ def read_request(
     unknown = sorted(settings.keys() - allowed.keys())
     if unknown:
         raise UsageError("unknown options", found=", ".join(unknown))
+    settings = dict(settings)
     check_arguments(settings, allowed)
     _check_values(settings)
     paths, urls = sources(slides, settings.get("slide_list"))
@@ -142,7 +143,8 @@ def read_request(
         **_given(settings, _OPTIONS),
     )  # fmt: skip
     annotations = _annotations(settings, names, progress)
-    reading = {"na": settings.get("na") or NA_VALUES, "notify": progress.message}
+    na = settings.get("na")
+    reading = {"na": NA_VALUES if na is None else na, "notify": progress.message}
     labels = _labels(found, paths, settings.get("labels"), names, allow_extra=extra, **reading)
     mpp_csv = settings.get("mpp_csv")
     mpps = {} if mpp_csv is None else read_mpps(Path(mpp_csv), names, allow_extra=extra)

@@ -73,15 +73,14 @@ def pixel_notes(
 ) -> list[str]:
     """Return notes about pixels that are probably wrong: their colours, and missing tiles where there is tissue.
 
-    Scanners leave out tiles of glass. `chosen` is the mask of the thumbnail by which cells were chosen; it is empty if
-    they were not chosen by their tissue.
+    Scanners leave out tiles of glass. `chosen` is the mask of the thumbnail by which cells were chosen, or all of it.
     """
     native = levels.located(plan.choice.level)
     notes = [colour_note(thumbnail.pixels), native.conflict if native else None]
     if native is not None and not native.lengths.all():
         missing = chosen & _missing(native, plan, thumbnail)
         count = int((cell_shares(plan, thumbnail, missing) > _MISSING).sum())
-        text = "partly in tiles that the file does not contain, where there is tissue: they are blank there"
+        text = "partly in tiles that the file does not contain: they are blank there"
         notes += [f"{counted(count, 'patch')} {text}"] if count else []
     return [note for note in notes if note]
 

@@ -211,4 +211,7 @@ def _keras(path: Path) -> Callable[[NDArray[np.float32]], NDArray[np.float32]]:
         raise UsageError(
             f"{path} cannot be loaded", found=str(error).split("\n")[0][:200]
         ) from error
+    # A ReLU layer turns NaN into 0, so that the output may not show it.
+    if not all(np.isfinite(weights).all() for weights in model.get_weights()):
+        raise UsageError(f"{path}: a weight is not finite", todo="use another network")
     return lambda values: np.asarray(model.predict_on_batch(values), np.float32)

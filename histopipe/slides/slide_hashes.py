@@ -16,7 +16,7 @@ from histopipe.geometry import Size
 from histopipe.slides.slide import SlideInfo
 from histopipe.slides.slide_files import SlideFile, tile_hash
 
-_BLOCKS, _BLOCK_BYTES = 64, 1 << 14
+_BLOCKS, _BLOCK_BYTES, _FINER = 64, 1 << 14, 64
 _PIXEL_FILES = {".mrxs": {".dat"}, ".vms": {".jpg"}, ".vmu": {".ngr"}, ".vsi": {".ets"}}
 """Suffixes of the files with the pixels of a slide that has several files. The others have names and other metadata."""
 _Places = tuple[Size, Sequence[Path], Sequence[int], Sequence[int]]
@@ -129,7 +129,8 @@ def connected(*names: Sequence[Hashable]) -> list[int]:
 def pixel_hash(slide: SlideFile, size: Size) -> str | None:
     """Return a hash of the stored pixels of a slide whose level 0 has a `size`; None if they cannot be read.
 
-    It covers the size, the lengths of all tiles or strips of level 0, and 64 blocks of 16 kB that are spread over them.
+    It covers the size, the lengths of all tiles or strips of level 0, and 64 blocks of 16 kB that are spread over them:
+    4,096 blocks of 256 bytes if all lengths are equal.
     Where they are not easily located, it covers the lengths and blocks of the files that contain the pixels. Names,
     paths, times and headers do not matter.
     """
@@ -188,10 +189,13 @@ def _digest(
     written = np.flatnonzero(lengths > 0)
     ends = np.cumsum(lengths[written])
     total, opened = int(ends[-1]), None
-    begins = np.linspace(0, max(0, total - _BLOCK_BYTES), _BLOCKS).astype(int).tolist()
+    # The lengths of tiles without compression do not depend on the pixels, and most blocks may be of the background.
+    finer = _FINER if len(written) > 1 and len(set(lengths[written].tolist())) == 1 else 1
+    size_bytes = _BLOCK_BYTES // finer
+    begins = np.linspace(0, max(0, total - size_bytes), _BLOCKS * finer).astype(int).tolist()
     with ExitStack() as stack:
         for begin in begins:
-            end = min(begin + _BLOCK_BYTES, total)
+            end = min(begin + size_bytes, total)
             for n in range(np.searchsorted(ends, begin, "right"), np.searchsorted(ends, end) + 1):
                 number, tile_end = written[n], int(ends[n])
                 tile_begin = tile_end - int(lengths[number])

@@ -79,9 +79,11 @@ def check_numbers(path: Path, rows: Sequence[TableRow], column: str) -> None:
     filled = [row for row in rows if row.others[column]]
     odd = [row for row in filled if not is_number(row.others[column])]
     numbers = {cell for row in filled if is_number(cell := row.others[column])}
-    commas = all(has_decimal_comma(row.others[column]) for row in odd)
-    mostly = len(filled) - len(odd) >= NUMERIC_SHARE * len(filled) and len(numbers) > _MOST_CODES
-    if odd and (commas or mostly):
+    commas = [row for row in odd if has_decimal_comma(row.others[column])]
+    numeric = len(filled) - len(odd) + len(commas)
+    mostly = numeric >= NUMERIC_SHARE * len(filled) and (bool(commas) or len(numbers) > _MOST_CODES)
+    odd = commas or odd
+    if odd and mostly:
         raise UsageError(
             f"{path}, line {odd[0].line}: column {column}", found=repr(odd[0].others[column]),
             expected="a number with a decimal point" if commas else

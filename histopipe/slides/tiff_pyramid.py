@@ -103,6 +103,8 @@ def read_pyramid(path: Path, tiff: tifffile.TiffFile) -> tuple[list[TiffImage], 
     Raises:
         SlideUnreadable: it has several channels, other pixels than 8-bit RGB or grey, or a damaged header.
     """
+    if not tiff.series:
+        raise SlideUnreadable(f"{path} has no image", todo="check that the copy is complete")
     series = max(
         tiff.series, key=lambda it: it.shape[it.axes.index("Y")] * it.shape[it.axes.index("X")]
     )

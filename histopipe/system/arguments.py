@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import inspect
 import numbers
+import sys
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -42,24 +43,37 @@ def checked(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        check_arguments(signature.bind(*args, **kwargs).arguments, hints)
-        return function(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
+        check_arguments(bound.arguments, hints)
+        return function(*bound.args, **bound.kwargs)
 
     call.__module__ = "histopipe"  # for pickle, which finds it by module and name
     return call
 
 
-def check_arguments(values: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
+def check_arguments(values: MutableMapping[str, Any], hints: Mapping[str, Any]) -> None:
     """Check that values have the types and choices of annotations, by name. Other values are not checked.
+
+    Iterators become lists, since a check reads them, and numbers of NumPy those of Python, which JSON can represent.
 
     Raises:
         UsageError: the message has the name, the value, and what is allowed.
     """
-    for name, value in values.items():
+    for name in values:
+        value = values[name] = _plain(values[name]) if name in hints else values[name]
         if name in hints and not _fits(value, hints[name]):
             raise UsageError(name, found=repr(value)[:80], expected=_text(hints[name]))
         if name == "workers" and value is not None and value < 1:
             raise UsageError(name, found=value, expected="a whole number, 1 or more")
+
+
+def _plain(value: Any) -> Any:
+    numpy = sys.modules.get(
+        "numpy"
+    )  # if it is not loaded, no value is of it; loading it takes time
+    if isinstance(value, Iterator):
+        return list(value)
+    return value.item() if numpy is not None and isinstance(value, numpy.generic) else value
 
 
 def _fits(value: Any, hint: Any) -> bool:
@@ -70,8 +84,7 @@ def _fits(value: Any, hint: Any) -> bool:
         return isinstance(value, str) and value in parts
     if origin in (Sequence, tuple):
         listed = isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)
-        # The items of an iterator can be read only once.
-        return listed and all(_fits(it, parts[0]) for it in value if isinstance(value, Sized))
+        return listed and all(_fits(item, parts[0]) for item in value)
     kind = _NUMBERS.get(hint, origin or hint)
     is_number = isinstance(value, bool) and hint in _NUMBERS
     return kind is Any or (isinstance(value, kind) and not is_number)

@@ -74,7 +74,8 @@ def read_csv(path: Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
         )
     width = max((len(cells) for _, cells in rows[1:]), default=0)
     for line, cells in rows[1:]:
-        if 1 < len(cells) == width < len(header):  # the last columns have no cells in any row
+        # If all rows have a slide and a label only, the other columns are empty: no cell can be in a wrong column.
+        if len(cells) == width == 2 and list(map(column_key, header[:2])) == ["slide", "label"]:
             cells.extend([""] * (len(header) - width))
         if len(cells) != len(header):
             raise UsageError(

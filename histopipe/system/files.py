@@ -83,10 +83,16 @@ def appearing(path: Path) -> Iterator[Path]:
         _remove(part)
 
 
+_PART = re.compile(r"\.part-([0-9a-f]+)-[0-9a-f]{8}(\.|$)")
+"""Temporary name of `appearing`, with the number of its process. Other names are those of other commands."""
+
+
 def remove_parts(folder: Path) -> None:
-    """Remove the temporary files and folders of killed processes from a folder that this process has locked."""
+    """Remove the files and folders that `appearing` left in a folder, of processes that do not run any more."""
     for part in folder.glob(".part-*"):
-        _remove(part)
+        process = _PART.match(part.name)
+        if process is not None and not Path(f"/proc/{int(process[1], 16)}").exists():
+            _remove(part)
 
 
 def _remove(part: Path) -> None:

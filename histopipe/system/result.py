@@ -38,7 +38,7 @@ def counted(number: int, noun: str) -> str:
 
 def plural(noun: str) -> str:
     """Return the plural of a noun: `patches`, `slides`."""
-    return f"{noun}es" if noun.endswith(("s", "ch")) else f"{noun}s"
+    return f"{noun}es" if noun.endswith(("s", "ch")) and noun != "epoch" else f"{noun}s"
 
 
 def exit_code_of(failed: int, others: int) -> ExitCode:

@@ -41,10 +41,14 @@ def load_quietly(module: str, *, lean: bool = False) -> Any:
     try:
         with _quiet(), _without(_OPTIONAL if lean else ()):
             imported = importlib.import_module(module)
-    except (ImportError, ValueError) as error:  # ValueError: a wrong value in keras.json
+    except (ImportError, ValueError, AssertionError, AttributeError) as error:
+        is_missing = isinstance(
+            error, ImportError
+        )  # else Keras stops at a wrong value in keras.json
         raise MachineShort(
-            "this needs TensorFlow, which is not installed or cannot be loaded", found=str(error),
-            todo="run pip install 'histopipe[train]' (CPU) or 'histopipe[gpu]'",
+            "this needs TensorFlow, which is not installed or cannot be loaded", found=str(error) or repr(error),
+            todo="run pip install 'histopipe[train]' (CPU) or 'histopipe[gpu]'" if is_missing
+            else "correct or remove keras.json in ~/.keras or KERAS_HOME",
         ) from error  # fmt: skip
     if not loaded and "keras" in sys.modules:
         for name, value in _KERAS.items():

@@ -109,6 +109,9 @@ class Trainer:
         try:
             if resume:
                 self._resume()
+            check_weights(
+                self._step.model.training.weights, "the network", "use another --model or --weights"
+            )
             self._agree()
             self._report("started", None)
             with self._signals.handled():
