@@ -2,7 +2,7 @@
 
     python tools/make_golden_runs.py 59ffcac tests/golden/slides tests/golden/0.2.0
 
-Checks out a commit of this repository, installs it with its own locks into an environment of its own, and runs its
+Checks out a commit of this repository, installs it with its locks into a separate environment, and runs its
 commands on the slides: two stores (one of them extended), a run of patches and one of bags, two folds, a search,
 features, predictions, and an interrupted run. Files that no command needs later are removed, since the folder is meant
 to be committed. The paths in it are relative.
