@@ -182,3 +182,17 @@ def test_training_on_two_magnifications(
     assert {row["size_l0"] for row in rows} == {"512"}
     assert sum(float(row["attention"]) for row in rows) == pytest.approx(1)
     assert {"contribution_n", "contribution_p"} <= rows[0].keys()
+
+
+def test_damaged_headers_are_left_out_with_a_reason(tmp_path: Path) -> None:
+    for name in "abc":
+        write_bag(tmp_path / f"{name}.h5", a_bag(0, 3, positive=True))
+    content = (tmp_path / "b.h5").read_bytes()
+    (tmp_path / "b.h5").write_bytes(content[: len(content) // 2])
+    with pytest.raises(DamagedStore, match=r"b\.h5"):
+        BagSet(tmp_path)
+    (tmp_path / "labels.csv").write_text("slide,label\na,x\nb,y\nc,y\n")
+    bags = BagSet(tmp_path, labels=tmp_path / "labels.csv", on_error="skip")
+    assert [bag.id for bag in bags.bags.values()] == ["a", "c"]
+    assert list(bags.failed) == ["b"]
+    assert any("left out" in note and "b.h5" in note for note in bags.notes)

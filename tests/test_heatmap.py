@@ -247,6 +247,9 @@ def test_errors_of_heatmap(predictions: Path, tmp_path: Path, run: Run) -> None:
     done = run("heatmap", predictions)
     assert done.returncode == 3, "a damaged slide does not affect other slides"
     assert (tmp_path / "heatmaps" / "x" / "one.heat.png").exists()
+    facts.write_text("{")
+    refused(0, "1 file of 1 slide", predictions, "--slide", "x/one")
+    refused(3, "two.json is damaged", predictions)
 
 
 def test_files_named_after_slides_are_not_overwritten(

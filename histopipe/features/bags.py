@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from histopipe.dataset.options import OnError
 from histopipe.dataset.participants import Participant, read_participants
 from histopipe.errors import UsageError
 from histopipe.features import BagOf
@@ -77,7 +78,8 @@ class BagSet:
     slide. By default they are those that `histopipe embed` recorded. `columns`, `with_label`, `na` and `notify` as for
     `read_labels`; `more_columns` are its `groups`, and may differ between the slides of a patient. Bags keep their
     `numbers`, by name, in existing splits; other bags get higher ones. `unlabelled` keeps slides without label, and does
-    not compare the labels of a patient's slides.
+    not compare the labels of a patient's slides. With `on_error` "skip", files whose header is damaged are left out;
+    `failed` has the reasons by slide.
 
     Raises:
         NothingToDo: the folders contain no features of a slide.
@@ -103,17 +105,19 @@ class BagSet:
         notify: Callable[[str], None] = message,
         numbers: Mapping[str, int] | None = None,
         unlabelled: bool = False,
+        on_error: OnError = "raise",
     ) -> None:
         self.folders = (folder,) if isinstance(folder, Path) else tuple(folder)
         self.path = self.folders[0]
-        sets = FeatureSets.of(self.folders)
-        headers, parts = sets.headers, sets.parts
+        sets = FeatureSets.of(self.folders, on_error)
+        headers, parts, self.failed = sets.headers, sets.parts, sets.failed
         self._recorded = _recorded_slides(self.path, headers)
         self.dimension = sum(sets.dimensions)
         self.uuid = "+".join(map(_identity, self.folders, sets.dimensions))
         rows = None
         if labels is not None:
-            names = SlideNames(headers, self._recorded.keys() - headers.keys())
+            others = self._recorded.keys() | self.failed.keys()
+            names = SlideNames(headers, others - headers.keys())
             rows = read_labels(
                 labels, names, columns=columns, groups=more_columns, with_label=with_label,
                 allow_extra=allow_extra, na=na, notify=notify,

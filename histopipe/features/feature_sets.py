@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from histopipe.errors import NothingToDo, UsageError
+from histopipe.dataset.options import OnError
+from histopipe.errors import DamagedStore, NothingToDo, UsageError
 from histopipe.features.feature_file import FeatureHeader, feature_files, read_header
 from histopipe.features.joined import SlideFeatures, join
 from histopipe.system.csv_files import nfc
@@ -25,30 +26,47 @@ class FeatureSets:
         parts: joined features of the slides that have some.
         dimensions: features per patch of each set.
         notes: what was left out.
+        failed: why the header of a file cannot be read, by slide; only if damage is skipped.
     """
 
     headers: Headers
     parts: Mapping[str, SlideFeatures]
     dimensions: tuple[int, ...]
     notes: tuple[str, ...]
+    failed: Mapping[str, str]
 
     @classmethod
-    def of(cls, folders: Sequence[Path]) -> FeatureSets:
+    def of(cls, folders: Sequence[Path], on_error: OnError = "raise") -> FeatureSets:
         """Open the feature files of folders. Raises as `BagSet`."""
         notes: list[str] = []
+        failed: dict[str, str] = {}
         first = folders[0]
-        headers = {name: read_header(path) for name, path in feature_files(first).items()}
+        headers = _headers(first, on_error, failed)
         by_name = {nfc(name): name for name in headers}
         others = [
             {
                 name if name in headers else by_name.get(nfc(name), name): other[name]
                 for name in other
             }
-            for other in _other_headers(folders)
+            for other in _other_headers(folders, on_error, failed)
         ]
         dimensions = [_common_dimension(it) for it in (_filled(first, headers), *others)]
         parts = _parts(headers, others, folders, notes)
-        return cls(headers, parts, tuple(dimensions), tuple(notes))
+        notes += [f"left out: {reason}" for reason in failed.values()]
+        return cls(headers, parts, tuple(dimensions), tuple(notes), failed)
+
+
+def _headers(folder: Path, on_error: OnError, failed: dict[str, str]) -> dict[str, FeatureHeader]:
+    """Return the headers of a folder. If damage is skipped, `failed` gets why one cannot be read."""
+    headers = {}
+    for name, path in feature_files(folder).items():
+        try:
+            headers[name] = read_header(path)
+        except DamagedStore as error:
+            if on_error == "raise":
+                raise
+            failed[name] = str(error)
+    return headers
 
 
 def _filled(folder: Path, headers: Headers) -> Headers:
@@ -66,14 +84,13 @@ def _filled(folder: Path, headers: Headers) -> Headers:
     return found
 
 
-def _other_headers(folders: Sequence[Path]) -> list[Headers]:
+def _other_headers(
+    folders: Sequence[Path], on_error: OnError, failed: dict[str, str]
+) -> list[Headers]:
     """Return the headers of all folders but the first."""
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise UsageError("--mil: a folder is given twice", found=", ".join(map(str, folders)))
-    return [
-        _filled(folder, {name: read_header(path) for name, path in feature_files(folder).items()})
-        for folder in folders[1:]
-    ]
+    return [_filled(folder, _headers(folder, on_error, failed)) for folder in folders[1:]]
 
 
 def _parts(

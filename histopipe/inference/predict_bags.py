@@ -117,7 +117,7 @@ class BagsPrediction:
         bags = BagSet(
             folders, bag=first.config.bag, labels=None if labels is None else Path(labels),
             columns=columns, more_columns=labels_columns(self.options.subgroup), with_label=has_label, allow_extra=self.options.allow_extra_rows,
-            na=first.config.na if self.options.na is None else self.options.na, notify=self.progress.message, unlabelled=True,
+            na=first.config.na if self.options.na is None else self.options.na, notify=self.progress.message, unlabelled=True, on_error="skip",
         )  # fmt: skip
         if bags.dimension != first.network.dimension:
             raise UsageError(
@@ -127,7 +127,7 @@ class BagsPrediction:
             )  # fmt: skip
         for note in bags.notes:
             self.progress.message(note)
-        self.failed |= dict.fromkeys(bags.empty, "the slide has no patches")
+        self.failed |= {**bags.failed, **dict.fromkeys(bags.empty, "the slide has no patches")}
         return bags
 
     def _predict(self, bags: BagSet) -> ExternalEvaluation | None:

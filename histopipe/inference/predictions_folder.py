@@ -185,9 +185,13 @@ class PredictionsFolder:
 
     def slides(self) -> dict[str, PredictedSlide]:
         """Return all complete slides by id, sorted by id."""
-        paths = (self.path / PATCHES).rglob("*.json")
-        found = (PredictedSlide.read(path) for path in paths if not path.name.startswith("."))
-        return dict(sorted((slide.slide, slide) for slide in found))
+        return {name: PredictedSlide.read(self.json(name)) for name in self.names()}
+
+    def names(self) -> list[str]:
+        """Return the ids of all complete slides, sorted."""
+        folder = self.path / PATCHES
+        paths = (path for path in folder.rglob("*.json") if not path.name.startswith("."))
+        return sorted(path.relative_to(folder).as_posix().removesuffix(".json") for path in paths)
 
     def read(self, slide: str) -> PatchScores:
         """Read the predictions of a slide."""

@@ -79,15 +79,15 @@ def open_values(
 
 def _of_predictions(folder: Path, class_name: str | None) -> tuple[Collection[str], ReadValues]:
     predictions = PredictionsFolder(folder)
-    slides = predictions.slides()
 
     def read(name: str) -> PatchValues | None:
-        if not slides[name].patches:
+        slide = PredictedSlide.read(predictions.json(name))
+        if not slide.patches:
             return None
         scores = predictions.read(name)
-        return _probabilities(scores, np.arange(len(scores.label)), slides[name], class_name)
+        return _probabilities(scores, np.arange(len(scores.label)), slide, class_name)
 
-    return slides, read
+    return predictions.names(), read
 
 
 def _of_run(

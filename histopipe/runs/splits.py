@@ -46,6 +46,7 @@ def opened_sources(
             with_label=config.task == "classification",
             allow_extra=config.allow_extra_rows,
             na=config.na,
+            on_error=config.on_error,
             # An existing split has its labels: the training that made it has reported on the file.
             notify=message if splits is None else SilentProgress().message,
             numbers=None if splits is None else recorded_numbers(Path(splits)),
