@@ -171,7 +171,8 @@ def test_resumed_export_equals_uninterrupted_export(
     monkeypatch.undo()
     assert not list(parts.rglob("*part-*"))
     # A killed process leaves an incomplete file or folder.
-    left = parts / "t" / ".part-t1" if to == "folder" else parts / ".part-t1.tfrecords"
+    name = f".part-{2**30:x}-0123abcd"  # of a process that does not run
+    left = parts / "t" / name if to == "folder" else parts / f"{name}.tfrecords"
     left.parent.mkdir(exist_ok=True)
     if to == "folder":
         left.mkdir(exist_ok=True)
