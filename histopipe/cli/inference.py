@@ -124,13 +124,12 @@ def predict(
 @stores_argument
 @click.option(
     "--model",
-    required=True,
-    help="Encoder: a name (`histopipe encoders`), a run's folder, a keras.applications name, an ONNX or .keras file, "
+    help="Encoder: efficientnet-lite0 (default), a name of `histopipe encoders`, a run's folder, a keras.applications name, an ONNX or .keras file, "
     "a SavedModel folder, or module.py:function.",
 )
 @click.option(
     "--weights",
-    help="Weights of a named encoder: a file or folder; for keras.applications also imagenet (default) or none.",
+    help="Weights of a named encoder: a file or folder; else imagenet (default) or none.",
 )
 @click.option(
     "--allow-mismatch",

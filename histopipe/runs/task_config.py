@@ -76,13 +76,14 @@ class PatchTrainConfig(TrainConfig):
     )  # fmt: skip
     model: str = setting(
         "small-cnn",
-        "small-cnn, a keras.applications name (resnet50), an encoder (`histopipe encoders`), a .keras file, or "
-        "module.py:function.",
-        group=MODEL,
+        "efficientnet-lite0, -lite1 or -lite2, small-cnn, a keras.applications name (resnet50), an encoder (`histopipe "
+        "encoders`), a .keras file, or module.py:function.",
+        group=MODEL, default_text="auto: efficientnet-lite0; small-cnn for patches below 96 pixels",
     )  # fmt: skip
     weights: str = setting(
-        "none", "Initial weights: none, imagenet, or a weights file or folder of the backbone.",
+        "auto", "Initial weights: none, imagenet, or a weights file or folder of the backbone.",
         group=MODEL, per_worker=True,
+        default_text="auto: imagenet for efficientnet-lite, else none",
     )  # fmt: skip
     trainable: str = setting(
         "all",
@@ -136,6 +137,12 @@ class PatchTrainConfig(TrainConfig):
                 f"--balance {self.balance} draws from all slides, but --shuffle-block reads neighbouring patches",
                 todo="use one of them",
             )
+
+    @property
+    def used_weights(self) -> str:
+        """The initial weights, if `weights` is auto those of the model's default."""
+        lite = self.model.startswith("efficientnet-lite")
+        return self.weights if self.weights != "auto" else "imagenet" if lite else "none"
 
     @property
     def labelling(self) -> Labelling:

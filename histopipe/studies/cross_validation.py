@@ -15,6 +15,7 @@ from histopipe.dataset.splitting import make_folds
 from histopipe.errors import DamagedStore, Interrupted, NothingToDo, UsageError
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
+from histopipe.runs.recipe import with_recipe
 from histopipe.runs.result import is_finished
 from histopipe.runs.settings import declared_settings, read_settings
 from histopipe.runs.splits import opened_sources, split_options
@@ -84,7 +85,7 @@ def _new(settings: dict[str, Any]) -> tuple[TrainConfig, FoldSettings]:
     folds = FoldSettings(**of_folds)
     if not folds.folds:
         raise UsageError("--folds is missing", expected="a number of folds, such as 5")
-    config = make_config(training)
+    config = make_config(with_recipe(training))
     if config.splits is not None:
         raise UsageError("--splits and --folds exclude each other", todo="use one of them")
     return config, folds

@@ -19,6 +19,7 @@ from histopipe.training.fine_tuning import rate_factors, set_trainable
 from histopipe.training.objective import Objective
 
 _HASHES = 1 << 31
+_LEAST_MOMENTUM = 0.8
 LOGITS = "logits"
 """Name of the last layer with weights, in training and in saved models."""
 
@@ -41,6 +42,17 @@ class PatchModel:
         """Batch normalization layers, including nested ones."""
         layers = self.training._flatten_layers()
         return [layer for layer in layers if isinstance(layer, keras.layers.BatchNormalization)]
+
+    def limit_momentum(self, steps_per_epoch: int) -> None:
+        """Lower the momentum of batch normalization, so that an epoch replaces 99 % of the first statistics.
+
+        Keras' 0.99 needs 460 steps for it. With short epochs, validation would use the statistics of random or other
+        weights.
+        """
+        for layer in self.batch_norms:
+            layer.momentum = min(
+                layer.momentum, max(_LEAST_MOMENTUM, 0.01 ** (1 / steps_per_epoch))
+            )
 
     def synchronize(self, wanted: bool) -> None:
         """Compute batch statistics over all replicas, or per replica."""
