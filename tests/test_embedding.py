@@ -385,7 +385,7 @@ def test_errors_are_raised_before_anything_is_written(
     small_store: Path, a_run: Path, made_store: Path, onnx_file: Path, tmp_path: Path, run: Run
 ) -> None:
     cases: list[tuple[Path, dict[str, Any], int, str]] = [
-        (small_store, {"model": "nonsense"}, 2, "expected small-cnn, a run's folder, an ONNX file, a SavedModel folder"),
+        (small_store, {"model": "nonsense"}, 2, "small-cnn, a run's folder, an ONNX file, a SavedModel folder"),
         (small_store, {"model": a_run, "weights": "none"}, 2, "which already contains weights"),
         (small_store, {"model": onnx_file, "devices": "gpu"}, 2, "an onnxruntime without CUDA"),
         (small_store, {"model": onnx_file, "batch_size": 0}, 2, "batch_size"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,17 +42,6 @@ class PatchModel:
         """Batch normalization layers, including nested ones."""
         layers = self.training._flatten_layers()
         return [layer for layer in layers if isinstance(layer, keras.layers.BatchNormalization)]
-
-    def limit_momentum(self, steps_per_epoch: int) -> None:
-        """Lower the momentum of batch normalization, so that an epoch replaces 99 % of the first statistics.
-
-        Keras' 0.99 needs 460 steps for it. With short epochs, validation would use the statistics of random or other
-        weights.
-        """
-        for layer in self.batch_norms:
-            layer.momentum = min(
-                layer.momentum, max(_LEAST_MOMENTUM, 0.01 ** (1 / steps_per_epoch))
-            )
 
     def synchronize(self, wanted: bool) -> None:
         """Compute batch statistics over all replicas, or per replica."""
@@ -105,6 +94,15 @@ def build_model(
         )
         model.synchronize(True)
         return model
+
+
+def limit_momentum(layers: Iterable[keras.layers.BatchNormalization], steps_per_epoch: int) -> None:
+    """Lower the momentum of batch normalization, so that an epoch replaces 99 % of the first statistics.
+
+    Keras' 0.99 needs 460 steps for it. With short epochs, validation would use the statistics of the first weights.
+    """
+    for layer in layers:
+        layer.momentum = min(layer.momentum, max(_LEAST_MOMENTUM, 0.01 ** (1 / steps_per_epoch)))
 
 
 @contextlib.contextmanager

@@ -251,7 +251,6 @@ class PatchProblem(Problem):
                 objective=self.objective, dropout=config.dropout, weights=config.used_weights,
                 precision=config.precision, trainable=config.trainable, layer_decay=config.layer_decay,
             )  # fmt: skip
-            model.limit_momentum(steps_per_epoch)
             optimizer = make_optimizer(config, steps_per_epoch)
         if model.facts:
             self.facts = {**self.facts, "backbone": dict(model.facts)}
