@@ -338,7 +338,18 @@ def test_stores_of_another_split_are_refused(made_store: Path, tmp_path: Path, r
 
 
 def test_split_within_slides_is_refused(made_store: Path, tmp_path: Path, run: Run) -> None:
-    run("train", made_store, "--epochs", 1, "--split-by", "patch", "--out", tmp_path / "run")
+    run(
+        "train",
+        made_store,
+        "--model",
+        "small-cnn",
+        "--epochs",
+        1,
+        "--split-by",
+        "patch",
+        "--out",
+        tmp_path / "run",
+    )
     done = run(
         "split",
         made_store,

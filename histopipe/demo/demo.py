@@ -26,6 +26,7 @@ from histopipe.reports.heatmap import heatmap
 from histopipe.reports.html_page import plan_image
 from histopipe.reports.report import report
 from histopipe.reports.run_data import read_run
+from histopipe.runs.recipe import SMALL_CNN
 from histopipe.runs.result import TrainResult
 from histopipe.runs.train import train
 from histopipe.store.reading import decode_picture
@@ -129,7 +130,13 @@ def demo(
     quality(store, progress=shown)
     step(4, "train on the patch labels, split by slide")
     result = train(
-        store, out=run, labels_from="annotation", split_by="slide", epochs=6, max_per_slide=300
+        store,
+        out=run,
+        model=SMALL_CNN,
+        labels_from="annotation",
+        split_by="slide",
+        epochs=6,
+        max_per_slide=300,
     )
     step(5, "predict the new slides, and draw heatmaps")
     predict(run, new, out=predictions)
