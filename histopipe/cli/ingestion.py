@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 @click.option(
     "--tissue",
     default="otsu",
-    help="otsu (the newest version, otsu-2), otsu-1, otsu-2, or a segmentation network (.onnx or .keras).",
+    help="otsu (the newest version, otsu-3), otsu-1, otsu-2, otsu-3, or a segmentation network (.onnx or .keras).",
 )
 @click.option(
     "--mpp-csv", type=PATH, help="CSV: slide,mpp. Takes precedence over the slides' headers."
@@ -84,12 +84,12 @@ def tissue(slides: tuple[Path, ...], out: Path, *, as_json: bool, **options: Any
 @click.option(
     "--tissue",
     default="otsu",
-    help="Tissue: otsu (the store's version, else the newest, otsu-2), otsu-1, otsu-2, none for all patches, a folder "
+    help="Tissue: otsu (the store's version, else the newest, otsu-3), otsu-1, otsu-2, otsu-3, none for all patches, a folder "
     "of masks (SLIDE.geojson or SLIDE.png), or a segmentation network (.onnx or .keras, with a .json file).",
 )
 @click.option(
     "--tissue-fallback",
-    type=click.Choice(["otsu", "otsu-1", "otsu-2"]),
+    type=click.Choice(["otsu", "otsu-1", "otsu-2", "otsu-3"]),
     help="With a folder of masks: how to find the tissue of slides without a mask.  [default: they fail]",
 )
 @click.option(
@@ -252,6 +252,8 @@ def ingest(
 
 def _show_report(report: IngestReport, *, as_json: bool) -> int:
     """Print the summary to standard output, and warnings and failed slides to standard error."""
+    from histopipe.ingestion.report import lines_of_slides
+
     if as_json:
         show_json(report.to_json())
         return report.exit_code
@@ -259,8 +261,9 @@ def _show_report(report: IngestReport, *, as_json: bool) -> int:
         echo(f"warning: {warning}", err=True)
     if report.failed:
         echo(f"\n{len(report.failed)} of {len(report.slides)} slides failed:", err=True)
-        for name, reason in report.failed.items():
-            echo(f"  {name}: {reason}", err=True)
+        failed = report.failed
+        for line in lines_of_slides(failed, lambda name: f"{name}: {failed[name]}"):
+            echo(f"  {line}", err=True)
     show_text("\n".join([report.store, *report.summary_lines()]))
     if len(report.failed) < len(report.slides):
         suggest("info", report.store)

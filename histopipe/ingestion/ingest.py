@@ -44,8 +44,8 @@ def ingest(
         mpp, mag, level: scale of the patches in µm per pixel, as a magnification, or as a pyramid level. The default is
             0.5 mpp.
         overlap: pixels that neighbouring patches share, 0.
-        tissue: "otsu" finds tissue on a thumbnail by the version of an existing store, else by the newest, "otsu-2";
-            "otsu-1", "otsu-2"; "none" takes all patches; a folder of masks, SLIDE.geojson or SLIDE.png; or a
+        tissue: "otsu" finds tissue on a thumbnail by the version of an existing store, else by the newest, "otsu-3";
+            "otsu-1", "otsu-2", "otsu-3"; "none" takes all patches; a folder of masks, SLIDE.geojson or SLIDE.png; or a
             segmentation network, an ONNX or Keras file with a JSON file.
         tissue_threshold: minimum fraction of a patch that is tissue, 0.5.
         tissue_fallback: with a folder of masks, the algorithm for slides without a mask; None lets them fail.

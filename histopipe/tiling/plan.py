@@ -60,11 +60,12 @@ def choose_level(
     wanted = spec.mpp
     fine = [level for level in levels if mpp * level.downsample <= wanted * (1 + SCALE_TOLERANCE)]
     if not fine:
+        finest = mpp * levels[0].downsample
         raise ScaleError(
             f"{name} is too coarse",
-            found=f"{mpp * levels[0].downsample:g} mpp at its finest",
+            found=f"{finest:g} mpp at its finest",
             expected=f"at most {wanted:g}",
-            todo="leave it out, or use a larger --mpp (patches are never enlarged)",
+            todo=f"leave it out, or use a larger --mpp, such as {finest:.3g} (patches are never enlarged)",
         )
     level = max(fine, key=lambda level: level.downsample)
     level_mpp = mpp * level.downsample
@@ -160,7 +161,8 @@ def plan_tiles(
         return plan
     tissue = cell_shares(plan, thumbnail, mask.pixels)
     note = "; ".join(["no tissue found", *mask.notes])
-    return replace(plan, tissue=tissue).only(tissue >= spec.tissue_threshold, note)
+    plan = replace(plan, tissue=tissue).only(tissue >= spec.tissue_threshold, note)
+    return plan if plan.notes else replace(plan, notes=mask.notes)
 
 
 def cell_starts(first: int, extent: int, cell: int, stride: int) -> NDArray[np.int64]:

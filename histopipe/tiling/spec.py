@@ -12,7 +12,7 @@ from histopipe.geometry import Mpp
 from histopipe.slides.scale import MAGNIFICATION_MPP, PLAUSIBLE_MPP
 from histopipe.tiling.tissue import FINDERS, NEWEST
 
-Tissue = Literal["otsu-1", "otsu-2", "none", "masks", "model"]
+Tissue = Literal["otsu-1", "otsu-2", "otsu-3", "none", "masks", "model"]
 Codec = Literal["auto", "jpeg", "png"]
 Subsampling = Literal["444", "422", "420"]
 Resample = Literal["fast", "exact"]
@@ -21,7 +21,7 @@ GridKind = Literal["regular", "imported"]
 ALGORITHMS: Mapping[str, str] = {
     "grid": "grid-1",
     "thumbnail": "native-1",
-    "tissue": "otsu-1",  # or "otsu-2": see `to_json`
+    "tissue": "otsu-1",  # or a newer one: see `to_json`
     "resample": "area-lanczos-2",
 }
 """Versions of the algorithms that determine cells and pixels. Specs with different versions are not equal."""
