@@ -34,25 +34,24 @@ class ImageReader(Slide):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._pixels: NDArray[np.uint8] | None = None
         with _opened(path) as image:
-            self.info = _info(path, image)
+            self.info, self._mtime_ns = _info(path, image), path.stat().st_mtime_ns
 
     def read_bgrx(self, origin: PointL0, level: int, size: Size) -> NDArray[np.uint8]:
         """Return the pixels of a region; see `Slide`. Pixels outside of the image are white."""
-        if self._pixels is None:
-            self._pixels = _decoded(self.path, self.path.stat().st_mtime_ns, self.info.size)
+        pixels = _decoded(self.path, self._mtime_ns, self.info.size)
+        if isinstance(pixels, SlideUnreadable):
+            raise pixels
         left, top = max(0, origin.x), max(0, origin.y)
         right, bottom = max(left, origin.x + size.width), max(top, origin.y + size.height)
-        part = self._pixels[top:bottom, left:right, ::-1]
+        part = pixels[top:bottom, left:right, ::-1]
         out = np.full((size.height, size.width, 4), 255, np.uint8)
         y, x = top - origin.y, left - origin.x
         out[y : y + part.shape[0], x : x + part.shape[1], :3] = part
         return out
 
     def close(self) -> None:
-        """Free the pixels. The next read decodes the image again."""
-        self._pixels = None
+        """Do nothing: no file is open, and the pixels are kept for the next reader of this image."""
 
 
 @contextmanager
@@ -133,19 +132,23 @@ def _has_alpha(image: Image.Image) -> bool:
     return image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info
 
 
-@functools.lru_cache(maxsize=1)
-def _decoded(path: Path, _mtime_ns: int, size: Size) -> NDArray[np.uint8]:
-    """Return the (H, W, 3) uint8 RGB pixels of an image.
+@functools.lru_cache(maxsize=2)
+def _decoded(path: Path, _mtime_ns: int, size: Size) -> NDArray[np.uint8] | SlideUnreadable:
+    """Return the (H, W, 3) uint8 RGB pixels of an image, or the reason why none of them can be read.
 
-    The last image is kept, since a process plans a slide, then estimates its size, then stores its patches.
+    The last two are kept: a process plans a slide, then estimates its size, then stores its patches, and tasks of two
+    slides may alternate. A damaged image is read in many small regions, to find those that are intact.
     """
-    with _opened(path) as stored:
-        image = ImageOps.exif_transpose(stored)
-        if _has_alpha(image):
-            image = image.convert("RGBA")
-            image = Image.alpha_composite(Image.new("RGBA", image.size, (*WHITE, 255)), image)
-        pixels = np.asarray(image.convert("RGB"))
-    if pixels.shape != (size.height, size.width, 3):  # its orientation comes after its pixels
-        found = f"{pixels.shape[1]}×{pixels.shape[0]} pixels when decoded"
-        raise SlideUnreadable(f"{path} is damaged", found=found, expected=str(size))
-    return pixels
+    try:
+        with _opened(path) as stored:
+            image = ImageOps.exif_transpose(stored)
+            if _has_alpha(image):
+                image = image.convert("RGBA")
+                image = Image.alpha_composite(Image.new("RGBA", image.size, (*WHITE, 255)), image)
+            if image.size != (size.width, size.height):  # its orientation comes after its pixels
+                raise SlideUnreadable(
+                    f"{path} is damaged", expected=str(size), found=f"{image.width}×{image.height} pixels when decoded"
+                )  # fmt: skip
+            return np.asarray(image.convert("RGB"))
+    except SlideUnreadable as error:
+        return error
