@@ -14,12 +14,17 @@ import pytest
 import tifffile
 from hypothesis import given
 from hypothesis import strategies as st
-from inline import Run, in_process
+from inline import InlineWorkers, Run, in_process
 from numpy.typing import NDArray
 from PIL import Image
 
+from histopipe.dataset.splits import DROPPED
+from histopipe.dataset.splitting import make_splits
 from histopipe.errors import SlideUnreadable, UsageError
-from histopipe.geometry import Mpp, PointL0, Size
+from histopipe.geometry import Micrometres, Mpp, PointL0, Size
+from histopipe.inference import slide_tiler
+from histopipe.inference.classifier import PredictOptions
+from histopipe.inference.trained_patches import TrainedPatches
 from histopipe.ingestion.ingest import ingest
 from histopipe.ingestion.preview import plan
 from histopipe.ingestion.request import read_request
@@ -30,7 +35,7 @@ from histopipe.slides.scale import resolve_mpp
 from histopipe.store.store import Store
 from histopipe.system.progress import SilentProgress
 from histopipe.tiling.plan import cell_starts
-from histopipe.tiling.spec import TilingSpec, spec_from_json, spec_of_store
+from histopipe.tiling.spec import Edge, TilingSpec, spec_from_json, spec_of_store
 
 Pixels = NDArray[np.uint8]
 SILENT = SilentProgress()
@@ -342,8 +347,14 @@ def test_old_command_has_old_defaults(tmp_path: Path, run: Run) -> None:
     assert spec_for(slides) == TilingSpec(mpp=Mpp(0.5))
     regions, store = tmp_path / "regions", tmp_path / "old.lmdb"
     write(regions / "a.tif", 300, 300)
-    old = {"patch_size": 64, "mpp": 0.5, "tissue": "otsu-2", "edge": "drop", "default_mpp": 0.5}
-    ingest(regions, store, progress=SILENT, **old)  # type: ignore[arg-type]
+    old: Any = {
+        "patch_size": 64,
+        "mpp": 0.5,
+        "tissue": "otsu-2",
+        "edge": "drop",
+        "default_mpp": 0.5,
+    }
+    ingest(regions, store, progress=SILENT, **old)
     with Store(store) as opened:
         assert "edge" not in opened.spec
     assert spec_for(regions).edge == "shift"
@@ -358,7 +369,7 @@ def test_spec_without_edge_is_that_of_earlier_versions() -> None:
         '"thumbnail": "native-1", "tissue": "otsu-2", "resample": "area-lanczos-2"}}'
     )
     for edge in ("shift", "pad"):
-        spec = TilingSpec(level=0, edge=edge)  # type: ignore[arg-type]
+        spec = TilingSpec(level=0, edge=edge)
         stored = json.loads(json.dumps(spec.to_json()))
         assert spec_of_store(stored) == spec_from_json(stored) == spec  # `repair` and `predict`
 
@@ -432,7 +443,8 @@ def test_patients_come_from_ids(tmp_path: Path, run: Run) -> None:
 
 def test_images_smaller_than_a_patch_are_padded_or_named(tmp_path: Path, run: Run) -> None:
     write(tmp_path / "a.png", 40, 60)
-    for edge, patches in (("drop", 0), ("shift", 0), ("pad", 1)):
+    counts: dict[Edge, int] = {"drop": 0, "shift": 0, "pad": 1}
+    for edge, patches in counts.items():
         preview = plan(tmp_path, patch_size=64, edge=edge, progress=SILENT)
         record = preview.slides[0].record
         assert record is not None
@@ -449,10 +461,8 @@ extents = st.integers(0, 300)
 @given(extents, st.integers(1, 120), st.data())
 def test_cells_at_the_edge(extent: int, cell: int, data: st.DataObject) -> None:
     stride, first = data.draw(st.integers(1, cell)), data.draw(st.integers(0, 50))
-    found = {
-        edge: cell_starts(first, extent, cell, stride, edge).tolist()
-        for edge in ("drop", "shift", "pad")
-    }
+    edges: tuple[Edge, ...] = ("drop", "shift", "pad")
+    found = {edge: cell_starts(first, extent, cell, stride, edge).tolist() for edge in edges}
     regular = [first + n * stride for n in range(extent) if n * stride + cell <= extent]
     assert found["drop"] == regular
     for edge in ("shift", "pad"):
@@ -485,3 +495,42 @@ def test_patches_of_an_image_cover_it(tmp_path: Path, run: Run) -> None:
                 covered[y : y + 32, x : x + 32] = True
         assert covered[:97, :131].all()
         assert covered[97:].any() == covered[:, 131:].any() == (edge == "pad")
+
+
+def test_overlapping_patches_are_on_one_side_of_a_split_by_region(tmp_path: Path, run: Run) -> None:
+    for number, name in enumerate(("a/1", "a/2", "b/3", "b/4")):
+        write(tmp_path / "images" / f"{name}.png", 403, 617, seed=number)
+    run("ingest", "images", "--out", "s.lmdb", "--patch-size", 24, "--default-mpp", 0.5)
+    with Store(tmp_path / "s.lmdb") as store:
+        splits = make_splits([store], split_by="region", seed=1, region=Micrometres(60.0))
+        overlapping = 0
+        for slide in splits.slides:
+            index = store.index(slide.slide)
+            corners = np.stack([index["x_l0"], index["y_l0"]], axis=1)
+            distance = abs(corners[:, None] - corners[None]).max(axis=2)
+            overlapping += int(((distance > 0) & (distance < 24)).sum())
+            kept = slide.sides != DROPPED
+            others = kept[:, None] & kept[None] & (slide.sides[:, None] != slide.sides[None])
+            assert others.any()
+            assert (distance[others] >= 1.5 * 24 - 1).all()  # patches do not overlap, nor touch
+        assert overlapping > 0
+
+
+def test_predict_tiles_images_like_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slide_tiler, "WorkerPool", InlineWorkers)
+    write(tmp_path / "a.png", 40, 60)
+    (tmp_path / "b.svs").write_bytes(b"not read")
+    spec = TilingSpec(patch_size=32, level=0, tissue="none", edge="shift", codec="png")
+    trained = TrainedPatches(Path("run"), 32, spec.to_json(), None, "none")
+    options = PredictOptions(tiling={}, images=True, batch_size=4)
+    failed: dict[str, str] = {}
+    with slide_tiler.FileSource([tmp_path], trained, options, SILENT) as source:
+        assert source.spec == spec
+        (slide,) = source._planned(source._files, failed.__setitem__)
+        assert slide is not None
+        batch = slide.load(0)
+    assert not failed
+    assert batch.corners.tolist() == [[0, 0], [28, 0], [0, 8], [28, 8]]
+    assert (batch.images[3] == RGB[8:, 28:]).all()

@@ -146,7 +146,7 @@ def _decoded(path: Path, _mtime_ns: int, size: Size) -> NDArray[np.uint8] | Slid
                 image = image.convert("RGBA")
                 image = Image.alpha_composite(Image.new("RGBA", image.size, (*WHITE, 255)), image)
             if image.size != (size.width, size.height):  # its orientation comes after its pixels
-                raise SlideUnreadable(
+                return SlideUnreadable(
                     f"{path} is damaged", expected=str(size), found=f"{image.width}×{image.height} pixels when decoded"
                 )  # fmt: skip
             return np.asarray(image.convert("RGB"))
