@@ -57,6 +57,7 @@ from histopipe.system.result import exit_code_of
     default="raise",
     help="Damaged patch in a store: fail its slide (raise), or leave the patch out (skip).",
 )
+@click.option("--images", is_flag=True, help="Slide files: take only images, as `ingest` does.")
 @click.option(
     "--overlap", type=int, help="Slide files: overlap of patches in pixels.  [default: as trained]"
 )

@@ -74,6 +74,7 @@ class PredictOptions:
     allow_extra_rows: bool = False
     on_error: OnError = "raise"
     tiling: Mapping[str, Any]
+    images: bool = False
     mpp_csv: str | Path | None = None
     default_mpp: float | None = None
     max_unreadable: float = 0.01
@@ -94,7 +95,15 @@ class PredictOptions:
     def check_for_stores(self) -> None:
         """Raise a UsageError if an option is given that applies to slide files only."""
         plain = PredictOptions(tiling={})
-        names = ("mpp_csv", "default_mpp", "max_unreadable", "workers", "stage", "stage_gb")
+        names = (
+            "images",
+            "mpp_csv",
+            "default_mpp",
+            "max_unreadable",
+            "workers",
+            "stage",
+            "stage_gb",
+        )
         given = [*self.tiling, *(n for n in names if getattr(self, n) != getattr(plain, n))]
         if given:
             raise UsageError(

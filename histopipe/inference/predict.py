@@ -39,6 +39,7 @@ def predict(
     allow_extra_rows: bool = False,
     subgroup: Sequence[str] = (),
     on_error: OnError = "raise",
+    images: bool = False,
     overlap: int | None = None,
     tissue: Tissue | None = None,
     tissue_threshold: float | None = None,
@@ -72,6 +73,7 @@ def predict(
         allow_extra_rows: ignore rows of `labels` and `mpp_csv` that name no slide.
         subgroup: columns of `labels` by which metrics are reported, in addition to those of the training.
         on_error: "skip" leaves out damaged patches of stores; with "raise" their slides fail.
+        images: take only images, as for `ingest`.
         overlap, tissue, tissue_threshold: tiling of slide files, if it differs from the training's.
         mpp_csv, default_mpp: scale of slide files: a CSV file slide,mpp, which takes precedence over their headers, and
             µm per pixel of files that have none.
@@ -100,7 +102,7 @@ def predict(
     options = PredictOptions(
         batch_size=batch_size, labels=labels, na=na, allow_extra_rows=allow_extra_rows, on_error=on_error,
         tiling={name: value for name, value in tiling.items() if value is not None},
-        mpp_csv=mpp_csv, default_mpp=default_mpp, max_unreadable=max_unreadable, workers=workers,
+        images=images, mpp_csv=mpp_csv, default_mpp=default_mpp, max_unreadable=max_unreadable, workers=workers,
         stage=stage, stage_gb=stage_gb, subgroup=tuple(subgroup),
     )  # fmt: skip
     shown = progress or default_progress()

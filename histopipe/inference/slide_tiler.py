@@ -186,7 +186,7 @@ class FileSource(Closing):
         self._ingest = IngestOptions(default_mpp=default_mpp, workers=options.workers)
         self.spec = spec_for_slides(trained, options.tiling, progress)
         self.settings: Mapping[str, Any] = {"spec": self.spec.to_json()}
-        self._files = discover(paths)
+        self._files = discover(paths, images=options.images)
         show_links(self._files, progress)
         self.count = len(self._files)
         ids = [slide.id for slide in self._files]

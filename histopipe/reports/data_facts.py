@@ -170,6 +170,10 @@ def _tiling(run: RunData) -> str | None:
     scale = f"{spec['mpp']:g} µm per pixel" if spec.get("mpp") else f"level {spec.get('level')}"
     side, overlap = spec.get("patch_size"), spec.get("overlap")
     apart = f"an overlap of {overlap} pixels" if overlap else "no overlap"
+    apart += {
+        "shift": "; the last column and row were moved to the edge of a slide",
+        "pad": "; the last column and row were padded beyond the edge of a slide",
+    }.get(spec.get("edge", ""), "")
     algorithm = (spec.get("algorithms") or {}).get("tissue") or spec.get("tissue")
     found = "Tissue was not detected: all patches were used." if spec.get("tissue") == "none" else (
         f"Tissue was detected with {algorithm}, and patches with at least {percent(spec.get('tissue_threshold') or 0)} "

@@ -15,7 +15,7 @@ from histopipe.slides.slide import SlideInfo
 from histopipe.slides.thumbnail import Thumbnail
 from histopipe.system.result import counted
 from histopipe.tiling.mask import TissueMask
-from histopipe.tiling.spec import TilingSpec
+from histopipe.tiling.spec import Edge, TilingSpec
 
 Resampling = Literal["none", "area", "lanczos"]
 
@@ -146,8 +146,9 @@ def plan_tiles(
 ) -> TilingPlan:
     """Plan the patches of one slide from a tissue mask of its thumbnail; without a mask, use every cell."""
     area = choice.level.inside(info.bounds)
-    xs = cell_starts(area.x, area.size.width, choice.read_size, choice.stride)
-    ys = cell_starts(area.y, area.size.height, choice.read_size, choice.stride)
+    cell = choice.read_size, choice.stride, spec.edge
+    xs = cell_starts(area.x, area.size.width, *cell)
+    ys = cell_starts(area.y, area.size.height, *cell)
     x_level, y_level = (axis.ravel() for axis in np.meshgrid(xs, ys))
     x_l0, y_l0 = choice.level.to_l0(x_level), choice.level.to_l0(y_level)
     unmeasured = np.full(len(x_level), np.nan, np.float32)
@@ -165,10 +166,21 @@ def plan_tiles(
     return plan if plan.notes else replace(plan, notes=mask.notes)
 
 
-def cell_starts(first: int, extent: int, cell: int, stride: int) -> NDArray[np.int64]:
-    """Return the left or top edges of all cells that are completely inside an extent."""
+def cell_starts(
+    first: int, extent: int, cell: int, stride: int, edge: Edge = "drop"
+) -> NDArray[np.int64]:
+    """Return the left or top edges of the cells of an extent.
+
+    They are all cells that are completely inside. If they leave a rest, "shift" adds the last one inside, which overlaps
+    its neighbour, and "pad" one that extends beyond the end.
+    """
     count = (extent - cell) // stride + 1 if extent >= cell else 0
-    return first + stride * np.arange(count, dtype=np.int64)
+    starts = first + stride * np.arange(count, dtype=np.int64)
+    rest = extent - ((count - 1) * stride + cell if count else 0)
+    if rest <= 0 or edge == "drop" or (edge == "shift" and not count):
+        return starts
+    last = first + (extent - cell if edge == "shift" else count * stride)
+    return np.append(starts, np.int64(last))
 
 
 def cell_shares(
