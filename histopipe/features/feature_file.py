@@ -20,7 +20,13 @@ from numpy.typing import NDArray
 
 from histopipe.dataset.memory import aligned_empty
 from histopipe.errors import DamagedStore, SlideError, UsageError
-from histopipe.system.files import RecordingFile, appearing, path_within, read_json, record_or_check
+from histopipe.system.files import (
+    RecordingFile,
+    appearing,
+    path_within,
+    read_record,
+    record_or_check,
+)
 from histopipe.system.filesystems import reading_error, roomy
 
 FORMAT = "histopipe-features version 1"
@@ -31,7 +37,7 @@ SLIDES = "slides.csv"
 """File with all slides of which features were to be computed, next to `ENCODER`."""
 """Describes the encoder that computed all features of a folder."""
 StoredType = Literal["float32", "float16"]
-_IGNORED = ("encoder", "weights", "file", "libraries", "mismatch", "given", "patches")
+_IGNORED = ("encoder", "weights", "file", "libraries", "mismatch", "given", "patches", "batches")
 _CRC = "crc32"
 _DTYPES = (np.dtype(np.float32), np.dtype(np.float16))
 
@@ -289,13 +295,4 @@ def read_encoder(folder: Path) -> dict[str, Any] | None:
     Raises:
         DamagedStore: the record cannot be read.
     """
-    path = folder / ENCODER
-    if not path.exists():
-        return None
-    try:
-        found = read_json(path)
-    except (OSError, ValueError) as error:
-        raise DamagedStore(f"{path} is damaged", found=str(error)[:200]) from error
-    if not isinstance(found, dict):
-        raise DamagedStore(f"{path} is damaged", found=type(found).__name__, expected="an object")
-    return found
+    return read_record(folder / ENCODER)

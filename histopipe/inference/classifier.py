@@ -22,7 +22,7 @@ from histopipe.evaluation.evaluate import (
 )
 from histopipe.evaluation.groups import check_subgroup, labels_columns
 from histopipe.evaluation.temperature import tempered
-from histopipe.inference.slide_run import Network
+from histopipe.inference.slide_run import BATCHES, Network
 from histopipe.inference.trained_patches import TrainedPatches
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
@@ -69,6 +69,7 @@ class PredictOptions:
     """Options of `predict` for reading patches. `tiling` holds the tiling settings that differ from the training."""
 
     batch_size: int = 64
+    batch_rule: str | None = BATCHES
     labels: str | Path | None = None
     na: Sequence[str] | None = None
     allow_extra_rows: bool = False

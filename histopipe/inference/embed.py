@@ -13,6 +13,7 @@ from histopipe.dataset.participants import found_slides
 from histopipe.dataset.selection import store_paths
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.features.feature_file import (
+    ENCODER,
     StoredType,
     feature_path,
     is_ours,
@@ -21,7 +22,7 @@ from histopipe.features.feature_file import (
 )
 from histopipe.inference.encoder import EncoderChoice, encoder_record
 from histopipe.inference.feature_folder import FeatureFolder, record_slides
-from histopipe.inference.slide_run import SlideRun, SlideRunResult
+from histopipe.inference.slide_run import BATCHES, SlideRun, SlideRunResult, batch_rule
 from histopipe.inference.stored_slides import StoredSlide, slides_with_patches, stored_slides
 from histopipe.runs import folder as run_folder
 from histopipe.runs.recipe import LITE, SMALLEST_TRAINED, default_model
@@ -118,9 +119,8 @@ def embed(
         stain = stain_norm or choice.stain_norm()
         stack.enter_context(run_folder.held(folder))
         more = {"mismatch": mismatch} if mismatch else {}
-        record_encoder(
-            folder, encoder_record(choice, encoder, opened, **more, stain_norm=stain, dtype=dtype)
-        )
+        record = encoder_record(choice, encoder, opened, **more, stain_norm=stain, dtype=dtype)
+        record_encoder(folder, {**record, "batches": BATCHES})
         features = FeatureFolder(encoder, folder, dtype)
         return embed_stores(
             opened, features, on_error=on_error, stain_norm=stain, batch_size=encoder.batch_size,
@@ -140,7 +140,12 @@ def embed_stores(
     """Compute the features of the slides of open stores that are missing in a folder. Options as for `embed`."""
     rows = slides_with_patches(stores)
     slides = stored_slides(
-        stores, rows, batch_size=batch_size, on_error=on_error, stain_norm=stain_norm
+        stores,
+        rows,
+        batch_size=batch_size,
+        on_error=on_error,
+        stain_norm=stain_norm,
+        rule=batch_rule(features.path / ENCODER),
     )
     run = SlideRun(features.encoder, "embedding", len(slides), progress)
     missing = run.missing(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from histopipe.dataset.options import OnError, check_whole
@@ -13,7 +14,8 @@ from histopipe.inference.bag_features import BagFeatures
 from histopipe.inference.classifier import PredictOptions, load_classifier
 from histopipe.inference.predict_bags import BagsPrediction
 from histopipe.inference.predict_patches import PatchPrediction, PredictResult
-from histopipe.inference.predictions_folder import PredictionsFolder
+from histopipe.inference.predictions_folder import SETTINGS, PredictionsFolder
+from histopipe.inference.slide_run import batch_rule
 from histopipe.inference.slide_tiler import FileSource
 from histopipe.inference.source_kinds import read_sources
 from histopipe.inference.stored_slides import StoreSource
@@ -113,6 +115,7 @@ def predict(
     paths, urls, kind = read_sources(sources)
     with ExitStack() as stack:
         target = PredictionsFolder(Path(out))
+        options = replace(options, batch_rule=batch_rule(target.path / SETTINGS))
         if on_bags:
             if aggregate != "mean":
                 raise UsageError(
