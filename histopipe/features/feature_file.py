@@ -6,9 +6,10 @@ attributes of `coords` are those of TRIDENT. The attributes of the file are spec
 
 from __future__ import annotations
 
+import json
 import os
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.dataset.memory import aligned_empty
+from histopipe.dataset.participants import read_participants
 from histopipe.errors import DamagedStore, SlideError, UsageError
+from histopipe.store.store import Store
 from histopipe.system.files import (
     RecordingFile,
     appearing,
@@ -37,7 +40,17 @@ SLIDES = "slides.csv"
 """File with all slides of which features were to be computed, next to `ENCODER`."""
 """Describes the encoder that computed all features of a folder."""
 StoredType = Literal["float32", "float16"]
-_IGNORED = ("encoder", "weights", "file", "libraries", "mismatch", "given", "patches", "batches")
+_IGNORED = (
+    "encoder",
+    "weights",
+    "file",
+    "libraries",
+    "mismatch",
+    "given",
+    "patches",
+    "batches",
+    "stores",
+)
 _CRC = "crc32"
 _DTYPES = (np.dtype(np.float32), np.dtype(np.float16))
 
@@ -287,6 +300,51 @@ def record_encoder(folder: Path, encoder: Mapping[str, Any]) -> None:
         )  # fmt: skip
     # The file name of an encoder may change, since the weights are compared; versions of libraries change often.
     record_or_check(folder / ENCODER, encoder, ignored=_IGNORED, contents="features")
+
+
+def record_stores(folder: Path, stores: Iterable[Store]) -> None:
+    """Add the paths of stores to the record of a folder, so that heatmaps find the slides of its features."""
+    record = read_record(folder / ENCODER) or {}
+    recorded = record.get("stores", {})
+    paths = recorded | {store.uuid: str(store.path.absolute()) for store in stores}
+    if paths != recorded:
+        with appearing(folder / ENCODER) as part:
+            text = json.dumps({**record, "stores": paths}, indent=2)
+            part.write_text(text + "\n", encoding="utf-8")
+
+
+def stores_of_features(folders: Iterable[str | Path]) -> dict[Path, str | None]:
+    """Return the stores that features were computed from, with their uuid if it is recorded.
+
+    A store that is not at its recorded path is searched next to its folder of features. Earlier versions recorded
+    names only: then no uuid is known, and stores that are not there are left out.
+
+    Raises:
+        UsageError: a folder or a recorded store has moved.
+        DamagedStore: a record cannot be read.
+    """
+    stores: dict[Path, str | None] = {}
+    for folder in map(Path, folders):
+        if not folder.is_dir():
+            raise UsageError(
+                f"the features {folder} of the run have moved", found=f"no folder at {folder.absolute()}",
+                todo="name the store of their patches with --store",
+            )  # fmt: skip
+        recorded: dict[str | None, str] = (read_encoder(folder) or {}).get("stores", {})
+        if not recorded:
+            names = {it.store for it in read_participants(folder / SLIDES)} - {""}
+            paths = [folder.parent / name for name in sorted(names)]
+            stores |= {path: None for path in paths if (path / "data.mdb").exists()}
+        for uuid, text in recorded.items():
+            places = (Path(text), folder.parent / Path(text).name)
+            path = next((it for it in places if (it / "data.mdb").exists()), None)
+            if path is None:
+                raise UsageError(
+                    f"the store of the features {folder} has moved", found=f"no store at {text}",
+                    todo="name it with --store",
+                )  # fmt: skip
+            stores[path] = uuid
+    return stores
 
 
 def read_encoder(folder: Path) -> dict[str, Any] | None:

@@ -19,6 +19,7 @@ from histopipe.features.feature_file import (
     is_ours,
     read_header,
     record_encoder,
+    record_stores,
 )
 from histopipe.inference.encoder import EncoderChoice, encoder_record
 from histopipe.inference.feature_folder import FeatureFolder, record_slides
@@ -121,6 +122,7 @@ def embed(
         more = {"mismatch": mismatch} if mismatch else {}
         record = encoder_record(choice, encoder, opened, **more, stain_norm=stain, dtype=dtype)
         record_encoder(folder, {**record, "batches": BATCHES})
+        record_stores(folder, opened)
         features = FeatureFolder(encoder, folder, dtype)
         return embed_stores(
             opened, features, on_error=on_error, stain_norm=stain, batch_size=encoder.batch_size,

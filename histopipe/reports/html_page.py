@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
 from histopipe._version import __version__
-from histopipe.reports.heatmap_files import ALPHA, coloured
+from histopipe.reports.heatmap_files import ALPHA, coloured, pale_grey
 from histopipe.reports.heatmap_values import PatchValues
 from histopipe.system.files import appearing
 
@@ -155,6 +155,11 @@ class Table(Block):
     rows: Sequence[Row]
 
     @property
+    def is_wide(self) -> bool:
+        """Whether intervals have a line of their own."""
+        return len(self.columns) > _WIDE
+
+    @property
     def has_pictures(self) -> bool:
         """Whether any row has pictures."""
         return any(row.pictures for row in self.rows)
@@ -217,6 +222,8 @@ Pixels = NDArray[np.uint8]
 _GRID, _OUTSIDE = (20, 110, 60), 0.45
 SIDE = 420
 """Longer side of a slide's image, in pixels."""
+_WIDE = 6
+"""Columns of a table from which it is wider than a page of 1,200 pixels if intervals are next to their values."""
 
 
 def data_uri(pixels: Pixels) -> str:
@@ -266,13 +273,13 @@ def plan_image(
 
 
 def heatmap_image(patches: PatchValues, background: Pixels | None) -> Pixels:
-    """Draw a heatmap over an image of the slide's bounds, without axes."""
+    """Draw a heatmap over an image of the slide's bounds in grey, without axes."""
     _, _, width, height = patches.bounds
     if background is None:
         scale = SIDE / max(width, height)
         shape = max(1, round(height * scale)), max(1, round(width * scale)), 3
         background = np.full(shape, 235, np.uint8)
-    image = fitted(background)
+    image = pale_grey(fitted(background))
     raster = patches.raster(max(width / image.shape[1], height / image.shape[0]))
     size = image.shape[1], image.shape[0]
     values = np.asarray(Image.fromarray(raster).resize(size, Image.Resampling.NEAREST))

@@ -47,6 +47,8 @@ _FIGURES = (
     "log_loss", "calibration_error", "calibration_intercept", "calibration_slope",
 )  # fmt: skip
 _TITLES = table.FIGURE_TITLES
+_MOST_LEVELS = 8
+"""Levels of one table of metrics: fewer than these fit a page of 1,200 pixels."""
 _LEVELS: tuple[tuple[Level, str], ...] = (
     ("patch", "patches"),
     ("slide", "slides"),
@@ -96,50 +98,58 @@ class Judged:
 def metric_cards(judged: Judged) -> list[Card]:
     """Return cards with the main metrics."""
     cards = []
+    patients = judged.main[1].finest.patients
     for level, metrics in shown_levels(judged.main[1]):
         for figure, title in table.shown_figures(judged.task)[0].items():
             value = table.number(metrics.figures[figure])
             interval = table.interval(metrics, figure) or "no interval"
+            if metrics.patients < patients:
+                interval += f"; {patients - metrics.patients} of {patients} patients left out"
             cards.append(Card(f"{title}, {LEVEL_NAMES[level.partition('_')[0]]}", value, interval))
     return cards
 
 
 def shown_levels(evaluation: Evaluation) -> Iterator[tuple[str, AnyMetrics]]:
-    """Yield metrics of patches, and of means per slide and patient. Patients are left out if equal to slides."""
+    """Yield metrics of patches, and of means per slide and patient. Patients equal to slides are left out."""
     same = table.same_as_slides(evaluation, "mean")
-    for name, metrics in evaluation.named():
+    for name, metrics in table.informative_levels(evaluation):
         if name in ("patch", "slide_mean") or (name == "patient_mean" and not same):
             yield name, metrics
 
 
 def metrics_blocks(judged: Judged) -> Iterator[Block]:
-    """Yield the metrics of classes at all levels, and remarks on them."""
-    columns = (
-        Column("split"),
-        Column("level"),
-        Column("n", True),
-        *(Column(_TITLES[name], True) for name in _FIGURES),
-        Column("threshold", True),
-    )
-    rows = []
+    """Yield tables of the metrics of classes at all levels, one for each split if one is too wide, and remarks."""
     notes: dict[str, list[str]] = {}
+    shown: dict[str, dict[str, Metrics]] = {}
     for side, evaluation in judged.evaluations.items():
-        for level, metrics in evaluation.named():
+        for name, metrics in table.informative_levels(evaluation):
             if isinstance(metrics, Metrics):
-                shown = level.replace("_", ", ", 1)
-                rows.append(Row([
-                    Cell(side), Cell(shown), number(metrics.count),
-                    *(_with_interval(metrics, figure) for figure in _FIGURES), number(metrics.threshold, 3),
-                ]))  # fmt: skip
+                level = name.replace("_", ", ", 1)
+                shown.setdefault(side, {})[f"{side}: {level}"] = metrics
                 for note in metrics.notes:
-                    notes.setdefault(f"{side}: {note}", []).append(shown)
-    yield Table("Metrics at all levels", columns, rows)
+                    notes.setdefault(f"{side}: {note}", []).append(level)
+    together = {name: metrics for levels in shown.values() for name, metrics in levels.items()}
+    for levels in [together] if len(together) < _MOST_LEVELS else shown.values():
+        yield _metrics_table(levels)
     if notes:
         every = max(map(len, notes.values()))
         yield Notes([
             f"{note[0].upper()}{note[1:]}" + ("." if len(levels) == every else f" ({'; '.join(levels)}).")
             for note, levels in notes.items()
         ])  # fmt: skip
+
+
+def _metrics_table(levels: Mapping[str, Metrics]) -> Table:
+    """Return a table with a column per level. Metrics that no level has are left out."""
+    lines = [("n", [number(it.count) for it in levels.values()])]
+    lines += [
+        (_TITLES[it], [_with_interval(own, it) for own in levels.values()]) for it in _FIGURES
+    ]
+    lines.append(("threshold", [number(it.threshold, 3) for it in levels.values()]))
+    rows = [Row([Cell(title), *cells]) for title, cells in lines if any(it.text for it in cells)]
+    return Table(
+        "Metrics at all levels", (Column("metric"), *(Column(it, True) for it in levels)), rows
+    )
 
 
 def _with_interval(metrics: Metrics, figure: str) -> Cell:

@@ -14,11 +14,12 @@ from histopipe.dataset.participants import Participant
 from histopipe.errors import DamagedStore, HistopipeError
 from histopipe.evaluation.predictions import PatchScores, read_predictions
 from histopipe.evaluation.target_scores import TargetScores
+from histopipe.reports.heatmap_sources import open_stores_of_features
 from histopipe.reports.judged import Judged
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.result import METRICS, TrainResult, read_result, read_slides
-from histopipe.runs.task_config import PatchTrainConfig, load_config
+from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig, load_config
 from histopipe.store.catalog import parts_of
 from histopipe.store.store import Store
 from histopipe.system.files import read_json
@@ -85,7 +86,7 @@ def read_run(
 def open_stores(
     config: TrainConfig, stores: Sequence[Path], stack: ExitStack, *, follow: bool
 ) -> tuple[list[Store], list[str]]:
-    """Open `stores`, or else with `follow` those of the configuration. Return them, and what is missing for pictures."""
+    """Open `stores`, or else with `follow` those of the run or of its features. Return them, and what is missing for pictures."""
     opened: list[Store] = []
     missing = []
     named = map(Path, config.stores) if isinstance(config, PatchTrainConfig) else None
@@ -94,9 +95,14 @@ def open_stores(
             opened += [stack.enter_context(Store(part)) for part in parts_of(path)]
         except HistopipeError as error:
             missing.append(f"No pictures of patches and slides: {error}.")
+    if isinstance(config, BagTrainConfig) and follow and not stores:
+        try:
+            opened = open_stores_of_features(config.mil, stack)
+        except HistopipeError as error:
+            missing.append(f"No pictures of slides: {error}.")
     if not follow and not stores:
         missing.append("No pictures of patches and slides: use --store to name the stores.")
-    elif named is None and not opened:
+    elif named is None and not opened and not missing:
         missing.append("No heatmaps of attention: use --store to name the store of the patches.")
     return opened, missing
 

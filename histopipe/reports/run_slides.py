@@ -29,28 +29,37 @@ _MAX_HEATMAPS = 24
 
 def slide_table(run: RunData) -> Table | None:
     """Return a table of all validation and test slides, or bags. Return None if there are none."""
-    rows = [row for side in run.predictions for row in _slide_rows(run.judged, side)]
+    annotated = getattr(run.config, "labels_from", "slide") == "annotation"
+    rows = [row for side in run.predictions for row in _slide_rows(run.judged, side, annotated)]
     if not rows:
         return None
     if isinstance(run.config, BagTrainConfig):
         what, item, unit = "Bags", run.config.bag, "bags"
     else:
         what, item, unit = "Slides (mean over patches)", "slide", "patches"
+    decided = [Column("label"), Column("decided"), Column("correct")]
+    if annotated:  # most slides have several labels
+        decided = [*(Column(name, True) for name in run.classes), Column("correct", True)]
     columns = (
-        Column(item), Column("patient"), Column("split"), Column(unit, True), Column("label"),
-        Column("decided"), Column("correct"), *(Column(f"p {name}", True) for name in run.classes),
+        Column(item), Column("patient"), Column("split"), Column(unit, True), *decided,
+        *(Column(f"p {name}", True) for name in run.classes),
     )  # fmt: skip
     return Table(f"{what}: labels and predictions", columns, rows)
 
 
-def _slide_rows(judged: Judged, side: Side) -> Iterator[Row]:
+def _slide_rows(judged: Judged, side: Side, annotated: bool) -> Iterator[Row]:
+    """Yield a row per slide. If its patches are `annotated`, it has their numbers and share of correct decisions."""
     for it in decisions(judged, side):
-        correct = Cell("")
-        if len(it.labels) == 1:
+        if annotated:
+            counts = [number(it.counts.get(name, 0)) for name in judged.classes]
+            decided = [*counts, number(100 * it.right, unit=" %")]
+        else:
             correct = Cell("no", tone="bad") if it.wrong else Cell("yes", tone="good")
+            several = len(it.labels) > 1
+            label = "several" if several else it.labels[0]
+            decided = [Cell(label), Cell(it.decision), Cell("") if several else correct]
         yield Row([
-            Cell(it.name, tone="id"), Cell(it.patient), Cell(side), number(it.patches),
-            Cell(it.labels[0] if len(it.labels) == 1 else "several"), Cell(it.decision), correct,
+            Cell(it.name, tone="id"), Cell(it.patient), Cell(side), number(it.patches), *decided,
             *(number(p, 3) for p in it.probability),
         ])  # fmt: skip
 

@@ -29,7 +29,7 @@ def target_rows(evaluations: Mapping[Side, Evaluation]) -> Iterator[Block]:
     judged = [
         (side, level, metrics)
         for side, evaluation in evaluations.items()
-        for level, metrics in evaluation.named()
+        for level, metrics in table.informative_levels(evaluation)
         if isinstance(metrics, TargetMetrics)
         and not (level == "patient_mean" and table.same_as_slides(evaluation, "mean"))
     ]
