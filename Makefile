@@ -91,6 +91,7 @@ lock: ## resolve all dependencies again
 	    --no-emit-index-url --no-emit-find-links --no-emit-trusted-host --no-emit-options \
 	    --no-header --no-annotate "$$@" -o requirements/$$name.lock pyproject.toml; \
 	done
+	sed -i 's/^ecos==[^ ]*/& ; python_version < "3.13"/' requirements/dev.lock # as scikit-survival, which needs it
 
 clean: ## remove environments, builds and the demo
 	rm -rf $(VENV) $(VENV)-docs $(VENV)-lock $(VENV)-pip build dist site *.egg-info $(DEMO)

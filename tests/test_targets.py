@@ -246,6 +246,7 @@ def test_a_signal_in_the_covariates_is_found_there(run: Run, bags: Path, tmp_pat
 
 def test_cox_regression_of_covariates_equals_that_of_scikit_survival() -> None:
     """Of standardised covariates of different scales, with the ridge penalty per patient."""
+    pytest.importorskip("sksurv", reason="scikit-survival has no wheels for Python 3.13")
     from sksurv.linear_model import CoxPHSurvivalAnalysis
     from sksurv.util import Surv
 

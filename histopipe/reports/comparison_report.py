@@ -108,7 +108,9 @@ def _subgroups(result: CompareResult) -> Iterator[Table]:
 
 def _limitations(result: CompareResult) -> Notes:
     notes = [
-        f"{run.folder}: {note}." for run in result.runs for note in (*remarks(run.test), *run.notes)
+        f"{run.folder}: {note}."
+        for run in result.runs
+        for note in (*remarks(run.test), *run.test.notes, *run.notes)
     ]
     return Notes(
         [

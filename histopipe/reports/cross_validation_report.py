@@ -151,8 +151,8 @@ def _limitations(judged: Judged, summary: Mapping[str, Any]) -> Iterator[str]:
     if missing:
         yield f"Folds that are not finished: {', '.join(missing)}. Their slides are not tested."
     test = judged.evaluations["test"]
-    notes = {*remarks(test), *(note for _, metrics in test.named() for note in metrics.notes)}
-    yield from (f"{note[0].upper()}{note[1:]}." for note in sorted(notes))
+    notes = sorted({*remarks(test), *test.notes})
+    yield from (f"{note[0].upper()}{note[1:]}." for note in notes)
     title, _ = main_figure(judged.evaluations["test"].finest)
     yield f"Intervals of the {title} are for these models: variation between training sets is only shown by the folds."
     yield "Performance on slides from another hospital, scanner or stain is unknown: only this data set was used."

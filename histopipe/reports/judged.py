@@ -18,7 +18,7 @@ from histopipe.evaluation.evaluate import (
     positive_class,
 )
 from histopipe.evaluation.groups import QUALITY
-from histopipe.evaluation.intervals import Difference
+from histopipe.evaluation.intervals import TOO_FEW, Difference
 from histopipe.evaluation.levels import Level
 from histopipe.evaluation.metrics import Metrics
 from histopipe.evaluation.predictions import PatchScores, Scores, scores_of
@@ -102,7 +102,8 @@ def metric_cards(judged: Judged) -> list[Card]:
     for level, metrics in shown_levels(judged.main[1]):
         for figure, title in table.shown_figures(judged.task)[0].items():
             value = table.number(metrics.figures[figure])
-            interval = table.interval(metrics, figure) or "no interval"
+            few = any(note.startswith(TOO_FEW) for note in metrics.notes)
+            interval = table.interval(metrics, figure) or (TOO_FEW if few else "no interval")
             if metrics.patients < patients:
                 interval += f"; {patients - metrics.patients} of {patients} patients left out"
             cards.append(Card(f"{title}, {LEVEL_NAMES[level.partition('_')[0]]}", value, interval))
