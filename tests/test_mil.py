@@ -37,6 +37,7 @@ from histopipe.dataset.selection import select
 from histopipe.dataset.splitting import make_splits
 from histopipe.errors import DamagedStore, MachineShort, NothingToDo, UsageError
 from histopipe.features.bag_batches import BagBatches
+from histopipe.features.bag_statistics import feature_moments
 from histopipe.features.bags import BagSet, read_bag
 from histopipe.features.feature_file import read_features, read_header, writing
 from histopipe.ingestion.coords import read_header as read_coords_header
@@ -175,6 +176,95 @@ def test_gradients_of_micro_batches_equal_those_of_the_bag(
         if "attention" in served:
             np.testing.assert_allclose(served["attention"][0], worth.attention, atol=1e-6)
         assert ("attention" in served) == (pooling not in ("mean", "max"))
+
+
+def test_statistics_of_features_weight_bags_equally(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of float16, whose squares overflow, of a constant, and of two joined sets; and of a part of a large cohort."""
+    rng = np.random.default_rng(0)
+    sizes = [3, 1, 40, 7]
+    values = [
+        rng.normal(i, [2, 1, 1e-4], (size, 3)).astype(np.float32) for i, size in enumerate(sizes)
+    ]
+    large = [np.full((size, 2), (60_000, 7)).astype(np.float16) for size in sizes]
+    for i, size in enumerate(sizes):
+        large[i][::2, 0] = 100 * i
+        corners = 512 * np.indices((size, 1)).reshape(2, -1).T
+        write_bag(tmp_path / "a" / f"s{i}.h5", values[i], corners)
+        write_bag(tmp_path / "b" / f"s{i}.h5", large[i], corners)
+    bags = BagSet([tmp_path / "a", tmp_path / "b"])
+    mean, variance = feature_moments(bags, sorted(bags.bags))
+    whole = [
+        np.hstack([a.astype(float), b.astype(float)]) for a, b in zip(values, large, strict=True)
+    ]
+    weights = np.concatenate([np.full(size, 1 / size / 4) for size in sizes])
+    rows = np.concatenate(whole)
+    np.testing.assert_allclose(mean, weights @ rows, rtol=1e-12)
+    np.testing.assert_allclose(
+        variance, weights @ (rows - weights @ rows) ** 2, rtol=1e-9, atol=1e-20
+    )
+    assert (mean[4], variance[4]) == (7, 0)
+    monkeypatch.setattr("histopipe.features.bag_statistics._ROWS", 2)
+    monkeypatch.setattr("histopipe.features.bag_statistics._BAGS", 3)
+    mean, _ = feature_moments(bags, sorted(bags.bags))
+    read = [whole[0][[0, 1]], whole[1], whole[2][[0, 20]]]
+    np.testing.assert_allclose(mean, np.mean([part.mean(axis=0) for part in read], axis=0))
+    (tmp_path / "a" / "s1.h5").write_bytes((tmp_path / "a" / "s1.h5").read_bytes()[:-900])
+    with pytest.raises(DamagedStore, match="s1"):
+        feature_moments(bags, [1])
+    with pytest.raises(DamagedStore, match="s1"):
+        feature_moments(bags, [1], on_error="skip")
+    np.testing.assert_allclose(
+        feature_moments(bags, [0, 1], on_error="skip")[0], whole[0][[0, 1]].mean(axis=0)
+    )
+
+
+@pytest.mark.filterwarnings("ignore:You are using a softmax over axis 1")
+@pytest.mark.parametrize("precision", ["float32", "mixed_float16"])
+def test_features_are_standardised_in_the_model(precision: Any) -> None:
+    """Also in the saved model, with constants, with features beyond the range of float16, and with rare large ones."""
+    import keras
+    import tensorflow as tf
+
+    from histopipe.training.bag_model import BagModel, Patches
+    from histopipe.training.bag_pooling import pool
+    from histopipe.training.objective import Classification
+    from histopipe.training.train_step import values_of
+
+    rng = np.random.default_rng(3)
+    plain = rng.normal(size=(9, 4)).astype(np.float32)
+    plain[:, 1] = 0
+    plain[2, 3] = 50
+    factors, offsets = (
+        np.array([1e5, 3, 1e-9, 1], np.float32),
+        np.array([3e5, 7, 1e-8, 0], np.float32),
+    )
+    keras.utils.set_random_seed(1)
+    options: dict[str, Any] = {"dimension": 4, "objective": Classification(2), "dropout": 0.0}
+    models = [
+        BagModel("attention", precision=precision, scaled=it, **options) for it in (True, False)
+    ]
+    scaling = models[0].scaling
+    assert scaling is not None
+    for variable, value in zip(scaling.weights, ([1, 0, 1, 1], offsets, factors**2), strict=True):
+        variable.assign(value)
+    assert not any(variable.trainable for variable in scaling.weights)
+    models[1].serving.set_weights([*models[0].serving.get_weights()[3:]])
+    found = [
+        pool(
+            model, values_of(model.patch_weights), Patches(tf.constant(rows)), tf.constant(4)
+        ).value
+        for model, rows in zip(
+            models, (plain * factors + offsets, np.clip(plain, -10, 10)), strict=True
+        )
+    ]
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-2, atol=1e-2)
+    served = models[0].serving((plain * factors + offsets)[None])
+    expected = models[1].serving(np.clip(plain, -10, 10)[None])
+    np.testing.assert_allclose(served["probability"], expected["probability"], atol=1e-2)
+    again = keras.Model.from_config(models[0].serving.get_config())
+    assert [it.shape for it in again.weights] == [it.shape for it in models[0].serving.weights]
 
 
 @given(rows=st.integers(1, 30), size=st.integers(1, 40), seed=st.integers(0, 99))

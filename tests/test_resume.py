@@ -19,6 +19,7 @@ from test_memory import faulty
 from test_training import history, weights
 
 from histopipe.errors import DamagedStore
+from histopipe.runs.result import EpochMetrics
 from histopipe.training.checkpoint import TrainState, load_state, save_state
 
 EACH_STEP = ("--save-minutes", "1e-9")
@@ -205,6 +206,33 @@ def test_two_damaged_checkpoints_are_reported(tmp_path: Path) -> None:
         path.write_bytes(b"nothing")
     with pytest.raises(DamagedStore, match=r"resume.npz.*resume-older.npz"):
         load_state(tmp_path, variables(0))
+
+
+def test_epochs_are_chosen_by_the_loss_or_as_in_earlier_versions_by_the_metric() -> None:
+    """At equal metrics, earlier versions took the lower loss; after an undefined metric, any metric."""
+    epochs = [
+        EpochMetrics(9, loss, {}, auc)
+        for loss, auc in (
+            (0.9, None),
+            (0.7, 0.90),
+            (0.5, 0.89),
+            (0.6, 1.0),
+            (0.4, 1.0),
+            (0.4, 0.99),
+        )
+    ]
+
+    def kept(monitor: str) -> list[int]:
+        state, found = TrainState(), []
+        for number, metrics in enumerate(epochs, 1):
+            state.epoch = number
+            if state.is_improved_by(metrics, monitor):
+                state.keep(metrics)
+                found.append(state.best_epoch)
+        return found
+
+    assert kept("loss") == [1, 2, 3, 5]
+    assert kept("metric") == [1, 2, 4, 5]
 
 
 def test_full_disk_keeps_the_last_checkpoint(tmp_path: Path) -> None:

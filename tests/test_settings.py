@@ -127,6 +127,7 @@ def test_configuration_of_version_0_1_loads_unchanged(tmp_path: Path) -> None:
         "trainable": "all", "layer_decay": 1.0, "allow_mismatch": False, "task": "classification",
         "target": [], "loss": "auto", "calibrate": False, "subgroup": [],
         "na": [],  # NA was a class
+        "monitor": "metric",  # earlier versions chose the epoch by the AUC
     }  # fmt: skip
     assert tomllib.loads(to_toml(config)) == {**tomllib.loads(OLD_CONFIG), **newer}
 
@@ -134,7 +135,14 @@ def test_configuration_of_version_0_1_loads_unchanged(tmp_path: Path) -> None:
 def test_bag_settings_have_a_separate_class() -> None:
     bags = make_config({"mil": Path("features"), "fractions": [0.5, 0.25, 0.25]})
     assert isinstance(bags, BagTrainConfig)
-    assert (bags.mil, bags.batch_size, bags.learning_rate) == (("features",), 1, 2e-4)
+    assert (bags.mil, bags.batch_size, bags.learning_rate) == (("features",), 8, 5e-4)
+    assert (bags.feature_scaling, bags.monitor) == ("standard", "loss")
+    earlier = load_config(PROJECT / "tests" / "golden" / "2026-11-25" / "bags" / "config.toml")
+    assert isinstance(earlier, BagTrainConfig)
+    assert (earlier.feature_scaling, earlier.monitor) == ("none", "metric")
+    resumed = resumed_config({"mil": ["f"], "epochs": 2}, {"epochs": 3})
+    assert isinstance(resumed, BagTrainConfig)
+    assert (resumed.epochs, resumed.feature_scaling, resumed.monitor) == (3, "none", "metric")
     assert "stores" not in tomllib.loads(to_toml(bags))
     assert make_config({"mil": None}) == PatchTrainConfig()
     # Patch settings that are switched off are accepted.

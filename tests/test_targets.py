@@ -7,6 +7,8 @@ import json
 import math
 import signal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -250,19 +252,87 @@ def test_cox_regression_of_covariates_equals_that_of_scikit_survival() -> None:
     from sksurv.linear_model import CoxPHSurvivalAnalysis
     from sksurv.util import Surv
 
-    from histopipe.training.covariate_baseline import _PENALTY, _fitted
+    from histopipe.training.covariate_baseline import _PENALTY, _cox_weights
 
     rng = np.random.default_rng(1)
     inputs = rng.normal(size=(90, 3)) * (1, 10, 0.01) + (0, 50, 1)
     inputs = np.column_stack([inputs, np.full(90, 7.0)])  # the last one is constant
     time = np.ceil(4 * rng.exponential(np.exp(-inputs[:, 0])))
     event = rng.random(90) < 0.6
-    _, predict = _fitted("survival", inputs, np.column_stack([time, event]))
+    risk = inputs @ _cox_weights(inputs, np.column_stack([time, event]))
     scaled = (inputs[:, :3] - inputs[:, :3].mean(axis=0)) / inputs[:, :3].std(axis=0, ddof=1)
     other = CoxPHSurvivalAnalysis(alpha=90 * _PENALTY, ties="efron")
     expected = other.fit(scaled, Surv.from_arrays(event, time)).predict(scaled)
-    risk = predict(inputs)[:, 0]
     assert risk - risk.mean() == pytest.approx(expected - expected.mean(), abs=1e-5)
+
+
+@pytest.mark.parametrize("task", ["two", "three", "multilabel", "regression", "discrete"])
+def test_a_slide_model_starts_with_the_predictions_of_the_covariates_alone(task: str) -> None:
+    """Compare with the predictions of scikit-learn; a class without a training bag stays improbable."""
+    import tensorflow as tf
+    from sklearn.linear_model import LogisticRegression, Ridge
+
+    from histopipe.training.covariate_baseline import _cox_weights, baseline_weights
+    from histopipe.training.objective import (
+        Classification,
+        MultilabelObjective,
+        Objective,
+        RegressionObjective,
+    )
+    from histopipe.training.survival_objective import DiscreteSurvival
+
+    rng = np.random.default_rng(2)
+    ages = rng.normal(60, 10, 50)
+    cells = [(f"{age:.2f}", "ab"[i % 2]) for i, age in enumerate(ages)]
+    covariates = Covariates.of(("age", "stage"), cells)
+    inputs = np.array([covariates.encode(row) for row in cells])
+    chance = 1 / (1 + np.exp(-(ages - 60) / 5))
+    labels = (rng.random(50) < chance).astype(int) * (2 if task == "three" else 1)
+    numbers = np.column_stack([ages * 3 + rng.normal(size=50), rng.normal(size=50)])
+    numbers[3, 0] = np.nan
+    happened = np.column_stack([rng.exponential(9, 50) * (1 - chance / 2), labels > 0])
+    objective: Objective
+    match task:
+        case "multilabel":
+            targets, objective = (
+                np.column_stack([labels, 1 - labels]) * 1.0,
+                MultilabelObjective(np.ones(2)),
+            )
+        case "regression":
+            targets, objective = numbers, RegressionObjective.of(numbers, "huber")
+        case "discrete":
+            targets, objective = happened, DiscreteSurvival.of(happened)
+        case _:
+            targets, objective = np.zeros((50, 0)), Classification(labels.max() + 1)
+    slides = [
+        SimpleNamespace(
+            on=lambda side: [0] if side == "train" else [], covariates=row, label="xyz"[label]
+        )
+        for row, label in zip(cells, labels.tolist(), strict=True)
+    ]
+    splits: Any = SimpleNamespace(
+        kind=None if objective.name == "probability" and task != "multilabel" else "columns",
+        task={"discrete": "survival"}.get(task, task), classes=["x", "y", "z"][: labels.max() + 1],
+        slides=slides, targets_on=lambda _: targets,
+    )  # fmt: skip
+    kernel, bias = baseline_weights(splits, covariates, objective)
+    assert kernel.shape == (inputs.shape[1], objective.outputs)
+    predicted = np.asarray(objective.activate(tf.constant(inputs @ kernel + bias)))
+    if task == "regression":
+        known = np.isfinite(numbers[:, 0])
+        other = Ridge().fit(inputs[known], numbers[known, 0]).predict(inputs)
+        np.testing.assert_allclose(predicted[:, 0], other)
+    elif task == "discrete":
+        order = np.argsort(inputs @ _cox_weights(inputs, happened))
+        assert (np.diff(predicted[order], axis=0) >= -1e-12).all()
+        assert predicted.mean(axis=0) == pytest.approx(1 / (1 + np.exp(-objective.bias)), abs=0.1)  # type: ignore[operator]
+    else:
+        model = LogisticRegression(max_iter=1000).fit(inputs, labels > 0)
+        places = [0, 2] if task == "three" else [1, 0] if task == "multilabel" else [0, 1]
+        expected = model.predict_proba(inputs)
+        np.testing.assert_allclose(predicted[:, places], expected, atol=1e-4)
+        if task == "three":
+            assert predicted[:, 1].max() < 1e-6
 
 
 def test_missing_labels_do_not_change_the_gradients_of_others() -> None:

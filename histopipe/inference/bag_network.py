@@ -105,7 +105,7 @@ def load_bag_network(
             dimension = int(weights[0].shape[0])
             model = BagModel(
                 config.pooling, dimension=dimension, objective=objective, dropout=0.0,
-                covariates=covariates,
+                covariates=covariates, scaled=config.feature_scaling == "standard",
             )  # fmt: skip
             model.serving.set_weights(weights)
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:

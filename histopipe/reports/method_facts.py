@@ -11,7 +11,8 @@ from histopipe.reports.fact_texts import listed
 from histopipe.reports.run_data import RunData
 from histopipe.runs import folder as run_folder
 from histopipe.runs.result import METRICS
-from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig, parse_trainable
+from histopipe.runs.settings import parse_trainable
+from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig
 from histopipe.system.result import counted
 
 _FRAMEWORKS = {"histopipe": "histopipe", "tensorflow": "TensorFlow", "keras": "Keras"}

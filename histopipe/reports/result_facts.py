@@ -216,9 +216,15 @@ def _metric_names(run: RunData) -> str:
     return f"Metrics: {listed(list(names), most=30)}{source}.{plots}"
 
 
+def selection_rule(run: RunData) -> str:
+    """Return the property of the validation set that the chosen epoch has."""
+    if run.config.monitor == "loss":
+        return "lowest loss"
+    return f"best {main_figure(run.judged.main[1].finest)[0]}"
+
+
 def _selection(run: RunData) -> str:
-    title, _ = main_figure(run.judged.main[1].finest)
-    return f"The model of epoch {run.result.best_epoch} was chosen, which has the best {title} on validation."
+    return f"The model of epoch {run.result.best_epoch} was chosen, which has the {selection_rule(run)} on validation."
 
 
 FACTS: dict[str, tuple[str, Callable[[RunData], str | None]]] = {

@@ -29,7 +29,7 @@ from histopipe.reports.html_page import (
     number,
 )
 from histopipe.reports.judged import metric_cards
-from histopipe.reports.result_facts import limitations
+from histopipe.reports.result_facts import limitations, selection_rule
 from histopipe.reports.run_data import RunData, read_run
 from histopipe.reports.run_slides import heatmaps, slide_table
 from histopipe.reports.run_targets import target_table
@@ -79,8 +79,8 @@ def _summary(run: RunData) -> Iterator[Block]:
             f"{table.with_interval(finest, name)}. The difference is what the slides add."
         )
     yield Text(
-        f"Model after epoch {result.best_epoch} of {result.epochs}, selected by validation "
-        f"{table.main_figure(evaluation.finest)[0]}. "
+        f"Model after epoch {result.best_epoch} of {result.epochs}, which has the "
+        f"{selection_rule(run)} on validation. "
         f"Training took {result.seconds:,.0f} s."
     )
     shortcut = result.breakdown.shortcut

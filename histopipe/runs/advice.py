@@ -32,10 +32,12 @@ def advise(
     Args:
         config: settings of the training.
         history: rows of `history.csv`.
-        best_epoch: epoch of the saved model, from 1.
+        best_epoch: epoch of the saved model, from 1; 0 for the covariates alone.
         patients: number of patients in all subsets.
     """
-    texts = list(_advice(config, history[best_epoch - 1], len(history), patients))
+    texts = ["use features of another encoder: no epoch was better than the covariates alone"]
+    if best_epoch:
+        texts = list(_advice(config, history[best_epoch - 1], len(history), patients))
     return f"to improve: {'; '.join(texts[:_MOST])}" if texts else ""
 
 

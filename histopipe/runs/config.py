@@ -111,8 +111,13 @@ class TrainConfig:
         "Class weights in the loss; balanced: inverse to class frequency among the samples of an epoch.",
         group=OPTIMIZATION,
     )
+    monitor: Literal["loss", "metric"] = setting(
+        "loss",
+        "Validation value that chooses the epoch: the loss, or the AUC, R² or concordance index, with ties by the loss.",
+        group=OPTIMIZATION,
+    )
     patience: int = setting(
-        5, "Stop after this many epochs without a better validation AUC; 0: never stop.",
+        5, "Stop after this many epochs without a better value of --monitor; 0: never stop.",
         group=OPTIMIZATION, at_least=0, resume=True,
     )  # fmt: skip
     balance: Literal["none", "class", "slide", "patient"] = setting(

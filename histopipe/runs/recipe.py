@@ -11,7 +11,7 @@ from typing import Any
 
 from histopipe.dataset.selection import store_paths
 from histopipe.runs.settings import declared_settings
-from histopipe.runs.task_config import CONFIGS, PatchTrainConfig
+from histopipe.runs.task_config import CONFIGS, FORMER, PatchTrainConfig
 from histopipe.store.store import Store
 from histopipe.system.progress import message
 
@@ -52,19 +52,15 @@ def with_recipe(
 
     Args:
         settings: settings by name.
-        recorded: all settings that a study began with. They take the place of the recipe.
+        recorded: all settings that a study began with. They take the place of the recipe and of defaults.
 
     Raises:
         HistopipeError: as `chosen_settings`.
     """
     if recorded is not None:
-        automatic = {
-            name: value
-            for name, value in recorded.items()
-            if name in declared_settings(*CONFIGS)
-            and (declared_settings(*CONFIGS)[name].about.default_text or "").startswith("auto")
-        }
-        return {**automatic, **settings}
+        declared = declared_settings(CONFIGS[settings.get("mil") is not None])
+        before = {name: value for name, value in recorded.items() if name in declared}
+        return {**FORMER, **before, **settings}
     chosen = chosen_settings(settings)
     if chosen:
         texts = [f"{name.replace('_', ' ')} {value}" for name, value in chosen.items()]

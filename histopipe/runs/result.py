@@ -36,7 +36,7 @@ class TrainResult:
     Attributes:
         folder: folder of the run.
         epochs: number of epochs.
-        best_epoch: epoch of the model in `model.keras`, from 1.
+        best_epoch: epoch of the model in `model.keras`, from 1; 0 for the start from the covariates alone.
         metrics: metrics of that model, by side; without "test" if no patch was held out.
         seconds: duration of the epochs and of the evaluation.
         host_bytes: peak memory of the process.

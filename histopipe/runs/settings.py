@@ -247,3 +247,26 @@ def parse_devices(devices: str) -> re.Match[str]:
             "--devices", found=repr(devices), expected="auto, cpu, cpu:N, gpu or gpu:0,1"
         )
     return match
+
+
+_TRAINABLE = re.compile(r"(?P<kind>all|head|last|lora)(:(?P<number>[1-9]\d{0,3}))?")
+
+
+def parse_trainable(trainable: str) -> tuple[str, int]:
+    """Return the kind and the number of a value of `--trainable`; 0 without a number.
+
+    Raises:
+        UsageError: the value is malformed.
+    """
+    match = _TRAINABLE.fullmatch(trainable)
+    if match is None or (match["number"] is not None) != (match["kind"] in ("last", "lora")):
+        expected = "all, head, last:N or lora:R"
+        raise UsageError("--trainable", found=repr(trainable), expected=expected)
+    return match["kind"], int(match["number"] or 0)
+
+
+def plain_value(value: Any) -> Any:
+    """Return a value in the form of a configuration: tuples for lists, texts for paths."""
+    if isinstance(value, list | tuple):
+        return tuple(map(plain_value, value))
+    return str(value) if isinstance(value, Path) else value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
@@ -18,7 +17,15 @@ from histopipe.runs.config import (
     SPLITS,
     TrainConfig,
 )
-from histopipe.runs.settings import check_known, declared_settings, flag, read_settings, setting
+from histopipe.runs.settings import (
+    check_known,
+    declared_settings,
+    flag,
+    parse_trainable,
+    plain_value,
+    read_settings,
+    setting,
+)
 
 if TYPE_CHECKING:
     from histopipe.dataset.labelling import Labelling
@@ -26,20 +33,6 @@ if TYPE_CHECKING:
 
 Pooling = Literal["gated", "attention", "mean", "max", "clam", "dsmil", "transformer"]
 _COX_BATCH = 32
-_TRAINABLE = re.compile(r"(?P<kind>all|head|last|lora)(:(?P<number>[1-9]\d{0,3}))?")
-
-
-def parse_trainable(trainable: str) -> tuple[str, int]:
-    """Return the kind and the number of a value of `--trainable`; 0 without a number.
-
-    Raises:
-        UsageError: the value is malformed.
-    """
-    match = _TRAINABLE.fullmatch(trainable)
-    if match is None or (match["number"] is not None) != (match["kind"] in ("last", "lora")):
-        expected = "all, head, last:N or lora:R"
-        raise UsageError("--trainable", found=repr(trainable), expected=expected)
-    return match["kind"], int(match["number"] or 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,15 +191,23 @@ class BagTrainConfig(TrainConfig):
         "With --mil: pooling of a bag's patches; gated and attention are ABMIL, transformer is like TransMIL.",
         group=MODEL,
     )  # fmt: skip
+    feature_scaling: Literal["standard", "none"] = setting(
+        "standard",
+        "With --mil: standardise features in the model by statistics of the training bags.",
+        group=MODEL,
+    )
     covariates: tuple[str, ...] = setting(
         (), "With --mil: further columns of --labels as inputs of the model, such as age,stage.",
         group=DATA,
     )  # fmt: skip
+    epochs: int = setting(
+        50, "Maximum number of epochs.", group=OPTIMIZATION, at_least=1, resume=True
+    )
     batch_size: int = setting(
-        1, "Bags per step, over all devices.", group=OPTIMIZATION, at_least=1,
-        default_text="1; 32 for the Cox loss",
+        8, "Bags per step, over all devices.", group=OPTIMIZATION, at_least=1,
+        default_text="8; 32 for the Cox loss",
     )  # fmt: skip
-    learning_rate: float = setting(2e-4, "Learning rate.", group=OPTIMIZATION, above=0)
+    learning_rate: float = setting(5e-4, "Learning rate.", group=OPTIMIZATION, above=0)
 
     def _check_together(self) -> None:
         # As above.
@@ -240,6 +241,8 @@ class BagTrainConfig(TrainConfig):
 
 CONFIGS: tuple[type[TrainConfig], ...] = (PatchTrainConfig, BagTrainConfig)
 """The configuration class of each kind of training."""
+FORMER: Mapping[str, Any] = {"na": (), "feature_scaling": "none", "monitor": "metric"}
+"""Values in runs of versions that did not record them; these versions took NA for a class."""
 
 
 def make_config(settings: Mapping[str, Any]) -> TrainConfig:
@@ -300,7 +303,7 @@ def load_config(path: Path) -> TrainConfig:
     Raises:
         UsageError: the file cannot be read, or as `make_config`.
     """
-    return make_config({"na": (), **read_config(path)})  # earlier versions took NA for a class
+    return make_config({**FORMER, **read_config(path)})
 
 
 def resumed_config(recorded: Mapping[str, Any], changes: Mapping[str, Any]) -> TrainConfig:
@@ -322,21 +325,14 @@ def resumed_config(recorded: Mapping[str, Any], changes: Mapping[str, Any]) -> T
             "--resume continues with the settings of the run", found=", ".join(refused),
             expected="only --out and " + ", ".join(allowed),
         )  # fmt: skip
-    return make_config({"na": (), **recorded, **changes})
+    return make_config({**FORMER, **recorded, **changes})
 
 
 def _plain_values(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings in the form of a configuration. One path is accepted for a list of paths."""
     declared, found = declared_settings(*CONFIGS), {}
     for name, value in settings.items():
-        plain = _plain(value)
+        plain = plain_value(value)
         one = isinstance(plain, str) and name in declared and declared[name].is_path_list
         found[name] = (plain,) if one else plain
     return found
-
-
-def _plain(value: Any) -> Any:
-    """Return a value in the form of a configuration: tuples for lists, texts for paths."""
-    if isinstance(value, list | tuple):
-        return tuple(map(_plain, value))
-    return str(value) if isinstance(value, Path) else value

@@ -171,7 +171,8 @@ class _Search:
                 return found.log_loss
             with (result.folder / run_folder.HISTORY).open(newline="", encoding="utf-8") as file:
                 rows = {int(row["epoch"]): float(row["val_loss"]) for row in csv.DictReader(file)}
-            return rows[result.best_epoch]
+            # Epoch 0, the covariates alone, has no row, and a loss that is lower than in all rows.
+            return rows.get(result.best_epoch, min(rows.values()))
         return found.figures[self._metric]
 
     @property

@@ -27,6 +27,8 @@ _HIDDEN, _ATTENTION = 512, 256
 """Widths of CLAM's "small" model."""
 JOINT = ("dsmil", "transformer")
 """Poolings that need all patches of a bag in memory."""
+_LIMIT = 10.0
+"""Largest standardised feature: features that are 0 in almost all patches reach hundreds of deviations in others."""
 
 
 class Patches(NamedTuple):
@@ -44,6 +46,7 @@ class BagModel:
     `serving` is the model saved in `model.keras`: features (B, N, D) float32 to {"probability": (B, C)}, or the name of
     the objective's outputs, and, with attention, {"attention": (B, N)}. With covariates or positions, it takes
     {"features": …, "covariates": (B, K), "positions": (B, N, 2)}. It has only stock layers. Training updates its weights.
+    With `scaled` it standardises features by `scaling`, a layer whose weights training does not change.
 
     Raises:
         UsageError: the pooling does not apply to the objective.
@@ -58,12 +61,20 @@ class BagModel:
         dropout: float,
         covariates: int = 0,
         precision: Precision = "float32",
+        scaled: bool = False,
     ) -> None:
         self.pooling: Pooling = pooling
         self.batch_norms: list[keras.layers.BatchNormalization] = []
         self.takes_positions = pooling == "transformer"
         self.outputs = objective.outputs
+        self.scaling: keras.layers.BatchNormalization | None = None
         with dtype_policy(precision):
+            if scaled:
+                # Features can exceed the range of float16 before this layer. An epsilon would shrink small features.
+                dtype = keras.config.dtype_policy().variable_dtype
+                self.scaling = keras.layers.BatchNormalization(
+                    center=False, epsilon=0.0, trainable=False, dtype=dtype, name="scaling"
+                )
             self._build(dimension, objective, dropout, covariates)
         if objective.bias is not None:
             self._logits.bias.assign(objective.bias)
@@ -78,7 +89,7 @@ class BagModel:
         if self.takes_positions:
             inputs["positions"] = keras.Input((None, 2), name="positions")
         self._hidden = layers.Dense(_HIDDEN, activation="relu", name="hidden")
-        hidden = layers.Dropout(dropout)(self._hidden(inputs["features"]))
+        hidden = layers.Dropout(dropout)(self._hidden(self._scaled(inputs["features"])))
         self._score: Any = None
         self._instances: Any = None
         self._joint: JointPooling | None = None
@@ -205,9 +216,15 @@ class BagModel:
     def _using(self, weights: Sequence[tf.Tensor]) -> Any:
         return keras.StatelessScope(zip(self.patch_weights, weights, strict=True))
 
+    def _scaled(self, features: Any) -> Any:
+        """Return (B, N, D) features, standardised if the model does that."""
+        if self.scaling is None:
+            return features
+        return keras.ops.clip(self.scaling(features), -_LIMIT, _LIMIT)
+
     def _dropped(self, features: tf.Tensor, rows: tf.Tensor, seed: tf.Tensor | None) -> tf.Tensor:
         """Return the hidden features after dropout."""
-        hidden = self._hidden(features)
+        hidden = self._hidden(self._scaled(features[None])[0])
         if seed is None:
             return hidden
         return self._drop(hidden, hash31(hash31(rows, 5) ^ seed, 6), training=True)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
+import keras
+import numpy as np
 import tensorflow as tf
+from numpy.typing import NDArray
 
 from histopipe.dataset.covariates import Covariates
 from histopipe.dataset.options import Side
@@ -15,6 +18,7 @@ from histopipe.dataset.splits import SlideSplit, Splits
 from histopipe.evaluation.predictions import PatchScores
 from histopipe.evaluation.target_scores import TargetScores, prediction_names
 from histopipe.features.bag_batches import BagBatches
+from histopipe.features.bag_statistics import feature_moments
 from histopipe.features.bags import BagSet, read_positions
 from histopipe.features.feature_file import read_encoder
 from histopipe.runs.config import TrainConfig
@@ -24,11 +28,14 @@ from histopipe.system.progress import message
 from histopipe.training.attention import write_attention
 from histopipe.training.bag_model import BagModel
 from histopipe.training.bag_train_step import BagTrainStep
-from histopipe.training.covariate_baseline import baseline_scores
+from histopipe.training.covariate_baseline import baseline_scores, baseline_weights
 from histopipe.training.optimizer import make_optimizer
 from histopipe.training.outputs import Predictions
 from histopipe.training.problem import PatchProblem, Problem
 from histopipe.training.train_step import TrainStep
+
+_ROUNDING, _SMALLEST = 1e-6, 1e-15
+"""Deviations of a constant feature: relative to its mean, by the rounding of float32; and with a square of 0."""
 
 
 def make_problem(config: TrainConfig, sources: Sequence[SampleSource], splits: Splits) -> Problem:
@@ -59,6 +66,7 @@ class BagProblem(Problem):
         if splits.covariates:
             rows = [slide.covariates for slide in splits.slides if len(slide.on("train"))]
             self._covariates = Covariates.of(splits.covariates, rows)
+            self.starts_fitted = True
             self.facts = {**self.facts, "covariates": self._covariates.to_json()}
             for slide in splits.slides:
                 for text in self._covariates.unknown(slide.covariates):
@@ -83,7 +91,7 @@ class BagProblem(Problem):
         """Return the predictions of a model of the covariates alone; empty without covariates."""
         if self._covariates is None:
             return {}
-        return baseline_scores(self.splits, self._covariates, self.level)
+        return baseline_scores(self.splits, self._covariates, self.objective, self.level)
 
     def batches(self, side: Side, replicas: int) -> BagBatches:
         """Return the batches of a side. Training bags are limited to `max_per_slide` patches."""
@@ -103,9 +111,39 @@ class BagProblem(Problem):
                 config.pooling, dimension=self._bags.dimension, objective=self.objective,
                 dropout=config.dropout, precision=config.precision,
                 covariates=0 if self._covariates is None else len(self._covariates.inputs),
+                scaled=config.feature_scaling == "standard",
             )  # fmt: skip
             optimizer = make_optimizer(config, steps_per_epoch)
         return BagTrainStep(strategy, model, optimizer, self._step_settings())
+
+    def initial_values(self, step: TrainStep) -> list[tuple[keras.Variable, NDArray[Any]]]:
+        """Return a last layer that predicts as the covariates alone do, and mean and variance of the features.
+
+        With random weights of the pooled features, the model would first have to unlearn them.
+        """
+        model = cast(BagModel, step.model)
+        kernel, bias = (np.array(weight) for weight in model.last_weights)
+        kernel[:] = 0
+        if self._covariates is not None:
+            rows, bias = baseline_weights(self.splits, self._covariates, self.objective)
+            # The last layer of DSMIL has half of the prediction.
+            share = 2 if model.pooling == "dsmil" else 1
+            kernel[-len(rows) :], bias = share * rows, share * bias
+        values = list(zip(model.last_weights, (kernel, bias), strict=True))
+        if model.scaling is not None:
+            mean, variance = feature_moments(
+                self._bags,
+                [slide.slide for slide in self._tables["train"].slides],
+                on_error=self._config.on_error,
+            )
+            # The deviation of a constant column is only rounding.
+            varied = variance > np.maximum(_ROUNDING * np.abs(mean), _SMALLEST) ** 2
+            values += zip(
+                model.scaling.weights,
+                (varied, mean, np.where(varied, variance, 1.0)),
+                strict=True,
+            )
+        return values
 
     def write_more(self, folder: Path, step: TrainStep, evaluated: Sequence[Predictions]) -> None:
         """Write attention and contributions of each patch of the evaluated bags."""

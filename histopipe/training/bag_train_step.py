@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from histopipe.dataset.augmentation import sample_seeds
@@ -23,6 +24,12 @@ class BagTrainStep(TrainStep):
     """The training step of a bag model. A micro-batch is a bag; `size` is the number of patches computed at once."""
 
     model: BagModel
+
+    @property
+    def variables(self) -> list[keras.Variable]:
+        """As of `TrainStep`, and the statistics of the features, so that a resumed run does not compute them again."""
+        scaling = self.model.scaling
+        return [*super().variables, *(() if scaling is None else scaling.weights)]
 
     def gradients(self, batch: Any, epoch_number: tf.Tensor, rows: int, size: int) -> Any:
         """Compute the gradients of a batch, as `TrainStep`.

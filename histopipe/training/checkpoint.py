@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.errors import DamagedStore
+from histopipe.errors import DamagedStore, Interrupted
 from histopipe.runs.result import EpochMetrics
 from histopipe.system.files import appearing
 
@@ -27,7 +27,7 @@ STATE_FILE, OLDER_FILE = "resume.npz", "resume-older.npz"
 _DIGEST = "blake2b"
 _DIGEST_BYTES = 64
 _BETTER = 1e-4
-"""Minimum increase of the score that counts as better. For smaller differences, the lower loss is better."""
+"""Minimum increase of the metric that counts as better. For smaller differences, the lower loss is better."""
 LOWEST = -1e9
 """Score if the metric is undefined."""
 
@@ -45,7 +45,7 @@ class TrainState:
     best_score: float = LOWEST
     best_loss: float = float("inf")
     best_epoch: int = -1
-    """Epoch of the model in `model.keras`; -1 for none yet."""
+    """Epoch of the model in `model.keras`; 0 for the weights before the first; -1 for none yet."""
     waited: int = 0
     """Epochs since the best epoch."""
     skipped: list[int] = field(default_factory=list)
@@ -56,12 +56,31 @@ class TrainState:
     frozen: str = ""
     """Digest of what training does not change: frozen weights, which are not in the checkpoint, and the preset."""
 
-    def is_improved_by(self, metrics: EpochMetrics) -> bool:
-        """Return whether validation metrics are better than in the best epoch so far."""
+    def is_improved_by(self, metrics: EpochMetrics, monitor: str) -> bool:
+        """Return whether validation metrics are better than in the best epoch so far, by the loss or the metric."""
+        if self.best_epoch < 0:
+            return True
+        if monitor == "loss":
+            return metrics.loss < self.best_loss
         score = LOWEST if metrics.score is None else metrics.score
-        if self.best_epoch < 0 or score > self.best_score + _BETTER:
+        if score > self.best_score + _BETTER:
             return True
         return score >= self.best_score - _BETTER and metrics.loss < self.best_loss
+
+    def keep(self, metrics: EpochMetrics) -> None:
+        """Record that the weights after `epoch` epochs are the best so far, with these validation metrics."""
+        self.best_epoch, self.best_loss = self.epoch, metrics.loss
+        self.best_score = LOWEST if metrics.score is None else metrics.score
+
+    def interrupted(self, folder: Path) -> Interrupted:
+        """Return the error of a stopped training whose state is saved."""
+        done = len(self.values)
+        steps = f" and {done} steps of the next" if done else ""
+        return Interrupted(
+            "interrupted",
+            found=f"{folder} saved after epoch {self.epoch}{steps}",
+            todo=f"continue with `histopipe train --resume --out {folder}`",
+        )
 
 
 def save_state(folder: Path, state: TrainState, variables: Sequence[Any]) -> None:

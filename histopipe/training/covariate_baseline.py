@@ -1,4 +1,7 @@
-"""A model of the covariates alone, which shows what the slides add: logistic, linear or Cox regression."""
+"""A model of the covariates alone, which shows what the slides add: logistic, linear or Cox regression.
+
+A slide model with covariates starts from this model.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 from numpy.typing import NDArray
 
 from histopipe.dataset.covariates import Covariates
@@ -13,44 +17,90 @@ from histopipe.dataset.options import SIDES, Side
 from histopipe.dataset.splits import SlideSplit, Splits
 from histopipe.evaluation.levels import Level
 from histopipe.evaluation.predictions import PatchScores
-from histopipe.evaluation.survival import breslow_survival, partial_likelihood, time_grid
+from histopipe.evaluation.survival import partial_likelihood
 from histopipe.evaluation.target_scores import TargetScores
+from histopipe.training.objective import Objective
+from histopipe.training.survival_objective import CoxObjective
 
 _PENALTY = 0.1
 """Ridge penalty of Cox' regression per patient, without which few events have no finite solution."""
+_ABSENT = 20.0
+"""Log odds of the rarest class against one without a training bag."""
 
 
 def baseline_scores(
-    splits: Splits, covariates: Covariates, level: Level
+    splits: Splits, covariates: Covariates, objective: Objective, level: Level
 ) -> dict[Side, PatchScores | TargetScores]:
     """Fit a model to the covariates of the training bags, and return its predictions for the other sides."""
-    slides: dict[Side, list[SlideSplit]] = {
-        side: [slide for slide in splits.slides if len(slide.on(side))] for side in SIDES
-    }
-    inputs = {side: _inputs(own, covariates) for side, own in slides.items()}
-    others: list[Side] = [side for side in SIDES[1:] if slides[side]]
-    if splits.kind is None:
-        from sklearn.linear_model import LogisticRegression
-
-        numbers = {name: i for i, name in enumerate(splits.classes)}
-        labels = {side: np.array([numbers[it.label] for it in own]) for side, own in slides.items()}
-        model = LogisticRegression(max_iter=1000).fit(inputs["train"], labels["train"])
-        return {
-            side: PatchScores(
-                splits.classes, **_places(slides[side]), label=labels[side].astype(np.int32),
-                probability=_all_classes(model, inputs[side], len(numbers)), level=level,
+    if splits.task == "survival":
+        objective = CoxObjective.of(splits.targets_on("train"))
+    slides = {side: [it for it in splits.slides if len(it.on(side))] for side in SIDES}
+    kernel, bias = baseline_weights(splits, covariates, objective)
+    logits = {side: _inputs(own, covariates) @ kernel + bias for side, own in slides.items()}
+    if isinstance(objective, CoxObjective):
+        objective.fit_baseline(logits["train"][:, 0], splits.targets_on("train"))
+    scores: dict[Side, PatchScores | TargetScores] = {}
+    for side in SIDES[1:]:
+        if not slides[side]:
+            continue
+        places = _places(slides[side])
+        activated = objective.activate(tf.constant(logits[side]))
+        output = objective.predictions(np.asarray(activated, np.float32))
+        if splits.kind is None:
+            label = np.array([splits.classes.index(it.label) for it in slides[side]], np.int32)
+            scores[side] = PatchScores(
+                splits.classes, **places, label=label, probability=output, level=level
             )
-            for side in others
-        }  # fmt: skip
-    targets = {side: splits.targets_on(side) for side in ("train", *others)}
-    grid, predict = _fitted(splits.task, inputs["train"], targets["train"])
-    return {
-        side: TargetScores(
-            splits.task, splits.targets, grid, **_places(slides[side]), target=targets[side],
-            output=predict(inputs[side]).astype(np.float32), level=level,
-        )
-        for side in others
-    }  # fmt: skip
+        else:
+            grid = tuple(getattr(objective, "grid", ()))
+            scores[side] = TargetScores(
+                splits.task, splits.targets, grid, **places, target=splits.targets_on(side),
+                output=output, level=level,
+            )  # fmt: skip
+    return scores
+
+
+def baseline_weights(
+    splits: Splits, covariates: Covariates, objective: Objective
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return (K, C) kernel and (C,) bias of a last layer that predicts as the model of the covariates alone."""
+    slides = [it for it in splits.slides if len(it.on("train"))]
+    inputs, targets = _inputs(slides, covariates), splits.targets_on("train")
+    if splits.kind is None:
+        return _class_weights(inputs, [splits.classes.index(it.label) for it in slides], splits)
+    if splits.task == "survival":
+        weights = _cox_weights(inputs, targets)
+        # Discrete survival starts with the same ratio of hazards in all intervals.
+        bias = np.zeros(objective.outputs) if objective.bias is None else objective.bias
+        kernel = np.tile(weights[:, None], objective.outputs)
+        return kernel, bias - float(inputs.mean(axis=0) @ weights)
+    from sklearn.linear_model import LogisticRegression, Ridge
+
+    if splits.task == "regression":
+        targets = np.asarray(objective.logits(tf.constant(targets)))
+    kernels, biases = [], []
+    for column in targets.T:
+        rows = np.isfinite(column)
+        model = LogisticRegression(max_iter=1000) if splits.task == "multilabel" else Ridge()
+        model.fit(inputs[rows], column[rows])
+        kernels.append(np.ravel(model.coef_))
+        biases.append(float(np.ravel(model.intercept_)[0]))
+    return np.stack(kernels, axis=1), np.array(biases)
+
+
+def _class_weights(
+    inputs: NDArray[np.float64], labels: Sequence[int], splits: Splits
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    from sklearn.linear_model import LogisticRegression
+
+    model = LogisticRegression(max_iter=1000).fit(inputs, labels)
+    kernel, bias = model.coef_.T, model.intercept_
+    if len(bias) == 1:  # the log odds of the second of two classes
+        kernel, bias = np.hstack([-kernel, kernel]) / 2, np.array([-bias[0], bias[0]]) / 2
+    all_kernels = np.zeros((len(kernel), len(splits.classes)))
+    all_biases = np.full(len(splits.classes), bias.min() - _ABSENT)
+    all_kernels[:, model.classes_], all_biases[model.classes_] = kernel, bias
+    return all_kernels, all_biases
 
 
 def _inputs(slides: Sequence[SlideSplit], covariates: Covariates) -> NDArray[np.float64]:
@@ -70,36 +120,8 @@ def _places(slides: Sequence[SlideSplit]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _all_classes(model: Any, inputs: NDArray[np.float64], count: int) -> NDArray[np.float32]:
-    """Return (N, C) probabilities; 0 for classes that are not in the training set."""
-    found = np.zeros((len(inputs), count), np.float32)
-    found[:, model.classes_] = model.predict_proba(inputs)
-    return found
-
-
-def _fitted(
-    task: str, inputs: NDArray[np.float64], targets: NDArray[np.float64]
-) -> tuple[Any, Any]:
-    """Return the times of the survival probabilities, and a function from inputs to (N, C) outputs."""
-    if task == "survival":
-        return _cox(inputs, targets)
-    from sklearn.linear_model import LogisticRegression, Ridge
-
-    models = []
-    for column in targets.T:
-        known = np.isfinite(column)
-        model = LogisticRegression(max_iter=1000) if task == "multilabel" else Ridge()
-        models.append(model.fit(inputs[known], column[known]))
-
-    def predict(rows: NDArray[np.float64]) -> NDArray[np.float64]:
-        if task == "regression":
-            return np.stack([model.predict(rows) for model in models], axis=1)
-        return np.stack([model.predict_proba(rows)[:, 1] for model in models], axis=1)
-
-    return (), predict
-
-
-def _cox(inputs: NDArray[np.float64], targets: NDArray[np.float64]) -> tuple[Any, Any]:
+def _cox_weights(inputs: NDArray[np.float64], targets: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the (K,) coefficients of Cox' regression."""
     from scipy.optimize import minimize
 
     time, event = targets.T
@@ -121,11 +143,4 @@ def _cox(inputs: NDArray[np.float64], targets: NDArray[np.float64]) -> tuple[Any
     )
     weights = np.zeros(inputs.shape[1])
     weights[varied] = fitted.x / scale
-    grid = time_grid(time, event)
-    baseline = breslow_survival(inputs @ weights, time, event, grid)
-
-    def predict(rows: NDArray[np.float64]) -> NDArray[np.float64]:
-        risk = rows @ weights
-        return np.column_stack([risk, baseline[None] ** np.exp(np.minimum(risk, 50))[:, None]])
-
-    return tuple(grid), predict
+    return weights

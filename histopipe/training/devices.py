@@ -143,6 +143,17 @@ def gathered(
     return np.asarray(strategy.gather(each, axis=1))
 
 
+def assign_same(
+    cluster: Cluster,
+    strategy: tf.distribute.Strategy,
+    values: Sequence[tuple[Any, NDArray[Any]]],
+) -> None:
+    """Assign values to variables: on all workers those of the first, since others may round differently."""
+    for variable, value in values:
+        row = value.reshape(1, 1, -1).astype(np.float32)
+        variable.assign(gathered(cluster, strategy, row)[0, 0].reshape(value.shape))
+
+
 def check_same(cluster: Cluster, strategy: tf.distribute.Strategy, numbers: Sequence[int]) -> None:
     """Wait for all workers, and check that all have the same numbers, each below 65,536.
 

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from histopipe.dataset.augmentation import epoch_seed
 from histopipe.dataset.sampling import replica_rows
 from histopipe.dataset.tf_data import BatchFeed
+from histopipe.errors import DamagedStore
 from histopipe.runs.workers import COMPUTING, READING, Cluster
 from histopipe.system.progress import default_progress
 from histopipe.training.devices import gathered, one_per_replica
@@ -156,6 +157,14 @@ class EpochLoop:
 
         self._run(batches, 0, step, title, results)
         return predictions(batches, 0, self.gathered(results))
+
+    def checked(self, title: str, found: Predictions | None) -> Predictions:
+        """Return predictions, or raise a DamagedStore if there are none."""
+        if found is None:
+            reason = next(iter(self.skipped.values()), None)
+            todo = "ingest the slides again"
+            raise DamagedStore(f"{title}: every patch is damaged", found=reason, todo=todo)
+        return found
 
     def gathered(self, results: StepResults) -> NDArray[np.float32]:
         """Return the results of all workers, (S, B, C + 2) float32. All workers must call it."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import keras
 import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
@@ -53,6 +54,8 @@ class Problem:
     """Containers of the samples in the splits, as a plural noun for messages."""
     level: Level = "patch"
     """Level of a sample."""
+    starts_fitted = False
+    """Whether a new model already predicts, so that its first weights are a candidate for the best: epoch 0."""
 
     def __init__(
         self,
@@ -92,6 +95,10 @@ class Problem:
     def train_step(self, strategy: tf.distribute.Strategy, steps_per_epoch: int) -> TrainStep:
         """Return the training step of a new model with its optimizer."""
         raise NotImplementedError
+
+    def initial_values(self, step: TrainStep) -> list[tuple[keras.Variable, NDArray[Any]]]:
+        """Return the variables of a new model whose first values depend on the training data, with these values."""
+        return []
 
     def metrics(self, predictions: Predictions) -> EpochMetrics:
         """Return the metrics of an epoch."""

@@ -53,7 +53,7 @@ class CoxObjective(Objective):
         events = max((event * (weight > 0)).sum(), 1)
         return np.stack([np.full(len(rows), loss / events), gradient], axis=1).astype(np.float32)
 
-    def fit_baseline(self, risk: NDArray[np.float32], targets: NDArray[np.float64]) -> None:
+    def fit_baseline(self, risk: NDArray[np.floating], targets: NDArray[np.float64]) -> None:
         """Compute the survival of a patient with risk 0, from (N,) risks of the training."""
         time, event = targets.T
         self._baseline = breslow_survival(risk.astype(np.float64), time, event, self.grid)

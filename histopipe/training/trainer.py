@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from histopipe.dataset.flow import flow_of, leaked_patients
 from histopipe.dataset.options import Side
 from histopipe.dataset.participants import with_damaged, write_participants
-from histopipe.errors import DamagedStore, Interrupted, OutOfMemory, UsageError
+from histopipe.errors import OutOfMemory, UsageError
 from histopipe.evaluation.breakdown import break_down_sides
 from histopipe.evaluation.evaluate import judge, positive_class
 from histopipe.evaluation.temperature import calibrated
@@ -29,8 +29,8 @@ from histopipe.runs.result import TrainResult, epoch_line
 from histopipe.runs.workers import Cluster
 from histopipe.system.files import appearing
 from histopipe.system.progress import message
-from histopipe.training.checkpoint import LOWEST, TrainState, load_state, save_state
-from histopipe.training.devices import check_same, make_strategy
+from histopipe.training.checkpoint import TrainState, load_state, save_state
+from histopipe.training.devices import assign_same, check_same, make_strategy
 from histopipe.training.epoch_loop import EpochLoop, Requests, StopSignals
 from histopipe.training.fine_tuning import check_weights
 from histopipe.training.memory import (
@@ -119,6 +119,8 @@ class Trainer:
             if self._state.row_mean:  # not begun by version 0.2, which kept the momentum
                 steps = self._train_batches.steps_per_epoch
                 limit_momentum(self._step.model.batch_norms, steps)
+            if not self._state.epoch and not len(self._state.values):
+                self._initialise()
             check_weights(
                 self._step.model.training.weights, "the network", "use another --model or --weights"
             )
@@ -133,6 +135,18 @@ class Trainer:
                 raise
             first = self._loop.micro_batch.first
             raise out_of_memory(error, self._folder, first, self._report) from error
+
+    def _initialise(self) -> None:
+        """Set the weights whose first values depend on the data: those of the first worker on all workers."""
+        assign_same(self._cluster, self._step.strategy, self._problem.initial_values(self._step))
+        if self._problem.starts_fitted:
+            self._state.keep(self._problem.metrics(self._predict("validation", saving=False)))
+            self._save_model()
+
+    def _save_model(self) -> None:
+        if self._cluster.chief:
+            with appearing(self._folder / run_folder.MODEL) as part:
+                self._step.model.save(part)
 
     def _resume(self) -> None:
         frozen = self._state.frozen
@@ -174,7 +188,7 @@ class Trainer:
         trained = self._train_epoch(f"epoch {number}/{self._config.epochs}")
         training = self._problem.metrics(trained)  # from predictions before each step's update
         metrics = self._problem.metrics(self._predict("validation", saving=True))
-        better = state.is_improved_by(metrics)
+        better = state.is_improved_by(metrics, self._config.monitor)
         row: dict[str, Any] = {
             "epoch": number,
             "loss": training.loss,
@@ -191,8 +205,7 @@ class Trainer:
         state.values, state.seconds, state.input_wait = state.values[:0], 0.0, 0.0
         state.epoch, state.waited = number, 0 if better else state.waited + 1
         if better:
-            state.best_epoch, state.best_loss = number, metrics.loss
-            state.best_score = LOWEST if metrics.score is None else metrics.score
+            state.keep(metrics)
         if self._cluster.chief:
             self._write_epoch(losses, better=better)
 
@@ -217,8 +230,7 @@ class Trainer:
     def _write_epoch(self, losses: NDArray[np.float64], *, better: bool) -> None:
         row = self._state.history[-1]
         if better:
-            with appearing(self._folder / run_folder.MODEL) as part:
-                self._step.model.save(part)
+            self._save_model()
         run_folder.write_csv(self._folder / run_folder.HISTORY, self._state.history)
         if self._config.tensorboard:
             write_tensorboard(self._folder, row, losses)
@@ -232,7 +244,7 @@ class Trainer:
         self._update_state()
         self._save()
         if requests.stop:
-            raise self._interrupted()
+            raise self._state.interrupted(self._folder)
 
     def _update_state(self) -> None:
         """Copy this epoch's results of all workers into the state, and check that losses and weights are finite."""
@@ -248,14 +260,6 @@ class Trainer:
             save_state(self._folder, self._state, self._step.variables)
         self._signals.saved()
 
-    def _interrupted(self) -> Interrupted:
-        done = len(self._state.values)
-        return Interrupted(
-            "interrupted", found=f"{self._folder} saved after epoch {self._state.epoch}"
-            + (f" and {done} steps of the next" if done else ""),
-            todo=f"continue with `histopipe train --resume --out {self._folder}`",
-        )  # fmt: skip
-
     def _predict(self, side: Side, *, saving: bool) -> Predictions:
         """Predict a side; stop if requested, without waiting for other workers.
 
@@ -267,18 +271,13 @@ class Trainer:
             if self._signals.stopping:
                 if saving:
                     self._save()
-                raise self._interrupted()
+                raise self._state.interrupted(self._folder)
 
         found = self._loop.predict(self._batches[side], side, before_step=stop_if_requested)
         return self._all_or_damaged(side, found)
 
     def _all_or_damaged(self, title: str, found: Predictions | None) -> Predictions:
-        if found is None:
-            raise DamagedStore(
-                f"{title}: every patch is damaged",
-                found=next(iter(self._loop.skipped.values()), None),
-                todo="ingest the slides again",
-            )
+        found = self._loop.checked(title, found)
         self._problem.check_predictions(title, found)
         return found
 
