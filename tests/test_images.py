@@ -172,6 +172,7 @@ NOISE_JPEG = encoded(Image.fromarray(NOISE), "JPEG")
         ("rgb16.png", png(4, 4, 16, 2, (b"\0" + bytes(24)) * 4), "16 bits per sample"),
         ("grey16.png", png(4, 4, 16, 0, (b"\0" + bytes(8)) * 4), "16 bits per sample"),
         ("rgba16.png", png(4, 4, 16, 6, (b"\0" + bytes(32)) * 4), "16 bits per sample"),
+        ("clear.png", encoded(with_alpha(np.zeros_like(ALPHA)), "PNG"), "transparent everywhere"),
         ("bits.png", encoded(Image.new("1", (9, 9)), "PNG"), "mode 1"),
         ("print.jpg", encoded(Image.new("CMYK", (9, 9)), "JPEG"), "mode CMYK"),
         ("movie.png", encoded(MOVIE[0], "PNG", save_all=True, append_images=MOVIE[1:]), "animation of 2"),

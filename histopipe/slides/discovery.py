@@ -87,7 +87,12 @@ def discover(arguments: Iterable[Path | str], *, images: bool = False) -> list[S
         raise NothingToDo(
             f"no slide in {', '.join([*map(str, roots), *map(public_url, urls)])}",
             found=_contents(roots),
-            expected=f"files ending in {' '.join(sorted(SUFFIXES))}, or images: {' '.join(sorted(IMAGE_SUFFIXES))}",
+            expected="".join(
+                [
+                    f"files ending in {' '.join(sorted(SUFFIXES))}, or " * (not images),
+                    f"images: {' '.join(sorted(IMAGE_SUFFIXES))}",
+                ]
+            ),
             todo="pass the folder that contains the slides",
         )
     return sorted(slides, key=lambda slide: slide.id)

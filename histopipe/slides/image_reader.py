@@ -144,6 +144,10 @@ def _decoded(path: Path, _mtime_ns: int, size: Size) -> NDArray[np.uint8] | Slid
             image = ImageOps.exif_transpose(stored)
             if _has_alpha(image):
                 image = image.convert("RGBA")
+                if image.getchannel("A").getbbox() is None:  # usually a channel without a meaning
+                    return SlideUnreadable(
+                        f"{path} is transparent everywhere", todo="remove its alpha channel"
+                    )
                 image = Image.alpha_composite(Image.new("RGBA", image.size, (*WHITE, 255)), image)
             if image.size != (size.width, size.height):  # its orientation comes after its pixels
                 return SlideUnreadable(

@@ -101,6 +101,8 @@ class TilingSpec:
                 del settings[name]
         if self.edge == "drop":
             del settings["edge"]
+        else:
+            changed["edge"] = "edge-1"
         if self.roi is None:
             del settings["roi"], settings["roi_threshold"]
         else:
