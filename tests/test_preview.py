@@ -116,7 +116,7 @@ def test_summary_names_slides_without_patches() -> None:
         "12 slides: 1 with patches, 7 without (no tissue found: a0, a1, a2 and 2 more; no patch fits: b; "
         "no patch is stored: d), 4 failed"
     )
-    assert str(report).splitlines()[-1] == "4 slides: e: e is bad. Also f, g, h"
+    assert str(report).splitlines()[-1] == "failed 4 slides: e: e is bad. Also f, g, h"
     assert IngestReport("s", 1.0, slides[6:7]).summary_lines()[-1] == "1 slide: 1 with patches"
 
 

@@ -277,8 +277,6 @@ def ingest(
 
 def _show_report(report: IngestReport, *, as_json: bool) -> int:
     """Print the summary to standard output, and warnings and failed slides to standard error."""
-    from histopipe.ingestion.report import lines_of_slides
-
     if as_json:
         show_json(report.to_json())
         return report.exit_code
@@ -286,9 +284,7 @@ def _show_report(report: IngestReport, *, as_json: bool) -> int:
         echo(f"warning: {warning}", err=True)
     if report.failed:
         echo(f"\n{len(report.failed)} of {len(report.slides)} slides failed:", err=True)
-        failed = report.failed
-        for line in lines_of_slides(failed, lambda name: f"{name}: {failed[name]}"):
-            echo(f"  {line}", err=True)
+        echo("\n".join(f"  {line}" for line in report.failed_lines()), err=True)
     show_text("\n".join([report.store, *report.summary_lines()]))
     if len(report.failed) < len(report.slides):
         suggest("info", report.store)

@@ -187,6 +187,11 @@ class IngestReport(Result):
             + f", {failed:,} failed" * bool(failed)
         )
 
+    def failed_lines(self) -> list[str]:
+        """Return the failed slides with their reasons, and a common reason only once."""
+        failed = self.failed
+        return lines_of_slides(failed, lambda name: f"{name}: {failed[name]}")
+
     def write_csv(self, path: Path, progress: Progress) -> None:
         """Write one row per slide with the fields of `SlideOutcome`, replacing the file of an earlier run.
 
@@ -204,9 +209,8 @@ class IngestReport(Result):
 
     def __str__(self) -> str:
         """Return the store, the summary and the failed slides as text."""
-        failed = self.failed
-        lines = lines_of_slides(failed, lambda name: f"failed {name}: {failed[name]}")
-        return "\n".join([self.store, *self.summary_lines(), *lines])
+        failed = (f"failed {line}" for line in self.failed_lines())
+        return "\n".join([self.store, *self.summary_lines(), *failed])
 
 
 def _row(name: str, slides: Sequence[SlideOutcome], seconds: float) -> str:
