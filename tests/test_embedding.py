@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import subprocess
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,6 @@ from histopipe.inference.slide_run import (
     batch_rule,
     slide_batches,
 )
-from histopipe.reports.heatmap_sources import open_stores_of_features
 from histopipe.store.store import Store
 from histopipe.system.progress import SilentProgress
 
@@ -516,25 +514,21 @@ def test_stores_of_features_are_found(
     monkeypatch.setattr("histopipe.inference.encoder.EncoderChoice.load", lambda *_, **__: Sums())
     folder = tmp_path / "features"
     histopipe.embed(small_store, model="small-cnn", out=folder)
-    with Store(small_store) as store:
-        uuid = store.uuid
-    assert stores_of_features([folder]) == {small_store: uuid}
+    assert stores_of_features([folder, folder]) == [small_store]
     record = json.loads((folder / "features.json").read_text())
-    record["stores"] = {uuid: "/nowhere/small.lmdb"}
+    record["stores"] = ["/nowhere/small.lmdb"]
     (folder / "features.json").write_text(json.dumps(record))
     with pytest.raises(UsageError, match=r"no store at /nowhere/small\.lmdb; name it with --store"):
         stores_of_features([folder])
     (tmp_path / "small.lmdb").symlink_to(small_store)
-    assert stores_of_features([folder]) == {tmp_path / "small.lmdb": uuid}
-    record["stores"] = {"other": str(small_store)}
-    (folder / "features.json").write_text(json.dumps(record))
-    with ExitStack() as stack, pytest.raises(UsageError, match="is not the store that the feat"):
-        open_stores_of_features([folder], stack)
+    assert stores_of_features([folder]) == [tmp_path / "small.lmdb"]
     del record["stores"]
     (folder / "features.json").write_text(json.dumps(record))
-    assert stores_of_features([folder]) == {tmp_path / "small.lmdb": None}
+    assert stores_of_features([folder]) == [tmp_path / "small.lmdb"]
+    (tmp_path / "small.lmdb").unlink()
+    assert not stores_of_features([folder])
     histopipe.embed(small_store, model="small-cnn", out=folder)
-    assert stores_of_features([folder]) == {small_store: uuid}
+    assert stores_of_features([folder]) == [small_store]
     with pytest.raises(UsageError, match="name the store of their patches with --store"):
         stores_of_features([tmp_path / "moved"])
 

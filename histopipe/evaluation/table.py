@@ -160,12 +160,12 @@ def remarks(evaluation: Evaluation) -> list[str]:
     for level, metrics in (("slide", evaluation.slide), ("patient", evaluation.patient)):
         if not finer[level] or level in levels:
             continue
-        reason = f"each has several {several}"
+        reasons = [f"each has several {several}"]
         if metrics:
             few = metrics["mean"]
-            excluded = [f"; {note}" for note in few.notes if "excluded" in note]
-            reason = f"the {main_figure(few)[0]} of {few.count} is undefined{''.join(excluded)}"
-        texts.append(f"{level}s: not evaluated, because {reason}")
+            reasons = [f"the {main_figure(few)[0]} of {few.count} is undefined"]
+            reasons += [note for note in few.notes if "excluded" in note]
+        texts.append(f"{level}s: not evaluated, because {'; '.join(reasons)}")
     if evaluation.in_training:
         texts.append(
             f"used in the training, too: {evaluation.in_training} of "

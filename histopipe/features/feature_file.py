@@ -305,46 +305,45 @@ def record_encoder(folder: Path, encoder: Mapping[str, Any]) -> None:
 def record_stores(folder: Path, stores: Iterable[Store]) -> None:
     """Add the paths of stores to the record of a folder, so that heatmaps find the slides of its features."""
     record = read_record(folder / ENCODER) or {}
-    recorded = record.get("stores", {})
-    paths = recorded | {store.uuid: str(store.path.absolute()) for store in stores}
-    if paths != recorded:
-        with appearing(folder / ENCODER) as part:
-            text = json.dumps({**record, "stores": paths}, indent=2)
-            part.write_text(text + "\n", encoding="utf-8")
+    paths = [*record.get("stores", ()), *(str(store.path.absolute()) for store in stores)]
+    record["stores"] = list(dict.fromkeys(paths))
+    with appearing(folder / ENCODER) as part:
+        part.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
-def stores_of_features(folders: Iterable[str | Path]) -> dict[Path, str | None]:
-    """Return the stores that features were computed from, with their uuid if it is recorded.
+def stores_of_features(folders: Iterable[str | Path]) -> list[Path]:
+    """Return the stores that features were computed from, at their recorded paths or next to the folder of features.
 
-    A store that is not at its recorded path is searched next to its folder of features. Earlier versions recorded
-    names only: then no uuid is known, and stores that are not there are left out.
+    Earlier versions recorded names only: their stores are left out if they are not next to the folder.
 
     Raises:
         UsageError: a folder or a recorded store has moved.
         DamagedStore: a record cannot be read.
     """
-    stores: dict[Path, str | None] = {}
+    stores: list[Path] = []
     for folder in map(Path, folders):
+        names = dict.fromkeys(it.store for it in read_participants(folder / SLIDES) if it.store)
+        recorded = (read_encoder(folder) or {}).get("stores")
+        for text in names if recorded is None else recorded:
+            places = (Path(text), folder.parent / Path(text).name)
+            existing = [path for path in places if (path / "data.mdb").exists()]
+            if recorded and not existing:
+                raise UsageError(
+                    f"the store of the features {folder} has moved", found=f"no store at {text}",
+                    todo="name it with --store",
+                )  # fmt: skip
+            stores += existing[:1]
         if not folder.is_dir():
             raise UsageError(
                 f"the features {folder} of the run have moved", found=f"no folder at {folder.absolute()}",
                 todo="name the store of their patches with --store",
             )  # fmt: skip
-        recorded: dict[str | None, str] = (read_encoder(folder) or {}).get("stores", {})
-        if not recorded:
-            names = {it.store for it in read_participants(folder / SLIDES)} - {""}
-            paths = [folder.parent / name for name in sorted(names)]
-            stores |= {path: None for path in paths if (path / "data.mdb").exists()}
-        for uuid, text in recorded.items():
-            places = (Path(text), folder.parent / Path(text).name)
-            path = next((it for it in places if (it / "data.mdb").exists()), None)
-            if path is None:
-                raise UsageError(
-                    f"the store of the features {folder} has moved", found=f"no store at {text}",
-                    todo="name it with --store",
-                )  # fmt: skip
-            stores[path] = uuid
-    return stores
+    return list(dict.fromkeys(stores))
+
+
+def paths_of_stores(settings: Mapping[str, Any]) -> list[Path]:
+    """Return the stores in the settings of a run, or those of the features that it was trained on; for errors, see there."""
+    return [*map(Path, settings.get("stores", ())), *stores_of_features(settings.get("mil", ()))]
 
 
 def read_encoder(folder: Path) -> dict[str, Any] | None:

@@ -14,8 +14,6 @@ from histopipe.store.store import Store
 from histopipe.system.progress import Progress
 from histopipe.system.result import Result
 
-UNLABELLED = "unlabelled"
-
 
 @dataclass(frozen=True, slots=True, repr=False)
 class StoreInfo(Result):
@@ -123,7 +121,7 @@ def info_of(store: Store) -> StoreInfo:
         patch_bytes=sum(record.stored_bytes for record in complete),
         file_bytes=(store.path / "data.mdb").stat().st_blocks * 512,
         states=dict(Counter(str(record.state) for record in store.slides)),
-        labels=dict(Counter(record.label or UNLABELLED for record in complete)),
+        labels=dict(Counter(record.label or "unlabelled" for record in complete)),
         patch_labels=dict(patch_labels),
         mpp_sources=dict(Counter(record.mpp_source or "unknown" for record in complete)),
         routes=dict(Counter(record.route or "none" for record in complete)),

@@ -10,6 +10,7 @@ from typing import Literal, get_args
 
 from histopipe.dataset.selection import store_paths
 from histopipe.errors import NothingToDo, UsageError
+from histopipe.features.feature_file import paths_of_stores
 from histopipe.inference.predictions_folder import PredictionsFolder
 from histopipe.reports.bag_values import Show
 from histopipe.reports.heatmap_files import (
@@ -18,7 +19,7 @@ from histopipe.reports.heatmap_files import (
     write_heatmap_png,
     write_heatmap_tiff,
 )
-from histopipe.reports.heatmap_sources import SlideImages, open_stores_of_features, open_values
+from histopipe.reports.heatmap_sources import SlideImages, open_values
 from histopipe.reports.heatmap_values import PatchValues
 from histopipe.runs import folder as run_folder
 from histopipe.runs.task_config import read_config
@@ -160,9 +161,6 @@ def _open_stores(folder: Path, stores: Sequence[str | Path], stack: ExitStack) -
     config = folder / run_folder.CONFIG
     paths = store_paths(stores) if stores else []
     if not stores and config.exists():
-        settings = read_config(config)
-        if settings.get("mil"):
-            return open_stores_of_features(settings["mil"], stack)
-        parts = (part for path in settings.get("stores", ()) for part in parts_of(Path(path)))
+        parts = (part for path in paths_of_stores(read_config(config)) for part in parts_of(path))
         paths = [path for path in parts if (path / "data.mdb").exists()]
     return [stack.enter_context(Store(path)) for path in paths]

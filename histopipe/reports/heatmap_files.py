@@ -79,9 +79,12 @@ def _figure(values: PatchValues, background: NDArray[np.uint8] | None) -> Figure
     axes = figure.add_axes((0.02, 0.02, 1 - (margin + 0.05) / across, 1 - 0.55 / down))
     extent = (0, width, height, 0)
     if background is not None:
-        enlarged = max(background.shape) < _LONGER_SIDE * _DPI
-        filtering = "bicubic" if enlarged else "antialiased"
-        axes.imshow(pale_grey(background), extent=extent, interpolation=filtering)
+        small = max(background.shape) < _LONGER_SIDE * _DPI
+        axes.imshow(
+            pale_grey(background),
+            extent=extent,
+            interpolation="bicubic" if small else "antialiased",
+        )
     pixel = max(values.side_l0 / 8, max(width, height) / _MAX_SIDE)
     raster = np.ma.masked_invalid(values.raster(pixel))
     shown = axes.imshow(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,6 @@ from histopipe.evaluation.predictions import (
     of_classes,
     read_predictions,
 )
-from histopipe.features.feature_file import stores_of_features
 from histopipe.geometry import Mpp
 from histopipe.inference.predictions_folder import PredictedSlide, PredictionsFolder
 from histopipe.reports.bag_values import Show, open_bag_values
@@ -80,24 +79,6 @@ def open_values(
             f"{folder} has no predictions of slide {missing[0]!r}", expected=f"such as {some}"
         )
     return list(only) or list(names), read
-
-
-def open_stores_of_features(folders: Iterable[str | Path], stack: ExitStack) -> list[Store]:
-    """Open the stores that features were computed from.
-
-    Raises:
-        UsageError: a store has moved, or another store is at its path.
-    """
-    stores = []
-    for path, uuid in stores_of_features(folders).items():
-        store = stack.enter_context(Store(path))
-        if uuid not in (None, store.uuid):
-            raise UsageError(
-                f"{path} is not the store that the features were computed from",
-                found=f"uuid {store.uuid}", expected=uuid, todo="name the store with --store",
-            )  # fmt: skip
-        stores.append(store)
-    return stores
 
 
 def _of_predictions(folder: Path, class_name: str | None) -> tuple[Collection[str], ReadValues]:

@@ -155,11 +155,6 @@ class Table(Block):
     rows: Sequence[Row]
 
     @property
-    def is_wide(self) -> bool:
-        """Whether intervals have a line of their own."""
-        return len(self.columns) > _WIDE
-
-    @property
     def has_pictures(self) -> bool:
         """Whether any row has pictures."""
         return any(row.pictures for row in self.rows)
@@ -222,8 +217,6 @@ Pixels = NDArray[np.uint8]
 _GRID, _OUTSIDE = (20, 110, 60), 0.45
 SIDE = 420
 """Longer side of a slide's image, in pixels."""
-_WIDE = 6
-"""Columns of a table from which it is wider than a page of 1,200 pixels if intervals are next to their values."""
 
 
 def data_uri(pixels: Pixels) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 
 from histopipe.dataset.options import Side
-from histopipe.errors import DamagedStore, NothingToDo, UsageError
+from histopipe.errors import DamagedStore, HistopipeError, NothingToDo, UsageError
 from histopipe.evaluation.evaluate import positive_class
 from histopipe.reports.failures import decisions
 from histopipe.reports.heatmap_sources import SlideImages, open_values
@@ -66,16 +67,23 @@ def _slide_rows(judged: Judged, side: Side, annotated: bool) -> Iterator[Row]:
 
 def heatmaps(run: RunData) -> Gallery | None:
     """Return heatmaps of some validation and test slides, or None if there are none."""
-    made: list[Picture] = []
     name = None
     if not isinstance(run.config, BagTrainConfig):
         positive = positive_class(run.classes, run.config.judging.positive)
         name = run.classes[-1 if positive is None else positive]
-    images = SlideImages({}, run.stores)
+    title = "Dark purple is 0, yellow is 1. Areas without colour are not in validation or test."
+    return heatmap_gallery(run.folder, SlideImages({}, run.stores), title, name)
+
+
+def heatmap_gallery(
+    folder: Path, images: SlideImages, title: str, class_name: str | None = None
+) -> Gallery | None:
+    """Return heatmaps of some slides with values in a folder, or None if there are none."""
+    made: list[Picture] = []
     try:
-        slides, read_values = open_values(run.folder, run.stores, name)
-    except UsageError:
-        return None  # a bag model without attention
+        slides, read_values = open_values(folder, images.stores, class_name)
+    except HistopipeError:
+        return None  # a slide model without attention
     for slide in slides:
         if len(made) == _MAX_HEATMAPS:
             break
@@ -84,5 +92,4 @@ def heatmaps(run: RunData) -> Gallery | None:
             if values is not None:
                 image = heatmap_image(values, images.of(slide))
                 made.append(Picture.of(f"heat-{len(made)}", f"{slide}: {values.name}", image))
-    title = "Dark purple is 0, yellow is 1. Areas without colour are not in validation or test."
     return Gallery(title, made) if made else None

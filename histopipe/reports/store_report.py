@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.ingestion.records import duplicates
-from histopipe.maintenance.info import UNLABELLED, StoreInfo, info_of
+from histopipe.maintenance.info import StoreInfo, info_of
 from histopipe.reports import charts
 from histopipe.reports.html_page import (
     SIDE,
@@ -90,7 +90,7 @@ def _cards(summary: StoreInfo) -> Cards:
         Card("slides complete", f"{states.get('complete', 0):,}", f"{states.get('failed', 0)} failed, {states.get('pending', 0)} pending"),
         Card("patches", f"{summary.patches:,}", f"{summary.unreadable:,} unreadable"),
         Card("size", _bytes(summary.file_bytes), f"{_bytes(summary.patch_bytes)} of patches"),
-        Card("labels", str(len(summary.labels.keys() - {UNLABELLED})), _counts(summary.labels)),
+        Card("labels", str(len(summary.labels.keys() - {"unlabelled"})), _counts(summary.labels)),
         Card("routes", str(len(summary.routes)), _counts(summary.routes)),
         Card("scale sources", str(len(summary.mpp_sources)), _counts(summary.mpp_sources)),
     ]  # fmt: skip

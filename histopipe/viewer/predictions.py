@@ -18,11 +18,11 @@ from histopipe.dataset.options import SIDES
 from histopipe.dataset.splits import DROPPED, Splits, load_splits, patches_crc
 from histopipe.errors import DamagedStore, NothingToDo, UsageError
 from histopipe.evaluation.predictions import PatchScores, joined_scores, read_predictions
-from histopipe.features.feature_file import stores_of_features
+from histopipe.features.feature_file import paths_of_stores
 from histopipe.inference.predictions_folder import SLIDES, PredictedSlide, PredictionsFolder
 from histopipe.reports.bag_values import ranks, read_patch_table
 from histopipe.runs import folder as run_folder
-from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig, load_config
+from histopipe.runs.task_config import load_config
 from histopipe.store.store import Store
 
 _SHOWN = ("p_", "sd_", "risk", "predicted_")
@@ -148,10 +148,7 @@ class RunPredictions(Predictions):
     @property
     def stores(self) -> list[Path]:
         """Stores of the run, as in its configuration, or of the features that it was trained on."""
-        config = load_config(self.folder / run_folder.CONFIG)
-        if isinstance(config, BagTrainConfig):
-            return list(stores_of_features(config.mil))
-        return list(map(Path, config.stores)) if isinstance(config, PatchTrainConfig) else []
+        return paths_of_stores(load_config(self.folder / run_folder.CONFIG).values())
 
     @cached_property
     def _all(self) -> PatchScores | None:
