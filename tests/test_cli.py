@@ -87,7 +87,7 @@ def test_word_check_reads_comments_strings_and_prose(tmp_path: Path) -> None:
     ("page", "code", "message"),
     [
         ("```console\n$ cd /; pwd\n/\n$ pwd\n/\n```\n", 0, "the output matches"),
-        ("```console\n$ echo slides 12\nslides 9\n```\n", 0, "the output matches"),
+        ("```console\n$ echo slides 12\nslides 9\n```\n", 1, "printed: slides 12"),
         ("```console\n$ printf 'a\\nb\\n'\nb\na\n```\n", 1, "not printed: a"),
         ("```console\n$ false\n```\n", 1, "FAILED: exit code"),
         ("```sh\nfalse\n```\n", 0, "the output matches"),
