@@ -257,18 +257,46 @@ def test_resampling_patches_gives_too_narrow_intervals() -> None:
     assert covered(40, 100, by_patch=True)["auc"] < 0.8
 
 
-def test_few_patients_are_noted() -> None:
-    given = binary([0, 1, 0, 1], [0.1, 0.8, 0.4, 0.3], [0, 1, 0, 1])
+@pytest.mark.parametrize("patients", range(1, 11))
+def test_few_patients_have_no_intervals(patients: int) -> None:
+    """Of fewer than five; of fewer than ten, a note says that they are unreliable."""
+    label, patient = [0, 1] * patients, np.repeat(np.arange(patients), 2).tolist()
+    probability = np.linspace(0.2, 0.8, 2 * patients).tolist()
+    scores = binary(label, probability, patient)
     found = metrics_of(
-        given, ("n", "t"), positive=1, threshold=0.5, draws=bootstrap_draws(2, 1000, 1)
+        scores, ("n", "t"), positive=1, threshold=0.5, draws=bootstrap_draws(patients, 200, 1)
     )
-    assert "confidence intervals are unreliable: only 2 patients" in found.notes
+    few = f"too few patients for an interval: {patients}, expected at least 5"
+    unreliable = f"confidence intervals are unreliable: only {patients} patients"
+    evaluation = Evaluation(found, {}, {})
+    lines = evaluation_lines("test", evaluation)
+    band = roc_of(scores, 1, patients=patients, seed=1)
+    if patients < 5:
+        assert found.intervals == {}
+        assert found.notes == (few,)
+        assert "[" not in "".join(lines)
+        assert sum(few in line for line in lines) == 1
+        assert band is not None
+        assert band.low is None
+    else:
+        assert {"auc", "f1", "calibration_slope"} <= found.intervals.keys()
+        assert (unreliable in found.notes) == (patients < 10)
+        assert not any("too few" in note for note in found.notes)
+        assert band is not None
+        assert band.low is not None
+    # Of earlier versions, which had intervals of two patients and more.
+    stored = evaluation.to_json()
+    stored["patch"] |= {"intervals": {"auc": [0.1, 1.0]}, "notes": ["a note", unreliable]}
+    (metrics,) = (it for _, it in Evaluation.from_json(stored).named())
+    assert metrics.intervals == ({} if patients < 5 else {"auc": (0.1, 1.0)})
+    assert metrics.notes == ("a note", few if patients < 5 else unreliable)
+
+
+def test_resamples_without_a_class_are_noted() -> None:
+    scores = binary([0, 0, 0, 0, 1], [0.1, 0.8, 0.4, 0.3, 0.6], [0, 1, 2, 3, 4])
+    draws = bootstrap_draws(5, 200, 1)
+    found = metrics_of(scores, ("n", "t"), positive=1, threshold=0.5, draws=draws)
     assert any("of the resamples lack a class" in note for note in found.notes)
-    one = metrics_of(
-        binary([0, 1], [0.1, 0.8], [0, 0]), ("n", "t"), positive=1, threshold=0.5,
-        draws=bootstrap_draws(1, 100, 1),
-    )  # fmt: skip
-    assert one.intervals == {}
 
 
 # From patches to slides and patients.

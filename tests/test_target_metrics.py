@@ -380,6 +380,23 @@ def one_risk_group(time: Sequence[float], event: Sequence[int]) -> TargetMetrics
     return evaluation["slide"]["mean"]
 
 
+def test_columns_of_few_patients_have_no_intervals() -> None:
+    """The second label is known of four of twelve patients; the means over both have no intervals, either."""
+    rng = np.random.default_rng(1)
+    target = rng.integers(0, 2, (12, 2)).astype(np.float64)
+    target[:4, 1] = 0, 1, 0, 1
+    target[4:, 1] = np.nan
+    scores = replace(
+        of_targets("multilabel", target, rng.random((12, 2)).astype(np.float32)),
+        columns=("first", "second"),
+    )
+    metrics = evaluate(scores).slide["mean"]
+    assert isinstance(metrics, TargetMetrics)
+    assert metrics.intervals
+    assert {name.partition(":")[2] for name in metrics.intervals} == {"first"}
+    assert "second: too few patients for an interval" in metrics.notes
+
+
 def test_median_survival_is_the_first_time_of_a_curve_at_one_half() -> None:
     """9/10 * 7/9 * 5/7 is one half, which floating-point numbers exceed by 1e-16."""
     metrics = one_risk_group([12, 24, 24, 36, 36, 54, 60, 60, 60, 60, 9, 80], [1] * 6 + [0] * 6)
