@@ -91,7 +91,7 @@ def failed_outcome(record: SlideRecord, reason: str) -> SlideOutcome:
 
 
 def reason_without_patches(notes: Sequence[str]) -> str:
-    """Return the note on why a slide has no patches."""
+    """Return the reason why a slide has no patches, from its notes."""
     return next((note for note in notes if note.startswith(tuple(_REMEDIES))), "no patch is stored")
 
 

@@ -1,4 +1,6 @@
-"""Algorithm `otsu-2`: tissue is what absorbs more light than the glass of the same slide.
+"""Algorithms `otsu-2` and `otsu-3`: tissue is what absorbs more light than the glass of the same slide.
+
+`otsu-3` first decides whether there is glass. If there is none, the slide is full of tissue.
 
 Bright-field slides:
 
