@@ -39,6 +39,9 @@ from histopipe.evaluation.predictions import (
 from histopipe.evaluation.statistics import Statistics, area_under_roc, bootstrap_draws
 from histopipe.evaluation.table import evaluation_lines, remarks, split_lines
 from histopipe.evaluation.thresholds import choose_threshold
+from histopipe.reports.failures import decisions
+from histopipe.reports.html_page import Table
+from histopipe.reports.judged import Judged, metric_cards, metrics_blocks
 
 NO_DRAWS = np.zeros((0, 1))
 
@@ -434,6 +437,49 @@ def test_levels_without_metrics_have_a_reason() -> None:
         assert set(texts) <= {line.strip() for line in lines}
         equal = any("patients: same as slides" in line for line in lines)
         assert equal == (level != "patient" and not texts)
+
+
+def test_slides_of_annotated_patches_have_no_row_without_metrics() -> None:
+    """All slides have patches of two classes, but the first, whose patches are of one: its AUC is undefined."""
+    items = np.arange(12, dtype=np.int32)
+    label = np.where(items < 3, 0, items % 2).astype(np.int32)
+    probability = np.stack([1 - label * 0.8, label * 0.8], axis=1).astype(np.float32)
+    names = ("a", "b", "c", "d")
+    scores = PatchScores(
+        ("gland", "stroma"), names, names, items // 3, items // 3, items.astype(np.int64),
+        items.astype(np.int64), label, probability,
+    )  # fmt: skip
+    evaluation = judge({"validation": scores}, JudgeSettings(resamples=0))["validation"]
+    title, *lines = evaluation_lines("validation", evaluation)
+    assert title.split() == [
+        "validation", "n", "AUC", "bal.", "acc.", "acc.", "sens.", "spec.", "F1", "Brier",
+    ]  # fmt: skip
+    assert lines[0].split()[:5] == ["patch", "12", "1.000", "1.000", "1.000"]
+    reason = "not evaluated, because the AUC of 1 is undefined; 3 excluded, because they have several labels"
+    assert [line.strip() for line in lines[1:]] == [f"slides: {reason}", f"patients: {reason}"]
+    judged = Judged(
+        {"validation": evaluation}, {"validation": scores}, {}, scores.classes, "classification", JudgeSettings(),
+    )  # fmt: skip
+    found, *others = metrics_blocks(judged)
+    assert isinstance(found, Table) and not others
+    assert [column.name for column in found.columns] == ["metric", "validation: patch"]
+    assert all(cell.text for row in found.rows for cell in row.cells)
+    assert [card.note for card in metric_cards(judged)] == ["no interval"] * 2
+    first, *_ = decisions(judged, "validation")
+    assert (first.counts, first.right) == ({"gland": 3}, 1.0)
+
+
+def test_cards_show_how_many_patients_are_left_out() -> None:
+    """Patient d has a slide of each class."""
+    scores = patches(1, "abcd")
+    scores = replace(scores, label=np.where(scores.slide == 7, 0, scores.label).astype(np.int32))
+    evaluation = judge({"validation": scores}, JudgeSettings(resamples=0))["validation"]
+    judged = Judged(
+        {"validation": evaluation}, {"validation": scores}, {}, scores.classes, "classification", JudgeSettings(),
+    )  # fmt: skip
+    notes = {card.name: card.note for card in metric_cards(judged)}
+    assert notes["AUC, patches"] == notes["AUC, slides"] == "no interval"
+    assert notes["AUC, patients"] == "no interval; 1 of 4 patients left out"
 
 
 def test_patients_of_the_training_are_counted() -> None:

@@ -134,8 +134,8 @@ def evaluation_lines(title: str, evaluation: Evaluation) -> list[str]:
         for note, where in notes.items()
     ]
     lines += [f"  {remark}" for remark in remarks(evaluation)]
-    no_patients = not any(row[0].startswith("  patient") for row in rows)
-    if same and no_patients:
+    levels_shown = {row[0].split()[0] for row in rows}
+    if same and "slide" in levels_shown and "patient" not in levels_shown:
         lines.append("  patients: same as slides, because each patient has one slide")
     return aligned(rows) + lines
 

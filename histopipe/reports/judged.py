@@ -47,8 +47,8 @@ _FIGURES = (
     "log_loss", "calibration_error", "calibration_intercept", "calibration_slope",
 )  # fmt: skip
 _TITLES = table.FIGURE_TITLES
-_MOST_LEVELS = 8
-"""Levels of one table of metrics: fewer than these fit a page of 1,200 pixels."""
+_MOST_LEVELS = 4
+"""Levels of all splits that fit one table on a page of 1,200 pixels."""
 _LEVELS: tuple[tuple[Level, str], ...] = (
     ("patch", "patches"),
     ("slide", "slides"),
@@ -121,17 +121,21 @@ def shown_levels(evaluation: Evaluation) -> Iterator[tuple[str, AnyMetrics]]:
 def metrics_blocks(judged: Judged) -> Iterator[Block]:
     """Yield tables of the metrics of classes at all levels, one for each split if one is too wide, and remarks."""
     notes: dict[str, list[str]] = {}
-    shown: dict[str, dict[str, Metrics]] = {}
+    shown: dict[Side, dict[str, Metrics]] = {side: {} for side in judged.evaluations}
     for side, evaluation in judged.evaluations.items():
         for name, metrics in table.informative_levels(evaluation):
             if isinstance(metrics, Metrics):
                 level = name.replace("_", ", ", 1)
-                shown.setdefault(side, {})[f"{side}: {level}"] = metrics
+                shown[side][level] = metrics
                 for note in metrics.notes:
                     notes.setdefault(f"{side}: {note}", []).append(level)
-    together = {name: metrics for levels in shown.values() for name, metrics in levels.items()}
-    for levels in [together] if len(together) < _MOST_LEVELS else shown.values():
-        yield _metrics_table(levels)
+    if sum(map(len, shown.values())) <= _MOST_LEVELS:
+        together = {
+            f"{side}: {it}": own for side, levels in shown.items() for it, own in levels.items()
+        }
+        yield _metrics_table("", together)
+    else:
+        yield from (_metrics_table(f", {side}", levels) for side, levels in shown.items())
     if notes:
         every = max(map(len, notes.values()))
         yield Notes([
@@ -140,16 +144,18 @@ def metrics_blocks(judged: Judged) -> Iterator[Block]:
         ])  # fmt: skip
 
 
-def _metrics_table(levels: Mapping[str, Metrics]) -> Table:
+def _metrics_table(title: str, levels: Mapping[str, Metrics]) -> Table:
     """Return a table with a column per level. Metrics that no level has are left out."""
     lines = [("n", [number(it.count) for it in levels.values()])]
     lines += [
         (_TITLES[it], [_with_interval(own, it) for own in levels.values()]) for it in _FIGURES
     ]
     lines.append(("threshold", [number(it.threshold, 3) for it in levels.values()]))
-    rows = [Row([Cell(title), *cells]) for title, cells in lines if any(it.text for it in cells)]
+    rows = [Row([Cell(name), *cells]) for name, cells in lines if any(it.text for it in cells)]
     return Table(
-        "Metrics at all levels", (Column("metric"), *(Column(it, True) for it in levels)), rows
+        f"Metrics at all levels{title}",
+        (Column("metric"), *(Column(it, True) for it in levels)),
+        rows,
     )
 
 
