@@ -259,7 +259,7 @@ def test_resampling_patches_gives_too_narrow_intervals() -> None:
 
 @pytest.mark.parametrize("patients", [1, 2, 4, 5, 9, 10])
 def test_few_patients_have_no_intervals(patients: int) -> None:
-    """Of fewer than five; of fewer than ten, a note says that they are unreliable."""
+    """Of fewer than five; of fewer than ten, a note warns that they are unreliable."""
     label, patient = [0, 1] * patients, np.repeat(np.arange(patients), 2).tolist()
     probability = np.linspace(0.2, 0.8, 2 * patients).tolist()
     scores = binary(label, probability, patient)
