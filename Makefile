@@ -58,7 +58,8 @@ docs: $(VENV)-docs/.installed ## build the documentation into site/, and write t
 	$(VENV)-docs/bin/python -P tools/settings_table.py
 	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --strict --quiet
 
-pages: $(VENV)/.installed ## run the commands of the tutorials, and compare their output
+pages: $(VENV)/.installed ## run the commands of README and tutorials, and compare their output
+	$(BIN)/python -P tools/check_pages.py --commands README.md
 	$(BIN)/python -P tools/check_pages.py docs/tutorial.md docs/tutorial-python.md
 
 container-check: ## run all commands of README and tutorials in a new Debian: needs root, 30 minutes, 12 GB of disk

@@ -386,11 +386,13 @@ def test_columns_of_few_patients_have_no_intervals() -> None:
     target = rng.integers(0, 2, (12, 2)).astype(np.float64)
     target[:4, 1] = 0, 1, 0, 1
     target[4:, 1] = np.nan
-    scores = replace(
-        of_targets("multilabel", target, rng.random((12, 2)).astype(np.float32)),
-        columns=("first", "second"),
+    each, zeros = np.arange(12, dtype=np.int32), np.zeros(12, np.int64)
+    names, output = tuple(map(str, range(12))), rng.random((12, 2)).astype(np.float32)
+    labels = ("first", "second")
+    scores = TargetScores(
+        "multilabel", labels, (), names, names, each, each, zeros, zeros, target, output, "slide"
     )
-    metrics = evaluate(scores).slide["mean"]
+    metrics = judge({"validation": scores}, JudgeSettings(resamples=50))["validation"].slide["mean"]
     assert isinstance(metrics, TargetMetrics)
     assert metrics.intervals
     assert {name.partition(":")[2] for name in metrics.intervals} == {"first"}

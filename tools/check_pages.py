@@ -8,7 +8,7 @@ All commands run in one shell and one folder, in the given order.
 
 - A ```console block holds commands after `$ `, each followed by its output. Each line of the page must appear in the
   output, in this order, and `...` stands for any lines. Numbers must be nearly equal, except for times, rates and free
-  space, which depend on the machine.
+  space, which depend on the machine, and the sizes of reports.
 - The ```python blocks of a page are one program, which runs after the commands of the page. A ```text block after a
   ```python block holds its output.
 - A ```sh block holds commands that install or build. They run with `--setup` only.
@@ -35,9 +35,9 @@ PROJECT = Path(__file__).parents[1]
 _END = "--- end of the command, exit code "
 _NUMBER = re.compile(r"\d[\d,.:]*(?:e[-+]?\d+)?")
 _MEASURED = re.compile(
-    r"\d[\d,.]*(?= ?(?:patches/s|s\b|ms\b|MB free|workers?\b|% waiting))|\d{4}-\d\d-\d\d\S*|\b\d\d?:\d\d\S*"
+    r"\d[\d,.]*(?= ?(?:patches/s|s\b|ms\b|MB free|MB\)$|workers?\b|% waiting))|\d{4}-\d\d-\d\d\S*|\b\d\d?:\d\d\S*"
 )
-"""Numbers that depend on the machine and the time."""
+"""Numbers that depend on the machine and the time, and sizes of reports."""
 _MEASURED_COLUMNS = re.compile(r"patches/s|worker s")
 """Titles of columns of such numbers; titles and numbers end at the same place."""
 _TOLERANCE, _TOLERANCE_OF_COUNTS, _LEAST = 0.1, 0.02, 0.05
