@@ -10,7 +10,7 @@ import click
 from histopipe.cli.parameters import (
     PATH,
     SOURCE,
-    BatchSize,
+    NumberOr,
     batch_size_option,
     devices_option,
     extra_rows_option,
@@ -155,7 +155,7 @@ def predict(
 )
 @click.option(
     "--batch-size",
-    type=BatchSize(),
+    type=NumberOr("auto"),
     default="64",
     help="Patches per batch, over all devices; auto: the fastest that fits into memory.",
 )

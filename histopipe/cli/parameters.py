@@ -101,16 +101,17 @@ workers_option = click.option(
 )
 
 
-class BatchSize(click.ParamType[int | str]):
-    """A number of patches, or "auto"."""
+class NumberOr(click.ParamType[int | str]):
+    """A whole number, or a word such as "auto"."""
 
-    name = "integer|auto"
+    def __init__(self, word: str) -> None:
+        self.name, self._word = f"integer|{word}", word
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> int | str:
-        """Return the number or "auto"."""
-        if value == "auto":
+        """Return the number or the word."""
+        if value == self._word:
             return str(value)
         number: int = click.INT.convert(value, param, ctx)
         return number

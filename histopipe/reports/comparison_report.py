@@ -64,7 +64,8 @@ def _shown(result: CompareResult) -> dict[str, str]:
 
 def _differences(result: CompareResult, first: str) -> Iterator[Table | Notes]:
     figures = _shown(result)
-    for run, levels, notes in zip(result.runs[1:], result.differences, result.notes, strict=True):
+    compared = zip(result.runs[1:], result.differences, result.notes, result.splits, strict=True)
+    for run, levels, notes, splits in compared:
         rows = [
             Row([
                 Cell(level.replace("_", ", ", 1)),
@@ -75,8 +76,10 @@ def _differences(result: CompareResult, first: str) -> Iterator[Table | Notes]:
         columns = (Column("level"), *(Column(it, True) for it in figures.values()))
         if rows:
             yield Table(f"{run.folder} minus {first}, on the same patients", columns, rows)
-        if notes:
-            yield Notes([f"{run.folder}, not compared: {note}." for note in notes])
+        texts = [] if splits is None else [f"{run.folder}: {splits}."]
+        texts += [f"{run.folder}, not compared: {note}." for note in notes]
+        if texts:
+            yield Notes(texts)
 
 
 def _difference(difference: Difference) -> Cell:

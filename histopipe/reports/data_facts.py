@@ -236,9 +236,14 @@ def _split(run: RunData) -> str:
         return "The data were divided into training, validation and test by an existing file of splits."
     splits = run.splits
     shares = listed([percent(it) for it in splits.get("fractions", ())])
+    balanced, seed = splits.get("algorithm") == "balanced", f"with seed {splits.get('seed')}"
+    if splits.get("column") is not None:
+        drawn = f" Validation was drawn from training at random, {seed}." if balanced else ""
+        return f"Column {splits['column']} of the labels file divided the data.{drawn}"
+    units = f"{splits.get('split_by')}s, {run.config.unit} and " if balanced else ""
     return (
         f"The data were divided at random into training, validation and test ({shares}), stratified by "
-        f"{_STRATA[run.config.task]}, with seed {splits.get('seed')}."
+        f"{units}{_STRATA[run.config.task]}, {seed}."
     )
 
 

@@ -137,6 +137,10 @@ def read_labels(
     """
     labelled = ["label"] if with_label else []
     cell_columns = [column_key(column) for column in (*columns, *groups)]
+    if "slide" in cell_columns:
+        raise UsageError(
+            f"{path}: column slide", found="its use for values", expected="another column"
+        )
     required = ("slide", *labelled, *cell_columns)
     rows = _rows(path, required=required, optional=("patient", "site"))
     if not rows:
