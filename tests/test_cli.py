@@ -109,6 +109,7 @@ def test_word_check_reads_comments_strings_and_prose(tmp_path: Path) -> None:
             0,
             "matches",
         ),
+        ("```console\n$ echo [2/9] complete a: 5\n[1/9] complete a: 5\n```\n", 0, "matches"),
         ("<!-- run: touch slide.svs -->\n```console\n$ ls\nslide.svs\n```\n", 0, "matches"),
     ],
 )

@@ -35,9 +35,9 @@ PROJECT = Path(__file__).parents[1]
 _END = "--- end of the command, exit code "
 _NUMBER = re.compile(r"\d[\d,.:]*(?:e[-+]?\d+)?")
 _MEASURED = re.compile(
-    r"\d[\d,.]*(?= ?(?:patches/s|s\b|ms\b|MB free|MB\)$|workers?\b|% waiting))|\d{4}-\d\d-\d\d\S*|\b\d\d?:\d\d\S*"
+    r"(?<=\[)\d+(?=/\d+\])|\d[\d,.]*(?= ?(?:patches/s|s\b|ms\b|MB free|MB\)$|workers?\b|% waiting))|\d{4}-\d\d-\d\d\S*|\b\d\d?:\d\d\S*"
 )
-"""Numbers that depend on the machine and the time, and sizes of reports."""
+"""Numbers that depend on the machine and the time, places in the order of workers, and sizes of reports."""
 _MEASURED_COLUMNS = re.compile(r"patches/s|worker s")
 """Titles of columns of such numbers; titles and numbers end at the same place."""
 _TOLERANCE, _TOLERANCE_OF_COUNTS, _LEAST = 0.1, 0.02, 0.05
