@@ -112,7 +112,6 @@ def evaluation_lines(title: str, evaluation: Evaluation) -> list[str]:
     with_intervals, plain = _SHOWN[task]
     rows = [[title, "n", *with_intervals.values(), *plain.values()]]
     notes: dict[str, list[str]] = {}
-    same = same_as_slides(evaluation, "mean")
     for name, metrics in informative_levels(evaluation):
         level, _, how = name.partition("_")
         # Predictions of bags have one aggregation only, so it is not named.
@@ -135,6 +134,7 @@ def evaluation_lines(title: str, evaluation: Evaluation) -> list[str]:
     ]
     lines += [f"  {remark}" for remark in remarks(evaluation)]
     levels_shown = {row[0].split()[0] for row in rows}
+    same = same_as_slides(evaluation, "mean")
     if same and "slide" in levels_shown and "patient" not in levels_shown:
         lines.append("  patients: same as slides, because each patient has one slide")
     return aligned(rows) + lines

@@ -65,12 +65,11 @@ class KerasNetwork:
             "sha256": self.sha256,
         }  # fmt: skip
         self._computed = tf.function(self._compute, jit_compile=True) if xla else self._compute
-        signature = None
-        if self._strategy.num_replicas_in_sync == 1:  # traced once, for batches of any size
-            shape = (None, self.patch_size, self.patch_size, 3)
-            signature = [tf.TensorSpec(shape, tf.uint8)]
+        # One device: traced once, for batches of any size. Several devices have no such signature: traced twice.
+        one = self._strategy.num_replicas_in_sync == 1
+        image = tf.TensorSpec((None, self.patch_size, self.patch_size, 3), tf.uint8)
         self._step = tf.function(
-            self._run, input_signature=signature, reduce_retracing=signature is None
+            self._run, input_signature=[image] if one else None, reduce_retracing=not one
         )
         # XLA compiles, and GPUs choose algorithms, for each size: powers of two are few.
         self._few_sizes = xla or bool(tf.config.get_visible_devices("GPU"))

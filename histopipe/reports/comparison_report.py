@@ -10,6 +10,7 @@ from histopipe.evaluation.intervals import Difference
 from histopipe.evaluation.levels import LEVELS, name_of
 from histopipe.evaluation.table import remarks, shown_figures, task_of, with_ends, with_interval
 from histopipe.reports.html_page import Cell, Column, Notes, Page, Row, Table, Text, number
+from histopipe.reports.judged import interval_cell
 from histopipe.studies.compare import CompareResult, compare
 
 
@@ -69,7 +70,10 @@ def _differences(result: CompareResult, first: str) -> Iterator[Table | Notes]:
         rows = [
             Row([
                 Cell(level.replace("_", ", ", 1)),
-                *(_difference(metrics.get(name, Difference(None, None))) for name in figures),
+                *(
+                    interval_cell(it.value, it.interval, signed=True)
+                    for it in (metrics.get(name, Difference(None, None)) for name in figures)
+                ),
             ])
             for level, metrics in levels.items()
         ]  # fmt: skip
@@ -80,13 +84,6 @@ def _differences(result: CompareResult, first: str) -> Iterator[Table | Notes]:
         texts += [f"{run.folder}, not compared: {note}." for note in notes]
         if texts:
             yield Notes(texts)
-
-
-def _difference(difference: Difference) -> Cell:
-    if difference.value is None:
-        return number(None)
-    text = with_ends(difference.value, difference.interval, signed=True)
-    return Cell(text, difference.value, "n")
 
 
 def _subgroups(result: CompareResult) -> Iterator[Table]:

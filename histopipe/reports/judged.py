@@ -147,9 +147,7 @@ def metrics_blocks(judged: Judged) -> Iterator[Block]:
 def _metrics_table(title: str, levels: Mapping[str, Metrics]) -> Table:
     """Return a table with a column per level. Metrics that no level has are left out."""
     lines = [("n", [number(it.count) for it in levels.values()])]
-    lines += [
-        (_TITLES[it], [_with_interval(own, it) for own in levels.values()]) for it in _FIGURES
-    ]
+    lines += [(_TITLES[it], [metric_cell(own, it) for own in levels.values()]) for it in _FIGURES]
     lines.append(("threshold", [number(it.threshold, 3) for it in levels.values()]))
     rows = [Row([Cell(name), *cells]) for name, cells in lines if any(it.text for it in cells)]
     return Table(
@@ -159,8 +157,9 @@ def _metrics_table(title: str, levels: Mapping[str, Metrics]) -> Table:
     )
 
 
-def _with_interval(metrics: Metrics, figure: str) -> Cell:
-    value = metrics.figures[figure]
+def metric_cell(metrics: AnyMetrics, figure: str) -> Cell:
+    """Return a cell with a metric and its interval; empty if it is undefined."""
+    value = metrics.figures.get(figure)
     return number(None) if value is None else Cell(table.with_interval(metrics, figure), value, "n")
 
 
@@ -277,9 +276,9 @@ def _subgroup_table(title: str, shown: Sequence[Subgroups], task: TaskName) -> T
         for group in own.groups:
             apart = group.differences.get(main, Difference(None, None))
             first, *others = (
-                _figure(group.figures.get(it), group.intervals.get(it)) for it in names
+                interval_cell(group.figures.get(it), group.intervals.get(it)) for it in names
             )
-            difference = _figure(apart.value, apart.interval, signed=True)
+            difference = interval_cell(apart.value, apart.interval, signed=True)
             rows.append(Row([
                 Cell(column, tone="nowrap"), Cell(group.name, tone="nowrap"), number(group.count), number(group.patients),
                 first, Cell(group.note, tone="soft") if group.note else difference, *others,
@@ -287,7 +286,10 @@ def _subgroup_table(title: str, shown: Sequence[Subgroups], task: TaskName) -> T
     return Table(title, columns, rows)
 
 
-def _figure(value: float | None, ends: tuple[float, float] | None, *, signed: bool = False) -> Cell:
+def interval_cell(
+    value: float | None, ends: tuple[float, float] | None, *, signed: bool = False
+) -> Cell:
+    """Return a cell with a value and its interval; empty if it is undefined."""
     return (
         number(None)
         if value is None
