@@ -44,7 +44,12 @@ def runs(small_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_differences_and_intervals_equal_a_slow_reference(runs: Path) -> None:
+def test_differences_and_intervals_equal_a_slow_reference(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (few,) = compare([runs / "a", runs / "b"], resamples=20).differences
+    assert {it.interval for metrics in few.values() for it in metrics.values()} == {None}
+    monkeypatch.setattr("histopipe.studies.paired_differences.FEWEST_PATIENTS", 2)
     found = compare([runs / "a", runs / "b"], resamples=300, seed=7)
     assert found.settings["optimizer"] == ("adam", "sgd")
     assert found.settings["augment"] == (["flips"], ["none"])
