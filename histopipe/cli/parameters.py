@@ -111,10 +111,11 @@ class NumberOr(click.ParamType[int | str]):
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> int | str:
         """Return the number or the word."""
-        if value == self._word:
-            return str(value)
-        number: int = click.INT.convert(value, param, ctx)
-        return number
+        if value == self._word or isinstance(value, int):
+            return cast(int | str, value)
+        if not re.fullmatch(r"[+-]?\d+", str(value).strip(), re.ASCII):
+            self.fail(f"{value!r} is neither a whole number nor {self._word}", param, ctx)
+        return int(value)
 
 
 batch_size_option = click.option(
