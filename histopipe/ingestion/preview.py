@@ -126,8 +126,10 @@ class IngestPreview(Result):
             f"{'MB':>9} {'worker s':>8}  why"
         ]
         rows = {slide.id: slide for slide in self.slides}
-        reasons = {name: slide.reason_without_patches for name, slide in rows.items()}
-        lines += lines_of_slides(reasons, lambda name: str(rows[name]))
+        lines += lines_of_slides(
+            {name: slide.reason_without_patches for name, slide in rows.items()},
+            lambda name: str(rows[name]),
+        )
         lines += [f"warning: {text}" for text in self.warnings]
         patches = sum(slide.record.planned for slide in self.slides if slide.record)
         lines.append(

@@ -117,8 +117,10 @@ def _cause(name: str, reason: str) -> str:
 
 def _common_line(names: list[str], reason: str) -> str:
     todo = next((f"; {todo}" for start, todo in _REMEDIES.items() if reason.startswith(start)), "")
-    also = some(names[1:], _NAMES)
-    return f"{counted(len(names), 'slide')}: {names[0]}: {reason}{todo}. Also {also}"
+    return (
+        f"{counted(len(names), 'slide')}: {names[0]}: {reason}{todo}. "
+        f"Also {some(names[1:], _NAMES)}"
+    )
 
 
 @dataclass(frozen=True, slots=True, repr=False)
