@@ -165,8 +165,7 @@ class _Plan:
             column=column,
         )
         # Folds and given splits may lack a class, except for training.
-        lenient = self.assignment.folds > 0 or column is not None
-        counts = splits.count()
+        lenient, counts = self.assignment.folds > 0 or column is not None, splits.count()
         for side, share in zip(SIDES, splits.fractions, strict=True):
             may_lack = side == "test" if not share else lenient and side != "train"
             if not may_lack or (share and not counts[side].total()):
@@ -223,9 +222,10 @@ class _Plan:
                 slides, algorithm = [self.slides[row] for row in rows], "balanced"
                 (sides[rows],) = replace(self, slides=slides, assignment=assignment)._by_group()
         if not folds and algorithm == "balanced":
-            drawn = counted(int((parts == _VALIDATION).sum()), "training slide")
-            missing = f"column {self.labelling.split_column} has no validation"
-            message(f"{missing}: {drawn}, drawn at random by {self.split_by}, used for it")
+            message(
+                f"column {self.labelling.split_column} has no validation: "
+                f"{counted(int((parts == _VALIDATION).sum()), 'training slide')} drawn for it at random, by {self.split_by}"
+            )
         return given, algorithm
 
     def _by_group(self) -> NDArray[np.int8]:
@@ -285,10 +285,10 @@ class _Plan:
             units = np.count_nonzero(patches[:, 1:], axis=0).tolist()
             for name, count in zip(self.classes, units, strict=True):
                 if count < needed:
-                    copies = [slide for slide in joined if slide.label == name]
                     raise NothingToDo(
                         f"class {name!r} cannot be split",
-                        found=f"{counted(count, by)}{copies_note(copies, self.slides)}",
+                        found=counted(count, by)
+                        + copies_note([it for it in joined if it.label == name], self.slides),
                         expected=f"at least {needed}, one for each side that needs the class",
                         todo="add slides",
                     )
@@ -310,9 +310,9 @@ def _refuse_missing(splits: Splits, side: Side, counts: Counter[str]) -> None:
         return
     for name in splits.classes:
         if not counts[name]:
-            own = [slide for slide in splits.slides if slide.label == name]
             raise NothingToDo(
-                f"{by} leaves no {name!r} patch for {side}{copies_note(own, splits.slides)}",
+                f"{by} leaves no {name!r} patch for {side}"
+                + copies_note([it for it in splits.slides if it.label == name], splits.slides),
                 todo="add slides, use smaller patches, or change "
                 + ("--split-by" if splits.column is None else "the column")
                 + (" or increase --region-um" if splits.split_by == "region" else ""),
