@@ -190,7 +190,7 @@ class _Plan:
             },
             {
                 f"leave the label {name!r} empty": {
-                    "classes": tuple(it for it in self.classes if it != name),
+                    "classes": tuple(label for label in self.classes if label != name),
                     "slides": [slide for slide in self.slides if slide.label != name],
                 }
                 for name in self.classes
@@ -213,7 +213,7 @@ class _Plan:
         parts = given_parts(self.slides, self.stores, self.labelling, folds=folds > 0)
         given = [parts]
         if folds:
-            given = [np.where(parts == it, _TEST, _TRAIN) for it in np.unique(parts)]
+            given = [np.where(parts == part, _TEST, _TRAIN) for part in np.unique(parts)]
         for fold, sides in enumerate(given):
             rows = np.flatnonzero(sides == _TRAIN).tolist()
             if _VALIDATION not in sides and len(rows):
@@ -250,10 +250,12 @@ class _Plan:
         marks, classes = self._marks()
         patches = np.zeros((units.max() + 1, marks.shape[1]), np.int64)
         marked = zip(self.slides, marks, strict=True)
-        np.add.at(patches, units, [mark_patches(slide, it).sum(axis=0) for slide, it in marked])
+        np.add.at(patches, units, [mark_patches(slide, row).sum(axis=0) for slide, row in marked])
         several = Counter(unit for unit, _ in set(zip(units.tolist(), names, strict=True)))
         joined = [
-            it for it, unit in zip(self.slides, units.tolist(), strict=True) if several[unit] > 1
+            slide
+            for slide, unit in zip(self.slides, units.tolist(), strict=True)
+            if several[unit] > 1
         ]
         return self._assign(patches, classes, joined)[:, units]
 
@@ -268,8 +270,10 @@ class _Plan:
         elif task is not None:
             # Names of ranges begin with their kind, such as "event, early".
             names = [{slide.label, slide.label.split()[0]} for slide in self.slides]
-            columns, ranges = tuple(sorted({it.split()[0] for it in columns})), self.classes
-        marks = [[True, *(column in it for column in (*columns, *ranges))] for it in names]
+            columns, ranges = tuple(sorted({name.split()[0] for name in columns})), self.classes
+        marks = [
+            [True, *(column in of_slide for column in (*columns, *ranges))] for of_slide in names
+        ]
         return np.array(marks, np.bool_), len(columns)
 
     def _assign(
@@ -288,7 +292,9 @@ class _Plan:
                     raise NothingToDo(
                         f"class {name!r} cannot be split",
                         found=counted(count, by)
-                        + copies_note([it for it in joined if it.label == name], self.slides),
+                        + copies_note(
+                            [slide for slide in joined if slide.label == name], self.slides
+                        ),
                         expected=f"at least {needed}, one for each side that needs the class",
                         todo="add slides",
                     )
@@ -312,7 +318,9 @@ def _refuse_missing(splits: Splits, side: Side, counts: Counter[str]) -> None:
         if not counts[name]:
             raise NothingToDo(
                 f"{by} leaves no {name!r} patch for {side}"
-                + copies_note([it for it in splits.slides if it.label == name], splits.slides),
+                + copies_note(
+                    [slide for slide in splits.slides if slide.label == name], splits.slides
+                ),
                 todo="add slides, use smaller patches, or change "
                 + ("--split-by" if splits.column is None else "the column")
                 + (" or increase --region-um" if splits.split_by == "region" else ""),

@@ -211,7 +211,7 @@ def _load_folds(folder: Path) -> _Loaded:
     slides = tested_slides(done)
     breakdown = break_down(parts, evaluation, slides, settings.get("subgroup", ()), judging)
     run = ComparedRun(folder, settings, evaluation, notes, breakdown)
-    names = (f"{it.name}.json" for it in fold_folders)
+    names = (f"{path.name}.json" for path in fold_folders)
     splits = [load_splits(folder / run_folder.FOLD_SPLITS / name) for name in names]
     return _Loaded(run, parts, judging, splits)
 
@@ -228,8 +228,8 @@ def _different_splits(first: _Loaded, other: _Loaded) -> str | None:
     common = sides[0].keys() & sides[1].keys()
     moved = sum(sides[0][name] != sides[1][name] for name in common)
     origins = [
-        f"column {it.column}" if it.column else it.algorithm
-        for it in (first.splits[0], other.splits[0])
+        f"column {splits.column}" if splits.column else splits.algorithm
+        for splits in (first.splits[0], other.splits[0])
     ]
     return (
         f"different splits ({' and '.join(origins)}): {moved} of {counted(len(common), 'common slide')} on other sides, "
