@@ -60,7 +60,7 @@ def test_sides_of_a_random_cohort_have_their_shares(seed: int) -> None:
     for share, fraction in zip(shares["patients"], FRACTIONS, strict=True):
         assert 0.75 < share / fraction < 1.35
     assert (shares["patches"] / FRACTIONS).min() > 0.75
-    patients = {(it.label, it.patient) for it in made.records.values()}
+    patients = {(slide.label, slide.patient) for slide in made.records.values()}
     for name in splits.classes:
         if sum(label == name for label, _ in patients) >= 3:
             assert all(counts[name] for counts in splits.count().values())
@@ -68,11 +68,11 @@ def test_sides_of_a_random_cohort_have_their_shares(seed: int) -> None:
     for one, two in zip(splits.slides, again.slides, strict=True):
         np.testing.assert_array_equal(one.sides, two.sides)
     folds = make_folds([made], 4, split_by="patient", seed=seed)
-    tested = [[it.sides[0] == 2 for it in fold.slides] for fold in folds]
+    tested = [[slide.sides[0] == 2 for slide in fold.slides] for fold in folds]
     assert np.sum(tested, axis=0).tolist() == [1] * len(splits.slides)
     assert not any(fold.leaks() for fold in folds)
     for fold in folds:
-        assert fold.count()["test"].total() > 0.5 / 4 * sum(it.count for it in fold.slides)
+        assert fold.count()["test"].total() > 0.5 / 4 * sum(slide.count for slide in fold.slides)
 
 
 def test_one_large_patient_is_not_for_validation() -> None:
@@ -80,7 +80,7 @@ def test_one_large_patient_is_not_for_validation() -> None:
     made = cohort({"large": "ab" * 30, **{f"P{i}": "ab"[i % 2] * 3 for i in range(20)}})
     for seed in range(10):
         splits = make_splits([made], split_by="patient", seed=seed)
-        assert {it.sides[0] for it in splits.slides if it.patient == "large"} == {0}
+        assert {slide.sides[0] for slide in splits.slides if slide.patient == "large"} == {0}
         assert not list(splits.shortages("patches"))
 
 
@@ -96,8 +96,8 @@ def test_a_side_with_less_than_half_of_its_share_is_named() -> None:
     made = cohort({"large": "ab" * 40, "P": "ab" * 20, "small": "ab"})
     lines = list(make_splits([made], split_by="patient", seed=1).shortages("patches"))
     assert "20 of 1,220 patches" in " ".join(lines)
-    assert any(re.match(r"test has .*: less than half of its share, 15%", it) for it in lines)
-    assert any(it.startswith("train has 1 of 3 patients: less than half") for it in lines)
+    assert any(re.match(r"test has .*: less than half of its share, 15%", line) for line in lines)
+    assert any(line.startswith("train has 1 of 3 patients: less than half") for line in lines)
 
 
 MANY = {f"P{i}": "aaa" for i in range(6)}
@@ -129,7 +129,7 @@ def test_a_refusal_names_a_way_that_works(
     for way in todo.split(", or ")[:-1]:
         words = way.removeprefix("pass ").split()
         if "empty" in words:
-            split(cohort({name: it.replace("c", "") for name, it in patients.items()}))
+            split(cohort({name: letters.replace("c", "") for name, letters in patients.items()}))
         elif words[0] == "--fractions":
             split(cohort(patients), fractions=tuple(map(float, words[1].split(","))))
         else:
@@ -170,19 +170,19 @@ def split(small_store: Path, tmp_path: Path) -> Callable[..., Any]:
 
 
 def sides_of(splits: Any) -> dict[str, str]:
-    return {it.id: SIDES[it.sides[0]] for it in splits.slides}
+    return {slide.id: SIDES[slide.sides[0]] for slide in splits.slides}
 
 
 def test_column_gives_the_sides(split: Callable[..., Any], tmp_path: Path) -> None:
     splits, slides = split(CELLS)
     assert list(sides_of(splits).values()) == ["train"] * 4 + ["validation"] * 4 + ["test"] * 2
     assert splits.algorithm == "given"
-    reasons = {it.slide: it.reason for it in slides if it.reason}
+    reasons = {slide.slide: slide.reason for slide in slides if slide.reason}
     assert reasons == dict.fromkeys(("n10", "t11"), "no value in column Set")
     write_splits(splits, tmp_path / "splits.json")
     again, same = split(CELLS, splits=str(tmp_path / "splits.json"))
     assert (again.column, again.algorithm, sides_of(again)) == ("Set", "given", sides_of(splits))
-    assert [it.reason for it in same] == [it.reason for it in slides]
+    assert [slide.reason for slide in same] == [slide.reason for slide in slides]
 
 
 def test_missing_validation_is_drawn_from_training_patients(split: Callable[..., Any]) -> None:
@@ -191,9 +191,9 @@ def test_missing_validation_is_drawn_from_training_patients(split: Callable[...,
     sides = sides_of(splits)
     assert {name for name, side in sides.items() if side == "test"} == {"n8", "t9"}
     assert splits.algorithm == "balanced"
-    drawn = {it.patient for it in splits.slides if sides[it.id] == "validation"}
+    drawn = {slide.patient for slide in splits.slides if sides[slide.id] == "validation"}
     assert drawn
-    assert not drawn & {it.patient for it in splits.slides if sides[it.id] == "train"}
+    assert not drawn & {slide.patient for slide in splits.slides if sides[slide.id] == "train"}
     with pytest.raises(
         UsageError, match=r"the split leaks: .*P2 on .*correct column Set, or pass --allow-leaks"
     ):
@@ -207,7 +207,7 @@ def test_fold_numbers_of_a_column(split: Callable[..., Any]) -> None:
         tested = {name for name, side in sides_of(fold).items() if side == "test"}
         assert tested == {name for name, cell in cells.items() if cell == str(number)}
         assert all(counts.total() for counts in fold.count().values())
-    assert [sides_of(it) for it in split(cells, folds=3)] == [sides_of(it) for it in folds]
+    assert [sides_of(fold) for fold in split(cells, folds=3)] == [sides_of(fold) for fold in folds]
     with pytest.raises(UsageError, match="the split leaks"):
         split(cells, folds="column", patients=6)
     for number, message in (
@@ -264,7 +264,14 @@ def test_column_of_bags(tmp_path: Path) -> None:
         splits = new_splits(config, sources)
         slides = find_participants(config, sources, splits)
     assert list(sides_of(splits).values()) == cells[:-1]
-    assert [it.reason for it in slides] == [""] * 5 + ["no value in column Set"]
+    assert [slide.reason for slide in slides] == [""] * 5 + ["no value in column Set"]
+    table = (tmp_path / "labels.csv").read_text()
+    (tmp_path / "labels.csv").write_text(table.replace(",b,", ",a,"))
+    with (
+        pytest.raises(UsageError, match="patient P2: found slides with Set empty and test"),
+        opened_sources(make_config(settings | {"bag": "patient"})),
+    ):
+        pass
 
 
 def test_number_of_folds_is_a_number_or_column() -> None:

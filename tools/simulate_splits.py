@@ -109,7 +109,8 @@ def stratified(splits: Splits, seed: int) -> Splits:
             rest = [rest[i] for i in order[size:]]
         sides |= dict.fromkeys(rest, 0)
     slides = [
-        replace(it, sides=np.full(it.count, sides[it.patient], np.int8)) for it in splits.slides
+        replace(slide, sides=np.full(slide.count, sides[slide.patient], np.int8))
+        for slide in splits.slides
     ]
     return replace(splits, slides=tuple(slides), algorithm="stratified")
 
@@ -129,16 +130,16 @@ def quantities(slides: Sequence[SlideSplit]) -> Iterator[tuple[str, NDArray[np.f
         yield f"patches{suffix}", of_patches / of_patches.sum()
 
 
-def add_shares(found: Shares, splits: Splits) -> int:
+def add_shares(ratios: Shares, splits: Splits) -> int:
     """Add the shares of a split, and return its number of leaks."""
     for name, shares in quantities(splits.slides):
-        found[name].append(shares)
+        ratios[name].append(shares)
     return len(splits.leaks())
 
 
-def table(found: Shares, fractions: Sequence[float]) -> Iterator[str]:
+def table(ratios: Shares, fractions: Sequence[float]) -> Iterator[str]:
     """Yield rows of quantities: percentiles 5, 50 and 95 of the share of each side, and how often it is too small."""
-    for name, values in found.items():
+    for name, values in ratios.items():
         shares = np.array(values)
         low, median, high = 100 * np.percentile(shares, [5, 50, 95], axis=0)
         cells = [f"{m:.1f} ({a:.1f} to {b:.1f})" for a, m, b in zip(low, median, high, strict=True)]
@@ -177,12 +178,12 @@ def main() -> None:
             counts["leaks of folds"] += add_shares(shares["folds"], fold)
     test = 1 / options.folds
     train, validation, _ = (fraction / sum(FRACTIONS[:2]) * (1 - test) for fraction in FRACTIONS)
-    for name, found in shares.items():
+    for name, ratios in shares.items():
         fractions = (train, validation, test) if name == "folds" else FRACTIONS
         print(
             f"\n{name}: share in % of {', '.join(f'{s} ({f:.0%})' for s, f in zip(SIDES, fractions, strict=True))}"
         )
-        print("\n".join(table(found, fractions)))
+        print("\n".join(table(ratios, fractions)))
     print(f"\n{dict(counts)}; longest split {longest:.2f} s of CPU time")
 
 

@@ -218,7 +218,7 @@ def given_parts(
         UsageError: a cell is no side, or no whole number.
     """
     column = str(labelling.split_column)
-    cells = [_labels_of(stores[it.store], it.slide, labelling)[1][column] for it in slides]
+    cells = [_labels_of(stores[slide.store], slide.slide, labelling)[1][column] for slide in slides]
     parts = [
         cell_number(cell) if folds else _SPELLINGS.get(cell.lower(), math.nan) for cell in cells
     ]
@@ -240,10 +240,10 @@ def _labels_of(
     store: SampleSource, number: int, labelling: Labelling
 ) -> tuple[SlideLabel | SampleGroup, Mapping[str, str]]:
     """Return label, patient and site of a slide, and the cells of its further columns, by name."""
-    given: SlideLabel | SampleGroup = store.records[number]
+    source: SlideLabel | SampleGroup = store.records[number]
     if labelling.labels is not None:
-        given = labelling.labels.get(store.records[number].id, SlideLabel(None))
-    return given, getattr(given, "cells", {})
+        source = labelling.labels.get(store.records[number].id, SlideLabel(None))
+    return source, getattr(source, "cells", {})
 
 
 def _candidate(

@@ -108,9 +108,9 @@ def participants(
             name = record.id if once else f"{record.id}@{source.uuid[:8]}"
             own = _of_slide(source, number, slide, labelling)
             if slide is None:
-                unlabelled = not own.label and not splits.targets
-                reason = "no label" if unlabelled else missing_from(splits, own, given=given_splits)
-                own = replace(own, reason=exclusion_of(record) or reason)
+                labelled = own.label or splits.targets
+                missing = missing_from(splits, own, given=given_splits) if labelled else "no label"
+                own = replace(own, reason=exclusion_of(record) or missing)
             found.append(replace(own, slide=name))
     return _with_copies(found, sources)
 

@@ -155,7 +155,9 @@ class Splits:
         `unit` is the plural noun of what is counted as patches.
         """
         counts = self.count()
-        patients = {(side, it.patient) for it in self.slides for side in SIDES if len(it.on(side))}
+        patients = {
+            (side, slide.patient) for slide in self.slides for side in SIDES if len(slide.on(side))
+        }
         amounts = {
             "patients": Counter(side for side, _ in patients),
             unit: {side: counts[side].total() for side in SIDES},

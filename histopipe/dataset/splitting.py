@@ -165,8 +165,7 @@ class _Plan:
             column=column,
         )
         # Folds and given splits may lack a class, except for training.
-        lenient = self.assignment.folds > 0 or column is not None
-        counts = splits.count()
+        lenient, counts = self.assignment.folds > 0 or column is not None, splits.count()
         for side, share in zip(SIDES, splits.fractions, strict=True):
             may_lack = side == "test" if not share else lenient and side != "train"
             if not may_lack or (share and not counts[side].total()):
@@ -191,7 +190,7 @@ class _Plan:
             },
             {
                 f"leave the label {name!r} empty": {
-                    "classes": tuple(it for it in self.classes if it != name),
+                    "classes": tuple(label for label in self.classes if label != name),
                     "slides": [slide for slide in self.slides if slide.label != name],
                 }
                 for name in self.classes
@@ -214,7 +213,7 @@ class _Plan:
         parts = given_parts(self.slides, self.stores, self.labelling, folds=folds > 0)
         given = [parts]
         if folds:
-            given = [np.where(parts == it, _TEST, _TRAIN) for it in np.unique(parts)]
+            given = [np.where(parts == part, _TEST, _TRAIN) for part in np.unique(parts)]
         for fold, sides in enumerate(given):
             rows = np.flatnonzero(sides == _TRAIN).tolist()
             if _VALIDATION not in sides and len(rows):
@@ -223,9 +222,10 @@ class _Plan:
                 slides, algorithm = [self.slides[row] for row in rows], "balanced"
                 (sides[rows],) = replace(self, slides=slides, assignment=assignment)._by_group()
         if not folds and algorithm == "balanced":
-            drawn = counted(int((parts == _VALIDATION).sum()), "training slide")
-            missing = f"column {self.labelling.split_column} has no validation"
-            message(f"{missing}: {drawn}, drawn at random by {self.split_by}, used for it")
+            message(
+                f"column {self.labelling.split_column} has no validation: "
+                f"{counted(int((parts == _VALIDATION).sum()), 'training slide')} drawn for it at random, by {self.split_by}"
+            )
         return given, algorithm
 
     def _by_group(self) -> NDArray[np.int8]:
@@ -250,10 +250,12 @@ class _Plan:
         marks, classes = self._marks()
         patches = np.zeros((units.max() + 1, marks.shape[1]), np.int64)
         marked = zip(self.slides, marks, strict=True)
-        np.add.at(patches, units, [mark_patches(slide, it).sum(axis=0) for slide, it in marked])
+        np.add.at(patches, units, [mark_patches(slide, row).sum(axis=0) for slide, row in marked])
         several = Counter(unit for unit, _ in set(zip(units.tolist(), names, strict=True)))
         joined = [
-            it for it, unit in zip(self.slides, units.tolist(), strict=True) if several[unit] > 1
+            slide
+            for slide, unit in zip(self.slides, units.tolist(), strict=True)
+            if several[unit] > 1
         ]
         return self._assign(patches, classes, joined)[:, units]
 
@@ -268,8 +270,10 @@ class _Plan:
         elif task is not None:
             # Names of ranges begin with their kind, such as "event, early".
             names = [{slide.label, slide.label.split()[0]} for slide in self.slides]
-            columns, ranges = tuple(sorted({it.split()[0] for it in columns})), self.classes
-        marks = [[True, *(column in it for column in (*columns, *ranges))] for it in names]
+            columns, ranges = tuple(sorted({name.split()[0] for name in columns})), self.classes
+        marks = [
+            [True, *(column in of_slide for column in (*columns, *ranges))] for of_slide in names
+        ]
         return np.array(marks, np.bool_), len(columns)
 
     def _assign(
@@ -285,10 +289,12 @@ class _Plan:
             units = np.count_nonzero(patches[:, 1:], axis=0).tolist()
             for name, count in zip(self.classes, units, strict=True):
                 if count < needed:
-                    copies = [slide for slide in joined if slide.label == name]
                     raise NothingToDo(
                         f"class {name!r} cannot be split",
-                        found=f"{counted(count, by)}{copies_note(copies, self.slides)}",
+                        found=counted(count, by)
+                        + copies_note(
+                            [slide for slide in joined if slide.label == name], self.slides
+                        ),
                         expected=f"at least {needed}, one for each side that needs the class",
                         todo="add slides",
                     )
@@ -310,9 +316,11 @@ def _refuse_missing(splits: Splits, side: Side, counts: Counter[str]) -> None:
         return
     for name in splits.classes:
         if not counts[name]:
-            own = [slide for slide in splits.slides if slide.label == name]
             raise NothingToDo(
-                f"{by} leaves no {name!r} patch for {side}{copies_note(own, splits.slides)}",
+                f"{by} leaves no {name!r} patch for {side}"
+                + copies_note(
+                    [slide for slide in splits.slides if slide.label == name], splits.slides
+                ),
                 todo="add slides, use smaller patches, or change "
                 + ("--split-by" if splits.column is None else "the column")
                 + (" or increase --region-um" if splits.split_by == "region" else ""),

@@ -238,8 +238,9 @@ def _split(run: RunData) -> str:
     shares = listed([percent(it) for it in splits.get("fractions", ())])
     balanced, seed = splits.get("algorithm") == "balanced", f"with seed {splits.get('seed')}"
     if splits.get("column") is not None:
-        drawn = f" Validation was drawn from training at random, {seed}." if balanced else ""
-        return f"Column {splits['column']} of the labels file divided the data.{drawn}"
+        return f"Column {splits['column']} of the labels file divided the data." + (
+            f" Validation was drawn from training at random, {seed}." if balanced else ""
+        )
     units = f"{splits.get('split_by')}s, {run.config.unit} and " if balanced else ""
     return (
         f"The data were divided at random into training, validation and test ({shares}), stratified by "

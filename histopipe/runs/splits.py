@@ -41,8 +41,17 @@ def opened_sources(
             [Path(folder) for folder in config.mil],
             bag=config.bag,
             labels=None if config.labels is None else Path(config.labels),
-            columns=(*config.target_columns, *config.covariates),
-            more_columns=[it for it in config.further_columns if it not in config.covariates],
+            # All slides of a patient are on one side, so that its bag is.
+            columns=(
+                *config.target_columns,
+                *config.covariates,
+                *filter(None, [config.split_column]),
+            ),
+            more_columns=[
+                name
+                for name in config.further_columns
+                if name not in (*config.covariates, config.split_column)
+            ],
             with_label=config.task == "classification",
             allow_extra=config.allow_extra_rows,
             na=config.na,

@@ -211,28 +211,29 @@ def _load_folds(folder: Path) -> _Loaded:
     slides = tested_slides(done)
     breakdown = break_down(parts, evaluation, slides, settings.get("subgroup", ()), judging)
     run = ComparedRun(folder, settings, evaluation, notes, breakdown)
-    names = (f"{it.name}.json" for it in fold_folders)
+    names = (f"{path.name}.json" for path in fold_folders)
     splits = [load_splits(folder / run_folder.FOLD_SPLITS / name) for name in names]
     return _Loaded(run, parts, judging, splits)
 
 
 def _different_splits(first: _Loaded, other: _Loaded) -> str | None:
     """Return how the sides of slides differ between two runs, or in any of their folds; None if they do not."""
-    sides: list[dict[str, list[Any]]] = []
-    for run in (first, other):
-        sides.append(defaultdict(list))
+    sides: list[dict[str, list[Any]]] = [defaultdict(list), defaultdict(list)]
+    for by_name, run in zip(sides, (first, other), strict=True):
         for slide in (slide for splits in run.splits for slide in splits.slides):
             used = np.unique(slide.sides[slide.sides != DROPPED]).tolist()
-            sides[-1][nfc(slide.id)].append(used if len(used) < 2 else slide.sides.tolist())
+            by_name[nfc(slide.id)].append(used if len(used) < 2 else slide.sides.tolist())
+    if sides[0] == sides[1]:
+        return None
     common = sides[0].keys() & sides[1].keys()
     moved = sum(sides[0][name] != sides[1][name] for name in common)
-    single = len(sides[0].keys() ^ sides[1].keys())
-    if not moved and not single:
-        return None
-    origins = (it.splits[0].column or it.splits[0].algorithm for it in (first, other))
+    origins = [
+        f"column {splits.column}" if splits.column else splits.algorithm
+        for splits in (first.splits[0], other.splits[0])
+    ]
     return (
         f"different splits ({' and '.join(origins)}): {moved} of {counted(len(common), 'common slide')} on other sides, "
-        f"{counted(single, 'slide')} in one split only"
+        f"{counted(len(sides[0].keys() ^ sides[1].keys()), 'slide')} in one split only"
     )
 
 
