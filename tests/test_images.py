@@ -351,7 +351,7 @@ def test_old_command_has_old_defaults(tmp_path: Path, run: Run) -> None:
     old: Any = {
         "patch_size": 64,
         "mpp": 0.5,
-        "tissue": "otsu-2",
+        "tissue": "otsu",
         "edge": "drop",
         "default_mpp": 0.5,
     }
@@ -367,7 +367,7 @@ def test_spec_without_edge_is_that_of_earlier_versions() -> None:
     assert json.dumps(TilingSpec(mpp=Mpp(0.5)).to_json()) == (
         '{"patch_size": 256, "overlap": 0, "mpp": 0.5, "level": null, "tissue": "otsu", "tissue_threshold": 0.5, '
         '"codec": "auto", "quality": 90, "subsampling": "444", "resample": "fast", "algorithms": {"grid": "grid-1", '
-        '"thumbnail": "native-1", "tissue": "otsu-2", "resample": "area-lanczos-2"}}'
+        '"thumbnail": "native-1", "tissue": "otsu-3", "resample": "area-lanczos-2"}}'
     )
     for edge in ("shift", "pad"):
         spec = TilingSpec(level=0, edge=edge)

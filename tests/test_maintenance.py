@@ -319,9 +319,11 @@ def test_split_follows_splits_of_run(
 
 def test_stores_of_another_split_are_refused(made_store: Path, tmp_path: Path, run: Run) -> None:
     for seed in (1, 2):
+        shares = (0.7, 0.15, 0.15) if seed == 1 else (0.34, 0.33, 0.33)
         with Store(made_store) as store:
             write_splits(
-                make_splits([store], split_by="slide", seed=seed), tmp_path / f"{seed}.json"
+                make_splits([store], split_by="slide", seed=seed, fractions=shares),
+                tmp_path / f"{seed}.json",
             )
     assert (
         run(

@@ -19,7 +19,7 @@ from histopipe.cli.parameters import (
     untrusted_option,
 )
 from histopipe.cli.setting_options import GroupedCommand, given_settings, setting_options
-from histopipe.errors import ExitCode, UsageError
+from histopipe.errors import ExitCode, HistopipeError, UsageError
 from histopipe.runs.settings import declared_settings, flag, read_settings
 from histopipe.runs.task_config import CONFIGS, read_config
 from histopipe.studies.settings import FoldSettings, StudySettings
@@ -93,7 +93,9 @@ def _new_folder(settings: dict[str, Any]) -> Path:
     from histopipe.runs.recipe import chosen_settings
 
     defaults = {name: it.default for name, it in declared_settings(*CONFIGS).items()}
-    values = {**defaults, **chosen_settings(settings), **settings}
+    values = {**defaults, **settings}
+    with suppress(HistopipeError):  # the training reports it
+        values |= chosen_settings(settings)
     kind = f"mil-{values['pooling']}" if settings.get("mil") is not None else values["model"]
     number, suffix = 1, ""
     while True:

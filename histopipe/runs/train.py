@@ -58,6 +58,7 @@ def train(
         run_folder.check(folder, resume=True)
         config = resumed_config(read_config(folder / run_folder.CONFIG), settings)
     else:
+        make_config(settings)  # checks them before a store is opened
         with use_progress(progress) if progress is not None else nullcontext():
             config = make_config(with_recipe(settings))
     if not in_process:

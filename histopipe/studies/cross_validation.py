@@ -33,6 +33,8 @@ from histopipe.studies.trainings import TrainingOutcome, share_devices, train_wi
 from histopipe.system.progress import Progress, default_progress
 
 _SPLITS, _LOGS = run_folder.FOLD_SPLITS, "logs"
+_PLANNED = (_SPLITS, f"part-{run_folder.CONFIG}")
+"""Content of a folder whose folds have not begun."""
 
 
 def cross_validate(
@@ -65,6 +67,8 @@ def cross_validate(
         >>> result.pooled.patient["mean"].auc  # doctest: +SKIP
     """
     folder, settings = Path(out), with_stores(settings, stores)
+    if not resume:
+        run_folder.check(folder, resume=False, ignored=_PLANNED)
     config, folds = _resumed(folder, settings) if resume else _new(settings)
     if in_cluster():
         raise UsageError(
@@ -85,10 +89,9 @@ def _new(settings: dict[str, Any]) -> tuple[TrainConfig, FoldSettings]:
     folds = FoldSettings(**of_folds)
     if not folds.folds:
         raise UsageError("--folds is missing", expected="a number of folds, such as 5, or column")
-    config = make_config(with_recipe(training))
-    if config.splits is not None:
+    if make_config(training).splits is not None:
         raise UsageError("--splits and --folds exclude each other", todo="use one of them")
-    return config, folds
+    return make_config(with_recipe(training)), folds
 
 
 def _resumed(folder: Path, changes: dict[str, Any]) -> tuple[TrainConfig, FoldSettings]:
@@ -112,7 +115,7 @@ def _run_folds(
     config: TrainConfig, settings: FoldSettings, folder: Path, *, resume: bool, progress: Progress
 ) -> CrossValidationResult:
     """Train every fold that is not finished, then summarize."""
-    run_folder.check(folder, resume=resume, ignored=(_SPLITS, f"part-{run_folder.CONFIG}"))
+    run_folder.check(folder, resume=resume, ignored=_PLANNED)
     devices = share_devices(config.devices, settings.parallel_folds)
     existed = folder.exists()
     made = () if resume else _make_folds(config, settings.folds, progress)
