@@ -70,10 +70,19 @@ TASKS: dict[str, tuple[str, ...]] = {
         "--loss",
         "discrete",
         "--batch-size",
-        "4",
-    , "--batch-size", "1"),
+        "1",
+    ),
     "regression": ("--task", "regression", "--target", "share,age"),
-    "multilabel": ("--task", "multilabel", "--target", "MSI,BRAF", "--class-weights", "balanced", "--batch-size", "1"),
+    "multilabel": (
+        "--task",
+        "multilabel",
+        "--target",
+        "MSI,BRAF",
+        "--class-weights",
+        "balanced",
+        "--batch-size",
+        "1",
+    ),
 }
 
 
