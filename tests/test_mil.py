@@ -331,7 +331,7 @@ def test_attention_finds_the_few_positive_patches(tmp_path: Path) -> None:
     histopipe.embed(store, model=tmp_path / "encoder.onnx", out=tmp_path / "features")
     common: dict[str, Any] = {
         "mil": tmp_path / "features", "fractions": (0.5, 0.2, 0.3), "epochs": 20, "patience": 0,
-        "learning_rate": 2e-3, "resamples": 0,
+        "learning_rate": 2e-3, "batch_size": 1, "resamples": 0,
     }  # fmt: skip
 
     def train(pooling: str) -> Any:
