@@ -378,7 +378,15 @@ def trained(made_store: Path, once: Once) -> Path:
         once(
             "trained",
             lambda folder: succeed(
-                "train", made_store, "--epochs", 1, "--calibrate", "--out", folder / "run"
+                "train",
+                made_store,
+                "--model",
+                "small-cnn",
+                "--epochs",
+                1,
+                "--calibrate",
+                "--out",
+                folder / "run",
             ),
         )
         / "run"

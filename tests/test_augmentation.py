@@ -294,7 +294,7 @@ def test_dataset_is_normalized(fitted: Path, made_store: Path) -> None:
 def test_training_with_stain_normalization(
     fitted: Path, made_store: Path, tmp_path: Path, run: Run
 ) -> None:
-    arguments = ["--stain-norm", "macenko", "--epochs", 1, "--out", "r"]
+    arguments = ["--model", "small-cnn", "--stain-norm", "macenko", "--epochs", 1, "--out", "r"]
     done = run("train", fitted, *arguments)
     assert done.returncode == 0, done.stderr
     assert 'stain_norm = "macenko"' in (tmp_path / "r" / "config.toml").read_text()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tomllib
 from datetime import UTC, datetime
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
@@ -85,7 +87,7 @@ def test_word_check_reads_comments_strings_and_prose(tmp_path: Path) -> None:
     ("page", "code", "message"),
     [
         ("```console\n$ cd /; pwd\n/\n$ pwd\n/\n```\n", 0, "the output matches"),
-        ("```console\n$ echo slides 12\nslides 9\n```\n", 0, "the output matches"),
+        ("```console\n$ echo slides 12\nslides 9\n```\n", 1, "printed: slides 12"),
         ("```console\n$ printf 'a\\nb\\n'\nb\na\n```\n", 1, "not printed: a"),
         ("```console\n$ false\n```\n", 1, "FAILED: exit code"),
         ("```sh\nfalse\n```\n", 0, "the output matches"),
@@ -95,6 +97,20 @@ def test_word_check_reads_comments_strings_and_prose(tmp_path: Path) -> None:
             "matches",
         ),
         ("```python\nprint('one')\n```\n```text\ntwo\n```\n", 1, "not printed: two"),
+        (
+            "```console\n$ echo AUC 0.912, 480 slides in 2 s\nAUC 0.93, 483 slides in 9 s\n```\n",
+            0,
+            "matches",
+        ),
+        ("```console\n$ echo AUC 0.912\nAUC 0.712\n```\n", 1, "other numbers: AUC 0.712"),
+        ("```console\n$ echo 480 slides\n580 slides\n```\n", 1, "printed: 480 slides"),
+        (
+            "```console\n$ printf 'n  patches/s\\n9         80\\n'\nn  patches/s\n9        990\n```\n",
+            0,
+            "matches",
+        ),
+        ("```console\n$ echo [2/9] complete a: 5\n[1/9] complete a: 5\n```\n", 0, "matches"),
+        ("<!-- run: touch slide.svs -->\n```console\n$ ls\nslide.svs\n```\n", 0, "matches"),
     ],
 )
 def test_page_check_compares_output(tmp_path: Path, page: str, code: int, message: str) -> None:
@@ -103,6 +119,59 @@ def test_page_check_compares_output(tmp_path: Path, page: str, code: int, messag
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == code, done.stdout
     assert message in done.stdout
+
+
+def test_page_check_writes_printed_lines(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    text = "# Page\n\n```console\n$ echo first; echo 12 of 40 slides; echo AUC: 0.9\n...\n{}\n```\n\nEnd.\n"
+    page.write_text(text.format("10 of 30 slides found\nAUC: 0.5"))
+    command = [sys.executable, str(PROJECT / "tools" / "check_pages.py"), "--update", str(page)]
+    subprocess.run(command, capture_output=True, check=True)
+    assert page.read_text() == text.format("12 of 40 slides\nAUC: 0.9")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("", None),  # python3.11 is a shim that fails
+        ("python3.11", "python3.11: shim: no such version"),
+        ("python3.12", "python3.12: found Python 3.9.2, expected 3.11 to 3.13"),
+        ("python3.13", "python3.13: cannot create environments: venv or ensurepip is missing"),
+        ("python2", "python2: not found"),
+    ],
+)
+def test_make_finds_a_python_that_runs(tmp_path: Path, given: str, message: str | None) -> None:
+    """The names are programs that fail, and one that runs."""
+    programs = {
+        "python3.11": "echo shim: no such version >&2; exit 127",
+        "python3.12": f'exec {sys.executable} -c "import sys; sys.version_info = (3, 9, 2); $2"',
+        "python3.13": f"exec {sys.executable} -c \"import sys; sys.modules['ensurepip'] = None; $2\"",
+        "python3": f'exec {sys.executable} "$@"',
+    }
+    for name, code in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{code}\n")
+        (tmp_path / name).chmod(0o755)
+    shell, head = shutil.which("sh"), shutil.which("head")
+    (tmp_path / "head").symlink_to(str(head))
+    done = subprocess.run(
+        [str(shell), PROJECT / "tools" / "find_python", given],
+        env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if message is None:
+        assert (done.stdout, done.returncode) == ("python3\n", 0), done.stderr
+    else:
+        assert (done.stdout, done.returncode) == ("", 1)
+        assert message in done.stderr
+        assert "make PYTHON=/path/to/python3.12" in done.stderr
+
+
+def test_make_finds_the_python_versions_of_the_package() -> None:
+    project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
+    lowest, above = map(int, re.findall(r"3\.(\d+)", project["requires-python"]))
+    text = (PROJECT / "tools" / "find_python").read_text()
+    assert f"(3, {lowest}) <= sys.version_info[:2] <= (3, {above - 1})" in text
+    for minor in range(lowest, above):
+        assert f" python3.{minor} " in text
 
 
 def test_exit_codes_are_documented() -> None:

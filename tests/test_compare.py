@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 from dataclasses import replace
@@ -44,7 +45,12 @@ def runs(small_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_differences_and_intervals_equal_a_slow_reference(runs: Path) -> None:
+def test_differences_and_intervals_equal_a_slow_reference(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (few,) = compare([runs / "a", runs / "b"], resamples=20).differences
+    assert {it.interval for metrics in few.values() for it in metrics.values()} == {None}
+    monkeypatch.setattr("histopipe.studies.paired_differences.FEWEST_PATIENTS", 2)
     found = compare([runs / "a", runs / "b"], resamples=300, seed=7)
     assert found.settings["optimizer"] == ("adam", "sgd")
     assert found.settings["augment"] == (["flips"], ["none"])
@@ -110,6 +116,15 @@ def test_runs_with_different_test_items_are_not_compared(runs: Path) -> None:
     assert [note.split(":")[0] for note in found.notes[0]] == ["patch", "slide", "patient"]
     assert "tested on different items (40 and 120, 40 in common)" in found.notes[1][0]
     assert found.settings["folds"] == (None, None, 2)
+    for text in found.splits:
+        assert re.fullmatch(
+            r"different splits \(balanced and balanced\): \d+ of 12 common slides on other sides, 0 slides in one split only",
+            str(text),
+        )
+    assert str(found).count("different splits (") == 2
+    same = compare([runs / "a", runs / "b"], resamples=0)
+    assert same.splits == (None,)
+    assert "different splits" not in str(same)
 
 
 def test_same_patients_in_different_folds_are_compared(

@@ -29,9 +29,16 @@ from histopipe.features.feature_file import (
     read_coords,
     read_features,
     read_header,
+    stores_of_features,
     writing,
 )
-from histopipe.inference.slide_run import PatchBatch, SlideRun
+from histopipe.inference.slide_run import (
+    BATCHES,
+    PatchBatch,
+    SlideRun,
+    batch_rule,
+    slide_batches,
+)
 from histopipe.store.store import Store
 from histopipe.system.progress import SilentProgress
 
@@ -122,10 +129,10 @@ def test_features_equal_those_of_keras(small_store: Path, a_run: Path, tmp_path:
 
 
 def test_devices_do_not_change_features(run: Run, small_store: Path, tmp_path: Path) -> None:
-    """A batch of 7 cannot be divided evenly among three devices."""
+    """A batch of 8 cannot be divided evenly among three devices, and the last batch, of 2, not among all."""
     devices = ["cpu", "cpu:3"]
     for name in devices:
-        flags = ["--out", tmp_path / name, "--devices", name, "--batch-size", 7]
+        flags = ["--out", tmp_path / name, "--devices", name, "--batch-size", 8]
         done = run("embed", small_store, *NETWORK, *flags)
         assert done.returncode == 0, done.stderr
     one, three = (features_of(tmp_path / name) for name in devices)
@@ -133,7 +140,7 @@ def test_devices_do_not_change_features(run: Run, small_store: Path, tmp_path: P
         np.testing.assert_allclose(three[slide], values, rtol=1e-5, atol=1e-6)
 
 
-UNTRAINED: dict[str, Any] = {"model": "mobilenet", "weights": "none", "batch_size": 2}
+UNTRAINED: dict[str, Any] = {"model": "mobilenet", "weights": "none", "batch_size": 4}
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +155,7 @@ def test_continued_run_equals_uninterrupted_run(
     small_store: Path, uninterrupted: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
     """Kills are tested with `predict`, which runs slides through a network in the same way."""
-    arguments = ["embed", small_store, *NETWORK, "--batch-size", 2, "--json"]
+    arguments = ["embed", small_store, *NETWORK, "--batch-size", 4, "--json"]
     command = [*INTERRUPTIBLE, *map(str, arguments), "--out", str(tmp_path / "parts")]
     with subprocess.Popen(
         command, text=True, stderr=subprocess.PIPE, stdout=subprocess.PIPE
@@ -177,7 +184,7 @@ def test_onnx_input_is_preprocessed_as_the_json_file_defines(
     arguments: dict[str, Any] = {
         "model": tmp_path / "encoder.onnx",
         "devices": devices,
-        "batch_size": 8,
+        "batch_size": 9,  # the last batch of a slide has one patch: fewer than devices
     }
     result = histopipe.embed(small_store, out=tmp_path / "f", **arguments)
     half = histopipe.embed(small_store, out=tmp_path / "h", dtype="float16", **arguments)
@@ -385,7 +392,7 @@ def test_errors_are_raised_before_anything_is_written(
     small_store: Path, a_run: Path, made_store: Path, onnx_file: Path, tmp_path: Path, run: Run
 ) -> None:
     cases: list[tuple[Path, dict[str, Any], int, str]] = [
-        (small_store, {"model": "nonsense"}, 2, "expected small-cnn, a run's folder, an ONNX file, a SavedModel folder"),
+        (small_store, {"model": "nonsense"}, 2, "small-cnn, a run's folder, an ONNX file, a SavedModel folder"),
         (small_store, {"model": a_run, "weights": "none"}, 2, "which already contains weights"),
         (small_store, {"model": onnx_file, "devices": "gpu"}, 2, "an onnxruntime without CUDA"),
         (small_store, {"model": onnx_file, "batch_size": 0}, 2, "batch_size"),
@@ -455,6 +462,93 @@ def test_results_that_are_not_finite_fail_their_slide_only(tmp_path: Path) -> No
     assert list(slides.failed) == ["b"]
     assert "found nan for the patch at x, y [8, 5]" in slides.failed["b"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.h5", "c.h5"]
+
+
+class Sums:
+    """An encoder that computes the sums of patches, and records the sizes of its batches."""
+
+    dimension, batch_size, patch_size = 1, 4, 32
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.identity = {"encoder": "sums", "sha256": "0"}
+
+    def prepare(self, images: np.ndarray) -> np.ndarray:
+        return images
+
+    def start(self, inputs: np.ndarray) -> np.ndarray:
+        self.sizes.append(len(inputs))
+        return np.resize(inputs, (5, *inputs.shape[1:]))  # a network may compute more rows
+
+    def finish(self, started: np.ndarray) -> np.ndarray:
+        return np.asarray(started.sum(axis=(1, 2, 3), dtype=np.float32)[:, None])
+
+
+def test_slides_cost_what_they_have_and_folders_keep_their_rule(
+    small_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slide of 10 patches has batches of 4, 4 and 2. In a folder of an earlier version all have 4."""
+    encoder = Sums()
+    monkeypatch.setattr("histopipe.inference.encoder.EncoderChoice.load", lambda *_, **__: encoder)
+    arguments: dict[str, Any] = {"model": "small-cnn", "batch_size": 4}
+    histopipe.embed(small_store, out=tmp_path / "new", **arguments)
+    assert encoder.sizes == [4, 4, 2] * 12
+    record = json.loads((tmp_path / "new/features.json").read_text())
+    assert record.pop("batches") == BATCHES
+    for slide, pixels in pixels_of(small_store).items():
+        sums = pixels.sum(axis=(1, 2, 3), dtype=np.float32)
+        np.testing.assert_array_equal(features_of(tmp_path / "new")[slide][:, 0], sums)
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old/features.json").write_text(json.dumps(record))
+    encoder.sizes.clear()
+    histopipe.embed(small_store, out=tmp_path / "old", **arguments)
+    assert encoder.sizes == [4, 4, 4] * 12
+    assert "batches" not in json.loads((tmp_path / "old/features.json").read_text())
+    assert contents(tmp_path / "old") == contents(tmp_path / "new")
+
+
+def test_stores_of_features_are_found(
+    small_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the recorded path, or else next to the folder of features, where those of earlier versions are."""
+    monkeypatch.setattr("histopipe.inference.encoder.EncoderChoice.load", lambda *_, **__: Sums())
+    folder = tmp_path / "features"
+    histopipe.embed(small_store, model="small-cnn", out=folder)
+    assert stores_of_features([folder, folder]) == [small_store]
+    record = json.loads((folder / "features.json").read_text())
+    record["stores"] = ["/nowhere/small.lmdb"]
+    (folder / "features.json").write_text(json.dumps(record))
+    with pytest.raises(UsageError, match=r"no store at /nowhere/small\.lmdb; name it with --store"):
+        stores_of_features([folder])
+    (tmp_path / "small.lmdb").symlink_to(small_store)
+    assert stores_of_features([folder]) == [tmp_path / "small.lmdb"]
+    del record["stores"]
+    (folder / "features.json").write_text(json.dumps(record))
+    assert stores_of_features([folder]) == [tmp_path / "small.lmdb"]
+    (tmp_path / "small.lmdb").unlink()
+    assert not stores_of_features([folder])
+    histopipe.embed(small_store, model="small-cnn", out=folder)
+    assert stores_of_features([folder]) == [small_store]
+    with pytest.raises(UsageError, match="name the store of their patches with --store"):
+        stores_of_features([tmp_path / "moved"])
+
+
+def test_batches_of_a_slide(tmp_path: Path) -> None:
+    for rows, most in [(0, 4), (1, 64), (3, 4), (4, 4), (9, 4), (64, 64), (65, 64)]:
+        batches, padded = slide_batches(rows, most), slide_batches(rows, most, None)
+        assert [row for batch in batches for row in batch] == list(range(rows))
+        assert [batch.start for batch in padded] == [batch.start for batch in batches]
+        assert all(len(batch) == most for batch in padded)
+    record = tmp_path / "predict.json"
+    assert batch_rule(record) == BATCHES
+    record.write_text("{}")
+    assert batch_rule(record) is None
+    record.write_text('{"batches": "newer-2"}')
+    with pytest.raises(UsageError, match="found newer-2, expected remainder-1; update histopipe"):
+        batch_rule(record)
+    record.write_text("[]")
+    with pytest.raises(DamagedStore, match=r"predict\.json is damaged"):
+        batch_rule(record)
 
 
 def test_float16_overflow_is_an_error(tmp_path: Path) -> None:

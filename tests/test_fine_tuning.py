@@ -302,7 +302,7 @@ def test_networks_of_users(run: Run, small_store: Path, tmp_path: Path) -> None:
         (("--weights", "none"), "expected --weights with the file of the weights"),
         (("--weights", "absent.safetensors"), "no weights of tiny at absent.safetensors: found no such file"),
         (("--model", "uni"), "patches of 32 pixels would be enlarged"),
-        (("--model", "unii"), "no such model, expected small-cnn, a .keras file"),
+        (("--model", "unii"), "no such model, expected efficientnet-lite0, efficientnet-lite1"),
     ],
 )  # fmt: skip
 def test_wrong_settings(

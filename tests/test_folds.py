@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,12 +19,12 @@ import numpy as np
 import pytest
 from conftest import COMMAND, INTERRUPTIBLE, Run, succeed
 from fake_training import Failure, RecordedTrainings
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn import metrics as sk
 
 import histopipe
-from histopipe.dataset.assignment import AssignByFolds
+from histopipe.dataset.assignment import Assignment
 from histopipe.dataset.labelling import Labelling
 from histopipe.dataset.options import SplitBy
 from histopipe.dataset.sample_table import pack_keys
@@ -48,33 +47,28 @@ TIMED = ("seconds", "host_mb", "gpu_mb", "attempts")
 # Splits.
 
 
+@settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(2, 30), min_size=2, max_size=4), st.integers(2, 8), st.integers(0, 99))
-def test_every_group_is_tested_once_and_classes_are_balanced(
+def test_every_unit_is_tested_once_and_classes_are_balanced(
     sizes: list[int], folds: int, seed: int
 ) -> None:
-    strata = {f"c{i}": [f"c{i}-{j}" for j in range(n)] for i, n in enumerate(sizes)}
-    if max(sizes) < folds:
-        with pytest.raises(UsageError, match=r"--folds: found \d, expected at most \d"):
-            AssignByFolds(0, folds, SHARES, seed).assign(strata, "patient", {})
-        return
-    tested: Counter[str] = Counter()
-    for fold in range(folds):
-        sides = AssignByFolds(fold, folds, SHARES, seed).assign(strata, "patient", {})
-        assert set(sides) == {group for groups in strata.values() for group in groups}
-        tested.update(group for group, side in sides.items() if side == 2)
-        for groups in strata.values():
-            count = Counter(sides[group] for group in groups)
-            assert len(groups) // folds <= count[2] <= -(-len(groups) // folds)
-            assert count[0] >= 1  # a class is always trained on
-            assert count[1] >= 1 or len(groups) - count[2] == 1
-    assert set(tested.values()) == {1}
-    assert len(tested) == sum(sizes)
+    """Each unit has one class and 10 patches."""
+    of_class = np.repeat(np.eye(len(sizes), dtype=np.int64) * 10, sizes, axis=0)
+    patches = np.hstack([of_class.sum(axis=1, keepdims=True), of_class])
+    sides = Assignment(SHARES, seed, folds).assign(patches, len(sizes))
+    assert (np.sum(sides == 2, axis=0) == 1).all()
+    for of_fold in sides:
+        for column, size in enumerate(sizes):
+            counts = np.bincount(of_fold[of_class[:, column] > 0], minlength=3)
+            assert abs(counts[2] - size / folds) < 2
+            assert counts[0] >= 1  # a class is always trained on
+            assert counts[1] >= 1 or counts[0] + counts[1] == 1
 
 
 @given(st.integers(0, 200), st.integers(2, 8))
 def test_every_patch_is_tested_once(count: int, folds: int) -> None:
     places = np.random.default_rng(count).permutation(count)
-    sides = [AssignByFolds(fold, folds, SHARES, 1).assign_patches(places) for fold in range(folds)]
+    sides = Assignment(SHARES, 1, folds).assign_patches(places)
     assert (np.sum([side == 2 for side in sides], axis=0) == 1).all()
     for side in sides:
         assert (side == 2).sum() == pytest.approx(count / folds, abs=1)

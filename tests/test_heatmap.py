@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from matplotlib import colormaps, rc_context, rcParams
 from PIL import Image
 from test_reader import a_store, jpegs
+from tifffile import TiffFile
 
 from histopipe.annotations.read import read_annotations
 from histopipe.dataset.splitting import make_splits
@@ -32,9 +33,10 @@ from histopipe.reports.heatmap_files import (
     write_heatmap_png,
     write_heatmap_tiff,
 )
-from histopipe.reports.heatmap_sources import find_slide
+from histopipe.reports.heatmap_sources import SlideImages, find_slide
 from histopipe.reports.heatmap_values import PatchValues
 from histopipe.slides.readers import open_slide
+from histopipe.store.reading import decode_picture
 from histopipe.store.store import Store
 
 
@@ -147,19 +149,55 @@ def test_geojson_objects_have_the_positions_of_patches(tmp_path: Path) -> None:
 
 
 def test_png_shows_the_slide_with_its_patches(tmp_path: Path) -> None:
-    background = np.full((48, 64, 3), 200, np.uint8)
+    """Over a pink slide, the colours of the values are those over its grey."""
+    background = np.full((48, 64, 3), (230, 120, 170), np.uint8)
     write_heatmap_png(
         heat_of([(0, 0), (320, 240)], [1.0, 0.0], 64), background, tmp_path / "heat.png"
     )
+    grey = 255 - 0.7 * (255 - (0.299 * 230 + 0.587 * 120 + 0.114 * 170))
     with Image.open(tmp_path / "heat.png") as image:
         pixels = np.asarray(image.convert("RGB")).astype(int)
     yellow, purple = (np.array(colormaps["viridis"](v)[:3]) * 255 for v in (1.0, 0.0))
     for colour in (yellow, purple):
-        over = 0.55 * colour + 0.45 * 200
+        over = 0.55 * colour + 0.45 * grey
         assert (np.abs(pixels - over).max(axis=2) < 4).mean() > 0.004
     write_heatmap_png(heat_of([(0, 0)], [1.0], 64, mpp=None), None, tmp_path / "without.png")
     assert (tmp_path / "without.png").stat().st_size > 1000
     assert sorted(p.name for p in tmp_path.iterdir()) == ["heat.png", "without.png"]
+
+
+def test_tiff_of_a_small_slide_is_no_stamp(tmp_path: Path) -> None:
+    """Five by four patches."""
+    corners = [(512 * x, 512 * y) for y in range(4) for x in range(5)]
+    heat = heat_of(corners, [0.5] * 20, 512, bounds=(0, 0, 2560, 2048))
+    assert write_heatmap_tiff(heat, tmp_path / "small.tiff") == 2.5
+    with TiffFile(tmp_path / "small.tiff") as file:
+        assert file.pages[0].shape[:2] == (819, 1024)
+
+
+def test_small_slides_are_drawn_from_their_patches(
+    made_store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Store(made_store) as store:
+        number, record = next(iter(store.complete.items()))
+        thumbnail = decode_picture(store.thumbnail(number) or b"", "thumbnail")
+        images = SlideImages({}, [store])
+        monkeypatch.setattr("histopipe.reports.heatmap_sources._SMALL_SIDE", max(thumbnail.shape))
+        small = images.of(record.id)
+        assert small is not None and small.shape == thumbnail.shape
+        monkeypatch.setattr("histopipe.reports.heatmap_sources._SMALL_SIDE", 1e6)
+        drawn = images.of(record.id)
+        assert drawn is not None and max(drawn.shape) == 1600
+        scale = 1600 / max(record.width, record.height)
+        side = (record.read_size or 0) * (record.downsample or 0)
+        index = store.index(number)
+        for row in range(0, record.planned, 7):
+            x, y = (round(int(index[name][row]) * scale) for name in ("x_l0", "y_l0"))
+            there = drawn[y : y + int(side * scale), x : x + int(side * scale)]
+            assert np.abs(there.mean((0, 1)) - store.read(record.id, row).mean((0, 1))).max() < 3
+        monkeypatch.setattr("histopipe.reports.heatmap_sources._SMALL_PATCHES", record.stored - 1)
+        undrawn = images.of(record.id)
+        assert undrawn is not None and np.array_equal(undrawn, thumbnail)
 
 
 def test_settings_of_matplotlib_change_no_picture(tmp_path: Path) -> None:

@@ -319,9 +319,11 @@ def test_split_follows_splits_of_run(
 
 def test_stores_of_another_split_are_refused(made_store: Path, tmp_path: Path, run: Run) -> None:
     for seed in (1, 2):
+        shares = (0.7, 0.15, 0.15) if seed == 1 else (0.34, 0.33, 0.33)
         with Store(made_store) as store:
             write_splits(
-                make_splits([store], split_by="slide", seed=seed), tmp_path / f"{seed}.json"
+                make_splits([store], split_by="slide", seed=seed, fractions=shares),
+                tmp_path / f"{seed}.json",
             )
     assert (
         run(
@@ -338,7 +340,18 @@ def test_stores_of_another_split_are_refused(made_store: Path, tmp_path: Path, r
 
 
 def test_split_within_slides_is_refused(made_store: Path, tmp_path: Path, run: Run) -> None:
-    run("train", made_store, "--epochs", 1, "--split-by", "patch", "--out", tmp_path / "run")
+    run(
+        "train",
+        made_store,
+        "--model",
+        "small-cnn",
+        "--epochs",
+        1,
+        "--split-by",
+        "patch",
+        "--out",
+        tmp_path / "run",
+    )
     done = run(
         "split",
         made_store,

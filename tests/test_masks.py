@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import cv2
 import numpy as np
 import onnx
 import pytest
@@ -32,10 +33,11 @@ from histopipe.slides.readers import open_slide
 from histopipe.slides.thumbnail import read_thumbnail
 from histopipe.store.store import Store
 from histopipe.system.progress import SilentProgress
-from histopipe.tiling.otsu1 import find_tissue as otsu1
-from histopipe.tiling.otsu2 import find_tissue as otsu2
-from histopipe.tiling.spec import spec_of_store
+from histopipe.tiling.mask import Components
+from histopipe.tiling.spec import TilingSpec, resolved_tissue, spec_of_store
+from histopipe.tiling.tissue import FINDERS, NEWEST
 
+otsu1, otsu2, otsu3 = (FINDERS[name] for name in ("otsu-1", "otsu-2", "otsu-3"))
 SILENT = SilentProgress()
 Cells = dict[tuple[int, int], float]
 
@@ -48,13 +50,55 @@ def overlap(mask: np.ndarray[Any, Any], truth: np.ndarray[Any, Any]) -> float:
 
 
 @pytest.mark.parametrize("condition", CONDITIONS)
-def test_otsu2_finds_tissue_that_is_hard_to_find(condition: str) -> None:
+def test_newest_algorithm_finds_tissue_that_is_hard_to_find(condition: str) -> None:
     """Purple ink, which seed 1 would draw, has the colour of tissue."""
-    for seed in (0, 2):
+    for seed in (0,) if condition.startswith(("full", "blank ")) else (0, 2):
         picture, truth = scene(condition, seed)
-        found = overlap(otsu2(picture, Mpp(8.0)).pixels, truth)
-        assert found > 0.95
-        assert found > overlap(otsu1(picture, Mpp(8.0)).pixels, truth) - 0.01
+        mask = otsu3(picture, Mpp(8.0)).pixels
+        score = overlap(mask, truth)
+        assert score > 0.95
+        assert score > overlap(otsu1(picture, Mpp(8.0)).pixels, truth) - 0.01
+        if not condition.startswith("full"):  # there is glass: nothing has changed
+            assert (mask == otsu2(picture, Mpp(8.0)).pixels).all()
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (30, 40), (100, 150)])
+@pytest.mark.parametrize(
+    "colour", [(255, 255, 255), (244, 244, 244), (245, 222, 240), (240, 232, 205), (130, 122, 126)]
+)
+def test_empty_glass_has_no_tissue(shape: tuple[int, int], colour: tuple[int, int, int]) -> None:
+    """White, tinted pink, tinted yellow, and dark glass, with the noise of a camera and a mark of a pen."""
+    noise = np.random.default_rng(0).normal(0, 2, (*shape, 3))
+    picture = (np.array(colour) + noise).clip(0, 255).astype(np.uint8)
+    picture[10:14, 5:30] = (20, 60, 150)
+    mask = otsu3(picture, Mpp(8.0))
+    assert not mask.pixels.any() and not mask.notes
+
+
+@pytest.mark.parametrize("shape", [(40, 60), (300, 300)])
+def test_region_full_of_tissue_is_tissue(shape: tuple[int, int]) -> None:
+    """Also an even one, and one with white holes; black around a core is not tissue."""
+    rng = np.random.default_rng(0)
+    picture = (np.array((95, 60, 145)) + rng.normal(0, 3, (*shape, 3))).clip(0, 255)
+    picture[3::12, 3::12] = picture[4::12, 3::12] = 245
+    whole = otsu3(picture.astype(np.uint8), Mpp(8.0))
+    assert whole.pixels.all() and whole.notes == ("no glass found: all of it counts as tissue",)
+    picture[:, -15:] = 0
+    cut = otsu3(picture.astype(np.uint8), Mpp(8.0)).pixels
+    assert cut[:, :-15].all() and not cut[:, -15:].any()
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 12), st.integers(1, 12))
+def test_components_are_measured_pixel_by_pixel(seed: int, height: int, width: int) -> None:
+    rng = np.random.default_rng(seed)
+    mask = rng.random((height, width)) < rng.random()
+    parts, values = Components(mask), rng.random((height, width))
+    count, labels = cv2.connectedComponents(mask.view(np.uint8), connectivity=8)
+    chosen = rng.random(count) < 0.5
+    assert parts.areas.tolist() == [0, *(np.sum(labels == n) for n in range(1, count))]
+    means = [0.0, *(values[labels == n].mean() for n in range(1, count))]
+    assert parts.means(values) == pytest.approx(means)
+    assert (parts.pixels_of(chosen) == (chosen[labels] & mask)).all()
 
 
 def test_otsu2_keeps_dense_tissue_without_texture() -> None:
@@ -68,7 +112,8 @@ def test_otsu2_keeps_dense_tissue_without_texture() -> None:
 def test_tiny_thumbnails_are_possible(shape: tuple[int, int]) -> None:
     for value in (0, 128, 255):
         picture = np.full((*shape, 3), value, np.uint8)
-        assert otsu2(picture, Mpp(8.0)).pixels.shape == shape
+        for find in (otsu2, otsu3):
+            assert find(picture, Mpp(8.0)).pixels.shape == shape
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 30), st.integers(1, 30), st.floats(1, 70))
@@ -419,18 +464,28 @@ def test_drawn_artefacts_are_cut_out(slides: Path, tmp_path: Path) -> None:
         histopipe.ingest(slides, tmp_path / "x.lmdb", exclude=["Fold"], progress=SILENT)
 
 
+@pytest.mark.parametrize("algorithm", FINDERS)
+def test_spec_keeps_its_algorithm(algorithm: Any) -> None:
+    spec = TilingSpec(mpp=Mpp(0.5), tissue=algorithm)
+    recorded = spec.to_json()
+    assert recorded["tissue"] == "otsu" and recorded["algorithms"]["tissue"] == algorithm
+    assert resolved_tissue("otsu", recorded) == algorithm
+    assert spec_of_store(recorded) == spec
+    assert resolved_tissue("otsu", None) == NEWEST == "otsu-3"
+
+
 def test_existing_store_keeps_its_algorithm(slides: Path, tmp_path: Path) -> None:
     store, one = tmp_path / "s.lmdb", tmp_path / "list.csv"
     one.write_text("slide\nslide-000\n")
     old = ingest(slides, tmp_path / "old.lmdb", tissue="otsu-1")
     assert ingest(slides, store, tissue="otsu-1", slide_list=one).keys() == {"slide-000"}
     with Store(store) as opened:
-        # The spec of stores of version 0.2.
+        # The spec of stores of earlier versions.
         assert opened.spec["tissue"] == "otsu" and opened.spec["algorithms"]["tissue"] == "otsu-1"
         assert not {"exclude", "tissue_fallback", "tissue_model"} & opened.spec.keys()
     assert ingest(slides, store) == old
     with pytest.raises(SpecMismatch, match="otsu-1"):
-        histopipe.ingest(slides, store, patch_size=64, tissue="otsu-2", progress=SILENT)
+        histopipe.ingest(slides, store, patch_size=64, tissue="otsu-3", progress=SILENT)
     assert ingest(slides, tmp_path / "new.lmdb") != old
 
 
@@ -439,7 +494,7 @@ def test_existing_store_keeps_its_algorithm(slides: Path, tmp_path: Path) -> Non
     [
         (
             {"tissue": "otus"},
-            "--tissue: found 'otus', expected otsu, otsu-1, otsu-2, none, a folder",
+            "--tissue: found 'otus', expected otsu, otsu-1, otsu-2, otsu-3, none, a folder",
         ),
         ({"tissue": "none.onnx"}, "none.json is missing"),
         ({"tissue_fallback": "otsu"}, "--tissue-fallback: found --tissue otsu, expected a folder"),

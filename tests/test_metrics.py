@@ -36,9 +36,12 @@ from histopipe.evaluation.predictions import (
     with_common_patients,
     write_predictions,
 )
-from histopipe.evaluation.statistics import Statistics, area_under_roc, bootstrap_draws
+from histopipe.evaluation.statistics import Statistics, area_under_roc, bootstrap_draws, roc_of
 from histopipe.evaluation.table import evaluation_lines, remarks, split_lines
 from histopipe.evaluation.thresholds import choose_threshold
+from histopipe.reports.failures import decisions
+from histopipe.reports.html_page import Table
+from histopipe.reports.judged import Judged, metric_cards, metrics_blocks
 
 NO_DRAWS = np.zeros((0, 1))
 
@@ -257,18 +260,46 @@ def test_resampling_patches_gives_too_narrow_intervals() -> None:
     assert covered(40, 100, by_patch=True)["auc"] < 0.8
 
 
-def test_few_patients_are_noted() -> None:
-    given = binary([0, 1, 0, 1], [0.1, 0.8, 0.4, 0.3], [0, 1, 0, 1])
+@pytest.mark.parametrize("patients", [1, 2, 4, 5, 9, 10])
+def test_few_patients_have_no_intervals(patients: int) -> None:
+    """Of fewer than five; of fewer than ten, a note warns that they are unreliable."""
+    label, patient = [0, 1] * patients, np.repeat(np.arange(patients), 2).tolist()
+    probability = np.linspace(0.2, 0.8, 2 * patients).tolist()
+    scores = binary(label, probability, patient)
     found = metrics_of(
-        given, ("n", "t"), positive=1, threshold=0.5, draws=bootstrap_draws(2, 1000, 1)
+        scores, ("n", "t"), positive=1, threshold=0.5, draws=bootstrap_draws(patients, 200, 1)
     )
-    assert "confidence intervals are unreliable: only 2 patients" in found.notes
+    few = f"too few patients for an interval: {patients}, expected at least 5"
+    unreliable = f"confidence intervals are unreliable: only {patients} patients"
+    evaluation = Evaluation(found, {}, {})
+    lines = evaluation_lines("test", evaluation)
+    band = roc_of(scores, 1, patients=patients, seed=1)
+    if patients < 5:
+        assert found.intervals == {}
+        assert found.notes == (few,)
+        assert "[" not in "".join(lines)
+        assert sum(few in line for line in lines) == 1
+        assert band is not None
+        assert band.low is None
+    else:
+        assert {"auc", "f1", "calibration_slope"} <= found.intervals.keys()
+        assert (unreliable in found.notes) == (patients < 10)
+        assert not any("too few" in note for note in found.notes)
+        assert band is not None
+        assert band.low is not None
+    # Of earlier versions, which had intervals of two patients and more.
+    stored = evaluation.to_json()
+    stored["patch"] |= {"intervals": {"auc": [0.1, 1.0]}, "notes": ["a note", unreliable]}
+    (metrics,) = (it for _, it in Evaluation.from_json(stored).named())
+    assert metrics.intervals == ({} if patients < 5 else {"auc": (0.1, 1.0)})
+    assert metrics.notes == ("a note", few if patients < 5 else unreliable)
+
+
+def test_resamples_without_a_class_are_noted() -> None:
+    scores = binary([0, 0, 0, 0, 1], [0.1, 0.8, 0.4, 0.3, 0.6], [0, 1, 2, 3, 4])
+    draws = bootstrap_draws(5, 200, 1)
+    found = metrics_of(scores, ("n", "t"), positive=1, threshold=0.5, draws=draws)
     assert any("of the resamples lack a class" in note for note in found.notes)
-    one = metrics_of(
-        binary([0, 1], [0.1, 0.8], [0, 0]), ("n", "t"), positive=1, threshold=0.5,
-        draws=bootstrap_draws(1, 100, 1),
-    )  # fmt: skip
-    assert one.intervals == {}
 
 
 # From patches to slides and patients.
@@ -406,6 +437,49 @@ def test_levels_without_metrics_have_a_reason() -> None:
         assert set(texts) <= {line.strip() for line in lines}
         equal = any("patients: same as slides" in line for line in lines)
         assert equal == (level != "patient" and not texts)
+
+
+def test_slides_of_annotated_patches_have_no_row_without_metrics() -> None:
+    """All slides have patches of two classes, but the first, whose patches are of one: its AUC is undefined."""
+    items = np.arange(12, dtype=np.int32)
+    label = np.where(items < 3, 0, items % 2).astype(np.int32)
+    probability = np.stack([1 - label * 0.8, label * 0.8], axis=1).astype(np.float32)
+    names = ("a", "b", "c", "d")
+    scores = PatchScores(
+        ("gland", "stroma"), names, names, items // 3, items // 3, items.astype(np.int64),
+        items.astype(np.int64), label, probability,
+    )  # fmt: skip
+    evaluation = judge({"validation": scores}, JudgeSettings(resamples=0))["validation"]
+    title, *lines = evaluation_lines("validation", evaluation)
+    assert title.split() == [
+        "validation", "n", "AUC", "bal.", "acc.", "acc.", "sens.", "spec.", "F1", "Brier",
+    ]  # fmt: skip
+    assert lines[0].split()[:5] == ["patch", "12", "1.000", "1.000", "1.000"]
+    reason = "not evaluated, because the AUC of 1 is undefined; 3 excluded, because they have several labels"
+    assert [line.strip() for line in lines[1:]] == [f"slides: {reason}", f"patients: {reason}"]
+    judged = Judged(
+        {"validation": evaluation}, {"validation": scores}, {}, scores.classes, "classification", JudgeSettings(),
+    )  # fmt: skip
+    found, *others = metrics_blocks(judged)
+    assert isinstance(found, Table) and not others
+    assert [column.name for column in found.columns] == ["metric", "validation: patch"]
+    assert all(cell.text for row in found.rows for cell in row.cells)
+    assert [card.note for card in metric_cards(judged)] == ["no interval"] * 2
+    first, *_ = decisions(judged, "validation")
+    assert (first.counts, first.right) == ({"gland": 3}, 1.0)
+
+
+def test_cards_show_how_many_patients_are_left_out() -> None:
+    """Patient d has a slide of each class."""
+    scores = patches(1, "abcd")
+    scores = replace(scores, label=np.where(scores.slide == 7, 0, scores.label).astype(np.int32))
+    evaluation = judge({"validation": scores}, JudgeSettings(resamples=0))["validation"]
+    judged = Judged(
+        {"validation": evaluation}, {"validation": scores}, {}, scores.classes, "classification", JudgeSettings(),
+    )  # fmt: skip
+    notes = {card.name: card.note for card in metric_cards(judged)}
+    assert notes["AUC, patches"] == notes["AUC, slides"] == "no interval"
+    assert notes["AUC, patients"] == "no interval; 1 of 4 patients left out"
 
 
 def test_patients_of_the_training_are_counted() -> None:

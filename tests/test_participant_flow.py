@@ -53,7 +53,7 @@ def test_flow_of_a_messy_folder(made: Path, tmp_path: Path) -> None:
     ingested = command("ingest", folder, "--out", store, "--patch-size", 128, "--labels", table)
     assert ingested.returncode == 3, ingested.stderr  # partly done
     succeed("quality", store)
-    settings = ("--split-by", "patient", "--fractions", "0.4,0.3,0.3", "--min-tissue", 0.7, "--epochs", 1,
+    settings = ("--model", "small-cnn", "--split-by", "patient", "--fractions", "0.4,0.3,0.3", "--min-tissue", 0.7, "--epochs", 1,
                 "--resamples", 0, "--on-error", "skip")  # fmt: skip
     succeed("train", store, *settings, "--out", tmp_path / "first")
     tested = [it for it in read_participants(tmp_path / "first" / "slides.csv") if it.test]

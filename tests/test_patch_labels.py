@@ -280,7 +280,10 @@ def test_class_names_have_no_special_meaning(name: str, tmp_path: Path) -> None:
             counts = dict.fromkeys(names, PATCHES // len(names))
             columns = {"label": label.astype(np.int32)}
             writer.put_columns(number, columns, crc=store.index(number)["crc"], patch_labels=counts)
-    with Store(path) as store, pytest.raises(NothingToDo, match="leaves no 'rare' patch"):
+    with (
+        Store(path) as store,
+        pytest.raises(NothingToDo, match="class 'rare' cannot be split: found 1 slide"),
+    ):
         make_splits([store], split_by="slide", seed=3, labelling=BY_ANNOTATION)
 
 

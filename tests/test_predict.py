@@ -357,7 +357,18 @@ def test_error_of_one_slide_leaves_the_others(capsys: pytest.CaptureFixture[str]
 def test_stain_normalization_of_the_run_is_applied(made: Path, made_store: Path, tmp_path: Path, run: Run) -> None:  # fmt: skip
     store = shutil.copytree(made_store, tmp_path / "stained.lmdb")
     assert run("stains", store).returncode == 0
-    done = run("train", store, "--epochs", "1", "--stain-norm", "reinhard", "--out", "run")
+    done = run(
+        "train",
+        store,
+        "--model",
+        "small-cnn",
+        "--epochs",
+        "1",
+        "--stain-norm",
+        "reinhard",
+        "--out",
+        "run",
+    )
     assert done.returncode == 0, done.stderr
     for source in (store, made):
         assert not predict(tmp_path / "run", source, out=tmp_path / f"of-{source.name}").failed

@@ -43,7 +43,7 @@ def values_of(path: Path) -> dict[str, NDArray[np.float32]]:
     ("form", "tolerance"),
     [
         ("float32", 0), ("parameters", 0), ("strided", 0), ("slices", 0), ("nested", 0), ("float16", 1e-3),
-        ("bfloat16", 1e-2),
+        ("bfloat16", 1e-2), ("legacy", 0),
     ],
 )  # fmt: skip
 def test_files_of_torch(form: str, tolerance: float) -> None:
@@ -160,11 +160,34 @@ def test_pickles_that_are_refused(content: bytes, found: str, tmp_path: Path) ->
     assert not Path("was-run").exists()
 
 
-def test_whole_modules_and_old_files_are_refused() -> None:
+def test_whole_modules_are_refused() -> None:
     with pytest.raises(UsageError, match=r"the name 'torch\.nn\.modules\.linear\.Linear'"):
         read_tensors(FILES / "torch-module.pth")
-    with pytest.raises(UsageError, match="a PyTorch file of the old format"):
-        read_tensors(FILES / "torch-legacy.pth")
+
+
+OLD = (FILES / "torch-legacy.pth").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        (OLD[:-1], "damaged storage"),
+        (OLD[:300], "damaged"),
+        (OLD[:40], "damaged"),
+        (OLD.replace(pickle.dumps(1001, 2), pickle.dumps(1002, 2), 1), "a pickle of another kind"),
+        (OLD.replace(b"\x88", b"\x89", 1), "big-endian"),
+        (OLD[: OLD.index(b"\x80\x02}")] + pickle.dumps(Malicious(), 2), "'posix.system'"),
+    ],
+    ids=range(6),
+)
+def test_old_files_that_are_refused(content: bytes, found: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.pth"
+    path.write_bytes(content)
+    with pytest.raises(UsageError) as error:
+        for tensor in read_tensors(path).values():
+            tensor.read()
+    assert found in str(error.value)
+    assert not Path("was-run").exists()
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from histopipe.errors import UsageError
 from histopipe.ingestion import ingest_slides
 from histopipe.ingestion.options import IngestOptions, SlideInput
 from histopipe.ingestion.planning import plan_slide
+from histopipe.ingestion.report import IngestReport, SlideOutcome, Status
 from histopipe.store.store import Store
 from histopipe.system.filesystems import network_filesystem
 from histopipe.tiling.spec import TilingSpec
@@ -83,6 +85,39 @@ def test_plan_writes_nothing_and_matches_ingest(run: Run, data: Path, tmp_path: 
     assert again.returncode == 3
     assert f"{CMU:<40} skipped" in again.stdout
     assert "patches.lmdb: 0 patches" in again.stdout
+
+
+def test_plan_names_common_cause_once(run: Run, tmp_path: Path) -> None:
+    make_slides(tmp_path / "in", "--size", "300x300", "--count", "3", "--mpp", "0.62")
+    done = run("ingest", "in", "--plan")
+    assert done.returncode == 4
+    assert done.stdout.splitlines()[1] == (
+        "3 slides: slide-000: slide-000 is too coarse: found 0.62 mpp at its finest, expected at most 0.5; "
+        "leave it out, or use a larger --mpp, such as 0.62 (patches are never enlarged). "
+        "Also slide-001, slide-002"
+    )
+    assert done.stderr.count("too coarse") == 1
+    assert done.stderr.count(": the same as slide-00") == 2
+    done = run("ingest", "in", "--plan", "--mpp", 0.62, "--patch-size", 512)
+    assert done.stdout.splitlines()[1] == (
+        "3 slides: slide-000: no patch fits: level 0 has 300×300 scanned pixels, a patch needs 512×512; "
+        "use a smaller --patch-size. Also slide-001, slide-002"
+    )
+
+
+def test_summary_names_slides_without_patches() -> None:
+    empty = SlideOutcome("a", "", Status.COMPLETE, notes=("no mpp", "no tissue found; dark: try x"))
+    slides = [replace(empty, id=f"a{number}") for number in range(5)]
+    slides += [replace(empty, id="b", notes=("no patch fits: 1×1",), status=Status.SKIPPED)]
+    slides += [replace(empty, id="c", patches=3), replace(empty, id="d", unreadable=2, notes=())]
+    slides += [SlideOutcome(name, "", Status.FAILED, reason=f"{name} is bad") for name in "efgh"]
+    report = IngestReport("s.lmdb", 1.0, slides)
+    assert report.summary_lines()[-1] == (
+        "12 slides: 1 with patches, 7 without (no tissue found: a0, a1, a2 and 2 more; no patch fits: b; "
+        "no patch is stored: d), 4 failed"
+    )
+    assert str(report).splitlines()[-1] == "failed 4 slides: e: e is bad. Also f, g, h"
+    assert IngestReport("s", 1.0, slides[6:7]).summary_lines()[-1] == "1 slide: 1 with patches"
 
 
 def test_plan_refuses_store_with_other_spec(run: Run, tmp_path: Path) -> None:

@@ -362,7 +362,10 @@ def test_routes_agree_on_random_slides(data: st.DataObject) -> None:
     overlap = data.draw(st.one_of(st.just(0), st.integers(0, patch - 1)))
     wanted = data.draw(st.sampled_from([0.25, 0.25, 0.3, 0.5, 0.503, 0.75, 1.0]))
     variant = data.draw(st.sampled_from(list(COPIED.values())))
-    spec: Spec = {"patch_size": patch, "overlap": overlap, "level": None, "mpp": Mpp(wanted)}
+    edge = data.draw(st.sampled_from(["drop", "drop", "shift", "pad"]))
+    spec: Spec = {
+        "patch_size": patch, "overlap": overlap, "level": None, "mpp": Mpp(wanted), "edge": edge,
+    }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / data.draw(st.sampled_from(["a.svs", "a.tiff", "a.scn"]))
         origin = data.draw(st.tuples(st.integers(0, 200), st.integers(0, 200)))
@@ -372,7 +375,7 @@ def test_routes_agree_on_random_slides(data: st.DataObject) -> None:
         _, decoded = patches(path, codec="png", **spec)
         assert decoded == by_openslide
         automatic, values = patches(path, **spec)
-        check_cells(size, origin, planned, overlap)
+        check_cells(size, origin, planned, overlap, edge)
         for name in ("x_level", "y_level", "x_l0", "y_l0"):
             assert (getattr(automatic.plan, name) == getattr(planned.plan, name)).all()
         if automatic.record.route == "copy":
@@ -381,16 +384,20 @@ def test_routes_agree_on_random_slides(data: st.DataObject) -> None:
             )
 
 
-def check_cells(size: Size, origin: tuple[int, int], planned: PlannedSlide, overlap: int) -> None:
+def check_cells(
+    size: Size, origin: tuple[int, int], planned: PlannedSlide, overlap: int, edge: str
+) -> None:
     """Check that cells are inside the slide, and without overlap cover every pixel of their area once."""
     cells, choice = planned.plan, planned.plan.choice
     covered = np.zeros((size.height, size.width), int)
     xs, ys = cells.x_level - origin[0], cells.y_level - origin[1]
     for x, y in zip(xs.tolist(), ys.tolist(), strict=True):
-        assert 0 <= x <= size.width - choice.read_size
-        assert 0 <= y <= size.height - choice.read_size
+        assert 0 <= x <= size.width - (choice.read_size if edge != "pad" else 1)
+        assert 0 <= y <= size.height - (choice.read_size if edge != "pad" else 1)
         covered[y : y + choice.read_size, x : x + choice.read_size] += 1
-    if overlap == 0:
+    if edge == "pad" or (edge == "shift" and min(covered.shape) >= choice.read_size):
+        assert covered.all()
+    elif overlap == 0:
         rows, columns = (extent // choice.read_size for extent in (size.height, size.width))
         assert (covered[: rows * choice.read_size, : columns * choice.read_size] == 1).all()
         assert covered.max(initial=0) <= 1

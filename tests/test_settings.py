@@ -14,6 +14,8 @@ from conftest import PROJECT, TOOLS
 
 from histopipe.cli.training import train as command
 from histopipe.errors import UsageError
+from histopipe.runs.advice import advise
+from histopipe.runs.recipe import chosen_settings, with_recipe
 from histopipe.runs.settings import DeclaredSetting, declared_settings, to_toml
 from histopipe.runs.task_config import (
     CONFIGS,
@@ -176,3 +178,45 @@ def test_changed_settings_are_checked_together() -> None:
     with pytest.raises(UsageError, match="--shuffle-block reads neighbouring patches"):
         changed_config(config, balance="slide")
     assert changed_config(config, epochs=4) == PatchTrainConfig(shuffle_block=8, epochs=4)
+
+
+# Settings that are left out.
+
+
+def test_recipe_follows_the_size_of_the_patches(small_store: Path, made_store: Path) -> None:
+    assert chosen_settings({"stores": (str(small_store),)}) == {"model": "small-cnn"}
+    chosen = chosen_settings({"stores": (str(made_store),)})
+    assert chosen.pop("model") == "efficientnet-lite0"
+    by_name = chosen_settings({"model": "efficientnet-lite0", "stores": ("missing.lmdb",)})
+    assert by_name == chosen and 0 < chosen["learning_rate"] < 1e-3
+    settings = {"stores": (str(made_store),), "learning_rate": 0.5}
+    assert with_recipe(settings) == {**settings, **chosen_settings(settings)}
+    assert "learning_rate" not in chosen_settings(settings)
+    assert chosen_settings({"model": "resnet50"}) == chosen_settings({"mil": "features"}) == {}
+
+
+def test_recorded_settings_take_the_place_of_the_recipe() -> None:
+    before = {"model": "small-cnn", "weights": "none", "learning_rate": 0.001, "epochs": 20}
+    found = with_recipe({"epochs": 3}, before)
+    assert found["model"] == "small-cnn" and found["weights"] == "none" and found["epochs"] == 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "row", "patients", "expected"),
+    [
+        ({"model": "small-cnn"}, (0.8, 0.7), 30, "--model efficientnet-lite0"),
+        ({"model": "small-cnn"}, (0.97, 0.95), 30, ""),
+        ({"model": "resnet50"}, (0.97, 0.95), 4, "more than 4 patients, and --folds"),
+        ({"model": "resnet50"}, (0.97, 0.55), 30, "near chance (auc 0.55)"),
+        ({"model": "resnet50"}, (0.97, 0.80), 30, "auc 0.97 in training, 0.80 in validation"),
+        ({"model": "resnet50", "epochs": 3}, (0.8, 0.8), 30, "--resume --epochs 6"),
+        ({"model": "resnet50", "epochs": 4}, (0.8, 0.8), 30, ""),
+        ({"mil": ("f",)}, (0.6, 0.5), 30, "features of another encoder"),
+    ],
+)
+def test_advice_names_what_to_try(
+    settings: dict[str, Any], row: tuple[float, float], patients: int, expected: str
+) -> None:
+    rows = [{"epoch": n, "auc": row[0], "val_auc": row[1]} for n in (1, 2, 3)]
+    advice = advise(make_config(settings), rows, 3, patients)
+    assert expected in advice and bool(advice) == bool(expected)

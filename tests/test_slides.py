@@ -162,8 +162,8 @@ def test_undecodable_file_name_is_problem_of_its_slide_only(tmp_path: Path) -> N
 def test_missing_path_and_folder_without_slides_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="none cannot be read: found No such file"):
         discover([tmp_path / "none"])
-    touch(tmp_path, "a.png")
-    with pytest.raises(NothingToDo, match=r"1 other files \(1 × \.png\)"):
+    touch(tmp_path, "a.gif")
+    with pytest.raises(NothingToDo, match=r"1 other files \(1 × \.gif\)"):
         discover([tmp_path])
 
 

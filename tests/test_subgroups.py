@@ -131,7 +131,7 @@ def test_small_groups_are_shown_without_intervals() -> None:
     assert (small.name, small.count, small.note) == (
         "small",
         4,
-        "too small for intervals: 4 patients",
+        "too few patients for an interval: 4",
     )
     assert not small.intervals
     assert small.figures["brier"] is not None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,17 +18,6 @@ from numpy.typing import NDArray
 from scipy import stats
 from sklearn import metrics as sk
 from sklearn.linear_model import LogisticRegression
-from sksurv.compare import compare_survival
-from sksurv.linear_model import CoxPHSurvivalAnalysis
-from sksurv.linear_model.coxph import CoxPHOptimizer
-from sksurv.metrics import (
-    concordance_index_censored,
-    concordance_index_ipcw,
-    cumulative_dynamic_auc,
-    integrated_brier_score,
-)
-from sksurv.nonparametric import CensoringDistributionEstimator, kaplan_meier_estimator
-from sksurv.util import Surv
 
 from histopipe.errors import DamagedStore
 from histopipe.evaluation.evaluate import Evaluation, JudgeSettings, judge
@@ -51,6 +42,21 @@ from histopipe.evaluation.target_scores import TargetScores, grouped, with_commo
 
 # Of scikit-survival.
 pytestmark = pytest.mark.filterwarnings("ignore")
+if importlib.util.find_spec("sksurv"):  # not for Python 3.13
+    from sksurv.compare import compare_survival
+    from sksurv.linear_model import CoxPHSurvivalAnalysis
+    from sksurv.linear_model.coxph import CoxPHOptimizer
+    from sksurv.metrics import (
+        concordance_index_censored,
+        concordance_index_ipcw,
+        cumulative_dynamic_auc,
+        integrated_brier_score,
+    )
+    from sksurv.nonparametric import CensoringDistributionEstimator, kaplan_meier_estimator
+    from sksurv.util import Surv
+needs_scikit_survival = pytest.mark.skipif(
+    sys.version_info >= (3, 13), reason="a library of scikit-survival has no wheel for Python 3.13"
+)
 
 
 def cohort(
@@ -75,6 +81,7 @@ def figures(statistics: Any, weights: NDArray[np.float64]) -> dict[str, float]:
     return {name: float(values[0]) for name, values in statistics.figures(weights).items()}
 
 
+@needs_scikit_survival
 @pytest.mark.parametrize("decimals", [6, 1])
 @given(seed=st.integers(0, 1000))
 @settings(max_examples=12)
@@ -112,6 +119,7 @@ def test_survival_metrics_equal_those_of_scikit_survival(seed: int, decimals: in
         assert weighted[name] == pytest.approx(again_figures[name], nan_ok=True)
 
 
+@needs_scikit_survival
 @pytest.mark.parametrize("units", [12, 1])
 @given(seed=st.integers(0, 1000))
 @settings(max_examples=10)
@@ -151,6 +159,7 @@ def test_higher_risk_means_earlier_event() -> None:
     assert slope[0] < 0 < slope[-1]  # descending this slope raises the risk of the first to die
 
 
+@needs_scikit_survival
 @pytest.mark.parametrize("decimals", [6, 1])
 @given(seed=st.integers(0, 1000))
 @settings(max_examples=10)
@@ -177,6 +186,7 @@ def test_cox_loss_equals_that_of_scikit_survival_and_its_gradient(seed: int, dec
     assert (slopes[~kept] == 0).all()
 
 
+@needs_scikit_survival
 def test_baseline_survival_equals_that_of_scikit_survival() -> None:
     rng = np.random.default_rng(3)
     _, time, event = cohort(3, 100)
@@ -320,6 +330,7 @@ def survival_scores(seed: int, count: int = 60, *, slides: int = 1) -> TargetSco
     )  # fmt: skip
 
 
+@needs_scikit_survival
 def test_risk_groups_equal_those_of_scikit_survival() -> None:
     scores = {"validation": survival_scores(1), "test": survival_scores(2)}
     found = judge(scores, JudgeSettings(resamples=50))  # type: ignore[arg-type]
@@ -367,6 +378,25 @@ def one_risk_group(time: Sequence[float], event: Sequence[int]) -> TargetMetrics
     limits = {name_of("slide", "mean"): (0.5,)}  # none for patients: then they have no risk groups
     evaluation = evaluate_target_parts([(scores, limits)], np.empty((0, count)))
     return evaluation["slide"]["mean"]
+
+
+def test_columns_of_few_patients_have_no_intervals() -> None:
+    """The second label is known of four of twelve patients; the means over both have no intervals, either."""
+    rng = np.random.default_rng(1)
+    target = rng.integers(0, 2, (12, 2)).astype(np.float64)
+    target[:4, 1] = 0, 1, 0, 1
+    target[4:, 1] = np.nan
+    each, zeros = np.arange(12, dtype=np.int32), np.zeros(12, np.int64)
+    names, output = tuple(map(str, range(12))), rng.random((12, 2)).astype(np.float32)
+    labels = ("first", "second")
+    scores = TargetScores(
+        "multilabel", labels, (), names, names, each, each, zeros, zeros, target, output, "slide"
+    )
+    metrics = judge({"validation": scores}, JudgeSettings(resamples=50))["validation"].slide["mean"]
+    assert isinstance(metrics, TargetMetrics)
+    assert metrics.intervals
+    assert {name.partition(":")[2] for name in metrics.intervals} == {"first"}
+    assert "second: too few patients for an interval" in metrics.notes
 
 
 def test_median_survival_is_the_first_time_of_a_curve_at_one_half() -> None:

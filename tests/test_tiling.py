@@ -272,7 +272,7 @@ def test_note_on_dark_background() -> None:
     spec = TilingSpec(patch_size=64, mpp=Mpp(0.5))
     choice = choose_level("made", info.levels, Mpp(0.5), spec)
     plan = plan_tiles(info, choice, spec, thumbnail, tissue_mask(thumbnail, "otsu-1"))
-    assert plan.notes == ("no tissue found; dark background: try --tissue otsu-2 or none",)
+    assert plan.notes == ("no tissue found; dark background: try --tissue otsu-3 or none",)
 
 
 def test_arrays_of_plan_are_read_only() -> None:

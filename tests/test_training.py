@@ -183,7 +183,7 @@ def test_config_file_repeats_a_run_and_flags_override_it(
         (["none.lmdb"], 4, "no store at none.lmdb"),
         (["--epochs", "0"], 2, "--epochs: found 0"),
         (["--model", "nothing"], 2, "no such model"),
-        (["--weights", "imagenet"], 2, "has no trained weights"),
+        (["--model", "small-cnn", "--weights", "imagenet"], 2, "has no trained weights"),
         (["--devices", "tpu"], 2, "--devices: found 'tpu'"),
         (["--devices", "gpu"], 2, "no GPU"),
         (["--labels", "none.csv"], 2, "none.csv does not exist"),
@@ -324,7 +324,7 @@ def assert_leak_is_shown(run: Run, printed: str, folder: Path) -> None:
     splits = load_splits(folder / "splits.json")
     tested = {slide.patient for slide in splits.slides if len(slide.on("test"))}
     used = {slide.patient for slide in splits.slides if not len(slide.on("test"))}
-    remark = f"used in the training, too: {len(tested & used)} of {len(tested)} patients"
+    remark = f"used in the training, too: {len(tested & used)} of {len(tested)} patient{'s' * (len(tested) != 1)}"
     assert tested & used
     assert "test (held out)" not in printed
     assert remark in printed

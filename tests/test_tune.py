@@ -128,8 +128,9 @@ def test_missing_optuna_error_names_the_extra(
 
 
 def a_study(folder: Path, trials: int = 3, **settings: Any) -> Study:
-    space = space_of({"dropout": {"low": 0.0, "high": 0.5}})
-    return Study(folder, StudySettings(trials=trials, **settings), space, {"epochs": 2})
+    study = Study(folder, StudySettings(trials=trials, **settings))
+    study.agree(space_of({"dropout": {"low": 0.0, "high": 0.5}}), {"epochs": 2})
+    return study
 
 
 @pytest.mark.parametrize("storage", [None, "sqlite"])

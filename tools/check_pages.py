@@ -2,19 +2,26 @@
 
     python tools/check_pages.py docs/tutorial.md docs/tutorial-python.md     in a new folder, with this Python's commands
     python tools/check_pages.py --setup --folder . README.md                 in a checkout, with the commands that install
+    python tools/check_pages.py --update README.md                           write the printed lines into the page
 
 All commands run in one shell and one folder, in the given order.
 
 - A ```console block holds commands after `$ `, each followed by its output. Each line of the page must appear in the
-  output, in this order. Numbers may differ, and `...` stands for any lines.
+  output, in this order, and `...` stands for any lines. Numbers must be nearly equal, except for times, rates and free
+  space, which depend on the machine, and the sizes of reports.
 - The ```python blocks of a page are one program, which runs after the commands of the page. A ```text block after a
   ```python block holds its output.
 - A ```sh block holds commands that install or build. They run with `--setup` only.
+- A command in a comment, `<!-- run: COMMAND -->`, makes the files that the page begins with.
+
+`--update` replaces each line of the page by the printed line with the same text, or else the most similar one. Lines that
+have none are reported.
 """
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import re
 import subprocess
@@ -26,6 +33,19 @@ from pathlib import Path
 
 PROJECT = Path(__file__).parents[1]
 _END = "--- end of the command, exit code "
+_NUMBER = re.compile(r"\d[\d,.:]*(?:e[-+]?\d+)?")
+_MEASURED = re.compile(
+    r"(?<=\[)\d+(?=/\d+\])|\d[\d,.]*(?= ?(?:patches/s|s\b|ms\b|MB free|MB\)$|workers?\b|% waiting))|\d{4}-\d\d-\d\d\S*|\b\d\d?:\d\d\S*"
+)
+"""Numbers that depend on the machine and the time, places in the order of workers, and sizes of reports."""
+_MEASURED_COLUMNS = re.compile(r"patches/s|worker s")
+"""Titles of columns of such numbers; titles and numbers end at the same place."""
+_TOLERANCE, _TOLERANCE_OF_COUNTS, _LEAST = 0.1, 0.02, 0.05
+"""Relative tolerances of decimals and of whole numbers, and the least tolerance of a decimal.
+
+Metrics of a training differ between processors, because sums have another order.
+"""
+_SIMILAR = 0.6
 
 
 @dataclass(slots=True)
@@ -35,20 +55,24 @@ class Step:
     kind: str
     code: str
     line: int
-    shown: list[str] = field(default_factory=list)
+    shown: list[tuple[int, str]] = field(default_factory=list)
+    """Lines of output, each with its number on the page."""
 
 
 def steps_of(text: str) -> Iterator[Step]:
     """Yield the commands of a page, then its Python program."""
     python = Step("python", "", 0)
-    for block in re.finditer(r"^```(\w+)[^\n]*\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
-        kind, body = block.groups()
+    pattern = r"^<!-- run: (.*?) -->$|^```(\w+)[^\n]*\n(.*?)^```"
+    for block in re.finditer(pattern, text, re.MULTILINE | re.DOTALL):
+        hidden, kind, body = block.groups()
         line = text[: block.start()].count("\n") + 2
-        if kind == "python":
+        if hidden:
+            yield Step("hidden", hidden, line - 1)
+        elif kind == "python":
             python.code += body
             python.line = python.line or line
         elif kind == "text" and python.code:
-            python.shown += body.splitlines()
+            python.shown += enumerate(body.splitlines(), line)
         elif kind == "console":
             yield from _commands(body, line)
         elif kind == "sh":
@@ -70,25 +94,85 @@ def _commands(body: str, line: int) -> Iterator[Step]:
         elif step and step.code.endswith("\\"):
             step.code = step.code[:-1] + " " + text.strip()
         elif step:
-            step.shown.append(text)
+            step.shown.append((number, text))
     if step:
         yield step
 
 
-def missing_line(shown: list[str], printed: str) -> str | None:
-    """Return the first line of a page that was not printed, or None."""
-    lines = iter([_normal(line) for line in printed.splitlines()])
-    for line in shown:
-        wanted = _normal(line)
-        if wanted not in ("", "...") and wanted not in lines:  # `in` advances the iterator
-            return line
-    return None
+@dataclass(slots=True)
+class Line:
+    """A line of output: its text without numbers and column widths, and the numbers that every machine prints."""
+
+    line: str
+    text: str
+    numbers: list[str]
 
 
-def _normal(line: str) -> str:
-    """Return a line without its numbers, dates and column widths."""
-    line = re.sub(r"\d[\d,.:]*(e[-+]?\d+)?", "#", line)
-    return " ".join(re.sub(r"[-─]{3,}", "---", line).split())
+def parse_lines(lines: list[str]) -> list[Line]:
+    """Return the lines with their numbers. Columns are those of the last header above, up to an empty line or `...`."""
+    parsed, ends = [], set[int]()
+    for line in lines:
+        if line.strip() in ("", "..."):
+            ends = set()
+        if not _NUMBER.search(line):
+            ends = {title.end() for title in _MEASURED_COLUMNS.finditer(line)} or ends
+        measured = {number.start() for number in _MEASURED.finditer(line)}
+        numbers = [
+            number.group().rstrip(",.:")
+            for number in _NUMBER.finditer(line)
+            if number.start() not in measured and number.end() not in ends
+        ]
+        text = re.sub(r"[-─]{3,}", "---", _NUMBER.sub("#", line))
+        parsed.append(Line(line, " ".join(text.split()), numbers))
+    return parsed
+
+
+def nearly_equal(page: list[str], printed: list[str]) -> bool:
+    """Return whether numbers are equal within the tolerance. Others than plain numbers, such as versions, may differ."""
+    if len(page) != len(printed):
+        return False
+    for texts in zip(page, printed, strict=True):
+        try:
+            a, b = (float(text.replace(",", "")) for text in texts)
+        except ValueError:
+            continue
+        whole = "." not in texts[0] + texts[1]
+        tolerance = _TOLERANCE_OF_COUNTS * abs(a) if whole else max(_TOLERANCE * abs(a), _LEAST)
+        if abs(a - b) > tolerance:
+            return False
+    return True
+
+
+def compare(shown: list[str], printed: str) -> tuple[str | None, list[str]]:
+    """Return what differs between the lines of a page and the output, or None; and the page's lines as they were printed."""
+    lines, place = parse_lines(printed.splitlines()), 0
+    difference, updated = None, []
+    for page in parse_lines(shown):
+        updated.append(page.line)
+        if page.text in ("", "..."):
+            continue
+        same = [i for i in range(place, len(lines)) if lines[i].text == page.text]
+        near = [i for i in same if nearly_equal(page.numbers, lines[i].numbers)]
+        if not near and difference is None:
+            difference = f"not printed: {page.line}"
+            if same:
+                difference = f"other numbers: {page.line}\n      printed: {lines[same[0]].line}"
+        chosen = [*near, *same][:1] or _most_similar(page.text, lines, place)
+        if chosen:
+            place = chosen[0] + 1
+            updated[-1] = lines[chosen[0]].line
+    return difference, updated
+
+
+def _most_similar(text: str, lines: list[Line], place: int) -> list[int]:
+    """Return the place of the most similar line from a place on; empty if none is similar."""
+    matcher = difflib.SequenceMatcher(b=text)
+    ratios = []
+    for i, line in enumerate(lines[place:], place):
+        matcher.set_seq1(line.text)
+        ratios.append((matcher.ratio(), -i))
+    ratio, negative = max(ratios, default=(0.0, 0))
+    return [-negative] if ratio >= _SIMILAR else []
 
 
 class Shell:
@@ -124,6 +208,10 @@ def main() -> int:
     parser.add_argument("pages", nargs="+", type=Path)
     parser.add_argument("--folder", type=Path, help="empty folder for the run; default: a new one")
     parser.add_argument("--setup", action="store_true", help="run the ```sh blocks too")
+    parser.add_argument(
+        "--update", action="store_true", help="write the printed lines into the pages"
+    )
+    parser.add_argument("--commands", action="store_true", help="leave out the Python program")
     parser.add_argument("--verbose", action="store_true", help="print all output")
     options = parser.parse_args()
     pages = [(page, page.read_text("utf-8")) for page in options.pages]
@@ -133,17 +221,27 @@ def main() -> int:
         folder.mkdir(parents=True, exist_ok=True)
         shell = Shell(folder, setup=options.setup)
         for page, text in pages:
+            lines = text.splitlines()
             for step in steps_of(text):
-                if step.kind == "sh" and not options.setup:
+                if (step.kind == "sh" and not options.setup) or (
+                    step.kind == "python" and options.commands
+                ):
                     continue
                 print(f"{page}:{step.line}: {step.code.splitlines()[0]}", flush=True)
                 succeeded, printed = shell.run(step.code)
-                missing = missing_line(step.shown, printed)
-                if options.verbose or not succeeded or missing:
+                difference, updated = compare([line for _, line in step.shown], printed)
+                if options.update and succeeded and difference:
+                    for (number, _), line in zip(step.shown, updated, strict=True):
+                        lines[number - 1] = line
+                    print(f"UPDATED: {difference}")
+                    difference = compare(updated, printed)[0]
+                if options.verbose or not succeeded or difference:
                     print(printed, flush=True)
-                if not succeeded or missing:
+                if not succeeded or difference:
                     failures += 1
-                    print(f"FAILED: {'not printed: ' + missing if missing else 'exit code'}")
+                    print(f"FAILED: {difference or 'exit code'}")
+            if options.update:
+                page.write_text("\n".join(lines) + "\n", "utf-8")
     print(f"{failures} failures" if failures else "the output matches all pages")
     return 1 if failures else 0
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.demo.painting import BANK, NUCLEI, Pixels
+from histopipe.demo.painting import BANK, NUCLEI, Pixels, shifted_textures, synthetic_texture
 from histopipe.demo.slide_maker import SlideSettings, make_slide, write_slide
 from histopipe.errors import UsageError
 from histopipe.geometry import PointL0, Size
@@ -46,10 +46,17 @@ def main(arguments: list[str] | None = None) -> None:
         options.texture = _texture(options.texture)
     names = {field.name for field in dataclasses.fields(SlideSettings)}
     settings = SlideSettings(**{k: v for k, v in vars(options).items() if k in names})
-    labels = []
+    rng, labels = np.random.default_rng(options.seed), []
+    stains = [
+        {kind: synthetic_texture(rng, kind, options.mpp) for kind in dict.fromkeys(options.classes)}
+        for _ in range(options.stains)
+    ]
     for number in range(options.count):
         kind = options.classes[number % len(options.classes)]
         path = options.out / f"{options.name}{number:03d}.{options.format}"
+        if stains:
+            stain = shifted_textures(stains[number // 2 % len(stains)], number)
+            settings = dataclasses.replace(settings, texture=stain[kind])
         make_slide(path, kind, number, settings)
         labels.append((path.stem, kind))
         print(f"{path}: {options.size}, {path.stat().st_size / 1e6:.1f} MB", file=sys.stderr)
@@ -128,6 +135,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         "--condition", help="tissue that is hard to find, instead: a name of tools/tissue_scenes.py"
     )
     parser.add_argument("--texture", type=Path, help="real slide whose texture is used")
+    parser.add_argument(
+        "--stains", type=int, default=0, help="textures that slides share; 0: one each, slower"
+    )
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
     wrong = _wrong(options)

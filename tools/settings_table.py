@@ -69,7 +69,8 @@ def _values(declared: DeclaredSetting) -> str:
     kinds = {bool: "flag", int: "whole number", float: "number", str: "text"}
     kind = declared.about.format or kinds[declared.item_type]
     kind = f"list of {kind}s" if declared.is_list else kind
-    return f"{kind}, {declared.range_text}" if declared.range_text else kind
+    kind = f"{kind}, {declared.range_text}" if declared.range_text else kind
+    return kind if declared.word is None else f"{kind}; or {declared.word}"
 
 
 def _default(declared: DeclaredSetting) -> str:

@@ -1,7 +1,8 @@
 """Synthetic slides on which tissue is hard to find, with the true mask.
 
 A scene is a picture of 960 by 720 pixels of 8 µm, drawn from optical densities: tissue with texture on glass, and what
-the condition adds. `tools/make_slides.py --condition NAME` writes scenes as slides; `tools/bench_tissue.py` measures
+the condition adds. The conditions "full" are regions that are full of tissue, "blank" are slides without any.
+`tools/make_slides.py --condition NAME` writes scenes as slides; `tools/bench_tissue.py` measures
 how well their tissue is found.
 """
 
@@ -33,7 +34,10 @@ INKS = {
 def scene(condition: str, seed: int) -> tuple[NDArray[np.uint8], Mask]:
     """Return a picture, (720, 960, 3) uint8 RGB, and where it has tissue, (720, 960) bool."""
     rng = np.random.default_rng((seed, list(CONDITIONS).index(condition)))
-    truth = np.zeros((HEIGHT, WIDTH), np.bool_) if condition == "blank" else _pieces(rng, condition)
+    if condition.startswith(("blank", "full")):
+        truth = np.full((HEIGHT, WIDTH), condition.startswith("full"))
+    else:
+        truth = _pieces(rng, condition)
     glass = _glass(rng, condition)
     density = _tissue(rng, condition) * truth[..., None]
     light = 1 + _noise(rng, 400, 0.012)
@@ -64,7 +68,7 @@ class ScenePainter:
 
 
 def _glass(rng: Rng, condition: str) -> NDArray[np.float64]:
-    if condition == "tinted":
+    if condition in ("tinted", "blank tinted", "full tinted"):
         return np.array([rng.uniform(225, 245), rng.uniform(218, 240), rng.uniform(205, 235)])
     if condition == "dark slide":
         return np.full(3, rng.uniform(120, 190)) + rng.uniform(-8, 8, 3)
@@ -108,13 +112,18 @@ def _noise(rng: Rng, scale: int, strength: float) -> Image:
 
 def _tissue(rng: Rng, condition: str) -> Image:
     """Return the density of tissue, as if it were everywhere, (H, W, 3)."""
-    strengths = {"pale": (0.10, 0.28), "fat": (0.6, 1.0), "faint ihc": (0.6, 1.3)}
+    strengths = {
+        "pale": (0.10, 0.28), "fat": (0.6, 1.0), "faint ihc": (0.6, 1.3), "full pale": (0.10, 0.28),
+        "full faint ihc": (0.6, 1.3), "full dense": (1.0, 1.5), "full even": (0.6, 1.1),
+    }  # fmt: skip
     strength = rng.uniform(*strengths.get(condition, (0.5, 1.2)))
     texture = _noise(rng, 40, 0.12) + _noise(rng, 6, 0.15) + _noise(rng, 2, 0.12)
     mix = np.clip(0.35 + 2 * (_noise(rng, 50, 0.2) + _noise(rng, 8, 0.2)), 0, 1)[..., None]
-    if condition == "faint ihc":
+    if condition == "full even":  # as a lymph node on a thumbnail
+        texture, mix = texture * 0.1, 0.8 + 0.1 * mix
+    if condition.endswith("faint ihc"):
         mix = np.clip(mix - 0.75, 0, 1) * rng.uniform(0.2, 1.5)
-    stains = HAEMATOXYLIN_DAB if condition == "faint ihc" else HAEMATOXYLIN_EOSIN
+    stains = HAEMATOXYLIN_DAB if condition.endswith("ihc") else HAEMATOXYLIN_EOSIN
     low, high = map(np.array, stains)
     density = ((1 - mix) * low + mix * high) * np.clip(
         strength * (1 + texture[..., None]), 0.04, None
@@ -205,10 +214,64 @@ def _pen(rng: Rng, picture: Image, truth: Mask) -> tuple[Image, Mask]:
     return (picture * 10 ** -(ink[..., None] * colour)).astype(np.float32), truth & (ink < 0.5)
 
 
+def _white_holes(rng: Rng, picture: Image, truth: Mask) -> tuple[Image, Mask]:
+    """Draw fat cells as empty as glass, or large lumina of glands, into a region full of tissue."""
+    if rng.random() < 0.5:
+        seeds = np.ones((HEIGHT, WIDTH), np.uint8)
+        count = WIDTH * HEIGHT // int(rng.integers(40, 110))
+        seeds[rng.integers(0, HEIGHT, count), rng.integers(0, WIDTH, count)] = 0
+        _, cells = cv2.distanceTransformWithLabels(
+            seeds, cv2.DIST_L2, 3, labelType=cv2.DIST_LABEL_PIXEL
+        )
+        empty = (cells == np.roll(cells, 1, 0)) & (cells == np.roll(cells, 1, 1))
+        empty &= _noise(rng, 70, 1) > rng.uniform(-0.8, 0.5)
+    else:
+        lumina = np.zeros((HEIGHT, WIDTH), np.uint8)
+        for _ in range(rng.integers(100, 600)):
+            centre = (int(rng.uniform(0, WIDTH)), int(rng.uniform(0, HEIGHT)))
+            axes = (int(rng.integers(2, 9)), int(rng.integers(2, 9)))
+            cv2.ellipse(lumina, centre, axes, float(rng.uniform(0, 180)), 0, 360, 1, -1)
+        empty = lumina.astype(np.bool_)
+    glass = np.full(3, rng.uniform(235, 250)) + rng.uniform(-3, 3, 3)
+    return np.where(empty[..., None], glass, picture).astype(np.float32), truth
+
+
+def _crop(rng: Rng, picture: Image, truth: Mask) -> tuple[Image, Mask]:
+    """Cut out a region of 0.3 to 1 mm."""
+    high, wide = rng.integers(40, 120, 2).tolist()
+    top, left = int(rng.integers(HEIGHT - high)), int(rng.integers(WIDTH - wide))
+    part = np.s_[top : top + high, left : left + wide]
+    return picture[part], truth[part]
+
+
+def _margin(rng: Rng, picture: Image, truth: Mask) -> tuple[Image, Mask]:
+    """Put a narrow margin of glass at one or two sides of a region full of tissue."""
+    sides = (np.s_[:, :24], np.s_[:, -40:], np.s_[:40], np.s_[-24:])
+    for side in rng.permutation(4)[: rng.integers(1, 3)].tolist():
+        truth[sides[side]] = False
+    glass = np.full(3, rng.uniform(232, 250)) + rng.uniform(-3, 3, 3)
+    return np.where(truth[..., None], picture, glass).astype(np.float32), truth
+
+
+def _core(rng: Rng, picture: Image, truth: Mask) -> tuple[Image, Mask]:
+    """Cut a region to a disk, as a core of a tissue array is; around it is glass, or white or black without any."""
+    ys, xs = np.mgrid[:HEIGHT, :WIDTH]
+    radius = HEIGHT * rng.uniform(0.48, 0.62)
+    truth &= np.hypot(xs - WIDTH / 2, ys - HEIGHT / 2) < radius
+    around = (rng.uniform(232, 250), 255.0, 0.0)[rng.integers(3)]
+    middle = np.s_[:, (WIDTH - HEIGHT) // 2 : (WIDTH + HEIGHT) // 2]
+    cut = np.where(truth[..., None], picture, around).astype(np.float32)
+    return cut[middle], truth[middle]
+
+
 Change = Callable[[Rng, Image, Mask], tuple[Image, Mask]]
 CONDITIONS: Mapping[str, Change] = {
     "h&e": _plain, "pale": _plain, "fat": _plain, "faint ihc": _plain, "tinted": _plain, "dark slide": _plain,
     "fluorescence": _fluorescence, "border": _border, "coverslip": _coverslip, "pen": _pen, "dust": _dust,
     "bubbles": _bubbles, "blank": _plain, "biopsy": _plain,
+    "full h&e": _plain, "full dense": _plain, "full even": _plain, "full pale": _plain, "full ihc": _plain,
+    "full faint ihc": _plain, "full tinted": _plain, "full holes": _white_holes, "full small": _crop,
+    "full margin": _margin, "full core": _core, "blank tinted": _plain, "blank pen": _pen, "blank dust": _dust,
+    "blank small": _crop,
 }  # fmt: skip
 """What each condition changes in a picture and in the true mask."""

@@ -10,7 +10,7 @@ import click
 from histopipe.cli.parameters import (
     PATH,
     SOURCE,
-    BatchSize,
+    NumberOr,
     batch_size_option,
     devices_option,
     extra_rows_option,
@@ -57,6 +57,7 @@ from histopipe.system.result import exit_code_of
     default="raise",
     help="Damaged patch in a store: fail its slide (raise), or leave the patch out (skip).",
 )
+@click.option("--images", is_flag=True, help="Slide files: take only images, as `ingest` does.")
 @click.option(
     "--overlap", type=int, help="Slide files: overlap of patches in pixels.  [default: as trained]"
 )
@@ -124,13 +125,12 @@ def predict(
 @stores_argument
 @click.option(
     "--model",
-    required=True,
-    help="Encoder: a name (`histopipe encoders`), a run's folder, a keras.applications name, an ONNX or .keras file, "
+    help="Encoder: efficientnet-lite0 (default), a name of `histopipe encoders`, a run's folder, a keras.applications name, an ONNX or .keras file, "
     "a SavedModel folder, or module.py:function.",
 )
 @click.option(
     "--weights",
-    help="Weights of a named encoder: a file or folder; for keras.applications also imagenet (default) or none.",
+    help="Weights of a named encoder: a file or folder; else imagenet (default) or none.",
 )
 @click.option(
     "--allow-mismatch",
@@ -155,7 +155,7 @@ def predict(
 )
 @click.option(
     "--batch-size",
-    type=BatchSize(),
+    type=NumberOr("auto"),
     default="64",
     help="Patches per batch, over all devices; auto: the fastest that fits into memory.",
 )

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 @click.option(
     "--tissue",
     default="otsu",
-    help="otsu (the newest version, otsu-2), otsu-1, otsu-2, or a segmentation network (.onnx or .keras).",
+    help="otsu (the newest version, otsu-3), otsu-1, otsu-2, otsu-3, or a segmentation network (.onnx or .keras).",
 )
 @click.option(
     "--mpp-csv", type=PATH, help="CSV: slide,mpp. Takes precedence over the slides' headers."
@@ -74,22 +74,40 @@ def tissue(slides: tuple[Path, ...], out: Path, *, as_json: bool, **options: Any
     default="patches.lmdb",
     help="The store: created if missing, extended if its settings are the same.",
 )
-@click.option("--patch-size", type=int, default=256, help="Side of a patch in pixels.")
 @click.option(
-    "--mpp", type=float, help="Scale of the patches in micrometres per pixel.  [default: 0.5]"
+    "--images",
+    is_flag=True,
+    help="Take only images: PNG, JPEG, BMP, WebP, and TIFF files of one image without tiles. Images are taken without "
+    "this flag if there is no slide.",
+)
+@click.option(
+    "--patch-size",
+    type=int,
+    help="Side of a patch in pixels.  [default: 256; of images, their smaller side if that is less]",
+)
+@click.option(
+    "--mpp",
+    type=float,
+    help="Scale of the patches in micrometres per pixel.  [default: 0.5; of images, their own scale]",
 )
 @click.option("--mag", type=float, help="Scale as a magnification: 20 is 0.5 mpp.")
 @click.option("--level", type=int, help="Scale as a pyramid level, without resampling.")
 @click.option("--overlap", type=int, default=0, help="Overlap of neighbouring patches in pixels.")
 @click.option(
+    "--edge",
+    type=click.Choice(["drop", "shift", "pad"]),
+    help="Rest of a slide at its right and lower edge that is smaller than a patch: leave it out, move the last column "
+    "and row to the edge, or let them extend beyond it.  [default: drop; of images, shift]",
+)
+@click.option(
     "--tissue",
-    default="otsu",
-    help="Tissue: otsu (the store's version, else the newest, otsu-2), otsu-1, otsu-2, none for all patches, a folder "
-    "of masks (SLIDE.geojson or SLIDE.png), or a segmentation network (.onnx or .keras, with a .json file).",
+    help="Tissue: otsu (the store's version, else the newest, otsu-3), otsu-1, otsu-2, otsu-3, none for all patches, a folder "
+    "of masks (SLIDE.geojson or SLIDE.png), or a segmentation network (.onnx or .keras, with a .json file).  "
+    "[default: otsu; of images, none]",
 )
 @click.option(
     "--tissue-fallback",
-    type=click.Choice(["otsu", "otsu-1", "otsu-2"]),
+    type=click.Choice(["otsu", "otsu-1", "otsu-2", "otsu-3"]),
     help="With a folder of masks: how to find the tissue of slides without a mask.  [default: they fail]",
 )
 @click.option(
@@ -132,10 +150,10 @@ def tissue(slides: tuple[Path, ...], out: Path, *, as_json: bool, **options: Any
 )
 @click.option(
     "--reader",
-    type=click.Choice(["auto", "openslide", "tifffile", "fastslide"]),
+    type=click.Choice(["auto", "openslide", "tifffile", "pillow", "fastslide"]),
     default="auto",
     help="Library that reads slides. auto: OpenSlide; tifffile for OME-TIFF and for TIFF files that OpenSlide refuses; "
-    "fastslide (experimental, if installed) for other formats.",
+    "pillow for images; fastslide (experimental, if installed) for other formats.",
 )
 @click.option(
     "--annotations",
@@ -157,6 +175,12 @@ def tissue(slides: tuple[Path, ...], out: Path, *, as_json: bool, **options: Any
     "[default: labels.csv in the slide folder, else the sub-folders]",
 )
 @na_option
+@click.option(
+    "--patient-regex",
+    metavar="REGEX",
+    help="Find the patient in the id of each slide: the first group of this regular expression, or all of its match. "
+    "A patient in --labels comes first.",
+)
 @click.option(
     "--mpp-csv", type=PATH, help="CSV: slide,mpp. Takes precedence over the slides' headers."
 )
@@ -233,6 +257,7 @@ def ingest(
 
     \b
     Example: histopipe ingest slides/ --mpp 0.5 --labels labels.csv
+    Example: histopipe ingest images/ --default-mpp 0.62 --labels labels.csv
     Example: histopipe ingest slides/ --out parts --cluster tcp://scheduler:8786
     Example: histopipe ingest s3://bucket/slides/ --stage /scratch --stage-gb 200
     """
@@ -259,8 +284,7 @@ def _show_report(report: IngestReport, *, as_json: bool) -> int:
         echo(f"warning: {warning}", err=True)
     if report.failed:
         echo(f"\n{len(report.failed)} of {len(report.slides)} slides failed:", err=True)
-        for name, reason in report.failed.items():
-            echo(f"  {name}: {reason}", err=True)
+        echo("\n".join(f"  {line}" for line in report.failed_lines()), err=True)
     show_text("\n".join([report.store, *report.summary_lines()]))
     if len(report.failed) < len(report.slides):
         suggest("info", report.store)
@@ -268,7 +292,7 @@ def _show_report(report: IngestReport, *, as_json: bool) -> int:
 
 
 _INGEST_ONLY = (
-    "slides", "patch_size", "mpp", "mag", "level", "overlap", "tissue", "tissue_threshold",
+    "slides", "patch_size", "mpp", "mag", "level", "overlap", "edge", "tissue", "tissue_threshold",
     "tissue_fallback", "exclude", "roi",
     "plan_only", "cluster", "scratch", "part_gb",
 )  # fmt: skip

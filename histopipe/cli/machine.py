@@ -26,7 +26,7 @@ from histopipe.cli.parameters import (
 @click.option(
     "--count",
     type=int,
-    help="Number of synthetic slides to train on.  [default: 10; 24 with --slides]",
+    help="Number of synthetic slides to train on.  [default: 40]",
 )
 def demo(out: Path, slides: bool, count: int | None) -> None:
     """Run the full pipeline on synthetic slides.

@@ -101,19 +101,21 @@ workers_option = click.option(
 )
 
 
-class BatchSize(click.ParamType[int | str]):
-    """A number of patches, or "auto"."""
+class NumberOr(click.ParamType[int | str]):
+    """A whole number, or a word such as "auto"."""
 
-    name = "integer|auto"
+    def __init__(self, word: str) -> None:
+        self.name, self._word = f"integer|{word}", word
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> int | str:
-        """Return the number or "auto"."""
-        if value == "auto":
-            return str(value)
-        number: int = click.INT.convert(value, param, ctx)
-        return number
+        """Return the number or the word."""
+        if value == self._word or isinstance(value, int):
+            return cast(int | str, value)
+        if not re.fullmatch(r"[+-]?\d+", str(value).strip(), re.ASCII):
+            self.fail(f"{value!r} is neither a whole number nor {self._word}", param, ctx)
+        return int(value)
 
 
 batch_size_option = click.option(

@@ -42,7 +42,7 @@ from histopipe.system.result import exit_code_of
     default="png",
     help="png (over the slide's thumbnail), tiff (pyramid), geojson (objects for QuPath), or several: png,tiff.",
 )
-@store_option("Store of the patches; repeatable.  [default: stores of the run]")
+@store_option("Store of the patches; repeatable.  [default: stores of the run, or of its features]")
 @click.option(
     "--slides",
     multiple=True,

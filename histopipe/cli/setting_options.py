@@ -9,7 +9,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from histopipe.cli.parameters import F, duration, fractions, names, share, together
+from histopipe.cli.parameters import F, NumberOr, duration, fractions, names, share, together
 from histopipe.runs.settings import DeclaredSetting, declared_settings
 
 _FORMATS: dict[str, Any] = {"path": click.Path(), "share": share, "duration": duration}
@@ -72,6 +72,8 @@ def _option(declared: DeclaredSetting, classes: tuple[type, ...]) -> Callable[[F
 def _type(declared: DeclaredSetting) -> Any:
     if declared.is_list and not declared.is_path_list:
         return fractions if declared.item_type is float else names
+    if declared.word is not None:
+        return NumberOr(declared.word)
     if declared.about.format:
         return _FORMATS[declared.about.format]
     return click.Choice(declared.choices) if declared.choices else declared.item_type

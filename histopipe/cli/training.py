@@ -19,7 +19,7 @@ from histopipe.cli.parameters import (
     untrusted_option,
 )
 from histopipe.cli.setting_options import GroupedCommand, given_settings, setting_options
-from histopipe.errors import ExitCode, UsageError
+from histopipe.errors import ExitCode, HistopipeError, UsageError
 from histopipe.runs.settings import declared_settings, flag, read_settings
 from histopipe.runs.task_config import CONFIGS, read_config
 from histopipe.studies.settings import FoldSettings, StudySettings
@@ -58,7 +58,7 @@ def train(
     patches. --folds cross-validates.
 
     \b
-    Example: histopipe train patches.lmdb --model resnet50 --split-by patient
+    Example: histopipe train patches.lmdb --out runs/first
     Slide model: histopipe train --mil features --labels labels.csv --epochs 40
     Other settings:
       histopipe train patches.lmdb --optimizer adagrad --learning-rate 2e-4
@@ -90,8 +90,12 @@ def train(
 def _new_folder(settings: dict[str, Any]) -> Path:
     """Create a folder for a run. Trainings that start in the same second get different folders."""
     from histopipe.runs.folder import writable
+    from histopipe.runs.recipe import chosen_settings
 
-    values = {name: it.default for name, it in declared_settings(*CONFIGS).items()} | settings
+    defaults = {name: it.default for name, it in declared_settings(*CONFIGS).items()}
+    values = {**defaults, **settings}
+    with suppress(HistopipeError):  # the training reports it
+        values |= chosen_settings(settings)
     kind = f"mil-{values['pooling']}" if settings.get("mil") is not None else values["model"]
     number, suffix = 1, ""
     while True:

@@ -1,244 +1,190 @@
-"""Assignment of units to training, validation and test: by fractions, or as one fold of a cross-validation.
+"""Assignment of units to training, validation and test: by fractions, or as the folds of a cross-validation.
 
 A unit is a group of patches that a split keeps together: a patient, a site, a slide, or a square of a slide.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.dataset.options import SIDES
-from histopipe.dataset.splits import SlideSplit
-from histopipe.errors import NothingToDo, UsageError
+from histopipe.dataset.splits import DROPPED, SlideSplit
 from histopipe.system.hashing import combine
 
-Unit = TypeVar("Unit", bound=Hashable)
-Sortable = TypeVar("Sortable", int, tuple[str, int, int])
 _TRAIN, _VALIDATION, _TEST = range(len(SIDES))
-_SEEDS = 0x7FFFFFFF
-"""Largest seed for scikit-learn."""
+_MISSING = 1e4
+"""Cost of a part that lacks a class: more than that of any other difference."""
+_FLOOR = 0.02
+"""Added to ratios of shares, so that the cost of an empty part is finite."""
+_ROUNDING = 1e-12
+"""Largest sum of shares that is zero but for rounding."""
+_LEAST_GAIN = 1e-3
+"""Smallest improvement for which units are exchanged."""
+_MAX_EXCHANGES, _MAX_MOVED, _MAX_SWAPPED = 300, 1000, 250
+"""Maximum number of exchanges, and numbers of random units of which one may move, or two may change places."""
 
 
 @dataclass(frozen=True, slots=True)
-class AssignByFractions:
-    """Assign to each side its fraction of the units of every class, and at least one unit."""
+class Assignment:
+    """Assignment of units to sides by their shares; or of each of several `folds` to test once.
 
-    fractions: tuple[float, float, float]
-    seed: int
-
-    def assign(
-        self, strata: Mapping[str, Sequence[Unit]], kind: str, notes: Mapping[str, str]
-    ) -> dict[Unit, int]:
-        """Return the side of each unit. `strata` are units by label; `kind` and `notes` (by label) are for messages.
-
-        Raises:
-            NothingToDo: a stratum has fewer units than sides.
-        """
-        sides: dict[Unit, int] = {}
-        used = [number for number, fraction in enumerate(self.fractions) if fraction > 0]
-        for label in sorted(strata):
-            rest = list(strata[label])
-            total = len(rest)
-            if total < len(used):
-                raise _too_few(label, total, kind, len(used), notes)
-            # Draw test first, then validation, with at least one unit each. All other units are for training.
-            for number in used[:0:-1]:
-                size = max(1, round(self.fractions[number] * total))
-                size = min(size, len(rest) - used.index(number))
-                rest, chosen = _draw(rest, size, int(combine(self.seed, number)))
-                sides |= dict.fromkeys(chosen, number)
-            sides |= dict.fromkeys(rest, used[0])
-        return sides
-
-    def assign_labels(self, labels: NDArray[np.bool_]) -> NDArray[np.int8]:
-        """Return the side of each unit, (U,), with an equal share of each of (U, L) labels on every side."""
-        return assign_labels(labels, self.fractions, self.seed).astype(np.int8)
-
-    def assign_patches(self, shuffled: NDArray[np.intp]) -> NDArray[np.int8]:
-        """Return the sides of the patches of one slide, (N,) int8, from a permutation (N,)."""
-        ends = np.round(np.cumsum(self.fractions) * len(shuffled)).astype(int)
-        sides = np.searchsorted(ends, shuffled, side="right")
-        return np.minimum(sides, _TEST).astype(np.int8)
-
-
-@dataclass(frozen=True, slots=True)
-class AssignByFolds:
-    """Assign one fold, counted from 0, to test, and a share of the other units to validation, both per class.
-
-    The first two `shares` divide the units that are not in the test set into training and validation.
+    With folds, the first two shares divide the units that are not in the test set into training and validation.
     """
 
-    fold: int
-    folds: int
     shares: tuple[float, float, float]
     seed: int
+    folds: int = 0
 
     @property
     def fractions(self) -> tuple[float, float, float]:
         """Fractions of train, validation and test, of all units."""
+        if not self.folds:
+            return self.shares
+        train, validation, _ = self.without_test
         test = 1 / self.folds
-        return (1 - self._validation_share) * (1 - test), self._validation_share * (1 - test), test
+        return train * (1 - test), validation * (1 - test), test
 
     @property
-    def _validation_share(self) -> float:
-        """Share of validation in the units that are not in the test set."""
-        return self.shares[_VALIDATION] / (self.shares[_TRAIN] + self.shares[_VALIDATION])
+    def without_test(self) -> tuple[float, float, float]:
+        """Shares of training and validation in the units that are not in the test set, and 0."""
+        both = self.shares[_TRAIN] + self.shares[_VALIDATION]
+        return self.shares[_TRAIN] / both, self.shares[_VALIDATION] / both, 0.0
 
-    def assign(
-        self, strata: Mapping[str, Sequence[Unit]], kind: str, notes: Mapping[str, str]
-    ) -> dict[Unit, int]:
-        """Return the side of each unit. A small class may be missing from validation or test, but not from training.
+    @property
+    def needed(self) -> int:
+        """Number of units that a class needs, to be on each side; with folds, to be in training and test."""
+        return 2 if self.folds else sum(share > 0 for share in self.shares)
 
-        Raises:
-            NothingToDo: a class has a single unit.
-            UsageError: no class has as many units as there are folds.
-        """
-        sides: dict[Unit, int] = {}
-        test_units = self._test_units(strata, kind, notes)
-        for label in sorted(strata):
-            rest = [unit for unit in strata[label] if unit not in test_units]
-            if not rest:
-                raise _too_few(label, len(strata[label]), kind, 2, notes)
-            size = min(max(1, round(self._validation_share * len(rest))), len(rest) - 1)
-            if size:
-                rest, chosen = _draw(rest, size, int(combine(self.seed, _VALIDATION, self.fold)))
-                sides |= dict.fromkeys(chosen, _VALIDATION)
-            sides |= dict.fromkeys(rest, _TRAIN)
-        return sides | dict.fromkeys(test_units, _TEST)
-
-    def assign_labels(self, labels: NDArray[np.bool_]) -> NDArray[np.int8]:
-        """Return the side of each unit, (U,), with an equal share of each of (U, L) labels on every side.
-
-        Raises:
-            UsageError: there are fewer units than folds.
-        """
-        if len(labels) < self.folds:
-            raise UsageError(
-                "--folds",
-                found=self.folds,
-                expected=f"at most {len(labels)}, the units of the split",
-            )
-        folds = assign_labels(labels, [1 / self.folds] * self.folds, self.seed)
-        sides = np.full(len(labels), _TEST, np.int8)
-        rest = np.flatnonzero(folds != self.fold)
-        shares = (1 - self._validation_share, self._validation_share)
-        sides[rest] = assign_labels(labels[rest], shares, int(combine(self.seed, self.fold)))
+    def assign(self, patches: NDArray[np.int64], classes: int) -> NDArray[np.int8]:
+        """Return the side of each unit, (U,) for each fold; see `balanced_parts`."""
+        if not self.folds:
+            return balanced_parts(patches, classes, self.shares, self.seed).astype(np.int8)[None]
+        parts = balanced_parts(patches, classes, [1 / self.folds] * self.folds, self.seed)
+        sides = np.full((self.folds, len(parts)), _TEST, np.int8)
+        for fold, of_fold in enumerate(sides):
+            rest, seed = parts != fold, int(combine(self.seed, fold))
+            of_fold[rest] = balanced_parts(patches[rest], classes, self.without_test, seed)
         return sides
 
-    def _test_units(
-        self, strata: Mapping[str, Sequence[Unit]], kind: str, notes: Mapping[str, str]
-    ) -> set[Unit]:
-        # Imported late: it takes a second, and only a cross-validation needs it.
-        from sklearn.model_selection import StratifiedKFold
+    def assign_patches(self, shuffled: NDArray[np.intp]) -> list[NDArray[np.int8]]:
+        """Return the sides of the patches of one slide, (N,) for each fold, from a permutation (N,)."""
+        if self.folds:
+            return [self._in_fold(fold, shuffled) for fold in range(self.folds)]
+        ends = np.round(np.cumsum(self.shares) * len(shuffled)).astype(int)
+        sides = np.searchsorted(ends, shuffled, side="right")
+        return [np.minimum(sides, _TEST).astype(np.int8)]
 
-        largest = max(strata, key=lambda label: len(strata[label]))
-        if len(strata[largest]) < self.folds:
-            raise UsageError(
-                "--folds", found=self.folds,
-                expected=f"at most {len(strata[largest])}, the {kind}s of the largest class{notes.get(largest, '')}",
-            )  # fmt: skip
-        units = [unit for label in sorted(strata) for unit in strata[label]]
-        labels = [label for label in sorted(strata) for _ in strata[label]]
-        parts = StratifiedKFold(self.folds, shuffle=True, random_state=self.seed & _SEEDS)
-        with warnings.catch_warnings(action="ignore", category=UserWarning):
-            # It warns of classes with fewer units than folds. The evaluation reports folds without a class.
-            chosen = list(parts.split(np.zeros(len(units)), labels))[self.fold][1]
-        return {units[i] for i in chosen.tolist()}
-
-    def assign_patches(self, shuffled: NDArray[np.intp]) -> NDArray[np.int8]:
-        """Return the sides of the patches of one slide, (N,) int8, from a permutation (N,)."""
+    def _in_fold(self, fold: int, shuffled: NDArray[np.intp]) -> NDArray[np.int8]:
         count = len(shuffled)
         # Start the first fold at a random place. Otherwise all slides with few patches would use the same folds.
         begin = shuffled[0] / count if count else 0.0
         # Distance from the end of the test fold, in folds. The patches that follow it are for validation.
-        distance = ((shuffled + begin) * self.folds / max(count, 1) - self.fold - 1) % self.folds
+        distance = ((shuffled + begin) * self.folds / max(count, 1) - fold - 1) % self.folds
         is_test = distance >= self.folds - 1
-        count_validation = round(self._validation_share * np.count_nonzero(~is_test))
+        count_validation = round(self.without_test[_VALIDATION] * np.count_nonzero(~is_test))
         sides = np.full(count, _TRAIN, np.int8)
         sides[np.argsort(distance, kind="stable")[:count_validation]] = _VALIDATION
         sides[is_test] = _TEST
         return sides
 
 
-Assignment = AssignByFractions | AssignByFolds
-
-
-def assign_labels(
-    labels: NDArray[np.bool_], shares: Sequence[float], seed: int
+def balanced_parts(
+    patches: NDArray[np.int64], classes: int, shares: Sequence[float], seed: int
 ) -> NDArray[np.int64]:
-    """Return the part of each of (U, L) units with several labels. Each part gets its share of units and of each label.
+    """Return the part of each unit, (U,). Each part gets its share of units and patches, in total and of each class.
 
-    Source:
-        K. Sechidis, G. Tsoumakas and I. Vlahavas, "On the stratification of multi-label data" (2011), iterative
-        stratification: the rarest label is divided first.
+    The largest units are assigned first. Then one unit moves to another part, or two units change places, as long as
+    that improves the balance. `patches` are (U, 1 + C + R): all patches of a unit, those of each of C `classes`, which
+    each part should have, and those in each of R ranges of a target.
     """
-    rng = np.random.RandomState(seed & _SEEDS)
-    count = len(labels)
-    wanted = np.array(shares, np.float64) / sum(shares)
-    room = wanted * count
-    wanted_labels = wanted[:, None] * labels.sum(axis=0)
-    parts = np.full(count, -1, np.int64)
-    while (parts < 0).any():
-        left = labels[parts < 0].sum(axis=0)
-        present = np.flatnonzero(left)
-        rarest = present[left[present].argmin()] if len(present) else None
-        members = np.flatnonzero((parts < 0) & (True if rarest is None else labels[:, rarest]))
-        for unit in rng.permutation(members).tolist():
-            # The part that lacks most of the label; among equal ones, that with most room.
-            lack = room if rarest is None else wanted_labels[:, rarest]
-            best = np.flatnonzero(np.isclose(lack, lack.max()) & (wanted > 0))
-            best = best[np.isclose(room[best], room[best].max())]
-            part = int(best[rng.randint(len(best))])
-            parts[unit] = part
-            room[part] -= 1
-            wanted_labels[part] -= labels[unit]
-    return parts
+    used = np.flatnonzero(shares)
+    balance = _Balance(patches, 1 + classes, np.array(shares)[used] / sum(shares), seed)
+    for _ in range(_MAX_EXCHANGES):
+        if not balance.exchange():
+            break
+    return used[balance.parts].astype(np.int64)
 
 
-def merge_small_strata(
-    strata: Mapping[str, Collection[Sortable]], slides: Sequence[SlideSplit]
-) -> dict[str, list[Sortable]]:
-    """Sort the strata. If labels are per patch, or with targets, merge the strata with fewer units than sides.
+class _Balance:
+    """Parts of units, which start with the largest unit, and the cost of their differences from the shares.
 
-    With labels per slide, a class with so few units cannot be on every side. With labels per patch, units of other
-    strata may have the class too. After the assignment, each side is checked.
+    The cost of a part is the weighted sum of log²(ratio to its share) over numbers of units and of patches. Squared
+    differences would accept a nearly empty part for a smaller excess elsewhere.
     """
-    ordered = {name: sorted(strata[name]) for name in sorted(strata)}
-    small = [name for name, units in ordered.items() if len(units) < len(SIDES)]
-    if not small or all(slide.labels is None and slide.target is None for slide in slides):
-        return ordered
-    together = [unit for name in small for unit in ordered.pop(name)]
-    if ordered and len(together) < len(SIDES):
-        largest = max(ordered, key=lambda name: len(ordered[name]))
-        together += ordered.pop(largest)
-        small.append(largest)
-    # Class names have no line break, so this name differs from all of them.
-    return {**ordered, " or\n".join(sorted(small)): sorted(together)}
+
+    def __init__(
+        self, patches: NDArray[np.int64], needed: int, shares: NDArray[np.float64], seed: int
+    ) -> None:
+        self._rng, self._shares = np.random.RandomState(seed & 0x7FFFFFFF), shares
+        amounts = np.hstack([patches > 0, patches]).astype(np.float64)  # (U, 2 Q)
+        totals, columns = amounts.sum(axis=0), patches.shape[1]
+        # A range of a target with too few units for the smallest part would change its share of units.
+        weights = (totals[:columns] * shares.min() >= 1) * 0.5 / max(1, columns - needed)
+        weights[1:needed], weights[0] = 0.5 / max(1, needed - 1), 1.0
+        self._weights, self._needed = np.tile(weights, 2) * (totals > 0), slice(0, needed)
+        self._loads = amounts / np.maximum(totals, 1)
+        # A class with a single unit is needed in the largest part, for training. Of equal parts the first has priority.
+        self._missing = _MISSING * (shares + np.linspace(0.01, 0, len(shares)))
+        self._sums = np.zeros((len(shares), 2 * columns))
+        self.parts = np.zeros(len(amounts), np.int64)
+        sizes = self._loads @ self._weights * np.exp(self._rng.uniform(0, 0.5, len(amounts)))
+        for unit in np.argsort(-sizes, kind="stable").tolist():
+            gains = self._cost(self._sums + self._loads[unit]) - self._cost(self._sums)
+            self._move(unit, _least(gains[None])[2])
+
+    def _move(self, unit: int, part: int) -> None:
+        self._sums[part] += self._loads[unit]
+        self.parts[unit] = part
+
+    def exchange(self) -> bool:
+        """Make the best of the compared exchanges; return False if none improves the balance."""
+        chosen = self._rng.permutation(len(self.parts))[:_MAX_MOVED]
+        loads, parts, costs = self._loads[chosen], self.parts[chosen], self._cost(self._sums)
+        leaving = self._cost(self._sums[parts] - loads, parts) - costs[parts]
+        gains = self._cost(self._sums + loads[:, None]) - costs + leaving[:, None]
+        gains[np.arange(len(chosen)), parts] = 0.0
+        best, unit, part = _least(gains)
+        changes = [(chosen[unit], part)]
+        loads, parts = loads[:_MAX_SWAPPED], parts[:_MAX_SWAPPED]
+        sums = (self._sums[parts] - loads)[:, None] + loads
+        gains = self._cost(sums, parts[:, None]) - costs[parts][:, None]
+        gains = np.where(parts[:, None] == parts, 0.0, gains + gains.T)
+        least, unit, other = _least(gains)
+        if least < best:
+            best, changes = least, [(chosen[unit], parts[other]), (chosen[other], parts[unit])]
+        for unit, part in changes if best < -_LEAST_GAIN else ():
+            self._sums[self.parts[unit]] -= self._loads[unit]
+            self._move(unit, part)
+        return best < -_LEAST_GAIN
+
+    def _cost(self, sums: NDArray[np.float64], part: Any = slice(None)) -> NDArray[np.float64]:
+        """Return the cost (...) of parts (...) with (..., 2 Q) shares of all amounts; of all parts (..., S, 2 Q)."""
+        ratios = np.maximum(sums, 0) / self._shares[part][..., None]
+        absent = (sums[..., self._needed] < _ROUNDING) @ np.sign(self._weights[self._needed])
+        logs = np.log((ratios + _FLOOR) / (1 + _FLOOR))
+        return np.asarray(logs**2 @ self._weights + absent * self._missing[part])
 
 
-def merge_ranges(
-    strata: Mapping[str, Sequence[Unit]], smallest_share: float
-) -> dict[str, list[Unit]]:
-    """Merge neighbouring ranges of times or numbers if their units are too few for the smallest share of a side.
+def _least(gains: NDArray[np.float64]) -> tuple[float, int, int]:
+    """Return the least number of (N, M), rounded so that machines agree on the first of equal ones, and its place."""
+    rounded = np.round(gains, 9)
+    row, column = divmod(int(rounded.argmin()), gains.shape[1])
+    return float(rounded[row, column]), row, column
 
-    Each side gets at least one unit of each stratum: with six events in two ranges, a third of the events each. Events
-    and the censored stay apart.
-    """
-    merged: dict[str, list[Unit]] = {}
-    for kind in dict.fromkeys(name.split()[0] for name in strata):
-        names = [name for name in sorted(strata) if name.split()[0] == kind]
-        most = max(1.0, smallest_share * sum(len(strata[name]) for name in names))
-        parts = max(it for it in (1, 2, len(names)) if it <= min(most, len(names)))
-        for some in np.array_split(np.array(names, object), parts):
-            merged[" or\n".join(some)] = [unit for name in some for unit in strata[name]]
-    return merged
+
+def mark_patches(slide: SlideSplit, marks: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Return (N, 1 + C) marks of the patches of a slide, of its annotated classes or else its `marks`; false if left out."""
+    used = (slide.sides != DROPPED)[:, None]
+    if slide.labels is not None:
+        of_classes = slide.labels[:, None] == np.arange(len(marks) - 1)
+        return np.hstack([used, used & of_classes])
+    return np.asarray(used & marks, np.bool_)
 
 
 def copies_note(own: Sequence[SlideSplit], slides: Sequence[SlideSplit]) -> str:
@@ -255,19 +201,3 @@ def copies_note(own: Sequence[SlideSplit], slides: Sequence[SlideSplit]) -> str:
     shown = [" = ".join(names[:4]) + (" = …" if names[4:] else "") for names in sets[:3]]
     more = f"; and {len(sets) - 3} more" if sets[3:] else ""
     return f" (copies of one slide count as one and stay on one side: {'; '.join(shown)}{more})"
-
-
-def _draw(units: list[Unit], size: int, seed: int) -> tuple[list[Unit], list[Unit]]:
-    """Return the remaining and the drawn units, as scikit-learn's `train_test_split` does, which is slow to import."""
-    order = np.random.RandomState(seed & _SEEDS).permutation(len(units)).tolist()
-    return [units[i] for i in order[size:]], [units[i] for i in order[:size]]
-
-
-def _too_few(
-    label: str, count: int, kind: str, needed: int, notes: Mapping[str, str]
-) -> NothingToDo:
-    return NothingToDo(
-        f"class {' '.join(label.split())!r} cannot be split", found=f"{count} {kind}{'s' if count != 1 else ''}{notes.get(label, '')}",
-        expected=f"at least {needed}, one for each side that needs the class",
-        todo="add slides, or split by smaller units (--split-by slide, region or patch)",
-    )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -19,13 +20,23 @@ from histopipe.dataset.targets import Task
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.slides.slide_hashes import copy_names
 from histopipe.slides.tables import SlideLabel, SlideNames, read_labels
-from histopipe.system.csv_files import nfc
+from histopipe.system.csv_files import cell_number, nfc
 from histopipe.system.progress import message
 from histopipe.system.result import counted
 
 NO_CLASS = -1
 _UNKNOWN = "unknown"
 """Label of a slide with a target, until the strata are known."""
+_SPELLINGS = {
+    "train": 0,
+    "training": 0,
+    "validation": 1,
+    "valid": 1,
+    "val": 1,
+    "test": 2,
+    "testing": 2,
+}
+"""Cells of a split column in lower case, and their sides."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +67,7 @@ class PatchFilter:
     @property
     def active(self) -> bool:
         """Whether any bound is set."""
-        return self != PatchFilter()
+        return self != _NO_FILTER
 
     def fit(self, index: Mapping[str, NDArray[Any]], *, where: str) -> NDArray[np.bool_]:
         """Return a mask (N,) bool of the patches within the bounds, from the columns of a slide; messages name `where`.
@@ -82,17 +93,22 @@ class PatchFilter:
         return kept
 
 
+_NO_FILTER = PatchFilter()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Labelling:
     """Source of the labels, and filter of the patches. `labels`, by slide id, replace the recorded ones.
 
-    With a `task`, targets are read from the cells of `labels`; `covariates` are further columns.
+    With a `task`, targets are read from the cells of `labels`; `covariates` are further columns. Slides with an empty
+    cell in `split_column`, which has their sides or folds, are left out.
     """
 
     labels: Mapping[str, SlideLabel] | None = None
     labels_from: LabelsFrom = "slide"
     task: Task | None = None
     covariates: tuple[str, ...] = ()
+    split_column: str | None = None
     patch_filter: PatchFilter = field(default_factory=PatchFilter)
 
 
@@ -189,26 +205,64 @@ def class_codes(store: SampleSource, slide: int, classes: Sequence[str]) -> NDAr
     return table[np.where((label >= 0) & (label < len(store.classes)), label, -1)]
 
 
+def given_parts(
+    slides: Sequence[SlideSplit],
+    stores: Sequence[SampleSource],
+    labelling: Labelling,
+    *,
+    folds: bool,
+) -> NDArray[np.int64]:
+    """Return the side of each slide in the split column, (N,), or the number of its fold.
+
+    Raises:
+        UsageError: a cell is no side, or no whole number.
+    """
+    column = str(labelling.split_column)
+    cells = [_labels_of(stores[slide.store], slide.slide, labelling)[1][column] for slide in slides]
+    parts = [
+        cell_number(cell) if folds else _SPELLINGS.get(cell.lower(), math.nan) for cell in cells
+    ]
+    wrong = [number for number, part in enumerate(parts) if part % 1 != 0]
+    if wrong:
+        rest = f", and {counted(len(wrong) - 1, 'row')} more" if wrong[1:] else ""
+        raise UsageError(
+            f"row of slide {slides[wrong[0]].id}, column {column}",
+            found=repr(cells[wrong[0]]) + rest,
+            expected="the whole number of a fold; train, validation and test need no --folds"
+            if folds
+            else f"{', '.join(_SPELLINGS)}, in any case; fold numbers need --folds column",
+            todo="correct the cells; an empty cell leaves its slide out",
+        )
+    return np.array(parts, np.int64)
+
+
+def _labels_of(
+    store: SampleSource, number: int, labelling: Labelling
+) -> tuple[SlideLabel | SampleGroup, Mapping[str, str]]:
+    """Return label, patient and site of a slide, and the cells of its further columns, by name."""
+    source: SlideLabel | SampleGroup = store.records[number]
+    if labelling.labels is not None:
+        source = labelling.labels.get(store.records[number].id, SlideLabel(None))
+    return source, getattr(source, "cells", {})
+
+
 def _candidate(
     ordinal: int, store: SampleSource, number: int, labelling: Labelling, classes: Sequence[str]
 ) -> SlideSplit | None:
     """Return a slide; None if it is unlabelled or empty."""
-    record = store.records[number]
-    given: SlideLabel | SampleGroup = record
-    if labelling.labels is not None:
-        given = labelling.labels.get(record.id, SlideLabel(None))
+    record, (given, cells) = store.records[number], _labels_of(store, number, labelling)
     label = given.label
     codes = None
     if labelling.labels_from == "annotation":
         # Slides without annotations are skipped before their index is read.
         label = nfc(max(record.patch_labels, key=record.patch_labels.__getitem__, default=""))
         codes = class_codes(store, number, classes) if label else None
-    cells: Mapping[str, str] = getattr(given, "cells", {})
     target = None
     if labelling.task is not None:
         target = labelling.task.target(cells, f"slide {record.id}") if cells else None
         label = "" if target is None else _UNKNOWN
-    if not label or not record.stored:
+    left_out = labelling.split_column is not None and not cells.get(labelling.split_column)
+    if not label or not record.stored or left_out:
         return None
     fit = np.ones(record.planned, np.bool_)
     if codes is not None:

@@ -97,9 +97,6 @@ def participants(
 ) -> list[Participant]:
     """Return all slides of the sources. `given_splits`: the split comes from a file, which may lack slides."""
     in_split = {(it.store, it.slide): it for it in splits.slides}
-    missing = (
-        "not in the given split" if given_splits else "no target" if splits.targets else "no label"
-    )
     # Names as in the predictions; two stores may each have a slide "1".
     names = Counter(record.id for source in sources for record in source.records.values())
     names_in_split = Counter(it.id for it in splits.slides)
@@ -109,9 +106,20 @@ def participants(
             slide = in_split.get((ordinal, number))
             once = (names if slide is None else names_in_split)[record.id] == 1
             name = record.id if once else f"{record.id}@{source.uuid[:8]}"
-            own = _of_slide(source, number, slide, labelling, missing)
+            own = _of_slide(source, number, slide, labelling)
+            if slide is None:
+                labelled = own.label or splits.targets
+                missing = missing_from(splits, own, given=given_splits) if labelled else "no label"
+                own = replace(own, reason=exclusion_of(record) or missing)
             found.append(replace(own, slide=name))
     return _with_copies(found, sources)
+
+
+def missing_from(splits: Splits, slide: Participant, *, given: bool) -> str:
+    """Return why a slide with patches is not in a split, which may be `given` by a file."""
+    if splits.column is not None and not slide.cells.get(splits.column):
+        return f"no value in column {splits.column}"
+    return "not in the given split" if given else "no target" if splits.targets else "no label"
 
 
 def found_slide(
@@ -158,14 +166,11 @@ def _of_slide(
     number: int,
     split: SlideSplit | None,
     labelling: Labelling,
-    missing: str,
 ) -> Participant:
     record, own = source.records[number], found_slide(source, number, labelling.labels)
     unreadable = record.planned - record.stored
     if split is None:
-        unlabelled = not own.label and missing != "no target"
-        reason = exclusion_of(record) or ("no label" if unlabelled else missing)
-        return replace(own, unreadable=unreadable, reason=reason)
+        return replace(own, unreadable=unreadable)
     counts: dict[str, Any] = _patch_counts(
         source, number, split, labelling, unreadable=unreadable > 0
     )

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from histopipe.dataset.memory import ReusedMemory
 from histopipe.dataset.options import Column, OnError
-from histopipe.dataset.sample_table import SampleTable, SlideValues, unpack_keys
+from histopipe.dataset.sample_table import SampleLocations, SampleTable, SlideValues, unpack_keys
 from histopipe.dataset.sampling import BatchSampler, Field, Order
 from histopipe.errors import DamagedStore
 from histopipe.store.format import patch_key, value_crc
@@ -81,7 +81,10 @@ class PatchBatches(BatchSampler):
         Raises:
             DamagedStore: a patch is missing, differs from its CRC or cannot be decoded, and `on_error` is "raise".
         """
-        located, weights = self.locate(step, replica)
+        return self.read(*self.locate(step, replica))
+
+    def read(self, located: SampleLocations, weights: NDArray[np.float32]) -> Batch:
+        """Load a batch of located patches; see `load`."""
         keys = located.keys
         images = self._memory.empty((len(keys), self.patch_size, self.patch_size, 3))
         columns = {name: np.empty(len(keys), _TYPES[name]) for name in self.columns}

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.dataset.assignment import Assignment, copies_note, merge_small_strata
+from histopipe.dataset.assignment import mark_patches
 from histopipe.dataset.sample_table import SampleSource
 from histopipe.dataset.splits import DROPPED, SlideSplit
 from histopipe.errors import UsageError
@@ -18,53 +17,51 @@ from histopipe.store.record import SlideRecord
 
 def sides_by_region(
     slides: Sequence[SlideSplit],
-    classes: Sequence[str],
+    marks: NDArray[np.bool_],
     stores: Sequence[SampleSource],
-    assignment: Assignment,
     region: Micrometres,
-) -> list[NDArray[np.int8]]:
-    """Return the sides of the patches of each slide by the square that contains their centre.
+    assign: Callable[[NDArray[np.int64]], NDArray[np.int8]],
+) -> list[list[NDArray[np.int8]]]:
+    """Return the sides of the patches of each slide, for each fold, by the square that contains their centre.
 
-    Patches within a patch width of another side are left out.
+    Patches within a patch width of another side are left out. `marks` are (N, Q) of the slides; `assign` returns the
+    sides of (U, Q) patches of squares, (U,) for each fold.
     """
     squares = [_squares(slide, stores[slide.store], region) for slide in slides]
     # Copies of one slide have the same squares.
     keys = [slide.content or f"{slide.store}/{slide.id}" for slide in slides]
-    strata: dict[str, set[tuple[str, int, int]]] = defaultdict(set)
-    for slide, key, (position, _) in zip(slides, keys, squares, strict=True):
-        for name, x, y in _labelled_squares(slide, position, classes):
-            strata[name].add((key, x, y))
-    merged = merge_small_strata(strata, slides)
-    notes = {}
-    for name, units in merged.items():
-        used = {key for key, _, _ in units}
-        own = [slide for slide, key in zip(slides, keys, strict=True) if key in used]
-        notes[name] = copies_note(own, slides)
-    sides = assignment.assign(merged, "region", notes)
-    found_sides = []
-    for key, (position, nearby) in zip(keys, squares, strict=True):
-        own_sides = _sides_of(position, key, sides)
-        others = [_sides_of(points, key, sides) for points in nearby]
-        # A square without patches is on no side, so patches need no distance from it.
-        mixed = np.any([(other != own_sides) & (other != DROPPED) for other in others], axis=0)
-        found_sides.append(np.where(mixed, DROPPED, own_sides).astype(np.int8))
-    return found_sides
+    patches: dict[tuple[str, int, int], NDArray[np.int64]] = {}
+    for slide, key, (position, _), row in zip(slides, keys, squares, marks, strict=True):
+        fit = slide.sides != DROPPED
+        places, place_of = np.unique(position[fit], axis=0, return_inverse=True)
+        counts = np.zeros((len(places), len(row)), np.int64)
+        np.add.at(counts, place_of.ravel(), mark_patches(slide, row)[fit])
+        for (x, y), count in zip(places.tolist(), counts, strict=True):
+            patches[key, x, y] = patches.get((key, x, y), 0) + count
+    folds = []
+    for assigned in assign(np.array(list(patches.values()))):
+        sides = dict(zip(patches, assigned.tolist(), strict=True))
+        folds.append(
+            [
+                _sides_apart(key, position, nearby, sides)
+                for key, (position, nearby) in zip(keys, squares, strict=True)
+            ]
+        )
+    return folds
 
 
-def _labelled_squares(
-    slide: SlideSplit, position: NDArray[np.int64], classes: Sequence[str]
-) -> Iterator[tuple[str, int, int]]:
-    """Yield the most frequent class and the coordinates of each square that has patches."""
-    fit = slide.sides != DROPPED
-    squares, square = np.unique(position[fit], axis=0, return_inverse=True)
-    if slide.labels is None:
-        names = [slide.label] * len(squares)
-    else:
-        votes = np.zeros((len(squares), len(classes)), np.int64)
-        np.add.at(votes, (square.ravel(), slide.labels[fit]), 1)
-        names = [classes[n] for n in votes.argmax(axis=1).tolist()]
-    for name, (x, y) in zip(names, squares.tolist(), strict=True):
-        yield name, x, y
+def _sides_apart(
+    key: str,
+    position: NDArray[np.int64],
+    nearby: Sequence[NDArray[np.int64]],
+    sides: Mapping[tuple[str, int, int], int],
+) -> NDArray[np.int8]:
+    """Return the sides of the patches of a slide, `DROPPED` for those near another side."""
+    own_sides = _sides_of(position, key, sides)
+    others = [_sides_of(points, key, sides) for points in nearby]
+    # A square without patches is on no side, so patches need no distance from it.
+    mixed = np.any([(other != own_sides) & (other != DROPPED) for other in others], axis=0)
+    return np.where(mixed, DROPPED, own_sides).astype(np.int8)
 
 
 def _sides_of(

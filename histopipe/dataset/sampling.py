@@ -251,10 +251,14 @@ class BatchSampler(ABC):
         if replica is not None:
             rows = replica_rows(self.batch_size, self.replicas, replica)
             place = place[rows.start : rows.stop]
-        real = place < len(self.order)
+        return self.at(place, epoch)
+
+    def at(self, places: Numbers, epoch: int = 0) -> tuple[SampleLocations, NDArray[np.float32]]:
+        """Locate the samples at places of an epoch. Places after its end are padding: their weight is 0."""
+        real = places < len(self.order)
         # The padding consists of real patches, so that batch statistics stay meaningful.
-        place %= len(self.order)
-        return self.table.locate(self.order(epoch, place), epoch), real.astype(np.float32)
+        numbers = self.order(epoch, places % len(self.order))
+        return self.table.locate(numbers, epoch), real.astype(np.float32)
 
     def _slide_fields(self) -> list[Field]:
         """Return the fields with a row per slide."""

@@ -11,7 +11,7 @@ import json
 import math
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,8 @@ _NAME = "histopipe-splits"
 _PLAIN, _WITH_LABELS, _WITH_TARGETS = 1, 2, 3
 """Format versions. Version 2 has patch classes, which a reader of version 1 would take for slide classes; version 3 has
 targets or covariates."""
+FIRST_ALGORITHM = "stratified"
+"""Algorithm of files that name none: patients by their most frequent class, until version 0.3."""
 _DAMAGE = (OSError, ValueError, KeyError, TypeError, OverflowError, zlib.error)
 """Errors that a damaged file can raise when it is read."""
 
@@ -81,6 +83,8 @@ class Splits:
     """Split of the labelled slides of the stores `uuids`. `fractions` are those of train, validation and test.
 
     `targets` and `covariates` are the names of their columns. With targets, `classes` are the strata of the split.
+    `algorithm` assigned the sides: "balanced", "random" (by patch), "given" (all by `column`, the split column), or
+    "stratified" in earlier versions.
     """
 
     split_by: SplitBy
@@ -92,6 +96,8 @@ class Splits:
     task: TaskName = "classification"
     targets: tuple[str, ...] = ()
     covariates: tuple[str, ...] = ()
+    algorithm: str = "balanced"
+    column: str | None = None
 
     @property
     def kind(self) -> Task | None:
@@ -107,9 +113,14 @@ class Splits:
         """Count the patches by side and class."""
         counts: dict[Side, Counter[str]] = {side: Counter() for side in SIDES}
         for slide in self.slides:
-            for side in SIDES:
-                for name, rows in self.by_class(slide, side).items():
-                    counts[side][name] += len(rows)
+            # Column 0 is for patches that are left out, or have no class.
+            names = [slide.label] if slide.labels is None else self.classes
+            codes = 1 if slide.labels is None else slide.labels + 1
+            place = (slide.sides + 1) * (len(names) + 1) + codes
+            table = np.bincount(place, minlength=4 * (len(names) + 1)).reshape(4, -1)[1:, 1:]
+            for side, row in zip(SIDES, table.tolist(), strict=True):
+                for name, count in zip(names, row, strict=True):
+                    counts[side][name] += count
         return counts
 
     def by_class(self, slide: SlideSplit, side: Side) -> dict[str, NDArray[np.int32]]:
@@ -138,6 +149,32 @@ class Splits:
             ]
         return found
 
+    def shortages(self, unit: str) -> Iterator[str]:
+        """Yield a line for each side with less than half of its share of patients, patches or a class.
+
+        `unit` is the plural noun of what is counted as patches.
+        """
+        counts = self.count()
+        patients = {
+            (side, slide.patient) for slide in self.slides for side in SIDES if len(slide.on(side))
+        }
+        amounts = {
+            "patients": Counter(side for side, _ in patients),
+            unit: {side: counts[side].total() for side in SIDES},
+            **{
+                f"{unit} of {name}": {side: counts[side][name] for side in SIDES}
+                for name in (self.classes if self.kind is None else ())
+            },
+        }
+        for side, share in zip(SIDES, self.fractions, strict=True):
+            few = [
+                f"{of_sides[side]:,} of {sum(of_sides.values()):,} {what}"
+                for what, of_sides in amounts.items()
+                if of_sides[side] < share / 2 * sum(of_sides.values())
+            ]
+            if few:
+                yield f"{side} has {', '.join(few)}: less than half of its share, {share:.0%}"
+
 
 def write_splits(splits: Splits, path: Path) -> None:
     """Write `splits.json` atomically."""
@@ -153,6 +190,8 @@ def write_splits(splits: Splits, path: Path) -> None:
         "format": _NAME,
         "version": version,
         **more,
+        "algorithm": splits.algorithm,
+        **({} if splits.column is None else {"column": splits.column}),
         "split_by": splits.split_by,
         "seed": splits.seed,
         "fractions": splits.fractions,
@@ -236,10 +275,14 @@ def _from_json(value: Mapping[str, Any], path: Path) -> Splits:
         task=value.get("task", "classification"),
         targets=tuple(value.get("targets", ())),
         covariates=tuple(value.get("covariates", ())),
+        algorithm=str(value.get("algorithm", FIRST_ALGORITHM)),
+        column=value.get("column"),
     )
     if splits.task != "classification" and splits.task not in TASKS:
         raise ValueError(f"unknown task {splits.task}")
-    texts = (splits.split_by, *splits.uuids, *splits.classes, *splits.targets, *splits.covariates)
+    texts = (
+        splits.split_by, splits.column or "", *splits.uuids, *splits.classes, *splits.targets, *splits.covariates
+    )  # fmt: skip
     if not all(isinstance(text, str) for text in texts) or type(splits.seed) is not int:
         raise TypeError("a name or the seed has the wrong type")
     for slide in splits.slides:

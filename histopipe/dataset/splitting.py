@@ -1,35 +1,36 @@
-"""Create splits: by patient, site or slide, by region of a slide, or by patch."""
+"""Create splits: by patient, site or slide, by region of a slide, by patch, or from a column of the labels file."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.dataset.assignment import (
-    AssignByFolds,
-    AssignByFractions,
-    Assignment,
-    copies_note,
-    merge_ranges,
-    merge_small_strata,
-)
-from histopipe.dataset.labelling import Labelling, candidates
+from histopipe.dataset.assignment import Assignment, copies_note, mark_patches
+from histopipe.dataset.labelling import Labelling, candidates, given_parts
 from histopipe.dataset.options import SIDES, Side, SplitBy
 from histopipe.dataset.regions import sides_by_region
 from histopipe.dataset.sample_table import SampleSource
 from histopipe.dataset.splits import DROPPED, SlideSplit, Splits
 from histopipe.dataset.targets import Multilabel
-from histopipe.errors import NothingToDo, UsageError
+from histopipe.errors import HistopipeError, NothingToDo, UsageError
 from histopipe.geometry import Micrometres
 from histopipe.slides.slide_hashes import connected
+from histopipe.system.hashing import combine
+from histopipe.system.progress import message
 from histopipe.system.result import counted
 
 FRACTIONS = (0.7, 0.15, 0.15)
 REGION = Micrometres(250.0)
+_TRAIN, _VALIDATION, _TEST = range(len(SIDES))
+_MAX_WAYS = 3
+"""Maximum number of flags that a refusal lists."""
 
 
 def make_splits(
@@ -43,32 +44,23 @@ def make_splits(
 ) -> Splits:
     """Split the labelled slides of stores. The same seed gives the same split.
 
-    The fractions are of units, not of patches. `region` is the side of the squares for split_by="region".
+    Each side gets its fraction of units, patches and classes, as far as the units allow. `region` is the side of the
+    squares for split_by="region". If the labelling has a split column without validation, it is drawn from training.
 
     Raises:
         NothingToDo: there are fewer than two classes, or a class is too small to be on every side.
-        UsageError: a slide has no site, for "site", or no mpp, for "region".
+        UsageError: a slide has no site, for "site", no mpp, for "region", or a wrong cell in the split column.
     """
-    classes, slides = candidates(stores, labelling or Labelling())
-    assignment = AssignByFractions(fractions, seed)
-    splits = _divide(
-        classes,
-        slides,
-        stores,
-        assignment,
-        split_by=split_by,
-        region=region,
-        labelling=labelling or Labelling(),
-    )
-    for side, fraction in zip(SIDES, fractions, strict=True):
-        if fraction:
-            _refuse_missing(splits, side)
-    return splits
+    labelling = labelling or Labelling()
+    classes, slides = candidates(stores, labelling)
+    return _Plan(
+        stores, labelling, classes, slides, split_by, Assignment(fractions, seed), region
+    ).make()[0]
 
 
 def make_folds(
     stores: Sequence[SampleSource],
-    folds: int,
+    folds: int | Literal["column"],
     *,
     split_by: SplitBy,
     seed: int,
@@ -78,153 +70,270 @@ def make_folds(
 ) -> tuple[Splits, ...]:
     """Return a split for each fold of a cross-validation. Every patch that is not left out is in exactly one test set.
 
-    The first two fractions divide the units that are not in the test set into training and validation.
+    The first two fractions divide the units that are not in the test set into training and validation. With "column",
+    the split column of the labelling has the fold of each slide.
 
     Raises:
         NothingToDo: a class is too small to be in training and test.
-        UsageError: there are fewer units than folds.
+        UsageError: there are fewer units than folds, or the split column has another number of folds.
     """
-    classes, slides = candidates(stores, labelling or Labelling())
-    all_splits = []
-    for fold in range(folds):
-        assignment = AssignByFolds(fold, folds, fractions, seed)
-        splits = _divide(
-            classes,
-            slides,
-            stores,
-            assignment,
-            split_by=split_by,
-            region=region,
-            labelling=labelling or Labelling(),
+    labelling = labelling or Labelling()
+    classes, slides = candidates(stores, labelling)
+    if labelling.split_column is not None:
+        count = len(np.unique(given_parts(slides, stores, labelling, folds=True)))
+        if count < 2 or folds not in ("column", count):
+            raise UsageError(
+                f"--folds {folds}",
+                found=f"{counted(count, 'fold')} in column {labelling.split_column}",
+                expected="--folds column, and a column with two or more folds",
+            )
+        folds = count
+    elif folds == "column":
+        raise UsageError("--folds column", found="no --split-column", expected="its name")
+    assignment = Assignment(fractions, seed, int(folds))
+    return _Plan(stores, labelling, classes, slides, split_by, assignment, region).make()
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Labelled slides, and how they are to be split."""
+
+    stores: Sequence[SampleSource]
+    labelling: Labelling
+    classes: tuple[str, ...]
+    slides: Sequence[SlideSplit]
+    split_by: SplitBy
+    assignment: Assignment
+    region: Micrometres
+
+    def make(self) -> tuple[Splits, ...]:
+        """Return the split, or that of each fold. A refusal lists flags with which the slides can be split."""
+        try:
+            return self._make()
+        except NothingToDo as error:
+            ways = (
+                []
+                if self.labelling.split_column is not None
+                else [*islice(self._ways(), _MAX_WAYS)]
+            )
+            todo = ", or ".join([*ways, error.todo or "add slides"])
+            raise NothingToDo(
+                error.what, found=error.found, expected=error.expected, todo=todo
+            ) from None
+
+    def _make(self) -> tuple[Splits, ...]:
+        sides: Any
+        if self.labelling.split_column is not None:
+            sides, algorithm = self._by_column()
+        elif self.split_by == "patch":
+            sides, algorithm = _by_patch(self.slides, self.assignment), "random"
+        elif self.split_by == "region":
+            marks, classes = self._marks()
+            sides = sides_by_region(
+                self.slides,
+                marks,
+                self.stores,
+                self.region,
+                lambda patches: self._assign(patches, classes, self.slides),
+            )
+            algorithm = "balanced"
+        else:
+            sides, algorithm = self._by_group(), "balanced"
+        return tuple(self._checked(each, algorithm) for each in sides)
+
+    def _checked(self, sides: Any, algorithm: str) -> Splits:
+        """Return the splits with the sides of each slide, or refuse them: a side of a slide, or (N,) of its patches."""
+        task, column = self.labelling.task, self.labelling.split_column
+        divided = tuple(
+            replace(slide, sides=np.where(slide.sides == DROPPED, DROPPED, side).astype(np.int8))
+            for slide, side in zip(self.slides, sides, strict=True)
         )
-        _refuse_missing(splits, "train")
-        for side in SIDES[1:]:
-            if not splits.count()[side].total():
-                _refuse_missing(splits, side)
-        all_splits.append(splits)
-    return tuple(all_splits)
+        train, validation, test = self.assignment.fractions
+        if column is not None:
+            train, validation, test = (np.bincount(sides, minlength=3) / len(sides)).tolist()
+        splits = Splits(
+            self.split_by,
+            self.assignment.seed,
+            (train, validation, test),
+            tuple(store.uuid for store in self.stores),
+            self.classes,
+            divided,
+            task="classification" if task is None else task.name,
+            targets=() if task is None else task.columns,
+            covariates=self.labelling.covariates,
+            algorithm=algorithm,
+            column=column,
+        )
+        # Folds and given splits may lack a class, except for training.
+        lenient, counts = self.assignment.folds > 0 or column is not None, splits.count()
+        for side, share in zip(SIDES, splits.fractions, strict=True):
+            may_lack = side == "test" if not share else lenient and side != "train"
+            if not may_lack or (share and not counts[side].total()):
+                _refuse_missing(splits, side, counts[side])
+        return splits
+
+    def _ways(self) -> Iterator[str]:
+        """Yield flags or changes with which the slides can be split."""
+        assignment, share = self.assignment, round(self.assignment.without_test[_VALIDATION], 2)
+        by_label = self.labelling.task is None and self.labelling.labels_from == "slide"
+        options: list[dict[str, dict[str, Any]]] = [
+            {
+                f"pass --folds {number}": {"assignment": replace(assignment, folds=number)}
+                for number in (5, 3, 2)
+                if number < (assignment.folds or 6)
+            },
+            {
+                f"pass --fractions {1 - share:g},{share:g},0": {
+                    "assignment": replace(assignment, shares=(1 - share, share, 0.0))
+                }
+                for _ in range(not assignment.folds)
+            },
+            {
+                f"leave the label {name!r} empty": {
+                    "classes": tuple(label for label in self.classes if label != name),
+                    "slides": [slide for slide in self.slides if slide.label != name],
+                }
+                for name in self.classes
+                if by_label and len(self.classes) > 2
+            },
+            {"pass --split-by patient": {"split_by": "patient"}},
+            {"pass --split-by region": {"split_by": "region"}},
+            {"pass --split-by slide --allow-leaks": {"split_by": "slide"}},
+        ]
+        for group in options:
+            for text, changes in group.items():
+                with suppress(HistopipeError):
+                    replace(self, **changes)._make()
+                    yield text
+                    break
+
+    def _by_column(self) -> tuple[list[NDArray[np.int64]], str]:
+        """Return the side of each slide, (N,) for each fold, and how sides were assigned."""
+        folds, algorithm = self.assignment.folds, "given"
+        parts = given_parts(self.slides, self.stores, self.labelling, folds=folds > 0)
+        given = [parts]
+        if folds:
+            given = [np.where(parts == part, _TEST, _TRAIN) for part in np.unique(parts)]
+        for fold, sides in enumerate(given):
+            rows = np.flatnonzero(sides == _TRAIN).tolist()
+            if _VALIDATION not in sides and len(rows):
+                seed = int(combine(self.assignment.seed, fold))
+                assignment = Assignment(self.assignment.without_test, seed)
+                slides, algorithm = [self.slides[row] for row in rows], "balanced"
+                (sides[rows],) = replace(self, slides=slides, assignment=assignment)._by_group()
+        if not folds and algorithm == "balanced":
+            message(
+                f"column {self.labelling.split_column} has no validation: "
+                f"{counted(int((parts == _VALIDATION).sum()), 'training slide')} drawn for it at random, by {self.split_by}"
+            )
+        return given, algorithm
+
+    def _by_group(self) -> NDArray[np.int8]:
+        """Return the side of each slide, (N,) for each fold: that of its patient, site or slide."""
+        patients = [slide.patient for slide in self.slides]
+        names = patients
+        if self.split_by == "slide":
+            names = [f"{slide.store}/{slide.id}" for slide in self.slides]
+        elif self.split_by == "site":
+            missing = [slide.id for slide in self.slides if slide.site is None]
+            if missing:
+                raise UsageError(
+                    "--split-by site",
+                    found=f"{counted(len(missing), 'slide')} without a site, such as {missing[0]}",
+                    expected="a site for every slide",
+                    todo="add a column site to the labels file",
+                )
+            names = [str(slide.site) for slide in self.slides]
+        contents = [slide.content for slide in self.slides]
+        groups = connected(names, *([patients] if self.split_by == "site" else []), contents)
+        units = np.unique(groups, return_inverse=True)[1]
+        marks, classes = self._marks()
+        patches = np.zeros((units.max() + 1, marks.shape[1]), np.int64)
+        marked = zip(self.slides, marks, strict=True)
+        np.add.at(patches, units, [mark_patches(slide, row).sum(axis=0) for slide, row in marked])
+        several = Counter(unit for unit, _ in set(zip(units.tolist(), names, strict=True)))
+        joined = [
+            slide
+            for slide, unit in zip(self.slides, units.tolist(), strict=True)
+            if several[unit] > 1
+        ]
+        return self._assign(patches, classes, joined)[:, units]
+
+    def _marks(self) -> tuple[NDArray[np.bool_], int]:
+        """Return (N, 1 + C + R) marks of slides: always, with each class, in each range of a target; and C."""
+        task, columns, ranges = self.labelling.task, self.classes, self.classes[:0]
+        names = [{slide.label} for slide in self.slides]
+        if isinstance(task, Multilabel):
+            columns = tuple(f"{column} {value}" for column in task.columns for value in (0, 1))
+            targets = [zip(task.columns, slide.target or (), strict=True) for slide in self.slides]
+            names = [{f"{column} {value:g}" for column, value in target} for target in targets]
+        elif task is not None:
+            # Names of ranges begin with their kind, such as "event, early".
+            names = [{slide.label, slide.label.split()[0]} for slide in self.slides]
+            columns, ranges = tuple(sorted({name.split()[0] for name in columns})), self.classes
+        marks = [
+            [True, *(column in of_slide for column in (*columns, *ranges))] for of_slide in names
+        ]
+        return np.array(marks, np.bool_), len(columns)
+
+    def _assign(
+        self, patches: NDArray[np.int64], classes: int, joined: Sequence[SlideSplit]
+    ) -> NDArray[np.int8]:
+        """Return the side of each unit, (U,) for each fold, from its patches and classes as for `balanced_parts`.
+
+        `joined` are slides that may be in one unit because they are copies.
+        """
+        assignment, needed, by = self.assignment, self.assignment.needed, self.split_by
+        most, what = len(patches), "the units of the split"
+        if self.labelling.task is None and self.labelling.split_column is None:
+            units = np.count_nonzero(patches[:, 1:], axis=0).tolist()
+            for name, count in zip(self.classes, units, strict=True):
+                if count < needed:
+                    raise NothingToDo(
+                        f"class {name!r} cannot be split",
+                        found=counted(count, by)
+                        + copies_note(
+                            [slide for slide in joined if slide.label == name], self.slides
+                        ),
+                        expected=f"at least {needed}, one for each side that needs the class",
+                        todo="add slides",
+                    )
+            most, what = max(units), f"the {by}s of the largest class"
+        if assignment.folds > most:
+            raise UsageError("--folds", found=assignment.folds, expected=f"at most {most}, {what}")
+        return assignment.assign(patches, classes)
 
 
-def _divide(
-    classes: tuple[str, ...],
-    slides: Sequence[SlideSplit],
-    stores: Sequence[SampleSource],
-    assignment: Assignment,
-    *,
-    split_by: SplitBy,
-    region: Micrometres,
-    labelling: Labelling,
-) -> Splits:
-    task = labelling.task
-    if split_by == "region":
-        sides = sides_by_region(slides, classes, stores, assignment, region)
-    elif split_by == "patch":
-        sides = _by_patch(slides, assignment)
-    else:
-        several = isinstance(task, Multilabel)
-        sides = _by_group(slides, classes, split_by, assignment, several_labels=several)
-    divided = tuple(
-        replace(slide, sides=np.where(slide.sides == DROPPED, DROPPED, side).astype(np.int8))
-        for slide, side in zip(slides, sides, strict=True)
-    )
-    uuids = tuple(store.uuid for store in stores)
-    return Splits(
-        split_by, assignment.seed, assignment.fractions, uuids, classes, divided,
-        task="classification" if task is None else task.name,
-        targets=() if task is None else task.columns, covariates=labelling.covariates,
-    )  # fmt: skip
-
-
-def _refuse_missing(splits: Splits, side: Side) -> None:
+def _refuse_missing(splits: Splits, side: Side, counts: Counter[str]) -> None:
     """Check that a side has patches of every class. Patches near another side may have been left out."""
-    counts = splits.count()[side]
     task = splits.kind
+    by = f"splitting by {splits.split_by if splits.column is None else splits.column}"
     if task is not None:
         if not counts.total():
-            raise NothingToDo(
-                f"splitting by {splits.split_by} leaves no slide for {side}",
-                todo="add slides, or change --split-by",
-            )
+            raise NothingToDo(f"{by} leaves no slide for {side}", todo="add slides")
         if side != "test":
             task.check(splits.targets_on(side), f"split by {splits.split_by}, {side}")
         return
     for name in splits.classes:
         if not counts[name]:
-            own = [slide for slide in splits.slides if slide.label == name]
-            note = copies_note(own, splits.slides)
             raise NothingToDo(
-                f"splitting by {splits.split_by} leaves no {name!r} patch for {side}{note}",
-                todo="add slides, use smaller patches, or change --split-by"
+                f"{by} leaves no {name!r} patch for {side}"
+                + copies_note(
+                    [slide for slide in splits.slides if slide.label == name], splits.slides
+                ),
+                todo="add slides, use smaller patches, or change "
+                + ("--split-by" if splits.column is None else "the column")
                 + (" or increase --region-um" if splits.split_by == "region" else ""),
             )
 
 
-def _by_group(
-    slides: Sequence[SlideSplit],
-    classes: Sequence[str],
-    split_by: SplitBy,
-    assignment: Assignment,
-    *,
-    several_labels: bool,
-) -> list[NDArray[np.int8]]:
-    """Return the sides of the patches of each slide: all on the side of its patient, site or slide."""
-    patients = [slide.patient for slide in slides]
-    if split_by == "patient":
-        names = patients
-    elif split_by == "slide":
-        names = [f"{slide.store}/{slide.id}" for slide in slides]
-    else:
-        missing = [slide.id for slide in slides if slide.site is None]
-        if missing:
-            raise UsageError(
-                "--split-by site", found=f"{counted(len(missing), 'slide')} without a site, such as {missing[0]}",
-                expected="a site for every slide", todo="add a column site to the labels file",
-            )  # fmt: skip
-        names = [str(slide.site) for slide in slides]
-    contents = [slide.content for slide in slides]
-    units = connected(names, *([patients] if split_by == "site" else []), contents)
-    members: dict[int, list[int]] = defaultdict(list)
-    for i, unit in enumerate(units):
-        members[unit].append(i)
-    if several_labels:
-        found = np.array([slide.target for slide in slides]) == 1
-        own = list(members)
-        labels = np.array([found[members[unit]].any(axis=0) for unit in own])
-        side_of = dict(zip(own, assignment.assign_labels(labels).tolist(), strict=True))
-        return [
-            np.full(slide.count, side_of[unit], np.int8)
-            for slide, unit in zip(slides, units, strict=True)
-        ]
-    strata: dict[str, list[int]] = defaultdict(list)
-    for unit, inside in members.items():
-        strata[_stratum([slides[i] for i in inside], classes)].append(unit)
-    if slides and slides[0].target:
-        strata = merge_ranges(strata, min(filter(None, assignment.fractions)))
-    merged = merge_small_strata(strata, slides)
-    notes = {}
-    for label, found in merged.items():
-        joined = [members[unit] for unit in found if len({names[i] for i in members[unit]}) > 1]
-        notes[label] = copies_note([slides[i] for inside in joined for i in inside], slides)
-    sides = assignment.assign(merged, split_by, notes)
-    return [
-        np.full(slide.count, sides[unit], np.int8)
-        for slide, unit in zip(slides, units, strict=True)
-    ]
-
-
-def _stratum(slides: Sequence[SlideSplit], classes: Sequence[str]) -> str:
-    """Return the stratum of a unit: the most frequent label of its slides, or the classes of its patches."""
-    if slides[0].labels is None:
-        return Counter(slide.label for slide in slides).most_common(1)[0][0]
-    found = {int(code) for slide in slides if slide.labels is not None for code in slide.labels}
-    return " and\n".join(classes[code] for code in sorted(found - {-1}))
-
-
-def _by_patch(slides: Sequence[SlideSplit], assignment: Assignment) -> list[NDArray[np.int8]]:
-    """Return random sides of the patches of each slide. Copies of one slide get the same sides."""
+def _by_patch(
+    slides: Sequence[SlideSplit], assignment: Assignment
+) -> list[tuple[NDArray[np.int8], ...]]:
+    """Return random sides of the patches of each slide, for each fold. Copies of one slide get the same sides."""
     sides = []
     for slide in slides:
         name = slide.content or slide.id
         rng = np.random.default_rng([assignment.seed, *name.encode()])
         sides.append(assignment.assign_patches(rng.permutation(slide.count)))
-    return sides
+    return list(zip(*sides, strict=True))

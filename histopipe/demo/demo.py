@@ -11,7 +11,13 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from histopipe.demo.slide_demo import SlideDemoResult, demo_of_slide_models
+from histopipe.demo.painting import shifted_textures
+from histopipe.demo.slide_demo import (
+    FRACTIONS,
+    SlideDemoResult,
+    demo_of_slide_models,
+    draw_textures,
+)
 from histopipe.demo.slide_maker import SlideSettings, make_slide
 from histopipe.errors import HistopipeError, MachineShort, UsageError
 from histopipe.evaluation.predictions import scores_of
@@ -26,6 +32,7 @@ from histopipe.reports.heatmap import heatmap
 from histopipe.reports.html_page import plan_image
 from histopipe.reports.report import report
 from histopipe.reports.run_data import read_run
+from histopipe.runs.recipe import SMALL_CNN
 from histopipe.runs.result import TrainResult
 from histopipe.runs.train import train
 from histopipe.store.reading import decode_picture
@@ -33,10 +40,11 @@ from histopipe.store.store import Store
 from histopipe.system.files import appearing
 from histopipe.system.progress import Progress, default_progress
 
-_SIZE = Size(3072, 3072)
+_SIZE, _NEW_SIZE = Size(1536, 1536), Size(3072, 3072)
 _NODULES = 2
 _NEW_SLIDES = 2
-_SLIDES, _SLIDES_OF_BAGS = 10, 24
+_STAINS = 5
+_SLIDES = 40
 _LEAST_SLIDES = 6
 
 
@@ -86,7 +94,7 @@ def demo(
     Args:
         out: folder for all results. It must be empty or missing.
         slides: train a slide model on the labels of slides, instead of a patch model on outlines.
-        count: number of slides for training, 6 or more; by default 10, or 24 for a slide model.
+        count: number of slides for training, 6 or more; by default 40.
         progress: shows the progress; `default_progress()` if None.
 
     Raises:
@@ -96,8 +104,7 @@ def demo(
     Example:
         >>> demo("demo").reports  # doctest: +SKIP
     """
-    if count is None:
-        count = _SLIDES_OF_BAGS if slides else _SLIDES
+    count = _SLIDES if count is None else count
     if count < _LEAST_SLIDES:
         expected = f"{_LEAST_SLIDES} or more: two for each side of the split"
         raise UsageError("--count", found=count, expected=expected)
@@ -129,7 +136,13 @@ def demo(
     quality(store, progress=shown)
     step(4, "train on the patch labels, split by slide")
     result = train(
-        store, out=run, labels_from="annotation", split_by="slide", epochs=6, max_per_slide=300
+        store,
+        out=run,
+        model=SMALL_CNN,
+        labels_from="annotation",
+        split_by="slide",
+        fractions=FRACTIONS,
+        epochs=6,
     )
     step(5, "predict the new slides, and draw heatmaps")
     predict(run, new, out=predictions)
@@ -141,12 +154,14 @@ def demo(
 
 
 def _make(labelled: Path, new: Path, count: int) -> None:
-    settings = SlideSettings(size=_SIZE, nodules=_NODULES)
+    textures = draw_textures(_STAINS)
     for number in range(count + _NEW_SLIDES):
         folder = labelled if number < count else new
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"slide-{number:03d}.svs"
-        make_slide(path, "normal", number, settings)
+        size = _SIZE if folder == labelled else _NEW_SIZE
+        shifted: dict[str, Any] = shifted_textures(textures[number % _STAINS], number)
+        make_slide(path, "normal", number, SlideSettings(size=size, nodules=_NODULES, **shifted))
         if folder == new:
             path.with_suffix(".geojson").unlink()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -113,6 +113,15 @@ def synthetic_texture(rng: np.random.Generator, kind: str, mpp: float) -> Pixels
     return np.clip(tissue, 0, 255).astype(np.uint8)
 
 
+def shifted_textures(textures: Mapping[str, Pixels], number: int) -> dict[str, Pixels]:
+    """Return textures for the slide with this number, shifted so that no patch equals one of another slide.
+
+    Drawing a texture takes longer than drawing a slide, so several slides share them.
+    """
+    shift = tuple(np.random.default_rng(number).integers(0, BANK, 2).tolist())
+    return {name: np.roll(texture, shift, axis=(0, 1)) for name, texture in textures.items()}
+
+
 @dataclass(frozen=True)
 class Area:
     """Outlines of one class, and their texture from `endless`."""
@@ -122,8 +131,13 @@ class Area:
     texture: Pixels
 
 
-def endless(texture: Pixels, tile: int) -> Pixels:
-    """Return a texture that is mirrored, to repeat without a seam, and larger by a tile, so that no tile is wrapped."""
+def endless(texture: Pixels, tile: int, size: Size) -> Pixels:
+    """Return a texture that is mirrored, to repeat without a seam, and larger by a tile, so that no tile is wrapped.
+
+    A slide that is smaller than the texture needs none of this.
+    """
+    if max(size.width, size.height) + tile <= BANK:
+        return texture
     return np.pad(texture, ((0, BANK + tile), (0, BANK + tile), (0, 0)), "symmetric")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from histopipe.demo.painting import synthetic_texture
+from histopipe.demo.painting import Pixels, shifted_textures, synthetic_texture
 from histopipe.demo.slide_maker import SlideSettings, make_slide
 from histopipe.errors import HistopipeError
 from histopipe.evaluation.table import evaluation_lines, split_lines
@@ -30,8 +30,10 @@ _MPP = 0.499
 _NODULES = 2
 _STAINS = 3
 _TEXTURES = {"texture": "normal", "tumour": "tumour"}
-_NEW_SLIDES = 6
+_NEW_SLIDES = 10
 _LABELS = ("normal", "tumour")
+FRACTIONS = (0.5, 0.25, 0.25)
+"""Of 40 slides, each of one patient, validation and test have 10: enough for intervals."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -100,7 +102,7 @@ def demo_of_slide_models(out: Path, count: int, shown: Progress) -> SlideDemoRes
     step(4, "train a slide model on the labels of the slides")
     result = train(
         mil=features, labels=labels, allow_extra_rows=True, out=run, epochs=10,
-        learning_rate=5e-4, split_by="slide", fractions=(0.6, 0.2, 0.2),
+        learning_rate=5e-4, split_by="slide", fractions=FRACTIONS,
     )  # fmt: skip
     step(5, "predict the new slides from their files, and draw heatmaps")
     predicted = predict(
@@ -117,22 +119,26 @@ def demo_of_slide_models(out: Path, count: int, shown: Progress) -> SlideDemoRes
     )
 
 
+def draw_textures(count: int) -> list[dict[str, Pixels]]:
+    """Return textures of normal tissue and tumour, by name of the setting."""
+    rng = np.random.default_rng(1)
+    return [
+        {name: synthetic_texture(rng, kind, _MPP) for name, kind in _TEXTURES.items()}
+        for _ in range(count)
+    ]
+
+
 def _make(training: Path, new: Path, labels: Path, count: int) -> None:
     rows = [("slide", "label")]
-    # Drawing textures takes most of the time, so slides of both classes share them.
-    rng = np.random.default_rng(1)
-    textures: list[dict[str, Any]] = [
-        {name: synthetic_texture(rng, kind, _MPP) for name, kind in _TEXTURES.items()}
-        for _ in range(_STAINS)
-    ]
+    textures = draw_textures(_STAINS)
     for number in range(count + _NEW_SLIDES):
         folder = training if number < count else new
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"slide-{number:03d}.svs"
         positive = number % 2
-        settings = SlideSettings(
-            size=_SIZE, mpp=_MPP, nodules=_NODULES * positive, **textures[number // 2 % _STAINS]
-        )
+        # Slides of both classes share textures.
+        shifted: dict[str, Any] = shifted_textures(textures[number // 2 % _STAINS], number)
+        settings = SlideSettings(size=_SIZE, mpp=_MPP, nodules=_NODULES * positive, **shifted)
         make_slide(path, "normal", number, settings)
         path.with_suffix(".geojson").unlink()
         rows.append((path.stem, _LABELS[positive]))

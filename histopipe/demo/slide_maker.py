@@ -66,13 +66,13 @@ def make_slide(path: Path, kind: str, number: int, settings: SlideSettings) -> N
         texture = synthetic_texture(rng, kind, settings.mpp)
     outlines = random_outlines(rng, settings.size, settings.pieces)
     glass = np.clip(rng.normal(GLASS, 1.2, (settings.tile, settings.tile, 3)), 0, 255)
-    areas = [Area(kind, outlines, endless(texture, settings.tile))]
+    areas = [Area(kind, outlines, endless(texture, settings.tile, settings.size))]
     if settings.nodules:
         within = [n for piece in outlines for n in random_nodules(rng, piece, settings.nodules)]
         tumour = settings.tumour
         if tumour is None:
             tumour = synthetic_texture(rng, "tumour", settings.mpp)
-        areas.append(Area("tumour", within, endless(tumour, settings.tile)))
+        areas.append(Area("tumour", within, endless(tumour, settings.tile, settings.size)))
     painter = Painter(settings.size, settings.tile, areas, glass.astype(np.uint8))
     write_slide(path, painter, settings)
     _write_outlines(path.with_suffix(".geojson"), areas)

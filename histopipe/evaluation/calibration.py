@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.evaluation.intervals import Interval, t_quantile
+from histopipe.evaluation.intervals import FEWEST_PATIENTS, Interval, t_quantile
 
 Values = NDArray[np.float64]
 
@@ -89,12 +89,12 @@ def recalibration(
     if not separated:
         both = _logistic(np.column_stack([ones, odds]), np.zeros(len(odds)), event, patient)
     found = {"calibration_intercept": (large, 0), "calibration_slope": (both, 1)}
-    freedom = len(np.unique(patient)) - 1
+    patients = len(np.unique(patient))
     intervals = {}
     for name, (fit, place) in found.items():
-        if fit is not None and freedom > 0:
+        if fit is not None and patients >= FEWEST_PATIENTS:
             value, error = fit[0][place], fit[1][place]
-            half = t_quantile(freedom) * error
+            half = t_quantile(patients - 1) * error
             intervals[name] = (float(value - half), float(value + half))
     return Recalibration(
         None if large is None else float(large[0][0]), None if both is None else float(both[0][1]),

@@ -79,6 +79,11 @@ class Evaluation:
             return self.patch
         return (self.slide if level == "slide" else self.patient).get(how)
 
+    @property
+    def notes(self) -> list[str]:
+        """Notes on the metrics of all levels, each once."""
+        return list(dict.fromkeys(note for _, metrics in self.named() for note in metrics.notes))
+
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dict."""
         return {

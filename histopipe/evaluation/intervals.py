@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,10 @@ from numpy.typing import NDArray
 Values = NDArray[np.float64]
 Interval = tuple[float, float]
 
+FEWEST_PATIENTS = 5
+"""Fewer patients have no intervals: for two, the interval of an AUC of 1 would be [0.12, 1.00]."""
+TOO_FEW = "too few patients for an interval"
+_RELIABLE_PATIENTS = 10
 _TAIL = 0.025
 _NORMAL = 1.959963984540054
 """97.5 % quantile of the normal distribution."""
@@ -53,6 +57,24 @@ class WeightedStatistics(Protocol):
         return {}
 
 
+def patients_notes(patients: int) -> list[str]:
+    """Return why intervals of this number of patients are missing or unreliable; empty if they are neither."""
+    if patients < FEWEST_PATIENTS:
+        return [f"{TOO_FEW}: {patients}, expected at least {FEWEST_PATIENTS}"]
+    few = patients < _RELIABLE_PATIENTS
+    return [f"confidence intervals are unreliable: only {patients} patients"] if few else []
+
+
+def stored_intervals(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `intervals` and `notes` of stored metrics. Earlier versions had intervals of two patients and more."""
+    intervals = {name: tuple(ends) for name, ends in metrics["intervals"].items()}
+    notes = tuple(metrics["notes"])
+    if intervals and metrics["patients"] < FEWEST_PATIENTS:
+        kept = (note for note in notes if "intervals" not in note)
+        return {"intervals": {}, "notes": (*kept, *patients_notes(metrics["patients"]))}
+    return {"intervals": intervals, "notes": notes}
+
+
 def interval_of(values: Values, patients: int) -> Interval | None:
     """Return the 95 % confidence interval from values of resamples; None if fewer than half of them are defined.
 
@@ -78,9 +100,10 @@ def intervals_of(
 ) -> tuple[dict[str, Interval], float]:
     """Return intervals by metric, and the largest share of resamples for which a metric is undefined.
 
-    A metric has no interval if it is the same in all resamples, which would not show its uncertainty.
+    There are none of fewer than `FEWEST_PATIENTS`. A metric that is the same in all resamples has none, because it would
+    not show its uncertainty.
     """
-    if not len(draws) or patients < 2:
+    if not len(draws) or patients < FEWEST_PATIENTS:
         return {}, 0.0
     figures = statistics.figures(draws)
     found = {name: interval_of(values, patients) for name, values in figures.items()}

@@ -19,7 +19,7 @@ from histopipe.evaluation.calibration import (
     recalibration,
     reliability_of,
 )
-from histopipe.evaluation.intervals import intervals_of
+from histopipe.evaluation.intervals import intervals_of, patients_notes, stored_intervals
 from histopipe.evaluation.predictions import Scores
 from histopipe.evaluation.statistics import (
     Statistics,
@@ -28,13 +28,11 @@ from histopipe.evaluation.statistics import (
     sensitivity,
     specificity,
 )
-from histopipe.system.result import counted
 
 FIGURES = (
     "auc", "average_precision", "balanced_accuracy", "accuracy", "f1", "sensitivity", "specificity", "brier", "log_loss",
     "calibration_error", "calibration_intercept", "calibration_slope",
 )  # fmt: skip
-_MIN_PATIENTS = 10
 _MAX_UNDEFINED = 0.05
 
 
@@ -119,11 +117,10 @@ class Metrics:
             KeyError, TypeError: the value has the wrong form.
         """
         parts: dict[str, Any] = {
-            "intervals": {name: tuple(ends) for name, ends in value["intervals"].items()},
+            **stored_intervals(value),
             "confusion": tuple(map(tuple, value["confusion"])),
             "classes": {name: ClassMetrics(**fields) for name, fields in value["classes"].items()},
             "reliability": tuple(Bin(**fields) for fields in value["reliability"]),
-            "notes": tuple(value["notes"]),
         }
         curve = value.get("decision_curve")
         if curve is not None:
@@ -170,7 +167,8 @@ def metrics_of(
         if intervals:
             intervals |= own.intervals
         curve = decision_curve(scores.probability[:, positive], scores.label == positive)
-    remarks = [*notes, *_notes(scores, classes, patients if len(draws) else None, undefined)]
+    remarks = [*notes, *_notes(scores, classes, undefined)]
+    remarks += patients_notes(patients) if len(draws) else []
     return Metrics(
         count=len(scores.label), patients=patients, **figures,
         threshold=float(threshold) if isinstance(threshold, int | float) else None,
@@ -187,17 +185,13 @@ def recalibration_of(scores: Scores, number: int) -> Recalibration:
     return recalibration(scores.probability[:, number], scores.label == number, scores.patient)
 
 
-def _notes(
-    scores: Scores, classes: tuple[str, ...], patients: int | None, undefined: float
-) -> list[str]:
+def _notes(scores: Scores, classes: tuple[str, ...], undefined: float) -> list[str]:
     missing = [name for number, name in enumerate(classes) if number not in scores.label]
     notes = []
     if missing:
         notes.append(f"missing class{'es' if missing[1:] else ''}: {', '.join(missing)}")
     if scores.left_out:
         notes.append(f"{scores.left_out} excluded, because they have several labels")
-    if patients is not None and patients < _MIN_PATIENTS:
-        notes.append(f"confidence intervals are unreliable: only {counted(patients, 'patient')}")
     if not missing and undefined > _MAX_UNDEFINED:
         notes.append(f"{undefined:.0%} of the resamples lack a class: excluded from the intervals")
     return notes

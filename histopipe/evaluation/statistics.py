@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from histopipe.evaluation.calibration import BINS, bin_numbers
 from histopipe.evaluation.intervals import (
+    FEWEST_PATIENTS,
     Interval,
     auc_interval,
     error_interval,
@@ -244,7 +245,7 @@ class Roc:
     Attributes:
         false_positive, true_positive: (K,) rates at decreasing thresholds, from (0, 0) to (1, 1).
         grid: (G,) false positive rates of the band.
-        low, high: (G,) 95 % band of the true positive rate; None for a single patient, or if most resamples lack a class.
+        low, high: (G,) 95 % band of the true positive rate; None for too few patients, or if most resamples lack a class.
     """
 
     false_positive: NDArray[np.float64]
@@ -266,7 +267,7 @@ def roc_of(scores: Scores, number: int, *, patients: int, seed: int) -> Roc | No
     ends = np.append(np.flatnonzero(values[1:] != values[:-1]), len(values) - 1)
     rates = _rates(positive, ends, np.ones(len(values)))
     low = high = None
-    if len(np.unique(patient)) > 1:
+    if len(np.unique(patient)) >= FEWEST_PATIENTS:
         found = []
         for draw in bootstrap_draws(patients, _RESAMPLES, seed):
             weight = draw[patient]

@@ -29,6 +29,7 @@ from histopipe.evaluation.groups import (
     median_text,
 )
 from histopipe.evaluation.intervals import (
+    TOO_FEW,
     Difference,
     Interval,
     WeightedStatistics,
@@ -43,7 +44,7 @@ from histopipe.evaluation.target_metrics import joined_targets, target_statistic
 from histopipe.evaluation.target_scores import GroupedScores, TargetScores
 from histopipe.system.result import counted
 
-FEWEST_PATIENTS = 10
+_FEWEST_PATIENTS = 10
 """Smaller groups have no intervals."""
 _PATCH_RESAMPLES = 200
 
@@ -223,15 +224,15 @@ def _group(
     patients = [len(np.unique(items.patient[it])) for it in (rows, rest)]
     if not len(draws):
         return GroupMetrics(name, len(rows), patients[0], figures, {}, {})
-    if patients[0] < FEWEST_PATIENTS:
-        note = f"too small for intervals: {counted(patients[0], 'patient')}"
+    if patients[0] < _FEWEST_PATIENTS:
+        note = f"{TOO_FEW}: {patients[0]}"
         return GroupMetrics(name, len(rows), patients[0], figures, {}, {}, note)
     intervals, _ = intervals_of(statistics, draws[:, : statistics.patients], patients[0])
     known = {key: it for key, it in intervals.items() if figures.get(key) is not None}
     if not patients[1]:
         note = "no difference: no other group"
         return GroupMetrics(name, len(rows), patients[0], figures, known, {}, note)
-    if patients[1] < FEWEST_PATIENTS:
+    if patients[1] < _FEWEST_PATIENTS:
         note = f"no difference: only {counted(patients[1], 'patient')} in other groups"
         return GroupMetrics(name, len(rows), patients[0], figures, known, {}, note)
     others = items.statistics(rest)

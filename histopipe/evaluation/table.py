@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import cast
 
 from histopipe.dataset.options import Side, TaskName
@@ -11,13 +11,11 @@ from histopipe.evaluation.levels import Aggregation
 from histopipe.evaluation.target_metrics import TargetMetrics
 from histopipe.system.result import counted
 
-_CLASSES = (
-    {"auc": "AUC", "balanced_accuracy": "bal. acc."},
-    {"sensitivity": "sens.", "specificity": "spec.", "f1": "F1", "brier": "Brier"},
-)
+_WITH_INTERVAL = {"auc": "AUC", "balanced_accuracy": "bal. acc."}
+_PLAIN = {"sensitivity": "sens.", "specificity": "spec.", "f1": "F1", "brier": "Brier"}
 _SHOWN: Mapping[TaskName, tuple[Mapping[str, str], Mapping[str, str]]] = {
-    "classification": _CLASSES,
-    "multilabel": _CLASSES,
+    "classification": (_WITH_INTERVAL, {"accuracy": "acc.", **_PLAIN}),
+    "multilabel": (_WITH_INTERVAL, _PLAIN),
     "regression": (
         {"r2": "R²", "pearson": "Pearson"}, {"spearman": "Spearman", "mae": "MAE", "rmse": "RMSE"},
     ),
@@ -114,7 +112,7 @@ def evaluation_lines(title: str, evaluation: Evaluation) -> list[str]:
     with_intervals, plain = _SHOWN[task]
     rows = [[title, "n", *with_intervals.values(), *plain.values()]]
     notes: dict[str, list[str]] = {}
-    for name, metrics in evaluation.named():
+    for name, metrics in informative_levels(evaluation):
         level, _, how = name.partition("_")
         # Predictions of bags have one aggregation only, so it is not named.
         label = (
@@ -135,22 +133,39 @@ def evaluation_lines(title: str, evaluation: Evaluation) -> list[str]:
         for note, where in notes.items()
     ]
     lines += [f"  {remark}" for remark in remarks(evaluation)]
-    no_patients = not any(row[0].startswith("  patient") for row in rows)
-    if evaluation.slide and evaluation.patient and no_patients:
+    levels_shown = {row[0].split()[0] for row in rows}
+    same = same_as_slides(evaluation, "mean")
+    if same and "slide" in levels_shown and "patient" not in levels_shown:
         lines.append("  patients: same as slides, because each patient has one slide")
     return aligned(rows) + lines
+
+
+def informative_levels(evaluation: Evaluation) -> Iterator[tuple[str, AnyMetrics]]:
+    """Yield the metrics of each level that has a main metric. Without one at the finest level, yield all levels.
+
+    Most slides of a study with annotations have several labels. Those with one label often have the same.
+    """
+    everything = main_figure(evaluation.finest)[1] is None
+    for name, metrics in evaluation.named():
+        if everything or main_figure(metrics)[1] is not None:
+            yield name, metrics
 
 
 def remarks(evaluation: Evaluation) -> list[str]:
     """Return remarks on an evaluation: why it has no metrics of slides or patients, and patients of the training."""
     several = "targets" if task_of(evaluation.finest) != "classification" else "labels"
-    missing = {
-        "slides": evaluation.patch and not evaluation.slide,
-        "patients": (evaluation.patch or evaluation.slide) and not evaluation.patient,
-    }
-    texts = [
-        f"{it}: not evaluated, because each has several {several}" for it in missing if missing[it]
-    ]
+    levels = {name.partition("_")[0] for name, _ in informative_levels(evaluation)}
+    finer = {"slide": evaluation.patch, "patient": evaluation.patch or evaluation.slide}
+    texts = []
+    for level, metrics in (("slide", evaluation.slide), ("patient", evaluation.patient)):
+        if not finer[level] or level in levels:
+            continue
+        reasons = [f"each has several {several}"]
+        if metrics:
+            few = metrics["mean"]
+            reasons = [f"the {main_figure(few)[0]} of {few.count} is undefined"]
+            reasons += [note for note in few.notes if "excluded" in note]
+        texts.append(f"{level}s: not evaluated, because {'; '.join(reasons)}")
     if evaluation.in_training:
         texts.append(
             f"used in the training, too: {evaluation.in_training} of "

@@ -13,7 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.dataset.options import TaskName
-from histopipe.evaluation.intervals import WeightedStatistics, intervals_of
+from histopipe.evaluation.intervals import (
+    FEWEST_PATIENTS,
+    TOO_FEW,
+    WeightedStatistics,
+    intervals_of,
+    patients_notes,
+    stored_intervals,
+)
 from histopipe.evaluation.levels import Aggregation, Level, levels_of, name_of
 from histopipe.evaluation.multilabel import (
     MultilabelStatistics,
@@ -24,9 +31,7 @@ from histopipe.evaluation.regression import RegressionStatistics
 from histopipe.evaluation.survival import SurvivalStatistics
 from histopipe.evaluation.target_scores import GroupedScores, TargetScores, grouped
 from histopipe.evaluation.thresholds import choose_threshold
-from histopipe.system.result import counted
 
-_MIN_PATIENTS = 10
 _MAX_UNDEFINED = 0.05
 _HALF_TOLERANCE = 1e-8
 """Rounding of a curve that is exactly one half: then the median survival is the first time of that step."""
@@ -74,10 +79,9 @@ class TargetMetrics:
             KeyError, TypeError: the value has the wrong form.
         """
         parts = {
-            "intervals": {name: tuple(ends) for name, ends in value["intervals"].items()},
+            **stored_intervals(value),
             "thresholds": tuple(value["thresholds"]),
             "groups": tuple(RiskGroup.from_json(group) for group in value["groups"]),
-            "notes": tuple(value["notes"]),
         }
         return cls(**{**value, **parts})
 
@@ -226,9 +230,10 @@ def _metrics(
     notes = statistics.remarks() if isinstance(statistics, SurvivalStatistics) else []
     if scores.left_out:
         notes.append(f"{scores.left_out} excluded, because their slides have several targets")
-    if len(draws) and patients < _MIN_PATIENTS:
-        notes.append(f"confidence intervals are unreliable: only {counted(patients, 'patient')}")
-    elif undefined > _MAX_UNDEFINED and None not in figures.values():
+    small, few = patients_notes(patients), _few_patients(kind.columns, scores)
+    if len(draws):
+        notes += small or [f"{name}: {TOO_FEW}" for name in few]
+    if not small and undefined > _MAX_UNDEFINED and None not in figures.values():
         notes.append(f"{undefined:.0%} of the resamples are undefined: excluded from the intervals")
     if kind.task == "multilabel":
         recalibrated, own = recalibrated_labels(
@@ -239,9 +244,18 @@ def _metrics(
     groups, log_rank = _risk_groups(kind, scores, limits)
     return TargetMetrics(
         kind.task, len(scores.target), patients, figures,
-        {name: ends for name, ends in intervals.items() if figures[name] is not None},
+        {
+            name: ends for name, ends in intervals.items()
+            if figures[name] is not None and name.partition(":")[2] not in (few and ["", *few])
+        },
         () if several else tuple(limits[0].tolist()), groups, log_rank, tuple(notes),
     )  # fmt: skip
+
+
+def _few_patients(columns: Sequence[str], scores: GroupedScores) -> list[str]:
+    """Return the columns with values of too few patients for an interval. The means over the columns have none, too."""
+    patients = [len(np.unique(scores.patient[rows])) for rows in np.isfinite(scores.target).T]
+    return [name for name, count in zip(columns, patients, strict=False) if count < FEWEST_PATIENTS]
 
 
 def _known(value: float) -> float | None:

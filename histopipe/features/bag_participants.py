@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from histopipe.dataset.options import SIDES
-from histopipe.dataset.participants import EXCLUDED, Participant
+from histopipe.dataset.participants import EXCLUDED, Participant, missing_from
 from histopipe.dataset.splits import Splits
 from histopipe.features.bags import BagSet
 
@@ -17,16 +17,13 @@ def bag_participants(bags: BagSet, splits: Splits, *, given_splits: bool) -> lis
         it.slide: next((side for side in SIDES if len(it.on(side))), "") for it in splits.slides
     }
     bag_of = {slide: number for number, bag in bags.bags.items() for slide in bag.slides}
-    missing = (
-        "not in the given split" if given_splits else "no target" if splits.targets else "no label"
-    )
     found = []
     for slide in bags.found_slides():
         number = bag_of.get(slide.slide)
         if slide.reason:
             found.append(slide)
         elif number is None or number not in side_of:
-            found.append(replace(slide, reason=missing))
+            found.append(replace(slide, reason=missing_from(splits, slide, given=given_splits)))
         else:
             # Joined sets may have fewer patches than the first one.
             rows, side = bags.rows_of(number, slide.slide), side_of[number]

@@ -6,9 +6,10 @@ attributes of `coords` are those of TRIDENT. The attributes of the file are spec
 
 from __future__ import annotations
 
+import json
 import os
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +20,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.dataset.memory import aligned_empty
+from histopipe.dataset.participants import read_participants
 from histopipe.errors import DamagedStore, SlideError, UsageError
-from histopipe.system.files import RecordingFile, appearing, path_within, read_json, record_or_check
+from histopipe.store.store import Store
+from histopipe.system.files import (
+    RecordingFile,
+    appearing,
+    path_within,
+    read_record,
+    record_or_check,
+)
 from histopipe.system.filesystems import reading_error, roomy
 
 FORMAT = "histopipe-features version 1"
@@ -31,7 +40,17 @@ SLIDES = "slides.csv"
 """File with all slides of which features were to be computed, next to `ENCODER`."""
 """Describes the encoder that computed all features of a folder."""
 StoredType = Literal["float32", "float16"]
-_IGNORED = ("encoder", "weights", "file", "libraries", "mismatch", "given", "patches")
+_IGNORED = (
+    "encoder",
+    "weights",
+    "file",
+    "libraries",
+    "mismatch",
+    "given",
+    "patches",
+    "batches",
+    "stores",
+)
 _CRC = "crc32"
 _DTYPES = (np.dtype(np.float32), np.dtype(np.float16))
 
@@ -283,19 +302,54 @@ def record_encoder(folder: Path, encoder: Mapping[str, Any]) -> None:
     record_or_check(folder / ENCODER, encoder, ignored=_IGNORED, contents="features")
 
 
+def record_stores(folder: Path, stores: Iterable[Store]) -> None:
+    """Add the paths of stores to the record of a folder, so that heatmaps find the slides of its features."""
+    record = read_record(folder / ENCODER) or {}
+    paths = [*record.get("stores", ()), *(str(store.path.absolute()) for store in stores)]
+    record["stores"] = list(dict.fromkeys(paths))
+    with appearing(folder / ENCODER) as part:
+        part.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+def stores_of_features(folders: Iterable[str | Path]) -> list[Path]:
+    """Return the stores that features were computed from, at their recorded paths or next to the folder of features.
+
+    Earlier versions recorded names only: their stores are left out if they are not next to the folder.
+
+    Raises:
+        UsageError: a folder or a recorded store has moved.
+        DamagedStore: a record cannot be read.
+    """
+    stores: list[Path] = []
+    for folder in map(Path, folders):
+        names = dict.fromkeys(it.store for it in read_participants(folder / SLIDES) if it.store)
+        recorded = (read_encoder(folder) or {}).get("stores")
+        for text in names if recorded is None else recorded:
+            places = (Path(text), folder.parent / Path(text).name)
+            existing = [path for path in places if (path / "data.mdb").exists()]
+            if recorded and not existing:
+                raise UsageError(
+                    f"the store of the features {folder} has moved", found=f"no store at {text}",
+                    todo="name it with --store",
+                )  # fmt: skip
+            stores += existing[:1]
+        if not folder.is_dir():
+            raise UsageError(
+                f"the features {folder} of the run have moved", found=f"no folder at {folder.absolute()}",
+                todo="name the store of their patches with --store",
+            )  # fmt: skip
+    return list(dict.fromkeys(stores))
+
+
+def paths_of_stores(settings: Mapping[str, Any]) -> list[Path]:
+    """Return the stores in the settings of a run, or those of the features that it was trained on; for errors, see there."""
+    return [*map(Path, settings.get("stores", ())), *stores_of_features(settings.get("mil", ()))]
+
+
 def read_encoder(folder: Path) -> dict[str, Any] | None:
     """Return the record of a folder's encoder; None in folders of other tools.
 
     Raises:
         DamagedStore: the record cannot be read.
     """
-    path = folder / ENCODER
-    if not path.exists():
-        return None
-    try:
-        found = read_json(path)
-    except (OSError, ValueError) as error:
-        raise DamagedStore(f"{path} is damaged", found=str(error)[:200]) from error
-    if not isinstance(found, dict):
-        raise DamagedStore(f"{path} is damaged", found=type(found).__name__, expected="an object")
-    return found
+    return read_record(folder / ENCODER)

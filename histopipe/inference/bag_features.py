@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from histopipe.errors import DamagedStore, NothingToDo, UsageError
-from histopipe.features.feature_file import feature_path, read_encoder, read_header, record_encoder
+from histopipe.features.feature_file import (
+    ENCODER,
+    feature_path,
+    read_encoder,
+    read_header,
+    record_encoder,
+)
 from histopipe.inference.classifier import PredictOptions
 from histopipe.inference.embed import embed_stores
 from histopipe.inference.encoder import (
@@ -21,7 +27,7 @@ from histopipe.inference.encoder import (
 )
 from histopipe.inference.feature_folder import FeatureFolder, described, record_slides
 from histopipe.inference.predictions_folder import PredictedSlide, PredictionsFolder
-from histopipe.inference.slide_run import Results, SlideRun, SlideRunResult
+from histopipe.inference.slide_run import BATCHES, Results, SlideRun, SlideRunResult, batch_rule
 from histopipe.inference.slide_tiler import FileSource, TiledSlide
 from histopipe.inference.source_kinds import SourceKind
 from histopipe.inference.trained_bags import TrainedBags
@@ -113,7 +119,7 @@ class BagFeatures:
                 name = FEATURES if len(known) == 1 else f"{FEATURES}-{number + 1}"
                 target = self.predictions.path / name
                 target.mkdir(exist_ok=True)
-                record_encoder(target, {**record, **encoder.identity})
+                record_encoder(target, {**record, **encoder.identity, "batches": BATCHES})
                 features = FeatureFolder(encoder, target, record.get("dtype", "float32"))
                 if stores:
                     self._embed_stores([it for it in stores if own.fit(it)], features, own)
@@ -153,7 +159,8 @@ class BagFeatures:
         self._add(found)
 
     def _embed_files(self, features: FeatureFolder, trained: TrainedPatches) -> None:
-        options = replace(self.options, labels=None)  # bags have the labels
+        rule = batch_rule(features.path / ENCODER)
+        options = replace(self.options, labels=None, batch_rule=rule)  # bags have the labels
         with FileSource([*self.paths, *self.urls], trained, options, self.progress) as source:
             run = SlideRun(features.encoder, "embedding", source.count, self.progress)
 

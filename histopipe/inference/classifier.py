@@ -22,7 +22,7 @@ from histopipe.evaluation.evaluate import (
 )
 from histopipe.evaluation.groups import check_subgroup, labels_columns
 from histopipe.evaluation.temperature import tempered
-from histopipe.inference.slide_run import Network
+from histopipe.inference.slide_run import BATCHES, Network
 from histopipe.inference.trained_patches import TrainedPatches
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
@@ -69,11 +69,13 @@ class PredictOptions:
     """Options of `predict` for reading patches. `tiling` holds the tiling settings that differ from the training."""
 
     batch_size: int = 64
+    batch_rule: str | None = BATCHES
     labels: str | Path | None = None
     na: Sequence[str] | None = None
     allow_extra_rows: bool = False
     on_error: OnError = "raise"
     tiling: Mapping[str, Any]
+    images: bool = False
     mpp_csv: str | Path | None = None
     default_mpp: float | None = None
     max_unreadable: float = 0.01
@@ -94,7 +96,15 @@ class PredictOptions:
     def check_for_stores(self) -> None:
         """Raise a UsageError if an option is given that applies to slide files only."""
         plain = PredictOptions(tiling={})
-        names = ("mpp_csv", "default_mpp", "max_unreadable", "workers", "stage", "stage_gb")
+        names = (
+            "images",
+            "mpp_csv",
+            "default_mpp",
+            "max_unreadable",
+            "workers",
+            "stage",
+            "stage_gb",
+        )
         given = [*self.tiling, *(n for n in names if getattr(self, n) != getattr(plain, n))]
         if given:
             raise UsageError(

@@ -13,17 +13,20 @@ from histopipe.dataset.participants import found_slides
 from histopipe.dataset.selection import store_paths
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.features.feature_file import (
+    ENCODER,
     StoredType,
     feature_path,
     is_ours,
     read_header,
     record_encoder,
+    record_stores,
 )
 from histopipe.inference.encoder import EncoderChoice, encoder_record
 from histopipe.inference.feature_folder import FeatureFolder, record_slides
-from histopipe.inference.slide_run import SlideRun, SlideRunResult
+from histopipe.inference.slide_run import BATCHES, SlideRun, SlideRunResult, batch_rule
 from histopipe.inference.stored_slides import StoredSlide, slides_with_patches, stored_slides
 from histopipe.runs import folder as run_folder
+from histopipe.runs.recipe import LITE, SMALLEST_TRAINED, default_model
 from histopipe.store.store import Store
 from histopipe.system.filesystems import roomy
 from histopipe.system.progress import Progress, default_progress
@@ -46,7 +49,7 @@ class EmbedResult(SlideRunResult):
 def embed(
     stores: str | Path | Sequence[str | Path] = "patches.lmdb",
     *,
-    model: str | Path,
+    model: str | Path | None = None,
     out: str | Path,
     weights: str | None = None,
     allow_mismatch: bool = False,
@@ -63,7 +66,7 @@ def embed(
 
     Args:
         stores: one store or several, with patches of one size.
-        model: folder of a run; an encoder of `histopipe encoders`, or a TOML file of one; a network in
+        model: "efficientnet-lite0" (default for patches of 96 pixels or more); folder of a run; an encoder of `histopipe encoders`, or a TOML file of one; a network in
             `keras.applications`; an ONNX or `.keras` file; a SavedModel folder; or `module.py:function`.
         out: folder for the feature files `SLIDE.h5`.
         weights: weights of a named network: "imagenet" (default of `keras.applications`), "none", a file or a folder.
@@ -93,22 +96,33 @@ def embed(
     if batch_size != "auto":
         check_whole(1, batch_size=batch_size)
     folder, shown = Path(out), progress or default_progress()
-    choice = EncoderChoice(
-        str(model), None if weights is None else str(weights), precision, xla, allow_mismatch
-    )
     with ExitStack() as stack:
         opened = [stack.enter_context(Store(path)) for path in store_paths(stores)]
         slides_with_patches(opened)  # raises early
+        size = opened[0].patch_size
+        if model is None and default_model(size) != LITE:
+            raise UsageError(
+                "--model",
+                found=f"none, and patches of {size} pixels",
+                expected=f"the name of an encoder, or patches of {SMALLEST_TRAINED} pixels or more",
+            )
+        choice = EncoderChoice(
+            str(model or LITE),
+            None if weights is None else str(weights),
+            precision,
+            xla,
+            allow_mismatch,
+        )
         mpps = [record.patch_mpp for store in opened for record in store.complete.values()]
-        mismatch = choice.check(opened[0].patch_size, mpps)
+        mismatch = choice.check(size, mpps)
         # Loaded first, because the encoder must configure the devices before anything else uses TensorFlow.
-        encoder = choice.load(opened[0].patch_size, devices=devices, batch_size=batch_size)
+        encoder = choice.load(size, devices=devices, batch_size=batch_size)
         stain = stain_norm or choice.stain_norm()
         stack.enter_context(run_folder.held(folder))
         more = {"mismatch": mismatch} if mismatch else {}
-        record_encoder(
-            folder, encoder_record(choice, encoder, opened, **more, stain_norm=stain, dtype=dtype)
-        )
+        record = encoder_record(choice, encoder, opened, **more, stain_norm=stain, dtype=dtype)
+        record_encoder(folder, {**record, "batches": BATCHES})
+        record_stores(folder, opened)
         features = FeatureFolder(encoder, folder, dtype)
         return embed_stores(
             opened, features, on_error=on_error, stain_norm=stain, batch_size=encoder.batch_size,
@@ -128,7 +142,12 @@ def embed_stores(
     """Compute the features of the slides of open stores that are missing in a folder. Options as for `embed`."""
     rows = slides_with_patches(stores)
     slides = stored_slides(
-        stores, rows, batch_size=batch_size, on_error=on_error, stain_norm=stain_norm
+        stores,
+        rows,
+        batch_size=batch_size,
+        on_error=on_error,
+        stain_norm=stain_norm,
+        rule=batch_rule(features.path / ENCODER),
     )
     run = SlideRun(features.encoder, "embedding", len(slides), progress)
     missing = run.missing(

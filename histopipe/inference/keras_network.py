@@ -65,12 +65,20 @@ class KerasNetwork:
             "sha256": self.sha256,
         }  # fmt: skip
         self._computed = tf.function(self._compute, jit_compile=True) if xla else self._compute
+        # One device: traced once, for batches of any size. Several devices have no such signature: traced twice.
+        one = self._strategy.num_replicas_in_sync == 1
+        image = tf.TensorSpec((None, self.patch_size, self.patch_size, 3), tf.uint8)
+        self._step = tf.function(
+            self._run, input_signature=[image] if one else None, reduce_retracing=not one
+        )
+        # XLA compiles, and GPUs choose algorithms, for each size: powers of two are few.
+        self._few_sizes = xla or bool(tf.config.get_visible_devices("GPU"))
         self.batch_size = self._fastest() if batch_size == "auto" else batch_size
         self._divide(self.batch_size)
 
     def _divide(self, batch_size: int) -> None:
-        self._parts = device_rows(batch_size, self._strategy.num_replicas_in_sync)
-        self._micro_batch = MicroBatch(max(map(len, self._parts)), changed=_report_micro_batch)
+        parts = device_rows(batch_size, self._strategy.num_replicas_in_sync)
+        self._micro_batch = MicroBatch(max(map(len, parts)), changed=_report_micro_batch)
 
     def _fastest(self) -> int:
         """Return the batch size with the highest throughput. A larger one has to be clearly faster."""
@@ -108,23 +116,28 @@ class KerasNetwork:
 
     def start(self, inputs: NDArray[np.uint8]) -> list[Sequence[tf.Tensor]]:
         """Start computing a batch, and return the (b, D) results by piece and device."""
+        rows = max(len(inputs), self._strategy.num_replicas_in_sync)
+        if self._few_sizes:
+            rows = min(max(rows, self.batch_size), 1 << (rows - 1).bit_length())
+        if rows > len(inputs):  # rows are repeated
+            inputs = np.resize(inputs, (rows, *inputs.shape[1:]))
         return self._micro_batch.fit(lambda size: self._in_pieces(inputs, size))
 
     def finish(self, started: list[Sequence[tf.Tensor]]) -> NDArray[np.float32]:
-        """Wait for the (B, D) results, in the order of the batch."""
+        """Wait for the (B, D) results, in the order of the batch; see `Network`."""
         by_device = zip(*started, strict=True)
         return np.concatenate([part.numpy() for pieces in by_device for part in pieces])
 
     def _in_pieces(self, images: NDArray[np.uint8], size: int) -> list[Sequence[tf.Tensor]]:
         pieces = []
-        for first in range(0, max(map(len, self._parts)), size):
-            own = [images[part.start : part.stop][first : first + size] for part in self._parts]
+        parts = device_rows(len(images), self._strategy.num_replicas_in_sync)
+        for first in range(0, max(map(len, parts)), size):
+            own = [images[part.start : part.stop][first : first + size] for part in parts]
             batch = one_per_replica(self._strategy, [tf.constant(part) for part in own], 0)
             pieces.append(self._strategy.experimental_local_results(self._step(batch)))
         return pieces
 
-    @tf.function(reduce_retracing=True)  # type: ignore[untyped-decorator]  # tensorflow has no types
-    def _step(self, batch: Any) -> Any:
+    def _run(self, batch: Any) -> Any:
         return self._strategy.run(self._computed, args=(batch,))
 
     def _compute(self, images: tf.Tensor) -> tf.Tensor:

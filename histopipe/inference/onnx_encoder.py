@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from histopipe.dataset.sampling import replica_rows
 from histopipe.errors import MachineShort, OutOfMemory, UsageError
 from histopipe.inference.slide_run import device_rows
 from histopipe.masks.network import is_colour
@@ -45,7 +46,7 @@ class OnnxEncoder:
         self._input, self._fixed = _check_input(
             self._sessions[0], path, self._preprocessing["size"]
         )
-        self._parts = device_rows(batch_size, len(self._sessions))
+        device_rows(batch_size, len(self._sessions))  # checks the batch size
         self._pool = ThreadPoolExecutor(len(self._sessions), "histopipe-onnx")
         blank = np.zeros((1, patch_size, patch_size, 3), np.uint8)
         self.dimension = self._run(self._sessions[0], self.prepare(blank)).shape[1]
@@ -76,10 +77,13 @@ class OnnxEncoder:
         return values
 
     def start(self, inputs: NDArray[np.float32]) -> list[Any]:
-        """Start computing a batch, and return one future per device."""
+        """Start computing a batch, and return one future per device that has patches."""
+        devices = len(self._sessions)
+        parts = [replica_rows(len(inputs), devices, number) for number in range(devices)]
         return [
             self._pool.submit(self._run, session, inputs[part.start : part.stop])
-            for session, part in zip(self._sessions, self._parts, strict=True)
+            for session, part in zip(self._sessions, parts, strict=True)
+            if part
         ]
 
     def finish(self, started: list[Any]) -> NDArray[np.float32]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from histopipe.dataset.options import OnError, check_whole
@@ -13,7 +14,8 @@ from histopipe.inference.bag_features import BagFeatures
 from histopipe.inference.classifier import PredictOptions, load_classifier
 from histopipe.inference.predict_bags import BagsPrediction
 from histopipe.inference.predict_patches import PatchPrediction, PredictResult
-from histopipe.inference.predictions_folder import PredictionsFolder
+from histopipe.inference.predictions_folder import SETTINGS, PredictionsFolder
+from histopipe.inference.slide_run import batch_rule
 from histopipe.inference.slide_tiler import FileSource
 from histopipe.inference.source_kinds import read_sources
 from histopipe.inference.stored_slides import StoreSource
@@ -39,6 +41,7 @@ def predict(
     allow_extra_rows: bool = False,
     subgroup: Sequence[str] = (),
     on_error: OnError = "raise",
+    images: bool = False,
     overlap: int | None = None,
     tissue: Tissue | None = None,
     tissue_threshold: float | None = None,
@@ -72,6 +75,7 @@ def predict(
         allow_extra_rows: ignore rows of `labels` and `mpp_csv` that name no slide.
         subgroup: columns of `labels` by which metrics are reported, in addition to those of the training.
         on_error: "skip" leaves out damaged patches of stores; with "raise" their slides fail.
+        images: take only images, as for `ingest`.
         overlap, tissue, tissue_threshold: tiling of slide files, if it differs from the training's.
         mpp_csv, default_mpp: scale of slide files: a CSV file slide,mpp, which takes precedence over their headers, and
             µm per pixel of files that have none.
@@ -100,7 +104,7 @@ def predict(
     options = PredictOptions(
         batch_size=batch_size, labels=labels, na=na, allow_extra_rows=allow_extra_rows, on_error=on_error,
         tiling={name: value for name, value in tiling.items() if value is not None},
-        mpp_csv=mpp_csv, default_mpp=default_mpp, max_unreadable=max_unreadable, workers=workers,
+        images=images, mpp_csv=mpp_csv, default_mpp=default_mpp, max_unreadable=max_unreadable, workers=workers,
         stage=stage, stage_gb=stage_gb, subgroup=tuple(subgroup),
     )  # fmt: skip
     shown = progress or default_progress()
@@ -111,6 +115,7 @@ def predict(
     paths, urls, kind = read_sources(sources)
     with ExitStack() as stack:
         target = PredictionsFolder(Path(out))
+        options = replace(options, batch_rule=batch_rule(target.path / SETTINGS))
         if on_bags:
             if aggregate != "mean":
                 raise UsageError(

@@ -31,7 +31,7 @@ from histopipe.inference.predictions_folder import (
     evaluate_labelled,
     write_table,
 )
-from histopipe.inference.slide_run import Results, SlideRun, SlideRunResult
+from histopipe.inference.slide_run import BATCHES, Results, SlideRun, SlideRunResult
 from histopipe.inference.slide_tiler import FileSource, TiledSlide
 from histopipe.inference.stored_slides import StoredSlide, StoreSource
 from histopipe.system.filesystems import roomy
@@ -100,7 +100,7 @@ class PatchPrediction:
         """Record the settings of the predictions, or compare them with the recorded ones."""
         classifier = self.classifier
         settings = {
-            "histopipe": __version__, "run": str(classifier.folder), "sha256": classifier.sha256,
+            "histopipe": __version__, "batches": BATCHES, "run": str(classifier.folder), "sha256": classifier.sha256,
             "classes": list(classifier.classes), "stain_norm": classifier.patches.stain_norm,
             "patch_size": classifier.patches.patch_size, **self.source.settings,
             **({"temperature": [list(it) for it in classifier.temperatures]} if classifier.temperatures else {}),

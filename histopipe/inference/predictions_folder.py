@@ -143,7 +143,10 @@ class PredictionsFolder:
             )  # fmt: skip
         # A run folder may be moved, so the weights are compared instead of the path.
         record_or_check(
-            self.path / SETTINGS, settings, ignored=("histopipe", "run"), contents="predictions"
+            self.path / SETTINGS,
+            settings,
+            ignored=("histopipe", "run", "batches"),
+            contents="predictions",
         )
 
     def csv(self, slide: str) -> Path:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from histopipe.dataset.sampling import replica_rows
 from histopipe.errors import Interrupted, SlideError, UsageError
-from histopipe.system.files import Closing
+from histopipe.system.files import Closing, read_record
 from histopipe.system.progress import Bar, Progress
 from histopipe.system.result import Result, counted, slide_failure
 
@@ -49,7 +49,7 @@ class _Named(Protocol):
 
 
 class SlidePatches(_Named, Protocol):
-    """The patches of one slide, in batches of one size."""
+    """The patches of one slide, in batches."""
 
     @property
     def steps(self) -> int:
@@ -76,7 +76,7 @@ class Network(Protocol):
         """Start computing a batch. Pass the returned value to `finish`."""
 
     def finish(self, started: Any) -> NDArray[np.float32]:
-        """Wait for the (B, D) results of a batch."""
+        """Wait for the (B, D) results of a batch. More rows may follow, which are ignored."""
 
     @property
     def dimension(self) -> int:
@@ -87,9 +87,39 @@ class Network(Protocol):
         """All properties that affect the results, as JSON values."""
 
 
+BATCHES = "remainder-1"
+"""Rule of `slide_batches`, recorded in a folder of results: its later slides follow the rule of its first."""
+
 N = TypeVar("N", bound=_Named)
 S = TypeVar("S", bound=SlidePatches)
 _Loaded = tuple[PatchBatch, NDArray[Any]]
+
+
+def slide_batches(rows: int, most: int, rule: str | None = BATCHES) -> list[range]:
+    """Return the rows of each batch of a slide; rows from `rows` on are padding.
+
+    They depend on nothing but the slide's number of patches and the batch size, so that results do not depend on other
+    slides. The last batch has the remaining patches only; with rule None, of folders of earlier versions, it is padded
+    to `most` rows.
+    """
+    end = rows if rule else rows + most
+    return [range(first, min(first + most, end)) for first in range(0, rows, most)]
+
+
+def batch_rule(record: Path) -> str | None:
+    """Return the rule of the batches of a folder from its record of settings, or of a new folder.
+
+    Raises:
+        DamagedStore: the record cannot be read.
+        UsageError: a newer version wrote it.
+    """
+    settings = read_record(record)
+    rule = BATCHES if settings is None else settings.get("batches")
+    if rule not in (None, BATCHES):
+        raise UsageError(
+            f"{record}: batches", found=rule, expected=BATCHES, todo="update histopipe"
+        )
+    return rule
 
 
 def device_rows(batch_size: int, devices: int) -> list[range]:
@@ -192,7 +222,8 @@ class _PatchStream(Closing):
 
     def _finish(self, slide: S, batch: PatchBatch, started: Any) -> Results:
         """Return the results of a batch. If one is not finite, its slide fails after its last batch."""
-        values, corners = self._network.finish(started)[batch.valid], batch.corners[batch.valid]
+        values = self._network.finish(started)[: len(batch.valid)][batch.valid]
+        corners = batch.corners[batch.valid]
         wrong = np.argwhere(~np.isfinite(values))
         if len(wrong):
             self._failures[id(slide)] = SlideError(

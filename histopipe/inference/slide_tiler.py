@@ -23,7 +23,7 @@ from histopipe.geometry import Mpp
 from histopipe.inference.classifier import PredictOptions
 from histopipe.inference.external_evaluation import file_participants
 from histopipe.inference.predictions_folder import CompleteSlides, PredictedSlide
-from histopipe.inference.slide_run import Normalizer, PatchBatch, SlideRun
+from histopipe.inference.slide_run import Normalizer, PatchBatch, SlideRun, slide_batches
 from histopipe.inference.trained_patches import TrainedPatches, check_scale, spec_for_slides
 from histopipe.ingestion.options import IngestOptions, SlideInput
 from histopipe.ingestion.patch_source import Chunk, chunk_of, chunks
@@ -64,8 +64,12 @@ class TiledSlide:
         self.record, self.rows = planned.record, len(order)
         self.patch_size, self.overlap = files.spec.patch_size, files.spec.overlap
         self.origin = {"source": _source_text(planned.fingerprint)}
+        options = files.options
         # A slide without patches has one empty batch, so that it is reported.
-        self.steps = max(1, -(-len(order) // files.options.batch_size))
+        self._divided = slide_batches(len(order), options.batch_size, options.batch_rule) or [
+            range(1)
+        ]
+        self.steps = len(self._divided)
         self.lost: list[str] = []
         """Reasons why patches could not be read."""
         self._normalize: Normalizer | None = None
@@ -73,8 +77,8 @@ class TiledSlide:
 
     def load(self, step: int) -> PatchBatch:
         """Load a batch; see `SlidePatches`."""
-        size, side = self.files.options.batch_size, self.files.spec.patch_size
-        rows = self.order[step * size : (step + 1) * size]
+        places, side = self._divided[step], self.files.spec.patch_size
+        size, rows = len(places), self.order[places.start : places.stop]
         images = aligned_empty((size, side, side, 3))
         images[len(rows) :] = 0
         corners, valid = np.zeros((size, 2), np.int64), np.zeros(size, np.bool_)
@@ -186,7 +190,7 @@ class FileSource(Closing):
         self._ingest = IngestOptions(default_mpp=default_mpp, workers=options.workers)
         self.spec = spec_for_slides(trained, options.tiling, progress)
         self.settings: Mapping[str, Any] = {"spec": self.spec.to_json()}
-        self._files = discover(paths)
+        self._files = discover(paths, images=options.images)
         show_links(self._files, progress)
         self.count = len(self._files)
         ids = [slide.id for slide in self._files]

@@ -20,7 +20,7 @@ from histopipe.dataset.splits import patches_crc
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.inference.classifier import PredictOptions
 from histopipe.inference.predictions_folder import CompleteSlides, PredictedSlide
-from histopipe.inference.slide_run import Normalizer, PatchBatch, SlideRun
+from histopipe.inference.slide_run import Normalizer, PatchBatch, SlideRun, slide_batches
 from histopipe.inference.trained_patches import TrainedPatches, check_store
 from histopipe.slides.tables import SlideLabel
 from histopipe.store.store import Store, check_patch_sizes
@@ -33,11 +33,17 @@ class StoredSlide:
     """The patches of a slide in a store. No batch mixes slides, so results do not depend on other slides."""
 
     def __init__(
-        self, store: Store, number: int, batches: PatchBatches, normalize: Normalizer | None
+        self,
+        store: Store,
+        number: int,
+        batches: PatchBatches,
+        normalize: Normalizer | None,
+        rule: str | None,
     ) -> None:
         self.store, self.number, self.batches = store, number, batches
         self.record = store.records[number]
-        self.id, self.steps = self.record.id, batches.steps_per_epoch
+        self._divided = slide_batches(self.rows, batches.batch_size, rule)
+        self.id, self.steps = self.record.id, len(self._divided)
         self._normalize = normalize
 
     @property
@@ -90,7 +96,7 @@ class StoredSlide:
 
     def load(self, step: int) -> PatchBatch:
         """Load a batch; see `SlidePatches`."""
-        batch = self.batches.load(step)
+        batch = self.batches.read(*self.batches.at(np.array(self._divided[step])))
         images = batch.image if self._normalize is None else self._normalize(batch.image, batch.key)
         corners = np.stack([batch.columns[name] for name in _CORNER], axis=1)
         return PatchBatch(images, corners, batch.weight > 0)
@@ -130,8 +136,11 @@ def stored_slides(
     batch_size: int,
     on_error: OnError,
     stain_norm: StainNorm,
+    rule: str | None,
 ) -> list[StoredSlide]:
-    """Return readers of the slides from `slides_with_patches`. `stain_norm="none"` disables stain normalization.
+    """Return readers of the slides from `slides_with_patches`, in batches by a rule of `slide_batches`.
+
+    `stain_norm="none"` disables stain normalization.
 
     Raises:
         NothingToDo: the stain of a slide has not been measured.
@@ -148,7 +157,7 @@ def stored_slides(
             stores, table, batch_size=batch_size, order=Sequential(len(table)), on_error=on_error,
             columns=_CORNER,
         )  # fmt: skip
-        found.append(StoredSlide(stores[rows.store], rows.slide, batches, normalize))
+        found.append(StoredSlide(stores[rows.store], rows.slide, batches, normalize, rule))
     return found
 
 
@@ -170,7 +179,7 @@ class StoreSource:
             check_store(store, trained)
         slides = stored_slides(
             stores, rows, batch_size=options.batch_size, on_error=options.on_error,
-            stain_norm=trained.stain_norm,
+            stain_norm=trained.stain_norm, rule=options.batch_rule,
         )  # fmt: skip
         self._slides = {slide.id: slide for slide in slides}
         self.count = len(slides)

@@ -191,11 +191,17 @@ def plan_imported(name: str, info: SlideInfo, mpp: Mpp | None, coords: CoordsFil
     return TilingPlan(choice, x_level, y_level, x_l0, y_l0, unmeasured, notes)
 
 
-def sticks_out(plan: TilingPlan, info: SlideInfo) -> bool:
-    """Return whether a patch extends beyond the slide: only OpenSlide can read such patches."""
+def count_outside(plan: TilingPlan, info: SlideInfo) -> int:
+    """Return the number of patches that extend beyond the slide: native tiles do not have all of their pixels."""
     corners = np.stack([plan.x_l0, plan.y_l0], axis=1)
-    ends = corners + plan.side_l0
-    return bool((corners < 0).any() or (ends > (info.size.width, info.size.height)).any())
+    ends, level = corners + plan.side_l0, plan.choice.level.size
+    ends_level = np.stack([plan.x_level, plan.y_level], axis=1) + plan.choice.read_size
+    outside = (
+        (corners < 0)
+        | (ends > (info.size.width, info.size.height))
+        | (ends_level > (level.width, level.height))
+    )
+    return int(outside.any(axis=1).sum())
 
 
 def _choice(

@@ -40,12 +40,18 @@ def ingest(
         scratch: with `cluster`, a folder on a local disk of each machine; the temporary folder if not given.
         part_gb: with `cluster`, the size in GB at which a part is moved to `out` and the next part is started.
         progress: shows the progress; `default_progress()` if None.
-        patch_size: side of a patch in pixels, 256.
+        images: take only images (PNG, JPEG, BMP, WebP, and TIFF files of one image without tiles). Without this, they are
+            taken if there is no slide.
+        patch_size: side of a patch in pixels. The default is 256; of images, their smaller side if that is less.
         mpp, mag, level: scale of the patches in µm per pixel, as a magnification, or as a pyramid level. The default is
-            0.5 mpp.
+            0.5 mpp; of images, their own scale.
         overlap: pixels that neighbouring patches share, 0.
-        tissue: "otsu" finds tissue on a thumbnail by the version of an existing store, else by the newest, "otsu-2";
-            "otsu-1", "otsu-2"; "none" takes all patches; a folder of masks, SLIDE.geojson or SLIDE.png; or a
+        edge: rest of a slide at its right and lower edge that is smaller than a patch: "drop" leaves it out, "shift"
+            moves the last column and row of patches to the edge, "pad" lets them extend beyond it. The default is
+            "drop"; of images, "shift".
+        tissue: the default is "otsu"; of images, "none". "otsu" finds tissue on a thumbnail by the version of an
+            existing store, else by the newest, "otsu-3"; "otsu-1", "otsu-2", "otsu-3"; "none" takes all patches; a folder
+            of masks, SLIDE.geojson or SLIDE.png; or a
             segmentation network, an ONNX or Keras file with a JSON file.
         tissue_threshold: minimum fraction of a patch that is tissue, 0.5.
         tissue_fallback: with a folder of masks, the algorithm for slides without a mask; None lets them fail.
@@ -55,7 +61,7 @@ def ingest(
         resample: "fast" decodes JPEG tiles at 1/2, 1/4 or 1/8 if possible; "exact" decodes all pixels and averages.
         route: "auto", or the only route to use: "copy", "decode" or "openslide".
         reader: library that reads the slides: "auto" (see `histopipe.slides.readers.open_slide`), "openslide",
-            "tifffile" or "fastslide".
+            "tifffile", "pillow" or "fastslide".
         annotations: folder with SLIDE.geojson (QuPath), SLIDE.xml (ASAP, ImageScope) or SLIDE.annotations (HALO) files.
         roi: take only patches in outlines of this class.
         annotation_threshold: minimum fraction of a patch that its class covers, 0.5.
@@ -65,6 +71,8 @@ def ingest(
         workers: number of processes; None starts one per core.
         labels: CSV with the columns slide, label and optionally patient and site; None reads labels.csv in the slide
             folders, else uses the names of the sub-folders.
+        patient_regex: regular expression that finds the patient in the id of each slide: its first group, or all of its
+            match. A patient in `labels` comes first.
         na: cells of `labels` that are missing values, apart from the empty cell; None: NA, nan, None, - and the like.
         mpp_csv: CSV with the columns slide and mpp. It takes precedence over the headers of the slides.
         default_mpp: level-0 scale of slides that have none.

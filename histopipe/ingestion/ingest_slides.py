@@ -27,7 +27,7 @@ from histopipe.store.store import recorded
 from histopipe.store.writer import StoreWriter
 from histopipe.system.filesystems import network_filesystem
 from histopipe.system.progress import LogProgress, Progress
-from histopipe.system.result import counted
+from histopipe.system.result import counted, some
 from histopipe.system.worker_pool import WorkerPool
 from histopipe.tiling.plan import choose_level
 from histopipe.tiling.spec import TilingSpec
@@ -122,8 +122,7 @@ def annotate_skipped(
     names = sorted(
         name for name, texts in notes.items() if any(NO_LABELS in text for text in texts)
     )
-    listed = ", ".join(names[:3]) + (", …" if names[3:] else "")
-    warning = f"the annotations of {counted(len(names), 'slide')} label no patch: {listed}"
+    warning = f"the annotations of {counted(len(names), 'slide')} label no patch: {some(names, 3)}"
     return replace(
         report, slides=outcomes, warnings=[*report.warnings, *([warning] if names else [])]
     )

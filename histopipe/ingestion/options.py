@@ -32,6 +32,8 @@ class SlideInput:
     mask: Path | None = None
     staged: StagedSlide | None = None
     """Local copy, which is read instead of the file."""
+    patient: str | None = None
+    """Patient from the slide's id, which a patient in `label` overrides."""
 
     @property
     def id(self) -> str:

@@ -28,7 +28,7 @@ from histopipe.errors import (
     UsageError,
 )
 from histopipe.geometry import Mpp
-from histopipe.ingestion.coords import plan_imported, sticks_out
+from histopipe.ingestion.coords import count_outside, plan_imported
 from histopipe.ingestion.options import IngestOptions, SlideInput
 from histopipe.ingestion.patch_source import (
     PatchRecipe,
@@ -57,6 +57,7 @@ from histopipe.slides.tiles.check import NativeLevels
 from histopipe.slides.tiles.native import NotNative
 from histopipe.store.format import stored_size
 from histopipe.store.record import FailureKind, SlideRecord
+from histopipe.system.result import counted
 from histopipe.tiling.plan import TilingPlan, cell_shares, choose_level, plan_tiles
 from histopipe.tiling.quality import pen_mask
 from histopipe.tiling.spec import TilingSpec
@@ -137,11 +138,17 @@ def plan_slide(
                 if mask is not None:
                     pictures["mask"] = png_mask(mask.pixels, Grid.of(thumbnail, info.size))
                 plan = _within(plan, regions, spec)
-                outside = slide.coords is not None and sticks_out(plan, info)
+                outside = (
+                    count_outside(plan, info)
+                    if slide.coords is not None or spec.edge == "pad"
+                    else 0
+                )
                 wanted = "openslide" if outside else options.route
                 route = choose_route(slide.id, plan, spec, wanted, levels)
                 chosen = np.ones(thumbnail.pixels.shape[:2], bool) if mask is None else mask.pixels
                 notes += [*info.notes, *pixel_notes(levels, plan, thumbnail, chosen)]
+                padded = f"{counted(outside, 'patch')} partly beyond the edge: blank there"
+                notes += [padded] if outside and spec.edge == "pad" else []
         recipe = PatchRecipe(file.path, plan.choice, route, spec, info.reader)
         estimate = _estimate(recipe, plan)
         labels, corners = None, (plan.x_l0, plan.y_l0, plan.side_l0)

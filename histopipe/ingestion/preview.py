@@ -15,7 +15,14 @@ from histopipe.ingestion.ingest_slides import check_ingest
 from histopipe.ingestion.options import IngestOptions
 from histopipe.ingestion.planning import Estimate, PlannedSlide, SlideFailure, plan_slide
 from histopipe.ingestion.records import PendingSlide, duplicates, sort_slides
-from histopipe.ingestion.report import IngestProgress, SlideOutcome, Status, failed_outcome
+from histopipe.ingestion.report import (
+    IngestProgress,
+    SlideOutcome,
+    Status,
+    failed_outcome,
+    lines_of_slides,
+    reason_without_patches,
+)
 from histopipe.ingestion.request import IngestSettings, read_request
 from histopipe.ingestion.sources import PathLike
 from histopipe.ingestion.storing import prepare
@@ -46,6 +53,13 @@ class SlidePreview:
     reason: str
     record: SlideRecord | None = None
     estimate: Estimate = field(default_factory=Estimate)
+
+    @property
+    def reason_without_patches(self) -> str:
+        """Why no patches would be stored; empty if there would be patches, or there are."""
+        if self.record is None or self.record.planned:
+            return self.reason
+        return reason_without_patches(self.record.notes)
 
     def to_json(self) -> dict[str, Any]:
         """Return the preview as a JSON-ready dict."""
@@ -111,7 +125,11 @@ class IngestPreview(Result):
             f"{'slide':<40} {'level':>5} {'read':>5} {'resampling':<10} {'route':<9} {'patches':>9} "
             f"{'MB':>9} {'worker s':>8}  why"
         ]
-        lines += map(str, self.slides)
+        rows = {slide.id: slide for slide in self.slides}
+        lines += lines_of_slides(
+            {name: slide.reason_without_patches for name, slide in rows.items()},
+            lambda name: str(rows[name]),
+        )
         lines += [f"warning: {text}" for text in self.warnings]
         patches = sum(slide.record.planned for slide in self.slides if slide.record)
         lines.append(

@@ -50,9 +50,14 @@ def reset_record(record: SlideRecord, slide: SlideFile) -> SlideRecord:
     )  # fmt: skip
 
 
-def labelled(record: SlideRecord, label: SlideLabel | None) -> SlideRecord:
-    """Return a record with label, patient and site. The default patient is the slide's id."""
-    patient = (label.patient if label else None) or record.patient or patient_of(record.id)
+def labelled(
+    record: SlideRecord, label: SlideLabel | None, named: str | None = None
+) -> SlideRecord:
+    """Return a record with label, patient and site.
+
+    The patient is that of the label, else `named`, else the recorded one, else the one of `patient_of`.
+    """
+    patient = (label.patient if label else None) or named or record.patient or patient_of(record.id)
     if label is None:
         return replace(record, patient=patient)
     return replace(record, label=label.label, patient=patient, site=label.site or record.site)
@@ -144,7 +149,7 @@ def sort_slides(
     found = SortedSlides([], [], {})
     for slide in slides:
         number, before = known_by_id.get(slide.id) or (-1, new_record(slide.file))
-        record = labelled(before, slide.label)
+        record = labelled(before, slide.label, slide.patient)
         outcome = outcome_without_ingest(slide, record, options)
         if outcome is None:
             again = record.state is SlideState.COMPLETE

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import re
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -15,11 +16,18 @@ from histopipe.errors import ExitCode
 from histopipe.store.record import SlideRecord
 from histopipe.system.files import Closing, appearing
 from histopipe.system.progress import Bar, Progress, SilentProgress
-from histopipe.system.result import Result, counted, exit_code_of
+from histopipe.system.result import Result, counted, exit_code_of, some
 
 LOG, SUMMARY = "ingest.log", "ingest.csv"
 """Files that an ingest writes into the store's folder; LMDB ignores them."""
 _REASONS = 10
+_NAMES = 3
+_REMEDIES = {
+    "no tissue found": "check it with `histopipe tissue`, or use --tissue none to take all patches",
+    "no patch fits": "use a smaller --patch-size",
+    "no patch has": "use a lower --annotation-threshold, or correct the outlines",
+}
+"""What to do about slides without patches, by the start of their note."""
 
 
 class Status(StrEnum):
@@ -82,6 +90,39 @@ def failed_outcome(record: SlideRecord, reason: str) -> SlideOutcome:
     return SlideOutcome(record.id, record.path, Status.FAILED, reason=reason)
 
 
+def reason_without_patches(notes: Sequence[str]) -> str:
+    """Return the reason why a slide has no patches, from its notes."""
+    return next((note for note in notes if note.startswith(tuple(_REMEDIES))), "no patch is stored")
+
+
+def lines_of_slides(reasons: Mapping[str, str], line: Callable[[str], str]) -> list[str]:
+    """Return the line of each slide, but only one line with what to do for three slides and more with a common reason.
+
+    `reasons` has the reasons why slides have no patches, by id; an empty text for slides with patches.
+    """
+    groups: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        groups.setdefault(_cause(name, reason) if reason else name, []).append(name)
+    return [
+        text
+        for names in groups.values()
+        for text in ([_common_line(names, reasons[names[0]])] if names[2:] else map(line, names))
+    ]
+
+
+def _cause(name: str, reason: str) -> str:
+    """Return a reason without the id of the slide and numbers, which differ between slides."""
+    return re.sub(r"\d[\d.,]*", "#", reason.replace(name, ""))
+
+
+def _common_line(names: list[str], reason: str) -> str:
+    todo = next((f"; {todo}" for start, todo in _REMEDIES.items() if reason.startswith(start)), "")
+    return (
+        f"{counted(len(names), 'slide')}: {names[0]}: {reason}{todo}. "
+        f"Also {some(names[1:], _NAMES)}"
+    )
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class IngestReport(Result):
     """Result of an ingest.
@@ -130,7 +171,28 @@ class IngestReport(Result):
         lines = [header, *(_row(name, slides, self.seconds) for name, slides in rows)]
         # The user may want to change an option that slows down many slides.
         reasons = Counter(f"{s.route}: {s.route_reason}" for s in done if s.route != "copy")
-        return [*lines, *(f"{count} × {reason}" for reason, count in reasons.most_common(_REASONS))]
+        lines += [f"{count} × {reason}" for reason, count in reasons.most_common(_REASONS)]
+        return [*lines, self._numbers_of_slides()]
+
+    def _numbers_of_slides(self) -> str:
+        """Return how many slides have patches, and why others have none."""
+        empty: dict[str, list[str]] = {}
+        for slide in self.slides:
+            if not slide.patches and slide.status is not Status.FAILED:
+                reason = re.split("[:;]", reason_without_patches(slide.notes))[0]
+                empty.setdefault(reason, []).append(slide.id)
+        without, failed = sum(map(len, empty.values())), len(self.failed)
+        reasons = "; ".join(f"{reason}: {some(names, _NAMES)}" for reason, names in empty.items())
+        return (
+            f"{counted(len(self.slides), 'slide')}: {len(self.slides) - without - failed:,} with patches"
+            + f", {without:,} without ({reasons})" * bool(without)
+            + f", {failed:,} failed" * bool(failed)
+        )
+
+    def failed_lines(self) -> list[str]:
+        """Return the failed slides with their reasons, and a common reason only once."""
+        failed = self.failed
+        return lines_of_slides(failed, lambda name: f"{name}: {failed[name]}")
 
     def write_csv(self, path: Path, progress: Progress) -> None:
         """Write one row per slide with the fields of `SlideOutcome`, replacing the file of an earlier run.
@@ -149,7 +211,7 @@ class IngestReport(Result):
 
     def __str__(self) -> str:
         """Return the store, the summary and the failed slides as text."""
-        failed = [f"failed {name}: {reason}" for name, reason in self.failed.items()]
+        failed = (f"failed {line}" for line in self.failed_lines())
         return "\n".join([self.store, *self.summary_lines(), *failed])
 
 
@@ -170,6 +232,7 @@ class IngestProgress(Closing):
     def __init__(self, slides: int, shown: Progress, log: Progress | None = None) -> None:
         self._count, self._shown, self._log = slides, shown, log or SilentProgress()
         self._slides: dict[str, tuple[Bar, int, int]] = {}
+        self._causes: dict[str, str] = {}
         self._ended = self._planned = self._stored = 0
         self._log.message(f"start: {counted(slides, 'slide')}")
         self._run = shown.bar(self._title(), unit="patches", total=0)
@@ -203,9 +266,12 @@ class IngestProgress(Closing):
             self._update(planned=stored - planned)  # negative if the slide failed before its end
         self._ended += 1
         self._run.retitle(self._title())
-        self._log.message(str(outcome))
-        failed = outcome.status is Status.FAILED
-        self._run.item(f"[{self._ended}/{self._count}] {outcome}", problem=failed)
+        text, failed = str(outcome), outcome.status is Status.FAILED
+        self._log.message(text)
+        first = self._causes.setdefault(_cause(outcome.id, outcome.reason), outcome.id)
+        if failed and first != outcome.id:
+            text = f"failed {outcome.id}: the same as {first}"
+        self._run.item(f"[{self._ended}/{self._count}] {text}", problem=failed)
 
     def copied(self, count: int) -> None:
         """Show a number of bytes that were copied to the staging folder. Called from other threads."""

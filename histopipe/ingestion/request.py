@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any, Literal, TypedDict, get_type_hints
 
 from histopipe.annotations.read import find_annotations
 from histopipe.annotations.regions import AnnotationRules, Origin
-from histopipe.errors import HistopipeError, NothingToDo, UsageError
+from histopipe.errors import HistopipeError, NothingToDo, SlideError, UsageError
+from histopipe.geometry import Mpp
 from histopipe.ingestion.coords import CoordsFile, find_coords, spec_of
 from histopipe.ingestion.options import IngestOptions, SlideInput
 from histopipe.ingestion.records import subfolder_labels, with_recorded_ids
@@ -19,8 +21,8 @@ from histopipe.ingestion.sources import PathLike, listed, sources, stage_folder
 from histopipe.masks.mask_files import PNG, find_masks
 from histopipe.masks.network import SUFFIXES, check_network, name_of
 from histopipe.slides.discovery import discover, show_links
-from histopipe.slides.readers import AskedReader
-from histopipe.slides.scale import check_mpp
+from histopipe.slides.readers import AskedReader, is_image, open_slide
+from histopipe.slides.scale import check_mpp, resolve_mpp
 from histopipe.slides.slide_files import SlideFile
 from histopipe.slides.tables import (
     SlideLabel,
@@ -35,12 +37,21 @@ from histopipe.system.csv_files import NA_VALUES, nfc
 from histopipe.system.progress import Progress
 from histopipe.system.result import counted
 from histopipe.system.worker_pool import WorkerPool, result_of
-from histopipe.tiling.spec import TilingSpec, magnification_to_mpp, resolved_tissue
+from histopipe.tiling.spec import (
+    Edge,
+    TilingSpec,
+    magnification_to_mpp,
+    recorded_tissue,
+    resolved_tissue,
+)
 from histopipe.tiling.tissue import FINDERS
 
 _DEFAULT_MAGNIFICATION = 20.0
+_MOST_SIDE = 256
+_SMALLER = 20
+"""At most one of so many images may be smaller than a patch: a few small ones must not make all patches small."""
 _ENCODING = ("codec", "quality", "subsampling", "resample")
-_TILING = ("patch_size", "overlap", "level", "tissue_threshold", "roi", *_ENCODING)
+_TILING = ("patch_size", "overlap", "level", "tissue_threshold", "roi", "edge", *_ENCODING)
 _OPTIONS = tuple(
     field.name
     for field in dataclasses.fields(IngestOptions)
@@ -51,6 +62,7 @@ _OPTIONS = tuple(
 class ImportSettings(TypedDict, total=False):
     """Options of `import_coords`: those of `ingest` without size, scale and tissue."""
 
+    images: bool
     codec: Literal["auto", "jpeg", "png"]
     quality: int
     subsampling: Literal["444", "422", "420"]
@@ -65,6 +77,7 @@ class ImportSettings(TypedDict, total=False):
     workers: int | None
     labels: PathLike | None
     na: Sequence[str] | None
+    patient_regex: str | None
     mpp_csv: PathLike | None
     default_mpp: float | None
     slide_list: PathLike | None
@@ -82,12 +95,13 @@ class ImportSettings(TypedDict, total=False):
 class IngestSettings(ImportSettings, total=False):
     """Options of `ingest` and `plan`."""
 
-    patch_size: int
+    patch_size: int | None
     mpp: float | None
     mag: float | None
     level: int | None
     overlap: int
-    tissue: PathLike
+    edge: Edge | None
+    tissue: PathLike | None
     tissue_threshold: float
     tissue_fallback: str | None
     exclude: Sequence[str]
@@ -116,10 +130,13 @@ def read_request(
         raise UsageError("unknown options", found=", ".join(unknown))
     settings = dict(settings)
     check_arguments(settings, allowed)
+    settings = {name: value for name, value in settings.items() if value is not None}
     _check_values(settings)
     paths, urls = sources(slides, settings.get("slide_list"))
     records = recorded(store)
-    found = with_recorded_ids(discover([*paths, *urls]), records)
+    found = with_recorded_ids(
+        discover([*paths, *urls], images=settings.get("images", False)), records
+    )
     show_links(found, progress)
     names = SlideNames([s.id for s in found], [record.id for record in records.values()])
     extra = bool(settings.get("allow_extra_rows", False))
@@ -127,7 +144,10 @@ def read_request(
     files: dict[str, CoordsFile] = {}
     masks: dict[str, Path] = {}
     network: Path | None = None
+    mpp_csv = settings.get("mpp_csv")
+    mpps = {} if mpp_csv is None else read_mpps(Path(mpp_csv), names, allow_extra=extra)
     if coords is None:
+        settings = _with_image_defaults(settings, chosen, _recorded_spec(store), mpps, progress)
         tissue, masks, network = read_tissue(settings, store, [s.id for s in chosen], progress)
         spec = _spec(settings, tissue)
     else:
@@ -146,20 +166,73 @@ def read_request(
     na = settings.get("na")
     reading = {"na": NA_VALUES if na is None else na, "notify": progress.message}
     labels = _labels(found, paths, settings.get("labels"), names, allow_extra=extra, **reading)
-    mpp_csv = settings.get("mpp_csv")
-    mpps = {} if mpp_csv is None else read_mpps(Path(mpp_csv), names, allow_extra=extra)
+    patients = _patients(settings.get("patient_regex"), chosen)
     inputs = [
         SlideInput(
-            s,
-            labels.get(s.id),
-            mpps.get(s.id),
-            files.get(s.id),
-            annotations.get(s.id),
-            masks.get(s.id),
+            s, labels.get(s.id), mpps.get(s.id), files.get(s.id), annotations.get(s.id), masks.get(s.id),
+            patient=patients.get(s.id),
         )
         for s in chosen
-    ]
+    ]  # fmt: skip
     return inputs, spec, options
+
+
+def _with_image_defaults(
+    settings: Mapping[str, Any],
+    slides: Sequence[SlideFile],
+    recorded: Mapping[str, Any] | None,
+    mpps: Mapping[str, Mpp],
+    progress: Progress,
+) -> Mapping[str, Any]:
+    """Return the settings of an ingest, with other defaults if all slides are images, and show these.
+
+    Images keep their scale, and have no background. The settings of an existing store come first, so that a command
+    gives the same after more images were added, and for a store that an earlier version wrote. `recorded` is the spec
+    in `meta`; None if there is no store. `mpps` are scales by slide id.
+    """
+    # Both stop at the first file that decides: opening TIFF files takes time.
+    if any(is_image(slide) is False for slide in slides) or not any(map(is_image, slides)):
+        return settings
+    scale: dict[str, Any] = {"level": 0}
+    defaults: dict[str, Any] = {"tissue": "none", "edge": "shift"}
+    if recorded is not None:
+        scale = {
+            name: recorded[name] for name in ("mpp", "level") if recorded.get(name) is not None
+        }
+        tissue = "none" if recorded_tissue(recorded) == "none" else "otsu"
+        defaults = {
+            "edge": recorded.get("edge", "drop"),
+            "tissue": tissue,
+            "patch_size": recorded["patch_size"],
+        }
+    elif "patch_size" not in settings:
+        defaults["patch_size"] = _usual_side(slides, settings, mpps)
+    if not {"mpp", "mag", "level"} & settings.keys():
+        defaults |= scale
+    unnamed = [name for name in defaults if name not in settings]
+    if recorded is None and unnamed:
+        flags = " ".join(f"--{name.replace('_', '-')} {defaults[name]}" for name in sorted(unnamed))
+        progress.message(f"{counted(len(slides), 'image')}: the default is {flags}")
+    return {**defaults, **settings}
+
+
+def _usual_side(
+    slides: Sequence[SlideFile], settings: Mapping[str, Any], mpps: Mapping[str, Mpp]
+) -> int:
+    """Return the patch size: 256, or the smaller side of the images at the scale of patches if that is less."""
+    mag = settings.get("mag")
+    target = settings.get("mpp") if mag is None else magnification_to_mpp(mag)
+    sides = []
+    for slide in slides:
+        # Images that cannot be read fail when they are planned.
+        with suppress(SlideError), open_slide(slide.path, settings.get("reader", "auto")) as opened:
+            side, reduction = min(opened.info.size.width, opened.info.size.height), 1.0
+            if target is not None:
+                default, mpp = settings.get("default_mpp"), mpps.get(slide.id)
+                known = resolve_mpp(slide.id, opened.info, from_csv=mpp, default=default)
+                reduction = max(1.0, target / known.mpp)
+            sides.append(int(side / reduction + 1e-6))
+    return min(_MOST_SIDE, sorted(sides)[len(sides) // _SMALLER]) if sides else _MOST_SIDE
 
 
 def _given(settings: Mapping[str, Any], names: Iterable[str], without: str = "") -> dict[str, Any]:
@@ -296,6 +369,31 @@ def _annotations(
     for note in found.notes:
         progress.message(note)
     return found.by_slide
+
+
+def _patients(regex: str | None, slides: list[SlideFile]) -> dict[str, str]:
+    """Return patients by slide id: the first group of a regular expression, or all that it matches.
+
+    Raises:
+        UsageError: it is invalid, or finds no patient in some ids.
+    """
+    if regex is None:
+        return {}
+    try:
+        matches = {slide.id: re.search(regex, slide.id) for slide in slides}
+    except re.error as error:
+        raise UsageError("--patient-regex", found=f"{regex!r}: {error}") from error
+    patients = {
+        name: match[1 if match.re.groups else 0] for name, match in matches.items() if match
+    }
+    missing = [name for name in matches if not patients.get(name)]
+    if missing:
+        raise UsageError(
+            f"--patient-regex {regex!r} finds no patient in {counted(len(missing), 'slide')}",
+            found=", ".join(missing[:3]), expected="a match in the id of every slide",
+            todo="correct it, or name the patients in a file with --labels",
+        )  # fmt: skip
+    return patients
 
 
 def _labels(

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 from histopipe.errors import ExitCode
 from histopipe.system.result import Result, counted
-
-_SHOWN = 8
 
 
 class FindingKind(StrEnum):
@@ -110,10 +107,3 @@ class VerifyResult(Result):
 def entry_of(database: bytes, key: bytes) -> tuple[str, str]:
     """Return a database and a key in the form of `Finding.entry`."""
     return database.decode("ascii", "replace"), key.hex()
-
-
-def some(items: Iterable[object]) -> str:
-    """List the first items, and the number of the others, for a message."""
-    items = list(items)
-    text = ", ".join(map(str, items[:_SHOWN]))
-    return text + (f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else "")

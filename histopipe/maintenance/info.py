@@ -65,6 +65,7 @@ class StoreInfo(Result):
         lines = [
             f"{self.path}  (format {self.version}, created {self.created})",
             f"patches   {self.patches:,} of {spec['patch_size']}² at {scale}, overlap {spec['overlap']}, "
+            f"{'edge ' * ('edge' in spec)}{spec.get('edge', '')}{', ' * ('edge' in spec)}"
             f"{spec['codec']}, {self.patch_bytes / 1e6:,.1f} MB ({self.file_bytes / 1e6:,.1f} MB on disk)",
             f"tissue    {spec['tissue']}, at least {spec['tissue_threshold']:g}",
             "slides    " + _counts(self.states),

@@ -13,12 +13,11 @@ import numpy as np
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.ingestion.records import duplicates
 from histopipe.maintenance.copy_slides import CopyResult, StoredSlide, copy_slides, open_stores
-from histopipe.maintenance.findings import some
 from histopipe.store.catalog import read_catalog
 from histopipe.store.record import SlideRecord, SlideState
 from histopipe.store.store import Store
 from histopipe.system.progress import Progress, default_progress
-from histopipe.system.result import counted
+from histopipe.system.result import counted, some
 
 _COMPARED = ("x_l0", "y_l0", "length")
 

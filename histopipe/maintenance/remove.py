@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from histopipe.errors import UsageError
-from histopipe.maintenance.findings import some
 from histopipe.maintenance.verify import check_untrusted
 from histopipe.store.claims import Claims
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
 from histopipe.system.progress import Progress, default_progress
-from histopipe.system.result import Result, counted
+from histopipe.system.result import Result, counted, some
 
 
 @dataclass(frozen=True, slots=True, repr=False)

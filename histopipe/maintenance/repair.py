@@ -16,7 +16,7 @@ from histopipe.errors import DamagedStore, ExitCode, UsageError
 from histopipe.ingestion.ingest_slides import refuse_network
 from histopipe.ingestion.options import IngestOptions
 from histopipe.ingestion.records import resolved
-from histopipe.maintenance.findings import FindingKind, some
+from histopipe.maintenance.findings import FindingKind
 from histopipe.maintenance.rebuild import rebuild
 from histopipe.maintenance.reingest import Reingestion
 from histopipe.maintenance.store_check import Examination
@@ -34,7 +34,7 @@ from histopipe.store.meta import read_record, read_records
 from histopipe.store.record import SlideRecord, SlideState, corrected_record
 from histopipe.system.files import locked
 from histopipe.system.progress import Progress, default_progress
-from histopipe.system.result import Result, counted
+from histopipe.system.result import Result, counted, some
 
 
 @dataclass(frozen=True, slots=True, repr=False)

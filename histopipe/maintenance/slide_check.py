@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore
-from histopipe.maintenance.findings import Finding, FindingKind, entry_of, some
+from histopipe.maintenance.findings import Finding, FindingKind, entry_of
 from histopipe.store.data_file import RawStore
 from histopipe.store.format import (
     INDEX,
@@ -29,6 +29,7 @@ from histopipe.store.format import (
 )
 from histopipe.store.reading import decode_picture
 from histopipe.store.record import SlideRecord, SlideState, read_fits
+from histopipe.system.result import some
 
 _NUMBER = 4
 """Bytes of the slide number at the start of a key."""

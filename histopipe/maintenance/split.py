@@ -12,10 +12,9 @@ from histopipe.dataset.selection import store_paths
 from histopipe.dataset.splits import DROPPED, SlideSplit, read_splits
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.maintenance.copy_slides import CopyResult, StoredSlide, copy_slides, open_stores
-from histopipe.maintenance.findings import some
 from histopipe.store.store import Store
 from histopipe.system.progress import Progress, default_progress
-from histopipe.system.result import Result
+from histopipe.system.result import Result, some
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -1,4 +1,4 @@
-"""Tensors of checkpoint files: `.safetensors`, and PyTorch's zip files."""
+"""Tensors of checkpoint files: `.safetensors`, and PyTorch's files."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from histopipe.system.files import describe_file
 
 _MOST_TENSORS = 20_000
 _LONGEST_PREFIX = 2000
-_OLD_TORCH = b"\x80\x02\x8a\x0a"
-"""Begin of PyTorch's old format: the pickle of a number."""
+_TORCH = (b"PK", b"\x80\x02\x8a\x0a")
+"""Beginnings of PyTorch's formats: a zip archive, and before version 1.6 the pickle of a long number."""
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -37,11 +37,8 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         raise UsageError(f"{path} cannot be read", found=str(error)) from error
     if path.suffix == ".safetensors":
         return _safetensors(path)
-    if head[:2] == b"PK":
+    if head.startswith(_TORCH):
         return _flat(path, read_torch_file(path))
-    if head.startswith(_OLD_TORCH):
-        why = "load it with PyTorch, and save it again with `torch.save`, which writes zip files"
-        raise unusable(path, "a PyTorch file of the old format", why)
     raise unusable(path, describe_file(path))
 
 

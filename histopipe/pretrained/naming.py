@@ -12,8 +12,8 @@ from types import MappingProxyType
 from histopipe.errors import UsageError
 from histopipe.pretrained.architecture import Architecture
 from histopipe.pretrained.tensors import Tensor
+from histopipe.system.result import some
 
-_SHOWN = 5
 _CHUNK = re.compile(r"^blocks\.\d+\.(\d+)\.")
 """Numbers of a chunk of blocks and of a block: DINOv2 saves the blocks of large networks in chunks."""
 
@@ -144,7 +144,7 @@ def select(
             if name in found and found[name].shape != shape
         ],
     }
-    texts = [f"{len(names)} {kind}: {_some(names)}" for kind, names in problems.items() if names]
+    texts = [f"{len(names)} {kind}: {some(names, 5)}" for kind, names in problems.items() if names]
     if texts:
         raise UsageError(
             f"{path} has the weights of another network", found="; ".join(texts),
@@ -164,7 +164,7 @@ def _prefix(tensors: Mapping[str, Tensor], naming: Naming, path: Path) -> str:
     if len(prefixes) > 1:
         raise UsageError(
             f"{path} has the weights of several networks",
-            found=_some(prefixes),
+            found=some(prefixes, 5),
             expected="one network",
         )
     return prefixes[0] if prefixes else ""
@@ -172,8 +172,3 @@ def _prefix(tensors: Mapping[str, Tensor], naming: Naming, path: Path) -> str:
 
 def _linear(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
     return {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
-
-
-def _some(names: list[str]) -> str:
-    rest = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")

@@ -54,6 +54,6 @@ def unusable(path: Path, found: str, why: str = "") -> UsageError:
     """Return the error for a file that is not usable as weights."""
     return UsageError(
         f"{path} cannot be used as weights", found=found[:300],
-        expected="a .safetensors file, or a state dict of PyTorch (zip format)",
+        expected="a .safetensors file, or a state dict of PyTorch",
         todo=why or "download the file again, and compare its size with that of the source",
     )  # fmt: skip

@@ -1,8 +1,9 @@
-"""Read tensors of PyTorch's zip files (`.bin`, `.pt`, `.pth`) without PyTorch, and without running anything in them.
+"""Read tensors of PyTorch's files (`.bin`, `.pt`, `.pth`) without PyTorch, and without running anything in them.
 
-A file of `torch.save` is a zip archive with a pickle, `data.pkl`, and one uncompressed member per storage. Pickles can
-run any code, so the pickle is never loaded by Python's unpickler. `_Machine` interprets the few instructions that a
-state dict needs, and knows only the names in `_Names`.
+A file of `torch.save` is a zip archive with a pickle, `data.pkl`, and one uncompressed member per storage. Before
+PyTorch 1.6 it was five pickles (a magic number, a version, facts about the system, the content, and the keys of the
+storages), and then the storages. Pickles can run any code, so they are never loaded by Python's unpickler. `_Machine`
+interprets the few instructions that a state dict needs, and knows only the names in `_names`.
 
 Source: torch/serialization.py and torch/_utils.py of PyTorch 2, and the documentation of `pickletools`.
 """
@@ -28,6 +29,7 @@ from histopipe.pretrained.tensors import Tensor, unusable
 _MOST_PICKLE_BYTES = 16 << 20
 _MOST_INSTRUCTIONS = 1_000_000
 _LONGEST_NAME = 1000
+_OLD_MAGIC, _OLD_VERSION = 0x1950A86A20F9469CFC6C, 1001
 _MOST_DIMENSIONS = 8
 _STORAGES = {
     "FloatStorage": np.dtype(np.float32),
@@ -45,9 +47,9 @@ _STORAGES = {
 
 @dataclass(frozen=True, slots=True)
 class _Storage:
-    """A member of the archive with `count` numbers."""
+    """`count` numbers in a file."""
 
-    member: str
+    key: str
     dtype: np.dtype[Any]
     count: int
 
@@ -70,6 +72,9 @@ def read_torch_file(path: Path) -> Mapping[str, Any]:
 
 
 def _read(path: Path) -> Any:
+    with path.open("rb") as file:
+        if file.read(2) != b"PK":
+            return _read_old(path)
     with zipfile.ZipFile(path) as archive:
         members = {item.filename: item for item in archive.infolist()}
         names = [name for name in members if name.count("/") == 1 and name.endswith("/data.pkl")]
@@ -82,17 +87,60 @@ def _read(path: Path) -> Any:
         prefix = names[0].removesuffix("data.pkl")
         if f"{prefix}byteorder" in members and archive.read(f"{prefix}byteorder") != b"little":
             raise unusable(path, "numbers in big-endian order")
-        return _Machine(path, prefix, members).run(archive.read(names[0]))
+
+        def load(storage: _Storage) -> bytes:
+            with zipfile.ZipFile(path) as file:  # compares the CRC of the member
+                return file.read(f"{prefix}data/{storage.key}")
+
+        machine = _Machine(path, load)
+        content = machine.run(io.BytesIO(archive.read(names[0])))
+        for key, storage in machine.storages.items():
+            member = members.get(f"{prefix}data/{key}")
+            _check_size(storage, member.file_size if member else 0)
+        return content
+
+
+def _read_old(path: Path) -> Any:
+    starts: dict[str, int] = {}
+
+    def load(storage: _Storage) -> bytes:
+        with path.open("rb") as file:
+            file.seek(starts[storage.key])
+            return file.read(storage.count * storage.dtype.itemsize)
+
+    with path.open("rb") as file:
+        pickles, size = io.BytesIO(file.read(_MOST_PICKLE_BYTES)), file.seek(0, io.SEEK_END)
+        machine = _Machine(path, load)
+        magic, version, system, content, keys = (machine.run(pickles) for _ in range(5))
+        if (magic, version) != (_OLD_MAGIC, _OLD_VERSION):
+            raise unusable(path, "a pickle of another kind")
+        if system.get("little_endian") is not True:
+            raise unusable(path, "numbers in big-endian order")
+        if sorted(keys) != sorted(machine.storages):
+            raise unusable(path, "storages without a place")
+        place = pickles.tell()
+        for key in keys:
+            storage, starts[key] = machine.storages[key], place + 8
+            file.seek(place)
+            if file.read(8) != storage.count.to_bytes(8, "little"):
+                raise unusable(path, f"storage {key} with another number of values")
+            _check_size(storage, size - starts[key])
+            place = starts[key] + storage.count * storage.dtype.itemsize
+    return content
+
+
+def _check_size(storage: _Storage, size: int) -> None:
+    if size < storage.count * storage.dtype.itemsize:
+        numbers = f"{storage.count} numbers"
+        raise ValueError(f"damaged storage {storage.key}: {size} bytes for {numbers}")
 
 
 class _Machine:
     """Interpreter of the instructions that occur in pickles of state dicts."""
 
-    def __init__(self, path: Path, prefix: str, members: Mapping[str, zipfile.ZipInfo]) -> None:
-        self._path, self._prefix, self._members = path, prefix, members
-        self._stack: list[Any] = []
-        self._marks: list[int] = []
-        self._memo: dict[int, Any] = {}
+    def __init__(self, path: Path, load: Callable[[_Storage], bytes]) -> None:
+        self._path, self._load = path, load
+        self.storages: dict[str, _Storage] = {}
         self._names: dict[str, Callable[..., Any] | np.dtype[Any]] = {
             "collections OrderedDict": self._dictionary,
             "torch Size": tuple,
@@ -102,10 +150,13 @@ class _Machine:
             **{f"torch {name}": dtype for name, dtype in _STORAGES.items()},
         }
 
-    def run(self, pickle: bytes) -> Any:
-        """Return the object that a pickle describes."""
+    def run(self, pickle: io.BytesIO) -> Any:
+        """Return the object that the next pickle describes."""
+        self._stack: list[Any] = []
+        self._marks: list[int] = []
+        self._memo: dict[int, Any] = {}
         try:
-            for number, (opcode, argument, _) in enumerate(pickletools.genops(io.BytesIO(pickle))):
+            for number, (opcode, argument, _) in enumerate(pickletools.genops(pickle)):
                 if number > _MOST_INSTRUCTIONS:
                     raise unusable(self._path, "too many pickle instructions")
                 if opcode.name == "STOP":
@@ -121,8 +172,8 @@ class _Machine:
             OverflowError,
             RecursionError,
         ) as error:
-            raise unusable(self._path, f"a damaged data.pkl ({error})") from error
-        raise unusable(self._path, "a truncated data.pkl")
+            raise unusable(self._path, f"a damaged pickle ({error})") from error
+        raise unusable(self._path, "a truncated pickle")
 
     def _step(self, name: str, argument: Any) -> None:
         if not (self._push(name, argument) or self._collect(name) or self._apply(name)):
@@ -217,16 +268,15 @@ class _Machine:
         return dict(pairs)
 
     def _storage(self, persistent: Any) -> _Storage:
-        kind, dtype, key, _, count = persistent
-        if type(key) is not str:
-            raise ValueError("a storage without a name")
-        member = f"{self._prefix}data/{key}"
+        kind, dtype, key, _, count, *view = persistent
+        if type(key) is not str or view not in ([], [None]):
+            raise ValueError("a storage without a name, or a part of one")
         if kind != "storage" or not isinstance(dtype, np.dtype) or type(count) is not int:
             raise ValueError("a persistent id that is no storage")
-        item = self._members[member]
-        if item.file_size < count * dtype.itemsize or count < 0:
-            raise ValueError(f"{member} has {item.file_size} bytes for {count} numbers")
-        return _Storage(member, dtype, count)
+        storage = _Storage(key, dtype, count)
+        if count < 0 or self.storages.setdefault(key, storage) != storage:
+            raise ValueError(f"storage {key} with two sizes or types")
+        return storage
 
     def _tensor(
         self,
@@ -250,9 +300,7 @@ class _Machine:
             raise ValueError("a tensor with more numbers than its storage")
 
         def load() -> NDArray[Any]:
-            with zipfile.ZipFile(self._path) as archive:  # compares the CRC of the member
-                data = archive.read(storage.member)
-            values = np.frombuffer(data, storage.dtype, storage.count)[offset:]
+            values = np.frombuffer(self._load(storage), storage.dtype, storage.count)[offset:]
             steps = [step * storage.dtype.itemsize for step in stride]
             return np.lib.stride_tricks.as_strided(values, size, steps, writeable=False)
 

@@ -19,6 +19,7 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from histopipe.evaluation.calibration import Bin, DecisionCurve
+from histopipe.evaluation.intervals import FEWEST_PATIENTS
 from histopipe.evaluation.statistics import Roc
 from histopipe.evaluation.target_metrics import RiskGroup
 from histopipe.system.files import appearing
@@ -141,15 +142,16 @@ def calibration_chart(title: str, curves: Mapping[str, Sequence[Bin]]) -> str:
 
 
 def survival_chart(title: str, groups: Sequence[RiskGroup]) -> str:
-    """Draw Kaplan-Meier curves with their confidence bands."""
+    """Draw Kaplan-Meier curves with their confidence bands; groups with too few patients have none."""
     with _chart(title) as (figure, axes):
         for it in groups:
             name = f"{it.name} ({it.count})"
             (line,) = axes.step(it.times, it.survival, where="post", linewidth=1.6, label=name)
             colour = line.get_color()
-            axes.fill_between(
-                it.times, it.low, it.high, step="post", color=colour, alpha=0.15, linewidth=0
-            )
+            if it.count >= FEWEST_PATIENTS:
+                axes.fill_between(
+                    it.times, it.low, it.high, step="post", color=colour, alpha=0.15, linewidth=0
+                )
         axes.set(xlabel="time", ylabel="survival", ylim=(-0.02, 1.02))
         axes.legend()
         return _svg(figure, f"{title}: {', '.join(it.name for it in groups)}")

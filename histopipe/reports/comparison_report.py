@@ -10,6 +10,7 @@ from histopipe.evaluation.intervals import Difference
 from histopipe.evaluation.levels import LEVELS, name_of
 from histopipe.evaluation.table import remarks, shown_figures, task_of, with_ends, with_interval
 from histopipe.reports.html_page import Cell, Column, Notes, Page, Row, Table, Text, number
+from histopipe.reports.judged import interval_cell
 from histopipe.studies.compare import CompareResult, compare
 
 
@@ -64,26 +65,25 @@ def _shown(result: CompareResult) -> dict[str, str]:
 
 def _differences(result: CompareResult, first: str) -> Iterator[Table | Notes]:
     figures = _shown(result)
-    for run, levels, notes in zip(result.runs[1:], result.differences, result.notes, strict=True):
+    compared = zip(result.runs[1:], result.differences, result.notes, result.splits, strict=True)
+    for run, levels, notes, splits in compared:
         rows = [
             Row([
                 Cell(level.replace("_", ", ", 1)),
-                *(_difference(metrics.get(name, Difference(None, None))) for name in figures),
+                *(
+                    interval_cell(it.value, it.interval, signed=True)
+                    for it in (metrics.get(name, Difference(None, None)) for name in figures)
+                ),
             ])
             for level, metrics in levels.items()
         ]  # fmt: skip
         columns = (Column("level"), *(Column(it, True) for it in figures.values()))
         if rows:
             yield Table(f"{run.folder} minus {first}, on the same patients", columns, rows)
-        if notes:
-            yield Notes([f"{run.folder}, not compared: {note}." for note in notes])
-
-
-def _difference(difference: Difference) -> Cell:
-    if difference.value is None:
-        return number(None)
-    text = with_ends(difference.value, difference.interval, signed=True)
-    return Cell(text, difference.value, "n")
+        texts = [] if splits is None else [f"{run.folder}: {splits}."]
+        texts += [f"{run.folder}, not compared: {note}." for note in notes]
+        if texts:
+            yield Notes(texts)
 
 
 def _subgroups(result: CompareResult) -> Iterator[Table]:
@@ -108,7 +108,9 @@ def _subgroups(result: CompareResult) -> Iterator[Table]:
 
 def _limitations(result: CompareResult) -> Notes:
     notes = [
-        f"{run.folder}: {note}." for run in result.runs for note in (*remarks(run.test), *run.notes)
+        f"{run.folder}: {note}."
+        for run in result.runs
+        for note in (*remarks(run.test), *run.test.notes, *run.notes)
     ]
     return Notes(
         [

@@ -117,12 +117,14 @@ def _judged(
 
 
 def _folds(summary: Mapping[str, Any], judged: Judged) -> Iterator[Table]:
-    names = list(shown_figures(judged.task)[0])
+    with_intervals, plain = shown_figures(judged.task)
+    titles = {**with_intervals, **{it: plain[it] for it in ("accuracy",) if it in plain}}
+    names, reasons = list(titles), any(fold["reason"] for fold in summary["folds"])
     level = next(name for name, _ in judged.evaluations["test"].named())
     columns = (
         Column("fold"), Column("status"), Column("epochs", True), Column("seconds", True),
-        *(Column(f"{level.replace('_', ', ', 1)}: {shown_figures(judged.task)[0][name]}", True) for name in names),
-        Column("reason"),
+        *(Column(f"{level.replace('_', ', ', 1)}: {title}", True) for title in titles.values()),
+        *([Column("reason")] if reasons else []),
     )  # fmt: skip
     rows = []
     for fold in summary["folds"]:
@@ -132,12 +134,14 @@ def _folds(summary: Mapping[str, Any], judged: Judged) -> Iterator[Table]:
         values = [metrics.figures[name] if metrics else None for name in names]
         rows.append(Row([
             Cell(str(fold["fold"])), Cell(fold["status"]), number(fold["epochs"]), number(fold["seconds"]),
-            *(number(value, 3) for value in values), Cell(fold["reason"] or "", tone="why"),
+            *(number(value, 3) for value in values),
+            *([Cell(fold["reason"] or "", tone="why")] if reasons else []),
         ]))  # fmt: skip
     for title, found in (("mean", summary["mean"]), ("standard deviation", summary["deviation"])):
         values = [found.get(f"{level}_{name}") for name in names]
         rows.append(Row([
-            Cell(title), Cell(""), Cell(""), Cell(""), *(number(value, 3) for value in values), Cell(""),
+            Cell(title), Cell(""), Cell(""), Cell(""), *(number(value, 3) for value in values),
+            *([Cell("")] if reasons else []),
         ]))  # fmt: skip
     yield Table("Test set of each fold", columns, rows)
 
@@ -147,8 +151,8 @@ def _limitations(judged: Judged, summary: Mapping[str, Any]) -> Iterator[str]:
     if missing:
         yield f"Folds that are not finished: {', '.join(missing)}. Their slides are not tested."
     test = judged.evaluations["test"]
-    notes = {*remarks(test), *(note for _, metrics in test.named() for note in metrics.notes)}
-    yield from (f"{note[0].upper()}{note[1:]}." for note in sorted(notes))
+    notes = sorted({*remarks(test), *test.notes})
+    yield from (f"{note[0].upper()}{note[1:]}." for note in notes)
     title, _ = main_figure(judged.evaluations["test"].finest)
     yield f"Intervals of the {title} are for these models: variation between training sets is only shown by the folds."
     yield "Performance on slides from another hospital, scanner or stain is unknown: only this data set was used."

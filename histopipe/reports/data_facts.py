@@ -170,6 +170,10 @@ def _tiling(run: RunData) -> str | None:
     scale = f"{spec['mpp']:g} µm per pixel" if spec.get("mpp") else f"level {spec.get('level')}"
     side, overlap = spec.get("patch_size"), spec.get("overlap")
     apart = f"an overlap of {overlap} pixels" if overlap else "no overlap"
+    apart += {
+        "shift": "; the last column and row were moved to the edge of a slide",
+        "pad": "; the last column and row were padded beyond the edge of a slide",
+    }.get(spec.get("edge", ""), "")
     algorithm = (spec.get("algorithms") or {}).get("tissue") or spec.get("tissue")
     found = "Tissue was not detected: all patches were used." if spec.get("tissue") == "none" else (
         f"Tissue was detected with {algorithm}, and patches with at least {percent(spec.get('tissue_threshold') or 0)} "
@@ -232,9 +236,15 @@ def _split(run: RunData) -> str:
         return "The data were divided into training, validation and test by an existing file of splits."
     splits = run.splits
     shares = listed([percent(it) for it in splits.get("fractions", ())])
+    balanced, seed = splits.get("algorithm") == "balanced", f"with seed {splits.get('seed')}"
+    if splits.get("column") is not None:
+        return f"Column {splits['column']} of the labels file divided the data." + (
+            f" Validation was drawn from training at random, {seed}." if balanced else ""
+        )
+    units = f"{splits.get('split_by')}s, {run.config.unit} and " if balanced else ""
     return (
         f"The data were divided at random into training, validation and test ({shares}), stratified by "
-        f"{_STRATA[run.config.task]}, with seed {splits.get('seed')}."
+        f"{units}{_STRATA[run.config.task]}, {seed}."
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -53,6 +53,10 @@ class Decided:
     patient: str
     patches: int
     labels: tuple[str, ...]
+    counts: Mapping[str, int]
+    """Number of patches by label."""
+    right: float
+    """Share of its patches that are decided correctly."""
     decision: str
     probability: Sequence[float]
 
@@ -106,12 +110,15 @@ def decisions(judged: Judged, side: Side) -> Iterator[Decided]:
         decided = decide(scores, judged.positive, threshold)
         group = patches.slide if level == "slide" else patches.patient
         names = patches.slides if level == "slide" else patches.patients
+        right = _decided_patches(judged, (patches, thresholds)) == patches.label
         for i, item in enumerate(scores.item.tolist()):
             members = np.flatnonzero(group == item)
-            labels = np.unique(patches.label[members]).tolist()
+            numbers, counts = np.unique(patches.label[members], return_counts=True)
+            labels = [judged.classes[number] for number in numbers.tolist()]
             yield Decided(
                 names[item], patches.patients[patches.patient[members[0]]], len(members),
-                tuple(judged.classes[it] for it in labels), judged.classes[decided[i]],
+                tuple(labels), dict(zip(labels, counts.tolist(), strict=True)), float(right[members].mean()),
+                judged.classes[decided[i]],
                 scores.probability[i].tolist(),
             )  # fmt: skip
 
@@ -134,7 +141,7 @@ def _slide_errors(
     for participant in slides:
         own = participant.slide if of_slides else participant.patient
         counts[own] += sum(getattr(participant, side) for side in SIDES)
-    facts = [name for name in _FACTS if of_slides and any(it.value(name) for it in slides)]
+    facts = [name for name in _FACTS if of_slides and len({it.value(name) for it in slides}) > 1]
     rows = []
     for i, it in enumerate(sorted(wrong, key=of_label)[:_MOST]):
         slide = known.get(it.name)

@@ -10,6 +10,7 @@ from typing import Literal, get_args
 
 from histopipe.dataset.selection import store_paths
 from histopipe.errors import NothingToDo, UsageError
+from histopipe.features.feature_file import paths_of_stores
 from histopipe.inference.predictions_folder import PredictionsFolder
 from histopipe.reports.bag_values import Show
 from histopipe.reports.heatmap_files import (
@@ -80,7 +81,7 @@ def heatmap(
             slide models of other tasks: name of the label or number.
         show: for slide models, "attention" (default) or "contribution" of the patches to the prediction.
         formats: "png", "tiff" and "geojson".
-        stores: stores of the patches; by default the stores of the run.
+        stores: stores of the patches; by default the stores of the run, or of the features that it was trained on.
         slides: slide files, or folders of slide files, for finer images than the thumbnails.
         objects: objects of GeoJSON files: "cells", or "contours" around patches with values of at least `threshold`.
         threshold: threshold of the contours, 0 to 1.
@@ -105,7 +106,7 @@ def heatmap(
     files: dict[str, tuple[Path, ...]] = {}
     failed: dict[str, str] = {}
     with ExitStack() as stack:
-        opened = [stack.enter_context(Store(path)) for path in _store_paths(folder, stores)]
+        opened = _open_stores(folder, stores, stack)
         found = discover([Path(path) for path in slides]) if slides else []
         predicted = PredictionsFolder(folder)
         images = SlideImages(
@@ -155,11 +156,11 @@ def _check(formats: Sequence[str], threshold: float) -> None:
         raise UsageError("--threshold", found=threshold, expected="0 to 1")
 
 
-def _store_paths(folder: Path, stores: Sequence[str | Path]) -> list[Path]:
-    """Return the given stores, or the existing stores of a run."""
-    if stores:
-        return store_paths(stores)
+def _open_stores(folder: Path, stores: Sequence[str | Path], stack: ExitStack) -> list[Store]:
+    """Open `stores`, or else the existing stores of a run, or those of the features that it was trained on."""
     config = folder / run_folder.CONFIG
-    named = read_config(config).get("stores", ()) if config.exists() else ()
-    parts = [part for path in named for part in parts_of(Path(path))]
-    return [path for path in parts if (path / "data.mdb").exists()]
+    paths = store_paths(stores) if stores else []
+    if not stores and config.exists():
+        parts = (part for path in paths_of_stores(read_config(config)) for part in parts_of(path))
+        paths = [path for path in parts if (path / "data.mdb").exists()]
+    return [stack.enter_context(Store(path)) for path in paths]

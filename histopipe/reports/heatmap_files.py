@@ -34,6 +34,9 @@ COLOURS = "viridis"
 """Colour map: perceptually uniform, also for colour-blind readers, and different from the colours of tissue."""
 ALPHA = 0.55
 
+_CONTRAST = 0.7
+"""Contrast of the image under a heatmap: dark tissue would make high values look low."""
+
 _DPI = 150
 _LONGER_SIDE = 8.0
 """Longer side of the image in inches, without title and colour bar."""
@@ -46,7 +49,7 @@ _SIGNED = "coolwarm"
 _TILE = 256
 _PATCH_PIXELS = 16
 """Side of a patch in a TIFF file, in pixels."""
-_MAX_TIFF_SIDE = 8_192
+_MIN_TIFF_SIDE, _MAX_TIFF_SIDE = 1_024, 8_192
 _GAP = 1.0
 """Maximum gap between neighbouring patches from rounding, in level-0 pixels."""
 
@@ -54,7 +57,7 @@ _GAP = 1.0
 def write_heatmap_png(
     values: PatchValues, background: NDArray[np.uint8] | None, path: Path
 ) -> None:
-    """Write a PNG file with colour bar and scale bar over a (H, W, 3) uint8 image of the bounds, or over grey."""
+    """Write a PNG file with colour bar and scale bar over a (H, W, 3) uint8 image of the bounds in grey, or over plain grey."""
     with (
         appearing(path) as part,
         # matplotlib warns about characters of a slide id that are not in the font.
@@ -76,7 +79,12 @@ def _figure(values: PatchValues, background: NDArray[np.uint8] | None) -> Figure
     axes = figure.add_axes((0.02, 0.02, 1 - (margin + 0.05) / across, 1 - 0.55 / down))
     extent = (0, width, height, 0)
     if background is not None:
-        axes.imshow(background, extent=extent, interpolation="antialiased")
+        small = max(background.shape) < _LONGER_SIDE * _DPI
+        axes.imshow(
+            pale_grey(background),
+            extent=extent,
+            interpolation="bicubic" if small else "antialiased",
+        )
     pixel = max(values.side_l0 / 8, max(width, height) / _MAX_SIDE)
     raster = np.ma.masked_invalid(values.raster(pixel))
     shown = axes.imshow(
@@ -89,7 +97,6 @@ def _figure(values: PatchValues, background: NDArray[np.uint8] | None) -> Figure
     bar = figure.add_axes((area.x1 + 0.12 / across, area.y0, 0.16 / across, area.height))
     colours = figure.colorbar(shown, cax=bar)
     colours.set_label(values.name, fontsize=9, parse_math=False)
-    colours.solids.set(alpha=1)  # type: ignore[union-attr]  # a filled colour bar has them
     bar.tick_params(labelsize=8)
     if values.scale is not None:
         bar.set_yticks([0, 0.5, 1], [f"−{values.scale:.2g}", "0", f"+{values.scale:.2g}"])
@@ -122,7 +129,9 @@ def scale_bar_um(most: float) -> float:
 def write_heatmap_tiff(values: PatchValues, path: Path) -> float:
     """Write a pyramidal TIFF file of the scanned area, white without patches. Return level-0 pixels per pixel."""
     _, _, width, height = values.bounds
-    pixel = max(1.0, values.side_l0 / _PATCH_PIXELS, max(width, height) / _MAX_TIFF_SIDE)
+    longer = max(width, height)
+    pixel = min(values.side_l0 / _PATCH_PIXELS, longer / _MIN_TIFF_SIDE)
+    pixel = max(1.0, pixel, longer / _MAX_TIFF_SIDE)
     image = coloured(values.raster(pixel), COLOURS if values.scale is None else _SIGNED)
     with appearing(path) as part, TiffWriter(part, bigtiff=True) as file:
         for number, level in enumerate(_levels(image)):
@@ -134,6 +143,13 @@ def write_heatmap_tiff(values: PatchValues, path: Path) -> float:
                 resolutionunit=None if per_centimetre is None else "CENTIMETER",
             )  # fmt: skip
     return pixel
+
+
+def pale_grey(image: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Return a (H, W, 3) uint8 image in pale grey: over the colours of a stain, those of values would look different."""
+    grey = np.asarray(Image.fromarray(image).convert("L"), np.float32)
+    pale = np.rint(255 - _CONTRAST * (255 - grey)).astype(np.uint8)
+    return np.repeat(pale[..., None], 3, axis=2)
 
 
 def coloured(raster: NDArray[np.float32], colours: str = COLOURS) -> NDArray[np.uint8]:

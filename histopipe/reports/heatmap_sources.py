@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
-from histopipe.errors import NothingToDo, UsageError
+from histopipe.errors import DamagedStore, NothingToDo, UsageError
 from histopipe.evaluation.predictions import (
     PatchScores,
     joined_scores,
@@ -27,7 +29,9 @@ from histopipe.store.reading import decode_picture
 from histopipe.store.store import Store
 
 _IMAGE_SIDE = 1600
-"""Approximate longer side of an image read from a slide file, in pixels."""
+"""Approximate longer side of an image read from a slide file, or drawn from patches, in pixels."""
+_SMALL_SIDE, _SMALL_PATCHES = 512, 400
+"""Patches are drawn over a thumbnail with a shorter longer side, if the slide has at most so many."""
 
 
 def open_values(
@@ -159,7 +163,7 @@ def _stored(stores: Sequence[Store], slide: str) -> PredictedSlide:
 
 @dataclass(frozen=True, slots=True)
 class SlideImages:
-    """Images of slides as backgrounds of heatmaps: from slide files by id if given, else thumbnails."""
+    """Images of slides as backgrounds of heatmaps: from slide files by id if given, else thumbnails, with patches if small."""
 
     files: Mapping[str, Path]
     stores: Sequence[Store]
@@ -173,8 +177,15 @@ class SlideImages:
         """
         if slide in self.files:
             return _read_image(self.files[slide])
-        thumbnail = self._thumbnail(slide)
-        return None if thumbnail is None else decode_picture(thumbnail, f"thumbnail of {slide}")
+        value = self._thumbnail(slide)
+        thumbnail = None if value is None else decode_picture(value, f"thumbnail of {slide}")
+        found = find_slide(self.stores, slide)
+        if found is None or thumbnail is None or max(thumbnail.shape) >= _SMALL_SIDE:
+            return thumbnail
+        store, number = found
+        if store.records[number].stored > _SMALL_PATCHES:
+            return thumbnail
+        return _with_patches(store, number, thumbnail)
 
     def _thumbnail(self, slide: str) -> bytes | None:
         if self.predictions is not None:
@@ -183,6 +194,25 @@ class SlideImages:
                 return path.read_bytes()
         found = find_slide(self.stores, slide)
         return found[0].thumbnail(found[1]) if found else None
+
+
+def _with_patches(store: Store, number: int, thumbnail: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Return an enlarged thumbnail with the patches of its slide drawn over it, except damaged patches."""
+    record = store.records[number]
+    slide = PredictedSlide.of(record, source="")
+    left, top, width, height = bounds_of(slide)
+    scale = _IMAGE_SIDE / max(width, height)
+    picture = Image.fromarray(thumbnail).resize((round(width * scale), round(height * scale)))
+    index = store.index(number)
+    for row, (x, y) in enumerate(zip(index["x_l0"].tolist(), index["y_l0"].tolist(), strict=True)):
+        first, last = (
+            (round((x - left + side) * scale), round((y - top + side) * scale))
+            for side in (0, slide.size_l0)
+        )
+        with suppress(DamagedStore, UsageError):
+            patch = Image.fromarray(store.read(record.id, row))
+            picture.paste(patch.resize((last[0] - first[0], last[1] - first[1])), first)
+    return np.asarray(picture)
 
 
 def _read_image(path: Path) -> NDArray[np.uint8]:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
 from histopipe._version import __version__
-from histopipe.reports.heatmap_files import ALPHA, coloured
+from histopipe.reports.heatmap_files import ALPHA, coloured, pale_grey
 from histopipe.reports.heatmap_values import PatchValues
 from histopipe.system.files import appearing
 
@@ -266,13 +266,13 @@ def plan_image(
 
 
 def heatmap_image(patches: PatchValues, background: Pixels | None) -> Pixels:
-    """Draw a heatmap over an image of the slide's bounds, without axes."""
+    """Draw a heatmap over an image of the slide's bounds in grey, without axes."""
     _, _, width, height = patches.bounds
     if background is None:
         scale = SIDE / max(width, height)
         shape = max(1, round(height * scale)), max(1, round(width * scale)), 3
         background = np.full(shape, 235, np.uint8)
-    image = fitted(background)
+    image = pale_grey(fitted(background))
     raster = patches.raster(max(width / image.shape[1], height / image.shape[0]))
     size = image.shape[1], image.shape[0]
     values = np.asarray(Image.fromarray(raster).resize(size, Image.Resampling.NEAREST))

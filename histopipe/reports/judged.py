@@ -18,7 +18,7 @@ from histopipe.evaluation.evaluate import (
     positive_class,
 )
 from histopipe.evaluation.groups import QUALITY
-from histopipe.evaluation.intervals import Difference
+from histopipe.evaluation.intervals import TOO_FEW, Difference
 from histopipe.evaluation.levels import Level
 from histopipe.evaluation.metrics import Metrics
 from histopipe.evaluation.predictions import PatchScores, Scores, scores_of
@@ -47,6 +47,8 @@ _FIGURES = (
     "log_loss", "calibration_error", "calibration_intercept", "calibration_slope",
 )  # fmt: skip
 _TITLES = table.FIGURE_TITLES
+_MOST_LEVELS = 4
+"""Levels of all splits that fit one table on a page of 1,200 pixels."""
 _LEVELS: tuple[tuple[Level, str], ...] = (
     ("patch", "patches"),
     ("slide", "slides"),
@@ -96,44 +98,44 @@ class Judged:
 def metric_cards(judged: Judged) -> list[Card]:
     """Return cards with the main metrics."""
     cards = []
+    patients = judged.main[1].finest.patients
     for level, metrics in shown_levels(judged.main[1]):
         for figure, title in table.shown_figures(judged.task)[0].items():
             value = table.number(metrics.figures[figure])
-            interval = table.interval(metrics, figure) or "no interval"
+            few = any(note.startswith(TOO_FEW) for note in metrics.notes)
+            interval = table.interval(metrics, figure) or (TOO_FEW if few else "no interval")
+            if metrics.patients < patients:
+                interval += f"; {patients - metrics.patients} of {patients} patients left out"
             cards.append(Card(f"{title}, {LEVEL_NAMES[level.partition('_')[0]]}", value, interval))
     return cards
 
 
 def shown_levels(evaluation: Evaluation) -> Iterator[tuple[str, AnyMetrics]]:
-    """Yield metrics of patches, and of means per slide and patient. Patients are left out if equal to slides."""
+    """Yield metrics of patches, and of means per slide and patient. Patients equal to slides are left out."""
     same = table.same_as_slides(evaluation, "mean")
-    for name, metrics in evaluation.named():
+    for name, metrics in table.informative_levels(evaluation):
         if name in ("patch", "slide_mean") or (name == "patient_mean" and not same):
             yield name, metrics
 
 
 def metrics_blocks(judged: Judged) -> Iterator[Block]:
-    """Yield the metrics of classes at all levels, and remarks on them."""
-    columns = (
-        Column("split"),
-        Column("level"),
-        Column("n", True),
-        *(Column(_TITLES[name], True) for name in _FIGURES),
-        Column("threshold", True),
-    )
-    rows = []
+    """Yield tables of the metrics of classes at all levels, one for each split if one is too wide, and remarks."""
     notes: dict[str, list[str]] = {}
+    shown: dict[Side, dict[str, Metrics]] = {side: {} for side in judged.evaluations}
     for side, evaluation in judged.evaluations.items():
-        for level, metrics in evaluation.named():
+        for name, metrics in table.informative_levels(evaluation):
             if isinstance(metrics, Metrics):
-                shown = level.replace("_", ", ", 1)
-                rows.append(Row([
-                    Cell(side), Cell(shown), number(metrics.count),
-                    *(_with_interval(metrics, figure) for figure in _FIGURES), number(metrics.threshold, 3),
-                ]))  # fmt: skip
+                level = name.replace("_", ", ", 1)
+                shown[side][level] = metrics
                 for note in metrics.notes:
-                    notes.setdefault(f"{side}: {note}", []).append(shown)
-    yield Table("Metrics at all levels", columns, rows)
+                    notes.setdefault(f"{side}: {note}", []).append(level)
+    if sum(map(len, shown.values())) <= _MOST_LEVELS:
+        together = {
+            f"{side}: {it}": own for side, levels in shown.items() for it, own in levels.items()
+        }
+        yield _metrics_table("", together)
+    else:
+        yield from (_metrics_table(f", {side}", levels) for side, levels in shown.items())
     if notes:
         every = max(map(len, notes.values()))
         yield Notes([
@@ -142,8 +144,22 @@ def metrics_blocks(judged: Judged) -> Iterator[Block]:
         ])  # fmt: skip
 
 
-def _with_interval(metrics: Metrics, figure: str) -> Cell:
-    value = metrics.figures[figure]
+def _metrics_table(title: str, levels: Mapping[str, Metrics]) -> Table:
+    """Return a table with a column per level. Metrics that no level has are left out."""
+    lines = [("n", [number(it.count) for it in levels.values()])]
+    lines += [(_TITLES[it], [metric_cell(own, it) for own in levels.values()]) for it in _FIGURES]
+    lines.append(("threshold", [number(it.threshold, 3) for it in levels.values()]))
+    rows = [Row([Cell(name), *cells]) for name, cells in lines if any(it.text for it in cells)]
+    return Table(
+        f"Metrics at all levels{title}",
+        (Column("metric"), *(Column(it, True) for it in levels)),
+        rows,
+    )
+
+
+def metric_cell(metrics: AnyMetrics, figure: str) -> Cell:
+    """Return a cell with a metric and its interval; empty if it is undefined."""
+    value = metrics.figures.get(figure)
     return number(None) if value is None else Cell(table.with_interval(metrics, figure), value, "n")
 
 
@@ -260,9 +276,9 @@ def _subgroup_table(title: str, shown: Sequence[Subgroups], task: TaskName) -> T
         for group in own.groups:
             apart = group.differences.get(main, Difference(None, None))
             first, *others = (
-                _figure(group.figures.get(it), group.intervals.get(it)) for it in names
+                interval_cell(group.figures.get(it), group.intervals.get(it)) for it in names
             )
-            difference = _figure(apart.value, apart.interval, signed=True)
+            difference = interval_cell(apart.value, apart.interval, signed=True)
             rows.append(Row([
                 Cell(column, tone="nowrap"), Cell(group.name, tone="nowrap"), number(group.count), number(group.patients),
                 first, Cell(group.note, tone="soft") if group.note else difference, *others,
@@ -270,7 +286,10 @@ def _subgroup_table(title: str, shown: Sequence[Subgroups], task: TaskName) -> T
     return Table(title, columns, rows)
 
 
-def _figure(value: float | None, ends: tuple[float, float] | None, *, signed: bool = False) -> Cell:
+def interval_cell(
+    value: float | None, ends: tuple[float, float] | None, *, signed: bool = False
+) -> Cell:
+    """Return a cell with a value and its interval; empty if it is undefined."""
     return (
         number(None)
         if value is None

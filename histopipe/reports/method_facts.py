@@ -92,7 +92,7 @@ def _hardware(run: RunData) -> str:
 
 
 def _weights(run: RunData) -> str:
-    weights = getattr(run.config, "weights", "none")
+    weights = getattr(run.config, "used_weights", "none")
     if weights == "none":
         return "The weights of the model were initialized at random."
     return f"Training started from the weights {Path(weights).name}."

@@ -5,14 +5,13 @@ from __future__ import annotations
 import csv
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from itertools import islice
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from histopipe.dataset.options import Side
 from histopipe.dataset.participants import Participant, read_participants
-from histopipe.errors import DamagedStore, HistopipeError, NothingToDo, UsageError
+from histopipe.errors import DamagedStore
 from histopipe.evaluation.evaluate import JudgeSettings
 from histopipe.evaluation.predictions import PatchScores, joined_scores, read_predictions
 from histopipe.evaluation.target_scores import TargetScores
@@ -31,28 +30,25 @@ from histopipe.inference.predictions_folder import (
 )
 from histopipe.reports.evaluation_sections import add_analysis, add_metrics
 from histopipe.reports.fact_texts import plain
-from histopipe.reports.heatmap_sources import SlideImages, open_values
+from histopipe.reports.heatmap_sources import SlideImages
 from histopipe.reports.html_page import (
     Card,
     Cards,
     Cell,
     Column,
     Facts,
-    Gallery,
     Notes,
     Page,
-    Picture,
     Row,
     Table,
     Text,
-    heatmap_image,
 )
 from histopipe.reports.judged import Judged, metric_cards
+from histopipe.reports.run_slides import heatmap_gallery
 from histopipe.store.store import Store
 from histopipe.system.csv_files import is_number
 from histopipe.system.files import read_json
 
-_MAX_HEATMAPS = 24
 _NAMES = ("slide", "patient", "label", "predicted", "decided")
 """Columns of names, also if these look like numbers: `007` is not 7."""
 
@@ -94,7 +90,8 @@ def predictions_page(folder: Path, *, stores: Sequence[Path] = (), pictures: boo
             _add_evaluation(page, _judged(folder, found, classes), notes, slides_found, images)
         page.add(what.capitalize(), _table(slides, what))
         if pictures:
-            page.add("Heatmaps", _heatmaps(folder, opened))
+            images = SlideImages({}, opened, PredictionsFolder(folder))
+            page.add("Heatmaps", heatmap_gallery(folder, images, "Dark purple is 0, yellow is 1."))
     facts = [(name, plain(value)) for name, value in settings.items()]
     page.add("Settings", Facts("Settings of the predictions", facts, open=True))
     page.add("Limitations", Notes(list(_limitations(found))))
@@ -183,25 +180,6 @@ def _table(slides: Sequence[Mapping[str, str]], what: str) -> Table | None:
             cells[at] = Cell(row["decided"], tone="good" if good else "bad")
         rows.append(Row(cells))
     return Table(f"All {what}", columns, rows)
-
-
-def _heatmaps(folder: Path, stores: Sequence[Store]) -> Gallery | None:
-    images = SlideImages({}, stores, PredictionsFolder(folder))
-    made = list(islice(_pictures(folder, stores, images), _MAX_HEATMAPS))
-    return Gallery("Dark purple is 0, yellow is 1.", made) if made else None
-
-
-def _pictures(folder: Path, stores: Sequence[Store], images: SlideImages) -> Iterator[Picture]:
-    try:
-        slides, read_values = open_values(folder, stores, None)
-    except HistopipeError:
-        return  # a slide model without attention
-    for number, slide in enumerate(slides):
-        with suppress(NothingToDo, DamagedStore, UsageError):
-            values = read_values(slide)
-            if values is not None:
-                image = heatmap_image(values, images.of(slide))
-                yield Picture.of(f"heat-{number}", f"{slide}: {values.name}", image)
 
 
 def _limitations(found: ExternalEvaluation | None) -> Iterator[str]:

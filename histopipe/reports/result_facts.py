@@ -122,7 +122,7 @@ def _level(name: str) -> str:
 
 def _accuracy(run: RunData) -> str | None:
     side, evaluation = run.judged.main
-    if not run.config.resamples:
+    if not evaluation.finest.intervals:
         return None  # without precision
     texts = [
         f"{_level(level)}: sensitivity {with_interval(metrics, 'sensitivity')}, specificity "
@@ -185,8 +185,7 @@ def limitations(run: RunData) -> Iterator[str]:
         yield "Performance on slides from another hospital, scanner or stain is unknown: only one data set was used"
     yield "Variation between splits and seeds is unknown: this is one run"
     for side, evaluation in run.result.metrics.items():
-        notes = dict.fromkeys(note for _, metrics in evaluation.named() for note in metrics.notes)
-        every = (*remarks(evaluation), *notes)
+        every = (*remarks(evaluation), *evaluation.notes)
         yield from (f"{SIDE_NAMES[side].capitalize()}: {note}" for note in every)
 
 

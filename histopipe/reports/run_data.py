@@ -14,11 +14,12 @@ from histopipe.dataset.participants import Participant
 from histopipe.errors import DamagedStore, HistopipeError
 from histopipe.evaluation.predictions import PatchScores, read_predictions
 from histopipe.evaluation.target_scores import TargetScores
+from histopipe.features.feature_file import paths_of_stores
 from histopipe.reports.judged import Judged
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.result import METRICS, TrainResult, read_result, read_slides
-from histopipe.runs.task_config import PatchTrainConfig, load_config
+from histopipe.runs.task_config import BagTrainConfig, load_config
 from histopipe.store.catalog import parts_of
 from histopipe.store.store import Store
 from histopipe.system.files import read_json
@@ -85,18 +86,21 @@ def read_run(
 def open_stores(
     config: TrainConfig, stores: Sequence[Path], stack: ExitStack, *, follow: bool
 ) -> tuple[list[Store], list[str]]:
-    """Open `stores`, or else with `follow` those of the configuration. Return them, and what is missing for pictures."""
+    """Open `stores`, or else with `follow` those of the run or of its features. Return them, and what is missing for pictures."""
     opened: list[Store] = []
-    missing = []
-    named = map(Path, config.stores) if isinstance(config, PatchTrainConfig) else None
-    for path in stores or (named if follow else None) or ():
+    if not follow and not stores:
+        return [], ["No pictures of patches and slides: use --store to name the stores."]
+    paths, missing, on_bags = list(stores), [], isinstance(config, BagTrainConfig)
+    try:
+        paths = paths or paths_of_stores(config.values())
+    except HistopipeError as error:
+        missing.append(f"No pictures of patches and slides: {error}.")
+    for path in paths:
         try:
             opened += [stack.enter_context(Store(part)) for part in parts_of(path)]
         except HistopipeError as error:
             missing.append(f"No pictures of patches and slides: {error}.")
-    if not follow and not stores:
-        missing.append("No pictures of patches and slides: use --store to name the stores.")
-    elif named is None and not opened:
+    if on_bags and not opened and not missing:
         missing.append("No heatmaps of attention: use --store to name the store of the patches.")
     return opened, missing
 

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from histopipe.dataset.options import SIDES
+from histopipe.dataset.splits import FIRST_ALGORITHM
 from histopipe.evaluation import table
 from histopipe.reports import charts
 from histopipe.reports.evaluation_sections import add_analysis, add_metrics
@@ -121,8 +122,11 @@ def _splits(run: RunData) -> Iterator[Block]:
     unit = run.config.unit
     labels_from = getattr(run.config, "labels_from", None)
     labels_from = ", patch classes from annotations" if labels_from == "annotation" else ""
+    how = f"by {splits.get('split_by')}"
+    if splits.get("column") is not None:
+        how = f"from column {splits['column']}"
     yield Text(
-        f"Split by {splits.get('split_by')}, seed {splits.get('seed')}{labels_from}. "
+        f"Split {how}, algorithm {splits.get('algorithm', FIRST_ALGORITHM)}, seed {splits.get('seed')}{labels_from}. "
         "Written before training."
     )
     counts = splits.get("counts", {})

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 
 from histopipe.dataset.options import Side
-from histopipe.errors import DamagedStore, NothingToDo, UsageError
+from histopipe.errors import DamagedStore, HistopipeError, NothingToDo, UsageError
 from histopipe.evaluation.evaluate import positive_class
 from histopipe.reports.failures import decisions
 from histopipe.reports.heatmap_sources import SlideImages, open_values
@@ -29,44 +30,60 @@ _MAX_HEATMAPS = 24
 
 def slide_table(run: RunData) -> Table | None:
     """Return a table of all validation and test slides, or bags. Return None if there are none."""
-    rows = [row for side in run.predictions for row in _slide_rows(run.judged, side)]
+    annotated = getattr(run.config, "labels_from", "slide") == "annotation"
+    rows = [row for side in run.predictions for row in _slide_rows(run.judged, side, annotated)]
     if not rows:
         return None
     if isinstance(run.config, BagTrainConfig):
         what, item, unit = "Bags", run.config.bag, "bags"
     else:
         what, item, unit = "Slides (mean over patches)", "slide", "patches"
+    decided = [Column("label"), Column("decided"), Column("correct")]
+    if annotated:  # most slides have several labels
+        decided = [*(Column(name, True) for name in run.classes), Column("correct", True)]
     columns = (
-        Column(item), Column("patient"), Column("split"), Column(unit, True), Column("label"),
-        Column("decided"), Column("correct"), *(Column(f"p {name}", True) for name in run.classes),
+        Column(item), Column("patient"), Column("split"), Column(unit, True), *decided,
+        *(Column(f"p {name}", True) for name in run.classes),
     )  # fmt: skip
     return Table(f"{what}: labels and predictions", columns, rows)
 
 
-def _slide_rows(judged: Judged, side: Side) -> Iterator[Row]:
+def _slide_rows(judged: Judged, side: Side, annotated: bool) -> Iterator[Row]:
+    """Yield a row per slide. If its patches are `annotated`, it has their numbers and share of correct decisions."""
     for it in decisions(judged, side):
-        correct = Cell("")
-        if len(it.labels) == 1:
+        if annotated:
+            counts = [number(it.counts.get(name, 0)) for name in judged.classes]
+            decided = [*counts, number(100 * it.right, unit=" %")]
+        else:
             correct = Cell("no", tone="bad") if it.wrong else Cell("yes", tone="good")
+            several = len(it.labels) > 1
+            label = "several" if several else it.labels[0]
+            decided = [Cell(label), Cell(it.decision), Cell("") if several else correct]
         yield Row([
-            Cell(it.name, tone="id"), Cell(it.patient), Cell(side), number(it.patches),
-            Cell(it.labels[0] if len(it.labels) == 1 else "several"), Cell(it.decision), correct,
+            Cell(it.name, tone="id"), Cell(it.patient), Cell(side), number(it.patches), *decided,
             *(number(p, 3) for p in it.probability),
         ])  # fmt: skip
 
 
 def heatmaps(run: RunData) -> Gallery | None:
     """Return heatmaps of some validation and test slides, or None if there are none."""
-    made: list[Picture] = []
     name = None
     if not isinstance(run.config, BagTrainConfig):
         positive = positive_class(run.classes, run.config.judging.positive)
         name = run.classes[-1 if positive is None else positive]
-    images = SlideImages({}, run.stores)
+    title = "Dark purple is 0, yellow is 1. Areas without colour are not in validation or test."
+    return heatmap_gallery(run.folder, SlideImages({}, run.stores), title, name)
+
+
+def heatmap_gallery(
+    folder: Path, images: SlideImages, title: str, class_name: str | None = None
+) -> Gallery | None:
+    """Return heatmaps of some slides with values in a folder, or None if there are none."""
+    made: list[Picture] = []
     try:
-        slides, read_values = open_values(run.folder, run.stores, name)
-    except UsageError:
-        return None  # a bag model without attention
+        slides, read_values = open_values(folder, images.stores, class_name)
+    except HistopipeError:
+        return None  # a slide model without attention
     for slide in slides:
         if len(made) == _MAX_HEATMAPS:
             break
@@ -75,5 +92,4 @@ def heatmaps(run: RunData) -> Gallery | None:
             if values is not None:
                 image = heatmap_image(values, images.of(slide))
                 made.append(Picture.of(f"heat-{len(made)}", f"{slide}: {values.name}", image))
-    title = "Dark purple is 0, yellow is 1. Areas without colour are not in validation or test."
     return Gallery(title, made) if made else None

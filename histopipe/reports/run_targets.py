@@ -18,7 +18,7 @@ from histopipe.evaluation.target_metrics import RiskGroup, TargetMetrics
 from histopipe.evaluation.target_scores import TargetScores, grouped
 from histopipe.reports import charts
 from histopipe.reports.html_page import Block, Cell, Charts, Column, Row, Table, number
-from histopipe.reports.judged import Judged
+from histopipe.reports.judged import Judged, metric_cell
 from histopipe.reports.run_data import RunData
 
 _MOST_ROWS = 5000
@@ -29,7 +29,7 @@ def target_rows(evaluations: Mapping[Side, Evaluation]) -> Iterator[Block]:
     judged = [
         (side, level, metrics)
         for side, evaluation in evaluations.items()
-        for level, metrics in evaluation.named()
+        for level, metrics in table.informative_levels(evaluation)
         if isinstance(metrics, TargetMetrics)
         and not (level == "patient_mean" and table.same_as_slides(evaluation, "mean"))
     ]
@@ -47,7 +47,7 @@ def target_rows(evaluations: Mapping[Side, Evaluation]) -> Iterator[Block]:
             ending = f":{name}" if name else ""
             rows.append(Row([
                 Cell(side), Cell(level.partition("_")[0]), Cell(name or ("mean" if len(names) > 1 else "")),
-                number(metrics.count), *(_figure(metrics, it + ending) for it in figures),
+                number(metrics.count), *(metric_cell(metrics, it + ending) for it in figures),
                 Cell("; ".join(metrics.notes) if not name else "", tone="why"),
             ]))  # fmt: skip
     yield Table("Metrics at all levels", columns, rows)
@@ -55,11 +55,6 @@ def target_rows(evaluations: Mapping[Side, Evaluation]) -> Iterator[Block]:
 
 def _bare(metrics: TargetMetrics) -> set[str]:
     return {name.partition(":")[0] for name in metrics.figures}
-
-
-def _figure(metrics: TargetMetrics, name: str) -> Cell:
-    value = metrics.figures.get(name)
-    return number(None) if value is None else Cell(table.with_interval(metrics, name), value, "n")
 
 
 def target_charts(judged: Judged) -> Iterator[Block]:

@@ -90,7 +90,7 @@ def _cards(summary: StoreInfo) -> Cards:
         Card("slides complete", f"{states.get('complete', 0):,}", f"{states.get('failed', 0)} failed, {states.get('pending', 0)} pending"),
         Card("patches", f"{summary.patches:,}", f"{summary.unreadable:,} unreadable"),
         Card("size", _bytes(summary.file_bytes), f"{_bytes(summary.patch_bytes)} of patches"),
-        Card("labels", str(len(summary.labels)), _counts(summary.labels)),
+        Card("labels", str(len(summary.labels.keys() - {"unlabelled"})), _counts(summary.labels)),
         Card("routes", str(len(summary.routes)), _counts(summary.routes)),
         Card("scale sources", str(len(summary.mpp_sources)), _counts(summary.mpp_sources)),
     ]  # fmt: skip

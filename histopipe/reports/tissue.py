@@ -68,7 +68,8 @@ def tissue(
     Args:
         slides: slide files and folders.
         out: folder of the masks.
-        tissue: how to find tissue, as for `ingest`: "otsu" (the newest algorithm), "otsu-1", "otsu-2", or a network.
+        tissue: how to find tissue, as for `ingest`: "otsu" (the newest algorithm), "otsu-1", "otsu-2", "otsu-3", or a
+            network.
         mpp_csv: CSV with the columns slide and mpp. It takes precedence over the headers of the slides.
         default_mpp: level-0 scale of slides that have none.
         workers: number of processes; None starts one per core.

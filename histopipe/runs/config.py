@@ -69,6 +69,12 @@ class TrainConfig:
     fractions: tuple[float, ...] = setting(
         (0.7, 0.15, 0.15), "Shares of training, validation and test.", group=SPLITS, search=False
     )
+    split_column: str | None = setting(
+        None,
+        "Column of --labels with the side of each slide (train, validation or test), or its fold for --folds column.",
+        group=SPLITS,
+        search=False,
+    )
     splits: str | None = setting(
         None, "Read the split from this splits.json.",
         group=SPLITS, format="path", search=False, per_worker=True,
@@ -199,11 +205,12 @@ class TrainConfig:
         from histopipe.evaluation.thresholds import check_rule
 
         check_rule(self.threshold)
-        if self.subgroup_columns and self.labels is None:
+        if self.further_columns and self.labels is None:
             raise UsageError(
-                "--subgroup", found=f"{', '.join(self.subgroup_columns)}, but no --labels",
+                "--subgroup" if self.split_column is None else "--split-column",
+                found=f"{', '.join(self.further_columns)}, but no --labels",
                 expected="a CSV file with these columns",
-            )  # fmt: skip
+            )
         self._check_together()
 
     def _check_together(self) -> None:
@@ -233,6 +240,12 @@ class TrainConfig:
                 "--accumulate", found=self.accumulate,
                 expected=f"at most the {self.batch_size} {self.unit} of --batch-size",
             )  # fmt: skip
+        if self.split_column is not None and self.split_by in ("region", "patch"):
+            raise UsageError(
+                f"--split-column {self.split_column} has a side for each slide",
+                found=f"--split-by {self.split_by}",
+                expected="patient, site or slide, by which a missing validation set is drawn",
+            )
         self._check_task()
         if self.balance == "class" and self.class_weights == "balanced":
             raise UsageError(
@@ -297,6 +310,12 @@ class TrainConfig:
         from histopipe.evaluation.groups import labels_columns
 
         return labels_columns(self.subgroup)
+
+    @property
+    def further_columns(self) -> tuple[str, ...]:
+        """Columns of the labels file that the model does not use: those for subgroups, and of the split."""
+        split = () if self.split_column is None else (self.split_column,)
+        return tuple(dict.fromkeys((*self.subgroup_columns, *split)))
 
     @property
     def used_loss(self) -> str:

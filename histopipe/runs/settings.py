@@ -93,6 +93,12 @@ class DeclaredSetting(NamedTuple):
         return kind
 
     @property
+    def word(self) -> str | None:
+        """Text that is allowed in the place of a number, such as "column"; None if there is none."""
+        kinds = () if self.is_list or self.choices else get_args(self.type)
+        return next((word for kind in kinds for word in get_args(kind)), None)
+
+    @property
     def choices(self) -> tuple[str, ...]:
         """Allowed texts; empty if any text is allowed."""
         return get_args(self.item_type) if get_origin(self.item_type) is Literal else ()
@@ -110,7 +116,7 @@ class DeclaredSetting(NamedTuple):
     def _fits(self, value: object) -> bool:
         item = str if self.choices else self.item_type
         allowed = (int, float) if item is float else (item,)
-        return type(value) in allowed
+        return type(value) in allowed or (value == self.word and value is not None)
 
     @property
     def example(self) -> str:

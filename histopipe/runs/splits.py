@@ -41,8 +41,17 @@ def opened_sources(
             [Path(folder) for folder in config.mil],
             bag=config.bag,
             labels=None if config.labels is None else Path(config.labels),
-            columns=(*config.target_columns, *config.covariates),
-            more_columns=[it for it in config.subgroup_columns if it not in config.covariates],
+            # All slides of a patient are on one side, so that its bag is.
+            columns=(
+                *config.target_columns,
+                *config.covariates,
+                *filter(None, [config.split_column]),
+            ),
+            more_columns=[
+                name
+                for name in config.further_columns
+                if name not in (*config.covariates, config.split_column)
+            ],
             with_label=config.task == "classification",
             allow_extra=config.allow_extra_rows,
             na=config.na,
@@ -76,6 +85,11 @@ def new_splits(config: TrainConfig, sources: Sequence[SampleSource]) -> Splits:
     """
     if config.splits is not None:
         splits = read_splits(Path(config.splits), sources)
+        if config.split_column not in (None, splits.column):
+            raise UsageError(
+                f"--splits {config.splits} is not from --split-column {config.split_column}",
+                todo="leave one of them out",
+            )
         wanted = (config.task, config.target_columns, getattr(config, "covariates", ()))
         if (splits.task, splits.targets, splits.covariates) != wanted:
             raise UsageError(
@@ -86,15 +100,24 @@ def new_splits(config: TrainConfig, sources: Sequence[SampleSource]) -> Splits:
             _check_given(splits, config, sources)
     else:
         splits = make_splits(sources, **split_options(config, sources))
+        for line in splits.shortages(config.unit):
+            message(f"warning: {line}")
+    refuse_leaks(splits, config)
+    return splits
+
+
+def refuse_leaks(splits: Splits, config: TrainConfig) -> None:
+    """Raise a UsageError if a patient or slide is on several sides, unless the settings allow leaks."""
     leaks = splits.leaks() if splits.split_by in ("patient", "site", "slide") else []
     if leaks and not config.allow_leaks:
         raise UsageError(
             "the split leaks",
             found="; ".join(leaks[:3]) + ("; …" if len(leaks) > 3 else ""),
             expected="each patient and slide on one side",
-            todo="split by patient, or pass --allow-leaks to train anyway",
+            todo="split by patient, or pass --allow-leaks to train anyway"
+            if splits.column is None
+            else f"correct column {splits.column}, or pass --allow-leaks to train anyway",
         )
-    return splits
 
 
 def _check_given(splits: Splits, config: PatchTrainConfig, sources: Sequence[SampleSource]) -> None:
@@ -170,7 +193,7 @@ def split_options(
         labelling, region_um = config.labelling, config.region_um
         if config.labels is not None:
             labels = read_slide_labels(
-                config.labels, sources, columns=config.target_columns, groups=config.subgroup_columns,
+                config.labels, sources, columns=config.target_columns, groups=config.further_columns,
                 with_label=config.task == "classification", allow_extra=config.allow_extra_rows,
                 na=config.na, notify=notify,
             )  # fmt: skip
@@ -179,7 +202,7 @@ def split_options(
         _warn_of_recorded(sources, notify)
     labelling = replace(
         labelling, task=make_task(config.task, config.target_columns),
-        covariates=getattr(config, "covariates", ()),
+        covariates=getattr(config, "covariates", ()), split_column=config.split_column,
     )  # fmt: skip
     return {
         "split_by": config.split_by,

@@ -69,13 +69,14 @@ class PatchTrainConfig(TrainConfig):
     )  # fmt: skip
     model: str = setting(
         "small-cnn",
-        "small-cnn, a keras.applications name (resnet50), an encoder (`histopipe encoders`), a .keras file, or "
-        "module.py:function.",
-        group=MODEL,
+        "efficientnet-lite0, -lite1 or -lite2, small-cnn, a keras.applications name (resnet50), an encoder (`histopipe "
+        "encoders`), a .keras file, or module.py:function.",
+        group=MODEL, default_text="auto: efficientnet-lite0; small-cnn for patches below 96 pixels",
     )  # fmt: skip
     weights: str = setting(
-        "none", "Initial weights: none, imagenet, or a weights file or folder of the backbone.",
+        "auto", "Initial weights: none, imagenet, or a weights file or folder of the backbone.",
         group=MODEL, per_worker=True,
+        default_text="auto: imagenet for efficientnet-lite, else none",
     )  # fmt: skip
     trainable: str = setting(
         "all",
@@ -83,6 +84,21 @@ class PatchTrainConfig(TrainConfig):
         "rank R).",
         group=MODEL,
     )  # fmt: skip
+    epochs: int = setting(
+        20,
+        "Maximum number of epochs.",
+        group=OPTIMIZATION,
+        at_least=1,
+        resume=True,
+        default_text="auto: 10 for efficientnet-lite, else 20",
+    )
+    learning_rate: float = setting(
+        1e-3,
+        "Learning rate.",
+        group=OPTIMIZATION,
+        above=0,
+        default_text="auto: 0.0001 for efficientnet-lite, else 0.001",
+    )
     layer_decay: float = setting(
         1.0, "Factor of the learning rate from each block to the one before it, such as 0.75.",
         group=OPTIMIZATION, above=0, at_most=1,
@@ -129,6 +145,12 @@ class PatchTrainConfig(TrainConfig):
                 f"--balance {self.balance} draws from all slides, but --shuffle-block reads neighbouring patches",
                 todo="use one of them",
             )
+
+    @property
+    def used_weights(self) -> str:
+        """The initial weights, if `weights` is auto those of the model's default."""
+        lite = self.model.startswith("efficientnet-lite")
+        return self.weights if self.weights != "auto" else "imagenet" if lite else "none"
 
     @property
     def labelling(self) -> Labelling:
@@ -219,7 +241,7 @@ class BagTrainConfig(TrainConfig):
 
 CONFIGS: tuple[type[TrainConfig], ...] = (PatchTrainConfig, BagTrainConfig)
 """The configuration class of each kind of training."""
-_FORMER = {"na": (), "feature_scaling": "none", "monitor": "metric"}
+FORMER: Mapping[str, Any] = {"na": (), "feature_scaling": "none", "monitor": "metric"}
 """Values in runs of versions that did not record them; these versions took NA for a class."""
 
 
@@ -281,7 +303,7 @@ def load_config(path: Path) -> TrainConfig:
     Raises:
         UsageError: the file cannot be read, or as `make_config`.
     """
-    return make_config(_FORMER | read_config(path))
+    return make_config({**FORMER, **read_config(path)})
 
 
 def resumed_config(recorded: Mapping[str, Any], changes: Mapping[str, Any]) -> TrainConfig:
@@ -303,7 +325,7 @@ def resumed_config(recorded: Mapping[str, Any], changes: Mapping[str, Any]) -> T
             "--resume continues with the settings of the run", found=", ".join(refused),
             expected="only --out and " + ", ".join(allowed),
         )  # fmt: skip
-    return make_config({**_FORMER, **recorded, **changes})
+    return make_config({**FORMER, **recorded, **changes})
 
 
 def _plain_values(settings: Mapping[str, Any]) -> dict[str, Any]:

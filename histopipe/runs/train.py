@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from histopipe.runs import folder as run_folder
+from histopipe.runs.recipe import with_recipe
 from histopipe.runs.result import TrainResult
 from histopipe.runs.supervision import supervise
 from histopipe.runs.task_config import make_config, read_config, resumed_config, with_stores
@@ -57,7 +58,9 @@ def train(
         run_folder.check(folder, resume=True)
         config = resumed_config(read_config(folder / run_folder.CONFIG), settings)
     else:
-        config = make_config(settings)
+        make_config(settings)  # checks them before a store is opened
+        with use_progress(progress) if progress is not None else nullcontext():
+            config = make_config(with_recipe(settings))
     if not in_process:
         return supervise(config, folder, resume=resume, progress=progress)
     with use_progress(progress) if progress is not None else nullcontext():

@@ -10,12 +10,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from histopipe.errors import NothingToDo, UsageError
+from histopipe.slides.readers import is_image
 from histopipe.slides.remote_slides import slides_of_urls
 from histopipe.slides.slide_files import (
+    IMAGE_SUFFIXES,
     LARGEST_INDEX,
     SUFFIXES,
+    TIFF_SUFFIXES,
     SlideFile,
     assembled,
+    has_image_name,
     has_slide_name,
     is_slide_folder,
     storable_name,
@@ -23,18 +27,24 @@ from histopipe.slides.slide_files import (
 from histopipe.system.progress import Progress
 from histopipe.system.urls import is_url, public_url
 
+_NOT_BOTH = "it is an image, and the other files are slides; pass --images to take images only"
 
-def discover(arguments: Iterable[Path | str]) -> list[SlideFile]:
+
+def discover(arguments: Iterable[Path | str], *, images: bool = False) -> list[SlideFile]:
     """Return the slides in files, folders and URLs, sorted by id, without duplicates.
+
+    If none has the name of a slide format, images are the slides. With `images`, only images are, and TIFF files of one
+    image without tiles; files that belong to a slide are left out. An image that is named together with slides has a
+    `problem`, so that it fails as it would without support of images.
 
     Raises:
         UsageError: an argument does not exist, or two slides would have the same id.
         RemoteError: a URL cannot be listed.
         NothingToDo: there is no slide.
     """
-    given = list(dict.fromkeys(arguments))
-    urls = [it for it in given if isinstance(it, str) and is_url(it)]
-    roots = [Path(it) for it in given if it not in urls]
+    paths = list(dict.fromkeys(arguments))
+    urls = [path for path in paths if isinstance(path, str) and is_url(path)]
+    roots = [Path(path) for path in paths if path not in urls]
     for root in roots:
         try:
             root.stat()
@@ -44,21 +54,20 @@ def discover(arguments: Iterable[Path | str]) -> list[SlideFile]:
                 found=error.strerror,
                 todo="check the path, and that its disk is mounted",
             ) from error
-    found: list[tuple[str | None, Iterable[SlideFile]]] = [
-        (
-            _folder_name(root) if root.is_dir() and not is_slide_folder(root) else None,
-            _slides_of(root),
-        )
-        for root in roots
-    ]
-    if urls:
-        found += slides_of_urls(urls)
-    several = sum(name is not None for name, _ in found) > 1
-    slides = [
-        replace(slide, id=f"{name}/{slide.id}") if several and name is not None else slide
-        for name, of_root in found
-        for slide in of_root
-    ]
+    slides = _found(roots, urls, images=False)
+    scans = [slide for slide in slides if not has_image_name(slide.path)]
+    if images or not scans:
+        parts = {file for slide in scans for file in slide.files if file != slide.path}
+        slides = [
+            slide
+            for slide in _found(roots, urls, images=True)
+            if slide.path not in parts and is_image(slide) is not False
+        ]
+    else:
+        slides = [
+            replace(slide, problem=_NOT_BOTH) if has_image_name(slide.path) else slide
+            for slide in slides
+        ]
     by_path: dict[str, list[SlideFile]] = {}
     for slide in sorted(slides, key=lambda slide: slide.id):
         place = slide.location if slide.remote else os.path.realpath(slide.path)
@@ -78,7 +87,12 @@ def discover(arguments: Iterable[Path | str]) -> list[SlideFile]:
         raise NothingToDo(
             f"no slide in {', '.join([*map(str, roots), *map(public_url, urls)])}",
             found=_contents(roots),
-            expected="files ending in " + " ".join(sorted(SUFFIXES)),
+            expected="".join(
+                [
+                    f"files ending in {' '.join(sorted(SUFFIXES))}, or " * (not images),
+                    f"images: {' '.join(sorted(IMAGE_SUFFIXES))}",
+                ]
+            ),
             todo="pass the folder that contains the slides",
         )
     return sorted(slides, key=lambda slide: slide.id)
@@ -91,13 +105,37 @@ def show_links(slides: Iterable[SlideFile], progress: Progress) -> None:
             progress.message(f"{link} is not used: it is the same file as {slide.path}")
 
 
-def _slides_of(root: Path) -> Iterator[SlideFile]:
-    if is_slide_folder(root):
+def _found(roots: Sequence[Path], urls: Sequence[str], *, images: bool) -> list[SlideFile]:
+    """Return the files with names of slides, or of images and TIFF files. Ids in several folders begin with its name."""
+    found: list[tuple[str | None, Iterable[SlideFile]]] = [
+        (
+            _folder_name(root) if root.is_dir() and not is_slide_folder(root) else None,
+            _slides_of(root, images=images),
+        )
+        for root in roots
+    ]
+    if urls:
+        found += slides_of_urls(urls, _is_image_name if images else has_slide_name)
+    several = sum(name is not None for name, _ in found) > 1
+    return [
+        replace(slide, id=f"{name}/{slide.id}") if several and name is not None else slide
+        for name, of_root in found
+        for slide in of_root
+    ]
+
+
+def _is_image_name(path: Path) -> bool:
+    is_tiff = path.suffix.lower() in TIFF_SUFFIXES and has_slide_name(path)
+    return is_tiff or has_image_name(path)
+
+
+def _slides_of(root: Path, *, images: bool) -> Iterator[SlideFile]:
+    if is_slide_folder(root) and not images:
         yield from assembled([root], root.parent, _LocalFiles())
         return
     paths = sorted(_walk(root)) if root.is_dir() else [root]
-    candidates = [path for path in paths if _is_candidate(path)]
-    if root.is_file() and not candidates:
+    candidates = [path for path in paths if _is_candidate(path, images=images)]
+    if root.is_file() and not candidates and not images:
         candidates = [root]  # the user chose this file: try it with any suffix
     base = root if root.is_dir() else root.parent
     yield from assembled(candidates, base, _LocalFiles())
@@ -142,8 +180,8 @@ def _refuse(error: OSError) -> None:
     ) from error
 
 
-def _is_candidate(path: Path) -> bool:
-    if not has_slide_name(path):
+def _is_candidate(path: Path, *, images: bool) -> bool:
+    if not (_is_image_name(path) if images else has_slide_name(path)):
         return False
     try:
         if is_slide_folder(path):

@@ -10,10 +10,16 @@ from typing import Literal, get_args
 from histopipe.errors import SlideUnreadable
 from histopipe.slides.openslide_reader import OpenSlideReader, detected_format
 from histopipe.slides.slide import Slide
-from histopipe.slides.slide_files import FASTSLIDE_SUFFIXES, has_fastslide
+from histopipe.slides.slide_files import (
+    FASTSLIDE_SUFFIXES,
+    TIFF_SUFFIXES,
+    SlideFile,
+    has_fastslide,
+    has_image_name,
+)
 
-ReaderName = Literal["openslide", "tifffile", "fastslide"]
-AskedReader = Literal["auto", "openslide", "tifffile", "fastslide"]
+ReaderName = Literal["openslide", "tifffile", "pillow", "fastslide"]
+AskedReader = Literal["auto", "openslide", "tifffile", "pillow", "fastslide"]
 
 READERS: tuple[ReaderName, ...] = get_args(ReaderName)
 _TIFF_SIGNS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
@@ -24,7 +30,7 @@ _GENERIC = (None, "generic-tiff")
 def open_slide(path: Path, reader: str | None = "auto") -> Slide:
     """Open a slide.
 
-    With "auto", OpenSlide opens the formats of scanners; tifffile opens OME-TIFF, and other TIFF files that OpenSlide
+    With "auto", Pillow opens images by the suffix of their names; OpenSlide opens the formats of scanners; tifffile opens OME-TIFF, and other TIFF files that OpenSlide
     refuses; fastslide, if it is installed, files that both refuse. `reader` may also be the `reader` of a slide's
     record, whose version is ignored; None is "openslide", the only one of earlier versions.
 
@@ -36,6 +42,8 @@ def open_slide(path: Path, reader: str | None = "auto") -> Slide:
         return _opener(name)(path)
     if path.suffix.lower() in FASTSLIDE_SUFFIXES:
         return _opener("fastslide")(path)
+    if has_image_name(path):
+        return _opener("pillow")(path)
     is_tiff = _is_tiff(path)
     generic = is_tiff and detected_format(path) in _GENERIC
     if generic and _is_ome(path):
@@ -58,12 +66,34 @@ def open_slide(path: Path, reader: str | None = "auto") -> Slide:
     raise SlideUnreadable("; ".join(reasons), todo=todo) from first
 
 
+def is_image(slide: SlideFile) -> bool | None:
+    """Return whether a slide is one image and not a scan: by its name, or a TIFF file of one image without tiles.
+
+    None if a TIFF file cannot be read. One at a URL counts as a scan, since only its name is known.
+    """
+    path = slide.path
+    if path.suffix.lower() not in TIFF_SUFFIXES or slide.remote:
+        return has_image_name(path)
+    import tifffile  # late: as above
+
+    try:
+        with tifffile.TiffFile(path) as tiff:
+            scan = tiff.is_ome or tiff.is_svs or tiff.pages.first.is_tiled
+            return not scan and len(tiff.pages) == 1
+    except Exception:  # noqa: BLE001 - on a damaged header, tifffile may raise any exception
+        return None
+
+
 def _opener(name: str) -> Callable[[Path], Slide]:
     # Late: most slides need only OpenSlide.
     if name == "tifffile":
         from histopipe.slides.tiff_reader import TiffReader
 
         return TiffReader
+    if name == "pillow":
+        from histopipe.slides.image_reader import ImageReader
+
+        return ImageReader
     if name == "fastslide":
         from histopipe.slides.fastslide_reader import FastSlideReader
 

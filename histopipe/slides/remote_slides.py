@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from urllib.parse import unquote
@@ -13,7 +13,9 @@ from histopipe.system.object_storage import RemoteFile, list_files, open_remote,
 from histopipe.system.urls import public_url
 
 
-def slides_of_urls(urls: Sequence[str]) -> Iterator[tuple[str | None, list[SlideFile]]]:
+def slides_of_urls(
+    urls: Sequence[str], is_slide_name: Callable[[Path], bool] = has_slide_name
+) -> Iterator[tuple[str | None, list[SlideFile]]]:
     """Yield for each URL the name of its folder, None for a single file, and the slides behind it.
 
     Raises:
@@ -30,7 +32,11 @@ def slides_of_urls(urls: Sequence[str]) -> Iterator[tuple[str | None, list[Slide
         listing = {_path(file.url): file for file in files}
         single = len(files) == 1 and files[0].location.rstrip("/") == public_url(url).rstrip("/")
         base = _path(url).parent if single else _path(url)
-        named = [path for path in sorted(listing) if single or _is_slide(path, base)]
+        named = [
+            path
+            for path in sorted(listing)
+            if single or (is_slide_name(path) and not _is_hidden(path, base))
+        ]
         slides = [
             replace(slide, remote=tuple(listing[path] for path in slide.files))
             for slide in assembled(named, base, _RemoteFiles(listing))
@@ -64,9 +70,8 @@ class _RemoteFiles:
             return None
 
 
-def _is_slide(path: Path, base: Path) -> bool:
-    hidden = any(part.startswith(".") for part in path.relative_to(base).parts)
-    return has_slide_name(path) and not hidden
+def _is_hidden(path: Path, base: Path) -> bool:
+    return any(part.startswith(".") for part in path.relative_to(base).parts)
 
 
 def _path(url: str) -> Path:

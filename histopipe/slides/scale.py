@@ -14,7 +14,8 @@ PLAUSIBLE_MPP = (0.05, 50.0)
 MAGNIFICATION_MPP = 10.0
 """An objective of power m means 10/m µm per pixel: 20× is 0.5, 40× is 0.25."""
 
-_SCREEN_DPI = {72: 352.78, 96: 264.58}
+_USUAL_DPI = (72, 96, 600, 720, 1000, 1200, 1440, 2400, 4800)
+"""Resolutions of screens and printers, which programs write into images. Others are not plausible as scales."""
 
 
 class MppSource(StrEnum):
@@ -108,9 +109,10 @@ def _from_properties(
 
 
 def _implausible(mpp: float) -> str | None:
-    for dpi, tag in _SCREEN_DPI.items():
-        if abs(mpp - tag) < 0.5:
-            return f"this is a {dpi}-dpi screen resolution, not a scanner's"
+    for dpi in _USUAL_DPI:
+        if math.isclose(mpp, 25400 / dpi, rel_tol=1.5e-3):
+            kind = "screen" if dpi < 100 else "print"
+            return f"this is a {dpi}-dpi {kind} resolution, not a scanner's"
     low, high = PLAUSIBLE_MPP
     return None if low <= mpp <= high else f"not between {low:g} and {high:g}"
 

@@ -24,6 +24,10 @@ SUFFIXES = frozenset(
 """File name suffixes of the formats that OpenSlide reads."""
 FASTSLIDE_SUFFIXES = frozenset((".i2syntax", ".isyntax", ".qptiff", ".vsi", ".zarr"))
 """File name suffixes of further formats, which only fastslide reads."""
+IMAGE_SUFFIXES = frozenset((".bmp", ".jpeg", ".jpg", ".png", ".webp"))
+"""File name suffixes of images that Pillow reads. Next to slides, they are masks, thumbnails, or parts of a slide."""
+TIFF_SUFFIXES = (".tif", ".tiff")
+"""A TIFF file may be a slide, or one image."""
 _FOLDER_SUFFIX = ".zarr"
 LARGEST_INDEX = 1 << 20
 """Most bytes that are read of a VMS file, which has a few kB."""
@@ -58,6 +62,11 @@ def has_slide_name(path: Path) -> bool:
     kind = path.suffix.lower()
     known = kind in SUFFIXES or (kind in FASTSLIDE_SUFFIXES and has_fastslide())
     return known and not path.name.startswith(".")
+
+
+def has_image_name(path: Path) -> bool:
+    """Return whether a file name is that of an image in a format that is not one of slides."""
+    return path.suffix.lower() in IMAGE_SUFFIXES and not path.name.startswith(".")
 
 
 def is_slide_folder(path: Path) -> bool:

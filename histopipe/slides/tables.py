@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from histopipe.errors import UsageError
 from histopipe.geometry import Mpp
 from histopipe.slides.scale import PLAUSIBLE_MPP
-from histopipe.slides.slide_files import FASTSLIDE_SUFFIXES, SUFFIXES
+from histopipe.slides.slide_files import FASTSLIDE_SUFFIXES, IMAGE_SUFFIXES, SUFFIXES
 from histopipe.slides.table_checks import (
     TableRow,
     check_numbers,
@@ -32,7 +32,7 @@ from histopipe.system.csv_files import (
 from histopipe.system.progress import message
 from histopipe.system.urls import is_url
 
-_SUFFIXES = SUFFIXES | FASTSLIDE_SUFFIXES
+_SUFFIXES = SUFFIXES | FASTSLIDE_SUFFIXES | IMAGE_SUFFIXES
 _SURVIVAL_WORDS = {
     "time", "event", "survival", "os", "os_time", "os_event", "days", "status", "censor",
 }  # fmt: skip
@@ -137,6 +137,10 @@ def read_labels(
     """
     labelled = ["label"] if with_label else []
     cell_columns = [column_key(column) for column in (*columns, *groups)]
+    if "slide" in cell_columns:
+        raise UsageError(
+            f"{path}: column slide", found="its use for values", expected="another column"
+        )
     required = ("slide", *labelled, *cell_columns)
     rows = _rows(path, required=required, optional=("patient", "site"))
     if not rows:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,9 @@ _JPEGS = (6, 7, 34892, 33007)
 _SMALL_IMAGE = 50
 """Images of less than this fraction of the largest one are overviews, or show no tissue."""
 _NO_TISSUE = re.compile("label|macro|overview|thumbnail", re.IGNORECASE)
-_PER_CM, _PER_INCH = 3, 2
+_PER_CM, _PER_INCH, _NO_UNIT = 3, 2, 1
+_MICROMETRES = ("micron", "microns", "um", "µm", "\\u00B5m")
+"""Names of the unit in the description of an ImageJ file, whose resolution tags have no unit."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,12 +125,17 @@ def read_pyramid(path: Path, tiff: tifffile.TiffFile) -> tuple[list[TiffImage], 
         mpp_x = mpp_y = _number_after("MPP", text)
         power = _number_after("AppMag", text)
     elif not tiff.is_ome:
-        mpp_x, mpp_y = (_mpp(page, name) for name in ("XResolution", "YResolution"))
+        units = {_PER_CM: 1e4, _PER_INCH: 25400.0}
+        if (tiff.imagej_metadata or {}).get("unit") in _MICROMETRES:
+            units[_NO_UNIT] = 1.0
+        mpp_x, mpp_y = (_mpp(page, name, units) for name in ("XResolution", "YResolution"))
+    turned = page.tags.valueof("Orientation", 1)
+    notes = (f"its orientation {turned} is not applied",) if turned != 1 else ()
     kind = "ome-tiff" if tiff.is_ome else "aperio" if tiff.is_svs else "tiff"
     return images, SlideInfo(
         vendor=kind, levels=levels, bounds=RegionL0(PointL0(0, 0), size), mpp_x=mpp_x, mpp_y=mpp_y,
         objective_power=power, quickhash=None, has_icc_profile=_ICC_PROFILE in page.tags,
-        reader=f"tifffile {tifffile.__version__}", notes=_other_images([(one.name, one.keyframe) for one in tiff.series], series.keyframe),
+        reader=f"tifffile {tifffile.__version__}", notes=notes + _other_images([(one.name, one.keyframe) for one in tiff.series], series.keyframe),
     )  # fmt: skip
 
 
@@ -278,11 +285,11 @@ def _check_pixels(path: Path, key: Any) -> None:
         raise SlideUnreadable(f"{path} has YCbCr pixels without JPEG", expected="RGB")
 
 
-def _mpp(page: Any, name: str) -> str | None:
-    """Return µm per pixel of a resolution tag; None if it has no unit of length."""
+def _mpp(page: Any, name: str, units: Mapping[int, float]) -> str | None:
+    """Return µm per pixel of a resolution tag; None if it has none of the units, whose lengths are in µm."""
     unit = page.tags.get("ResolutionUnit")
     tag = page.tags.get(name)
-    um = {_PER_CM: 1e4, _PER_INCH: 25400.0}.get(int(unit.value) if unit is not None else _PER_INCH)
+    um = units.get(int(unit.value) if unit is not None else _PER_INCH)
     if tag is None or um is None:
         return None
     above, below = tag.value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from histopipe.dataset.options import TaskName
-from histopipe.errors import DamagedStore, UsageError
+from histopipe.dataset.splits import DROPPED, Splits, load_splits
+from histopipe.errors import UsageError
 from histopipe.evaluation.breakdown import Breakdown, break_down, breakdown_lines
 from histopipe.evaluation.evaluate import Evaluation, JudgeSettings, Part, evaluate, positive_class
 from histopipe.evaluation.intervals import Difference
@@ -26,7 +28,8 @@ from histopipe.runs.task_config import CONFIGS, make_config, read_config
 from histopipe.studies.cross_validation_result import leaked_from, read_parts, tested_slides
 from histopipe.studies.paired_differences import differences_of, tested_items
 from histopipe.studies.settings import FoldSettings
-from histopipe.system.files import read_json
+from histopipe.system.csv_files import nfc
+from histopipe.system.result import counted
 
 _LOCAL = ("fold_timeout", "retries", "parallel_folds")
 """Settings that do not affect the results."""
@@ -53,12 +56,14 @@ class CompareResult:
         settings: settings that differ, by name; one value per run, None if a run does not have the setting.
         differences: for every run except the first: differences from the first run, by level and metric.
         notes: for every run except the first: reasons why levels are not compared.
+        splits: for every run except the first: how its split differs from that of the first run; None if it does not.
     """
 
     runs: tuple[ComparedRun, ...]
     settings: Mapping[str, tuple[Any, ...]]
     differences: tuple[Mapping[str, Mapping[str, Difference]], ...]
     notes: tuple[tuple[str, ...], ...]
+    splits: tuple[str | None, ...]
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dict."""
@@ -67,10 +72,11 @@ class CompareResult:
             test = run.test.to_json()
             more = {"notes": list(run.notes), "breakdown": run.breakdown.to_json()}
             runs.append({"folder": str(run.folder), "test": test, **more})
-        for run, levels, notes in zip(self.runs[1:], self.differences, self.notes, strict=True):
+        compared = zip(self.runs[1:], self.differences, self.notes, self.splits, strict=True)
+        for run, levels, notes, splits in compared:
             values: dict[str, Any] = {name: _as_json(metrics) for name, metrics in levels.items()}
             folders = {"folder": str(run.folder), "less": str(self.runs[0].folder)}
-            differences.append({**folders, "notes": list(notes), **values})
+            differences.append({**folders, "splits": splits, "notes": list(notes), **values})
         settings = {name: list(values) for name, values in self.settings.items()}
         return {"runs": runs, "settings": settings, "differences": differences}
 
@@ -84,9 +90,10 @@ class CompareResult:
             lines += [f"  {note}" for note in run.notes]
             wanted = run.settings.get("subgroup", ())
             lines += [f"  {line}" for line in breakdown_lines(run.breakdown, wanted)]
-        compared = zip(self.runs[1:], self.differences, self.notes, strict=True)
-        for run, levels, notes in compared:
+        compared = zip(self.runs[1:], self.differences, self.notes, self.splits, strict=True)
+        for run, levels, notes, splits in compared:
             lines += ["", f"{run.folder} minus {names[0]}:"]
+            lines += [] if splits is None else [f"  {splits}"]
             if levels:
                 lines += aligned(_difference_rows(levels))
             lines += [f"  not compared: {note}" for note in notes]
@@ -137,7 +144,7 @@ class _Loaded:
     run: ComparedRun
     parts: list[Part]
     judging: JudgeSettings
-    uuids: tuple[str, ...]
+    splits: list[Splits]
 
 
 def compare(runs: Sequence[str | Path], *, resamples: int = 1000, seed: int = 1) -> CompareResult:
@@ -173,6 +180,7 @@ def compare(runs: Sequence[str | Path], *, resamples: int = 1000, seed: int = 1)
         tuple(it.run for it in loaded),
         {name: values for name, values in columns.items() if len(set(map(repr, values))) > 1},
         tuple(differences for differences, _ in compared), tuple(notes for _, notes in compared),
+        tuple(_different_splits(loaded[0], other) for other in loaded[1:]),
     )  # fmt: skip
 
 
@@ -184,8 +192,8 @@ def _load(folder: Path) -> _Loaded:
         raise UsageError(f"{folder} has no test patches", todo="compare runs that have a test set")
     settings = read_config(folder / run_folder.CONFIG)
     run = ComparedRun(folder, settings, result.metrics["test"], breakdown=result.breakdown)
-    uuids = _uuids(folder / run_folder.SPLITS)
-    return _Loaded(run, read_parts([result]), make_config(settings).judging, uuids)
+    splits = [load_splits(folder / run_folder.SPLITS)]
+    return _Loaded(run, read_parts([result]), make_config(settings).judging, splits)
 
 
 def _load_folds(folder: Path) -> _Loaded:
@@ -203,14 +211,30 @@ def _load_folds(folder: Path) -> _Loaded:
     slides = tested_slides(done)
     breakdown = break_down(parts, evaluation, slides, settings.get("subgroup", ()), judging)
     run = ComparedRun(folder, settings, evaluation, notes, breakdown)
-    return _Loaded(run, parts, judging, _uuids(folder / run_folder.FOLD_SPLITS / "fold-1.json"))
+    names = (f"{path.name}.json" for path in fold_folders)
+    splits = [load_splits(folder / run_folder.FOLD_SPLITS / name) for name in names]
+    return _Loaded(run, parts, judging, splits)
 
 
-def _uuids(path: Path) -> tuple[str, ...]:
-    try:
-        return tuple(read_json(path)["stores"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DamagedStore(f"{path} is damaged", found=repr(error)[:200]) from error
+def _different_splits(first: _Loaded, other: _Loaded) -> str | None:
+    """Return how the sides of slides differ between two runs, or in any of their folds; None if they do not."""
+    sides: list[dict[str, list[Any]]] = [defaultdict(list), defaultdict(list)]
+    for by_name, run in zip(sides, (first, other), strict=True):
+        for slide in (slide for splits in run.splits for slide in splits.slides):
+            used = np.unique(slide.sides[slide.sides != DROPPED]).tolist()
+            by_name[nfc(slide.id)].append(used if len(used) < 2 else slide.sides.tolist())
+    if sides[0] == sides[1]:
+        return None
+    common = sides[0].keys() & sides[1].keys()
+    moved = sum(sides[0][name] != sides[1][name] for name in common)
+    origins = [
+        f"column {splits.column}" if splits.column else splits.algorithm
+        for splits in (first.splits[0], other.splits[0])
+    ]
+    return (
+        f"different splits ({' and '.join(origins)}): {moved} of {counted(len(common), 'common slide')} on other sides, "
+        f"{counted(len(sides[0].keys() ^ sides[1].keys()), 'slide')} in one split only"
+    )
 
 
 def _compare_two(
@@ -225,7 +249,7 @@ def _compare_two(
     paired = list(zip(parts, thresholds, strict=True))
     first_parts, other_parts = paired[: len(first.parts)], paired[len(first.parts) :]
     draws = bootstrap_draws(len(parts[0].patients), resamples, seed)
-    same_stores = sorted(first.uuids) == sorted(other.uuids)
+    same_stores = sorted(first.splits[0].uuids) == sorted(other.splits[0].uuids)
     found: dict[str, dict[str, Difference]] = {}
     notes: dict[Level, str] = {}
     units = {first_parts[0][0].level, other_parts[0][0].level}

@@ -8,16 +8,17 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from histopipe.dataset.splits import Splits
 from histopipe.dataset.splitting import make_folds
 from histopipe.errors import DamagedStore, Interrupted, NothingToDo, UsageError
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
+from histopipe.runs.recipe import with_recipe
 from histopipe.runs.result import is_finished
 from histopipe.runs.settings import declared_settings, read_settings
-from histopipe.runs.splits import opened_sources, split_options
+from histopipe.runs.splits import opened_sources, refuse_leaks, split_options
 from histopipe.runs.supervision import StopRequest, Supervision, sigterm_interrupts
 from histopipe.runs.task_config import CONFIGS, make_config, resumed_config, with_stores
 from histopipe.runs.workers import in_cluster
@@ -32,6 +33,8 @@ from histopipe.studies.trainings import TrainingOutcome, share_devices, train_wi
 from histopipe.system.progress import Progress, default_progress
 
 _SPLITS, _LOGS = run_folder.FOLD_SPLITS, "logs"
+_PLANNED = (_SPLITS, f"part-{run_folder.CONFIG}")
+"""Content of a folder whose folds have not begun."""
 
 
 def cross_validate(
@@ -64,6 +67,8 @@ def cross_validate(
         >>> result.pooled.patient["mean"].auc  # doctest: +SKIP
     """
     folder, settings = Path(out), with_stores(settings, stores)
+    if not resume:
+        run_folder.check(folder, resume=False, ignored=_PLANNED)
     config, folds = _resumed(folder, settings) if resume else _new(settings)
     if in_cluster():
         raise UsageError(
@@ -83,11 +88,10 @@ def _new(settings: dict[str, Any]) -> tuple[TrainConfig, FoldSettings]:
     training, of_folds = _separated(settings)
     folds = FoldSettings(**of_folds)
     if not folds.folds:
-        raise UsageError("--folds is missing", expected="a number of folds, such as 5")
-    config = make_config(training)
-    if config.splits is not None:
+        raise UsageError("--folds is missing", expected="a number of folds, such as 5, or column")
+    if make_config(training).splits is not None:
         raise UsageError("--splits and --folds exclude each other", todo="use one of them")
-    return config, folds
+    return make_config(with_recipe(training)), folds
 
 
 def _resumed(folder: Path, changes: dict[str, Any]) -> tuple[TrainConfig, FoldSettings]:
@@ -96,6 +100,8 @@ def _resumed(folder: Path, changes: dict[str, Any]) -> tuple[TrainConfig, FoldSe
         raise UsageError(f"{folder} holds no cross-validation to resume")
     recorded, before = _separated(read_settings(folder / run_folder.CONFIG, *CONFIGS, FoldSettings))
     training, of_folds = _separated(changes)
+    if of_folds.get("folds") == "column" and recorded.get("split_column"):
+        of_folds["folds"] = before["folds"]  # their number is recorded
     folds = FoldSettings(**(before | of_folds))
     if folds.folds != before["folds"]:
         raise UsageError(
@@ -109,13 +115,14 @@ def _run_folds(
     config: TrainConfig, settings: FoldSettings, folder: Path, *, resume: bool, progress: Progress
 ) -> CrossValidationResult:
     """Train every fold that is not finished, then summarize."""
-    run_folder.check(folder, resume=resume, ignored=(_SPLITS, f"part-{run_folder.CONFIG}"))
+    run_folder.check(folder, resume=resume, ignored=_PLANNED)
     devices = share_devices(config.devices, settings.parallel_folds)
     existed = folder.exists()
     made = () if resume else _make_folds(config, settings.folds, progress)
+    settings = replace(settings, folds=len(made) or settings.folds)
     splits = {f"{_SPLITS}/fold-{number}.json": fold for number, fold in enumerate(made, 1)}
     with run_folder.opened(folder, splits, config, settings, resume=resume):
-        numbers = range(1, settings.folds + 1)
+        numbers = range(1, int(settings.folds) + 1)
         folds = [_existing_fold(config, folder, number, progress) for number in numbers]
         try:
             _train(config, settings, folds, devices, progress)
@@ -129,14 +136,15 @@ def _run_folds(
         return summarize(config, folder, folds)
 
 
-def _make_folds(config: TrainConfig, folds: int, progress: Progress) -> tuple[Splits, ...]:
+def _make_folds(
+    config: TrainConfig, folds: int | Literal["column"], progress: Progress
+) -> tuple[Splits, ...]:
     with opened_sources(config) as sources:
         made = make_folds(sources, folds, **split_options(config, sources))
     for number, splits in enumerate(made, 1):
-        for side, counts in splits.count().items():
-            missing = " and no ".join(name for name in splits.classes if not counts[name])
-            if missing:
-                progress.message(f"warning: fold {number}: {side} has no {missing}")
+        refuse_leaks(splits, config)
+        for line in splits.shortages(config.unit):
+            progress.message(f"warning: fold {number}: {line}")
     return made
 
 

@@ -18,7 +18,12 @@ from histopipe.evaluation.evaluate import (
     positive_class,
     target_parts,
 )
-from histopipe.evaluation.intervals import Difference, WeightedStatistics, interval_of
+from histopipe.evaluation.intervals import (
+    FEWEST_PATIENTS,
+    Difference,
+    WeightedStatistics,
+    interval_of,
+)
 from histopipe.evaluation.levels import Aggregation, Level
 from histopipe.evaluation.metrics import decide
 from histopipe.evaluation.predictions import PatchScores, Scores
@@ -131,7 +136,7 @@ def differences_of(
     found = dict.fromkeys(values, Difference(None, None))
     for name, (value,) in values.items():
         if np.isfinite(value):
-            known = resampled and patients > 1
+            known = resampled and patients >= FEWEST_PATIENTS
             interval = interval_of(resampled[name], patients) if known else None
             found[name] = Difference(float(value), interval)
     return found

@@ -18,8 +18,11 @@ _FOLDS, _SEARCH = "Cross-validation", "Search"
 class FoldSettings:
     """Settings of a cross-validation."""
 
-    folds: int = setting(
-        0, "Cross-validate with this many folds; 0 trains once.", group=_FOLDS, at_least=0
+    folds: int | Literal["column"] = setting(
+        0,
+        "Cross-validate with this many folds, or with those in --split-column (column); 0 trains once.",
+        group=_FOLDS,
+        at_least=0,
     )
     fold_timeout: float = setting(
         0.0, "Time limit for an attempt at a fold, such as 2h; 0: none.",

@@ -58,16 +58,13 @@ def _are_same(recorded: str, wanted: str) -> bool:
 class Study:
     """A search that several processes may share.
 
-    Processes share its folder; with `settings.storage`, other machines may use separate folders. `base` holds all other
-    settings that affect results: another base is another search.
+    Processes share its folder; with `settings.storage`, other machines may use separate folders.
 
     Raises:
-        UsageError: the storage cannot be opened, or holds another search with this name.
+        UsageError: the storage cannot be opened.
     """
 
-    def __init__(
-        self, folder: Path, settings: StudySettings, space: SearchSpace, base: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, folder: Path, settings: StudySettings) -> None:
         self._optuna = load_optuna()
         self.folder, self.settings = folder, settings
         with writable(folder):
@@ -80,13 +77,28 @@ class Study:
                 study_name=settings.name or folder.resolve().name, pruner=self._pruner(),
             )  # fmt: skip
             self._home = self._folder_id()
-            wanted = json.dumps([space.to_json(), dict(base), settings.metric], sort_keys=True)
+
+    @property
+    def recorded_base(self) -> dict[str, Any] | None:
+        """Settings that the search began with, by name; None for a new search."""
+        recorded = self._study.user_attrs.get(_SETTINGS)
+        return None if recorded is None else json.loads(recorded)[1]
+
+    def agree(self, space: SearchSpace, base: Mapping[str, Any]) -> None:
+        """Record the space and all other settings that affect results, or compare them with those recorded.
+
+        Raises:
+            UsageError: the storage holds another search with this name.
+        """
+        settings = self.settings
+        wanted = json.dumps([space.to_json(), dict(base), settings.metric], sort_keys=True)
+        with self.locked():
             found = self._study.user_attrs.get(_SETTINGS)
             if found is None:
                 self._study.set_user_attr(_SETTINGS, wanted)
             elif not _are_same(found, wanted):
                 raise UsageError(
-                    f"{settings.storage or folder} holds a search with other settings",
+                    f"{settings.storage or self.folder} holds a search with other settings",
                     expected="the same space, configuration, stores and metric",
                     todo="choose another --out (or --name, with --storage)",
                 )

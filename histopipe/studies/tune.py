@@ -17,6 +17,7 @@ from histopipe.evaluation.evaluate import AnyMetrics
 from histopipe.evaluation.metrics import Metrics
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
+from histopipe.runs.recipe import with_recipe
 from histopipe.runs.result import TrainResult, is_finished, read_result
 from histopipe.runs.splits import new_splits, opened_sources
 from histopipe.runs.supervision import Supervision
@@ -89,15 +90,17 @@ def tune(
     """
     settings = with_stores(settings, stores)
     found = space_of(space) if isinstance(space, Mapping) else read_space(Path(space))
-    base = make_config(settings | dict(found.fixed))
+    settings |= found.fixed
+    base = make_config(settings)  # checks the settings before the folder is made
     if metric == "accuracy" and base.task != "classification":
         raise UsageError("--metric", found=metric, expected=f"auc or loss for --task {base.task}")
     own = StudySettings(
         trials=trials, metric=metric, sampler=sampler, pruner=pruner, seed=base.seed,
         storage=storage, name=name, trial_timeout=trial_timeout, retries=retries,
     )  # fmt: skip
-    facts = {k: v for k, v in base.values().items() if k not in _LOCAL}
-    study = Study(Path(out), own, found, facts)
+    study = Study(Path(out), own)
+    base = make_config(with_recipe(settings, study.recorded_base))
+    study.agree(found, {k: v for k, v in base.values().items() if k not in _LOCAL})
     with study.locked():
         _write_splits(base, study.folder)
     return _Search(base, found, study, progress or default_progress()).run()

@@ -192,6 +192,25 @@ def path_within(folder: Path, name: str) -> Path:
     return path
 
 
+def read_record(path: Path) -> dict[str, Any] | None:
+    """Read the settings that `record_or_check` wrote; None if there is no file.
+
+    Raises:
+        DamagedStore: the file cannot be read.
+    """
+    if not path.exists():
+        return None
+    try:
+        recorded = read_json(path)
+    except (OSError, ValueError) as error:
+        raise DamagedStore(f"{path} is damaged", found=str(error)[:200]) from error
+    if not isinstance(recorded, dict):
+        raise DamagedStore(
+            f"{path} is damaged", found=type(recorded).__name__, expected="an object"
+        )
+    return recorded
+
+
 def record_or_check(
     path: Path, settings: Mapping[str, Any], *, ignored: Collection[str], contents: str
 ) -> None:
@@ -203,19 +222,16 @@ def record_or_check(
         UsageError: a setting differs.
         DamagedStore: the recorded settings cannot be read.
     """
-    if not path.exists():
+    recorded = read_record(path)
+    if recorded is None:
         with appearing(path) as part:
             part.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
         return
-    try:
-        recorded = read_json(path)
-    except (OSError, ValueError) as error:
-        raise DamagedStore(f"{path} is damaged", found=str(error)) from error
-    names = sorted({*recorded, *settings}) if isinstance(recorded, dict) else []
+    names = sorted({*recorded, *settings})
     differing = [
         name for name in names if name not in ignored and recorded.get(name) != settings.get(name)
     ]
-    if differing or not names:
+    if differing:
         raise UsageError(
             f"{path.parent} contains {contents} computed with other settings",
             found="; ".join(f"{name} {recorded[name]}" for name in differing if name in recorded),

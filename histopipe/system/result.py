@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from concurrent.futures import BrokenExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -39,6 +40,13 @@ def counted(number: int, noun: str) -> str:
 def plural(noun: str) -> str:
     """Return the plural of a noun: `patches`, `slides`."""
     return f"{noun}es" if noun.endswith(("s", "ch")) and noun != "epoch" else f"{noun}s"
+
+
+def some(items: Iterable[object], most: int = 8) -> str:
+    """List the first items, and the number of the others, for a message."""
+    items = list(items)
+    text = ", ".join(map(str, items[:most]))
+    return text + (f" and {len(items) - most} more" if len(items) > most else "")
 
 
 def exit_code_of(failed: int, others: int) -> ExitCode:

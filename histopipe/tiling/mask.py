@@ -54,21 +54,34 @@ def otsu_threshold(counts: NDArray[Any]) -> int:
 class Components:
     """Connected parts of a mask, (H, W), numbered from 1. Number 0 is not a part: its measures are 0.
 
-    They are measured by numpy, since OpenCV's own statistics take eight times as long as finding the parts.
+    They are measured by numpy, since OpenCV's own statistics take eight times as long as finding the parts. Areas are
+    summed over the runs of equal pixels in each row, which are far fewer than the pixels.
     """
 
     def __init__(self, mask: Mask, connectivity: int = 8) -> None:
         self._count, labels = cv2.connectedComponents(
             mask.view(np.uint8), connectivity=connectivity
         )
-        self._shape = mask.shape
-        self._places = np.flatnonzero(mask)
-        self._parts = np.asarray(labels, np.int32).ravel()[self._places]
+        self._mask, self._labels = mask, np.asarray(labels, np.int32).ravel()
+        starts = np.ones(mask.shape, np.bool_)
+        np.not_equal(mask[:, 1:], mask[:, :-1], out=starts[:, 1:])
+        runs = np.flatnonzero(starts)
+        self._lengths = np.diff(runs, append=mask.size)
+        self._run_parts = self._labels[runs]
 
     @cached_property
     def areas(self) -> NDArray[np.int64]:
         """Number of pixels of each part, (N,)."""
-        return np.bincount(self._parts, minlength=self._count)
+        lengths = self._lengths * (self._run_parts > 0)
+        return np.bincount(self._run_parts, lengths, self._count).astype(np.int64)
+
+    @cached_property
+    def _places(self) -> NDArray[np.int64]:
+        return np.flatnonzero(self._mask)
+
+    @cached_property
+    def _parts(self) -> NDArray[np.int32]:
+        return self._labels[self._places]
 
     def means(self, values: NDArray[Any]) -> NDArray[np.float64]:
         """Return the mean of values, (H, W), over each part, (N,)."""
@@ -78,17 +91,16 @@ class Components:
     def boxes(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the top left corners of the parts and their extents, (N, 2) each, y first."""
         first, last = np.zeros((2, self._count, 2), np.int64)
-        first[1:] = max(self._shape)
-        for axis, values in enumerate(np.divmod(self._places, self._shape[1])):
+        first[1:] = max(self._mask.shape)
+        for axis, values in enumerate(np.divmod(self._places, self._mask.shape[1])):
             np.minimum.at(first[:, axis], self._parts, values)
             np.maximum.at(last[:, axis], self._parts, values)
         return first, last - first + 1
 
     def pixels_of(self, kept: Mask) -> Mask:
         """Return the mask, (H, W), of the parts that `kept`, (N,), chooses."""
-        mask = np.zeros(self._shape, np.bool_)
-        mask.ravel()[self._places] = kept[self._parts]
-        return mask
+        chosen = kept[self._run_parts] & (self._run_parts > 0)
+        return np.repeat(chosen, self._lengths).reshape(self._mask.shape)
 
 
 def larger_than(mask: Mask, area: SquareMicrometres, mpp: Mpp, connectivity: int = 8) -> Mask:

@@ -29,7 +29,7 @@ def find_tissue(rgb: NDArray[np.uint8], mpp: Mpp) -> TissueMask:
     counts = np.bincount(saturation[~black], minlength=256)
     threshold = int(np.clip(otsu_threshold(counts), *SATURATION_BOUNDS))
     tissue = cleaned((saturation > threshold) & ~black, mpp, connectivity=4)
-    notes = ("dark background: try --tissue otsu-2 or none",) if black.mean() > _DARK else ()
+    notes = ("dark background: try --tissue otsu-3 or none",) if black.mean() > _DARK else ()
     # Filling holes may have added pen marks and coverslip edges.
     return TissueMask(tissue & ~black, threshold, notes)
 

@@ -1,4 +1,6 @@
-"""Algorithm `otsu-2`: tissue is what absorbs more light than the glass of the same slide.
+"""Algorithms `otsu-2` and `otsu-3`: tissue is what absorbs more light than the glass of the same slide.
+
+`otsu-3` first decides whether there is glass. If there is none, the slide is full of tissue.
 
 Bright-field slides:
 
@@ -29,7 +31,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.geometry import Mpp, SquareMicrometres
-from histopipe.tiling.mask import Components, Mask, TissueMask, cleaned, larger_than, otsu_threshold
+from histopipe.tiling.glass import (
+    BRIGHT,
+    WHITE,
+    brightest,
+    darkest,
+    densities,
+    find_glass,
+    glass_colour,
+    mean_and_chroma,
+)
+from histopipe.tiling.mask import (
+    LARGEST_HOLE,
+    Components,
+    Mask,
+    TissueMask,
+    cleaned,
+    larger_than,
+    otsu_threshold,
+)
 
 _COARSE_MPP = 32.0
 """Scale of the detection, in µm per pixel: with 16 µm, the masks are the same and take four times as long."""
@@ -56,17 +76,18 @@ _LEAST_WEAK, _LEAST_COLOUR, _LEAST_FINE = 0.012, 0.008, 0.015
 _OUTLINE = 0.4
 """An outline is drawn at this share of the density of the tissue nearby."""
 _SMALLEST_STRONG = SquareMicrometres(5_000.0)
-_BLACK, _BRIGHT, _WHITE = 45, 100, 254
-"""Brightest channel of black and of glass; darkest channel of areas that were not scanned."""
+_BLACK = 45
+"""Brightest channel of black."""
 _DARK_BELOW, _DARK_SHARE = 60, 0.5
 _INK = 0.6
 """Least density of ink, as the sum of the channels."""
 
 
-def find_tissue(rgb: NDArray[np.uint8], mpp: Mpp) -> TissueMask:
+def find_tissue(rgb: NDArray[np.uint8], mpp: Mpp, *, requires_glass: bool = True) -> TissueMask:
     """Find the tissue on a thumbnail, (H, W, 3) uint8 RGB.
 
-    The threshold is an optical density; for fluorescence, a brightness, 0 to 255.
+    The threshold is an optical density; for fluorescence, a brightness, 0 to 255. `requires_glass` takes the most
+    frequent bright colour for that of glass (`otsu-2`); otherwise, everything is tissue if there is no glass.
     """
     if not rgb.size:
         return TissueMask(np.zeros(rgb.shape[:2], np.bool_))
@@ -79,30 +100,39 @@ def find_tissue(rgb: NDArray[np.uint8], mpp: Mpp) -> TissueMask:
     coarse = np.asarray(cv2.resize(smooth, size, interpolation=cv2.INTER_AREA), np.uint8)
     if _is_fluorescence(coarse):
         found = _fluorescence(smooth, mpp)
+    elif (glass := glass_colour(coarse) if requires_glass else find_glass(coarse)) is None:
+        black = larger_than(brightest(smooth) < _BLACK, LARGEST_HOLE, mpp)
+        found = TissueMask(~black, notes=("no glass found: all of it counts as tissue",))
     else:
-        found = _bright_field(smooth, coarse, mpp, Mpp(mpp * factor))
+        found = _bright_field(smooth, coarse, glass, mpp, Mpp(mpp * factor))
     return replace(found, pixels=found.pixels[:height, :width].copy())
 
 
 def _bright_field(
-    smooth: NDArray[np.uint8], coarse: NDArray[np.uint8], mpp: Mpp, coarse_mpp: Mpp
+    smooth: NDArray[np.uint8],
+    coarse: NDArray[np.uint8],
+    glass: NDArray[np.float64],
+    mpp: Mpp,
+    coarse_mpp: Mpp,
 ) -> TissueMask:
-    glass = _glass_colour(coarse)
-    colours = _densities(coarse, glass)
-    density, chroma = _mean_and_chroma(colours)
-    noise = _noise(density[_darkest(coarse) < _WHITE])
+    colours = densities(coarse, glass)
+    density, chroma = mean_and_chroma(colours)
+    noise = _noise(density[darkest(coarse) < WHITE])
     counts = np.bincount(np.clip(density * 400, 0, 255).astype(np.uint8).ravel(), minlength=256)
     low, high = (max(limit, _STRONG * noise) for limit in _LIMITS)
     threshold = float(np.clip(otsu_threshold(counts) / 800, low, high))
-    artefacts = _artefacts(colours, density, chroma, threshold, coarse_mpp)
-    artefacts |= (_brightest(coarse) < _BLACK) & (chroma < 0.3 * density)
     no_shadow = (density > _SHADOW) | (chroma > _LEAST_COLOUR)
-    dense = (density > threshold) & no_shadow & ~artefacts
-    strong = larger_than(dense, _SMALLEST_STRONG, coarse_mpp)
+    dense = (density > threshold) & no_shadow
+    nothing = TissueMask(np.zeros(smooth.shape[:2], np.bool_), threshold)
+    if not dense.any():
+        return nothing
+    artefacts = _artefacts(colours, density, chroma, threshold, coarse_mpp)
+    artefacts |= (brightest(coarse) < _BLACK) & (chroma < 0.3 * density)
+    strong = larger_than(dense & ~artefacts, _SMALLEST_STRONG, coarse_mpp)
     if not strong.any():
-        return TissueMask(np.zeros(smooth.shape[:2], np.bool_), threshold)
+        return nothing
     colours[artefacts] = 0  # their blur is not weak tissue
-    weak_density, weak_chroma = _mean_and_chroma(
+    weak_density, weak_chroma = mean_and_chroma(
         np.asarray(cv2.GaussianBlur(colours.clip(-0.05, 0.6), (0, 0), _WEAK_RADIUS / coarse_mpp))
     )
     weak = (weak_density > max(_LEAST_WEAK, _WEAK * noise)) & (weak_chroma > _LEAST_COLOUR)
@@ -113,14 +143,14 @@ def _bright_field(
     least = np.maximum(
         max(_LEAST_FINE, _FINE * noise), _OUTLINE * _local_mean(density, strong, coarse_mpp)
     )
-    brightest = ((glass.mean() + 1) * 10**-least - 1).clip(0, 255).astype(np.uint8)
+    brightness = ((glass.mean() + 1) * 10**-least - 1).clip(0, 255).astype(np.uint8)
     tissue = np.zeros(smooth.shape[:2], np.bool_)
     factor = len(smooth) // len(coarse)
     left, top, width, height = cv2.boundingRect(region.view(np.uint8))
     part = np.s_[top : top + height, left : left + width]
     whole = tuple(slice(it.start * factor, it.stop * factor) for it in part)
     size = (width * factor, height * factor)
-    darker = _grey(smooth[whole]) < cv2.resize(brightest[part], size)
+    darker = _grey(smooth[whole]) < cv2.resize(brightness[part], size)
     inside, outside = (
         cv2.resize(it[part].view(np.uint8), size, interpolation=cv2.INTER_NEAREST).view(np.bool_)
         for it in (region, artefacts)
@@ -188,39 +218,6 @@ def _ink(colours: NDArray[np.float32]) -> Mask:
     return np.asarray(strong & (is_blue | is_green | is_red | is_yellow))
 
 
-def _glass_colour(coarse: NDArray[np.uint8]) -> NDArray[np.float64]:
-    """Return the colour of the glass, (3,): the most frequent one of the brightest pixels that were scanned."""
-    coarse = np.ascontiguousarray(coarse[::2, ::2])  # enough for the most frequent colour
-    value = _brightest(coarse)
-    bright = value >= _BRIGHT
-    scanned = bright & (_darkest(coarse) < _WHITE)
-    if scanned.mean() > 0.02:
-        bright = scanned
-    counts = np.bincount(value[bright], minlength=256).astype(np.float64)
-    if not counts.any():
-        return np.full(3, 255.0)
-    lightest = int(np.searchsorted(counts.cumsum(), 0.95 * counts.sum()))
-    low = max(0, lightest - 25)
-    most = low + int(np.convolve(counts, np.ones(5), "same")[low:].argmax())
-    near = bright & cv2.inRange(value, most - 4, most + 4).view(np.bool_)
-    return np.asarray(np.median(coarse[near], axis=0))
-
-
-def _densities(rgb: NDArray[np.uint8], glass: NDArray[np.float64]) -> NDArray[np.float32]:
-    """Return optical densities relative to glass, (H, W, 3) float32."""
-    table = -np.log10((np.arange(256)[None, :, None] + 1) / (glass + 1))
-    return np.asarray(cv2.LUT(rgb, table.astype(np.float32)))
-
-
-def _mean_and_chroma(
-    colours: NDArray[np.float32],
-) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Return the mean of the three densities, and the largest minus the smallest, (H, W) each."""
-    red, green, blue = cv2.split(colours)
-    spread = cv2.max(cv2.max(red, green), blue) - cv2.min(cv2.min(red, green), blue)
-    return np.asarray((red + green + blue) / 3), np.asarray(spread)
-
-
 def _noise(density: NDArray[np.float32]) -> float:
     """Return the standard deviation of the density of glass, from the pixels that are brighter than glass."""
     brighter = density[density < 0]
@@ -237,18 +234,18 @@ def _local_mean(density: NDArray[np.float32], tissue: Mask, mpp: Mpp) -> NDArray
 
 def _is_fluorescence(coarse: NDArray[np.uint8]) -> bool:
     """Return whether most of a slide is black and there is no glass: many bright pixels of one brightness."""
-    value = _brightest(coarse)
+    value = brightest(coarse)
     if (value < _DARK_BELOW).mean() < _DARK_SHARE:
         return False
     counts = np.bincount(value[value >= _DARK_BELOW], minlength=256)
     most = int(counts.argmax())
     near = counts[max(0, most - 6) : most + 7].sum()
-    glass = most >= _BRIGHT and near > max(0.3 * counts.sum(), 0.01 * value.size)
+    glass = most >= BRIGHT and near > max(0.3 * counts.sum(), 0.01 * value.size)
     return not glass
 
 
 def _fluorescence(smooth: NDArray[np.uint8], mpp: Mpp) -> TissueMask:
-    value = cv2.GaussianBlur(_brightest(smooth), (0, 0), 12 / mpp)
+    value = cv2.GaussianBlur(brightest(smooth), (0, 0), 12 / mpp)
     steps = (np.log2(np.arange(256) + 4.0) * 25).astype(np.uint8)  # 25 steps per doubling
     levels = np.asarray(cv2.LUT(value, steps))
     counts = np.bincount(levels.ravel(), minlength=256)
@@ -256,17 +253,6 @@ def _fluorescence(smooth: NDArray[np.uint8], mpp: Mpp) -> TissueMask:
     threshold = max(otsu_threshold(counts), int(counts.argmax()) + 12)
     tissue = cleaned(levels > threshold, mpp)
     return TissueMask(tissue, round(2 ** (threshold / 25) - 4, 1), ("fluorescence",))
-
-
-def _brightest(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Return the brightest channel of each pixel. NumPy takes ten times as long for such short axes."""
-    red, green, blue = cv2.split(pixels)
-    return np.asarray(cv2.max(cv2.max(red, green), blue), np.uint8)
-
-
-def _darkest(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    red, green, blue = cv2.split(pixels)
-    return np.asarray(cv2.min(cv2.min(red, green), blue), np.uint8)
 
 
 def _grey(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:

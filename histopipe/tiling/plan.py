@@ -15,7 +15,7 @@ from histopipe.slides.slide import SlideInfo
 from histopipe.slides.thumbnail import Thumbnail
 from histopipe.system.result import counted
 from histopipe.tiling.mask import TissueMask
-from histopipe.tiling.spec import TilingSpec
+from histopipe.tiling.spec import Edge, TilingSpec
 
 Resampling = Literal["none", "area", "lanczos"]
 
@@ -60,11 +60,12 @@ def choose_level(
     wanted = spec.mpp
     fine = [level for level in levels if mpp * level.downsample <= wanted * (1 + SCALE_TOLERANCE)]
     if not fine:
+        finest = mpp * levels[0].downsample
         raise ScaleError(
             f"{name} is too coarse",
-            found=f"{mpp * levels[0].downsample:g} mpp at its finest",
+            found=f"{finest:g} mpp at its finest",
             expected=f"at most {wanted:g}",
-            todo="leave it out, or use a larger --mpp (patches are never enlarged)",
+            todo=f"leave it out, or use a larger --mpp, such as {finest:.3g} (patches are never enlarged)",
         )
     level = max(fine, key=lambda level: level.downsample)
     level_mpp = mpp * level.downsample
@@ -145,8 +146,9 @@ def plan_tiles(
 ) -> TilingPlan:
     """Plan the patches of one slide from a tissue mask of its thumbnail; without a mask, use every cell."""
     area = choice.level.inside(info.bounds)
-    xs = cell_starts(area.x, area.size.width, choice.read_size, choice.stride)
-    ys = cell_starts(area.y, area.size.height, choice.read_size, choice.stride)
+    cell = choice.read_size, choice.stride, spec.edge
+    xs = cell_starts(area.x, area.size.width, *cell)
+    ys = cell_starts(area.y, area.size.height, *cell)
     x_level, y_level = (axis.ravel() for axis in np.meshgrid(xs, ys))
     x_l0, y_l0 = choice.level.to_l0(x_level), choice.level.to_l0(y_level)
     unmeasured = np.full(len(x_level), np.nan, np.float32)
@@ -160,13 +162,25 @@ def plan_tiles(
         return plan
     tissue = cell_shares(plan, thumbnail, mask.pixels)
     note = "; ".join(["no tissue found", *mask.notes])
-    return replace(plan, tissue=tissue).only(tissue >= spec.tissue_threshold, note)
+    plan = replace(plan, tissue=tissue).only(tissue >= spec.tissue_threshold, note)
+    return plan if plan.notes else replace(plan, notes=mask.notes)
 
 
-def cell_starts(first: int, extent: int, cell: int, stride: int) -> NDArray[np.int64]:
-    """Return the left or top edges of all cells that are completely inside an extent."""
+def cell_starts(
+    first: int, extent: int, cell: int, stride: int, edge: Edge = "drop"
+) -> NDArray[np.int64]:
+    """Return the left or top edges of the cells of an extent.
+
+    They are all cells that are completely inside. If they leave a rest, "shift" adds the last one inside, which overlaps
+    its neighbour, and "pad" one that extends beyond the end.
+    """
     count = (extent - cell) // stride + 1 if extent >= cell else 0
-    return first + stride * np.arange(count, dtype=np.int64)
+    starts = first + stride * np.arange(count, dtype=np.int64)
+    rest = extent - ((count - 1) * stride + cell if count else 0)
+    if rest <= 0 or edge == "drop" or (edge == "shift" and not count):
+        return starts
+    last = first + (extent - cell if edge == "shift" else count * stride)
+    return np.append(starts, np.int64(last))
 
 
 def cell_shares(

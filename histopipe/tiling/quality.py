@@ -35,6 +35,8 @@ def pen_mask(rgb: NDArray[np.uint8]) -> NDArray[np.bool_]:
     """
     if not rgb.size:
         return np.zeros(rgb.shape[:2], np.bool_)
+    if len(rgb) > 64:  # parts that fit into the processor's cache take half of the time or less
+        return np.concatenate([pen_mask(rgb[top : top + 64]) for top in range(0, len(rgb), 64)])
     red, green, blue = cv2.split(cv2.LUT(rgb, _DENSITY))
     strong = red + green + blue > _LEAST_DENSITY
     is_blue = (red > 1.3 * green) & (red > 1.5 * blue)

@@ -12,16 +12,17 @@ from histopipe.geometry import Mpp
 from histopipe.slides.scale import MAGNIFICATION_MPP, PLAUSIBLE_MPP
 from histopipe.tiling.tissue import FINDERS, NEWEST
 
-Tissue = Literal["otsu-1", "otsu-2", "none", "masks", "model"]
+Tissue = Literal["otsu-1", "otsu-2", "otsu-3", "none", "masks", "model"]
 Codec = Literal["auto", "jpeg", "png"]
 Subsampling = Literal["444", "422", "420"]
 Resample = Literal["fast", "exact"]
 GridKind = Literal["regular", "imported"]
+Edge = Literal["drop", "shift", "pad"]
 
 ALGORITHMS: Mapping[str, str] = {
     "grid": "grid-1",
     "thumbnail": "native-1",
-    "tissue": "otsu-1",  # or "otsu-2": see `to_json`
+    "tissue": "otsu-1",  # or a newer one: see `to_json`
     "resample": "area-lanczos-2",
 }
 """Versions of the algorithms that determine cells and pixels. Specs with different versions are not equal."""
@@ -36,7 +37,9 @@ class TilingSpec:
     The settings are those of `ingest`, with `roi_threshold` for `annotation_threshold`. The grid "imported" uses the
     cells that another tool has chosen. `tissue` is the algorithm that finds tissue, or "masks" for files of masks, with
     an algorithm for slides without one in `tissue_fallback`, or "model" for a network with this name and checksum.
-    `exclude` are the classes of outlines that are cut out.
+    `exclude` are the classes of outlines that are cut out. `edge` is what happens to the rest of a slide at its right and
+    lower edge, which is smaller than a patch: "drop" leaves it out, "shift" moves the last column and row to the edge,
+    so that they overlap their neighbours more, and "pad" lets them extend beyond the slide.
 
     Raises:
         UsageError: a value is out of range, or not exactly one of `mpp` and `level` is given.
@@ -58,6 +61,7 @@ class TilingSpec:
     grid: GridKind = "regular"
     roi: str | None = None
     roi_threshold: float = 0.5
+    edge: Edge = "drop"
 
     def __post_init__(self) -> None:
         if (self.mpp is None) == (self.level is None):
@@ -81,6 +85,7 @@ class TilingSpec:
         _one_of("--codec", self.codec, get_args(Codec))
         _one_of("--subsampling", self.subsampling, get_args(Subsampling))
         _one_of("--resample", self.resample, get_args(Resample))
+        _one_of("--edge", self.edge, get_args(Edge))
 
     def to_json(self) -> dict[str, Any]:
         """Return the spec with the versions of its algorithms, as stored in `meta`."""
@@ -94,6 +99,10 @@ class TilingSpec:
         for name in ("tissue_fallback", "tissue_model", "exclude"):
             if not settings[name]:
                 del settings[name]
+        if self.edge == "drop":
+            del settings["edge"]
+        else:
+            changed["edge"] = "edge-1"
         if self.roi is None:
             del settings["roi"], settings["roi_threshold"]
         else:
@@ -178,6 +187,7 @@ def differences(
     places: tuple[str, str] = ("in the store", "asked for"),
 ) -> list[str]:
     """Return the differences of two specs, each as a text: `mpp: 0.5 in the store, 0.25 asked for`."""
+    found, wanted = ({"edge": "drop", **spec} for spec in (found, wanted))
     keys = sorted(found.keys() | wanted.keys())
     return [
         f"{key}: {found.get(key)} {places[0]}, {wanted.get(key)} {places[1]}"

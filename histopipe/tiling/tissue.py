@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -17,9 +18,10 @@ from histopipe.tiling.mask import TissueMask
 FINDERS: Mapping[str, Callable[[NDArray[np.uint8], Mpp], TissueMask]] = {
     "otsu-1": otsu1.find_tissue,
     "otsu-2": otsu2.find_tissue,
+    "otsu-3": partial(otsu2.find_tissue, requires_glass=False),
 }
 """Algorithms by name."""
-NEWEST: Literal["otsu-2"] = "otsu-2"
+NEWEST: Literal["otsu-3"] = "otsu-3"
 """Algorithm of new stores."""
 
 

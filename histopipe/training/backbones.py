@@ -30,6 +30,7 @@ from histopipe.pretrained.sources import (
     with_published_settings,
 )
 from histopipe.system.progress import message
+from histopipe.training.efficientnet_lite import MEAN, SCALES, STD, efficientnet_lite
 from histopipe.training.memory import is_out_of_memory
 from histopipe.training.preprocessing import as_float, prepare
 from histopipe.training.vision_transformer import vision_transformer
@@ -65,7 +66,7 @@ def build_backbone(model: str, *, patch_size: int, weights: str, training: bool)
     """Build the network that `--model` and `--weights` name, with its weights.
 
     Args:
-        model: "small-cnn", whose weights are random; a network of `keras.applications` in any spelling; a preset, or a TOML file
+        model: "efficientnet-lite0", "-lite1" or "-lite2"; "small-cnn", whose weights are random; a network of `keras.applications` in any spelling; a preset, or a TOML file
             of one; a file `.keras`; `module.py:function`; a SavedModel folder (embedding only).
         patch_size: side of the patches in pixels.
         weights: "none", "imagenet", or a path.
@@ -242,17 +243,22 @@ def _small_cnn(patch_size: int) -> keras.Model:
 
 
 def _application(model: str, patch_size: int, weights: str, *, training: bool) -> Backbone:
-    build = _find_application(model, training=training)
+    build = None if model in SCALES else _find_application(model, training=training)
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # Keras prints downloads
-            core = build(
-                include_top=False,
-                weights="imagenet" if weights == "imagenet" else None,
-                input_shape=(patch_size, patch_size, 3),
-                pooling="avg",
-            )
+        if build is None:
+            core = efficientnet_lite(model, trained=weights == "imagenet")
+        else:
+            with contextlib.redirect_stdout(sys.stderr):  # Keras prints downloads
+                core = build(
+                    include_top=False,
+                    weights="imagenet" if weights == "imagenet" else None,
+                    input_shape=(patch_size, patch_size, 3),
+                    pooling="avg",
+                )
         if weights not in ("none", "imagenet"):
             core.load_weights(weights)
+    except HistopipeError:
+        raise
     except Exception as error:  # Keras raises a bare Exception if a download fails
         if is_out_of_memory(error):
             raise
@@ -267,6 +273,8 @@ def _application(model: str, patch_size: int, weights: str, *, training: bool) -
         raise UsageError(
             f"--model {model} --weights {weights}", found=str(error).split("\n")[0][:300], todo=todo
         ) from error
+    if build is None:
+        return Backbone(core, keras.layers.Rescaling(1 / STD, offset=-MEAN / STD))
     preprocess = sys.modules[build.__module__].preprocess_input
     return Backbone(core, lambda image: _preprocessed(image, preprocess))
 
@@ -276,9 +284,9 @@ def _find_application(model: str, *, training: bool) -> Callable[..., keras.Mode
     found = plain.get(model.lower().replace("-", "").replace("_", ""))
     if found is None:
         others = (
-            [SMALL_CNN]
+            [*SCALES, SMALL_CNN]
             if training
-            else [SMALL_CNN, "a run's folder", "an ONNX file", "a SavedModel folder"]
+            else [*SCALES, SMALL_CNN, "a run's folder", "an ONNX file", "a SavedModel folder"]
         )
         others += ["a .keras file", "module.py:function", *preset_names()]
         raise UsageError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from histopipe.training.fine_tuning import rate_factors, set_trainable
 from histopipe.training.objective import Objective
 
 _HASHES = 1 << 31
+_LEAST_MOMENTUM = 0.8
 LOGITS = "logits"
 """Name of the last layer with weights, in training and in saved models."""
 
@@ -93,6 +94,15 @@ def build_model(
         )
         model.synchronize(True)
         return model
+
+
+def limit_momentum(layers: Iterable[keras.layers.BatchNormalization], steps_per_epoch: int) -> None:
+    """Lower the momentum of batch normalization, so that an epoch replaces 99 % of the first statistics.
+
+    Keras' 0.99 needs 460 steps for it. With short epochs, validation would use the statistics of the first weights.
+    """
+    for layer in layers:
+        layer.momentum = min(layer.momentum, max(_LEAST_MOMENTUM, 0.01 ** (1 / steps_per_epoch)))
 
 
 @contextlib.contextmanager

@@ -255,7 +255,7 @@ class PatchProblem(Problem):
         with strategy.scope():
             model = build_model(
                 config.model, patch_size=self._stores[0].patch_size,
-                objective=self.objective, dropout=config.dropout, weights=config.weights,
+                objective=self.objective, dropout=config.dropout, weights=config.used_weights,
                 precision=config.precision, trainable=config.trainable, layer_decay=config.layer_decay,
             )  # fmt: skip
             optimizer = make_optimizer(config, steps_per_epoch)

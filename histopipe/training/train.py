@@ -13,13 +13,14 @@ from histopipe.dataset.participants import read_participants, write_participants
 from histopipe.dataset.splits import read_splits
 from histopipe.errors import OutOfMemory, WorkerLost
 from histopipe.runs import folder as run_folder
+from histopipe.runs.advice import advise
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.messages import Report, ReportedProgress, one_at_a_time
 from histopipe.runs.result import TrainResult
 from histopipe.runs.splits import find_participants, new_splits, opened_sources
 from histopipe.runs.workers import HEARTBEATS, Cluster
 from histopipe.system.filesystems import roomy
-from histopipe.system.progress import use_progress
+from histopipe.system.progress import message, use_progress
 from histopipe.training.bag_problem import make_problem
 from histopipe.training.devices import find_cluster
 from histopipe.training.memory import is_out_of_memory
@@ -73,7 +74,12 @@ def train_here(
                 run_folder.opened(folder, {run_folder.SPLITS: splits}, config, resume=resume)
             )
             write_participants(recorded_slides, problem.participants)
-        return trainer.train(resume=resume)
+        result = trainer.train(resume=resume)
+        patients = len({slide.patient for slide in splits.slides})
+        advice = advise(config, trainer.history, result.best_epoch, patients)
+        if advice and cluster.chief:
+            message(advice)
+        return result
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from histopipe.training.memory import (
     peak_bytes,
     remembered_micro_batch,
 )
+from histopipe.training.models import limit_momentum
 from histopipe.training.outputs import (
     DIVERGED,
     Predictions,
@@ -91,6 +93,11 @@ class Trainer:
         self._signals = StopSignals(config.save_minutes if cluster.chief else math.inf)
         self._state, self._results = TrainState(frozen=self._frozen(), row_mean=True), StepResults()
 
+    @property
+    def history(self) -> Sequence[Mapping[str, Any]]:
+        """Rows of `history.csv`."""
+        return self._state.history
+
     def _frozen(self) -> str:
         """Return a digest of what training does not change: frozen weights, preprocessing, architecture."""
         facts = self._problem.facts.get("backbone", {})
@@ -109,6 +116,9 @@ class Trainer:
         try:
             if resume:
                 self._resume()
+            if self._state.row_mean:  # not begun by version 0.2, which kept the momentum
+                steps = self._train_batches.steps_per_epoch
+                limit_momentum(self._step.model.batch_norms, steps)
             if not self._state.epoch and not len(self._state.values):
                 self._initialise()
             check_weights(

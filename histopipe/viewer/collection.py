@@ -176,18 +176,20 @@ def _open_store(found: Collection, path: Path) -> None:
 
 
 def _open_stores_of_runs(found: Collection, *, given: bool) -> None:
-    """Open the stores that the runs name. If one is missing and no store was given, this is an error."""
+    """Open the stores that the runs name. If that of a patch model is missing and no store was given, this is an error."""
     for run in found.predictions:
-        for path in run.stores if isinstance(run, RunPredictions) else ():
-            try:
+        if not isinstance(run, RunPredictions):
+            continue
+        try:
+            for path in run.stores:
                 _open_store(found, path)
-            except HistopipeError as error:
-                if not given:
-                    raise NothingToDo(
-                        f"the store of the run {run.folder} cannot be opened",
-                        found=str(error), todo="pass its new path with --store",
-                    ) from error  # fmt: skip
-                found.notes.append(f"{run.folder}: {error}")
+        except HistopipeError as error:
+            if not given and run.of_patches:
+                raise NothingToDo(
+                    f"the store of the run {run.folder} cannot be opened",
+                    found=str(error), todo="pass its new path with --store",
+                ) from error  # fmt: skip
+            found.notes.append(f"{run.folder}: {error}")
 
 
 def _entries(found: Collection, files: dict[str, Path], *, untrusted: bool) -> list[Entry]:

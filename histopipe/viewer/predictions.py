@@ -18,10 +18,11 @@ from histopipe.dataset.options import SIDES
 from histopipe.dataset.splits import DROPPED, Splits, load_splits, patches_crc
 from histopipe.errors import DamagedStore, NothingToDo, UsageError
 from histopipe.evaluation.predictions import PatchScores, joined_scores, read_predictions
+from histopipe.features.feature_file import paths_of_stores
 from histopipe.inference.predictions_folder import SLIDES, PredictedSlide, PredictionsFolder
 from histopipe.reports.bag_values import ranks, read_patch_table
 from histopipe.runs import folder as run_folder
-from histopipe.runs.task_config import PatchTrainConfig, load_config
+from histopipe.runs.task_config import load_config
 from histopipe.store.store import Store
 
 _SHOWN = ("p_", "sd_", "risk", "predicted_")
@@ -141,14 +142,13 @@ class RunPredictions(Predictions):
             )  # fmt: skip
         with (folder / run_folder.PREDICTIONS).open(newline="", encoding="utf-8") as file:
             header = next(csv.reader(file), [])
-        self._of_patches = "x_l0" in header
+        self.of_patches = "x_l0" in header
         self.classes = tuple(it[2:] for it in header if it.startswith("p_"))
 
     @property
     def stores(self) -> list[Path]:
-        """Stores of the run, as in its configuration; empty for a run on bags."""
-        config = load_config(self.folder / run_folder.CONFIG)
-        return list(map(Path, config.stores)) if isinstance(config, PatchTrainConfig) else []
+        """Stores of the run, as in its configuration, or of the features that it was trained on."""
+        return paths_of_stores(load_config(self.folder / run_folder.CONFIG).values())
 
     @cached_property
     def _all(self) -> PatchScores | None:
@@ -172,7 +172,7 @@ class RunPredictions(Predictions):
             return self._all
 
     def scores(self, slide: str) -> SlideScores | None:  # noqa: D102
-        found = self._read() if self._of_patches else None
+        found = self._read() if self.of_patches else None
         if found is None or slide not in self._rows:
             return None
         rows = self._rows[slide]
@@ -211,7 +211,7 @@ class RunPredictions(Predictions):
         }
 
     def _labelled(self) -> Iterator[tuple[str, SlideScores]]:
-        for slide in sorted(self._rows) if self._of_patches and self._read() else ():
+        for slide in sorted(self._rows) if self.of_patches and self._read() else ():
             scores = self.scores(slide)
             if scores is not None:
                 yield slide, scores

@@ -99,7 +99,7 @@ def train(store: Store, strategy: Any, cluster: Cluster | None, case: str) -> di
         else:
             model = build_model(
                 config.model, patch_size=store.patch_size, objective=Classification(2), dropout=config.dropout,
-                precision=config.precision, weights=config.weights, trainable=config.trainable,
+                precision=config.precision, weights=config.used_weights, trainable=config.trainable,
                 layer_decay=config.layer_decay,
             )  # fmt: skip
         optimizer = make_optimizer(config, 8)

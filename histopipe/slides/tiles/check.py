@@ -93,8 +93,8 @@ def find_native(files: tuple[Path, ...], info: SlideInfo, level: Level) -> Nativ
     Raises:
         NotNative: they cannot be used directly; the text is the reason.
     """
-    if info.reader.startswith("fastslide"):
-        raise NotNative("fastslide gives no native tiles")
+    if info.reader.startswith(("fastslide", "pillow")):
+        raise NotNative(f"read by {info.reader.partition(' ')[0]}, which has no native tiles")
     # Late: a slide needs only one of the two modules, and each import takes 0.1 s.
     if info.vendor == "dicom":
         from histopipe.slides.tiles import dicom

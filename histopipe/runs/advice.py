@@ -1,0 +1,67 @@
+"""Advice at the end of a training: what to try if the result is one that a weak setting gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from histopipe.runs.config import TrainConfig
+from histopipe.runs.recipe import LITE, SMALL_CNN
+
+
+class _Metric(NamedTuple):
+    """The metric of a task, in rows of `history.csv`: up to `chance` it shows nothing, from `good` it needs no advice."""
+
+    name: str
+    chance: float
+    good: float
+
+
+_METRICS = {"r2": _Metric("r2", 0.05, 0.5), "c_index": _Metric("c_index", 0.55, 0.7)}
+_AUC = _Metric("auc", 0.6, 0.9)
+_GAP = 0.15
+"""Difference between training and validation that shows overfitting."""
+_FEWEST_PATIENTS, _MOST = 10, 2
+
+
+def advise(
+    config: TrainConfig, history: Sequence[Mapping[str, Any]], best_epoch: int, patients: int
+) -> str:
+    """Return one line with what to try after a training; empty if nothing shows a weak setting.
+
+    Args:
+        config: settings of the training.
+        history: rows of `history.csv`.
+        best_epoch: epoch of the saved model, from 1; 0 for the covariates alone.
+        patients: number of patients in all subsets.
+    """
+    texts = ["use features of another encoder: no epoch was better than the covariates alone"]
+    if best_epoch:
+        texts = list(_advice(config, history[best_epoch - 1], len(history), patients))
+    return f"to improve: {'; '.join(texts[:_MOST])}" if texts else ""
+
+
+def _advice(
+    config: TrainConfig, best: Mapping[str, Any], epochs: int, patients: int
+) -> Iterator[str]:
+    metric = next((it for name, it in _METRICS.items() if name in best), _AUC)
+    trained, validated = best.get(metric.name), best.get(f"val_{metric.name}")
+    weak = validated is None or validated < metric.good
+    on_patches = hasattr(config, "model")
+    if weak and getattr(config, "model", "") == SMALL_CNN:
+        yield f"use a network with trained weights (--model {LITE}; small-cnn is for tests)"
+    if patients < _FEWEST_PATIENTS:
+        yield f"use more than {patients} patients, and --folds: the result depends on the split"
+    if validated is not None and validated <= metric.chance:
+        yield (
+            f"check labels and scale: validation is near chance ({metric.name} {validated:.2f})"
+            if on_patches
+            else f"use features of another encoder: validation is near chance ({metric.name} {validated:.2f})"
+        )
+    elif trained is not None and validated is not None and trained - validated > _GAP:
+        how = "--augment flips,colour" if on_patches else "--weight-decay with --optimizer adamw"
+        yield (
+            f"use more patients, or {how}: {metric.name} {trained:.2f} in training, {validated:.2f} in validation"
+        )
+    elif best["epoch"] == config.epochs == epochs:
+        yield f"train longer (--resume --epochs {2 * epochs}): the last epoch was the best"
