@@ -122,14 +122,14 @@ class BagProblem(Problem):
         With random weights of the pooled features, the model would first have to unlearn them.
         """
         model = cast(BagModel, step.model)
-        kernel, bias = (np.array(weight) for weight in model.last_weights)
-        kernel[:] = 0
+        values: list[tuple[keras.Variable, NDArray[Any]]] = []
         if self._covariates is not None:
             rows, bias = baseline_weights(self.splits, self._covariates, self.objective)
             # The last layer of DSMIL has half of the prediction.
             share = 2 if model.pooling == "dsmil" else 1
-            kernel[-len(rows) :], bias = share * rows, share * bias
-        values = list(zip(model.last_weights, (kernel, bias), strict=True))
+            kernel = np.zeros(model.last_weights[0].shape)
+            kernel[-len(rows) :] = share * rows
+            values += zip(model.last_weights, (kernel, share * bias), strict=True)
         if model.scaling is not None:
             mean, variance = feature_moments(
                 self._bags,
