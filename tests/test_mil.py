@@ -332,6 +332,8 @@ def test_attention_finds_the_few_positive_patches(tmp_path: Path) -> None:
     common: dict[str, Any] = {
         "mil": tmp_path / "features", "fractions": (0.5, 0.2, 0.3), "epochs": 20, "patience": 0,
         "learning_rate": 2e-3, "batch_size": 1, "resamples": 0,
+        # Standardised, the small features, which are noise, hide the few positive patches: 0.81 instead of 0.91.
+        "feature_scaling": "none",
     }  # fmt: skip
 
     def train(pooling: str) -> Any:
