@@ -41,7 +41,9 @@ def check_same(run: Path, predicted: Path, level: str = "slide") -> None:
     for row in own:
         names = [it for it in row if it.startswith(("p_", "predicted_", "survival_", "risk"))]
         for name in names:
-            assert float(found[row[level]][name]) == pytest.approx(float(row[name]), abs=1e-5)
+            assert float(found[row[level]][name]) == pytest.approx(
+                float(row[name]), rel=1e-6, abs=1e-5
+            )
         file = Path("attention") / f"{row[level]}.csv"
         ours, theirs = (
             {(it["slide"], it["x_l0"], it["y_l0"]): it for it in rows_of(folder / file)}

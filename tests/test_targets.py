@@ -70,7 +70,7 @@ TASKS: dict[str, tuple[str, ...]] = {
         "--loss",
         "discrete",
         "--batch-size",
-        "1",
+        "4",
     ),
     "regression": ("--task", "regression", "--target", "share,age"),
     "multilabel": (
