@@ -37,7 +37,7 @@ from histopipe.dataset.selection import select
 from histopipe.dataset.splitting import make_splits
 from histopipe.errors import DamagedStore, MachineShort, NothingToDo, UsageError
 from histopipe.features.bag_batches import BagBatches
-from histopipe.features.bag_statistics import feature_moments
+from histopipe.features.bag_statistics import feature_moments, scaling_variance
 from histopipe.features.bags import BagSet, read_bag
 from histopipe.features.feature_file import read_features, read_header, writing
 from histopipe.ingestion.coords import read_header as read_coords_header
@@ -218,6 +218,21 @@ def test_statistics_of_features_weight_bags_equally(
     np.testing.assert_allclose(
         feature_moments(bags, [0, 1], on_error="skip")[0], whole[0][[0, 1]].mean(axis=0)
     )
+
+
+@pytest.mark.parametrize("unit", [1e-9, 1.0, 1e12])
+def test_features_of_one_unit_keep_their_proportions(unit: float) -> None:
+    """Features that hardly vary stay small, unless each feature has its own unit."""
+    mean, deviations = np.zeros(41), np.append(np.ones(40), 0.01) * unit
+    varied, variance = scaling_variance(mean, deviations**2)
+    scaled = deviations / np.sqrt(variance)
+    assert varied.all() and np.all(scaled[:40] > 0.7) and scaled[40] < 0.02
+    deviations = 10.0 ** np.arange(-4, 5) * unit
+    varied, variance = scaling_variance(mean[:9], deviations**2)
+    assert varied.all()
+    np.testing.assert_allclose(deviations / np.sqrt(variance), 1)
+    varied, variance = scaling_variance(mean, np.zeros(41))
+    assert not varied.any() and np.all(variance == 1)
 
 
 @pytest.mark.filterwarnings("ignore:You are using a softmax over axis 1")

@@ -195,6 +195,24 @@ def test_recipe_follows_the_size_of_the_patches(small_store: Path, made_store: P
     assert chosen_settings({"model": "resnet50"}) == chosen_settings({"mil": "features"}) == {}
 
 
+@pytest.mark.parametrize(
+    ("settings", "fine_tuned"),
+    [
+        ({"model": "efficientnet-lite1"}, True),
+        ({"model": "efficientnet-lite1", "weights": "none"}, False),
+        ({"model": "efficientnet-lite1", "trainable": "head"}, False),
+        ({"model": "resnet50", "weights": "imagenet"}, True),
+        ({"model": "resnet50", "weights": "imagenet", "trainable": "last:2"}, True),
+        ({"model": "resnet50", "weights": "imagenet", "trainable": "lora:4"}, False),
+        ({"model": "resnet50"}, False),
+    ],
+)
+def test_recipe_lowers_the_rate_of_trained_weights(
+    settings: dict[str, Any], fine_tuned: bool
+) -> None:
+    assert ("learning_rate" in chosen_settings(settings)) is fine_tuned
+
+
 def test_recorded_settings_take_the_place_of_the_recipe() -> None:
     before = {"model": "small-cnn", "weights": "none", "learning_rate": 0.001, "epochs": 20}
     found = with_recipe({"epochs": 3}, before)
@@ -220,3 +238,10 @@ def test_advice_names_what_to_try(
     rows = [{"epoch": n, "auc": row[0], "val_auc": row[1]} for n in (1, 2, 3)]
     advice = advise(make_config(settings), rows, 3, patients)
     assert expected in advice and bool(advice) == bool(expected)
+
+
+def test_advice_names_a_subset_with_less_than_half_of_its_share() -> None:
+    rows = [{"epoch": n, "auc": 0.97, "val_auc": 0.95} for n in (1, 2, 3)]
+    advice = advise(make_config({"model": "resnet50"}), rows, 2, 30, ["test has 3 of 900 patches"])
+    assert advice.startswith("to improve: split with another --seed")
+    assert advice.endswith("test has 3 of 900 patches")

@@ -2,7 +2,7 @@
 
     python tools/bench_glas.py GLAS PUBLISHED.csv WORK [--seeds 5] [--only patches,regions,folds,keras]
 
-GLAS holds `raw/images/*.png` (or `slides/`), `annotations/*.geojson` and `labels.csv` with the columns slide, label and
+GLAS holds `raw/images/*.png`, `annotations/*.geojson` and `labels.csv` with the columns slide, label and
 patient. PUBLISHED.csv has the columns slide and subset. Stores, features and runs are kept in WORK and reused. The same
 trainings in plain Keras use the patches and features of the same store, and the same split.
 
@@ -136,7 +136,7 @@ def keras_regions(features: Path, labels: Path, seed: int) -> None:
 
 
 def keras_patches(store: Path, splits: Path, seed: int) -> None:
-    """Fine-tune the same network in plain Keras: Adam with a rate of 1e-4, ten epochs, the best by validation loss."""
+    """Fine-tune the same network in plain Keras: Adam with a rate of 3e-4, ten epochs, the best by validation loss."""
     import keras
     from sklearn.metrics import roc_auc_score
 
@@ -155,7 +155,7 @@ def keras_patches(store: Path, splits: Path, seed: int) -> None:
     x = keras.layers.RandomFlip()(keras.layers.Rescaling(1 / STD, offset=-MEAN / STD)(image))
     x = keras.layers.Dropout(0.15)(core(x))
     model = keras.Model(image, keras.layers.Dense(2, activation="softmax")(x))
-    model.compile(keras.optimizers.Adam(1e-4), "sparse_categorical_crossentropy")
+    model.compile(keras.optimizers.Adam(3e-4), "sparse_categorical_crossentropy")
     best = keras.callbacks.EarlyStopping(patience=5, restore_best_weights=True)
     model.fit(train, validation_data=validation, epochs=10, verbose=0, callbacks=[best])
     scores, truth, weights = [], [], []
@@ -240,8 +240,10 @@ def main() -> None:
     labels, store, features = work / "labels.csv", work / "glas.lmdb", work / "features"
     if not store.exists():
         write_labels(options.glas, options.published, labels)
-        slides = options.glas / "slides"
-        histopipe.ingest(slides, store, labels=labels, mpp=0.62, patch_size=128)
+        histopipe.ingest(
+            options.glas / "raw" / "images", store,
+            labels=labels, default_mpp=0.62, mpp=0.62, patch_size=128,
+        )  # fmt: skip
         histopipe.annotate(store, options.glas / "annotations")
     histopipe.embed(store, out=features)
     parts = options.only.split(",")

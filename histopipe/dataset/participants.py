@@ -100,19 +100,23 @@ def participants(
     # Names as in the predictions; two stores may each have a slide "1".
     names = Counter(record.id for source in sources for record in source.records.values())
     names_in_split = Counter(it.id for it in splits.slides)
-    found: list[Participant] = []
+    all_slides: list[Participant] = []
     for ordinal, source in enumerate(sources):
         for number, record in source.records.items():
             slide = in_split.get((ordinal, number))
             once = (names if slide is None else names_in_split)[record.id] == 1
             name = record.id if once else f"{record.id}@{source.uuid[:8]}"
-            own = _of_slide(source, number, slide, labelling)
+            participant = _of_slide(source, number, slide, labelling)
             if slide is None:
-                labelled = own.label or splits.targets
-                missing = missing_from(splits, own, given=given_splits) if labelled else "no label"
-                own = replace(own, reason=exclusion_of(record) or missing)
-            found.append(replace(own, slide=name))
-    return _with_copies(found, sources)
+                labelled = participant.label or splits.targets
+                missing = (
+                    missing_from(splits, participant, given=given_splits)
+                    if labelled
+                    else "no label"
+                )
+                participant = replace(participant, reason=exclusion_of(record) or missing)
+            all_slides.append(replace(participant, slide=name))
+    return _with_copies(all_slides, sources)
 
 
 def missing_from(splits: Splits, slide: Participant, *, given: bool) -> str:

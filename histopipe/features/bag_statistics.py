@@ -15,6 +15,10 @@ from histopipe.system.progress import default_progress
 
 _BAGS, _ROWS = 1000, 4096
 """Most bags, and most patches of a bag, that are read: more would take as long as an epoch and change little."""
+_ROUNDING, _SMALLEST = 1e-6, 1e-15
+"""Deviations of a constant feature: relative to its mean, by the rounding of float32; and with a square of 0."""
+_ONE_UNIT = 16
+"""Effective number of features from which they have one unit, as those of an encoder. Columns of a table have fewer."""
 
 
 def feature_moments(
@@ -45,6 +49,20 @@ def feature_moments(
     means, variances = zip(*moments, strict=True)
     # The variance of all patches is that within the bags and that between them.
     return np.mean(means, axis=0), np.mean(variances, axis=0) + np.var(means, axis=0)
+
+
+def scaling_variance(
+    mean: NDArray[np.float64], variance: NDArray[np.float64]
+) -> tuple[NDArray[np.bool_], NDArray[np.float64]]:
+    """Return which features vary, (D,), and the variances by which they are scaled, (D,); 1 for constant features.
+
+    If few features have almost all of the variance, each has its own unit, and is standardised. Otherwise, the mean of the
+    variances is added to each of them: the outputs of an encoder that hardly vary are mostly noise.
+    """
+    varied = variance > np.maximum(_ROUNDING * np.abs(mean), _SMALLEST) ** 2
+    shares = variance / max(variance.sum(), np.finfo(np.float64).tiny)
+    added = variance.mean() if (shares**2).sum() * _ONE_UNIT < 1 else 0.0
+    return varied, np.where(varied, variance + added, 1.0)
 
 
 def _spaced(count: int, most: int) -> NDArray[np.int64]:

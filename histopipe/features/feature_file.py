@@ -36,9 +36,9 @@ FORMAT = "histopipe-features version 1"
 FEATURES, COORDS = "features", "coords"
 SUFFIX = ".h5"
 ENCODER = "features.json"
+"""Describes the encoder that computed all features of a folder."""
 SLIDES = "slides.csv"
 """File with all slides of which features were to be computed, next to `ENCODER`."""
-"""Describes the encoder that computed all features of a folder."""
 StoredType = Literal["float32", "float16"]
 _IGNORED = (
     "encoder",

@@ -138,17 +138,15 @@ def plan_slide(
                 if mask is not None:
                     pictures["mask"] = png_mask(mask.pixels, Grid.of(thumbnail, info.size))
                 plan = _within(plan, regions, spec)
-                outside = (
-                    count_outside(plan, info)
-                    if slide.coords is not None or spec.edge == "pad"
-                    else 0
+                may_extend = slide.coords is not None or spec.edge == "pad"
+                outside = count_outside(plan, info) if may_extend else 0
+                route = choose_route(
+                    slide.id, plan, spec, "openslide" if outside else options.route, levels
                 )
-                wanted = "openslide" if outside else options.route
-                route = choose_route(slide.id, plan, spec, wanted, levels)
-                chosen = np.ones(thumbnail.pixels.shape[:2], bool) if mask is None else mask.pixels
-                notes += [*info.notes, *pixel_notes(levels, plan, thumbnail, chosen)]
-                padded = f"{counted(outside, 'patch')} partly beyond the edge: blank there"
-                notes += [padded] if outside and spec.edge == "pad" else []
+                tissue = np.ones(thumbnail.pixels.shape[:2], bool) if mask is None else mask.pixels
+                notes += [*info.notes, *pixel_notes(levels, plan, thumbnail, tissue)]
+                if outside and spec.edge == "pad":
+                    notes.append(f"{counted(outside, 'patch')} partly beyond the edge: blank there")
         recipe = PatchRecipe(file.path, plan.choice, route, spec, info.reader)
         estimate = _estimate(recipe, plan)
         labels, corners = None, (plan.x_l0, plan.y_l0, plan.side_l0)
@@ -160,14 +158,8 @@ def plan_slide(
         return SlideFailure("; ".join([str(error), *notes]), FailureKind.OPTION, record)
     except SlideError as error:
         return SlideFailure(str(error), FailureKind.FILE, record)
-    if record.annotations is not None and slide.annotations is None:
-        notes.append(
-            "patch labels were removed: run `histopipe annotate` to label the patches again"
-        )
-        record = dataclasses.replace(record, annotations=None)
     record = _with_plan(record, scale, plan, route, [*notes, *plan.notes])
-    if regions is not None and labels is not None:
-        record = _with_labels(record, slide, options, regions, labels)
+    record = _with_labels(record, slide, options, regions, labels)
     return PlannedSlide(
         record, plan, recipe, pictures, before, estimate, time.monotonic() - started, labels, columns
     )  # fmt: skip
@@ -277,11 +269,17 @@ def _with_labels(
     record: SlideRecord,
     slide: SlideInput,
     options: IngestOptions,
-    regions: Regions,
-    labels: PatchLabels,
+    regions: Regions | None,
+    labels: PatchLabels | None,
 ) -> SlideRecord:
     """Return the record with the labels of patches, if they were asked for: regions may only cut out artefacts."""
     if slide.annotations is None:
+        if record.annotations is not None:
+            record.notes.append(
+                "patch labels were removed: run `histopipe annotate` to label the patches again"
+            )
+        return dataclasses.replace(record, annotations=None)
+    if regions is None or labels is None:
         return record
     return dataclasses.replace(
         record, annotations=source_text(slide.annotations, options.rules),

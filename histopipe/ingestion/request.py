@@ -134,13 +134,13 @@ def read_request(
     _check_values(settings)
     paths, urls = sources(slides, settings.get("slide_list"))
     records = recorded(store)
-    found = with_recorded_ids(
+    slide_files = with_recorded_ids(
         discover([*paths, *urls], images=settings.get("images", False)), records
     )
-    show_links(found, progress)
-    names = SlideNames([s.id for s in found], [record.id for record in records.values()])
+    show_links(slide_files, progress)
+    names = SlideNames([s.id for s in slide_files], [record.id for record in records.values()])
     extra = bool(settings.get("allow_extra_rows", False))
-    chosen = listed(found, settings.get("slide_list"), names, allow_extra=extra)
+    chosen = listed(slide_files, settings.get("slide_list"), names, allow_extra=extra)
     files: dict[str, CoordsFile] = {}
     masks: dict[str, Path] = {}
     network: Path | None = None
@@ -163,9 +163,7 @@ def read_request(
         **_given(settings, _OPTIONS),
     )  # fmt: skip
     annotations = _annotations(settings, names, progress)
-    na = settings.get("na")
-    reading = {"na": NA_VALUES if na is None else na, "notify": progress.message}
-    labels = _labels(found, paths, settings.get("labels"), names, allow_extra=extra, **reading)
+    labels = _labels(slide_files, paths, settings, names, progress)
     patients = _patients(settings.get("patient_regex"), chosen)
     inputs = [
         SlideInput(
@@ -229,8 +227,8 @@ def _usual_side(
             side, reduction = min(opened.info.size.width, opened.info.size.height), 1.0
             if target is not None:
                 default, mpp = settings.get("default_mpp"), mpps.get(slide.id)
-                known = resolve_mpp(slide.id, opened.info, from_csv=mpp, default=default)
-                reduction = max(1.0, target / known.mpp)
+                scale = resolve_mpp(slide.id, opened.info, from_csv=mpp, default=default)
+                reduction = max(1.0, target / scale.mpp)
             sides.append(int(side / reduction + 1e-6))
     return min(_MOST_SIDE, sorted(sides)[len(sides) // _SMALLER]) if sides else _MOST_SIDE
 
@@ -399,22 +397,23 @@ def _patients(regex: str | None, slides: list[SlideFile]) -> dict[str, str]:
 def _labels(
     slides: list[SlideFile],
     arguments: list[Path],
-    path: PathLike | None,
+    settings: Mapping[str, Any],
     names: SlideNames,
-    *,
-    allow_extra: bool,
-    **reading: Any,
+    progress: Progress,
 ) -> dict[str, SlideLabel]:
     """Return labels by slide id: from the file, else from labels.csv in the folders, else the names of sub-folders."""
+    path, na = settings.get("labels"), settings.get("na")
+    extra = bool(settings.get("allow_extra_rows", False))
+    reading: dict[str, Any] = {"na": NA_VALUES if na is None else na, "notify": progress.message}
     if path is not None:
-        return read_labels(Path(path), names, allow_extra=allow_extra, **reading)
+        return read_labels(Path(path), names, allow_extra=extra, **reading)
     rows: dict[str, SlideLabel] = {}
     for folder in dict.fromkeys(p if p.is_dir() else p.parent for p in arguments):
         if (folder / "labels.csv").is_file():
             # labels.csv of a folder names the slides of this folder. The user may have given only some of these files.
-            own = SlideNames(s.id for s in slides if s.path.is_relative_to(folder))
-            some = allow_extra or folder not in arguments
-            rows.update(read_labels(folder / "labels.csv", own, allow_extra=some, **reading))
+            below = SlideNames(s.id for s in slides if s.path.is_relative_to(folder))
+            further = extra or folder not in arguments
+            rows.update(read_labels(folder / "labels.csv", below, allow_extra=further, **reading))
     if rows:
         return rows
     return {name: SlideLabel(label) for name, label in subfolder_labels(slides).items()}

@@ -25,7 +25,11 @@ _FEWEST_PATIENTS, _MOST = 10, 2
 
 
 def advise(
-    config: TrainConfig, history: Sequence[Mapping[str, Any]], best_epoch: int, patients: int
+    config: TrainConfig,
+    history: Sequence[Mapping[str, Any]],
+    best_epoch: int,
+    patients: int,
+    shortages: Sequence[str] = (),
 ) -> str:
     """Return one line with what to try after a training; empty if nothing shows a weak setting.
 
@@ -34,10 +38,14 @@ def advise(
         history: rows of `history.csv`.
         best_epoch: epoch of the saved model, from 1; 0 for the covariates alone.
         patients: number of patients in all subsets.
+        shortages: for each subset with less than half of its share, a line that says so.
     """
     texts = ["use features of another encoder: no epoch was better than the covariates alone"]
     if best_epoch:
         texts = list(_advice(config, history[best_epoch - 1], len(history), patients))
+        texts += [
+            f"split with another --seed, or use --folds: {shortage}" for shortage in shortages
+        ]
     return f"to improve: {'; '.join(texts[:_MOST])}" if texts else ""
 
 

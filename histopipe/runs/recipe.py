@@ -18,8 +18,8 @@ from histopipe.system.progress import message
 LITE, SMALL_CNN = "efficientnet-lite0", "small-cnn"
 SMALLEST_TRAINED = 96
 """Side of the smallest patches, in pixels, for which a network with trained weights is the default."""
-_FINE_TUNING: Mapping[str, Any] = {"learning_rate": 1e-4, "epochs": 10}
-"""Settings for the training of EfficientNet-Lite from its ImageNet weights."""
+_FINE_TUNING: Mapping[str, Any] = {"learning_rate": 3e-4, "epochs": 10}
+"""Settings for the training of a network from trained weights."""
 
 
 def default_model(patch_size: int) -> str:
@@ -40,7 +40,12 @@ def chosen_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
         default = declared_settings(PatchTrainConfig)["stores"].default
         with Store(store_paths(settings.get("stores") or default)[0]) as store:
             chosen["model"] = default_model(store.patch_size)
-    if str({**settings, **chosen}["model"]).startswith("efficientnet-lite"):
+    weights = settings.get("weights", "auto")
+    if weights == "auto":
+        model = str({**settings, **chosen}["model"])
+        weights = "imagenet" if model.startswith("efficientnet-lite") else "none"
+    # A new last layer, or low-rank updates, are as far from their best values as a new network.
+    if weights != "none" and settings.get("trainable", "all").startswith(("all", "last")):
         chosen |= _FINE_TUNING
     return {name: value for name, value in chosen.items() if name not in settings}
 

@@ -90,14 +90,14 @@ class PatchTrainConfig(TrainConfig):
         group=OPTIMIZATION,
         at_least=1,
         resume=True,
-        default_text="auto: 10 for efficientnet-lite, else 20",
+        default_text="auto: 10 from trained weights, else 20",
     )
     learning_rate: float = setting(
         1e-3,
         "Learning rate.",
         group=OPTIMIZATION,
         above=0,
-        default_text="auto: 0.0001 for efficientnet-lite, else 0.001",
+        default_text="auto: 0.0003 from trained weights, else 0.001",
     )
     layer_decay: float = setting(
         1.0, "Factor of the learning rate from each block to the one before it, such as 0.75.",

@@ -54,20 +54,7 @@ def discover(arguments: Iterable[Path | str], *, images: bool = False) -> list[S
                 found=error.strerror,
                 todo="check the path, and that its disk is mounted",
             ) from error
-    slides = _found(roots, urls, images=False)
-    scans = [slide for slide in slides if not has_image_name(slide.path)]
-    if images or not scans:
-        parts = {file for slide in scans for file in slide.files if file != slide.path}
-        slides = [
-            slide
-            for slide in _found(roots, urls, images=True)
-            if slide.path not in parts and is_image(slide) is not False
-        ]
-    else:
-        slides = [
-            replace(slide, problem=_NOT_BOTH) if has_image_name(slide.path) else slide
-            for slide in slides
-        ]
+    slides = _slides_or_images(roots, urls, images=images)
     by_path: dict[str, list[SlideFile]] = {}
     for slide in sorted(slides, key=lambda slide: slide.id):
         place = slide.location if slide.remote else os.path.realpath(slide.path)
@@ -98,6 +85,24 @@ def discover(arguments: Iterable[Path | str], *, images: bool = False) -> list[S
     return sorted(slides, key=lambda slide: slide.id)
 
 
+def _slides_or_images(
+    roots: Sequence[Path], urls: Sequence[str], *, images: bool
+) -> list[SlideFile]:
+    slides = _named(roots, urls, images=False)
+    scans = [slide for slide in slides if not has_image_name(slide.path)]
+    if not images and scans:
+        return [
+            replace(slide, problem=_NOT_BOTH) if has_image_name(slide.path) else slide
+            for slide in slides
+        ]
+    parts = {file for slide in scans for file in slide.files if file != slide.path}
+    return [
+        slide
+        for slide in _named(roots, urls, images=True)
+        if slide.path not in parts and is_image(slide) is not False
+    ]
+
+
 def show_links(slides: Iterable[SlideFile], progress: Progress) -> None:
     """Show each name of a file that is not used, because the file has another name."""
     for slide in slides:
@@ -105,9 +110,9 @@ def show_links(slides: Iterable[SlideFile], progress: Progress) -> None:
             progress.message(f"{link} is not used: it is the same file as {slide.path}")
 
 
-def _found(roots: Sequence[Path], urls: Sequence[str], *, images: bool) -> list[SlideFile]:
+def _named(roots: Sequence[Path], urls: Sequence[str], *, images: bool) -> list[SlideFile]:
     """Return the files with names of slides, or of images and TIFF files. Ids in several folders begin with its name."""
-    found: list[tuple[str | None, Iterable[SlideFile]]] = [
+    by_root: list[tuple[str | None, Iterable[SlideFile]]] = [
         (
             _folder_name(root) if root.is_dir() and not is_slide_folder(root) else None,
             _slides_of(root, images=images),
@@ -115,11 +120,11 @@ def _found(roots: Sequence[Path], urls: Sequence[str], *, images: bool) -> list[
         for root in roots
     ]
     if urls:
-        found += slides_of_urls(urls, _is_image_name if images else has_slide_name)
-    several = sum(name is not None for name, _ in found) > 1
+        by_root += slides_of_urls(urls, _is_image_name if images else has_slide_name)
+    several = sum(name is not None for name, _ in by_root) > 1
     return [
         replace(slide, id=f"{name}/{slide.id}") if several and name is not None else slide
-        for name, of_root in found
+        for name, of_root in by_root
         for slide in of_root
     ]
 

@@ -18,7 +18,7 @@ from histopipe.dataset.splits import SlideSplit, Splits
 from histopipe.evaluation.predictions import PatchScores
 from histopipe.evaluation.target_scores import TargetScores, prediction_names
 from histopipe.features.bag_batches import BagBatches
-from histopipe.features.bag_statistics import feature_moments
+from histopipe.features.bag_statistics import feature_moments, scaling_variance
 from histopipe.features.bags import BagSet, read_positions
 from histopipe.features.feature_file import read_encoder
 from histopipe.runs.config import TrainConfig
@@ -33,9 +33,6 @@ from histopipe.training.optimizer import make_optimizer
 from histopipe.training.outputs import Predictions
 from histopipe.training.problem import PatchProblem, Problem
 from histopipe.training.train_step import TrainStep
-
-_ROUNDING, _SMALLEST = 1e-6, 1e-15
-"""Deviations of a constant feature: relative to its mean, by the rounding of float32; and with a square of 0."""
 
 
 def make_problem(config: TrainConfig, sources: Sequence[SampleSource], splits: Splits) -> Problem:
@@ -136,13 +133,8 @@ class BagProblem(Problem):
                 [slide.slide for slide in self._tables["train"].slides],
                 on_error=self._config.on_error,
             )
-            # The deviation of a constant column is only rounding.
-            varied = variance > np.maximum(_ROUNDING * np.abs(mean), _SMALLEST) ** 2
-            values += zip(
-                model.scaling.weights,
-                (varied, mean, np.where(varied, variance, 1.0)),
-                strict=True,
-            )
+            varied, variance = scaling_variance(mean, variance)
+            values += zip(model.scaling.weights, (varied, mean, variance), strict=True)
         return values
 
     def write_more(self, folder: Path, step: TrainStep, evaluated: Sequence[Predictions]) -> None:

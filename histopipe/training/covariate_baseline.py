@@ -36,7 +36,9 @@ def baseline_scores(
         objective = CoxObjective.of(splits.targets_on("train"))
     slides = {side: [it for it in splits.slides if len(it.on(side))] for side in SIDES}
     kernel, bias = baseline_weights(splits, covariates, objective)
-    logits = {side: _inputs(own, covariates) @ kernel + bias for side, own in slides.items()}
+    logits = {
+        side: _inputs(of_side, covariates) @ kernel + bias for side, of_side in slides.items()
+    }
     if isinstance(objective, CoxObjective):
         objective.fit_baseline(logits["train"][:, 0], splits.targets_on("train"))
     scores: dict[Side, PatchScores | TargetScores] = {}

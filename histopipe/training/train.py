@@ -76,7 +76,8 @@ def train_here(
             write_participants(recorded_slides, problem.participants)
         result = trainer.train(resume=resume)
         patients = len({slide.patient for slide in splits.slides})
-        advice = advise(config, trainer.history, result.best_epoch, patients)
+        shortages = list(splits.shortages(config.unit))
+        advice = advise(config, trainer.history, result.best_epoch, patients, shortages)
         if advice and cluster.chief:
             message(advice)
         return result
