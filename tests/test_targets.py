@@ -434,6 +434,7 @@ def test_patch_models_learn_numbers_and_labels(run: Run, made_store: Path, tmp_p
         done = run(
             "train", made_store, "--labels", "labels.csv", "--task", task, "--target", target,
             "--out", task, "--epochs", 6, "--max-per-slide", 20, "--fractions", "0.6,0.2,0.2",
+            "--model", "small-cnn",
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         metrics = json.loads((tmp_path / task / "metrics.json").read_text())
