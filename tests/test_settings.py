@@ -135,7 +135,7 @@ def test_configuration_of_version_0_1_loads_unchanged(tmp_path: Path) -> None:
 def test_bag_settings_have_a_separate_class() -> None:
     bags = make_config({"mil": Path("features"), "fractions": [0.5, 0.25, 0.25]})
     assert isinstance(bags, BagTrainConfig)
-    assert (bags.mil, bags.batch_size, bags.learning_rate) == (("features",), 8, 5e-4)
+    assert (bags.mil, bags.batch_size, bags.learning_rate) == (("features",), 4, 3e-4)
     assert (bags.feature_scaling, bags.monitor) == ("standard", "loss")
     earlier = load_config(PROJECT / "tests" / "golden" / "2026-11-25" / "bags" / "config.toml")
     assert isinstance(earlier, BagTrainConfig)

@@ -204,10 +204,10 @@ class BagTrainConfig(TrainConfig):
         50, "Maximum number of epochs.", group=OPTIMIZATION, at_least=1, resume=True
     )
     batch_size: int = setting(
-        8, "Bags per step, over all devices.", group=OPTIMIZATION, at_least=1,
-        default_text="8; 32 for the Cox loss",
+        4, "Bags per step, over all devices.", group=OPTIMIZATION, at_least=1,
+        default_text="4; 32 for the Cox loss",
     )  # fmt: skip
-    learning_rate: float = setting(5e-4, "Learning rate.", group=OPTIMIZATION, above=0)
+    learning_rate: float = setting(3e-4, "Learning rate.", group=OPTIMIZATION, above=0)
 
     def _check_together(self) -> None:
         # As above.
