@@ -698,6 +698,18 @@ def test_deleted_datasets_keep_no_store_open(two: list[Path]) -> None:
     assert not {str(path) for path in two} & set(environment._registry)
 
 
+def test_dataset_that_is_no_longer_used_does_not_prevent_writing(two: list[Path]) -> None:
+    cycle: list[Any] = [histopipe.load_dataset(two[0], batch_size=4, seed=1)]
+    cycle.append(cycle)
+    next(iter(cycle[0]))
+    gc.disable()
+    try:
+        del cycle
+        environment.open_environment(two[0], write=True).close()
+    finally:
+        gc.enable()
+
+
 @pytest.mark.timeout(60)
 def test_garbage_collection_while_opening_does_not_deadlock(
     two: list[Path], monkeypatch: pytest.MonkeyPatch

@@ -108,10 +108,9 @@ def participants(
             name = record.id if once else f"{record.id}@{source.uuid[:8]}"
             participant = _of_slide(source, number, slide, labelling)
             if slide is None:
-                labelled = participant.label or splits.targets
                 missing = (
                     missing_from(splits, participant, given=given_splits)
-                    if labelled
+                    if participant.label or splits.targets
                     else "no label"
                 )
                 participant = replace(participant, reason=exclusion_of(record) or missing)

@@ -37,15 +37,15 @@ def chosen_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     chosen = {}
     if settings.get("model") is None:
-        default = declared_settings(PatchTrainConfig)["stores"].default
-        with Store(store_paths(settings.get("stores") or default)[0]) as store:
+        stores = settings.get("stores") or declared_settings(PatchTrainConfig)["stores"].default
+        with Store(store_paths(stores)[0]) as store:
             chosen["model"] = default_model(store.patch_size)
-    weights = settings.get("weights", "auto")
-    if weights == "auto":
-        model = str({**settings, **chosen}["model"])
-        weights = "imagenet" if model.startswith("efficientnet-lite") else "none"
+    is_lite = str({**settings, **chosen}["model"]).startswith("efficientnet-lite")
+    untrained = ("none",) if is_lite else ("none", "auto")
     # A new last layer, or low-rank updates, are as far from their best values as a new network.
-    if weights != "none" and settings.get("trainable", "all").startswith(("all", "last")):
+    if settings.get("weights", "auto") not in untrained and settings.get(
+        "trainable", "all"
+    ).startswith(("all", "last")):
         chosen |= _FINE_TUNING
     return {name: value for name, value in chosen.items() if name not in settings}
 

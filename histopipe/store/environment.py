@@ -6,6 +6,7 @@ SIGBUS. This module handles all three.
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from collections import deque
@@ -213,6 +214,8 @@ def open_environment(path: Path, *, write: bool = False) -> Environment:
         MachineShort: there is no address space, or no permission to lock.
     """
     real_path = os.path.realpath(path)
+    if write:
+        gc.collect()  # readers that are no longer used may be part of a cycle, such as data sets of TensorFlow
     while _to_close:
         _to_close.popleft().close()
     with _registry_lock:
