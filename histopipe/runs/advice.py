@@ -38,7 +38,7 @@ def advise(
         history: rows of `history.csv`.
         best_epoch: epoch of the saved model, from 1; 0 for the covariates alone.
         patients: number of patients in all subsets.
-        shortages: for each subset with less than half of its share, a line that says so.
+        shortages: one line for each subset with less than half of its share.
     """
     texts = ["use features of another encoder: no epoch was better than the covariates alone"]
     if best_epoch:
