@@ -227,10 +227,10 @@ def test_features_of_one_unit_keep_their_proportions(unit: float) -> None:
     varied, variance = scaling_variance(mean, deviations**2)
     scaled = deviations / np.sqrt(variance)
     assert varied.all() and np.all(scaled[:40] > 0.7) and scaled[40] < 0.02
-    deviations = 10.0 ** np.arange(-4, 5) * unit
-    varied, variance = scaling_variance(mean[:9], deviations**2)
+    of_table = np.logspace(-4, 4, 9, dtype=np.float64) * np.float64(unit)
+    varied, variance = scaling_variance(mean[:9], of_table**2)
     assert varied.all()
-    np.testing.assert_allclose(deviations / np.sqrt(variance), 1)
+    np.testing.assert_allclose(of_table / np.sqrt(variance), 1)
     varied, variance = scaling_variance(mean, np.zeros(41))
     assert not varied.any() and np.all(variance == 1)
 

@@ -384,6 +384,23 @@ def test_routes_agree_on_random_slides(data: st.DataObject) -> None:
             )
 
 
+@pytest.mark.parametrize("wanted", [0.25, 0.3])
+def test_padded_patches_beyond_the_scanned_area_have_no_pixels_of_other_tiles(
+    tmp_path: Path, wanted: float
+) -> None:
+    """A scanned area smaller than the slide has fewer native tiles than the slide."""
+    path = tmp_path / "a.scn"
+    variant = next(iter(COPIED.values()))
+    write_slide(path, [picture(Size(40, 40), 40)], Size(16, 16), variant, mpp=0.25, origin=(0, 1))
+    spec: Spec = {
+        "patch_size": 16, "overlap": 0, "level": None, "mpp": Mpp(wanted), "edge": "pad",
+    }  # fmt: skip
+    planned, by_openslide = patches(path, "openslide", codec="png", **spec)
+    _, decoded = patches(path, codec="png", **spec)
+    assert len(decoded) == len(planned.plan) == 9
+    assert decoded == by_openslide
+
+
 def check_cells(
     size: Size, origin: tuple[int, int], planned: PlannedSlide, overlap: int, edge: str
 ) -> None:

@@ -192,14 +192,18 @@ def plan_imported(name: str, info: SlideInfo, mpp: Mpp | None, coords: CoordsFil
 
 
 def count_outside(plan: TilingPlan, info: SlideInfo) -> int:
-    """Return the number of patches that extend beyond the slide: native tiles do not have all of their pixels."""
+    """Return the number of patches that extend beyond the scanned area: native tiles do not have all of their pixels."""
     corners = np.stack([plan.x_l0, plan.y_l0], axis=1)
-    ends, level = corners + plan.side_l0, plan.choice.level.size
-    ends_level = np.stack([plan.x_level, plan.y_level], axis=1) + plan.choice.read_size
+    ends, area = corners + plan.side_l0, plan.choice.level.inside(info.bounds)
+    starts_level = np.stack([plan.x_level, plan.y_level], axis=1)
     outside = (
         (corners < 0)
         | (ends > (info.size.width, info.size.height))
-        | (ends_level > (level.width, level.height))
+        | (starts_level < (area.x, area.y))
+        | (
+            starts_level + plan.choice.read_size
+            > (area.x + area.size.width, area.y + area.size.height)
+        )
     )
     return int(outside.any(axis=1).sum())
 
