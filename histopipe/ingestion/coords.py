@@ -193,12 +193,11 @@ def plan_imported(name: str, info: SlideInfo, mpp: Mpp | None, coords: CoordsFil
 
 def count_outside(plan: TilingPlan, info: SlideInfo) -> int:
     """Return the number of patches that extend beyond the scanned area: native tiles do not have all of their pixels."""
-    corners = np.stack([plan.x_l0, plan.y_l0], axis=1)
-    ends, area = corners + plan.side_l0, plan.choice.level.inside(info.bounds)
+    corners, area = np.stack([plan.x_l0, plan.y_l0], axis=1), plan.choice.level.inside(info.bounds)
     starts_level = np.stack([plan.x_level, plan.y_level], axis=1)
     outside = (
         (corners < 0)
-        | (ends > (info.size.width, info.size.height))
+        | (corners + plan.side_l0 > (info.size.width, info.size.height))
         | (starts_level < (area.x, area.y))
         | (
             starts_level + plan.choice.read_size

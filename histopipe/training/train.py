@@ -76,7 +76,8 @@ def train_here(
             write_participants(recorded_slides, problem.participants)
         result = trainer.train(resume=resume)
         patients = len({slide.patient for slide in splits.slides})
-        shortages = list(splits.shortages(config.unit))
+        is_drawn = config.splits is None and config.split_column is None
+        shortages = list(splits.shortages(config.unit)) if is_drawn else []
         advice = advise(config, trainer.history, result.best_epoch, patients, shortages)
         if advice and cluster.chief:
             message(advice)
