@@ -399,6 +399,42 @@ def test_discrete_survival_is_a_likelihood(seed: int) -> None:
     assert higher[0, 0] > found[0, 0]  # a higher hazard is a higher risk
 
 
+def test_coefficients_of_covariates_learn_ten_times_faster() -> None:
+    """A step of SGD changes a weight by the learning rate times the gradient."""
+    import keras
+    import tensorflow as tf
+
+    from histopipe.training.bag_model import BagModel
+    from histopipe.training.bag_train_step import BagTrainStep
+    from histopipe.training.objective import RegressionObjective
+    from histopipe.training.train_step import StepSettings
+
+    objective = RegressionObjective([0.0], [1.0], "squared")
+    model = BagModel("gated", dimension=3, objective=objective, dropout=0.0, covariates=2)
+    settings = StepSettings(batch_size=1, objective=objective, class_weight=np.ones(1, np.float32))
+    strategy = tf.distribute.OneDeviceStrategy("/CPU:0")
+    step = BagTrainStep(strategy, model, keras.optimizers.SGD(0.1), settings)
+    batch = {
+        "features": np.ones((2, 3), np.float32), "covariates": np.array([[1.5, -2]], np.float32),
+        "target": np.array([[9]], np.float32), "label": np.zeros(1, np.int32),
+        "end": np.array([2]), "key": np.zeros(1, np.int64), "weight": np.ones(1, np.float32),
+    }  # fmt: skip
+    weights = model.training.trainable_variables
+    before = [np.asarray(weight.value).copy() for weight in weights]
+    gradients, _ = step.gradients(
+        {name: tf.constant(values) for name, values in batch.items()},
+        tf.constant(0, tf.int64), 1, 2,
+    )  # fmt: skip
+    step.apply(gradients, tf.zeros(2))
+    for weight, old, gradient in zip(weights, before, gradients[0], strict=True):
+        assert np.abs(gradient).max() > 0 or "score" in weight.path, weight.path
+        rates = np.full(old.shape, 0.1)
+        if weight is model.last_weights[0]:
+            rates[-2:] = 1.0
+        change = np.asarray(weight.value) - old
+        np.testing.assert_allclose(change, -rates * gradient, rtol=1e-3, atol=1e-6)
+
+
 def test_covariates_are_encoded() -> None:
     rows = [("60", "I"), ("70", "II"), ("", ""), ("80", "I")]
     covariates = Covariates.of(("age", "stage"), rows)

@@ -5,9 +5,10 @@
 
 Tables come with scikit-learn and scikit-survival; each row is a bag of one patch. Variants: `raw` values, `standard`ised,
 times 100 (`x100`), rows of unit length (`l2`), half of the columns as `covariates`, and all columns as covariates with
-`noise` as features. Bags are npz files with `features`, `bag` and `label`. All trainings run in this process, with the
-defaults of `histopipe train --mil` and the settings of `--set`. Print the means and standard deviations over seeds of
-the main metric (C-index, AUC, R²), of the log loss, and of the epochs; and the processor time per training.
+`noise` as features. Bags are npz files with `features`, `bag` and `label`. The first seed is tested on the first of five
+folds, the second on the second, and so on; 15 % of all bags are for validation. All trainings run in this process, with
+the defaults of `histopipe train --mil` and the settings of `--set`. Print the means and standard deviations over seeds
+of the main metric (C-index, AUC, R²), of the log loss, and of the epochs; and the processor time per training.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ SURVIVAL = ("gbsg2", "whas500", "veterans", "aids", "flchain")
 VARIANTS = ("raw", "standard", "x100", "l2", "covariates", "noise")
 _MOST, _NOISE = 1500, 64
 """Rows used of the largest table, and columns of noise."""
+_FOLDS = 5
 Array = NDArray[np.float64]
 
 
@@ -113,12 +115,13 @@ def write_bags(folder: Path, table: Table, features: Array, covariates: Array) -
     targets = {"classification": ["label"], "regression": ["y"], "survival": ["time", "event"]}
     more = [f"c{number}" for number in range(covariates.shape[1])]
     groups = np.arange(len(features)) if table.groups is None else table.groups
+    sides = fold_sides(len(table.targets))
     with (folder / "labels.csv").open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["slide", *targets[table.task], *more])
+        writer.writerow(["slide", *targets[table.task], *more, *map(str, range(_FOLDS))])
         for number, values in enumerate(table.targets):
             cells = [f"class{values[0]:.0f}"] if table.task == "classification" else values.tolist()
-            writer.writerow([f"s{number:05}", *cells, *covariates[number].tolist()])
+            writer.writerow([f"s{number:05}", *cells, *covariates[number].tolist(), *sides[number]])
             with h5py.File(folder / "features" / f"s{number:05}.h5", "w") as bag:
                 bag["features"] = features[groups == number].astype(np.float32)
     columns: dict[str, dict[str, Any]] = {
@@ -129,6 +132,17 @@ def write_bags(folder: Path, table: Table, features: Array, covariates: Array) -
         "mil": str(folder / "features"), "labels": str(folder / "labels.csv"),
         "task": table.task, "covariates": tuple(more), **columns[table.task],
     }  # fmt: skip
+
+
+def fold_sides(count: int) -> NDArray[np.str_]:
+    """Return (count, folds) sides of bags. Each bag is in one test set."""
+    own = np.random.default_rng(0).permutation(np.arange(count) % _FOLDS)
+    sides = np.full((count, _FOLDS), "validation", dtype="<U10")
+    for fold in range(_FOLDS):
+        others = np.random.default_rng(fold).permutation(np.flatnonzero(own != fold))
+        sides[others[round(0.15 * count) :], fold] = "train"
+        sides[own == fold, fold] = "test"
+    return sides
 
 
 def split_of(run: Path) -> dict[str, NDArray[np.int64]]:
@@ -193,7 +207,11 @@ def compare(
     inputs = covariates if variant == "noise" else np.hstack([features, covariates])
     ours, theirs, seconds = [], [], time.process_time()
     for seed in range(1, seeds + 1):
-        ours.append(trained_result({**settings, "seed": seed}, folder / "run"))
+        ours.append(
+            trained_result(
+                {**settings, "seed": seed, "split_column": str((seed - 1) % _FOLDS)}, folder / "run"
+            )
+        )
         if table.groups is None:
             theirs.append(linear_result(table.task, inputs, table.targets, folder / "run"))
     seconds = (time.process_time() - seconds) / seeds

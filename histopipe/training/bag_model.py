@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from histopipe.dataset.augmentation import hash31
@@ -27,6 +28,8 @@ _HIDDEN, _ATTENTION = 512, 256
 """Widths of CLAM's "small" model."""
 JOINT = ("dsmil", "transformer")
 """Poolings that need all patches of a bag in memory."""
+_COVARIATE_RATE = 10.0
+"""Factor of the learning rate for coefficients of covariates. The 512 coefficients of pooled features change together."""
 _LIMIT = 10.0
 """Largest standardised feature: features that are 0 in almost all patches reach hundreds of deviations in others."""
 
@@ -46,7 +49,8 @@ class BagModel:
     `serving` is the model saved in `model.keras`: features (B, N, D) float32 to {"probability": (B, C)}, or the name of
     the objective's outputs, and, with attention, {"attention": (B, N)}. With covariates or positions, it takes
     {"features": …, "covariates": (B, K), "positions": (B, N, 2)}. It has only stock layers. Training updates its weights.
-    With `scaled` it standardises features by `scaling`, a layer whose weights training does not change.
+    With `scaled` it standardises features by `scaling`, a layer whose weights training does not change. `rate_factors`
+    are the factors of the learning rate for each trained weight: numbers, or arrays of their rows.
 
     Raises:
         UsageError: the pooling does not apply to the objective.
@@ -76,6 +80,12 @@ class BagModel:
                     center=False, epsilon=0.0, trainable=False, dtype=dtype, name="scaling"
                 )
             self._build(dimension, objective, dropout, covariates)
+        kernel = self._logits.kernel
+        rates = np.ones((kernel.shape[0], 1))
+        rates[len(rates) - covariates :] = _COVARIATE_RATE
+        self.rate_factors = [
+            rates if weight is kernel else 1.0 for weight in self.training.trainable_variables
+        ]
         if objective.bias is not None:
             self._logits.bias.assign(objective.bias)
 

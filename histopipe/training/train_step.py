@@ -250,17 +250,14 @@ class TrainStep:
 
     def _update(self, means: list[Any], state: list[Any]) -> None:
         model = self.model.training
-        factors = getattr(self.model, "rate_factors", ())
-        slow = [
-            (v, f)
-            for v, f in zip(model.trainable_variables, factors, strict=bool(factors))
-            if f < 1
-        ]
-        before = values_of([variable for variable, _ in slow])
-        self.strategy.run(self.optimizer.apply, args=(means, model.trainable_variables))
-        # Equal to a lower learning rate: no state of the optimizers depends on it, and the change is in proportion.
-        for (variable, factor), value in zip(slow, before, strict=True):
-            self.strategy.extended.update(variable.value, _shorten, args=(value, factor))
+        weights, factors = model.trainable_variables, self.model.rate_factors
+        pairs = zip(weights, factors, strict=bool(factors))
+        scaled = [(weight, factor) for weight, factor in pairs if np.any(factor != 1)]
+        before = values_of([weight for weight, _ in scaled])
+        self.strategy.run(self.optimizer.apply, args=(means, weights))
+        # Equal to another learning rate: no state of the optimizers depends on it, and the change is in proportion.
+        for (variable, factor), value in zip(scaled, before, strict=True):
+            self.strategy.extended.update(variable.value, _scale_change, args=(value, factor))
         for variable, value in zip(self._state, state, strict=True):
             self.strategy.extended.update(variable.value, _assign, args=(value,))
 
@@ -286,8 +283,8 @@ def values_of(variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
     return [tf.convert_to_tensor(variable.value) for variable in variables]
 
 
-def _shorten(variable: tf.Variable, before: tf.Tensor, factor: float) -> None:
-    """Shorten the last change of a variable."""
+def _scale_change(variable: tf.Variable, before: tf.Tensor, factor: Any) -> None:
+    """Multiply the last change of a variable."""
     variable.assign(before + factor * (variable - before))
 
 
