@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,8 +141,11 @@ def subgroups(
                 break
             several = [of_patient.get(name, {""}) for name in own.names]
             # A model of patients has no predictions of slides to compare instead.
-            middle = median_text if len(items) == 1 and column in QUALITY else _several
-            values = [min(it) if len(it) == 1 else middle(it) for it in several]
+            middle = len(items) == 1 and column in QUALITY
+            values = [
+                min(it) if len(it) == 1 else median_text(it) if middle else NoValue.SEVERAL
+                for it in several
+            ]
             if NoValue.SEVERAL not in values or len(items) == 1:
                 break
         else:
@@ -154,10 +157,6 @@ def subgroups(
             each = tuple(_group(name, group == i, own, used) for i, name in enumerate(names))
             found.append(Subgroups(column, level, each))
     return tuple(found)
-
-
-def _several(_: Iterable[str]) -> NoValue:
-    return NoValue.SEVERAL
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,14 +151,8 @@ class BagsPrediction:
         self.done = [bag.id for bag, _ in found]
         if self.features.kind == "features":
             self.features.patches = sum(bag.rows for bag, _ in found)
-        used = set[tuple[str, str]]().union(
-            *(trained_on(it.folder / run_folder.SPLITS) for it in self.models)
-        )
-        seen = {
-            bag.id: bag.patient or bag.id
-            for bag, _ in found
-            if names_of(bag.id, bag.patient) & used
-        }
+        used = {pair for it in self.models for pair in trained_on(it.folder / run_folder.SPLITS)}
+        seen = {b.id: b.patient or b.id for b, _ in found if names_of(b.id, b.patient) & used}
         if seen:
             self.progress.message(training_warning(sorted(seen), self._first.config.bag))
         predictions = BagPredictions(
@@ -167,10 +161,8 @@ class BagsPrediction:
         )  # fmt: skip
         path = self.folder.path
         predictions.write(path, slides=SLIDES, patients=PATIENTS)
-        part = predictions.labelled()
-        metrics = (
-            None if part is None else evaluate([part], self._first.judging, set(seen.values()))
-        )
+        part, judging = predictions.labelled(), self._first.judging
+        judged = None if part is None else (part, evaluate([part], judging, set(seen.values())))
         labelled = set() if part is None else set(part[0].slides)
         failed = self.failed | {
             slide: self.failed[bag.id]
@@ -183,9 +175,8 @@ class BagsPrediction:
             {slide: (of_it.rows, 0) for bag, _ in found for slide, of_it in zip(bag.slides, bag.parts, strict=True)},
             [slide for bag, _ in found for slide in bag.slides if bag.id in labelled], failed, self._first.classes,
         )  # fmt: skip
-        judged = None if part is None or metrics is None else (part, metrics)
         return write_evaluation(
-            path, judged, participants, wanted=self.options.subgroup, settings=self._first.judging, in_training=seen,
+            path, judged, participants, wanted=self.options.subgroup, settings=judging, in_training=seen,
         )  # fmt: skip
 
     def _predict_bag(self, bag: Bag) -> list[Any]:

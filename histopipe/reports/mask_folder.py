@@ -148,12 +148,9 @@ def write_table_and_page(result: TissueReport, pictures: dict[str, NDArray[np.ui
         writer.writerow(names)
         for slide in result.slides:
             values = dataclasses.asdict(slide) | {"notes": "; ".join(slide.notes)}
-            writer.writerow([_rounded(values[name]) for name in names])
+            cells = (values[name] for name in names)
+            writer.writerow([round(it, 4) if isinstance(it, float) else it for it in cells])
     _page(result, pictures).write(result.folder / PAGE)
-
-
-def _rounded(value: object) -> object:
-    return round(value, 4) if isinstance(value, float) else value
 
 
 def _page(result: TissueReport, pictures: dict[str, NDArray[np.uint8]]) -> Page:

@@ -33,7 +33,8 @@ def target_rows(evaluations: Mapping[Side, Evaluation]) -> Iterator[Block]:
         if isinstance(metrics, TargetMetrics)
         and not (level == "patient_mean" and table.same_as_slides(evaluation, "mean"))
     ]
-    found = [name for name in table.FIGURE_TITLES if any(name in _bare(it[2]) for it in judged)]
+    known = {name.partition(":")[0] for *_, metrics in judged for name in metrics.figures}
+    found = [name for name in table.FIGURE_TITLES if name in known]
     main = list(table.shown_figures(judged[0][2].task)[0]) if judged else []
     figures = [*main, *(name for name in found if name not in main)]
     columns = (
@@ -51,10 +52,6 @@ def target_rows(evaluations: Mapping[Side, Evaluation]) -> Iterator[Block]:
                 Cell("; ".join(metrics.notes) if not name else "", tone="why"),
             ]))  # fmt: skip
     yield Table("Metrics at all levels", columns, rows)
-
-
-def _bare(metrics: TargetMetrics) -> set[str]:
-    return {name.partition(":")[0] for name in metrics.figures}
 
 
 def target_charts(judged: Judged) -> Iterator[Block]:

@@ -150,7 +150,8 @@ def _bright_field(
     part = np.s_[top : top + height, left : left + width]
     whole = tuple(slice(it.start * factor, it.stop * factor) for it in part)
     size = (width * factor, height * factor)
-    darker = _grey(smooth[whole]) < cv2.resize(brightness[part], size)
+    grey = np.asarray(cv2.transform(smooth[whole], np.full((1, 3), 1 / 3)), np.uint8)
+    darker = grey < cv2.resize(brightness[part], size)
     inside, outside = (
         cv2.resize(it[part].view(np.uint8), size, interpolation=cv2.INTER_NEAREST).view(np.bool_)
         for it in (region, artefacts)
@@ -253,10 +254,6 @@ def _fluorescence(smooth: NDArray[np.uint8], mpp: Mpp) -> TissueMask:
     threshold = max(otsu_threshold(counts), int(counts.argmax()) + 12)
     tissue = cleaned(levels > threshold, mpp)
     return TissueMask(tissue, round(2 ** (threshold / 25) - 4, 1), ("fluorescence",))
-
-
-def _grey(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    return np.asarray(cv2.transform(pixels, np.full((1, 3), 1 / 3)), np.uint8)
 
 
 def _disk(radius: int) -> NDArray[np.uint8]:
