@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
 import shutil
@@ -273,12 +274,19 @@ def test_corrupted_slides_do_not_end_run(data: Path, tmp_path: Path) -> None:
     assert 5 < len(complete) < 61
 
 
-def immutable(path: Path, flag: str) -> bool:
-    """Make a file immutable (`+i`) or mutable (`-i`), also for root; return False if that is not supported."""
-    return (
-        subprocess.run(["chattr", flag, str(path)], check=False, capture_output=True).returncode
-        == 0
-    )
+def immutable(path: Path, wanted: bool) -> bool:
+    """Make a file immutable, also for root, or mutable again; return False if that is not supported."""
+    get_flags, set_flags, immutable_flag = 0x80086601, 0x40086602, 0x10  # of linux/fs.h
+    flags = bytearray(8)
+    try:
+        with path.open("rb") as file:
+            fcntl.ioctl(file, get_flags, flags)
+            kept = int.from_bytes(flags, sys.byteorder) & ~immutable_flag
+            value = kept | immutable_flag if wanted else kept
+            fcntl.ioctl(file, set_flags, value.to_bytes(8, sys.byteorder))
+    except OSError:
+        return False
+    return True
 
 
 def test_store_becomes_read_only(
@@ -294,7 +302,7 @@ def test_store_becomes_read_only(
     )  # fmt: skip
     while not workers_of(child.pid):
         time.sleep(0.01)
-    if not immutable(store / "data.mdb", "+i"):
+    if not immutable(store / "data.mdb", True):
         child.communicate(timeout=120)
         pytest.skip(
             "files cannot be made immutable: this needs root, and a filesystem such as ext4"
@@ -305,7 +313,7 @@ def test_store_becomes_read_only(
         assert "s.lmdb" in stderr
         assert "Traceback" not in stderr
     finally:
-        immutable(store / "data.mdb", "-i")
+        immutable(store / "data.mdb", False)
     assert contents(store)["cut000"] == before["cut000"]
     check_store(store)
     again = run("ingest", cohort, "--out", store, *ARGUMENTS)

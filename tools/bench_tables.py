@@ -6,7 +6,7 @@
 Tables come with scikit-learn and scikit-survival; each row is a bag of one patch. Variants: `raw` values, `standard`ised,
 times 100 (`x100`), rows of unit length (`l2`), half of the columns as `covariates`, and all columns as covariates with
 `noise` as features. Bags are npz files with `features`, `bag` and `label`. The first seed is tested on the first of five
-folds, the second on the second, and so on; 15 % of all bags are for validation. All trainings run in this process, with
+folds, the second on the second, and so on; from the sixth on, of other folds. 15 % of all bags are for validation. All trainings run in this process, with
 the defaults of `histopipe train --mil` and the settings of `--set`. Print the means and standard deviations over seeds
 of the main metric (C-index, AUC, R²), of the log loss, and of the epochs; and the processor time per training.
 """
@@ -108,17 +108,19 @@ def inputs_of(table: Table, variant: str) -> tuple[Array, Array]:
     return columns, none
 
 
-def write_bags(folder: Path, table: Table, features: Array, covariates: Array) -> dict[str, Any]:
-    """Write features and labels. Return the settings of the task."""
+def write_bags(
+    folder: Path, table: Table, features: Array, covariates: Array, seeds: int
+) -> dict[str, Any]:
+    """Write features, labels, and a split for each seed. Return the settings of the task."""
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "features").mkdir(parents=True)
     targets = {"classification": ["label"], "regression": ["y"], "survival": ["time", "event"]}
     more = [f"c{number}" for number in range(covariates.shape[1])]
     groups = np.arange(len(features)) if table.groups is None else table.groups
-    sides = fold_sides(len(table.targets))
+    sides = fold_sides(len(table.targets), seeds)
     with (folder / "labels.csv").open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["slide", *targets[table.task], *more, *map(str, range(_FOLDS))])
+        writer.writerow(["slide", *targets[table.task], *more, *map(str, range(1, seeds + 1))])
         for number, values in enumerate(table.targets):
             cells = [f"class{values[0]:.0f}"] if table.task == "classification" else values.tolist()
             writer.writerow([f"s{number:05}", *cells, *covariates[number].tolist(), *sides[number]])
@@ -134,14 +136,15 @@ def write_bags(folder: Path, table: Table, features: Array, covariates: Array) -
     }  # fmt: skip
 
 
-def fold_sides(count: int) -> NDArray[np.str_]:
-    """Return (count, folds) sides of bags. Each bag is in one test set."""
-    own = np.random.default_rng(0).permutation(np.arange(count) % _FOLDS)
-    sides = np.full((count, _FOLDS), "validation", dtype="<U10")
-    for fold in range(_FOLDS):
-        others = np.random.default_rng(fold).permutation(np.flatnonzero(own != fold))
-        sides[others[round(0.15 * count) :], fold] = "train"
-        sides[own == fold, fold] = "test"
+def fold_sides(count: int, seeds: int) -> NDArray[np.str_]:
+    """Return (count, seeds) sides of bags. With five seeds each bag is in one test set."""
+    sides = np.full((count, seeds), "validation", dtype="<U10")
+    for seed in range(seeds):
+        partition, fold = divmod(seed, _FOLDS)
+        own = np.random.default_rng(partition).permutation(np.arange(count) % _FOLDS)
+        others = np.random.default_rng(seed).permutation(np.flatnonzero(own != fold))
+        sides[others[round(0.15 * count) :], seed] = "train"
+        sides[own == fold, seed] = "test"
     return sides
 
 
@@ -203,14 +206,12 @@ def compare(
 ) -> Iterator[str]:
     """Yield the cells of a row of the table."""
     features, covariates = inputs_of(table, variant)
-    settings = write_bags(folder / table.name, table, features, covariates) | settings
+    settings = write_bags(folder / table.name, table, features, covariates, seeds) | settings
     inputs = covariates if variant == "noise" else np.hstack([features, covariates])
     ours, theirs, seconds = [], [], time.process_time()
     for seed in range(1, seeds + 1):
         ours.append(
-            trained_result(
-                {**settings, "seed": seed, "split_column": str((seed - 1) % _FOLDS)}, folder / "run"
-            )
+            trained_result({**settings, "seed": seed, "split_column": str(seed)}, folder / "run")
         )
         if table.groups is None:
             theirs.append(linear_result(table.task, inputs, table.targets, folder / "run"))

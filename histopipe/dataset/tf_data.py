@@ -96,6 +96,8 @@ class BatchFeed:
                 raise RuntimeError("the dataset has been deleted")
             return alive.load(int(element))
 
+        # AutoGraph has nothing to convert. In Python 3.13 it fails, with a warning, and then keeps the feed alive.
+        @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]  # tensorflow has no types
         def load(element: tf.Tensor) -> dict[str, tf.Tensor]:
             # Not stateful: with op determinism, TensorFlow runs stateful functions one at a time.
             values = tf.numpy_function(load_numpy, [element], types, stateful=False)

@@ -64,12 +64,17 @@ class KerasNetwork:
             "encoder": name, "dimension": self.dimension, "patch_size": self.patch_size,
             "sha256": self.sha256,
         }  # fmt: skip
-        self._computed = tf.function(self._compute, jit_compile=True) if xla else self._compute
+        self._computed = (
+            tf.function(self._compute, autograph=False, jit_compile=True) if xla else self._compute
+        )
         # One device: traced once, for batches of any size. Several devices have no such signature: traced twice.
         one = self._strategy.num_replicas_in_sync == 1
         image = tf.TensorSpec((None, self.patch_size, self.patch_size, 3), tf.uint8)
         self._step = tf.function(
-            self._run, input_signature=[image] if one else None, reduce_retracing=not one
+            self._run,
+            input_signature=[image] if one else None,
+            reduce_retracing=not one,
+            autograph=False,
         )
         # XLA compiles, and GPUs choose algorithms, for each size: powers of two are few.
         self._few_sizes = xla or bool(tf.config.get_visible_devices("GPU"))
