@@ -193,7 +193,7 @@ def trained_result(settings: dict[str, Any], run: Path) -> tuple[float, float, i
     shutil.rmtree(run, ignore_errors=True)
     result = histopipe.train(out=run, in_process=True, resamples=0, **settings)
     figures = result.metrics["test"].finest.figures
-    names = [it for it in ("auc", "c_index", "r2", "r2:y", "macro_auc") if it in figures]
+    names = [it for it in ("c_index", "auc", "r2", "r2:y", "macro_auc") if it in figures]
     keras.backend.clear_session()
     gc.collect()
     loss = figures.get("log_loss")

@@ -108,17 +108,14 @@ def _outcomes(config: TrainConfig, patients: Sequence[Sequence[Participant]]) ->
     columns = [str(config.event)] if config.task == "survival" else list(config.target_columns)
     if not all(name in it.cells for slides in patients for it in slides for name in columns):
         return None
+    cells = {name: [[it.cells[name] for it in slides] for slides in patients] for name in columns}
     happened = {
-        name: sum(any(_is_one(it.cells[name]) for it in slides) for slides in patients)
-        for name in columns
+        name: sum(any(FLAGS.get(it.lower(), cell_number(it)) == 1 for it in own) for own in each)
+        for name, each in cells.items()
     }
     if config.task == "survival":
         return f"{len(patients):,} with {counted(happened[columns[0]], 'event')}"
     return f"{len(patients):,} with {listed([f'{count:,} {name}' for name, count in happened.items()])}"
-
-
-def _is_one(cell: str) -> bool:
-    return FLAGS.get(cell.lower(), cell_number(cell)) == 1
 
 
 def _characteristics(run: RunData) -> str | None:

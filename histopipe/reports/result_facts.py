@@ -194,10 +194,6 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _hashes(run: RunData) -> str:
-    return " ".join(f"{it}." for it in hash_lines(run))
-
-
 def hash_lines(run: RunData) -> Iterator[str]:
     """Yield the hash of the model, and the identifiers of the stores with the hash of the patches that were used."""
     model = run.folder / run_folder.MODEL
@@ -242,6 +238,9 @@ FACTS: dict[str, tuple[str, Callable[[RunData], str | None]]] = {
     "recalibrated": (METRICS, _recalibrated),
     "failures": (METRICS, _failures),
     "limitations": (METRICS, _limitations),
-    "hashes": (f"{run_folder.MODEL}, {run_folder.SPLITS}", _hashes),
+    "hashes": (
+        f"{run_folder.MODEL}, {run_folder.SPLITS}",
+        lambda run: " ".join(f"{it}." for it in hash_lines(run)),
+    ),
 }
 """Sentences by name, with the file that they come from."""

@@ -67,7 +67,7 @@ def _advice(
             else f"use features of another encoder: validation is near chance ({metric.name} {validated:.2f})"
         )
     elif trained is not None and validated is not None and trained - validated > _GAP:
-        how = "--augment flips,colour" if on_patches else "--weight-decay with --optimizer adamw"
+        how = "--augment flips,colour" if on_patches else "--dropout 0.5"
         yield (
             f"use more patients, or {how}: {metric.name} {trained:.2f} in training, {validated:.2f} in validation"
         )

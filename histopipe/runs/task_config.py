@@ -207,7 +207,14 @@ class BagTrainConfig(TrainConfig):
         4, "Bags per step, over all devices.", group=OPTIMIZATION, at_least=1,
         default_text="4; 32 for the Cox loss",
     )  # fmt: skip
+    optimizer: Literal["adam", "adamw", "adagrad", "sgd"] = setting(
+        "adamw", "Optimizer.", group=OPTIMIZATION
+    )
     learning_rate: float = setting(3e-4, "Learning rate.", group=OPTIMIZATION, above=0)
+    weight_decay: float = setting(
+        1.0, "Weight decay of --optimizer adamw, except that of the last layer.",
+        group=OPTIMIZATION, at_least=0,
+    )  # fmt: skip
 
     def _check_together(self) -> None:
         # As above.

@@ -111,6 +111,8 @@ class BagProblem(Problem):
                 scaled=config.feature_scaling == "standard",
             )  # fmt: skip
             optimizer = make_optimizer(config, steps_per_epoch)
+            # Coefficients of covariates are fitted with a penalty of their own.
+            optimizer.exclude_from_weight_decay(model.last_weights)
         return BagTrainStep(strategy, model, optimizer, self._step_settings())
 
     def initial_values(self, step: TrainStep) -> list[tuple[keras.Variable, NDArray[Any]]]:
