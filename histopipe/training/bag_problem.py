@@ -111,7 +111,7 @@ class BagProblem(Problem):
                 scaled=config.feature_scaling == "standard",
             )  # fmt: skip
             optimizer = make_optimizer(config, steps_per_epoch)
-            # Coefficients of covariates are fitted with a penalty of their own.
+            # The coefficients of covariates begin at a fit that has a separate penalty.
             optimizer.exclude_from_weight_decay(model.last_weights)
         return BagTrainStep(strategy, model, optimizer, self._step_settings())
 
