@@ -349,6 +349,8 @@ def test_attention_finds_the_few_positive_patches(tmp_path: Path) -> None:
         "learning_rate": 2e-3, "batch_size": 1, "resamples": 0,
         # Standardised, the small features, which are noise, hide the few positive patches: 0.81 instead of 0.91.
         "feature_scaling": "none",
+        # A step decays weights by rate times decay: at this rate, the default is too strong (0.86 instead of 0.91).
+        "optimizer": "adam",
     }  # fmt: skip
 
     def train(pooling: str) -> Any:
