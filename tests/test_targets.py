@@ -435,6 +435,20 @@ def test_coefficients_of_covariates_learn_ten_times_faster() -> None:
         np.testing.assert_allclose(change, -rates * gradient, rtol=1e-3, atol=1e-6)
 
 
+def test_weight_decay_spares_the_last_layer(bags: Path, tmp_path: Path) -> None:
+    """With a decay of one per step, all other weights become 0."""
+    import keras
+
+    histopipe.train(
+        mil=bags, labels=bags / "labels.csv", task="regression", target=("share",), epochs=1,
+        learning_rate=1e-6, weight_decay=1e6, resamples=0, out=tmp_path / "run",
+    )  # fmt: skip
+    model = keras.models.load_model(tmp_path / "run" / "model.keras")
+    largest = {name: np.abs(model.get_layer(name).kernel).max() for name in ("hidden", "logits")}
+    assert largest["hidden"] < 1e-4
+    assert largest["logits"] > 0.01
+
+
 def test_covariates_are_encoded() -> None:
     rows = [("60", "I"), ("70", "II"), ("", ""), ("80", "I")]
     covariates = Covariates.of(("age", "stage"), rows)

@@ -152,7 +152,11 @@ class BagsPrediction:
         if self.features.kind == "features":
             self.features.patches = sum(bag.rows for bag, _ in found)
         used = {pair for it in self.models for pair in trained_on(it.folder / run_folder.SPLITS)}
-        seen = {b.id: b.patient or b.id for b, _ in found if names_of(b.id, b.patient) & used}
+        seen = {
+            bag.id: bag.patient or bag.id
+            for bag, _ in found
+            if names_of(bag.id, bag.patient) & used
+        }
         if seen:
             self.progress.message(training_warning(sorted(seen), self._first.config.bag))
         predictions = BagPredictions(

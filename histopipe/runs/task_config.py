@@ -212,9 +212,11 @@ class BagTrainConfig(TrainConfig):
     )
     learning_rate: float = setting(3e-4, "Learning rate.", group=OPTIMIZATION, above=0)
     weight_decay: float = setting(
-        1.0, "Weight decay of --optimizer adamw, except that of the last layer.",
-        group=OPTIMIZATION, at_least=0,
-    )  # fmt: skip
+        1.0,
+        "Weight decay of --optimizer adamw, except that of the last layer.",
+        group=OPTIMIZATION,
+        at_least=0,
+    )
 
     def _check_together(self) -> None:
         # As above.
