@@ -13,7 +13,9 @@ import pytest
 from conftest import Run, make_slides
 from inline import in_process
 from PIL import Image
+from slide_variants import COPIED, picture, write_slide
 
+from histopipe.geometry import Size
 from histopipe.store.store import Store
 
 TRIDENT = {"patch_size": 128, "level0_magnification": 20, "target_magnification": 20, "overlap": 0}
@@ -64,6 +66,28 @@ def test_imported_patches_agree_with_openslide(data: Path, tmp_path: Path, run: 
                     assert np.abs(image - pixels).max() <= 1
                 else:
                     assert (image == np.asarray(expected)).all()
+
+
+def test_imported_patches_beyond_the_scanned_area_have_no_pixels_of_other_tiles(
+    tmp_path: Path, run: Run
+) -> None:
+    """A scanned area smaller than the slide has fewer native tiles than the slide."""
+    slide = tmp_path / "in" / "a.scn"
+    slide.parent.mkdir()
+    variant = next(iter(COPIED.values()))
+    write_slide(slide, [picture(Size(40, 40), 40)], Size(16, 16), variant, 0.5, origin=(0, 1))
+    corners = [(0, 0), (0, 1), (16, 17), (32, 33), (24, 9), (5, 30)]
+    attributes = TRIDENT | {"patch_size": 16, "patch_size_level0": 16}
+    write_coords(tmp_path / "co" / "a_patches.h5", corners, **attributes)
+    done = run("import-coords", "co", slide, "--codec", "png")
+    assert done.returncode == 0, done.stderr
+    found, images = patches_of(tmp_path / "patches.lmdb", "a")
+    assert found == corners
+    with openslide.OpenSlide(slide) as opened:
+        for corner, image in zip(corners, images, strict=True):
+            region = opened.read_region(corner, 0, (16, 16))
+            expected = Image.alpha_composite(Image.new("RGBA", region.size, "white"), region)
+            assert (image == np.asarray(expected.convert("RGB"))).all(), corner
 
 
 def test_coarser_level_is_read_if_it_fits(tmp_path: Path, run: Run) -> None:

@@ -233,7 +233,7 @@ def test_training_slides_cause_a_warning(
     trained: Path, made_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     predict(trained, made_store, out=tmp_path / "out")
-    assert "of these slides were used in the training" in capsys.readouterr().err
+    assert "the training used 3 of these slides" in capsys.readouterr().err
 
 
 ROUTES: dict[str, tuple[dict[str, Any], str]] = {

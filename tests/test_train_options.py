@@ -244,3 +244,16 @@ def test_python_function_gives_the_result_of_the_command(
     assert unknown.startswith("unknown settings: found colour")
     metrics = json.loads((tmp_path / "command" / "metrics.json").read_text())
     assert float(auc.split()[0]) == pytest.approx(metrics["test"]["patch"]["auc"], abs=1e-6)
+
+
+def test_the_last_line_names_a_subset_without_its_share(
+    run: Run, small_store: Path, tmp_path: Path
+) -> None:
+    """One patient has eight of the twelve slides, so that the training subset has one of three patients."""
+    rows = [f"{'nt'[i % 2]}{i},{'nt'[i % 2]},{'PQR'[max(0, i // 2 - 3)]}" for i in range(12)]
+    (tmp_path / "labels.csv").write_text("\n".join(["slide,label,patient", *rows]))
+    flags = ("--labels", "labels.csv", "--epochs", 1, "--batch-size", 16, "--seed", 1)
+    done = run("train", small_store, "--out", "run", *flags)
+    assert done.returncode == 0, done.stderr
+    (line,) = (line for line in done.stderr.splitlines() if "to improve: " in line)
+    assert "split with another --seed, or use --folds: train has 1 of 3 patients" in line

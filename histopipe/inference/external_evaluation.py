@@ -57,7 +57,7 @@ class ExternalEvaluation:
 def training_warning(names: Sequence[str], unit: str) -> str:
     """Return the warning that slides or patients, or other slides of their patients, were used in the training."""
     return (
-        f"warning: {len(names)} of these {unit}s were used in the training, or slides of patients of the same name ("
+        f"warning: the training used {len(names)} of these {unit}s, or slides of patients of the same name ("
         f"{', '.join(names[:3])}{', …' if len(names) > 3 else ''}): "
         "metrics on them are not valid for new slides"
     )

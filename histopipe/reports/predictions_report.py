@@ -131,8 +131,8 @@ def _notes(found: ExternalEvaluation, settings: Mapping[str, Any]) -> Iterator[T
     if found.in_training:
         some = ", ".join(found.in_training[:10]) + (", …" if len(found.in_training) > 10 else "")
         yield Text(
-            f"Warning: {len(found.in_training)} of these slides or patients were used in the training ({some}). "
-            "They make the metrics too good.", "bad",
+            f"Warning: the training used {len(found.in_training)} of these slides or patients ({some}), "
+            "which makes the metrics too good.", "bad",
         )  # fmt: skip
     temperatures = [value for it in settings.get("temperature", ()) for value in it]
     if temperatures:

@@ -42,10 +42,9 @@ def advise(
     """
     texts = ["use features of another encoder: no epoch was better than the covariates alone"]
     if best_epoch:
-        texts = list(_advice(config, history[best_epoch - 1], len(history), patients))
-        texts += [
-            f"split with another --seed, or use --folds: {shortage}" for shortage in shortages
-        ]
+        # First: without enough patients or patches in a subset, its figures mean little.
+        texts = [f"split with another --seed, or use --folds: {it}" for it in shortages[:1]]
+        texts += _advice(config, history[best_epoch - 1], len(history), patients)
     return f"to improve: {'; '.join(texts[:_MOST])}" if texts else ""
 
 
