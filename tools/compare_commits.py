@@ -197,12 +197,10 @@ def make_results(out: Path, only: str) -> None:
             histopipe.report(name, checklist="tripod-ai", out=f"{name}/tripod.md")
     for pair in (("patches", "patches-regression"), ("bags", "bags-patients"), ("folds-cox", "bags-cox")):
         if set(pair) <= set(wanted):
-            with_page = f"compare-{'-'.join(pair)}"
-            Path(with_page).mkdir()
-            try:
-                printed(with_page, histopipe.compare(pair, html=f"{with_page}/page.html"))
-            except histopipe.HistopipeError as error:
-                printed(with_page, error)
+            name = f"compare-{'-'.join(pair)}"
+            Path(name).mkdir()
+            printed(name, histopipe.compare(pair))
+            histopipe.report(pair, out=f"{name}/page.html")
 
 
 def write_bags(folder: Path, seed: int) -> None:
