@@ -175,7 +175,7 @@ NOISE_JPEG = encoded(Image.fromarray(NOISE), "JPEG")
         ("clear.png", encoded(with_alpha(np.zeros_like(ALPHA)), "PNG"), "transparent everywhere"),
         ("bits.png", encoded(Image.new("1", (9, 9)), "PNG"), "mode 1"),
         ("print.jpg", encoded(Image.new("CMYK", (9, 9)), "JPEG"), "mode CMYK"),
-        ("movie.png", encoded(MOVIE[0], "PNG", save_all=True, append_images=MOVIE[1:]), "animation of 2"),
+        ("movie.png", encoded(MOVIE[0], "PNG", save_all=True, append_images=MOVIE[1:]), "animation of 2.*save one of them"),
         ("movie.webp", encoded(MOVIE[0], "WEBP", save_all=True, append_images=MOVIE[1:]), "animation of 2"),
         ("bomb.png", png(60_000, 60_000, 8, 2), "DecompressionBombError"),
         ("large.png", png(10_000, 10_000, 8, 2), "too large to decode as a whole: found 10000×10000"),
@@ -292,6 +292,52 @@ def test_images_next_to_slides_are_not_taken(tmp_path: Path) -> None:
     assert names(vms, images=True) == ["mask.jpg"]
 
 
+def test_files_that_are_left_out_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "images" / "a.png")
+    (tmp_path / "slides").mkdir()
+    (tmp_path / "slides" / "b.svs").write_bytes(b"x")
+    discover([tmp_path / "slides", tmp_path / "images"])
+    assert (
+        f"{tmp_path / 'images'} has no slide: found 1 other files (1 × .png)"
+        in capsys.readouterr().err
+    )
+    tifffile.imwrite(
+        tmp_path / "images" / "scan.tif", picture(64, 64), tile=(32, 32), photometric="rgb"
+    )
+    discover([tmp_path / "images"], images=True)
+    assert "1 slide left out, because of --images" in capsys.readouterr().err
+
+
+def test_images_saved_again_without_loss_are_copies(tmp_path: Path) -> None:
+    write(tmp_path / "a.png")
+    write(tmp_path / "b.bmp")
+    write(tmp_path / "c.png", compress_level=1)
+    write(tmp_path / "d.png", seed=1)
+    write(tmp_path / "e.png", 60, 40)
+    ingest(
+        tmp_path,
+        tmp_path / "s.lmdb",
+        patch_size=16,
+        labels=_labels(tmp_path, "abcde"),
+        progress=SILENT,
+    )
+    with Store(tmp_path / "s.lmdb") as store:
+        hashes = {record.id: record.pixel_hash for record in store.complete.values()}
+        assert hashes["a"] == hashes["b"] == hashes["c"]
+        assert len(set(hashes.values())) == 3
+        splits = make_splits([store], split_by="slide", seed=1, fractions=(0.5, 0.5, 0.0))
+    assert len({slide.content for slide in splits.slides if slide.id in "abc"}) == 1
+
+
+def _labels(folder: Path, slides: str) -> Path:
+    rows = [f"{name},{'xy'[number % 2]}" for number, name in enumerate(slides)]
+    path = folder / "labels.csv"
+    path.write_text("\n".join(["slide,label", *rows]))
+    return path
+
+
 def test_tiff_files_of_one_image_are_images(tmp_path: Path) -> None:
     write(tmp_path / "mask.png")
     write(tmp_path / "region.tif", compression="tiff_lzw")
@@ -332,6 +378,20 @@ def test_defaults_of_images(tmp_path: Path) -> None:
     assert spec_for(tmp_path).patch_size == 96
     (tmp_path / "c.png").write_bytes(b"cut")
     assert spec_for(tmp_path).patch_size == 96
+    write(tmp_path / "d.png", 1, 1)
+    assert spec_for(tmp_path).patch_size == 8  # the smallest; the image has no patch
+
+
+def test_images_with_and_without_a_scale_are_not_mixed(tmp_path: Path, run: Run) -> None:
+    write(tmp_path / "in" / "a.png", dpi=(50_800, 50_800))
+    write(tmp_path / "in" / "b.png")
+    (tmp_path / "in" / "c.png").write_bytes(LARGE_PNG[:90])
+    mixed = run("ingest", "in", "--out", "s.lmdb")
+    assert mixed.returncode == 2
+    assert "found 0.5 mpp (a), and 2 slides without a scale (b, c)" in mixed.stderr
+    assert not (tmp_path / "s.lmdb").exists()
+    # Only the damaged image fails.
+    assert run("ingest", "in", "--out", "s.lmdb", "--default-mpp", "0.5").returncode == 3
 
 
 def test_few_small_images_do_not_make_patches_small(tmp_path: Path) -> None:
@@ -535,3 +595,7 @@ def test_predict_tiles_images_like_the_training(
     assert not failed
     assert batch.corners.tolist() == [[0, 0], [28, 0], [0, 8], [28, 8]]
     assert (batch.images[3] == RGB[8:, 28:]).all()
+    of_scale = TrainedPatches(Path("run"), 32, spec.to_json(), 0.5, "none")
+    with slide_tiler.FileSource([tmp_path], of_scale, options, SILENT) as source:
+        assert list(source._planned(source._files, failed.__setitem__)) == []
+    assert "its scale is unknown: expected 0.5 µm per pixel, as in training" in failed["a"]

@@ -100,6 +100,12 @@ def test_a_side_with_less_than_half_of_its_share_is_named() -> None:
     assert any(line.startswith("train has 1 of 3 patients: less than half") for line in lines)
 
 
+@pytest.mark.parametrize("split_by", ["patch", "slide"])
+def test_patients_on_several_sides_have_their_share(split_by: Any) -> None:
+    made = cohort({f"P{i}": "ab" * 5 for i in range(6)})
+    assert not list(make_splits([made], split_by=split_by, seed=1).shortages("patches"))
+
+
 MANY = {f"P{i}": "aaa" for i in range(6)}
 
 

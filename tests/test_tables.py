@@ -334,10 +334,12 @@ def test_missing_values_are_counted(table: Path) -> None:
 def test_similar_values_are_named_and_stay_different(table: Path) -> None:
     notes: list[str] = []
     table.write_text(
-        "slide,label,patient,site,age,died\na,Tumour,P1,0,1,TRUE\nc,tumour,p1,0.0,1.0,true\n"
-        "x/b,t\u200bumour,P\u00a02,00,2,0\ny/b,normal,P 2,1,3,1\n", encoding="utf-8",
+        "slide,label,patient,site,age,died,subset\na,Tumour,P1,0,1,TRUE,Test\nc,tumour,p1,0.0,1.0,true,test\n"
+        "x/b,t\u200bumour,P\u00a02,00,2,0,TRAIN\ny/b,normal,P 2,1,3,1,Training\n", encoding="utf-8",
     )  # fmt: skip
-    labels = read_labels(table, NAMES, columns=["age", "died"], notify=notes.append)
+    labels = read_labels(
+        table, NAMES, columns=["age", "died"], groups=["subset"], notify=notes.append
+    )
     assert len({it.label for it in labels.values()}) == 4
     assert [note.partition("column ")[2].partition(" are ")[0] for note in notes] == [
         "label: 'Tumour' and 'tumour' and 't\\u200bumour'",

@@ -42,6 +42,11 @@ MASKS = (
     (re.compile(r"\b[a-z][0-9a-f]{10}\b"), "ID"),  # in SVG of Matplotlib
     (re.compile(r"\b[\d,.]+ (s|ms|min|h|patches/s|bags/s|GB|MB|GiB|MiB)\b"), "AMOUNT"),
     (re.compile(r"\d{4}-\d\d-\d\d"), "DAY"),
+    (re.compile(r"\d+% waiting"), "SHARE waiting"),
+    # Duration and memory of a fold: at the end of a printed line, in `summary.csv`, and in the report.
+    (re.compile(r"  \d+ +\d+ +-$", re.MULTILINE), "  AMOUNTS"),
+    (re.compile(r"\d+\.\d{6,},\d{2,5}\.\d+,"), "AMOUNTS,"),
+    (re.compile(r'data-v="\d+\.\d{6,}">\d+<'), "AMOUNT<"),
 )
 """Patterns of what may differ between two calls."""
 MASKED_KEYS = {
@@ -101,14 +106,16 @@ def results_of(commit: str | None, work: Path, only: str, suffix: str = "") -> P
         if commit is None:
             shutil.copytree(PROJECT / "histopipe", source / "histopipe")
         else:
-            archive = [git, "-C", PROJECT, "archive", commit, "histopipe"]
+            archive: list[str] = [git, "-C", str(PROJECT), "archive", commit, "histopipe"]
             packed = subprocess.run(archive, check=True, capture_output=True).stdout
-            subprocess.run(["tar", "-x", "-C", source], input=packed, check=True)
+            subprocess.run(
+                [shutil.which("tar") or "tar", "-x", "-C", str(source)], input=packed, check=True
+            )
         part = out.with_name(f"{out.name}.part")
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
         environment = {**os.environ, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-P", __file__, MAKE, str(part), only]
+        command: list[str] = [sys.executable, "-P", __file__, MAKE, str(part), only]
         with (part / "log.out").open("w") as log:
             done = subprocess.run(
                 command, env=environment, stdout=log, stderr=log, check=False, cwd=part
@@ -195,7 +202,11 @@ def make_results(out: Path, only: str) -> None:
         if name in runs:
             histopipe.report(name, checklist="claim", out=f"{name}/claim.md")
             histopipe.report(name, checklist="tripod-ai", out=f"{name}/tripod.md")
-    for pair in (("patches", "patches-regression"), ("bags", "bags-patients"), ("folds-cox", "bags-cox")):
+    for pair in (
+        ("patches", "patches-regression"),
+        ("bags", "bags-patients"),
+        ("folds-cox", "bags-cox"),
+    ):
         if set(pair) <= set(wanted):
             name = f"compare-{'-'.join(pair)}"
             Path(name).mkdir()
@@ -275,7 +286,8 @@ def compare(base: Path, head: Path) -> Iterator[tuple[str, list[str]]]:
         if None in texts:
             yield str(path), ["only in one of both"]
         elif texts[0] != texts[1]:
-            lines = difflib.unified_diff(*(str(text).splitlines() for text in texts), n=0, lineterm="")
+            before, after = (str(text).splitlines() for text in texts)
+            lines = difflib.unified_diff(before, after, n=0, lineterm="")
             yield str(path), [line for line in lines if not line.startswith(("---", "+++", "@@"))]
 
 

@@ -117,7 +117,7 @@ def predict(
 
     options["subgroup"] = options["subgroup"] or ()
     result = predict(run, sources, out=out, **options)
-    show(result, as_json=as_json, then=("heatmap", out))
+    show(result, as_json=as_json, then=("heatmap", out) if result.done or result.kept else ())
     return exit_code_of(len(result.failed), len(result.done) + len(result.kept))
 
 
@@ -186,7 +186,11 @@ def embed(stores: tuple[Path, ...], as_json: bool, **options: Any) -> int:
     from histopipe.inference.embed import embed
 
     result = embed(stores or "patches.lmdb", **options)
-    show(result, as_json=as_json, then=("train", "--mil", options["out"]))
+    show(
+        result,
+        as_json=as_json,
+        then=("train", "--mil", options["out"]) if result.done or result.kept else (),
+    )
     return exit_code_of(len(result.failed), len(result.done) + len(result.kept))
 
 

@@ -71,7 +71,9 @@ def heatmap(predictions: Path, as_json: bool, **options: Any) -> int:
 
     result = heatmap(predictions, **options)
     next_formats = (
-        () if "tiff" in options["formats"] else ("heatmap", predictions, "--to", "tiff,geojson")
+        ()
+        if "tiff" in options["formats"] or not result.files
+        else ("heatmap", predictions, "--to", "tiff,geojson")
     )
     show(result, as_json=as_json, then=next_formats)
     return exit_code_of(len(result.failed), len(result.files))

@@ -19,6 +19,7 @@ from histopipe.dataset.splits import DROPPED, SlideSplit, patches_crc
 from histopipe.dataset.targets import Task
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.slides.slide_hashes import copy_names
+from histopipe.slides.table_checks import SUBSETS
 from histopipe.slides.tables import SlideLabel, SlideNames, read_labels
 from histopipe.system.csv_files import cell_number, nfc
 from histopipe.system.progress import message
@@ -27,16 +28,6 @@ from histopipe.system.result import counted
 NO_CLASS = -1
 _UNKNOWN = "unknown"
 """Label of a slide with a target, until the strata are known."""
-_SPELLINGS = {
-    "train": 0,
-    "training": 0,
-    "validation": 1,
-    "valid": 1,
-    "val": 1,
-    "test": 2,
-    "testing": 2,
-}
-"""Cells of a split column in lower case, and their sides."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,9 +210,7 @@ def given_parts(
     """
     column = str(labelling.split_column)
     cells = [_labels_of(stores[slide.store], slide.slide, labelling)[1][column] for slide in slides]
-    parts = [
-        cell_number(cell) if folds else _SPELLINGS.get(cell.lower(), math.nan) for cell in cells
-    ]
+    parts = [cell_number(cell) if folds else SUBSETS.get(cell.lower(), math.nan) for cell in cells]
     wrong = [number for number, part in enumerate(parts) if part % 1 != 0]
     if wrong:
         rest = f", and {counted(len(wrong) - 1, 'row')} more" if wrong[1:] else ""
@@ -230,7 +219,7 @@ def given_parts(
             found=repr(cells[wrong[0]]) + rest,
             expected="the whole number of a fold; train, validation and test need no --folds"
             if folds
-            else f"{', '.join(_SPELLINGS)}, in any case; fold numbers need --folds column",
+            else f"{', '.join(SUBSETS)}, in any case; fold numbers need --folds column",
             todo="correct the cells; an empty cell leaves its slide out",
         )
     return np.array(parts, np.int64)

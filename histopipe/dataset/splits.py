@@ -156,21 +156,22 @@ class Splits:
         """
         counts = self.count()
         patients = {
-            (side, slide.patient) for slide in self.slides for side in SIDES if len(slide.on(side))
+            side: {slide.patient for slide in self.slides if len(slide.on(side))} for side in SIDES
         }
         amounts = {
-            "patients": Counter(side for side, _ in patients),
-            unit: {side: counts[side].total() for side in SIDES},
+            # With leaks, or a split of slides, a patient may be on several sides.
+            "patients": ({side: len(names) for side, names in patients.items()}, len(set().union(*patients.values()))),
+            unit: ({side: counts[side].total() for side in SIDES}, sum(map(Counter.total, counts.values()))),
             **{
-                f"{unit} of {name}": {side: counts[side][name] for side in SIDES}
+                f"{unit} of {name}": ({side: counts[side][name] for side in SIDES}, sum(own[name] for own in counts.values()))
                 for name in (self.classes if self.kind is None else ())
             },
-        }
+        }  # fmt: skip
         for side, share in zip(SIDES, self.fractions, strict=True):
             few = [
-                f"{of_sides[side]:,} of {sum(of_sides.values()):,} {what}"
-                for what, of_sides in amounts.items()
-                if of_sides[side] < share / 2 * sum(of_sides.values())
+                f"{of_sides[side]:,} of {total:,} {what}"
+                for what, (of_sides, total) in amounts.items()
+                if of_sides[side] < share / 2 * total
             ]
             if few:
                 yield f"{side} has {', '.join(few)}: less than half of its share, {share:.0%}"

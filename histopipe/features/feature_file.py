@@ -335,8 +335,8 @@ def stores_of_features(folders: Iterable[str | Path]) -> list[Path]:
             stores += existing[:1]
         if not folder.is_dir():
             raise UsageError(
-                f"the features {folder} of the run have moved", found=f"no folder at {folder.absolute()}",
-                todo="name the store of their patches with --store",
+                f"the features {folder} of the run are missing", found=f"no folder at {folder.absolute()}",
+                todo="run this in the folder of the training, or name the store of their patches with --store",
             )  # fmt: skip
     return list(dict.fromkeys(stores))
 

@@ -300,6 +300,11 @@ class FileSource(Closing):
         planned = future.result()
         if isinstance(planned, SlideFailure):
             raise SlideError(planned.reason)
+        if planned.record.patch_mpp is None and self.trained.patch_mpp is not None:
+            raise SlideError(
+                f"{pending.slide.id}: its scale is unknown", expected=f"{self.trained.patch_mpp:g} µm per pixel, as in training",
+                todo="name it with --default-mpp or --mpp-csv",
+            )  # fmt: skip
         check_scale(planned.record, self.trained)
         route = planned.recipe.route.name
         parts = [c.rows for c in chunks(planned.plan, route, self.spec.patch_size)]

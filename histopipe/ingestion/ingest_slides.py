@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 from histopipe._version import __version__
 from histopipe.annotations.patch_labels import NO_LABELS
-from histopipe.errors import UsageError
+from histopipe.errors import ScaleError, UsageError
 from histopipe.geometry import Mpp, same_scale
 from histopipe.ingestion.options import IngestOptions, SlideInput
 from histopipe.ingestion.pipeline import Pipeline
@@ -145,17 +146,27 @@ def check_ingest(
             f"--level {spec.level} with slides at a URL", found="scales that are unknown before the download",
             todo="use --mpp or --mag, or pass --allow-mixed-mpp",
         )  # fmt: skip
-    stored = {
-        record.id: Mpp(record.patch_mpp)
+    complete = {
+        record.id: record.patch_mpp
         for record in recorded(store).values()
-        if record.state is SlideState.COMPLETE and record.patch_mpp
+        if record.state is SlideState.COMPLETE
     }
-    current = _scales_at_level(slides, spec, options)
+    stored = {name: Mpp(mpp) for name, mpp in complete.items() if mpp}
+    current, unknown = _scales_at_level(slides, spec, options)
     # Complete slides keep their scale.
     scales = stored | current if options.force else current | stored
     if not scales:
         return
     ordered = sorted((mpp, name) for name, mpp in scales.items())
+    unknown = [name for name in unknown if options.force or name not in complete]
+    if unknown:
+        raise UsageError(
+            f"--level {spec.level} would mix scales",
+            found=f"{ordered[0][0]:g} mpp ({ordered[0][1]}), and {counted(len(unknown), 'slide')} without a scale "
+            f"({some(unknown, 3)})",
+            expected="the scale of every slide, or of none",
+            todo="name it with --default-mpp or --mpp-csv, or pass --allow-mixed-mpp",
+        )
     (finest, fine), (coarsest, coarse) = ordered[0], ordered[-1]
     if not same_scale(finest, coarsest):
         raise UsageError(
@@ -195,9 +206,13 @@ def scale_at_level(slide: SlideInput, spec: TilingSpec, options: IngestOptions) 
 
 def _scales_at_level(
     slides: Sequence[SlideInput], spec: TilingSpec, options: IngestOptions
-) -> dict[str, Mpp]:
-    """Return the known scales. Workers open the slides, because a damaged file may crash or hang its decoder."""
-    scales = {}
+) -> tuple[dict[str, Mpp], list[str]]:
+    """Return the known scales, and the slides without one.
+
+    Workers open the slides, because a damaged file may crash or hang its decoder.
+    """
+    scales: dict[str, Mpp] = {}
+    unknown = []
     with WorkerPool(options.worker_count) as pool:
         tasks = [
             pool.submit_within(_OPENING_SECONDS, scale_at_level, slide, spec, options)
@@ -205,7 +220,8 @@ def _scales_at_level(
         ]
         for slide, task in zip(slides, tasks, strict=True):
             with suppress(Exception):  # the ingest reports the reason
-                scale = task.result()
-                if scale is not None:
-                    scales[slide.id] = scale
-    return scales
+                try:
+                    scales[slide.id] = cast(Mpp, task.result())
+                except ScaleError:
+                    unknown.append(slide.id)
+    return scales, unknown

@@ -38,6 +38,7 @@ from histopipe.system.progress import Progress
 from histopipe.system.result import counted
 from histopipe.system.worker_pool import WorkerPool, result_of
 from histopipe.tiling.spec import (
+    MIN_PATCH_SIZE,
     Edge,
     TilingSpec,
     magnification_to_mpp,
@@ -230,7 +231,8 @@ def _usual_side(
                 scale = resolve_mpp(slide.id, opened.info, from_csv=mpp, default=default)
                 reduction = max(1.0, target / scale.mpp)
             sides.append(int(side / reduction + 1e-6))
-    return min(_MOST_SIDE, sorted(sides)[len(sides) // _SMALLER]) if sides else _MOST_SIDE
+    smaller = sorted(sides)[len(sides) // _SMALLER] if sides else _MOST_SIDE
+    return max(MIN_PATCH_SIZE, min(_MOST_SIDE, smaller))
 
 
 def _given(settings: Mapping[str, Any], names: Iterable[str], without: str = "") -> dict[str, Any]:
@@ -380,14 +382,14 @@ def _patients(regex: str | None, slides: list[SlideFile]) -> dict[str, str]:
     try:
         matches = {slide.id: re.search(regex, slide.id) for slide in slides}
     except re.error as error:
-        raise UsageError("--patient-regex", found=f"{regex!r}: {error}") from error
+        raise UsageError("--patient-regex", found=f"'{regex}': {error}") from error
     patients = {
         name: match[1 if match.re.groups else 0] for name, match in matches.items() if match
     }
     missing = [name for name in matches if not patients.get(name)]
     if missing:
         raise UsageError(
-            f"--patient-regex {regex!r} finds no patient in {counted(len(missing), 'slide')}",
+            f"--patient-regex '{regex}' finds no patient in {counted(len(missing), 'slide')}",
             found=", ".join(missing[:3]), expected="a match in the id of every slide",
             todo="correct it, or name the patients in a file with --labels",
         )  # fmt: skip

@@ -67,7 +67,12 @@ def _exclusions(run: RunData) -> str | None:
 def _flow(run: RunData) -> str | None:
     texts = []
     for level, own in run.result.flow.items():
-        used = listed([f"{count:,} are in {_sides(side)}" for side, count in own.used.items()])
+        used = listed(
+            [
+                f"{count:,} {'is' if count == 1 else 'are'} in {_sides(side)}"
+                for side, count in own.used.items()
+            ]
+        )
         texts.append(
             f"Of {own.found:,} {level} found, {sum(own.excluded.values()):,} were excluded, and {used}."
         )

@@ -80,7 +80,9 @@ def store_page(path: Path, *, pictures: bool = True, progress: Progress) -> Page
     page.add("Failures", _failures(records))
     page.add("Warnings", _warnings(summary, records, complete))
     page.add("Distributions", _distributions(complete, measures))
-    page.add("Slides", Table("All slides", _COLUMNS, rows))
+    filled = [i for i in range(len(_COLUMNS)) if any(row.cells[i].text for row in rows)]
+    shown = [Row([row.cells[i] for i in filled], row.pictures) for row in rows]
+    page.add("Slides", Table("All slides", [_COLUMNS[i] for i in filled], shown))
     return page
 
 
@@ -92,7 +94,7 @@ def _cards(summary: StoreInfo) -> Cards:
         Card("size", _bytes(summary.file_bytes), f"{_bytes(summary.patch_bytes)} of patches"),
         Card("labels", str(len(summary.labels.keys() - {"unlabelled"})), _counts(summary.labels)),
         Card("routes", str(len(summary.routes)), _counts(summary.routes)),
-        Card("scale sources", str(len(summary.mpp_sources)), _counts(summary.mpp_sources)),
+        Card("scale sources", str(len(summary.mpp_sources.keys() - {"unknown"})), _counts(summary.mpp_sources)),
     ]  # fmt: skip
     if summary.patch_labels:
         counts = summary.patch_labels

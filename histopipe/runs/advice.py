@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.recipe import LITE, SMALL_CNN
+from histopipe.system.result import counted
 
 
 class _Metric(NamedTuple):
@@ -21,7 +22,7 @@ _METRICS = {"r2": _Metric("r2", 0.05, 0.5), "c_index": _Metric("c_index", 0.55, 
 _AUC = _Metric("auc", 0.6, 0.9)
 _GAP = 0.15
 """Difference between training and validation that shows overfitting."""
-_FEWEST_PATIENTS, _MOST = 10, 2
+_FEWEST_PATIENTS, _MOST, _PERFECT = 10, 2, 0.999
 
 
 def advise(
@@ -58,7 +59,7 @@ def _advice(
     if weak and getattr(config, "model", "") == SMALL_CNN:
         yield f"use a network with trained weights (--model {LITE}; small-cnn is for tests)"
     if patients < _FEWEST_PATIENTS:
-        yield f"use more than {patients} patients, and --folds: the result depends on the split"
+        yield f"use more than {counted(patients, 'patient')}, and --folds: the result depends on the split"
     if validated is not None and validated <= metric.chance:
         yield (
             f"check labels and scale: validation is near chance ({metric.name} {validated:.2f})"
@@ -70,5 +71,7 @@ def _advice(
         yield (
             f"use more patients, or {how}: {metric.name} {trained:.2f} in training, {validated:.2f} in validation"
         )
-    elif best["epoch"] == config.epochs == epochs:
-        yield f"train longer (--resume --epochs {2 * epochs}): the last epoch was the best"
+    elif best["epoch"] == config.epochs == epochs and (validated or 0) < _PERFECT:
+        # A fold has given splits, and is not continued after its end.
+        resume = "--resume " if config.splits is None else ""
+        yield f"train longer ({resume}--epochs {2 * epochs}): the last epoch was the best"

@@ -24,7 +24,8 @@ from histopipe.slides.slide_files import (
     is_slide_folder,
     storable_name,
 )
-from histopipe.system.progress import Progress
+from histopipe.system.progress import Progress, message
+from histopipe.system.result import counted
 from histopipe.system.urls import is_url, public_url
 
 _NOT_BOTH = "it is an image, and the other files are slides; pass --images to take images only"
@@ -82,6 +83,10 @@ def discover(arguments: Iterable[Path | str], *, images: bool = False) -> list[S
             ),
             todo="pass the folder that contains the slides",
         )
+    for root in roots:
+        names = (path for slide in slides for path in (slide.path, *slide.links))
+        if root.is_dir() and not any(path.is_relative_to(root) for path in names):
+            message(f"{root} has no slide: found {_contents([root])}")
     return sorted(slides, key=lambda slide: slide.id)
 
 
@@ -96,11 +101,11 @@ def _slides_or_images(
             for slide in slides
         ]
     parts = {file for slide in scans for file in slide.files if file != slide.path}
-    return [
-        slide
-        for slide in _named(roots, urls, images=True)
-        if slide.path not in parts and is_image(slide) is not False
-    ]
+    named = [slide for slide in _named(roots, urls, images=True) if slide.path not in parts]
+    found = [slide for slide in named if is_image(slide) is not False]
+    if images and len(found) < len(named):
+        message(f"{counted(len(named) - len(found), 'slide')} left out, because of --images")
+    return found
 
 
 def show_links(slides: Iterable[SlideFile], progress: Progress) -> None:

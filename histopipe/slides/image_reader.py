@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -103,17 +104,21 @@ def _info(path: Path, image: Image.Image) -> SlideInfo:
 
 def _check_pixels(path: Path, image: Image.Image) -> None:
     """Refuse pixels that Pillow would convert with a loss, and files of several images."""
-    found = (
-        f"mode {image.mode}" if image.mode not in ("RGB", "L", "P", "RGBA", "LA", "PA") else None
-    )
+    found, todo = "", "convert it to 8-bit RGB"
+    if image.mode not in ("RGB", "L", "P", "RGBA", "LA", "PA"):
+        found = f"mode {image.mode}"
     if image.format == "PNG" and ";16" in str(getattr(image, "tile", "")):
-        found = "16 bits per sample"  # Pillow keeps the upper 8 bits, which may all be equal
+        # Pillow keeps the upper 8 bits, which may all be equal.
+        found, todo = "16 bits per sample", f"scale its values to 0 to 255, and {todo}"
     if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":  # MPO: a photo and its previews
-        found = f"an animation of {getattr(image, 'n_frames', 1)} images"
-    if found is not None:
+        found, todo = (
+            f"an animation of {getattr(image, 'n_frames', 1)} images",
+            "save one of them as a file",
+        )
+    if found:
         raise SlideUnreadable(
             f"{path} has pixels that cannot be used", found=found, expected="one image of 8-bit RGB, grey or palette",
-            todo="scale its values to 0 to 255, and convert it to 8-bit RGB",
+            todo=todo,
         )  # fmt: skip
 
 
@@ -130,6 +135,18 @@ def _orientation(image: Image.Image) -> int:
 
 def _has_alpha(image: Image.Image) -> bool:
     return image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info
+
+
+def decoded_hash(path: Path) -> str | None:
+    """Return the SHA-256 of the size and pixels of an image; None if it cannot be decoded.
+
+    Raises:
+        SlideUnreadable: as `ImageReader`.
+    """
+    pixels = _decoded(path, path.stat().st_mtime_ns, ImageReader(path).info.size)
+    if isinstance(pixels, SlideUnreadable):
+        return None
+    return hashlib.sha256(repr(pixels.shape).encode() + pixels.tobytes()).hexdigest()
 
 
 @functools.lru_cache(maxsize=2)

@@ -14,7 +14,7 @@ import numpy as np
 
 from histopipe.geometry import Size
 from histopipe.slides.slide import SlideInfo
-from histopipe.slides.slide_files import SlideFile, tile_hash
+from histopipe.slides.slide_files import SlideFile, has_image_name, tile_hash
 
 _BLOCKS, _BLOCK_BYTES, _FINER = 64, 1 << 14, 64
 _PIXEL_FILES = {".mrxs": {".dat"}, ".vms": {".jpg"}, ".vmu": {".ngr"}, ".vsi": {".ets"}}
@@ -132,9 +132,16 @@ def pixel_hash(slide: SlideFile, size: Size) -> str | None:
     It covers the size, the lengths of all tiles or strips of level 0, and 64 blocks of 16 kB that are spread over them:
     4,096 blocks of 256 bytes if all lengths are equal.
     Where they are not easily located, it covers the lengths and blocks of the files that contain the pixels. Names,
-    paths, times and headers do not matter.
+    paths, times and headers do not matter. PNG, JPEG, BMP and WebP images are decoded, so that an image saved without
+    loss in another format has the same hash.
     """
     try:
+        if has_image_name(slide.path):
+            from histopipe.slides.image_reader import (
+                decoded_hash,
+            )  # late: most slides are no images
+
+            return decoded_hash(slide.path)
         return _digest(*_stored_pixels(slide, size))
     except (OSError, ValueError, TypeError, LookupError, OverflowError):
         return None

@@ -93,15 +93,27 @@ def check_numbers(path: Path, rows: Sequence[TableRow], column: str) -> None:
         )  # fmt: skip
 
 
+SUBSETS = {
+    "train": 0,
+    "training": 0,
+    "validation": 1,
+    "valid": 1,
+    "val": 1,
+    "test": 2,
+    "testing": 2,
+}
+"""Cells of a split column in lower case, and their sides."""
+
+
 def warn_of_similar(
     path: Path, rows: Iterable[TableRow], columns: Iterable[str], notify: Callable[[str], None]
 ) -> None:
     """Warn of values that may be one, such as "Tumour" and "tumour"."""
     for column in columns:
         values = {cell for row in rows if (cell := row.others.get(column))}
-        # "1" and "1.0" are one number, and "TRUE" and "true" one flag, except as names.
+        # "1" and "1.0" are one number, "TRUE" and "true" one flag, and "Test" and "test" one subset, except as names.
         as_names = column in LABEL_COLUMNS or not all(
-            is_number(cell) or cell.lower() in FLAGS for cell in values
+            is_number(cell) or cell.lower() in {*FLAGS, *SUBSETS} for cell in values
         )
         if as_names and (text := similar_values(values)):
             notify(f"warning: {path}: column {column}: {text}")

@@ -27,7 +27,7 @@ ALGORITHMS: Mapping[str, str] = {
 }
 """Versions of the algorithms that determine cells and pixels. Specs with different versions are not equal."""
 
-MAX_PATCH_SIZE = 8192
+MIN_PATCH_SIZE, MAX_PATCH_SIZE = 8, 8192
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ class TilingSpec:
                 expected="one of --mpp, --mag and --level",
             )
         low, high = PLAUSIBLE_MPP
-        _within("--patch-size", self.patch_size, 8, MAX_PATCH_SIZE)
+        _within("--patch-size", self.patch_size, MIN_PATCH_SIZE, MAX_PATCH_SIZE)
         _within("--overlap", self.overlap, 0, self.patch_size - 1)
         _within("--tissue-threshold", self.tissue_threshold, 0, 1)
         _within("--quality", self.quality, 1, 100)

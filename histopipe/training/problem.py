@@ -289,7 +289,8 @@ def print_splits(splits: Splits, sources: Sequence[SampleSource], holders: str, 
         message("show that the pipeline learns, not how good the model is on other slides")
     left_out = sum(len(source.complete) for source in sources) - len(splits.slides)
     if left_out:
-        message(f"{left_out} {holders} left out: no label, or no patches")
+        column = "" if splits.column is None else f", or no value in column {splits.column}"
+        message(f"{left_out} {holders} left out: no label, or no patches{column}")
     dropped = sum(int((slide.sides < 0).sum()) for slide in splits.slides)
     if dropped:
         message(
