@@ -10,24 +10,24 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made_scores import class_metrics, class_predictions, class_scores, target_predictions
 from numpy.typing import NDArray
 from scipy.optimize import minimize
 from sklearn import metrics as sk
 from sklearn.linear_model import LogisticRegression
 
-from histopipe.evaluation.calibration import decision_curve, recalibration
-from histopipe.evaluation.intervals import (
+from histopipe.evaluation.temperature import fit_temperature, tempered
+from histopipe.tasks.calibration import decision_curve, recalibration
+from histopipe.tasks.intervals import (
     auc_interval,
     delong,
     difference_interval,
     precision_interval,
     share_interval,
 )
-from histopipe.evaluation.metrics import Metrics, metrics_of
-from histopipe.evaluation.predictions import PatchScores, Scores
-from histopipe.evaluation.statistics import bootstrap_draws
-from histopipe.evaluation.target_scores import TargetScores
-from histopipe.evaluation.temperature import fit_temperature, tempered
+from histopipe.tasks.metrics import Metrics
+from histopipe.tasks.predictions import Predictions
+from histopipe.tasks.statistics import bootstrap_draws
 
 Floats = NDArray[np.float64]
 NO_DRAWS = np.zeros((0, 1))
@@ -52,12 +52,11 @@ def sample(
 def judged(
     probability: Floats, event: NDArray[np.bool_], patient: NDArray[np.int32], resamples: int = 0
 ) -> Metrics:
-    scores = Scores(
+    scores = class_scores(
         event.astype(np.int32), np.stack([1 - probability, probability], axis=1), patient,
-        np.arange(len(event)),
     )  # fmt: skip
     draws = bootstrap_draws(int(patient.max()) + 1, resamples, 1) if resamples else NO_DRAWS
-    return metrics_of(scores, ("n", "t"), positive=1, threshold=0.5, draws=draws)
+    return class_metrics(scores, ("n", "t"), positive=1, threshold=0.5, draws=draws)
 
 
 def test_area_and_error_equal_the_published_example() -> None:
@@ -261,10 +260,10 @@ def test_net_benefit_equals_manual_calculation() -> None:
     assert curve.model[curve.probability.index(0.5)] == 0
 
 
-def of_patches(probability: Floats, label: NDArray[np.int32]) -> PatchScores:
+def of_patches(probability: Floats, label: NDArray[np.int32]) -> Predictions:
     each, zeros = np.arange(len(label), dtype=np.int32), np.zeros(len(label), np.int32)
     names = tuple(map(str, range(probability.shape[1])))
-    return PatchScores(
+    return class_predictions(
         names, ("s",), tuple(map(str, each)), zeros, each, zeros.astype(np.int64), zeros.astype(np.int64), label,
         probability.astype(np.float32),
     )  # fmt: skip
@@ -288,7 +287,7 @@ def test_each_label_has_its_own_temperature() -> None:
     target[:100, 0] = np.nan
     given = 1 / (1 + np.exp(-odds * [2.0, 0.5]))
     zeros = np.zeros(20_000, np.int32)
-    scores = TargetScores(
+    scores = target_predictions(
         "multilabel", ("a", "b"), (), ("s",), tuple(map(str, range(20_000))), zeros, np.arange(20_000, dtype=np.int32),
         zeros.astype(np.int64),
         zeros.astype(np.int64), target, given.astype(np.float32),
@@ -303,9 +302,9 @@ def test_temperature_never_increases_the_log_loss(seed: int, patients: int, item
     probability, event, patient = sample(seed, patients, items)
     both = np.stack([1 - probability, probability], axis=1)
     scores = dataclasses.replace(of_patches(both, event.astype(np.int32)), patient=patient)
-    found = tempered(scores.probability, fit_temperature(scores))[:, 1]
+    found = tempered(scores.output, fit_temperature(scores))[:, 1]
     before, after = (
-        sk.log_loss(event, it, labels=[False, True]) for it in (scores.probability[:, 1], found)
+        sk.log_loss(event, it, labels=[False, True]) for it in (scores.output[:, 1], found)
     )
     assert after <= before + 1e-7
 
@@ -334,12 +333,12 @@ def test_extreme_probabilities_stay_finite() -> None:
 def test_json_holds_all_values() -> None:
     found = judged(*sample(1, 40, 3), resamples=100)
     assert Metrics.from_json(found.to_json()) == found
+    # Of an earlier version, without some of the metrics.
     earlier = found.to_json()
-    for name in (
-        "average_precision",
-        "calibration_intercept",
-        "calibration_slope",
-        "decision_curve",
-    ):
+    earlier["threshold"] = earlier.pop("thresholds")["values"][0]
+    new = ("average_precision", "calibration_intercept", "calibration_slope", "decision_curve")
+    for name in (*new, "task", "groups", "log_rank"):
         del earlier[name]
-    assert Metrics.from_json(earlier).auc == found.auc
+    read = Metrics.from_json(earlier)
+    assert (read.auc, read.thresholds) == (found.auc, found.thresholds)
+    assert "average_precision" not in read.figures

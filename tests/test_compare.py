@@ -16,10 +16,10 @@ from conftest import COMMAND, Run
 from sklearn import metrics as sk
 
 from histopipe.errors import DamagedStore, UsageError
-from histopipe.evaluation.intervals import interval_of
-from histopipe.evaluation.predictions import of_classes, read_predictions, write_predictions
-from histopipe.evaluation.statistics import bootstrap_draws
+from histopipe.evaluation.predictions import read_predictions, write_predictions
 from histopipe.studies.compare import compare
+from histopipe.tasks.intervals import interval_of
+from histopipe.tasks.statistics import bootstrap_draws
 
 ARGUMENTS = (
     "--epochs",
@@ -66,9 +66,7 @@ def test_differences_and_intervals_equal_a_slow_reference(
             files[1]["patch"][name] - files[0]["patch"][name], abs=1e-12
         )
     # Slow reference: scikit-learn on each resample of the patients, with the same draws.
-    a, b = (
-        of_classes(read_predictions(runs / name / "predictions.csv")["test"], name) for name in "ab"
-    )
+    a, b = (read_predictions(runs / name / "predictions.csv")["test"] for name in "ab")
     names = sorted(a.patients)
     patient = np.array([names.index(a.patients[i]) for i in a.patient])
     values = []
@@ -78,8 +76,8 @@ def test_differences_and_intervals_equal_a_slow_reference(
         values.append(
             np.nan
             if one_class
-            else sk.roc_auc_score(b.label[rows], b.probability[rows, 1])
-            - sk.roc_auc_score(a.label[rows], a.probability[rows, 1])
+            else sk.roc_auc_score(b.label[rows], b.output[rows, 1])
+            - sk.roc_auc_score(a.label[rows], a.output[rows, 1])
         )
     assert levels["patch"]["auc"].interval == pytest.approx(
         interval_of(np.array(values), len(names)), abs=1e-9
@@ -94,7 +92,7 @@ def test_run_and_its_copy_have_no_difference(runs: Path, tmp_path: Path) -> None
     test = sides["test"]
     columns: dict[str, Any] = {
         name: getattr(test, name)[order]
-        for name in ("slide", "patient", "x_l0", "y_l0", "label", "probability")
+        for name in ("slide", "patient", "x_l0", "y_l0", "target", "output")
     }
     sides["test"] = replace(test, **columns)
     write_predictions(

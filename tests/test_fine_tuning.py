@@ -27,7 +27,7 @@ from histopipe.training.fine_tuning import (
     set_trainable,
 )
 from histopipe.training.models import build_model
-from histopipe.training.objective import Classification
+from histopipe.training.objective import ClassObjective
 
 ENCODERS = Path(__file__).parent / "encoders"
 WEIGHTS = ENCODERS / "timm-registers.safetensors"
@@ -84,7 +84,7 @@ def test_networks_without_attention() -> None:
 @pytest.mark.parametrize("trainable", ["all", "last:2", "head"])
 def test_every_weight_is_trained_or_changing_or_frozen(trainable: str) -> None:
     model = build_model(
-        "mobilenet", patch_size=32, objective=Classification(2), dropout=0.1, trainable=trainable
+        "mobilenet", patch_size=32, objective=ClassObjective(2), dropout=0.1, trainable=trainable
     ).training
     parts = [model.trainable_variables, changing_state(model), frozen_weights(model)]
     ids = [id(variable) for part in parts for variable in part]
@@ -98,7 +98,7 @@ def test_rate_factors() -> None:
         **{"name": TINY["model"]},
         weights=TINY["weights"],
         patch_size=32,
-        objective=Classification(2),
+        objective=ClassObjective(2),
         dropout=0.1,
     )
     core = model.training.get_layer("vision_transformer")

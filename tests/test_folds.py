@@ -37,7 +37,7 @@ from histopipe.runs.task_config import PatchTrainConfig
 from histopipe.slides.tables import SlideLabel
 from histopipe.store.store import Store
 from histopipe.studies.trainings import share_devices
-from histopipe.training.outputs import Predictions, patch_scores
+from histopipe.training.outputs import SampleOutputs, located
 
 SHARES = (0.7, 0.15, 0.15)
 ARGUMENTS = ("--epochs", "2", "--batch-size", "16", "--deterministic")
@@ -556,10 +556,10 @@ def test_slides_with_the_same_name_in_two_stores_stay_separate(tmp_path: Path) -
         splits = make_splits([a, b], split_by="patch", seed=1)
         rows = np.repeat(np.arange(4), 2)
         keys = pack_keys(np.tile([0, 1], 4), np.zeros(8, np.int64), rows)
-        predicted = Predictions(
+        predicted = SampleOutputs(
             keys, np.zeros(8, np.int32), np.full((8, 2), 0.5, np.float32), loss=0.0
         )
-        found = patch_scores(predicted, [a, b], splits)
+        found = located(predicted, [a, b], splits, task=splits.task, output=predicted.output)
         assert found.slides == (f"n1@{a.uuid[:8]}", f"n1@{b.uuid[:8]}")
         assert found.slide.tolist() == [0] * 4 + [1] * 4
         assert found.x_l0.tolist() == a.index(0)["x_l0"][:4].tolist() * 2

@@ -14,6 +14,7 @@ import shapely
 from conftest import Run
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made_scores import class_predictions
 from matplotlib import colormaps, rc_context, rcParams
 from PIL import Image
 from test_reader import a_store, jpegs
@@ -21,7 +22,7 @@ from tifffile import TiffFile
 
 from histopipe.annotations.read import read_annotations
 from histopipe.dataset.splitting import make_splits
-from histopipe.evaluation.predictions import PatchScores, write_predictions
+from histopipe.evaluation.predictions import write_predictions
 from histopipe.geometry import PointL0
 from histopipe.inference.predictions_folder import PredictedSlide, PredictionsFolder
 from histopipe.reports.bag_values import ranks
@@ -38,6 +39,7 @@ from histopipe.reports.heatmap_values import PatchValues
 from histopipe.slides.readers import open_slide
 from histopipe.store.reading import decode_picture
 from histopipe.store.store import Store
+from histopipe.tasks.predictions import Predictions
 
 
 def heat_of(corners: list[tuple[int, int]], values: list[float], side: float, **more: Any) -> PatchValues:  # fmt: skip
@@ -221,10 +223,10 @@ def test_settings_of_matplotlib_change_no_picture(tmp_path: Path) -> None:
 # The command
 
 
-def scores_of_slide(slide: str, count: int, **more: Any) -> PatchScores:
+def scores_of_slide(slide: str, count: int, **more: Any) -> Predictions:
     zeros = np.zeros(count, np.int32)
     values = np.linspace(0, 1, count, dtype=np.float32)
-    return PatchScores(
+    return class_predictions(
         ("n", "t"), (slide,), (slide,), slide=zeros, patient=zeros, x_l0=64 * np.arange(count),
         y_l0=np.zeros(count, np.int64), label=zeros - 1, probability=np.stack([1 - values, values], axis=1), **more,
     )  # fmt: skip

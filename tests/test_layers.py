@@ -26,6 +26,7 @@ RANKS = {
             ["tiling"],
             ["masks"],
             ["store"],
+            ["tasks"],
             ["dataset"],
             ["measure"],
             ["evaluation"],

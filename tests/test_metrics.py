@@ -12,56 +12,34 @@ import pandas
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from made_scores import aggregated, class_metrics, class_predictions, class_scores
 from numpy.typing import NDArray
 from scipy.stats import norm
 from sklearn import calibration
 from sklearn import metrics as sk
 
 from histopipe.errors import DamagedStore, UsageError
-from histopipe.evaluation.calibration import BINS
-from histopipe.evaluation.evaluate import (
-    Evaluation,
-    JudgeSettings,
-    choose_thresholds,
-    evaluate,
-    judge,
-    positive_class,
-)
-from histopipe.evaluation.metrics import Metrics, decide, metrics_of
-from histopipe.evaluation.predictions import (
-    PatchScores,
-    Scores,
-    read_predictions,
-    scores_of,
-    with_common_patients,
-    write_predictions,
-)
-from histopipe.evaluation.statistics import Statistics, area_under_roc, bootstrap_draws, roc_of
+from histopipe.evaluation.evaluate import Evaluation, choose_thresholds, evaluate, judge
+from histopipe.evaluation.predictions import read_predictions, write_predictions
 from histopipe.evaluation.table import evaluation_lines, remarks, split_lines
-from histopipe.evaluation.thresholds import choose_threshold
 from histopipe.reports.failures import decisions
 from histopipe.reports.html_page import Table
 from histopipe.reports.judged import Judged, metric_cards, metrics_blocks
+from histopipe.tasks.calibration import BINS
+from histopipe.tasks.classification import Classification
+from histopipe.tasks.metrics import Metrics
+from histopipe.tasks.predictions import Predictions, with_common_patients
+from histopipe.tasks.statistics import area_under_roc, bootstrap_draws, roc_of
+from histopipe.tasks.task import JudgeSettings, Scores, Thresholds
+from histopipe.tasks.thresholds import choose_threshold
 
 NO_DRAWS = np.zeros((0, 1))
-
-
-def scores(
-    label: Sequence[int],
-    probability: Sequence[Sequence[float]],
-    patient: Sequence[int] | None = None,
-) -> Scores:
-    count = len(label)
-    return Scores(
-        np.array(label, np.int32), np.array(probability, np.float64),
-        np.array(patient if patient is not None else range(count), np.int32), np.arange(count),
-    )  # fmt: skip
 
 
 def binary(
     label: Sequence[int], positive: Sequence[float], patient: Sequence[int] | None = None
 ) -> Scores:
-    return scores(label, [[1 - p, p] for p in positive], patient)
+    return class_scores(label, [[1 - p, p] for p in positive], patient)
 
 
 def random_scores(seed: int, classes: int, count: int = 200, patients: int = 20) -> Scores:
@@ -69,7 +47,7 @@ def random_scores(seed: int, classes: int, count: int = 200, patients: int = 20)
     rng = np.random.default_rng(seed)
     steps = 10 ** int(rng.integers(1, 6))
     probability = rng.multinomial(steps, rng.dirichlet(np.ones(classes), count)) / steps
-    return scores(
+    return class_scores(
         rng.integers(0, classes, count).tolist(), probability.tolist(),
         rng.integers(0, patients, count).tolist(),
     )  # fmt: skip
@@ -78,9 +56,9 @@ def random_scores(seed: int, classes: int, count: int = 200, patients: int = 20)
 @given(st.integers(0, 10_000), st.floats(0.05, 0.95))
 def test_two_classes_equal_scikit_learn(seed: int, threshold: float) -> None:
     given = random_scores(seed, 2)
-    truth, p = given.label, given.probability[:, 1]
+    truth, p = given.label, given.output[:, 1]
     decided = (p >= threshold).astype(int)
-    found = metrics_of(given, ("n", "t"), positive=1, threshold=threshold, draws=NO_DRAWS)
+    found = class_metrics(given, ("n", "t"), positive=1, threshold=threshold, draws=NO_DRAWS)
     assert found.auc == pytest.approx(sk.roc_auc_score(truth, p), abs=1e-12)
     assert found.accuracy == pytest.approx(sk.accuracy_score(truth, decided), abs=1e-12)
     assert found.balanced_accuracy == pytest.approx(
@@ -92,7 +70,7 @@ def test_two_classes_equal_scikit_learn(seed: int, threshold: float) -> None:
         sk.recall_score(truth, decided, pos_label=0), abs=1e-12
     )
     assert found.brier == pytest.approx(sk.brier_score_loss(truth, p), abs=1e-12)
-    assert found.log_loss == pytest.approx(sk.log_loss(truth, given.probability), abs=1e-9)
+    assert found.log_loss == pytest.approx(sk.log_loss(truth, given.output), abs=1e-9)
     np.testing.assert_array_equal(found.confusion, sk.confusion_matrix(truth, decided))
     assert (found.count, found.patients) == (200, len(set(given.patient.tolist())))
 
@@ -100,10 +78,10 @@ def test_two_classes_equal_scikit_learn(seed: int, threshold: float) -> None:
 @given(st.integers(0, 10_000), st.integers(3, 5))
 def test_more_classes_equal_scikit_learn(seed: int, classes: int) -> None:
     given = random_scores(seed, classes)
-    truth, probability = given.label, given.probability
+    truth, probability = given.label, given.output
     decided = probability.argmax(axis=1)
     names = tuple("abcde"[:classes])
-    found = metrics_of(given, names, positive=None, threshold=None, draws=NO_DRAWS)
+    found = class_metrics(given, names, positive=None, threshold=None, draws=NO_DRAWS)
     areas = [sk.roc_auc_score(truth == c, probability[:, c]) for c in range(classes)]
     assert found.auc == pytest.approx(np.mean(areas), abs=1e-12)
     assert [it.auc for it in found.classes.values()] == pytest.approx(areas, abs=1e-12)
@@ -124,21 +102,19 @@ def test_more_classes_equal_scikit_learn(seed: int, classes: int) -> None:
 def test_weights_equal_repeated_patients(seed: int, classes: int) -> None:
     """Compare with a slow reference that repeats the scores of each drawn patient, once per draw."""
     given = random_scores(seed, classes)
-    positive = 1 if classes == 2 else None
+    limits = np.full((200, 1 if classes == 2 else 0), 0.4)
     draw = bootstrap_draws(20, 1, seed)
-    fast = Statistics(given, decide(given, positive, 0.4), positive).figures(draw)
+    given = replace(given, limits=limits)
+    fast = given.task.statistics(given).figures(draw)
     rows = np.repeat(np.arange(200), draw[0].astype(int)[given.patient])
-    repeated = Scores(
-        given.label[rows], given.probability[rows], given.patient[rows], given.item[rows]
-    )
-    slow = Statistics(repeated, decide(repeated, positive, 0.4), positive)
+    slow = given.task.statistics(given.rows(rows))
     for name, values in slow.figures(np.ones((1, slow.patients))).items():
         assert fast[name][0] == pytest.approx(values[0], abs=1e-12), name
 
 
 def test_metrics_equal_manual_calculation() -> None:
     """Positives have 0.9 and 0.4, negatives 0.4 and 0.1. Of four pairs, three are in order and one is tied."""
-    found = metrics_of(
+    found = class_metrics(
         binary([1, 1, 0, 0], [0.9, 0.4, 0.4, 0.1]), ("n", "t"), positive=1, threshold=0.5,
         draws=NO_DRAWS,
     )  # fmt: skip
@@ -158,7 +134,7 @@ def test_metrics_equal_manual_calculation() -> None:
         (1, 1),
     ]
     assert found.calibration_error == pytest.approx((0.1 + 2 * 0.1 + 0.1) / 4)
-    other = metrics_of(
+    other = class_metrics(
         binary([1, 1, 0, 0], [0.9, 0.4, 0.4, 0.1]), ("n", "t"), positive=0, threshold=0.5,
         draws=NO_DRAWS,
     )  # fmt: skip
@@ -169,31 +145,29 @@ def test_metrics_equal_manual_calculation() -> None:
 @given(st.integers(0, 10_000))
 def test_reliability_equals_scikit_learn(seed: int) -> None:
     given = random_scores(seed, 2)
-    found = metrics_of(given, ("n", "t"), positive=1, threshold=0.5, draws=NO_DRAWS)
+    found = class_metrics(given, ("n", "t"), positive=1, threshold=0.5, draws=NO_DRAWS)
     filled = [b for b in found.reliability if b.count]
     # scikit-learn's bins include the upper border, ours the lower. Other probabilities have the same bin.
-    off = np.abs(given.probability[:, 1] * BINS - (given.probability[:, 1] * BINS).round()) > 1e-9
+    off = np.abs(given.output[:, 1] * BINS - (given.output[:, 1] * BINS).round()) > 1e-9
     if off.all():
-        observed, mean = calibration.calibration_curve(
-            given.label, given.probability[:, 1], n_bins=BINS
-        )
+        observed, mean = calibration.calibration_curve(given.label, given.output[:, 1], n_bins=BINS)
         assert [b.observed for b in filled] == pytest.approx(observed)
         assert [b.probability for b in filled] == pytest.approx(mean)
     assert sum(b.count for b in filled) == 200
 
 
 def test_missing_class_is_noted_and_leaves_metrics_undefined() -> None:
-    one = metrics_of(
+    one = class_metrics(
         binary([1, 1], [0.9, 0.4]), ("n", "t"), positive=1, threshold=0.5, draws=NO_DRAWS
     )
     assert (one.auc, one.specificity, one.sensitivity) == (None, None, 0.5)
     assert one.balanced_accuracy == 0.5
     assert one.notes == ("missing class: n",)
     assert one.classes["n"].count == 0 and one.classes["n"].auc is None
-    three = scores(
+    three = class_scores(
         [0, 1, 0, 1], [[0.8, 0.1, 0.1], [0.2, 0.7, 0.1], [0.6, 0.2, 0.2], [0.5, 0.1, 0.4]]
     )
-    found = metrics_of(three, ("a", "b", "c"), positive=None, threshold=None, draws=NO_DRAWS)
+    found = class_metrics(three, ("a", "b", "c"), positive=None, threshold=None, draws=NO_DRAWS)
     assert found.notes == ("missing class: c",)
     assert found.auc == pytest.approx((1.0 + 0.625) / 2)
     assert found.balanced_accuracy == 0.75
@@ -204,7 +178,7 @@ def test_metrics_are_read_back_from_json() -> None:
     draws = bootstrap_draws(20, 50, 1)
     for classes, positive in ((2, 1), (3, None)):
         names = tuple("abc"[:classes])
-        found = metrics_of(
+        found = class_metrics(
             random_scores(1, classes), names, positive=positive, threshold=0.5, draws=draws
         )
         assert set(found.intervals) >= {"auc", "f1", "brier"}
@@ -213,8 +187,8 @@ def test_metrics_are_read_back_from_json() -> None:
 
 def test_area_under_roc_of_an_epoch() -> None:
     given = random_scores(3, 2)
-    area = area_under_roc(given.label, given.probability.astype(np.float32))
-    assert area == pytest.approx(sk.roc_auc_score(given.label, given.probability[:, 1]))
+    area = area_under_roc(given.label, given.output.astype(np.float32))
+    assert area == pytest.approx(sk.roc_auc_score(given.label, given.output[:, 1]))
     assert area_under_roc(np.zeros(3, np.int32), np.full((3, 2), 0.5, np.float32)) is None
     assert area_under_roc(np.array([0, 1], np.int32), np.full((2, 2), np.nan, np.float32)) is None
 
@@ -234,7 +208,7 @@ def clustered(rng: np.random.Generator, patients: int) -> Scores:
 def covered(patients: int, trials: int, by_patch: bool = False) -> dict[str, float]:
     """Return the share of intervals that contain the true value, by metric."""
     rng = np.random.default_rng(5)
-    truth = metrics_of(
+    truth = class_metrics(
         clustered(rng, 20_000), ("n", "t"), positive=1, threshold=0.5, draws=NO_DRAWS
     )
     hits = {"auc": 0, "balanced_accuracy": 0, "brier": 0}
@@ -243,7 +217,7 @@ def covered(patients: int, trials: int, by_patch: bool = False) -> dict[str, flo
         if by_patch:
             sample = replace(sample, patient=np.arange(10 * patients, dtype=np.int32))
         draws = bootstrap_draws(int(sample.patient.max()) + 1, 300, trial)
-        found = metrics_of(sample, ("n", "t"), positive=1, threshold=0.5, draws=draws)
+        found = class_metrics(sample, ("n", "t"), positive=1, threshold=0.5, draws=draws)
         for name in hits:
             low, high = found.intervals[name]
             hits[name] += low <= getattr(truth, name) <= high
@@ -266,14 +240,14 @@ def test_few_patients_have_no_intervals(patients: int) -> None:
     label, patient = [0, 1] * patients, np.repeat(np.arange(patients), 2).tolist()
     probability = np.linspace(0.2, 0.8, 2 * patients).tolist()
     scores = binary(label, probability, patient)
-    found = metrics_of(
+    found = class_metrics(
         scores, ("n", "t"), positive=1, threshold=0.5, draws=bootstrap_draws(patients, 200, 1)
     )
     few = f"too few patients for an interval: {patients}, expected at least 5"
     unreliable = f"confidence intervals are unreliable: only {patients} patients"
     evaluation = Evaluation(found, {}, {})
     lines = evaluation_lines("test", evaluation)
-    band = roc_of(scores, 1, patients=patients, seed=1)
+    band = roc_of(scores.label == 1, scores.output[:, 1], scores.patient, patients=patients, seed=1)
     if patients < 5:
         assert found.intervals == {}
         assert found.notes == (few,)
@@ -298,13 +272,13 @@ def test_few_patients_have_no_intervals(patients: int) -> None:
 def test_resamples_without_a_class_are_noted() -> None:
     scores = binary([0, 0, 0, 0, 1], [0.1, 0.8, 0.4, 0.3, 0.6], [0, 1, 2, 3, 4])
     draws = bootstrap_draws(5, 200, 1)
-    found = metrics_of(scores, ("n", "t"), positive=1, threshold=0.5, draws=draws)
+    found = class_metrics(scores, ("n", "t"), positive=1, threshold=0.5, draws=draws)
     assert any("of the resamples lack a class" in note for note in found.notes)
 
 
 # From patches to slides and patients.
 
-SLIDES = PatchScores(
+SLIDES = class_predictions(
     ("n", "t"), ("s1", "s2", "s3"), ("p", "q"),
     slide=np.array([0, 0, 0, 1, 1, 2], np.int32), patient=np.array([0, 0, 0, 0, 0, 1], np.int32),
     x_l0=np.arange(6), y_l0=np.zeros(6, np.int64),
@@ -325,29 +299,29 @@ def test_aggregation_equals_manual_calculation(
     how: str, slides: list[float], patients: list[float]
 ) -> None:
     for level, expected in (("slide", slides), ("patient", patients)):
-        found = scores_of(SLIDES, level, how, top_k=2, positive=1)  # type: ignore[arg-type]
-        assert found.probability[:, 1] == pytest.approx(expected)
-        assert found.probability.sum(axis=1) == pytest.approx(1)
+        found = aggregated(SLIDES, level, how, top_k=2, positive=1)  # type: ignore[arg-type]
+        assert found.output[:, 1] == pytest.approx(expected)
+        assert found.output.sum(axis=1) == pytest.approx(1)
         assert found.label.tolist() == [1] * (len(expected) - 1) + [0]
-    assert scores_of(SLIDES, "slide", "mean", top_k=2, positive=1).patient.tolist() == [0, 0, 1]
+    assert aggregated(SLIDES, "slide", "mean", top_k=2, positive=1).patient.tolist() == [0, 0, 1]
 
 
 def test_top_k_uses_the_positive_class_or_each_class() -> None:
-    other = scores_of(SLIDES, "slide", "top_k", top_k=2, positive=0)
-    assert other.probability[:, 0] == pytest.approx([0.7, 0.3, 0.7])
+    other = aggregated(SLIDES, "slide", "top_k", top_k=2, positive=0)
+    assert other.output[:, 0] == pytest.approx([0.7, 0.3, 0.7])
     three = replace(
-        SLIDES, classes=("a", "b", "c"), slide=np.zeros(6, np.int32), label=np.zeros(6, np.int32),
-        probability=np.array(
+        SLIDES, task=Classification(classes=("a", "b", "c")), slide=np.zeros(6, np.int32),
+        target=np.zeros((6, 1)), output=np.array(
             [[0.8, 0.1, 0.1], [0.6, 0.3, 0.1], [0.1, 0.8, 0.1]] * 2, np.float32
         ),
     )  # fmt: skip
-    found = scores_of(three, "slide", "top_k", top_k=4, positive=0)
-    assert found.probability[0] == pytest.approx(np.array([0.7, 0.55, 0.1]) / 1.35)
+    found = aggregated(three, "slide", "top_k", top_k=4, positive=0)
+    assert found.output[0] == pytest.approx(np.array([0.7, 0.55, 0.1]) / 1.35)
 
 
 def test_slides_with_several_labels_are_excluded_and_counted() -> None:
-    mixed = replace(SLIDES, label=np.array([1, 0, 1, 1, 1, 0], np.int32))
-    slide = scores_of(mixed, "slide", "mean", top_k=2, positive=1)
+    mixed = replace(SLIDES, target=np.array([[1.0], [0], [1], [1], [1], [0]]))
+    slide = aggregated(mixed, "slide", "mean", top_k=2, positive=1)
     assert (slide.item.tolist(), slide.left_out) == ([1, 2], 1)
     found = evaluate([(mixed, {})], JudgeSettings(resamples=0))
     assert "1 excluded, because they have several labels" in found.slide["mean"].notes
@@ -358,6 +332,10 @@ def test_slides_with_several_labels_are_excluded_and_counted() -> None:
 # Thresholds.
 
 
+def chosen(scores: Scores, number: int, rule: str) -> tuple[float, str]:
+    return choose_threshold(scores.label == number, scores.output[:, number], rule)
+
+
 def test_thresholds_equal_manual_calculation() -> None:
     well, ill = [0.1, 0.2, 0.3, 0.7], [0.25, 0.6, 0.65, 0.8, 0.9]
     validation = binary([0] * 4 + [1] * 5, well + ill)
@@ -365,40 +343,38 @@ def test_thresholds_equal_manual_calculation() -> None:
         "youden": 0.45, "sensitivity:1": 0.225, "sensitivity:0.7": 0.45, "sensitivity:0.6": 0.625,
         "specificity:1": 0.75, "specificity:0.75": 0.45, "0.35": 0.35,
     }.items():  # fmt: skip
-        assert choose_threshold(validation, 1, rule)[0] == pytest.approx(expected), rule
-    assert choose_threshold(validation, 0, "sensitivity:1")[0] == pytest.approx(0.25)
-    threshold, note = choose_threshold(binary([1, 1], [0.2, 0.3]), 1, "youden")
-    assert threshold == 0.5 and note is not None and "only one class" in note
+        assert chosen(validation, 1, rule)[0] == pytest.approx(expected), rule
+    assert chosen(validation, 0, "sensitivity:1")[0] == pytest.approx(0.25)
+    threshold, note = chosen(binary([1, 1], [0.2, 0.3]), 1, "youden")
+    assert threshold == 0.5 and "only one class" in note
     with pytest.raises(UsageError, match=r"--threshold: found 'best', expected youden"):
-        choose_threshold(validation, 1, "best")
+        chosen(validation, 1, "best")
 
 
 @given(st.integers(0, 10_000), st.sampled_from([0.5, 0.8, 0.95, 1.0]))
 def test_threshold_reaches_the_required_value(seed: int, share: float) -> None:
     given = random_scores(seed, 2, count=60)
     for rule, figure in (("sensitivity", "sensitivity"), ("specificity", "specificity")):
-        threshold, _ = choose_threshold(given, 1, f"{rule}:{share}")
-        found = metrics_of(given, ("n", "t"), positive=1, threshold=threshold, draws=NO_DRAWS)
+        threshold, _ = chosen(given, 1, f"{rule}:{share}")
+        found = class_metrics(given, ("n", "t"), positive=1, threshold=threshold, draws=NO_DRAWS)
         assert getattr(found, figure) >= share - 1e-12
 
 
 def test_no_other_threshold_has_a_higher_youden_index() -> None:
     given = random_scores(4, 2)
-    chosen, _ = choose_threshold(given, 1, "youden")
+    best, _ = chosen(given, 1, "youden")
 
     def index(threshold: float) -> float:
-        found = metrics_of(given, ("n", "t"), positive=1, threshold=threshold, draws=NO_DRAWS)
+        found = class_metrics(given, ("n", "t"), positive=1, threshold=threshold, draws=NO_DRAWS)
         return (found.sensitivity or 0) + (found.specificity or 0)
 
-    assert index(chosen) == pytest.approx(
-        max(index(t) for t in np.linspace(0, 1.01, 500)), abs=0.02
-    )
-    assert index(chosen) >= max(index(t) for t in given.probability[:, 1]) - 1e-12
+    assert index(best) == pytest.approx(max(index(t) for t in np.linspace(0, 1.01, 500)), abs=0.02)
+    assert index(best) >= max(index(t) for t in given.output[:, 1]) - 1e-12
 
 
 def patches(
     seed: int, patients: Sequence[str], classes: tuple[str, ...] = ("n", "t")
-) -> PatchScores:
+) -> Predictions:
     """Return scores of twelve patches per slide and two slides per patient. Labels alternate by patient."""
     rng = np.random.default_rng(seed)
     slides = tuple(f"{name}-{i}" for name in patients for i in range(2))
@@ -406,7 +382,7 @@ def patches(
     label = (slide // 2 % len(classes)).astype(np.int32)
     probability = rng.dirichlet(np.ones(len(classes)), len(slide))
     probability[np.arange(len(slide)), label] += 0.3
-    return PatchScores(
+    return class_predictions(
         classes, slides, tuple(patients), slide=slide, patient=(slide // 2).astype(np.int32),
         x_l0=np.tile(np.arange(12) * 128, len(slides)), y_l0=np.zeros(len(slide), np.int64),
         label=label, probability=(probability / 1.3).astype(np.float32),
@@ -418,7 +394,7 @@ def test_levels_without_metrics_have_a_reason() -> None:
     items = np.arange(12, dtype=np.int32)
     probability = np.stack([np.linspace(0.1, 0.9, 12)] * 2, axis=1).astype(np.float32)
     names = tuple(f"s{i}" for i in range(12))
-    scores = PatchScores(
+    scores = class_predictions(
         ("n", "t"), names, names, items, items // 2, items.astype(np.int64), items.astype(np.int64),
         (items % 2).astype(np.int32), probability,
     )  # fmt: skip
@@ -445,7 +421,7 @@ def test_slides_of_annotated_patches_have_no_row_without_metrics() -> None:
     label = np.where(items < 3, 0, items % 2).astype(np.int32)
     probability = np.stack([1 - label * 0.8, label * 0.8], axis=1).astype(np.float32)
     names = ("a", "b", "c", "d")
-    scores = PatchScores(
+    scores = class_predictions(
         ("gland", "stroma"), names, names, items // 3, items // 3, items.astype(np.int64),
         items.astype(np.int64), label, probability,
     )  # fmt: skip
@@ -458,7 +434,7 @@ def test_slides_of_annotated_patches_have_no_row_without_metrics() -> None:
     reason = "not evaluated, because the AUC of 1 is undefined; 3 excluded, because they have several labels"
     assert [line.strip() for line in lines[1:]] == [f"slides: {reason}", f"patients: {reason}"]
     judged = Judged(
-        {"validation": evaluation}, {"validation": scores}, {}, scores.classes, "classification", JudgeSettings(),
+        {"validation": evaluation}, {"validation": scores}, JudgeSettings(),
     )  # fmt: skip
     found, *others = metrics_blocks(judged)
     assert isinstance(found, Table) and not others
@@ -472,10 +448,10 @@ def test_slides_of_annotated_patches_have_no_row_without_metrics() -> None:
 def test_cards_show_how_many_patients_are_left_out() -> None:
     """Patient d has a slide of each class."""
     scores = patches(1, "abcd")
-    scores = replace(scores, label=np.where(scores.slide == 7, 0, scores.label).astype(np.int32))
+    scores = replace(scores, target=np.where(scores.slide[:, None] == 7, 0, scores.target))
     evaluation = judge({"validation": scores}, JudgeSettings(resamples=0))["validation"]
     judged = Judged(
-        {"validation": evaluation}, {"validation": scores}, {}, scores.classes, "classification", JudgeSettings(),
+        {"validation": evaluation}, {"validation": scores}, JudgeSettings(),
     )  # fmt: skip
     notes = {card.name: card.note for card in metric_cards(judged)}
     assert notes["AUC, patches"] == notes["AUC, slides"] == "no interval"
@@ -503,27 +479,25 @@ def test_thresholds_do_not_depend_on_test_data() -> None:
     found = evaluate([(test, thresholds)], settings)
     for name, metrics in found.named():
         assert isinstance(metrics, Metrics)
-        assert metrics.threshold == thresholds[name][0]
-    flipped = replace(test, label=1 - test.label)
+        assert metrics.thresholds == thresholds[name]
+    flipped = replace(test, target=1 - test.target)
     again = evaluate([(flipped, thresholds)], settings)
-    chosen = [
-        [m.threshold for _, m in it.named() if isinstance(m, Metrics)] for it in (found, again)
-    ]
-    assert chosen[0] == chosen[1] != []
+    limits = [[m.thresholds for _, m in evaluation.named()] for evaluation in (found, again)]
+    assert limits[0] == limits[1] != []
 
 
 def test_pooled_folds_use_the_threshold_of_each_fold() -> None:
     settings = JudgeSettings(resamples=20)
     parts = with_common_patients([patches(1, "abcdef"), patches(2, "ghijkl")])
-    chosen = [{"patch": (value, None)} for value in (0.2, 0.8)]
-    pooled = evaluate(list(zip(parts, chosen, strict=True)), settings).finest
+    limits = [{"patch": Thresholds((value,))} for value in (0.2, 0.8)]
+    pooled = evaluate(list(zip(parts, limits, strict=True)), settings).finest
     assert isinstance(pooled, Metrics)
-    each = [evaluate([pair], settings).finest for pair in zip(parts, chosen, strict=True)]
-    assert pooled.threshold is None
+    each = [evaluate([pair], settings).finest for pair in zip(parts, limits, strict=True)]
+    assert pooled.thresholds.values == ()
     confusions = [m.confusion for m in each if isinstance(m, Metrics)]
     np.testing.assert_array_equal(pooled.confusion, np.sum(confusions, axis=0))
     assert (pooled.count, pooled.patients) == (288, 12)
-    joined = np.concatenate([part.probability[:, 1] for part in parts])
+    joined = np.concatenate([part.output[:, 1] for part in parts])
     labels = np.concatenate([part.label for part in parts])
     assert pooled.auc == pytest.approx(sk.roc_auc_score(labels, joined))
 
@@ -538,14 +512,18 @@ def test_evaluations_of_three_classes_are_read_back_from_json() -> None:
     assert (found.slide["mean"].count, found.patient["mean"].count) == (12, 6)
 
 
+def positive(classes: tuple[str, ...], name: str | None) -> int | None:
+    return Classification(classes=classes, positive_class=name).positive
+
+
 def test_positive_class() -> None:
-    assert positive_class(("n", "t"), None) == 1
-    assert positive_class(("n", "t"), "n") == 0
-    assert positive_class(("a", "b", "c"), None) is None
+    assert positive(("n", "t"), None) == 1
+    assert positive(("n", "t"), "n") == 0
+    assert positive(("a", "b", "c"), None) is None
     with pytest.raises(UsageError, match="--positive: found 'x', expected n or t"):
-        positive_class(("n", "t"), "x")
+        positive(("n", "t"), "x")
     with pytest.raises(UsageError, match="there are 3 classes"):
-        positive_class(("a", "b", "c"), "a")
+        positive(("a", "b", "c"), "a")
 
 
 # The file.
@@ -559,9 +537,9 @@ def test_predictions_are_read_back_from_csv(tmp_path: Path) -> None:
     assert list(found) == ["validation", "test"]
     for side, it in sides.items():
         back = found[side]  # type: ignore[index]
-        assert isinstance(back, PatchScores)
-        assert (back.classes, back.slides, back.patients) == (it.classes, it.slides, it.patients)
-        for name in ("slide", "patient", "x_l0", "y_l0", "label", "probability"):
+        assert isinstance(back, Predictions)
+        assert (back.task, back.slides, back.patients) == (it.task, it.slides, it.patients)
+        for name in ("slide", "patient", "x_l0", "y_l0", "target", "output"):
             np.testing.assert_array_equal(getattr(back, name), getattr(it, name))
 
 
@@ -575,9 +553,9 @@ def test_predictions_are_read_by_pandas(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert table["p_t"].dtype == "float64" and table["x_l0"].dtype == "int64"
     slides = table.groupby("slide")["p_t"].mean()
-    ours = scores_of(given, "slide", "mean", top_k=1, positive=1)
-    assert slides[list(given.slides)].to_numpy() == pytest.approx(ours.probability[:, 1])
-    most_probable: NDArray[np.str_] = np.array(given.classes)[given.probability.argmax(axis=1)]
+    ours = aggregated(given, "slide", "mean", top_k=1, positive=1)
+    assert slides[list(given.slides)].to_numpy() == pytest.approx(ours.output[:, 1])
+    most_probable: NDArray[np.str_] = np.array(given.task.classes)[given.output.argmax(axis=1)]
     assert table["predicted"].tolist() == most_probable.tolist()
 
 

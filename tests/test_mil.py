@@ -119,11 +119,11 @@ def test_gradients_of_micro_batches_equal_those_of_the_bag(
     from histopipe.training.attention import patch_values
     from histopipe.training.bag_model import JOINT, BagModel, Patches
     from histopipe.training.bag_pooling import patch_gradients, pool
-    from histopipe.training.objective import Classification
+    from histopipe.training.objective import ClassObjective
 
     keras.utils.set_random_seed(seed)
     model = BagModel(
-        pooling, dimension=4, objective=Classification(3), dropout=0.4, precision="float64"
+        pooling, dimension=4, objective=ClassObjective(3), dropout=0.4, precision="float64"
     )
     rng = np.random.default_rng(seed)
     values, places = rng.normal(size=(rows, 4)), rng.integers(0, 40, (rows, 2))
@@ -244,7 +244,7 @@ def test_features_are_standardised_in_the_model(precision: Any) -> None:
 
     from histopipe.training.bag_model import BagModel, Patches
     from histopipe.training.bag_pooling import pool
-    from histopipe.training.objective import Classification
+    from histopipe.training.objective import ClassObjective
     from histopipe.training.train_step import values_of
 
     rng = np.random.default_rng(3)
@@ -256,7 +256,7 @@ def test_features_are_standardised_in_the_model(precision: Any) -> None:
         np.array([3e5, 7, 1e-8, 0], np.float32),
     )
     keras.utils.set_random_seed(1)
-    options: dict[str, Any] = {"dimension": 4, "objective": Classification(2), "dropout": 0.0}
+    options: dict[str, Any] = {"dimension": 4, "objective": ClassObjective(2), "dropout": 0.0}
     models = [
         BagModel("attention", precision=precision, scaled=it, **options) for it in (True, False)
     ]
@@ -290,11 +290,11 @@ def test_loss_of_single_patches_equals_that_of_clam(rows: int, size: int, seed: 
 
     from histopipe.training.bag_model import BagModel, Patches
     from histopipe.training.bag_pooling import instance_gradients
-    from histopipe.training.objective import Classification
+    from histopipe.training.objective import ClassObjective
 
     keras.utils.set_random_seed(seed)
     model = BagModel(
-        "clam", dimension=4, objective=Classification(3), dropout=0.4, precision="float64"
+        "clam", dimension=4, objective=ClassObjective(3), dropout=0.4, precision="float64"
     )
     features = tf.constant(np.random.default_rng(seed).normal(size=(rows, 4)))
     own = [tf.convert_to_tensor(v.value) for v in model.patch_weights]
@@ -655,7 +655,7 @@ def unbalanced_problem(folder: Path, **settings: Any) -> Any:
 def test_class_weights_balance_what_an_epoch_draws(
     tmp_path: Path, options: dict[str, Any], former: bool
 ) -> None:
-    from histopipe.training.objective import Classification
+    from histopipe.training.objective import ClassObjective
     from histopipe.training.train_step import StepSettings
 
     problem = unbalanced_problem(tmp_path, **options)
@@ -668,7 +668,7 @@ def test_class_weights_balance_what_an_epoch_draws(
     # A run of version 0.2 continues with weights of all patches, and with its mean.
     counts = np.array([problem.splits.count()["train"][name] for name in problem.splits.classes])
     step: Any = SimpleNamespace(
-        settings=StepSettings(batch_size=1, objective=Classification(2), class_weight=weights)
+        settings=StepSettings(batch_size=1, objective=ClassObjective(2), class_weight=weights)
     )
     problem.restore_former_weights(step)
     np.testing.assert_allclose(step.settings.class_weight, counts.sum() / (2 * counts), rtol=1e-6)
@@ -695,11 +695,11 @@ def test_weighted_gradient_is_the_mean_over_the_real_rows(kind: str) -> None:
     from histopipe.training.bag_model import BagModel
     from histopipe.training.bag_train_step import BagTrainStep
     from histopipe.training.models import PatchModel, SampleDropout
-    from histopipe.training.objective import Classification
+    from histopipe.training.objective import ClassObjective
     from histopipe.training.train_step import StepSettings, TrainStep
 
     keras.utils.set_random_seed(1)
-    rng, objective = np.random.default_rng(1), Classification(2)
+    rng, objective = np.random.default_rng(1), ClassObjective(2)
     label, classes = np.array([0, 1, 1, 0], np.int32), np.array([0.25, 4], np.float32)
     if kind == "bags":
         kind_of_step: Any = BagTrainStep

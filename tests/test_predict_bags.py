@@ -127,7 +127,7 @@ def test_external_validation_of_a_slide_model(slide_model: Trained, tmp_path: Pa
     assert "used in the training, too" in str(result)
     page = html.unescape(report(out).file.read_text())
     for text in (
-        f"Warning: {len(result.evaluated.in_training)} of these slides",
+        f"Warning: the training used {len(result.evaluated.in_training)} of these slides",
         "The logits are divided by the temperature of the training",
         "ROC, slides",
         "wrong decisions, those with the highest certainty first",

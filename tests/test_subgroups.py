@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from made_scores import class_predictions
 from test_store import RECORD, SPEC, columns_of
 
 from histopipe.dataset.flow import flow_from_json, flow_of, flow_to_json
@@ -26,9 +27,8 @@ from histopipe.dataset.splits import write_splits
 from histopipe.dataset.splitting import make_splits
 from histopipe.errors import UsageError
 from histopipe.evaluation.breakdown import Breakdown, break_down
-from histopipe.evaluation.evaluate import JudgeSettings, Part, evaluate
+from histopipe.evaluation.evaluate import evaluate
 from histopipe.evaluation.groups import NoValue, check_subgroup, groups_of, labels_columns
-from histopipe.evaluation.predictions import PatchScores
 from histopipe.evaluation.shortcuts import find_shortcut
 from histopipe.evaluation.subgroups import subgroups
 from histopipe.inference.feature_folder import record_slides
@@ -39,8 +39,12 @@ from histopipe.slides.tables import SlideLabel
 from histopipe.store.record import FailureKind
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
+from histopipe.tasks.predictions import Part, Predictions
+from histopipe.tasks.task import JudgeSettings, Thresholds
 
 CLASSES = ("n", "t")
+
+HALF = Thresholds((0.5,))
 
 
 def cohort(
@@ -54,7 +58,7 @@ def cohort(
     of_slide = np.repeat(np.arange(patients, dtype=np.int32), slides)
     probability = np.stack([1 - p, p], axis=1)[of_slide].astype(np.float32)
     count = patients * slides
-    scores = PatchScores(
+    scores = class_predictions(
         CLASSES, tuple(f"s{i}" for i in range(count)), tuple(f"p{i}" for i in range(patients)),
         np.arange(count, dtype=np.int32), of_slide, np.zeros(count, np.int64), np.zeros(count, np.int64),
         label[of_slide], probability, "slide",
@@ -67,7 +71,7 @@ def cohort(
         )
         for i in range(count)
     ]  # fmt: skip
-    return (scores, {"slide_mean": (0.5, None), "patient_mean": (0.5, None)}), own
+    return (scores, {"slide_mean": HALF, "patient_mean": HALF}), own
 
 
 def test_subgroups_are_the_metrics_of_their_patients() -> None:
@@ -76,14 +80,14 @@ def test_subgroups_are_the_metrics_of_their_patients() -> None:
     settings = JudgeSettings(resamples=50)
     (found,) = subgroups([part], slides, {"site": None}, settings)
     scores = part[0]
-    assert isinstance(scores, PatchScores)
+    assert isinstance(scores, Predictions)
     assert found.level == "patient"
     assert sum(it.count for it in found.groups) == 60
     for group in found.groups:
         rows = np.array([it.site == group.name for it in slides])
-        alone = PatchScores(
+        alone = class_predictions(
             CLASSES, scores.slides, scores.patients, scores.slide[rows], scores.patient[rows],
-            scores.x_l0[rows], scores.y_l0[rows], scores.label[rows], scores.probability[rows], "slide",
+            scores.x_l0[rows], scores.y_l0[rows], scores.label[rows], scores.output[rows], "slide",
         )  # fmt: skip
         expected = evaluate([(alone, part[1])], JudgeSettings(resamples=0)).patient["mean"]
         for name in ("auc", "sensitivity", "brier", "average_precision"):
@@ -108,9 +112,9 @@ def test_differences_are_from_all_other_groups() -> None:
 def test_a_planted_difference_is_outside_of_chance() -> None:
     part, slides = cohort(patients=200)
     scores = part[0]
-    assert isinstance(scores, PatchScores)
+    assert isinstance(scores, Predictions)
     wrong = np.array([it.site == "site 1" for it in slides])
-    scores.probability[wrong] = scores.probability[wrong][:, ::-1]
+    scores.output[wrong] = scores.output[wrong][:, ::-1]
     (found,) = subgroups([part], slides, {"site": None}, JudgeSettings(resamples=200))
     bad = next(it for it in found.groups if it.name == "site 1")
     interval = bad.differences["auc"].interval
@@ -260,12 +264,12 @@ def test_wrong_subgroups_are_refused(text: str) -> None:
 def test_quality_of_patients_with_several_slides_is_the_median() -> None:
     part, slides = cohort(slides=2)
     scores = part[0]
-    assert isinstance(scores, PatchScores)
+    assert isinstance(scores, Predictions)
     first = scores.slide % 2 == 0
     of_patients = dataclasses.replace(
         scores, slides=scores.patients, slide=scores.patient[first], patient=scores.patient[first],
-        x_l0=scores.x_l0[first], y_l0=scores.y_l0[first], label=scores.label[first],
-        probability=scores.probability[first], level="patient",
+        x_l0=scores.x_l0[first], y_l0=scores.y_l0[first], target=scores.target[first],
+        output=scores.output[first], level="patient",
     )  # fmt: skip
     measured = [dataclasses.replace(it, focus=f"{i + 0.5}") for i, it in enumerate(slides)]
     (found,) = subgroups(

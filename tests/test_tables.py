@@ -18,7 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from histopipe.dataset.labelling import Labelling, candidates
-from histopipe.dataset.targets import make_task
 from histopipe.errors import UsageError
 from histopipe.features.bags import BagSet
 from histopipe.ingestion.records import labelled, subfolder_labels
@@ -37,6 +36,7 @@ from histopipe.slides.tables import (
 from histopipe.store.record import SlideRecord
 from histopipe.system.csv_files import NA_VALUES, cell_number, read_csv
 from histopipe.system.progress import SilentProgress
+from histopipe.tasks.registry import make_task
 
 NAMES = SlideNames(["a", "x/b", "y/b", "x/c", "d.svs", "d.tif"])
 

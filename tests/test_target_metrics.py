@@ -14,31 +14,29 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made_scores import aggregated, target_predictions
 from numpy.typing import NDArray
 from scipy import stats
 from sklearn import metrics as sk
 from sklearn.linear_model import LogisticRegression
 
 from histopipe.errors import DamagedStore
-from histopipe.evaluation.evaluate import Evaluation, JudgeSettings, judge
-from histopipe.evaluation.levels import name_of
-from histopipe.evaluation.multilabel import MultilabelStatistics
-from histopipe.evaluation.predictions import (
-    joined_scores,
-    read_predictions,
-    with_common_patients,
-    write_predictions,
-)
-from histopipe.evaluation.regression import RegressionStatistics
-from histopipe.evaluation.survival import (
+from histopipe.evaluation.evaluate import Evaluation, evaluate, judge
+from histopipe.evaluation.predictions import read_predictions, write_predictions
+from histopipe.evaluation.table import evaluation_lines
+from histopipe.tasks.choices import name_of
+from histopipe.tasks.metrics import Metrics
+from histopipe.tasks.multilabel import MultilabelStatistics
+from histopipe.tasks.predictions import Predictions, joined_predictions, with_common_patients
+from histopipe.tasks.regression import RegressionStatistics
+from histopipe.tasks.survival import Survival
+from histopipe.tasks.survival_statistics import (
     SurvivalStatistics,
     breslow_survival,
     partial_likelihood,
     time_grid,
 )
-from histopipe.evaluation.table import evaluation_lines
-from histopipe.evaluation.target_metrics import TargetMetrics, evaluate_target_parts
-from histopipe.evaluation.target_scores import TargetScores, grouped, with_common_grid
+from histopipe.tasks.task import JudgeSettings, Thresholds
 
 # Of scikit-survival.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -292,7 +290,7 @@ def test_each_label_has_intercept_and_slope() -> None:
     target[:20, 0] = np.nan
     each, zeros = np.arange(200, dtype=np.int32), np.zeros(200, np.int64)
     names = tuple(map(str, range(200)))
-    scores = TargetScores(
+    scores = target_predictions(
         "multilabel", ("a", "b"), (), names, names, each, each, zeros, zeros, target,
         (1 / (1 + np.exp(-odds))).astype(np.float32), "slide",
     )  # fmt: skip
@@ -314,14 +312,14 @@ def test_each_label_has_intercept_and_slope() -> None:
     assert found.figures["calibration_slope:b"] is None
 
 
-def survival_scores(seed: int, count: int = 60, *, slides: int = 1) -> TargetScores:
+def survival_scores(seed: int, count: int = 60, *, slides: int = 1) -> Predictions:
     """Return predictions of patients with one or several slides each."""
     risk, time, event = cohort(seed, count)
     grid = tuple(time_grid(time, event, 4))
     rows = np.repeat(np.arange(count), slides)
     noise = np.random.default_rng(seed).normal(size=len(rows)) * 0.5
     survival = np.exp(-np.outer(np.exp(risk[rows]), grid))
-    return TargetScores(
+    return target_predictions(
         "survival", ("time", "event"), grid, tuple(f"s{i}" for i in range(len(rows))),
         tuple(f"p{i}" for i in range(count)), np.arange(len(rows), dtype=np.int32),
         rows.astype(np.int32), np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64),
@@ -335,9 +333,9 @@ def test_risk_groups_equal_those_of_scikit_survival() -> None:
     scores = {"validation": survival_scores(1), "test": survival_scores(2)}
     found = judge(scores, JudgeSettings(resamples=50))  # type: ignore[arg-type]
     metrics = found["test"].slide["mean"]
-    assert isinstance(metrics, TargetMetrics)
+    assert isinstance(metrics, Metrics)
     limit = np.median(scores["validation"].output[:, 0].astype(np.float64))
-    assert list(metrics.thresholds) == pytest.approx([limit])
+    assert list(metrics.thresholds.values) == pytest.approx([limit])
     time, event = scores["test"].target.T
     high = scores["test"].output[:, 0] > limit
     _, p_value = compare_survival(Surv.from_arrays(event == 1, time), high)
@@ -365,19 +363,19 @@ def test_risk_groups_equal_those_of_scikit_survival() -> None:
         assert Evaluation.from_json(json.loads(text)) == evaluation
 
 
-def one_risk_group(time: Sequence[float], event: Sequence[int]) -> TargetMetrics:
+def one_risk_group(time: Sequence[float], event: Sequence[int]) -> Metrics:
     """Return the metrics of patients, the last two of whom have a low risk."""
     count = len(time)
     each, zeros = np.arange(count, dtype=np.int32), np.zeros(count, np.int64)
     names = tuple(f"p{i}" for i in range(count))
     risk = np.append(np.full(count - 2, 1.0), [0.0, 0.0])[:, None].astype(np.float32)
-    scores = TargetScores(
+    scores = target_predictions(
         "survival", ("time", "event"), (), names, names, each, each, zeros, zeros,
         np.column_stack([time, event]).astype(np.float64), risk, "slide",
     )  # fmt: skip
-    limits = {name_of("slide", "mean"): (0.5,)}  # none for patients: then they have no risk groups
-    evaluation = evaluate_target_parts([(scores, limits)], np.empty((0, count)))
-    return evaluation["slide"]["mean"]
+    # None for patients: then they have no risk groups.
+    limits = {name_of("slide", "mean"): Thresholds((0.5,))}
+    return evaluate([(scores, limits)], JudgeSettings(resamples=0)).slide["mean"]
 
 
 def test_columns_of_few_patients_have_no_intervals() -> None:
@@ -389,11 +387,11 @@ def test_columns_of_few_patients_have_no_intervals() -> None:
     each, zeros = np.arange(12, dtype=np.int32), np.zeros(12, np.int64)
     names, output = tuple(map(str, range(12))), rng.random((12, 2)).astype(np.float32)
     labels = ("first", "second")
-    scores = TargetScores(
+    scores = target_predictions(
         "multilabel", labels, (), names, names, each, each, zeros, zeros, target, output, "slide"
     )
     metrics = judge({"validation": scores}, JudgeSettings(resamples=50))["validation"].slide["mean"]
-    assert isinstance(metrics, TargetMetrics)
+    assert isinstance(metrics, Metrics)
     assert metrics.intervals
     assert {name.partition(":")[2] for name in metrics.intervals} == {"first"}
     assert "second: too few patients for an interval" in metrics.notes
@@ -418,7 +416,7 @@ def test_log_rank_test_is_undefined_without_events_of_both_groups_at_risk() -> N
 
 def test_slides_are_aggregated_to_patients() -> None:
     scores = survival_scores(1, 40, slides=3)
-    means = grouped(scores, "patient")
+    means = aggregated(scores, "patient")
     assert len(means.target) == 40
     assert means.output[:, 0] == pytest.approx(
         scores.output[:, 0].astype(np.float64).reshape(40, 3).mean(axis=1)
@@ -426,7 +424,10 @@ def test_slides_are_aggregated_to_patients() -> None:
     changed = scores.target.copy()
     changed[0, 0] += 1  # this patient has two times
     other = replace(scores, target=changed)
-    assert (len(grouped(other, "patient").target), grouped(other, "patient").left_out) == (39, 1)
+    assert (len(aggregated(other, "patient").target), aggregated(other, "patient").left_out) == (
+        39,
+        1,
+    )
 
 
 @given(
@@ -444,7 +445,7 @@ def test_written_predictions_are_read_back(
     if task != "survival":
         target[1, 0] = np.nan
     corner = rng.integers(0, 9, 5) * (level == "patch")
-    scores = TargetScores(
+    scores = target_predictions(
         task, ("a b", "c"), (0.1, 2.0, 1e3 / 3) if task == "survival" else (),
         names if level == "patient" else tuple("vwxyz"), names,
         np.arange(5, dtype=np.int32), np.arange(5, dtype=np.int32),
@@ -453,13 +454,15 @@ def test_written_predictions_are_read_back(
     path = tmp_path_factory.mktemp("predictions") / "predictions.csv"
     write_predictions(path, [({"split": "test"}, scores)])
     found = read_predictions(path)["test"]
-    assert isinstance(found, TargetScores)
-    assert found.grid == pytest.approx(scores.grid)
-    for name in ("task", "columns", "slides", "patients", "level"):
+    assert isinstance(found, Predictions)
+    if isinstance(found.task, Survival) and isinstance(scores.task, Survival):
+        assert found.task.grid == pytest.approx(scores.task.grid)
+    assert (type(found.task), found.task.columns) == (type(scores.task), scores.task.columns)
+    for name in ("slides", "patients", "level"):
         assert getattr(found, name) == getattr(scores, name)
     for name in ("slide", "patient", "x_l0", "y_l0", "target", "output"):
         np.testing.assert_array_equal(getattr(found, name), getattr(scores, name))
-    twice = joined_scores(with_common_patients([found, found]))
+    twice = joined_predictions(with_common_patients([found, found]))
     assert len(twice.output) == 10
     path.write_text(path.read_text().replace(",0.", ",x", 1))
     with pytest.raises(DamagedStore, match="is damaged"):
@@ -469,18 +472,20 @@ def test_written_predictions_are_read_back(
 def test_models_of_other_training_sets_get_the_times_of_the_first() -> None:
     """The times of folds differ. Constant hazards have the same survival at any times, to interpolation."""
     one = survival_scores(1)
-    times = tuple(np.linspace(0.01, 2 * one.grid[-1], 60).tolist())
+    assert isinstance(one.task, Survival)
+    grid = one.task.grid
+    times = tuple(np.linspace(0.01, 2 * grid[-1], 60).tolist())
     hazard = np.exp(one.output[:, :1].astype(np.float64))
     grids = [
         replace(
-            one, grid=grid,
-            output=np.hstack([one.output[:, :1], np.exp(-hazard * np.array(grid))]).astype(np.float32),
+            one, task=replace(one.task, grid=each),
+            output=np.hstack([one.output[:, :1], np.exp(-hazard * np.array(each))]).astype(np.float32),
         )
-        for grid in (one.grid, times)
+        for each in (grid, times)
     ]  # fmt: skip
-    same, other = with_common_grid(grids)
-    assert same is grids[0]
-    assert other.grid == one.grid
+    same, other = with_common_patients(grids)
+    np.testing.assert_array_equal(same.output, grids[0].output)
+    assert other.task == one.task
     np.testing.assert_array_equal(other.output[:, 0], one.output[:, 0])
     np.testing.assert_allclose(other.output, same.output, atol=0.03)
 
@@ -491,7 +496,7 @@ def test_undefined_metrics_are_none() -> None:
     found = judge({"validation": same, "test": same}, JudgeSettings(resamples=20))["test"].slide[
         "mean"
     ]
-    assert isinstance(found, TargetMetrics)
+    assert isinstance(found, Metrics)
     assert found.figures["c_index"] is None
     assert found.log_rank is None
     assert all(value is None or math.isfinite(value) for value in found.figures.values())

@@ -26,11 +26,13 @@ from histopipe.dataset.covariates import Covariates
 from histopipe.dataset.labelling import Labelling
 from histopipe.dataset.splits import SlideSplit, load_splits
 from histopipe.dataset.splitting import REGION, _Plan
-from histopipe.dataset.targets import Multilabel, Regression, Survival
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.evaluation.predictions import read_predictions
-from histopipe.evaluation.target_scores import TargetScores
 from histopipe.store.store import Store
+from histopipe.tasks.multilabel import Multilabel
+from histopipe.tasks.predictions import Predictions
+from histopipe.tasks.regression import Regression
+from histopipe.tasks.survival import Survival
 
 DIMENSION, BAGS = 8, 60
 COLUMNS = ("slide", "patient", "time", "event", "age", "MSI", "BRAF", "share")
@@ -86,6 +88,12 @@ TASKS: dict[str, tuple[str, ...]] = {
 }
 
 
+def grid_of(predictions: Predictions) -> tuple[float, ...]:
+    """Return the times of predicted survival."""
+    assert isinstance(predictions.task, Survival)
+    return predictions.task.grid
+
+
 def arguments(bags: Path, task: str, *more: object) -> tuple[object, ...]:
     return (
         "train", "--mil", bags, "--labels", bags / "labels.csv", *TASKS[task], "--epochs", 6,
@@ -98,9 +106,9 @@ def test_planted_signals_are_learned(run: Run, bags: Path, tmp_path: Path, task:
     done = run(*arguments(bags, task, "--out", "run", "--fractions", "0.5,0.2,0.3"))
     assert done.returncode == 0, done.stderr
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
-    found = metrics["test"]["slide"]["mean"]["figures"]
+    found = metrics["test"]["slide"]["mean"]
     scores = read_predictions(tmp_path / "run" / "predictions.csv")["test"]
-    assert isinstance(scores, TargetScores)
+    assert isinstance(scores, Predictions)
     match task:
         case "regression":
             assert found["r2:share"] > 0.6
@@ -117,7 +125,7 @@ def test_planted_signals_are_learned(run: Run, bags: Path, tmp_path: Path, task:
             )
             assert early.mean() > late.mean()  # a higher risk means an earlier event
             assert (np.diff(scores.output[:, 1:], axis=1) <= 1e-6).all()
-            assert metrics["objective"]["times"] == pytest.approx(scores.grid)
+            assert metrics["objective"]["times"] == pytest.approx(grid_of(scores))
     text = (tmp_path / "run" / "history.csv").read_text().splitlines()[0]
     assert f"val_{ {'regression': 'r2', 'multilabel': 'auc'}.get(task, 'c_index') }" in text
 
@@ -136,7 +144,7 @@ def test_devices_and_interruptions_change_nothing(
         read_predictions(tmp_path / name / "predictions.csv")["test"]
         for name in ("whole", "several")
     )
-    np.testing.assert_allclose(three.output, one.output, rtol=1e-3, atol=1e-4)  # type: ignore[union-attr]
+    np.testing.assert_allclose(three.output, one.output, rtol=1e-3, atol=1e-4)
     fault = faulty("apply:5:parent", tmp_path / "failed")
     killed = run(*own, *EACH_STEP, "--out", "run", env=fault, new_process=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
@@ -158,7 +166,7 @@ def test_cross_validation_search_comparison_and_report(
     grids = [
         read_predictions(tmp_path / "cv" / f"fold-{n}" / "predictions.csv")["test"] for n in (1, 2)
     ]
-    assert grids[0].grid != grids[1].grid  # type: ignore[union-attr]
+    assert grid_of(grids[0]) != grid_of(grids[1])
     found = histopipe.tune(
         space={"learning_rate": {"low": 1e-4, "high": 1e-2, "log": True}}, out=tmp_path / "study",
         trials=1, mil=str(bags), labels=str(bags / "labels.csv"), task="survival", time="time",
@@ -264,16 +272,16 @@ def test_cox_regression_of_covariates_equals_that_of_scikit_survival() -> None:
     from sksurv.linear_model import CoxPHSurvivalAnalysis
     from sksurv.util import Surv
 
-    from histopipe.training.covariate_baseline import _PENALTY, _cox_weights
+    from histopipe.training.survival_objective import PENALTY, cox_weights
 
     rng = np.random.default_rng(1)
     inputs = rng.normal(size=(90, 3)) * (1, 10, 0.01) + (0, 50, 1)
     inputs = np.column_stack([inputs, np.full(90, 7.0)])  # the last one is constant
     time = np.ceil(4 * rng.exponential(np.exp(-inputs[:, 0])))
     event = rng.random(90) < 0.6
-    risk = inputs @ _cox_weights(inputs, np.column_stack([time, event]))
+    risk = inputs @ cox_weights(inputs, np.column_stack([time, event]))
     scaled = (inputs[:, :3] - inputs[:, :3].mean(axis=0)) / inputs[:, :3].std(axis=0, ddof=1)
-    other = CoxPHSurvivalAnalysis(alpha=90 * _PENALTY, ties="efron")
+    other = CoxPHSurvivalAnalysis(alpha=90 * PENALTY, ties="efron")
     expected = other.fit(scaled, Surv.from_arrays(event, time)).predict(scaled)
     assert risk - risk.mean() == pytest.approx(expected - expected.mean(), abs=1e-5)
 
@@ -284,14 +292,14 @@ def test_a_slide_model_starts_with_the_predictions_of_the_covariates_alone(task:
     import tensorflow as tf
     from sklearn.linear_model import LogisticRegression, Ridge
 
-    from histopipe.training.covariate_baseline import _cox_weights, baseline_weights
+    from histopipe.training.covariate_baseline import baseline_weights
     from histopipe.training.objective import (
-        Classification,
+        ClassObjective,
         MultilabelObjective,
         Objective,
         RegressionObjective,
     )
-    from histopipe.training.survival_objective import DiscreteSurvival
+    from histopipe.training.survival_objective import DiscreteSurvival, cox_weights
 
     rng = np.random.default_rng(2)
     ages = rng.normal(60, 10, 50)
@@ -315,16 +323,19 @@ def test_a_slide_model_starts_with_the_predictions_of_the_covariates_alone(task:
         case "discrete":
             targets, objective = happened, DiscreteSurvival.of(happened)
         case _:
-            targets, objective = np.zeros((50, 0)), Classification(labels.max() + 1)
+            targets, objective = np.zeros((50, 0)), ClassObjective(labels.max() + 1)
     slides = [
         SimpleNamespace(
             on=lambda side: [0] if side == "train" else [], covariates=row, label="xyz"[label]
         )
         for row, label in zip(cells, labels.tolist(), strict=True)
     ]
+    of_classes = objective.name == "probability" and task != "multilabel"
+    if of_classes:
+        targets = labels[:, None].astype(np.float64)
     splits: Any = SimpleNamespace(
-        kind=None if objective.name == "probability" and task != "multilabel" else "columns",
-        task={"discrete": "survival"}.get(task, task), classes=["x", "y", "z"][: labels.max() + 1],
+        task=SimpleNamespace(of_classes=of_classes), task_name={"discrete": "survival"}.get(task, task),
+        classes=["x", "y", "z"][: labels.max() + 1],
         slides=slides, targets_on=lambda _: targets,
     )  # fmt: skip
     kernel, bias = baseline_weights(splits, covariates, objective)
@@ -335,7 +346,7 @@ def test_a_slide_model_starts_with_the_predictions_of_the_covariates_alone(task:
         other = Ridge().fit(inputs[known], numbers[known, 0]).predict(inputs)
         np.testing.assert_allclose(predicted[:, 0], other)
     elif task == "discrete":
-        order = np.argsort(inputs @ _cox_weights(inputs, happened))
+        order = np.argsort(inputs @ cox_weights(inputs, happened))
         assert (np.diff(predicted[order], axis=0) >= -1e-12).all()
         assert predicted.mean(axis=0) == pytest.approx(1 / (1 + np.exp(-objective.bias)), abs=0.1)  # type: ignore[operator]
     else:
@@ -489,7 +500,7 @@ def test_patch_models_learn_numbers_and_labels(run: Run, made_store: Path, tmp_p
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         metrics = json.loads((tmp_path / task / "metrics.json").read_text())
-        assert metrics["validation"]["patch"]["figures"][key] > 0.3
+        assert metrics["validation"]["patch"][key] > 0.3
         assert {"patch", "slide", "patient"} <= set(metrics["validation"])
         assert run("report", task).returncode == 0
 
@@ -513,7 +524,7 @@ def test_splits_hold_the_targets(run: Run, bags: Path, tmp_path: Path) -> None:
     done = run(*arguments(bags, "multilabel", "--epochs", 1, "--out", "run"))
     assert done.returncode == 0, done.stderr
     splits = load_splits(tmp_path / "run" / "splits.json")
-    assert (splits.task, splits.targets) == ("multilabel", ("MSI", "BRAF"))
+    assert (splits.task_name, splits.targets) == ("multilabel", ("MSI", "BRAF"))
     with (bags / "labels.csv").open() as file:
         rows = {row["slide"]: row for row in csv.DictReader(file)}
     for slide in splits.slides:

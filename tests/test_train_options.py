@@ -73,15 +73,15 @@ from histopipe.training import train_step
 from histopipe.runs.task_config import PatchTrainConfig
 from histopipe.training.devices import make_strategy
 from histopipe.training.models import build_model
-from histopipe.training.objective import Classification
+from histopipe.training.objective import ClassObjective
 from histopipe.training.optimizer import make_optimizer
 
 strategy = make_strategy("cpu:2")
 config = PatchTrainConfig(optimizer="sgd", schedule="cosine", warmup_steps=4, epochs=2, learning_rate=0.1)
 with strategy.scope():
-    model = build_model("small-cnn", patch_size=16, objective=Classification(2), dropout=0, precision="mixed_float16")
+    model = build_model("small-cnn", patch_size=16, objective=ClassObjective(2), dropout=0, precision="mixed_float16")
     optimizer = make_optimizer(config, 10)
-settings = train_step.StepSettings(batch_size=2, objective=Classification(2), class_weight=np.ones(2, np.float32), scale_loss=True)
+settings = train_step.StepSettings(batch_size=2, objective=ClassObjective(2), class_weight=np.ones(2, np.float32), scale_loss=True)
 found = train_step.TrainStep(strategy, model, optimizer, settings)
 
 def gradients(values):
@@ -113,7 +113,7 @@ for _ in range(19):
     found.apply(gradients([0.0, 0.0]), tf.zeros(2))
 output["rates"] = rates
 label, logits = tf.constant([0, 1]), tf.constant([[2.0, -1.0], [0.5, 0.0]])
-output["smooth"] = Classification(3).losses({"label": label}, logits, 0.2).numpy().tolist()
+output["smooth"] = ClassObjective(3).losses({"label": label}, logits, 0.2).numpy().tolist()
 output["keras"] = keras.losses.CategoricalCrossentropy(
     from_logits=True, label_smoothing=0.2, reduction="none"
 )(tf.one_hot(label, 2), logits).numpy().tolist()

@@ -33,12 +33,13 @@ from viewed import CLASSES, PATCH, SLIDE, Notes, fetch, viewing
 
 from histopipe.dataset.splits import load_splits
 from histopipe.errors import UsageError
-from histopipe.evaluation.predictions import PatchScores, read_predictions
+from histopipe.evaluation.predictions import read_predictions
 from histopipe.geometry import PointL0, Size
 from histopipe.slides.readers import open_slide
 from histopipe.slides.slide_files import SlideFile
 from histopipe.slides.slide_hashes import SlideHashes, pixel_hash
 from histopipe.store.store import Store
+from histopipe.tasks.predictions import Predictions
 from histopipe.viewer.slide_pictures import slide_facts
 from histopipe.viewer.tiles import OVERLAP, TILE, hatched
 from histopipe.viewer.view import Viewer
@@ -117,8 +118,8 @@ def test_layers_equal_the_files(viewer: Viewer, viewed: Path) -> None:
     np.testing.assert_array_equal(np.nan_to_num(values, nan=-1), sides)
     _, values, _ = layer(viewer, "run:p:Epidermis")
     for scores in read_predictions(viewed / "run" / "predictions.csv").values():
-        assert isinstance(scores, PatchScores)
-        for x, y, p in zip(scores.x_l0, scores.y_l0, scores.probability[:, 1], strict=True):
+        assert isinstance(scores, Predictions)
+        for x, y, p in zip(scores.x_l0, scores.y_l0, scores.output[:, 1], strict=True):
             row = np.flatnonzero((corners[0] == x) & (corners[1] == y))[0]
             assert values[row] == p
     assert np.isnan(values).sum() == (sides <= 0).sum()

@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 from conftest import succeed
+from made_scores import class_predictions
 from numpy.typing import NDArray
 
 from histopipe.dataset.splits import Splits, write_splits
 from histopipe.dataset.splitting import make_splits
-from histopipe.evaluation.predictions import PatchScores, write_predictions
+from histopipe.evaluation.predictions import write_predictions
 from histopipe.features.feature_file import record_encoder, writing
 from histopipe.inference.predictions_folder import PredictedSlide, PredictionsFolder
 from histopipe.runs import folder as run_folder
@@ -25,6 +26,7 @@ from histopipe.runs.splits import split_options
 from histopipe.runs.task_config import PatchTrainConfig
 from histopipe.store.store import Store
 from histopipe.system.progress import SilentProgress
+from histopipe.tasks.predictions import Predictions
 from histopipe.viewer.view import Viewer, view
 
 SLIDE = "CMU-1-Small-Region"
@@ -70,11 +72,11 @@ def make_viewed(folder: Path, data: Path) -> None:
 
 def _scores(
     corners: tuple[NDArray[np.int64], ...], label: NDArray[Any], rng: np.random.Generator
-) -> PatchScores:
+) -> Predictions:
     count = len(label)
     p = rng.random(count).astype(np.float32)
     zeros = np.zeros(count, np.int32)
-    return PatchScores(
+    return class_predictions(
         CLASSES, (SLIDE,), (SLIDE,), zeros, zeros, corners[0], corners[1], label.astype(np.int32),
         np.stack([1 - p, p], axis=1),
     )  # fmt: skip
@@ -84,7 +86,7 @@ def _write_run(
     folder: Path,
     config: PatchTrainConfig,
     splits: Splits,
-    scores: PatchScores,
+    scores: Predictions,
     sides: NDArray[np.int8],
 ) -> None:
     folder.mkdir()
@@ -93,11 +95,7 @@ def _write_run(
     parts = []
     for number, side in ((1, "validation"), (2, "test")):
         rows = np.flatnonzero(sides == number)
-        of = {
-            n: getattr(scores, n)[rows]
-            for n in ("slide", "patient", "x_l0", "y_l0", "label", "probability")
-        }
-        parts.append(({"split": side}, PatchScores(CLASSES, (SLIDE,), (SLIDE,), **of)))
+        parts.append(({"split": side}, scores.rows(rows)))
     write_predictions(folder / run_folder.PREDICTIONS, parts)
 
 
@@ -110,7 +108,7 @@ def _write_attention(
     one = np.zeros(1, np.int32)
     p = np.array([[0.3, 0.7]], np.float32)
     zero = one.astype(np.int64)
-    slide = PatchScores(CLASSES, (SLIDE,), (SLIDE,), one, one, zero, zero, one, p, "slide")
+    slide = class_predictions(CLASSES, (SLIDE,), (SLIDE,), one, one, zero, zero, one, p, "slide")
     write_predictions(folder / run_folder.PREDICTIONS, [({"split": "test"}, slide)])
     with (folder / run_folder.ATTENTION / "test.csv").open("w", newline="") as file:
         writer = csv.writer(file)

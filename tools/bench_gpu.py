@@ -197,7 +197,7 @@ def logical(size: Size, folder: Path) -> Iterator[Row]:
 
     from histopipe.training.devices import one_per_replica
     from histopipe.training.models import build_model
-    from histopipe.training.objective import Classification
+    from histopipe.training.objective import ClassObjective
     from histopipe.training.train_step import StepSettings, TrainStep
 
     kind = "GPU" if size.large_batch else "CPU"
@@ -218,13 +218,13 @@ def logical(size: Size, folder: Path) -> Iterator[Row]:
             model = build_model(
                 size.vit,
                 patch_size=size.side,
-                objective=Classification(2),
+                objective=ClassObjective(2),
                 dropout=0.1,
                 weights=str(folder / WEIGHTS),
             )
             optimizer = keras.optimizers.Adam(1e-5)
         settings = StepSettings(
-            batch_size=8, objective=Classification(2), class_weight=np.ones(2, np.float32)
+            batch_size=8, objective=ClassObjective(2), class_weight=np.ones(2, np.float32)
         )
         step, count, found = TrainStep(strategy, model, optimizer, settings), 8 // len(devices), []
         shares = [

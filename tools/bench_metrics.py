@@ -20,14 +20,16 @@ from sklearn.metrics import log_loss, roc_auc_score
 
 from histopipe.dataset.participants import Participant
 from histopipe.evaluation import temperature
-from histopipe.evaluation.evaluate import JudgeSettings, Part
-from histopipe.evaluation.metrics import Metrics, decide, metrics_of
-from histopipe.evaluation.predictions import PatchScores, Scores
 from histopipe.evaluation.shortcuts import find_shortcut
-from histopipe.evaluation.statistics import Statistics, bootstrap_draws
 from histopipe.evaluation.subgroups import subgroups
 from histopipe.evaluation.temperature import fit_temperature, tempered
+from histopipe.tasks.classification import Classification
+from histopipe.tasks.metrics import Metrics, metrics_of
+from histopipe.tasks.predictions import Part, Predictions
+from histopipe.tasks.statistics import bootstrap_draws
+from histopipe.tasks.task import JudgeSettings, Scores, Thresholds
 
+TASK = Classification(classes=("well", "ill"))
 FIGURES = (
     "auc", "average_precision", "balanced_accuracy", "sensitivity", "specificity", "f1", "brier",
     "calibration_error", "calibration_intercept", "calibration_slope",
@@ -45,14 +47,15 @@ def synthetic_scores(
     value = apart * ill + shift + rng.normal(size=len(ill)) * math.sqrt(2 / 3)
     p = norm.cdf(value - apart / 2)
     return Scores(
-        ill.astype(np.int32), np.stack([1 - p, p], axis=1),
+        TASK, ill[:, None].astype(np.float64), np.stack([1 - p, p], axis=1),
         np.repeat(np.arange(patients), patches).astype(np.int32), np.arange(len(ill)),
+        np.full((len(ill), 1), 0.5),
     )  # fmt: skip
 
 
 def judged(scores: Scores, draws: NDArray[np.float64]) -> Metrics:
     """Compute metrics with intervals."""
-    return metrics_of(scores, ("well", "ill"), positive=1, threshold=0.5, draws=draws)
+    return metrics_of(scores, draws=draws)
 
 
 def coverage(patients: int, apart: float, samples: int, patches: int) -> dict[str, float]:
@@ -106,20 +109,21 @@ def group_coverage(patients: int, apart: tuple[float, float], samples: int) -> d
 
 def _as_slides(drawn: Sequence[Scores]) -> tuple[Part, list[Participant]]:
     """Return scores of groups as those of slides, with the threshold 0.5, and the slides, with the group as site."""
-    label, probability = (
-        np.concatenate([getattr(it, name) for it in drawn]) for name in ("label", "probability")
+    target, output = (
+        np.concatenate([getattr(scores, name) for scores in drawn]) for name in ("target", "output")
     )
-    each, zeros = np.arange(len(label), dtype=np.int32), np.zeros(len(label), np.int64)
-    names = tuple(map(str, range(len(label))))
-    scores = PatchScores(
-        ("well", "ill"), names, names, each, each, zeros, zeros, label, probability.astype(np.float32), "slide",
-    )  # fmt: skip
-    sites = np.repeat(np.arange(len(drawn)), [len(it.label) for it in drawn])
+    each, zeros = np.arange(len(target), dtype=np.int32), np.zeros(len(target), np.int64)
+    names = tuple(map(str, range(len(target))))
+    predictions = Predictions(
+        TASK, names, names, each, each, zeros, zeros, target, output.astype(np.float32), "slide"
+    )
+    sites = np.repeat(np.arange(len(drawn)), [len(scores.target) for scores in drawn])
     slides = [
         Participant(slide=name, patient=name, site=str(site), status="test")
         for name, site in zip(names, sites.tolist(), strict=True)
     ]
-    return (scores, {"slide_mean": (0.5, None), "patient_mean": (0.5, None)}), slides
+    limits = Thresholds((0.5,))
+    return (predictions, {"slide_mean": limits, "patient_mean": limits}), slides
 
 
 def false_alarms(data_sets: int) -> float:
@@ -153,20 +157,20 @@ def temperature_losses(patients: int, samples: int) -> tuple[float, float, float
         with mock.patch.object(temperature, "_PRIOR", 1e9):
             found.append(fit_temperature(drawn)[0])
         losses.append([
-            log_loss(new.label, tempered(new.probability, (it,)), labels=[0, 1]) for it in found
+            log_loss(new.label, tempered(new.output, (it,)), labels=[0, 1]) for it in found
         ])  # fmt: skip
     none, ours, plain = np.mean(losses, axis=0)
     return float(none), float(ours), float(plain)
 
 
-def _logits(rng: np.random.Generator, patients: int, factor: float) -> PatchScores:
+def _logits(rng: np.random.Generator, patients: int, factor: float) -> Predictions:
     true = 4 * rng.normal(size=patients)
     ill = (rng.random(patients) < 1 / (1 + np.exp(-true))).astype(np.int32)
     p = 1 / (1 + np.exp(-true * factor))
     each, zeros = np.arange(patients, dtype=np.int32), np.zeros(patients, np.int64)
     names = tuple(map(str, range(patients)))
-    return PatchScores(
-        ("well", "ill"), names, names, each, each, zeros, zeros, ill,
+    return Predictions(
+        TASK, names, names, each, each, zeros, zeros, ill[:, None].astype(np.float64),
         np.stack([1 - p, p], axis=1).astype(np.float32), "slide",
     )  # fmt: skip
 
@@ -182,7 +186,7 @@ def cost(patients: int, rounds: int) -> tuple[float, float]:
     """Return median seconds per resample: of all metrics by our code, and of the AUC only by scikit-learn."""
     scores = synthetic_scores(np.random.default_rng(1), patients, 1.2)
     draws = bootstrap_draws(patients, 10, 1)
-    ready = Statistics(scores, decide(scores, 1, 0.5), 1)
+    ready = TASK.statistics(scores)
     ours, theirs = [], []
     for _ in range(rounds):
         ours.append(seconds(lambda: ready.figures(draws)) / len(draws))
@@ -191,7 +195,7 @@ def cost(patients: int, rounds: int) -> tuple[float, float]:
             statistics.median(
                 seconds(
                     lambda w=weight: roc_auc_score(  # type: ignore[misc]
-                        scores.label, scores.probability[:, 1], sample_weight=w
+                        scores.label, scores.output[:, 1], sample_weight=w
                     )
                 )
                 for weight in weights

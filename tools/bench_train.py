@@ -33,7 +33,7 @@ from histopipe.store.store import Store
 from histopipe.training.devices import make_strategy
 from histopipe.training.epoch_loop import EpochLoop
 from histopipe.training.models import build_model
-from histopipe.training.objective import Classification
+from histopipe.training.objective import ClassObjective
 from histopipe.training.optimizer import make_optimizer
 from histopipe.training.outputs import StepResults
 from histopipe.training.train_step import StepSettings, TrainStep
@@ -51,12 +51,12 @@ class Ours:
             model = build_model(
                 config.model,
                 patch_size=store.patch_size,
-                objective=Classification(2),
+                objective=ClassObjective(2),
                 dropout=config.dropout,
             )
             optimizer = make_optimizer(config, 1)
         settings = StepSettings(
-            batch_size=config.batch_size, objective=Classification(2), class_weight=np.ones(2, np.float32),
+            batch_size=config.batch_size, objective=ClassObjective(2), class_weight=np.ones(2, np.float32),
             augmentations=("flips",), xla=options.xla,
         )  # fmt: skip
         self._loop = EpochLoop(TrainStep(strategy, model, optimizer, settings), seed=SEED)
@@ -80,7 +80,7 @@ class Fit:
         model = build_model(
             options.model,
             patch_size=store.patch_size,
-            objective=Classification(2),
+            objective=ClassObjective(2),
             dropout=PatchTrainConfig().dropout,
         )
         self._model = model.training

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from histopipe.dataset.options import LabelsFrom
 from histopipe.dataset.sample_table import SampleGroup, SampleSource
 from histopipe.dataset.splits import DROPPED, SlideSplit, patches_crc
-from histopipe.dataset.targets import Task
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.slides.slide_hashes import copy_names
 from histopipe.slides.table_checks import SUBSETS
@@ -24,6 +23,8 @@ from histopipe.slides.tables import SlideLabel, SlideNames, read_labels
 from histopipe.system.csv_files import cell_number, nfc
 from histopipe.system.progress import message
 from histopipe.system.result import counted
+from histopipe.tasks.classification import Classification
+from histopipe.tasks.task import Task
 
 NO_CLASS = -1
 _UNKNOWN = "unknown"
@@ -91,13 +92,13 @@ _NO_FILTER = PatchFilter()
 class Labelling:
     """Source of the labels, and filter of the patches. `labels`, by slide id, replace the recorded ones.
 
-    With a `task`, targets are read from the cells of `labels`; `covariates` are further columns. Slides with an empty
+    Targets of other tasks than classification are read from the cells of `labels`; `covariates` are further columns. Slides with an empty
     cell in `split_column`, which has their sides or folds, are left out.
     """
 
     labels: Mapping[str, SlideLabel] | None = None
     labels_from: LabelsFrom = "slide"
-    task: Task | None = None
+    task: Task = field(default_factory=Classification)
     covariates: tuple[str, ...] = ()
     split_column: str | None = None
     patch_filter: PatchFilter = field(default_factory=PatchFilter)
@@ -146,11 +147,11 @@ def candidates(
     ]
     names = copy_names([stores[slide.store].records[slide.slide].scans for slide in slides])
     slides = [replace(slide, content=name) for slide, name in zip(slides, names, strict=True)]
-    if labelling.task is not None:
+    if not labelling.task.of_classes:
         slides = _with_strata(slides, labelling.task)
     if not by_annotation:
         classes = tuple(sorted({slide.label for slide in slides}))
-    if len(classes) < 2 and labelling.task is None:
+    if len(classes) < 2 and labelling.task.of_classes:
         raise _too_few_classes(classes, labelling.labels_from)
     if not any((slide.sides != DROPPED).any() for slide in slides):
         raise NothingToDo(
@@ -247,7 +248,7 @@ def _candidate(
         label = nfc(max(record.patch_labels, key=record.patch_labels.__getitem__, default=""))
         codes = class_codes(store, number, classes) if label else None
     target = None
-    if labelling.task is not None:
+    if not labelling.task.of_classes:
         target = labelling.task.target(cells, f"slide {record.id}") if cells else None
         label = "" if target is None else _UNKNOWN
     left_out = labelling.split_column is not None and not cells.get(labelling.split_column)

@@ -18,15 +18,6 @@ StainNorm = Literal["none", "reinhard", "macenko"]
 OnError = Literal["raise", "skip"]
 Column = Literal["x_l0", "y_l0", "slide"]
 
-TaskName = Literal["classification", "multilabel", "regression", "survival"]
-
-Loss = Literal["auto", "huber", "squared", "cox", "discrete"]
-LOSSES: dict[str, tuple[Loss, ...]] = {
-    "classification": (), "multilabel": (), "regression": ("huber", "squared"),
-    "survival": ("cox", "discrete"),
-}  # fmt: skip
-"""Losses of each task; the first is the default."""
-
 SIDES: tuple[Side, ...] = get_args(Side)
 AUGMENTATIONS: tuple[Augmentation, ...] = get_args(Augmentation)
 """Augmentations, in the order in which they are applied."""

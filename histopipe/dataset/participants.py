@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,11 @@ from histopipe.dataset.labelling import Labelling
 from histopipe.dataset.options import SIDES, Side
 from histopipe.dataset.sample_table import SampleGroup, SampleSource
 from histopipe.dataset.splits import SlideSplit, Splits
-from histopipe.errors import DamagedStore
 from histopipe.slides.slide_hashes import copy_groups
 from histopipe.slides.tables import SlideLabel
 from histopipe.store.record import SlideRecord, SlideState
 from histopipe.store.store import Store
-from histopipe.system.files import appearing
+from histopipe.system.files import appearing, reading
 
 _MEASURES = ("tissue", "focus", "pen", "dark")
 EXCLUDED = "excluded"
@@ -294,15 +294,13 @@ def read_participants(path: Path) -> list[Participant]:
     Raises:
         DamagedStore: the file is damaged.
     """
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            return list(_rows(file))
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError, KeyError, TypeError, csv.Error) as error:
-        raise DamagedStore(
-            f"{path} is damaged", found=repr(error)[:200], todo="restore it from a backup, or remove it"
-        ) from error  # fmt: skip
+    with (
+        suppress(FileNotFoundError),
+        reading(path, todo="restore it from a backup, or remove it"),
+        path.open(newline="", encoding="utf-8") as file,
+    ):
+        return list(_rows(file))
+    return []
 
 
 def _rows(file: Iterable[str]) -> Iterator[Participant]:

@@ -12,6 +12,7 @@ import math
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.dataset.options import SIDES, Side, SplitBy, TaskName
+from histopipe.dataset.options import SIDES, Side, SplitBy
 from histopipe.dataset.sample_table import SampleSource
-from histopipe.dataset.targets import TASKS, Target, Task, make_task
 from histopipe.errors import DamagedStore, UnknownVersion, UsageError
 from histopipe.system.csv_files import nfc
-from histopipe.system.files import appearing, read_json
+from histopipe.system.files import appearing, read_json, reading
+from histopipe.tasks.choices import TaskName
+from histopipe.tasks.registry import TASKS, make_task
+from histopipe.tasks.task import Target, Task
 
 DROPPED = -1
 _MAX_PATCHES = 10**8
@@ -41,8 +44,6 @@ _PLAIN, _WITH_LABELS, _WITH_TARGETS = 1, 2, 3
 targets or covariates."""
 FIRST_ALGORITHM = "stratified"
 """Algorithm of files that name none: patients by their most frequent class, until version 0.3."""
-_DAMAGE = (OSError, ValueError, KeyError, TypeError, OverflowError, zlib.error)
-"""Errors that a damaged file can raise when it is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,21 +94,25 @@ class Splits:
     uuids: tuple[str, ...]
     classes: tuple[str, ...]
     slides: tuple[SlideSplit, ...]
-    task: TaskName = "classification"
+    task_name: TaskName = "classification"
     targets: tuple[str, ...] = ()
     covariates: tuple[str, ...] = ()
     algorithm: str = "balanced"
     column: str | None = None
 
     @property
-    def kind(self) -> Task | None:
-        """Task with its columns; None for classification."""
-        return make_task(self.task, self.targets)
+    def task(self) -> Task:
+        """Task with the columns of its target, or its classes."""
+        return make_task(self.task_name, self.targets, self.classes)
+
+    def target(self, slide: SlideSplit) -> Target:
+        """Return the target of a slide; of a classification the number of its class."""
+        return slide.target or (float(self.classes.index(slide.label)),)
 
     def targets_on(self, side: Side) -> NDArray[np.float64]:
         """Return the (N, T) targets of the slides on one side."""
-        found = [slide.target or () for slide in self.slides if len(slide.on(side))]
-        return np.array(found, np.float64).reshape(len(found), len(self.targets))
+        rows = [self.target(slide) for slide in self.slides if len(slide.on(side))]
+        return np.array(rows, np.float64).reshape(len(rows), len(self.task.columns))
 
     def count(self) -> dict[Side, Counter[str]]:
         """Count the patches by side and class."""
@@ -164,7 +169,7 @@ class Splits:
             unit: ({side: counts[side].total() for side in SIDES}, sum(map(Counter.total, counts.values()))),
             **{
                 f"{unit} of {name}": ({side: counts[side][name] for side in SIDES}, sum(own[name] for own in counts.values()))
-                for name in (self.classes if self.kind is None else ())
+                for name in (self.classes if self.task.of_classes else ())
             },
         }  # fmt: skip
         for side, share in zip(SIDES, self.fractions, strict=True):
@@ -185,7 +190,7 @@ def write_splits(splits: Splits, path: Path) -> None:
     if splits.targets or splits.covariates:
         version = _WITH_TARGETS
         more = {
-            "task": splits.task, "targets": splits.targets, "covariates": splits.covariates
+            "task": splits.task_name, "targets": splits.targets, "covariates": splits.covariates
         }  # fmt: skip
     value = {
         "format": _NAME,
@@ -220,23 +225,16 @@ def read_splits(path: Path, stores: Sequence[SampleSource]) -> Splits:
 
 def load_splits(path: Path) -> Splits:
     """Read `splits.json` without a comparison with its stores. Raise as `read_splits`."""
-    try:
+    with reading(path, missing=UsageError(f"{path} does not exist")):
         return _from_json(read_json(path), path)
-    except FileNotFoundError as error:
-        raise UsageError(f"{path} does not exist") from error
-    except UnknownVersion:
-        raise
-    except _DAMAGE as error:
-        raise DamagedStore(f"{path} is damaged", found=repr(error)[:200]) from error
 
 
 def recorded_numbers(path: Path) -> dict[str, int]:
     """Return slide numbers by id from a `splits.json`; empty if it cannot be read, which `read_splits` reports."""
-    try:
+    with suppress(FileNotFoundError, DamagedStore), reading(path):
         slides = read_json(path)["slides"]
         return {str(slide["id"]): int(slide["slide"]) for slide in slides}
-    except _DAMAGE:
-        return {}
+    return {}
 
 
 def names_of(slide: str, patient: str | None) -> set[tuple[str, str]]:
@@ -246,13 +244,12 @@ def names_of(slide: str, patient: str | None) -> set[tuple[str, str]]:
 
 def trained_on(path: Path) -> set[tuple[str, str]]:
     """Return ("slide", id) and ("patient", name) of training and validation, in NFC; empty if the file is unreadable."""
-    try:
+    with suppress(FileNotFoundError, DamagedStore), reading(path):
         slides = map(_slide_from_json, read_json(path)["slides"])
         seen = (SIDES.index("train"), SIDES.index("validation"))
         used = (slide for slide in slides if np.isin(slide.sides, seen).any())
         return {pair for slide in used for pair in names_of(slide.id, slide.patient)}
-    except _DAMAGE:
-        return set()
+    return set()
 
 
 def patches_crc(store: SampleSource, slide: int) -> int:
@@ -273,14 +270,14 @@ def _from_json(value: Mapping[str, Any], path: Path) -> Splits:
         uuids=tuple(value["stores"]),
         classes=tuple(value["classes"]),
         slides=tuple(_slide_from_json(slide) for slide in value["slides"]),
-        task=value.get("task", "classification"),
+        task_name=value.get("task", "classification"),
         targets=tuple(value.get("targets", ())),
         covariates=tuple(value.get("covariates", ())),
         algorithm=str(value.get("algorithm", FIRST_ALGORITHM)),
         column=value.get("column"),
     )
-    if splits.task != "classification" and splits.task not in TASKS:
-        raise ValueError(f"unknown task {splits.task}")
+    if splits.task_name not in TASKS:
+        raise ValueError(f"unknown task {splits.task_name}")
     texts = (
         splits.split_by, splits.column or "", *splits.uuids, *splits.classes, *splits.targets, *splits.covariates
     )  # fmt: skip

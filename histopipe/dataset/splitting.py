@@ -18,13 +18,13 @@ from histopipe.dataset.options import SIDES, Side, SplitBy
 from histopipe.dataset.regions import sides_by_region
 from histopipe.dataset.sample_table import SampleSource
 from histopipe.dataset.splits import DROPPED, SlideSplit, Splits
-from histopipe.dataset.targets import Multilabel
 from histopipe.errors import HistopipeError, NothingToDo, UsageError
 from histopipe.geometry import Micrometres
 from histopipe.slides.slide_hashes import connected
 from histopipe.system.hashing import combine
 from histopipe.system.progress import message
 from histopipe.system.result import counted
+from histopipe.tasks.multilabel import Multilabel
 
 FRACTIONS = (0.7, 0.15, 0.15)
 REGION = Micrometres(250.0)
@@ -158,8 +158,8 @@ class _Plan:
             tuple(store.uuid for store in self.stores),
             self.classes,
             divided,
-            task="classification" if task is None else task.name,
-            targets=() if task is None else task.columns,
+            task_name=task.name,
+            targets=() if task.of_classes else task.columns,
             covariates=self.labelling.covariates,
             algorithm=algorithm,
             column=column,
@@ -175,7 +175,7 @@ class _Plan:
     def _ways(self) -> Iterator[str]:
         """Yield flags or changes with which the slides can be split."""
         assignment, share = self.assignment, round(self.assignment.without_test[_VALIDATION], 2)
-        by_label = self.labelling.task is None and self.labelling.labels_from == "slide"
+        by_label = self.labelling.task.of_classes and self.labelling.labels_from == "slide"
         options: list[dict[str, dict[str, Any]]] = [
             {
                 f"pass --folds {number}": {"assignment": replace(assignment, folds=number)}
@@ -267,7 +267,7 @@ class _Plan:
             columns = tuple(f"{column} {value}" for column in task.columns for value in (0, 1))
             targets = [zip(task.columns, slide.target or (), strict=True) for slide in self.slides]
             names = [{f"{column} {value:g}" for column, value in target} for target in targets]
-        elif task is not None:
+        elif not task.of_classes:
             # Names of ranges begin with their kind, such as "event, early".
             names = [{slide.label, slide.label.split()[0]} for slide in self.slides]
             columns, ranges = tuple(sorted({name.split()[0] for name in columns})), self.classes
@@ -285,7 +285,7 @@ class _Plan:
         """
         assignment, needed, by = self.assignment, self.assignment.needed, self.split_by
         most, what = len(patches), "the units of the split"
-        if self.labelling.task is None and self.labelling.split_column is None:
+        if self.labelling.task.of_classes and self.labelling.split_column is None:
             units = np.count_nonzero(patches[:, 1:], axis=0).tolist()
             for name, count in zip(self.classes, units, strict=True):
                 if count < needed:
@@ -306,9 +306,9 @@ class _Plan:
 
 def _refuse_missing(splits: Splits, side: Side, counts: Counter[str]) -> None:
     """Check that a side has patches of every class. Patches near another side may have been left out."""
-    task = splits.kind
+    task = splits.task
     by = f"splitting by {splits.split_by if splits.column is None else splits.column}"
-    if task is not None:
+    if not task.of_classes:
         if not counts.total():
             raise NothingToDo(f"{by} leaves no slide for {side}", todo="add slides")
         if side != "test":

@@ -20,8 +20,6 @@ from histopipe.demo.slide_demo import (
 )
 from histopipe.demo.slide_maker import SlideSettings, make_slide
 from histopipe.errors import HistopipeError, MachineShort, UsageError
-from histopipe.evaluation.predictions import scores_of
-from histopipe.evaluation.statistics import Roc, roc_of
 from histopipe.evaluation.table import split_lines
 from histopipe.geometry import Size
 from histopipe.inference.predict import predict
@@ -39,6 +37,7 @@ from histopipe.store.reading import decode_picture
 from histopipe.store.store import Store
 from histopipe.system.files import appearing
 from histopipe.system.progress import Progress, default_progress
+from histopipe.tasks.statistics import Roc, roc_of
 
 _SIZE, _NEW_SIZE = Size(1536, 1536), Size(3072, 3072)
 _NODULES = 2
@@ -182,8 +181,10 @@ def _pictures(folder: Path, store: Path, run: Path, heatmaps: Path) -> None:
         run_data = read_run(run, [], stack)
         curves: dict[str, Roc] = {}
         for name, patches in run_data.predictions.items():
-            scores = scores_of(patches, "patch", "mean", top_k=1, positive=1)
-            roc = roc_of(scores, 1, patients=len(patches.patients), seed=1)
+            roc = roc_of(
+                patches.label == 1, patches.output[:, 1].astype(np.float64), patches.patient,
+                patients=len(patches.patients), seed=1,
+            )  # fmt: skip
             if roc is not None:
                 curves[name] = roc
     charts.write_roc_png(folder / "roc.png", "ROC of patches", curves)

@@ -8,20 +8,17 @@ from typing import Any
 
 from histopipe.dataset.options import Side
 from histopipe.dataset.participants import EXCLUDED, Participant
-from histopipe.evaluation.evaluate import (
-    AnyScores,
-    Evaluation,
-    JudgeSettings,
-    Part,
-    thresholds_of,
-)
+from histopipe.evaluation.evaluate import Evaluation
 from histopipe.evaluation.groups import AUTOMATIC, check_subgroup
-from histopipe.evaluation.intervals import Difference
-from histopipe.evaluation.metrics import Metrics
 from histopipe.evaluation.shortcuts import Shortcut, find_shortcut
 from histopipe.evaluation.subgroups import Subgroups, subgroups
-from histopipe.evaluation.table import aligned, main_of, with_ends
+from histopipe.evaluation.table import aligned, with_ends
 from histopipe.system.result import plural
+from histopipe.tasks.choices import TaskName
+from histopipe.tasks.intervals import Difference
+from histopipe.tasks.predictions import Part, Predictions
+from histopipe.tasks.registry import TASKS
+from histopipe.tasks.task import JudgeSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +45,10 @@ class Breakdown:
         )
 
 
-def breakdown_lines(breakdown: Breakdown, wanted: Sequence[str] | None = None) -> list[str]:
-    """Return a table of the main metric by subgroup, of `site` and columns that are not automatic; and a warning.
+def breakdown_lines(
+    breakdown: Breakdown, task: TaskName, wanted: Sequence[str] | None = None
+) -> list[str]:
+    """Return a table of the main metric of a task by subgroup, of `site` and columns that are not automatic; and a warning.
 
     `wanted` are values of `--subgroup`, whose columns are always in the table.
     """
@@ -57,7 +56,7 @@ def breakdown_lines(breakdown: Breakdown, wanted: Sequence[str] | None = None) -
     shown = [it for it in breakdown.subgroups if it.column in always or it.column not in AUTOMATIC]
     lines: list[str] = []
     if shown:
-        name, title = main_of(shown[0].groups[0].figures)
+        name, title = next(iter(TASKS[task].main.items()))
         rows = [["subgroup", "n", title, "minus the rest"]]
         for column in shown:
             rows.append([f"  {column.column} ({plural(column.level)})", "", "", ""])
@@ -73,7 +72,7 @@ def breakdown_lines(breakdown: Breakdown, wanted: Sequence[str] | None = None) -
 
 
 def break_down_sides(
-    scores: Mapping[Side, AnyScores],
+    predictions: Mapping[Side, Predictions],
     judged: Mapping[Side, Evaluation],
     slides: Sequence[Participant],
     wanted: Sequence[str],
@@ -81,7 +80,7 @@ def break_down_sides(
 ) -> Breakdown:
     """Return the breakdown of the test set, or of validation if there is none. `judged` is the result of `judge`."""
     side: Side = "test" if "test" in judged else "validation"
-    part = (scores[side], thresholds_of(judged[side]))
+    part = (predictions[side], judged[side].thresholds)
     return break_down([part], judged[side], slides, wanted, settings)
 
 
@@ -103,7 +102,7 @@ def break_down(
     columns = dict.fromkeys(AUTOMATIC, None) | dict(map(check_subgroup, wanted))
     used = [it for it in slides if it.status != EXCLUDED]
     shortcut = None
-    if isinstance(evaluation.finest, Metrics):
+    if TASKS[evaluation.finest.task].of_classes:
         highest = (
             evaluation.patient.get("mean") or evaluation.slide.get("mean") or evaluation.finest
         )

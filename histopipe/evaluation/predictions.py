@@ -1,175 +1,29 @@
-"""Predictions of patches, slides and patients: as arrays, aggregated, and as CSV files."""
+"""Tables of predictions: CSV files with a row per patch, slide or patient."""
 
 from __future__ import annotations
 
 import csv
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from histopipe.dataset.options import SIDES, Side
-from histopipe.errors import DamagedStore, UsageError
-from histopipe.evaluation.levels import Aggregation, Level
-from histopipe.evaluation.target_scores import TargetRows, TargetScores
-from histopipe.system.files import appearing
+from histopipe.errors import UsageError
+from histopipe.system.files import appearing, reading
+from histopipe.tasks.choices import Level
+from histopipe.tasks.predictions import Predictions
+from histopipe.tasks.registry import task_of_header
 
-
-@dataclass(frozen=True, slots=True)
-class PatchScores:
-    """Predictions of patches; of slides or patients if the model takes bags.
-
-    Attributes:
-        classes: class names, by number.
-        slides, patients: slide ids and patients, by number.
-        slide, patient: (N,) int32, slide and patient of each row.
-        x_l0, y_l0: (N,) int64, top left corner, level-0 pixels; 0 if a row is not a patch.
-        label: (N,) int32 class numbers, -1 for none.
-        probability: (N, C) float32.
-        level: level of the rows; in rows of patients, `slide` is the patient.
-    """
-
-    classes: tuple[str, ...]
-    slides: tuple[str, ...]
-    patients: tuple[str, ...]
-    slide: NDArray[np.int32]
-    patient: NDArray[np.int32]
-    x_l0: NDArray[np.int64]
-    y_l0: NDArray[np.int64]
-    label: NDArray[np.int32]
-    probability: NDArray[np.float32]
-    level: Level = "patch"
-    VALUES: ClassVar = ("label", "probability")
-
-
-@dataclass(frozen=True, slots=True)
-class Scores:
-    """Predictions of patches, slides or patients for the evaluation.
-
-    Attributes:
-        label: (N,) int32 class numbers.
-        probability: (N, C) float64.
-        patient: (N,) int32; the unit of resampling.
-        item: (N,) int64, number of the patch, slide or patient.
-        left_out: number of slides or patients left out because their patches have several labels.
-    """
-
-    label: NDArray[np.int32]
-    probability: NDArray[np.float64]
-    patient: NDArray[np.int32]
-    item: NDArray[np.int64]
-    left_out: int = 0
-
-
-AnyScores = TypeVar("AnyScores", PatchScores, TargetScores, PatchScores | TargetScores)
-
-
-def of_classes(scores: PatchScores | TargetScores, where: object) -> PatchScores:
-    """Return predictions of classes. `where` is for messages.
-
-    Raises:
-        UsageError: they are of another task.
-    """
-    if isinstance(scores, TargetScores):
-        raise UsageError(
-            f"{where}", found=f"predictions of {scores.task}", expected="predictions of classes"
-        )
-    return scores
-
-
-def with_common_patients(parts: Sequence[AnyScores]) -> list[AnyScores]:
-    """Return the same predictions, with common patient numbers."""
-    names = tuple(sorted({name for part in parts for name in part.patients}))
-    number = {name: i for i, name in enumerate(names)}
-    renumbered = []
-    for part in parts:
-        new = np.array([number[name] for name in part.patients], np.int32)
-        renumbered.append(replace(part, patients=names, patient=new[part.patient]))
-    return renumbered
-
-
-def joined_scores(parts: Sequence[AnyScores]) -> AnyScores:
-    """Concatenate predictions, at least one, of the same classes or targets and level."""
-    slides = sorted({name for part in parts for name in part.slides})
-    number = {name: i for i, name in enumerate(slides)}
-    renumbered: list[Any] = [
-        replace(part, slide=np.array([number[name] for name in part.slides], np.int32)[part.slide])
-        for part in with_common_patients(parts)
-    ]
-    together: dict[str, Any] = {
-        name: np.concatenate([getattr(part, name) for part in renumbered])
-        for name in ("slide", "patient", "x_l0", "y_l0", *renumbered[0].VALUES)
-    }
-    joined: AnyScores = replace(renumbered[0], slides=tuple(slides), **together)
-    return joined
-
-
-def scores_of(
-    patches: PatchScores, level: Level, how: Aggregation, *, top_k: int, positive: int
-) -> Scores:
-    """Return the scores of patches, or aggregate them to slides or patients.
-
-    "mean": mean probability. "top_k": for two classes, the mean of the `top_k` highest probabilities of the positive class; for
-    more, the same for each class, scaled to a sum of 1. "majority": share of patches for which a class is the most probable.
-    """
-    if level == "patch":
-        probability = patches.probability.astype(np.float64)
-        items = np.arange(len(patches.label))
-        return Scores(patches.label, probability, patches.patient, items)
-    group = patches.slide if level == "slide" else patches.patient
-    order = np.argsort(group, kind="stable")
-    items, starts = np.unique(group[order], return_index=True)
-    label = patches.label[order]
-    lowest, highest = np.minimum.reduceat(label, starts), np.maximum.reduceat(label, starts)
-    probability = patches.probability[order].astype(np.float64)
-    match how:
-        case "mean":
-            aggregated = _group_means(probability, starts)
-        case "majority":
-            most_probable = probability.argmax(axis=1)[:, None] == np.arange(probability.shape[1])
-            aggregated = _group_means(most_probable.astype(np.float64), starts)
-        case "top_k":
-            aggregated = _highest(probability, starts, top_k, positive)
-    one = lowest == highest
-    patient = patches.patient[order][starts]
-    return Scores(
-        lowest[one], aggregated[one], patient[one], items[one].astype(np.int64), int((~one).sum())
-    )
-
-
-def _group_means(values: NDArray[np.float64], starts: NDArray[np.intp]) -> NDArray[np.float64]:
-    """Return (G, C) means of the groups of (N, C) rows that begin at `starts`."""
-    sizes = np.diff(starts, append=len(values))
-    return np.asarray(np.add.reduceat(values, starts, axis=0) / sizes[:, None], np.float64)
-
-
-def _highest(
-    probability: NDArray[np.float64], starts: NDArray[np.intp], top_k: int, positive: int
-) -> NDArray[np.float64]:
-    """Return (G, C) means of the highest values of each group and class."""
-    ends = np.append(starts[1:], len(probability))
-    groups = (probability[start:end] for start, end in zip(starts, ends, strict=True))
-    top = np.array([np.sort(group, axis=0)[-top_k:].mean(axis=0) for group in groups])
-    if probability.shape[1] == 2:
-        top[:, 1 - positive] = 1 - top[:, positive]
-        return top
-    return np.asarray(top / top.sum(axis=1, keepdims=True), np.float64)
-
-
-_COLUMNS: Mapping[Level, tuple[str, ...]] = {
-    "patch": ("slide", "patient", "x_l0", "y_l0", "label", "predicted"),
-    "slide": ("slide", "patient", "label", "predicted"),
-    "patient": ("patient", "label", "predicted"),
-}
+_PLACES: Mapping[Level, tuple[str, ...]] = {
+    "patch": ("slide", "patient", "x_l0", "y_l0"), "slide": ("slide", "patient"), "patient": ("patient",),
+}  # fmt: skip
 
 
 def write_predictions(
-    path: Path,
-    parts: Iterable[tuple[Mapping[str, object], PatchScores | TargetScores]],
+    path: Path, parts: Iterable[tuple[Mapping[str, object], Predictions]]
 ) -> None:
     """Write predictions atomically.
 
@@ -180,36 +34,33 @@ def write_predictions(
         part.open("w", newline="", encoding="utf-8") as file,
     ):
         writer = csv.writer(file)
-        for number, (common, scores) in enumerate(parts):
-            if isinstance(scores, TargetScores):
-                header, rows = scores.header, scores.rows()
-            else:
-                names = (f"p_{name}" for name in scores.classes)
-                header, rows = (*_COLUMNS[scores.level], *names), _rows(scores)
+        for number, (common, predictions) in enumerate(parts):
             if number == 0:
-                writer.writerow([*common, *header])
-            writer.writerows([*common.values(), *row] for row in rows)
+                task = predictions.task
+                places = _PLACES[predictions.level]
+                writer.writerow([*common, *places, *task.target_names, *task.output_names])
+            writer.writerows([*common.values(), *row] for row in _rows(predictions))
 
 
-def _rows(scores: PatchScores) -> Iterator[list[object]]:
-    most_probable = scores.probability.argmax(axis=1)
-    for i in range(len(scores.label)):
-        columns = {
-            "slide": scores.slides[scores.slide[i]],
-            "patient": scores.patients[scores.patient[i]],
-            "x_l0": scores.x_l0[i],
-            "y_l0": scores.y_l0[i],
-            "label": scores.classes[scores.label[i]] if scores.label[i] >= 0 else "",
-            "predicted": scores.classes[most_probable[i]],
+def _rows(predictions: Predictions) -> Iterator[list[object]]:
+    task, places = predictions.task, _PLACES[predictions.level]
+    values = zip(predictions.target.tolist(), predictions.output.tolist(), strict=True)
+    for i, (target, output) in enumerate(values):
+        place = {
+            "slide": predictions.slides[predictions.slide[i]],
+            "patient": predictions.patients[predictions.patient[i]],
+            "x_l0": predictions.x_l0[i],
+            "y_l0": predictions.y_l0[i],
         }
         yield [
-            *(columns[name] for name in _COLUMNS[scores.level]),
+            *(place[name] for name in places),
+            *task.target_cells(target, output),
             # Nine digits are enough to read back the same float32.
-            *(f"{p:.9g}" for p in scores.probability[i].tolist()),
-        ]  # fmt: skip
+            *(f"{value:.9g}" for value in output),
+        ]
 
 
-def read_predictions(path: Path) -> dict[Side, PatchScores | TargetScores]:
+def read_predictions(path: Path) -> dict[Side, Predictions]:
     """Read the predictions of a run by split.
 
     Raises:
@@ -220,73 +71,68 @@ def read_predictions(path: Path) -> dict[Side, PatchScores | TargetScores]:
     return {side: found[side] for side in SIDES if side in found}
 
 
-def read_slide_predictions(path: Path) -> PatchScores | TargetScores:
+def read_slide_predictions(path: Path) -> Predictions:
     """Read predictions of one or several slides, without a column for the split. Raise as `read_predictions`."""
     return _read(path, by_split=False)[""]
 
 
-def _read(path: Path, *, by_split: bool) -> dict[str, PatchScores | TargetScores]:
+def _read(path: Path, *, by_split: bool) -> dict[str, Predictions]:
     """Return predictions by split, from the first column; by "" if there is no column for the split."""
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            reader = csv.reader(file)
-            header = next(reader)
-            if by_split:
-                first, *header = header
-                header = header if first == "split" else [first, *header]
-            found: dict[str, _Rows | TargetRows] = {} if by_split else {"": _rows_of(header)}
-            for row in reader:
-                side, values = (row[0], row[1:]) if by_split else ("", row)
-                if side not in found:
-                    found[side] = _rows_of(header)
-                found[side].add(values)
-            return {side: rows.scores() for side, rows in found.items()}
-    except FileNotFoundError as error:
-        raise UsageError(
-            f"{path} does not exist", todo="pass the folder of a finished run"
-        ) from error
-    except (OSError, ValueError, KeyError, IndexError, StopIteration, OverflowError) as error:
-        raise DamagedStore(f"{path} is damaged", found=repr(error)[:200]) from error
+    missing = UsageError(f"{path} does not exist", todo="pass the folder of a finished run")
+    with reading(path, missing=missing), path.open(newline="", encoding="utf-8") as file:
+        reader = csv.reader(file)
+        header = next(reader)
+        if by_split:
+            first, *header = header
+            header = header if first == "split" else [first, *header]
+        tables = {} if by_split else {"": _Table(header)}
+        for row in reader:
+            side, values = (row[0], row[1:]) if by_split else ("", row)
+            if side not in tables:
+                tables[side] = _Table(header)
+            tables[side].add(values)
+        return {side: rows.predictions() for side, rows in tables.items()}
 
 
-def _rows_of(header: Sequence[str]) -> _Rows | TargetRows:
-    """Return an empty table for a header. Raise ValueError if it has unknown columns."""
-    for level, columns in _COLUMNS.items():
-        if tuple(header[: len(columns)]) == columns:
-            names = header[len(columns) :]
-            return _Rows(level, tuple(name.removeprefix("p_") for name in names))
-    return TargetRows(header)
+class _Table:
+    """Collects the rows of a CSV file into arrays. Raise ValueError if the header has unknown columns."""
 
-
-class _Rows:
-    """Collect rows into arrays."""
-
-    def __init__(self, level: Level, classes: Sequence[str]) -> None:
-        self._level, self._classes = level, tuple(classes)
-        self._names = _COLUMNS[level]
-        self._numbers = {name: number for number, name in enumerate(classes)} | {"": -1}
+    def __init__(self, header: Sequence[str]) -> None:
+        self._level, self._places = next(
+            (
+                (level, names)
+                for level, names in _PLACES.items()
+                if tuple(header[: len(names)]) == names
+            ),
+            ("patient", ()),
+        )
+        self._task = task_of_header(header[len(self._places) :])
+        self._columns = len(header)
         self._slides: dict[str, int] = {}
         self._patients: dict[str, int] = {}
-        self._codes, self._places = array("i"), array("q")
-        self._probabilities = array("f")
+        self._codes, self._corners = array("i"), array("q")
+        self._targets, self._outputs = array("d"), array("f")
 
     def add(self, row: Sequence[str]) -> None:
-        values = dict(zip(self._names, row, strict=False))
-        probabilities = row[len(self._names) :]
-        if len(probabilities) != len(self._classes):
-            raise ValueError(f"{len(probabilities)} probabilities for {len(self._classes)} classes")
-        patient, label = values["patient"], self._numbers[values["label"]]
-        slide = self._slides.setdefault(values.get("slide", patient), len(self._slides))
-        self._codes.extend((slide, self._patients.setdefault(patient, len(self._patients)), label))
-        self._places.extend((int(values.get("x_l0", 0)), int(values.get("y_l0", 0))))
-        self._probabilities.extend(map(float, probabilities))
+        if len(row) != self._columns:
+            raise ValueError(f"{len(row)} cells for {self._columns} columns")
+        begin, end = len(self._places), -len(self._task.output_names)
+        place = dict(zip(self._places, row, strict=False))
+        patient = place["patient"]
+        slide = self._slides.setdefault(place.get("slide", patient), len(self._slides))
+        self._codes.extend((slide, self._patients.setdefault(patient, len(self._patients))))
+        self._corners.extend((int(place.get("x_l0", 0)), int(place.get("y_l0", 0))))
+        self._targets.extend(self._task.read_target(row[begin:end]))
+        self._outputs.extend(map(float, row[end:]))
 
-    def scores(self) -> PatchScores:
-        codes: Any = np.frombuffer(self._codes, np.int32).reshape(-1, 3)
-        places: Any = np.frombuffer(self._places, np.int64).reshape(-1, 2)
-        probability: Any = np.frombuffer(self._probabilities, np.float32)
-        return PatchScores(
-            self._classes, tuple(self._slides), tuple(self._patients), slide=codes[:, 0],
-            patient=codes[:, 1], x_l0=places[:, 0], y_l0=places[:, 1], label=codes[:, 2],
-            probability=probability.reshape(-1, len(self._classes)), level=self._level,
+    def predictions(self) -> Predictions:
+        codes: Any = np.frombuffer(self._codes, np.int32).reshape(-1, 2)
+        corners: Any = np.frombuffer(self._corners, np.int64).reshape(-1, 2)
+        target: Any = np.frombuffer(self._targets, np.float64)
+        output: Any = np.frombuffer(self._outputs, np.float32)
+        return Predictions(
+            self._task, tuple(self._slides), tuple(self._patients), slide=codes[:, 0],
+            patient=codes[:, 1], x_l0=corners[:, 0], y_l0=corners[:, 1],
+            target=target.reshape(-1, len(self._task.columns)),
+            output=output.reshape(-1, len(self._task.output_names)), level=self._level,
         )  # fmt: skip

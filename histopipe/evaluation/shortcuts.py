@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from histopipe.dataset.participants import EXCLUDED, Participant
 from histopipe.evaluation.groups import ORIGIN
-from histopipe.evaluation.statistics import area_under_roc
+from histopipe.tasks.statistics import area_under_roc
 
 _ORIGIN_CELLS = {
     "scanner", "hospital", "center", "centre", "institution", "laboratory", "lab", "batch",

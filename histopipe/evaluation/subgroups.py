@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,14 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.dataset.participants import Participant
-from histopipe.evaluation.evaluate import (
-    JudgeSettings,
-    Part,
-    class_parts,
-    joined,
-    positive_class,
-    target_parts,
-)
 from histopipe.evaluation.groups import (
     AUTOMATIC,
     CATEGORIES,
@@ -28,7 +19,9 @@ from histopipe.evaluation.groups import (
     groups_of,
     median_text,
 )
-from histopipe.evaluation.intervals import (
+from histopipe.system.result import counted
+from histopipe.tasks.choices import Level
+from histopipe.tasks.intervals import (
     TOO_FEW,
     Difference,
     Interval,
@@ -36,13 +29,9 @@ from histopipe.evaluation.intervals import (
     difference_interval,
     intervals_of,
 )
-from histopipe.evaluation.levels import Level
-from histopipe.evaluation.metrics import decide
-from histopipe.evaluation.predictions import PatchScores, Scores
-from histopipe.evaluation.statistics import Statistics, bootstrap_draws
-from histopipe.evaluation.target_metrics import joined_targets, target_statistics
-from histopipe.evaluation.target_scores import GroupedScores, TargetScores
-from histopipe.system.result import counted
+from histopipe.tasks.predictions import Part, joined_scores
+from histopipe.tasks.statistics import bootstrap_draws
+from histopipe.tasks.task import JudgeSettings, Scores, known
 
 _FEWEST_PATIENTS = 10
 """Smaller groups have no intervals."""
@@ -137,9 +126,9 @@ def subgroups(
         values: list[str | NoValue]
         for level, own in items.items():
             if level != "patient":
-                values = [of_slide.get(name, "") for name in own.names]
+                values = [of_slide.get(name, "") for name in _names(parts, level, own.item)]
                 break
-            several = [of_patient.get(name, {""}) for name in own.names]
+            several = [of_patient.get(name, {""}) for name in _names(parts, level, own.item)]
             # A model of patients has no predictions of slides to compare instead.
             middle = len(items) == 1 and column in QUALITY
             values = [
@@ -159,90 +148,61 @@ def subgroups(
     return tuple(found)
 
 
-@dataclass(frozen=True, slots=True)
-class _Items:
-    """Items of a level: their slides or patients, and metrics of some of them as functions of weights."""
-
-    names: Sequence[str]
-    patient: NDArray[np.int32]
-    statistics: Callable[[NDArray[np.intp]], WeightedStatistics]
-
-
-def _levels(parts: Sequence[Part], settings: JudgeSettings) -> dict[Level, _Items]:
-    """Return the items of each level that has labels for all of them, the highest level first."""
+def _levels(parts: Sequence[Part], settings: JudgeSettings) -> dict[Level, Scores]:
+    """Return the scores of each level that has one target for all of its items, the highest level first."""
     lowest = parts[0][0].level
-    wanted: tuple[Level, ...] = ("patient", "slide", "patch")
-    found = {level: _items(parts, level, settings) for level in wanted[: wanted.index(lowest) + 1]}
-    return {level: items for level, items in found.items() if items is not None}
-
-
-def _items(parts: Sequence[Part], level: Level, settings: JudgeSettings) -> _Items | None:
-    """Return the items of a level; None if it has none, or if some have several labels."""
-    kind = parts[0][0]
-    if isinstance(kind, TargetScores):
-        found, limits = joined_targets(target_parts(parts), level, "mean")
-        if found.left_out or not len(found.target):
-            return None
-
-        def of_targets(rows: NDArray[np.intp]) -> WeightedStatistics:
-            own = GroupedScores(found.target[rows], found.output[rows], found.patient[rows], rows)
-            return target_statistics(kind, own, limits[rows])
-
-        return _Items(_names(parts, level, found.item), found.patient, of_targets)
-    scores, threshold, _ = joined(class_parts(parts), level, "mean", settings)
-    if scores.left_out or not len(scores.label):
-        return None
-    positive = positive_class(kind.classes, settings.positive)
-    decided = decide(scores, positive, threshold)
-
-    def of_classes(rows: NDArray[np.intp]) -> WeightedStatistics:
-        own = Scores(scores.label[rows], scores.probability[rows], scores.patient[rows], rows)
-        return Statistics(own, decided[rows], positive)
-
-    return _Items(_names(parts, level, scores.item), scores.patient, of_classes)
+    levels: tuple[Level, ...] = ("patient", "slide", "patch")
+    each = {
+        level: joined_scores(parts, level, "mean", settings)[0]
+        for level in levels[: levels.index(lowest) + 1]
+    }
+    return {
+        level: scores
+        for level, scores in each.items()
+        if len(scores.target) and not scores.left_out
+    }
 
 
 def _names(parts: Sequence[Part], level: Level, item: NDArray[np.int64]) -> list[str]:
     """Return the slide of each patch or slide, or the patient."""
     names = []
     for value in item.tolist():
-        scores: PatchScores | TargetScores = parts[value >> 32][0]
-        own = value & 0xFFFFFFFF
+        predictions, number = parts[value >> 32][0], value & 0xFFFFFFFF
         if level == "patch":
-            own = int(scores.slide[own])
-        names.append((scores.patients if level == "patient" else scores.slides)[own])
+            number = int(predictions.slide[number])
+        names.append(predictions.owner(level)[1][number])
     return names
 
 
 def _group(
-    name: str, inside: NDArray[np.bool_], items: _Items, draws: NDArray[np.float64]
+    name: str, inside: NDArray[np.bool_], scores: Scores, draws: NDArray[np.float64]
 ) -> GroupMetrics:
     rows, rest = np.flatnonzero(inside), np.flatnonzero(~inside)
-    statistics = items.statistics(rows)
+    statistics = scores.task.statistics(scores.rows(rows))
     figures = _figures(statistics)
-    patients = [len(np.unique(items.patient[it])) for it in (rows, rest)]
+    patients = [len(np.unique(scores.patient[some])) for some in (rows, rest)]
     if not len(draws):
         return GroupMetrics(name, len(rows), patients[0], figures, {}, {})
     if patients[0] < _FEWEST_PATIENTS:
         note = f"{TOO_FEW}: {patients[0]}"
         return GroupMetrics(name, len(rows), patients[0], figures, {}, {}, note)
     intervals, _ = intervals_of(statistics, draws[:, : statistics.patients], patients[0])
-    known = {key: it for key, it in intervals.items() if figures.get(key) is not None}
+    defined = {key: ends for key, ends in intervals.items() if figures.get(key) is not None}
     if not patients[1]:
         note = "no difference: no other group"
-        return GroupMetrics(name, len(rows), patients[0], figures, known, {}, note)
+        return GroupMetrics(name, len(rows), patients[0], figures, defined, {}, note)
     if patients[1] < _FEWEST_PATIENTS:
         note = f"no difference: only {counted(patients[1], 'patient')} in other groups"
-        return GroupMetrics(name, len(rows), patients[0], figures, known, {}, note)
-    others = items.statistics(rest)
+        return GroupMetrics(name, len(rows), patients[0], figures, defined, {}, note)
+    others = scores.task.statistics(scores.rows(rest))
     of_others, _ = intervals_of(others, draws[:, : others.patients], patients[1])
-    differences = _differences(figures, known, _figures(others), of_others)
-    return GroupMetrics(name, len(rows), patients[0], figures, known, differences)
+    differences = _differences(figures, defined, _figures(others), of_others)
+    return GroupMetrics(name, len(rows), patients[0], figures, defined, differences)
 
 
 def _figures(statistics: WeightedStatistics) -> dict[str, float | None]:
     values = statistics.figures(np.ones((1, statistics.patients)))
-    return {name: float(it[0]) if math.isfinite(it[0]) else None for name, it in values.items()}
+    return {name: known(value[0]) for name, value in values.items()}
 
 
 def _differences(

@@ -5,24 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import cast
 
-from histopipe.dataset.options import Side, TaskName
-from histopipe.evaluation.evaluate import AnyMetrics, Evaluation
-from histopipe.evaluation.levels import Aggregation
-from histopipe.evaluation.target_metrics import TargetMetrics
+from histopipe.dataset.options import Side
+from histopipe.evaluation.evaluate import Evaluation
 from histopipe.system.result import counted
-
-_WITH_INTERVAL = {"auc": "AUC", "balanced_accuracy": "bal. acc."}
-_PLAIN = {"sensitivity": "sens.", "specificity": "spec.", "f1": "F1", "brier": "Brier"}
-_SHOWN: Mapping[TaskName, tuple[Mapping[str, str], Mapping[str, str]]] = {
-    "classification": (_WITH_INTERVAL, {"accuracy": "acc.", **_PLAIN}),
-    "multilabel": (_WITH_INTERVAL, _PLAIN),
-    "regression": (
-        {"r2": "R²", "pearson": "Pearson"}, {"spearman": "Spearman", "mae": "MAE", "rmse": "RMSE"},
-    ),
-    "survival": (
-        {"c_index": "C-index", "auc": "AUC(t)"}, {"c_index_uno": "Uno's C", "brier": "int. Brier"},
-    ),
-}  # fmt: skip
+from histopipe.tasks.choices import Aggregation, TaskName
+from histopipe.tasks.metrics import Metrics
+from histopipe.tasks.registry import TASKS
 
 FIGURE_TITLES: Mapping[str, str] = {
     "auc": "AUC", "average_precision": "average precision", "balanced_accuracy": "balanced accuracy",
@@ -32,33 +20,13 @@ FIGURE_TITLES: Mapping[str, str] = {
     "pearson": "Pearson correlation", "spearman": "Spearman correlation", "mae": "MAE", "rmse": "RMSE",
     "c_index": "C-index (Harrell)", "c_index_uno": "C-index (Uno)",
 }  # fmt: skip
-_OF_SURVIVAL = {"auc": "AUC over time", "brier": "integrated Brier score"}
 
 
 def figure_title(name: str, task: TaskName) -> str:
     """Return the title of a metric, also of one column: `Brier score, age` of `brier:age`."""
     bare, _, column = name.partition(":")
-    titles = {**FIGURE_TITLES, **_OF_SURVIVAL} if task == "survival" else FIGURE_TITLES
+    titles = {**FIGURE_TITLES, **TASKS[task].titles}
     return titles.get(bare, bare.replace("_", " ")) + (f", {column}" if column else "")
-
-
-def task_of(metrics: AnyMetrics) -> TaskName:
-    """Return the task that was evaluated."""
-    return metrics.task if isinstance(metrics, TargetMetrics) else "classification"
-
-
-def shown_figures(task: TaskName) -> tuple[Mapping[str, str], Mapping[str, str]]:
-    """Return the metrics in a table, with and without interval, and their titles. The first is the main one."""
-    return _SHOWN[task]
-
-
-def main_of(figures: Mapping[str, object]) -> tuple[str, str]:
-    """Return name and title of the main metric among those of a task."""
-    for with_intervals, _ in _SHOWN.values():
-        name, title = next(iter(with_intervals.items()))
-        if name in figures and ("c_index" in figures) == (name == "c_index"):
-            return name, title
-    raise KeyError(", ".join(figures))
 
 
 def with_ends(
@@ -72,9 +40,9 @@ def with_ends(
     return text if ends is None else f"{text} [{ends[0]:{sign}.3f}, {ends[1]:{sign}.3f}]"
 
 
-def main_figure(metrics: AnyMetrics) -> tuple[str, float | None]:
+def main_figure(metrics: Metrics) -> tuple[str, float | None]:
     """Return title and value of the main metric."""
-    name, title = next(iter(_SHOWN[task_of(metrics)][0].items()))
+    name, title = next(iter(TASKS[metrics.task].main.items()))
     return title, metrics.figures[name]
 
 
@@ -93,7 +61,7 @@ def number(value: float | None, digits: int = 3) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def interval(metrics: AnyMetrics, name: str) -> str:
+def interval(metrics: Metrics, name: str) -> str:
     """Return the interval of a metric, such as `[0.872, 0.951]`; empty if it has none."""
     if name not in metrics.intervals:
         return ""
@@ -101,22 +69,22 @@ def interval(metrics: AnyMetrics, name: str) -> str:
     return f"[{number(low)}, {number(high)}]"
 
 
-def with_interval(metrics: AnyMetrics, name: str) -> str:
+def with_interval(metrics: Metrics, name: str) -> str:
     """Return a metric with its interval: `0.912 [0.872, 0.951]`."""
     return f"{number(metrics.figures.get(name))} {interval(metrics, name)}".rstrip()
 
 
 def evaluation_lines(title: str, evaluation: Evaluation) -> list[str]:
     """Return a table with a line per level, and notes below it."""
-    task = task_of(evaluation.finest)
-    with_intervals, plain = _SHOWN[task]
+    task = TASKS[evaluation.finest.task]
+    with_intervals, plain = task.main, task.plain
     rows = [[title, "n", *with_intervals.values(), *plain.values()]]
     notes: dict[str, list[str]] = {}
     for name, metrics in informative_levels(evaluation):
         level, _, how = name.partition("_")
         # Predictions of bags have one aggregation only, so it is not named.
         label = (
-            name.replace("_", " ", 1) if evaluation.patch and task == "classification" else level
+            name.replace("_", " ", 1) if evaluation.patch and len(task.aggregations) > 1 else level
         )
         if level == "patient" and same_as_slides(evaluation, cast(Aggregation, how)):
             continue
@@ -140,7 +108,7 @@ def evaluation_lines(title: str, evaluation: Evaluation) -> list[str]:
     return aligned(rows) + lines
 
 
-def informative_levels(evaluation: Evaluation) -> Iterator[tuple[str, AnyMetrics]]:
+def informative_levels(evaluation: Evaluation) -> Iterator[tuple[str, Metrics]]:
     """Yield the metrics of each level that has a main metric. Without one at the finest level, yield all levels.
 
     Most slides of a study with annotations have several labels. Those with one label often have the same.
@@ -153,7 +121,7 @@ def informative_levels(evaluation: Evaluation) -> Iterator[tuple[str, AnyMetrics
 
 def remarks(evaluation: Evaluation) -> list[str]:
     """Return remarks on an evaluation: why it has no metrics of slides or patients, and patients of the training."""
-    several = "targets" if task_of(evaluation.finest) != "classification" else "labels"
+    several = TASKS[evaluation.finest.task].several
     levels = {name.partition("_")[0] for name, _ in informative_levels(evaluation)}
     finer = {"slide": evaluation.patch, "patient": evaluation.patch or evaluation.slide}
     texts = []
@@ -177,13 +145,13 @@ def remarks(evaluation: Evaluation) -> list[str]:
 def same_as_slides(evaluation: Evaluation, how: Aggregation) -> bool:
     """Return whether the metrics of patients are those of slides, because each patient has one slide."""
     slide, patient = evaluation.slide.get(how), evaluation.patient.get(how)
-    if isinstance(slide, TargetMetrics) and isinstance(patient, TargetMetrics):
-        # Sums in another order may differ in the last digit.
-        return slide.count == slide.patients == patient.count
-    return slide is not None and slide == patient
+    # Sums in another order may differ in the last digit.
+    return (
+        slide is not None and patient is not None and slide.count == slide.patients == patient.count
+    )
 
 
-def _columns_of(metrics: AnyMetrics) -> list[str]:
+def _columns_of(metrics: Metrics) -> list[str]:
     """Return the endings of the metrics of single columns, such as `:age`."""
     found = dict.fromkeys(name.partition(":")[2] for name in metrics.figures)
     return [f":{name}" for name in found if name]

@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.dataset.options import Side
-from histopipe.evaluation.evaluate import AnyScores, JudgeSettings, judge
-from histopipe.evaluation.predictions import PatchScores
+from histopipe.evaluation.evaluate import judge
+from histopipe.tasks.predictions import Predictions
+from histopipe.tasks.task import JudgeSettings
 
 Values = NDArray[np.float64]
 _SMALLEST = 1e-30
@@ -52,35 +53,36 @@ class Calibration:
 
 
 def calibrated(
-    scores: Mapping[Side, AnyScores], settings: JudgeSettings
-) -> tuple[dict[Side, AnyScores], Calibration]:
+    predictions: Mapping[Side, Predictions], settings: JudgeSettings
+) -> tuple[dict[Side, Predictions], Calibration]:
     """Return predictions with the temperature that is fitted to those of validation, and what it changes."""
-    temperature = fit_temperature(scores["validation"])
+    temperature = fit_temperature(predictions["validation"])
     before = {
         side: {
             level: {name: metrics.figures[name] for name in _CHANGED if name in metrics.figures}
             for level, metrics in evaluation.named()
         }
-        for side, evaluation in judge(scores, replace(settings, resamples=0)).items()
+        for side, evaluation in judge(predictions, replace(settings, resamples=0)).items()
     }
-    scaled = {side: with_temperature(own, temperature) for side, own in scores.items()}
+    scaled = {side: with_temperature(part, temperature) for side, part in predictions.items()}
     return scaled, Calibration(temperature, before)
 
 
-def fit_temperature(scores: AnyScores) -> tuple[float, ...]:
+def fit_temperature(predictions: Predictions) -> tuple[float, ...]:
     """Return the temperature that minimises the log loss of predictions, or one for each of several labels.
 
     A few patients say little: without a prior, right predictions alone would be made certain. The logarithm of the
     temperature has a normal prior with mean 0, and each patient counts once. So the log loss never increases.
     """
-    if isinstance(scores, PatchScores):
-        return (_fitted(scores.probability, scores.label, scores.patient),)
-    found = []
-    for label, output in zip(scores.target.T, scores.output.T, strict=True):
-        known = np.isfinite(label)
-        both = np.stack([1 - output[known], output[known]], axis=1)
-        found.append(_fitted(both, label[known].astype(np.int32), scores.patient[known]))
-    return tuple(found)
+    output, patient = predictions.output, predictions.patient
+    if predictions.task.of_classes:
+        return (_fitted(output, predictions.label, patient),)
+    temperatures = []
+    for label, probability in zip(predictions.target.T, output.T, strict=True):
+        rows = np.isfinite(label)
+        both = np.stack([1 - probability[rows], probability[rows]], axis=1)
+        temperatures.append(_fitted(both, label[rows].astype(np.int32), patient[rows]))
+    return tuple(temperatures)
 
 
 def _fitted(
@@ -117,10 +119,7 @@ def _scaled(probability: Values, temperature: Values) -> Values:
     return np.asarray(power / power.sum(axis=-1, keepdims=True), np.float64)
 
 
-def with_temperature(scores: AnyScores, temperature: Sequence[float]) -> AnyScores:
+def with_temperature(predictions: Predictions, temperature: Sequence[float]) -> Predictions:
     """Return predictions with the probabilities of `tempered`."""
-    if isinstance(scores, PatchScores):
-        return replace(
-            scores, probability=tempered(scores.probability, temperature).astype(np.float32)
-        )
-    return replace(scores, output=tempered(scores.output, temperature).astype(np.float32))
+    scaled = tempered(predictions.output, temperature)
+    return replace(predictions, output=scaled.astype(np.float32))

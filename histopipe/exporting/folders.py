@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from histopipe.dataset.splits import patches_crc
-from histopipe.errors import DamagedStore, RemoteMissing, UsageError
+from histopipe.errors import RemoteMissing, UsageError
 from histopipe.runs import folder as run_folder
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
 from histopipe.system.download import download
-from histopipe.system.files import appearing, read_json
+from histopipe.system.files import appearing, read_json, reading
 from histopipe.system.object_storage import list_files, remote_file, upload
 from histopipe.system.urls import public_url
 
@@ -101,12 +101,10 @@ def record_settings(
     if to == "webdataset":
         now["shard_patches"] = shard_patches
     if path.exists():
-        try:
+        with reading(path):
             old = read_json(path)
             differing = [name for name in now if name != "slides" and old.get(name) != now[name]]
             before: dict[str, int] = old["slides"]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DamagedStore(f"{path} is damaged", found=str(error)) from error
         # In tar files, a new slide would shift all patches that follow.
         same = before == crcs if to == "webdataset" else before.items() <= crcs.items()
         if differing or not same:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from histopipe.errors import DamagedStore, OutOfMemory
 from histopipe.runs import folder as run_folder
 from histopipe.runs.task_config import BagTrainConfig
+from histopipe.tasks.task import Task
 from histopipe.training.attention import patch_values
 from histopipe.training.bag_model import BagModel, Patches
 from histopipe.training.bag_pooling import PIECE, pool
@@ -44,8 +45,11 @@ class BagNetwork:
         """Features per patch."""
         self.sha256 = digest(model.serving.weights)
         self.takes_positions = model.takes_positions
-        self.grid: Sequence[float] = objective.grid if getattr(objective, "grid", ()) else ()
-        """Times of the predicted survival; empty for other tasks."""
+
+    def described(self, task: Task) -> Task:
+        """Return the task with the form of the predictions; see `Objective`."""
+        described: Task = self._objective.described(task)
+        return described
 
     def predict(
         self,

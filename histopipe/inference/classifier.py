@@ -14,12 +14,7 @@ from histopipe.dataset.options import LabelsFrom, OnError
 from histopipe.dataset.participants import COLUMNS
 from histopipe.dataset.splits import trained_on
 from histopipe.errors import UsageError
-from histopipe.evaluation.evaluate import (
-    JudgeSettings,
-    Thresholds,
-    mean_thresholds,
-    thresholds_of,
-)
+from histopipe.evaluation.evaluate import mean_thresholds
 from histopipe.evaluation.groups import check_subgroup, labels_columns
 from histopipe.evaluation.temperature import tempered
 from histopipe.inference.slide_run import BATCHES, Network
@@ -32,6 +27,8 @@ from histopipe.slides.tables import SlideLabel, SlideNames, read_labels, table_c
 from histopipe.system.csv_files import NA_VALUES, column_key, nfc
 from histopipe.system.files import read_json
 from histopipe.system.tensorflow import load_quietly
+from histopipe.tasks.predictions import ThresholdsByLevel
+from histopipe.tasks.task import JudgeSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +44,7 @@ class Classifier:
     patches: TrainedPatches
     labels_from: LabelsFrom
     judging: JudgeSettings
-    thresholds: Thresholds
+    thresholds: ThresholdsByLevel
     """Decision thresholds, chosen on the validation patches of the run; means of several models."""
     sha256: str
     """SHA-256 of the weights."""
@@ -181,6 +178,6 @@ def _without_network(folder: Path) -> dict[str, Any]:
         "folder": folder, "classes": tuple(map(nfc, metrics["classes"])), "spec": metrics.get("spec"),
         "patch_mpp": metrics.get("patch_mpp"), "stain_norm": config.stain_norm,
         "labels_from": config.labels_from, "judging": config.judging,
-        "thresholds": thresholds_of(result.metrics["validation"]), "calibrate": config.calibrate,
+        "thresholds": result.metrics["validation"].thresholds, "calibrate": config.calibrate,
         "temperature": result.calibration.temperature if result.calibration else (),
     }  # fmt: skip

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from histopipe.dataset.flow import Flow, flow_from_json, flow_of, flow_to_json
-from histopipe.dataset.options import TaskName
 from histopipe.dataset.participants import NOT_A_CLASS, Participant, write_participants
-from histopipe.errors import DamagedStore
 from histopipe.evaluation.breakdown import Breakdown, break_down
-from histopipe.evaluation.evaluate import Evaluation, JudgeSettings, Part
+from histopipe.evaluation.evaluate import Evaluation
 from histopipe.evaluation.predictions import write_predictions
-from histopipe.evaluation.table import task_of
 from histopipe.inference.predictions_folder import PredictedSlide
 from histopipe.runs import folder as run_folder
 from histopipe.slides.tables import SlideLabel
-from histopipe.system.files import read_json
+from histopipe.system.files import read_json, reading
 from histopipe.system.progress import message
+from histopipe.tasks.choices import TaskName
+from histopipe.tasks.predictions import Part
+from histopipe.tasks.task import JudgeSettings
 
 EVALUATION = "evaluation.json"
 PARTICIPANTS = "participants.csv"
@@ -43,7 +44,7 @@ class ExternalEvaluation:
     @property
     def task(self) -> TaskName:
         """The task that was evaluated."""
-        return task_of(self.evaluation.finest)
+        return self.evaluation.finest.task
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dict, in the form of the metrics of a run."""
@@ -172,17 +173,13 @@ def read_evaluation(folder: Path) -> ExternalEvaluation | None:
         DamagedStore: the file is damaged.
     """
     path = folder / EVALUATION
-    try:
+    with (
+        suppress(FileNotFoundError),
+        reading(path, todo="run the same `histopipe predict` again"),
+    ):
         value = read_json(path)
         return ExternalEvaluation(
             Evaluation.from_json(value["test"]), Breakdown.from_json(value["breakdown"]),
             flow_from_json(value["flow"]), value["positive"], tuple(value.get("in_training", ())),
         )  # fmt: skip
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DamagedStore(
-            f"{path} is damaged",
-            found=repr(error)[:200],
-            todo="run the same `histopipe predict` again",
-        ) from error
+    return None

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from histopipe.dataset.options import OnError, check_whole
 from histopipe.errors import UsageError
-from histopipe.evaluation.levels import Aggregation
 from histopipe.inference.bag_features import BagFeatures
 from histopipe.inference.classifier import PredictOptions, load_classifier
 from histopipe.inference.predict_bags import BagsPrediction
@@ -25,6 +24,7 @@ from histopipe.runs.result import read_result
 from histopipe.runs.task_config import BagTrainConfig, load_config
 from histopipe.store.store import Store
 from histopipe.system.progress import Progress, default_progress
+from histopipe.tasks.choices import Aggregation
 from histopipe.tiling.spec import Tissue
 
 

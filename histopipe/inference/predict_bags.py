@@ -13,7 +13,6 @@ import numpy as np
 
 from histopipe._version import __version__
 from histopipe.dataset.splits import names_of, trained_on
-from histopipe.dataset.targets import Target, make_task
 from histopipe.errors import OutOfMemory, UsageError
 from histopipe.evaluation.evaluate import evaluate
 from histopipe.evaluation.groups import labels_columns
@@ -46,6 +45,7 @@ from histopipe.system.csv_files import column_key
 from histopipe.system.filesystems import roomy
 from histopipe.system.progress import Progress
 from histopipe.system.result import slide_failure
+from histopipe.tasks.task import Target
 
 
 @dataclass(slots=True)
@@ -89,8 +89,8 @@ class BagsPrediction:
     def _record_settings(self) -> None:
         first, temperatures = self._first, [list(model.temperature) for model in self.models]
         settings = {
-            "histopipe": __version__, "run": str(first.folder), "task": first.task,
-            "classes": list(first.classes), "targets": list(first.targets), "bag": first.config.bag,
+            "histopipe": __version__, "run": str(first.folder), "task": first.task.name,
+            "classes": list(first.task.classes), "targets": list(first.targets), "bag": first.config.bag,
             "sha256": [model.network.sha256 for model in self.models], "sources": self.features.kind,
             "tiling": dict(self.options.tiling),
             **({"temperature": temperatures} if any(temperatures) else {}),
@@ -112,7 +112,7 @@ class BagsPrediction:
                 it for it in (*first.targets, *first.config.covariates) if column_key(it) in present
             ]
         has_label = labels is None or (
-            bool(first.classes) and "label" in table_columns(Path(labels))
+            first.task.of_classes and "label" in table_columns(Path(labels))
         )
         bags = BagSet(
             folders, bag=first.config.bag, labels=None if labels is None else Path(labels),
@@ -177,7 +177,7 @@ class BagsPrediction:
         participants = evaluated_participants(
             bags.found_slides(),
             {slide: (of_it.rows, 0) for bag, _ in found for slide, of_it in zip(bag.slides, bag.parts, strict=True)},
-            [slide for bag, _ in found for slide in bag.slides if bag.id in labelled], failed, self._first.classes,
+            [slide for bag, _ in found for slide in bag.slides if bag.id in labelled], failed, self._first.task.classes,
         )  # fmt: skip
         return write_evaluation(
             path, judged, participants, wanted=self.options.subgroup, settings=judging, in_training=seen,
@@ -193,7 +193,7 @@ class BagsPrediction:
             for model in self.models
         ]
         write_patch_table(
-            self.folder.path / run_folder.ATTENTION, bag, self._first.names,
+            self.folder.path / run_folder.ATTENTION, bag, self._first.task.names,
             np.mean([it.attention for it in results], axis=0),
             np.mean([it.contributions for it in results], axis=0),
         )  # fmt: skip
@@ -222,7 +222,7 @@ class BagsPrediction:
         return model.covariates.encode(cells)
 
     def _target(self, bag: Bag) -> Target | None:
-        task = make_task(self._first.task, self._first.targets)
-        if task is None or not all(name in bag.cells for name in self._first.targets):
+        task, cells = self._first.task, {**bag.cells, "label": bag.label or ""}
+        if not all(name in cells for name in task.columns):
             return None
-        return task.target(bag.cells, f"{self._first.config.bag} {bag.id}")
+        return task.target(cells, f"{self._first.config.bag} {bag.id}")

@@ -12,9 +12,7 @@ from numpy.typing import NDArray
 from histopipe._version import __version__
 from histopipe.dataset.splits import names_of
 from histopipe.evaluation.breakdown import breakdown_lines
-from histopipe.evaluation.evaluate import Evaluation, positive_class
-from histopipe.evaluation.levels import Aggregation, Level
-from histopipe.evaluation.predictions import PatchScores, scores_of
+from histopipe.evaluation.evaluate import Evaluation
 from histopipe.evaluation.table import evaluation_lines
 from histopipe.inference.classifier import Classifier
 from histopipe.inference.external_evaluation import (
@@ -36,6 +34,9 @@ from histopipe.inference.slide_tiler import FileSource, TiledSlide
 from histopipe.inference.stored_slides import StoredSlide, StoreSource
 from histopipe.system.filesystems import roomy
 from histopipe.system.progress import Progress
+from histopipe.tasks.choices import Aggregation, Level
+from histopipe.tasks.classification import Classification
+from histopipe.tasks.predictions import Predictions, scores_of
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -70,7 +71,7 @@ class PredictResult(SlideRunResult):
         lines = []
         if self.evaluated is not None:
             lines += evaluation_lines("labelled", self.evaluated.evaluation)
-            lines += breakdown_lines(self.evaluated.breakdown)
+            lines += breakdown_lines(self.evaluated.breakdown, self.evaluated.task)
         return "\n".join([*lines, self.summary("predicted", "patches", self.unit)])
 
 
@@ -122,49 +123,50 @@ class PatchPrediction:
         by_model = classifier.calibrated(
             probability.reshape(shape)
         )  # a slide may be without patches
-        scores = PatchScores(
-            classifier.classes, (predicted.slide,), (predicted.patient,), slide=zeros,
-            patient=zeros, x_l0=corners[:, 0], y_l0=corners[:, 1],
-            label=self._labels(predicted, corners), probability=by_model.mean(axis=1),
+        scores = Predictions(
+            Classification(classes=classifier.classes), (predicted.slide,), (predicted.patient,),
+            slide=zeros, patient=zeros, x_l0=corners[:, 0], y_l0=corners[:, 1],
+            target=self._targets(predicted, corners), output=by_model.mean(axis=1),
         )  # fmt: skip
         predicted = replace(predicted, spread=self._spread(scores, by_model))
         self.folder.write(predicted, scores, thumbnail)
         return predicted.patches, predicted.skipped
 
-    def _spread(self, scores: PatchScores, by_model: NDArray[np.float32]) -> list[float]:
+    def _spread(self, scores: Predictions, by_model: NDArray[np.float32]) -> list[float]:
         """Return the standard deviation of the slide's probabilities over the models, from (N, M, C) of its patches."""
         models = self.classifier.models
         if models == 1 or not len(by_model):
             return []
-        judging = self.classifier.judging
-        positive = positive_class(scores.classes, judging.positive) or 0
-        blank = np.full(len(by_model), -1, np.int32)
+        unknown = scores.without_targets()
         found = [
             scores_of(
-                replace(scores, label=blank, probability=by_model[:, number]), "slide", self.aggregate,
-                top_k=judging.top_k, positive=positive,
-            ).probability[0]
+                replace(unknown, output=by_model[:, number]), "slide", self.aggregate,
+                self.classifier.judging,
+            ).output[0]
             for number in range(models)
         ]  # fmt: skip
         return [float(value) for value in np.std(found, axis=0, ddof=1)]
 
-    def _labels(self, slide: PredictedSlide, corners: NDArray[np.int64]) -> NDArray[np.int32]:
-        """Return the (N,) class numbers of patches, -1 if unknown."""
+    def _targets(self, slide: PredictedSlide, corners: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Return the (N, 1) class numbers of patches, NaN if unknown."""
         classes = self.classifier.classes
         if self.classifier.labels_from == "annotation":  # slide labels do not apply to patches
             annotated = self.source.patch_labels(slide.slide, classes)
-            return np.array([annotated.get((x, y), -1) for x, y in corners.tolist()], np.int32)
-        number = classes.index(slide.label) if slide.label in classes else -1
-        return np.full(len(corners), number, np.int32)
+            numbers = [annotated.get((x, y), -1) for x, y in corners.tolist()]
+        else:
+            number = classes.index(slide.label) if slide.label in classes else -1
+            numbers = [number] * len(corners)
+        target = np.array(numbers, np.float64)[:, None]
+        return np.where(target < 0, np.nan, target)
 
-    def _current(self, slide: PredictedSlide) -> tuple[PredictedSlide, PatchScores]:
+    def _current(self, slide: PredictedSlide) -> tuple[PredictedSlide, Predictions]:
         """Read the predictions of a slide, and update its labels if they have changed."""
         scores, now = self.folder.read(slide.slide), self.source.current(slide)
         if now is slide:
             return slide, scores
-        label = self._labels(now, np.stack([scores.x_l0, scores.y_l0], axis=1))
-        if now != slide or not np.array_equal(label, scores.label):
-            scores = replace(scores, patients=(now.patient,), label=label)
+        target = self._targets(now, np.stack([scores.x_l0, scores.y_l0], axis=1))
+        if now != slide or not np.array_equal(target, scores.target, equal_nan=True):
+            scores = replace(scores, patients=(now.patient,), target=target)
             self.folder.write(now, scores)
         return now, scores
 
@@ -183,7 +185,7 @@ class PatchPrediction:
         }
         if seen:
             self.progress.message(training_warning(sorted(seen), "slide"))
-        parts = [scores for _, scores in found if len(scores.label)]
+        parts = [scores for _, scores in found if len(scores)]
         tables: tuple[tuple[str, Level], ...] = ((SLIDES, "slide"), (PATIENTS, "patient"))
         for name, level in tables:
             write_table(

@@ -8,33 +8,27 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 
-from histopipe.errors import DamagedStore, UsageError
-from histopipe.evaluation.evaluate import (
-    Evaluation,
-    JudgeSettings,
-    Part,
-    Thresholds,
-    evaluate,
-    positive_class,
-)
-from histopipe.evaluation.levels import Aggregation, Level, name_of
-from histopipe.evaluation.metrics import decide
-from histopipe.evaluation.predictions import (
-    PatchScores,
-    joined_scores,
-    of_classes,
-    read_slide_predictions,
-    scores_of,
-    write_predictions,
-)
+from histopipe.errors import UsageError
+from histopipe.evaluation.evaluate import Evaluation, evaluate
+from histopipe.evaluation.predictions import read_slide_predictions, write_predictions
 from histopipe.store.record import SlideRecord
-from histopipe.system.files import appearing, path_within, read_json, record_or_check
+from histopipe.system.files import appearing, path_within, read_json, reading, record_or_check
+from histopipe.tasks.choices import Aggregation, Level
+from histopipe.tasks.classification import Classification
+from histopipe.tasks.predictions import (
+    Part,
+    Predictions,
+    ThresholdsByLevel,
+    joined_predictions,
+    scores_of,
+)
+from histopipe.tasks.task import JudgeSettings
 
 PATCHES = "patches"
 """Folder with the files of each slide."""
@@ -99,17 +93,13 @@ class PredictedSlide:
         Raises:
             DamagedStore: the file is damaged.
         """
-        try:
+        with reading(path, todo="remove it, and predict again"):
             value: dict[str, Any] = read_json(path)
             slide = cls(**value)
             numbers = (slide.width, slide.height, *slide.bounds, slide.size_l0, slide.stride_l0)
             if len(slide.bounds) != 4 or not all(isinstance(n, int | float) for n in numbers):
-                raise TypeError("numbers expected")  # noqa: TRY301 - reported with the others
-        except (OSError, ValueError, TypeError) as error:
-            raise DamagedStore(
-                f"{path} is damaged", found=str(error)[:200], todo="remove it, and predict again"
-            ) from error
-        return slide
+                raise TypeError("numbers expected")
+            return slide
 
 
 class CompleteSlides(Protocol):
@@ -174,7 +164,7 @@ class PredictionsFolder:
         return found if found.source == source else None
 
     def write(
-        self, slide: PredictedSlide, scores: PatchScores, thumbnail: bytes | None = None
+        self, slide: PredictedSlide, scores: Predictions, thumbnail: bytes | None = None
     ) -> None:
         """Write a slide's predictions and thumbnail, then its JSON file."""
         path = self.csv(slide.slide)
@@ -196,21 +186,21 @@ class PredictionsFolder:
         paths = (path for path in folder.rglob("*.json") if not path.name.startswith("."))
         return sorted(path.relative_to(folder).as_posix().removesuffix(".json") for path in paths)
 
-    def read(self, slide: str) -> PatchScores:
+    def read(self, slide: str) -> Predictions:
         """Read the predictions of a slide."""
-        return of_classes(read_slide_predictions(self.csv(slide)), self.csv(slide))
+        return read_slide_predictions(self.csv(slide))
 
 
 def write_table(
     path: Path,
-    parts: Sequence[PatchScores],
+    parts: Sequence[Predictions],
     slides: Sequence[PredictedSlide],
     level: Level,
     how: Aggregation,
     *,
     classes: Sequence[str],
     judging: JudgeSettings,
-    thresholds: Thresholds,
+    thresholds: ThresholdsByLevel,
 ) -> None:
     """Write a CSV file with a row per slide or patient: ids, label, patches, predicted and decided class, probability.
 
@@ -236,29 +226,24 @@ def write_table(
 
 
 def _aggregated(
-    parts: Sequence[PatchScores],
+    parts: Sequence[Predictions],
     level: Level,
     how: Aggregation,
     judging: JudgeSettings,
-    thresholds: Thresholds,
+    thresholds: ThresholdsByLevel,
 ) -> dict[str, list[object]]:
     """Return the number of patches, predicted and decided class, and probabilities by slide or patient."""
-    scores = joined_scores(parts)
-    positive = positive_class(scores.classes, judging.positive)
     # Without labels, so that patches with different labels are aggregated too.
-    blank = replace(scores, label=np.full(len(scores.label), -1, np.int32))
-    found = scores_of(blank, level, how, top_k=judging.top_k, positive=positive or 0)
-    threshold, _ = thresholds.get(name_of(level, how), (None, None))
-    decided = decide(found, positive, threshold)
-    group, names = (
-        (scores.slide, scores.slides) if level == "slide" else (scores.patient, scores.patients)
-    )
+    scores = joined_predictions(parts).without_targets()
+    found = scores_of(scores, level, how, judging, thresholds)
+    task = cast(Classification, found.task)
+    decided, (group, names) = task.decide(found.output, found.limits), scores.owner(level)
     counts = np.bincount(group, minlength=len(names))
-    classes = scores.classes
+    classes = task.classes
     return {
         names[item]: [
-            int(counts[item]), classes[found.probability[i].argmax()], classes[decided[i]],
-            *(f"{p:.9g}" for p in found.probability[i].tolist()),
+            int(counts[item]), classes[found.output[i].argmax()], classes[decided[i]],
+            *(f"{p:.9g}" for p in found.output[i].tolist()),
         ]
         for i, item in enumerate(found.item.tolist())
     }  # fmt: skip
@@ -274,33 +259,25 @@ def _labels(slides: Sequence[PredictedSlide], level: Level) -> dict[str, str]:
 
 
 def evaluate_labelled(
-    parts: Sequence[PatchScores],
+    parts: Sequence[Predictions],
     judging: JudgeSettings,
-    thresholds: Thresholds,
+    thresholds: ThresholdsByLevel,
     leaked: Collection[str],
 ) -> tuple[Part, Evaluation] | None:
     """Return the patches with known labels, with the thresholds, and their evaluation; None if they have fewer than two classes.
 
     `leaked` as for `evaluate`.
     """
-    known = labelled_patches(parts)
-    if not known:
+    labelled = labelled_patches(parts)
+    if not labelled:
         return None
-    scores = joined_scores(known)
+    scores = joined_predictions(labelled)
     if len(np.unique(scores.label)) < 2:
         return None
     part = scores, thresholds
     return part, evaluate([part], judging, leaked)
 
 
-def labelled_patches(parts: Sequence[PatchScores]) -> list[PatchScores]:
+def labelled_patches(parts: Sequence[Predictions]) -> list[Predictions]:
     """Return the patches with known labels."""
-    return [_labelled(part) for part in parts if (part.label >= 0).any()]
-
-
-def _labelled(part: PatchScores) -> PatchScores:
-    rows = part.label >= 0
-    return replace(
-        part, slide=part.slide[rows], patient=part.patient[rows], x_l0=part.x_l0[rows],
-        y_l0=part.y_l0[rows], label=part.label[rows], probability=part.probability[rows],
-    )  # fmt: skip
+    return [known for part in parts if len(known := part.known())]

@@ -8,10 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from histopipe.dataset.covariates import Covariates
-from histopipe.dataset.options import TaskName
 from histopipe.errors import DamagedStore, UsageError
-from histopipe.evaluation.evaluate import JudgeSettings, Thresholds, thresholds_of
-from histopipe.evaluation.target_scores import prediction_names
 from histopipe.runs import folder as run_folder
 from histopipe.runs.result import METRICS, is_finished, read_result
 from histopipe.runs.task_config import BagTrainConfig, load_config
@@ -19,6 +16,9 @@ from histopipe.system.csv_files import nfc
 from histopipe.system.files import read_json
 from histopipe.system.progress import message
 from histopipe.system.tensorflow import load_quietly
+from histopipe.tasks.predictions import ThresholdsByLevel
+from histopipe.tasks.registry import make_task
+from histopipe.tasks.task import JudgeSettings, Task
 
 if TYPE_CHECKING:
     from histopipe.inference.bag_network import BagNetwork
@@ -31,31 +31,25 @@ class TrainedBags:
     folder: Path
     config: BagTrainConfig
     network: BagNetwork
-    classes: tuple[str, ...]
-    """Empty for tasks other than classification."""
-    targets: tuple[str, ...]
+    task: Task
+    """Task of the training, with the form of the predictions."""
     covariates: Covariates | None
     encoders: tuple[Mapping[str, Any] | None, ...]
     """Record of the encoder of each feature set; None for those of other tools."""
-    thresholds: Thresholds
+    thresholds: ThresholdsByLevel
     """Chosen on the validation bags."""
     temperature: tuple[float, ...] = ()
     """Of the probabilities; empty if they are not calibrated."""
 
     @property
-    def task(self) -> TaskName:
-        """Task of the training."""
-        return self.config.task
+    def targets(self) -> tuple[str, ...]:
+        """Columns of the labels file with the target; none for classification."""
+        return () if self.task.of_classes else self.task.columns
 
     @property
     def judging(self) -> JudgeSettings:
         """Settings of the evaluation."""
         return self.config.judging
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """A name for each predicted number; for survival that of the risk alone."""
-        return prediction_names(self.task, self.classes, self.targets)
 
 
 def run_folders(folder: Path) -> list[Path]:
@@ -89,22 +83,21 @@ def load_bags(folder: Path, *, devices: str) -> TrainedBags:
     config = load_config(folder / run_folder.CONFIG)
     assert isinstance(config, BagTrainConfig)  # noqa: S101 - the caller has checked it
     metrics = read_json(folder / METRICS)
-    of_classes = config.task == "classification"
     try:
         covariates = (
             Covariates.from_json(metrics["covariates"]) if "covariates" in metrics else None
         )
-        classes = tuple(map(nfc, metrics["classes"])) if of_classes else ()
-        targets = tuple(metrics.get("targets", ()))
+        classes = tuple(map(nfc, metrics["classes"]))
+        task = make_task(config.task, metrics.get("targets", ()), classes)
         network_module = load_quietly("histopipe.inference.bag_network")
         network = network_module.load_bag_network(
             folder, config, metrics.get("objective", {}), devices=devices,
-            outputs=len(classes or targets),
+            outputs=len(classes if task.of_classes else task.columns),
             covariates=0 if covariates is None else len(covariates.inputs),
         )  # fmt: skip
         return TrainedBags(
-            folder, config, network, classes, targets, covariates, _encoders(metrics, config),
-            thresholds_of(result.metrics["validation"]),
+            folder, config, network, network.described(task), covariates, _encoders(metrics, config),
+            result.metrics["validation"].thresholds,
             result.calibration.temperature if result.calibration else (),
         )  # fmt: skip
     except (KeyError, TypeError) as error:
@@ -130,8 +123,8 @@ def check_alike(models: Sequence[TrainedBags]) -> None:
     first, *others = models
     for other in others:
         for name, own, wanted in (
-            ("task", other.task, first.task),
-            ("classes", other.classes, first.classes),
+            ("task", other.task.name, first.task.name),
+            ("classes", other.task.classes, first.task.classes),
             ("targets", other.targets, first.targets),
             ("--bag", other.config.bag, first.config.bag),
             ("--covariates", other.config.covariates, first.config.covariates),

@@ -10,11 +10,12 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.errors import DamagedStore, UsageError
+from histopipe.errors import UsageError
 from histopipe.features.patch_table import CONTRIBUTION
 from histopipe.inference.predictions_folder import PredictedSlide
 from histopipe.reports.heatmap_values import PatchValues, ReadValues, bounds_of
 from histopipe.runs import folder as run_folder
+from histopipe.system.files import reading
 
 Show = Literal["attention", "contribution"]
 _ATTENTION = "attention"
@@ -86,23 +87,17 @@ def read_patch_table(path: Path, column: str = _ATTENTION) -> dict[str, NDArray[
         DamagedStore: the table cannot be read.
     """
     rows: dict[str, list[tuple[float, ...]]] = {}
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            for row in csv.DictReader(file):
-                if row["x_l0"]:
-                    corner = int(row["x_l0"]), int(row["y_l0"])
-                    values = float(row[column]), float(row["size_l0"] or 0)
-                    rows.setdefault(row["slide"], []).append((*corner, *values))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DamagedStore(f"{path} is damaged", found=repr(error)[:200]) from error
+    with reading(path), path.open(newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            if row["x_l0"]:
+                corner = int(row["x_l0"]), int(row["y_l0"])
+                values = float(row[column]), float(row["size_l0"] or 0)
+                rows.setdefault(row["slide"], []).append((*corner, *values))
     return {slide: np.array(values, np.float64) for slide, values in rows.items()}
 
 
 def _contributions(path: Path) -> list[str]:
     """Return the names of the predictions with contributions."""
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            header = next(csv.reader(file), [])
-    except (OSError, ValueError) as error:
-        raise DamagedStore(f"{path} is damaged", found=repr(error)[:200]) from error
+    with reading(path), path.open(newline="", encoding="utf-8") as file:
+        header = next(csv.reader(file), [])
     return [it.removeprefix(CONTRIBUTION) for it in header if it.startswith(CONTRIBUTION)]

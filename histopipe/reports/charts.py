@@ -18,11 +18,11 @@ from matplotlib.rcsetup import cycler
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from histopipe.evaluation.calibration import Bin, DecisionCurve
-from histopipe.evaluation.intervals import FEWEST_PATIENTS
-from histopipe.evaluation.statistics import Roc
-from histopipe.evaluation.target_metrics import RiskGroup
 from histopipe.system.files import appearing
+from histopipe.tasks.calibration import Bin, DecisionCurve
+from histopipe.tasks.intervals import FEWEST_PATIENTS
+from histopipe.tasks.statistics import Roc
+from histopipe.tasks.survival import RiskGroup
 
 _Colours = tuple[str, str, tuple[str, ...]]
 """Colours of the text, of the grid lines, and of the series."""

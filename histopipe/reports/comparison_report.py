@@ -6,12 +6,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from histopipe.evaluation.groups import QUALITY
-from histopipe.evaluation.intervals import Difference
-from histopipe.evaluation.levels import LEVELS, name_of
-from histopipe.evaluation.table import remarks, shown_figures, task_of, with_ends, with_interval
+from histopipe.evaluation.table import remarks, with_ends, with_interval
 from histopipe.reports.html_page import Cell, Column, Notes, Page, Row, Table, Text, number
 from histopipe.reports.judged import interval_cell
 from histopipe.studies.compare import CompareResult, compare
+from histopipe.tasks.choices import LEVELS, name_of
+from histopipe.tasks.intervals import Difference
+from histopipe.tasks.registry import TASKS
 
 
 def comparison_page(runs: Sequence[Path]) -> Page:
@@ -59,8 +60,8 @@ def _metrics(result: CompareResult) -> Table:
 
 
 def _shown(result: CompareResult) -> dict[str, str]:
-    with_intervals, plain = shown_figures(task_of(result.runs[0].test.finest))
-    return {**with_intervals, **plain}
+    task = TASKS[result.runs[0].test.finest.task]
+    return {**task.main, **task.plain}
 
 
 def _differences(result: CompareResult, first: str) -> Iterator[Table | Notes]:

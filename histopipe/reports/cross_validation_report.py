@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from histopipe.dataset.flow import flow_from_json
-from histopipe.errors import DamagedStore, UsageError
+from histopipe.errors import UsageError
 from histopipe.evaluation.breakdown import Breakdown
 from histopipe.evaluation.evaluate import Evaluation
-from histopipe.evaluation.predictions import PatchScores, joined_scores
-from histopipe.evaluation.table import main_figure, remarks, shown_figures
-from histopipe.evaluation.target_scores import TargetScores
+from histopipe.evaluation.table import main_figure, remarks
 from histopipe.reports.evaluation_sections import add_analysis, add_metrics
 from histopipe.reports.fact_texts import plain
 from histopipe.reports.heatmap_sources import SlideImages
@@ -39,7 +37,8 @@ from histopipe.runs.settings import read_settings
 from histopipe.runs.task_config import CONFIGS, make_config
 from histopipe.studies.cross_validation_result import leaked_from, read_parts, tested_slides
 from histopipe.studies.settings import FoldSettings
-from histopipe.system.files import read_json
+from histopipe.system.files import read_json, reading
+from histopipe.tasks.predictions import joined_predictions
 
 SUMMARY = "summary.json"
 
@@ -56,7 +55,10 @@ def cross_validation_page(
     settings = read_settings(folder / run_folder.CONFIG, *CONFIGS, FoldSettings)
     of_folds = {name for name in settings if name in FoldSettings.__dataclass_fields__}
     config = make_config({k: v for k, v in settings.items() if k not in of_folds})
-    try:
+    unfinished = UsageError(
+        f"{folder} has no finished fold", todo="continue it with `histopipe train --resume`"
+    )
+    with reading(folder / SUMMARY, missing=unfinished):
         summary: Mapping[str, Any] = read_json(folder / SUMMARY)
         results = [
             read_result(folder / f"fold-{it['fold']}")
@@ -64,16 +66,8 @@ def cross_validation_page(
             if it["status"] == "done"
         ]
         judged = _judged(summary, config, results)
-    except FileNotFoundError as error:
-        raise UsageError(
-            f"{folder} has no finished fold", todo="continue it with `histopipe train --resume`"
-        ) from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DamagedStore(f"{folder / SUMMARY} is damaged", found=repr(error)[:200]) from error
     if judged is None:
-        raise UsageError(
-            f"{folder} has no finished fold", todo="continue it with `histopipe train --resume`"
-        )
+        raise unfinished
     page = Page(
         f"Cross-validation {folder.resolve().name}", f"{settings['folds']} folds, in {folder}"
     )
@@ -106,19 +100,19 @@ def _judged(
     parts = read_parts(results)
     # Cross-validations of earlier versions have no number of patients of the training.
     pooled = replace(Evaluation.from_json(summary["pooled"]), in_training=len(leaked_from(results)))
-    classes = [it for it, _ in parts if isinstance(it, PatchScores)]
-    targets = [it for it, _ in parts if isinstance(it, TargetScores)]
+    breakdown = summary.get("breakdown")
     return Judged(
-        {"test": pooled}, {"test": joined_scores(classes)} if classes else {},
-        {"test": joined_scores(targets)} if targets else {}, classes[0].classes if classes else (), config.task,
-        config.judging, Breakdown.from_json(summary["breakdown"]) if "breakdown" in summary else Breakdown(),
-        flow_from_json(summary.get("flow", {})), parts=parts,
+        {"test": pooled}, {"test": joined_predictions([predictions for predictions, _ in parts])}, config.judging,
+        Breakdown() if breakdown is None else Breakdown.from_json(breakdown), flow_from_json(summary.get("flow", {})),
+        parts=parts,
     )  # fmt: skip
 
 
 def _folds(summary: Mapping[str, Any], judged: Judged) -> Iterator[Table]:
-    with_intervals, plain = shown_figures(judged.task)
-    titles = {**with_intervals, **{it: plain[it] for it in ("accuracy",) if it in plain}}
+    titles = {
+        **judged.task.main,
+        **{it: title for it, title in judged.task.plain.items() if it == "accuracy"},
+    }
     names, reasons = list(titles), any(fold["reason"] for fold in summary["folds"])
     level = next(name for name, _ in judged.evaluations["test"].named())
     columns = (

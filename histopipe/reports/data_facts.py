@@ -7,21 +7,25 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from histopipe.dataset.options import SIDES, Side, TaskName
+from histopipe.dataset.options import SIDES, Side
 from histopipe.dataset.participants import EXCLUDED, Participant
 from histopipe.evaluation.groups import NoValue, group_name
-from histopipe.reports.fact_texts import MOST, SIDE_NAMES, listed, percent
+from histopipe.reports.fact_texts import SIDE_NAMES, percent
 from histopipe.reports.run_data import RunData
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.result import METRICS
 from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig
 from histopipe.system.csv_files import FLAGS, cell_number, is_number
-from histopipe.system.result import counted
+from histopipe.system.result import counted, listed
+from histopipe.tasks.choices import TaskName
 
 _STRATA: dict[TaskName, str] = {
     "classification": "class", "multilabel": "label", "regression": "value", "survival": "event and time",
 }  # fmt: skip
+
+_MOST = 12
+"""Most different values of a column that are listed."""
 
 
 def _sites(run: RunData) -> str | None:
@@ -130,8 +134,8 @@ def _characteristics(run: RunData) -> str | None:
     for column in columns:
         values = {side: _values(run.participants, side, column) for side in SIDES}
         every = [it for own in values.values() for it in own if it]
-        numeric = bool(every) and all(map(is_number, every)) and len(set(every)) > MOST
-        if not numeric and len(set(every)) > MOST:
+        numeric = bool(every) and all(map(is_number, every)) and len(set(every)) > _MOST
+        if not numeric and len(set(every)) > _MOST:
             continue
         described = _range_of if numeric else _counts_of
         parts = [f"{SIDE_NAMES[side]} {described(own)}" for side, own in values.items() if own]
@@ -153,7 +157,7 @@ def _range_of(values: Sequence[str]) -> str:
 
 def _counts_of(values: Sequence[str]) -> str:
     counts = Counter(group_name(it or NoValue.MISSING) for it in values)
-    return listed([f"{counts[name]} × {name}" for name in sorted(counts)], most=MOST + 1)
+    return listed([f"{counts[name]} × {name}" for name in sorted(counts)], most=_MOST + 1)
 
 
 def _labels(run: RunData) -> str:
@@ -278,7 +282,7 @@ def _split_level(run: RunData) -> str:
 
 
 def _split_sizes(run: RunData) -> str | None:
-    if run.config.task != "classification":
+    if not run.judged.task.of_classes:
         return None
     counts = run.splits.get("counts", {})
     texts = [

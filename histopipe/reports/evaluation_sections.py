@@ -22,7 +22,7 @@ from histopipe.reports.run_targets import target_charts, target_rows
 
 def add_metrics(page: Page, judged: Judged) -> None:
     """Add the metrics with their charts."""
-    if judged.task == "classification":
+    if judged.task.of_classes:
         page.add("Metrics", *metrics_blocks(judged))
         page.add("ROC and calibration", *curves(judged))
         page.add("Confusion", *confusions(judged))

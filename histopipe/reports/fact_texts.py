@@ -1,24 +1,12 @@
-"""Lists, shares and names as text, for facts of a run."""
+"""Shares, settings and names as text, for facts of a run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from histopipe.dataset.options import Side
 
-MOST = 12
-"""Most names in a list."""
 SIDE_NAMES: Mapping[Side, str] = {"train": "training", "validation": "validation", "test": "test"}
-
-
-def listed(names: Sequence[object], most: int = MOST, *, last: str = "and") -> str:
-    """Return names as `a, b and c`; the number of those after the first `most`."""
-    texts = [str(it) for it in names]
-    if len(texts) > most:
-        texts = [*texts[:most], f"{len(texts) - most} more"]
-    return (
-        f" {last} ".join([", ".join(texts[:-1]), texts[-1]]) if len(texts) > 1 else "".join(texts)
-    )
 
 
 def plain(value: object) -> str:

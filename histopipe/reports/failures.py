@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,16 +14,6 @@ from numpy.typing import NDArray
 from histopipe.dataset.options import SIDES, Side
 from histopipe.dataset.participants import Participant
 from histopipe.errors import DamagedStore, UsageError
-from histopipe.evaluation.evaluate import (
-    ClassPart,
-    class_parts,
-    target_parts,
-    thresholds_of,
-)
-from histopipe.evaluation.levels import Level, name_of
-from histopipe.evaluation.metrics import decide
-from histopipe.evaluation.predictions import PatchScores, scores_of
-from histopipe.evaluation.target_scores import TargetScores, grouped
 from histopipe.reports.heatmap_sources import SlideImages, find_slide
 from histopipe.reports.html_page import (
     Block,
@@ -38,6 +29,8 @@ from histopipe.reports.html_page import (
 )
 from histopipe.reports.judged import Judged
 from histopipe.store.store import Store
+from histopipe.tasks.classification import Classification
+from histopipe.tasks.predictions import Part, Predictions, scores_of
 
 _MOST = 20
 _PATCHES = 8
@@ -78,7 +71,7 @@ def failure_blocks(
         slides: facts of the slides.
         images: thumbnails of the slides, and stores of the patches; None for no pictures.
     """
-    if judged.task != "classification":
+    if not judged.task.of_classes:
         yield from _target_errors(judged)
         return
     side, _ = judged.main
@@ -88,38 +81,35 @@ def failure_blocks(
     yield from _patch_errors(judged, () if images is None else images.stores)
 
 
-def _parts(judged: Judged, side: Side) -> list[ClassPart]:
+def _parts(judged: Judged, side: Side) -> Sequence[Part]:
     """Return the predictions of a side, each with the thresholds of its model."""
     if judged.parts and side == judged.main[0]:
-        return class_parts(judged.parts)
+        return judged.parts
     if side not in judged.predictions:
         return []
-    return class_parts([(judged.predictions[side], thresholds_of(judged.evaluations[side]))])
+    return [(judged.predictions[side], judged.evaluations[side].thresholds)]
 
 
 def decisions(judged: Judged, side: Side) -> Iterator[Decided]:
     """Yield the decision on each slide, or patient, of a side."""
-    for patches, thresholds in _parts(judged, side):
-        level: Level = "patient" if patches.level == "patient" else "slide"
+    for part in _parts(judged, side):
+        predictions, thresholds = part
         # Without labels, so that patches with different labels are aggregated too.
-        blank = replace(patches, label=np.full(len(patches.label), -1, np.int32))
         scores = scores_of(
-            blank, level, "mean", top_k=judged.judging.top_k, positive=judged.positive or 0
+            predictions.without_targets(), predictions.unit, "mean", judged.judging, thresholds
         )
-        threshold, _ = thresholds.get(name_of(level, "mean"), (None, None))
-        decided = decide(scores, judged.positive, threshold)
-        group = patches.slide if level == "slide" else patches.patient
-        names = patches.slides if level == "slide" else patches.patients
-        right = _decided_patches(judged, (patches, thresholds)) == patches.label
+        classes = judged.task.classes
+        decided = cast(Classification, scores.task).decide(scores.output, scores.limits)
+        group, names = predictions.owner(predictions.unit)
+        right, label = _decided_patches(judged, part) == predictions.label, predictions.label
         for i, item in enumerate(scores.item.tolist()):
             members = np.flatnonzero(group == item)
-            numbers, counts = np.unique(patches.label[members], return_counts=True)
-            labels = [judged.classes[number] for number in numbers.tolist()]
+            numbers, counts = np.unique(label[members], return_counts=True)
+            labels = [classes[number] for number in numbers.tolist()]
             yield Decided(
-                names[item], patches.patients[patches.patient[members[0]]], len(members),
+                names[item], predictions.patients[predictions.patient[members[0]]], len(members),
                 tuple(labels), dict(zip(labels, counts.tolist(), strict=True)), float(right[members].mean()),
-                judged.classes[decided[i]],
-                scores.probability[i].tolist(),
+                classes[decided[i]], scores.output[i].tolist(),
             )  # fmt: skip
 
 
@@ -132,7 +122,7 @@ def _slide_errors(
     """Return the wrong decisions on slides with quality and thumbnails, the highest certainty first."""
 
     def of_label(it: Decided) -> float:
-        return it.probability[judged.classes.index(it.labels[0])]
+        return it.probability[judged.task.classes.index(it.labels[0])]
 
     level = judged.predictions[judged.main[0]].level
     of_slides = level != "patient"
@@ -161,14 +151,10 @@ def _slide_errors(
     return Table(title, columns, rows)
 
 
-def _decided_patches(judged: Judged, part: ClassPart) -> NDArray[np.intp]:
+def _decided_patches(judged: Judged, part: Part) -> NDArray[np.intp]:
     """Return the (N,) decided classes of patches."""
-    patches, thresholds = part
-    scores = scores_of(
-        patches, "patch", "mean", top_k=judged.judging.top_k, positive=judged.positive or 0
-    )
-    threshold, _ = thresholds.get(name_of("patch", "mean"), (None, None))
-    return decide(scores, judged.positive, threshold)
+    scores = scores_of(part[0], "patch", "mean", judged.judging, part[1])
+    return cast(Classification, scores.task).decide(scores.output, scores.limits)
 
 
 def _patch_errors(judged: Judged, stores: Sequence[Store]) -> Iterator[Table]:
@@ -179,9 +165,9 @@ def _patch_errors(judged: Judged, stores: Sequence[Store]) -> Iterator[Table]:
         patches = part[0]
         if patches.level != "patch":
             continue
-        decided = _decided_patches(judged, part)
-        wrong = np.flatnonzero(decided != patches.label)
-        of_label = patches.probability[wrong, patches.label[wrong]]
+        decided, labels = _decided_patches(judged, part), patches.label
+        wrong = np.flatnonzero(decided != labels)
+        of_label = patches.output[wrong, labels[wrong]]
         count += len(wrong)
         for row, p in zip(
             wrong[np.argsort(of_label, kind="stable")][:_MOST].tolist(),
@@ -191,7 +177,7 @@ def _patch_errors(judged: Judged, stores: Sequence[Store]) -> Iterator[Table]:
             found.append((
                 float(p), patches.slides[patches.slide[row]], patches.patients[patches.patient[row]],
                 int(patches.x_l0[row]), int(patches.y_l0[row]),
-                judged.classes[patches.label[row]], judged.classes[decided[row]],
+                judged.task.classes[labels[row]], judged.task.classes[decided[row]],
             ))  # fmt: skip
     rows = []
     for i, (p, slide, patient, x, y, label, decision) in enumerate(sorted(found)[:_MOST]):
@@ -216,12 +202,10 @@ def _patch_errors(judged: Judged, stores: Sequence[Store]) -> Iterator[Table]:
 def _target_errors(judged: Judged) -> Iterator[Table]:
     """Yield the largest differences between predictions and targets; none for survival, where errors are not defined."""
     side, _ = judged.main
-    parts = [scores for scores, _ in target_parts(judged.parts)]
-    if not parts and side in judged.targets:
-        parts = [judged.targets[side]]
-    if judged.task == "survival" or not parts:
+    parts = [predictions for predictions, _ in _parts(judged, side)]
+    if judged.task.name == "survival" or not parts:
         return
-    found = [it for scores in parts for it in _differences(scores)]
+    found = [it for predictions in parts for it in _differences(predictions, judged)]
     found.sort(key=lambda it: -it[0])
     rows = [
         Row([
@@ -230,7 +214,7 @@ def _target_errors(judged: Judged) -> Iterator[Table]:
         for _, name, patient, column, *values in found[:_MOST]
     ]  # fmt: skip
     columns = (
-        Column(parts[0].level if parts[0].level == "patient" else "slide"), Column("patient"), Column("column"),
+        Column(parts[0].unit), Column("patient"), Column("column"),
         Column("true", True), Column("predicted", True), Column("difference", True),
     )  # fmt: skip
     yield Table(
@@ -241,19 +225,19 @@ def _target_errors(judged: Judged) -> Iterator[Table]:
 
 
 def _differences(
-    scores: TargetScores,
+    predictions: Predictions, judged: Judged
 ) -> Iterator[tuple[float, str, str, str, float, float, float]]:
     """Yield size in standard deviations, slide or patient, patient, column, true and predicted value, and difference."""
-    level: Level = "patient" if scores.level == "patient" else "slide"
-    means, names = grouped(scores, level), scores.slides if level == "slide" else scores.patients
-    for i, column in enumerate(scores.columns):
+    means = scores_of(predictions, predictions.unit, "mean", judged.judging)
+    _, names = predictions.owner(predictions.unit)
+    for i, column in enumerate(predictions.task.columns):
         true, predicted = means.target[:, i], means.output[:, i]
         known = np.flatnonzero(np.isfinite(true))
         deviation = float(true[known].std()) or 1.0 if len(known) else 1.0
         for row in known.tolist():
             difference = float(predicted[row] - true[row])
             yield (
-                abs(difference) / deviation, names[int(means.item[row])], scores.patients[means.patient[row]], column,
+                abs(difference) / deviation, names[int(means.item[row])], predictions.patients[means.patient[row]], column,
                 float(true[row]), float(predicted[row]), difference,
             )  # fmt: skip
 
@@ -262,16 +246,16 @@ def certain_patches(judged: Judged, stores: Sequence[Store]) -> Iterator[Block]:
     """Yield galleries of the correctly and wrongly classified patches of each class with the highest certainty."""
     side = judged.main[0]
     parts = [it for it in _parts(judged, side) if it[0].level == "patch"]
-    if not parts or not stores:
+    if not judged.task.of_classes or not parts or not stores:
         return
     scores, _ = parts[0]
     decided = _decided_patches(judged, parts[0])
     yield Text(
         f"{side.capitalize()} patches; p is the predicted probability of the true class.", "soft"
     )
-    for code, name in enumerate(judged.classes):
+    for code, name in enumerate(judged.task.classes):
         of_class = np.flatnonzero(scores.label == code)
-        p_true = scores.probability[of_class, code]
+        p_true = scores.output[of_class, code]
         correct = decided[of_class] == code
         for outcome, chosen, order in (("correct", correct, -p_true), ("wrong", ~correct, p_true)):
             rows = of_class[chosen][np.argsort(order[chosen], kind="stable")]
@@ -281,7 +265,7 @@ def certain_patches(judged: Judged, stores: Sequence[Store]) -> Iterator[Block]:
 
 
 def _patches(
-    stores: Sequence[Store], scores: PatchScores, rows: NDArray[np.intp], code: int
+    stores: Sequence[Store], scores: Predictions, rows: NDArray[np.intp], code: int
 ) -> Iterator[Picture]:
     """Yield pictures of the patches that can be read."""
     for row in rows.tolist():
@@ -289,7 +273,7 @@ def _patches(
         x, y = int(scores.x_l0[row]), int(scores.y_l0[row])
         pixels = _pixels(stores, slide, x, y)
         if pixels is not None:
-            caption = f"{slide}, x {x}, y {y}, p = {scores.probability[row, code]:.3f}"
+            caption = f"{slide}, x {x}, y {y}, p = {scores.output[row, code]:.3f}"
             yield Picture.of(f"patch-{row}", caption, fitted(pixels, _PATCH_SIDE))
 
 

@@ -12,12 +12,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from histopipe.errors import DamagedStore, NothingToDo, UsageError
-from histopipe.evaluation.predictions import (
-    PatchScores,
-    joined_scores,
-    of_classes,
-    read_predictions,
-)
+from histopipe.evaluation.predictions import read_predictions
 from histopipe.geometry import Mpp
 from histopipe.inference.predictions_folder import PredictedSlide, PredictionsFolder
 from histopipe.reports.bag_values import Show, open_bag_values
@@ -27,6 +22,7 @@ from histopipe.slides.readers import open_slide
 from histopipe.slides.thumbnail import ASSUMED_MPP, read_thumbnail
 from histopipe.store.reading import decode_picture
 from histopipe.store.store import Store
+from histopipe.tasks.predictions import Predictions, joined_predictions
 
 _IMAGE_SIDE = 1600
 """Approximate longer side of an image read from a slide file, or drawn from patches, in pixels."""
@@ -89,7 +85,7 @@ def _of_predictions(folder: Path, class_name: str | None) -> tuple[Collection[st
         if not slide.patches:
             return None
         scores = predictions.read(name)
-        return _probabilities(scores, np.arange(len(scores.label)), slide, class_name)
+        return _probabilities(scores, np.arange(len(scores)), slide, class_name)
 
     return predictions.names(), read
 
@@ -98,8 +94,13 @@ def _of_run(
     folder: Path, stores: Sequence[Store], class_name: str | None
 ) -> tuple[Collection[str], ReadValues]:
     """Read validation and test patches. Training patches have no predictions."""
-    found = read_predictions(folder / run_folder.PREDICTIONS).values()
-    sides = [of_classes(scores, folder) for scores in found]
+    sides = [*read_predictions(folder / run_folder.PREDICTIONS).values()]
+    if sides and not sides[0].task.of_classes:
+        raise UsageError(
+            f"{folder}",
+            found=f"predictions of {sides[0].task.name}",
+            expected="predictions of classes",
+        )
     if sides and sides[0].level != "patch":
         raise UsageError(
             f"{folder} has no attention, and no predictions of patches, only of {sides[0].level}s",
@@ -108,7 +109,7 @@ def _of_run(
 
     def read(name: str) -> PatchValues:
         # A slide may have patches in both splits.
-        scores = joined_scores([side for side in sides if name in side.slides])
+        scores = joined_predictions([side for side in sides if name in side.slides])
         rows = np.flatnonzero(scores.slide == scores.slides.index(name))
         return _probabilities(scores, rows, _stored(stores, name), class_name)
 
@@ -116,16 +117,17 @@ def _of_run(
 
 
 def _probabilities(
-    scores: PatchScores, rows: NDArray[np.intp], slide: PredictedSlide, class_name: str | None
+    scores: Predictions, rows: NDArray[np.intp], slide: PredictedSlide, class_name: str | None
 ) -> PatchValues:
-    name = scores.classes[-1] if class_name is None else class_name
-    if name not in scores.classes:
-        raise UsageError("--class", found=repr(name), expected=" or ".join(scores.classes))
-    probability = scores.probability[rows]
+    classes = scores.task.classes
+    name = classes[-1] if class_name is None else class_name
+    if name not in classes:
+        raise UsageError("--class", found=repr(name), expected=" or ".join(classes))
+    probability = scores.output[rows]
     return PatchValues(
         slide.slide, f"probability of {name}", scores.x_l0[rows], scores.y_l0[rows],
-        slide.size_l0, probability[:, scores.classes.index(name)],
-        np.array(scores.classes, object)[probability.argmax(axis=1)], bounds_of(slide), slide.mpp,
+        slide.size_l0, probability[:, classes.index(name)],
+        np.array(classes, object)[probability.argmax(axis=1)], bounds_of(slide), slide.mpp,
     )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig, load_co
 from histopipe.store.catalog import read_catalog
 from histopipe.studies.study import STUDY_ID
 from histopipe.studies.tune_result import TRIALS_CSV
-from histopipe.system.files import read_json
+from histopipe.system.files import read_json, reading
 from histopipe.system.progress import Progress
 from histopipe.system.result import Result
 
@@ -194,10 +194,8 @@ def _features(folder: Path) -> FolderInfo:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    try:
+    with reading(path):
         value = read_json(path)
-    except (OSError, ValueError) as error:
-        raise DamagedStore(f"cannot read {path}", found=str(error)[:200]) from error
     if not isinstance(value, dict):
         raise DamagedStore(f"{path} is damaged", found=type(value).__name__, expected="an object")
     return value

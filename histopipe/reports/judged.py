@@ -5,26 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from histopipe.dataset.flow import Flow
-from histopipe.dataset.options import Side, TaskName
+from histopipe.dataset.options import Side
 from histopipe.evaluation import table
 from histopipe.evaluation.breakdown import Breakdown
-from histopipe.evaluation.calibration import Bin
-from histopipe.evaluation.evaluate import (
-    AnyMetrics,
-    Evaluation,
-    JudgeSettings,
-    Part,
-    positive_class,
-)
+from histopipe.evaluation.evaluate import Evaluation
 from histopipe.evaluation.groups import QUALITY
-from histopipe.evaluation.intervals import TOO_FEW, Difference
-from histopipe.evaluation.levels import Level
-from histopipe.evaluation.metrics import Metrics
-from histopipe.evaluation.predictions import PatchScores, Scores, scores_of
-from histopipe.evaluation.statistics import Roc, precision_recall_of, roc_of
 from histopipe.evaluation.subgroups import Subgroups
-from histopipe.evaluation.target_scores import TargetScores
 from histopipe.evaluation.temperature import Calibration
 from histopipe.reports import charts
 from histopipe.reports.html_page import (
@@ -41,6 +31,13 @@ from histopipe.reports.html_page import (
     number,
 )
 from histopipe.system.result import plural
+from histopipe.tasks.calibration import Bin
+from histopipe.tasks.choices import Level
+from histopipe.tasks.intervals import TOO_FEW, Difference
+from histopipe.tasks.metrics import Metrics
+from histopipe.tasks.predictions import Part, Predictions, scores_of
+from histopipe.tasks.statistics import Roc, precision_recall_of, roc_of
+from histopipe.tasks.task import JudgeSettings, Scores, Task
 
 _FIGURES = (
     "auc", "average_precision", "balanced_accuracy", "accuracy", "sensitivity", "specificity", "f1", "brier",
@@ -59,23 +56,14 @@ COLUMN_TITLES = {
     "planned": "patches", "dark": "folds and black", "jpeg_generations": "JPEG generations", "mpp": "µm per pixel",
     "label_source": "source of the label",
 }  # fmt: skip
-_SUBGROUP_FIGURES: Mapping[TaskName, tuple[str, ...]] = {
-    "classification": ("auc", "average_precision", "sensitivity", "specificity", "calibration_error"),
-    "multilabel": ("auc", "average_precision", "calibration_error"),
-    "regression": ("r2", "mae"),
-    "survival": ("c_index", "brier"),
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """An evaluation with its predictions. `predictions` are classes, `targets` those of other tasks."""
+    """An evaluation of at least one side with its predictions."""
 
     evaluations: Mapping[Side, Evaluation]
-    predictions: Mapping[Side, PatchScores]
-    targets: Mapping[Side, TargetScores]
-    classes: tuple[str, ...]
-    task: TaskName
+    predictions: Mapping[Side, Predictions]
     judging: JudgeSettings
     breakdown: Breakdown = field(default_factory=Breakdown)
     flow: Flow = field(default_factory=dict)
@@ -90,9 +78,9 @@ class Judged:
         return side, self.evaluations[side]
 
     @property
-    def positive(self) -> int | None:
-        """Number of the positive class of two."""
-        return positive_class(self.classes, self.judging.positive)
+    def task(self) -> Task:
+        """The task, with the positive class of the evaluation."""
+        return self.predictions[self.main[0]].task.judged(self.judging)
 
 
 def metric_cards(judged: Judged) -> list[Card]:
@@ -100,7 +88,7 @@ def metric_cards(judged: Judged) -> list[Card]:
     cards = []
     patients = judged.main[1].finest.patients
     for level, metrics in shown_levels(judged.main[1]):
-        for figure, title in table.shown_figures(judged.task)[0].items():
+        for figure, title in judged.task.main.items():
             value = table.number(metrics.figures[figure])
             few = any(note.startswith(TOO_FEW) for note in metrics.notes)
             interval = table.interval(metrics, figure) or (TOO_FEW if few else "no interval")
@@ -110,7 +98,7 @@ def metric_cards(judged: Judged) -> list[Card]:
     return cards
 
 
-def shown_levels(evaluation: Evaluation) -> Iterator[tuple[str, AnyMetrics]]:
+def shown_levels(evaluation: Evaluation) -> Iterator[tuple[str, Metrics]]:
     """Yield metrics of patches, and of means per slide and patient. Patients equal to slides are left out."""
     same = table.same_as_slides(evaluation, "mean")
     for name, metrics in table.informative_levels(evaluation):
@@ -124,11 +112,10 @@ def metrics_blocks(judged: Judged) -> Iterator[Block]:
     shown: dict[Side, dict[str, Metrics]] = {side: {} for side in judged.evaluations}
     for side, evaluation in judged.evaluations.items():
         for name, metrics in table.informative_levels(evaluation):
-            if isinstance(metrics, Metrics):
-                level = name.replace("_", ", ", 1)
-                shown[side][level] = metrics
-                for note in metrics.notes:
-                    notes.setdefault(f"{side}: {note}", []).append(level)
+            level = name.replace("_", ", ", 1)
+            shown[side][level] = metrics
+            for note in metrics.notes:
+                notes.setdefault(f"{side}: {note}", []).append(level)
     if sum(map(len, shown.values())) <= _MOST_LEVELS:
         together = {
             f"{side}: {it}": own for side, levels in shown.items() for it, own in levels.items()
@@ -148,7 +135,8 @@ def _metrics_table(title: str, levels: Mapping[str, Metrics]) -> Table:
     """Return a table with a column per level. Metrics that no level has are left out."""
     lines = [("n", [number(it.count) for it in levels.values()])]
     lines += [(_TITLES[it], [metric_cell(own, it) for own in levels.values()]) for it in _FIGURES]
-    lines.append(("threshold", [number(it.threshold, 3) for it in levels.values()]))
+    limits = [next(iter(metrics.thresholds.values), None) for metrics in levels.values()]
+    lines.append(("threshold", [number(limit, 3) for limit in limits]))
     rows = [Row([Cell(name), *cells]) for name, cells in lines if any(it.text for it in cells)]
     return Table(
         f"Metrics at all levels{title}",
@@ -157,7 +145,7 @@ def _metrics_table(title: str, levels: Mapping[str, Metrics]) -> Table:
     )
 
 
-def metric_cell(metrics: AnyMetrics, figure: str) -> Cell:
+def metric_cell(metrics: Metrics, figure: str) -> Cell:
     """Return a cell with a metric and its interval; empty if it is undefined."""
     value = metrics.figures.get(figure)
     return number(None) if value is None else Cell(table.with_interval(metrics, figure), value, "n")
@@ -166,13 +154,12 @@ def metric_cell(metrics: AnyMetrics, figure: str) -> Cell:
 def curves(judged: Judged) -> Iterator[Block]:
     """Yield ROC and precision-recall curves, reliability diagrams and decision curves of classes."""
     yield Charts([*_roc_charts(judged), *_precision_charts(judged)])
-    finest = {side: it.finest for side, it in judged.evaluations.items()}
     bins: dict[str, Sequence[Bin]] = {
-        side: it.reliability for side, it in finest.items() if isinstance(it, Metrics)
+        side: evaluation.finest.reliability for side, evaluation in judged.evaluations.items()
     }
     made = [charts.calibration_chart("Calibration", bins)]
     for name, metrics in shown_levels(judged.main[1]):
-        if isinstance(metrics, Metrics) and metrics.decision_curve is not None:
+        if metrics.decision_curve is not None:
             title = f"Decision curve, {LEVEL_NAMES[name.partition('_')[0]]}"
             made.append(charts.decision_chart(title, metrics.decision_curve))
     yield Charts(made)
@@ -202,30 +189,34 @@ def _changed(calibration: Calibration) -> set[str]:
     return {name for values in levels for name in values}
 
 
-def _scores(judged: Judged) -> Iterator[tuple[str, str, Scores, int, PatchScores]]:
-    """Yield title of the level, name of the curve, scores, class, and predictions.
+def _events(
+    judged: Judged,
+) -> Iterator[tuple[str, str, NDArray[np.bool_], NDArray[np.float64], Scores, int]]:
+    """Yield title of the level, name of the curve, (N,) events and probabilities, scores, and number of patients.
 
     For two classes there is one curve per split, else one per class on the main split.
     """
-    positive = judged.positive
+    task = judged.task
     ranks = {level: rank for rank, (level, _) in enumerate(_LEVELS)}
     for level, title in _LEVELS:
-        for side in judged.predictions if positive is not None else [judged.main[0]]:
-            patches = judged.predictions[side]
-            if ranks[level] < ranks[patches.level]:
+        for side in judged.predictions if task.positive is not None else [judged.main[0]]:
+            predictions = judged.predictions[side]
+            if ranks[level] < ranks[predictions.level]:
                 continue
-            scores = scores_of(
-                patches, level, "mean", top_k=judged.judging.top_k, positive=positive or 0
+            scores, patients = (
+                scores_of(predictions, level, "mean", judged.judging),
+                len(predictions.patients),
             )
-            for i, name in enumerate(judged.classes):
-                if positive in (None, i) and len(scores.label):
-                    yield title, side if positive is not None else name, scores, i, patches
+            for i, name in enumerate(task.classes):
+                if task.positive in (None, i) and len(scores.target):
+                    curve = side if task.positive is not None else name
+                    yield title, curve, scores.label == i, scores.output[:, i], scores, patients
 
 
 def _roc_charts(judged: Judged) -> Iterator[str]:
     found: dict[str, dict[str, Roc]] = {}
-    for title, name, scores, i, patches in _scores(judged):
-        roc = roc_of(scores, i, patients=len(patches.patients), seed=judged.judging.seed)
+    for title, name, event, values, scores, patients in _events(judged):
+        roc = roc_of(event, values, scores.patient, patients=patients, seed=judged.judging.seed)
         if roc is not None:
             found.setdefault(title, {})[name] = roc
     for title, rocs in found.items():
@@ -234,23 +225,23 @@ def _roc_charts(judged: Judged) -> Iterator[str]:
 
 def _precision_charts(judged: Judged) -> Iterator[str]:
     found: dict[str, dict[str, charts.Curve]] = {}
-    for title, name, scores, i, _ in _scores(judged):
-        curve = precision_recall_of(scores, i)
+    for title, name, event, values, *_ in _events(judged):
+        curve = precision_recall_of(event, values)
         if curve is not None:
             found.setdefault(title, {})[name] = curve
-    for title, own in found.items():
-        yield charts.precision_chart(f"Precision and recall, {title}", own)
+    for title, curves_of_level in found.items():
+        yield charts.precision_chart(f"Precision and recall, {title}", curves_of_level)
 
 
 def confusions(judged: Judged) -> Iterator[Block]:
     """Yield the confusion matrices of the main split."""
     side, evaluation = judged.main
     for level, metrics in shown_levels(evaluation):
-        if not isinstance(metrics, Metrics):
-            continue
-        rows = [(name, metrics.confusion[i]) for i, name in enumerate(judged.classes)]
-        threshold = "" if metrics.threshold is None else f", threshold {metrics.threshold:.3f}"
-        yield Confusion(f"{side}: {level.replace('_', ', ', 1)}{threshold}", judged.classes, rows)
+        rows = list(zip(judged.task.classes, metrics.confusion, strict=True))
+        threshold = "".join(f", threshold {limit:.3f}" for limit in metrics.thresholds.values)
+        yield Confusion(
+            f"{side}: {level.replace('_', ', ', 1)}{threshold}", judged.task.classes, rows
+        )
 
 
 def subgroup_tables(judged: Judged, *, quality: bool) -> Iterator[Block]:
@@ -261,9 +252,9 @@ def subgroup_tables(judged: Judged, *, quality: bool) -> Iterator[Block]:
         yield _subgroup_table(what, shown, judged.task)
 
 
-def _subgroup_table(title: str, shown: Sequence[Subgroups], task: TaskName) -> Table:
-    names = [it for it in _SUBGROUP_FIGURES[task] if it in shown[0].groups[0].figures]
-    titles = {name: table.figure_title(name, task) for name in names}
+def _subgroup_table(title: str, shown: Sequence[Subgroups], task: Task) -> Table:
+    names = [it for it in task.by_subgroup if it in shown[0].groups[0].figures]
+    titles = {name: table.figure_title(name, task.name) for name in names}
     main = names[0]
     columns = (
         Column("column"), Column("group"), Column("n", True), Column("patients", True),

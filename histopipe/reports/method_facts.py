@@ -5,30 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from histopipe.dataset.options import TaskName
 from histopipe.reports.data_facts import of_cross_validation
-from histopipe.reports.fact_texts import listed
 from histopipe.reports.run_data import RunData
 from histopipe.runs import folder as run_folder
 from histopipe.runs.result import METRICS
 from histopipe.runs.settings import parse_trainable
 from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig
-from histopipe.system.result import counted
+from histopipe.system.result import counted, listed
 
 _FRAMEWORKS = {"histopipe": "histopipe", "tensorflow": "TensorFlow", "keras": "Keras"}
 _AUGMENTATIONS = {
     "flips": "flips and rotations", "crop": "random crops", "stain": "changes of the stain", "colour": "changes of the colour",
 }  # fmt: skip
-
-
-def _outcome(run: RunData) -> str:
-    config = run.config
-    if config.task == "classification":
-        return f"The outcome is the class {listed(run.classes, last='or')}."
-    if config.task == "survival":
-        return f"The outcome is the time until an event (columns {config.time} and {config.event})."
-    kind = "labels" if config.task == "multilabel" else "numbers"
-    return f"The outcomes are the {kind} {listed(config.target_columns)}."
 
 
 def _network(run: RunData) -> str:
@@ -62,16 +50,6 @@ def _inputs(run: RunData) -> str:
         scale = f" at {mpp:g} µm per pixel" if isinstance(mpp, int | float) else ""
         return f"The model takes RGB patches of {side} × {side} pixels{scale}{more}."
     return f"The model takes the features of all patches of a {getattr(run.config, 'bag', 'slide')}{more}."
-
-
-def _outputs(run: RunData) -> str:
-    kinds: dict[TaskName, str] = {
-        "classification": f"a probability for each class ({listed(run.classes)}); they sum to 1",
-        "multilabel": f"a probability for each label ({listed(run.config.target_columns)})",
-        "regression": f"a number for each column ({listed(run.config.target_columns)})",
-        "survival": "a risk, and the probability of survival at several times",
-    }
-    return f"The output of the model is {kinds[run.config.task]}."
 
 
 def _software(run: RunData) -> str:
@@ -134,7 +112,7 @@ def _augmentation(run: RunData) -> str | None:
 
 def _imbalance(run: RunData) -> str | None:
     config = run.config
-    if config.task != "classification":
+    if not run.judged.task.of_classes:
         return None
     weights = "Classes had equal weights" if config.class_weights == "none" else (
         "Classes were weighted inversely to their frequency"
@@ -145,8 +123,8 @@ def _imbalance(run: RunData) -> str | None:
 
 
 def _threshold(run: RunData) -> str | None:
-    config = run.config
-    if config.task == "multilabel" or len(run.classes) == 2:
+    config, task = run.config, run.judged.task
+    if config.task == "multilabel" or task.positive is not None:
         rule, _, value = config.threshold.partition(":")
         if rule == "youden":
             return "The decision threshold has the highest sum of sensitivity and specificity on the validation set."
@@ -154,7 +132,7 @@ def _threshold(run: RunData) -> str | None:
             end = "highest" if rule == "sensitivity" else "lowest"
             return f"The decision threshold is the {end} one with a {rule} of at least {value} on the validation set."
         return f"The decision threshold was set to {rule} in advance."
-    if config.task == "classification":
+    if task.of_classes:
         return "The most probable class is decided."
     return None
 
@@ -166,7 +144,7 @@ def _predictions(run: RunData) -> str:
         if config.bag == "slide" and run.judged.main[1].patient:
             more = "; patients have the mean of their slides"
         return f"The model predicts each {config.bag}{more}."
-    if config.task != "classification":
+    if len(run.judged.task.aggregations) == 1:
         return "Slides and patients have the mean of the predictions of their patches."
     return (
         "Patches were aggregated to slides and patients in three ways: the mean of their probabilities, the mean of the "
@@ -203,10 +181,10 @@ def _settings_file(_: RunData) -> str:
 
 
 FACTS: dict[str, tuple[str, Callable[[RunData], str | None]]] = {
-    "outcome": (run_folder.CONFIG, _outcome),
+    "outcome": (run_folder.CONFIG, lambda run: run.judged.task.outcome),
     "network": (run_folder.CONFIG, _network),
     "inputs": (METRICS, _inputs),
-    "outputs": (METRICS, _outputs),
+    "outputs": (METRICS, lambda run: f"The output of the model is {run.judged.task.predicted}."),
     "software": (METRICS, _software),
     "hardware": (METRICS, _hardware),
     "weights": (run_folder.CONFIG, _weights),

@@ -9,12 +9,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from histopipe.dataset.options import Side
 from histopipe.dataset.participants import Participant, read_participants
 from histopipe.errors import DamagedStore
-from histopipe.evaluation.evaluate import JudgeSettings
-from histopipe.evaluation.predictions import PatchScores, joined_scores, read_predictions
-from histopipe.evaluation.target_scores import TargetScores
+from histopipe.evaluation.predictions import read_predictions
 from histopipe.inference.external_evaluation import (
     EVALUATED,
     PARTICIPANTS,
@@ -48,6 +45,8 @@ from histopipe.reports.run_slides import heatmap_gallery
 from histopipe.store.store import Store
 from histopipe.system.csv_files import is_number
 from histopipe.system.files import read_json
+from histopipe.tasks.predictions import joined_predictions
+from histopipe.tasks.task import JudgeSettings
 
 _NAMES = ("slide", "patient", "label", "predicted", "decided")
 """Columns of names, also if these look like numbers: `007` is not 7."""
@@ -61,7 +60,6 @@ def predictions_page(folder: Path, *, stores: Sequence[Path] = (), pictures: boo
     """
     try:
         settings: Mapping[str, Any] = read_json(folder / SETTINGS)
-        classes = tuple(map(str, settings.get("classes", ())))
         # A model that takes all slides of a patient together predicts patients only.
         table = SLIDES if (folder / SLIDES).exists() else PATIENTS
         with (folder / table).open(newline="", encoding="utf-8") as file:
@@ -87,7 +85,7 @@ def predictions_page(folder: Path, *, stores: Sequence[Path] = (), pictures: boo
             images = SlideImages({}, opened, PredictionsFolder(folder)) if pictures else None
             notes = list(_notes(found, settings))
             slides_found = read_participants(folder / PARTICIPANTS)
-            _add_evaluation(page, _judged(folder, found, classes), notes, slides_found, images)
+            _add_evaluation(page, _judged(folder, found), notes, slides_found, images)
         page.add(what.capitalize(), _table(slides, what))
         if pictures:
             images = SlideImages({}, opened, PredictionsFolder(folder))
@@ -106,23 +104,17 @@ def _counts(slides: Sequence[Mapping[str, str]], what: str) -> Cards:
     return Cards(cards)
 
 
-def _judged(folder: Path, found: ExternalEvaluation, classes: tuple[str, ...]) -> Judged:
+def _judged(folder: Path, found: ExternalEvaluation) -> Judged:
     """Return the evaluation with the predictions that it evaluates."""
-    classified: dict[Side, PatchScores] = {}
-    targets: dict[Side, TargetScores] = {}
     source = PredictionsFolder(folder)
     if (folder / EVALUATED).exists():
-        scores = read_predictions(folder / EVALUATED)["test"]
-        if isinstance(scores, PatchScores):
-            classified["test"] = scores
-        else:
-            targets["test"] = scores
+        predictions = read_predictions(folder / EVALUATED)["test"]
     else:
         parts = [source.read(slide) for slide in source.slides() if source.csv(slide).exists()]
-        classified = {"test": joined_scores(labelled_patches(parts))}
+        predictions = joined_predictions(labelled_patches(parts))
     return Judged(
-        {"test": found.evaluation}, classified, targets, classes, found.task,
-        JudgeSettings(positive=found.positive), found.breakdown, found.flow,
+        {"test": found.evaluation}, {"test": predictions}, JudgeSettings(positive=found.positive),
+        found.breakdown, found.flow,
     )  # fmt: skip
 
 

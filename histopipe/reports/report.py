@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from histopipe.dataset.flow import Flow, flow_from_json
-from histopipe.errors import DamagedStore, NothingToDo, UsageError
+from histopipe.errors import NothingToDo, UsageError
 from histopipe.inference.external_evaluation import read_evaluation
 from histopipe.inference.predictions_folder import SETTINGS
 from histopipe.reports.checklist import fill
@@ -26,7 +26,7 @@ from histopipe.reports.run_report import run_page
 from histopipe.reports.store_report import store_page
 from histopipe.runs import folder as run_folder
 from histopipe.runs.result import read_result
-from histopipe.system.files import read_json
+from histopipe.system.files import read_json, reading
 from histopipe.system.filesystems import roomy
 from histopipe.system.progress import Progress, default_progress
 from histopipe.system.result import Result
@@ -182,10 +182,9 @@ def _flow_in(folder: Path) -> Flow:
     if _is_run(folder):
         return read_result(folder).flow
     path = folder / SUMMARY
-    try:
-        return flow_from_json(read_json(path).get("flow", {})) if path.exists() else {}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedStore(f"{path} is damaged", found=repr(error)[:200]) from error
+    with suppress(FileNotFoundError), reading(path):
+        return flow_from_json(read_json(path).get("flow", {}))
+    return {}
 
 
 def _flow_figure(folder: Path, file: Path) -> ReportResult:

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from histopipe.evaluation.groups import AUTOMATIC
 from histopipe.evaluation.table import (
     figure_title,
     main_figure,
-    main_of,
     number,
     remarks,
     with_ends,
     with_interval,
 )
-from histopipe.reports.fact_texts import SIDE_NAMES, listed
+from histopipe.reports.fact_texts import SIDE_NAMES
 from histopipe.reports.judged import COLUMN_TITLES, LEVEL_NAMES, shown_levels
 from histopipe.reports.run_data import RunData
 from histopipe.runs import folder as run_folder
 from histopipe.runs.result import METRICS
-from histopipe.system.result import counted, plural
+from histopipe.system.result import counted, listed, plural
 
 _PLOTS = "ROC and precision-recall curves, reliability diagrams, and decision curves (Vickers and Elkin 2006)"
 
@@ -41,7 +40,7 @@ def _subgroup_results(run: RunData) -> str | None:
     wanted, texts = _wanted_columns(run), []
     for own in run.result.breakdown.subgroups:
         if own.column in wanted:
-            name, _ = main_of(own.groups[0].figures)
+            name = next(iter(run.judged.task.main))
             groups = []
             for it in own.groups:
                 value, ends = it.figures.get(name), it.intervals.get(name)
@@ -57,7 +56,7 @@ def _heterogeneity(run: RunData) -> str | None:
     wanted, texts = _wanted_columns(run), []
     for own in run.result.breakdown.subgroups:
         if own.column in wanted:
-            name, _ = main_of(own.groups[0].figures)
+            name = next(iter(run.judged.task.main))
             found = [(it.name, it.differences.get(name)) for it in own.groups]
             groups = [
                 f"{group} {with_ends(it.value, it.interval, signed=True)}"
@@ -109,7 +108,7 @@ def _performance(run: RunData) -> str:
         title, _ = main_figure(evaluation.finest)
         levels = []
         for level, metrics in shown_levels(evaluation):
-            name, _ = main_of(metrics.figures)
+            name = next(iter(run.judged.task.main))
             title = figure_title(name, run.config.task)
             levels.append(f"{_level(level)} {with_interval(metrics, name)} (n = {metrics.count})")
         texts.append(f"{title}, {SIDE_NAMES[side]}: {', '.join(levels)}.")
@@ -162,9 +161,9 @@ def _recalibrated(run: RunData) -> str | None:
 def _failures(run: RunData) -> str | None:
     side, evaluation = run.judged.main
     for level, metrics in reversed(list(shown_levels(evaluation))):
-        confusion: Sequence[Sequence[int]] = getattr(metrics, "confusion", ())
-        wrong = sum(n for i, row in enumerate(confusion) for j, n in enumerate(row) if i != j)
-        if confusion:
+        rows = enumerate(metrics.confusion)
+        wrong = sum(n for i, row in rows for j, n in enumerate(row) if i != j)
+        if metrics.confusion:
             more = " report.html lists those with the highest certainty." if wrong else ""
             return f"{SIDE_NAMES[side].capitalize()}: {wrong} of {metrics.count} {_level(level)} are decided wrongly.{more}"
     return None
@@ -208,7 +207,7 @@ def _metric_names(run: RunData) -> str:
     figures = run.judged.main[1].finest.figures
     names = dict.fromkeys(figure_title(it.partition(":")[0], run.config.task) for it in figures)
     source = " (Van Calster et al. 2019)" if "calibration_slope" in figures else ""
-    plots = f" Plots: {_PLOTS}." if run.config.task == "classification" else ""
+    plots = f" Plots: {_PLOTS}." if run.judged.task.of_classes else ""
     return f"Metrics: {listed(list(names), most=30)}{source}.{plots}"
 
 

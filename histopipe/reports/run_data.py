@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from histopipe.dataset.options import Side
 from histopipe.dataset.participants import Participant
-from histopipe.errors import DamagedStore, HistopipeError
-from histopipe.evaluation.predictions import PatchScores, read_predictions
-from histopipe.evaluation.target_scores import TargetScores
+from histopipe.errors import HistopipeError
+from histopipe.evaluation.predictions import read_predictions
 from histopipe.features.feature_file import paths_of_stores
 from histopipe.reports.judged import Judged
 from histopipe.runs import folder as run_folder
@@ -22,14 +21,15 @@ from histopipe.runs.result import METRICS, TrainResult, read_result, read_slides
 from histopipe.runs.task_config import BagTrainConfig, load_config
 from histopipe.store.catalog import parts_of
 from histopipe.store.store import Store
-from histopipe.system.files import read_json
+from histopipe.system.files import read_json, reading
+from histopipe.tasks.predictions import Predictions
 
 
 @dataclass(frozen=True, slots=True)
 class RunData:
     """A finished run, with the contents of its files.
 
-    `history` has one row per epoch. `predictions` are classes of patches or bags, `targets` those of other tasks. `stores` are the open stores that were found.
+    `history` has one row per epoch. `stores` are the open stores that were found.
     `missing` lists the parts that could not be read, with the reasons. `participants` are the rows of `slides.csv`.
     """
 
@@ -39,8 +39,7 @@ class RunData:
     metrics_file: Mapping[str, Any]
     splits: Mapping[str, Any]
     history: Sequence[Mapping[str, float | None]]
-    predictions: Mapping[Side, PatchScores]
-    targets: Mapping[Side, TargetScores]
+    predictions: Mapping[Side, Predictions]
     stores: Sequence[Store]
     missing: Sequence[str]
     participants: Sequence[Participant] = ()
@@ -50,8 +49,8 @@ class RunData:
         """Its evaluation."""
         result, config = self.result, self.config
         return Judged(
-            result.metrics, self.predictions, self.targets, self.classes, config.task, config.judging,
-            result.breakdown, result.flow, result.calibration,
+            result.metrics, self.predictions, config.judging, result.breakdown, result.flow,
+            result.calibration,
         )  # fmt: skip
 
     @property
@@ -73,13 +72,10 @@ def read_run(
     result = read_result(folder)
     config = load_config(folder / run_folder.CONFIG)
     opened, missing = open_stores(config, stores, stack, follow=follow)
-    read = read_predictions(folder / run_folder.PREDICTIONS).items()
     return RunData(
         folder, config, result, _json(folder / METRICS), _json(folder / run_folder.SPLITS),
         _history(folder / run_folder.HISTORY),
-        {side: scores for side, scores in read if isinstance(scores, PatchScores)},
-        {side: scores for side, scores in read if isinstance(scores, TargetScores)},
-        opened, missing, read_slides(folder),
+        read_predictions(folder / run_folder.PREDICTIONS), opened, missing, read_slides(folder),
     )  # fmt: skip
 
 
@@ -105,17 +101,8 @@ def open_stores(
     return opened, missing
 
 
-@contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    """Raise DamagedStore if a file cannot be read or parsed."""
-    try:
-        yield
-    except (OSError, ValueError, TypeError) as error:
-        raise DamagedStore(f"{path} cannot be read", found=repr(error)[:200]) from error
-
-
 def _json(path: Path) -> dict[str, Any]:
-    with _readable(path):
+    with reading(path):
         value = read_json(path)
         if not isinstance(value, dict):
             raise TypeError(type(value).__name__)
@@ -123,7 +110,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _history(path: Path) -> list[dict[str, float | None]]:
-    with _readable(path), path.open(newline="", encoding="utf-8") as file:
+    with reading(path), path.open(newline="", encoding="utf-8") as file:
         return [
             {name: float(cell) if cell else None for name, cell in row.items()}
             for row in csv.DictReader(file)

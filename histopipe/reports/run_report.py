@@ -45,15 +45,15 @@ def run_page(
     with ExitStack() as stack:
         run = read_run(folder, stores, stack, follow=follow)
         subject = " vs. ".join(run.classes)
-        if run.targets:
+        judged = run.judged
+        if not judged.task.of_classes:
             subject = f"{run.config.task} of {', '.join(run.config.target_columns)}"
         subtitle = f"{_network(run.config)}, {subject}, in {folder}"
         page = Page(f"Run {folder.resolve().name}", subtitle)
-        judged = run.judged
         page.add("Summary", *_summary(run))
         add_metrics(page, judged)
         page.add("Learning curves", _curves(run))
-        page.add("Slides", target_table(run) if run.targets else slide_table(run))
+        page.add("Slides", slide_table(run) if judged.task.of_classes else target_table(run))
         if pictures:
             page.add("Patches", *certain_patches(judged, run.stores))
             page.add("Heatmaps", heatmaps(run))
@@ -74,7 +74,7 @@ def _summary(run: RunData) -> Iterator[Block]:
     result = run.result
     if side in result.covariates_only:
         finest = result.covariates_only[side].finest
-        name, title = next(iter(table.shown_figures(run.config.task)[0].items()))
+        name, title = next(iter(run.judged.task.main.items()))
         yield Text(
             f"A model of the covariates alone ({', '.join(getattr(run.config, 'covariates', ()))}): {title} "
             f"{table.with_interval(finest, name)}. The difference is what the slides add."
@@ -108,7 +108,7 @@ def _curves(run: RunData) -> Charts | None:
     made = [
         charts.lines("Loss", [curve("training", "loss"), curve("validation", "val_loss")], x="epoch", y="loss", mark=best),
     ]  # fmt: skip
-    name, title = next(iter(table.shown_figures(run.config.task)[0].items()))
+    name, title = next(iter(run.judged.task.main.items()))
     pair = [curve("training", name), curve("validation", f"val_{name}")]
     made.append(charts.lines(title, pair, x="epoch", y=title, mark=best))
     rate = curve("learning rate", "learning_rate")

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from histopipe.dataset.options import Side
 from histopipe.errors import DamagedStore, HistopipeError, NothingToDo, UsageError
-from histopipe.evaluation.evaluate import positive_class
 from histopipe.reports.failures import decisions
 from histopipe.reports.heatmap_sources import SlideImages, open_values
 from histopipe.reports.html_page import (
@@ -52,7 +51,7 @@ def _slide_rows(judged: Judged, side: Side, annotated: bool) -> Iterator[Row]:
     """Yield a row per slide. If its patches are `annotated`, it has their numbers and share of correct decisions."""
     for it in decisions(judged, side):
         if annotated:
-            counts = [number(it.counts.get(name, 0)) for name in judged.classes]
+            counts = [number(it.counts.get(name, 0)) for name in judged.task.classes]
             decided = [*counts, number(100 * it.right, unit=" %")]
         else:
             correct = Cell("no", tone="bad") if it.wrong else Cell("yes", tone="good")
@@ -69,7 +68,7 @@ def heatmaps(run: RunData) -> Gallery | None:
     """Return heatmaps of some validation and test slides, or None if there are none."""
     name = None
     if not isinstance(run.config, BagTrainConfig):
-        positive = positive_class(run.classes, run.config.judging.positive)
+        positive = run.judged.task.positive
         name = run.classes[-1 if positive is None else positive]
     title = "Dark purple is 0, yellow is 1. Areas without colour are not in validation or test."
     return heatmap_gallery(run.folder, SlideImages({}, run.stores), title, name)

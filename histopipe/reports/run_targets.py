@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from histopipe.dataset.options import Side
 from histopipe.evaluation import table
-from histopipe.evaluation.calibration import Bin, reliability_of
 from histopipe.evaluation.evaluate import Evaluation
-from histopipe.evaluation.levels import Level
-from histopipe.evaluation.multilabel import label_scores
-from histopipe.evaluation.statistics import Roc, precision_recall_of, roc_of
-from histopipe.evaluation.target_metrics import RiskGroup, TargetMetrics
-from histopipe.evaluation.target_scores import TargetScores, grouped
 from histopipe.reports import charts
 from histopipe.reports.html_page import Block, Cell, Charts, Column, Row, Table, number
 from histopipe.reports.judged import Judged, metric_cell
 from histopipe.reports.run_data import RunData
+from histopipe.tasks.calibration import Bin, reliability_of
+from histopipe.tasks.choices import TaskName
+from histopipe.tasks.predictions import Predictions, scores_of
+from histopipe.tasks.registry import TASKS
+from histopipe.tasks.statistics import Roc, precision_recall_of, roc_of
+from histopipe.tasks.survival import RiskGroup
 
 _MOST_ROWS = 5000
 
@@ -30,12 +30,11 @@ def target_rows(evaluations: Mapping[Side, Evaluation]) -> Iterator[Block]:
         (side, level, metrics)
         for side, evaluation in evaluations.items()
         for level, metrics in table.informative_levels(evaluation)
-        if isinstance(metrics, TargetMetrics)
-        and not (level == "patient_mean" and table.same_as_slides(evaluation, "mean"))
+        if not (level == "patient_mean" and table.same_as_slides(evaluation, "mean"))
     ]
     known = {name.partition(":")[0] for *_, metrics in judged for name in metrics.figures}
     found = [name for name in table.FIGURE_TITLES if name in known]
-    main = list(table.shown_figures(judged[0][2].task)[0]) if judged else []
+    main = list(TASKS[judged[0][2].task].main) if judged else []
     figures = [*main, *(name for name in found if name not in main)]
     columns = (
         Column("split"), Column("level"), Column("column"), Column("n", True),
@@ -58,49 +57,58 @@ def target_charts(judged: Judged) -> Iterator[Block]:
     """Yield charts: survival of the risk groups, true against predicted values, or ROC curves and calibration."""
     yield Charts(list(_charts(judged)))
     for side, evaluation in judged.evaluations.items():
-        groups = getattr(evaluation.finest, "groups", ())
-        if groups:
-            yield _at_risk(side, groups)
+        if evaluation.finest.groups:
+            yield _at_risk(side, evaluation.finest.groups)
 
 
 def _charts(judged: Judged) -> Iterator[str]:
-    for side, scores in judged.targets.items():
-        if scores.task == "survival":
-            metrics = judged.evaluations[side].finest
-            if isinstance(metrics, TargetMetrics) and metrics.groups:
-                p = "" if metrics.log_rank is None else f", log-rank p {metrics.log_rank:.2g}"
-                yield charts.survival_chart(f"Survival, {side}{p}", metrics.groups)
-        elif scores.task == "regression":
-            for i, name in enumerate(scores.columns):
-                known = np.isfinite(scores.target[:, i])
-                yield charts.scatter_chart(
-                    f"{name}, {side}", scores.target[known, i], scores.output[known, i]
-                )
-        else:
-            yield from _label_charts(judged, side, scores)
+    for side, predictions in judged.predictions.items():
+        draw = _CHARTS.get(predictions.task.name, _scatter_charts)
+        yield from draw(judged, side, predictions)
 
 
-def _label_charts(judged: Judged, side: Side, scores: TargetScores) -> Iterator[str]:
+def _survival_charts(judged: Judged, side: Side, _: Predictions) -> Iterator[str]:
+    metrics = judged.evaluations[side].finest
+    if metrics.groups:
+        p = "" if metrics.log_rank is None else f", log-rank p {metrics.log_rank:.2g}"
+        yield charts.survival_chart(f"Survival, {side}{p}", metrics.groups)
+
+
+def _scatter_charts(_: Judged, side: Side, predictions: Predictions) -> Iterator[str]:
+    for i, name in enumerate(predictions.task.columns):
+        rows = np.isfinite(predictions.target[:, i])
+        true, predicted = predictions.target[rows, i], predictions.output[rows, i]
+        yield charts.scatter_chart(f"{name}, {side}", true, predicted)
+
+
+def _label_charts(judged: Judged, side: Side, predictions: Predictions) -> Iterator[str]:
     """Yield ROC curves, precision-recall curves and reliability diagrams of the labels."""
-    rows = grouped(scores, scores.level)
     rocs: dict[str, Roc] = {}
     precision: dict[str, charts.Curve] = {}
     bins: dict[str, Sequence[Bin]] = {}
-    for i, name in enumerate(scores.columns):
-        known = np.isfinite(rows.target[:, i])
-        if not known.any():
+    seed, patients = judged.judging.seed, len(predictions.patients)
+    for i, name in enumerate(predictions.task.columns):
+        rows = np.isfinite(predictions.target[:, i])
+        if not rows.any():
             continue
-        own = label_scores(rows.target[known, i], rows.output[known, i], rows.patient[known])
-        roc = roc_of(own, 1, patients=len(scores.patients), seed=judged.judging.seed)
-        curve = precision_recall_of(own, 1)
+        event = predictions.target[rows, i] == 1
+        values = predictions.output[rows, i].astype(np.float64)
+        roc = roc_of(event, values, predictions.patient[rows], patients=patients, seed=seed)
+        curve = precision_recall_of(event, values)
         if roc is not None and curve is not None:
             rocs[name], precision[name] = roc, curve
-        bins[name] = reliability_of(own.probability[:, 1], own.label == 1)
+        bins[name] = reliability_of(values, event)
     if rocs:
         yield charts.roc_chart(f"ROC, {side}", rocs)
         yield charts.precision_chart(f"Precision and recall, {side}", precision)
     if bins:
         yield charts.calibration_chart(f"Calibration, {side}", bins)
+
+
+_CHARTS: Mapping[TaskName, Callable[[Judged, Side, Predictions], Iterator[str]]] = {
+    "survival": _survival_charts, "multilabel": _label_charts,
+}  # fmt: skip
+"""Charts of a task; true against predicted values for others."""
 
 
 def _at_risk(side: Side, groups: tuple[RiskGroup, ...]) -> Table:
@@ -125,21 +133,20 @@ def _value(value: float) -> Cell:
 
 def target_table(run: RunData) -> Table | None:
     """Return a table of all validation and test slides, or bags, with targets and predictions."""
-    found = list(run.targets.items())
+    found = list(run.predictions.items())
     if not found:
         return None
     _, first = found[0]
-    level: Level = "patient" if first.level == "patient" else "slide"
-    names = first.output_names[: len(first.columns)] if first.task != "survival" else ("risk",)
+    level = first.unit
+    names = first.task.output_names[: len(first.task.names)]
     columns = (
         Column(level), Column("patient"), Column("split"),
-        *(Column(f"true {name}", True) for name in first.columns),
+        *(Column(f"true {name}", True) for name in first.task.columns),
         *(Column(name.replace("_", " ", 1), True) for name in names),
     )  # fmt: skip
     rows = []
     for side, scores in found:
-        means = grouped(scores, level)
-        ids = scores.slides if level == "slide" else scores.patients
+        means, (_, ids) = scores_of(scores, level, "mean", run.judged.judging), scores.owner(level)
         for i, item in enumerate(means.item.tolist()):
             rows.append(Row([
                 Cell(ids[item], tone="id"), Cell(scores.patients[means.patient[i]]), Cell(side),

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from histopipe.dataset.options import LOSSES, Loss, TaskName
 from histopipe.errors import UsageError
 from histopipe.runs.settings import check_settings, declared_settings, parse_devices, setting
 from histopipe.system.csv_files import NA_VALUES
+from histopipe.tasks.choices import LOSSES, Loss, TaskName
 
 if TYPE_CHECKING:
-    from histopipe.evaluation.evaluate import JudgeSettings
+    from histopipe.tasks.task import JudgeSettings
 
 Precision = Literal["float32", "mixed_bfloat16", "mixed_float16", "float64"]
 
@@ -202,7 +202,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         check_settings(self)
         # Imported late: `--help` does not need NumPy.
-        from histopipe.evaluation.thresholds import check_rule
+        from histopipe.tasks.thresholds import check_rule
 
         check_rule(self.threshold)
         if self.further_columns and self.labels is None:
@@ -326,7 +326,7 @@ class TrainConfig:
     def judging(self) -> JudgeSettings:
         """Settings of the evaluation of the best model."""
         # Imported late: `--help` does not need NumPy.
-        from histopipe.evaluation.evaluate import JudgeSettings
+        from histopipe.tasks.task import JudgeSettings
 
         return JudgeSettings(
             positive=self.positive, threshold=self.threshold, top_k=self.top_k,

@@ -7,17 +7,17 @@ import hashlib
 import io
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from histopipe.dataset.splits import Splits, write_splits
-from histopipe.errors import DamagedStore, UsageError
+from histopipe.errors import UsageError
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.settings import declared_settings, to_toml
-from histopipe.system.files import appearing, locked, read_json, remove_parts
+from histopipe.system.files import appearing, locked, read_json, reading, remove_parts
 from histopipe.system.filesystems import is_full_disk
 
 CONFIG, SPLITS, HISTORY = "config.toml", "splits.json", "history.csv"
@@ -137,14 +137,10 @@ def fingerprint(config: TrainConfig, splits: Splits, *position: int) -> list[int
 
 def read_micro_batch(folder: Path) -> int | None:
     """Return the size of micro-batches to continue with; None if memory did not run out before."""
-    try:
-        return max(1, int(read_json(folder / MEMORY)["micro_batch"]))
-    except FileNotFoundError:
-        return None
-    except (ValueError, KeyError, TypeError, OverflowError) as error:
-        raise DamagedStore(
-            f"{folder / MEMORY} is damaged", found=str(error), todo="remove the file"
-        ) from error
+    path = folder / MEMORY
+    with suppress(FileNotFoundError), reading(path, todo="remove the file"):
+        return max(1, int(read_json(path)["micro_batch"]))
+    return None
 
 
 def write_micro_batch(folder: Path, size: int, why: str) -> None:

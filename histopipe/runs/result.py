@@ -12,14 +12,14 @@ from histopipe.dataset.flow import Flow, flow_from_json, flow_to_json, leaked_pa
 from histopipe.dataset.options import SIDES, Side
 from histopipe.dataset.participants import Participant, read_participants
 from histopipe.dataset.splits import load_splits
-from histopipe.errors import DamagedStore, HistopipeError, UsageError
+from histopipe.errors import HistopipeError, UsageError
 from histopipe.evaluation.breakdown import Breakdown, breakdown_lines
 from histopipe.evaluation.evaluate import Evaluation
 from histopipe.evaluation.table import evaluation_lines, main_figure, number, split_lines
 from histopipe.evaluation.temperature import Calibration
 from histopipe.runs import folder as run_folder
 from histopipe.runs.task_config import load_config
-from histopipe.system.files import read_json
+from histopipe.system.files import read_json, reading
 
 METRICS = "metrics.json"
 _BASELINE, _CALIBRATION = "covariates_only", "calibration"
@@ -74,7 +74,8 @@ class TrainResult:
         if self.calibration is not None:
             values = ", ".join(number(it, 2) for it in self.calibration.temperature)
             lines.append(f"probabilities calibrated on validation: temperature {values}")
-        lines += breakdown_lines(self.breakdown)
+        task = next(iter(self.metrics.values())).finest.task
+        lines += breakdown_lines(self.breakdown, task)
         return "\n".join([*lines, place])
 
     def to_json(self) -> dict[str, Any]:
@@ -106,9 +107,13 @@ def read_result(folder: Path) -> TrainResult:
         UsageError: there is no finished run.
         DamagedStore: its metrics cannot be read.
     """
-    path = folder / METRICS
-    try:
-        value = read_json(path)
+    resume = f"`histopipe train --resume --out {folder}`"
+    missing = UsageError(
+        f"no finished run in {folder}", expected=f"a {METRICS} in it",
+        todo=f"finish it with {resume}" if folder.is_dir() else "check the path",
+    )  # fmt: skip
+    with reading(folder / METRICS, missing=missing, todo=f"evaluate the model again with {resume}"):
+        value = read_json(folder / METRICS)
         names = ("epochs", "best_epoch", "seconds", "host_bytes", "gpu_bytes")
         metrics = {side: Evaluation.from_json(value[side]) for side in SIDES if side in value}
         if any(it.in_training is None for it in metrics.values()):  # of an earlier version
@@ -127,16 +132,6 @@ def read_result(folder: Path) -> TrainResult:
             calibration=None if fitted is None else Calibration.from_json(fitted),
             **{name: value[name] for name in names},
         )  # fmt: skip
-    except FileNotFoundError as error:
-        raise UsageError(
-            f"no finished run in {folder}", expected=f"a {METRICS} in it",
-            todo=f"finish it with `histopipe train --resume --out {folder}`" if folder.is_dir() else "check the path",
-        ) from error  # fmt: skip
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DamagedStore(
-            f"{path} is damaged", found=repr(error)[:200],
-            todo=f"evaluate the model again with `histopipe train --resume --out {folder}`",
-        ) from error  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

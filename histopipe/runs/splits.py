@@ -14,7 +14,6 @@ from histopipe.dataset.sample_table import SampleSource
 from histopipe.dataset.selection import store_paths
 from histopipe.dataset.splits import Splits, read_splits, recorded_numbers
 from histopipe.dataset.splitting import make_splits
-from histopipe.dataset.targets import make_task
 from histopipe.errors import UsageError
 from histopipe.features.bag_participants import bag_participants
 from histopipe.features.bags import BagSet
@@ -25,6 +24,7 @@ from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig
 from histopipe.store.store import StoreSet
 from histopipe.system.csv_files import NA_VALUES, nfc, similar_values
 from histopipe.system.progress import SilentProgress, message
+from histopipe.tasks.registry import make_task
 
 
 @contextmanager
@@ -91,9 +91,9 @@ def new_splits(config: TrainConfig, sources: Sequence[SampleSource]) -> Splits:
                 todo="leave one of them out",
             )
         wanted = (config.task, config.target_columns, getattr(config, "covariates", ()))
-        if (splits.task, splits.targets, splits.covariates) != wanted:
+        if (splits.task_name, splits.targets, splits.covariates) != wanted:
             raise UsageError(
-                f"--splits {config.splits}", found=f"{splits.task} {' '.join((*splits.targets, *splits.covariates))}",
+                f"--splits {config.splits}", found=f"{splits.task_name} {' '.join((*splits.targets, *splits.covariates))}",
                 expected=f"{wanted[0]} {' '.join((*wanted[1], *wanted[2]))}", todo="create new splits",
             )  # fmt: skip
         if isinstance(config, PatchTrainConfig):

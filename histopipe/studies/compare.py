@@ -10,17 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from histopipe.dataset.options import TaskName
 from histopipe.dataset.splits import DROPPED, Splits, load_splits
 from histopipe.errors import UsageError
 from histopipe.evaluation.breakdown import Breakdown, break_down, breakdown_lines
-from histopipe.evaluation.evaluate import Evaluation, JudgeSettings, Part, evaluate, positive_class
-from histopipe.evaluation.intervals import Difference
-from histopipe.evaluation.levels import LEVELS, Level, levels_of, name_of
-from histopipe.evaluation.predictions import with_common_patients
-from histopipe.evaluation.statistics import bootstrap_draws
-from histopipe.evaluation.table import aligned, evaluation_lines, shown_figures, with_ends
-from histopipe.evaluation.target_scores import TargetScores
+from histopipe.evaluation.evaluate import Evaluation, evaluate
+from histopipe.evaluation.table import aligned, evaluation_lines, with_ends
 from histopipe.runs import folder as run_folder
 from histopipe.runs.result import is_finished, read_result
 from histopipe.runs.settings import declared_settings, read_settings
@@ -30,6 +24,12 @@ from histopipe.studies.paired_differences import differences_of, tested_items
 from histopipe.studies.settings import FoldSettings
 from histopipe.system.csv_files import nfc
 from histopipe.system.result import counted
+from histopipe.tasks.choices import LEVELS, Level, TaskName, name_of
+from histopipe.tasks.intervals import Difference
+from histopipe.tasks.predictions import Part, with_common_patients
+from histopipe.tasks.registry import TASKS
+from histopipe.tasks.statistics import bootstrap_draws
+from histopipe.tasks.task import JudgeSettings
 
 _LOCAL = ("fold_timeout", "retries", "parallel_folds")
 """Settings that do not affect the results."""
@@ -89,34 +89,29 @@ class CompareResult:
             lines += ["", *evaluation_lines(str(run.folder), run.test)]
             lines += [f"  {note}" for note in run.notes]
             wanted = run.settings.get("subgroup", ())
-            lines += [f"  {line}" for line in breakdown_lines(run.breakdown, wanted)]
+            lines += [
+                f"  {line}" for line in breakdown_lines(run.breakdown, run.test.finest.task, wanted)
+            ]
         compared = zip(self.runs[1:], self.differences, self.notes, self.splits, strict=True)
         for run, levels, notes, splits in compared:
             lines += ["", f"{run.folder} minus {names[0]}:"]
             lines += [] if splits is None else [f"  {splits}"]
             if levels:
-                lines += aligned(_difference_rows(levels))
+                lines += aligned(_difference_rows(levels, run.test.finest.task))
             lines += [f"  not compared: {note}" for note in notes]
         return "\n".join(lines)
-
-
-_MAIN: Mapping[TaskName, tuple[str, ...]] = {
-    "survival": ("c_index", "auc", "brier"), "regression": ("r2", "pearson", "rmse"),
-    "classification": ("auc", "balanced_accuracy", "brier"),
-}  # fmt: skip
-"""Metrics of the differences, of tasks by their metrics; multilabel has those of classification."""
 
 
 def _as_json(metrics: Mapping[str, Difference]) -> dict[str, Any]:
     return {n: {"difference": it.value, "interval": it.interval} for n, it in metrics.items()}
 
 
-def _difference_rows(levels: Mapping[str, Mapping[str, Difference]]) -> list[list[str]]:
+def _difference_rows(
+    levels: Mapping[str, Mapping[str, Difference]], task_name: TaskName
+) -> list[list[str]]:
     """Return a row per level, without patients if each patient has one slide."""
-    names = next(iter(levels.values()))
-    task = next(task for task, main in _MAIN.items() if main[-1] in names and main[0] in names)
-    with_intervals, plain = shown_figures(task)
-    shown = {name: {**with_intervals, **plain}[name] for name in _MAIN[task]}
+    task = TASKS[task_name]
+    shown = {name: {**task.main, **task.plain}[name] for name in task.compared}
     rows = [["", *shown.values()]]
     for name, metrics in levels.items():
         level, _, how = name.partition("_")
@@ -253,9 +248,8 @@ def _compare_two(
     found: dict[str, dict[str, Difference]] = {}
     notes: dict[Level, str] = {}
     units = {first_parts[0][0].level, other_parts[0][0].level}
-    common_levels = [it for it in LEVELS if all(it in levels_of(unit) for unit in units)]
-    if isinstance(first_parts[0][0], TargetScores):
-        common_levels = [(level, how) for level, how in common_levels if how == "mean"]
+    task = first_parts[0][0].task
+    common_levels = [at for at in LEVELS if all(at in task.levels(unit) for unit in units)]
     for level, how in common_levels:
         items = tested_items(first_parts, level, how, first.judging, by_patches=same_stores)
         other_items = tested_items(other_parts, level, how, other.judging, by_patches=same_stores)
@@ -265,9 +259,7 @@ def _compare_two(
             common = len(set(items.keys) & set(other_items.keys))
             counts = f"{len(items.keys)} and {len(other_items.keys)}, {common} in common"
             notes[level] = f"{level}: tested on different items ({counts})"
-        elif not np.array_equal(
-            items.truth, other_items.truth, equal_nan=items.truth.dtype.kind == "f"
-        ):
+        elif not np.array_equal(items.scores.target, other_items.scores.target, equal_nan=True):
             notes[level] = f"{level}: different labels"
         elif items.keys:
             found[name_of(level, how)] = differences_of(items, other_items, draws)
@@ -276,11 +268,9 @@ def _compare_two(
 
 def _different_targets(first: _Loaded, other: _Loaded) -> str | None:
     """Return what differs in the predictions of two runs, so that they cannot be compared; None if nothing does."""
-    a, b = first.parts[0][0], other.parts[0][0]
-    if isinstance(a, TargetScores) or isinstance(b, TargetScores):
-        both = [(it.task, it.columns) for it in (a, b) if isinstance(it, TargetScores)]
-        return None if len(both) == 2 and both[0] == both[1] else "different targets"
+    a, b = (loaded.parts[0][0].task.judged(loaded.judging) for loaded in (first, other))
+    if (a.name, a.columns) != (b.name, b.columns):
+        return "different targets"
     if a.classes != b.classes:
         return "different classes"
-    of_both = [positive_class(a.classes, it.judging.positive) for it in (first, other)]
-    return None if of_both[0] == of_both[1] else "different positive classes"
+    return None if a.positive == b.positive else "different positive classes"

@@ -13,26 +13,21 @@ from histopipe.dataset.participants import Participant
 from histopipe.dataset.splits import load_splits
 from histopipe.errors import HistopipeError
 from histopipe.evaluation.breakdown import Breakdown, break_down, break_down_sides, breakdown_lines
-from histopipe.evaluation.evaluate import Evaluation, Part, evaluate, judge, thresholds_of
-from histopipe.evaluation.predictions import (
-    read_predictions,
-    with_common_patients,
-    write_predictions,
-)
+from histopipe.evaluation.evaluate import Evaluation, evaluate, judge
+from histopipe.evaluation.predictions import read_predictions, write_predictions
 from histopipe.evaluation.table import (
     aligned,
     evaluation_lines,
     number,
-    shown_figures,
-    task_of,
 )
-from histopipe.evaluation.target_scores import TargetScores, with_common_grid
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.result import METRICS, TrainResult, read_result, read_slides
 from histopipe.runs.settings import to_toml
 from histopipe.runs.task_config import load_config
 from histopipe.system.files import read_json
+from histopipe.tasks.predictions import Part, with_common_patients
+from histopipe.tasks.registry import TASKS
 
 _SHOWN = ("patch", "slide_mean", "patient_mean")
 
@@ -125,8 +120,8 @@ class CrossValidationResult:
         }
 
     def __repr__(self) -> str:
-        task = task_of(self.pooled.finest) if self.pooled else "classification"
-        (main, title), (second, second_title) = list(shown_figures(task)[0].items())[:2]
+        task = self.pooled.finest.task if self.pooled else "classification"
+        (main, title), (second, second_title) = list(TASKS[task].main.items())[:2]
         shown = [name for name in _SHOWN if not self.mean or f"{name}_{main}" in self.mean]
         rows = [["fold", "epochs", *(f"{name.replace('_', ' ')} {title}" for name in shown),
                  second_title, "s", "host MB", "GPU MB"]]  # fmt: skip
@@ -145,7 +140,7 @@ class CrossValidationResult:
         lines += [f"fold {fold.number}: {fold.reason}" for fold in self.failed]
         if self.pooled is not None:
             lines += evaluation_lines("all folds together", self.pooled)
-        lines += breakdown_lines(self.breakdown)
+        lines += breakdown_lines(self.breakdown, task)
         return "\n".join(lines)
 
 
@@ -193,11 +188,8 @@ def read_parts(results: Sequence[TrainResult]) -> list[Part]:
     """
     read = [read_predictions(result.folder / run_folder.PREDICTIONS)["test"] for result in results]
     common = with_common_patients(read)
-    targets = [scores for scores in common if isinstance(scores, TargetScores)]
-    if targets:
-        common = [*with_common_grid(targets)]
     return [
-        (scores, thresholds_of(result.metrics["test"]))
+        (scores, result.metrics["test"].thresholds)
         for scores, result in zip(common, results, strict=True)
     ]
 

@@ -13,8 +13,6 @@ import numpy as np
 from histopipe.dataset.options import SIDES
 from histopipe.dataset.splits import DROPPED, Splits, write_splits
 from histopipe.errors import HistopipeError, Interrupted, NothingToDo, UsageError
-from histopipe.evaluation.evaluate import AnyMetrics
-from histopipe.evaluation.metrics import Metrics
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.recipe import with_recipe
@@ -28,13 +26,14 @@ from histopipe.studies.study import TRIALS, Study, load_optuna
 from histopipe.studies.trainings import TrainingOutcome, train_with_retries
 from histopipe.studies.tune_result import TuneResult, summarize
 from histopipe.system.progress import Progress, default_progress
+from histopipe.tasks.metrics import Metrics
+from histopipe.tasks.registry import TASKS
 
 if TYPE_CHECKING:
     import optuna
 
 _LOCAL = ("devices", "communication", "worker_timeout", "save_minutes", "log_device_placement")
 """Settings that may differ between the processes of a search."""
-_MAIN = {"regression": "r2", "survival": "c_index"}
 _MAX_WRONG_SETTINGS = 3
 """Number of trials with failing settings, and none that worked, after which the search ends."""
 
@@ -92,7 +91,7 @@ def tune(
     found = space_of(space) if isinstance(space, Mapping) else read_space(Path(space))
     settings |= found.fixed
     base = make_config(settings)  # checks the settings before the folder is made
-    if metric == "accuracy" and base.task != "classification":
+    if metric == "accuracy" and not TASKS[base.task].of_classes:
         raise UsageError("--metric", found=metric, expected=f"auc or loss for --task {base.task}")
     own = StudySettings(
         trials=trials, metric=metric, sampler=sampler, pruner=pruner, seed=base.seed,
@@ -164,11 +163,11 @@ class _Search:
             show(f"trial {trial.number}: validation {self._metric} {value:.4f}")
         self._finish(folder)
 
-    def _value(self, result: TrainResult, found: AnyMetrics) -> float | None:
+    def _value(self, result: TrainResult, found: Metrics) -> float | None:
         """Return the metric of a trial on validation."""
         if self._metric == "loss":
-            if isinstance(found, Metrics):
-                return found.log_loss
+            if "log_loss" in found.figures:
+                return found.figures["log_loss"]
             with (result.folder / run_folder.HISTORY).open(newline="", encoding="utf-8") as file:
                 rows = {int(row["epoch"]): float(row["val_loss"]) for row in csv.DictReader(file)}
             # Epoch 0, the covariates alone, has no row, and a loss that is lower than in all rows.
@@ -179,7 +178,7 @@ class _Search:
     def _metric(self) -> str:
         """The metric of the search; "auc" stands for the main metric of a task without it."""
         metric = self._study.settings.metric
-        return _MAIN.get(self._base.task, metric) if metric == "auc" else metric
+        return next(iter(TASKS[self._base.task].main)) if metric == "auc" else metric
 
     def _finish(self, folder: Path) -> None:
         """Remove the checkpoints of a trial, which are larger than the model, and summarize."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import ctypes
 import errno
 import fcntl
@@ -18,7 +19,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
-from histopipe.errors import DamagedStore, UsageError
+from histopipe.errors import DamagedStore, HistopipeError, UsageError
+
+_DAMAGE = (
+    OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, StopIteration,
+    csv.Error, zlib.error,
+)  # fmt: skip
+"""Errors of reading a file whose content is not what is expected."""
 
 
 class Closing:
@@ -180,6 +187,28 @@ def read_json(path: Path) -> Any:
         raise ValueError("brackets are nested too deep") from error
 
 
+@contextmanager
+def reading(
+    path: Path | str, *, todo: str | None = None, missing: HistopipeError | None = None
+) -> Iterator[None]:
+    """Report errors of reading a file, which may have any content, with its name.
+
+    Raises:
+        FileNotFoundError: there is no file; or `missing`, if given.
+        DamagedStore: it cannot be read, or has another content than expected.
+    """
+    try:
+        yield
+    except HistopipeError:
+        raise
+    except FileNotFoundError as error:
+        if missing is None:
+            raise
+        raise missing from error
+    except _DAMAGE as error:
+        raise DamagedStore(f"{path} is damaged", found=repr(error)[:200], todo=todo) from error
+
+
 def path_within(folder: Path, name: str) -> Path:
     """Return the path of an untrusted name in a folder, such as the id of a slide.
 
@@ -200,10 +229,8 @@ def read_record(path: Path) -> dict[str, Any] | None:
     """
     if not path.exists():
         return None
-    try:
+    with reading(path):
         recorded = read_json(path)
-    except (OSError, ValueError) as error:
-        raise DamagedStore(f"{path} is damaged", found=str(error)[:200]) from error
     if not isinstance(recorded, dict):
         raise DamagedStore(
             f"{path} is damaged", found=type(recorded).__name__, expected="an object"

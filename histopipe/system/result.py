@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import BrokenExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -47,6 +47,16 @@ def some(items: Iterable[object], most: int = 8) -> str:
     items = list(items)
     text = ", ".join(map(str, items[:most]))
     return text + (f" and {len(items) - most} more" if len(items) > most else "")
+
+
+def listed(names: Sequence[object], most: int = 12, *, last: str = "and") -> str:
+    """Return names as `a, b and c`; the number of those after the first `most`."""
+    texts = [str(name) for name in names]
+    if len(texts) > most:
+        texts = [*texts[:most], f"{len(texts) - most} more"]
+    return (
+        f" {last} ".join([", ".join(texts[:-1]), texts[-1]]) if len(texts) > 1 else "".join(texts)
+    )
 
 
 def exit_code_of(failed: int, others: int) -> ExitCode:

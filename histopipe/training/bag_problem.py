@@ -15,8 +15,6 @@ from histopipe.dataset.covariates import Covariates
 from histopipe.dataset.options import Side
 from histopipe.dataset.sample_table import SampleSource, SlideValues, unpack_keys
 from histopipe.dataset.splits import SlideSplit, Splits
-from histopipe.evaluation.predictions import PatchScores
-from histopipe.evaluation.target_scores import TargetScores, prediction_names
 from histopipe.features.bag_batches import BagBatches
 from histopipe.features.bag_statistics import feature_moments, scaling_variance
 from histopipe.features.bags import BagSet, read_positions
@@ -25,12 +23,13 @@ from histopipe.runs.config import TrainConfig
 from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig
 from histopipe.store.store import Store
 from histopipe.system.progress import message
+from histopipe.tasks.predictions import Predictions
 from histopipe.training.attention import write_attention
 from histopipe.training.bag_model import BagModel
 from histopipe.training.bag_train_step import BagTrainStep
 from histopipe.training.covariate_baseline import baseline_scores, baseline_weights
 from histopipe.training.optimizer import make_optimizer
-from histopipe.training.outputs import Predictions
+from histopipe.training.outputs import SampleOutputs
 from histopipe.training.problem import PatchProblem, Problem
 from histopipe.training.train_step import TrainStep
 
@@ -84,7 +83,7 @@ class BagProblem(Problem):
             found["covariates"] = SlideValues(values)
         return found
 
-    def baseline(self) -> dict[Side, PatchScores | TargetScores]:
+    def baseline(self) -> dict[Side, Predictions]:
         """Return the predictions of a model of the covariates alone; empty without covariates."""
         if self._covariates is None:
             return {}
@@ -139,9 +138,9 @@ class BagProblem(Problem):
             values += zip(model.scaling.weights, (varied, mean, variance), strict=True)
         return values
 
-    def write_more(self, folder: Path, step: TrainStep, evaluated: Sequence[Predictions]) -> None:
+    def write_more(self, folder: Path, step: TrainStep, evaluated: Sequence[SampleOutputs]) -> None:
         """Write attention and contributions of each patch of the evaluated bags."""
         numbers = [n for found in evaluated for n in unpack_keys(found.key)[1].tolist()]
         bags = [self._bags.bags[number] for number in numbers]
-        names = prediction_names(self.splits.task, self.splits.classes, self.splits.targets)
+        names = self.splits.task.names
         write_attention(folder, bags, cast(BagModel, step.model), self.objective, names)

@@ -28,7 +28,7 @@ from histopipe.runs.workers import COMPUTING, READING, Cluster
 from histopipe.system.progress import default_progress
 from histopipe.training.devices import gathered, one_per_replica
 from histopipe.training.memory import MicroBatch
-from histopipe.training.outputs import Predictions, StepResults, predictions
+from histopipe.training.outputs import SampleOutputs, StepResults, predictions
 from histopipe.training.train_step import TrainStep
 
 _IN_FLIGHT = 2
@@ -144,7 +144,7 @@ class EpochLoop:
 
     def predict(
         self, batches: Any, title: str, *, before_step: Callable[[], None] = _do_nothing
-    ) -> Predictions | None:
+    ) -> SampleOutputs | None:
         """Return the serving model's predictions in one pass over the batches; None if all patches are damaged."""
         results = StepResults()
 
@@ -158,7 +158,7 @@ class EpochLoop:
         self._run(batches, 0, step, title, results)
         return predictions(batches, 0, self.gathered(results))
 
-    def checked(self, title: str, found: Predictions | None) -> Predictions:
+    def checked(self, title: str, found: SampleOutputs | None) -> SampleOutputs:
         """Return predictions, or raise a DamagedStore if there are none."""
         if found is None:
             reason = next(iter(self.skipped.values()), None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -11,7 +11,13 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
+from histopipe.tasks.predictions import Predictions
+from histopipe.tasks.task import Task
+
 TINY = 1e-7
+_ABSENT = 20.0
+"""Log odds of the rarest class against one without a training sample."""
+Values = NDArray[np.float64]
 Part = Mapping[str, tf.Tensor]
 
 
@@ -27,6 +33,10 @@ class Objective(ABC):
     joint = False
     bias: NDArray[np.float64] | None = None
     """(C,) initial bias of the last layer of slide models; None for 0."""
+
+    @abstractmethod
+    def fit_linear(self, inputs: Values, targets: Values) -> tuple[Values, Values]:
+        """Return (K, C) kernel and (C,) bias of a last layer: a linear model of (N, K) inputs, such as covariates."""
 
     @abstractmethod
     def losses(self, part: Part, logits: tf.Tensor, smoothing: float = 0.0) -> tf.Tensor:
@@ -60,14 +70,38 @@ class Objective(ABC):
         """Return facts for users of a saved model, as JSON values."""
         return {}
 
+    def described(self, task: Task) -> Task:
+        """Return the task with what is known of the form of `predictions`."""
+        return task
 
-class Classification(Objective):
+    def epoch_loss(self, loss: float, targets: Any, outputs: NDArray[np.float32]) -> float:
+        """Return the loss of an epoch from the mean over its samples, and their (N, T) targets and (N, C) outputs."""
+        return loss
+
+    def finish(self, predict_train: Callable[[], Predictions]) -> None:  # noqa: B027 - for most, nothing
+        """Compute what predictions need from those of the training, with the best model."""
+
+
+class ClassObjective(Objective):
     """Probabilities of classes, by the cross-entropy."""
 
     name = "probability"
 
     def __init__(self, classes: int) -> None:
         self.outputs = classes
+
+    def fit_linear(self, inputs: Values, targets: Values) -> tuple[Values, Values]:
+        """Fit a logistic regression. Classes without a sample are nearly impossible."""
+        from sklearn.linear_model import LogisticRegression
+
+        model = LogisticRegression(max_iter=1000).fit(inputs, targets[:, 0].astype(int))
+        kernel, bias = model.coef_.T, model.intercept_
+        if len(bias) == 1:  # the log odds of the second of two classes
+            kernel, bias = np.hstack([-kernel, kernel]) / 2, np.array([-bias[0], bias[0]]) / 2
+        all_kernels = np.zeros((len(kernel), self.outputs))
+        all_biases = np.full(self.outputs, bias.min() - _ABSENT)
+        all_kernels[:, model.classes_], all_biases[model.classes_] = kernel, bias
+        return all_kernels, all_biases
 
     def losses(self, part: Part, logits: tf.Tensor, smoothing: float = 0.0) -> tf.Tensor:
         """Return the softmax cross-entropy, with label smoothing."""
@@ -106,6 +140,12 @@ class MultilabelObjective(Objective):
         self.outputs = len(positive_weight)
         self._positive = positive_weight
 
+    def fit_linear(self, inputs: Values, targets: Values) -> tuple[Values, Values]:
+        """Fit a logistic regression of each label."""
+        from sklearn.linear_model import LogisticRegression
+
+        return _fit_columns(lambda: LogisticRegression(max_iter=1000), inputs, targets)
+
     def losses(self, part: Part, logits: tf.Tensor, smoothing: float = 0.0) -> tf.Tensor:
         """Return the sum over the known labels, divided by the number of all labels.
 
@@ -143,6 +183,12 @@ class RegressionObjective(Objective):
     def __init__(self, mean: Sequence[float], deviation: Sequence[float], loss: str) -> None:
         self.outputs, self._loss = len(mean), loss
         self._mean, self._scale = np.array(mean, np.float64), np.array(deviation, np.float64)
+
+    def fit_linear(self, inputs: Values, targets: Values) -> tuple[Values, Values]:
+        """Fit a ridge regression of each standardised column."""
+        from sklearn.linear_model import Ridge
+
+        return _fit_columns(Ridge, inputs, np.asarray(self.logits(tf.constant(targets))))
 
     @classmethod
     def of(cls, targets: NDArray[np.float64], loss: str) -> RegressionObjective:
@@ -187,3 +233,14 @@ class RegressionObjective(Objective):
     def facts(self) -> dict[str, Any]:
         """Return mean and standard deviation of the training targets."""
         return {"mean": self._mean.tolist(), "deviation": self._scale.tolist()}
+
+
+def _fit_columns(make: Callable[[], Any], inputs: Values, targets: Values) -> tuple[Values, Values]:
+    """Return (K, T) kernel and (T,) bias of a linear model for each of T columns, with NaN for unknown targets."""
+    kernels, biases = [], []
+    for column in targets.T:
+        rows = np.isfinite(column)
+        model = make().fit(inputs[rows], column[rows])
+        kernels.append(np.ravel(model.coef_))
+        biases.append(float(np.ravel(model.intercept_)[0]))
+    return np.stack(kernels, axis=1), np.array(biases)

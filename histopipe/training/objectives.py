@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.training.objective import (
-    Classification,
+    ClassObjective,
     MultilabelObjective,
     Objective,
     RegressionObjective,
@@ -40,7 +40,7 @@ def make_objective(
         return RegressionObjective.of(targets, loss)
     if task == "survival":
         return CoxObjective.of(targets) if loss == "cox" else DiscreteSurvival.of(targets)
-    return Classification(classes)
+    return ClassObjective(classes)
 
 
 def recorded_objective(
@@ -59,4 +59,4 @@ def recorded_objective(
         return CoxObjective(facts["times"], facts["baseline"])
     if task == "survival":
         return DiscreteSurvival(facts["times"], facts["edges"])
-    return Classification(outputs)
+    return ClassObjective(outputs)

@@ -23,22 +23,20 @@ from histopipe.dataset.sample_table import SampleSource, unpack_keys
 from histopipe.dataset.sampling import BatchSampler
 from histopipe.dataset.splits import Splits
 from histopipe.errors import UsageError
-from histopipe.evaluation.levels import Level
-from histopipe.evaluation.predictions import PatchScores, write_predictions
-from histopipe.evaluation.statistics import area_under_roc
-from histopipe.evaluation.survival import partial_likelihood
-from histopipe.evaluation.target_metrics import epoch_figures
-from histopipe.evaluation.target_scores import TargetScores
+from histopipe.evaluation.predictions import write_predictions
 from histopipe.runs import folder as run_folder
-from histopipe.runs.result import METRICS, EpochMetrics, TrainResult
+from histopipe.runs.result import METRICS, TrainResult
+from histopipe.tasks.choices import Level
+from histopipe.tasks.predictions import Predictions
+from histopipe.tasks.task import Task
 
 DIVERGED = "lower --learning-rate, or clip the gradients (--clip-norm 1)"
 """What to do if losses or weights are not finite."""
 
 
 @dataclass(frozen=True, slots=True)
-class Predictions:
-    """The predictions of a model, in the order of the batches."""
+class SampleOutputs:
+    """Outputs of a model, in the order of the batches."""
 
     key: NDArray[np.int64]
     """(N,)"""
@@ -82,7 +80,7 @@ def check_finite(values: NDArray[np.float32], epoch: int) -> None:
 
 def predictions(
     batches: BatchSampler, first: int, values: NDArray[np.float32]
-) -> Predictions | None:
+) -> SampleOutputs | None:
     """Return the results of steps, (S, B, C + 2) of all workers, as predictions; None if no row has weight.
 
     Keys and labels are computed again from the batches, which is cheaper than keeping them.
@@ -93,7 +91,7 @@ def predictions(
     if not real.any():
         return None
     flat = flat[real]
-    return Predictions(
+    return SampleOutputs(
         np.concatenate([part.keys for part in located])[real],
         np.concatenate([part.labels for part in located])[real],
         flat[:, :-2],
@@ -101,70 +99,42 @@ def predictions(
     )
 
 
-def class_metrics(predictions: Predictions) -> EpochMetrics:
-    """Return the metrics of predicted classes. They are the same for any number of replicas."""
-    auc = area_under_roc(predictions.label, predictions.output)
-    accuracy = float((predictions.output.argmax(axis=1) == predictions.label).mean())
-    return EpochMetrics(
-        len(predictions.label), predictions.loss, {"accuracy": accuracy, "auc": auc}, auc
-    )
-
-
-def target_metrics(predictions: Predictions, scores: TargetScores) -> EpochMetrics:
-    """Return the metrics of predictions of another task. They are the same for any number of replicas."""
-    loss, figures = predictions.loss, epoch_figures(scores)
-    if scores.task == "survival" and not scores.grid:  # Cox' loss is of all bags together
-        time, event = scores.target.T
-        total, _ = partial_likelihood(scores.output[:, 0].astype(np.float64), time, event)
-        loss = total / max(event.sum(), 1)
-    return EpochMetrics(len(predictions.key), loss, figures, next(iter(figures.values())))
-
-
-def patch_scores(
-    predictions: Predictions,
+def located(
+    outputs: SampleOutputs,
     sources: Sequence[SampleSource],
     splits: Splits,
     *,
+    task: Task,
+    output: NDArray[np.float32],
     level: Level = "patch",
-) -> PatchScores:
-    """Return predictions of patches or bags with their slides, patients and positions, in the order of the slides."""
-    where, order = located_rows(predictions, sources, splits, level)
-    return PatchScores(
-        splits.classes, **where, label=predictions.label[order], probability=predictions.output[order],
-        level=level,
-    )  # fmt: skip
+) -> Predictions:
+    """Return predictions of patches or bags with their slides, patients and positions, in the order of the slides.
+
+    `output` are (N, C) outputs of the task.
+    """
+    where, order = located_rows(outputs, sources, splits, level)
+    target = targets_of(outputs, splits)[order]
+    return Predictions(task, **where, target=target, output=output[order], level=level)
 
 
-def target_scores(
-    predictions: Predictions,
-    sources: Sequence[SampleSource],
-    splits: Splits,
-    *,
-    level: Level = "patch",
-    output: NDArray[np.float32] | None = None,
-    grid: Sequence[float] = (),
-) -> TargetScores:
-    """Return predictions of targets as `patch_scores`. `output` replaces the outputs of the model."""
-    where, order = located_rows(predictions, sources, splits, level)
+def targets_of(outputs: SampleOutputs, splits: Splits) -> NDArray[np.float64]:
+    """Return the (N, T) targets of samples; of a classification the class of the patch or bag."""
+    if splits.task.of_classes:
+        return np.where(outputs.label >= 0, outputs.label, np.nan)[:, None].astype(np.float64)
     target_of = {(slide.store, slide.slide): slide.target for slide in splits.slides}
-    ordinals, slides, _ = unpack_keys(predictions.key[order])
+    ordinals, slides, _ = unpack_keys(outputs.key)
     target = [target_of[place] for place in zip(ordinals.tolist(), slides.tolist(), strict=True)]
-    outputs = predictions.output if output is None else output
-    return TargetScores(
-        splits.task, splits.targets, tuple(grid), **where,
-        target=np.array(target, np.float64).reshape(len(order), len(splits.targets)),
-        output=outputs[order], level=level,
-    )  # fmt: skip
+    return np.array(target, np.float64).reshape(len(target), len(splits.targets))
 
 
 def located_rows(
-    predictions: Predictions, sources: Sequence[SampleSource], splits: Splits, level: Level
+    outputs: SampleOutputs, sources: Sequence[SampleSource], splits: Splits, level: Level
 ) -> tuple[dict[str, Any], NDArray[np.intp]]:
-    """Return slides, patients and positions of predictions, as of `PatchScores`, in the order of the slides; the order."""
-    order = np.argsort(predictions.key, kind="stable")
-    ordinals, slides, rows = unpack_keys(predictions.key[order])
+    """Return slides, patients and positions of outputs, as of `Predictions`, in the order of the slides; the order."""
+    order = np.argsort(outputs.key, kind="stable")
+    ordinals, slides, rows = unpack_keys(outputs.key[order])
     patient_of = {(slide.store, slide.slide): slide.patient for slide in splits.slides}
-    begins = np.unique(predictions.key[order] >> 32, return_index=True)[1].tolist()
+    begins = np.unique(outputs.key[order] >> 32, return_index=True)[1].tolist()
     ids = Counter(slide.id for slide in splits.slides)
     slide_names: dict[str, int] = {}
     patient_names: dict[str, int] = {}
@@ -217,12 +187,12 @@ def _write(name: str, value: float, step: int) -> None:
 
 def write_results(
     folder: Path,
-    scores: Mapping[Side, PatchScores | TargetScores],
+    predicted: Mapping[Side, Predictions],
     result: TrainResult,
     facts: Mapping[str, Any],
 ) -> None:
     """Write the predictions, and then `metrics.json`, which marks the run as finished. `facts` are added to it."""
-    tables = [({"split": side}, patches) for side, patches in scores.items()]
+    tables = [({"split": side}, part) for side, part in predicted.items()]
     write_predictions(folder / run_folder.PREDICTIONS, tables)
     versions = {
         "histopipe": __version__,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import keras
 import numpy as np
@@ -23,9 +23,6 @@ from histopipe.dataset.selection import select
 from histopipe.dataset.splits import SlideSplit, Splits
 from histopipe.dataset.stain_normalization import StainNormalizer
 from histopipe.errors import UsageError
-from histopipe.evaluation.levels import Level
-from histopipe.evaluation.predictions import PatchScores
-from histopipe.evaluation.target_scores import TargetScores
 from histopipe.pretrained.sources import named_preset
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.result import EpochMetrics
@@ -33,17 +30,16 @@ from histopipe.runs.task_config import PatchTrainConfig
 from histopipe.store.store import Store
 from histopipe.system.progress import message
 from histopipe.system.result import counted
+from histopipe.tasks.choices import Level
+from histopipe.tasks.predictions import Predictions
 from histopipe.training.models import build_model
 from histopipe.training.objectives import make_objective
 from histopipe.training.optimizer import make_optimizer
 from histopipe.training.outputs import (
-    Predictions,
-    class_metrics,
-    patch_scores,
-    target_metrics,
-    target_scores,
+    SampleOutputs,
+    located,
+    targets_of,
 )
-from histopipe.training.survival_objective import CoxObjective
 from histopipe.training.train_step import StepSettings, TrainStep
 
 
@@ -100,25 +96,24 @@ class Problem:
         """Return the variables of a new model whose first values depend on the training data, with these values."""
         return []
 
-    def metrics(self, predictions: Predictions) -> EpochMetrics:
-        """Return the metrics of an epoch."""
-        if self.splits.kind is None:
-            return class_metrics(predictions)
-        return target_metrics(predictions, cast(TargetScores, self.scores(predictions)))
+    def metrics(self, outputs: SampleOutputs) -> EpochMetrics:
+        """Return the metrics of an epoch. They are the same for any number of replicas."""
+        task, target = self.splits.task, targets_of(outputs, self.splits)
+        predicted = self.objective.predictions(outputs.output)
+        figures = self.objective.described(task).epoch_figures(target, predicted)
+        loss = self.objective.epoch_loss(outputs.loss, target, predicted)
+        return EpochMetrics(len(outputs.key), loss, figures, figures[next(iter(task.main))])
 
-    def scores(self, predictions: Predictions) -> PatchScores | TargetScores:
+    def predictions(self, outputs: SampleOutputs) -> Predictions:
         """Return predictions with their slides, patients and positions."""
-        if self.splits.kind is None:
-            return patch_scores(predictions, self._sources, self.splits, level=self.level)
-        output = self.objective.predictions(predictions.output)
-        grid = getattr(self.objective, "grid", ()) if output.shape[1] > 1 else ()
-        return target_scores(
-            predictions, self._sources, self.splits, level=self.level, output=output, grid=grid
-        )
+        return located(
+            outputs, self._sources, self.splits, task=self.objective.described(self.splits.task),
+            output=self.objective.predictions(outputs.output), level=self.level,
+        )  # fmt: skip
 
-    def check_predictions(self, title: str, predictions: Predictions) -> None:
+    def check_predictions(self, title: str, outputs: SampleOutputs) -> None:
         """Raise a UsageError if a prediction is not finite."""
-        wrong = predictions.key[~np.isfinite(predictions.output).all(axis=1)]
+        wrong = outputs.key[~np.isfinite(outputs.output).all(axis=1)]
         if len(wrong):
             raise UsageError(
                 f"{title}: {counted(len(wrong), 'prediction')} not finite",
@@ -146,30 +141,24 @@ class Problem:
     def task_facts(self) -> dict[str, Any]:
         """The task and what its predictions need; nothing for classification."""
         splits = self.splits
-        if splits.kind is None:
+        if splits.task.of_classes:
             return {}
         facts = self.objective.facts()
-        return {"task": splits.task, "targets": splits.targets, "objective": facts}
-
-    def finish(self, predict_train: Callable[[], Predictions]) -> None:
-        """Compute what predictions need from those of the training, with the best model."""
-        if isinstance(self.objective, CoxObjective):
-            scores = cast(TargetScores, self.scores(predict_train()))
-            self.objective.fit_baseline(scores.output[:, 0], scores.target)
+        return {"task": splits.task_name, "targets": splits.targets, "objective": facts}
 
     @property
     def _by_slide(self) -> dict[str, SlideValues]:
         """Fields of batches with a row per slide."""
-        if self.splits.kind is None:
+        if self.splits.task.of_classes:
             return {}
         slides = self.splits.slides
         return {"target": SlideValues({(it.store, it.slide): it.target or () for it in slides})}
 
-    def baseline(self) -> dict[Side, PatchScores | TargetScores]:
+    def baseline(self) -> dict[Side, Predictions]:
         """Return the predictions of a model of the covariates alone; empty without covariates."""
         return {}
 
-    def write_more(self, folder: Path, step: TrainStep, evaluated: Sequence[Predictions]) -> None:
+    def write_more(self, folder: Path, step: TrainStep, evaluated: Sequence[SampleOutputs]) -> None:
         """Write outputs of the evaluated samples that are not in `predictions.csv`. Patches have none."""
 
     def _order(self, side: Side, *, shuffle_block: int = 0) -> Order:
@@ -191,7 +180,7 @@ class Problem:
         """
         config, slides = self._settings, self._tables["train"].slides
         weights = np.ones(len(self.splits.classes), np.float32)
-        if config.class_weights == "balanced" and config.task == "classification":
+        if config.class_weights == "balanced" and self.splits.task.of_classes:
             draws = self._draws() if drawn else [slide.count for slide in slides]
             samples = np.bincount([slide.label for slide in slides], draws, len(weights))
             np.divide(
@@ -273,14 +262,7 @@ class PatchProblem(Problem):
 def print_splits(splits: Splits, sources: Sequence[SampleSource], holders: str, unit: str) -> None:
     """Print the samples per side and class. `holders` (see `Problem`) and `unit` are plural nouns."""
     for side, counts in splits.count().items():
-        text = ", ".join(f"{counts[c]} {c}" for c in splits.classes)
-        if splits.kind is not None:
-            targets = splits.targets_on(side)
-            text = (
-                f"{counts.total()} {unit}: {splits.kind.summary(targets)}"
-                if len(targets)
-                else "none"
-            )
+        text = splits.task.subset_text(splits.targets_on(side), counts, unit)
         message(f"{side:<11}{text}")
     if splits.split_by == "patch":
         message(

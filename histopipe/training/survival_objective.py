@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, cast
 
 import keras
 import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from histopipe.evaluation.survival import breslow_survival, partial_likelihood, time_grid
-from histopipe.training.objective import TINY, Objective, Part
+from histopipe.tasks.predictions import Predictions
+from histopipe.tasks.survival import Survival
+from histopipe.tasks.survival_statistics import breslow_survival, partial_likelihood, time_grid
+from histopipe.tasks.task import Task
+from histopipe.training.objective import TINY, Objective, Part, Values
 
+PENALTY = 0.1
+"""Ridge penalty of Cox' regression per patient, without which few events have no finite solution."""
 _INTERVALS = 4
 """Intervals of the discrete-time model."""
 
@@ -52,6 +58,25 @@ class CoxObjective(Objective):
         loss, gradient = partial_likelihood(risk, time, event, weight)
         events = max((event * (weight > 0)).sum(), 1)
         return np.stack([np.full(len(rows), loss / events), gradient], axis=1).astype(np.float32)
+
+    def fit_linear(self, inputs: Values, targets: Values) -> tuple[Values, Values]:
+        """Fit Cox' regression."""
+        return _cox_layer(inputs, targets, np.zeros(1))
+
+    def described(self, task: Task) -> Task:
+        """Return the task with the times of the survival, if it is predicted."""
+        return _with_grid(task, () if self._baseline is None else self.grid)
+
+    def epoch_loss(self, loss: float, targets: Any, outputs: NDArray[np.float32]) -> float:
+        """Return the loss of all bags together, per event."""
+        time, event = targets.T
+        total, _ = partial_likelihood(outputs[:, 0].astype(np.float64), time, event)
+        return float(total / max(event.sum(), 1))
+
+    def finish(self, predict_train: Callable[[], Predictions]) -> None:
+        """Compute the baseline survival."""
+        predictions = predict_train()
+        self.fit_baseline(predictions.output[:, 0], predictions.target)
 
     def fit_baseline(self, risk: NDArray[np.floating], targets: NDArray[np.float64]) -> None:
         """Compute the survival of a patient with risk 0, from (N,) risks of the training."""
@@ -140,6 +165,15 @@ class DiscreteSurvival(Objective):
         survival = np.exp([np.interp(self.grid, self._edges, row) for row in steps])
         return np.concatenate([risk, survival.reshape(len(ends), -1)], axis=1).astype(np.float32)
 
+    def fit_linear(self, inputs: Values, targets: Values) -> tuple[Values, Values]:
+        """Fit Cox' regression: the same ratio of hazards in all intervals."""
+        bias = np.zeros(self.outputs) if self.bias is None else self.bias
+        return _cox_layer(inputs, targets, bias)
+
+    def described(self, task: Task) -> Task:
+        """Return the task with the times of the survival."""
+        return _with_grid(task, self.grid)
+
     def contributions(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return (N, 1) contributions to the risk: the mean over the log odds of all hazards."""
         return np.asarray(values.mean(axis=1, keepdims=True))
@@ -147,3 +181,39 @@ class DiscreteSurvival(Objective):
     def facts(self) -> dict[str, Any]:
         """Return the times of the grid, and the edges of the intervals."""
         return {"times": self.grid, "edges": self._edges.tolist()}
+
+
+def _with_grid(task: Task, grid: Sequence[float]) -> Task:
+    return replace(cast(Survival, task), grid=tuple(grid))
+
+
+def _cox_layer(inputs: Values, targets: Values, bias: Values) -> tuple[Values, Values]:
+    """Return kernel and bias of a last layer whose outputs all have the coefficients of Cox' regression."""
+    weights = cox_weights(inputs, targets)
+    return np.tile(weights[:, None], len(bias)), bias - float(inputs.mean(axis=0) @ weights)
+
+
+def cox_weights(inputs: Values, targets: Values) -> Values:
+    """Return the (K,) coefficients of Cox' regression."""
+    from scipy.optimize import minimize
+
+    time, event = targets.T
+    varied = np.flatnonzero(inputs.std(axis=0) > 0)
+    scale = inputs[:, varied].std(axis=0, ddof=1)
+    standardised = (inputs[:, varied] - inputs[:, varied].mean(axis=0)) / scale
+
+    def loss(weights: Values) -> tuple[float, Values]:
+        likelihood, slopes = partial_likelihood(standardised @ weights, time, event)
+        gradient = slopes @ standardised / len(time) + PENALTY * weights
+        return likelihood / len(time) + PENALTY / 2 * float(weights @ weights), gradient
+
+    fitted = minimize(
+        loss,
+        np.zeros(len(varied)),
+        jac=True,
+        method="L-BFGS-B",
+        options={"ftol": 1e-12, "gtol": 1e-8},
+    )
+    weights = np.zeros(inputs.shape[1])
+    weights[varied] = fitted.x / scale
+    return weights

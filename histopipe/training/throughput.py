@@ -135,13 +135,13 @@ def measure_device(
 
     from histopipe.training.devices import make_strategy, one_per_replica
     from histopipe.training.models import build_model
-    from histopipe.training.objective import Classification
+    from histopipe.training.objective import ClassObjective
     from histopipe.training.train_step import StepSettings, TrainStep
 
     strategy = make_strategy(devices)
     replicas = strategy.num_replicas_in_sync
     with strategy.scope():
-        objective = Classification(_CLASSES)
+        objective = ClassObjective(_CLASSES)
         built = build_model(model, patch_size=side, objective=objective, dropout=0.15, **network)
         optimizer = keras.optimizers.Adam()
 

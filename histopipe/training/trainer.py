@@ -20,7 +20,7 @@ from histopipe.dataset.options import Side
 from histopipe.dataset.participants import with_damaged, write_participants
 from histopipe.errors import OutOfMemory, UsageError
 from histopipe.evaluation.breakdown import break_down_sides
-from histopipe.evaluation.evaluate import judge, positive_class
+from histopipe.evaluation.evaluate import judge
 from histopipe.evaluation.temperature import calibrated
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
@@ -43,7 +43,7 @@ from histopipe.training.memory import (
 from histopipe.training.models import limit_momentum
 from histopipe.training.outputs import (
     DIVERGED,
-    Predictions,
+    SampleOutputs,
     StepResults,
     check_finite,
     predictions,
@@ -68,9 +68,7 @@ class Trainer:
     ) -> None:
         self._config, self._folder, self._problem = config, folder, problem
         self._cluster, self._report = cluster, report
-        if problem.splits.kind is None:
-            # Raises early if there is no such class.
-            positive_class(problem.splits.classes, config.positive)
+        _ = problem.splits.task.judged(config.judging).positive  # raises early if there is none
         report("cluster", (cluster.workers, cluster.index))
         cluster.beat = lambda: report("beat", None)
         tf.debugging.set_log_device_placement(config.log_device_placement)
@@ -209,7 +207,7 @@ class Trainer:
         if self._cluster.chief:
             self._write_epoch(losses, better=better)
 
-    def _train_epoch(self, title: str) -> Predictions:
+    def _train_epoch(self, title: str) -> SampleOutputs:
         """Train one epoch, or the rest of it. Return the predictions before each update."""
         state = self._state
         done = self._loop.own_rows(state.values)
@@ -260,7 +258,7 @@ class Trainer:
             save_state(self._folder, self._state, self._step.variables)
         self._signals.saved()
 
-    def _predict(self, side: Side, *, saving: bool) -> Predictions:
+    def _predict(self, side: Side, *, saving: bool) -> SampleOutputs:
         """Predict a side; stop if requested, without waiting for other workers.
 
         With `saving`, during the validation after an epoch, save the state before stopping. Later the state is already
@@ -276,7 +274,7 @@ class Trainer:
         found = self._loop.predict(self._batches[side], side, before_step=stop_if_requested)
         return self._all_or_damaged(side, found)
 
-    def _all_or_damaged(self, title: str, found: Predictions | None) -> Predictions:
+    def _all_or_damaged(self, title: str, found: SampleOutputs | None) -> SampleOutputs:
         found = self._loop.checked(title, found)
         self._problem.check_predictions(title, found)
         return found
@@ -290,14 +288,15 @@ class Trainer:
         self._step.model.serving.set_weights(best.get_weights())
         sides: list[Side] = [side for side in self._batches if side != "train"]
         found = {side: self._predict(side, saving=False) for side in sides}
-        self._problem.finish(lambda: self._predict("train", saving=False))
-        scores = {side: self._problem.scores(predictions) for side, predictions in found.items()}
+        problem = self._problem
+        problem.objective.finish(lambda: problem.predictions(self._predict("train", saving=False)))
+        predicted = {side: problem.predictions(outputs) for side, outputs in found.items()}
         calibration = None
         if self._config.calibrate:
-            scores, calibration = calibrated(scores, self._config.judging)
+            predicted, calibration = calibrated(predicted, self._config.judging)
         splits = self._problem.splits
         judging, leaked = self._config.judging, leaked_patients(splits)
-        judged = judge(scores, judging, leaked)
+        judged = judge(predicted, judging, leaked)
         baseline = self._problem.baseline()
         skipped = sorted({*self._state.skipped, *self._loop.skipped})
         participants = with_damaged(self._problem.participants, self._problem.damaged(skipped))
@@ -307,7 +306,7 @@ class Trainer:
             self._folder, self._state.epoch, self._state.best_epoch,
             judged, seconds=seconds, host_bytes=host_bytes, gpu_bytes=gpu_bytes, covariates_only=judge(baseline, judging, leaked) if baseline else {},
             calibration=calibration, flow=flow_of(participants),
-            breakdown=break_down_sides(scores, judged, participants, self._config.subgroup, judging),
+            breakdown=break_down_sides(predicted, judged, participants, self._config.subgroup, judging),
         )  # fmt: skip
         if self._cluster.chief:
             self._problem.write_more(self._folder, self._step, list(found.values()))
@@ -324,5 +323,5 @@ class Trainer:
                 "replicas": self._step.strategy.num_replicas_in_sync,
                 "micro_batch": self._loop.micro_batch.size,
             }
-            write_results(self._folder, scores, result, facts)
+            write_results(self._folder, predicted, result, facts)
         return result

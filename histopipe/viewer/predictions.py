@@ -6,6 +6,7 @@ import csv
 import heapq
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,13 +18,15 @@ from numpy.typing import NDArray
 from histopipe.dataset.options import SIDES
 from histopipe.dataset.splits import DROPPED, Splits, load_splits, patches_crc
 from histopipe.errors import DamagedStore, NothingToDo, UsageError
-from histopipe.evaluation.predictions import PatchScores, joined_scores, read_predictions
+from histopipe.evaluation.predictions import read_predictions
 from histopipe.features.feature_file import paths_of_stores
 from histopipe.inference.predictions_folder import SLIDES, PredictedSlide, PredictionsFolder
 from histopipe.reports.bag_values import ranks, read_patch_table
 from histopipe.runs import folder as run_folder
 from histopipe.runs.task_config import load_config
 from histopipe.store.store import Store
+from histopipe.system.files import reading
+from histopipe.tasks import predictions as tasks
 
 _SHOWN = ("p_", "sd_", "risk", "predicted_")
 """Beginnings of the columns of `slides.csv` that are shown."""
@@ -151,10 +154,9 @@ class RunPredictions(Predictions):
         return paths_of_stores(load_config(self.folder / run_folder.CONFIG).values())
 
     @cached_property
-    def _all(self) -> PatchScores | None:
-        read = read_predictions(self.folder / run_folder.PREDICTIONS).values()
-        found = [scores for scores in read if isinstance(scores, PatchScores)]
-        return joined_scores(found) if found else None
+    def _all(self) -> tasks.Predictions | None:
+        found = [*read_predictions(self.folder / run_folder.PREDICTIONS).values()]
+        return tasks.joined_predictions(found) if found[0].task.of_classes else None
 
     @cached_property
     def _rows(self) -> dict[str, NDArray[np.intp]]:
@@ -166,7 +168,7 @@ class RunPredictions(Predictions):
         parts = np.split(order, starts[1:])
         return {self._all.slides[n]: rows for n, rows in zip(numbers.tolist(), parts, strict=True)}
 
-    def _read(self) -> PatchScores | None:
+    def _read(self) -> tasks.Predictions | None:
         with self._lock:
             self._rows  # noqa: B018 - read once
             return self._all
@@ -177,7 +179,7 @@ class RunPredictions(Predictions):
             return None
         rows = self._rows[slide]
         return SlideScores(
-            found.x_l0[rows], found.y_l0[rows], found.label[rows], found.probability[rows]
+            found.x_l0[rows], found.y_l0[rows], found.label[rows], found.output[rows]
         )
 
     @cached_property
@@ -206,7 +208,7 @@ class RunPredictions(Predictions):
         if found is None:
             return {}
         return {
-            slide: _metrics(self.classes, found.label[rows], found.probability[rows])
+            slide: _metrics(self.classes, found.label[rows], found.output[rows])
             for slide, rows in self._rows.items()
         }
 
@@ -232,13 +234,13 @@ class FolderPredictions(Predictions):
         some = next((slide for slide, it in self._slides.items() if it.patches), None)
         if self._on_bags:
             return
-        self.classes = self._folder.read(some).classes if some else ()
+        self.classes = self._folder.read(some).task.classes if some else ()
 
     def scores(self, slide: str) -> SlideScores | None:  # noqa: D102
         if self._on_bags or slide not in self._slides or not self._slides[slide].patches:
             return None
         found = self._folder.read(slide)
-        return SlideScores(found.x_l0, found.y_l0, found.label, found.probability)
+        return SlideScores(found.x_l0, found.y_l0, found.label, found.output)
 
     def slides(self) -> Mapping[str, PredictedSlide]:  # noqa: D102
         return self._slides
@@ -248,16 +250,14 @@ class FolderPredictions(Predictions):
         return self._folder.thumbnail(slide)
 
     def by_slide(self) -> dict[str, dict[str, float | str]]:  # noqa: D102
-        try:
-            with (self.folder / SLIDES).open(newline="", encoding="utf-8") as file:
-                rows = list(csv.DictReader(file))
-            return {row["slide"]: _numbers(row) for row in rows}
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError, KeyError) as error:
-            raise DamagedStore(
-                f"{self.folder / SLIDES} is damaged", found=repr(error)[:200]
-            ) from error
+        path = self.folder / SLIDES
+        with (
+            suppress(FileNotFoundError),
+            reading(path),
+            path.open(newline="", encoding="utf-8") as file,
+        ):
+            return {row["slide"]: _numbers(row) for row in csv.DictReader(file)}
+        return {}
 
     def _labelled(self) -> Iterator[tuple[str, SlideScores]]:
         for slide in self._slides:

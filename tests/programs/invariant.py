@@ -27,7 +27,7 @@ from histopipe.training.devices import find_cluster, make_strategy
 from histopipe.training.epoch_loop import EpochLoop
 from histopipe.training.memory import MicroBatch
 from histopipe.training.models import PatchModel, SampleDropout, build_model, dtype_policy
-from histopipe.training.objective import Classification
+from histopipe.training.objective import ClassObjective
 from histopipe.training.optimizer import make_optimizer
 from histopipe.training.outputs import StepResults, step_losses
 from histopipe.training.train_step import StepSettings, TrainStep
@@ -98,13 +98,13 @@ def train(store: Store, strategy: Any, cluster: Cluster | None, case: str) -> di
                 model = batch_norm_model(store.patch_size, config.dropout, depth)
         else:
             model = build_model(
-                config.model, patch_size=store.patch_size, objective=Classification(2), dropout=config.dropout,
+                config.model, patch_size=store.patch_size, objective=ClassObjective(2), dropout=config.dropout,
                 precision=config.precision, weights=config.used_weights, trainable=config.trainable,
                 layer_decay=config.layer_decay,
             )  # fmt: skip
         optimizer = make_optimizer(config, 8)
     settings = StepSettings(
-        batch_size=BATCH, objective=Classification(2), class_weight=np.array([0.7, 1.3], np.float32),
+        batch_size=BATCH, objective=ClassObjective(2), class_weight=np.array([0.7, 1.3], np.float32),
         augmentations=config.augmentations, clip_norm=config.clip_norm,
         label_smoothing=config.label_smoothing,
     )  # fmt: skip

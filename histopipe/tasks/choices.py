@@ -1,8 +1,16 @@
-"""Levels of an evaluation, patches, slides and patients, and aggregations of patches to them."""
+"""Choices without NumPy: tasks and their losses, levels of an evaluation, and aggregations of patches to them."""
 
 from __future__ import annotations
 
 from typing import Literal, get_args
+
+TaskName = Literal["classification", "multilabel", "regression", "survival"]
+Loss = Literal["auto", "huber", "squared", "cox", "discrete"]
+LOSSES: dict[TaskName, tuple[Loss, ...]] = {
+    "classification": (), "multilabel": (), "regression": ("huber", "squared"),
+    "survival": ("cox", "discrete"),
+}  # fmt: skip
+"""Losses of each task; the first is the default."""
 
 Level = Literal["patch", "slide", "patient"]
 Aggregation = Literal["mean", "top_k", "majority"]

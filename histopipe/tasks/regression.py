@@ -1,18 +1,36 @@
-"""Metrics of predicted numbers for many weightings of the patients at once, for the bootstrap."""
+"""One or several numbers: the task, and metrics for many weightings of the patients at once, for the bootstrap."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.evaluation.intervals import WeightedStatistics
+from histopipe.errors import NothingToDo, UsageError
+from histopipe.system.result import listed
+from histopipe.tasks.intervals import WeightedStatistics
+from histopipe.tasks.task import (
+    ColumnTask,
+    Details,
+    Scores,
+    Target,
+    Values,
+    few_patients,
+    numeric_cell,
+    rank_parts,
+    relative_ranks,
+)
 
 Weights = NDArray[np.float64]
-Values = NDArray[np.float64]
 _ROUNDING = 64
 """Values are equal if they vary by at most this number of units in the last place of their mean."""
+_QUARTERS = 4
+_LEAST_SPREAD, _SMALLEST = 1e-4, 1e-30
+"""Smallest difference of targets, as a share of the largest, and smallest target: networks compute in float32."""
 FIGURES = ("r2", "pearson", "spearman", "mae", "rmse")
 
 
@@ -108,3 +126,71 @@ def _mean(rows: Weights, values: Values) -> Values:
     """Return (R,) weighted means of (R or 1, N) or (N,) values; NaN without weight."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.asarray((rows * values).sum(axis=1) / rows.sum(axis=1), np.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class Regression(ColumnTask):
+    """One or several numbers."""
+
+    name = "regression"
+    prefix = "predicted_"
+    main: ClassVar[Mapping[str, str]] = {"r2": "R²", "pearson": "Pearson"}
+    plain: ClassVar[Mapping[str, str]] = {"spearman": "Spearman", "mae": "MAE", "rmse": "RMSE"}
+    by_subgroup = ("r2", "mae")
+    compared = ("r2", "pearson", "rmse")
+
+    def target(self, cells: Mapping[str, str], where: str) -> Target | None:
+        """Return a number or NaN for each column; None if all are missing."""
+        values = tuple(numeric_cell(cells[name], f"{where}: {name}") for name in self.columns)
+        return None if all(map(math.isnan, values)) else values
+
+    def strata(self, targets: Values) -> list[str]:
+        """Return the quarter of each slide, by the mean rank over the columns."""
+        ranks = np.stack([relative_ranks(column) for column in targets.T], axis=1)
+        return [f"quarter {number}" for number in rank_parts(np.nanmean(ranks, axis=1), _QUARTERS)]
+
+    def check(self, targets: Values, side: str) -> None:
+        """Check that each column has several values."""
+        for number, name in enumerate(self.columns):
+            known = targets[np.isfinite(targets[:, number]), number]
+            if len(np.unique(known)) < 2:
+                raise NothingToDo(
+                    f"column {name} cannot be learned: {side}",
+                    found=f"{len(known)} slides with {'one value' if len(known) else 'no value'}",
+                    expected="several values", todo="leave the column out, or add slides",
+                )  # fmt: skip
+            spread, largest = float(np.ptp(known)), float(np.abs(known).max())
+            if spread < _LEAST_SPREAD * largest or not _SMALLEST < largest < 1 / _SMALLEST:
+                raise UsageError(
+                    f"column {name} cannot be learned: {side}",
+                    found=f"values that differ by {spread:.3g}, up to {largest:.10g}",
+                    expected=f"differences above {_LEAST_SPREAD * largest:.3g}, which single precision distinguishes",
+                    todo="subtract a constant from the column, or use another unit",
+                )
+
+    def summary(self, targets: Values) -> str:
+        """Return mean and standard deviation of each column."""
+        parts = []
+        for name, column in zip(self.columns, targets.T, strict=True):
+            known = column[np.isfinite(column)]
+            if len(known):
+                parts.append(f"{name} {known.mean():.4g} ± {known.std():.3g}")
+        return ", ".join(parts)
+
+    @property
+    def outcome(self) -> str:
+        """A sentence on what is predicted."""
+        return f"The outcomes are the numbers {listed(self.columns)}."
+
+    @property
+    def predicted(self) -> str:
+        """What the model returns."""
+        return f"a number for each column ({listed(self.columns)})"
+
+    def statistics(self, scores: Scores) -> WeightedStatistics:
+        """Return the metrics of numbers."""
+        return RegressionStatistics(scores.target, scores.output, self.columns, scores.patient)
+
+    def details(self, scores: Scores, statistics: WeightedStatistics) -> Details:
+        """Return the columns with few patients."""
+        return Details(few=few_patients(self.columns, scores))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.evaluation.intervals import FEWEST_PATIENTS, Interval, t_quantile
+from histopipe.tasks.intervals import FEWEST_PATIENTS, Interval, t_quantile
 
 Values = NDArray[np.float64]
 

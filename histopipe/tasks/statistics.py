@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.evaluation.calibration import BINS, bin_numbers
-from histopipe.evaluation.intervals import (
+from histopipe.tasks.calibration import BINS, bin_numbers
+from histopipe.tasks.intervals import (
     FEWEST_PATIENTS,
     Interval,
+    WeightedStatistics,
     auc_interval,
     error_interval,
     independent_mean_interval,
@@ -23,7 +24,6 @@ from histopipe.evaluation.intervals import (
     precision_interval,
     share_interval,
 )
-from histopipe.evaluation.predictions import Scores
 
 Weights = NDArray[np.float64]
 Values = NDArray[np.float64]
@@ -41,13 +41,12 @@ class _Curve:
     """None if no scores are equal."""
 
     @classmethod
-    def of(cls, scores: Scores, number: int) -> _Curve:
-        values = scores.probability[:, number]
+    def of(cls, event: NDArray[np.bool_], values: Values, patient: NDArray[np.int32]) -> _Curve:
         order = np.argsort(-values, kind="stable")
         values = values[order]
         ends = np.append(np.flatnonzero(values[1:] != values[:-1]), len(values) - 1)
-        positive = (scores.label == number)[order].astype(np.float64)
-        return cls(scores.patient[order], positive, ends if len(ends) < len(values) else None)
+        positive = event[order].astype(np.float64)
+        return cls(patient[order], positive, ends if len(ends) < len(values) else None)
 
     def areas(self, weights: NDArray[np.float64]) -> tuple[float, float]:
         """Return the area under the ROC curve, where ties count half, and the average precision, for (P,) weights."""
@@ -68,45 +67,59 @@ class _Curve:
         )
 
 
-def certainty(scores: Scores, positive: int | None) -> tuple[Values, NDArray[np.bool_]]:
+def certainty(
+    label: NDArray[np.int32], probability: Values, positive: int | None
+) -> tuple[Values, NDArray[np.bool_]]:
     """Return (N,) probabilities, and whether they came true: of the positive class, or else of the most probable one."""
     if positive is not None:
-        return scores.probability[:, positive], scores.label == positive
-    return scores.probability.max(axis=1), scores.probability.argmax(axis=1) == scores.label
+        return probability[:, positive], label == positive
+    return probability.max(axis=1), probability.argmax(axis=1) == label
 
 
-class Statistics:
-    """Metrics of scores as functions of (R, P) weights of the patients.
+class Statistics(WeightedStatistics):
+    """Metrics of classes as functions of (R, P) weights of the patients.
 
-    `decided` are (N,) class numbers. `positive` is the positive class of two. None averages over the classes that
-    occur.
+    Args:
+        label: (N,) class numbers.
+        probability: (N, C).
+        patient: (N,) numbers of the patients.
+        decided: (N,) class numbers.
+        positive: the positive class of two; None averages over the classes that occur.
     """
 
-    def __init__(self, scores: Scores, decided: NDArray[np.intp], positive: int | None) -> None:
+    def __init__(
+        self,
+        label: NDArray[np.int32],
+        probability: Values,
+        patient: NDArray[np.int32],
+        decided: NDArray[np.intp],
+        positive: int | None,
+    ) -> None:
         self.positive = positive
-        self._scores, self._decided = scores, decided
-        count, classes = scores.probability.shape
-        self.patients = int(scores.patient.max()) + 1
-        cell = (scores.patient * classes + scores.label) * classes + decided
+        self._label, self._probability, self._patient = label, probability, patient
+        self._decided = decided
+        count, classes = probability.shape
+        self.patients = int(patient.max()) + 1
+        cell = (patient * classes + label) * classes + decided
         cells = np.bincount(cell, minlength=self.patients * classes**2)
         self._confusion = cells.reshape(self.patients, classes, classes).astype(np.float64)
-        truth = scores.label[:, None] == np.arange(classes)
-        squares = (scores.probability - truth) ** 2
+        truth = label[:, None] == np.arange(classes)
+        squares = (probability - truth) ** 2
         brier = squares.sum(axis=1) if positive is None else squares[:, positive]
-        likelihood = scores.probability[np.arange(count), scores.label]
+        likelihood = probability[np.arange(count), label]
         log_loss = -np.log(np.clip(likelihood, _SMALLEST, None))
         self._sums = np.stack(
-            [np.bincount(scores.patient, values, self.patients) for values in (brier, log_loss)]
+            [np.bincount(patient, values, self.patients) for values in (brier, log_loss)]
         )
         # (P, bins) number of scores, and sum of what probabilities exceed outcomes by.
-        probability, event = certainty(scores, positive)
-        place = scores.patient * BINS + bin_numbers(probability)
-        excess = np.bincount(place, probability - event, self.patients * BINS)
+        confidence, event = certainty(label, probability, positive)
+        place = patient * BINS + bin_numbers(confidence)
+        excess = np.bincount(place, confidence - event, self.patients * BINS)
         self._excess = excess.reshape(self.patients, BINS).astype(np.float64)
         occurs = self._confusion.sum(axis=(0, 2))
         self._present = occurs > 0  # (C,) bool
-        against_rest = np.flatnonzero(self._present & (occurs < count))
-        self._curves = {number: _Curve.of(scores, number) for number in against_rest.tolist()}
+        against_rest = np.flatnonzero(self._present & (occurs < count)).tolist()
+        self._curves = {n: _Curve.of(label == n, probability[:, n], patient) for n in against_rest}
 
     def confusion(self, weights: Weights) -> Values:
         """Return (R, C, C) confusion matrices: rows are labels, columns decisions."""
@@ -128,9 +141,9 @@ class Statistics:
             return {
                 "auc": areas,
                 "average_precision": precisions,
-                "accuracy": _correct(confusion).sum(axis=1) / confusion.sum(axis=(1, 2)),
                 # Classes that never occur are not counted. A class that is missing only from a resample gives NaN.
                 "balanced_accuracy": sensitivity(confusion)[:, self._present].mean(axis=1),
+                "accuracy": _correct(confusion).sum(axis=1) / confusion.sum(axis=(1, 2)),
                 "f1": self._of_positive(_f1(confusion)),
                 "sensitivity": self._of_positive(sensitivity(confusion)),
                 "specificity": self._of_positive(specificity(confusion)),
@@ -147,23 +160,23 @@ class Statistics:
         Resamples are too much alike if nearly all decisions are right, or if there are few patients; those of the
         calibration error are biased.
         """
-        scores, decided, patient = self._scores, self._decided, self._scores.patient
-        right = decided == scores.label
+        label, decided, patient = self._label, self._decided, self._patient
+        right = decided == label
         numbers = [self.positive] if self.positive is not None else np.flatnonzero(self._present)
         each: dict[str, list[Interval | None]] = {"auc": [], "sensitivity": [], "specificity": []}
         for number in numbers:
-            own = scores.label == number
-            each["auc"].append(auc_interval(own, scores.probability[:, number], patient))
+            own = label == number
+            each["auc"].append(auc_interval(own, self._probability[:, number], patient))
             each["sensitivity"].append(share_interval(right[own], patient[own]))
             each["specificity"].append(share_interval(decided[~own] != number, patient[~own]))
         found = {name: mean_interval(intervals) for name, intervals in each.items()}
         found["accuracy"] = share_interval(right, patient)
         found["balanced_accuracy"] = independent_mean_interval([
             (float(right[own].mean()), share_interval(right[own], patient[own]))
-            for own in (scores.label == number for number in np.flatnonzero(self._present))
+            for own in (label == number for number in np.flatnonzero(self._present))
         ])  # fmt: skip
         if self.positive is not None and self.positive in self._curves:
-            own = scores.label == self.positive
+            own = label == self.positive
             _, precision = self._curves[self.positive].areas(np.ones(self.patients))
             positives = len(np.unique(patient[own]))
             if positives > 1:
@@ -220,8 +233,8 @@ def area_under_roc(label: NDArray[np.int32], probability: NDArray[np.float32]) -
     if not np.isfinite(probability).all():
         return None
     one = np.zeros(len(label), np.int32)
-    scores = Scores(label, probability.astype(np.float64), one, one.astype(np.int64))
-    areas = Statistics(scores, one.astype(np.intp), None).areas(np.ones((1, 1)))[0][0]
+    statistics = Statistics(label, probability.astype(np.float64), one, one.astype(np.intp), None)
+    areas = statistics.areas(np.ones((1, 1)))[0][0]
     areas = areas[np.isfinite(areas)]
     return float(areas.mean()) if len(areas) >= 2 else None
 
@@ -255,14 +268,19 @@ class Roc:
     high: NDArray[np.float64] | None
 
 
-def roc_of(scores: Scores, number: int, *, patients: int, seed: int) -> Roc | None:
-    """Return the ROC curve of the class with this number; None if all scores, or none, are of this class."""
-    positive = scores.label == number
+def roc_of(
+    positive: NDArray[np.bool_],
+    probability: Values,
+    patient: NDArray[np.int32],
+    *,
+    patients: int,
+    seed: int,
+) -> Roc | None:
+    """Return the ROC curve of (N,) events by their probability; None if all items, or none, are events."""
     if positive.all() or not positive.any():
         return None
-    order = np.argsort(-scores.probability[:, number], kind="stable")
-    positive, patient = positive[order], scores.patient[order]
-    values = scores.probability[order, number]
+    order = np.argsort(-probability, kind="stable")
+    positive, patient, values = positive[order], patient[order], probability[order]
     # Equal scores form one step of the curve.
     ends = np.append(np.flatnonzero(values[1:] != values[:-1]), len(values) - 1)
     rates = _rates(positive, ends, np.ones(len(values)))
@@ -280,14 +298,13 @@ def roc_of(scores: Scores, number: int, *, patients: int, seed: int) -> Roc | No
 
 
 def precision_recall_of(
-    scores: Scores, number: int
-) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:
-    """Return (K,) recall and precision of a class at decreasing thresholds; None if all scores, or none, are of it."""
-    positive = scores.label == number
+    positive: NDArray[np.bool_], probability: Values
+) -> tuple[Values, Values] | None:
+    """Return (K,) recall and precision of events at decreasing thresholds; None if all items, or none, are events."""
     if positive.all() or not positive.any():
         return None
-    order = np.argsort(-scores.probability[:, number], kind="stable")
-    values, positive = scores.probability[order, number], positive[order]
+    order = np.argsort(-probability, kind="stable")
+    values, positive = probability[order], positive[order]
     ends = np.append(np.flatnonzero(values[1:] != values[:-1]), len(values) - 1)
     found = np.cumsum(positive)[ends]
     return found / positive.sum(), found / (ends + 1)

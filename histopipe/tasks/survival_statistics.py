@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.evaluation.intervals import WeightedStatistics
+from histopipe.tasks.intervals import WeightedStatistics
 
 Weights = NDArray[np.float64]
 Values = NDArray[np.float64]

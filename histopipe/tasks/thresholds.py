@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.errors import UsageError
-from histopipe.evaluation.predictions import Scores
 
 RULE = re.compile(
     r"youden|(?P<of>sensitivity|specificity)[:=](?P<least>0?\.\d+|1(\.0*)?)|(?P<fixed>0?\.\d+)"
@@ -30,8 +29,10 @@ def check_rule(rule: str) -> re.Match[str]:
     return match
 
 
-def choose_threshold(scores: Scores, positive: int, rule: str) -> tuple[float, str | None]:
-    """Return the threshold that a rule chooses, with a note or None.
+def choose_threshold(
+    event: NDArray[np.bool_], probability: NDArray[np.float64], rule: str
+) -> tuple[float, str]:
+    """Return the threshold that a rule chooses for (N,) events and their probabilities, with a note or "".
 
     "youden": highest sensitivity + specificity. "sensitivity:S": highest threshold with at least this sensitivity. "specificity:S":
     lowest threshold with at least this specificity. The threshold is half way between the last positive score and the
@@ -42,16 +43,15 @@ def choose_threshold(scores: Scores, positive: int, rule: str) -> tuple[float, s
     """
     match = check_rule(rule)
     if match["fixed"]:
-        return float(match["fixed"]), None
-    truth = scores.label == positive
-    if truth.all() or not truth.any():
+        return float(match["fixed"]), ""
+    if event.all() or not event.any():
         return EVEN, f"{FALLBACK} used: validation has only one class"
-    thresholds, score_number = np.unique(-scores.probability[:, positive], return_inverse=True)
+    thresholds, score_number = np.unique(-probability, return_inverse=True)
     # The ROC curve: false and true positive rates at decreasing scores.
     false_positive, true_positive = (
         np.append(0, np.cumsum(np.bincount(score_number[members], minlength=len(thresholds))))
         / members.sum()
-        for members in (~truth, truth)
+        for members in (~event, event)
     )
     if match["of"] is None:
         place = int(np.argmax(true_positive - false_positive))
@@ -59,7 +59,7 @@ def choose_threshold(scores: Scores, positive: int, rule: str) -> tuple[float, s
         place = int(np.argmax(true_positive >= float(match["least"])))
     else:
         place = int(np.flatnonzero(1 - false_positive >= float(match["least"]))[-1])
-    return _half_way(-thresholds.astype(np.float64), place), None
+    return _half_way(-thresholds.astype(np.float64), place), ""
 
 
 def _half_way(scores: NDArray[np.float64], positives: int) -> float:

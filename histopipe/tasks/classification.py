@@ -1,0 +1,276 @@
+"""Classification: a class of several, with an optional positive class of two."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from histopipe.errors import NothingToDo, UsageError
+from histopipe.system.csv_files import nfc
+from histopipe.system.result import listed
+from histopipe.tasks.calibration import Recalibration, decision_curve, recalibration, reliability_of
+from histopipe.tasks.choices import AGGREGATIONS, Aggregation
+from histopipe.tasks.intervals import WeightedStatistics
+from histopipe.tasks.statistics import (
+    Statistics,
+    area_under_roc,
+    certainty,
+    sensitivity,
+    specificity,
+)
+from histopipe.tasks.task import (
+    NO_THRESHOLDS,
+    Details,
+    JudgeSettings,
+    Scores,
+    Target,
+    Task,
+    Thresholds,
+    Values,
+    group_means,
+    known,
+    labels_of,
+)
+from histopipe.tasks.thresholds import choose_threshold
+
+_PROBABILITY = "p_"
+_TRUTH = ("label", "predicted")
+
+
+@dataclass(frozen=True, slots=True)
+class ClassMetrics:
+    """Metrics of one class against the rest; None if undefined."""
+
+    count: int
+    auc: float | None
+    sensitivity: float | None
+    specificity: float | None
+    average_precision: float | None = None
+    calibration_intercept: float | None = None
+    calibration_slope: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Classification(Task):
+    """One of several classes. `positive_class` is the positive one of two; None for the last."""
+
+    name = "classification"
+    aggregations = AGGREGATIONS
+    main: ClassVar[Mapping[str, str]] = {"auc": "AUC", "balanced_accuracy": "bal. acc."}
+    plain: ClassVar[Mapping[str, str]] = {
+        "accuracy": "acc.", "sensitivity": "sens.", "specificity": "spec.", "f1": "F1",
+        "brier": "Brier",
+    }  # fmt: skip
+    by_subgroup = ("auc", "average_precision", "sensitivity", "specificity", "calibration_error")
+    compared = ("auc", "balanced_accuracy", "brier")
+    of_classes = True
+    several = "labels"
+    undefined = "lack a class"
+    columns: tuple[str, ...] = ("label",)
+    classes: tuple[str, ...] = ()
+    positive_class: str | None = None
+
+    @property
+    def positive(self) -> int | None:
+        """Number of the positive class; None for more than two classes.
+
+        Raises:
+            UsageError: the class is unknown, or there are not exactly two classes.
+        """
+        names, positive = [nfc(name) for name in self.classes], self.positive_class
+        two = len(names) == 2
+        if positive is not None and (nfc(positive) not in names or not two):
+            raise UsageError(
+                "--positive", found=repr(positive),
+                expected=" or ".join(self.classes) if two else "no positive class: "
+                f"there are {len(names)} classes, each evaluated against the rest",
+            )  # fmt: skip
+        if not two:
+            return None
+        return 1 if positive is None else names.index(nfc(positive))
+
+    def judged(self, settings: JudgeSettings) -> Self:
+        """Return the task with the positive class of the settings."""
+        return replace(self, positive_class=settings.positive)
+
+    # Targets.
+
+    def target(self, cells: Mapping[str, str], where: str) -> Target | None:
+        """Return the number of the class; None for an empty or unknown label."""
+        label = cells["label"]
+        return (float(self.classes.index(label)),) if label in self.classes else None
+
+    def strata(self, targets: Values) -> list[str]:
+        """Return the classes."""
+        return [self.classes[number] for number in labels_of(targets).tolist()]
+
+    def check(self, targets: Values, side: str) -> None:
+        """Check that there are two classes."""
+        known = np.unique(targets[np.isfinite(targets)]).astype(int).tolist()
+        if len(known) < 2:
+            names = ", ".join(self.classes[number] for number in known)
+            raise NothingToDo(
+                f"classes cannot be learned: {side}", found=names or "no label",
+                expected="two or more classes", todo="add slides",
+            )  # fmt: skip
+
+    def summary(self, targets: Values) -> str:
+        """Return the number of each class."""
+        numbers = labels_of(targets)
+        return ", ".join(f"{(numbers == i).sum()} {name}" for i, name in enumerate(self.classes))
+
+    def subset_text(self, targets: Values, counts: Mapping[str, int], unit: str) -> str:
+        """Return the number of patches or bags of each class."""
+        return ", ".join(f"{counts[name]} {name}" for name in self.classes)
+
+    @property
+    def outcome(self) -> str:
+        """A sentence on what is predicted."""
+        return f"The outcome is the class {listed(self.classes, last='or')}."
+
+    @property
+    def predicted(self) -> str:
+        """What the model returns."""
+        return f"a probability for each class ({listed(self.classes)}); they sum to 1"
+
+    # Tables of predictions.
+
+    @classmethod
+    def of_header(cls, names: Sequence[str]) -> Self | None:
+        """Return the task with the classes of the columns `p_CLASS` after label and prediction."""
+        if tuple(names[:2]) != _TRUTH:
+            return None
+        return cls(classes=tuple(name.removeprefix(_PROBABILITY) for name in names[2:]))
+
+    @property
+    def output_names(self) -> tuple[str, ...]:
+        """Columns of the probabilities."""
+        return tuple(_PROBABILITY + name for name in self.classes)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The classes."""
+        return self.classes
+
+    @property
+    def target_names(self) -> tuple[str, ...]:
+        """Columns of the true and of the most probable class."""
+        return _TRUTH
+
+    def target_cells(self, target: Sequence[float], output: Sequence[float]) -> list[str]:
+        """Return the true class, empty for none, and the most probable one."""
+        label = "" if math.isnan(target[0]) else self.classes[int(target[0])]
+        return [label, self.classes[int(np.argmax(output))]]
+
+    def read_target(self, cells: Sequence[str]) -> Iterable[float]:
+        """Return the number of the class. Raise ValueError if it is none of the classes."""
+        return (float(self.classes.index(cells[0])) if cells[0] else math.nan,)
+
+    # Evaluation.
+
+    def aggregate(
+        self, output: Values, starts: NDArray[np.intp], how: Aggregation, top_k: int
+    ) -> Values:
+        """Return means, shares of the most probable class, or means of the highest probabilities."""
+        match how:
+            case "mean":
+                return group_means(output, starts)
+            case "majority":
+                classes = np.arange(output.shape[1])
+                most_probable = output.argmax(axis=1)[:, None] == classes
+                return group_means(most_probable.astype(np.float64), starts)
+        groups = np.split(output, starts[1:])
+        top = np.array([np.sort(group, axis=0)[-top_k:].mean(axis=0) for group in groups])
+        positive = self.positive
+        if positive is not None:
+            top[:, 1 - positive] = 1 - top[:, positive]
+            return top
+        return np.asarray(top / top.sum(axis=1, keepdims=True), np.float64)
+
+    def decide(self, output: Values, limits: Values) -> NDArray[np.intp]:
+        """Return (N,) decided class numbers: by (N, L) or (L,) thresholds of the positive class, or the most probable one."""
+        positive = self.positive
+        if positive is None or not limits.shape[-1]:
+            return np.asarray(np.argmax(output, axis=1), np.intp)
+        return np.where(output[:, positive] >= limits[..., 0], positive, 1 - positive)
+
+    def statistics(self, scores: Scores) -> Statistics:
+        """Return the metrics of classes."""
+        decided = self.decide(scores.output, scores.limits)
+        return Statistics(scores.label, scores.output, scores.patient, decided, self.positive)
+
+    def epoch_figures(self, target: Values, output: NDArray[np.float32]) -> dict[str, float | None]:
+        """Return accuracy and the mean area under the ROC curve."""
+        label = labels_of(target)
+        accuracy = float((output.argmax(axis=1) == label).mean())
+        return {"accuracy": accuracy, "auc": area_under_roc(label, output)}
+
+    def thresholds(self, scores: Scores, rule: str) -> Thresholds:
+        """Return the threshold of the positive class. More than two classes have none."""
+        positive = self.positive
+        if positive is None:
+            return NO_THRESHOLDS
+        value, note = choose_threshold(scores.label == positive, scores.output[:, positive], rule)
+        return Thresholds((value,), note)
+
+    def details(self, scores: Scores, statistics: WeightedStatistics) -> Details:
+        """Return confusion matrix, metrics of each class, reliability and calibration, and the decision curve."""
+        assert isinstance(statistics, Statistics)  # noqa: S101 - for mypy
+        label, positive = scores.label, self.positive
+        recalibrated = [
+            recalibration(scores.output[:, number], label == number, scores.patient)
+            for number in range(len(self.classes))
+        ]
+        weights = np.ones((1, statistics.patients))
+        confusion = statistics.confusion(weights)
+        details = Details(fields={
+            "confusion": tuple(map(tuple, confusion[0].astype(int).tolist())),
+            "classes": self._by_class(statistics, confusion, weights, recalibrated),
+            "reliability": reliability_of(*certainty(label, scores.output, positive)),
+        })  # fmt: skip
+        if positive is not None:
+            of_positive = recalibrated[positive]
+            details.figures = {
+                "calibration_intercept": of_positive.intercept, "calibration_slope": of_positive.slope,
+            }  # fmt: skip
+            details.intervals = of_positive.intervals
+            event = label == positive
+            details.fields["decision_curve"] = decision_curve(scores.output[:, positive], event)
+        else:
+            details.figures = dict.fromkeys(("calibration_intercept", "calibration_slope"))
+        missing = [name for number, name in enumerate(self.classes) if number not in label]
+        if missing:
+            details.complete = False
+            details.remarks = [f"missing class{'es' if missing[1:] else ''}: {', '.join(missing)}"]
+        return details
+
+    def _by_class(
+        self,
+        statistics: Statistics,
+        confusion: Values,
+        weights: Values,
+        recalibrated: Sequence[Recalibration],
+    ) -> dict[str, ClassMetrics]:
+        areas, precisions = (values[0] for values in statistics.areas(weights))
+        rates = sensitivity(confusion)[0], specificity(confusion)[0]
+        counts = confusion[0].sum(axis=1).astype(int).tolist()
+        columns: Any = zip(
+            self.classes, counts, areas, *rates, precisions, recalibrated, strict=True
+        )
+        return {
+            name: ClassMetrics(
+                count,
+                known(area),
+                known(true),
+                known(false),
+                known(precision),
+                fit.intercept,
+                fit.slope,
+            )
+            for name, count, area, true, false, precision, fit in columns
+        }

@@ -1,0 +1,214 @@
+"""Several labels, each 0 or 1 or missing: the task, and metrics for many weightings of the patients at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from histopipe.errors import NothingToDo
+from histopipe.system.result import listed
+from histopipe.tasks.calibration import Recalibration, recalibration
+from histopipe.tasks.intervals import Interval, WeightedStatistics, mean_interval
+from histopipe.tasks.statistics import Statistics
+from histopipe.tasks.task import (
+    ColumnTask,
+    Details,
+    Scores,
+    Target,
+    Thresholds,
+    Values,
+    few_patients,
+    flag_cell,
+)
+from histopipe.tasks.thresholds import choose_threshold
+
+Weights = NDArray[np.float64]
+FIGURES = (
+    "auc", "average_precision", "balanced_accuracy", "sensitivity", "specificity", "f1", "brier", "calibration_error",
+)  # fmt: skip
+
+
+class MultilabelStatistics(WeightedStatistics):
+    """Metrics as functions of (R, P) weights of the patients, for each label and their mean.
+
+    Args:
+        target: (N, T) 0, 1, or NaN, which is left out.
+        output: (N, T) probabilities.
+        columns: names of the labels.
+        thresholds: (N, T) or (T,) lowest probabilities for which a label is decided.
+        patient: (N,) numbers of the patients.
+    """
+
+    def __init__(
+        self,
+        target: NDArray[np.float64],
+        output: NDArray[np.float64],
+        columns: Sequence[str],
+        thresholds: NDArray[np.float64],
+        patient: NDArray[np.int32],
+    ) -> None:
+        self.patients = int(patient.max()) + 1
+        self._names = tuple(columns)
+        limits = np.broadcast_to(thresholds, output.shape)
+        self._labels: list[Statistics | None] = []
+        for number in range(len(columns)):
+            known = np.isfinite(target[:, number])
+            label, own = target[known, number].astype(np.int32), output[known, number]
+            both = np.stack([1 - own, own], axis=1).astype(np.float64)
+            decided = (own >= limits[known, number]).astype(np.intp)
+            self._labels.append(
+                Statistics(label, both, patient[known], decided, 1) if known.any() else None
+            )
+
+    def figures(self, weights: Weights) -> dict[str, Values]:
+        """Return (R,) means of each metric over the labels, and of each label as `metric:label`; NaN if undefined."""
+        undefined = dict.fromkeys(FIGURES, np.full(len(weights), np.nan))
+        each = [
+            undefined if label is None else label.figures(weights[:, : label.patients])
+            for label in self._labels
+        ]
+        found = {name: np.mean([it[name] for it in each], axis=0) for name in FIGURES}
+        for name, values in zip(self._names, each, strict=True):
+            found |= {f"{figure}:{name}": values[figure] for figure in FIGURES}
+        return found
+
+    def better_intervals(
+        self, weights: Weights, figures: Mapping[str, Values]
+    ) -> dict[str, Interval]:
+        """Return intervals of each label, and of the means over the labels; see `Statistics.better_intervals`."""
+        each: list[Mapping[str, Interval]] = []
+        for name, label in zip(self._names, self._labels, strict=True):
+            own = {figure: figures[f"{figure}:{name}"] for figure in FIGURES}
+            each.append(
+                {} if label is None else label.better_intervals(weights[:, : label.patients], own)
+            )
+        found = {}
+        for figure in FIGURES:
+            mean = mean_interval([it.get(figure) for it in each])
+            if mean is not None:
+                found[figure] = mean
+            for name, intervals in zip(self._names, each, strict=True):
+                if figure in intervals:
+                    found[f"{figure}:{name}"] = intervals[figure]
+        return found
+
+
+def recalibrated_labels(
+    target: NDArray[np.float64],
+    output: NDArray[np.float64],
+    columns: Sequence[str],
+    patient: NDArray[np.int32],
+) -> tuple[dict[str, float | None], dict[str, Interval]]:
+    """Return calibration intercept and slope of each label and their means, and intervals; see `recalibration`.
+
+    Means are undefined if the value of a label is. For the arguments see `MultilabelStatistics`.
+    """
+    each: dict[str, Recalibration] = {}
+    for number, name in enumerate(columns):
+        known = np.isfinite(target[:, number])
+        if known.any():
+            each[name] = recalibration(
+                output[known, number], target[known, number] == 1, patient[known]
+            )
+    figures: dict[str, float | None] = {}
+    intervals: dict[str, Interval] = {}
+    for figure in ("calibration_intercept", "calibration_slope"):
+        own = {name: getattr(it, figure.removeprefix("calibration_")) for name, it in each.items()}
+        values = [own.get(name) for name in columns]
+        figures[figure] = None if None in values else float(np.mean(values))  # type: ignore[arg-type]
+        mean = mean_interval([it.intervals.get(figure) for it in each.values()])
+        if mean is not None and figures[figure] is not None:
+            intervals[figure] = mean
+        for name in columns:
+            figures[f"{figure}:{name}"] = own.get(name)
+            if name in each and figure in each[name].intervals:
+                intervals[f"{figure}:{name}"] = each[name].intervals[figure]
+    return figures, intervals
+
+
+@dataclass(frozen=True, slots=True)
+class Multilabel(ColumnTask):
+    """Several labels, each 0 or 1 or missing."""
+
+    name = "multilabel"
+    prefix = "p_"
+    main: ClassVar[Mapping[str, str]] = {"auc": "AUC", "balanced_accuracy": "bal. acc."}
+    plain: ClassVar[Mapping[str, str]] = {
+        "sensitivity": "sens.",
+        "specificity": "spec.",
+        "f1": "F1",
+        "brier": "Brier",
+    }
+    by_subgroup = ("auc", "average_precision", "calibration_error")
+    compared = ("auc", "balanced_accuracy", "brier")
+
+    def target(self, cells: Mapping[str, str], where: str) -> Target | None:
+        """Return 0, 1 or NaN for each label; None if all are missing."""
+        values = tuple(flag_cell(cells[name], f"{where}: {name}") for name in self.columns)
+        return None if all(map(math.isnan, values)) else values
+
+    def strata(self, targets: Values) -> list[str]:
+        """Return the rarest label of each slide; see `assignment.assign_labels`, which uses all labels."""
+        count = np.nansum(targets, axis=0)
+        order = np.argsort(count, kind="stable").tolist()
+        return [
+            next((self.columns[i] for i in order if row[i] == 1), "none of the labels")
+            for row in targets
+        ]
+
+    def check(self, targets: Values, side: str) -> None:
+        """Check that each label has both values."""
+        for number, name in enumerate(self.columns):
+            values = targets[:, number]
+            known = values[np.isfinite(values)]
+            if not ((known == 0).any() and (known == 1).any()):
+                raise NothingToDo(
+                    f"column {name} cannot be learned: {side}",
+                    found=f"{int(known.sum())} of {len(known)} with 1", expected="both 0 and 1",
+                    todo="leave the column out, or add slides",
+                )  # fmt: skip
+
+    def summary(self, targets: Values) -> str:
+        """Return the number of slides with each label."""
+        known = np.isfinite(targets).sum(axis=0)
+        found = np.nansum(targets, axis=0).astype(int)
+        return ", ".join(
+            f"{name} {a} of {b}" for name, a, b in zip(self.columns, found, known, strict=True)
+        )
+
+    @property
+    def outcome(self) -> str:
+        """A sentence on what is predicted."""
+        return f"The outcomes are the labels {listed(self.columns)}."
+
+    @property
+    def predicted(self) -> str:
+        """What the model returns."""
+        return f"a probability for each label ({listed(self.columns)})"
+
+    def statistics(self, scores: Scores) -> WeightedStatistics:
+        """Return the metrics of labels."""
+        limits = scores.limits if scores.limits.shape[1] else np.full(len(self.columns), 0.5)
+        return MultilabelStatistics(
+            scores.target, scores.output, self.columns, limits, scores.patient
+        )
+
+    def thresholds(self, scores: Scores, rule: str) -> Thresholds:
+        """Return a threshold for each label."""
+        return Thresholds(tuple(
+            choose_threshold(label[rows] == 1, output[rows], rule)[0]
+            for label, output in zip(scores.target.T, scores.output.T, strict=True)
+            for rows in (np.isfinite(label),)
+        ))  # fmt: skip
+
+    def details(self, scores: Scores, statistics: WeightedStatistics) -> Details:
+        """Return calibration intercepts and slopes."""
+        figures, intervals = recalibrated_labels(
+            scores.target, scores.output, self.columns, scores.patient
+        )
+        return Details(figures, intervals, few=few_patients(self.columns, scores))

@@ -1,0 +1,36 @@
+"""The tasks by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from histopipe.tasks.choices import TaskName
+from histopipe.tasks.classification import Classification
+from histopipe.tasks.multilabel import Multilabel
+from histopipe.tasks.regression import Regression
+from histopipe.tasks.survival import Survival
+from histopipe.tasks.task import Task
+
+TASKS: Mapping[TaskName, type[Task]] = {
+    task.name: task for task in (Classification, Multilabel, Regression, Survival)
+}
+
+
+def make_task(name: TaskName, columns: Sequence[str], classes: Sequence[str] = ()) -> Task:
+    """Return the task of a name, with the columns of its target, or with its classes."""
+    if name == "classification":
+        return Classification(classes=tuple(classes))
+    return TASKS[name](tuple(columns))
+
+
+def task_of_header(names: Sequence[str]) -> Task:
+    """Return the task of a table of predictions, from its columns after those of the places.
+
+    Raises:
+        ValueError: there is none.
+    """
+    for task in TASKS.values():
+        found = task.of_header(names)
+        if found is not None:
+            return found
+    raise ValueError(f"unknown columns {', '.join(names)}")

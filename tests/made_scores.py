@@ -1,0 +1,102 @@
+"""Predictions and scores for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from histopipe.tasks.choices import Aggregation, Level, TaskName
+from histopipe.tasks.classification import Classification
+from histopipe.tasks.metrics import Metrics, metrics_of
+from histopipe.tasks.predictions import Predictions, scores_of
+from histopipe.tasks.registry import make_task
+from histopipe.tasks.survival import Survival
+from histopipe.tasks.task import NO_THRESHOLDS, JudgeSettings, Scores, Task, Thresholds
+
+NAMES = tuple("abcdefgh")
+
+
+def target_of(label: NDArray[np.integer]) -> NDArray[np.float64]:
+    """Return (N, 1) targets of (N,) class numbers, of which -1 is unknown."""
+    return np.where(label < 0, np.nan, label).astype(np.float64)[:, None]
+
+
+def class_scores(
+    label: Sequence[int] | NDArray[np.integer],
+    probability: Any,
+    patient: Sequence[int] | NDArray[np.integer] | None = None,
+) -> Scores:
+    """Return scores of classes; each item is a patient by default."""
+    count, output = len(label), np.array(probability, np.float64)
+    patients = range(count) if patient is None else patient
+    return Scores(
+        Classification(classes=NAMES[: output.shape[1]]), target_of(np.array(label)), output,
+        np.array(patients, np.int32), np.arange(count), np.empty((count, 0)),
+    )  # fmt: skip
+
+
+def class_metrics(
+    scores: Scores,
+    classes: tuple[str, ...],
+    *,
+    positive: int | None,
+    threshold: float | None,
+    draws: NDArray[np.float64],
+) -> Metrics:
+    """Return the metrics of scores of classes, decided by one threshold."""
+    name = None if positive is None else classes[positive]
+    limits = () if threshold is None or positive is None else (float(threshold),)
+    given = replace(
+        scores, task=Classification(classes=classes, positive_class=name),
+        limits=np.tile(limits, (len(scores.target), 1)),
+    )  # fmt: skip
+    thresholds = Thresholds(limits) if limits else NO_THRESHOLDS
+    return metrics_of(given, draws=draws, thresholds=thresholds)
+
+
+def class_predictions(
+    classes: tuple[str, ...],
+    slides: tuple[str, ...],
+    patients: tuple[str, ...],
+    slide: Any,
+    patient: Any,
+    x_l0: Any,
+    y_l0: Any,
+    label: Any,
+    probability: Any,
+    level: Level = "patch",
+) -> Predictions:
+    """Return predictions of classes."""
+    return Predictions(
+        Classification(classes=classes), slides, patients, slide, patient, x_l0, y_l0,
+        target_of(np.asarray(label)), probability, level,
+    )  # fmt: skip
+
+
+def target_predictions(
+    name: TaskName, columns: tuple[str, ...], grid: Sequence[float], *places: Any, **arrays: Any
+) -> Predictions:
+    """Return predictions of other tasks."""
+    task: Task = make_task(name, columns)
+    if isinstance(task, Survival):
+        task = replace(task, grid=tuple(grid))
+    return Predictions(task, *places, **arrays)
+
+
+def aggregated(
+    predictions: Predictions,
+    level: Level,
+    how: Aggregation = "mean",
+    *,
+    top_k: int = 1,
+    positive: int | None = None,
+) -> Scores:
+    """Return the scores at a level."""
+    name = None if positive is None else predictions.task.classes[positive]
+    if len(predictions.task.classes) != 2:
+        name = None
+    return scores_of(predictions, level, how, JudgeSettings(top_k=top_k, positive=name))
