@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -577,3 +578,32 @@ def test_damaged_predictions_are_refused(tmp_path: Path, damage: object) -> None
         read_predictions(path)
     with pytest.raises(UsageError, match="does not exist"):
         read_predictions(tmp_path / "none.csv")
+
+
+# Evaluations of fixed predictions, written by tools/make_golden_evaluation.py.
+
+GOLDEN = Path(__file__).parent / "golden" / "evaluation"
+
+
+def leaves(value: object, where: str = "") -> Iterator[tuple[str, object]]:
+    if isinstance(value, dict):
+        for name, part in value.items():
+            yield from leaves(part, f"{where}.{name}")
+    elif isinstance(value, list):
+        for number, part in enumerate(value):
+            yield from leaves(part, f"{where}[{number}]")
+    else:
+        yield where, value
+
+
+@pytest.mark.parametrize("path", sorted(GOLDEN.glob("*.csv")), ids=lambda path: path.stem)
+def test_evaluations_are_those_of_earlier_versions(path: Path) -> None:
+    judged = judge(read_predictions(path), JudgeSettings(resamples=50, top_k=2))
+    value = {side: evaluation.to_json() for side, evaluation in judged.items()}
+    found = dict(leaves(json.loads(json.dumps(value))))
+    expected = dict(leaves(json.loads(path.with_suffix(".json").read_text())))
+    assert found.keys() == expected.keys()
+    assert len(found) > 200
+    for name, one in expected.items():
+        other = found[name]
+        assert other == (pytest.approx(one, abs=1e-9) if isinstance(one, float) else one), name

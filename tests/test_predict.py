@@ -30,6 +30,7 @@ from histopipe.inference.predictions_folder import PredictedSlide, PredictionsFo
 from histopipe.inference.slide_run import PatchBatch, Results, SlideRun
 from histopipe.inference.slide_tiler import FileSource
 from histopipe.ingestion.patch_source import chunk_of
+from histopipe.reports.report import report
 from histopipe.runs.result import read_result
 from histopipe.slides.slide_files import SlideFile
 from histopipe.store.store import Store
@@ -451,6 +452,8 @@ def test_failed_and_empty_slides_in_the_table(trained: Path, made: Path, tmp_pat
     (folder / "slide-001.svs").write_text("no slide any more")
     assert set(predict(trained, folder, out=out).failed) == {"slide-001"}
     assert {row["slide"] for row in rows_of(out / "slides.csv")} == {"blank", "slide-000"}
+    page = report(out).file.read_text()
+    assert "Failed, and not predicted: slide-001." in page
 
 
 def test_changed_scale_predicts_the_slide_again(trained: Path, data: Path, tmp_path: Path) -> None:

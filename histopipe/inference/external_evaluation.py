@@ -24,7 +24,9 @@ from histopipe.tasks.task import JudgeSettings
 
 EVALUATION = "evaluation.json"
 PARTICIPANTS = "participants.csv"
-"""Slides of the evaluation, in the form of a run's `slides.csv`."""
+"""All slides, in the form of a run's `slides.csv`."""
+FAILED = "prediction failed"
+"""Reason of the exclusion of a slide."""
 EVALUATED = "evaluated.csv"
 """Evaluated predictions of a slide model, in the form of a run's `predictions.csv`. Those of patches are in `patches/`."""
 
@@ -104,7 +106,7 @@ def evaluated_participants(
     slides = []
     for it in found:
         if it.slide in failed:
-            slides.append(replace(it, reason="prediction failed"))
+            slides.append(replace(it, reason=FAILED))
         elif it.slide not in predicted:
             slides.append(replace(it, reason=it.reason or "no patches"))
         else:
@@ -130,7 +132,7 @@ def write_evaluation(
     settings: JudgeSettings,
     in_training: Iterable[str],
 ) -> ExternalEvaluation | None:
-    """Write `evaluation.json` and its tables, or remove old ones if there is no evaluation.
+    """Write all slides, and `evaluation.json` and its table, or remove old ones if there is no evaluation.
 
     `judged` are the evaluated predictions, with their evaluation; None if too few labels are known. For `in_training` see
     `ExternalEvaluation`, for the other arguments `break_down`.
@@ -139,14 +141,14 @@ def write_evaluation(
     if unknown:
         message(f"warning: labels that are no class of the model are ignored: {', '.join(unknown)}")
     path = folder / EVALUATION
-    for name in (EVALUATION, PARTICIPANTS, EVALUATED):
+    for name in (EVALUATION, EVALUATED):
         (folder / name).unlink(missing_ok=True)
+    write_participants(folder / PARTICIPANTS, slides)
     if judged is None:
         if any(it.label for it in slides):
             message("no metrics: slides with labels of two classes of the model are needed")
         return None
     part, evaluation = judged
-    write_participants(folder / PARTICIPANTS, slides)
     if part[0].level != "patch":
         write_predictions(folder / EVALUATED, [({"split": "test"}, part[0])])
     breakdown = break_down([part], evaluation, slides, wanted, settings)

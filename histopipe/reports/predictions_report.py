@@ -14,6 +14,7 @@ from histopipe.errors import DamagedStore
 from histopipe.evaluation.predictions import read_predictions
 from histopipe.inference.external_evaluation import (
     EVALUATED,
+    FAILED,
     PARTICIPANTS,
     ExternalEvaluation,
     read_evaluation,
@@ -45,6 +46,7 @@ from histopipe.reports.run_slides import heatmap_gallery
 from histopipe.store.store import Store
 from histopipe.system.csv_files import is_number
 from histopipe.system.files import read_json
+from histopipe.system.result import listed
 from histopipe.tasks.predictions import joined_predictions
 from histopipe.tasks.task import JudgeSettings
 
@@ -72,7 +74,9 @@ def predictions_page(folder: Path, *, stores: Sequence[Path] = (), pictures: boo
     page = Page(
         f"Predictions {folder.resolve().name}", f"{len(slides):,} {what}, by {settings.get('run')}"
     )
-    found = read_evaluation(folder)
+    found, participants = read_evaluation(folder), read_participants(folder / PARTICIPANTS)
+    failed = [slide.slide for slide in participants if slide.reason == FAILED]
+    missing = [Text(f"Failed, and not predicted: {listed(failed)}.", "bad")] if failed else []
     with ExitStack() as stack:
         opened = [stack.enter_context(Store(path)) for path in stores]
         if found is None:
@@ -80,12 +84,12 @@ def predictions_page(folder: Path, *, stores: Sequence[Path] = (), pictures: boo
                 "Summary",
                 _counts(slides, what),
                 Text("No labels are known, so there are no metrics."),
+                *missing,
             )
         else:
             images = SlideImages({}, opened, PredictionsFolder(folder)) if pictures else None
-            notes = list(_notes(found, settings))
-            slides_found = read_participants(folder / PARTICIPANTS)
-            _add_evaluation(page, _judged(folder, found), notes, slides_found, images)
+            notes = [*missing, *_notes(found, settings)]
+            _add_evaluation(page, _judged(folder, found), notes, participants, images)
         page.add(what.capitalize(), _table(slides, what))
         if pictures:
             images = SlideImages({}, opened, PredictionsFolder(folder))
