@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -40,6 +41,7 @@ def draw(name: str, task: Task, rng: np.random.Generator) -> Predictions:
     slide = np.repeat(np.arange(SLIDES, dtype=np.int32), rows)
     signal = rng.normal(size=SLIDES // 2)
     risk = np.round(signal[slide // 2] + rng.normal(size=len(slide)), 3)
+    target: Any
     if name == "survival":
         time = np.exp(-signal) * rng.exponential(size=len(signal))
         target = np.round(np.stack([time, rng.random(len(signal)) < 0.7], axis=1), 3)[slide // 2]
