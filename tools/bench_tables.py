@@ -1,11 +1,12 @@
 """Compare slide models on public tables with linear models on the same splits.
 
     python tools/bench_tables.py FOLDER [--sets cancer,diabetes,whas500] [--variants raw,x100,covariates] [--seeds 5]
-        [--pooling mean,gated] [--bags MUSK1.npz,FOX.npz] [--set learning_rate=1e-3]
+        [--pooling mean,gated] [--bags MUSK1.npz,FOX.npz] [--csv rossi.csv:week:arrest] [--set learning_rate=1e-3]
 
 Tables come with scikit-learn and scikit-survival; each row is a bag of one patch. Variants: `raw` values, `standard`ised,
 times 100 (`x100`), rows of unit length (`l2`), half of the columns as `covariates`, and all columns as covariates with
-`noise` as features. Bags are npz files with `features`, `bag` and `label`. The first seed is tested on the first of five
+`noise` as features. Bags are npz files with `features`, `bag` and `label`. CSV files, such as those of
+lifelines, are named with their columns of time and event; rows with missing values are left out. The first seed is tested on the first of five
 folds, the second on the second, and so on; from the sixth on, of other folds. 15 % of all bags are for validation. All trainings run in this process, with
 the defaults of `histopipe train --mil` and the settings of `--set`. Print the means and standard deviations over seeds
 of the main metric (C-index, AUC, R²), of the log loss, and of the epochs; and the processor time per training.
@@ -76,6 +77,20 @@ def read_table(name: str) -> Table:
     event, duration = (outcome[field].astype(float) for field in outcome.dtype.names)
     rows = np.random.default_rng(0).permutation(len(columns))[:_MOST]
     return Table(name, "survival", columns[rows], np.column_stack([duration, event])[rows])
+
+
+def read_csv_table(spec: str) -> Table:
+    """Read a table of survival from `FILE:TIME:EVENT`. Columns of texts become 0 and 1."""
+    import pandas as pd
+
+    name, time_column, event_column = spec.split(":")
+    frame = pd.read_csv(name).dropna()
+    outcome = frame[[time_column, event_column]].to_numpy(float)
+    columns = pd.get_dummies(
+        frame.drop(columns=[time_column, event_column]), drop_first=True, dtype=float
+    )
+    outcome[:, 1] = outcome[:, 1] == outcome[:, 1].max()  # some tables have 1 and 2
+    return Table(Path(name).stem, "survival", columns.to_numpy(float), outcome)
 
 
 def read_bags(path: Path) -> Table:
@@ -232,6 +247,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--sets", default=",".join((*CLASSES, *NUMBERS, *SURVIVAL)))
     parser.add_argument("--bags", default="", help="npz files")
+    parser.add_argument("--csv", default="", help="FILE:TIME:EVENT, with commas between files")
     parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--pooling", default="")
     parser.add_argument("--seeds", type=int, default=5)
@@ -241,6 +257,7 @@ def main() -> None:
     settings = {name: _value(text) for name, text in pairs}
     tables = [read_table(name) for name in options.sets.split(",") if name]
     tables += [read_bags(Path(name)) for name in options.bags.split(",") if name]
+    tables += [read_csv_table(spec) for spec in options.csv.split(",") if spec]
     titles = (
         "set",
         "features",
