@@ -261,7 +261,7 @@ def test_errors_of_report(trained: Path, tmp_path: Path, run: Run) -> None:
     refused(2, "--out: found .", trained, "--out", ".")
     folder = shutil.copytree(trained, tmp_path / "run")
     (folder / "history.csv").write_text("epoch\nx\n")
-    refused(5, "history.csv cannot be read", folder)
+    refused(5, "history.csv is damaged", folder)
     (folder / "metrics.json").unlink()
     refused(2, "no finished run in", folder)
     (folder / "splits").mkdir()
