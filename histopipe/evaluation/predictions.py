@@ -43,21 +43,17 @@ def write_predictions(
 
 
 def _rows(predictions: Predictions) -> Iterator[list[object]]:
-    task, places = predictions.task, _PLACES[predictions.level]
-    values = zip(predictions.target.tolist(), predictions.output.tolist(), strict=True)
-    for i, (target, output) in enumerate(values):
-        place = {
-            "slide": predictions.slides[predictions.slide[i]],
-            "patient": predictions.patients[predictions.patient[i]],
-            "x_l0": predictions.x_l0[i],
-            "y_l0": predictions.y_l0[i],
-        }
-        yield [
-            *(place[name] for name in places),
-            *task.target_cells(target, output),
-            # Nine digits are enough to read back the same float32.
-            *(f"{value:.9g}" for value in output),
-        ]
+    columns: dict[str, list[object]] = {
+        "slide": [predictions.slides[number] for number in predictions.slide.tolist()],
+        "patient": [predictions.patients[number] for number in predictions.patient.tolist()],
+        "x_l0": predictions.x_l0.tolist(),
+        "y_l0": predictions.y_l0.tolist(),
+    }
+    places = zip(*(columns[name] for name in _PLACES[predictions.level]), strict=True)
+    cells = predictions.task.target_cells(predictions.target, predictions.output)
+    for place, target, output in zip(places, cells, predictions.output.tolist(), strict=True):
+        # Nine digits are enough to read back the same float32.
+        yield [*place, *target, *(f"{value:.9g}" for value in output)]
 
 
 def read_predictions(path: Path) -> dict[Side, Predictions]:
@@ -108,6 +104,7 @@ class _Table:
         )
         self._task = task_of_header(header[len(self._places) :])
         self._columns = len(header)
+        self._between = len(self._places), -len(self._task.output_names)
         self._slides: dict[str, int] = {}
         self._patients: dict[str, int] = {}
         self._codes, self._corners = array("i"), array("q")
@@ -116,7 +113,7 @@ class _Table:
     def add(self, row: Sequence[str]) -> None:
         if len(row) != self._columns:
             raise ValueError(f"{len(row)} cells for {self._columns} columns")
-        begin, end = len(self._places), -len(self._task.output_names)
+        begin, end = self._between
         place = dict(zip(self._places, row, strict=False))
         patient = place["patient"]
         slide = self._slides.setdefault(place.get("slide", patient), len(self._slides))

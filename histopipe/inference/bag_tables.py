@@ -103,8 +103,9 @@ class BagPredictions:
                 bag = self.bags[group[0]]
                 patches = sum(self.bags[number].rows for number in group)
                 target = _common([self.targets[number] for number in group])
-                unknown = (np.nan,) * len(task.columns)
-                cells: list[object] = [*task.target_cells(target or unknown, means[row]), patches]
+                of_target = np.array([target or (np.nan,) * len(task.columns)])
+                (names_of,) = task.target_cells(of_target, means[row : row + 1])
+                cells: list[object] = [*names_of, patches]
                 if task.of_classes:
                     label, best = _common([self.bags[number].label for number in group]), cells[1]
                     cells = [label, patches, best, decided[row]]

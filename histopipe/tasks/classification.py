@@ -162,10 +162,11 @@ class Classification(Task):
         """Columns of the true and of the most probable class."""
         return _TRUTH
 
-    def target_cells(self, target: Sequence[float], output: Sequence[float]) -> list[str]:
-        """Return the true class, empty for none, and the most probable one."""
-        label = "" if math.isnan(target[0]) else self.classes[int(target[0])]
-        return [label, self.classes[int(np.argmax(output))]]
+    def target_cells(self, target: Values, output: NDArray[np.floating]) -> list[list[str]]:
+        """Return the true class, empty for none, and the most probable one, by row."""
+        names = [*self.classes, ""]  # -1 is the last one
+        both = zip(labels_of(target).tolist(), output.argmax(axis=1).tolist(), strict=True)
+        return [[names[label], names[best]] for label, best in both]
 
     def read_target(self, cells: Sequence[str]) -> Iterable[float]:
         """Return the number of the class. Raise ValueError if it is none of the classes."""

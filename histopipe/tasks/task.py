@@ -217,9 +217,11 @@ class Task(ABC):
         """Columns of the targets, before those of the outputs. The first ones have the target, others what follows from it."""
         return tuple(TRUE + name for name in self.columns)
 
-    def target_cells(self, target: Sequence[float], output: Sequence[float]) -> list[str]:
-        """Return the cells of `target_names`."""
-        return ["" if math.isnan(value) else repr(value) for value in target]
+    def target_cells(self, target: Values, output: NDArray[np.floating]) -> list[list[str]]:
+        """Return the cells of `target_names` for (N, T) targets and (N, C) outputs, by row."""
+        return [
+            ["" if math.isnan(value) else repr(value) for value in row] for row in target.tolist()
+        ]
 
     def read_target(self, cells: Sequence[str]) -> Iterable[float]:
         """Return the target from the cells of `target_names`."""
