@@ -56,9 +56,9 @@ class HistopipeError(Exception):
 
 
 def _rebuild(
-    kind: type[HistopipeError], what: str, found: object, expected: object, todo: str | None
+    kind: type[HistopipeError], what: str, actual: object, expected: object, todo: str | None
 ) -> HistopipeError:
-    return kind(what, found=found, expected=expected, todo=todo)
+    return kind(what, found=actual, expected=expected, todo=todo)
 
 
 class UsageError(HistopipeError, ValueError):

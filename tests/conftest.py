@@ -134,11 +134,11 @@ def with_tensorflow(
     words = ["-c", *map(str, arguments)]
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder) / "out", Path(folder) / "err"
-        more = {
+        variables = {
             "HISTOPIPE_TEST_CHILD": code, "HISTOPIPE_TEST_ARGUMENTS": json.dumps(words),
             "HISTOPIPE_TEST_OUTPUT": str(out), "TF_CPP_MIN_LOG_LEVEL": "3",
         }  # fmt: skip
-        environment = {**(os.environ if env is None else env), **more}
+        environment = {**(os.environ if env is None else env), **variables}
         with (
             err.open("w") as file,
             Path(os.devnull).open() as nothing,
@@ -251,13 +251,13 @@ def run(tmp_path: Path) -> Run:
 @pytest.fixture(scope="session")
 def chromium() -> str:
     """Browser for tests of pages. Without it, tests that need it are skipped with a reason; CI requires it."""
-    found = os.environ.get("HISTOPIPE_TEST_BROWSER") or shutil.which("chromium")
-    if not found or not shutil.which("chromedriver"):
+    executable = os.environ.get("HISTOPIPE_TEST_BROWSER") or shutil.which("chromium")
+    if not executable or not shutil.which("chromedriver"):
         assert "HISTOPIPE_TEST_BROWSER" not in os.environ, "chromium or chromedriver is missing"
         pytest.skip(
             "there is no chromium with its chromedriver (Debian: chromium, chromium-driver)"
         )
-    return found
+    return executable
 
 
 @pytest.fixture(scope="module")

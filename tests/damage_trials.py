@@ -123,13 +123,13 @@ def make_store(path: Path) -> Path:
 def read_all(store: Path) -> dict[str, Any]:
     """Return all data of slides as a reader does, without a check of values against their checksums."""
     with Store(store) as opened:
-        found: dict[str, Any] = {"classes": opened.classes}
+        content: dict[str, Any] = {"classes": opened.classes}
         for number, record in opened.complete.items():
             index = {name: column.tobytes() for name, column in opened.index(number).items()}
             values = [crc32(opened.value(number, row)) for row in range(record.planned)]
             pictures = opened.thumbnail(number), opened.thumbnail(number, "mask")
-            found[record.id] = record, index, values, pictures, opened.stains()
-        return found
+            content[record.id] = record, index, values, pictures, opened.stains()
+        return content
 
 
 def read_in_worker(pool: WorkerPool, store: Path) -> Any:

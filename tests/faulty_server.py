@@ -43,21 +43,21 @@ class FaultyServer:
         if self.upstream:
             connection = http.client.HTTPConnection(urlsplit(self.upstream).netloc, timeout=60)
             connection.request(method, target, body, headers)
-            found = connection.getresponse()
-            content = found.read()
+            response = connection.getresponse()
+            content = response.read()
             connection.close()
             kept = {
                 k: v
-                for k, v in found.getheaders()
+                for k, v in response.getheaders()
                 if k.lower() not in ("connection", "transfer-encoding")
             }
-            return found.status, kept, content
+            return response.status, kept, content
         assert self.folder is not None
         path = self.folder / unquote(urlsplit(target).path).lstrip("/")
         if not path.is_file():
             return 404, {}, b""
         content = path.read_bytes()
-        shown = {
+        response_headers = {
             "ETag": f'"{hashlib.sha256(content).hexdigest()[:16]}"',
             "Last-Modified": formatdate(path.stat().st_mtime, usegmt=True),
             "Accept-Ranges": "bytes",
@@ -65,9 +65,11 @@ class FaultyServer:
         if "Range" in headers:
             first, _, last = headers["Range"].removeprefix("bytes=").partition("-")
             part = content[int(first) : int(last) + 1 if last else None]
-            shown["Content-Range"] = f"bytes {first}-{int(first) + len(part) - 1}/{len(content)}"
-            return 206, shown, part
-        return 200, shown, content
+            response_headers["Content-Range"] = (
+                f"bytes {first}-{int(first) + len(part) - 1}/{len(content)}"
+            )
+            return 206, response_headers, part
+        return 200, response_headers, content
 
 
 @contextmanager
@@ -88,10 +90,12 @@ def serving(server: FaultyServer) -> Iterator[FaultyServer]:
             if fault == "slow":
                 time.sleep(0.05)
             if isinstance(fault, int):
-                status, shown, content = fault, dict[str, str](), b""
+                status, response_headers, content = fault, dict[str, str](), b""
             else:
-                status, shown, content = server.answer(self.command, self.path, headers, body)
-            length = int(shown.pop("Content-Length", len(content)))
+                status, response_headers, content = server.answer(
+                    self.command, self.path, headers, body
+                )
+            length = int(response_headers.pop("Content-Length", len(content)))
             if fault == "short":
                 length -= 100
                 content = content[: max(0, length)]
@@ -99,7 +103,7 @@ def serving(server: FaultyServer) -> Iterator[FaultyServer]:
                 place = len(content) // 2
                 content = content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
             self.send_response(status)
-            for name, value in shown.items():
+            for name, value in response_headers.items():
                 self.send_header(name, value)
             self.send_header("Content-Length", str(length))
             self.end_headers()

@@ -25,21 +25,21 @@ def pages_of(store: Path) -> Pages:
     """Walk the trees of all databases of an intact file."""
     data = (store / "data.mdb").read_bytes()
     newest = max((0, 1), key=lambda page: struct.unpack_from("<Q", data, PAGE * page + 144)[0])
-    found = Pages()
+    pages = Pages()
     for name, offset in (("free", 40), ("main", 88)):
         root = struct.unpack_from("<Q", data, PAGE * newest + offset + 40)[0]
-        _walk(data, name, root, found)
-    for name, root in list(found.roots.items()):
+        _walk(data, name, root, pages)
+    for name, root in list(pages.roots.items()):
         if name not in ("free", "main"):
-            _walk(data, name, root, found)
-    return found
+            _walk(data, name, root, pages)
+    return pages
 
 
-def _walk(data: bytes, name: str, root: int, found: Pages) -> None:
-    found.roots[name] = root
-    branches = found.branches.setdefault(name, [])
-    leaves = found.leaves.setdefault(name, [])
-    overflow = found.overflow.setdefault(name, [])
+def _walk(data: bytes, name: str, root: int, pages: Pages) -> None:
+    pages.roots[name] = root
+    branches = pages.branches.setdefault(name, [])
+    leaves = pages.leaves.setdefault(name, [])
+    overflow = pages.overflow.setdefault(name, [])
     todo = [root] if root != _NONE else []
     while todo:
         page = todo.pop()
@@ -54,7 +54,7 @@ def _walk(data: bytes, name: str, root: int, found: Pages) -> None:
                 first = struct.unpack_from("<Q", data, body)[0]
                 overflow.append((first, (15 + length) // PAGE + 1))
             elif flags & 2:
-                found.roots[data[offset + 8 : body].decode()] = struct.unpack_from(
+                pages.roots[data[offset + 8 : body].decode()] = struct.unpack_from(
                     "<Q", data, body + 40
                 )[0]
     leaves.sort()

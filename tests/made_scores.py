@@ -50,12 +50,12 @@ def class_metrics(
     """Return the metrics of scores of classes, decided by one threshold."""
     name = None if positive is None else classes[positive]
     limits = () if threshold is None or positive is None else (float(threshold),)
-    given = replace(
+    decided_scores = replace(
         scores, task=Classification(classes=classes, positive_class=name),
         limits=np.tile(limits, (len(scores.target), 1)),
     )  # fmt: skip
     thresholds = Thresholds(limits) if limits else NO_THRESHOLDS
-    return metrics_of(given, draws=draws, thresholds=thresholds)
+    return metrics_of(decided_scores, draws=draws, thresholds=thresholds)
 
 
 def class_predictions(

@@ -131,16 +131,16 @@ def write_slide(
 def _tiles(pixels: Pixels, tile: Size, variant: Variant) -> list[bytes]:
     height, width = pixels.shape[:2]
     padded = np.pad(pixels, ((0, -height % tile.height), (0, -width % tile.width), (0, 0)), "edge")
-    more = {"streamtype": 2} if variant.shared_tables else {}
+    options = {"streamtype": 2} if variant.shared_tables else {}
     return [
-        _file(padded[y : y + tile.height, x : x + tile.width], variant, **more)
+        _file(padded[y : y + tile.height, x : x + tile.width], variant, **options)
         for y in range(0, height, tile.height)
         for x in range(0, width, tile.width)
     ]
 
 
-def _file(pixels: Pixels, variant: Variant, **more: Any) -> bytes:
+def _file(pixels: Pixels, variant: Variant, **options: Any) -> bytes:
     buffer = io.BytesIO()
     image = Image.fromarray(pixels).convert(variant.mode)
-    image.save(buffer, "JPEG", **{"quality": 80, **variant.save, **more})
+    image.save(buffer, "JPEG", **{"quality": 80, **variant.save, **options})
     return buffer.getvalue()

@@ -79,9 +79,9 @@ def test_areas_of_geojson_equal_areas_of_rings(data: Path) -> None:
         path = data / "annotations" / f"{name}.geojson"
         value = json.loads(path.read_text())
         features = value.get("features", [value])
-        found = read_annotations(path).found
-        assert len(found) == len(features)
-        for outline, feature in zip(found, features, strict=True):
+        outlines = read_annotations(path).entries
+        assert len(outlines) == len(features)
+        for outline, feature in zip(outlines, features, strict=True):
             shell, *holes = feature["geometry"]["coordinates"]
             expected = shoelace(shell) - sum(map(shoelace, holes))
             assert outline.area.area == pytest.approx(expected, rel=1e-9)
@@ -93,9 +93,9 @@ def test_areas_of_imagescope_equal_areas_in_its_file(data: Path) -> None:
     path = data / "annotations" / "imagescope-TCGA-EJ-5518.xml"
     outlines = read_annotations(path)
     written = [float(r.attrib["Area"]) for r in defusedxml.ElementTree.parse(path).iter("Region")]
-    assert [it.name for it in outlines.found] == ["CaP", "CaP", None, None]
-    assert len(written) == len(outlines.found) == 4
-    for outline, area in zip(outlines.found, written, strict=True):
+    assert [outline.name for outline in outlines.entries] == ["CaP", "CaP", None, None]
+    assert len(written) == len(outlines.entries) == 4
+    for outline, area in zip(outlines.entries, written, strict=True):
         repaired = any(note.startswith(f"{outline.feature} repaired") for note in outlines.notes)
         # For a line that crosses itself, ImageScope adds and subtracts the areas of its loops.
         assert outline.area.area == pytest.approx(area, rel=2e-3 if repaired else 1e-6)
@@ -116,16 +116,16 @@ def test_unclassified_outlines_get_class_of_option(data: Path) -> None:
 
 def test_geojson_and_asap_give_equal_labels_except_at_hole(data: Path) -> None:
     x, y = (grid.ravel() for grid in np.meshgrid(np.arange(0, 2150, 32), np.arange(0, 2900, 32)))
-    found = {}
+    labels = {}
     for suffix in ("geojson", "asap.xml"):
         path = data / "annotations" / f"CMU-1-Small-Region.{suffix}"
         regions = read_regions(path, AnnotationRules(), size=SIZE, bounds=WHOLE)
-        found[suffix] = label_patches(regions, x, y, 64, threshold=0.5)
+        labels[suffix] = label_patches(regions, x, y, 64, threshold=0.5)
     features = json.loads((data / "annotations" / "CMU-1-Small-Region.geojson").read_text())
     rings = features["features"][0]["geometry"]["coordinates"]
     assert len(rings) == 2, "the file has no hole"
     near = shapely.intersects(shapely.box(x, y, x + 64, y + 64), shapely.Polygon(rings[1]))
-    ours, theirs = found["geojson"], found["asap.xml"]
+    ours, theirs = labels["geojson"], labels["asap.xml"]
     assert ours.classes == theirs.classes == ("Dermis", "Epidermis")
     assert np.array_equal(ours.label[~near], theirs.label[~near])
     assert np.allclose(ours.covered[~near], theirs.covered[~near], atol=1e-6)
@@ -277,10 +277,10 @@ def test_labels_of_many_patches_are_exact() -> None:
     x, y = (g.ravel() for g in np.meshgrid(np.arange(0, 2200, 8), np.arange(0, 2900, 8)))
     assert len(x) > 60_000
     covered = label_patches(regions, x, y, 8, threshold=0.5).covered
-    assert covered.sum() * 64 == pytest.approx(outlines.found[0].area.area, rel=1e-5)
+    assert covered.sum() * 64 == pytest.approx(outlines.entries[0].area.area, rel=1e-5)
     some = np.arange(0, len(x), 997)
     cells = shapely.box(x[some], y[some], x[some] + 8, y[some] + 8)
-    expected = shapely.area(shapely.intersection(cells, outlines.found[0].area)) / 64
+    expected = shapely.area(shapely.intersection(cells, outlines.entries[0].area)) / 64
     assert np.allclose(covered[some], expected, atol=1e-6)
 
 
@@ -301,7 +301,7 @@ def test_notes_name_repaired_and_left_out_features(tmp_path: Path) -> None:
     where = "outside the slide of 2220×2967 pixels, at x 5000 to 5010, y 5000 to 5010"
     assert f"feature f2 left out: it is {where}" in notes
     assert "feature f3 is partly outside the slide of 2220×2967 pixels" in notes
-    assert [it.excluded for it in regions.outlines] == [True, False, False]
+    assert [outline.excluded for outline in regions.outlines] == [True, False, False]
     assert regions.note_texts(path) == [f"a.geojson: {notes}"]
 
 
@@ -325,7 +325,9 @@ def test_geometry_types_of_geojson(tmp_path: Path) -> None:
     for value in (feature, [feature, cell], {"type": "FeatureCollection", "features": [feature]}):
         path.write_text("\ufeff" + json.dumps(value))
         outlines = read_annotations(path)
-        assert [(it.name, it.area.area) for it in outlines.found] == [("Tumor: Positive", 175)]
+        assert [(outline.name, outline.area.area) for outline in outlines.entries] == [
+            ("Tumor: Positive", 175)
+        ]
         assert "feature 1 left out: LineString has no area" in outlines.notes
     path.write_text(json.dumps([cell]))
     assert read_annotations(path).notes == [
@@ -357,7 +359,7 @@ def test_groups_of_asap(tmp_path: Path) -> None:
         )
     )  # fmt: skip
     outlines = read_annotations(path)
-    assert [(it.name, it.excluded) for it in outlines.found] == [
+    assert [(outline.name, outline.excluded) for outline in outlines.entries] == [
         ("tumor", False), ("tumor", False), (None, True), (None, False), ("metastases", False),
     ]  # fmt: skip
     assert outlines.notes == ["n4 left out: dot has no area"]
@@ -382,8 +384,8 @@ def test_layers_and_negative_regions_of_imagescope(tmp_path: Path) -> None:
         f"</Attributes><Regions>{region(1, square(10, 10, 10))}</Regions></Annotation></Annotations>"
     )
     outlines = read_annotations(path)
-    assert [it.name for it in outlines.found] == ["tumour", "tumour", "stroma"]
-    areas = [it.area.area for it in outlines.found]
+    assert [outline.name for outline in outlines.entries] == ["tumour", "tumour", "stroma"]
+    areas = [outline.area.area for outline in outlines.entries]
     assert areas == pytest.approx([9900, math.pi * 50 * 25, 100], rel=1e-3)
     assert outlines.notes == ["layer 1, region 4 left out: an arrow, a ruler or a pin has no area"]
 
@@ -414,11 +416,11 @@ def test_regions_of_halo(tmp_path: Path) -> None:
     )
     assert find_annotations(tmp_path, SlideNames(["s"])).by_slide == {"s": path}
     outlines = read_annotations(path)
-    assert (outlines.frame, {outline.name for outline in outlines.found}) == ("slide", {"Tumor"})
-    areas = [outline.area.area for outline in outlines.found]
+    assert (outlines.frame, {outline.name for outline in outlines.entries}) == ("slide", {"Tumor"})
+    areas = [outline.area.area for outline in outlines.entries]
     expected = [100 * 100 - 10 * 20, 100 * 50 - math.pi * 100, math.pi * 50 * 25]
     assert areas == pytest.approx(expected, rel=1e-3)
-    assert outlines.found[1].area.bounds == (200, 200, 300, 250)
+    assert outlines.entries[1].area.bounds == (200, 200, 300, 250)
     assert len(outlines.notes) == 2
 
 
@@ -494,8 +496,8 @@ def test_origin_of_coordinates_depends_on_tool(tmp_path: Path) -> None:
 
     def corner(tool: str, origin: str) -> list[float]:
         rules = AnnotationRules(origin=origin)  # type: ignore[arg-type]  # a plain str
-        found = regions_of(outlines[tool], rules, size=SIZE, bounds=bounds).outlines
-        return list(found[0].area.bounds[:2])
+        placed_outlines = regions_of(outlines[tool], rules, size=SIZE, bounds=bounds).outlines
+        return list(placed_outlines[0].area.bounds[:2])
 
     assert corner("qupath", "auto") == corner("asap", "bounds") == [100, 50]
     assert corner("asap", "auto") == corner("qupath", "slide") == [0, 0]
@@ -505,11 +507,11 @@ def test_annotation_files_match_slide_names(tmp_path: Path) -> None:
     names = SlideNames(["x/one", "two", "three.more"])
     for name in ("one.geojson", "two.asap.xml", "three.more.json", ".hidden.xml", "four.xml"):
         (tmp_path / name).write_text("")
-    found = find_annotations(tmp_path, names)
-    assert {slide: path.name for slide, path in found.by_slide.items()} == {
+    files = find_annotations(tmp_path, names)
+    assert {slide: path.name for slide, path in files.by_slide.items()} == {
         "x/one": "one.geojson", "two": "two.asap.xml", "three.more": "three.more.json",
     }  # fmt: skip
-    assert found.notes == ("1 annotation files match no slide: four.xml",)
+    assert files.notes == ("1 annotation files match no slide: four.xml",)
     (tmp_path / "two.xml").write_text("")
     again = find_annotations(tmp_path, names)
     assert again.by_slide["two"].name == "two.xml"
@@ -569,7 +571,7 @@ def test_invalid_files_are_refused_with_path_and_reason(name: str, tmp_path: Pat
     path = tmp_path / name
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     if message is None:  # unusual, but valid
-        assert all(it.feature.encode() for it in read_annotations(path).found)
+        assert all(outline.feature.encode() for outline in read_annotations(path).entries)
         return
     with pytest.raises(UsageError) as raised:
         read_annotations(path)
@@ -628,7 +630,7 @@ def test_random_json_is_read_or_refused(
     path = tmp_path_factory.getbasetemp() / "fuzzed.geojson"
     path.write_text(json.dumps(value))
     try:
-        for outline in read_annotations(path).found:
+        for outline in read_annotations(path).entries:
             assert isinstance(outline, Outline)
             assert outline.area.is_valid
     except UsageError as error:
@@ -662,16 +664,16 @@ def skin(tmp_path: Path, data: Path) -> Path:
 def patch_labels(store: Path) -> dict[str, list[Any]]:
     """Return label and covered share of each patch, by slide."""
     with Store(store) as opened:
-        found = {}
+        by_slide = {}
         for number, record in opened.complete.items():
             index = opened.index(number)
             names = [*opened.classes, None]
             labels = [names[label] for label in index["label"].tolist()]
             covered = index.get("covered", np.full(len(labels), np.nan))
-            found[record.id] = list(
+            by_slide[record.id] = list(
                 zip(labels, np.nan_to_num(covered, nan=-1).tolist(), strict=True)
             )
-        return found
+        return by_slide
 
 
 def test_annotate_gives_same_labels_as_ingest(skin: Path, run: Run) -> None:
@@ -715,8 +717,8 @@ def test_invalid_file_fails_only_its_slide_and_is_retried(skin: Path, run: Run) 
     assert set(patch_labels(skin / "patches.lmdb")) == {"CMU-1-Small-Region", "slide-000"}
     bad.write_text(good)
     assert run(*command).returncode == 0
-    found = patch_labels(skin / "patches.lmdb")
-    assert {label for label, _ in found["slide-001"]} == {"a"}
+    labels = patch_labels(skin / "patches.lmdb")
+    assert {label for label, _ in labels["slide-001"]} == {"a"}
     with Store(skin / "patches.lmdb") as store:
         assert "slide-001.xml: n0 is partly outside" in store.slides[2].annotation_notes[0]
     # If `annotate` fails on a slide, its labels are kept.
@@ -724,7 +726,7 @@ def test_invalid_file_fails_only_its_slide_and_is_retried(skin: Path, run: Run) 
     done = run("annotate", "patches.lmdb", "drawn", "--annotation-threshold", "0.3")
     assert done.returncode == 3
     assert "slide-001: failed: drawn/slide-001.xml: XML with a document type" in done.stderr
-    assert patch_labels(skin / "patches.lmdb")["slide-001"] == found["slide-001"]
+    assert patch_labels(skin / "patches.lmdb")["slide-001"] == labels["slide-001"]
 
 
 def test_only_region_of_interest_is_tiled(skin: Path, run: Run) -> None:
@@ -734,9 +736,9 @@ def test_only_region_of_interest_is_tiled(skin: Path, run: Run) -> None:
     done = run(*slides, "--out", "roi.lmdb", "--roi", "Epidermis")
     assert done.returncode == 0, done.stderr
     with Store(skin / "roi.lmdb") as roi, Store(skin / "all.lmdb") as every:
-        wanted = np.array([label == "Epidermis" for label, _ in whole])
+        is_epidermis = np.array([label == "Epidermis" for label, _ in whole])
         for column in ("x_l0", "y_l0"):
-            assert np.array_equal(roi.index(0)[column], every.index(0)[column][wanted])
+            assert np.array_equal(roi.index(0)[column], every.index(0)[column][is_epidermis])
         assert roi.spec["roi"] == "Epidermis"
         assert "roi" not in every.spec
     # The patches have no class: the outline is a region, not a label.
@@ -794,7 +796,7 @@ def test_outline_with_many_crossings_is_left_out_quickly(tmp_path: Path) -> None
     points = np.random.default_rng(1).uniform(0, 2000, (20_000, 2)).round(1).tolist()
     path = write_geojson(tmp_path / "a.geojson", ("a", [points]), ("a", [square(0, 0, 9)]))
     outlines = read_annotations(path)
-    assert [it.feature for it in outlines.found] == ["feature f1"]
+    assert [outline.feature for outline in outlines.entries] == ["feature f1"]
     assert outlines.notes == ["feature f0 left out: its outline crosses itself too often"]
 
 
@@ -816,7 +818,7 @@ def test_object_types_of_old_qupath(tmp_path: Path) -> None:
         feature["id"] = kind
     path.write_text(json.dumps(value))
     outlines = read_annotations(path)
-    assert [it.feature for it in outlines.found] == ["feature 1"]
+    assert [outline.feature for outline in outlines.entries] == ["feature 1"]
     assert outlines.notes == ["3 detections, cells or tiles left out: only annotations are read"]
 
 

@@ -67,8 +67,8 @@ FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {
 def test_result_does_not_depend_on_the_batch(name: str) -> None:
     whole = FUNCTIONS[name](IMAGES, SEEDS).numpy()
     for part in ([5], [3, 5, 7], range(4, 21), range(23, -1, -1)):
-        found = FUNCTIONS[name](IMAGES[list(part)], tf.gather(SEEDS, list(part))).numpy()
-        np.testing.assert_array_equal(aug.to_uint8(found), aug.to_uint8(whole[list(part)]))
+        augmented = FUNCTIONS[name](IMAGES[list(part)], tf.gather(SEEDS, list(part))).numpy()
+        np.testing.assert_array_equal(aug.to_uint8(augmented), aug.to_uint8(whole[list(part)]))
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -76,10 +76,10 @@ def test_results_differ_between_epochs_seeds_and_patches(name: str) -> None:
     image = np.repeat(IMAGES[:1], 24, axis=0)
     first = FUNCTIONS[name](image, SEEDS).numpy()
     least = 5 if name == "flips" else 24
-    assert len({found.tobytes() for found in first}) >= least
+    assert len({patch.tobytes() for patch in first}) >= least
     for seed, epoch in ((7, 4), (8, 3)):
-        others = aug.sample_seeds(tf.constant(KEYS), aug.epoch_seed(seed, epoch))
-        assert (FUNCTIONS[name](image, others).numpy() != first).any()
+        other_seeds = aug.sample_seeds(tf.constant(KEYS), aug.epoch_seed(seed, epoch))
+        assert (FUNCTIONS[name](image, other_seeds).numpy() != first).any()
 
 
 def test_draws_are_uniform_and_independent() -> None:
@@ -96,9 +96,9 @@ def test_draws_are_uniform_and_independent() -> None:
 def test_flips_give_the_eight_orientations_of_a_square() -> None:
     image = RNG.integers(0, 256, (1, 6, 6, 3), np.uint8)
     seeds = aug.sample_seeds(tf.range(400, dtype=tf.int64), 5)
-    found = {f.tobytes() for f in aug.flip_and_turn(np.repeat(image, 400, 0), seeds).numpy()}
+    orientations = {f.tobytes() for f in aug.flip_and_turn(np.repeat(image, 400, 0), seeds).numpy()}
     turned = [np.rot90(image[0], k) for k in range(4)]
-    assert found == {
+    assert orientations == {
         np.ascontiguousarray(t[:, ::step]).tobytes() for t in turned for step in (1, -1)
     }
 
@@ -106,8 +106,8 @@ def test_flips_give_the_eight_orientations_of_a_square() -> None:
 def test_crop_equals_numpy_reference() -> None:
     side = 48
     draws = aug.uniform(SEEDS, 3, 5).numpy().astype(np.float64)
-    found = aug.random_crop(IMAGES, SEEDS, 0.5).numpy()
-    for image, (size, y, x), got in zip(IMAGES.astype(float), draws, found, strict=True):
+    crops = aug.random_crop(IMAGES, SEEDS, 0.5).numpy()
+    for image, (size, y, x), got in zip(IMAGES.astype(float), draws, crops, strict=True):
         share = 0.5 + 0.5 * size
         places = [
             (corner * (1 - share) + share * np.arange(side) / (side - 1)) * (side - 1)
@@ -129,8 +129,10 @@ def bilinear(image: Pixels, ys: Pixels, xs: Pixels) -> Pixels:
 
 def test_colour_jitter_equals_numpy_reference() -> None:
     draws = 2 * aug.uniform(SEEDS, 4, 6).numpy().astype(np.float64) - 1
-    found = aug.colour_jitter(IMAGES, SEEDS, brightness=0.3, contrast=0.4, saturation=0.5, hue=0.1)
-    for image, (b, c, s, h), got in zip(IMAGES.astype(float), draws, found.numpy(), strict=True):
+    jittered = aug.colour_jitter(
+        IMAGES, SEEDS, brightness=0.3, contrast=0.4, saturation=0.5, hue=0.1
+    )
+    for image, (b, c, s, h), got in zip(IMAGES.astype(float), draws, jittered.numpy(), strict=True):
         x = image * (1 + 0.3 * b)
         x = x.mean() + (x - x.mean()) * (1 + 0.4 * c)
         luma = (x @ [0.299, 0.587, 0.114])[..., None]
@@ -157,8 +159,8 @@ def test_stain_jitter_equals_numpy_reference() -> None:
     draws = 2 * aug.uniform(SEEDS, 6, 7).numpy().astype(np.float64) - 1
     stains = aug.RUIFROK.astype(np.float64)
     stains /= np.linalg.norm(stains, axis=1, keepdims=True)
-    found = aug.stain_jitter(IMAGES, SEEDS, factor=0.2, shift=0.1).numpy()
-    for image, draw, got in zip(IMAGES.astype(float), draws, found, strict=True):
+    jittered = aug.stain_jitter(IMAGES, SEEDS, factor=0.2, shift=0.1).numpy()
+    for image, draw, got in zip(IMAGES.astype(float), draws, jittered, strict=True):
         amounts = -np.log((image + 1) / 256) @ np.linalg.inv(stains)
         amounts = amounts * (1 + 0.2 * draw[:3]) + 0.1 * draw[3:]
         expected = 256 * np.exp(-(amounts @ stains)) - 1

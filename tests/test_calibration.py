@@ -70,11 +70,11 @@ def test_score_interval_solves_its_equation() -> None:
     """At both ends, the area is 1.96 standard errors away, by the formula of Hanley and McNeil with equal groups."""
     interval = auc_interval(ABNORMAL_ROWS, RATING, EACH)
     assert interval is not None
-    others = 109 / 2 - 1
+    peers = 109 / 2 - 1
     area = sk.roc_auc_score(ABNORMAL_ROWS, RATING)
     for end in interval:
         q1, q2 = end / (2 - end), 2 * end**2 / (1 + end)
-        variance = (end * (1 - end) + others * (q1 + q2 - 2 * end**2)) / (58 * 51)
+        variance = (end * (1 - end) + peers * (q1 + q2 - 2 * end**2)) / (58 * 51)
         assert abs(area - end) == pytest.approx(1.95996 * math.sqrt(variance), rel=1e-4)
 
 
@@ -101,18 +101,18 @@ def test_copies_of_all_items_change_nothing() -> None:
     event10, probability10, patient10 = event.repeat(10), probability.repeat(10), patient.repeat(10)
     assert delong(event10, probability10, patient10) == pytest.approx(alone)
     pooled = auc_interval(event10, probability10, patient10)
-    own = auc_interval(event, probability, patient)
+    interval = auc_interval(event, probability, patient)
     assert pooled is not None
-    assert own is not None
-    assert pooled[1] - pooled[0] == pytest.approx(own[1] - own[0], rel=0.2)
+    assert interval is not None
+    assert pooled[1] - pooled[0] == pytest.approx(interval[1] - interval[0], rel=0.2)
 
 
 @pytest.mark.parametrize("items", [1, 5])
 def test_perfect_predictions_have_informative_intervals(items: int) -> None:
     event = np.repeat(np.arange(20) % 2 == 1, items)
     patient = np.repeat(np.arange(20, dtype=np.int32), items)
-    found = judged(np.where(event, 0.9, 0.2), event, patient, resamples=200)
-    assert found.auc == found.sensitivity == found.accuracy == found.average_precision == 1
+    metrics = judged(np.where(event, 0.9, 0.2), event, patient, resamples=200)
+    assert metrics.auc == metrics.sensitivity == metrics.accuracy == metrics.average_precision == 1
     informative = (
         "auc",
         "sensitivity",
@@ -122,11 +122,11 @@ def test_perfect_predictions_have_informative_intervals(items: int) -> None:
         "average_precision",
     )
     for name in informative:
-        low, high = found.intervals[name]
+        low, high = metrics.intervals[name]
         assert 0.6 < low < 0.95, name
         assert high == 1
-    assert "f1" not in found.intervals
-    assert found.calibration_slope is None
+    assert "f1" not in metrics.intervals
+    assert metrics.calibration_slope is None
 
 
 @given(
@@ -170,17 +170,17 @@ def test_one_error_changes_little_in_the_interval_of_average_precision(seed: int
 def test_share_interval_is_wilsons() -> None:
     """The example of 81 of 263 of R. G. Newcombe, Statistics in Medicine 17 (1998), table 1."""
     right = np.arange(263) < 81
-    found = share_interval(right, np.arange(263, dtype=np.int32))
-    assert found == pytest.approx((0.2553, 0.3662), abs=5e-5)
+    interval = share_interval(right, np.arange(263, dtype=np.int32))
+    assert interval == pytest.approx((0.2553, 0.3662), abs=5e-5)
 
 
 def test_difference_interval_is_newcombes() -> None:
     """56 of 70 minus 48 of 80: example (a) of R. G. Newcombe, Statistics in Medicine 17 (1998), table 2, method 10."""
     intervals = []
     for count, total in ((56, 70), (48, 80)):
-        found = share_interval(np.arange(total) < count, np.arange(total, dtype=np.int32))
-        assert found is not None
-        intervals.append((count / total, found))
+        interval = share_interval(np.arange(total) < count, np.arange(total, dtype=np.int32))
+        assert interval is not None
+        intervals.append((count / total, interval))
     assert difference_interval(*intervals) == pytest.approx((0.0524, 0.3339), abs=5e-5)
 
 
@@ -191,32 +191,32 @@ def test_average_precision_equals_scikit_learn(seed: int) -> None:
     expected = (
         sk.average_precision_score(event, probability) if event.any() and not event.all() else None
     )
-    found = judged(probability, event, patient)
-    assert found.average_precision == (None if expected is None else pytest.approx(expected))
+    metrics = judged(probability, event, patient)
+    assert metrics.average_precision == (None if expected is None else pytest.approx(expected))
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_intercept_and_slope_equal_scikit_learn(seed: int) -> None:
     probability, event, patient = sample(seed, 60, 3)
     odds = np.log(probability / (1 - probability))
-    found = recalibration(probability, event, patient)
+    fit = recalibration(probability, event, patient)
     model = LogisticRegression(C=1e12, tol=1e-10, max_iter=1000).fit(odds[:, None], event)
-    assert found.slope == pytest.approx(model.coef_[0, 0], abs=1e-4)
+    assert fit.slope == pytest.approx(model.coef_[0, 0], abs=1e-4)
 
     def loss(intercept: Floats) -> float:
         return float(np.logaddexp(0, np.where(event, -1, 1) * (odds + intercept[0])).sum())
 
-    assert found.intercept == pytest.approx(minimize(loss, [0.0]).x[0], abs=1e-4)
+    assert fit.intercept == pytest.approx(minimize(loss, [0.0]).x[0], abs=1e-4)
 
 
 def test_true_probabilities_are_calibrated() -> None:
     rng = np.random.default_rng(1)
     probability = rng.random(200_000)
     event = rng.random(200_000) < probability
-    found = recalibration(probability, event, np.arange(200_000, dtype=np.int32))
-    assert found.slope == pytest.approx(1, abs=0.02)
-    assert found.intercept == pytest.approx(0, abs=0.02)
-    low, high = found.intervals["calibration_slope"]
+    fit = recalibration(probability, event, np.arange(200_000, dtype=np.int32))
+    assert fit.slope == pytest.approx(1, abs=0.02)
+    assert fit.intercept == pytest.approx(0, abs=0.02)
+    low, high = fit.intervals["calibration_slope"]
     assert low < 1 < high
 
 
@@ -224,10 +224,10 @@ def test_wrong_calibration_is_found() -> None:
     rng = np.random.default_rng(1)
     odds = rng.normal(size=100_000)
     event = rng.random(100_000) < 1 / (1 + np.exp(-(odds / 2 + 1)))
-    found = recalibration(1 / (1 + np.exp(-odds)), event, np.arange(100_000, dtype=np.int32))
-    assert found.slope == pytest.approx(0.5, abs=0.03)
-    assert found.intercept is not None
-    assert found.intercept > 0.8
+    fit = recalibration(1 / (1 + np.exp(-odds)), event, np.arange(100_000, dtype=np.int32))
+    assert fit.slope == pytest.approx(0.5, abs=0.03)
+    assert fit.intercept is not None
+    assert fit.intercept > 0.8
 
 
 @pytest.mark.parametrize("exponent", [1.0, 2.0])
@@ -285,16 +285,16 @@ def test_each_label_has_its_own_temperature() -> None:
     odds = rng.normal(size=(20_000, 2))
     target = (rng.random((20_000, 2)) < 1 / (1 + np.exp(-odds))).astype(np.float64)
     target[:100, 0] = np.nan
-    given = 1 / (1 + np.exp(-odds * [2.0, 0.5]))
+    probability = 1 / (1 + np.exp(-odds * [2.0, 0.5]))
     zeros = np.zeros(20_000, np.int32)
     scores = target_predictions(
         "multilabel", ("a", "b"), (), ("s",), tuple(map(str, range(20_000))), zeros, np.arange(20_000, dtype=np.int32),
         zeros.astype(np.int64),
-        zeros.astype(np.int64), target, given.astype(np.float32),
+        zeros.astype(np.int64), target, probability.astype(np.float32),
     )  # fmt: skip
-    found = fit_temperature(scores)
-    assert found == pytest.approx((2, 0.5), rel=0.1)
-    assert tempered(given, [2.0, 0.5]) == pytest.approx(1 / (1 + np.exp(-odds)), abs=1e-6)
+    temperatures = fit_temperature(scores)
+    assert temperatures == pytest.approx((2, 0.5), rel=0.1)
+    assert tempered(probability, [2.0, 0.5]) == pytest.approx(1 / (1 + np.exp(-odds)), abs=1e-6)
 
 
 @given(st.integers(0, 10_000), st.integers(2, 30), st.integers(1, 5))
@@ -302,43 +302,43 @@ def test_temperature_never_increases_the_log_loss(seed: int, patients: int, item
     probability, event, patient = sample(seed, patients, items)
     both = np.stack([1 - probability, probability], axis=1)
     scores = dataclasses.replace(of_patches(both, event.astype(np.int32)), patient=patient)
-    found = tempered(scores.output, fit_temperature(scores))[:, 1]
+    scaled = tempered(scores.output, fit_temperature(scores))[:, 1]
     before, after = (
-        sk.log_loss(event, it, labels=[False, True]) for it in (scores.output[:, 1], found)
+        sk.log_loss(event, output, labels=[False, True]) for output in (scores.output[:, 1], scaled)
     )
     assert after <= before + 1e-7
 
 
 def test_right_predictions_are_not_made_certain() -> None:
     """The fewer patients, the less the temperature changes probabilities."""
-    found = []
+    highest = []
     for patients in (4, 40, 400):
         label = np.arange(patients, dtype=np.int32) % 2
-        given = np.where(label[:, None] == [0, 1], 0.8, 0.2)
-        found.append(tempered(given, fit_temperature(of_patches(given, label))).max())
-    assert 0.8 < found[0] < 0.9 < found[1] < 0.99 < found[2] < 0.999
+        probability = np.where(label[:, None] == [0, 1], 0.8, 0.2)
+        highest.append(tempered(probability, fit_temperature(of_patches(probability, label))).max())
+    assert 0.8 < highest[0] < 0.9 < highest[1] < 0.99 < highest[2] < 0.999
 
 
 def test_extreme_probabilities_stay_finite() -> None:
-    given = np.array([[0, 1], [1, 0], [1e-30, 1]], np.float32)
+    probability = np.array([[0, 1], [1, 0], [1e-30, 1]], np.float32)
     for temperature in (0.05, 1.0, 20.0):
-        found = tempered(given, [temperature])
-        assert np.isfinite(found).all()
-        assert found.sum(axis=1) == pytest.approx(1)
-        assert found[0, 1] == found[0].max()
-    scores = of_patches(given.astype(np.float64), np.array([0, 0, 1], np.int32))
+        scaled = tempered(probability, [temperature])
+        assert np.isfinite(scaled).all()
+        assert scaled.sum(axis=1) == pytest.approx(1)
+        assert scaled[0, 1] == scaled[0].max()
+    scores = of_patches(probability.astype(np.float64), np.array([0, 0, 1], np.int32))
     assert math.isfinite(fit_temperature(scores)[0])
 
 
 def test_json_holds_all_values() -> None:
-    found = judged(*sample(1, 40, 3), resamples=100)
-    assert Metrics.from_json(found.to_json()) == found
+    metrics = judged(*sample(1, 40, 3), resamples=100)
+    assert Metrics.from_json(metrics.to_json()) == metrics
     # Of an earlier version, without some of the metrics.
-    earlier = found.to_json()
+    earlier = metrics.to_json()
     earlier["threshold"] = earlier.pop("thresholds")["values"][0]
     new = ("average_precision", "calibration_intercept", "calibration_slope", "decision_curve")
     for name in (*new, "task", "groups", "log_rank"):
         del earlier[name]
     read = Metrics.from_json(earlier)
-    assert (read.auc, read.thresholds) == (found.auc, found.thresholds)
+    assert (read.auc, read.thresholds) == (metrics.auc, metrics.thresholds)
     assert "average_precision" not in read.figures

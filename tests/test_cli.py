@@ -30,10 +30,10 @@ from histopipe.system.result import counted
 
 def test_every_command_has_help_and_is_in_readme(run: Run) -> None:
     readme = (PROJECT / "README.md").read_text()
-    shown = run("--help").stdout
+    overview = run("--help").stdout
     for name, (_, summary) in COMMANDS.items():
-        assert name in shown
-        assert summary in shown
+        assert name in overview
+        assert summary in overview
         assert f"`{name}`" in readme
         done = run(name, "--help")
         assert done.returncode == 0
@@ -57,19 +57,23 @@ def test_documentation_uses_existing_commands_and_flags() -> None:
     pages = [PROJECT / "README.md", *(PROJECT / "docs").rglob("*.md")]
     pages += [path for path in (PROJECT / "docs" / "clusters").iterdir() if path.suffix != ".md"]
     pages += [path for path in (PROJECT / "docker").iterdir() if path.is_file()]
-    found = 0
+    count = 0
     for page in pages:
         text = page.read_text().replace("\\\n", " ")
         for name, rest in re.findall(r"\bhistopipe ([a-z][a-z-]+)((?: [^\n`|;#]*)?)", text):
             if name not in COMMANDS:
                 continue  # a sentence
-            found += 1
+            count += 1
             command = cli.get_command(Context(cli), name)
             assert command is not None
-            known = {flag for it in command.params for flag in (*it.opts, *it.secondary_opts)}
+            command_flags = {
+                flag
+                for parameter in command.params
+                for flag in (*parameter.opts, *parameter.secondary_opts)
+            }
             flags = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", rest)) - {"--help"}
-            assert flags <= known, f"{page.name}: histopipe {name}{rest}"
-    assert found > 100
+            assert flags <= command_flags, f"{page.name}: histopipe {name}{rest}"
+    assert count > 100
 
 
 def test_word_check_reads_comments_strings_and_prose(tmp_path: Path) -> None:
@@ -131,7 +135,7 @@ def test_page_check_writes_printed_lines(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("python", "message"),
     [
         ("", None),  # python3.11 is a shim that fails
         ("python3.11", "python3.11: shim: no such version"),
@@ -140,7 +144,7 @@ def test_page_check_writes_printed_lines(tmp_path: Path) -> None:
         ("python2", "python2: not found"),
     ],
 )
-def test_make_finds_a_python_that_runs(tmp_path: Path, given: str, message: str | None) -> None:
+def test_make_finds_a_python_that_runs(tmp_path: Path, python: str, message: str | None) -> None:
     """The names are programs that fail, and one that runs."""
     programs = {
         "python3.11": "echo shim: no such version >&2; exit 127",
@@ -154,7 +158,7 @@ def test_make_finds_a_python_that_runs(tmp_path: Path, given: str, message: str 
     shell, head = shutil.which("sh"), shutil.which("head")
     (tmp_path / "head").symlink_to(str(head))
     done = subprocess.run(
-        [str(shell), PROJECT / "tools" / "find_python", given],
+        [str(shell), PROJECT / "tools" / "find_python", python],
         env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     if message is None:
@@ -219,18 +223,18 @@ def test_any_path_can_be_printed(encoding: str, monkeypatch: pytest.MonkeyPatch)
         printed.seek(0)
         printed.truncate()
         show_json({"path": path})
-        shown = printed.getvalue().decode(encoding)
-        assert json.loads(shown) == {"path": path}
+        output = printed.getvalue().decode(encoding)
+        assert json.loads(output) == {"path": path}
         printed.seek(0)
         printed.truncate()
         show_text(path)
-        shown = printed.getvalue().decode(encoding).rstrip("\n")
+        output = printed.getvalue().decode(encoding).rstrip("\n")
         try:
             path.encode(encoding)
         except UnicodeEncodeError:
-            assert shown == path.encode("ascii", "backslashreplace").decode()
+            assert output == path.encode("ascii", "backslashreplace").decode()
         else:
-            assert shown == path
+            assert output == path
 
 
 def test_json_keeps_encodable_characters(

@@ -166,13 +166,13 @@ def check_all(parts: Path, local: Path, run: Run) -> None:
     catalog = read_catalog(parts)
     assert catalog is not None and len(catalog.slides) == SLIDES
     expected = contents(local)
-    found: dict[str, object] = {}
+    all_slides: dict[str, object] = {}
     for part in catalog.parts:
         assert verify(part).findings == []
         slides = contents(part)
-        assert not found.keys() & slides.keys()
-        found |= slides
-    assert found == expected
+        assert not all_slides.keys() & slides.keys()
+        all_slides |= slides
+    assert all_slides == expected
     merged = parts.with_name("merged.lmdb")
     done = run("merge", parts, "--out", merged)
     assert done.returncode == 0, done.stderr

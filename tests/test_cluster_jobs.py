@@ -298,15 +298,15 @@ def test_full_scratch_disk_is_reported(slides: Path, tmp_path: Path, run: Run) -
 
 
 def test_forced_ingest_keeps_label_and_patient(slides: Path, tmp_path: Path, run: Run) -> None:
-    own = tmp_path / "own"
-    shutil.copytree(slides, own)
+    folder = tmp_path / "own"
+    shutil.copytree(slides, folder)
     (tmp_path / "labels.csv").write_text("slide,label,patient\nslide-000,a,p1\n")
-    local(own, run, "--labels", "labels.csv")
-    shutil.copy(slides / "slide-001.svs", own / "slide-000.svs")
-    (own / "labels.csv").unlink()
-    local(own, run, "--force")
+    local(folder, run, "--labels", "labels.csv")
+    shutil.copy(slides / "slide-001.svs", folder / "slide-000.svs")
+    (folder / "labels.csv").unlink()
+    local(folder, run, "--force")
     records = recorded(tmp_path / "parts")
-    record = next(it for it in records.values() if it.id == "slide-000")
+    record = next(record for record in records.values() if record.id == "slide-000")
     assert (record.label, record.patient) == ("a", "p1")
 
 
@@ -321,10 +321,10 @@ def test_slides_at_urls_are_staged_by_the_workers(slides: Path, tmp_path: Path, 
 
 
 def test_mixed_scales_are_refused_on_cluster(slides: Path, tmp_path: Path, run: Run) -> None:
-    own = tmp_path / "own"
-    shutil.copytree(slides, own)
-    make_slides(own, "--name", "other-", "--count", "1", "--size", "1024x1024", "--mpp", "0.25")
-    done = local(own, run, "--level", "0", code=2)
+    folder = tmp_path / "own"
+    shutil.copytree(slides, folder)
+    make_slides(folder, "--name", "other-", "--count", "1", "--size", "1024x1024", "--mpp", "0.25")
+    done = local(folder, run, "--level", "0", code=2)
     assert "mpp" in done.stderr
 
 

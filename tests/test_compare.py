@@ -36,11 +36,11 @@ ARGUMENTS = (
 def runs(small_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four runs: a and b differ in the optimizer, c has another split, and d is a cross-validation."""
     folder = tmp_path_factory.mktemp("compared")
-    for name, more in {
+    for name, flags in {
         "a": (), "b": ("--optimizer", "sgd", "--augment", "none"), "c": ("--seed", "5"),
         "d": ("--folds", "2"),
     }.items():  # fmt: skip
-        command = [*COMMAND, "train", str(small_store), "--out", name, *ARGUMENTS, *more]
+        command = [*COMMAND, "train", str(small_store), "--out", name, *ARGUMENTS, *flags]
         subprocess.run(command, cwd=folder, check=True, capture_output=True)
     return folder
 
@@ -49,13 +49,15 @@ def test_differences_and_intervals_equal_a_slow_reference(
     runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (few,) = compare([runs / "a", runs / "b"], resamples=20).differences
-    assert {it.interval for metrics in few.values() for it in metrics.values()} == {None}
+    assert {difference.interval for metrics in few.values() for difference in metrics.values()} == {
+        None
+    }
     monkeypatch.setattr("histopipe.studies.paired_differences.FEWEST_PATIENTS", 2)
-    found = compare([runs / "a", runs / "b"], resamples=300, seed=7)
-    assert found.settings["optimizer"] == ("adam", "sgd")
-    assert found.settings["augment"] == (["flips"], ["none"])
-    assert set(found.settings) == {"optimizer", "augment"}
-    (levels,) = found.differences
+    comparison = compare([runs / "a", runs / "b"], resamples=300, seed=7)
+    assert comparison.settings["optimizer"] == ("adam", "sgd")
+    assert comparison.settings["augment"] == (["flips"], ["none"])
+    assert set(comparison.settings) == {"optimizer", "augment"}
+    (levels,) = comparison.differences
     assert set(levels) == {
         "patch", "slide_mean", "slide_top_k", "slide_majority", "patient_mean", "patient_top_k",
         "patient_majority",
@@ -96,11 +98,12 @@ def test_run_and_its_copy_have_no_difference(runs: Path, tmp_path: Path) -> None
     }
     sides["test"] = replace(test, **columns)
     write_predictions(
-        copy / "predictions.csv", [({"split": side}, it) for side, it in sides.items()]
+        copy / "predictions.csv",
+        [({"split": side}, predictions) for side, predictions in sides.items()],
     )
-    found = compare([runs / "a", copy])
-    assert found.settings == {}
-    for figures in found.differences[0].values():
+    comparison = compare([runs / "a", copy])
+    assert comparison.settings == {}
+    for figures in comparison.differences[0].values():
         for difference in figures.values():
             assert difference.value == pytest.approx(0, abs=1e-9)
             assert difference.interval is None or difference.interval == pytest.approx(
@@ -109,17 +112,17 @@ def test_run_and_its_copy_have_no_difference(runs: Path, tmp_path: Path) -> None
 
 
 def test_runs_with_different_test_items_are_not_compared(runs: Path) -> None:
-    found = compare([runs / "a", runs / "c", runs / "d"])
-    assert found.differences == ({}, {})
-    assert [note.split(":")[0] for note in found.notes[0]] == ["patch", "slide", "patient"]
-    assert "tested on different items (40 and 120, 40 in common)" in found.notes[1][0]
-    assert found.settings["folds"] == (None, None, 2)
-    for text in found.splits:
+    comparison = compare([runs / "a", runs / "c", runs / "d"])
+    assert comparison.differences == ({}, {})
+    assert [note.split(":")[0] for note in comparison.notes[0]] == ["patch", "slide", "patient"]
+    assert "tested on different items (40 and 120, 40 in common)" in comparison.notes[1][0]
+    assert comparison.settings["folds"] == (None, None, 2)
+    for text in comparison.splits:
         assert re.fullmatch(
             r"different splits \(balanced and balanced\): \d+ of 12 common slides on other sides, 0 slides in one split only",
             str(text),
         )
-    assert str(found).count("different splits (") == 2
+    assert str(comparison).count("different splits (") == 2
     same = compare([runs / "a", runs / "b"], resamples=0)
     assert same.splits == (None,)
     assert "different splits" not in str(same)
@@ -131,15 +134,16 @@ def test_same_patients_in_different_folds_are_compared(
     """Both cross-validations test all patches of every slide, but in different folds."""
     command = [*COMMAND, "train", str(small_store), "--out", str(tmp_path / "e"), *ARGUMENTS]
     subprocess.run([*command, "--folds", "2", "--seed", "9"], check=True, capture_output=True)
-    found = compare([runs / "d", tmp_path / "e"], resamples=50)
-    assert found.notes == ((),)
-    assert set(found.differences[0]) >= {"patch", "slide_mean", "patient_mean"}
+    comparison = compare([runs / "d", tmp_path / "e"], resamples=50)
+    assert comparison.notes == ((),)
+    assert set(comparison.differences[0]) >= {"patch", "slide_mean", "patient_mean"}
     # A slide with different test patches is a different item.
     path = tmp_path / "e" / "fold-1" / "predictions.csv"
     sides = read_predictions(path)
     moved = replace(sides["test"], x_l0=sides["test"].x_l0 + 1)
     write_predictions(
-        path, [({"split": s}, moved if s == "test" else it) for s, it in sides.items()]
+        path,
+        [({"split": s}, moved if s == "test" else predictions) for s, predictions in sides.items()],
     )
     other = compare([runs / "d", tmp_path / "e"], resamples=50)
     assert other.differences == ({},)
@@ -153,16 +157,16 @@ def test_runs_on_different_stores_compare_slides_but_not_patches(
     copy = Path(shutil.copytree(runs / "b", tmp_path / "copy"))
     splits = json.loads((copy / "splits.json").read_text())
     (copy / "splits.json").write_text(json.dumps(splits | {"stores": ["another"]}))
-    found = compare([runs / "a", copy])
-    assert found.notes[0] == ("patches of different stores",)
-    assert "slide_mean" in found.differences[0] and "patch" not in found.differences[0]
+    comparison = compare([runs / "a", copy])
+    assert comparison.notes[0] == ("patches of different stores",)
+    assert "slide_mean" in comparison.differences[0] and "patch" not in comparison.differences[0]
 
 
 def test_cross_validations_are_compared_over_all_folds(runs: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(runs / "d", tmp_path / "copy"))
-    found = compare([runs / "d", copy], resamples=50)
-    assert found.runs[0].test.finest.count == 120
-    assert found.differences[0]["patient_mean"]["auc"].value == 0
+    comparison = compare([runs / "d", copy], resamples=50)
+    assert comparison.runs[0].test.finest.count == 120
+    assert comparison.differences[0]["patient_mean"]["auc"].value == 0
     (copy / "fold-2" / "metrics.json").unlink()
     part = compare([runs / "d", copy], resamples=50)
     assert part.runs[1].notes == ("1 of 2 folds are not finished",)

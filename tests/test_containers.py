@@ -67,11 +67,11 @@ def test_images_have_tested_versions() -> None:
     tested["tensorflow-cpu"] = tested["tensorflow"]
     for name in ("gpu", "cpu"):
         locked = versions(name)
-        assert {it: locked[it] for it in locked if it in tested} == {
-            it: tested[it] for it in locked if it in tested
+        assert {package: locked[package] for package in locked if package in tested} == {
+            package: tested[package] for package in locked if package in tested
         }
-        unknown = {it for it in locked if it not in tested}
-        assert all(it.startswith("nvidia-") for it in unknown), unknown
+        unknown = {package for package in locked if package not in tested}
+        assert all(package.startswith("nvidia-") for package in unknown), unknown
     assert "nvidia-cudnn-cu12" in versions("gpu")
     assert "nvidia-cudnn-cu12" not in versions("cpu")
 
@@ -105,23 +105,23 @@ def test_slides_are_read_only_in_containers() -> None:
     composed = yaml.safe_load((DOCKER / "compose.yaml").read_text())
     assert set(composed["services"]) == {"histopipe", "cpu"}
     for service in composed["services"].values():
-        slides, *others = service["volumes"]
+        slides, *other_volumes = service["volumes"]
         assert slides.endswith(":/slides:ro")
-        assert {volume.rpartition(":")[2] for volume in others} == {"/stores", "/runs"}
+        assert {volume.rpartition(":")[2] for volume in other_volumes} == {"/stores", "/runs"}
         assert service["shm_size"]
         assert (DOCKER / service["build"]["context"] / service["build"]["dockerfile"]).exists()
 
 
 def check_flags(words: list[str]) -> None:
     """Check that a command has every option of a command line."""
-    known = {
+    options = {
         name
         for param in (train if "train" in words else ingest).params
         for name in (*param.opts, *param.secondary_opts)
     }
     used = {word.partition("=")[0] for word in words if word.startswith("--")}
     assert used
-    assert used <= known
+    assert used <= options
 
 
 @pytest.mark.parametrize("name", ["ingest.sbatch", "train.sbatch"])

@@ -54,8 +54,8 @@ def test_imported_patches_agree_with_openslide(data: Path, tmp_path: Path, run: 
         write_coords(tmp_path / name / f"CMU-1-Small-Region{suffix}.h5", corners, **attributes)
         done = run("import-coords", name, slide, "--out", f"{name}.lmdb", "--codec", "png")
         assert done.returncode == 0, done.stderr
-        found, images = patches_of(tmp_path / f"{name}.lmdb", "CMU-1-Small-Region")
-        assert found == corners
+        stored_corners, images = patches_of(tmp_path / f"{name}.lmdb", "CMU-1-Small-Region")
+        assert stored_corners == corners
         with openslide.OpenSlide(slide) as opened:
             for corner, image in zip(corners, images, strict=True):
                 region = opened.read_region(corner, 0, (128, 128))
@@ -81,8 +81,8 @@ def test_imported_patches_beyond_the_scanned_area_have_no_pixels_of_other_tiles(
     write_coords(tmp_path / "co" / "a_patches.h5", corners, **attributes)
     done = run("import-coords", "co", slide, "--codec", "png")
     assert done.returncode == 0, done.stderr
-    found, images = patches_of(tmp_path / "patches.lmdb", "a")
-    assert found == corners
+    stored_corners, images = patches_of(tmp_path / "patches.lmdb", "a")
+    assert stored_corners == corners
     with openslide.OpenSlide(slide) as opened:
         for corner, image in zip(corners, images, strict=True):
             region = opened.read_region(corner, 0, (16, 16))

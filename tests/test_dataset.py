@@ -74,8 +74,8 @@ def test_table_numbers_samples_in_the_order_of_slides(
         for i, rows in enumerate(slides)
         for row in (sorted(rows) if chosen else range(len(rows)))
     ]
-    found = table.locate(np.arange(len(table)))
-    parts_found = (found.stores, found.slides, found.rows, found.labels)
+    samples = table.locate(np.arange(len(table)))
+    parts_found = (samples.stores, samples.slides, samples.rows, samples.labels)
     assert list(zip(*(a.tolist() for a in parts_found), strict=True)) == expected
 
 
@@ -94,8 +94,8 @@ def epoch_keys(batches: PatchBatches, epoch: int) -> list[int]:
     keys = []
     for step in range(batches.steps_per_epoch):
         for replica in range(batches.replicas):
-            found, weight = batches.locate(epoch * batches.steps_per_epoch + step, replica)
-            keys += found.keys[weight > 0].tolist()
+            samples, weight = batches.locate(epoch * batches.steps_per_epoch + step, replica)
+            keys += samples.keys[weight > 0].tolist()
     return keys
 
 
@@ -294,7 +294,9 @@ def test_slides_of_one_quickhash_with_different_pixels_are_no_copies(tmp_path: P
         splits = make_splits([store], split_by="slide", seed=1)
         slides = participants([store], splits, Labelling(), given_splits=False)
         notes = duplicates(store.slides)
-    assert {it.slide: it.copy_of for it in slides if it.copy_of} == {"a5": "a4", "b5": "b4"}
+    assert {
+        participant.slide: participant.copy_of for participant in slides if participant.copy_of
+    } == {"a5": "a4", "b5": "b4"}
     assert len({slide.content for slide in splits.slides}) == 10
     assert Counter(int(slide.sides[0]) for slide in splits.slides).total() == 12
     assert splits.leaks() == []
@@ -317,7 +319,9 @@ def test_copies_across_stores_of_two_versions_are_found(tmp_path: Path) -> None:
     sides = [int(slide.sides[0]) for slide in splits.slides]
     assert sides[:12] == sides[12:]
     assert splits.leaks() == []
-    assert [it.copy_of for it in slides[12:]] == [it.slide for it in slides[:12]]
+    assert [participant.copy_of for participant in slides[12:]] == [
+        participant.slide for participant in slides[:12]
+    ]
     assert len(notes) == 12
     assert notes[0].startswith("a0, a0 may be copies of one slide: they have the same quickhash")
 
@@ -361,9 +365,9 @@ def test_groups_of_copies_are_the_unions_of_pairs(
                     union = joined[i] | joined[j]
                     for k in union:
                         joined[k] = union
-    for found, expected in zip(copy_groups(slides), (level0, groups), strict=True):
+    for actual, expected in zip(copy_groups(slides), (level0, groups), strict=True):
         for i, j in itertools.combinations(range(len(slides)), 2):
-            assert (found[i] == found[j]) == (j in expected[i])
+            assert (actual[i] == actual[j]) == (j in expected[i])
     names = copy_names(slides)
     for i, j in itertools.combinations(range(len(slides)), 2):
         if names[i] is not None:
@@ -381,12 +385,12 @@ def test_regions_of_two_sides_are_a_patch_width_apart(store: Store) -> None:
         assert record.mpp is not None
         square = REGION / record.mpp
         for i in np.flatnonzero(slide.sides != DROPPED):
-            own = np.array([x[i], y[i]]) + record.read_size / 2
+            centre = np.array([x[i], y[i]]) + record.read_size / 2
             # Squares of other sides are at least a patch width away.
             for j in np.flatnonzero((slide.sides != DROPPED) & (slide.sides != slide.sides[i])):
                 corner = np.floor((np.array([x[j], y[j]]) + record.read_size / 2) / square) * square
-                near = np.clip(own, corner, corner + square)
-                gap = abs(near - own).max() - record.read_size / 2
+                near = np.clip(centre, corner, corner + square)
+                gap = abs(near - centre).max() - record.read_size / 2
                 assert gap >= record.read_size - 1
 
 

@@ -32,9 +32,9 @@ def test_nodules_match_their_outlines(tmp_path: Path) -> None:
     path = tmp_path / "slide.svs"
     make_slide(path, "normal", 0, SlideSettings(size=Size(2048, 2048), nodules=2))
     outlines = read_annotations(path.with_suffix(".geojson"))
-    assert [it.name for it in outlines.found] == ["normal", "tumour", "tumour"]
-    tissue, *nodules = (it.area for it in outlines.found)
-    assert all(tissue.contains(it) for it in nodules)
+    assert [outline.name for outline in outlines.entries] == ["normal", "tumour", "tumour"]
+    tissue, *nodules = (outline.area for outline in outlines.entries)
+    assert all(tissue.contains(nodule) for nodule in nodules)
     with open_slide(path) as slide:
         darkness = []
         for area in (tissue.difference(nodules[0]).difference(nodules[1]), *nodules):

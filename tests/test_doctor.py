@@ -30,23 +30,23 @@ def by_name(text: str) -> dict[str, dict[str, object]]:
 
 def test_this_machine(run: Run) -> None:
     done = run("doctor", SHARED / "patches.lmdb", "--json")
-    found = by_name(done.stdout)
+    checks = by_name(done.stdout)
     assert done.returncode == json.loads(done.stdout)["exit_code"]
     for name in ("Python", "address space", "libraries", "OpenSlide", "TensorFlow"):
-        assert found[name]["state"] == "good", found[name]
-    assert f"{sys.version_info.major}.{sys.version_info.minor}" in str(found["Python"]["found"])
-    facts = found["OpenSlide"]["facts"]
+        assert checks[name]["state"] == "good", checks[name]
+    assert f"{sys.version_info.major}.{sys.version_info.minor}" in str(checks["Python"]["found"])
+    facts = checks["OpenSlide"]["facts"]
     assert isinstance(facts, dict)
     assert {"aperio", "dicom", "hamamatsu", "mirax", "zeiss"} <= set(facts["formats"])
-    facts = found["libraries"]["facts"]
+    facts = checks["libraries"]["facts"]
     assert isinstance(facts, dict)
     assert {"openslide-python", "lmdb", "numpy"} <= set(facts)
     if filesystem_of(SHARED) == "tmpfs":
-        assert found["filesystem"]["state"] == "warning"
-        assert "patches.lmdb is on tmpfs" in str(found["filesystem"]["found"])
+        assert checks["filesystem"]["state"] == "warning"
+        assert "patches.lmdb is on tmpfs" in str(checks["filesystem"]["found"])
     if graphics.find_driver() is None:
         assert done.returncode == 0, done.stdout
-        assert "no NVIDIA driver" in str(found["GPU"]["found"])
+        assert "no NVIDIA driver" in str(checks["GPU"]["found"])
 
 
 def test_jpeg_is_measured_with_and_without_simd(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,13 +82,13 @@ def test_hanging_tensorflow_is_reported(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "tensorflow" / "__init__.py").write_text("import time; time.sleep(1000)")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(graphics, "_SECONDS", 3.0)
-    check, found = graphics.tensorflow()
-    assert found is None
+    check, probe = graphics.tensorflow()
+    assert probe is None
     assert check.state is State.BAD and "no result after 3 s" in check.found
 
 
 @pytest.mark.parametrize(
-    ("driver", "found", "message", "todo"),
+    ("driver", "probe", "message", "todo"),
     [
         (None, BUILT, "no NVIDIA driver", "--gpus all"),
         (Driver("", ()), BUILT, "none is assigned", "docker run --gpus all"),
@@ -101,13 +101,13 @@ def test_hanging_tensorflow_is_reported(tmp_path: Path, monkeypatch: pytest.Monk
 )  # fmt: skip
 def test_reasons_for_missing_gpu(
     driver: Driver | None,
-    found: Probe | None,
+    probe: Probe | None,
     message: str,
     todo: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    (check,) = graphics.gpus(driver, found)
+    (check,) = graphics.gpus(driver, probe)
     assert message in check.found and todo in (check.todo or "")
     assert check.state is (State.WARNING if driver is None else State.BAD)
 

@@ -51,13 +51,13 @@ def features_of(folder: Path) -> dict[str, np.ndarray]:
 
 
 def contents(folder: Path) -> dict[str, tuple[bytes, bytes]]:
-    found = {}
+    by_slide = {}
     for name, path in feature_files(folder).items():
         header = read_header(path)
         coords = read_coords(header)
         assert coords is not None
-        found[name] = (read_features(header).tobytes(), coords.tobytes())
-    return found
+        by_slide[name] = (read_features(header).tobytes(), coords.tobytes())
+    return by_slide
 
 
 def pixels_of(store: Path) -> dict[str, np.ndarray]:
@@ -112,20 +112,20 @@ def test_features_equal_those_of_keras(small_store: Path, a_run: Path, tmp_path:
     image = keras.Input((32, 32, 3), dtype="uint8")
     backbone = build_backbone("mobilenet", patch_size=32, weights="none", training=False)
     named = keras.Model(image, backbone(image))
-    given: dict[str, tuple[dict[str, Any], Any]] = {
+    cases: dict[str, tuple[dict[str, Any], Any]] = {
         "run": ({"model": a_run}, inside),
         "named": ({"model": "MobileNet", "weights": "none"}, named),
     }
-    for name, (arguments, network) in given.items():
+    for name, (arguments, network) in cases.items():
         result = histopipe.embed(small_store, out=tmp_path / name, batch_size=16, **arguments)
         assert len(result.done) == 12
         assert (result.patches, result.kept, result.failed) == (120, (), {})
         assert 0 <= result.input_wait <= result.seconds
-        found = features_of(tmp_path / name)
+        features = features_of(tmp_path / name)
         for slide, pixels in pixels_of(small_store).items():
             expected = network.predict(pixels, verbose=0)
             assert expected.std() > 0
-            np.testing.assert_allclose(found[slide], expected, rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(features[slide], expected, rtol=1e-5, atol=1e-5)
 
 
 def test_devices_do_not_change_features(run: Run, small_store: Path, tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_onnx_input_is_preprocessed_as_the_json_file_defines(
     result = histopipe.embed(small_store, out=tmp_path / "f", **arguments)
     half = histopipe.embed(small_store, out=tmp_path / "h", dtype="float16", **arguments)
     assert (result.dimension, result.patches, half.patches) == (8, 120, 120)
-    found, halves = features_of(tmp_path / "f"), features_of(tmp_path / "h")
+    features, halves = features_of(tmp_path / "f"), features_of(tmp_path / "h")
     for slide, pixels in pixels_of(small_store).items():
         resized = [
             np.asarray(Image.fromarray(p).resize((SIZE, SIZE), Image.Resampling.BILINEAR))
@@ -199,9 +199,9 @@ def test_onnx_input_is_preprocessed_as_the_json_file_defines(
         blocks = inputs.reshape(-1, SIZE // 4, 4, SIZE // 4, 4, 3)
         maps = np.einsum("nyaxbc,fcab->nyxf", blocks, weights)
         expected = np.maximum(maps, 0).mean(axis=(1, 2))
-        np.testing.assert_allclose(found[slide], expected, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(features[slide], expected, rtol=1e-4, atol=1e-5)
         assert halves[slide].dtype == np.float16
-        assert (halves[slide] == found[slide].astype(np.float16)).all()
+        assert (halves[slide] == features[slide].astype(np.float16)).all()
 
 
 @pytest.mark.parametrize(
@@ -384,8 +384,8 @@ def test_out_of_memory_reduces_the_pieces(
     histopipe.embed(small_store, out=tmp_path / "b", **arguments)
     assert "continuing with 2 patches per device at once" in capsys.readouterr().err
     for slide, values in features_of(tmp_path / "a").items():
-        found = features_of(tmp_path / "b")[slide]
-        np.testing.assert_allclose(found, values, rtol=1e-5, atol=1e-6)
+        features = features_of(tmp_path / "b")[slide]
+        np.testing.assert_allclose(features, values, rtol=1e-5, atol=1e-6)
 
 
 def test_errors_are_raised_before_anything_is_written(

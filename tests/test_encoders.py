@@ -35,8 +35,8 @@ def by_pil(images: np.ndarray, settings: Preprocessing) -> np.ndarray:
     side, first = settings.resized, (settings.resized - settings.size) // 2
     resized = np.stack(
         [
-            np.asarray(Image.fromarray(it).resize((side, side), FILTERS[settings.interpolation]))
-            for it in images
+            np.asarray(Image.fromarray(image).resize((side, side), FILTERS[settings.interpolation]))
+            for image in images
         ]
     )
     middle = resized[:, first : first + settings.size, first : first + settings.size] / 255
@@ -55,9 +55,9 @@ def test_preprocessing_equals_pil_on_real_patches(data: Path, name: str, patch: 
     noise = np.random.default_rng(1).integers(0, 256, (2, patch, patch, 3), np.uint8)
     images = np.concatenate([images, noise])
     image = keras.Input((patch, patch, 3), dtype="uint8")
-    found = keras.Model(image, prepare(image, settings)).predict(images, verbose=0)
+    prepared = keras.Model(image, prepare(image, settings)).predict(images, verbose=0)
     assert images[:4].std() > 10
-    np.testing.assert_allclose(found, by_pil(images, settings), atol=1e-5)
+    np.testing.assert_allclose(prepared, by_pil(images, settings), atol=1e-5)
 
 
 def test_features_of_a_preset(run: Run, small_store: Path, tmp_path: Path) -> None:
@@ -66,10 +66,10 @@ def test_features_of_a_preset(run: Run, small_store: Path, tmp_path: Path) -> No
     assert "patches/s on patches in memory" in done.stderr
     core = build_backbone(**TINY, patch_size=32, training=False).core
     settings = load_preset(TINY["model"]).preprocessing
-    found = features_of(tmp_path / "features")
+    slide_features = features_of(tmp_path / "features")
     for slide, pixels in pixels_of(small_store).items():
         expected = core.predict(by_pil(pixels, settings).astype(np.float32), verbose=0)
-        np.testing.assert_allclose(found[slide], expected, atol=1e-5)
+        np.testing.assert_allclose(slide_features[slide], expected, atol=1e-5)
     facts = json.loads((tmp_path / "features" / "features.json").read_text())
     assert (facts["preset"], facts["dimension"], facts["precision"]) == ("tiny", 12, "float32")
     assert facts["preprocessing"]["interpolation"] == "bicubic"
@@ -94,7 +94,7 @@ def test_features_of_a_preset(run: Run, small_store: Path, tmp_path: Path) -> No
     )
     assert fast.returncode == 0, fast.stderr
     for slide, features in features_of(tmp_path / "fast").items():
-        np.testing.assert_allclose(features, found[slide], atol=0.05)
+        np.testing.assert_allclose(features, slide_features[slide], atol=0.05)
 
 
 def test_scale_and_size_of_the_store_are_checked(
@@ -127,7 +127,7 @@ def test_scale_and_size_of_the_store_are_checked(
 
 
 @pytest.fixture(scope="module")
-def own(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, keras.Model]:
+def user_network(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, keras.Model]:
     """A network as `.keras` file and as SavedModel, each with its description, and the network."""
     folder = tmp_path_factory.mktemp("own")
     keras.utils.set_random_seed(1)
@@ -142,27 +142,27 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, keras.Model]:
 
 
 def test_features_of_own_networks(
-    run: Run, small_store: Path, own: tuple[Path, keras.Model], tmp_path: Path
+    run: Run, small_store: Path, user_network: tuple[Path, keras.Model], tmp_path: Path
 ) -> None:
-    folder, model = own
+    folder, model = user_network
     settings = Preprocessing(size=28, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
     digests = set()
     for name, flags in {"own.keras": (), "saved": ("--devices", "cpu:2")}.items():
         out = tmp_path / name
         done = run("embed", small_store, "--model", folder / name, "--out", out, *flags)
         assert done.returncode == 0, done.stderr
-        found = features_of(out)
+        features = features_of(out)
         for slide, pixels in pixels_of(small_store).items():
             expected = model.predict(by_pil(pixels, settings).astype(np.float32), verbose=0)
-            np.testing.assert_allclose(found[slide], expected, atol=1e-5)
+            np.testing.assert_allclose(features[slide], expected, atol=1e-5)
         digests.add(json.loads((out / "features.json").read_text())["sha256"])
     assert len(digests) == 1  # of the weights, which are the same
 
 
 def test_own_networks_that_are_refused(
-    run: Run, small_store: Path, own: tuple[Path, keras.Model], tmp_path: Path
+    run: Run, small_store: Path, user_network: tuple[Path, keras.Model], tmp_path: Path
 ) -> None:
-    folder, _ = own
+    folder, _ = user_network
     shutil.copytree(folder, tmp_path / "own")
     (tmp_path / "own" / "saved.toml").unlink()
     (tmp_path / "bad.keras").write_bytes(b"nothing")

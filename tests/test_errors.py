@@ -125,11 +125,11 @@ def test_temporary_names_are_short_and_unique(tmp_path: Path) -> None:
     (tmp_path / f".part-{ended}-0123abcd").mkdir()
     (tmp_path / f".part-{ended}-0123abcd.csv").touch()
     # Files of a running process, and of other commands: a pull continues in such a folder.
-    others = [tmp_path / f".part-{running}-0123abcd.csv", tmp_path / ".part-cohort.lmdb"]
-    for other in others:
+    kept = [tmp_path / f".part-{running}-0123abcd.csv", tmp_path / ".part-cohort.lmdb"]
+    for other in kept:
         other.touch()
     remove_parts(tmp_path)
-    assert set(tmp_path.iterdir()) == {path, *others}
+    assert set(tmp_path.iterdir()) == {path, *kept}
 
 
 def test_shortened_names() -> None:

@@ -85,30 +85,30 @@ def test_tfrecords_have_features_of_slideflow(store: Path, tmp_path: Path) -> No
 
     result = exported(store, out=tmp_path / "out", to="tfrecord")
     assert (result.files, result.patches) == (3, 31)
-    wanted = {
+    fields = {
         "slide": tf.io.FixedLenFeature([], tf.string),
         "image_raw": tf.io.FixedLenFeature([], tf.string),
         "loc_x": tf.io.FixedLenFeature([], tf.int64),
         "loc_y": tf.io.FixedLenFeature([], tf.int64),
     }
-    found = {}
+    images = {}
     half = round((RECORD.read_size or 0) * (RECORD.downsample or 0)) // 2
     for name in SLIDES:
         for row, raw in enumerate(
             tf.data.TFRecordDataset(str(tmp_path / "out" / f"{name}.tfrecords"))
         ):
-            example = tf.io.parse_single_example(raw, wanted)
+            example = tf.io.parse_single_example(raw, fields)
             assert example["slide"].numpy().decode() == name
             assert (example["loc_x"].numpy(), example["loc_y"].numpy()) == (
                 10 * row + half,
                 row + half,
             )
-            found[name, row] = example["image_raw"].numpy()
-    assert found == values_of(store)
+            images[name, row] = example["image_raw"].numpy()
+    assert images == values_of(store)
 
 
 def samples_of(folder: Path) -> dict[tuple[str, int], bytes]:
-    found = {}
+    images = {}
     for path in sorted(folder.glob("*.tar")):
         with tarfile.open(path) as archive:
             names = archive.getnames()
@@ -124,8 +124,8 @@ def samples_of(folder: Path) -> dict[tuple[str, int], bytes]:
                     assert f"{stem}.jpg" in names
                 else:
                     slide, _, row = stem.rpartition("/")
-                    found[slide, int(row)] = value.read()
-    return found
+                    images[slide, int(row)] = value.read()
+    return images
 
 
 def test_tar_files_have_each_patch_once(store: Path, tmp_path: Path) -> None:
@@ -136,14 +136,14 @@ def test_tar_files_have_each_patch_once(store: Path, tmp_path: Path) -> None:
 
 def test_folder_names_are_classes(store: Path, tmp_path: Path) -> None:
     exported(store, out=tmp_path / "out", to="folder")
-    found = {}
+    images = {}
     for path in (tmp_path / "out").rglob("*.jpg"):
         label, slide, name = path.relative_to(tmp_path / "out").parts
         x, y = map(int, name.removesuffix(".jpg").split("_"))
         assert x == 10 * y
         assert label == slide[0]
-        found[slide.replace("__", "/"), y] = path.read_bytes()
-    assert found == values_of(store)
+        images[slide.replace("__", "/"), y] = path.read_bytes()
+    assert images == values_of(store)
 
 
 def files_of(folder: Path) -> dict[str, bytes]:

@@ -134,15 +134,15 @@ def killed(cohort: Path, store: Path, victim: str, moment: float) -> bool:
 
 def workers_of(pid: int) -> list[int]:
     """Return the worker processes of a run."""
-    found = []
+    workers = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         try:
             for child in map(int, task.read_text().split()):
                 if "worker_process" in Path(f"/proc/{child}/cmdline").read_text():
-                    found.append(child)
+                    workers.append(child)
         except OSError:
             continue
-    return found
+    return workers
 
 
 FAULTY = """
@@ -189,14 +189,14 @@ def test_segfaults_and_hangs_fail_only_their_slides(
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
     )  # fmt: skip
     assert done.returncode == 3, done.stderr
-    found = outcomes(done.stdout)
+    by_slide = outcomes(done.stdout)
     for name in bad:
-        reason = found.pop(name)["reason"]
+        reason = by_slide.pop(name)["reason"]
         expected = "killed by SIGSEGV" if name.startswith("segfault") else "not complete after 8 s"
         assert expected in reason
-    assert {slide["status"] for slide in found.values()} == {"complete"}
+    assert {slide["status"] for slide in by_slide.values()} == {"complete"}
     store = tmp_path / "patches.lmdb"
-    assert check_store(store) == set(found)
+    assert check_store(store) == set(by_slide)
     with Store(store) as opened:
         for number, record in opened.records.items():
             if record.id in bad:  # all its patches are removed
@@ -227,11 +227,11 @@ def test_truncated_slides(tenth: int, data: Path, tmp_path: Path, run: Run) -> N
     done = run("ingest", "in", "--patch-size", 240, "--level", 0, "--json")
     assert done.returncode in (3, 4), done.stderr
     assert "Traceback" not in done.stderr
-    found = outcomes(done.stdout)
+    by_slide = outcomes(done.stdout)
     store = tmp_path / "patches.lmdb"
-    complete = {name for name, slide in found.items() if slide["status"] == "complete"}
+    complete = {name for name, slide in by_slide.items() if slide["status"] == "complete"}
     assert check_store(store) == complete
-    assert all(found[name]["reason"] for name in set(found) - complete)
+    assert all(by_slide[name]["reason"] for name in set(by_slide) - complete)
     for path, content in wholes.items():
         path.write_bytes(content)
     again = run("ingest", "in", "--patch-size", 240, "--level", 0, "--force")
@@ -265,16 +265,16 @@ def test_corrupted_slides_do_not_end_run(data: Path, tmp_path: Path) -> None:
         cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip
     assert done.returncode in (0, 3), done.stderr
-    found = outcomes(done.stdout)
-    assert len(found) == 61
-    assert found["whole"]["status"] == "complete"
+    by_slide = outcomes(done.stdout)
+    assert len(by_slide) == 61
+    assert by_slide["whole"]["status"] == "complete"
     assert "bug in histopipe" not in done.stderr, done.stderr
-    complete = {name for name, slide in found.items() if slide["status"] == "complete"}
+    complete = {name for name, slide in by_slide.items() if slide["status"] == "complete"}
     assert check_store(tmp_path / "patches.lmdb") == complete
     assert 5 < len(complete) < 61
 
 
-def immutable(path: Path, wanted: bool) -> bool:
+def immutable(path: Path, enabled: bool) -> bool:
     """Make a file immutable, also for root, or mutable again; return False if that is not supported."""
     get_flags, set_flags, immutable_flag = 0x80086601, 0x40086602, 0x10  # of linux/fs.h
     flags = bytearray(8)
@@ -282,7 +282,7 @@ def immutable(path: Path, wanted: bool) -> bool:
         with path.open("rb") as file:
             fcntl.ioctl(file, get_flags, flags)
             kept = int.from_bytes(flags, sys.byteorder) & ~immutable_flag
-            value = kept | immutable_flag if wanted else kept
+            value = kept | immutable_flag if enabled else kept
             fcntl.ioctl(file, set_flags, value.to_bytes(8, sys.byteorder))
     except OSError:
         return False

@@ -35,26 +35,34 @@ from histopipe.studies.study import _are_same
 corners = st.lists(st.tuples(st.integers(-9, 60), st.integers(-9, 60)), max_size=25)
 
 
-@given(own=corners, side=st.integers(1, 12), others=corners, other_side=st.integers(1, 30))
+@given(
+    patch_corners=corners,
+    side=st.integers(1, 12),
+    other_corners=corners,
+    other_side=st.integers(1, 30),
+)
 def test_covering_patches_are_those_of_a_full_search(
-    own: list[tuple[int, int]], side: int, others: list[tuple[int, int]], other_side: int
+    patch_corners: list[tuple[int, int]],
+    side: int,
+    other_corners: list[tuple[int, int]],
+    other_side: int,
 ) -> None:
     expected = []
-    for x, y in own:
+    for x, y in patch_corners:
         centre, best, nearest = (x + side / 2, y + side / 2), -1, np.inf
-        for row, (left, top) in enumerate(others):
+        for row, (left, top) in enumerate(other_corners):
             offset = centre[0] - left, centre[1] - top
-            away = sum((it - other_side / 2) ** 2 for it in offset)
-            if all(0 <= it < other_side for it in offset) and away < nearest:
+            away = sum((distance - other_side / 2) ** 2 for distance in offset)
+            if all(0 <= distance < other_side for distance in offset) and away < nearest:
                 best, nearest = row, away
         expected.append(best)
-    found = covering(
-        np.array(own, np.int64).reshape(-1, 2),
+    rows = covering(
+        np.array(patch_corners, np.int64).reshape(-1, 2),
         side,
-        np.array(others, np.int64).reshape(-1, 2),
+        np.array(other_corners, np.int64).reshape(-1, 2),
         other_side,
     )
-    assert found.tolist() == expected
+    assert rows.tolist() == expected
 
 
 @pytest.fixture
@@ -94,9 +102,9 @@ def test_sets_are_joined_by_position(sets: tuple[Path, Path]) -> None:
     np.testing.assert_array_equal(read_bag(by_name["s0"], np.dtype(np.float32), some), whole[some])
     short = by_name["s3"]
     assert short.rows == 16
-    found = short.parts[0].corners()
-    assert found is not None
-    assert (found[:, 0] < 2048).all()
+    short_corners = short.parts[0].corners()
+    assert short_corners is not None
+    assert (short_corners[:, 0] < 2048).all()
     one = BagSet(sets[0], labels=sets[0] / "labels.csv")
     assert bags.uuid != one.uuid
     assert {bag.id: bag.crc for bag in one.bags.values()}["s0"] != by_name["s0"].crc
@@ -159,7 +167,7 @@ def test_settings_hold_several_folders(tmp_path: Path) -> None:
     old_one = changed_config(one, **FORMER)
     assert load_config(tmp_path / "config.toml") == old_one
     assert resumed_config({"mil": "a"}, {"mil": ("a",)}) == old_one
-    old, new = (json.dumps([{}, {"mil": it}, None]) for it in ("a", ["a"]))
+    old, new = (json.dumps([{}, {"mil": folders}, None]) for folders in ("a", ["a"]))
     assert _are_same(old, new)  # a search that was started before
     with pytest.raises(UsageError, match="no folder"):
         make_config({"mil": []})

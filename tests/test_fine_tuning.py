@@ -89,7 +89,7 @@ def test_every_weight_is_trained_or_changing_or_frozen(trainable: str) -> None:
     parts = [model.trainable_variables, changing_state(model), frozen_weights(model)]
     ids = [id(variable) for part in parts for variable in part]
     assert sorted(ids) == sorted(map(id, model.variables))
-    statistics = [it for it in parts[1] if "moving" in it.path]
+    statistics = [variable for variable in parts[1] if "moving" in variable.path]
     assert len(statistics) == {"all": 54, "last:2": 4, "head": 0}[trainable]
 
 
@@ -102,45 +102,49 @@ def test_rate_factors() -> None:
         dropout=0.1,
     )
     core = model.training.get_layer("vision_transformer")
-    found = dict(
+    factors = dict(
         zip(
-            (it.path for it in model.training.trainable_variables),
+            (variable.path for variable in model.training.trainable_variables),
             rate_factors(core, model.training, 0.5),
             strict=True,
         )
     )
     assert {
-        name.rpartition("/")[2]: value for name, value in found.items() if "logits" in name
+        name.rpartition("/")[2]: value for name, value in factors.items() if "logits" in name
     } == {"kernel": 1, "bias": 1}
-    assert {value for name, value in found.items() if "block_1" in name or "norm/" in name} == {0.5}
-    assert {value for name, value in found.items() if "block_0" in name} == {0.25}
-    assert {value for name, value in found.items() if "embedding" in name} == {0.125}
+    assert {value for name, value in factors.items() if "block_1" in name or "norm/" in name} == {
+        0.5
+    }
+    assert {value for name, value in factors.items() if "block_0" in name} == {0.25}
+    assert {value for name, value in factors.items() if "embedding" in name} == {0.125}
 
 
 def weights_of(run: Path) -> dict[str, NDArray[Any]]:
     model = keras.models.load_model(run / "model.keras")
-    return {it.path: np.asarray(it.value) for layer in model.layers for it in layer.weights}
+    return {
+        weight.path: np.asarray(weight.value) for layer in model.layers for weight in layer.weights
+    }
 
 
 def test_layer_decay_shortens_the_updates(small_store: Path, tmp_path: Path) -> None:
     """One step of SGD, for which the change is the learning rate times the gradient."""
-    found = {}
+    weights = {}
     for decay in (1.0, 0.5):
         out = tmp_path / str(decay)
         histopipe.train(
             small_store, out=out, **TINY, epochs=1, batch_size=120, optimizer="sgd", learning_rate=1.0,
             deterministic=True, layer_decay=decay, resamples=0,
         )  # fmt: skip
-        found[decay] = weights_of(out)
+        weights[decay] = weights_of(out)
     start = {
-        it.path: np.asarray(it.value)
-        for it in build_backbone(**TINY, patch_size=32, training=True).core.weights
+        weight.path: np.asarray(weight.value)
+        for weight in build_backbone(**TINY, patch_size=32, training=True).core.weights
     }
     factors = {"embedding": 0.125, "block_0": 0.25, "block_1": 0.5, "norm": 0.5}
     for path, value in start.items():
-        factor = next(it for name, it in factors.items() if path.startswith(name))
+        factor = next(factor for name, factor in factors.items() if path.startswith(name))
         whole, part = (
-            next(v for p, v in found[d].items() if p.endswith(path)) - value for d in (1.0, 0.5)
+            next(v for p, v in weights[d].items() if p.endswith(path)) - value for d in (1.0, 0.5)
         )
         if "key/bias" not in path:  # it has no effect: the softmax subtracts it again
             assert np.abs(whole).max() > 1e-5
@@ -173,10 +177,10 @@ def test_killed_and_resumed_equals_uninterrupted(
     losses = [float(row["loss"]) for row in history(tmp_path / "whole")]
     assert losses[-1] < losses[0]
     start = build_backbone(**TINY, patch_size=32, training=True).core.weights
-    found = weights_of(tmp_path / "whole")
+    weights = weights_of(tmp_path / "whole")
     for weight in start:
         same = np.array_equal(
-            found[next(p for p in found if p.endswith(weight.path))], weight.value
+            weights[next(p for p in weights if p.endswith(weight.path))], weight.value
         )
         moves = "block_1" in weight.path or weight.path.startswith("norm/")
         if trainable == "lora:2":

@@ -101,8 +101,8 @@ def test_folds_by_region_keep_their_distance(made_store: Path) -> None:
         folds = make_folds([store], 3, split_by="region", seed=3, region=Micrometres(500.0))
         records = [store.records[slide.slide] for slide in folds[0].slides]
         corners = [
-            np.stack([store.index(it.slide)["x_l0"], store.index(it.slide)["y_l0"]], axis=1)
-            for it in folds[0].slides
+            np.stack([store.index(slide.slide)["x_l0"], store.index(slide.slide)["y_l0"]], axis=1)
+            for slide in folds[0].slides
         ]
     tested = np.concatenate(
         [np.sum([f.slides[i].sides == 2 for f in folds], axis=0) for i in range(len(records))]
@@ -201,9 +201,9 @@ def test_folder_holds_a_run_per_fold_and_a_summary(whole: Path) -> None:
         ).read_text()
     assert float(rows[3]["slide_mean_brier"]) == pytest.approx(np.mean(each), abs=1e-12)
     assert float(rows[4]["slide_mean_brier"]) == pytest.approx(np.std(each, ddof=1), abs=1e-12)
-    found = histopipe.info(whole)
-    assert isinstance(found, FolderInfo)
-    assert (found.kind, found.facts["folds"]) == ("cross-validation", "3, 3 finished")
+    info = histopipe.info(whole)
+    assert isinstance(info, FolderInfo)
+    assert (info.kind, info.facts["folds"]) == ("cross-validation", "3, 3 finished")
 
 
 def test_pooled_metrics_cover_all_predictions(whole: Path) -> None:
@@ -274,15 +274,15 @@ def test_twice_killed_run_equals_uninterrupted_run(
 
 def processes_in(folder: Path) -> list[str]:
     """Return the command lines of processes whose working directory is in a folder."""
-    found = []
+    commands = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
                 if (entry / "cwd").readlink().is_relative_to(folder):
-                    found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+                    commands.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode())
             except OSError:
                 continue
-    return found
+    return commands
 
 
 def faulty(faults: dict[str, str], folder: Path) -> dict[str, str]:
@@ -559,10 +559,10 @@ def test_slides_with_the_same_name_in_two_stores_stay_separate(tmp_path: Path) -
         predicted = SampleOutputs(
             keys, np.zeros(8, np.int32), np.full((8, 2), 0.5, np.float32), loss=0.0
         )
-        found = located(predicted, [a, b], splits, task=splits.task, output=predicted.output)
-        assert found.slides == (f"n1@{a.uuid[:8]}", f"n1@{b.uuid[:8]}")
-        assert found.slide.tolist() == [0] * 4 + [1] * 4
-        assert found.x_l0.tolist() == a.index(0)["x_l0"][:4].tolist() * 2
+        predictions = located(predicted, [a, b], splits, task=splits.task, output=predicted.output)
+        assert predictions.slides == (f"n1@{a.uuid[:8]}", f"n1@{b.uuid[:8]}")
+        assert predictions.slide.tolist() == [0] * 4 + [1] * 4
+        assert predictions.x_l0.tolist() == a.index(0)["x_l0"][:4].tolist() * 2
 
 
 def test_recorded_configuration_repeats_the_cross_validation(

@@ -128,13 +128,13 @@ ours.recv()
 """
 
 
-@pytest.mark.parametrize("own", [False, True])
-def test_all_processes_end_with_killed_client(own: bool) -> None:
+@pytest.mark.parametrize("starts_server", [False, True])
+def test_all_processes_end_with_killed_client(starts_server: bool) -> None:
     """The training, its child processes and a server that the client started all end."""
     environment = {
         **os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "HISTOPIPE_TEST_CHILD": HELLO + GRANDCHILD,
     }  # fmt: skip
-    if own:
+    if starts_server:
         del environment[ADDRESS]
         environment["PYTHONPATH"] = str(Path(__file__).parent / "programs" / "faults")
     client = subprocess.Popen(
@@ -173,9 +173,12 @@ def test_server_is_shared_if_library_variables_are_equal(monkeypatch: pytest.Mon
     monkeypatch.setattr(fork_server, "start_server", start)
     monkeypatch.setattr("socket.send_fds", lambda *_: None)
     base = {"TF_CPP_MIN_LOG_LEVEL": "3"}
-    for more in ({}, {"HOME": "/"}, {"TF_CONFIG": "{}"}, {"PYTHONPATH": "/x"}):
-        fork_server._connect(base | more)[1].close()
+    for variables in ({}, {"HOME": "/"}, {"TF_CONFIG": "{}"}, {"PYTHONPATH": "/x"}):
+        fork_server._connect(base | variables)[1].close()
     assert len(started) == 1
-    for more in ({"CUDA_VISIBLE_DEVICES": "1"}, {"TF_CPP_MIN_LOG_LEVEL": "0", ADDRESS: "/none"}):
-        fork_server._connect(base | more)[1].close()
+    for variables in (
+        {"CUDA_VISIBLE_DEVICES": "1"},
+        {"TF_CPP_MIN_LOG_LEVEL": "0", ADDRESS: "/none"},
+    ):
+        fork_server._connect(base | variables)[1].close()
     assert len(started) == 3

@@ -42,9 +42,9 @@ from histopipe.store.store import Store
 from histopipe.tasks.predictions import Predictions
 
 
-def heat_of(corners: list[tuple[int, int]], values: list[float], side: float, **more: Any) -> PatchValues:  # fmt: skip
+def heat_of(corners: list[tuple[int, int]], values: list[float], side: float, **attributes: Any) -> PatchValues:  # fmt: skip
     x, y = (np.array([c[i] for c in corners], np.int64) for i in (0, 1))
-    facts: dict[str, Any] = {"bounds": (0, 0, 640, 480), "mpp": 0.5} | more
+    facts: dict[str, Any] = {"bounds": (0, 0, 640, 480), "mpp": 0.5} | attributes
     names = np.array(["b" if v >= 0.5 else "a" for v in values], object)
     return PatchValues("s", "probability of b", x, y, side, np.array(values, np.float32), names, **facts)  # fmt: skip
 
@@ -112,7 +112,7 @@ def test_tiff_opens_as_a_slide_with_the_same_scale(tmp_path: Path) -> None:
         info = slide.info
         assert info.vendor == "generic-tiff"
         assert float(info.mpp_x or 0) == pytest.approx(1.0)
-        assert [(it.size.width, it.size.height) for it in info.levels][:2] == [(2250, 1250), (1125, 625)]  # fmt: skip
+        assert [(level.size.width, level.size.height) for level in info.levels][:2] == [(2250, 1250), (1125, 625)]  # fmt: skip
         assert len(info.levels) == 5
         pixels = slide.read_region(PointL0(0, 0), 0, info.size)
     for (x, y), value in list(zip(corners, values, strict=True))[::37]:
@@ -142,12 +142,16 @@ def test_geojson_objects_have_the_positions_of_patches(tmp_path: Path) -> None:
     assert write_heatmap_geojson(heat, path, objects="contours", threshold=0.5) == 2
     outlines = read_annotations(path)
     assert not outlines.notes
-    areas = sorted((it.area for it in outlines.found), key=lambda area: float(area.area))
+    areas = sorted(
+        (outline.area for outline in outlines.entries), key=lambda area: float(area.area)
+    )
     expected = [shapely.box(400, 350, 464, 414), shapely.box(100, 150, 228, 214)]
     assert all(a.equals_exact(b, 1e-6, normalize=True) or a.equals(b) for a, b in zip(areas, expected, strict=True))  # fmt: skip
     measured = [f["properties"]["measurements"] for f in json.loads(path.read_text())["features"]]
-    assert sorted(it["patches"] for it in measured) == [1, 2]
-    assert max(it["mean probability of b"] for it in measured) == pytest.approx(0.85)
+    assert sorted(measurements["patches"] for measurements in measured) == [1, 2]
+    assert max(measurements["mean probability of b"] for measurements in measured) == pytest.approx(
+        0.85
+    )
 
 
 def test_png_shows_the_slide_with_its_patches(tmp_path: Path) -> None:
@@ -223,12 +227,12 @@ def test_settings_of_matplotlib_change_no_picture(tmp_path: Path) -> None:
 # The command
 
 
-def scores_of_slide(slide: str, count: int, **more: Any) -> Predictions:
+def scores_of_slide(slide: str, count: int, **attributes: Any) -> Predictions:
     zeros = np.zeros(count, np.int32)
     values = np.linspace(0, 1, count, dtype=np.float32)
     return class_predictions(
         ("n", "t"), (slide,), (slide,), slide=zeros, patient=zeros, x_l0=64 * np.arange(count),
-        y_l0=np.zeros(count, np.int64), label=zeros - 1, probability=np.stack([1 - values, values], axis=1), **more,
+        y_l0=np.zeros(count, np.int64), label=zeros - 1, probability=np.stack([1 - values, values], axis=1), **attributes,
     )  # fmt: skip
 
 
@@ -253,10 +257,10 @@ def test_all_formats_are_written_for_all_slides(
     assert done.returncode == 0, done.stderr
     assert set(json.loads(done.stdout)["files"]) == {"x/one", "two"}
     assert "two: no image of the slide found" in done.stderr
-    found = {
+    files = {
         str(p.relative_to(tmp_path / "heatmaps")) for p in (tmp_path / "heatmaps").rglob("*.*")
     }
-    assert found == {f"{s}.heat.{k}" for s in ("x/one", "two") for k in ("png", "tiff", "geojson")}
+    assert files == {f"{s}.heat.{k}" for s in ("x/one", "two") for k in ("png", "tiff", "geojson")}
     features = json.loads((tmp_path / "heatmaps" / "two.heat.geojson").read_text())["features"]
     assert [round(f["properties"]["measurements"]["probability of t"], 3) for f in features] == [0, 0.333, 0.667, 1]  # fmt: skip
     done = run("heatmap", predictions, "--class", "n", "--slide", "two", "--to", "geojson", "--out", "n")  # fmt: skip

@@ -249,8 +249,8 @@ def test_resolution_for_screens_and_printers_is_no_scale(
     tmp_path: Path, name: str, save: Any, mpp: float | None
 ) -> None:
     with open_slide(write(tmp_path / name, **save)) as slide:
-        found = resolve_mpp("a", slide.info, default=Mpp(7.0)).mpp
-    assert found == pytest.approx(mpp or 7.0, rel=1e-4)
+        scale = resolve_mpp("a", slide.info, default=Mpp(7.0)).mpp
+    assert scale == pytest.approx(mpp or 7.0, rel=1e-4)
 
 
 def test_scale_of_imagej_is_in_micrometres(tmp_path: Path) -> None:
@@ -265,8 +265,8 @@ def test_scale_of_imagej_is_in_micrometres(tmp_path: Path) -> None:
 
 
 def names(*paths: Path, images: bool = False) -> list[str]:
-    found = discover(paths, images=images)
-    return [slide.path.name + "!" * (slide.problem is not None) for slide in found]
+    slides = discover(paths, images=images)
+    return [slide.path.name + "!" * (slide.problem is not None) for slide in slides]
 
 
 def test_images_next_to_slides_are_not_taken(tmp_path: Path) -> None:
@@ -523,19 +523,19 @@ extents = st.integers(0, 300)
 def test_cells_at_the_edge(extent: int, cell: int, data: st.DataObject) -> None:
     stride, first = data.draw(st.integers(1, cell)), data.draw(st.integers(0, 50))
     edges: tuple[Edge, ...] = ("drop", "shift", "pad")
-    found = {edge: cell_starts(first, extent, cell, stride, edge).tolist() for edge in edges}
+    by_edge = {edge: cell_starts(first, extent, cell, stride, edge).tolist() for edge in edges}
     regular = [first + n * stride for n in range(extent) if n * stride + cell <= extent]
-    assert found["drop"] == regular
+    assert by_edge["drop"] == regular
     for edge in ("shift", "pad"):
-        starts = found[edge]
+        starts = by_edge[edge]
         assert starts[: len(regular)] == regular  # so patches of the regular grid keep their place
         assert len(starts) <= len(regular) + 1
         assert starts == sorted(set(starts))
         covered = {x for start in starts for x in range(start, start + cell)}
         if edge == "pad" or extent >= cell:
             assert covered >= set(range(first, first + extent))
-    assert all(first <= start <= first + extent - cell for start in found["shift"])
-    assert all(first <= start < first + extent for start in found["pad"])
+    assert all(first <= start <= first + extent - cell for start in by_edge["shift"])
+    assert all(first <= start < first + extent for start in by_edge["pad"])
 
 
 def test_patches_of_an_image_cover_it(tmp_path: Path, run: Run) -> None:
@@ -571,9 +571,9 @@ def test_overlapping_patches_are_on_one_side_of_a_split_by_region(tmp_path: Path
             distance = abs(corners[:, None] - corners[None]).max(axis=2)
             overlapping += int(((distance > 0) & (distance < 24)).sum())
             kept = slide.sides != DROPPED
-            others = kept[:, None] & kept[None] & (slide.sides[:, None] != slide.sides[None])
-            assert others.any()
-            assert (distance[others] >= 1.5 * 24 - 1).all()  # patches do not overlap, nor touch
+            separated = kept[:, None] & kept[None] & (slide.sides[:, None] != slide.sides[None])
+            assert separated.any()
+            assert (distance[separated] >= 1.5 * 24 - 1).all()  # patches do not overlap, nor touch
         assert overlapping > 0
 
 

@@ -18,19 +18,19 @@ from histopipe.reports.info import FolderInfo
 
 
 def folder_info(path: Path) -> FolderInfo:
-    found = histopipe.info(path)
-    assert isinstance(found, FolderInfo)
-    return found
+    info = histopipe.info(path)
+    assert isinstance(info, FolderInfo)
+    return info
 
 
 def test_a_finished_run(trained: Path, run: Run) -> None:
-    found = folder_info(trained)
-    assert (found.kind, found.finished, found.then) == ("run", True, ("report", str(trained)))
-    assert found.facts["epochs"] == "1 (best: 1)"
-    assert any(line.startswith("test (held out)") for line in found.table)
-    shown = run("info", trained)
-    assert "split by    patient" in shown.stdout
-    assert f"next: histopipe report {trained}" in shown.stderr
+    info = folder_info(trained)
+    assert (info.kind, info.finished, info.then) == ("run", True, ("report", str(trained)))
+    assert info.facts["epochs"] == "1 (best: 1)"
+    assert any(line.startswith("test (held out)") for line in info.table)
+    done = run("info", trained)
+    assert "split by    patient" in done.stdout
+    assert f"next: histopipe report {trained}" in done.stderr
     assert json.loads(run("info", trained, "--json").stdout)["kind"] == "run"
 
 
@@ -39,9 +39,9 @@ def test_an_unfinished_run_names_the_command_that_continues_it(
 ) -> None:
     copy = Path(shutil.copytree(trained, tmp_path / "my run"))
     (copy / "metrics.json").unlink()
-    shown = run("info", copy)
-    assert "(run, not finished)" in shown.stdout
-    assert f"next: histopipe train --resume --out '{copy}'" in shown.stderr
+    done = run("info", copy)
+    assert "(run, not finished)" in done.stdout
+    assert f"next: histopipe train --resume --out '{copy}'" in done.stderr
 
 
 def test_predictions_and_features(
@@ -49,19 +49,19 @@ def test_predictions_and_features(
 ) -> None:
     done = run("predict", trained, made_store, "--out", "predictions")
     assert "next: histopipe heatmap predictions" in done.stderr
-    found = folder_info(tmp_path / "predictions")
-    assert (found.kind, found.facts["slides"]) == ("predictions", 12)
+    info = folder_info(tmp_path / "predictions")
+    assert (info.kind, info.facts["slides"]) == ("predictions", 12)
     done = run("embed", made_store, "--model", trained, "--out", "features")
     assert "next: histopipe train --mil features" in done.stderr
-    found = folder_info(tmp_path / "features")
-    assert (found.kind, found.facts["slides"]) == ("features", 12)
-    assert found.facts["patches"] == histopipe.info(made_store).to_json()["patches"]
+    info = folder_info(tmp_path / "features")
+    assert (info.kind, info.facts["slides"]) == ("features", 12)
+    assert info.facts["patches"] == histopipe.info(made_store).to_json()["patches"]
 
 
 def test_a_store_and_an_empty_folder(made_store: Path, tmp_path: Path, run: Run) -> None:
-    shown = run("info", made_store)
-    assert "slides    12 complete" in shown.stdout
-    assert f"next: histopipe train {made_store}" in shown.stderr
+    done = run("info", made_store)
+    assert "slides    12 complete" in done.stdout
+    assert f"next: histopipe train {made_store}" in done.stderr
     with pytest.raises(NothingToDo, match="expected a store, a run, a cross-validation"):
         histopipe.info(tmp_path)
 
@@ -80,11 +80,11 @@ def test_next_command_of_a_store_uses_the_labels_that_exist(made_store: Path) ->
 
 
 def test_commands_are_listed_in_groups(run: Run) -> None:
-    shown = run().stderr
-    places = [shown.index(f"\n{title}:\n") for title in GROUPS]
+    overview = run().stderr
+    places = [overview.index(f"\n{title}:\n") for title in GROUPS]
     assert places == sorted(places)
     for commands in GROUPS.values():
-        assert all(f"\n  {name} " in shown for name in commands)
+        assert all(f"\n  {name} " in overview for name in commands)
 
 
 @pytest.mark.parametrize(("typed", "meant"), [("trian", "train"), ("verfy", "verify")])

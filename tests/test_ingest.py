@@ -92,8 +92,8 @@ def mpps(tmp_path: Path) -> Path:
 def test_ingest_of_real_slides(run: Run, data: Path, tmp_path: Path, mpps: Path) -> None:
     done = run("ingest", data / "slides", "--json")
     assert done.returncode == 3
-    found = outcomes(done.stdout)
-    assert {name: slide["status"] for name, slide in found.items()} == {
+    by_slide = outcomes(done.stdout)
+    assert {name: slide["status"] for name, slide in by_slide.items()} == {
         CMU: "complete",
         TCGA: "failed",
         "boxes": "failed",
@@ -101,22 +101,22 @@ def test_ingest_of_real_slides(run: Run, data: Path, tmp_path: Path, mpps: Path)
         "dicom/jpeg/camelyon16-overview": "failed",
         "small": "complete",
     }
-    assert "no usable mpp" in found[TCGA]["reason"]
-    assert "--mpp-csv (columns slide,mpp)" in found[TCGA]["reason"]
-    assert "352.778 mpp" in found["boxes"]["reason"]
+    assert "no usable mpp" in by_slide[TCGA]["reason"]
+    assert "--mpp-csv (columns slide,mpp)" in by_slide[TCGA]["reason"]
+    assert "352.778 mpp" in by_slide["boxes"]["reason"]
     for name in ("dicom/j2k/camelyon16-overview", "dicom/jpeg/camelyon16-overview"):
-        assert "found 28.9685 mpp at its finest" in found[name]["reason"]
-    assert found["small"]["patches"] == 0
-    assert found["small"]["notes"] == [
+        assert "found 28.9685 mpp at its finest" in by_slide[name]["reason"]
+    assert by_slide["small"]["patches"] == 0
+    assert by_slide["small"]["notes"] == [
         "no patch fits: level 0 has 16×16 scanned pixels, a patch needs 256×256"
     ]
 
     before = contents(tmp_path / "patches.lmdb")
     again = run("ingest", data / "slides", "--mpp-csv", mpps, "--json")
     assert again.returncode == 3
-    found = outcomes(again.stdout)
-    assert found[TCGA]["status"] == "complete"
-    assert found[CMU]["status"] == found["small"]["status"] == "skipped"
+    by_slide = outcomes(again.stdout)
+    assert by_slide[TCGA]["status"] == "complete"
+    assert by_slide[CMU]["status"] == by_slide["small"]["status"] == "skipped"
     after = contents(tmp_path / "patches.lmdb")
     assert {name: after[name] for name in before} == before
     assert set(after) == {CMU, TCGA, "small"}
@@ -316,12 +316,12 @@ def test_damaged_slides_fail_and_others_complete(run: Run, tmp_path: Path) -> No
     (tmp_path / "in" / "empty.svs").write_bytes(b"")
     done = run("ingest", "in", "--tissue", "none", "--json")
     assert done.returncode == 3
-    found = outcomes(done.stdout)
-    assert [name for name, slide in found.items() if slide["status"] == "complete"] == [
+    by_slide = outcomes(done.stdout)
+    assert [name for name, slide in by_slide.items() if slide["status"] == "complete"] == [
         "slide-000",
         "slide-002",
     ]
-    assert "cannot be read" in found["slide-001"]["reason"]
+    assert "cannot be read" in by_slide["slide-001"]["reason"]
     assert set(contents(tmp_path / "patches.lmdb")) == {"slide-000", "slide-002"}
 
 
@@ -359,19 +359,19 @@ def test_slide_over_limit_is_retried_when_limit_changes(run: Run, tmp_path: Path
         for tile in range(30, 50):
             file.seek(tiff.pages.first.dataoffsets[tile])
             file.write(bytes(16))
-    everything = ["in", "--tissue", "none", "--mpp", 0.499]
-    assert run("ingest", *everything).returncode == 4
-    again = run("ingest", *everything)
+    arguments = ["in", "--tissue", "none", "--mpp", 0.499]
+    assert run("ingest", *arguments).returncode == 4
+    again = run("ingest", *arguments)
     assert again.returncode == 4
     assert "allows 1.00%" in again.stderr
-    slow = run("ingest", *everything, "--max-unreadable", "50%", "--slide-timeout", 0.001)
+    slow = run("ingest", *arguments, "--max-unreadable", "50%", "--slide-timeout", 0.001)
     assert slow.returncode == 4
     assert "not complete after 0 s of worker time" in slow.stderr
     log = (tmp_path / "patches.lmdb" / "ingest.log").read_text()
-    same = run("ingest", *everything, "--max-unreadable", "40%", "--slide-timeout", 0.001)
+    same = run("ingest", *arguments, "--max-unreadable", "40%", "--slide-timeout", 0.001)
     assert same.returncode == 4
     assert "planned" not in (tmp_path / "patches.lmdb" / "ingest.log").read_text()[len(log) :]
-    done = run("ingest", *everything, "--max-unreadable", "50%")
+    done = run("ingest", *arguments, "--max-unreadable", "50%")
     assert done.returncode == 0, done.stderr
 
 
@@ -698,10 +698,10 @@ def test_slide_that_kills_worker_fails_alone(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
     )  # fmt: skip
     assert done.returncode == 3, done.stderr
-    found = outcomes(done.stdout)
+    by_slide = outcomes(done.stdout)
     for name in ("evil", "late"):
-        assert "worker processes died while reading it" in found.pop(name)["reason"]
-    assert [slide["status"] for slide in found.values()] == ["complete"] * 4
+        assert "worker processes died while reading it" in by_slide.pop(name)["reason"]
+    assert [slide["status"] for slide in by_slide.values()] == ["complete"] * 4
 
 
 def test_damaged_tile_in_thumbnail_level_loses_one_patch(run: Run, tmp_path: Path) -> None:

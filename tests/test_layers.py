@@ -108,7 +108,7 @@ def package(module: str) -> str:
 @cache
 def imports(module: str) -> frozenset[str]:
     """Return all modules that a module imports, except imports for type checkers only."""
-    found: set[str] = set()
+    imported: set[str] = set()
     tree = ast.parse(MODULES[module].read_text())
     for_types = {
         id(node)
@@ -120,14 +120,14 @@ def imports(module: str) -> frozenset[str]:
         if id(node) in for_types:
             continue
         if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
+            imported.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{module}: relative import"
             base = node.module or ""
             for alias in node.names:
                 inner = f"{base}.{alias.name}"
-                found.add(inner if inner in MODULES else base)
-    return frozenset(found)
+                imported.add(inner if inner in MODULES else base)
+    return frozenset(imported)
 
 
 def test_the_installed_package_is_tested() -> None:

@@ -33,14 +33,14 @@ from histopipe.store.writer import StoreWriter
 def contents(path: Path) -> dict[str, Any]:
     """Return the contents of a store by slide id, without slide numbers and checksums that depend on them."""
     with Store(path) as store:
-        found = {}
+        by_slide = {}
         for number, record in store.complete.items():
             columns = {n: c.tolist() for n, c in store.index(number).items() if n != "crc"}
             columns["label"] = [store.classes[i] if i >= 0 else None for i in columns["label"]]
             plain = dataclasses.replace(record, thumbnail_crc={})
             values = [store.value(number, row) for row in range(record.planned)]
-            found[record.id] = plain, repr(columns), values, store.thumbnail(number)
-        return found
+            by_slide[record.id] = plain, repr(columns), values, store.thumbnail(number)
+        return by_slide
 
 
 @pytest.fixture
@@ -302,12 +302,12 @@ def test_split_follows_splits_of_run(
     assert done.returncode == 0, done.stderr
     assert set(json.loads(done.stdout)["sides"]) == {"train", "validation", "test"}
     expected, sides = contents(made_store), json.loads((trained / "splits.json").read_text())
-    found = {path.stem: contents(path) for path in out.glob("*.lmdb")}
-    assert set(found) == {"train", "validation", "test"}
-    assert sorted(name for side in found.values() for name in side) == sorted(
+    by_side = {path.stem: contents(path) for path in out.glob("*.lmdb")}
+    assert set(by_side) == {"train", "validation", "test"}
+    assert sorted(name for side in by_side.values() for name in side) == sorted(
         s["id"] for s in sides["slides"]
     )
-    for side in found.values():
+    for side in by_side.values():
         assert all(expected[name] == slide for name, slide in side.items())
     for path in out.glob("*.lmdb"):
         assert verify(path).findings == []

@@ -123,8 +123,8 @@ def test_outlines_of_masks_are_exact(seed: int, height: int, width: int, side: f
     x, y = rng.uniform(0, 1000, 2)
     grid = Grid(float(x), float(y), side, Size(width, height), Size(5000, 5000))
     outlines = grid.outlines(mask)
-    assert all(it.is_valid for it in outlines)
-    assert sum(it.area for it in outlines) == pytest.approx(mask.sum() * side**2)
+    assert all(outline.is_valid for outline in outlines)
+    assert sum(outline.area for outline in outlines) == pytest.approx(mask.sum() * side**2)
     assert (grid.covered(outlines) == mask).all()
     assert Grid.from_text(grid.to_text()) == grid
 
@@ -136,8 +136,8 @@ def test_pixels_with_their_centre_in_a_polygon_are_covered(seed: int) -> None:
     hole = shapely.affinity.scale(drawn, 0.4, 0.4)
     grid = Grid(0, 0, 2.0, Size(10, 8), Size(20, 16))
     area = drawn - hole
-    found = grid.covered([area])
-    for (row, column), value in np.ndenumerate(found):
+    covered = grid.covered([area])
+    for (row, column), value in np.ndenumerate(covered):
         centre = shapely.Point(2 * column + 1, 2 * row + 1)
         if shapely.distance(area.boundary, centre) > 1e-4:
             assert value == area.contains(centre)
@@ -172,12 +172,12 @@ def ingest(slides: Path, store: Path, **settings: Any) -> dict[str, Cells]:
 
 def cells(store: Path) -> dict[str, Cells]:
     with Store(store) as opened:
-        found = {}
+        by_slide = {}
         for number, record in opened.complete.items():
             index = opened.index(number)
             corners = zip(index["x_l0"].tolist(), index["y_l0"].tolist(), strict=True)
-            found[record.id] = dict(zip(corners, index["tissue"].tolist(), strict=True))
-    return found
+            by_slide[record.id] = dict(zip(corners, index["tissue"].tolist(), strict=True))
+    return by_slide
 
 
 def test_masks_out_and_in_give_the_same_plan(slides: Path, masks: Path, tmp_path: Path) -> None:
@@ -348,11 +348,11 @@ def test_unexpected_error_fails_only_its_slide(
 
     monkeypatch.setattr("histopipe.reports.mask_folder.write_mask", lambda *a, **_: failing(*a))
     monkeypatch.setattr("histopipe.reports.tissue.WorkerPool", InlineWorkers)
-    found = histopipe.tissue(slides, tmp_path / "masks", progress=SILENT)
-    assert list(found.failed.values()) == [
+    result = histopipe.tissue(slides, tmp_path / "masks", progress=SILENT)
+    assert list(result.failed.values()) == [
         "KeyError: 'x'; this is a bug in histopipe: please report it"
     ]
-    assert len(found.slides) == 2 and found.exit_code == ExitCode.PARTLY
+    assert len(result.slides) == 2 and result.exit_code == ExitCode.PARTLY
 
 
 @pytest.mark.parametrize("suffix", [".png", ".geojson"])
@@ -399,8 +399,8 @@ def test_masks_of_other_tools(tmp_path: Path) -> None:
     (tmp_path / "one.geojson").write_text(json.dumps([square, tumour, artefact]))
     assert (read_mask(tmp_path / "one.geojson", "one", grid, bounds) == expected).all()
     expected[:, :19] = False
-    found = read_mask(tmp_path / "one.geojson", "one", grid, bounds, exclude=["Fold"])
-    assert (found == expected).all()
+    mask = read_mask(tmp_path / "one.geojson", "one", grid, bounds, exclude=["Fold"])
+    assert (mask == expected).all()
 
 
 def test_slide_without_mask_fails_or_has_the_fallback(
@@ -580,10 +580,10 @@ def test_network_finds_the_same_tissue_at_every_scale(
 def test_ingest_with_a_network(slides: Path, tmp_path: Path) -> None:
     make_network(tmp_path / "network.onnx", 64)
     store = tmp_path / "s.lmdb"
-    found = ingest(slides, store, tissue=tmp_path / "network.onnx")
+    by_network = ingest(slides, store, tissue=tmp_path / "network.onnx")
     direct = ingest(slides, tmp_path / "direct.lmdb")
-    for name, known in direct.items():
-        assert len(found[name].keys() & known.keys()) > 0.9 * len(known)
+    for name, expected in direct.items():
+        assert len(by_network[name].keys() & expected.keys()) > 0.9 * len(expected)
     with Store(store) as opened:
         assert opened.spec["tissue_model"].startswith("network.onnx, crc32 ")
     make_network(tmp_path / "network.onnx", 64, threshold=0.6)
@@ -616,8 +616,8 @@ def test_network_counts_unreadable_areas_as_tissue(tmp_path: Path) -> None:
     with open_slide(path) as slide, Damaged(path) as damaged:
         thumbnail = read_thumbnail(slide, Mpp(0.499))
         whole, part = (
-            segmented(tmp_path / "network.onnx", it, "one", Mpp(0.499), thumbnail).pixels
-            for it in (slide, damaged)
+            segmented(tmp_path / "network.onnx", reader, "one", Mpp(0.499), thumbnail).pixels
+            for reader in (slide, damaged)
         )
     assert not whole[:15, :15].any() and part[:15, :15].all()
     assert (whole == part)[60:].all()

@@ -146,9 +146,9 @@ def growth_mb(store: Path, out: Path, count: int, in_process: str) -> float:
         command = [sys.executable, "-c", MANY, *arguments]
         done = subprocess.run(command, text=True, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
-    found = [float(line) for line in done.stdout.splitlines()]
-    assert len(found) == count
-    return found[-1] - found[1]
+    megabytes = [float(line) for line in done.stdout.splitlines()]
+    assert len(megabytes) == count
+    return megabytes[-1] - megabytes[1]
 
 
 def test_trainings_do_not_use_the_memory_of_their_caller(small_store: Path, tmp_path: Path) -> None:

@@ -56,102 +56,106 @@ def random_scores(seed: int, classes: int, count: int = 200, patients: int = 20)
 
 @given(st.integers(0, 10_000), st.floats(0.05, 0.95))
 def test_two_classes_equal_scikit_learn(seed: int, threshold: float) -> None:
-    given = random_scores(seed, 2)
-    truth, p = given.label, given.output[:, 1]
+    scores = random_scores(seed, 2)
+    truth, p = scores.label, scores.output[:, 1]
     decided = (p >= threshold).astype(int)
-    found = class_metrics(given, ("n", "t"), positive=1, threshold=threshold, draws=NO_DRAWS)
-    assert found.auc == pytest.approx(sk.roc_auc_score(truth, p), abs=1e-12)
-    assert found.accuracy == pytest.approx(sk.accuracy_score(truth, decided), abs=1e-12)
-    assert found.balanced_accuracy == pytest.approx(
+    metrics = class_metrics(scores, ("n", "t"), positive=1, threshold=threshold, draws=NO_DRAWS)
+    assert metrics.auc == pytest.approx(sk.roc_auc_score(truth, p), abs=1e-12)
+    assert metrics.accuracy == pytest.approx(sk.accuracy_score(truth, decided), abs=1e-12)
+    assert metrics.balanced_accuracy == pytest.approx(
         sk.balanced_accuracy_score(truth, decided), abs=1e-12
     )
-    assert found.f1 == pytest.approx(sk.f1_score(truth, decided), abs=1e-12)
-    assert found.sensitivity == pytest.approx(sk.recall_score(truth, decided), abs=1e-12)
-    assert found.specificity == pytest.approx(
+    assert metrics.f1 == pytest.approx(sk.f1_score(truth, decided), abs=1e-12)
+    assert metrics.sensitivity == pytest.approx(sk.recall_score(truth, decided), abs=1e-12)
+    assert metrics.specificity == pytest.approx(
         sk.recall_score(truth, decided, pos_label=0), abs=1e-12
     )
-    assert found.brier == pytest.approx(sk.brier_score_loss(truth, p), abs=1e-12)
-    assert found.log_loss == pytest.approx(sk.log_loss(truth, given.output), abs=1e-9)
-    np.testing.assert_array_equal(found.confusion, sk.confusion_matrix(truth, decided))
-    assert (found.count, found.patients) == (200, len(set(given.patient.tolist())))
+    assert metrics.brier == pytest.approx(sk.brier_score_loss(truth, p), abs=1e-12)
+    assert metrics.log_loss == pytest.approx(sk.log_loss(truth, scores.output), abs=1e-9)
+    np.testing.assert_array_equal(metrics.confusion, sk.confusion_matrix(truth, decided))
+    assert (metrics.count, metrics.patients) == (200, len(set(scores.patient.tolist())))
 
 
 @given(st.integers(0, 10_000), st.integers(3, 5))
 def test_more_classes_equal_scikit_learn(seed: int, classes: int) -> None:
-    given = random_scores(seed, classes)
-    truth, probability = given.label, given.output
+    scores = random_scores(seed, classes)
+    truth, probability = scores.label, scores.output
     decided = probability.argmax(axis=1)
     names = tuple("abcde"[:classes])
-    found = class_metrics(given, names, positive=None, threshold=None, draws=NO_DRAWS)
+    metrics = class_metrics(scores, names, positive=None, threshold=None, draws=NO_DRAWS)
     areas = [sk.roc_auc_score(truth == c, probability[:, c]) for c in range(classes)]
-    assert found.auc == pytest.approx(np.mean(areas), abs=1e-12)
-    assert [it.auc for it in found.classes.values()] == pytest.approx(areas, abs=1e-12)
-    assert found.balanced_accuracy == pytest.approx(
+    assert metrics.auc == pytest.approx(np.mean(areas), abs=1e-12)
+    assert [entry.auc for entry in metrics.classes.values()] == pytest.approx(areas, abs=1e-12)
+    assert metrics.balanced_accuracy == pytest.approx(
         sk.balanced_accuracy_score(truth, decided), abs=1e-12
     )
-    assert found.f1 == pytest.approx(sk.f1_score(truth, decided, average="macro"), abs=1e-12)
+    assert metrics.f1 == pytest.approx(sk.f1_score(truth, decided, average="macro"), abs=1e-12)
     recalls = sk.recall_score(truth, decided, average=None)
-    assert [it.sensitivity for it in found.classes.values()] == pytest.approx(recalls, abs=1e-12)
-    assert found.brier == pytest.approx(
+    assert [entry.sensitivity for entry in metrics.classes.values()] == pytest.approx(
+        recalls, abs=1e-12
+    )
+    assert metrics.brier == pytest.approx(
         sk.brier_score_loss(truth, probability, labels=range(classes)), abs=1e-9
     )
-    np.testing.assert_array_equal(found.confusion, sk.confusion_matrix(truth, decided))
+    np.testing.assert_array_equal(metrics.confusion, sk.confusion_matrix(truth, decided))
 
 
 @pytest.mark.parametrize("classes", [2, 4])
 @pytest.mark.parametrize("seed", range(5))
 def test_weights_equal_repeated_patients(seed: int, classes: int) -> None:
     """Compare with a slow reference that repeats the scores of each drawn patient, once per draw."""
-    given = random_scores(seed, classes)
+    scores = random_scores(seed, classes)
     limits = np.full((200, 1 if classes == 2 else 0), 0.4)
     draw = bootstrap_draws(20, 1, seed)
-    given = replace(given, limits=limits)
-    fast = given.task.statistics(given).figures(draw)
-    rows = np.repeat(np.arange(200), draw[0].astype(int)[given.patient])
-    slow = given.task.statistics(given.rows(rows))
+    scores = replace(scores, limits=limits)
+    fast = scores.task.statistics(scores).figures(draw)
+    rows = np.repeat(np.arange(200), draw[0].astype(int)[scores.patient])
+    slow = scores.task.statistics(scores.rows(rows))
     for name, values in slow.figures(np.ones((1, slow.patients))).items():
         assert fast[name][0] == pytest.approx(values[0], abs=1e-12), name
 
 
 def test_metrics_equal_manual_calculation() -> None:
     """Positives have 0.9 and 0.4, negatives 0.4 and 0.1. Of four pairs, three are in order and one is tied."""
-    found = class_metrics(
+    metrics = class_metrics(
         binary([1, 1, 0, 0], [0.9, 0.4, 0.4, 0.1]), ("n", "t"), positive=1, threshold=0.5,
         draws=NO_DRAWS,
     )  # fmt: skip
-    assert found.auc == pytest.approx(3.5 / 4)
-    assert found.confusion == ((2, 0), (1, 1))
-    assert (found.sensitivity, found.specificity) == (0.5, 1.0)
-    assert (found.accuracy, found.balanced_accuracy) == (0.75, 0.75)
-    assert found.f1 == pytest.approx(2 / 3)
-    assert found.brier == pytest.approx((0.01 + 0.36 + 0.16 + 0.01) / 4)
-    assert found.log_loss == pytest.approx(
+    assert metrics.auc == pytest.approx(3.5 / 4)
+    assert metrics.confusion == ((2, 0), (1, 1))
+    assert (metrics.sensitivity, metrics.specificity) == (0.5, 1.0)
+    assert (metrics.accuracy, metrics.balanced_accuracy) == (0.75, 0.75)
+    assert metrics.f1 == pytest.approx(2 / 3)
+    assert metrics.brier == pytest.approx((0.01 + 0.36 + 0.16 + 0.01) / 4)
+    assert metrics.log_loss == pytest.approx(
         -(math.log(0.9) + math.log(0.4) + math.log(0.6) + math.log(0.9)) / 4
     )
     # Two at 0.4, one of them positive; one at 0.9, one at 0.1.
-    assert [(b.count, b.observed) for b in found.reliability if b.count] == [
+    assert [(b.count, b.observed) for b in metrics.reliability if b.count] == [
         (1, 0),
         (2, 0.5),
         (1, 1),
     ]
-    assert found.calibration_error == pytest.approx((0.1 + 2 * 0.1 + 0.1) / 4)
+    assert metrics.calibration_error == pytest.approx((0.1 + 2 * 0.1 + 0.1) / 4)
     other = class_metrics(
         binary([1, 1, 0, 0], [0.9, 0.4, 0.4, 0.1]), ("n", "t"), positive=0, threshold=0.5,
         draws=NO_DRAWS,
     )  # fmt: skip
-    assert other.auc == found.auc
+    assert other.auc == metrics.auc
     assert (other.sensitivity, other.specificity) == (1.0, 0.5)
 
 
 @given(st.integers(0, 10_000))
 def test_reliability_equals_scikit_learn(seed: int) -> None:
-    given = random_scores(seed, 2)
-    found = class_metrics(given, ("n", "t"), positive=1, threshold=0.5, draws=NO_DRAWS)
-    filled = [b for b in found.reliability if b.count]
+    scores = random_scores(seed, 2)
+    metrics = class_metrics(scores, ("n", "t"), positive=1, threshold=0.5, draws=NO_DRAWS)
+    filled = [b for b in metrics.reliability if b.count]
     # scikit-learn's bins include the upper border, ours the lower. Other probabilities have the same bin.
-    off = np.abs(given.output[:, 1] * BINS - (given.output[:, 1] * BINS).round()) > 1e-9
+    off = np.abs(scores.output[:, 1] * BINS - (scores.output[:, 1] * BINS).round()) > 1e-9
     if off.all():
-        observed, mean = calibration.calibration_curve(given.label, given.output[:, 1], n_bins=BINS)
+        observed, mean = calibration.calibration_curve(
+            scores.label, scores.output[:, 1], n_bins=BINS
+        )
         assert [b.observed for b in filled] == pytest.approx(observed)
         assert [b.probability for b in filled] == pytest.approx(mean)
     assert sum(b.count for b in filled) == 200
@@ -168,28 +172,28 @@ def test_missing_class_is_noted_and_leaves_metrics_undefined() -> None:
     three = class_scores(
         [0, 1, 0, 1], [[0.8, 0.1, 0.1], [0.2, 0.7, 0.1], [0.6, 0.2, 0.2], [0.5, 0.1, 0.4]]
     )
-    found = class_metrics(three, ("a", "b", "c"), positive=None, threshold=None, draws=NO_DRAWS)
-    assert found.notes == ("missing class: c",)
-    assert found.auc == pytest.approx((1.0 + 0.625) / 2)
-    assert found.balanced_accuracy == 0.75
-    assert found.classes["c"].specificity == 1.0
+    metrics = class_metrics(three, ("a", "b", "c"), positive=None, threshold=None, draws=NO_DRAWS)
+    assert metrics.notes == ("missing class: c",)
+    assert metrics.auc == pytest.approx((1.0 + 0.625) / 2)
+    assert metrics.balanced_accuracy == 0.75
+    assert metrics.classes["c"].specificity == 1.0
 
 
 def test_metrics_are_read_back_from_json() -> None:
     draws = bootstrap_draws(20, 50, 1)
     for classes, positive in ((2, 1), (3, None)):
         names = tuple("abc"[:classes])
-        found = class_metrics(
+        metrics = class_metrics(
             random_scores(1, classes), names, positive=positive, threshold=0.5, draws=draws
         )
-        assert set(found.intervals) >= {"auc", "f1", "brier"}
-        assert Metrics.from_json(found.to_json()) == found
+        assert set(metrics.intervals) >= {"auc", "f1", "brier"}
+        assert Metrics.from_json(metrics.to_json()) == metrics
 
 
 def test_area_under_roc_of_an_epoch() -> None:
-    given = random_scores(3, 2)
-    area = area_under_roc(given.label, given.output.astype(np.float32))
-    assert area == pytest.approx(sk.roc_auc_score(given.label, given.output[:, 1]))
+    scores = random_scores(3, 2)
+    area = area_under_roc(scores.label, scores.output.astype(np.float32))
+    assert area == pytest.approx(sk.roc_auc_score(scores.label, scores.output[:, 1]))
     assert area_under_roc(np.zeros(3, np.int32), np.full((3, 2), 0.5, np.float32)) is None
     assert area_under_roc(np.array([0, 1], np.int32), np.full((2, 2), np.nan, np.float32)) is None
 
@@ -218,9 +222,9 @@ def covered(patients: int, trials: int, by_patch: bool = False) -> dict[str, flo
         if by_patch:
             sample = replace(sample, patient=np.arange(10 * patients, dtype=np.int32))
         draws = bootstrap_draws(int(sample.patient.max()) + 1, 300, trial)
-        found = class_metrics(sample, ("n", "t"), positive=1, threshold=0.5, draws=draws)
+        metrics = class_metrics(sample, ("n", "t"), positive=1, threshold=0.5, draws=draws)
         for name in hits:
-            low, high = found.intervals[name]
+            low, high = metrics.intervals[name]
             hits[name] += low <= getattr(truth, name) <= high
     return {name: count / trials for name, count in hits.items()}
 
@@ -241,31 +245,31 @@ def test_few_patients_have_no_intervals(patients: int) -> None:
     label, patient = [0, 1] * patients, np.repeat(np.arange(patients), 2).tolist()
     probability = np.linspace(0.2, 0.8, 2 * patients).tolist()
     scores = binary(label, probability, patient)
-    found = class_metrics(
+    computed = class_metrics(
         scores, ("n", "t"), positive=1, threshold=0.5, draws=bootstrap_draws(patients, 200, 1)
     )
     few = f"too few patients for an interval: {patients}, expected at least 5"
     unreliable = f"confidence intervals are unreliable: only {patients} patients"
-    evaluation = Evaluation(found, {}, {})
+    evaluation = Evaluation(computed, {}, {})
     lines = evaluation_lines("test", evaluation)
     band = roc_of(scores.label == 1, scores.output[:, 1], scores.patient, patients=patients, seed=1)
     if patients < 5:
-        assert found.intervals == {}
-        assert found.notes == (few,)
+        assert computed.intervals == {}
+        assert computed.notes == (few,)
         assert "[" not in "".join(lines)
         assert sum(few in line for line in lines) == 1
         assert band is not None
         assert band.low is None
     else:
-        assert {"auc", "f1", "calibration_slope"} <= found.intervals.keys()
-        assert (unreliable in found.notes) == (patients < 10)
-        assert not any("too few" in note for note in found.notes)
+        assert {"auc", "f1", "calibration_slope"} <= computed.intervals.keys()
+        assert (unreliable in computed.notes) == (patients < 10)
+        assert not any("too few" in note for note in computed.notes)
         assert band is not None
         assert band.low is not None
     # Of earlier versions, which had intervals of two patients and more.
     stored = evaluation.to_json()
     stored["patch"] |= {"intervals": {"auc": [0.1, 1.0]}, "notes": ["a note", unreliable]}
-    (metrics,) = (it for _, it in Evaluation.from_json(stored).named())
+    (metrics,) = (metrics for _, metrics in Evaluation.from_json(stored).named())
     assert metrics.intervals == ({} if patients < 5 else {"auc": (0.1, 1.0)})
     assert metrics.notes == ("a note", few if patients < 5 else unreliable)
 
@@ -273,8 +277,8 @@ def test_few_patients_have_no_intervals(patients: int) -> None:
 def test_resamples_without_a_class_are_noted() -> None:
     scores = binary([0, 0, 0, 0, 1], [0.1, 0.8, 0.4, 0.3, 0.6], [0, 1, 2, 3, 4])
     draws = bootstrap_draws(5, 200, 1)
-    found = class_metrics(scores, ("n", "t"), positive=1, threshold=0.5, draws=draws)
-    assert any("of the resamples lack a class" in note for note in found.notes)
+    metrics = class_metrics(scores, ("n", "t"), positive=1, threshold=0.5, draws=draws)
+    assert any("of the resamples lack a class" in note for note in metrics.notes)
 
 
 # From patches to slides and patients.
@@ -300,10 +304,10 @@ def test_aggregation_equals_manual_calculation(
     how: str, slides: list[float], patients: list[float]
 ) -> None:
     for level, expected in (("slide", slides), ("patient", patients)):
-        found = aggregated(SLIDES, level, how, top_k=2, positive=1)  # type: ignore[arg-type]
-        assert found.output[:, 1] == pytest.approx(expected)
-        assert found.output.sum(axis=1) == pytest.approx(1)
-        assert found.label.tolist() == [1] * (len(expected) - 1) + [0]
+        predictions = aggregated(SLIDES, level, how, top_k=2, positive=1)  # type: ignore[arg-type]
+        assert predictions.output[:, 1] == pytest.approx(expected)
+        assert predictions.output.sum(axis=1) == pytest.approx(1)
+        assert predictions.label.tolist() == [1] * (len(expected) - 1) + [0]
     assert aggregated(SLIDES, "slide", "mean", top_k=2, positive=1).patient.tolist() == [0, 0, 1]
 
 
@@ -316,18 +320,18 @@ def test_top_k_uses_the_positive_class_or_each_class() -> None:
             [[0.8, 0.1, 0.1], [0.6, 0.3, 0.1], [0.1, 0.8, 0.1]] * 2, np.float32
         ),
     )  # fmt: skip
-    found = aggregated(three, "slide", "top_k", top_k=4, positive=0)
-    assert found.output[0] == pytest.approx(np.array([0.7, 0.55, 0.1]) / 1.35)
+    predictions = aggregated(three, "slide", "top_k", top_k=4, positive=0)
+    assert predictions.output[0] == pytest.approx(np.array([0.7, 0.55, 0.1]) / 1.35)
 
 
 def test_slides_with_several_labels_are_excluded_and_counted() -> None:
     mixed = replace(SLIDES, target=np.array([[1.0], [0], [1], [1], [1], [0]]))
     slide = aggregated(mixed, "slide", "mean", top_k=2, positive=1)
     assert (slide.item.tolist(), slide.left_out) == ([1, 2], 1)
-    found = evaluate([(mixed, {})], JudgeSettings(resamples=0))
-    assert "1 excluded, because they have several labels" in found.slide["mean"].notes
-    assert found.finest.notes == ()
-    assert found.patient["mean"].notes[0] == "missing class: t"
+    evaluation = evaluate([(mixed, {})], JudgeSettings(resamples=0))
+    assert "1 excluded, because they have several labels" in evaluation.slide["mean"].notes
+    assert evaluation.finest.notes == ()
+    assert evaluation.patient["mean"].notes[0] == "missing class: t"
 
 
 # Thresholds.
@@ -354,23 +358,23 @@ def test_thresholds_equal_manual_calculation() -> None:
 
 @given(st.integers(0, 10_000), st.sampled_from([0.5, 0.8, 0.95, 1.0]))
 def test_threshold_reaches_the_required_value(seed: int, share: float) -> None:
-    given = random_scores(seed, 2, count=60)
+    scores = random_scores(seed, 2, count=60)
     for rule, figure in (("sensitivity", "sensitivity"), ("specificity", "specificity")):
-        threshold, _ = chosen(given, 1, f"{rule}:{share}")
-        found = class_metrics(given, ("n", "t"), positive=1, threshold=threshold, draws=NO_DRAWS)
-        assert getattr(found, figure) >= share - 1e-12
+        threshold, _ = chosen(scores, 1, f"{rule}:{share}")
+        metrics = class_metrics(scores, ("n", "t"), positive=1, threshold=threshold, draws=NO_DRAWS)
+        assert getattr(metrics, figure) >= share - 1e-12
 
 
 def test_no_other_threshold_has_a_higher_youden_index() -> None:
-    given = random_scores(4, 2)
-    best, _ = chosen(given, 1, "youden")
+    scores = random_scores(4, 2)
+    best, _ = chosen(scores, 1, "youden")
 
     def index(threshold: float) -> float:
-        found = class_metrics(given, ("n", "t"), positive=1, threshold=threshold, draws=NO_DRAWS)
-        return (found.sensitivity or 0) + (found.specificity or 0)
+        metrics = class_metrics(scores, ("n", "t"), positive=1, threshold=threshold, draws=NO_DRAWS)
+        return (metrics.sensitivity or 0) + (metrics.specificity or 0)
 
     assert index(best) == pytest.approx(max(index(t) for t in np.linspace(0, 1.01, 500)), abs=0.02)
-    assert index(best) >= max(index(t) for t in given.output[:, 1]) - 1e-12
+    assert index(best) >= max(index(t) for t in scores.output[:, 1]) - 1e-12
 
 
 def patches(
@@ -407,8 +411,8 @@ def test_levels_without_metrics_have_a_reason() -> None:
         (replace(scores, patient=items), "patch", []),
         (replace(scores, patient=items), "patient", []),
     ):
-        own = replace(changed, level=level)  # type: ignore[arg-type]
-        evaluation = judge({"validation": own}, JudgeSettings(resamples=0))["validation"]
+        predictions = replace(changed, level=level)  # type: ignore[arg-type]
+        evaluation = judge({"validation": predictions}, JudgeSettings(resamples=0))["validation"]
         assert remarks(evaluation) == texts
         lines = evaluation_lines("validation", evaluation)
         assert set(texts) <= {line.strip() for line in lines}
@@ -437,10 +441,10 @@ def test_slides_of_annotated_patches_have_no_row_without_metrics() -> None:
     judged = Judged(
         {"validation": evaluation}, {"validation": scores}, JudgeSettings(),
     )  # fmt: skip
-    found, *others = metrics_blocks(judged)
-    assert isinstance(found, Table) and not others
-    assert [column.name for column in found.columns] == ["metric", "validation: patch"]
-    assert all(cell.text for row in found.rows for cell in row.cells)
+    table, *rest = metrics_blocks(judged)
+    assert isinstance(table, Table) and not rest
+    assert [column.name for column in table.columns] == ["metric", "validation: patch"]
+    assert all(cell.text for row in table.rows for cell in row.cells)
     assert [card.note for card in metric_cards(judged)] == ["no interval"] * 2
     first, *_ = decisions(judged, "validation")
     assert (first.counts, first.right) == ({"gland": 3}, 1.0)
@@ -477,13 +481,13 @@ def test_thresholds_do_not_depend_on_test_data() -> None:
     settings = JudgeSettings(resamples=0)
     thresholds = choose_thresholds(patches(1, "abcdef"), settings)
     test = patches(2, "ghijkl")
-    found = evaluate([(test, thresholds)], settings)
-    for name, metrics in found.named():
+    first = evaluate([(test, thresholds)], settings)
+    for name, metrics in first.named():
         assert isinstance(metrics, Metrics)
         assert metrics.thresholds == thresholds[name]
     flipped = replace(test, target=1 - test.target)
     again = evaluate([(flipped, thresholds)], settings)
-    limits = [[m.thresholds for _, m in evaluation.named()] for evaluation in (found, again)]
+    limits = [[m.thresholds for _, m in evaluation.named()] for evaluation in (first, again)]
     assert limits[0] == limits[1] != []
 
 
@@ -504,13 +508,15 @@ def test_pooled_folds_use_the_threshold_of_each_fold() -> None:
 
 
 def test_evaluations_of_three_classes_are_read_back_from_json() -> None:
-    found = evaluate([(patches(1, "abcdef", ("a", "b", "c")), {})], JudgeSettings(resamples=20))
-    assert Evaluation.from_json(found.to_json()) == found
-    assert [name for name, _ in found.named()] == [
+    evaluation = evaluate(
+        [(patches(1, "abcdef", ("a", "b", "c")), {})], JudgeSettings(resamples=20)
+    )
+    assert Evaluation.from_json(evaluation.to_json()) == evaluation
+    assert [name for name, _ in evaluation.named()] == [
         "patch", "slide_mean", "slide_top_k", "slide_majority", "patient_mean", "patient_top_k",
         "patient_majority",
     ]  # fmt: skip
-    assert (found.slide["mean"].count, found.patient["mean"].count) == (12, 6)
+    assert (evaluation.slide["mean"].count, evaluation.patient["mean"].count) == (12, 6)
 
 
 def positive(classes: tuple[str, ...], name: str | None) -> int | None:
@@ -533,30 +539,36 @@ def test_positive_class() -> None:
 def test_predictions_are_read_back_from_csv(tmp_path: Path) -> None:
     path = tmp_path / "predictions.csv"
     sides = {"validation": patches(1, "abc"), "test": patches(2, ["d", "e,f", "ü"])}
-    write_predictions(path, [({"split": side}, it) for side, it in sides.items()])
-    found = read_predictions(path)
-    assert list(found) == ["validation", "test"]
-    for side, it in sides.items():
-        back = found[side]  # type: ignore[index]
+    write_predictions(path, [({"split": side}, predictions) for side, predictions in sides.items()])
+    stored = read_predictions(path)
+    assert list(stored) == ["validation", "test"]
+    for side, predictions in sides.items():
+        back = stored[side]  # type: ignore[index]
         assert isinstance(back, Predictions)
-        assert (back.task, back.slides, back.patients) == (it.task, it.slides, it.patients)
+        assert (back.task, back.slides, back.patients) == (
+            predictions.task,
+            predictions.slides,
+            predictions.patients,
+        )
         for name in ("slide", "patient", "x_l0", "y_l0", "target", "output"):
-            np.testing.assert_array_equal(getattr(back, name), getattr(it, name))
+            np.testing.assert_array_equal(getattr(back, name), getattr(predictions, name))
 
 
 def test_predictions_are_read_by_pandas(tmp_path: Path) -> None:
     path = tmp_path / "predictions.csv"
-    given = patches(1, "abc")
-    write_predictions(path, [({"split": "test"}, given)])
+    predictions = patches(1, "abc")
+    write_predictions(path, [({"split": "test"}, predictions)])
     table = pandas.read_csv(path)
     assert list(table) == [
         "split", "slide", "patient", "x_l0", "y_l0", "label", "predicted", "p_n", "p_t",
     ]  # fmt: skip
     assert table["p_t"].dtype == "float64" and table["x_l0"].dtype == "int64"
     slides = table.groupby("slide")["p_t"].mean()
-    ours = aggregated(given, "slide", "mean", top_k=1, positive=1)
-    assert slides[list(given.slides)].to_numpy() == pytest.approx(ours.output[:, 1])
-    most_probable: NDArray[np.str_] = np.array(given.task.classes)[given.output.argmax(axis=1)]
+    ours = aggregated(predictions, "slide", "mean", top_k=1, positive=1)
+    assert slides[list(predictions.slides)].to_numpy() == pytest.approx(ours.output[:, 1])
+    most_probable: NDArray[np.str_] = np.array(predictions.task.classes)[
+        predictions.output.argmax(axis=1)
+    ]
     assert table["predicted"].tolist() == most_probable.tolist()
 
 
@@ -600,10 +612,10 @@ def leaves(value: object, where: str = "") -> Iterator[tuple[str, object]]:
 def test_evaluations_are_those_of_earlier_versions(path: Path) -> None:
     judged = judge(read_predictions(path), JudgeSettings(resamples=50, top_k=2))
     value = {side: evaluation.to_json() for side, evaluation in judged.items()}
-    found = dict(leaves(json.loads(json.dumps(value))))
+    actual = dict(leaves(json.loads(json.dumps(value))))
     expected = dict(leaves(json.loads(path.with_suffix(".json").read_text())))
-    assert found.keys() == expected.keys()
-    assert len(found) > 200
+    assert actual.keys() == expected.keys()
+    assert len(actual) > 200
     for name, one in expected.items():
-        other = found[name]
+        other = actual[name]
         assert other == (pytest.approx(one, abs=1e-9) if isinstance(one, float) else one), name

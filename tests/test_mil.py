@@ -92,11 +92,11 @@ ARGUMENTS: dict[str, Any] = {
 
 
 def flags(folder: Path, **settings: Any) -> list[str]:
-    found = ["--mil", str(folder), "--labels", str(folder / "labels.csv")]
+    arguments = ["--mil", str(folder), "--labels", str(folder / "labels.csv")]
     for name, value in (ARGUMENTS | settings).items():
         text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-        found += [f"--{name.replace('_', '-')}"] + ([] if value is True else [text])
-    return found
+        arguments += [f"--{name.replace('_', '-')}"] + ([] if value is True else [text])
+    return arguments
 
 
 def weights_of(run: Path) -> dict[str, np.ndarray]:
@@ -128,16 +128,16 @@ def test_gradients_of_micro_batches_equal_those_of_the_bag(
     rng = np.random.default_rng(seed)
     values, places = rng.normal(size=(rows, 4)), rng.integers(0, 40, (rows, 2))
     patches = Patches(tf.constant(values), tf.constant(places, tf.float64))
-    own = [tf.convert_to_tensor(v.value) for v in model.patch_weights]
+    patch_weights = [tf.convert_to_tensor(v.value) for v in model.patch_weights]
     last = [tf.convert_to_tensor(v.value) for v in model.last_weights]
     bag_seed = tf.constant(seed, tf.int64) if dropped else None
     slopes = tf.constant([1, -2, 0.5], tf.float64)
 
     def plain() -> Any:
         if pooling in JOINT:
-            return model.together(own, patches, bag_seed).pooled[0]
+            return model.together(patch_weights, patches, bag_seed).pooled[0]
         hidden, scores = model.patches(
-            own, patches.features, tf.range(rows, dtype=tf.int64), bag_seed
+            patch_weights, patches.features, tf.range(rows, dtype=tf.int64), bag_seed
         )
         if pooling == "max":
             return tf.reduce_max(hidden, axis=0)
@@ -146,21 +146,23 @@ def test_gradients_of_micro_batches_equal_those_of_the_bag(
         return tf.reduce_sum(tf.nn.softmax(scores)[:, None] * hidden, axis=0)
 
     with tf.GradientTape() as tape:
-        tape.watch([*own, *last])
+        tape.watch([*patch_weights, *last])
         value = plain()
         loss = tf.tensordot(model.logits(last, value)[0], slopes, 1)
-    expected = tape.gradient(loss, own, unconnected_gradients="zero")
-    found = pool(model, own, patches, tf.constant(size), bag_seed)
-    np.testing.assert_allclose(found.value, value, rtol=1e-10, atol=1e-12)
+    expected = tape.gradient(loss, patch_weights, unconnected_gradients="zero")
+    pooled = pool(model, patch_weights, patches, tf.constant(size), bag_seed)
+    np.testing.assert_allclose(pooled.value, value, rtol=1e-10, atol=1e-12)
     with tf.GradientTape() as tape:
-        tape.watch(found.value)
-        loss = tf.tensordot(model.logits(last, found.value)[0], slopes, 1)
-    outer = tape.gradient(loss, found.value)
-    gradients = patch_gradients(model, own, patches, tf.constant(size), bag_seed, found, outer)
+        tape.watch(pooled.value)
+        loss = tf.tensordot(model.logits(last, pooled.value)[0], slopes, 1)
+    outer = tape.gradient(loss, pooled.value)
+    gradients = patch_gradients(
+        model, patch_weights, patches, tf.constant(size), bag_seed, pooled, outer
+    )
     for ours, theirs in zip(gradients, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-8, atol=1e-10)
     if not dropped:
-        logits = model.logits(last, found.value)
+        logits = model.logits(last, pooled.value)
         inputs = {"features": values[None].astype(np.float32)}
         if model.takes_positions:
             inputs["positions"] = places[None].astype(np.float32)
@@ -258,7 +260,8 @@ def test_features_are_standardised_in_the_model(precision: Any) -> None:
     keras.utils.set_random_seed(1)
     options: dict[str, Any] = {"dimension": 4, "objective": ClassObjective(2), "dropout": 0.0}
     models = [
-        BagModel("attention", precision=precision, scaled=it, **options) for it in (True, False)
+        BagModel("attention", precision=precision, scaled=scaled, **options)
+        for scaled in (True, False)
     ]
     scaling = models[0].scaling
     assert scaling is not None
@@ -266,7 +269,7 @@ def test_features_are_standardised_in_the_model(precision: Any) -> None:
         variable.assign(value)
     assert not any(variable.trainable for variable in scaling.weights)
     models[1].serving.set_weights([*models[0].serving.get_weights()[3:]])
-    found = [
+    pooled = [
         pool(
             model, values_of(model.patch_weights), Patches(tf.constant(rows)), tf.constant(4)
         ).value
@@ -274,12 +277,14 @@ def test_features_are_standardised_in_the_model(precision: Any) -> None:
             models, (plain * factors + offsets, np.clip(plain, -10, 10)), strict=True
         )
     ]
-    np.testing.assert_allclose(found[0], found[1], rtol=1e-2, atol=1e-2)
+    np.testing.assert_allclose(pooled[0], pooled[1], rtol=1e-2, atol=1e-2)
     served = models[0].serving((plain * factors + offsets)[None])
     expected = models[1].serving(np.clip(plain, -10, 10)[None])
     np.testing.assert_allclose(served["probability"], expected["probability"], atol=1e-2)
     again = keras.Model.from_config(models[0].serving.get_config())
-    assert [it.shape for it in again.weights] == [it.shape for it in models[0].serving.weights]
+    assert [weight.shape for weight in again.weights] == [
+        weight.shape for weight in models[0].serving.weights
+    ]
 
 
 @given(rows=st.integers(1, 30), size=st.integers(1, 40), seed=st.integers(0, 99))
@@ -297,23 +302,27 @@ def test_loss_of_single_patches_equals_that_of_clam(rows: int, size: int, seed: 
         "clam", dimension=4, objective=ClassObjective(3), dropout=0.4, precision="float64"
     )
     features = tf.constant(np.random.default_rng(seed).normal(size=(rows, 4)))
-    own = [tf.convert_to_tensor(v.value) for v in model.patch_weights]
+    patch_weights = [tf.convert_to_tensor(v.value) for v in model.patch_weights]
     label, bag_seed, some = seed % 3, tf.constant(seed, tf.int64), min(8, rows // 2)
     with tf.GradientTape() as tape:
-        tape.watch(own)
-        hidden, scores = model.patches(own, features, tf.range(rows, dtype=tf.int64), bag_seed)
+        tape.watch(patch_weights)
+        hidden, scores = model.patches(
+            patch_weights, features, tf.range(rows, dtype=tf.int64), bag_seed
+        )
         ordered = np.argsort(-scores.numpy(), kind="stable")
         chosen = np.concatenate([ordered[:some], ordered[rows - some :]])
-        answers = tf.nn.log_softmax(model.instances(own, tf.gather(hidden, chosen))[:, label])
+        answers = tf.nn.log_softmax(
+            model.instances(patch_weights, tf.gather(hidden, chosen))[:, label]
+        )
         signs = np.repeat([1, 0], some)
         loss = -sum(answers[i, sign] for i, sign in enumerate(signs)) / max(len(signs), 1)
         loss = tf.cast(loss, tf.float64) * 0.3
-    expected = tape.gradient(loss, own, unconnected_gradients="zero") if some else None
-    found = instance_gradients(
-        model, own, Patches(features), tf.constant(size), bag_seed,
+    expected = tape.gradient(loss, patch_weights, unconnected_gradients="zero") if some else None
+    gradients = instance_gradients(
+        model, patch_weights, Patches(features), tf.constant(size), bag_seed,
         tf.constant(label), tf.constant(0.3, tf.float64),
     )  # fmt: skip
-    for i, ours in enumerate(found):
+    for i, ours in enumerate(gradients):
         theirs = np.zeros(ours.shape) if expected is None else expected[i]
         np.testing.assert_allclose(ours, theirs, rtol=1e-8, atol=1e-10)
 
@@ -455,8 +464,8 @@ def test_result_does_not_depend_on_replicas(bags: Path, tmp_path: Path) -> None:
         succeed("train", *flags(bags, **cases[name]), "--out", out)
         return pd.read_csv(out / "history.csv"), weights_of(out)
 
-    found = {name: train(name) for name in cases}
-    (one, ours), (two, theirs) = found["one"], found["two"]
+    results = {name: train(name) for name in cases}
+    (one, ours), (two, theirs) = results["one"], results["two"]
     for column in ("loss", "val_loss"):
         np.testing.assert_allclose(one[column], two[column], rtol=1e-5, atol=1e-5)
     for name, value in ours.items():
@@ -508,9 +517,9 @@ def test_out_of_memory_continues_with_smaller_micro_batches(
     }  # fmt: skip
     plain = histopipe.train(out=tmp_path / "a", in_process=True, **settings)
     monkeypatch.setattr(BagTrainStep, "_gradient_step", short)
-    found = histopipe.train(out=tmp_path / "b", in_process=True, **settings)
+    reduced = histopipe.train(out=tmp_path / "b", in_process=True, **settings)
     assert "continuing with micro-batches of 8,192 patches" in capsys.readouterr().err
-    ours, theirs = plain.metrics["test"].finest, found.metrics["test"].finest
+    ours, theirs = plain.metrics["test"].finest, reduced.metrics["test"].finest
     assert ours.figures["log_loss"] == pytest.approx(theirs.figures["log_loss"], rel=1e-5)
 
 
@@ -526,8 +535,8 @@ def test_bags_of_patients_have_all_of_their_slides(bags: Path, tmp_path: Path, r
     attention = pd.read_csv(out / "attention" / f"{first}.csv")
     assert attention["slide"].nunique() == 2
     with (bags / "labels.csv").open() as file:
-        own = [row["slide"] for row in csv.DictReader(file) if row["patient"] == first]
-    assert list(dict.fromkeys(attention["slide"])) == sorted(own)
+        slides = [row["slide"] for row in csv.DictReader(file) if row["patient"] == first]
+    assert list(dict.fromkeys(attention["slide"])) == sorted(slides)
     assert attention["attention"].sum() == pytest.approx(1, abs=1e-6)
 
 
@@ -626,9 +635,9 @@ def test_features_that_are_not_finite_are_refused_by_file_and_patch(
     # Of two joined sets, the file with the value is named; a bag of the drawn patches is read in part.
     bags = BagSet([tmp_path / "a", tmp_path / "b"])
     rows = np.arange(250, 350)
-    for own in (None, rows):
+    for drawn in (None, rows):
         with pytest.raises(DamagedStore, match=expected):
-            read_bag(bags.bags[1], np.dtype(dtype), own)
+            read_bag(bags.bags[1], np.dtype(dtype), drawn)
     assert np.isfinite(read_bag(bags.bags[1], np.dtype(dtype), rows[:51])).all()
     _, _, _, weights, _ = batches_of(tmp_path / "b", on_error="skip").values(0, 0)
     assert weights.tolist() == [1, 0]
@@ -730,10 +739,10 @@ def test_weighted_gradient_is_the_mean_over_the_real_rows(kind: str) -> None:
         """Return the change of all weights by a step with these real rows, and undo it."""
         batch = {name: tf.constant(values) for name, values in samples.items()}
         batch["weight"] = tf.constant(real, tf.float32)
-        before = [np.asarray(it).copy() for it in weights]
+        before = [np.asarray(weight).copy() for weight in weights]
         gradients, _ = step.gradients(batch, tf.constant(0, tf.int64), 4, size)
         step.apply(gradients, tf.zeros(2))
-        changes = [np.asarray(it) - old for it, old in zip(weights, before, strict=True)]
+        changes = [np.asarray(weight) - old for weight, old in zip(weights, before, strict=True)]
         for variable, old in zip(weights, before, strict=True):
             variable.assign(old)
         return np.concatenate([values.ravel() for values in changes])
@@ -743,13 +752,13 @@ def test_weighted_gradient_is_the_mean_over_the_real_rows(kind: str) -> None:
     assert np.abs(single).max(axis=1).min() > 0.01
     expected = (classes[label][:, None] * single)[:3].sum(axis=0) / 3
     for size in (4, 1):
-        found = change(weighted, [1, 1, 1, 0], size)  # the last row is padding
-        np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-6)
-    found = change(weighted, [0, 1, 0, 0])
-    np.testing.assert_allclose(found, 4 * single[1], rtol=1e-3, atol=1e-6)
+        actual = change(weighted, [1, 1, 1, 0], size)  # the last row is padding
+        np.testing.assert_allclose(actual, expected, rtol=1e-3, atol=1e-6)
+    actual = change(weighted, [0, 1, 0, 0])
+    np.testing.assert_allclose(actual, 4 * single[1], rtol=1e-3, atol=1e-6)
     if kind == "patches":  # the rule of runs that version 0.2 began: a single weight cancels
-        found = change(step_of(classes, row_mean=False), [0, 1, 0, 0])
-        np.testing.assert_allclose(found, single[1], rtol=1e-3, atol=1e-6)
+        actual = change(step_of(classes, row_mean=False), [0, 1, 0, 0])
+        np.testing.assert_allclose(actual, single[1], rtol=1e-3, atol=1e-6)
 
 
 def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
@@ -810,10 +819,10 @@ def test_keras_gets_our_settings_when_it_is_loaded(
     monkeypatch.setitem(sys.modules, "loads_keras", None)
     monkeypatch.delitem(sys.modules, "loads_keras")
     try:
-        found = load_quietly("loads_keras").values
+        recorded = load_quietly("loads_keras").values
     finally:
         del sys.modules["loads_keras"]
-    assert found == {
+    assert recorded == {
         "backend": "tensorflow",
         "image_data_format": "channels_last",
         "floatx": "float32",
@@ -1012,8 +1021,8 @@ def test_features_of_one_quickhash_with_different_pixels_are_no_copies(tmp_path:
             facts: dict[str, Any] = {} if pixels is None else {"pixel_hash": pixels}
             values = a_bag(i, 5, positive=False)
             write_bag(tmp_path / f"{label}{i}.h5", values, content=label, label=label, **facts)
-    everything = BagSet(tmp_path).records
-    scans = [record.scans for record in everything.values() if record.label == "a"]
+    records = BagSet(tmp_path).records
+    scans = [record.scans for record in records.values() if record.label == "a"]
     level0, groups = copy_groups(scans[:3])
     assert level0 == groups == [groups[0], groups[1], groups[0]]
     assert groups[0] != groups[1]

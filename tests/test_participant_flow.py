@@ -56,7 +56,7 @@ def test_flow_of_a_messy_folder(made: Path, tmp_path: Path) -> None:
     settings = ("--model", "small-cnn", "--split-by", "patient", "--fractions", "0.4,0.3,0.3", "--min-tissue", 0.7, "--epochs", 1,
                 "--resamples", 0, "--on-error", "skip")  # fmt: skip
     succeed("train", store, *settings, "--out", tmp_path / "first")
-    tested = [it for it in read_participants(tmp_path / "first" / "slides.csv") if it.test]
+    tested = [slide for slide in read_participants(tmp_path / "first" / "slides.csv") if slide.test]
     with Store(store) as opened:
         numbers = {record.id: number for number, record in opened.records.items()}
         planned = {record.id: record.planned for record in opened.slides}
@@ -64,17 +64,17 @@ def test_flow_of_a_messy_folder(made: Path, tmp_path: Path) -> None:
     flip_bytes(store, [(numbers[lost], row) for row in range(planned[lost])])
     flip_bytes(store, [(numbers[hurt], row) for row in range(0, planned[hurt], 5)])
     succeed("train", store, *settings, "--splits", tmp_path / "first" / "splits.json", "--out", run)
-    flow, found = flow_in(run / "metrics.json"), read_participants(run / "slides.csv")
-    assert flow["slides"].found == 15
+    flow, participants = flow_in(run / "metrics.json"), read_participants(run / "slides.csv")
+    assert flow["slides"].total == 15
     assert flow["slides"].excluded == {
         "ingest failed": 2, "no label": 2, "all patches damaged": 1,
     }  # fmt: skip
-    assert flow["patches"].found == sum(planned.values())
+    assert flow["patches"].total == sum(planned.values())
     assert flow["patches"].excluded["filtered out"] > 0
-    assert {it.slide: it.copy_of for it in found if it.copy_of} in (
+    assert {slide.slide: slide.copy_of for slide in participants if slide.copy_of} in (
         {"copy": slides[2].stem}, {slides[2].stem: "copy"},
     )  # fmt: skip
-    check_evaluated(run, flow, found)
+    check_evaluated(run, flow, participants)
     predict(run, store, out=tmp_path / "p", on_error="skip")
     external = flow_in(tmp_path / "p" / "evaluation.json")
     assert external["slides"].excluded == {
@@ -93,7 +93,7 @@ def test_flow_of_a_messy_folder(made: Path, tmp_path: Path) -> None:
         assert f">{text}<" in chart
 
 
-def check_evaluated(run: Path, flow: Flow, found: list[Participant]) -> None:
+def check_evaluated(run: Path, flow: Flow, participants: list[Participant]) -> None:
     """Check that the flow counts what was evaluated."""
     predicted = rows_of(run / "predictions.csv")
     patches = Counter(row["split"] for row in predicted)
@@ -101,7 +101,7 @@ def check_evaluated(run: Path, flow: Flow, found: list[Participant]) -> None:
     for side in ("validation", "test"):
         assert flow["patches"].used[side] == patches[side]
         assert flow["slides"].used[side] == slides[side]
-        assert sum(getattr(it, side) for it in found) == patches[side]
+        assert sum(getattr(slide, side) for slide in participants) == patches[side]
     metrics = json.loads((run / "metrics.json").read_text())
     assert metrics["test"]["slide"]["mean"]["count"] == flow["slides"].used["test"]
     assert metrics["test"]["patch"]["count"] == flow["patches"].used["test"]

@@ -160,10 +160,10 @@ def test_filter_agrees_with_definition(tissue: float, focus: float, pen: float, 
         name: rng.random(50).astype(np.float32) for name in ("tissue", "pen", "dark")
     }
     index |= {"focus": 100 * index["tissue"][::-1], "crc": np.zeros(50), "length": np.ones(50)}
-    found = PatchFilter(min_tissue=tissue, min_focus=focus, exclude_pen=pen).fit(index, where="x")
+    kept = PatchFilter(min_tissue=tissue, min_focus=focus, exclude_pen=pen).fit(index, where="x")
     for i in range(50):
         fit = index["tissue"][i] >= tissue and index["focus"][i] >= focus
-        assert found[i] == (fit and (pen == 1 or index["pen"][i] <= pen))
+        assert kept[i] == (fit and (pen == 1 or index["pen"][i] <= pen))
 
 
 def test_filter_applies_to_splits_and_batches(drawn: Path) -> None:
@@ -249,14 +249,20 @@ def test_given_splits_are_compared_with_settings(drawn: Path, tmp_path: Path) ->
     path = tmp_path / "splits.json"
     with Store(drawn) as store:
         write_splits(make_splits([store], split_by="slide", seed=3, labelling=BY_ANNOTATION), path)
-        given: dict[str, Any] = {"splits": str(path), "stores": (str(drawn),), "split_by": "slide"}
-        assert new_splits(PatchTrainConfig(**given, labels_from="annotation"), [store]).classes
+        options: dict[str, Any] = {
+            "splits": str(path),
+            "stores": (str(drawn),),
+            "split_by": "slide",
+        }
+        assert new_splits(PatchTrainConfig(**options, labels_from="annotation"), [store]).classes
         with pytest.raises(
             UsageError, match="--labels-from slide, expected --labels-from annotation"
         ):
-            new_splits(PatchTrainConfig(**given), [store])
+            new_splits(PatchTrainConfig(**options), [store])
         with pytest.raises(UsageError, match="has patches that the filter options exclude: found"):
-            new_splits(PatchTrainConfig(**given, labels_from="annotation", min_tissue=0.9), [store])
+            new_splits(
+                PatchTrainConfig(**options, labels_from="annotation", min_tissue=0.9), [store]
+            )
 
 
 def test_filter_leaves_out_unmeasured_patch() -> None:

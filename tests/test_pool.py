@@ -80,8 +80,8 @@ def test_crash_fails_only_its_task(pool: WorkerPool) -> None:
 
 def test_hanging_task_is_killed(pool: WorkerPool) -> None:
     hanging = pool.submit_within(0.3, signal.pause)
-    others = [pool.submit(abs, n) for n in range(10)]
-    assert [future.result() for future in others] == list(range(10))
+    futures = [pool.submit(abs, n) for n in range(10)]
+    assert [future.result() for future in futures] == list(range(10))
     with pytest.raises(TookTooLong):
         hanging.result(timeout=10)
     assert pool.submit(abs, -1).result() == 1

@@ -88,10 +88,12 @@ def test_probabilities_equal_those_of_keras(
             order = [row_of[int(row["x_l0"]), int(row["y_l0"])] for row in rows]
             images = np.stack([store.read(record.id, row) for row in order])
             expected = tempered(model.predict(images, verbose=0), temperature)
-            found = np.array([[float(row["p_normal"]), float(row["p_tumour"])] for row in rows])
-            assert np.allclose(found, expected, atol=1e-5)
+            probabilities = np.array(
+                [[float(row["p_normal"]), float(row["p_tumour"])] for row in rows]
+            )
+            assert np.allclose(probabilities, expected, atol=1e-5)
             assert {row["label"] for row in rows} == {record.label}
-            most_probable = [("normal", "tumour")[i] for i in found.argmax(axis=1)]
+            most_probable = [("normal", "tumour")[i] for i in probabilities.argmax(axis=1)]
             assert [row["predicted"] for row in rows] == most_probable
 
 
@@ -171,14 +173,14 @@ def test_killed_prediction_continues(
 
 def _without_labels(folder: Path) -> dict[str, bytes]:
     """Return the patch tables without labels, as `predict` writes them without --labels."""
-    found = {}
+    tables = {}
     for name, value in patch_files(folder).items():
         lines = value.decode().split("\r\n")
         cells = [line.split(",") for line in lines[1:] if line]
         for row in cells:
             row[4] = ""
-        found[name] = "\r\n".join([lines[0], *map(",".join, cells), ""]).encode()
-    return found
+        tables[name] = "\r\n".join([lines[0], *map(",".join, cells), ""]).encode()
+    return tables
 
 
 def test_bad_slides_do_not_affect_other_slides(

@@ -35,23 +35,30 @@ def rows_of(path: Path) -> list[dict[str, str]]:
 
 def check_same(run: Path, predicted: Path, level: str = "slide") -> None:
     """Check that a folder has the test predictions, attention and contributions of a run."""
-    own = [row for row in rows_of(run / "predictions.csv") if row["split"] == "test"]
-    found = {row[level]: row for row in rows_of(predicted / f"{level}s.csv")}
-    assert own
-    for row in own:
-        names = [it for it in row if it.startswith(("p_", "predicted_", "survival_", "risk"))]
+    run_rows = [row for row in rows_of(run / "predictions.csv") if row["split"] == "test"]
+    predicted_rows = {row[level]: row for row in rows_of(predicted / f"{level}s.csv")}
+    assert run_rows
+    for row in run_rows:
+        names = [
+            column for column in row if column.startswith(("p_", "predicted_", "survival_", "risk"))
+        ]
         for name in names:
-            assert float(found[row[level]][name]) == pytest.approx(
+            assert float(predicted_rows[row[level]][name]) == pytest.approx(
                 float(row[name]), rel=1e-6, abs=1e-5
             )
         file = Path("attention") / f"{row[level]}.csv"
         ours, theirs = (
-            {(it["slide"], it["x_l0"], it["y_l0"]): it for it in rows_of(folder / file)}
+            {
+                (patch["slide"], patch["x_l0"], patch["y_l0"]): patch
+                for patch in rows_of(folder / file)
+            }
             for folder in (predicted, run)
         )
         assert ours.keys() == theirs.keys()
         for place, values in theirs.items():
-            for name in [it for it in values if it.startswith(("attention", "contribution"))]:
+            for name in [
+                column for column in values if column.startswith(("attention", "contribution"))
+            ]:
                 assert float(ours[place][name]) == pytest.approx(float(values[name]), abs=1e-5)
 
 
@@ -108,7 +115,7 @@ def test_external_validation_of_a_slide_model(slide_model: Trained, tmp_path: Pa
     wrong[-1] = "Normal"
     table = tmp_path / "labels.csv"
     table.write_text(
-        "\n".join(["slide,label", *(f"{n},{it}" for n, it in zip(names, wrong, strict=True))])
+        "\n".join(["slide,label", *(f"{n},{label}" for n, label in zip(names, wrong, strict=True))])
     )
     out = tmp_path / "p"
     result = predict(slide_model.run, slide_model.store, out=out, labels=table)
@@ -119,7 +126,7 @@ def test_external_validation_of_a_slide_model(slide_model: Trained, tmp_path: Pa
     assert flow["slides"].used == {"test": 11}
     assert flow["slides"].excluded == {"label is no class of the model": 1}
     trained = {
-        it["id"] for it in json.loads((slide_model.run / "splits.json").read_text())["slides"]
+        slide["id"] for slide in json.loads((slide_model.run / "splits.json").read_text())["slides"]
     }  # fmt: skip
     assert result.evaluated.in_training
     assert set(result.evaluated.in_training) < trained
@@ -135,8 +142,8 @@ def test_external_validation_of_a_slide_model(slide_model: Trained, tmp_path: Pa
         assert text in page
     rows = rows_of(out / "evaluated.csv")
     errors = [
-        row for row, known in zip(rows_of(out / "slides.csv"), wrong, strict=True)
-        if row["decided"] != known and known != "Normal"
+        row for row, label in zip(rows_of(out / "slides.csv"), wrong, strict=True)
+        if row["decided"] != label and label != "Normal"
     ]  # fmt: skip
     assert len(rows) == 11
     assert f"Test: {len(errors)} wrong decisions" in page
@@ -165,7 +172,7 @@ def test_flow_of_a_slide_model_begins_with_the_store(slide_model: Trained, tmp_p
     flow = flow_from_json(json.loads((run / "metrics.json").read_text())["flow"])
     assert all(level.adds_up for level in flow.values())
     assert flow["slides"].excluded == {"ingest failed": 1, "no label": 1}
-    assert flow["slides"].found == 13
+    assert flow["slides"].total == 13
     slides = {row["slide"]: row for row in rows_of(run / "slides.csv")}
     assert slides["broken"]["label"] == "tumour"
     assert {row["route"] for name, row in slides.items() if name != "broken"} == {"decode"}
@@ -184,7 +191,7 @@ def test_report_of_predicted_patients(slide_model: Trained, tmp_path: Path) -> N
     names = [line.split(",") for line in slide_model.labels.read_text().splitlines()[1:]]
     table = tmp_path / "labels.csv"
     # Two slides for each patient, of one label; in the second table, the labels are exchanged.
-    order = sorted(names, key=lambda it: it[1])
+    order = sorted(names, key=lambda row: row[1])
     rows = [(name, label, f"P{i // 2}", "AB"[i // 2 % 2]) for i, (name, label) in enumerate(order)]
     write_labels(table, rows)
     run, out = tmp_path / "run", tmp_path / "p"
@@ -197,7 +204,9 @@ def test_report_of_predicted_patients(slide_model: Trained, tmp_path: Path) -> N
     errors = []
     for number in range(2):
         labels = tmp_path / f"labels-{number}.csv"
-        write_labels(labels, [(n, exchange[it] if number else it, p, s) for n, it, p, s in rows])
+        write_labels(
+            labels, [(n, exchange[label] if number else label, p, s) for n, label, p, s in rows]
+        )
         assert predict(run, slide_model.features, out=out, labels=labels).metrics is not None
         page = html.unescape(report(out).file.read_text())
         assert "6 patients, by" in page
@@ -252,7 +261,7 @@ def test_new_slides_are_added_and_changed_ones_computed_again(
 
 
 @pytest.mark.parametrize(
-    ("task", "more"),
+    ("task", "options"),
     [
         ("cox", ("--pooling", "dsmil", "--covariates", "age,MSI")),
         ("discrete", ("--pooling", "max")),
@@ -265,15 +274,15 @@ def test_every_task_gives_the_predictions_of_the_run(
     bags: Path,
     tmp_path: Path,
     task: str,
-    more: Sequence[str],
+    options: Sequence[str],
 ) -> None:
-    done = run(*arguments(bags, task, *more, "--epochs", 1, "--out", "run"))
+    done = run(*arguments(bags, task, *options, "--epochs", 1, "--out", "run"))
     assert done.returncode == 0, done.stderr
     result = predict(tmp_path / "run", bags, out=tmp_path / "p", labels=bags / "labels.csv")
-    check_same(tmp_path / "run", tmp_path / "p", "patient" if "patient" in more else "slide")
+    check_same(tmp_path / "run", tmp_path / "p", "patient" if "patient" in options else "slide")
     assert result.metrics is not None
-    assert result.unit == ("patient" if "patient" in more else "slide")
-    if "--covariates" in more:
+    assert result.unit == ("patient" if "patient" in options else "slide")
+    if "--covariates" in options:
         with pytest.raises(UsageError, match="the model takes covariates: found no --labels"):
             predict(tmp_path / "run", bags, out=tmp_path / "q")
         (tmp_path / "few.csv").write_text("slide,age\ns1,50\n")
@@ -289,13 +298,13 @@ def test_ensemble_of_folds_is_their_mean(run: Run, bags: Path, tmp_path: Path) -
     single = []
     for fold in (1, 2):
         predict(tmp_path / "cv" / f"fold-{fold}", bags, out=tmp_path / f"p{fold}")
-        single.append([float(it["risk"]) for it in rows_of(tmp_path / f"p{fold}" / "slides.csv")])
+        single.append([float(row["risk"]) for row in rows_of(tmp_path / f"p{fold}" / "slides.csv")])
     rows = rows_of(tmp_path / "p" / "slides.csv")
     np.testing.assert_allclose(
-        [float(it["risk"]) for it in rows], np.mean(single, axis=0), atol=1e-5
+        [float(row["risk"]) for row in rows], np.mean(single, axis=0), atol=1e-5
     )
     np.testing.assert_allclose(
-        [float(it["sd_risk"]) for it in rows], np.std(single, axis=0, ddof=1), atol=1e-5
+        [float(row["sd_risk"]) for row in rows], np.std(single, axis=0, ddof=1), atol=1e-5
     )
     assert any(name.startswith("sd_survival_") for name in rows[0])
 
@@ -309,15 +318,15 @@ def test_ensemble_of_patch_models_is_their_mean(
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     predict(tmp_path / "cv", small_store, out=tmp_path / "p")
-    rows = {it["slide"]: it for it in rows_of(tmp_path / "p" / "slides.csv")}
+    rows = {row["slide"]: row for row in rows_of(tmp_path / "p" / "slides.csv")}
     single: list[dict[str, float]] = []
     for fold in (1, 2):
         predict(tmp_path / "cv" / f"fold-{fold}", small_store, out=tmp_path / f"p{fold}")
-        found = rows_of(tmp_path / f"p{fold}" / "slides.csv")
-        assert "sd_n" not in found[0]
-        single.append({it["slide"]: float(it["p_n"]) for it in found})
+        fold_rows = rows_of(tmp_path / f"p{fold}" / "slides.csv")
+        assert "sd_n" not in fold_rows[0]
+        single.append({row["slide"]: float(row["p_n"]) for row in fold_rows})
     for slide, row in rows.items():
-        values = [it[slide] for it in single]
+        values = [by_slide[slide] for by_slide in single]
         assert float(row["p_n"]) == pytest.approx(np.mean(values), abs=1e-5)
         assert float(row["sd_n"]) == pytest.approx(np.std(values, ddof=1), abs=1e-5)
 

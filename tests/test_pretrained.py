@@ -49,11 +49,11 @@ def values_of(path: Path) -> dict[str, NDArray[np.float32]]:
 def test_files_of_torch(form: str, tolerance: float) -> None:
     expected = np.load(FILES / "torch.npz")
     prefix = "model.state." if form == "nested" else ""
-    found = values_of(FILES / f"torch-{form}.pth")
-    assert set(found) == {prefix + name for name in expected}
+    tensors = values_of(FILES / f"torch-{form}.pth")
+    assert set(tensors) == {prefix + name for name in expected}
     for name, values in expected.items():
-        assert found[prefix + name].shape == values.shape
-        np.testing.assert_allclose(found[prefix + name], values, rtol=tolerance)
+        assert tensors[prefix + name].shape == values.shape
+        np.testing.assert_allclose(tensors[prefix + name], values, rtol=tolerance)
 
 
 def test_state_dict_of_a_module() -> None:
@@ -106,7 +106,7 @@ def test_tensor_of_the_made_pickle(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "found"),
+    ("content", "message"),
     [
         (pickle.dumps(Malicious()), "the name 'posix.system'"),
         (pickle.dumps({"a": Malicious()}, 0), "the pickle instruction DICT"),
@@ -151,11 +151,11 @@ def test_tensor_of_the_made_pickle(tmp_path: Path) -> None:
     ],
     ids=range(21),
 )
-def test_pickles_that_are_refused(content: bytes, found: str, tmp_path: Path) -> None:
+def test_pickles_that_are_refused(content: bytes, message: str, tmp_path: Path) -> None:
     path = torch_zip(tmp_path / "a.pth", content, **{"0": DATA})
     with pytest.raises(UsageError) as error:
         read_tensors(path)
-    assert found in str(error.value)
+    assert message in str(error.value)
     assert not (tmp_path / "was-run").exists()
     assert not Path("was-run").exists()
 
@@ -169,7 +169,7 @@ OLD = (FILES / "torch-legacy.pth").read_bytes()
 
 
 @pytest.mark.parametrize(
-    ("content", "found"),
+    ("content", "message"),
     [
         (OLD[:-1], "damaged storage"),
         (OLD[:300], "damaged"),
@@ -180,18 +180,18 @@ OLD = (FILES / "torch-legacy.pth").read_bytes()
     ],
     ids=range(6),
 )
-def test_old_files_that_are_refused(content: bytes, found: str, tmp_path: Path) -> None:
+def test_old_files_that_are_refused(content: bytes, message: str, tmp_path: Path) -> None:
     path = tmp_path / "a.pth"
     path.write_bytes(content)
     with pytest.raises(UsageError) as error:
         for tensor in read_tensors(path).values():
             tensor.read()
-    assert found in str(error.value)
+    assert message in str(error.value)
     assert not Path("was-run").exists()
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "found"),
+    ("name", "content", "message"),
     [
         ("a.bin", b"version https://git-lfs.github.com/spec/v1\n", "a Git LFS pointer"),
         ("a.safetensors", b"version https://git-lfs.github.com/spec/v1\n", "a Git LFS pointer"),
@@ -202,13 +202,13 @@ def test_old_files_that_are_refused(content: bytes, found: str, tmp_path: Path) 
         ("a.safetensors", struct.pack("<Q", 3) + b"{}}", "unknown data"),
     ],
 )  # fmt: skip
-def test_other_files_are_refused(name: str, content: bytes, found: str, tmp_path: Path) -> None:
+def test_other_files_are_refused(name: str, content: bytes, message: str, tmp_path: Path) -> None:
     path = tmp_path / name
     path.write_bytes(content)
     with pytest.raises(UsageError) as error:
         read_tensors(path)
     assert str(path) in str(error.value)
-    assert found in str(error.value)
+    assert message in str(error.value)
 
 
 def safetensors(path: Path, **tensors: NDArray[np.float32]) -> Path:
@@ -328,7 +328,7 @@ def test_names_of_training_programs() -> None:
         "teacher.dino_head.w": plain["cls_token"],
     }
     assert names_of(both) == set(plain)
-    chunked = {name.replace("blocks.", "blocks.0."): it for name, it in plain.items()}
+    chunked = {name.replace("blocks.", "blocks.0."): tensor for name, tensor in plain.items()}
     assert names_of(chunked) == set(plain)
     assert names_of({**plain, "mask_token": plain["cls_token"]}) == set(plain)
     with pytest.raises(UsageError, match=r"several networks: found one\., two"):
@@ -466,12 +466,12 @@ def test_encoders_command(run: Run) -> None:
     listed = run("encoders")
     assert listed.returncode == 0, listed.stderr
     assert len(listed.stdout.splitlines()) == 1 + len(preset_names())
-    shown = run("encoders", "uni")
+    details = run("encoders", "uni")
     assert (
         "hf download MahmoodLab/UNI --include 'pytorch_model.bin' '*.json' --local-dir uni"
-        in shown.stdout
+        in details.stdout
     )
-    assert "no commercial use" in shown.stdout
+    assert "no commercial use" in details.stdout
     assert json.loads(run("encoders", "uni", "--json").stdout)["uni"]["dimension"] == 1024
     wrong = run("encoders", "unii")
     assert wrong.returncode == 2

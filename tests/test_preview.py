@@ -155,9 +155,9 @@ def test_ingest_writes_table_csv_and_log(run: Run, data: Path, tmp_path: Path) -
     log = (tmp_path / "patches.lmdb" / "ingest.log").read_text()
     assert "patch_size=256" in log
     assert f"failed {TCGA}: {TCGA} has no usable mpp" in log
-    shown = run("info", "patches.lmdb").stdout
-    assert "routes    1 decode, 1 copy" in shown
-    assert "patches are native tiles" in shown
+    output = run("info", "patches.lmdb").stdout
+    assert "routes    1 decode, 1 copy" in output
+    assert "patches are native tiles" in output
     before = contents(tmp_path / "patches.lmdb")
     assert run("ingest", "in").returncode == 3
     assert contents(tmp_path / "patches.lmdb") == before

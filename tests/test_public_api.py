@@ -123,9 +123,11 @@ def wrong_values(annotation: str) -> list[Any]:
 def test_wrong_arguments_are_usage_errors(function: Callable[..., Any]) -> None:
     parameters = inspect.signature(function).parameters.values()
     required: dict[str, Any] = {
-        it.name: {"S": [NOTHING], "i": 4}.get(it.annotation[0], NOTHING)  # Sequence, int
-        for it in parameters
-        if it.default is it.empty and it.kind in (it.POSITIONAL_OR_KEYWORD, it.KEYWORD_ONLY)
+        # Sequence, int
+        parameter.name: {"S": [NOTHING], "i": 4}.get(parameter.annotation[0], NOTHING)
+        for parameter in parameters
+        if parameter.default is parameter.empty
+        and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
     }
     for parameter in parameters:
         if parameter.kind is parameter.VAR_KEYWORD:

@@ -52,9 +52,9 @@ def tissue(data: Path, name: str) -> NDArray[np.uint8]:
 def test_blur_lowers_focus(name: str, data: Path) -> None:
     sharp = Image.fromarray(tissue(data, name)).convert("L")
     radii = (0, 0.5, 1, 2, 4)
-    found = [focus_of(np.asarray(sharp.filter(ImageFilter.GaussianBlur(r)))) for r in radii]
-    assert all(a > 1.8 * b for a, b in itertools.pairwise(found))
-    assert found[0] > 50 * found[3]
+    values = [focus_of(np.asarray(sharp.filter(ImageFilter.GaussianBlur(r)))) for r in radii]
+    assert all(a > 1.8 * b for a, b in itertools.pairwise(values))
+    assert values[0] > 50 * values[3]
 
 
 @given(st.integers(3, 20), st.integers(3, 20), st.integers(0, 255))
@@ -91,9 +91,9 @@ def test_ink_is_found_on_tissue_and_glass(colour: str, data: Path) -> None:
         # Ink on glass; over tissue, the transmittances of ink and tissue multiply.
         over = (picture.astype(float) + 1) * (np.array(ink) + 1) / 256 - 1
         marked[40:60] = np.clip(over[40:60], 0, 255)
-        found = pen_mask(marked) | dark_mask(marked)
-        assert found[40:60].mean() > 0.8, ink
-        assert np.array_equal(found[:40], (pen_mask(picture) | dark_mask(picture))[:40])
+        masked = pen_mask(marked) | dark_mask(marked)
+        assert masked[40:60].mean() > 0.8, ink
+        assert np.array_equal(masked[:40], (pen_mask(picture) | dark_mask(picture))[:40])
     black = np.full((4, 4, 3), 30, np.uint8)
     assert dark_mask(black).all()
     assert not pen_mask(black).any()
@@ -101,11 +101,11 @@ def test_ink_is_found_on_tissue_and_glass(colour: str, data: Path) -> None:
 
 @given(st.floats(0.05, 50) | st.none(), st.sampled_from([64, 224, 225, 240, 256, 299, 331, 512]))
 def test_reductions_are_near_wanted_scale(mpp: float | None, side: int) -> None:
-    for wanted in (Mpp(1.0), Mpp(8.0)):
-        by = reduction_to(wanted, mpp, side)
+    for target in (Mpp(1.0), Mpp(8.0)):
+        by = reduction_to(target, mpp, side)
         assert by == 1 or side / by >= 4
         if mpp is not None and 1 < by < side // 4:
-            assert abs(mpp * by - wanted) <= mpp / 2 + 1e-9
+            assert abs(mpp * by - target) <= mpp / 2 + 1e-9
     assert reduction_to(Mpp(1.0), 0.5, 256) == 2
     assert reduction_to(Mpp(8.0), 0.5, 256) == 16
 

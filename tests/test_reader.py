@@ -244,12 +244,12 @@ def test_restarts_at_any_step_give_the_same_keys(made_store: Path, data: st.Data
 
         steps = min(20, 3 * fresh().steps_per_epoch)
         whole = [fresh().locate(step)[0].keys.tolist() for step in range(steps)]
-        found: list[list[int]] = []
-        while len(found) < steps:
+        keys: list[list[int]] = []
+        while len(keys) < steps:
             batches = fresh()
             for _ in range(data.draw(st.integers(1, 15))):
-                found.append(batches.locate(len(found))[0].keys.tolist())
-        assert found[:steps] == whole
+                keys.append(batches.locate(len(keys))[0].keys.tolist())
+        assert keys[:steps] == whole
 
 
 @pytest.mark.parametrize("given_settings", SETTINGS, ids=lambda s: " ".join(map(str, s.items())))
@@ -328,12 +328,12 @@ def test_invalid_arguments_are_refused(two: list[Path]) -> None:
 
 
 def labels_by_slide(dataset: Any) -> dict[str, int]:
-    found: dict[str, set[int]] = {}
+    labels: dict[str, set[int]] = {}
     for batch in all_of(dataset):
         for slide, label in zip(batch["slide"], batch["label"], strict=True):
-            found.setdefault(slide.decode(), set()).add(int(label))
-    assert all(len(values) == 1 for values in found.values())
-    return {slide: values.pop() for slide, values in found.items()}
+            labels.setdefault(slide.decode(), set()).add(int(label))
+    assert all(len(values) == 1 for values in labels.values())
+    return {slide: values.pop() for slide, values in labels.items()}
 
 
 def test_labels_and_classes(two: list[Path], tmp_path: Path) -> None:
@@ -637,8 +637,8 @@ def recorder(store: Store, order: Any, size: int = 8) -> Recorder:
 
 
 def test_steps_are_requested_once_and_in_advance(large: Store) -> None:
-    found = requested_steps(recorder(large, Sequential(360)), 5, range(3, 40))
-    assert found == list(range(4, 40))
+    requested = requested_steps(recorder(large, Sequential(360)), 5, range(3, 40))
+    assert requested == list(range(4, 40))
     assert requested_steps(recorder(large, Sequential(360)), 0, range(3, 40)) == []
     again = recorder(large, Sequential(360))
     ahead = ReadAhead(again, [0], 30, 5)
@@ -684,10 +684,10 @@ def test_only_a_store_outside_the_page_cache_is_requested(large: Store) -> None:
 
     # The system may evict or load pages at any time, so each case has three attempts.
     assert any(warm() == 0 for _ in range(3))
-    found = [count for attempt in range(3) if (count := cold(attempt)) is not None]
-    if not found:
+    counts = [count for attempt in range(3) if (count := cold(attempt)) is not None]
+    if not counts:
         pytest.skip("files of this filesystem stay in the page cache, as those of overlayfs do")
-    assert max(found) > 45 - STEPS_AHEAD - 10
+    assert max(counts) > 45 - STEPS_AHEAD - 10
 
 
 def test_deleted_datasets_keep_no_store_open(two: list[Path]) -> None:
@@ -886,12 +886,12 @@ def test_bench_measures_every_stage(made_store: Path, run: Any) -> None:
         assert word in str(result)
     assert result.parallel_calls in result.reader
     assert default_calls() in result.reader
-    shown = CliRunner().invoke(bench_command, [str(made_store), "--seconds", "0.1", "--json"])
-    found = json.loads(shown.stdout)
-    assert found["decode"] > 0
-    assert all(rate > 0 for rate in found["reader"].values())
-    assert found["device"] == {}
-    assert found["advice"][-1].startswith("recommended: parallel_calls=")
+    done = CliRunner().invoke(bench_command, [str(made_store), "--seconds", "0.1", "--json"])
+    figures = json.loads(done.stdout)
+    assert figures["decode"] > 0
+    assert all(rate > 0 for rate in figures["reader"].values())
+    assert figures["device"] == {}
+    assert figures["advice"][-1].startswith("recommended: parallel_calls=")
     assert run("bench", "none.lmdb").returncode == 4
     assert run("bench", made_store, "--seconds", "nan").returncode == 2
 

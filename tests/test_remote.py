@@ -97,11 +97,11 @@ def web(data: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
 OF_SOURCE = ("path", "resolved_path", "mtime_ns", "etag")
 
 
-def without_source(found: dict[str, Any]) -> dict[str, Any]:
+def without_source(content: dict[str, Any]) -> dict[str, Any]:
     """Return the contents of a store without the places and times of its slides."""
     return {
         name: (number, {k: v for k, v in record.items() if k not in OF_SOURCE}, *values)
-        for name, (number, record, *values) in found.items()
+        for name, (number, record, *values) in content.items()
     }
 
 
@@ -181,7 +181,10 @@ def test_list_of_urls_and_names(data: Path, web: FaultyServer, run: Run, tmp_pat
         "--json",
         *FLAGS,
     )
-    assert [it["id"] for it in json.loads(done.stdout)["slides"]] == ["CMU-1-Small-Region", "boxes"]
+    assert [slide["id"] for slide in json.loads(done.stdout)["slides"]] == [
+        "CMU-1-Small-Region",
+        "boxes",
+    ]
     assert run("ingest").returncode == 2
 
 
@@ -359,16 +362,16 @@ def test_no_secret_is_written_or_shown(
         "ingest", "--slide-list", tmp_path / "list.csv", "--out", out / "s.lmdb", "--json", *FLAGS
     )
     assert done.returncode == 3
-    shown = [done.stdout, done.stderr]
+    outputs = [done.stdout, done.stderr]
     done = run("ingest", *urls, "--out", out / "s.lmdb", "--plan", *FLAGS)
-    shown += [done.stdout, done.stderr, run("info", out / "s.lmdb", "--json").stdout]
+    outputs += [done.stdout, done.stderr, run("info", out / "s.lmdb", "--json").stdout]
     web.fault = always(403)
-    shown.append(run("ingest", urls[1], "--out", out / "t.lmdb").stderr)
-    assert "403 Forbidden" in shown[-1]
+    outputs.append(run("ingest", urls[1], "--out", out / "t.lmdb").stderr)
+    assert "403 Forbidden" in outputs[-1]
     secrets = re.compile(
         "SIGNEDCREDENTIAL|SIGNEDSIGNATURE|PASSWORD|" + KEY + "|" + re.escape(SECRET)
     )
-    for text in shown:
+    for text in outputs:
         assert not secrets.search(text)
     files = [path for path in out.rglob("*") if path.is_file()]
     assert len(files) >= 3
@@ -394,16 +397,16 @@ def test_predict_reads_slides_at_urls_and_removes_their_copies(
             stage=None if stage_gb == 50 else tmp_path / "stage",
         )  # fmt: skip
         slides = SlideRun(network, "predicting", 2, SilentProgress())
-        found = []
+        batches = []
         with FileSource(sources, model, options, SilentProgress()) as files:
             for slide in files.slides(slides, PredictionsFolder(tmp_path / "out")):
                 if slide is None:
                     continue
-                found += [slide.load(step).images.tobytes() for step in range(slide.steps)]
+                batches += [slide.load(step).images.tobytes() for step in range(slide.steps)]
                 assert slide.predicted().patches == slide.rows
                 slide.close()
         assert not slides.failed
-        images.append(found)
+        images.append(batches)
     assert images[0] == images[1]
     assert not list((tmp_path / "stage").iterdir())
 

@@ -233,10 +233,10 @@ def test_readable_patches_stay_until_slide_file_is_given(drawn: Path, damaged: P
     left = {number for number in damaged_slides if f"slide-00{number}" in done.left}
     assert (int(done.exit_code), len(done.left)) == (3, len(left))
     assert left
-    found = verify(damaged)
-    assert not found.is_structural
-    assert {f.kind for f in found.findings} == {FindingKind.HOLE}
-    assert set(found.damaged_slides) == left
+    result = verify(damaged)
+    assert not result.is_structural
+    assert {f.kind for f in result.findings} == {FindingKind.HOLE}
+    assert set(result.damaged_slides) == left
     with Store(damaged) as store:  # also the other patches of a damaged slide
         assert readable
         assert {n: store.value(n, 0) for n in readable} == readable
@@ -446,8 +446,10 @@ def test_slide_with_missing_file_is_reported_and_repaired_later(
 
     def ingest_without_the_file(slides: Any, *arguments: Any, **options: Any) -> Any:
         missing = [
-            dataclasses.replace(it, file=dataclasses.replace(it.file, problem="it is missing"))
-            for it in slides
+            dataclasses.replace(
+                slide, file=dataclasses.replace(slide.file, problem="it is missing")
+            )
+            for slide in slides
         ]
         return ingest_slides(missing, *arguments, **options)
 
@@ -506,8 +508,8 @@ def test_repair_verifies_afterwards(drawn: Path, damaged: Path, run: Run) -> Non
         txn.put(slide_key(3), seal(slide_key(3), {**record, "id": "slide-002"}), db=db)
 
     edited(damaged, "slides", twice)
-    found: RepairResult = repair(damaged, drawn / "slides")
-    assert (int(found.exit_code), found.remaining) == (5, ["2 slides have the id 'slide-002'"])
+    result: RepairResult = repair(damaged, drawn / "slides")
+    assert (int(result.exit_code), result.remaining) == (5, ["2 slides have the id 'slide-002'"])
 
 
 def put_undecodable(path: Path, slide: int, row: int, length: int) -> None:

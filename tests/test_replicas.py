@@ -29,17 +29,17 @@ def odd_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return a_store(tmp_path_factory.mktemp("stores") / "odd.lmdb", slides, patch_size=32)
 
 
-def train(store: Path, out: Path, cases: tuple[str, ...], replicas: str, **more: str) -> Found:
+def train(store: Path, out: Path, cases: tuple[str, ...], replicas: str, **variables: str) -> Found:
     """Return losses and weights of each case, from a process with `replicas` replicas."""
     arguments = (store, out, ",".join(cases), replicas)
-    ended = run_program("invariant.py", *arguments, env=os.environ | more)
+    ended = run_program("invariant.py", *arguments, env=os.environ | variables)
     assert ended.returncode == 0, ended.stderr
-    found: Found = {}
+    results: Found = {}
     with np.load(out) as saved:
         for name in saved.files:
             case, _, key = name.split("/")
-            found.setdefault(case, {})[key] = saved[name]
-    return found
+            results.setdefault(case, {})[key] = saved[name]
+    return results
 
 
 def assert_same(one: Found, many: Found, cases: tuple[str, ...]) -> None:
@@ -62,10 +62,10 @@ def one(odd_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Found:
 
 def test_cases_learn_and_differ(one: Found) -> None:
     """The other tests need this: the cases give different losses, and losses change."""
-    last = {round(float(found["losses"][-1]), 7) for found in one.values()}
+    last = {round(float(result["losses"][-1]), 7) for result in one.values()}
     assert len(last) == len(SHALLOW)
-    for found in one.values():
-        assert found["losses"].std() > 1e-3
+    for result in one.values():
+        assert result["losses"].std() > 1e-3
 
 
 def test_four_replicas_equal_one_device(odd_store: Path, one: Found, tmp_path: Path) -> None:
@@ -82,8 +82,8 @@ def test_two_workers_equal_one_device(odd_store: Path, one: Found, tmp_path: Pat
         config = tf_config(ports, index)
         return train(odd_store, outs[index], OF_WORKERS, "workers", TF_CONFIG=config)
 
-    for found in two_at_a_time(work, (0, 1)).values():
-        assert_same({case: one[case] for case in OF_WORKERS}, found, OF_WORKERS)
+    for results in two_at_a_time(work, (0, 1)).values():
+        assert_same({case: one[case] for case in OF_WORKERS}, results, OF_WORKERS)
 
 
 def test_deep_networks_are_equal_in_float64(odd_store: Path, tmp_path: Path) -> None:

@@ -61,8 +61,8 @@ def rows_shown(browser: webdriver.Chrome, column: int) -> list[str]:
         "return Array.from([...document.querySelectorAll('table.sortable')].at(-1).tBodies[0].rows)"
         f".filter(r => !r.hidden && r.cells.length > 3).map(r => r.cells[{column}].textContent)"
     )
-    found: list[str] = browser.execute_script(script)
-    return found
+    texts: list[str] = browser.execute_script(script)
+    return texts
 
 
 @pytest.fixture(scope="module")
@@ -112,11 +112,11 @@ def test_sort_and_filter_many_slides(browser: webdriver.Chrome, store_report: Pa
     for times, direction in ((1, "ascending"), (2, "descending")):
         headers["focus"].find_element(By.TAG_NAME, "button").click()
         assert headers["focus"].get_attribute("aria-sort") == direction
-        found = rows_shown(browser, list(headers).index("focus") + 1)
-        known = [float(v) for v in found if v]
-        assert known == sorted(known, reverse=times == 2)
-        assert found[: len(known)] == [v for v in found if v]
-        assert len(found) - len(known) == SLIDES // 10
+        cells = rows_shown(browser, list(headers).index("focus") + 1)
+        numbers = [float(v) for v in cells if v]
+        assert numbers == sorted(numbers, reverse=times == 2)
+        assert cells[: len(numbers)] == [v for v in cells if v]
+        assert len(cells) - len(numbers) == SLIDES // 10
     # With the keyboard only.
     headers["slide"].find_element(By.TAG_NAME, "button").send_keys(Keys.ENTER)
     assert headers["focus"].get_attribute("aria-sort") is None

@@ -46,7 +46,7 @@ def numbers_of_slides(*tables: Path) -> Iterator[float]:
                 slides.setdefault(row["slide"], []).append(row)
     for rows in slides.values():
         yield len(rows)
-        for name in (it for it in rows[0] if it.startswith("p_")):
+        for name in (column for column in rows[0] if column.startswith("p_")):
             values = [np.float32(row[name]) for row in rows]
             yield from map(float, values)
             yield float(np.mean(values, dtype=np.float64))
@@ -59,18 +59,18 @@ def check_page(page: Path, *files: Path, tables: Sequence[Path] = ()) -> str:
     `tables` are the predictions of patches.
     """
     text = page.read_text(encoding="utf-8")
-    numbers = [it for file in files for it in numbers_in(json.loads(file.read_text()))]
+    numbers = [number for file in files for number in numbers_in(json.loads(file.read_text()))]
     numbers += numbers_of_slides(*tables)
-    known = {round(it, 6) for it in numbers}
-    shown = {f"{it:.3f}" for it in numbers} | {f"{it:+.3f}" for it in numbers}
-    found = 0
+    rounded = {round(number, 6) for number in numbers}
+    formatted = {f"{number:.3f}" for number in numbers} | {f"{number:+.3f}" for number in numbers}
+    count = 0
     for section in re.findall(r'<section id="([^"]+)">(.*?)</section>', text, re.DOTALL):
         for value, cell in CELL.findall(section[1]) if section[0] in SECTIONS else ():
-            assert round(float(value), 6) in known, f"{section[0]}: {cell}"
+            assert round(float(value), 6) in rounded, f"{section[0]}: {cell}"
             for end in re.findall(r"[-+]?\d+\.\d{3}", cell):
-                assert end in shown, f"{section[0]}: {cell}"
-            found += 1
-    assert found > 20
+                assert end in formatted, f"{section[0]}: {cell}"
+            count += 1
+    assert count > 20
     return html.unescape(text)
 
 
@@ -93,16 +93,18 @@ def test_numbers_of_predictions(
     trained: Path, made: Path, made_store: Path, tmp_path: Path
 ) -> None:
     lines = (made / "labels.csv").read_text().splitlines()
-    more = ["scanner", *("ab"[i % 2] for i in range(len(lines) - 1))]
+    scanners = ["scanner", *("ab"[i % 2] for i in range(len(lines) - 1))]
     table = tmp_path / "labels.csv"
-    table.write_text("\n".join(f"{line},{cell}" for line, cell in zip(lines, more, strict=True)))
+    table.write_text(
+        "\n".join(f"{line},{cell}" for line, cell in zip(lines, scanners, strict=True))
+    )
     out = tmp_path / "p"
     predict(trained, made_store, out=out, labels=table, subgroup=["scanner"])
     patches = sorted((out / "patches").glob("*.csv"))
     text = check_page(report(out).file, out / "evaluation.json", tables=patches)
-    found = json.loads((out / "evaluation.json").read_text())
-    assert "scanner" in {it["column"] for it in found["breakdown"]["subgroups"]}
-    assert found["flow"]["slides"]["used"] == {"test": 12}
+    evaluation = json.loads((out / "evaluation.json").read_text())
+    assert "scanner" in {subgroup["column"] for subgroup in evaluation["breakdown"]["subgroups"]}
+    assert evaluation["flow"]["slides"]["used"] == {"test": 12}
     assert "Performance by subgroup" in text
     with pytest.raises(UsageError, match="--subgroup: found stage, but no --labels"):
         predict(trained, made_store, out=out, subgroup=["stage"])
@@ -155,17 +157,19 @@ def test_checklist_holds_only_what_the_run_knows(
     text = report(trained, checklist=name, out=tmp_path / "c.md").file.read_text(encoding="utf-8")
     items = re.findall(r"^\*\*(\w+)\*\* .*? \*([a-z ]+)\*\n\n((?:- .*\n)+)", text, re.MULTILINE)
     assert len(items) == count
-    found = {number for number, status, _ in items if status == "for the authors"}
-    assert authors <= found
+    for_authors = {number for number, status, _ in items if status == "for the authors"}
+    assert authors <= for_authors
     for number, status, answer in items:
         assert (EMPTY in answer) == (status != "filled from the run"), number
         assert (answer == f"- {EMPTY}\n") == (status == "for the authors"), number
     metrics = list(numbers_in(json.loads((trained / "metrics.json").read_text())))
-    shown = {f"{it:.3f}" for it in metrics}
-    quoted = [it for it in re.findall(r"- (.*) \[metrics.json\]", text) if "µm" not in it]
-    decimals = [it for line in quoted for it in re.findall(r"(?<![\d.])\d+\.\d{3}(?![\d.])", line)]
+    formatted = {f"{value:.3f}" for value in metrics}
+    quoted = [line for line in re.findall(r"- (.*) \[metrics.json\]", text) if "µm" not in line]
+    decimals = [
+        decimal for line in quoted for decimal in re.findall(r"(?<![\d.])\d+\.\d{3}(?![\d.])", line)
+    ]
     assert len(decimals) >= 4
-    assert set(decimals) <= shown
+    assert set(decimals) <= formatted
     check_counts(text, trained)
     assert "histopipe" in text.partition("## Methods")[2]
     assert text.count("@article{") >= 4
@@ -174,10 +178,12 @@ def test_checklist_holds_only_what_the_run_knows(
 def check_counts(text: str, run: Path) -> None:
     """Check that the counts in a checklist are those of metrics.json, splits.json and slides.csv."""
     flow = json.loads((run / "metrics.json").read_text())["flow"]
-    for level, own in flow.items():
-        excluded = sum(own["excluded"].values())
-        assert f"Of {own['found']:,} {level} found, {excluded:,} were excluded, and" in text
-        for side, count in own["used"].items():
+    for level, level_counts in flow.items():
+        excluded = sum(level_counts["excluded"].values())
+        assert (
+            f"Of {level_counts['found']:,} {level} found, {excluded:,} were excluded, and" in text
+        )
+        for side, count in level_counts["used"].items():
             assert f"{count:,} are in {side.replace('train', 'training')}" in text
     for side, counts in json.loads((run / "splits.json").read_text())["counts"].items():
         classes = " and ".join(f"{count:,} {name}" for name, count in counts.items())
@@ -185,9 +191,12 @@ def check_counts(text: str, run: Path) -> None:
     with (run / "slides.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     for side in ("train", "validation", "test"):
-        patients = {(it["patient"], it["label"]) for it in rows if it["status"] == side}
+        patients = {(row["patient"], row["label"]) for row in rows if row["status"] == side}
         labels = sorted({label for _, label in patients})
-        texts = [f"{sum(own == label for _, own in patients)} {label}" for label in labels]
+        texts = [
+            f"{sum(patient_label == label for _, patient_label in patients)} {label}"
+            for label in labels
+        ]
         assert f"{side.replace('train', 'training')} {' and '.join(texts)}" in text
 
 

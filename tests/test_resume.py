@@ -223,13 +223,13 @@ def test_epochs_are_chosen_by_the_loss_or_as_in_earlier_versions_by_the_metric()
     ]
 
     def kept(monitor: str) -> list[int]:
-        state, found = TrainState(), []
+        state, best_epochs = TrainState(), []
         for number, metrics in enumerate(epochs, 1):
             state.epoch = number
             if state.is_improved_by(metrics, monitor):
                 state.keep(metrics)
-                found.append(state.best_epoch)
-        return found
+                best_epochs.append(state.best_epoch)
+        return best_epochs
 
     assert kept("loss") == [1, 2, 3, 5]
     assert kept("metric") == [1, 2, 4, 5]

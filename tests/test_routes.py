@@ -107,8 +107,8 @@ def test_copied_patches_equal_openslide(tmp_path: Path, name: str, suffix: str) 
         assert b"Patient" not in value
         assert (pillow(value) == expected).all()
         assert (simplejpeg.decode_jpeg(value) == expected).all()
-        shown = tf.io.decode_jpeg(value, channels=3, dct_method="INTEGER_ACCURATE")
-        assert (shown.numpy() == expected).all()
+        decoded = tf.io.decode_jpeg(value, channels=3, dct_method="INTEGER_ACCURATE")
+        assert (decoded.numpy() == expected).all()
 
 
 def test_copied_patches_of_real_slide_equal_openslide(run: Run, data: Path, tmp_path: Path) -> None:
@@ -322,11 +322,11 @@ def test_scaled_decoding_agrees_with_averaging(data: Path, factor: int, tmp_path
         tmp_path, "--size", "2048x2048", "--mpp", "0.25", "--levels", "1,16",
         "--texture", str(data / "slides" / "CMU-1-Small-Region.svs"),
     )  # fmt: skip
-    wanted: Spec = {"patch_size": 64, "level": None, "mpp": Mpp(0.25 * factor)}
-    planned, fast = patches(path, **wanted)
+    spec: Spec = {"patch_size": 64, "level": None, "mpp": Mpp(0.25 * factor)}
+    planned, fast = patches(path, **spec)
     assert (planned.record.route, planned.record.resampling) == ("decode", "dct")
     assert f"decoded at 1/{factor}" in str(planned.record.route_reason)
-    exactly, exact = patches(path, resample="exact", **wanted)
+    exactly, exact = patches(path, resample="exact", **spec)
     assert exactly.record.resampling == "area"
     expected = [np.asarray(Image.fromarray(t).reduce(factor)) for t in truth(path, planned)]
     for values, limit in ((fast, 4.0), (exact, 3.5)):
@@ -338,8 +338,8 @@ def test_scaled_decoding_agrees_with_averaging(data: Path, factor: int, tmp_path
 
 def test_exact_resampling_is_identical_on_both_routes(tmp_path: Path) -> None:
     path = write_slide(tmp_path / "a.svs", [picture(Size(600, 500))], Size(64, 64), mpp=0.25)
-    for wanted in (0.5, 0.6):  # averaged, filtered
-        spec: Spec = {"patch_size": 48, "level": None, "mpp": Mpp(wanted), "codec": "png"}
+    for mpp in (0.5, 0.6):  # averaged, filtered
+        spec: Spec = {"patch_size": 48, "level": None, "mpp": Mpp(mpp), "codec": "png"}
         decoded, ours = patches(path, "decode", **spec)
         read, theirs = patches(path, "openslide", **spec)
         assert decoded.record.route != read.record.route
@@ -360,11 +360,11 @@ def test_routes_agree_on_random_slides(data: st.DataObject) -> None:
     tile = Size(*(16 * data.draw(st.integers(1, 6)) for _ in range(2)))
     patch = data.draw(st.one_of(st.integers(8, 100), st.just(tile.width)))
     overlap = data.draw(st.one_of(st.just(0), st.integers(0, patch - 1)))
-    wanted = data.draw(st.sampled_from([0.25, 0.25, 0.3, 0.5, 0.503, 0.75, 1.0]))
+    mpp = data.draw(st.sampled_from([0.25, 0.25, 0.3, 0.5, 0.503, 0.75, 1.0]))
     variant = data.draw(st.sampled_from(list(COPIED.values())))
     edge = data.draw(st.sampled_from(["drop", "drop", "shift", "pad"]))
     spec: Spec = {
-        "patch_size": patch, "overlap": overlap, "level": None, "mpp": Mpp(wanted), "edge": edge,
+        "patch_size": patch, "overlap": overlap, "level": None, "mpp": Mpp(mpp), "edge": edge,
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / data.draw(st.sampled_from(["a.svs", "a.tiff", "a.scn"]))
@@ -384,16 +384,16 @@ def test_routes_agree_on_random_slides(data: st.DataObject) -> None:
             )
 
 
-@pytest.mark.parametrize("wanted", [0.25, 0.3])
+@pytest.mark.parametrize("mpp", [0.25, 0.3])
 def test_padded_patches_beyond_the_scanned_area_have_no_pixels_of_other_tiles(
-    tmp_path: Path, wanted: float
+    tmp_path: Path, mpp: float
 ) -> None:
     """A scanned area smaller than the slide has fewer native tiles than the slide."""
     path = tmp_path / "a.scn"
     variant = next(iter(COPIED.values()))
     write_slide(path, [picture(Size(40, 40), 40)], Size(16, 16), variant, mpp=0.25, origin=(0, 1))
     spec: Spec = {
-        "patch_size": 16, "overlap": 0, "level": None, "mpp": Mpp(wanted), "edge": "pad",
+        "patch_size": 16, "overlap": 0, "level": None, "mpp": Mpp(mpp), "edge": "pad",
     }  # fmt: skip
     planned, by_openslide = patches(path, "openslide", codec="png", **spec)
     _, decoded = patches(path, codec="png", **spec)

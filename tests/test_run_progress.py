@@ -44,9 +44,9 @@ class RecordedBar(Bar):
 
 
 @contextmanager
-def relayed(shown: Recorded) -> Iterator[ProgressRelay]:
+def relayed(recorded: Recorded) -> Iterator[ProgressRelay]:
     """Send progress as messages within the block, as between two processes."""
-    relay = ProgressRelay(shown)
+    relay = ProgressRelay(recorded)
 
     def report(name: str, value: Any) -> None:
         assert name == "progress"
@@ -57,14 +57,14 @@ def relayed(shown: Recorded) -> Iterator[ProgressRelay]:
 
 
 def test_caller_shows_bars_and_messages_of_a_training() -> None:
-    shown = Recorded()
-    with relayed(shown):
+    recorded = Recorded()
+    with relayed(recorded):
         message("train 3 n")
         with default_progress().bar("epoch 1/2", unit="steps", total=9, done=4) as bar:
             bar.advance()
             bar.retitle("epoch")
             bar.update(9, 9)
-    assert shown.events == [
+    assert recorded.events == [
         ("message", "train 3 n"),
         ("bar", "epoch 1/2", {"unit": "steps", "total": 9, "done": 4}),
         ("update", "epoch 1/2", 5, None),
@@ -75,12 +75,12 @@ def test_caller_shows_bars_and_messages_of_a_training() -> None:
 
 
 def test_bars_of_an_ended_process_are_closed() -> None:
-    shown = Recorded()
-    with relayed(shown) as relay:
+    recorded = Recorded()
+    with relayed(recorded) as relay:
         for title in ("epoch", "validation"):
             default_progress().bar(title, unit="steps")
     relay.close()
-    assert sorted(event for event in shown.events if event[0] == "close") == [
+    assert sorted(event for event in recorded.events if event[0] == "close") == [
         ("close", "epoch"),
         ("close", "validation"),
     ]
@@ -95,12 +95,12 @@ def test_bar_updates_are_throttled() -> None:
 
 
 def test_default_progress_is_restored(capsys: pytest.CaptureFixture[str]) -> None:
-    shown = Recorded()
-    with pytest.raises(KeyError), use_progress(shown):
+    recorded = Recorded()
+    with pytest.raises(KeyError), use_progress(recorded):
         message("inside")
         raise KeyError
     message("outside")
-    assert shown.events == [("message", "inside")]
+    assert recorded.events == [("message", "inside")]
     assert capsys.readouterr().err == "outside\n"
 
 

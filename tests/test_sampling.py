@@ -47,8 +47,8 @@ def table_of(
 
 @given(SIZES, SEEDS, st.integers(0, 100))
 def test_permutation_has_every_number_once(n: int, seed: int, epoch_number: int) -> None:
-    found = permuted(np.arange(n), n, combine(seed, epoch_number))
-    assert sorted(found.tolist()) == list(range(n))
+    numbers = permuted(np.arange(n), n, combine(seed, epoch_number))
+    assert sorted(numbers.tolist()) == list(range(n))
 
 
 @given(st.integers(SMALL + 1, 2**40), SEEDS, st.data())
@@ -92,8 +92,8 @@ def test_all_permutations_of_few_samples_are_equally_likely(n: int) -> None:
 def test_first_positions_are_uniform(n: int) -> None:
     """Check the first hundred positions of 300 epochs, in 50 bins."""
     order = Shuffled(n, 3)
-    found = np.concatenate([order(number, np.arange(100)) for number in range(300)])
-    assert accepted(np.bincount(found * 50 // n, minlength=50))
+    samples = np.concatenate([order(number, np.arange(100)) for number in range(300)])
+    assert accepted(np.bincount(samples * 50 // n, minlength=50))
 
 
 @pytest.mark.parametrize("n", [2_000, 50_021])
@@ -111,8 +111,8 @@ def test_neighbouring_positions_are_independent(n: int) -> None:
 @pytest.mark.parametrize("n", [40, 1000, 1025, 5000])
 def test_first_batch_is_drawn_from_all_parts(n: int) -> None:
     """Check the quarters of the data that the first batch comes from, over 2,000 seeds."""
-    found = np.concatenate([Shuffled(n, s)(0, np.arange(8)) for s in range(2000)])
-    assert accepted(np.bincount(found * 4 // n, minlength=4))
+    samples = np.concatenate([Shuffled(n, s)(0, np.arange(8)) for s in range(2000)])
+    assert accepted(np.bincount(samples * 4 // n, minlength=4))
 
 
 def test_orders_equal_golden_values() -> None:
@@ -140,10 +140,10 @@ PINNED_CAP = [1, 0, 2, 1, 347, 1319]
 @settings(max_examples=60)
 def test_block_shuffle_has_every_sample_once(n: int, seed: int, number: int, block: int) -> None:
     order = BlockShuffled(n, seed, block)
-    found = epoch(order, number)
-    assert sorted(found) == list(range(n))
+    samples = epoch(order, number)
+    assert sorted(samples) == list(range(n))
     # A window has 16 blocks, and samples that remain at the end. Samples of a block are neighbours.
-    window = np.sort(found[: order.window])
+    window = np.sort(samples[: order.window])
     runs = 1 + int((np.diff(window) > 1).sum())
     assert runs <= 16 + 2
 
@@ -171,10 +171,10 @@ def test_balance_is_equal_in_an_epoch_and_over_epochs(
     assert len(order) == -(-sum(counts) // len(set(groups))) * len(set(groups))
     seen: Counter[int] = Counter()
     for number in range(3):
-        found = epoch(order, number)
-        drawn = Counter(groups[of_patch[i]] for i in found)
+        samples = epoch(order, number)
+        drawn = Counter(groups[of_patch[i]] for i in samples)
         assert set(drawn.values()) == {len(order) // len(set(groups))}
-        seen.update(found)
+        seen.update(samples)
         for group in set(groups):
             times = [seen[i] for i in range(sum(counts)) if groups[of_patch[i]] == group]
             assert max(times) - min(times) <= 1  # none is repeated before all have been drawn
@@ -195,7 +195,11 @@ def test_balance_with_max_per_slide(
         for label in set(labels):
             drawn = [n for (slide, _), n in times.items() if labels[slide] == label]
             assert max(drawn) - min(drawn) <= 1
-            size = sum(min(c, cap) for c, own in zip(counts, labels, strict=True) if own == label)
+            size = sum(
+                min(c, cap)
+                for c, slide_label in zip(counts, labels, strict=True)
+                if slide_label == label
+            )
             assert len(drawn) == min(size, len(order) // len(set(labels)))
         for slide, count in enumerate(counts):
             assert sum(1 for s, _ in times if s == slide) <= min(count, cap)
@@ -203,10 +207,10 @@ def test_balance_with_max_per_slide(
 
 def test_balance_mixes_groups_within_batches() -> None:
     order = make_order(table_of([50] * 8, [0] * 8), seed=4, balance="slide")
-    found = np.array(epoch(order)) // 50
+    slides = np.array(epoch(order)) // 50
     first = np.concatenate([np.array(epoch(order, e))[:8] // 50 for e in range(200)])
     assert accepted(np.bincount(first, minlength=8))
-    assert not all(len(set(found[i : i + 8])) == 8 for i in range(0, 400, 8))  # no round robin
+    assert not all(len(set(slides[i : i + 8])) == 8 for i in range(0, 400, 8))  # no round robin
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=8), st.integers(1, 50), SEEDS)
@@ -232,9 +236,9 @@ def test_max_per_slide_draws_different_patches_each_epoch(
 @given(st.integers(1, 1000), st.integers(1, 1000))
 def test_max_per_slide_without_seed_is_spread_over_the_slide(count: int, cap: int) -> None:
     rows = SampleTable([SampleRows(0, 0, count, 0)], max_per_slide=cap)
-    found = rows.locate(np.arange(len(rows))).rows
-    assert len(set(found.tolist())) == min(count, cap)
-    assert np.diff(found).max(initial=0) <= -(-count // min(count, cap))
+    drawn_rows = rows.locate(np.arange(len(rows))).rows
+    assert len(set(drawn_rows.tolist())) == min(count, cap)
+    assert np.diff(drawn_rows).max(initial=0) <= -(-count // min(count, cap))
 
 
 def test_contradictory_settings_are_refused() -> None:

@@ -91,7 +91,7 @@ def test_settings_page_is_current() -> None:
 
 
 def test_every_training_setting_has_a_flag_with_its_help_text() -> None:
-    options = {it.name: it for it in command.params if isinstance(it, click.Option)}
+    options = {option.name: option for option in command.params if isinstance(option, click.Option)}
     for name, declared in declared_settings(*CONFIGS, FoldSettings).items():
         if name != "stores":  # the argument
             assert declared.flag in options[name].opts
@@ -99,7 +99,7 @@ def test_every_training_setting_has_a_flag_with_its_help_text() -> None:
             assert options[name].is_flag == (declared.item_type is bool)
 
 
-@pytest.mark.parametrize("declared", ALL.values(), ids=lambda it: it.name)
+@pytest.mark.parametrize("declared", ALL.values(), ids=lambda setting: setting.name)
 def test_defaults_are_valid_and_wrong_types_are_refused(declared: DeclaredSetting) -> None:
     assert declared.about.help.endswith((".", ")"))
     if declared.default is not MISSING:
@@ -215,8 +215,12 @@ def test_recipe_lowers_the_rate_of_trained_weights(
 
 def test_recorded_settings_take_the_place_of_the_recipe() -> None:
     before = {"model": "small-cnn", "weights": "none", "learning_rate": 0.001, "epochs": 20}
-    found = with_recipe({"epochs": 3}, before)
-    assert found["model"] == "small-cnn" and found["weights"] == "none" and found["epochs"] == 3
+    settings = with_recipe({"epochs": 3}, before)
+    assert (
+        settings["model"] == "small-cnn"
+        and settings["weights"] == "none"
+        and settings["epochs"] == 3
+    )
 
 
 @pytest.mark.parametrize(

@@ -213,11 +213,11 @@ def header(mpp: str | None = None, power: str | None = None, mpp_y: str | None =
 def test_scale_comes_from_most_reliable_source(
     info: SlideInfo, csv: float | None, default: float | None, mpp: float, source: MppSource
 ) -> None:
-    found = resolve_mpp(
+    resolved = resolve_mpp(
         "a", info, from_csv=Mpp(csv) if csv else None, default=Mpp(default) if default else None
     )
-    assert found.mpp == pytest.approx(mpp)
-    assert found.source is source
+    assert resolved.mpp == pytest.approx(mpp)
+    assert resolved.source is source
 
 
 def test_error_contains_rejected_scale() -> None:
@@ -267,9 +267,9 @@ def test_transparent_pixels_are_composited_on_background() -> None:
     colour, alpha = rng.integers(0, 256, (50, 40, 3)), rng.integers(0, 256, (50, 40, 1))
     premultiplied = np.rint(colour * (alpha / 255)).astype(np.uint8)
     bgra = np.concatenate([premultiplied[..., ::-1], alpha.astype(np.uint8)], axis=2)
-    found = np.asarray(rgb_image(_on_background(bgra, (10, 200, 240)))).astype(int)
+    composited = np.asarray(rgb_image(_on_background(bgra, (10, 200, 240)))).astype(int)
     expected = premultiplied + (1 - alpha / 255) * np.array([10, 200, 240])
-    assert abs(found - expected).max() < 2
+    assert abs(composited - expected).max() < 2
     opaque = np.concatenate([premultiplied, np.full((50, 40, 1), 255, np.uint8)], axis=2)
     assert _on_background(opaque, (10, 200, 240)) is opaque
 
@@ -406,7 +406,7 @@ def test_pixel_hash_depends_on_pixels_only(
     assert hashes[0] is not None
     assert hashes[0] == hashes[1] == hashes[3] != hashes[2]
     with Stage(tmp_path / "stage", 10**8) as stage:
-        ((_, copy),) = filter(None, staged(stage, [slide], lambda it: it))
+        ((_, copy),) = filter(None, staged(stage, [slide], lambda slide: slide))
         assert isinstance(copy, StagedSlide)
         assert pixel_hash(copy.file, size) == hashes[0]
     pixels.unlink()

@@ -81,8 +81,8 @@ def test_all_files_of_a_slide_are_copied_with_their_folders(tmp_path: Path) -> N
             assert copy.file.id == slide.id
             assert copy.file.path.name == slide.path.name
             base = slide.path.parent
-            assert [it.relative_to(copy.folder) for it in copy.file.files] == [
-                it.relative_to(base) for it in slide.files
+            assert [path.relative_to(copy.folder) for path in copy.file.files] == [
+                path.relative_to(base) for path in slide.files
             ]
             for original, local in zip(slide.files, copy.file.files, strict=True):
                 assert local.read_bytes() == original.read_bytes()
@@ -136,11 +136,11 @@ def test_slide_above_the_limit_and_missing_slide_fail_alone(tmp_path: Path) -> N
     slides = write_files(tmp_path / "slides", {"a.svs": 2000, "b.svs": 10, "c.svs": 500})
     slides[1].path.unlink()
     with Stage(tmp_path / "stage", 1000) as stage:
-        found = [item[1] for item in filter(None, staged(stage, slides, lambda slide: slide))]
-    assert isinstance(found[0], StageUnfit)
-    assert "--stage-gb" in str(found[0])
-    assert isinstance(found[1], SlideUnreadable)
-    assert isinstance(found[2], StagedSlide)
+        outcomes = [item[1] for item in filter(None, staged(stage, slides, lambda slide: slide))]
+    assert isinstance(outcomes[0], StageUnfit)
+    assert "--stage-gb" in str(outcomes[0])
+    assert isinstance(outcomes[1], SlideUnreadable)
+    assert isinstance(outcomes[2], StagedSlide)
 
 
 def test_slide_that_changes_during_its_copy_fails(
@@ -155,9 +155,9 @@ def test_slide_that_changes_during_its_copy_fails(
 
     monkeypatch.setattr(Stage, "_copy_file", then_touch)
     with Stage(tmp_path / "stage", 10**6) as stage:
-        ((_, found),) = filter(None, staged(stage, [slide], lambda slide: slide))
-        assert isinstance(found, SlideUnreadable)
-        assert "changed while it was being copied" in str(found)
+        ((_, outcome),) = filter(None, staged(stage, [slide], lambda slide: slide))
+        assert isinstance(outcome, SlideUnreadable)
+        assert "changed while it was being copied" in str(outcome)
         assert bytes_in(tmp_path / "stage") == 0
 
 
@@ -176,7 +176,7 @@ def test_leftovers_of_killed_runs_only_are_removed(tmp_path: Path) -> None:
             assert not dead.exists()
             assert (alive / "file").exists()
             assert (other / "file").exists()
-    assert {it.name for it in parent.iterdir()} == {
+    assert {entry.name for entry in parent.iterdir()} == {
         "histopipe-stage-b",
         "data",
         "histopipe-stage-link",
@@ -194,7 +194,7 @@ def test_full_disk_makes_the_window_smaller_or_ends_the_run(
         (disk / "filler").write_bytes(bytes(6 << 20))
         with Stage(disk, 10**9) as stage, pytest.raises(MachineShort, match="too full"):
             list(staged(stage, slides, lambda slide: slide))
-        assert [it.name for it in disk.iterdir()] == ["filler"]
+        assert [entry.name for entry in disk.iterdir()] == ["filler"]
 
 
 def test_disk_that_fills_during_a_copy_waits_for_room(
@@ -225,8 +225,10 @@ def test_staged_store_equals_the_store_made_in_place(data: Path, run: Run, tmp_p
     assert done.returncode == 3
     assert contents(tmp_path / "staged.lmdb") == contents(tmp_path / "plain.lmdb")
     with Store(tmp_path / "plain.lmdb") as plain, Store(tmp_path / "staged.lmdb") as copied:
-        assert [it.to_json() for it in copied.slides] == [it.to_json() for it in plain.slides]
-        assert any(it.error for it in copied.slides)
+        assert [record.to_json() for record in copied.slides] == [
+            record.to_json() for record in plain.slides
+        ]
+        assert any(record.error for record in copied.slides)
     assert not list((tmp_path / "stage").iterdir())
     again = run("ingest", slides, "--out", "staged.lmdb", *flags)  # a resume needs no staging
     assert "skipped" in again.stdout
@@ -252,7 +254,8 @@ def test_plan_stages_too_and_leaves_nothing(data: Path, run: Run, tmp_path: Path
 
     def comparable(text: str) -> list[Any]:
         return [
-            {k: v for k, v in it.items() if k != "seconds"} for it in json.loads(text)["slides"]
+            {k: v for k, v in slide.items() if k != "seconds"}
+            for slide in json.loads(text)["slides"]
         ]
 
     assert comparable(done.stdout) == comparable(plain.stdout)

@@ -196,8 +196,8 @@ def test_only_complete_slides_are_visible(tmp_path: Path) -> None:
 def test_slide_numbers_are_ascending_and_not_reused(tmp_path: Path) -> None:
     with StoreWriter(tmp_path / "s.lmdb", SPEC) as writer:
         assert writer.register([RECORD]) == {"a": 0}
-        others = [dataclasses.replace(RECORD, id=name) for name in ("a", "b", "c")]
-        assert writer.register(others) == {"a": 0, "b": 1, "c": 2}
+        records = [dataclasses.replace(RECORD, id=name) for name in ("a", "b", "c")]
+        assert writer.register(records) == {"a": 0, "b": 1, "c": 2}
     with StoreWriter(tmp_path / "s.lmdb", SPEC) as writer:
         assert writer.register([dataclasses.replace(RECORD, id="d")])["d"] == 3
 

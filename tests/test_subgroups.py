@@ -63,7 +63,7 @@ def cohort(
         np.arange(count, dtype=np.int32), of_slide, np.zeros(count, np.int64), np.zeros(count, np.int64),
         label[of_slide], probability, "slide",
     )  # fmt: skip
-    own = [
+    slide_list = [
         Participant(
             slide=f"s{i}", patient=f"p{i // slides}", site=f"site {site[i // slides]}",
             label=CLASSES[label[i // slides]], status="test", planned=10, test=10, route="copy",
@@ -71,20 +71,20 @@ def cohort(
         )
         for i in range(count)
     ]  # fmt: skip
-    return (scores, {"slide_mean": HALF, "patient_mean": HALF}), own
+    return (scores, {"slide_mean": HALF, "patient_mean": HALF}), slide_list
 
 
 def test_subgroups_are_the_metrics_of_their_patients() -> None:
     """Each group equals an evaluation of its patients alone."""
     part, slides = cohort()
     settings = JudgeSettings(resamples=50)
-    (found,) = subgroups([part], slides, {"site": None}, settings)
+    (by_site,) = subgroups([part], slides, {"site": None}, settings)
     scores = part[0]
     assert isinstance(scores, Predictions)
-    assert found.level == "patient"
-    assert sum(it.count for it in found.groups) == 60
-    for group in found.groups:
-        rows = np.array([it.site == group.name for it in slides])
+    assert by_site.level == "patient"
+    assert sum(group.count for group in by_site.groups) == 60
+    for group in by_site.groups:
+        rows = np.array([slide.site == group.name for slide in slides])
         alone = class_predictions(
             CLASSES, scores.slides, scores.patients, scores.slide[rows], scores.patient[rows],
             scores.x_l0[rows], scores.y_l0[rows], scores.label[rows], scores.output[rows], "slide",
@@ -96,12 +96,12 @@ def test_subgroups_are_the_metrics_of_their_patients() -> None:
 
 def test_differences_are_from_all_other_groups() -> None:
     part, slides = cohort()
-    (found,) = subgroups([part], slides, {"site": None}, JudgeSettings(resamples=200))
-    values = {it.name: it.figures["brier"] for it in found.groups}
-    counts = {it.name: it.count for it in found.groups}
-    for group in found.groups:
+    (by_site,) = subgroups([part], slides, {"site": None}, JudgeSettings(resamples=200))
+    values = {group.name: group.figures["brier"] for group in by_site.groups}
+    counts = {group.name: group.count for group in by_site.groups}
+    for group in by_site.groups:
         rest = [name for name in values if name != group.name]
-        mean = np.average([values[it] for it in rest], weights=[counts[it] for it in rest])
+        mean = np.average([values[name] for name in rest], weights=[counts[name] for name in rest])
         difference = group.differences["brier"]
         assert difference.value is not None
         assert difference.interval is not None
@@ -113,10 +113,10 @@ def test_a_planted_difference_is_outside_of_chance() -> None:
     part, slides = cohort(patients=200)
     scores = part[0]
     assert isinstance(scores, Predictions)
-    wrong = np.array([it.site == "site 1" for it in slides])
+    wrong = np.array([slide.site == "site 1" for slide in slides])
     scores.output[wrong] = scores.output[wrong][:, ::-1]
-    (found,) = subgroups([part], slides, {"site": None}, JudgeSettings(resamples=200))
-    bad = next(it for it in found.groups if it.name == "site 1")
+    (by_site,) = subgroups([part], slides, {"site": None}, JudgeSettings(resamples=200))
+    bad = next(group for group in by_site.groups if group.name == "site 1")
     interval = bad.differences["auc"].interval
     assert interval is not None
     assert interval[1] < -0.3
@@ -126,12 +126,15 @@ def test_small_groups_are_shown_without_intervals() -> None:
     part, slides = cohort()
     few = [
         Participant(
-            slide=it.slide, patient=it.patient, site="small" if i < 4 else "large", status="test"
+            slide=slide.slide,
+            patient=slide.patient,
+            site="small" if i < 4 else "large",
+            status="test",
         )
-        for i, it in enumerate(slides)
+        for i, slide in enumerate(slides)
     ]
-    (found,) = subgroups([part], few, {"site": None}, JudgeSettings(resamples=50))
-    large, small = found.groups
+    (by_site,) = subgroups([part], few, {"site": None}, JudgeSettings(resamples=50))
+    large, small = by_site.groups
     assert (small.name, small.count, small.note) == (
         "small",
         4,
@@ -148,7 +151,7 @@ def test_columns_that_vary_within_patients_are_compared_by_slide() -> None:
     settings = JudgeSettings(resamples=0)
     by_site, by_scanner = subgroups([part], slides, {"site": None, "scanner": None}, settings)
     assert (by_site.level, by_scanner.level) == ("patient", "slide")
-    assert [it.count for it in by_scanner.groups] == [60, 60]
+    assert [group.count for group in by_scanner.groups] == [60, 60]
 
 
 @pytest.mark.parametrize(
@@ -167,7 +170,7 @@ def test_columns_that_vary_within_patients_are_compared_by_slide() -> None:
         (["29", "", "", "31", "unknown"], 10, ["20 to 30", "30 to 40", "unknown", "missing"]),
         (["-5", "-15"], 10, ["-20 to -10", "-10 to 0"]),
         (
-            ["1"] * 50 + [str(it) for it in range(2, 12)],
+            ["1"] * 50 + [str(number) for number in range(2, 12)],
             None,
             ["1 to 4.33333", "4.33333 to 7.66667", "7.66667 to 11"],
         ),
@@ -220,36 +223,39 @@ def test_patients_with_several_real_values_are_compared_by_slide() -> None:
     """The value "several" of a slide does not move the comparison from patients to slides."""
     part, slides = cohort()
     same = [
-        dataclasses.replace(it, cells={"stain": ("several", "H&E")[i % 2]})
-        for i, it in enumerate(slides)
+        dataclasses.replace(slide, cells={"stain": ("several", "H&E")[i % 2]})
+        for i, slide in enumerate(slides)
     ]
-    (found,) = subgroups([part], same, {"stain": None}, JudgeSettings(resamples=0))
-    assert (found.level, [it.name for it in found.groups]) == ("patient", ['"several"', "H&E"])
+    (by_stain,) = subgroups([part], same, {"stain": None}, JudgeSettings(resamples=0))
+    assert (by_stain.level, [group.name for group in by_stain.groups]) == (
+        "patient",
+        ['"several"', "H&E"],
+    )
 
 
 def test_runs_of_earlier_versions_have_missing_values(tmp_path: Path) -> None:
     _, slides = cohort()
-    cells = [dataclasses.replace(it, site="NaN", cells={"stain": "none"}) for it in slides]
+    cells = [dataclasses.replace(slide, site="NaN", cells={"stain": "none"}) for slide in slides]
     write_participants(tmp_path / "slides.csv", cells)
     for na, expected in (("", ("", "")), ('na = ["-"]\n', ("NaN", "none"))):
         (tmp_path / "config.toml").write_text(f"{na}epochs = 1\n")
-        assert {(it.site, it.cells["stain"]) for it in read_slides(tmp_path)} == {expected}
+        assert {(slide.site, slide.cells["stain"]) for slide in read_slides(tmp_path)} == {expected}
 
 
 def test_sites_with_numbers_are_not_divided() -> None:
     part, slides = cohort()
-    numbered = [dataclasses.replace(it, site=str(i % 12)) for i, it in enumerate(slides)]
-    (found,) = subgroups([part], numbered, {"site": None}, JudgeSettings(resamples=0))
-    assert {it.name for it in found.groups} == {str(number) for number in range(12)}
+    numbered = [dataclasses.replace(slide, site=str(i % 12)) for i, slide in enumerate(slides)]
+    (by_site,) = subgroups([part], numbered, {"site": None}, JudgeSettings(resamples=0))
+    assert {group.name for group in by_site.groups} == {str(number) for number in range(12)}
 
 
 def test_column_with_one_value_is_shown() -> None:
     part, slides = cohort()
-    same = [dataclasses.replace(it, cells={"stain": "H&E"}) for it in slides]
+    same = [dataclasses.replace(slide, cells={"stain": "H&E"}) for slide in slides]
     settings = JudgeSettings(resamples=20)
-    (found,) = subgroups([part], same, {"route": None, "stain": None}, settings)
-    (group,) = found.groups
-    assert (found.column, group.name, group.count) == ("stain", "H&E", 60)
+    (by_stain,) = subgroups([part], same, {"route": None, "stain": None}, settings)
+    (group,) = by_stain.groups
+    assert (by_stain.column, group.name, group.count) == ("stain", "H&E", 60)
     assert group.note == "no difference: no other group"
 
 
@@ -271,12 +277,12 @@ def test_quality_of_patients_with_several_slides_is_the_median() -> None:
         x_l0=scores.x_l0[first], y_l0=scores.y_l0[first], target=scores.target[first],
         output=scores.output[first], level="patient",
     )  # fmt: skip
-    measured = [dataclasses.replace(it, focus=f"{i + 0.5}") for i, it in enumerate(slides)]
-    (found,) = subgroups(
+    measured = [dataclasses.replace(slide, focus=f"{i + 0.5}") for i, slide in enumerate(slides)]
+    (by_focus,) = subgroups(
         [(of_patients, part[1])], measured, {"focus": None}, JudgeSettings(resamples=0)
     )
-    assert [it.count for it in found.groups] == [20, 20, 20]
-    assert found.groups[0].name == "1 to 40.3333"
+    assert [group.count for group in by_focus.groups] == [20, 20, 20]
+    assert by_focus.groups[0].name == "1 to 40.3333"
 
 
 def test_column_given_twice_is_refused() -> None:
@@ -288,18 +294,20 @@ def test_column_given_twice_is_refused() -> None:
 def test_breakdown_survives_json() -> None:
     part, slides = cohort(confounded=True)
     settings = JudgeSettings(resamples=20)
-    found = break_down([part], evaluate([part], settings), slides, ("age:10", "scanner"), settings)
-    assert {it.column for it in found.subgroups} == {"site", "age", "scanner"}
-    assert Breakdown.from_json(json.loads(json.dumps(found.to_json()))) == found
+    breakdown = break_down(
+        [part], evaluate([part], settings), slides, ("age:10", "scanner"), settings
+    )
+    assert {subgroup.column for subgroup in breakdown.subgroups} == {"site", "age", "scanner"}
+    assert Breakdown.from_json(json.loads(json.dumps(breakdown.to_json()))) == breakdown
 
 
 def test_a_planted_confounder_is_reported() -> None:
     _, slides = cohort(confounded=True)
-    found = find_shortcut(slides, model_auc=0.97, seed=1)
-    assert found is not None
-    assert found.warning
-    assert found.auc["site"] > 0.9
-    assert "site alone predicts the label with an AUC of" in str(found)
+    shortcut = find_shortcut(slides, model_auc=0.97, seed=1)
+    assert shortcut is not None
+    assert shortcut.warning
+    assert shortcut.auc["site"] > 0.9
+    assert "site alone predicts the label with an AUC of" in str(shortcut)
 
 
 def test_a_model_that_is_clearly_better_is_not_warned_of() -> None:
@@ -313,10 +321,10 @@ def test_a_model_that_is_clearly_better_is_not_warned_of() -> None:
         for i in range(200)
     ]  # fmt: skip
     for model_auc, warned in ((0.95, False), (0.75, True)):
-        found = find_shortcut(slides, model_auc=model_auc, seed=1)
-        assert found is not None
-        assert found.p < 0.05
-        assert found.warning == warned
+        shortcut = find_shortcut(slides, model_auc=model_auc, seed=1)
+        assert shortcut is not None
+        assert shortcut.p < 0.05
+        assert shortcut.warning == warned
 
 
 def test_false_alarms_are_rare() -> None:
@@ -331,8 +339,8 @@ def test_false_alarms_are_rare() -> None:
             )
             for i in range(60)
         ]  # fmt: skip
-        found = find_shortcut(slides, model_auc=0.55, seed=seed)
-        alarms += found is not None and found.warning
+        shortcut = find_shortcut(slides, model_auc=0.55, seed=seed)
+        alarms += shortcut is not None and shortcut.warning
     assert alarms <= 3
 
 
@@ -348,25 +356,25 @@ def test_flow_adds_up_and_survives_json(tmp_path: Path) -> None:
         Participant(slide="h", patient="u", status="test", planned=5, test=5),
     ]  # fmt: skip
     slides = with_damaged(slides, {"a": {"train": 1}, "e": {"test": 3}, "h": {"test": 5}})
-    found = flow_of(slides)
-    assert all(level.adds_up for level in found.values())
-    assert found["slides"].excluded == {
+    flow = flow_of(slides)
+    assert all(level.adds_up for level in flow.values())
+    assert flow["slides"].excluded == {
         "no label": 2, "ingest failed": 1, "no patches": 1, "all patches filtered out": 1, "all patches damaged": 1,
     }  # fmt: skip
-    assert found["patients"].excluded == {
+    assert flow["patients"].excluded == {
         "no patches": 1, "all patches filtered out": 1, "no label": 1, "all patches damaged": 1,
     }  # fmt: skip
-    assert found["patients"].used == {"train": 2}
-    assert found["patches"].used == {"train": 10}
-    assert found["patches"].excluded == {
+    assert flow["patients"].used == {"train": 2}
+    assert flow["patches"].used == {"train": 10}
+    assert flow["patches"].excluded == {
         "unreadable": 2, "filtered out": 6, "left out by the split": 2, "slide excluded: no label": 7, "damaged": 9,
     }  # fmt: skip
-    assert flow_from_json(json.loads(json.dumps(flow_to_json(found)))) == found
+    assert flow_from_json(json.loads(json.dumps(flow_to_json(flow)))) == flow
     write_participants(tmp_path / "slides.csv", slides)
     read = read_participants(tmp_path / "slides.csv")
-    assert flow_of(read) == found
-    assert [it.cells for it in read if it.slide == "g"] == [{"sex": "f", "status": "1"}]
-    assert [it.status for it in read] == [it.status for it in slides]
+    assert flow_of(read) == flow
+    assert [slide.cells for slide in read if slide.slide == "g"] == [{"sex": "f", "status": "1"}]
+    assert [slide.status for slide in read] == [slide.status for slide in slides]
     assert read_participants(tmp_path / "none.csv") == []
 
 
@@ -381,7 +389,7 @@ def write_messy_store(path: Path) -> None:
         numbers = writer.register(list(records.values()))
         for name in "abcdefgh":
             crc = writer.put_patches(numbers[name], range(6), values)
-            columns = columns_of(crc, np.array([len(it or b"") for it in values]))
+            columns = columns_of(crc, np.array([len(value or b"") for value in values]))
             columns["focus"] = np.array([np.nan, 0, 10, 20, 30, 40])
             done = dataclasses.replace(
                 records[name], planned=6, stored=5, unreadable=1, stored_bytes=25
@@ -409,19 +417,19 @@ def test_flow_of_a_messy_store_adds_up(tmp_path: Path) -> None:
         slides = participants([store], splits, labelling, given_splits=False)
     flow = flow_of(slides)
     assert all(level.adds_up for level in flow.values())
-    assert flow["slides"].found == 11
+    assert flow["slides"].total == 11
     assert flow["slides"].excluded == {
         "no label": 1, "ingest failed": 1, "not ingested": 1, "no patches": 1,
     }  # fmt: skip
-    assert flow["patients"].found == 10
+    assert flow["patients"].total == 10
     assert sum(flow["patients"].used.values()) == 7
-    assert flow["patches"].found == 48
+    assert flow["patches"].total == 48
     assert flow["patches"].excluded == {
         "unreadable": 8, "filtered out": 14, "slide excluded: no label": 5,
     }  # fmt: skip
     used = sum(flow["patches"].used.values())
     assert used == 21 == sum(int((slide.sides >= 0).sum()) for slide in splits.slides)
-    assert {it.slide: it.copy_of for it in slides if it.copy_of} == {"b": "a"}
+    assert {slide.slide: slide.copy_of for slide in slides if slide.copy_of} == {"b": "a"}
 
 
 def test_failed_slide_does_not_replace_another_one_of_its_name(tmp_path: Path) -> None:
@@ -430,17 +438,18 @@ def test_failed_slide_does_not_replace_another_one_of_its_name(tmp_path: Path) -
         record = dataclasses.replace(RECORD, id="a", quickhash="other")
         writer.fail(writer.register([record])["a"], record, "broken", FailureKind.FILE)
     with Store(tmp_path / "s.lmdb") as first, Store(tmp_path / "t.lmdb") as second:
-        found = found_slides([first, second])
+        slides = found_slides([first, second])
         record_slides(tmp_path, found_slides([first]), {"c"})
         record_slides(tmp_path, found_slides([second]), ())
         name = f"a@{second.uuid[:8]}"
-    reasons = {it.slide: it.reason for it in found}
-    assert len(found) == len(reasons) == 12
+    reasons = {slide.slide: slide.reason for slide in slides}
+    assert len(slides) == len(reasons) == 12
     assert (reasons["a"], reasons[name]) == ("", "ingest failed")
-    assert {it.slide: it.copy_of for it in found if it.copy_of} == {"b": "a"}
-    recorded = {it.slide: it.reason for it in read_participants(tmp_path / "slides.csv")}
+    assert {slide.slide: slide.copy_of for slide in slides if slide.copy_of} == {"b": "a"}
+    recorded = {slide.slide: slide.reason for slide in read_participants(tmp_path / "slides.csv")}
     assert recorded == {
-        **{it: why for it, why in reasons.items() if it != name}, "c": "embedding failed", "a@t.lmdb": "ingest failed",
+        **{slide: why for slide, why in reasons.items() if slide != name},
+        "c": "embedding failed", "a@t.lmdb": "ingest failed",
     }  # fmt: skip
 
 
@@ -450,7 +459,7 @@ def test_existing_split_needs_no_labels_file(tmp_path: Path) -> None:
     table = tmp_path / "labels.csv"
     table.write_text(
         "slide,label,stage\n"
-        + "".join(f"{it},{'nt'[i % 2]},{i}\n" for i, it in enumerate("abcdefgh"))
+        + "".join(f"{slide},{'nt'[i % 2]},{i}\n" for i, slide in enumerate("abcdefgh"))
     )
     config = make_config({
         "stores": [str(tmp_path / "s.lmdb")], "labels": str(table), "subgroup": ("stage",), "fractions": (0.5, 0.5, 0.0),
@@ -459,17 +468,17 @@ def test_existing_split_needs_no_labels_file(tmp_path: Path) -> None:
         splits = new_splits(config, sources)
         before = find_participants(config, sources, splits)
         write_splits(splits, tmp_path / "splits.json")
-        given = dataclasses.replace(config, splits=str(tmp_path / "splits.json"))
-        assert find_participants(given, sources, splits) == before
-        assert {it.cells["stage"] for it in before if it.label} == set("01234567")
-        others = {"slide,label,stage,patient": "", "a,n,0,other": ""}
-        table.write_text("\n".join(others))
+        resumed = dataclasses.replace(config, splits=str(tmp_path / "splits.json"))
+        assert find_participants(resumed, sources, splits) == before
+        assert {slide.cells["stage"] for slide in before if slide.label} == set("01234567")
+        lines = {"slide,label,stage,patient": "", "a,n,0,other": ""}
+        table.write_text("\n".join(lines))
         with pytest.raises(
             UsageError, match="slide a has another patient than in the split: found other"
         ):
-            find_participants(dataclasses.replace(given, allow_extra_rows=True), sources, splits)
+            find_participants(dataclasses.replace(resumed, allow_extra_rows=True), sources, splits)
         table.unlink()
-        after = find_participants(given, sources, splits)
-    assert [(it.slide, it.status, it.label) for it in after] == [
-        (it.slide, it.status, it.label) for it in before
+        after = find_participants(resumed, sources, splits)
+    assert [(slide.slide, slide.status, slide.label) for slide in after] == [
+        (slide.slide, slide.status, slide.label) for slide in before
     ]

@@ -47,7 +47,7 @@ def table(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("written", "found"),
+    ("written", "expected"),
     [
         ("a", "a"),
         ("a.svs", "a"),
@@ -58,8 +58,8 @@ def table(tmp_path: Path) -> Path:
         ("q", None),
     ],
 )
-def test_names_match_slide_ids(written: str, found: str | None) -> None:
-    assert NAMES.find(written, where="here") == found
+def test_names_match_slide_ids(written: str, expected: str | None) -> None:
+    assert NAMES.find(written, where="here") == expected
 
 
 @pytest.mark.parametrize(("written", "candidates"), [("b", "x/b, y/b"), ("d", r"d\.svs, d\.tif")])
@@ -309,7 +309,7 @@ def test_names_are_read_in_one_unicode_form(table: Path) -> None:
     decomposed = unicodedata.normalize("NFD", "slide,label,patient,Größe\na,Métastase,Müller,3\n")
     table.write_text(decomposed + "c,Métastase,Müller,\n", encoding="utf-8")
     labels = read_labels(table, NAMES, columns=["größe"])
-    assert {(it.label, it.patient) for it in labels.values()} == {("Métastase", "Müller")}
+    assert {(entry.label, entry.patient) for entry in labels.values()} == {("Métastase", "Müller")}
     assert labels["a"].cells == {"größe": "3"}
 
 
@@ -326,7 +326,9 @@ def test_missing_values_are_counted(table: Path) -> None:
         f"{name} 13 (1 empty, 1 #N/A, " in note for name in ("label", "patient", "site", "age")
     )
     kept = read_labels(table, names, columns=["age"], na=("-",), notify=notes.append)
-    assert [it.label for it in kept.values()] == [None if it in ("", "-") else it for it in cells]
+    assert [entry.label for entry in kept.values()] == [
+        None if cell in ("", "-") else cell for cell in cells
+    ]
     with pytest.raises(UsageError, match="na: found 'NA', expected a list of texts"):
         read_labels(table, names, na="NA")
 
@@ -340,7 +342,7 @@ def test_similar_values_are_named_and_stay_different(table: Path) -> None:
     labels = read_labels(
         table, NAMES, columns=["age", "died"], groups=["subset"], notify=notes.append
     )
-    assert len({it.label for it in labels.values()}) == 4
+    assert len({entry.label for entry in labels.values()}) == 4
     assert [note.partition("column ")[2].partition(" are ")[0] for note in notes] == [
         "label: 'Tumour' and 'tumour' and 't\\u200bumour'",
         "patient: 'P 2' and 'P\\xa02'; 'P1' and 'p1'", "site: '0' and '0.0' and '00'",

@@ -90,20 +90,24 @@ def test_survival_metrics_equal_those_of_scikit_survival(seed: int, decimals: in
     patients = np.arange(len(risk), dtype=np.int32)
     output = np.column_stack([risk, survival])
     statistics = SurvivalStatistics(time, event, output, grid, patients)
-    found = figures(statistics, np.ones((1, len(risk))))
+    metrics = figures(statistics, np.ones((1, len(risk))))
     truth = Surv.from_arrays(event.astype(bool), time)
-    assert found["c_index"] == pytest.approx(
+    assert metrics["c_index"] == pytest.approx(
         concordance_index_censored(event.astype(bool), time, risk)[0]
     )
     # At a last time with censored patients, scikit-survival has no value for events: see the next test.
     censored = CensoringDistributionEstimator().fit(truth)
     if (censored.predict_proba(time[event == 1]) > 0).all():
-        assert found["c_index_uno"] == pytest.approx(concordance_index_ipcw(truth, truth, risk)[0])
+        assert metrics["c_index_uno"] == pytest.approx(
+            concordance_index_ipcw(truth, truth, risk)[0]
+        )
         inside = inside_times(grid, time)
-        assert found["auc"] == pytest.approx(cumulative_dynamic_auc(truth, truth, risk, inside)[1])
+        assert metrics["auc"] == pytest.approx(
+            cumulative_dynamic_auc(truth, truth, risk, inside)[1]
+        )
         columns = survival[:, [grid.index(at) for at in inside]]
         expected = integrated_brier_score(truth, truth, columns, inside)
-        assert found["brier"] == pytest.approx(expected)
+        assert metrics["brier"] == pytest.approx(expected)
     # A weight of a patient is the number of times that the patient occurs.
     weights = np.random.default_rng(seed).integers(0, 3, len(risk))
     rows = np.repeat(np.arange(len(risk)), weights)
@@ -130,13 +134,13 @@ def test_survival_metrics_of_monthly_and_yearly_times(units: int, seed: int) -> 
     survival = np.exp(-np.outer(np.exp(risk), grid))
     patients = np.arange(len(risk), dtype=np.int32)
     statistics = SurvivalStatistics(time, event, np.column_stack([risk, survival]), grid, patients)
-    found = figures(statistics, np.ones((1, len(risk))))
+    metrics = figures(statistics, np.ones((1, len(risk))))
     truth, last = Surv.from_arrays(event == 1, time), time.max()
     expected = concordance_index_ipcw(truth, truth, risk, tau=last)[0]
-    assert found["c_index_uno"] == pytest.approx(expected)
+    assert metrics["c_index_uno"] == pytest.approx(expected)
     before = Surv.from_arrays((event == 1) & (time < last), time)  # as scikit-survival needs
-    assert found["auc"] == pytest.approx(cumulative_dynamic_auc(truth, before, risk, grid)[1])
-    assert found["brier"] == pytest.approx(integrated_brier_score(truth, truth, survival, grid))
+    assert metrics["auc"] == pytest.approx(cumulative_dynamic_auc(truth, before, risk, grid)[1])
+    assert metrics["brier"] == pytest.approx(integrated_brier_score(truth, truth, survival, grid))
     assert f"at the last time, {last:g}," in statistics.remarks()[0]
     late = SurvivalStatistics(time, event, np.column_stack([risk, risk]), [2 * last], patients)
     assert "0 of the 1 times of the model" in late.remarks()[1]
@@ -148,11 +152,11 @@ def test_survival_metrics_of_monthly_and_yearly_times(units: int, seed: int) -> 
 def test_higher_risk_means_earlier_event() -> None:
     time, event = np.arange(1.0, 9.0), np.ones(8)
     output = np.column_stack([-time, np.full(8, 0.5)])
-    found = figures(
+    metrics = figures(
         SurvivalStatistics(time, event, output, [4.0], np.arange(8, dtype=np.int32)),
         np.ones((1, 8)),
     )
-    assert found["c_index"] == found["c_index_uno"] == found["auc"] == 1
+    assert metrics["c_index"] == metrics["c_index_uno"] == metrics["auc"] == 1
     _, slope = partial_likelihood(np.zeros(8), time, event)
     assert slope[0] < 0 < slope[-1]  # descending this slope raises the risk of the first to die
 
@@ -209,20 +213,20 @@ def test_regression_metrics_equal_those_of_scikit_learn(seed: int, ties: bool) -
     weights = rng.integers(0, 3, 30).astype(np.float64)
     statistics = RegressionStatistics(target, output, ("a", "b"), patients)
     for weight in (np.ones(30), weights):
-        found = figures(statistics, weight[None])
+        metrics = figures(statistics, weight[None])
         for number, name in enumerate("ab"):
             rows = np.repeat(patients, weight.astype(int))
             rows = rows[np.isfinite(target[rows, number])]
             true, predicted = target[rows, number], output[rows, number]
-            assert found[f"r2:{name}"] == pytest.approx(sk.r2_score(true, predicted))
-            assert found[f"mae:{name}"] == pytest.approx(sk.mean_absolute_error(true, predicted))
-            assert found[f"rmse:{name}"] == pytest.approx(
+            assert metrics[f"r2:{name}"] == pytest.approx(sk.r2_score(true, predicted))
+            assert metrics[f"mae:{name}"] == pytest.approx(sk.mean_absolute_error(true, predicted))
+            assert metrics[f"rmse:{name}"] == pytest.approx(
                 sk.root_mean_squared_error(true, predicted)
             )
-            assert found[f"pearson:{name}"] == pytest.approx(stats.pearsonr(true, predicted)[0])
-            assert found[f"spearman:{name}"] == pytest.approx(stats.spearmanr(true, predicted)[0])
-        assert found["r2"] == pytest.approx((found["r2:a"] + found["r2:b"]) / 2)
-        assert "mae" not in found  # of different units
+            assert metrics[f"pearson:{name}"] == pytest.approx(stats.pearsonr(true, predicted)[0])
+            assert metrics[f"spearman:{name}"] == pytest.approx(stats.spearmanr(true, predicted)[0])
+        assert metrics["r2"] == pytest.approx((metrics["r2:a"] + metrics["r2:b"]) / 2)
+        assert "mae" not in metrics  # of different units
 
 
 @given(seed=st.integers(0, 1000), scale=st.integers(-100, 100), offset=st.integers(0, 9))
@@ -253,8 +257,8 @@ def test_constant_targets_have_no_coefficient_of_determination(value: float) -> 
     statistics = RegressionStatistics(
         target, rng.random((50, 1)), ("a",), np.arange(50, dtype=np.int32)
     )
-    found = statistics.figures(weights.astype(float))
-    assert np.isnan([found[name] for name in ("r2", "pearson", "spearman")]).all()
+    metrics = statistics.figures(weights.astype(float))
+    assert np.isnan([metrics[name] for name in ("r2", "pearson", "spearman")]).all()
 
 
 @given(seed=st.integers(0, 1000))
@@ -266,20 +270,20 @@ def test_multilabel_metrics_equal_those_of_scikit_learn(seed: int) -> None:
     target[rng.random((60, 2)) < 0.2] = np.nan
     limits = np.array([0.5, 0.3])
     patients = np.arange(60, dtype=np.int32)
-    found = figures(
+    metrics = figures(
         MultilabelStatistics(target, output, ("a", "b"), limits, patients), np.ones((1, 60))
     )
     for number, name in enumerate("ab"):
-        known = np.isfinite(target[:, number])
-        true, p = target[known, number], output[known, number]
-        assert found[f"auc:{name}"] == pytest.approx(sk.roc_auc_score(true, p))
-        assert found[f"brier:{name}"] == pytest.approx(sk.brier_score_loss(true, p))
+        finite = np.isfinite(target[:, number])
+        true, p = target[finite, number], output[finite, number]
+        assert metrics[f"auc:{name}"] == pytest.approx(sk.roc_auc_score(true, p))
+        assert metrics[f"brier:{name}"] == pytest.approx(sk.brier_score_loss(true, p))
         decided = p >= limits[number]
-        assert found[f"balanced_accuracy:{name}"] == pytest.approx(
+        assert metrics[f"balanced_accuracy:{name}"] == pytest.approx(
             sk.balanced_accuracy_score(true, decided)
         )
-        assert found[f"f1:{name}"] == pytest.approx(sk.f1_score(true, decided))
-    assert found["auc"] == pytest.approx((found["auc:a"] + found["auc:b"]) / 2)
+        assert metrics[f"f1:{name}"] == pytest.approx(sk.f1_score(true, decided))
+    assert metrics["auc"] == pytest.approx((metrics["auc:a"] + metrics["auc:b"]) / 2)
 
 
 def test_each_label_has_intercept_and_slope() -> None:
@@ -294,22 +298,22 @@ def test_each_label_has_intercept_and_slope() -> None:
         "multilabel", ("a", "b"), (), names, names, each, each, zeros, zeros, target,
         (1 / (1 + np.exp(-odds))).astype(np.float32), "slide",
     )  # fmt: skip
-    found = judge({"validation": scores}, JudgeSettings(resamples=20))["validation"].slide["mean"]
+    metrics = judge({"validation": scores}, JudgeSettings(resamples=20))["validation"].slide["mean"]
     for number, name in enumerate("ab"):
-        known = np.isfinite(target[:, number])
+        finite = np.isfinite(target[:, number])
         model = LogisticRegression(C=1e12, tol=1e-10).fit(
-            odds[known, number : number + 1], target[known, number]
+            odds[finite, number : number + 1], target[finite, number]
         )
-        slope = found.figures[f"calibration_slope:{name}"]
+        slope = metrics.figures[f"calibration_slope:{name}"]
         assert slope == pytest.approx(model.coef_[0, 0], abs=1e-3)
-        low, high = found.intervals[f"calibration_slope:{name}"]
+        low, high = metrics.intervals[f"calibration_slope:{name}"]
         assert low < model.coef_[0, 0] < high
-    slopes = [found.figures[f"calibration_slope:{name}"] or 0 for name in "ab"]
-    assert found.figures["calibration_slope"] == pytest.approx(np.mean(slopes))
+    slopes = [metrics.figures[f"calibration_slope:{name}"] or 0 for name in "ab"]
+    assert metrics.figures["calibration_slope"] == pytest.approx(np.mean(slopes))
     unknown = replace(scores, target=np.column_stack([target[:, 0], np.zeros(200)]))
-    found = judge({"validation": unknown}, JudgeSettings(resamples=0))["validation"].slide["mean"]
-    assert found.figures["calibration_slope"] is None
-    assert found.figures["calibration_slope:b"] is None
+    metrics = judge({"validation": unknown}, JudgeSettings(resamples=0))["validation"].slide["mean"]
+    assert metrics.figures["calibration_slope"] is None
+    assert metrics.figures["calibration_slope:b"] is None
 
 
 def survival_scores(seed: int, count: int = 60, *, slides: int = 1) -> Predictions:
@@ -331,8 +335,8 @@ def survival_scores(seed: int, count: int = 60, *, slides: int = 1) -> Predictio
 @needs_scikit_survival
 def test_risk_groups_equal_those_of_scikit_survival() -> None:
     scores = {"validation": survival_scores(1), "test": survival_scores(2)}
-    found = judge(scores, JudgeSettings(resamples=50))  # type: ignore[arg-type]
-    metrics = found["test"].slide["mean"]
+    evaluations = judge(scores, JudgeSettings(resamples=50))  # type: ignore[arg-type]
+    metrics = evaluations["test"].slide["mean"]
     assert isinstance(metrics, Metrics)
     limit = np.median(scores["validation"].output[:, 0].astype(np.float64))
     assert list(metrics.thresholds.values) == pytest.approx([limit])
@@ -355,10 +359,10 @@ def test_risk_groups_equal_those_of_scikit_survival() -> None:
     low, value, ends = 0.0, metrics.figures["c_index"], metrics.intervals["c_index"]
     assert value is not None
     assert low < ends[0] < value < ends[1] < 1
-    lines = "\n".join(evaluation_lines("test", found["test"]))
+    lines = "\n".join(evaluation_lines("test", evaluations["test"]))
     assert "C-index" in lines
     assert "patients: same as slides" in lines
-    for evaluation in found.values():
+    for evaluation in evaluations.values():
         text = json.dumps(evaluation.to_json())
         assert Evaluation.from_json(json.loads(text)) == evaluation
 
@@ -453,16 +457,16 @@ def test_written_predictions_are_read_back(
     )  # fmt: skip
     path = tmp_path_factory.mktemp("predictions") / "predictions.csv"
     write_predictions(path, [({"split": "test"}, scores)])
-    found = read_predictions(path)["test"]
-    assert isinstance(found, Predictions)
-    if isinstance(found.task, Survival) and isinstance(scores.task, Survival):
-        assert found.task.grid == pytest.approx(scores.task.grid)
-    assert (type(found.task), found.task.columns) == (type(scores.task), scores.task.columns)
+    restored = read_predictions(path)["test"]
+    assert isinstance(restored, Predictions)
+    if isinstance(restored.task, Survival) and isinstance(scores.task, Survival):
+        assert restored.task.grid == pytest.approx(scores.task.grid)
+    assert (type(restored.task), restored.task.columns) == (type(scores.task), scores.task.columns)
     for name in ("slides", "patients", "level"):
-        assert getattr(found, name) == getattr(scores, name)
+        assert getattr(restored, name) == getattr(scores, name)
     for name in ("slide", "patient", "x_l0", "y_l0", "target", "output"):
-        np.testing.assert_array_equal(getattr(found, name), getattr(scores, name))
-    twice = joined_predictions(with_common_patients([found, found]))
+        np.testing.assert_array_equal(getattr(restored, name), getattr(scores, name))
+    twice = joined_predictions(with_common_patients([restored, restored]))
     assert len(twice.output) == 10
     path.write_text(path.read_text().replace(",0.", ",x", 1))
     with pytest.raises(DamagedStore, match="is damaged"):
@@ -493,10 +497,10 @@ def test_models_of_other_training_sets_get_the_times_of_the_first() -> None:
 def test_undefined_metrics_are_none() -> None:
     one = survival_scores(1, 12)
     same = replace(one, target=np.column_stack([one.target[:, 0], np.zeros(12)]))
-    found = judge({"validation": same, "test": same}, JudgeSettings(resamples=20))["test"].slide[
+    metrics = judge({"validation": same, "test": same}, JudgeSettings(resamples=20))["test"].slide[
         "mean"
     ]
-    assert isinstance(found, Metrics)
-    assert found.figures["c_index"] is None
-    assert found.log_rank is None
-    assert all(value is None or math.isfinite(value) for value in found.figures.values())
+    assert isinstance(metrics, Metrics)
+    assert metrics.figures["c_index"] is None
+    assert metrics.log_rank is None
+    assert all(value is None or math.isfinite(value) for value in metrics.figures.values())

@@ -94,10 +94,10 @@ def grid_of(predictions: Predictions) -> tuple[float, ...]:
     return predictions.task.grid
 
 
-def arguments(bags: Path, task: str, *more: object) -> tuple[object, ...]:
+def arguments(bags: Path, task: str, *options: object) -> tuple[object, ...]:
     return (
         "train", "--mil", bags, "--labels", bags / "labels.csv", *TASKS[task], "--epochs", 6,
-        "--patience", 0, "--resamples", 50, "--learning-rate", 3e-3, "--deterministic", *more,
+        "--patience", 0, "--resamples", 50, "--learning-rate", 3e-3, "--deterministic", *options,
     )  # fmt: skip
 
 
@@ -106,18 +106,18 @@ def test_planted_signals_are_learned(run: Run, bags: Path, tmp_path: Path, task:
     done = run(*arguments(bags, task, "--out", "run", "--fractions", "0.5,0.2,0.3"))
     assert done.returncode == 0, done.stderr
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
-    found = metrics["test"]["slide"]["mean"]
+    figures = metrics["test"]["slide"]["mean"]
     scores = read_predictions(tmp_path / "run" / "predictions.csv")["test"]
     assert isinstance(scores, Predictions)
     match task:
         case "regression":
-            assert found["r2:share"] > 0.6
-            assert found["r2:age"] < 0.4  # there is nothing to learn
+            assert figures["r2:share"] > 0.6
+            assert figures["r2:age"] < 0.4  # there is nothing to learn
         case "multilabel":
-            assert found["auc:MSI"] > 0.85
+            assert figures["auc:MSI"] > 0.85
             assert np.isnan(scores.target[:, 1]).any()
         case _:
-            assert found["c_index"] > 0.65
+            assert figures["c_index"] > 0.65
             time, event = scores.target.T
             early, late = (
                 scores.output[(time < np.median(time)) & (event == 1), 0],
@@ -134,11 +134,13 @@ def test_planted_signals_are_learned(run: Run, bags: Path, tmp_path: Path, task:
 def test_devices_and_interruptions_change_nothing(
     run: Run, bags: Path, tmp_path: Path, task: str, pooling: str
 ) -> None:
-    more = ("--covariates", "age") if task == "cox" else ()
-    own = arguments(bags, task, "--batch-size", 16, "--pooling", pooling, "--epochs", 2, *more)
-    whole = run(*own, "--out", "whole")
+    covariates = ("--covariates", "age") if task == "cox" else ()
+    command = arguments(
+        bags, task, "--batch-size", 16, "--pooling", pooling, "--epochs", 2, *covariates
+    )
+    whole = run(*command, "--out", "whole")
     assert whole.returncode == 0, whole.stderr
-    several = run(*own, "--out", "several", "--devices", "cpu:2")
+    several = run(*command, "--out", "several", "--devices", "cpu:2")
     assert several.returncode == 0, several.stderr
     one, three = (
         read_predictions(tmp_path / name / "predictions.csv")["test"]
@@ -146,7 +148,7 @@ def test_devices_and_interruptions_change_nothing(
     )
     np.testing.assert_allclose(three.output, one.output, rtol=1e-3, atol=1e-4)
     fault = faulty("apply:5:parent", tmp_path / "failed")
-    killed = run(*own, *EACH_STEP, "--out", "run", env=fault, new_process=True)
+    killed = run(*command, *EACH_STEP, "--out", "run", env=fault, new_process=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     resumed = run("train", "--resume", "--out", "run")
     assert resumed.returncode == 0, resumed.stderr
@@ -157,8 +159,8 @@ def test_devices_and_interruptions_change_nothing(
 def test_cross_validation_search_comparison_and_report(
     run: Run, bags: Path, tmp_path: Path
 ) -> None:
-    own = arguments(bags, "cox", "--epochs", 1)
-    done = run(*own, "--out", "cv", "--folds", 2)
+    command = arguments(bags, "cox", "--epochs", 1)
+    done = run(*command, "--out", "cv", "--folds", 2)
     assert done.returncode == 0, done.stderr
     assert "slide mean C-index" in done.stdout
     pooled = json.loads((tmp_path / "cv" / "summary.json").read_text())["pooled"]
@@ -167,19 +169,19 @@ def test_cross_validation_search_comparison_and_report(
         read_predictions(tmp_path / "cv" / f"fold-{n}" / "predictions.csv")["test"] for n in (1, 2)
     ]
     assert grid_of(grids[0]) != grid_of(grids[1])
-    found = histopipe.tune(
+    study = histopipe.tune(
         space={"learning_rate": {"low": 1e-4, "high": 1e-2, "log": True}}, out=tmp_path / "study",
         trials=1, mil=str(bags), labels=str(bags / "labels.csv"), task="survival", time="time",
         event="event", epochs=1, resamples=0,
     )  # fmt: skip
-    assert found.best is not None
-    assert 0 < (found.best.value or 0) < 1
-    first = run(*own, "--out", "a")
-    second = run(*own, "--out", "b", "--pooling", "mean")
+    assert study.best is not None
+    assert 0 < (study.best.value or 0) < 1
+    first = run(*command, "--out", "a")
+    second = run(*command, "--out", "b", "--pooling", "mean")
     assert first.returncode == second.returncode == 0, second.stderr
     compared = histopipe.compare([tmp_path / "a", tmp_path / "b"], resamples=50)
     difference = compared.differences[0]["slide_mean"]["c_index"]
-    values = [it.test.finest.figures["c_index"] for it in compared.runs]
+    values = [result.test.finest.figures["c_index"] for result in compared.runs]
     assert difference.value == pytest.approx(values[1] - values[0])  # type: ignore[operator]
     assert difference.interval is not None
     assert "C-index" in str(compared)
@@ -238,11 +240,11 @@ def test_a_signal_in_the_covariates_is_found_there(run: Run, bags: Path, tmp_pat
     assert "covariates alone, test" in done.stdout
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
     whole, alone = (
-        it["test"]["slide"]["mean"]["auc"] for it in (metrics, metrics["covariates_only"])
+        results["test"]["slide"]["mean"]["auc"] for results in (metrics, metrics["covariates_only"])
     )
     assert alone == pytest.approx(1)
     assert 0.7 < whole <= alone
-    assert [it["name"] for it in metrics["covariates"]] == ["stage", "age"]
+    assert [covariate["name"] for covariate in metrics["covariates"]] == ["stage", "age"]
     assert run("report", "run").returncode == 0
     assert (
         "A model of the covariates alone (stage, age)"
@@ -251,7 +253,7 @@ def test_a_signal_in_the_covariates_is_found_there(run: Run, bags: Path, tmp_pat
     import keras
 
     model = keras.models.load_model(tmp_path / "run" / "model.keras")
-    assert sorted(len(it.shape) for it in model.inputs) == [2, 3]
+    assert sorted(len(tensor.shape) for tensor in model.inputs) == [2, 3]
     wrong = run(
         "train",
         "--mil",
@@ -342,8 +344,8 @@ def test_a_slide_model_starts_with_the_predictions_of_the_covariates_alone(task:
     assert kernel.shape == (inputs.shape[1], objective.outputs)
     predicted = np.asarray(objective.activate(tf.constant(inputs @ kernel + bias)))
     if task == "regression":
-        known = np.isfinite(numbers[:, 0])
-        other = Ridge().fit(inputs[known], numbers[known, 0]).predict(inputs)
+        finite = np.isfinite(numbers[:, 0])
+        other = Ridge().fit(inputs[finite], numbers[finite, 0]).predict(inputs)
         np.testing.assert_allclose(predicted[:, 0], other)
     elif task == "discrete":
         order = np.argsort(inputs @ cox_weights(inputs, happened))
@@ -370,14 +372,14 @@ def test_missing_labels_do_not_change_the_gradients_of_others() -> None:
         MultilabelObjective(np.array([2.0, 1.0])),
         RegressionObjective.of(targets, "huber"),
     ):
-        found = []
+        gradients = []
         for target in (targets, missing):
             logits = tf.Variable([[0.3, -0.2], [1.0, 2.0], [-0.5, 0.1]])
             with tf.GradientTape() as tape:
                 loss = tf.reduce_sum(objective.losses({"target": tf.constant(target)}, logits))
-            found.append(tape.gradient(loss, logits).numpy())
-        np.testing.assert_array_equal(found[0][:, 0], found[1][:, 0])
-        assert found[1][0, 1] == found[1][2, 1] == 0 != found[0][0, 1]
+            gradients.append(tape.gradient(loss, logits).numpy())
+        np.testing.assert_array_equal(gradients[0][:, 0], gradients[1][:, 0])
+        assert gradients[1][0, 1] == gradients[1][2, 1] == 0 != gradients[0][0, 1]
         outputs = objective.activate(tf.constant([[0.3, -0.2]]))
         np.testing.assert_allclose(objective.logits(outputs), [[0.3, -0.2]], rtol=1e-5)
         layer = objective.layer("float32")
@@ -403,12 +405,12 @@ def test_discrete_survival_is_a_likelihood(seed: int) -> None:
     part = np.minimum(np.searchsorted(edges, targets[:, 0], "right") - 1, len(hazard) - 1)
     before = np.append(1, np.cumprod(1 - hazard))[part]
     np.testing.assert_allclose(losses, -np.log(before * hazard[part]), rtol=1e-4)
-    found = objective.predictions(hazard[None])
-    assert found.shape == (1, 1 + len(objective.grid))
-    assert (np.diff(found[0, 1:]) <= 0).all()
-    assert (found[0, 1:] <= 1).all()
+    predictions = objective.predictions(hazard[None])
+    assert predictions.shape == (1, 1 + len(objective.grid))
+    assert (np.diff(predictions[0, 1:]) <= 0).all()
+    assert (predictions[0, 1:] <= 1).all()
     higher = objective.predictions(np.minimum(hazard[None] * 1.2, 0.99))
-    assert higher[0, 0] > found[0, 0]  # a higher hazard is a higher risk
+    assert higher[0, 0] > predictions[0, 0]  # a higher hazard is a higher risk
 
 
 def test_coefficients_of_covariates_learn_ten_times_faster() -> None:
@@ -465,10 +467,10 @@ def test_covariates_are_encoded() -> None:
     rows = [("60", "I"), ("70", "II"), ("", ""), ("80", "I")]
     covariates = Covariates.of(("age", "stage"), rows)
     assert covariates.inputs == ("age", "age missing", "stage=I", "stage=II", "stage missing")
-    found = np.array([covariates.encode(row) for row in rows])
-    np.testing.assert_allclose(found[:, 0], [-1.2247449, 0, 0, 1.2247449], atol=1e-6)
+    encoded = np.array([covariates.encode(row) for row in rows])
+    np.testing.assert_allclose(encoded[:, 0], [-1.2247449, 0, 0, 1.2247449], atol=1e-6)
     np.testing.assert_array_equal(
-        found[:, 1:], [[0, 1, 0, 0], [0, 0, 1, 0], [1, 0, 0, 1], [0, 1, 0, 0]]
+        encoded[:, 1:], [[0, 1, 0, 0], [0, 0, 1, 0], [1, 0, 0, 1], [0, 1, 0, 0]]
     )
     assert covariates.encode(("old", "IV")) == [0, 1, 0, 0, 1]
     assert covariates.unknown(("old", "IV")) == ["column age: 'old'", "column stage: 'IV'"]
@@ -508,13 +510,13 @@ def test_patch_models_learn_numbers_and_labels(run: Run, made_store: Path, tmp_p
 @given(st.integers(20, 80), st.integers(1, 5), st.integers(0, 99))
 @settings(max_examples=20, deadline=None)
 def test_labels_are_divided_evenly(units: int, labels: int, seed: int) -> None:
-    found = np.random.default_rng(seed).random((units, labels)) < 0.3
-    patches = np.hstack([np.ones((units, 1), bool), found]).astype(np.int64)
+    present = np.random.default_rng(seed).random((units, labels)) < 0.3
+    patches = np.hstack([np.ones((units, 1), bool), present]).astype(np.int64)
     assignment = Assignment((0.6, 0.2, 0.2), seed)
     (sides,) = assignment.assign(patches, labels)
     for share, side in ((0.6, 0), (0.2, 1), (0.2, 2)):
         assert abs((sides == side).sum() - share * units) <= 2
-        for label in found.T:
+        for label in present.T:
             assert abs(label[sides == side].sum() - share * label.sum()) <= 3
     folds = replace(assignment, folds=4).assign(patches, labels)
     assert ((folds == 2).sum(axis=0) == 1).all()  # each unit is tested once

@@ -52,8 +52,8 @@ def tissue(height: int, width: int, samples: int = 3) -> Pixels:
     waves = 40 * np.sin(x / 7) * np.cos(y / 9)
     pixels = np.full((height, width, 3), 242, np.float32)
     pixels[inside] = np.stack([150 + waves, 70 + waves, 160 + waves], axis=2)[inside]
-    found = pixels.clip(0, 255).astype(np.uint8)
-    return found if samples == 3 else found[..., 1]
+    image = pixels.clip(0, 255).astype(np.uint8)
+    return image if samples == 3 else image[..., 1]
 
 
 def compression_of(name: str) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def write_pyramid(
     path: Path, pixels: Pixels, *, levels: int = 3, ome: bool = True, **options: Any
 ) -> list[Pixels]:
     """Write a pyramid with SubIFDs, and return the pixels of its levels."""
-    found = [pixels[:: 2**n, :: 2**n] for n in range(levels)]
+    images = [pixels[:: 2**n, :: 2**n] for n in range(levels)]
     metadata = {"axes": "YXS" if pixels.ndim == 3 else "YX", "PhysicalSizeX": 0.5, "PhysicalSizeXUnit": "µm",
                 "PhysicalSizeY": 500, "PhysicalSizeYUnit": "nm"}  # fmt: skip
     with tifffile.TiffWriter(
@@ -78,10 +78,10 @@ def write_pyramid(
         ome=ome,
     ) as tiff:
         options.setdefault("photometric", "rgb" if pixels.ndim == 3 else "minisblack")
-        tiff.write(found[0], subifds=levels - 1, metadata=metadata if ome else None, **options)
-        for level in found[1:]:
+        tiff.write(images[0], subifds=levels - 1, metadata=metadata if ome else None, **options)
+        for level in images[1:]:
             tiff.write(level, subfiletype=1, metadata=None, **options)
-    return found
+    return images
 
 
 @pytest.mark.parametrize(
@@ -145,8 +145,8 @@ def test_any_region_equals_the_array(
     if x0 < x1 and y0 < y1:
         expected[y0 - top : y1 - top, x0 - left : x1 - left] = source[y0:y1, x0:x1]
     with TiffReader(path) as slide:
-        found = slide.read_region(PointL0(x, y), number, Size(width, height))
-    assert np.array_equal(found, expected)
+        region = slide.read_region(PointL0(x, y), number, Size(width, height))
+    assert np.array_equal(region, expected)
 
 
 @pytest.mark.parametrize("compression", ["none", "deflate"])
@@ -159,8 +159,8 @@ def test_large_striped_image_without_pyramid(tmp_path: Path, compression: str) -
     with open_slide(tmp_path / "a.tif") as slide:
         assert slide.info.vendor == "tiff"
         assert slide.info.mpp_x == "0.5"
-        found = slide.read_region(PointL0(9000, 4000), 0, Size(1000, 1000))
-        assert np.array_equal(found, pixels[4000:, 9000:])
+        region = slide.read_region(PointL0(9000, 4000), 0, Size(1000, 1000))
+        assert np.array_equal(region, pixels[4000:, 9000:])
         thumbnail = read_thumbnail(slide, Mpp(0.5))
     assert thumbnail.pixels.shape == (313, 625, 3)
     means = pixels[:4992].reshape(312, 16, 625, 16, 3).mean(axis=(1, 3))
@@ -318,7 +318,7 @@ def test_objective_is_that_of_the_image_that_is_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "others"),
+    ("sizes", "noted_size"),
     [
         ([(512, 512), (512, 384)], "384×512"),
         ([(128, 128), (512, 512)], "512×512"),
@@ -326,7 +326,7 @@ def test_objective_is_that_of_the_image_that_is_read() -> None:
     ],
 )
 def test_other_images_of_generic_files_are_noted(
-    tmp_path: Path, sizes: list[tuple[int, int]], others: str | None
+    tmp_path: Path, sizes: list[tuple[int, int]], noted_size: str | None
 ) -> None:
     path = tmp_path / "a.tif"
     with tifffile.TiffWriter(path) as tiff:
@@ -335,8 +335,8 @@ def test_other_images_of_generic_files_are_noted(
     with open_slide(path) as slide:
         assert isinstance(slide, OpenSlideReader)
         assert slide.info.size == Size(*sizes[0][::-1])
-        assert len(slide.info.notes) == (others is not None)
-        assert others is None or slide.info.notes[0].endswith(f"1 other image: {others}")
+        assert len(slide.info.notes) == (noted_size is not None)
+        assert noted_size is None or slide.info.notes[0].endswith(f"1 other image: {noted_size}")
 
 
 def test_multi_channel_images_are_refused_by_name(tmp_path: Path, run: Run) -> None:
@@ -441,9 +441,9 @@ def test_zarr_folder_is_one_slide(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (tmp_path / "slides" / folder / "0" / "c").mkdir(parents=True)
         (tmp_path / "slides" / folder / "zarr.json").write_text("{}")
         (tmp_path / "slides" / folder / "0" / "c" / "0.tif").write_bytes(b"x")
-    found = discover([tmp_path / "slides"])
-    assert [slide.id for slide in found] == ["a.ome", "sub/b"]
-    assert [len(slide.files) for slide in found] == [2, 2]
+    slides = discover([tmp_path / "slides"])
+    assert [slide.id for slide in slides] == ["a.ome", "sub/b"]
+    assert [len(slide.files) for slide in slides] == [2, 2]
     (alone,) = discover([tmp_path / "slides" / "a.ome.zarr"])
     assert alone.id == "a.ome"
     with Stage(tmp_path / "stage", 10**6) as stage:

@@ -58,10 +58,10 @@ def slides(draw: st.DrawFn) -> SlideInfo:
 
 @given(slides(), st.integers(8, 400), st.floats(0.1, 4), st.data())
 def test_cells_are_inside_and_tile_the_area(
-    info: SlideInfo, patch: int, wanted: float, data: st.DataObject
+    info: SlideInfo, patch: int, target_mpp: float, data: st.DataObject
 ) -> None:
     overlap = data.draw(st.integers(0, patch - 1))
-    spec = TilingSpec(patch_size=patch, overlap=overlap, mpp=Mpp(wanted), tissue="none")
+    spec = TilingSpec(patch_size=patch, overlap=overlap, mpp=Mpp(target_mpp), tissue="none")
     choice = choose_level("made", info.levels, Mpp(0.1), spec)
     plan = plan_tiles(info, choice, spec, blank_thumbnail(info, 4), None)
     area, read = choice.level.inside(info.bounds), choice.read_size
@@ -125,8 +125,8 @@ def test_plan_has_exactly_the_cells_with_enough_tissue(seed: int, threshold: flo
     near = {
         (x * 64, y * 64) for y, x in zip(*np.nonzero(abs(share - threshold) < 1e-5), strict=True)
     }
-    found = set(zip(plan.x_l0.tolist(), plan.y_l0.tolist(), strict=True))
-    assert found - near == expected - near
+    corners = set(zip(plan.x_l0.tolist(), plan.y_l0.tolist(), strict=True))
+    assert corners - near == expected - near
 
 
 def levels(*downs: float) -> tuple[Level, ...]:
@@ -134,7 +134,7 @@ def levels(*downs: float) -> tuple[Level, ...]:
 
 
 @pytest.mark.parametrize(
-    ("mpp", "downs", "wanted", "level", "read", "resampling"),
+    ("mpp", "downs", "target_mpp", "level", "read", "resampling"),
     [
         (0.5, (1, 4, 16), 0.5, 0, 256, "none"),
         (0.499, (1, 4, 16), 0.5, 0, 256, "none"),
@@ -147,12 +147,12 @@ def levels(*downs: float) -> tuple[Level, ...]:
     ],
 )
 def test_coarsest_level_that_is_fine_enough_is_chosen(
-    mpp: float, downs: tuple[float, ...], wanted: float, level: int, read: int, resampling: str
+    mpp: float, downs: tuple[float, ...], target_mpp: float, level: int, read: int, resampling: str
 ) -> None:
-    choice = choose_level("a", levels(*downs), Mpp(mpp), TilingSpec(mpp=Mpp(wanted)))
+    choice = choose_level("a", levels(*downs), Mpp(mpp), TilingSpec(mpp=Mpp(target_mpp)))
     assert (choice.level.number, choice.read_size, choice.resampling) == (level, read, resampling)
     assert choice.mpp is not None
-    assert same_scale(choice.mpp, Mpp(wanted))
+    assert same_scale(choice.mpp, Mpp(target_mpp))
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,9 @@ def test_pale_and_dark_stains_are_tissue_and_black_is_not(algorithm: str) -> Non
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 1000))
 def test_saturation_and_value_agree_with_pillow(width: int, height: int, seed: int) -> None:
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
-    _, saturation, value = (np.asarray(it) for it in Image.fromarray(pixels).convert("HSV").split())
+    _, saturation, value = (
+        np.asarray(channel) for channel in Image.fromarray(pixels).convert("HSV").split()
+    )
     ours = saturation_and_value(pixels)
     assert (ours[0] == saturation).all()
     assert (ours[1] == value).all()
@@ -262,8 +264,8 @@ def test_otsu_threshold_separates_classes_best(counts: list[int]) -> None:
         means = [np.average(bins[part], weights=weights[part]) for part in (low, ~low)]
         return float(weights[low].sum() * weights[~low].sum() * (means[1] - means[0]) ** 2)
 
-    found = otsu_threshold(np.array(counts))
-    assert between(found) == pytest.approx(max(map(between, range(len(counts) - 1))))
+    best = otsu_threshold(np.array(counts))
+    assert between(best) == pytest.approx(max(map(between, range(len(counts) - 1))))
 
 
 def test_note_on_dark_background() -> None:

@@ -48,9 +48,9 @@ def test_saved_model_predicts_the_same_in_plain_keras_for_all_options(
     assert done.returncode == 0, done.stderr
     assert all(np.isfinite(float(row["loss"])) for row in history(tmp_path / "run"))
     program = PREDICT.replace('assert "histopipe" not in sys.modules', "")
-    found = with_tensorflow(program, tmp_path / "run", small_store, "n", "t")
-    assert found.returncode == 0, found.stderr
-    assert float(found.stdout) < 0.02
+    predicted = with_tensorflow(program, tmp_path / "run", small_store, "n", "t")
+    assert predicted.returncode == 0, predicted.stderr
+    assert float(predicted.stdout) < 0.02
     with zipfile.ZipFile(tmp_path / "run" / "model.keras") as saved:
         assert b'"synchronized": true' not in saved.read("config.json")
 
@@ -82,7 +82,7 @@ with strategy.scope():
     model = build_model("small-cnn", patch_size=16, objective=ClassObjective(2), dropout=0, precision="mixed_float16")
     optimizer = make_optimizer(config, 10)
 settings = train_step.StepSettings(batch_size=2, objective=ClassObjective(2), class_weight=np.ones(2, np.float32), scale_loss=True)
-found = train_step.TrainStep(strategy, model, optimizer, settings)
+step = train_step.TrainStep(strategy, model, optimizer, settings)
 
 def gradients(values):
     '''One gradient per replica, filled with its value, and no state.'''
@@ -94,23 +94,23 @@ def gradients(values):
 
 def state():
     weights = [np.asarray(v.value) for v in model.training.trainable_variables]
-    return weights, float(np.asarray(found.variables[-2].value)), int(np.asarray(optimizer.iterations.value))
+    return weights, float(np.asarray(step.variables[-2].value)), int(np.asarray(optimizer.iterations.value))
 
 output = {}
 before, scale, _ = state()
 # The overflow is on the second replica only.
-found.apply(gradients([0.0, float("inf")]), tf.zeros(2))
+step.apply(gradients([0.0, float("inf")]), tf.zeros(2))
 after, halved, steps_done = state()
 output["kept"] = all((a == b).all() for a, b in zip(before, after))
 output["scales"], output["skipped"] = [scale, halved], steps_done
-requests = found.apply(gradients([halved, 0.0]), tf.constant([0.0, 1.0]))
+requests = step.apply(gradients([halved, 0.0]), tf.constant([0.0, 1.0]))
 output["requests"] = requests.numpy().tolist()
 moved, _, output["done"] = state()
 output["finite"] = all(np.isfinite(w).all() for w in moved)
 rates = []
 for _ in range(19):
-    rates.append(found.learning_rate)
-    found.apply(gradients([0.0, 0.0]), tf.zeros(2))
+    rates.append(step.learning_rate)
+    step.apply(gradients([0.0, 0.0]), tf.zeros(2))
 output["rates"] = rates
 label, logits = tf.constant([0, 1]), tf.constant([[2.0, -1.0], [0.5, 0.0]])
 output["smooth"] = ClassObjective(3).losses({"label": label}, logits, 0.2).numpy().tolist()
@@ -142,23 +142,23 @@ import json, sys
 from pathlib import Path
 import tensorflow as tf
 from tensorflow.python.summary.summary_iterator import summary_iterator
-found = {}
+values = {}
 for path in sorted(Path(sys.argv[1]).iterdir()):
     for event in summary_iterator(str(path)):
         for value in event.summary.value:
-            found.setdefault(value.tag, {})[event.step] = float(tf.make_ndarray(value.tensor))
-print(json.dumps(found))
+            values.setdefault(value.tag, {})[event.step] = float(tf.make_ndarray(value.tensor))
+print(json.dumps(values))
 """
 
 
 def test_tensorboard_logs_equal_the_history(run: Run, small_store: Path, tmp_path: Path) -> None:
     done = run("train", small_store, "--out", "run", *ARGUMENTS, "--tensorboard")
     assert done.returncode == 0, done.stderr
-    found = json.loads(with_tensorflow(BOARD, tmp_path / "run" / "tensorboard").stdout)
-    assert sorted(map(int, found["step_loss"])) == list(range(1, 11))
+    logged = json.loads(with_tensorflow(BOARD, tmp_path / "run" / "tensorboard").stdout)
+    assert sorted(map(int, logged["step_loss"])) == list(range(1, 11))
     for row in history(tmp_path / "run"):
         for name in ("loss", "val_auc", "learning_rate"):
-            assert found[name][row["epoch"]] == pytest.approx(float(row[name]), abs=1e-6)
+            assert logged[name][row["epoch"]] == pytest.approx(float(row[name]), abs=1e-6)
 
 
 def test_device_placement_is_printed(run: Run, small_store: Path) -> None:
@@ -202,12 +202,12 @@ def test_resume_refuses_other_settings(run: Run, small_store: Path, tmp_path: Pa
     done = run("train", small_store, "--out", "run", *ARGUMENTS)
     assert done.returncode == 0, done.stderr
     config = (tmp_path / "run" / "config.toml").read_bytes()
-    for more, expected in (
+    for options, expected in (
         (("--config", "run/config.toml"), "found --config"),
         (("other.lmdb",), "found STORES"),
         (("--learning-rate", "1"), "found --learning-rate"),
     ):
-        done = run("train", "--resume", "--out", "run", *more)
+        done = run("train", "--resume", "--out", "run", *options)
         assert done.returncode == 2, done.stderr
         assert expected in done.stderr
     assert (tmp_path / "run" / "config.toml").read_bytes() == config

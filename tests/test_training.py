@@ -83,9 +83,9 @@ def test_predictions_contain_every_held_out_patch_once(trained: Path, made_store
             for x, y in zip(store.index(number)["x_l0"], store.index(number)["y_l0"], strict=True)
         }
         labels = {record.id: record.label for record in store.slides}
-    found = [(row["split"], row["slide"], int(row["x_l0"]), int(row["y_l0"])) for row in rows]
-    assert len(found) == len(set(found))
-    assert set(found) == expected
+    patches = [(row["split"], row["slide"], int(row["x_l0"]), int(row["y_l0"])) for row in rows]
+    assert len(patches) == len(set(patches))
+    assert set(patches) == expected
     for row in rows:
         p = {"normal": float(row["p_normal"]), "tumour": float(row["p_tumour"])}
         assert sum(p.values()) == pytest.approx(1, abs=1e-4)

@@ -87,7 +87,7 @@ def test_second_push_sends_only_what_has_changed(
     assert 0 < changed.sent_bytes < changed.size_bytes
     assert changed.size_bytes > first.size_bytes
     manifest = read_manifest(url)
-    there = {it.url.rpartition("/")[2] for it in object_storage.list_files(f"{url}/blocks/")}
+    there = {entry.url.rpartition("/")[2] for entry in object_storage.list_files(f"{url}/blocks/")}
     assert there == manifest.blocks.keys()  # blocks of the earlier version are removed
     assert pull(url, tmp_path / "pulled", progress=QUIET).exit_code == 0
     assert contents(tmp_path / "pulled") == contents(store)

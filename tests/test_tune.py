@@ -55,10 +55,10 @@ def test_space_of_ranges_choices_and_single_values(tmp_path: Path) -> None:
     assert space.fixed == {"epochs": 2, "optimizer": "sgd"}
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(1))
     for _ in range(20):
-        found = space.suggest(study.ask())
-        assert 1e-4 <= found["learning_rate"] <= 0.1 and found["batch_size"] in (8, 16, 24, 32)
-        assert isinstance(found["dropout"], float) and 0 <= found["dropout"] <= 0.5
-        assert found["augment"] in (("none",), ("flips",), ("flips", "colour"))
+        drawn = space.suggest(study.ask())
+        assert 1e-4 <= drawn["learning_rate"] <= 0.1 and drawn["batch_size"] in (8, 16, 24, 32)
+        assert isinstance(drawn["dropout"], float) and 0 <= drawn["dropout"] <= 0.5
+        assert drawn["augment"] in (("none",), ("flips",), ("flips", "colour"))
 
 
 @pytest.mark.parametrize(
@@ -294,21 +294,21 @@ def test_two_processes_share_trials_and_one_is_killed(
     unfinished = set(begun) - set(ended)
     assert len(unfinished) == 1
     assert f"trial {unfinished.pop()} of 5" in survivor_log
-    found = rows(tmp_path / "search")
-    assert [row["trial"] for row in found] == [str(n) for n in range(5)]
-    assert {row["state"] for row in found} == {"done"}
-    assert len({row["learning_rate"] for row in found}) == 5
+    trial_rows = rows(tmp_path / "search")
+    assert [row["trial"] for row in trial_rows] == [str(n) for n in range(5)]
+    assert {row["state"] for row in trial_rows} == {"done"}
+    assert len({row["learning_rate"] for row in trial_rows}) == 5
     assert len(list(trials.glob("trial-*/metrics.json"))) == 5 == len(list(trials.glob("trial-*")))
     assert out.count("done") == 5 and "*best" in out
     assert processes_in(tmp_path) == []
     # The value of each trial equals the metric in the folder of its run.
-    for row in found:
+    for row in trial_rows:
         metrics = json.loads(
             (trials / f"trial-{int(row['trial']):04d}" / "metrics.json").read_text()
         )
         assert float(row["value"]) == metrics["validation"]["patch"]["auc"]
         assert "test" not in metrics  # trials do not use test patches
-    best = max(found, key=lambda row: float(row["value"]))
+    best = max(trial_rows, key=lambda row: float(row["value"]))
     config = tomllib.loads((tmp_path / "search" / "best.toml").read_text())
     assert config["learning_rate"] == float(best["learning_rate"])
     assert config["epochs"] == 2 and config["augment"] == best["augment"].split(",")
@@ -325,7 +325,7 @@ def test_two_processes_share_trials_and_one_is_killed(
     assert again.returncode == 0, again.stderr
     assert "starts" not in again.stderr
     assert [trial["value"] for trial in json.loads(again.stdout)["trials"]] == [
-        float(row["value"]) for row in found
+        float(row["value"]) for row in trial_rows
     ]
 
 
@@ -363,16 +363,16 @@ def test_failed_and_pruned_trials_are_reported_and_the_search_continues(
         env={**os.environ, "HISTOPIPE_TEST_FAULT": f"trial-0001=gradients:2:hang:{hanging}"},
     )  # fmt: skip
     assert done.returncode == 3, done.stderr
-    found = rows(tmp_path / "search")
-    assert found[1]["state"] == "failed" and "not done within 600 s" in found[1]["reason"]
-    assert f"trial 1: {found[1]['reason']}" in done.stdout
-    states = [row["state"] for row in found]
+    trial_rows = rows(tmp_path / "search")
+    assert trial_rows[1]["state"] == "failed" and "not done within 600 s" in trial_rows[1]["reason"]
+    assert f"trial 1: {trial_rows[1]['reason']}" in done.stdout
+    states = [row["state"] for row in trial_rows]
     assert states.count("pruned") >= 1 and set(states[:6]) == {"done", "failed"}
-    for row in found:
+    for row in trial_rows:
         assert (row["value"] != "") == (row["state"] == "done")
         folder = tmp_path / "search" / "trials" / f"trial-{int(row['trial']):04d}"
         assert not list(folder.glob("resume*.npz"))
-    pruned = next(row for row in found if row["state"] == "pruned")
+    pruned = next(row for row in trial_rows if row["state"] == "pruned")
     assert 1 <= int(pruned["epochs"]) < 4
 
 
@@ -447,10 +447,10 @@ def test_python_function_tune(small_store: Path, tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["2", "True", "True", "False"]
-    found = histopipe.info(tmp_path / "search")
-    assert isinstance(found, FolderInfo)
-    assert (found.kind, found.facts["trials"]) == ("search", 2)
-    assert found.then == ("train", "--config", str(tmp_path / "search" / "best.toml"))
+    summary = histopipe.info(tmp_path / "search")
+    assert isinstance(summary, FolderInfo)
+    assert (summary.kind, summary.facts["trials"]) == ("search", 2)
+    assert summary.then == ("train", "--config", str(tmp_path / "search" / "best.toml"))
 
 
 def test_searches_of_older_versions_are_continued() -> None:

@@ -128,10 +128,10 @@ def faulty_page(store: Path, keep_state: bool) -> list[str]:
 
 
 def test_paths_in_run_are_not_followed(trained: Path, run: Run, tmp_path: Path) -> None:
-    for flags, shown in (([], True), (["--untrusted"], False)):
-        page = tmp_path / f"{shown}.html"
+    for flags, followed in (([], True), (["--untrusted"], False)):
+        page = tmp_path / f"{followed}.html"
         assert run("report", trained, "--out", page, *flags).returncode == 0
-        assert ("use --store to name the stores" not in page.read_text()) == shown
+        assert ("use --store to name the stores" not in page.read_text()) == followed
 
 
 def png_bomb(side: int) -> bytes:

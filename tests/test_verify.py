@@ -45,8 +45,8 @@ def store(intact: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(intact, tmp_path / "s.lmdb"))
 
 
-def kinds(found: VerifyResult) -> set[tuple[FindingKind, str | None]]:
-    return {(finding.kind, finding.slide) for finding in found.findings}
+def kinds(result: VerifyResult) -> set[tuple[FindingKind, str | None]]:
+    return {(finding.kind, finding.slide) for finding in result.findings}
 
 
 def patched(path: Path, offset: int, byte: int | None = None) -> None:
@@ -76,8 +76,8 @@ def test_intact_store_has_no_findings(
 ) -> None:
     for path, patches in ((store, 1200), (golden, 8)):
         before = (path / "data.mdb").read_bytes()
-        found = verify(path)
-        assert (found.findings, found.patches, int(found.exit_code)) == ([], patches, 0)
+        result = verify(path)
+        assert (result.findings, result.patches, int(result.exit_code)) == ([], patches, 0)
         assert (path / "data.mdb").read_bytes() == before
     done = run("verify", made_store, "--full", "--json")
     value = json.loads(done.stdout)
@@ -89,12 +89,12 @@ def test_intact_store_has_no_findings(
 def test_flipped_byte_in_value(store: Path, run: Any) -> None:
     flip_a_byte(store, 1, 7)
     done = run("verify", store, "--json")
-    found = json.loads(done.stdout)
+    result = json.loads(done.stdout)
     assert done.returncode == 5
-    assert [(f["kind"], f["slide"], f["what"]) for f in found["findings"]] == [
+    assert [(f["kind"], f["slide"], f["what"]) for f in result["findings"]] == [
         ("value", "b", "1 patch does not match its checksum: 7")
     ]
-    assert found["damaged_slides"] == ["b"]
+    assert result["damaged_slides"] == ["b"]
     text = run("verify", store)
     assert (text.returncode, text.stdout.splitlines()[0]) == (
         5, "value: b: 1 patch does not match its checksum: 7",
@@ -125,21 +125,21 @@ def test_flipped_byte_on_branch_page(store: Path) -> None:
     root = pages.roots["patches"]
     assert root in pages.branches["patches"]
     patched(store / "data.mdb", PAGE * root + 10, 4)  # the flags of an overflow page
-    found = verify(store)
-    assert found.is_structural
-    assert any(re.search(rf"page {root}\b", f.what) for f in found.findings)
-    assert set(found.damaged_slides.values()) == {"a", "b", "c"}
+    result = verify(store)
+    assert result.is_structural
+    assert any(re.search(rf"page {root}\b", f.what) for f in result.findings)
+    assert set(result.damaged_slides.values()) == {"a", "b", "c"}
 
 
 def test_flipped_byte_on_leaf_page_names_its_slide(store: Path) -> None:
     leaf = pages_of(store).leaves["patches"][1]
     patched(store / "data.mdb", PAGE * leaf + 10, 4)  # the flags of an overflow page
-    found = verify(store)
+    result = verify(store)
     assert any(
         f.kind is FindingKind.STRUCTURE and re.search(rf"page {leaf}\b", f.what)
-        for f in found.findings
+        for f in result.findings
     )
-    assert len(found.damaged_slides) == 1
+    assert len(result.damaged_slides) == 1
 
 
 def test_key_that_lookup_does_not_reach(store: Path) -> None:
@@ -151,10 +151,10 @@ def test_key_that_lookup_does_not_reach(store: Path) -> None:
             if key[7] > 1 and key[:4] == slide_key(1):
                 data[node + 15] -= 1
                 (store / "data.mdb").write_bytes(data)
-                found = verify(store)
-                assert found.is_structural
-                assert "does not reach" in str(found)
-                assert set(found.damaged_slides) == {1}
+                result = verify(store)
+                assert result.is_structural
+                assert "does not reach" in str(result)
+                assert set(result.damaged_slides) == {1}
                 return
     pytest.fail("no branch page with a key of the second slide")
 
@@ -195,15 +195,15 @@ def test_missing_and_unexpected_entries(store: Path) -> None:
     edited(store, "patches", lambda txn, db: txn.put(b"stray", b"x", db=db))
     edited(store, "stains", lambda txn, db: txn.put(slide_key(1), b"{}", db=db))
     edited(store, "thumbnails", lambda txn, db: txn.put(slide_key(1), b"x", db=db))
-    found = verify(store)
-    assert {(f.kind, f.slide, f.number) for f in found.findings} == {
+    result = verify(store)
+    assert {(f.kind, f.slide, f.number) for f in result.findings} == {
         (FindingKind.HOLE, "a", 0),
         (FindingKind.HOLE, "b", 1),
         (FindingKind.ORPHAN, "c", 2),
         (FindingKind.ORPHAN, None, 77),
         (FindingKind.ORPHAN, None, None),
     }
-    texts = " | ".join(f.what for f in found.findings)
+    texts = " | ".join(f.what for f in result.findings)
     assert "its index is missing" in texts
     assert "1 of 400 patches are missing: 399" in texts
 
@@ -231,8 +231,8 @@ def test_records_are_checked_against_schema(
         txn.put(slide_key(1), json.dumps(record).encode(), db=db)
 
     edited(store, "slides", change)
-    found = verify(store)
-    assert {(f.kind, f.number) for f in found.findings} == {(kind, 1)}
+    result = verify(store)
+    assert {(f.kind, f.number) for f in result.findings} == {(kind, 1)}
 
 
 def test_changed_record_does_not_match_checksum(store: Path) -> None:
@@ -258,8 +258,8 @@ def test_meta_is_checked_against_schema(store: Path) -> None:
         other = store.with_name(name.decode())
         shutil.copytree(store, other)
         edited(other, "meta", partial(_put, name, value))
-        found = verify(other).findings
-        assert [what in f.what for f in found] == [True], found
+        findings = verify(other).findings
+        assert [what in f.what for f in findings] == [True], findings
     for name, value in (
         (b"required_features", b'["antigravity"]'),
         (b"format", b'{"name":"histopipe-store","version":2}'),
@@ -275,9 +275,9 @@ def test_meta_is_checked_against_schema(store: Path) -> None:
 
 def test_full_finds_patches_that_cannot_be_decoded(tmp_path: Path) -> None:
     path = a_store(tmp_path / "s.lmdb", {"a": jpegs(0, 4), "b": [*jpegs(0, 3), b"no image"]})
-    found = verify(path, full=True)
-    assert {(f.kind, f.slide) for f in found.findings} == {(FindingKind.IMAGE, "b")}
-    assert "cannot decode patches 3: " in found.findings[0].what
+    result = verify(path, full=True)
+    assert {(f.kind, f.slide) for f in result.findings} == {(FindingKind.IMAGE, "b")}
+    assert "cannot decode patches 3: " in result.findings[0].what
     assert verify(path).findings == []
 
 
@@ -341,10 +341,10 @@ def test_verify_survives_any_file(
         content[: data.draw(st.integers(0, len(content)) | st.just(len(content)))]
     )
     try:
-        found = verify(path, untrusted=True, workers=1)
+        result = verify(path, untrusted=True, workers=1)
     except (DamagedStore, NothingToDo):
         return
-    if not found.findings:  # only unused bytes were changed
+    if not result.findings:  # only unused bytes were changed
         with Store(path) as changed, Store(intact) as original:
             assert changed.records == original.records
             assert all(

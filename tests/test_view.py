@@ -74,10 +74,12 @@ def layer(
 ) -> tuple[dict[str, Any], NDArray[np.float32], NDArray[np.int32]]:
     """Return a layer's facts, its values, and the (2, N) corners of its patches."""
     facts = as_json(viewer, "slides/0")
-    number, found = next((n, it) for n, it in enumerate(facts["layers"]) if it["key"] == key)
+    number, layer_facts = next(
+        (n, entry) for n, entry in enumerate(facts["layers"]) if entry["key"] == key
+    )
     values = np.frombuffer(fetch(viewer, f"slides/0/layer/{number}")[1], "<f4")
-    corners = np.frombuffer(fetch(viewer, f"slides/0/grid/{found['grid']}")[1], "<i4")
-    return found, values, corners.reshape(2, -1)
+    corners = np.frombuffer(fetch(viewer, f"slides/0/grid/{layer_facts['grid']}")[1], "<i4")
+    return layer_facts, values, corners.reshape(2, -1)
 
 
 def test_tiles_show_the_pixels_of_the_slide(viewer: Viewer, viewed: Path) -> None:
@@ -88,13 +90,13 @@ def test_tiles_show_the_pixels_of_the_slide(viewer: Viewer, viewed: Path) -> Non
             right, low = ((at + 1) * TILE + OVERLAP for at in (column, row))
             shape = Size(min(right, size.width) - corner.x, min(low, size.height) - corner.y)
             expected = slide.read_region(corner, 0, shape)
-            found = picture(viewer, f"slides/0/tile/0/{column}/{row}")
-            assert difference(found, expected) < 2.5  # JPEG
+            tile = picture(viewer, f"slides/0/tile/0/{column}/{row}")
+            assert difference(tile, expected) < 2.5  # JPEG
         whole = Image.fromarray(slide.read_region(PointL0(0, 0), 0, size))
     for step in (1, 2, 3):
         expected = np.asarray(whole.reduce(2**step))[: TILE + OVERLAP, : TILE + OVERLAP]
-        found = picture(viewer, f"slides/0/tile/{step}/0/0")
-        assert difference(found, expected) < 3
+        tile = picture(viewer, f"slides/0/tile/{step}/0/0")
+        assert difference(tile, expected) < 3
     assert fetch(viewer, "slides/0/tile/0/9/0")[0] == 404
     for step in (33, 99, 3_000_000_000):
         assert fetch(viewer, f"slides/0/tile/{step}/0/0")[0] == 404
@@ -110,8 +112,8 @@ def test_layers_equal_the_files(viewer: Viewer, viewed: Path) -> None:
         _, values, at = layer(viewer, f"quality:{key}")
         np.testing.assert_array_equal(values, index[key])
         np.testing.assert_array_equal(at, corners)
-    found, values, _ = layer(viewer, "label")
-    assert found["classes"] == list(CLASSES)
+    facts, values, _ = layer(viewer, "label")
+    assert facts["classes"] == list(CLASSES)
     np.testing.assert_array_equal(np.nan_to_num(values, nan=-1), index["label"])
     _, values, _ = layer(viewer, "split:run")
     sides = load_splits(viewed / "run" / "splits.json").slides[0].sides
@@ -124,8 +126,8 @@ def test_layers_equal_the_files(viewer: Viewer, viewed: Path) -> None:
             assert values[row] == p
     assert np.isnan(values).sum() == (sides <= 0).sum()
     # Predictions of other patches have another grid.
-    found, values, at = layer(viewer, "predictions:predicted")
-    assert (found["grid"], len(values)) == (1, 80)
+    facts, values, at = layer(viewer, "predictions:predicted")
+    assert (facts["grid"], len(values)) == (1, 80)
     assert at.max() == 2304
     _, values, _ = layer(viewer, "bags:attention")
     assert sorted(values.tolist()) == pytest.approx(np.linspace(0, 1, len(values)).tolist())
@@ -135,25 +137,25 @@ def test_patch_has_its_index_row_and_all_values(viewer: Viewer, viewed: Path) ->
     with Store(viewed / "patches.lmdb") as store:
         index = store.index(0)
         for row in (0, 17, len(index["crc"]) - 1):
-            found = as_json(viewer, f"slides/0/patch/0/{row}")
-            assert (found["x"], found["y"]) == (index["x_l0"][row], index["y_l0"][row])
-            assert found["checksum"] == "matches"
-            assert found["index"]["crc"] == index["crc"][row]
-            assert found["index"]["focus"] == index["focus"][row]
-            named = {(it["group"], it["title"]): it["value"] for it in found["values"]}
+            patch = as_json(viewer, f"slides/0/patch/0/{row}")
+            assert (patch["x"], patch["y"]) == (index["x_l0"][row], index["y_l0"][row])
+            assert patch["checksum"] == "matches"
+            assert patch["index"]["crc"] == index["crc"][row]
+            assert patch["index"]["focus"] == index["focus"][row]
+            named = {(entry["group"], entry["title"]): entry["value"] for entry in patch["values"]}
             assert (("labels", "Patch labels") in named) == (index["label"][row] >= 0)
-            status, body, _ = fetch(viewer, f"slides/0/picture/{found['x']}/{found['y']}")
+            status, body, _ = fetch(viewer, f"slides/0/picture/{patch['x']}/{patch['y']}")
             assert (status, body) == (200, store.value(0, row))
     assert fetch(viewer, "slides/0/patch/0/100000")[0] == 404
 
 
 def test_errors_are_the_most_confident_first(viewer: Viewer) -> None:
     sources = as_json(viewer, "slides")["sources"]
-    assert [it["name"] for it in sources] == ["run", "bags", "predictions"]
-    found = as_json(viewer, "errors/0")
-    assert len(found) > 2
-    assert [it["p"] for it in found] == sorted(it["p"] for it in found)
-    assert all(it["p"] < 0.5 and it["label"] != it["predicted"] for it in found)
+    assert [source["name"] for source in sources] == ["run", "bags", "predictions"]
+    errors = as_json(viewer, "errors/0")
+    assert len(errors) > 2
+    assert [error["p"] for error in errors] == sorted(error["p"] for error in errors)
+    assert all(error["p"] < 0.5 and error["label"] != error["predicted"] for error in errors)
     assert as_json(viewer, "errors/1") == as_json(viewer, "errors/2") == []
     metrics = as_json(viewer, "metrics")
     assert metrics["bags"]["slides"][SLIDE]["Epidermis"] == pytest.approx(0.7)
@@ -168,9 +170,13 @@ def test_similar_patches_have_the_highest_cosine(viewer: Viewer, viewed: Path) -
     cosine[20] = -2
     expected = np.argsort(-cosine)[:12]
     for everywhere in (0, 1):
-        found = as_json(viewer, f"slides/0/similar/0/20?all={everywhere}")
-        assert [(it["x"], it["y"]) for it in found] == [tuple(coords[i]) for i in expected]
-        assert [it["cosine"] for it in found] == pytest.approx(cosine[expected].tolist(), abs=1e-3)
+        similar = as_json(viewer, f"slides/0/similar/0/20?all={everywhere}")
+        assert [(patch["x"], patch["y"]) for patch in similar] == [
+            tuple(coords[i]) for i in expected
+        ]
+        assert [patch["cosine"] for patch in similar] == pytest.approx(
+            cosine[expected].tolist(), abs=1e-3
+        )
 
 
 def test_without_the_slide_its_patches_are_shown(viewed: Path, tmp_path: Path) -> None:
@@ -192,8 +198,8 @@ def test_without_the_slide_its_patches_are_shown(viewed: Path, tmp_path: Path) -
             assert difference(part, np.asarray(whole.resize((64, 64), Image.Resampling.BOX))) < 12
         # A damaged patch is hatched, never white.
         column, line = ((int(index[n][5]) - place[n[0]]) // PATCH for n in ("x_l0", "y_l0"))
-        found = picture(viewer, f"slides/0/patches/0/{column:.0f}/{line:.0f}")
-        assert difference(found, hatched(PATCH, PATCH)) < 12
+        tile = picture(viewer, f"slides/0/patches/0/{column:.0f}/{line:.0f}")
+        assert difference(tile, hatched(PATCH, PATCH)) < 12
         assert "checksum" in as_json(viewer, "slides/0/patch/0/5")["checksum"]
         assert "mask" in facts
         assert picture(viewer, "slides/0/mask").max() == 255
@@ -213,7 +219,7 @@ def test_broken_slides_show_the_reason_and_the_server_goes_on(viewed: Path, tmp_
     (slides / "text.svs").write_text("no slide")
     notes = Notes()
     with viewing(slides, progress=notes) as viewer:
-        names = [it["name"] for it in as_json(viewer, "slides")["slides"]]
+        names = [slide["name"] for slide in as_json(viewer, "slides")["slides"]]
         assert names == [SLIDE, "damaged", "text"]
         tiles = [picture(viewer, f"slides/1/tile/0/{x}/{y}") for x in range(5) for y in range(6)]
         stripes = [(np.abs(t.astype(int) - (196, 60, 52)).sum(axis=2) < 40).sum() for t in tiles]
@@ -328,11 +334,13 @@ def test_drawing_over_xml_keeps_it(viewed: Path, tmp_path: Path, data: Path) -> 
     shutil.copy(data / "annotations" / f"{SLIDE}.asap.xml", xml)
     content = xml.read_bytes()
     with viewing(viewed / "patches.lmdb", annotations=tmp_path) as viewer:
-        found = as_json(viewer, "slides/0/drawing")
-        assert len(found["features"]) == 7
-        classes = {it["properties"]["classification"]["name"] for it in found["features"]}
+        drawing = as_json(viewer, "slides/0/drawing")
+        assert len(drawing["features"]) == 7
+        classes = {
+            feature["properties"]["classification"]["name"] for feature in drawing["features"]
+        }
         assert classes == set(CLASSES)
-        status, _ = put(viewer, {"features": found["features"], "version": found["version"]})
+        status, _ = put(viewer, {"features": drawing["features"], "version": drawing["version"]})
         assert status == 200
     assert not xml.exists()
     assert (tmp_path / f"{SLIDE}.xml.previous").read_bytes() == content
@@ -352,16 +360,16 @@ def test_drawing_touches_no_file_of_another_slide(
     for name in ("a.1.geojson", "c.GEOJSON"):
         shutil.copy(source, folder / name)
     with viewing(slides, annotations=folder) as viewer:
-        names = [it["name"] for it in as_json(viewer, "slides")["slides"]]
+        names = [slide["name"] for slide in as_json(viewer, "slides")["slides"]]
         assert names == ["a", "a.1", "sub/c"]
         for number, count, file in (
             (0, 0, "a.geojson"),
             (1, 7, "a.1.geojson"),
             (2, 7, "c.GEOJSON"),
         ):
-            found = as_json(viewer, f"slides/{number}/drawing")
-            assert (len(found["features"]), found["file"]) == (count, file)
-            body = json.dumps({"features": [SQUARE], "version": found["version"]}).encode()
+            drawing = as_json(viewer, f"slides/{number}/drawing")
+            assert (len(drawing["features"]), drawing["file"]) == (count, file)
+            body = json.dumps({"features": [SQUARE], "version": drawing["version"]}).encode()
             status, answer, _ = fetch(
                 viewer,
                 f"slides/{number}/drawing",
@@ -370,7 +378,7 @@ def test_drawing_touches_no_file_of_another_slide(
                 content_type="application/json",
             )
             assert (status, json.loads(answer)["file"]) == (200, file)
-    kept = {it.name for it in folder.iterdir() if not it.name.startswith(".")}
+    kept = {entry.name for entry in folder.iterdir() if not entry.name.startswith(".")}
     assert kept == {
         "a.geojson", "a.1.geojson", "a.1.geojson.previous", "c.GEOJSON", "c.GEOJSON.previous"
     }  # fmt: skip
@@ -410,7 +418,7 @@ def test_predictions_of_other_patches_have_their_size(viewed: Path, tmp_path: Pa
     """The grid has the size that was predicted, also if its corners are those of patches of the store."""
     folder = Path(shutil.copytree(viewed / "predictions", tmp_path / "predictions"))
     with viewing(viewed / "patches.lmdb", folder) as viewer:
-        assert [it["size"] for it in as_json(viewer, "slides/0")["grids"]] == [PATCH, 256]
+        assert [grid["size"] for grid in as_json(viewer, "slides/0")["grids"]] == [PATCH, 256]
         status, body, _ = fetch(viewer, "slides/0/picture/1024/1024?size=256")
         assert status == 200
         assert Image.open(io.BytesIO(body)).size == (256, 256)
@@ -418,11 +426,11 @@ def test_predictions_of_other_patches_have_their_size(viewed: Path, tmp_path: Pa
         shutil.copytree(viewed / "predictions", tmp_path / name / "cv" / "one") for name in "ab"
     ]
     with viewing(viewed / "patches.lmdb", *map(Path, twice)) as viewer:
-        assert [it["name"] for it in as_json(viewer, "slides")["sources"]] == [
+        assert [source["name"] for source in as_json(viewer, "slides")["sources"]] == [
             "a/cv/one",
             "b/cv/one",
         ]
-        keys = [it["key"] for it in as_json(viewer, "slides/0")["layers"]]
+        keys = [entry["key"] for entry in as_json(viewer, "slides/0")["layers"]]
         assert len(set(keys)) == len(keys)
 
 

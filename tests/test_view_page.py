@@ -73,9 +73,9 @@ def run_js(browser: Browser, code: str, *arguments: Any) -> Any:
         "const done = arguments[arguments.length - 1], pane = window.histopipe?.panes[0];"
         f"(async (...args) => {{ {code} }})(...arguments).then(it => done([it]), it => done(String(it.stack)));"
     )
-    found = browser.execute_async_script(script, *arguments)
-    assert isinstance(found, list), found
-    return found[0]
+    answer = browser.execute_async_script(script, *arguments)
+    assert isinstance(answer, list), answer
+    return answer[0]
 
 
 def wait(browser: Browser, condition: str, seconds: float = 30) -> None:
@@ -145,13 +145,13 @@ def test_native_resolution_shows_the_slide(page: Browser, viewed: Path) -> None:
     centre = left + size[0] / 2, top + size[1] / 2
     run_js(page, "pane.go({x: args[0], y: args[1], pixel: 1})", *centre)
     settled(page)
-    found = screenshot(page)
+    pixels = screenshot(page)
     with open_slide(viewed / "slides" / f"{SLIDE}.svs") as slide:
         expected = slide.read_region(PointL0(left, top), 0, Size(*size))
     rows, columns = slice(160, size[1] - 80), slice(20, size[0] - 160)  # without map and scale bar
-    error = np.abs(found[rows, columns].astype(int) - expected[rows, columns]).mean()
+    error = np.abs(pixels[rows, columns].astype(int) - expected[rows, columns]).mean()
     shifted = np.abs(
-        found[rows, columns].astype(int) - np.roll(expected, 1, axis=1)[rows, columns]
+        pixels[rows, columns].astype(int) - np.roll(expected, 1, axis=1)[rows, columns]
     ).mean()
     assert error < 3
     assert shifted > 6
@@ -206,8 +206,8 @@ def test_layers_have_the_colours_of_their_values(page: Browser, viewed: Path) ->
             "const it = pane.layers.find(it => it.key === args[0]), grid = pane.slide.grids[it.grid];"
             "return [[...it.values].map(v => v === v ? v : null), [[...grid.x], [...grid.y], grid.size]]", key,
         )  # fmt: skip
-        known = next(i for i, value in enumerate(values) if value is not None)
-        x, y, side = corners[0][known], corners[1][known], corners[2]
+        first = next(i for i, value in enumerate(values) if value is not None)
+        x, y, side = corners[0][first], corners[1][first], corners[2]
         assert overlay_at(page, x + side / 2, y + side / 2)[3] == 255, key
         show(page, key, 0)
     show(page, "mask")
@@ -318,7 +318,9 @@ def test_drawn_areas_label_patches(
     page.find_element(By.ID, "save").click()
     wait(page, "document.querySelector('#status').textContent.startsWith('Saved as')")
     saved = json.loads((outlines / f"{SLIDE}.geojson").read_text())
-    assert [it["properties"]["classification"]["name"] for it in saved["features"]] == ["Here"]
+    assert [feature["properties"]["classification"]["name"] for feature in saved["features"]] == [
+        "Here"
+    ]
     store = shutil.copytree(viewed / "patches.lmdb", tmp_path / "patches.lmdb")
     done = run("annotate", store, outlines)
     assert done.returncode == 0, done.stderr
@@ -341,7 +343,7 @@ def test_drawn_areas_label_patches(
     wait(page, "document.querySelector('#status').textContent.startsWith('Saved as')")
     wait(page, "!document.querySelector('.conflict')")
     saved = json.loads((outlines / f"{SLIDE}.geojson").read_text())
-    names = [it["properties"]["classification"]["name"] for it in saved["features"]]
+    names = [feature["properties"]["classification"]["name"] for feature in saved["features"]]
     assert names == ["Other", "Mine"]
     # Outlines that are not saved are not lost without a question.
     run_js(page, "await histopipe.compare(true, 'second')")
@@ -392,8 +394,8 @@ def test_address_holds_the_whole_view(page: Browser, viewer: Viewer) -> None:
     page.get(url)
     wait(page, "window.histopipe?.panes.length === 2 && histopipe.panes[1].slide")
     settled(page)
-    found = run_js(page, state)
-    for a, b in zip(found, expected, strict=True):
+    restored = run_js(page, state)
+    for a, b in zip(restored, expected, strict=True):
         assert [a[0], *a[2:]] == [b[0], *b[2:]]
         assert a[1]["pixel"] == pytest.approx(b[1]["pixel"], rel=1e-3)
         for axis in ("x", "y"):

@@ -40,27 +40,27 @@ def test_tokens_equal_those_of_timm_or_transformers(path: Path) -> None:
     for size in (28, 42):  # the size of the training, and another one
         model = vision_transformer(network, size)
         assign_weights(model, network, NAMINGS[naming], tensors)
-        found = model.predict(outputs[f"pixels_{size}"], verbose=0)
-        assert np.abs(found - outputs[f"tokens_{size}"]).max() < 1e-5
+        tokens = model.predict(outputs[f"pixels_{size}"], verbose=0)
+        assert np.abs(tokens - outputs[f"tokens_{size}"]).max() < 1e-5
 
 
 @pytest.mark.filterwarnings("ignore:__array__")  # keras calls numpy in an old way when it saves
 @pytest.mark.parametrize("pooling", ["class", "class+mean"])
 def test_pooling_and_saved_model(pooling: str, tmp_path: Path) -> None:
-    path = next(it for it in TWINS if it.stem == "timm-all-positions")
+    path = next(file for file in TWINS if file.stem == "timm-all-positions")
     network, tensors, naming = twin(path, pooling)
     outputs = np.load(path.with_suffix(".npz"))
     model = vision_transformer(network, 28)
     assign_weights(model, network, NAMINGS[naming], tensors)
     tokens = outputs["tokens_28"]
-    wanted = tokens[:, 0]
+    expected = tokens[:, 0]
     if pooling == "class+mean":
-        wanted = np.concatenate([wanted, tokens[:, network.prefix :].mean(axis=1)], axis=1)
+        expected = np.concatenate([expected, tokens[:, network.prefix :].mean(axis=1)], axis=1)
     assert model.output_shape == (None, network.dimension)
     model.save(tmp_path / "model.keras")
     plain = keras.models.load_model(tmp_path / "model.keras", safe_mode=True)  # stock layers only
-    for it in (model, plain):
-        assert np.abs(it.predict(outputs["pixels_28"], verbose=0) - wanted).max() < 1e-5
+    for variant in (model, plain):
+        assert np.abs(variant.predict(outputs["pixels_28"], verbose=0) - expected).max() < 1e-5
 
 
 PUBLISHED = {
@@ -86,10 +86,10 @@ def test_presets_have_the_published_number_of_parameters() -> None:
 
 
 def test_other_weights_are_listed() -> None:
-    path = next(it for it in TWINS if it.stem == "timm")
+    path = next(file for file in TWINS if file.stem == "timm")
     network, tensors, naming = twin(path, "class")
     shapes = expected_shapes(network, NAMINGS[naming], 28)
-    assert {name: it.shape for name, it in tensors.items()} == shapes
+    assert {name: tensor.shape for name, tensor in tensors.items()} == shapes
     other = Architecture(patch=7, width=12, depth=3, heads=3, hidden=24)
     with pytest.raises(UsageError) as error:
         select({**tensors, "more": tensors["cls_token"]}, other, NAMINGS[naming], 28, path)

@@ -39,12 +39,12 @@ def tf_config(ports: list[int], index: int) -> str:
 
 
 def start(
-    store: Path, out: Path, ports: list[int], index: int, *more: str, fault: str = ""
+    store: Path, out: Path, ports: list[int], index: int, *options: str, fault: str = ""
 ) -> subprocess.Popen[str]:
     environment = os.environ | {"TF_CONFIG": tf_config(ports, index)}
     if fault:
         environment |= {"HISTOPIPE_TEST_FAULT": fault}
-    command = [*COMMAND, "train", str(store), "--out", str(out), *ARGUMENTS, *more]
+    command = [*COMMAND, "train", str(store), "--out", str(out), *ARGUMENTS, *options]
     return subprocess.Popen(
         command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )

@@ -120,7 +120,7 @@ def _write_attention(
 def _write_predictions(folder: Path, record: Any, rng: np.random.Generator) -> None:
     """Write predictions of another grid: patches of 256 pixels without gaps."""
     predictions = PredictionsFolder(folder)
-    x, y = (it.ravel() for it in np.meshgrid(np.arange(0, 2048, 256), np.arange(0, 2560, 256)))
+    x, y = (axis.ravel() for axis in np.meshgrid(np.arange(0, 2048, 256), np.arange(0, 2560, 256)))
     unlabelled = np.full(len(x), -1)
     scores = _scores((x.astype(np.int64), y.astype(np.int64)), unlabelled, rng)
     slide = PredictedSlide.of(record, source="x", patches=len(x))

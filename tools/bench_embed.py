@@ -133,8 +133,8 @@ def difference(folder: Path) -> float:
     largest = 0.0
     for name in set(slides):
         rows = [number for number, slide in enumerate(slides) if slide == name]
-        found = read_features(read_header(folder / "histopipe embed-0" / f"{name}.h5"))
-        largest = max(largest, float(np.abs(found - plain["features"][rows]).max()))
+        features = read_features(read_header(folder / "histopipe embed-0" / f"{name}.h5"))
+        largest = max(largest, float(np.abs(features - plain["features"][rows]).max()))
     return largest
 
 

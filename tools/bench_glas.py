@@ -41,8 +41,8 @@ def write_labels(glas: Path, published: Path, path: Path) -> None:
 
 def test_metrics(run: Path, level: str) -> dict[str, Any]:
     """Return the test metrics of a run at a level: patch, or slide."""
-    found = json.loads((run / "metrics.json").read_text())["test"][level]
-    return dict(found.get("bag", found))
+    metrics = json.loads((run / "metrics.json").read_text())["test"][level]
+    return dict(metrics.get("bag", metrics))
 
 
 def trained(out: Path, **settings: Any) -> float:
@@ -68,8 +68,8 @@ def patches(store: Path, labels: Path, work: Path, seed: int) -> None:
 def regions(features: Path, labels: Path, work: Path, seed: int, pooling: str | None) -> None:
     """Train benign against malignant with default settings, or another pooling."""
     out = work / f"regions-{pooling or 'default'}-{seed}"
-    more = {} if pooling is None else {"pooling": pooling}
-    seconds = trained(out, mil=features, seed=seed, **published(labels), **more)
+    settings = {} if pooling is None else {"pooling": pooling}
+    seconds = trained(out, mil=features, seed=seed, **published(labels), **settings)
     print(f"regions, {pooling or 'default'}, seed {seed}: {_of_run(out)}, {seconds:.0f} s")
 
 
@@ -128,8 +128,8 @@ def keras_regions(features: Path, labels: Path, seed: int) -> None:
         data("train", repeat=True), validation_data=data("validation", repeat=False),
         epochs=30, verbose=0, callbacks=[best],
     )  # fmt: skip
-    found = model.predict(data("test", repeat=False), verbose=0)[:, 0] > 0.5
-    wrong = np.mean(found != np.array([label for _, label in bags["test"]], bool))
+    predicted = model.predict(data("test", repeat=False), verbose=0)[:, 0] > 0.5
+    wrong = np.mean(predicted != np.array([label for _, label in bags["test"]], bool))
     print(
         f"regions, plain Keras, seed {seed}: error {wrong:.3f}, {time.perf_counter() - began:.0f} s"
     )

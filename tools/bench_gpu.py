@@ -203,7 +203,9 @@ def logical(size: Size, folder: Path) -> Iterator[Row]:
     kind = "GPU" if size.large_batch else "CPU"
     if size.large_batch:
         divide("GPU", 16_384)
-    names = [it.name.removeprefix("/device:") for it in tf.config.list_logical_devices(kind)]
+    names = [
+        device.name.removeprefix("/device:") for device in tf.config.list_logical_devices(kind)
+    ]
     draw = np.random.default_rng(1)
     images = draw.integers(0, 256, (8, size.side, size.side, 3), np.uint8)
     losses = []
@@ -226,7 +228,11 @@ def logical(size: Size, folder: Path) -> Iterator[Row]:
         settings = StepSettings(
             batch_size=8, objective=ClassObjective(2), class_weight=np.ones(2, np.float32)
         )
-        step, count, found = TrainStep(strategy, model, optimizer, settings), 8 // len(devices), []
+        step, count, step_losses = (
+            TrainStep(strategy, model, optimizer, settings),
+            8 // len(devices),
+            [],
+        )
         shares = [
             {
                 "image": tf.constant(images[first : first + count]),
@@ -240,8 +246,8 @@ def logical(size: Size, folder: Path) -> Iterator[Row]:
         for _ in range(5):
             gradients, values = step.gradients(batch, tf.constant(0, tf.int64), count, count)
             step.apply(gradients, tf.zeros(2))
-            found.append(np.mean([np.asarray(part)[:, -2].mean() for part in values[0]]))
-        losses.append(np.array(found))
+            step_losses.append(np.mean([np.asarray(part)[:, -2].mean() for part in values[0]]))
+        losses.append(np.array(step_losses))
     yield {
         "network": "ViT",
         "devices": len(names),
@@ -323,7 +329,7 @@ def machine() -> Row:
             versions[name] = importlib.metadata.version(name)
     build = tf.sysconfig.get_build_info()
     return {
-        "gpus": [it.get("device_name", "unknown") for it in details], "cores": os.cpu_count(),
+        "gpus": [gpu.get("device_name", "unknown") for gpu in details], "cores": os.cpu_count(),
         "python": platform.python_version(), **versions,
         "cuda": build.get("cuda_version"), "cudnn": build.get("cudnn_version"),
     }  # fmt: skip
@@ -331,7 +337,7 @@ def machine() -> Row:
 
 def line(row: Row) -> str:
     """Return a row of the table."""
-    values = [f"{it:,.4g}" if isinstance(it, float) else str(it) for it in row.values()]
+    values = [f"{value:,.4g}" if isinstance(value, float) else str(value) for value in row.values()]
     return "  ".join(f"{value:<14}" for value in values).rstrip()
 
 

@@ -235,7 +235,7 @@ def against_baseline(
     spec: TilingSpec,
     route: AskedRoute,
     target: str,
-    **more: Run,
+    **runs: Run,
 ) -> dict[str, float]:
     """Compare a route with the baseline on one slide, and return the median seconds."""
     plan = planned(path, spec, route)
@@ -248,7 +248,7 @@ def against_baseline(
             "baseline",
             lambda out: baseline([(path, plan)], spec, out),
         ),
-        *more.items(),
+        *runs.items(),
     )
     show_ratio(what, len(plan.plan), times["ours"], times["baseline"], target)
     return times

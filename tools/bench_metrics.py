@@ -67,11 +67,11 @@ def coverage(patients: int, apart: float, samples: int, patches: int) -> dict[st
     truth = judged(synthetic_scores(rng, 50_000, apart, patches), np.zeros((0, 50_000)))
     hits = dict.fromkeys(FIGURES, 0)
     for number in range(samples):
-        found = judged(
+        intervals = judged(
             synthetic_scores(rng, patients, apart, patches), bootstrap_draws(patients, 1000, number)
         ).intervals
         for name in FIGURES:
-            low, high = found.get(name, (math.inf, -math.inf))
+            low, high = intervals.get(name, (math.inf, -math.inf))
             hits[name] += low <= getattr(truth, name) <= high
     return {name: count / samples for name, count in hits.items()}
 
@@ -88,21 +88,22 @@ def group_coverage(patients: int, apart: tuple[float, float], samples: int) -> d
     """
     rng = np.random.default_rng(patients)
     group, rest = (
-        judged(synthetic_scores(rng, 50_000, it, 1), np.zeros((0, 50_000))) for it in apart
+        judged(synthetic_scores(rng, 50_000, separation, 1), np.zeros((0, 50_000)))
+        for separation in apart
     )
     hits = dict.fromkeys(OF_GROUPS, 0)
     of_group = max(patients // 3, 10)
     for number in range(samples):
         drawn = [
-            synthetic_scores(rng, count, it, 1)
-            for count, it in zip((of_group, patients - of_group), apart, strict=True)
+            synthetic_scores(rng, count, separation, 1)
+            for count, separation in zip((of_group, patients - of_group), apart, strict=True)
         ]
         part, slides = _as_slides(drawn)
         settings = JudgeSettings(resamples=1000, seed=number)
-        (found,) = subgroups([part], slides, {"site": None}, settings)
+        (by_site,) = subgroups([part], slides, {"site": None}, settings)
         for name in OF_GROUPS:
             true = getattr(group, name) - getattr(rest, name)
-            ends = found.groups[0].differences[name].interval
+            ends = by_site.groups[0].differences[name].interval
             hits[name] += ends is not None and ends[0] <= true <= ends[1]
     return {name: count / samples for name, count in hits.items()}
 
@@ -138,8 +139,8 @@ def false_alarms(data_sets: int) -> float:
             )
             for i in range(80)
         ]  # fmt: skip
-        found = find_shortcut(slides, model_auc=0.5, seed=seed)
-        alarms += found is not None and found.warning
+        shortcut = find_shortcut(slides, model_auc=0.5, seed=seed)
+        alarms += shortcut is not None and shortcut.warning
     return alarms / data_sets
 
 
@@ -153,11 +154,12 @@ def temperature_losses(patients: int, samples: int) -> tuple[float, float, float
     for _ in range(samples):
         factor = math.exp(rng.normal() / 2)
         drawn, new = (_logits(rng, count, factor) for count in (patients, 4000))
-        found = [1.0, fit_temperature(drawn)[0]]
+        temperatures = [1.0, fit_temperature(drawn)[0]]
         with mock.patch.object(temperature, "_PRIOR", 1e9):
-            found.append(fit_temperature(drawn)[0])
+            temperatures.append(fit_temperature(drawn)[0])
         losses.append([
-            log_loss(new.label, tempered(new.output, (it,)), labels=[0, 1]) for it in found
+            log_loss(new.label, tempered(new.output, (divisor,)), labels=[0, 1])
+            for divisor in temperatures
         ])  # fmt: skip
     none, ours, plain = np.mean(losses, axis=0)
     return float(none), float(ours), float(plain)
@@ -221,13 +223,13 @@ def main() -> None:
     for separation in ((1.2, 1.2), (2.5, 2.5), (1.2, 2.5)):
         for patients in (40, 100, 300):
             shares = group_coverage(patients, separation, samples)
-            areas = ", ".join(f"{norm.cdf(it / math.sqrt(2)):.2f}" for it in separation)
+            areas = ", ".join(f"{norm.cdf(distance / math.sqrt(2)):.2f}" for distance in separation)
             cells = " | ".join(f"{share:.3f}" for share in shares.values())
             print(f"| {patients} | {areas} | {cells} |", flush=True)
     print(f"false alarms of shortcuts: {false_alarms(200):.3f} of 200 data sets", flush=True)
     print("| validation patients | no temperature | temperature | without prior |")
     for patients in (4, 10, 20, 50, 200):
-        cells = " | ".join(f"{it:.3f}" for it in temperature_losses(patients, samples))
+        cells = " | ".join(f"{loss:.3f}" for loss in temperature_losses(patients, samples))
         print(f"| {patients} | {cells} |", flush=True)
     print("| patches | all metrics, ms per resample | scikit-learn, AUC only, ms |")
     for patients in (100, 1_000, 10_000, 100_000):

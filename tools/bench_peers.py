@@ -141,21 +141,23 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     folder: Path = options.folder
     slides = [path.resolve() for path in options.slides]
     environments = {name: _install(folder, name) for name in options.tools}
-    for name, found in environments.items():
-        if found.error is None:
-            found.start_seconds = _start_seconds(folder, name)
+    for name, measurement in environments.items():
+        if measurement.error is None:
+            measurement.start_seconds = _start_seconds(folder, name)
     tiling: dict[str, dict[str, Any]] = {}
     for patches in options.patches:
         job = _job(folder, slides, patches)
         measured = {
-            name: Measured(it.error, it.versions, start_seconds=it.start_seconds)
-            for name, it in environments.items()
+            name: Measured(
+                measurement.error, measurement.versions, start_seconds=measurement.start_seconds
+            )
+            for name, measurement in environments.items()
         }
         for number in range(options.rounds + 1):
-            for name, found in measured.items():
-                if found.error is None:
-                    _run(folder, name, found, job, warm_up=number == 0)
-        tiling[str(patches)] = {name: asdict(found) for name, found in measured.items()}
+            for name, measurement in measured.items():
+                if measurement.error is None:
+                    _run(folder, name, measurement, job, warm_up=number == 0)
+        tiling[str(patches)] = {name: asdict(measurement) for name, measurement in measured.items()}
     store = _store(folder, options.patches[0])
     return {
         "machine": f"{WORKERS} cores ({_processor()}), Linux {platform.release()}",
@@ -256,9 +258,11 @@ def _install(folder: Path, name: str) -> Measured:
                 f"pip cannot install {step[-1]}: {(lines or ['no message'])[-1].strip()}"
             )
     pinned = [text for text in (*tool.requirements, *tool.without_dependencies) if "==" in text]
-    wanted = {text.split("==")[0].split("[")[0].lower() for text in pinned}
+    pinned_names = {text.split("==")[0].split("[")[0].lower() for text in pinned}
     frozen = subprocess.check_output([python, "-m", "pip", "freeze"], text=True).splitlines()
-    return Measured(versions=[line for line in frozen if line.split("==")[0].lower() in wanted])
+    return Measured(
+        versions=[line for line in frozen if line.split("==")[0].lower() in pinned_names]
+    )
 
 
 def _command(folder: Path, name: str, job: Path, out: Path) -> list[str]:
@@ -289,31 +293,35 @@ def _start_seconds(folder: Path, name: str) -> float:
     return statistics.median(seconds[1:])
 
 
-def _run(folder: Path, name: str, found: Measured, job: Path, *, warm_up: bool) -> None:
+def _run(folder: Path, name: str, measurement: Measured, job: Path, *, warm_up: bool) -> None:
     """Run a tool once, as a command with an empty output folder."""
     out = folder / "output"
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir()
-    found.command = _command(folder, name, job, out)
+    measurement.command = _command(folder, name, job, out)
     log = folder / f"{name.split(maxsplit=1)[0]}.log"
     os.sync()
     begun = time.perf_counter()
     with log.open("w") as file:
-        process = subprocess.Popen(found.command, stdout=file, stderr=subprocess.STDOUT, cwd=folder)
+        process = subprocess.Popen(
+            measurement.command, stdout=file, stderr=subprocess.STDOUT, cwd=folder
+        )
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
     os.sync()  # the time includes writing the output to the disk
     seconds = time.perf_counter() - begun
     if process.returncode:
-        found.error = f"exit code {process.returncode}: {log.read_text().strip().splitlines()[-1:]}"
+        measurement.error = (
+            f"exit code {process.returncode}: {log.read_text().strip().splitlines()[-1:]}"
+        )
         return
     print(f"{name}: {seconds:.2f} s{' (warm-up)' if warm_up else ''}", file=sys.stderr)
     if warm_up:
         return
-    found.seconds.append(seconds)
-    found.peak_mb = max(found.peak_mb, usage.ru_maxrss / 1024)
-    found.output_bytes = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
-    found.patches = _count(name, job, log)
+    measurement.seconds.append(seconds)
+    measurement.peak_mb = max(measurement.peak_mb, usage.ru_maxrss / 1024)
+    measurement.output_bytes = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
+    measurement.patches = _count(name, job, log)
 
 
 def _count(name: str, job: Path, log: Path) -> int:
@@ -327,8 +335,8 @@ def _reading(folder: Path, store: Path) -> dict[str, float]:
     """Measure the input rate of a training in patches per second, from three formats of the same patches."""
     command = [sys.executable, str(PEERS / "read_formats.py"), str(store), str(folder)]
     text = subprocess.check_output(command, text=True)
-    found: dict[str, float] = json.loads(text.splitlines()[-1])
-    return found
+    rates: dict[str, float] = json.loads(text.splitlines()[-1])
+    return rates
 
 
 def tiling_table(measured: dict[str, Measured]) -> list[str]:
@@ -338,16 +346,20 @@ def tiling_table(measured: dict[str, Measured]) -> list[str]:
         "| tool | patches | output | seconds, median (min to max) | of these, start | patches/s | histopipe is | peak MB |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for name, found in measured.items():
+    for name, measurement in measured.items():
         tool = TOOLS[name]
-        if found.error:
-            lines.append(f"| {name} | not measured: {found.error} | | | | | | |")
+        if measurement.error:
+            lines.append(f"| {name} | not measured: {measurement.error} | | | | | | |")
             continue
-        middle, low, high = statistics.median(found.seconds), min(found.seconds), max(found.seconds)
+        middle, low, high = (
+            statistics.median(measurement.seconds),
+            min(measurement.seconds),
+            max(measurement.seconds),
+        )
         lines.append(
-            f"| {name} | {found.patches:,}, {tool.patches} | {tool.output}, {found.output_bytes / 1e6:,.0f} MB "
-            f"| {middle:.2f} ({low:.2f} to {high:.2f}) | {found.start_seconds:.2f} | {found.rate:,.0f} "
-            f"| {ours / found.rate:.1f}× | {found.peak_mb:,.0f} |"
+            f"| {name} | {measurement.patches:,}, {tool.patches} | {tool.output}, {measurement.output_bytes / 1e6:,.0f} MB "
+            f"| {middle:.2f} ({low:.2f} to {high:.2f}) | {measurement.start_seconds:.2f} | {measurement.rate:,.0f} "
+            f"| {ours / measurement.rate:.1f}× | {measurement.peak_mb:,.0f} |"
         )
     return lines
 
@@ -406,11 +418,11 @@ def page(results: dict[str, Any]) -> str:
         "| tool | versions | command |",
         "| --- | --- | --- |",
     ]
-    for name, found in next(iter(tiling.values())).items():
+    for name, measurement in next(iter(tiling.values())).items():
         program = (
             f"tools/peers/{TOOLS[name].program}" if TOOLS[name].program else "histopipe ingest"
         )
-        lines.append(f"| {name} | {', '.join(found.versions) or '-'} | `{program}` |")
+        lines.append(f"| {name} | {', '.join(measurement.versions) or '-'} | `{program}` |")
     return "\n".join(lines) + "\n"
 
 
@@ -418,7 +430,14 @@ def draw(results: dict[str, Any], path: Path) -> None:
     """Draw the tables as bars."""
     mpl.rcParams["font.size"] = 9
     panels = [
-        (f"tiling, {patches}", {name: it.rate for name, it in tools.items() if not it.error})
+        (
+            f"tiling, {patches}",
+            {
+                name: measurement.rate
+                for name, measurement in tools.items()
+                if not measurement.error
+            },
+        )
         for patches, tools in _measured(results).items()
     ]
     if results["reading"]:

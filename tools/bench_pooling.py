@@ -57,20 +57,20 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder of the results, as JSON")
     options = parser.parse_args()
     chosen = options.only.split(",") if options.only else list(MODELS)
-    found: dict[str, list[float]] = {name: [] for name in chosen}
+    aucs: dict[str, list[float]] = {name: [] for name in chosen}
     with use_progress(SilentProgress()):
         for seed in range(options.seeds):
             with tempfile.TemporaryDirectory() as name:
                 folder = Path(name)
                 write_bags(folder, options.bags, seed)
                 for model in chosen:
-                    found[model].append(test_auc(folder, model, seed, options.epochs))
+                    aucs[model].append(test_auc(folder, model, seed, options.epochs))
     print("| model | test AUC |\n| --- | --- |")
-    for model, values in found.items():
+    for model, values in aucs.items():
         print(f"| {model} | {np.mean(values):.3f} ± {np.std(values):.3f} |")
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "pooling.json").write_text(json.dumps(found, indent=1))
+        (options.out / "pooling.json").write_text(json.dumps(aucs, indent=1))
 
 
 def test_auc(folder: Path, model: str, seed: int, epochs: int) -> float:

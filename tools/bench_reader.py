@@ -88,7 +88,7 @@ def compare(readers: Mapping[str, Reader], steps: int, repeats: int = REPEATS) -
         for name, reader in readers.items():
             rates[name].append(reader(steps))
             gc.collect()
-    return {name: statistics.median(found) for name, found in rates.items()}
+    return {name: statistics.median(measured) for name, measured in rates.items()}
 
 
 def rate(batches: Iterator[Any], steps: int) -> float:
@@ -328,11 +328,11 @@ def bench_speed(inputs: Inputs) -> None:
             "JPEG folder, Keras": functools.partial(folder, files),
             "tar, sequential": functools.partial(tar, shard),
         }
-        found = compare(readers, 60)
-    for what, speed in found.items():
+        rates = compare(readers, 60)
+    for what, speed in rates.items():
         say(
-            f"  {what:<26}{speed:9,.0f}/s  {speed / found['decode ceiling']:.2f} of the ceiling; "
-            f"histopipe is {found['histopipe'] / speed:.2f}×"
+            f"  {what:<26}{speed:9,.0f}/s  {speed / rates['decode ceiling']:.2f} of the ceiling; "
+            f"histopipe is {rates['histopipe'] / speed:.2f}×"
         )
 
 
@@ -363,7 +363,7 @@ def bench_rest(inputs: Inputs) -> None:
         return by_threads(work, steps)
 
     with Store(path) as store:
-        found = compare(
+        rates = compare(
             {
                 "decode ceiling": functools.partial(ceiling, values),
                 "new array per batch": arrays,
@@ -375,7 +375,7 @@ def bench_rest(inputs: Inputs) -> None:
             },
             60,
         )
-    show_rates(found)
+    show_rates(rates)
 
 
 def bench_calls(inputs: Inputs) -> None:
@@ -460,10 +460,10 @@ def simulated(cores: int, calls: int, spread: float, waiting: float = 0.0) -> fl
     return float(work.sum() / cores / delivered[-1])
 
 
-def show_rates(found: Mapping[str, float]) -> None:
+def show_rates(rates: Mapping[str, float]) -> None:
     """Print rates and their ratios to the ceiling."""
-    for what, speed in found.items():
-        say(f"  {what:<28}{speed:9,.0f}/s  {speed / found['decode ceiling']:.3f}")
+    for what, speed in rates.items():
+        say(f"  {what:<28}{speed:9,.0f}/s  {speed / rates['decode ceiling']:.3f}")
 
 
 def bench_orders(inputs: Inputs) -> None:
@@ -482,8 +482,8 @@ def bench_orders(inputs: Inputs) -> None:
             name: functools.partial(ours, PatchBatches([store], t, batch_size=BATCH, order=order))
             for name, (t, order) in orders.items()
         }
-        found = compare(readers, 60)
-        for name, speed in found.items():
+        rates = compare(readers, 60)
+        for name, speed in rates.items():
             t, order = orders[name]
             batches = PatchBatches([store], t, batch_size=BATCH, order=order)
             say(
@@ -577,10 +577,10 @@ def bench_cold(inputs: Inputs) -> None:
             readers[f"{order}, read-ahead {name}"] = functools.partial(
                 in_process, path, order, ahead
             )
-    found = compare(readers, 150, repeats=5)
-    for what, speed in found.items():
+    rates = compare(readers, 150, repeats=5)
+    for what, speed in rates.items():
         order = what.split(",")[0]
-        without, warm = found[f"{order}, read-ahead none"], found[f"{order}, warm"]
+        without, warm = rates[f"{order}, read-ahead none"], rates[f"{order}, warm"]
         say(
             f"  {what:<32}{speed:9,.0f}/s  {speed / without:.2f}× without read-ahead, {speed / warm:.2f}× warm"
         )
@@ -603,8 +603,8 @@ def read_values(path: Path, *, advise: bool) -> float:
 
 def anonymous_kilobytes() -> int:
     """Return RssAnon of this process."""
-    found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    return int(found[1]) if found else 0
+    match = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return int(match[1]) if match else 0
 
 
 def bench_leak(inputs: Inputs) -> None:
@@ -732,12 +732,12 @@ def bench_scale(inputs: Inputs) -> None:
         done = subprocess.run(
             [sys.executable, __file__, "--scale", str(path)], check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
         )  # fmt: skip
-        found = json.loads(done.stdout)
+        figures = json.loads(done.stdout)
         say(
-            f"  {patches:>11,} patches of {found['slides']:,} slides: open {found['open_s']:.2f} s and {found['open_mb']:.0f} MB, "
-            f"table {found['table_mb']:.0f} MB, reading 300 steps {found['read_mb']:.0f} MB; sample numbers of a step "
-            f"{found['locate_us']:.0f} µs ({found['balanced_us']:.0f} balanced by patient), step of patches of 8² "
-            f"{found['step_us']:.0f} µs"
+            f"  {patches:>11,} patches of {figures['slides']:,} slides: open {figures['open_s']:.2f} s and {figures['open_mb']:.0f} MB, "
+            f"table {figures['table_mb']:.0f} MB, reading 300 steps {figures['read_mb']:.0f} MB; sample numbers of a step "
+            f"{figures['locate_us']:.0f} µs ({figures['balanced_us']:.0f} balanced by patient), step of patches of 8² "
+            f"{figures['step_us']:.0f} µs"
         )
 
 

@@ -42,11 +42,11 @@ def serve(source: Path, mount: Path, mb: float, ms: float, *, cache: bool) -> No
 
     class SlowDisk(fuse.Operations):  # type: ignore[misc]
         def getattr(self, path: str, fh: Any = None) -> dict[str, Any]:
-            found = Path(f"{source}{path}").stat()
-            return {name: getattr(found, name) for name in _STAT}
+            status = Path(f"{source}{path}").stat()
+            return {name: getattr(status, name) for name in _STAT}
 
         def readdir(self, path: str, fh: Any) -> list[str]:
-            return [".", "..", *(it.name for it in Path(f"{source}{path}").iterdir())]
+            return [".", "..", *(entry.name for entry in Path(f"{source}{path}").iterdir())]
 
         def open(self, path: str, flags: int) -> int:
             return os.open(f"{source}{path}", os.O_RDONLY)
@@ -117,36 +117,42 @@ def main() -> None:
     )
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.serve:
-        serve(given.slides, given.folder, given.mb, given.ms, cache=given.cache)
+    arguments = parser.parse_args()
+    if arguments.serve:
+        serve(arguments.slides, arguments.folder, arguments.mb, arguments.ms, cache=arguments.cache)
         return
-    options = ["--mb", str(given.mb), "--ms", str(given.ms), *(["--cache"] if given.cache else [])]
-    given.folder.mkdir(parents=True, exist_ok=True)
-    out = given.folder / "store.lmdb"
+    options = [
+        "--mb",
+        str(arguments.mb),
+        "--ms",
+        str(arguments.ms),
+        *(["--cache"] if arguments.cache else []),
+    ]
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    out = arguments.folder / "store.lmdb"
     ingest: list[object] = [
         COMMAND,
         "ingest",
-        given.folder / "slow",
+        arguments.folder / "slow",
         "--out",
         out,
         "--route",
-        given.route,
+        arguments.route,
     ]
     commands: dict[str, list[object]] = {
-        "sequential copy": ["cp", "-rL", given.folder / "slow", given.folder / "copy"],
-        "staged": [*ingest, "--stage", given.folder / "stage"],
+        "sequential copy": ["cp", "-rL", arguments.folder / "slow", arguments.folder / "copy"],
+        "staged": [*ingest, "--stage", arguments.folder / "stage"],
         "in place": ingest,
     }
     seconds: dict[str, list[float]] = {name: [] for name in commands}
-    for _ in range(given.repeats):
+    for _ in range(arguments.repeats):
         for name, command in commands.items():
-            with mounted(given.slides, given.folder, *options):
+            with mounted(arguments.slides, arguments.folder, *options):
                 seconds[name].append(timed(command))
             shutil.rmtree(out, ignore_errors=True)
-            shutil.rmtree(given.folder / "copy", ignore_errors=True)
+            shutil.rmtree(arguments.folder / "copy", ignore_errors=True)
             print(f"{name:<16} {seconds[name][-1]:7.1f} s", flush=True)
-    copy, staged, plain = (statistics.median(found) for found in seconds.values())
+    copy, staged, plain = (statistics.median(times) for times in seconds.values())
     print(f"staged: {plain / staged:.1f} times as fast as in place (aim {SPEEDUP:g})")
     print(f"staged: {staged / copy:.2f} of the sequential copy (aim at most {OF_COPY:g})")
 

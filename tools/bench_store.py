@@ -171,10 +171,10 @@ def measured(store: Path, work: Path, slides: Path | None, rounds: int) -> None:
     if slides is not None:
         damaged = [number for number, record in complete.items() if record.stored][:2]
         flip(store, damaged)
-        found = subprocess.run(
+        verified = subprocess.run(
             [*COMMAND, "verify", str(store), "--json"], capture_output=True, check=False
         )
-        print("  damaged:", json.loads(found.stdout)["damaged_slides"])
+        print("  damaged:", json.loads(verified.stdout)["damaged_slides"])
         timed(f"repair {len(damaged)} slides", ["repair", str(store), str(slides)])
         timed("verify after repair", ["verify", str(store)])
     shutil.rmtree(work / "merged.lmdb")

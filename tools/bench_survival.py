@@ -50,7 +50,7 @@ def main() -> None:
             rows.append(trained(options, 1000 + seed, 0.3, MODELS[0], strength=0.0))
             print(json.dumps(rows[-1]), flush=True)
     null = [row for row in rows if not row["strength"]]
-    found = {
+    summary = {
         "oracle_inside": sum(
             row["low"] <= row["oracle"] <= row["high"] for row in rows if row["strength"]
         ),
@@ -58,10 +58,10 @@ def main() -> None:
         "half_inside": sum(row["low"] <= 0.5 <= row["high"] for row in null),
         "without_signal": len(null),
     }
-    print(json.dumps(found))
+    print(json.dumps(summary))
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "survival.json").write_text(json.dumps({**found, "rows": rows}, indent=1))
+        (options.out / "survival.json").write_text(json.dumps({**summary, "rows": rows}, indent=1))
 
 
 def trained(

@@ -130,12 +130,14 @@ def write_bags(
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "features").mkdir(parents=True)
     targets = {"classification": ["label"], "regression": ["y"], "survival": ["time", "event"]}
-    more = [f"c{number}" for number in range(covariates.shape[1])]
+    covariate_names = [f"c{number}" for number in range(covariates.shape[1])]
     groups = np.arange(len(features)) if table.groups is None else table.groups
     sides = fold_sides(len(table.targets), seeds)
     with (folder / "labels.csv").open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["slide", *targets[table.task], *more, *map(str, range(1, seeds + 1))])
+        writer.writerow(
+            ["slide", *targets[table.task], *covariate_names, *map(str, range(1, seeds + 1))]
+        )
         for number, values in enumerate(table.targets):
             cells = [f"class{values[0]:.0f}"] if table.task == "classification" else values.tolist()
             writer.writerow([f"s{number:05}", *cells, *covariates[number].tolist(), *sides[number]])
@@ -147,7 +149,7 @@ def write_bags(
     }  # fmt: skip
     return {
         "mil": str(folder / "features"), "labels": str(folder / "labels.csv"),
-        "task": table.task, "covariates": tuple(more), **columns[table.task],
+        "task": table.task, "covariates": tuple(covariate_names), **columns[table.task],
     }  # fmt: skip
 
 
@@ -156,10 +158,10 @@ def fold_sides(count: int, seeds: int) -> NDArray[np.str_]:
     sides = np.full((count, seeds), "validation", dtype="<U10")
     for seed in range(seeds):
         partition, fold = divmod(seed, _FOLDS)
-        own = np.random.default_rng(partition).permutation(np.arange(count) % _FOLDS)
-        others = np.random.default_rng(seed).permutation(np.flatnonzero(own != fold))
-        sides[others[round(0.15 * count) :], seed] = "train"
-        sides[own == fold, seed] = "test"
+        test_folds = np.random.default_rng(partition).permutation(np.arange(count) % _FOLDS)
+        remaining = np.random.default_rng(seed).permutation(np.flatnonzero(test_folds != fold))
+        sides[remaining[round(0.15 * count) :], seed] = "train"
+        sides[test_folds == fold, seed] = "test"
     return sides
 
 
@@ -169,7 +171,7 @@ def split_of(run: Path) -> dict[str, NDArray[np.int64]]:
     numbers: dict[str, list[int]] = {"train": [], "validation": [], "test": []}
     for slide in slides:
         numbers[slide["side"]].append(int(slide["id"][1:]))
-    return {side: np.array(sorted(found)) for side, found in numbers.items()}
+    return {side: np.array(sorted(bags)) for side, bags in numbers.items()}
 
 
 def linear_result(task: str, inputs: Array, targets: Array, run: Path) -> tuple[float, float]:
@@ -184,10 +186,12 @@ def linear_result(task: str, inputs: Array, targets: Array, run: Path) -> tuple[
     truth = targets[test, 0]
     if task == "classification":
         model = LogisticRegression(max_iter=5000).fit(scaled[train], targets[train, 0])
-        found = model.predict_proba(scaled[test])
+        probabilities = model.predict_proba(scaled[test])
         classes = model.classes_
-        ranks = [roc_auc_score(truth == it, found[:, i]) for i, it in enumerate(classes)]
-        return float(np.mean(ranks)), float(log_loss(truth, found, labels=classes))
+        ranks = [
+            roc_auc_score(truth == label, probabilities[:, i]) for i, label in enumerate(classes)
+        ]
+        return float(np.mean(ranks)), float(log_loss(truth, probabilities, labels=classes))
     if task == "regression":
         model = RidgeCV(np.logspace(-2, 3, 20)).fit(scaled[train], targets[train, 0])
         return float(r2_score(truth, model.predict(scaled[test]))), np.nan
@@ -208,7 +212,7 @@ def trained_result(settings: dict[str, Any], run: Path) -> tuple[float, float, i
     shutil.rmtree(run, ignore_errors=True)
     result = histopipe.train(out=run, in_process=True, resamples=0, **settings)
     figures = result.metrics["test"].finest.figures
-    names = [it for it in ("c_index", "auc", "r2", "r2:y", "macro_auc") if it in figures]
+    names = [name for name in ("c_index", "auc", "r2", "r2:y", "macro_auc") if name in figures]
     keras.backend.clear_session()
     gc.collect()
     loss = figures.get("log_loss")
@@ -273,8 +277,8 @@ def main() -> None:
     for table in tables:
         for variant in ("raw",) if table.groups is not None else options.variants.split(","):
             for pooling in options.pooling.split(","):
-                own = settings | ({"pooling": pooling} if pooling else {})
-                cells = compare(table, variant, options.folder, options.seeds, own)
+                pooling_settings = settings | ({"pooling": pooling} if pooling else {})
+                cells = compare(table, variant, options.folder, options.seeds, pooling_settings)
                 print(f"| {' | '.join(cells)} |", flush=True)
 
 

@@ -93,10 +93,8 @@ def _print(scores: Mapping[str, list[list[float]]], seconds: NDArray[np.float64]
                 f"{m:.3f} ({low:.3f})" for m, low in zip(rows.mean(0), rows.min(0), strict=True)
             ]
             print(f"| {condition} | {len(rows)} | " + " | ".join(cells) + " |")
-    everything = np.concatenate([np.array(rows) for rows in scores.values() if rows])
-    print(
-        f"| all | {len(everything)} | " + " | ".join(f"{m:.3f}" for m in everything.mean(0)) + " |"
-    )
+    all_rows = np.concatenate([np.array(rows) for rows in scores.values() if rows])
+    print(f"| all | {len(all_rows)} | " + " | ".join(f"{m:.3f}" for m in all_rows.mean(0)) + " |")
     print("| ms per slide | | " + " | ".join(f"{1000 * s:.0f}" for s in seconds) + " |")
 
 

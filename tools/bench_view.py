@@ -81,13 +81,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 def _tiles(path: Path) -> list[str]:
     with open_slide(path) as slide:
         width, height = slide.info.size.width, slide.info.size.height
-    found, step = [], 0
+    tiles, step = [], 0
     while True:
         side = TILE * 2**step
         columns, rows = -(-width // side), -(-height // side)
-        found += [f"slides/0/tile/{step}/{x}/{y}" for x in range(columns) for y in range(rows)]
+        tiles += [f"slides/0/tile/{step}/{x}/{y}" for x in range(columns) for y in range(rows)]
         if columns == rows == 1:
-            return found
+            return tiles
         step += 1
 
 

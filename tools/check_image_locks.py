@@ -58,12 +58,12 @@ def versions_with_wheels(name: str) -> list[str]:
 def without_wheels(lock: Path) -> list[str]:
     """Return the libraries of a lock that have no wheel of their version."""
     tested = read_versions(REQUIREMENTS / "dev.lock").items()
-    others = [it for it in read_versions(lock).items() if it not in tested]
+    untested = [pin for pin in read_versions(lock).items() if pin not in tested]
     with ThreadPoolExecutor(4) as pool:
-        listed = pool.map(versions_with_wheels, [name for name, _ in others])
+        listed = pool.map(versions_with_wheels, [name for name, _ in untested])
         return [
             f"{name}=={version}"
-            for (name, version), versions in zip(others, listed, strict=True)
+            for (name, version), versions in zip(untested, listed, strict=True)
             if version not in versions
         ]
 
@@ -81,5 +81,5 @@ def main(locks: Iterable[Path]) -> int:
 
 
 if __name__ == "__main__":
-    paths = [Path(it) for it in sys.argv[1:]]
+    paths = [Path(argument) for argument in sys.argv[1:]]
     sys.exit(main(paths or [REQUIREMENTS / "cpu.lock", REQUIREMENTS / "gpu.lock"]))

@@ -55,7 +55,7 @@ class Step:
     kind: str
     code: str
     line: int
-    shown: list[tuple[int, str]] = field(default_factory=list)
+    output: list[tuple[int, str]] = field(default_factory=list)
     """Lines of output, each with its number on the page."""
 
 
@@ -72,7 +72,7 @@ def steps_of(text: str) -> Iterator[Step]:
             python.code += body
             python.line = python.line or line
         elif kind == "text" and python.code:
-            python.shown += enumerate(body.splitlines(), line)
+            python.output += enumerate(body.splitlines(), line)
         elif kind == "console":
             yield from _commands(body, line)
         elif kind == "sh":
@@ -94,7 +94,7 @@ def _commands(body: str, line: int) -> Iterator[Step]:
         elif step and step.code.endswith("\\"):
             step.code = step.code[:-1] + " " + text.strip()
         elif step:
-            step.shown.append((number, text))
+            step.output.append((number, text))
     if step:
         yield step
 
@@ -143,11 +143,11 @@ def nearly_equal(page: list[str], printed: list[str]) -> bool:
     return True
 
 
-def compare(shown: list[str], printed: str) -> tuple[str | None, list[str]]:
+def compare(page_lines: list[str], printed: str) -> tuple[str | None, list[str]]:
     """Return what differs between the lines of a page and the output, or None; and the page's lines as they were printed."""
     lines, place = parse_lines(printed.splitlines()), 0
     difference, updated = None, []
-    for page in parse_lines(shown):
+    for page in parse_lines(page_lines):
         updated.append(page.line)
         if page.text in ("", "..."):
             continue
@@ -229,9 +229,9 @@ def main() -> int:
                     continue
                 print(f"{page}:{step.line}: {step.code.splitlines()[0]}", flush=True)
                 succeeded, printed = shell.run(step.code)
-                difference, updated = compare([line for _, line in step.shown], printed)
+                difference, updated = compare([line for _, line in step.output], printed)
                 if options.update and succeeded and difference:
-                    for (number, _), line in zip(step.shown, updated, strict=True):
+                    for (number, _), line in zip(step.output, updated, strict=True):
                         lines[number - 1] = line
                     print(f"UPDATED: {difference}")
                     difference = compare(updated, printed)[0]

@@ -92,11 +92,11 @@ def results_of(commit: str | None, work: Path, only: str, suffix: str = "") -> P
     git = shutil.which("git") or "git"
     name = "worktree"
     if commit is not None:
-        found = subprocess.run(
+        resolved = subprocess.run(
             [git, "-C", PROJECT, "rev-parse", "--short=12", commit],
             check=True, capture_output=True, text=True,
         )  # fmt: skip
-        name = found.stdout.strip()
+        name = resolved.stdout.strip()
     out = work / "-".join(filter(None, (name, only, suffix)))
     if out.exists() and commit is not None and not suffix:
         return out
@@ -186,18 +186,18 @@ def make_results(out: Path, only: str) -> None:
     def printed(name: str, result: object) -> None:
         Path(name, "printed.txt").write_text(f"{result}\n")
 
-    wanted = only.split(",") if only else [*runs, *folds, *predictions]
+    chosen = only.split(",") if only else [*runs, *folds, *predictions]
     for name, settings in runs.items():
-        if name in wanted:
+        if name in chosen:
             printed(name, histopipe.train(out=name, **settings))
     for name, settings in folds.items():
-        if name in wanted:
-            own = {key: value for key, value in settings.items() if key != "in_process"}
-            printed(name, histopipe.cross_validate(out=name, **own))
-    for name, (run, source, more) in predictions.items():
-        if name in wanted:
-            printed(name, histopipe.predict(run, source, out=name, devices="cpu", **more))
-    for name in wanted:
+        if name in chosen:
+            fold_settings = {key: value for key, value in settings.items() if key != "in_process"}
+            printed(name, histopipe.cross_validate(out=name, **fold_settings))
+    for name, (run, source, options) in predictions.items():
+        if name in chosen:
+            printed(name, histopipe.predict(run, source, out=name, devices="cpu", **options))
+    for name in chosen:
         histopipe.report(name)
         if name in runs:
             histopipe.report(name, checklist="claim", out=f"{name}/claim.md")
@@ -207,7 +207,7 @@ def make_results(out: Path, only: str) -> None:
         ("bags", "bags-patients"),
         ("folds-cox", "bags-cox"),
     ):
-        if set(pair) <= set(wanted):
+        if set(pair) <= set(chosen):
             name = f"compare-{'-'.join(pair)}"
             Path(name).mkdir()
             printed(name, histopipe.compare(pair))

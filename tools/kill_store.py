@@ -100,16 +100,16 @@ def killed(victim: Victim, seconds: float) -> bool:
 def checked(store: Path, expected: Slides, damaged: frozenset[str] = frozenset()) -> str:
     """Check that only the damaged slides have findings, and return the number of slides as text."""
     try:
-        found = verify(store, progress=SilentProgress())
+        result = verify(store, progress=SilentProgress())
     except NothingToDo:
         return "no slides yet"
-    if {finding.slide for finding in found.findings} - damaged:
-        raise SystemExit(f"{store} is damaged: {found.findings}")
+    if {finding.slide for finding in result.findings} - damaged:
+        raise SystemExit(f"{store} is damaged: {result.findings}")
     try:
         slides = contents(store)
     except NothingToDo:
         return "no slides yet"
-    bad = {finding.slide for finding in found.findings}
+    bad = {finding.slide for finding in result.findings}
     wrong = [n for n, values in slides.items() if expected[n] != values and n not in bad]
     if wrong:
         raise SystemExit(f"{store} has slides with wrong values: {wrong}")
@@ -178,8 +178,8 @@ def main() -> None:
     arguments = parser.parse_args()
     rng = random.Random(arguments.seed)
     with tempfile.TemporaryDirectory() as temporary:
-        known, expected = victims(arguments.work or Path(temporary), arguments.side)
-        commands = {name: known[name] for name in arguments.commands}
+        victim_of, expected = victims(arguments.work or Path(temporary), arguments.side)
+        commands = {name: victim_of[name] for name in arguments.commands}
         for victim in commands.values():
             victim.prepare()
             victim.seconds = completed(*victim.arguments)
@@ -203,10 +203,10 @@ def main() -> None:
                 completed("remove", str(victim.store), *remaining)
             checked(victim.store, expected)
     for name, victim in commands.items():
-        found = ", ".join(f"{count} × {state}" for state, count in sorted(victim.states.items()))
+        states = ", ".join(f"{count} × {state}" for state, count in sorted(victim.states.items()))
         print(
             f"{name:8} {victim.seconds:5.2f} s without kill; {victim.killed} kills, {victim.late} too late; "
-            f"states after kills: {found}"
+            f"states after kills: {states}"
         )
     print(f"{done} kills; after each one, the store was intact, and the same command succeeded")
 

@@ -56,9 +56,9 @@ def check_artifact(artifact: Path, version: str) -> None:
         run(pip, "install", "--quiet", "--require-hashes", "-r", "requirements/base.lock")
         run(pip, "install", "--quiet", "--no-deps", artifact)
         histopipe = Path(folder) / "bin" / "histopipe"
-        found = run(histopipe, "--version")
-        if version not in found:
-            raise SystemExit(f"{artifact.name}: found {found!r}, expected version {version}")
+        printed = run(histopipe, "--version")
+        if version not in printed:
+            raise SystemExit(f"{artifact.name}: found {printed!r}, expected version {version}")
         run(histopipe, "ingest", "--help")
     print(f"{artifact.name}: installed and started, {artifact.stat().st_size / 1e6:.1f} MB")
 

@@ -48,8 +48,8 @@ def settings_page() -> str:
     parts = [_HEAD] + [_section(group, head, rows) for group, rows in groups.items()]
     for kind, title in ((FoldSettings, "Cross-validation"), (StudySettings, "Search")):
         rows = [
-            _row([f"`{name}`", _values(it), _default(it), it.about.help])
-            for name, it in declared_settings(kind).items()
+            _row([f"`{name}`", _values(setting), _default(setting), setting.about.help])
+            for name, setting in declared_settings(kind).items()
         ]
         parts.append(_section(title, ["setting", "values", "default", "description"], rows))
     return "\n".join(parts)

@@ -167,7 +167,10 @@ def cluster(workers: int, work: Path) -> Iterator[tuple[str, list[psutil.Process
         while not (file.exists() and file.read_text().strip()):
             time.sleep(0.1)
         time.sleep(5 + workers)  # until the workers are connected
-        yield json.loads(file.read_text())["address"], [psutil.Process(it.pid) for it in started]
+        yield (
+            json.loads(file.read_text())["address"],
+            [psutil.Process(process.pid) for process in started],
+        )
     finally:
         for process in started:
             os.killpg(process.pid, signal.SIGTERM)
@@ -190,7 +193,7 @@ def ingest_by(workers: int, slides: list[Path], work: Path) -> Spent:
     for name in ("parts", "scratch"):
         shutil.rmtree(work / name, ignore_errors=True)
     with cluster(workers, work) as (address, processes):
-        before, started = [cpu_seconds(it) for it in processes], time.perf_counter()
+        before, started = [cpu_seconds(process) for process in processes], time.perf_counter()
         process = subprocess.Popen(
             [HISTOPIPE, "ingest", *map(str, slides), "--out", "parts", "--cluster", address, "--scratch", "scratch"],
             cwd=work, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
@@ -200,7 +203,7 @@ def ingest_by(workers: int, slides: list[Path], work: Path) -> Spent:
         if status:
             raise SystemExit(f"ingest on {workers} workers failed with wait status {status}")
         scheduler, *each = [
-            cpu_seconds(it) - start for it, start in zip(processes, before, strict=True)
+            cpu_seconds(process) - start for process, start in zip(processes, before, strict=True)
         ]
     return Spent(took, usage.ru_utime + usage.ru_stime, scheduler, sum(each))
 
@@ -217,8 +220,8 @@ def measure_costs(slides: Path, names: list[str], work: Path) -> tuple[Costs, ND
 
     def each(what: str) -> float:
         """Return the CPU seconds per slide, without the first slide."""
-        more = float(getattr(many, what) - getattr(one, what))
-        return max(0.0, more / (len(names) - 1))
+        extra = float(getattr(many, what) - getattr(one, what))
+        return max(0.0, extra / (len(names) - 1))
 
     alone = worker["slide_seconds"] + worker["patch_seconds"] * patches
     task = max(0.0, each("workers") - worker["busy"] * float(alone[1:].mean()))
@@ -253,13 +256,16 @@ def show_prediction(costs: Costs, cohort: Cohort, name: str, site: Site) -> None
     first = predict(costs, cohort, site)
     show(f"\n{name}: {first.read / 1e12:.3g} TB read, {first.stored / 1e12:.3g} TB stored; {site}")
     show(
-        "nodes     minutes  scratch  bottleneck  " + "  ".join(f"{it:>10}" for it in first.demands)
+        "nodes     minutes  scratch  bottleneck  "
+        + "  ".join(f"{demand:>10}" for demand in first.demands)
     )
     for nodes in NODES:
-        it = predict(costs, cohort, site.of(nodes))
-        shares = "  ".join(f"{value / it.seconds:10.0%}" for value in it.demands.values())
+        prediction = predict(costs, cohort, site.of(nodes))
+        shares = "  ".join(
+            f"{value / prediction.seconds:10.0%}" for value in prediction.demands.values()
+        )
         show(
-            f"{nodes:5}  {it.seconds / 60:10.1f}  {it.scratch / 1e12:4.2f} TB  {it.bottleneck:10}  {shares}"
+            f"{nodes:5}  {prediction.seconds / 60:10.1f}  {prediction.scratch / 1e12:4.2f} TB  {prediction.bottleneck:10}  {shares}"
         )
 
 

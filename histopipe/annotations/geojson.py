@@ -35,14 +35,14 @@ def read_geojson(data: bytes, class_property: str | None = None) -> Outlines:
         UsageError: the content is not GeoJSON of this form.
     """
     outlines = Outlines("bounds")
-    others = 0
+    left_out = 0
     for number, feature in enumerate(_features(_parsed(data)), 1):
         properties = feature.get("properties")
         properties = properties if isinstance(properties, Mapping) else {}
         name = feature.get("id", number)
         kind = properties.get("objectType", properties.get("object_type"))
         if name in _OLD_RESULTS or (isinstance(kind, str) and kind.lower() != "annotation"):
-            others += 1
+            left_out += 1
             continue
         name = f"feature {number if name == _OLD_ANNOTATION else name}"
         class_name = _class_name(properties, class_property or _CLASS)
@@ -54,9 +54,9 @@ def read_geojson(data: bytes, class_property: str | None = None) -> Outlines:
             }
         excluded = _IGNORED in (class_name, _class_name(properties, _CLASS))
         _add(outlines, name, class_name, feature.get("geometry"), excluded=excluded)
-    if others:
+    if left_out:
         outlines.notes.append(
-            f"{others} detections, cells or tiles left out: only annotations are read"
+            f"{left_out} detections, cells or tiles left out: only annotations are read"
         )
     return outlines
 
@@ -65,7 +65,7 @@ def geojson_features(outlines: Outlines, corner: tuple[int, int]) -> list[dict[s
     """Return outlines as features of QuPath. `corner` is the level-0 pixel of the scanned area's top left corner."""
     left, top = corner if outlines.frame == "slide" else (0, 0)
     features = []
-    for outline in outlines.found:
+    for outline in outlines.entries:
         name = _IGNORED if outline.excluded else outline.name
         properties: dict[str, Any] = {"objectType": "annotation"}
         if name:
@@ -78,14 +78,14 @@ def geojson_features(outlines: Outlines, corner: tuple[int, int]) -> list[dict[s
 
 def _class_name(properties: Mapping[str, Any], key: str) -> str | None:
     """Return the class in a property: a text, a whole number, or the name of a QuPath class."""
-    found = properties.get(key)
-    if isinstance(found, Mapping):
-        names = found.get("names")
+    value = properties.get(key)
+    if isinstance(value, Mapping):
+        names = value.get("names")
         several = ": ".join(map(str, names)) if isinstance(names, list) else None
-        found = found.get("name") or several
-    if isinstance(found, int) and not isinstance(found, bool):
-        found = str(found)
-    return found.strip() or None if isinstance(found, str) else None
+        value = value.get("name") or several
+    if isinstance(value, int) and not isinstance(value, bool):
+        value = str(value)
+    return value.strip() or None if isinstance(value, str) else None
 
 
 def _parsed(data: bytes) -> Any:

@@ -50,7 +50,7 @@ class Outlines:
     """
 
     frame: Frame
-    found: list[Outline] = field(default_factory=list)
+    entries: list[Outline] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     invalid: list[str] = field(default_factory=list)
     properties: set[str] = field(default_factory=set)
@@ -94,7 +94,7 @@ class Outlines:
                 f"{feature} repaired ({reason}): {area.area:,.0f} square pixels of level 0"
             )
             self.invalid.append(self.notes[-1])
-        self.found.append(Outline(feature, name, area, excluded))
+        self.entries.append(Outline(feature, name, area, excluded))
 
     def leave_out(self, feature: str, why: str) -> None:
         """Add a note that a feature is left out."""

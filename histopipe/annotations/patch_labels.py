@@ -44,13 +44,13 @@ class PatchLabels:
 
     def counts(self) -> dict[str, int]:
         """Return the number of patches by class, without classes that have none."""
-        found = np.bincount(self.label[self.label >= 0], minlength=len(self.classes)).tolist()
-        return {name: count for name, count in zip(self.classes, found, strict=True) if count}
+        counts = np.bincount(self.label[self.label >= 0], minlength=len(self.classes)).tolist()
+        return {name: count for name, count in zip(self.classes, counts, strict=True) if count}
 
     def numbered(self, numbers: Mapping[str, int]) -> NDArray[np.int32]:
         """Return the labels with the given class numbers, (N,) int32; -1 for no label, or a class without a number."""
-        found = [numbers.get(name, NO_CLASS) for name in self.classes]
-        return np.array([*found, NO_CLASS], np.int32)[self.label]
+        class_numbers = [numbers.get(name, NO_CLASS) for name in self.classes]
+        return np.array([*class_numbers, NO_CLASS], np.int32)[self.label]
 
 
 def annotation_notes(path: Path, regions: Regions, labels: PatchLabels) -> list[str]:
@@ -83,12 +83,12 @@ def label_patches(
     covered = np.zeros(len(x_l0), np.float32)
     if not classes:
         return PatchLabels(classes, label, covered)
-    found = [
+    batches = [
         (shares.argmax(axis=1), shares.max(axis=1))
         for shares in Coverage(regions.outlines, classes).shares(x_l0, y_l0, side_l0)
     ]
-    label[:] = np.concatenate([it[0] for it in found])
-    covered[:] = np.concatenate([it[1] for it in found])
+    label[:] = np.concatenate([batch[0] for batch in batches])
+    covered[:] = np.concatenate([batch[1] for batch in batches])
     label[covered < threshold - _ROUNDING] = NO_CLASS
     return PatchLabels(classes, label, covered)
 
@@ -98,10 +98,10 @@ def roi_shares(
 ) -> NDArray[np.float32]:
     """Return the share of each patch that is inside the region of interest, (N,) 0 to 1."""
     outlines = regions.roi or ()
-    names = sorted({it.name for it in outlines if it.name is not None})
+    names = sorted({outline.name for outline in outlines if outline.name is not None})
     if not names:
         return np.zeros(len(x_l0), np.float32)
-    shares = [it[:, 0] for it in Coverage(outlines, names).shares(x_l0, y_l0, side_l0)]
+    shares = [batch[:, 0] for batch in Coverage(outlines, names).shares(x_l0, y_l0, side_l0)]
     return np.concatenate(shares).astype(np.float32)
 
 
@@ -112,8 +112,14 @@ class Coverage:
         self._classes = len(classes)
         number = {name: i for i, name in enumerate(classes)}
         # Outlines of no class still hide those after them; their area is counted in an extra last column.
-        self._class = np.array([number.get(it.name or "", len(classes)) for it in outlines], int)
-        pieces = [(rank, piece) for rank, it in enumerate(outlines) for piece in _pieces(it.area)]
+        self._class = np.array(
+            [number.get(outline.name or "", len(classes)) for outline in outlines], int
+        )
+        pieces = [
+            (rank, piece)
+            for rank, outline in enumerate(outlines)
+            for piece in _pieces(outline.area)
+        ]
         self._rank = np.array([rank for rank, _ in pieces], np.int64)
         self._stored = shapely.to_wkb(np.array([piece for _, piece in pieces], object))
         self._local = local()
@@ -196,9 +202,11 @@ class Coverage:
             where, part = cell[now], parts[now]
             left = part if turn == 0 else shapely.difference(part, taken[where])
             areas[where, self._class[rank[now]]] += shapely.area(left)
-            more = sizes[sizes > turn] > turn + 1
-            taken[where[more]] = (
-                part[more] if turn == 0 else shapely.union(taken[where[more]], part[more])
+            unfinished = sizes[sizes > turn] > turn + 1
+            taken[where[unfinished]] = (
+                part[unfinished]
+                if turn == 0
+                else shapely.union(taken[where[unfinished]], part[unfinished])
             )
         return areas
 

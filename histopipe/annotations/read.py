@@ -87,16 +87,16 @@ def match_files(
     for file in files:
         stem = file.relative_to(root).with_suffix("").as_posix()
         shorter = PurePosixPath(stem).with_suffix("").as_posix()
-        for found, name in ((exact, stem), (loose, shorter)):
+        for matches, name in ((exact, stem), (loose, shorter)):
             slide = names.find(name, where=str(file))
             if slide is None:
                 continue
-            if slide in found:
+            if slide in matches:
                 raise UsageError(
-                    f"two annotation files for slide {slide}", found=f"{found[slide]} and {file}",
+                    f"two annotation files for slide {slide}", found=f"{matches[slide]} and {file}",
                     todo="keep one, or move one to another folder",
                 )  # fmt: skip
-            found[slide] = file
+            matches[slide] = file
             break
         else:
             unmatched.append(file.name)

@@ -79,19 +79,23 @@ class Regions:
 
     def draws(self, name: str) -> bool:
         """Return whether the region of interest has an outline with this name."""
-        return any(it.name == name for it in self.roi or ())
+        return any(outline.name == name for outline in self.roi or ())
 
     @property
     def classes(self) -> tuple[str, ...]:
         """Names of the classes, sorted."""
-        return tuple(sorted({it.name for it in self.outlines if it.name is not None}))
+        return tuple(
+            sorted({outline.name for outline in self.outlines if outline.name is not None})
+        )
 
     def note_texts(self, path: Path) -> list[str]:
         """Return at most ten notes, as one text, for a slide's record."""
         if not self.notes:
             return []
-        more = f" and {len(self.notes) - _MOST_NOTES} more" if len(self.notes) > _MOST_NOTES else ""
-        return [f"{path.name}: {'; '.join(self.notes[:_MOST_NOTES])}{more}"]
+        omitted = (
+            f" and {len(self.notes) - _MOST_NOTES} more" if len(self.notes) > _MOST_NOTES else ""
+        )
+        return [f"{path.name}: {'; '.join(self.notes[:_MOST_NOTES])}{omitted}"]
 
 
 def source_text(path: Path, rules: AnnotationRules) -> str:
@@ -121,9 +125,13 @@ def regions_of(
     placed = _placed(named, shift, size, notes)
     notes = [*_frame_notes(len(named), placed, size, bounds), *notes]
     later_first = placed[::-1]  # the sort is stable: of equal sizes, the later one comes first
-    ordered = sorted(later_first, key=lambda it: (not it.excluded, it.area.area))
-    of_roi = [it for it in ordered if it.excluded or it.name == rules.roi]
-    rest = [it for it in ordered if it.excluded or rules.roi is None or it.name != rules.roi]
+    ordered = sorted(later_first, key=lambda outline: (not outline.excluded, outline.area.area))
+    of_roi = [outline for outline in ordered if outline.excluded or outline.name == rules.roi]
+    rest = [
+        outline
+        for outline in ordered
+        if outline.excluded or rules.roi is None or outline.name != rules.roi
+    ]
     return Regions(tuple(rest), None if rules.roi is None else tuple(of_roi), tuple(notes))
 
 
@@ -143,8 +151,8 @@ def _frame_notes(count: int, placed: Sequence[Outline], size: Size, bounds: Regi
 
 def _named(outlines: Outlines, unclassified: str | None, notes: list[str]) -> list[Outline]:
     """Return the outlines that have a class or are excluded; the others get the class `unclassified`, if given."""
-    found = outlines.found
-    nameless = [it for it in found if it.name is None and not it.excluded]
+    entries = outlines.entries
+    nameless = [outline for outline in entries if outline.name is None and not outline.excluded]
     properties = " or ".join(map(plain, sorted(outlines.properties)[:_MOST_NOTES]))
     if nameless and unclassified is None:
         notes.append(
@@ -153,9 +161,9 @@ def _named(outlines: Outlines, unclassified: str | None, notes: list[str]) -> li
             + (f", or --class-property with {properties}" if properties else "")
         )
     return [
-        it if it.excluded else replace(it, name=it.name or unclassified)
-        for it in found
-        if it.name or it.excluded or unclassified is not None
+        outline if outline.excluded else replace(outline, name=outline.name or unclassified)
+        for outline in entries
+        if outline.name or outline.excluded or unclassified is not None
     ]
 
 
@@ -165,16 +173,16 @@ def _placed(
     """Return outlines in the slide's frame; leave out those outside the slide."""
     slide = shapely.box(0, 0, size.width, size.height)
     placed = []
-    for it in outlines:
-        area = translate(it.area, *shift) if any(shift) else it.area
+    for outline in outlines:
+        area = translate(outline.area, *shift) if any(shift) else outline.area
         if not shapely.intersects(slide, area):
             left, top, right, bottom = area.bounds
             notes.append(
-                f"{it.feature} left out: it is outside the slide of {size} pixels, "
+                f"{outline.feature} left out: it is outside the slide of {size} pixels, "
                 f"at x {left:.0f} to {right:.0f}, y {top:.0f} to {bottom:.0f}"
             )
             continue
         if not shapely.covers(slide, area):
-            notes.append(f"{it.feature} is partly outside the slide of {size} pixels")
-        placed.append(replace(it, area=area))
+            notes.append(f"{outline.feature} is partly outside the slide of {size} pixels")
+        placed.append(replace(outline, area=area))
     return placed

@@ -110,7 +110,9 @@ def _read_asap(root: Element, class_property: str | None) -> Outlines:
         if kind not in _AREAS:
             outlines.leave_out(feature, f"{kind or 'no type'} has no area")
             continue
-        points = [_coordinate(it, feature) for it in _coordinates_in_order(annotation)]
+        points = [
+            _coordinate(coordinate, feature) for coordinate in _coordinates_in_order(annotation)
+        ]
         excluded = group.lower() in _EXCLUDED
         name = None if excluded or group.lower() in _NO_GROUP else _CAMELYON.get(group, group)
         if class_property is not None and not excluded:
@@ -122,11 +124,11 @@ def _read_asap(root: Element, class_property: str | None) -> Outlines:
 
 
 def _coordinates_in_order(annotation: Element) -> list[Element]:
-    found = list(annotation.iter("Coordinate"))
+    coordinates = list(annotation.iter("Coordinate"))
     try:
-        return sorted(found, key=lambda it: int(float(it.attrib["Order"])))
+        return sorted(coordinates, key=lambda coordinate: int(float(coordinate.attrib["Order"])))
     except (KeyError, ValueError, OverflowError):
-        return found  # in the order of the file
+        return coordinates  # in the order of the file
 
 
 def _read_layers(root: Element, class_property: str | None) -> Outlines:
@@ -165,25 +167,35 @@ def _read_layers(root: Element, class_property: str | None) -> Outlines:
                 outlines.properties.add("Text")
             into.add(feature, name, [[points]])
         outlines.notes += positive.notes + negative.notes
-        left = _without(positive.found, [it.area for it in negative.found])
-        removed = {it.feature for it in positive.found} - {it.feature for it in left}
+        left = _without(positive.entries, [outline.area for outline in negative.entries])
+        removed = {outline.feature for outline in positive.entries} - {
+            outline.feature for outline in left
+        }
         for feature in sorted(removed):
             outlines.leave_out(feature, "negative regions cover it completely")
-        outlines.found += left
+        outlines.entries += left
     return outlines
 
 
-def _without(found: list[Outline], holes: list[shapely.Geometry]) -> list[Outline]:
+def _without(outlines: list[Outline], holes: list[shapely.Geometry]) -> list[Outline]:
     hole = shapely.union_all(holes)
-    cut = ((it, polygonal(shapely.difference(it.area, hole))) for it in found)
-    return [Outline(it.feature, it.name, area) for it, area in cut if not area.is_empty]
+    cut = ((outline, polygonal(shapely.difference(outline.area, hole))) for outline in outlines)
+    return [
+        Outline(outline.feature, outline.name, area) for outline, area in cut if not area.is_empty
+    ]
 
 
 def _class_of(layer: Element) -> str | None:
-    attributes = [it for it in layer.iterfind("Attributes/Attribute") if it.get("Name")]
-    described = [it.get("Value") for it in attributes if it.get("Name") == "Description"]
-    others = [it.get("Name") for it in attributes if it.get("Name") != "Description"]
-    for name in (layer.get("Name"), *described, *others):
+    attributes = [
+        attribute for attribute in layer.iterfind("Attributes/Attribute") if attribute.get("Name")
+    ]
+    described = [
+        attribute.get("Value") for attribute in attributes if attribute.get("Name") == "Description"
+    ]
+    other_names = [
+        attribute.get("Name") for attribute in attributes if attribute.get("Name") != "Description"
+    ]
+    for name in (layer.get("Name"), *described, *other_names):
         if name and name.strip():
             return name.strip()
     return None

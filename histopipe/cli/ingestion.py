@@ -299,7 +299,9 @@ _INGEST_ONLY = (
 """Parameters of `ingest` that `import-coords` does not have: the coordinates define size, scale and tissue."""
 
 
-@click.command(params=[it for it in ingest.params if it.name not in _INGEST_ONLY])
+@click.command(
+    params=[parameter for parameter in ingest.params if parameter.name not in _INGEST_ONLY]
+)
 @click.argument("coords", type=PATH)
 @click.argument("slides", nargs=-1, type=SOURCE)
 @untrusted_option(coords="coords")

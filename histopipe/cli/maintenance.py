@@ -39,8 +39,8 @@ def info(path: Path, as_json: bool) -> None:
     """
     from histopipe.reports.info import info
 
-    found = info(path)
-    show(found, as_json=as_json, then=found.then)
+    contents = info(path)
+    show(contents, as_json=as_json, then=contents.then)
 
 
 @click.command()
@@ -107,10 +107,10 @@ def verify(store: Path, as_json: bool, **options: Any) -> int:
     """
     from histopipe.maintenance.verify import verify
 
-    found = verify(store, **options)
-    then = ("repair", store, "SLIDES") if found.findings else ("info", store)
-    show(found, as_json=as_json, then=then)
-    return found.exit_code
+    report = verify(store, **options)
+    then = ("repair", store, "SLIDES") if report.findings else ("info", store)
+    show(report, as_json=as_json, then=then)
+    return report.exit_code
 
 
 @click.command()

@@ -81,7 +81,9 @@ def share(text: str) -> float:
 
 def together(*options: Callable[[F], F]) -> Callable[[F], F]:
     """Combine options into one decorator; `--help` lists them in this order."""
-    return lambda command: functools.reduce(lambda it, add: add(it), reversed(options), command)
+    return lambda command: functools.reduce(
+        lambda decorated, add: add(decorated), reversed(options), command
+    )
 
 
 def store_option(help: str) -> Callable[[F], F]:

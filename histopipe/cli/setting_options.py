@@ -44,7 +44,9 @@ def setting_options(*classes: type, skip: tuple[str, ...] = ()) -> Callable[[F],
     If several classes declare a setting, the first declaration is used. `--help` lists the defaults of all classes.
     """
     declared = declared_settings(*classes)
-    return together(*(_option(it, classes) for name, it in declared.items() if name not in skip))
+    return together(
+        *(_option(setting, classes) for name, setting in declared.items() if name not in skip)
+    )
 
 
 def given_settings(*classes: type) -> dict[str, Any]:
@@ -58,8 +60,10 @@ def given_settings(*classes: type) -> dict[str, Any]:
 
 
 def _option(declared: DeclaredSetting, classes: tuple[type, ...]) -> Callable[[F], F]:
-    found = [declared_settings(kind).get(declared.name) for kind in classes]
-    defaults = "; on bags: ".join(dict.fromkeys(default_text(it) for it in found if it is not None))
+    settings = [declared_settings(kind).get(declared.name) for kind in classes]
+    defaults = "; on bags: ".join(
+        dict.fromkeys(default_text(setting) for setting in settings if setting is not None)
+    )
     kind: dict[str, Any] = {"is_flag": True}
     if declared.item_type is not bool:
         kind = {"type": _type(declared), "multiple": declared.is_path_list}

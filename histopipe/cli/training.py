@@ -92,7 +92,7 @@ def _new_folder(settings: dict[str, Any]) -> Path:
     from histopipe.runs.folder import writable
     from histopipe.runs.recipe import chosen_settings
 
-    defaults = {name: it.default for name, it in declared_settings(*CONFIGS).items()}
+    defaults = {name: setting.default for name, setting in declared_settings(*CONFIGS).items()}
     values = {**defaults, **settings}
     with suppress(HistopipeError):  # the training reports it
         values |= chosen_settings(settings)

@@ -187,17 +187,17 @@ def mark_patches(slide: SlideSplit, marks: NDArray[np.bool_]) -> NDArray[np.bool
     return np.asarray(used & marks, np.bool_)
 
 
-def copies_note(own: Sequence[SlideSplit], slides: Sequence[SlideSplit]) -> str:
-    """Return a note for messages: the copies among all slides of the slides in `own`; empty if there are none."""
+def copies_note(subset: Sequence[SlideSplit], slides: Sequence[SlideSplit]) -> str:
+    """Return a note for messages: the copies among all slides of the slides in `subset`; empty if there are none."""
     ids: dict[str, set[str]] = defaultdict(set)
     for slide in slides:
         if slide.content is not None:
             ids[slide.content].add(slide.id)
     sets = [
-        sorted(ids[c]) for c in sorted({s.content for s in own if s.content}) if len(ids[c]) > 1
+        sorted(ids[c]) for c in sorted({s.content for s in subset if s.content}) if len(ids[c]) > 1
     ]
     if not sets:
         return ""
-    shown = [" = ".join(names[:4]) + (" = …" if names[4:] else "") for names in sets[:3]]
-    more = f"; and {len(sets) - 3} more" if sets[3:] else ""
-    return f" (copies of one slide count as one and stay on one side: {'; '.join(shown)}{more})"
+    texts = [" = ".join(names[:4]) + (" = …" if names[4:] else "") for names in sets[:3]]
+    rest = f"; and {len(sets) - 3} more" if sets[3:] else ""
+    return f" (copies of one slide count as one and stay on one side: {'; '.join(texts)}{rest})"

@@ -37,14 +37,14 @@ class Covariate:
         Raises:
             UsageError: there is one value only, or too many categories.
         """
-        known = [cell for cell in cells if cell]
-        values = sorted(set(known))
+        entries = [cell for cell in cells if cell]
+        values = sorted(set(entries))
         if len(values) < 2:
             raise UsageError(
                 f"--covariates: column {name}", found=f"only {values[0]!r} in training" if values else "no value in training",
                 expected="several values", todo="leave the column out",
             )  # fmt: skip
-        numbers = [cell_number(cell) for cell in known]
+        numbers = [cell_number(cell) for cell in entries]
         if all(map(math.isfinite, numbers)):
             deviation = float(np.std(numbers))
             return cls(name, mean=float(np.mean(numbers)), deviation=deviation or 1.0)
@@ -58,7 +58,7 @@ class Covariate:
     @property
     def inputs(self) -> tuple[str, ...]:
         """Names of the numbers that a model gets; the last is 1 if the value is missing."""
-        values = [f"{self.name}={it}" for it in self.categories] or [self.name]
+        values = [f"{self.name}={category}" for category in self.categories] or [self.name]
         return (*values, f"{self.name} missing")
 
     def known(self, cell: str) -> bool:
@@ -70,7 +70,7 @@ class Covariate:
         if not self.known(cell):
             return [0.0] * (len(self.inputs) - 1) + [1.0]
         if self.categories:
-            return [*(float(cell == it) for it in self.categories), 0.0]
+            return [*(float(cell == category) for category in self.categories), 0.0]
         return [(cell_number(cell) - self.mean) / self.deviation, 0.0]
 
 
@@ -110,12 +110,12 @@ class Covariates:
         """Return a JSON-ready list."""
         return [
             {
-                "name": it.name,
-                "categories": it.categories,
-                "mean": it.mean,
-                "deviation": it.deviation,
+                "name": column.name,
+                "categories": column.categories,
+                "mean": column.mean,
+                "deviation": column.deviation,
             }
-            for it in self.columns
+            for column in self.columns
         ]
 
     @classmethod
@@ -123,7 +123,9 @@ class Covariates:
         """Return covariates from the result of `to_json`."""
         return cls(
             tuple(
-                Covariate(it["name"], tuple(it["categories"]), it["mean"], it["deviation"])
-                for it in value
+                Covariate(
+                    entry["name"], tuple(entry["categories"]), entry["mean"], entry["deviation"]
+                )
+                for entry in value
             )
         )

@@ -32,16 +32,16 @@ def step_of(reason: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class FlowLevel:
-    """Numbers of slides, patients or patches: `found` is the sum of `excluded`, by reason, and `used`, by side."""
+    """Numbers of slides, patients or patches: `total` is the sum of `excluded`, by reason, and `used`, by side."""
 
-    found: int
+    total: int
     excluded: Mapping[str, int]
     used: Mapping[str, int]
 
     @property
     def adds_up(self) -> bool:
         """Whether all that were found are used or excluded."""
-        return self.found == sum(self.excluded.values()) + sum(self.used.values())
+        return self.total == sum(self.excluded.values()) + sum(self.used.values())
 
     def excluded_at(self, step: int) -> dict[str, int]:
         """Return the exclusions of a step, by reason."""
@@ -59,74 +59,85 @@ def flow_of(slides: Sequence[Participant]) -> Flow:
     came furthest.
     """
     by_patient: dict[str, list[Participant]] = defaultdict(list)
-    for it in slides:
-        by_patient[it.patient].append(it)
-    patients = Counter(_common_status(own) for own in by_patient.values())
+    for slide in slides:
+        by_patient[slide.patient].append(slide)
+    patients = Counter(_common_status(patient_slides) for patient_slides in by_patient.values())
     patches: Counter[tuple[str, str]] = Counter()
-    for it in slides:
+    for slide in slides:
         for column, reason in zip(UNUSED, _PATCH_REASONS, strict=True):
-            patches[EXCLUDED, reason] += getattr(it, column)
+            patches[EXCLUDED, reason] += getattr(slide, column)
         for side in SIDES:
-            patches[side, ""] += getattr(it, side)
-        if it.status == EXCLUDED and not sum(getattr(it, name) for name in COUNTS[2:]):
-            patches[EXCLUDED, f"{_EXCLUDED_SLIDE}{it.reason}"] += it.planned - it.unreadable
+            patches[side, ""] += getattr(slide, side)
+        if slide.status == EXCLUDED and not sum(getattr(slide, name) for name in COUNTS[2:]):
+            patches[EXCLUDED, f"{_EXCLUDED_SLIDE}{slide.reason}"] += (
+                slide.planned - slide.unreadable
+            )
     counted = {
-        "slides": Counter((it.status, it.reason) for it in slides),
+        "slides": Counter((slide.status, slide.reason) for slide in slides),
         "patients": patients,
         "patches": patches,
     }
     totals = {
-        "slides": len(slides), "patients": len(by_patient), "patches": sum(it.planned for it in slides),
+        "slides": len(slides), "patients": len(by_patient), "patches": sum(slide.planned for slide in slides),
     }  # fmt: skip
     return {name: _level(totals[name], counts) for name, counts in counted.items()}
 
 
 def _common_status(slides: Sequence[Participant]) -> tuple[str, str]:
-    sides = {side for it in slides if it.status != EXCLUDED for side in it.status.split(" and ")}
+    sides = {
+        side for slide in slides if slide.status != EXCLUDED for side in slide.status.split(" and ")
+    }
     if sides:
         return " and ".join(side for side in SIDES if side in sides), ""
-    return EXCLUDED, max((it.reason for it in slides), key=lambda it: (step_of(it), it))
+    return EXCLUDED, max(
+        (slide.reason for slide in slides), key=lambda reason: (step_of(reason), reason)
+    )
 
 
-def _level(found: int, counts: Mapping[tuple[str, str], int]) -> FlowLevel:
+def _level(total: int, counts: Mapping[tuple[str, str], int]) -> FlowLevel:
     excluded = {why: n for (status, why), n in counts.items() if status == EXCLUDED and n}
     used = {status: n for (status, _), n in counts.items() if status != EXCLUDED and n}
     return FlowLevel(
-        found,
-        dict(sorted(excluded.items(), key=lambda it: step_of(it[0]))),
-        dict(sorted(used.items(), key=lambda it: list(map(_SIDES.index, it[0].split(" and "))))),
+        total,
+        dict(sorted(excluded.items(), key=lambda entry: step_of(entry[0]))),
+        dict(
+            sorted(used.items(), key=lambda entry: list(map(_SIDES.index, entry[0].split(" and "))))
+        ),
     )
 
 
 def flow_to_json(flow: Flow) -> dict[str, Any]:
     """Return a JSON-ready dict."""
     return {
-        name: {"found": it.found, "excluded": dict(it.excluded), "used": dict(it.used)}
-        for name, it in flow.items()
+        name: {"found": level.total, "excluded": dict(level.excluded), "used": dict(level.used)}
+        for name, level in flow.items()
     }
 
 
 def flow_from_json(value: Mapping[str, Any]) -> Flow:
     """Create the flow from the result of `flow_to_json`."""
     return {
-        name: FlowLevel(int(it["found"]), dict(it["excluded"]), dict(it["used"]))
-        for name, it in value.items()
+        name: FlowLevel(int(entry["found"]), dict(entry["excluded"]), dict(entry["used"]))
+        for name, entry in value.items()
     }
 
 
 def leaked_patients(splits: Splits) -> dict[Side, set[str]]:
     """Return the patients on each side who, or copies of whose slides, are also on an earlier side."""
-    names = [(("patient", it.patient), ("content", it.content or it.id)) for it in splits.slides]
+    names = [
+        (("patient", slide.patient), ("content", slide.content or slide.id))
+        for slide in splits.slides
+    ]
     earliest: dict[tuple[str, str], int] = {}
-    for slide, own in zip(splits.slides, names, strict=True):
-        for name in own:
+    for slide, slide_names in zip(splits.slides, names, strict=True):
+        for name in slide_names:
             sides = slide.sides[slide.sides != DROPPED]
             earliest[name] = int(sides.min(initial=earliest.get(name, len(SIDES))))
     return {
         side: {
             slide.patient
-            for slide, own in zip(splits.slides, names, strict=True)
-            if len(slide.on(side)) and min(earliest[name] for name in own) < number
+            for slide, slide_names in zip(splits.slides, names, strict=True)
+            if len(slide.on(side)) and min(earliest[name] for name in slide_names) < number
         }
         for number, side in enumerate(SIDES)
     }

@@ -240,8 +240,8 @@ def _candidate(
     ordinal: int, store: SampleSource, number: int, labelling: Labelling, classes: Sequence[str]
 ) -> SlideSplit | None:
     """Return a slide; None if it is unlabelled or empty."""
-    record, (given, cells) = store.records[number], _labels_of(store, number, labelling)
-    label = given.label
+    record, (slide_label, cells) = store.records[number], _labels_of(store, number, labelling)
+    label = slide_label.label
     codes = None
     if labelling.labels_from == "annotation":
         # Slides without annotations are skipped before their index is read.
@@ -263,8 +263,8 @@ def _candidate(
         where = f"{store.path}, slide {record.id}"
         fit &= labelling.patch_filter.fit(store.index(number), where=where)
     return SlideSplit(
-        ordinal, number, record.id, label, given.patient or record.patient or record.id,
-        given.site or record.site, None, record.planned, patches_crc(store, number),
+        ordinal, number, record.id, label, slide_label.patient or record.patient or record.id,
+        slide_label.site or record.site, None, record.planned, patches_crc(store, number),
         np.where(fit, 0, DROPPED).astype(np.int8), codes, target,
         tuple(cells[name] for name in labelling.covariates),
     )  # fmt: skip
@@ -280,7 +280,7 @@ def _too_few_classes(classes: Sequence[str], labels_from: LabelsFrom) -> Nothing
             "pass --labels labels.csv (columns slide,label), or ingest again with the slides of each class in a folder "
             "with its name; for annotated classes, use --labels-from annotation"
         )
-    found = f"labels {', '.join(classes) or 'none'}"
+    actual = f"labels {', '.join(classes) or 'none'}"
     return NothingToDo(
-        "cannot train with fewer than two classes", found=found, expected=expected, todo=todo
+        "cannot train with fewer than two classes", found=actual, expected=expected, todo=todo
     )

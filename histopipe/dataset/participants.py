@@ -84,7 +84,7 @@ class Participant:
         return str(getattr(self, column)) if column in COLUMNS else self.cells.get(column, "")
 
 
-COLUMNS = tuple(it.name for it in fields(Participant) if it.name != "cells")
+COLUMNS = tuple(column.name for column in fields(Participant) if column.name != "cells")
 """Columns of `slides.csv` that are not from the labels file."""
 UNUSED = ("unreadable", "no_class", "filtered", "left_out", "damaged")
 COUNTS = ("planned", *UNUSED, *SIDES)
@@ -96,10 +96,10 @@ def participants(
     sources: Sequence[SampleSource], splits: Splits, labelling: Labelling, *, given_splits: bool
 ) -> list[Participant]:
     """Return all slides of the sources. `given_splits`: the split comes from a file, which may lack slides."""
-    in_split = {(it.store, it.slide): it for it in splits.slides}
+    in_split = {(slide.store, slide.slide): slide for slide in splits.slides}
     # Names as in the predictions; two stores may each have a slide "1".
     names = Counter(record.id for source in sources for record in source.records.values())
-    names_in_split = Counter(it.id for it in splits.slides)
+    names_in_split = Counter(slide.id for slide in splits.slides)
     all_slides: list[Participant] = []
     for ordinal, source in enumerate(sources):
         for number, record in source.records.items():
@@ -109,7 +109,7 @@ def participants(
             participant = _of_slide(source, number, slide, labelling)
             if slide is None:
                 missing = (
-                    missing_from(splits, participant, given=given_splits)
+                    missing_from(splits, participant, from_file=given_splits)
                     if participant.label or splits.targets
                     else "no label"
                 )
@@ -118,11 +118,11 @@ def participants(
     return _with_copies(all_slides, sources)
 
 
-def missing_from(splits: Splits, slide: Participant, *, given: bool) -> str:
-    """Return why a slide with patches is not in a split, which may be `given` by a file."""
+def missing_from(splits: Splits, slide: Participant, *, from_file: bool) -> str:
+    """Return why a slide with patches is not in a split, which may be given by a file (`from_file`)."""
     if splits.column is not None and not slide.cells.get(splits.column):
         return f"no value in column {splits.column}"
-    return "not in the given split" if given else "no target" if splits.targets else "no label"
+    return "not in the given split" if from_file else "no target" if splits.targets else "no label"
 
 
 def found_slide(
@@ -130,17 +130,17 @@ def found_slide(
 ) -> Participant:
     """Return a slide, excluded without a reason. `labels` replace those of the source."""
     record = source.records[number]
-    given = None if labels is None else labels.get(record.id, SlideLabel(None))
-    label = (record if given is None else given).label or ""
+    entry = None if labels is None else labels.get(record.id, SlideLabel(None))
+    label = (record if entry is None else entry).label or ""
     facts: dict[str, Any] = {
         "slide": record.id,
-        "patient": (given.patient if given else None) or record.patient or record.id,
+        "patient": (entry.patient if entry else None) or record.patient or record.id,
         "label": label,
-        "label_source": "" if not label else "folder or import" if given is None else "labels file",
-        "site": (given.site if given else None) or record.site or "",
+        "label_source": "" if not label else "folder or import" if entry is None else "labels file",
+        "site": (entry.site if entry else None) or record.site or "",
         "store": source.path.name,
         "planned": record.planned,
-        "cells": dict(given.cells) if given else {},
+        "cells": dict(entry.cells) if entry else {},
     }
     if isinstance(record, SlideRecord) and isinstance(source, Store):
         facts |= _measured(source, number, record)
@@ -153,15 +153,15 @@ def found_slides(
     """Return all slides of the sources, excluded, with a reason if they have no usable patches."""
     sources = list(sources)
     names = Counter(record.id for source in sources for record in source.records.values())
-    found = []
+    slides = []
     for source in sources:
         for number, record in source.records.items():
-            own = replace(found_slide(source, number, labels), reason=exclusion_of(record))
+            slide = replace(found_slide(source, number, labels), reason=exclusion_of(record))
             # Another slide of this name may be usable.
-            if own.reason and names[record.id] > 1:
-                own = replace(own, slide=f"{record.id}@{source.uuid[:8]}")
-            found.append(own)
-    return _with_copies(found, sources)
+            if slide.reason and names[record.id] > 1:
+                slide = replace(slide, slide=f"{record.id}@{source.uuid[:8]}")
+            slides.append(slide)
+    return _with_copies(slides, sources)
 
 
 def _of_slide(
@@ -170,10 +170,10 @@ def _of_slide(
     split: SlideSplit | None,
     labelling: Labelling,
 ) -> Participant:
-    record, own = source.records[number], found_slide(source, number, labelling.labels)
+    record, participant = source.records[number], found_slide(source, number, labelling.labels)
     unreadable = record.planned - record.stored
     if split is None:
-        return replace(own, unreadable=unreadable)
+        return replace(participant, unreadable=unreadable)
     counts: dict[str, Any] = _patch_counts(
         source, number, split, labelling, unreadable=unreadable > 0
     )
@@ -181,9 +181,9 @@ def _of_slide(
     reason = ""
     if not sides:
         reason = _REASONS[max(UNUSED, key=counts.__getitem__)]
-    source_of = "annotation" if split.labels is not None else own.label_source
+    source_of = "annotation" if split.labels is not None else participant.label_source
     return replace(
-        own, patient=split.patient, label=split.label, label_source=source_of, reason=reason,
+        participant, patient=split.patient, label=split.label, label_source=source_of, reason=reason,
         status=" and ".join(sides) or EXCLUDED, **counts,
     )  # fmt: skip
 
@@ -200,7 +200,7 @@ def with_damaged(
 ) -> list[Participant]:
     """Return the slides without patches that were damaged when they were read, given by slide and side."""
     return [
-        _without(it, damaged[it.slide]) if damaged.get(it.slide) else it for it in slides
+        _without(slide, damaged[slide.slide]) if damaged.get(slide.slide) else slide for slide in slides
     ]  # fmt: skip
 
 
@@ -251,41 +251,46 @@ def _measured(store: Store, number: int, record: SlideRecord) -> dict[str, str]:
     """Return how a slide was read, and the medians of its measures."""
     if record.state is not SlideState.COMPLETE:
         return {}
-    found = {name: getattr(record, name) or "" for name in ("route", "reader", "vendor")}
+    facts = {name: getattr(record, name) or "" for name in ("route", "reader", "vendor")}
     if record.route:
         once_more = record.route != "copy" and store.spec.get("codec") != "png"
-        found["jpeg_generations"] = str(1 + once_more)
+        facts["jpeg_generations"] = str(1 + once_more)
     if record.mpp is not None:
-        found["mpp"] = f"{record.mpp:.4g}"
+        facts["mpp"] = f"{record.mpp:.4g}"
     if record.planned:
         index = store.index(number)
         for name in _MEASURES:
             values = index.get(name, np.empty(0))
-            known = values[np.isfinite(values)]
-            if len(known):
-                found[name] = f"{float(np.median(known)):.6g}"
-    return found
+            finite_values = values[np.isfinite(values)]
+            if len(finite_values):
+                facts[name] = f"{float(np.median(finite_values)):.6g}"
+    return facts
 
 
-def _with_copies(found: list[Participant], sources: Sequence[SampleSource]) -> list[Participant]:
+def _with_copies(slides: list[Participant], sources: Sequence[SampleSource]) -> list[Participant]:
     scans = [record.scans for source in sources for record in source.records.values()]
     first: dict[int, str] = {}
     return [
         slide if (name := first.setdefault(group, slide.slide)) == slide.slide else replace(slide, copy_of=name)
-        for slide, group in zip(found, copy_groups(scans)[1], strict=True)
+        for slide, group in zip(slides, copy_groups(scans)[1], strict=True)
     ]  # fmt: skip
 
 
 def write_participants(path: Path, slides: Iterable[Participant]) -> None:
     """Write `slides.csv` by one rename."""
     slides = list(slides)
-    more = list(dict.fromkeys(name for it in slides for name in it.cells))
+    label_columns = list(dict.fromkeys(name for slide in slides for name in slide.cells))
     with appearing(path) as part, part.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
-        writer.writerow([*COLUMNS, *(f"{_OF_LABELS}{it}" if it in COLUMNS else it for it in more)])
-        for it in slides:
-            own = (it.cells.get(name, "") for name in more)
-            writer.writerow([*(getattr(it, name) for name in COLUMNS), *own])
+        writer.writerow(
+            [
+                *COLUMNS,
+                *(f"{_OF_LABELS}{name}" if name in COLUMNS else name for name in label_columns),
+            ]
+        )
+        for slide in slides:
+            cells = (slide.cells.get(name, "") for name in label_columns)
+            writer.writerow([*(getattr(slide, name) for name in COLUMNS), *cells])
 
 
 def read_participants(path: Path) -> list[Participant]:
@@ -306,7 +311,7 @@ def read_participants(path: Path) -> list[Participant]:
 def _rows(file: Iterable[str]) -> Iterator[Participant]:
     for row in csv.DictReader(file):
         # A file of another version may lack columns.
-        known: dict[str, Any] = {name: row.pop(name) for name in COLUMNS if name in row}
-        known |= {name: int(known[name]) for name in COUNTS if name in known}
+        values: dict[str, Any] = {name: row.pop(name) for name in COLUMNS if name in row}
+        values |= {name: int(values[name]) for name in COUNTS if name in values}
         cells = {name.removeprefix(_OF_LABELS): cell for name, cell in row.items()}
-        yield Participant(**known, cells=cells)
+        yield Participant(**values, cells=cells)

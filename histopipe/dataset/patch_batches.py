@@ -117,8 +117,8 @@ class PatchBatches(BatchSampler):
         """Load the fields of a replica's part of a step."""
         batch = self.load(step, replica)
         columns = (batch.columns[name] for name in self.columns)
-        more = self._slide_values(self.locate(step, replica)[0]) if self.by_slide else ()
-        return batch.image, batch.label, batch.weight, batch.key, *columns, *more
+        slide_values = self._slide_values(self.locate(step, replica)[0]) if self.by_slide else ()
+        return batch.image, batch.label, batch.weight, batch.key, *columns, *slide_values
 
     def advise(self, steps: range, parts: Sequence[int]) -> int:
         """Request some parts of steps from the disk, without waiting, and return the number of bytes requested."""

@@ -58,9 +58,9 @@ def _sides_apart(
 ) -> NDArray[np.int8]:
     """Return the sides of the patches of a slide, `DROPPED` for those near another side."""
     own_sides = _sides_of(position, key, sides)
-    others = [_sides_of(points, key, sides) for points in nearby]
+    nearby_sides = [_sides_of(points, key, sides) for points in nearby]
     # A square without patches is on no side, so patches need no distance from it.
-    mixed = np.any([(other != own_sides) & (other != DROPPED) for other in others], axis=0)
+    mixed = np.any([(other != own_sides) & (other != DROPPED) for other in nearby_sides], axis=0)
     return np.where(mixed, DROPPED, own_sides).astype(np.int8)
 
 

@@ -118,12 +118,12 @@ class SampleLocations:
 
 
 class SlideValues:
-    """Values of slides: targets, or covariates. `found` has a row of numbers by position of the store and slide number."""
+    """Values of slides: targets, or covariates. `values` has a row of numbers by position of the store and slide number."""
 
-    def __init__(self, found: Mapping[tuple[int, int], Sequence[float]]) -> None:
-        places = sorted(found)
+    def __init__(self, values: Mapping[tuple[int, int], Sequence[float]]) -> None:
+        places = sorted(values)
         self._keys = np.array([_slide_key(*place) for place in places], np.int64)
-        self._values = np.array([found[place] for place in places], np.float32)
+        self._values = np.array([values[place] for place in places], np.float32)
         self.width = int(self._values.shape[1])
 
     def of(self, located: SampleLocations) -> NDArray[np.float32]:

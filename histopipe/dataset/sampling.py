@@ -262,11 +262,11 @@ class BatchSampler(ABC):
 
     def _slide_fields(self) -> list[Field]:
         """Return the fields with a row per slide."""
-        return [Field(name, np.float32, (it.width,)) for name, it in self.by_slide.items()]
+        return [Field(name, np.float32, (values.width,)) for name, values in self.by_slide.items()]
 
     def _slide_values(self, located: SampleLocations) -> list[NDArray[np.float32]]:
         """Return the values of these fields."""
-        return [it.of(located) for it in self.by_slide.values()]
+        return [values.of(located) for values in self.by_slide.values()]
 
     def _note_skipped(self, key: int, problem: str) -> None:
         with self._lock:

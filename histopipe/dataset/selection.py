@@ -48,17 +48,17 @@ def store_paths(path: Any) -> list[Path]:
     return paths
 
 
-def class_numbers(classes: Classes | None, found: Iterable[str]) -> dict[str, int]:
+def class_numbers(classes: Classes | None, labels: Iterable[str]) -> dict[str, int]:
     """Return the number of each class by name.
 
     `classes` are names in the order of their numbers, or numbers by name; several names may have the same number.
-    Default: the sorted labels in `found`.
+    Default: the sorted labels in `labels`.
 
     Raises:
         UsageError: a name is given twice, or numbers are not 0, 1, 2, ….
     """
     if classes is None:
-        classes = sorted(set(found))
+        classes = sorted(set(labels))
     elif (
         not classes
         or not isinstance(classes, list | tuple | Mapping)
@@ -137,8 +137,8 @@ _Key = tuple[int, int]
 
 
 def _refuse_unknown(labels: LabelById, stores: Sequence[SampleSource]) -> None:
-    known = {nfc(record.id) for store in stores for record in store.records.values()}
-    unknown = sorted(set(labels) - known)
+    ids = {nfc(record.id) for store in stores for record in store.records.values()}
+    unknown = sorted(set(labels) - ids)
     if unknown:
         raise UsageError(
             "labels of slides that are not in the stores",
@@ -172,8 +172,8 @@ def _parts(
             index = store.index(key[1])
             for number in np.unique(index["label"]).tolist():
                 of_class = np.flatnonzero((index["label"] == number) & (index["length"] > 0))
-                known = 0 <= number < len(store.classes)
-                yield key, of_class.astype(np.int32), nfc(store.classes[number]) if known else None
+                named = 0 <= number < len(store.classes)
+                yield key, of_class.astype(np.int32), nfc(store.classes[number]) if named else None
             continue
         readable = None
         if record.stored < record.planned:  # otherwise the index is not needed

@@ -138,7 +138,7 @@ class Splits:
 
     def leaks(self) -> list[str]:
         """Return a line for each patient, and each set of copies, that is on several sides."""
-        found = []
+        lines = []
         for what, values in (
             ("patient", [slide.patient for slide in self.slides]),
             ("slide content", [slide.content for slide in self.slides]),
@@ -147,12 +147,12 @@ class Splits:
             for slide, value in zip(self.slides, values, strict=True):
                 if value is not None:
                     sides_by_value[value] |= set(np.unique(slide.sides).tolist()) - {DROPPED}
-            found += [
+            lines += [
                 f"{what} {value[:40]} on {' and '.join(SIDES[i] for i in sorted(sides))}"
                 for value, sides in sides_by_value.items()
                 if len(sides) > 1
             ]
-        return found
+        return lines
 
     def shortages(self, unit: str) -> Iterator[str]:
         """Yield a line for each side with less than half of its share of patients, patches or a class.
@@ -168,7 +168,7 @@ class Splits:
             "patients": ({side: len(names) for side, names in patients.items()}, len(set().union(*patients.values()))),
             unit: ({side: counts[side].total() for side in SIDES}, sum(map(Counter.total, counts.values()))),
             **{
-                f"{unit} of {name}": ({side: counts[side][name] for side in SIDES}, sum(own[name] for own in counts.values()))
+                f"{unit} of {name}": ({side: counts[side][name] for side in SIDES}, sum(by_class[name] for by_class in counts.values()))
                 for name in (self.classes if self.task.of_classes else ())
             },
         }  # fmt: skip
@@ -186,16 +186,16 @@ def write_splits(splits: Splits, path: Path) -> None:
     """Write `splits.json` atomically."""
     per_patch = any(slide.labels is not None for slide in splits.slides)
     version = _WITH_LABELS if per_patch else _PLAIN
-    more: dict[str, Any] = {}
+    task_fields: dict[str, Any] = {}
     if splits.targets or splits.covariates:
         version = _WITH_TARGETS
-        more = {
+        task_fields = {
             "task": splits.task_name, "targets": splits.targets, "covariates": splits.covariates
         }  # fmt: skip
     value = {
         "format": _NAME,
         "version": version,
-        **more,
+        **task_fields,
         "algorithm": splits.algorithm,
         **({} if splits.column is None else {"column": splits.column}),
         "split_by": splits.split_by,
@@ -306,8 +306,8 @@ def _check_against_stores(splits: Splits, stores: Sequence[SampleSource], path: 
     for slide in splits.slides:
         store = stores[slide.store]
         record = store.complete.get(slide.slide)
-        found = record and (record.planned, patches_crc(store, slide.slide))
-        if found != (slide.count, slide.crc):
+        actual = record and (record.planned, patches_crc(store, slide.slide))
+        if actual != (slide.count, slide.crc):
             raise DamagedStore(
                 f"slide {slide.id} of {store.path} does not match {path}",
                 found="different patches" if record else "no complete slide with this number",
@@ -344,7 +344,7 @@ def _slide_from_json(value: Mapping[str, Any]) -> SlideSplit:
     labels = _decode_array(value["labels"], np.int16, count) if "labels" in value else None
     target = None
     if "target" in value:
-        target = tuple(math.nan if it is None else float(it) for it in value["target"])
+        target = tuple(math.nan if number is None else float(number) for number in value["target"])
     return SlideSplit(
         **{name: value[name] for name in _FIELDS}, sides=sides, labels=labels, target=target,
         covariates=tuple(map(str, value.get("covariates", ()))),

@@ -211,10 +211,10 @@ class _Plan:
         """Return the side of each slide, (N,) for each fold, and how sides were assigned."""
         folds, algorithm = self.assignment.folds, "given"
         parts = given_parts(self.slides, self.stores, self.labelling, folds=folds > 0)
-        given = [parts]
+        fold_sides = [parts]
         if folds:
-            given = [np.where(parts == part, _TEST, _TRAIN) for part in np.unique(parts)]
-        for fold, sides in enumerate(given):
+            fold_sides = [np.where(parts == part, _TEST, _TRAIN) for part in np.unique(parts)]
+        for fold, sides in enumerate(fold_sides):
             rows = np.flatnonzero(sides == _TRAIN).tolist()
             if _VALIDATION not in sides and len(rows):
                 seed = int(combine(self.assignment.seed, fold))
@@ -226,7 +226,7 @@ class _Plan:
                 f"column {self.labelling.split_column} has no validation: "
                 f"{counted(int((parts == _VALIDATION).sum()), 'training slide')} drawn for it at random, by {self.split_by}"
             )
-        return given, algorithm
+        return fold_sides, algorithm
 
     def _by_group(self) -> NDArray[np.int8]:
         """Return the side of each slide, (N,) for each fold: that of its patient, site or slide."""

@@ -47,12 +47,12 @@ def fit_slide(store: Store, slide: int) -> StainFit:
     record = store.records[slide]
     count = min(PATCHES, record.planned)
     rows = permuted(np.arange(count), max(1, record.planned), combine(_SEED, slide))
-    found = [np.empty((0, 3), np.uint8)]
+    samples = [np.empty((0, 3), np.uint8)]
     for row in np.sort(rows).tolist():
         with contextlib.suppress(DamagedStore, UsageError):  # damaged, or unreadable at ingest
             pixels = store.read(record.id, row).reshape(-1, 3)
-            found.append(pixels[:: max(1, len(pixels) // PIXELS_A_PATCH)])
-    return fit_pixels(np.concatenate(found), where=f"{store.path}, slide {record.id}")
+            samples.append(pixels[:: max(1, len(pixels) // PIXELS_A_PATCH)])
+    return fit_pixels(np.concatenate(samples), where=f"{store.path}, slide {record.id}")
 
 
 def fit_pixels(pixels: NDArray[np.uint8], *, where: str) -> StainFit:

@@ -110,29 +110,29 @@ def demo(
     if importlib.util.find_spec("tensorflow") is None:
         needs = "the demo needs TensorFlow to train a model"
         raise MachineShort(needs, todo="pip install 'histopipe[train]'")
-    out, shown = Path(out), progress or default_progress()
+    out, display = Path(out), progress or default_progress()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         todo = "remove it, or choose another --out"
         raise UsageError(f"{out} exists and is not empty", todo=todo)
     if slides:
-        return demo_of_slide_models(out, count, shown)
+        return demo_of_slide_models(out, count, display)
     labelled, new = out / "slides", out / "new-slides"
     store, run = out / "patches.lmdb", out / "run"
     predictions, heatmaps, pictures = out / "predictions", out / "heatmaps", out / "pictures"
 
     def step(number: int, text: str) -> None:
-        shown.message(f"{number}/6 {text}")
+        display.message(f"{number}/6 {text}")
 
     step(1, f"make {count} synthetic slides for training, and {_NEW_SLIDES} new slides")
     _make(labelled, new, count)
     step(2, "ingest the slides, with patch labels from their outlines")
     ingested = ingest(
-        labelled, store, patch_size=128, mpp=0.5, annotations=labelled, progress=shown
+        labelled, store, patch_size=128, mpp=0.5, annotations=labelled, progress=display
     )
     for name, reason in ingested.failed.items():
         raise HistopipeError(f"the synthetic slide {name} failed", found=reason)
     step(3, "measure focus, pen marks and folds of every patch")
-    quality(store, progress=shown)
+    quality(store, progress=display)
     step(4, "train on the patch labels, split by slide")
     result = train(
         store,

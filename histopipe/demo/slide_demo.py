@@ -79,7 +79,7 @@ class SlideDemoResult:
         )
 
 
-def demo_of_slide_models(out: Path, count: int, shown: Progress) -> SlideDemoResult:
+def demo_of_slide_models(out: Path, count: int, progress: Progress) -> SlideDemoResult:
     """Make slides, with nodules of tumour in every second one, and go from them to predictions of new slides.
 
     `out` is empty or missing; `count` is the number of slides for training.
@@ -89,16 +89,16 @@ def demo_of_slide_models(out: Path, count: int, shown: Progress) -> SlideDemoRes
     predictions, heatmaps = out / "predictions", out / "heatmaps"
 
     def step(number: int, text: str) -> None:
-        shown.message(f"{number}/6 {text}")
+        progress.message(f"{number}/6 {text}")
 
     step(1, f"make {count} synthetic slides for training, and {_NEW_SLIDES} new slides")
     _make(training, new, labels, count)
     step(2, "ingest the slides")
-    ingested = ingest(training, store, patch_size=64, mpp=0.5, progress=shown)
+    ingested = ingest(training, store, patch_size=64, mpp=0.5, progress=progress)
     for name, reason in ingested.failed.items():
         raise HistopipeError(f"the synthetic slide {name} failed", found=reason)
     step(3, "compute features with a small encoder of random weights")
-    embed(store, model=SMALL, out=features, progress=shown)
+    embed(store, model=SMALL, out=features, progress=progress)
     step(4, "train a slide model on the labels of the slides")
     result = train(
         mil=features, labels=labels, allow_extra_rows=True, out=run, epochs=10,
@@ -106,11 +106,11 @@ def demo_of_slide_models(out: Path, count: int, shown: Progress) -> SlideDemoRes
     )  # fmt: skip
     step(5, "predict the new slides from their files, and draw heatmaps")
     predicted = predict(
-        run, new, out=predictions, labels=labels, allow_extra_rows=True, progress=shown
+        run, new, out=predictions, labels=labels, allow_extra_rows=True, progress=progress
     )
     heatmap(
         predictions, out=heatmaps, show="contribution", class_name=_LABELS[1], slides=[new],
-        progress=shown,
+        progress=progress,
     )  # fmt: skip
     step(6, "write a report")
     file = report(run).file

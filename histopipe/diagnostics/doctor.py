@@ -50,8 +50,8 @@ def doctor(store: str | Path = "patches.lmdb", *, progress: Progress | None = No
         >>> doctor().exit_code  # doctest: +SKIP
         <ExitCode.DONE: 0>
     """
-    shown, checks = progress or default_progress(), []
-    with shown.bar("doctor", unit="checks") as bar:
+    progress, checks = progress or default_progress(), []
+    with progress.bar("doctor", unit="checks") as bar:
         for check in _checks(Path(store)):
             checks.append(check)
             bar.advance()
@@ -69,8 +69,8 @@ def _checks(folder: Path) -> Iterator[Check]:
     yield machine.openslide()
     yield machine.readers()
     yield machine.jpeg()
-    check, found = graphics.tensorflow()
+    check, probe = graphics.tensorflow()
     yield check
-    gpus = graphics.gpus(graphics.find_driver(), found)
+    gpus = graphics.gpus(graphics.find_driver(), probe)
     yield from gpus
     yield machine.shared_memory(len(gpus))

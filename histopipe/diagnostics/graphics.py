@@ -75,8 +75,8 @@ def find_driver(proc: Path = Path("/proc/driver/nvidia/version")) -> Driver | No
             return Driver(rows[0][0], tuple(name for _, name in rows))
         problem = (done.stdout + done.stderr).strip()[:300] or f"exit code {done.returncode}"
     with contextlib.suppress(OSError):
-        found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", proc.read_text())
-        return Driver(found[1] if found else "", (), problem)
+        match = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", proc.read_text())
+        return Driver(match[1] if match else "", (), problem)
     return None
 
 
@@ -87,7 +87,7 @@ def tensorflow() -> tuple[Check, Probe | None]:
         return Check("TensorFlow", "not installed", State.WARNING, todo), None
     try:
         with WorkerPool(1) as pool:
-            found = pool.submit_within(_SECONDS, probe).result()
+            result = pool.submit_within(_SECONDS, probe).result()
     except TookTooLong:
         problem = f"no result after {_SECONDS:.0f} s"
     except WorkerDied as error:
@@ -95,7 +95,7 @@ def tensorflow() -> tuple[Check, Probe | None]:
     except Exception as error:  # noqa: BLE001 - a broken TensorFlow may raise any error
         problem = str(error)
     else:
-        return _devices(found), found
+        return _devices(result), result
     packages = metadata.packages_distributions()  # tensorflow may come from tensorflow-cpu
     versions = ", ".join(
         f"{package} {metadata.version(package)}"
@@ -106,30 +106,30 @@ def tensorflow() -> tuple[Check, Probe | None]:
     return Check("TensorFlow", f"broken: {problem} ({versions})", State.BAD, todo), None
 
 
-def _devices(found: Probe) -> Check:
-    built = f"built for CUDA {found.cuda}" if found.cuda else "built without CUDA"
-    text = f"{found.version} with Keras {found.keras}, {built}"
-    facts = {"version": found.version, "keras": found.keras, "cuda": found.cuda}
-    cpu = found.devices[0]
+def _devices(result: Probe) -> Check:
+    built = f"built for CUDA {result.cuda}" if result.cuda else "built without CUDA"
+    text = f"{result.version} with Keras {result.keras}, {built}"
+    facts = {"version": result.version, "keras": result.keras, "cuda": result.cuda}
+    cpu = result.devices[0]
     if cpu.problem:
         return Check("TensorFlow", f"{text}; {cpu.problem}", State.BAD, _INSTALL_CPU, facts)
     return Check("TensorFlow", f"{text}; {_speed(cpu)}", facts=facts)
 
 
-def gpus(driver: Driver | None, found: Probe | None) -> list[Check]:
+def gpus(driver: Driver | None, result: Probe | None) -> list[Check]:
     """Return a check of each GPU, or one check with the reason why TensorFlow has no GPU."""
     checks = []
-    for device in found.devices[1:] if found else ():
+    for device in result.devices[1:] if result else ():
         name, text = device.name[1:], f"{device.model}: "
         if device.problem:
             todo = "run `nvidia-smi`: it may be full or broken; CUDA_VISIBLE_DEVICES can exclude it"
             checks.append(Check(name, text + device.problem, State.BAD, todo))
         else:
             checks.append(Check(name, text + _speed(device)))
-    return checks or [_none(driver, found)]
+    return checks or [_none(driver, result)]
 
 
-def _none(driver: Driver | None, found: Probe | None) -> Check:
+def _none(driver: Driver | None, result: Probe | None) -> Check:
     """Return a check with the first reason that applies why TensorFlow has no GPU."""
     if driver is None:
         todo = (
@@ -138,7 +138,7 @@ def _none(driver: Driver | None, found: Probe | None) -> Check:
         )
         return Check("GPU", "none: no NVIDIA driver is loaded", State.WARNING, todo)
     text = f"driver {driver.version}, {', '.join(driver.gpus) or 'no GPU for this process'}"
-    cuda = found.cuda if found else None
+    cuda = result.cuda if result else None
     needed = _LEAST_DRIVER.get(int(cuda.split(".")[0]), (0, 0)) if cuda else (0, 0)
     old = tuple(int(part) for part in driver.version.split(".")[:2] if part.isdigit()) < needed
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
@@ -148,7 +148,7 @@ def _none(driver: Driver | None, found: Probe | None) -> Check:
     elif not driver.gpus:
         why = "none is assigned"
         todo = "in a container: docker run --gpus all; on a cluster: request one from the scheduler"
-    elif found is None:
+    elif result is None:
         why, todo = "TensorFlow does not work", _INSTALL_GPU
     elif hidden:
         why, todo = "CUDA_VISIBLE_DEVICES hides them", "unset CUDA_VISIBLE_DEVICES"
@@ -190,12 +190,12 @@ def _multiply(tf: Any, name: str, model: str) -> Device:
         for _ in range(2):  # the first one loads libraries
             started = time.perf_counter()
             with tf.device(name):
-                found = tf.linalg.matmul(a, b).numpy()
+                product = tf.linalg.matmul(a, b).numpy()
             seconds = time.perf_counter() - started
     except Exception as error:  # noqa: BLE001 - reported
         return Device(name, model, problem=str(error).split("\n", maxsplit=1)[0][:300])
     expected = a @ b
-    worst = float(np.abs(found - expected).max() / np.abs(expected).max())
+    worst = float(np.abs(product - expected).max() / np.abs(expected).max())
     if not worst <= _TOLERANCE:
         return Device(name, model, seconds, f"a matrix product is wrong by {worst:.1%}")
     return Device(name, model, seconds)

@@ -61,17 +61,19 @@ class Check:
     facts: dict[str, Any] | None = None
 
 
-def _advised(name: str, found: str, todo: str | None, facts: dict[str, Any] | None = None) -> Check:
+def _advised(
+    name: str, description: str, todo: str | None, facts: dict[str, Any] | None = None
+) -> Check:
     """Return a check that is a warning if `todo` is given."""
-    return Check(name, found, State.WARNING if todo else State.GOOD, todo, facts)
+    return Check(name, description, State.WARNING if todo else State.GOOD, todo, facts)
 
 
 def python() -> Check:
     """Check the version of Python."""
-    found = f"{platform.python_version()}, {platform.system()} {platform.machine()}"
+    description = f"{platform.python_version()}, {platform.system()} {platform.machine()}"
     if _OLDEST <= sys.version_info[:2] <= _NEWEST:
-        return Check("Python", found)
-    return Check("Python", found, State.BAD, "use Python 3.11, 3.12 or 3.13")
+        return Check("Python", description)
+    return Check("Python", description, State.BAD, "use Python 3.11, 3.12 or 3.13")
 
 
 def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> Check:
@@ -83,23 +85,23 @@ def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> Check:
     if platform.machine() != "x86_64" or not flags:
         return Check("processor", f"{text}, {platform.machine()}")
     present = [name for name in (*_NEEDED, *_USED) if name in flags]
-    found = f"{text}, {' '.join(present) or 'no AVX'}"
+    description = f"{text}, {' '.join(present) or 'no AVX'}"
     facts = {"cores": cores, "quota": quota, "features": present}
     if not set(_NEEDED) <= flags:
         todo = "TensorFlow's wheels need AVX: train on another machine; ingest works here"
-        return Check("processor", found, State.BAD, todo, facts)
-    return Check("processor", found, facts=facts)
+        return Check("processor", description, State.BAD, todo, facts)
+    return Check("processor", description, facts=facts)
 
 
 def memory() -> Check:
     """Check how much memory processes may use."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = min([total, *_limits("memory.max", "memory/memory.limit_in_bytes")])
-    found = f"{limit / 2**30:.0f} GiB"
-    found += f" of {total / 2**30:.0f} GiB in the machine" if limit < total else ""
+    description = f"{limit / 2**30:.0f} GiB"
+    description += f" of {total / 2**30:.0f} GiB in the machine" if limit < total else ""
     facts = {"bytes": limit, "machine_bytes": total}
     todo = "training takes 3 GB or more: you may need --accumulate and small batches"
-    return _advised("memory", found, todo if limit < _LEAST_MEMORY else None, facts)
+    return _advised("memory", description, todo if limit < _LEAST_MEMORY else None, facts)
 
 
 def address_space() -> Check:
@@ -114,29 +116,29 @@ def address_space() -> Check:
 def shared_memory(gpus: int, path: Path = Path("/dev/shm")) -> Check:  # noqa: S108 - the system's own
     """Check the shared memory, through which several GPUs exchange gradients."""
     size = os.statvfs(path).f_blocks * os.statvfs(path).f_frsize if path.is_dir() else 0
-    found = f"{size / 2**20:,.0f} MiB in {path}"
+    description = f"{size / 2**20:,.0f} MiB in {path}"
     todo = "NCCL needs more for several GPUs: docker run --shm-size 8g, or shm_size in compose.yaml"
     short = gpus > 1 and size < _LEAST_SHARED
-    return _advised("shared memory", found, todo if short else None)
+    return _advised("shared memory", description, todo if short else None)
 
 
 def disk(folder: Path) -> Check:
     """Check the free space for a store."""
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     free = free_bytes(existing)
-    found = f"{free / 1e9:,.0f} GB free for {folder}"
+    description = f"{free / 1e9:,.0f} GB free for {folder}"
     todo = "a slide takes 0.3 to 2 GB in a store: free disk space, or use another disk"
-    return _advised("disk", found, todo if free < _LEAST_DISK else None)
+    return _advised("disk", description, todo if free < _LEAST_DISK else None)
 
 
 def filesystem(folder: Path) -> Check:
     """Check the kind of filesystem of a store."""
     kind = filesystem_of(folder)
-    found = f"{folder} is on {kind}"
+    description = f"{folder} is on {kind}"
     if network_filesystem(folder):
         todo = "LMDB's locks do not work between machines: write to a local disk, then copy"
-        return Check("filesystem", found, State.BAD, todo)
-    return _advised("filesystem", found, _WARNINGS.get(kind))
+        return Check("filesystem", description, State.BAD, todo)
+    return _advised("filesystem", description, _WARNINGS.get(kind))
 
 
 def _flags(cpuinfo: Path) -> set[str]:
@@ -161,11 +163,11 @@ def _quota() -> float | None:
 
 def _limits(*names: str) -> list[int]:
     """Return the memory limits of control groups of version 1 and 2."""
-    found = []
+    limits = []
     for name in names:
         with contextlib.suppress(OSError, ValueError):
-            found.append(int((_CGROUP / name).read_text()))
-    return found
+            limits.append(int((_CGROUP / name).read_text()))
+    return limits
 
 
 def libraries() -> Check:
@@ -199,24 +201,26 @@ def openslide() -> Check:
 
         version, formats = openslide_formats()
     except (ImportError, OSError) as error:
-        found = f"cannot be loaded: {error}"
-        return Check("OpenSlide", found, State.BAD, "pip install openslide-bin")
+        description = f"cannot be loaded: {error}"
+        return Check("OpenSlide", description, State.BAD, "pip install openslide-bin")
     facts = {"version": version, "formats": formats}
     return Check("OpenSlide", f"{version}: {', '.join(formats) or 'formats unknown'}", facts=facts)
 
 
 def readers() -> Check:
     """List the libraries that read what OpenSlide does not, and their formats."""
-    found = {}
+    versions = {}
     for name, formats in (
         ("tifffile", "OME-TIFF and plain TIFF, 8-bit RGB or grey"),
         ("fastslide", "iSyntax, CZI, VSI, QPTIFF, OME-Zarr (experimental)"),
     ):
         try:
-            found[name] = f"{metadata.version(name)}: {formats}"
+            versions[name] = f"{metadata.version(name)}: {formats}"
         except metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return Check("other readers", "; ".join(f"{k} {v}" for k, v in found.items()), facts=found)
+            versions[name] = "not installed"
+    return Check(
+        "other readers", "; ".join(f"{k} {v}" for k, v in versions.items()), facts=versions
+    )
 
 
 def jpeg() -> Check:
@@ -226,9 +230,9 @@ def jpeg() -> Check:
     except (WorkerDied, MachineShort, ImportError) as error:
         return Check("JPEG", f"cannot be decoded: {error}", State.BAD, "reinstall simplejpeg")
     facts = {"megapixels_per_second": round(1 / used), "without_simd": round(1 / plain)}
-    found = f"{1 / used:.0f} megapixels per second on one core, {plain / used:.1f} times as fast as without SIMD"
+    description = f"{1 / used:.0f} megapixels per second on one core, {plain / used:.1f} times as fast as without SIMD"
     todo = "its libjpeg-turbo was built without SIMD: install simplejpeg from its wheel"
-    return _advised("JPEG", found, todo if plain < used * _FASTER else None, facts)
+    return _advised("JPEG", description, todo if plain < used * _FASTER else None, facts)
 
 
 def _seconds(prepare: object) -> float:

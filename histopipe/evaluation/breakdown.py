@@ -31,7 +31,7 @@ class Breakdown:
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dict."""
         return {
-            "subgroups": [it.to_json() for it in self.subgroups],
+            "subgroups": [column.to_json() for column in self.subgroups],
             "shortcut": None if self.shortcut is None else self.shortcut.to_json(),
         }
 
@@ -40,25 +40,29 @@ class Breakdown:
         """Create it from the result of `to_json`. Raise KeyError or TypeError if the value has the wrong form."""
         shortcut = value["shortcut"]
         return cls(
-            tuple(Subgroups.from_json(it) for it in value["subgroups"]),
+            tuple(Subgroups.from_json(entry) for entry in value["subgroups"]),
             None if shortcut is None else Shortcut(**shortcut),
         )
 
 
 def breakdown_lines(
-    breakdown: Breakdown, task: TaskName, wanted: Sequence[str] | None = None
+    breakdown: Breakdown, task: TaskName, requested: Sequence[str] | None = None
 ) -> list[str]:
     """Return a table of the main metric of a task by subgroup, of `site` and columns that are not automatic; and a warning.
 
-    `wanted` are values of `--subgroup`, whose columns are always in the table.
+    `requested` are values of `--subgroup`, whose columns are always in the table.
     """
-    always = {"site", *(check_subgroup(text)[0] for text in wanted or ())}
-    shown = [it for it in breakdown.subgroups if it.column in always or it.column not in AUTOMATIC]
+    always = {"site", *(check_subgroup(text)[0] for text in requested or ())}
+    columns = [
+        column
+        for column in breakdown.subgroups
+        if column.column in always or column.column not in AUTOMATIC
+    ]
     lines: list[str] = []
-    if shown:
+    if columns:
         name, title = next(iter(TASKS[task].main.items()))
         rows = [["subgroup", "n", title, "minus the rest"]]
-        for column in shown:
+        for column in columns:
             rows.append([f"  {column.column} ({plural(column.level)})", "", "", ""])
             for group in column.groups:
                 value = with_ends(group.figures.get(name), group.intervals.get(name))
@@ -75,20 +79,20 @@ def break_down_sides(
     predictions: Mapping[Side, Predictions],
     judged: Mapping[Side, Evaluation],
     slides: Sequence[Participant],
-    wanted: Sequence[str],
+    requested: Sequence[str],
     settings: JudgeSettings,
 ) -> Breakdown:
     """Return the breakdown of the test set, or of validation if there is none. `judged` is the result of `judge`."""
     side: Side = "test" if "test" in judged else "validation"
     part = (predictions[side], judged[side].thresholds)
-    return break_down([part], judged[side], slides, wanted, settings)
+    return break_down([part], judged[side], slides, requested, settings)
 
 
 def break_down(
     parts: Sequence[Part],
     evaluation: Evaluation,
     slides: Sequence[Participant],
-    wanted: Sequence[str],
+    requested: Sequence[str],
     settings: JudgeSettings,
 ) -> Breakdown:
     """Return the metrics of the predictions `parts` by subgroup, and the check for shortcuts.
@@ -96,11 +100,11 @@ def break_down(
     Args:
         parts: as for `evaluate`; `evaluation` is its result.
         slides: all slides; those that are not excluded are the data in which a shortcut is searched.
-        wanted: values of `--subgroup`. Columns of `AUTOMATIC` are added.
+        requested: values of `--subgroup`. Columns of `AUTOMATIC` are added.
         settings: as for `evaluate`.
     """
-    columns = dict.fromkeys(AUTOMATIC, None) | dict(map(check_subgroup, wanted))
-    used = [it for it in slides if it.status != EXCLUDED]
+    columns = dict.fromkeys(AUTOMATIC, None) | dict(map(check_subgroup, requested))
+    used = [slide for slide in slides if slide.status != EXCLUDED]
     shortcut = None
     if TASKS[evaluation.finest.task].of_classes:
         highest = (

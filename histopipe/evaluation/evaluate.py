@@ -115,13 +115,13 @@ def evaluate(
     Each part has at least one row. All parts have the same task and numbering of patients. `leaked` are patients that
     were also used in the training.
     """
-    (first, thresholds), *others = parts
+    (first, thresholds), *rest = parts
     draws = bootstrap_draws(len(first.patients), settings.resamples, settings.seed)
     levels: dict[Level, dict[Aggregation, Metrics]] = {"patch": {}, "slide": {}, "patient": {}}
     for level, how in first.task.levels(first.level):
         scores, notes = joined_scores(parts, level, how, settings)
         if len(scores.target):
-            used = NO_THRESHOLDS if others else thresholds.get(name_of(level, how), NO_THRESHOLDS)
+            used = NO_THRESHOLDS if rest else thresholds.get(name_of(level, how), NO_THRESHOLDS)
             levels[level][how] = metrics_of(scores, draws=draws, notes=notes, thresholds=used)
     patients = {
         part.patients[number] for part, _ in parts for number in np.unique(part.patient).tolist()

@@ -61,13 +61,13 @@ def check_subgroup(text: str) -> tuple[str, float | None]:
     return column, float(match["width"]) if match["width"] else None
 
 
-def labels_columns(wanted: Sequence[str]) -> tuple[str, ...]:
+def labels_columns(requested: Sequence[str]) -> tuple[str, ...]:
     """Return the columns of values of `--subgroup` that only the labels file can have.
 
     Raises:
         UsageError: a value is wrong, or a column is given twice.
     """
-    names = [check_subgroup(text)[0] for text in wanted]
+    names = [check_subgroup(text)[0] for text in requested]
     lower = [column_key(name) for name in names]
     for number, name in enumerate(lower):
         if name in lower[:number]:
@@ -112,13 +112,13 @@ def groups_of(
     if width:
         # Rounded, because 0.3 / 0.1 is below 3.
         places = np.floor(np.round(numbers / width, 9)).tolist()
-        ranges = {it: _range(it * width, (it + 1) * width) for it in places}
+        ranges = {place: _range(place * width, (place + 1) * width) for place in places}
     elif numeric and _is_divided(numbers[finite]):
         edges = np.unique(np.quantile(numbers[finite], _THIRDS)).tolist()
         if len(edges) < 3:  # most values are equal
             edges = np.quantile(np.unique(numbers[finite]), _THIRDS).tolist()
         places = np.clip(np.searchsorted(edges, numbers, side="right"), 1, len(edges) - 1).tolist()
-        ranges = {it: _range(*edges[int(it) - 1 : int(it) + 1]) for it in places}
+        ranges = {place: _range(*edges[int(place) - 1 : int(place) + 1]) for place in places}
     keys: list[tuple[float, float, str]] = []
     for value, place, in_range in zip(values, places, finite.tolist(), strict=True):
         name = group_name(value)
@@ -126,14 +126,14 @@ def groups_of(
             keys.append((0, place, ranges.get(place, name)))
         else:
             keys.append((math.inf if value is NoValue.MISSING else 1, 0, name))
-    found = sorted(set(keys))
-    number_of = {key: number for number, key in enumerate(found)}
-    return [name for _, _, name in found], [number_of[key] for key in keys]
+    groups = sorted(set(keys))
+    number_of = {key: number for number, key in enumerate(groups)}
+    return [name for _, _, name in groups], [number_of[key] for key in keys]
 
 
 def median_text(values: Iterable[str]) -> str:
     """Return the median of the numbers among values; empty if there are none."""
-    numbers = [it for it in map(cell_number, values) if math.isfinite(it)]
+    numbers = [number for number in map(cell_number, values) if math.isfinite(number)]
     return f"{float(np.median(numbers)):.6g}" if numbers else ""
 
 

@@ -63,8 +63,8 @@ def read_predictions(path: Path) -> dict[Side, Predictions]:
         UsageError: the file does not exist.
         DamagedStore: the file is damaged.
     """
-    found = _read(path, by_split=True)
-    return {side: found[side] for side in SIDES if side in found}
+    by_side = _read(path, by_split=True)
+    return {side: by_side[side] for side in SIDES if side in by_side}
 
 
 def read_slide_predictions(path: Path) -> Predictions:

@@ -74,19 +74,21 @@ def find_shortcut(
         The result; None if no column has two values, or with fewer than ten patients with one label, or one label.
     """
     by_patient: dict[str, list[Participant]] = {}
-    for it in slides:
-        if it.status != EXCLUDED and it.label:
-            by_patient.setdefault(it.patient, []).append(it)
-    groups = [own for own in by_patient.values() if len({it.label for it in own}) == 1]
-    names, label = np.unique([own[0].label for own in groups], return_inverse=True)
+    for slide in slides:
+        if slide.status != EXCLUDED and slide.label:
+            by_patient.setdefault(slide.patient, []).append(slide)
+    groups = [group for group in by_patient.values() if len({slide.label for slide in group}) == 1]
+    names, label = np.unique([group[0].label for group in groups], return_inverse=True)
     if len(groups) < _FEWEST or len(names) < 2:
         return None
     columns: dict[str, Codes] = {}
-    cells = dict.fromkeys(name for own in groups for it in own for name in it.cells)
+    cells = dict.fromkeys(name for group in groups for slide in group for name in slide.cells)
     for column in (*ORIGIN, *(name for name in cells if name.lower() in _ORIGIN_CELLS)):
-        values = [" and ".join(sorted({it.value(column) for it in own})) for own in groups]
-        found, codes = np.unique(values, return_inverse=True)
-        if len(found) > 1:
+        values = [
+            " and ".join(sorted({slide.value(column) for slide in group})) for group in groups
+        ]
+        distinct, codes = np.unique(values, return_inverse=True)
+        if len(distinct) > 1:
             columns[column] = codes
     if not columns:
         return None
@@ -96,7 +98,7 @@ def find_shortcut(
     by_chance = [
         max(_areas(columns, rng.permutation(label), rng).values()) for _ in range(_PERMUTATIONS)
     ]
-    p = (1 + sum(it >= auc[best] for it in by_chance)) / (1 + _PERMUTATIONS)
+    p = (1 + sum(area >= auc[best] for area in by_chance)) / (1 + _PERMUTATIONS)
     close = model_auc is None or auc[best] >= model_auc - _MARGIN
     return Shortcut(auc, best, p, model_auc, len(groups), p <= _LEVEL and close)
 
@@ -113,24 +115,24 @@ def _areas(
     log_odds = {name: _out_of_fold(codes, label, fold, classes) for name, codes in columns.items()}
     if len(columns) > 1:
         log_odds[_ALL] = np.sum(list(log_odds.values()), axis=0)
-    found = {}
+    areas = {}
     for name, values in log_odds.items():
         power = np.exp(values - values.max(axis=1, keepdims=True))
         probability = (power / power.sum(axis=1, keepdims=True)).astype(np.float32)
         area = area_under_roc(label.astype(np.int32), np.round(probability, 6))
-        found[name] = 0.5 if area is None else area
-    return found
+        areas[name] = 0.5 if area is None else area
+    return areas
 
 
 def _out_of_fold(codes: Codes, label: Codes, fold: Codes, classes: int) -> NDArray[np.float64]:
     """Return (N, C) log ratios of the frequency of each class with the same value to its frequency overall."""
     values = int(codes.max()) + 1
-    found = np.empty((len(label), classes))
+    log_ratios = np.empty((len(label), classes))
     for number in range(_FOLDS):
         held = fold == number
         cells = codes[~held] * classes + label[~held]
         counts = np.bincount(cells, minlength=values * classes).reshape(values, classes)
         overall = (counts.sum(axis=0) + 1) / (counts.sum() + classes)
         share = (counts + overall) / (counts.sum(axis=1, keepdims=True) + 1)
-        found[held] = np.log(share / overall)[codes[held]]
-    return found
+        log_ratios[held] = np.log(share / overall)[codes[held]]
+    return log_ratios

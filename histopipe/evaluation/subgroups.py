@@ -81,14 +81,14 @@ class Subgroups:
     def from_json(cls, value: Mapping[str, Any]) -> Subgroups:
         """Create it from the result of `to_json`. Raise KeyError or TypeError if the value has the wrong form."""
         groups = []
-        for it in value["groups"]:
+        for group in value["groups"]:
             differences = {
-                name: Difference(own["value"], _ends(own["interval"]))
-                for name, own in it["differences"].items()
+                name: Difference(difference["value"], _ends(difference["interval"]))
+                for name, difference in group["differences"].items()
             }
-            intervals = {name: tuple(ends) for name, ends in it["intervals"].items()}
+            intervals = {name: tuple(ends) for name, ends in group["intervals"].items()}
             groups.append(
-                GroupMetrics(**{**it, "differences": differences, "intervals": intervals})
+                GroupMetrics(**{**group, "differences": differences, "intervals": intervals})
             )
         return cls(value["column"], value["level"], tuple(groups))
 
@@ -116,24 +116,24 @@ def subgroups(
     """
     draws = bootstrap_draws(len(parts[0][0].patients), settings.resamples, settings.seed)
     items = _levels(parts, settings)
-    found = []
+    breakdowns = []
     for column, width in columns.items():
         categories = column in CATEGORIES
-        of_slide = {it.slide: it.value(column) for it in slides}
+        of_slide = {slide.slide: slide.value(column) for slide in slides}
         of_patient: dict[str, set[str]] = {}
-        for it in slides:
-            of_patient.setdefault(it.patient, set()).add(it.value(column))
+        for slide in slides:
+            of_patient.setdefault(slide.patient, set()).add(slide.value(column))
         values: list[str | NoValue]
-        for level, own in items.items():
+        for level, scores in items.items():
             if level != "patient":
-                values = [of_slide.get(name, "") for name in _names(parts, level, own.item)]
+                values = [of_slide.get(name, "") for name in _names(parts, level, scores.item)]
                 break
-            several = [of_patient.get(name, {""}) for name in _names(parts, level, own.item)]
+            several = [of_patient.get(name, {""}) for name in _names(parts, level, scores.item)]
             # A model of patients has no predictions of slides to compare instead.
             middle = len(items) == 1 and column in QUALITY
             values = [
-                min(it) if len(it) == 1 else median_text(it) if middle else NoValue.SEVERAL
-                for it in several
+                min(cells) if len(cells) == 1 else median_text(cells) if middle else NoValue.SEVERAL
+                for cells in several
             ]
             if NoValue.SEVERAL not in values or len(items) == 1:
                 break
@@ -143,9 +143,9 @@ def subgroups(
         if len(names) > 1 or (column not in AUTOMATIC and names != [NoValue.MISSING.value]):
             used = draws[:_PATCH_RESAMPLES] if level == "patch" else draws
             group = np.array(numbers)
-            each = tuple(_group(name, group == i, own, used) for i, name in enumerate(names))
-            found.append(Subgroups(column, level, each))
-    return tuple(found)
+            each = tuple(_group(name, group == i, scores, used) for i, name in enumerate(names))
+            breakdowns.append(Subgroups(column, level, each))
+    return tuple(breakdowns)
 
 
 def _levels(parts: Sequence[Part], settings: JudgeSettings) -> dict[Level, Scores]:
@@ -194,9 +194,9 @@ def _group(
     if patients[1] < _FEWEST_PATIENTS:
         note = f"no difference: only {counted(patients[1], 'patient')} in other groups"
         return GroupMetrics(name, len(rows), patients[0], figures, defined, {}, note)
-    others = scores.task.statistics(scores.rows(rest))
-    of_others, _ = intervals_of(others, draws[:, : others.patients], patients[1])
-    differences = _differences(figures, defined, _figures(others), of_others)
+    rest_statistics = scores.task.statistics(scores.rows(rest))
+    of_others, _ = intervals_of(rest_statistics, draws[:, : rest_statistics.patients], patients[1])
+    differences = _differences(figures, defined, _figures(rest_statistics), of_others)
     return GroupMetrics(name, len(rows), patients[0], figures, defined, differences)
 
 
@@ -208,20 +208,20 @@ def _figures(statistics: WeightedStatistics) -> dict[str, float | None]:
 def _differences(
     figures: Mapping[str, float | None],
     intervals: Mapping[str, Interval],
-    others: Mapping[str, float | None],
+    rest_figures: Mapping[str, float | None],
     of_others: Mapping[str, Interval],
 ) -> dict[str, Difference]:
     """Return the metrics of a group minus those of the others.
 
     The intervals assume that both are independent. That makes them too wide for groups that share patients.
     """
-    found = {}
+    differences = {}
     for name, value in figures.items():
-        other, interval = others.get(name), None
+        other, interval = rest_figures.get(name), None
         if value is None or other is None:
-            found[name] = Difference(None, None)
+            differences[name] = Difference(None, None)
             continue
         if name in intervals and name in of_others:
             interval = difference_interval((value, intervals[name]), (other, of_others[name]))
-        found[name] = Difference(value - other, interval)
-    return found
+        differences[name] = Difference(value - other, interval)
+    return differences

@@ -50,8 +50,8 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return rows of cells as lines: the first column left-aligned, the others right-aligned."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
-    for first, *others in rows:
-        cells = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
+    for first, *rest in rows:
+        cells = (cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True))
         lines.append("  ".join([first.ljust(widths[0]), *cells]).rstrip())
     return lines
 
@@ -113,9 +113,9 @@ def informative_levels(evaluation: Evaluation) -> Iterator[tuple[str, Metrics]]:
 
     Most slides of a study with annotations have several labels. Those with one label often have the same.
     """
-    everything = main_figure(evaluation.finest)[1] is None
+    all_levels = main_figure(evaluation.finest)[1] is None
     for name, metrics in evaluation.named():
-        if everything or main_figure(metrics)[1] is not None:
+        if all_levels or main_figure(metrics)[1] is not None:
             yield name, metrics
 
 
@@ -153,8 +153,8 @@ def same_as_slides(evaluation: Evaluation, how: Aggregation) -> bool:
 
 def _columns_of(metrics: Metrics) -> list[str]:
     """Return the endings of the metrics of single columns, such as `:age`."""
-    found = dict.fromkeys(name.partition(":")[2] for name in metrics.figures)
-    return [f":{name}" for name in found if name]
+    endings = dict.fromkeys(name.partition(":")[2] for name in metrics.figures)
+    return [f":{name}" for name in endings if name]
 
 
 def split_lines(evaluations: Mapping[Side, Evaluation]) -> list[str]:

@@ -95,8 +95,8 @@ def _fitted(
     rows, patients = np.arange(len(label)), len(np.unique(patient))
 
     def loss(logarithm: float) -> float:
-        found = tempered(probability, (math.exp(logarithm),))[rows, label]
-        likelihood = patients * float(np.log(np.maximum(found, _SMALLEST)).mean())
+        of_label = tempered(probability, (math.exp(logarithm),))[rows, label]
+        likelihood = patients * float(np.log(np.maximum(of_label, _SMALLEST)).mean())
         return (logarithm / _PRIOR) ** 2 / 2 - likelihood
 
     bounds = tuple(map(math.log, _RANGE))
@@ -106,11 +106,11 @@ def _fitted(
 
 def tempered(probability: NDArray[np.floating], temperature: Sequence[float]) -> Values:
     """Return (..., C) probabilities whose logits are divided by a temperature, or (..., T) of labels by one each."""
-    own = probability.astype(np.float64)
-    if len(temperature) == own.shape[-1]:  # classes are two or more, with one temperature
-        both = np.stack([1 - own, own], axis=-1)
+    values = probability.astype(np.float64)
+    if len(temperature) == values.shape[-1]:  # classes are two or more, with one temperature
+        both = np.stack([1 - values, values], axis=-1)
         return _scaled(both, np.asarray(temperature)[:, None])[..., 1]
-    return _scaled(own, np.asarray(temperature))
+    return _scaled(values, np.asarray(temperature))
 
 
 def _scaled(probability: Values, temperature: Values) -> Values:

@@ -93,28 +93,28 @@ def export(
         raise UsageError(
             "export", found="both" if index else "neither", expected="one of --index and --to"
         )
-    shown = progress or default_progress()
+    display = progress or default_progress()
     if is_url(out) and (index is not None or to == "masks"):
         raise UsageError(
             "--out", found=public_url(str(out)), expected="a local path", todo="copy the result to the URL"
         )  # fmt: skip
     if index is not None:
-        return export_index(store_paths(stores), out=Path(out), kind=index, progress=shown)
-    given = [stores] if isinstance(stores, str | Path) else list(stores)
-    paths = store_paths(given) if len(given) == 1 else given
+        return export_index(store_paths(stores), out=Path(out), kind=index, progress=display)
+    requested = [stores] if isinstance(stores, str | Path) else list(stores)
+    paths = store_paths(requested) if len(requested) == 1 else requested
     if len(paths) > 1:
         raise UsageError(
             "--to", found=f"{len(paths)} stores", expected="one store, with a separate --out"
         )
     if to == "masks":
-        return export_masks(Path(paths[0]), out=Path(out), progress=shown)
+        return export_masks(Path(paths[0]), out=Path(out), progress=display)
     assert to is not None  # noqa: S101 - checked above
     return export_patches(
         Path(paths[0]),
         out=str(out) if is_url(out) else Path(out),
         to=to,
         shard_patches=shard_patches,
-        progress=shown,
+        progress=display,
     )
 
 
@@ -167,7 +167,7 @@ def _columns(store: Store, number: int, record: SlideRecord) -> Columns:
     side = round((record.read_size or 0) * (record.downsample or 0))
     names = np.array([*store.classes, None], object)  # None for -1 and for unknown numbers
     labels = np.clip(index["label"], -1, len(store.classes))
-    found = {
+    columns = {
         "patch": np.arange(count, dtype=np.int32),
         "size_l0": np.full(count, side, np.int32),
         "level": np.full(count, record.level if record.level is not None else -1, np.int16),
@@ -175,7 +175,7 @@ def _columns(store: Store, number: int, record: SlideRecord) -> Columns:
         "bytes": index["length"],
         "annotation": names[labels],
     }
-    return {name: found[name] if name in found else index[name] for name in _OF_PATCH}
+    return {name: columns[name] if name in columns else index[name] for name in _OF_PATCH}
 
 
 def _write_csv(path: Path, slides: Iterator[tuple[Columns, Columns]]) -> None:

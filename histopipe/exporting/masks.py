@@ -62,14 +62,14 @@ def export_masks(store: Path, *, out: Path, progress: Progress) -> TissueReport:
                     pixels = decode_picture(mask, f"{where}: tissue mask", mode="L") > 0
                     grid, exact = _grid(record, grid_of_png(bytes(mask)), pixels)
                     picture = decode_picture(thumbnail, where)
-                    found = SlideMask(record.id, pixels, grid, _bounds(record), picture)
-                    pictures[record.id] = write_slide(out, found)
+                    slide_mask = SlideMask(record.id, pixels, grid, _bounds(record), picture)
+                    pictures[record.id] = write_slide(out, slide_mask)
                 except Exception as error:  # noqa: BLE001 - `slide_failure` raises what concerns all slides
                     result.failed[record.id] = slide_failure(error)
                 else:
                     mpp = None if record.mpp is None else Mpp(record.mpp)
                     notes = record.notes if exact else [*record.notes, _INEXACT]
-                    result.slides.append(describe(found, mpp, record.mask or source, notes))
+                    result.slides.append(describe(slide_mask, mpp, record.mask or source, notes))
                 bar.advance()
         write_table_and_page(result, pictures)
     return result

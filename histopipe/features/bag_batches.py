@@ -68,18 +68,26 @@ class BagBatches(BatchSampler):
         parts, positions = [], []
         for i, number in enumerate(located.slides.tolist()):
             rows = self._draw_rows(number, step // self.steps_per_epoch)
-            found = self._read(number, rows, keys[i]) if weights[i] else None
-            if found is None:
+            features = self._read(number, rows, keys[i]) if weights[i] else None
+            if features is None:
                 # A bag of weight 0 is not read.
                 weights[i], rows = 0, np.zeros(0, np.int64)
-                found = np.zeros((1, self._bags.dimension), self.dtype)
-            parts.append(found)
+                features = np.zeros((1, self._bags.dimension), self.dtype)
+            parts.append(features)
             if self._positions:
-                positions.append(self._read_positions(number, rows, len(found)))
+                positions.append(self._read_positions(number, rows, len(features)))
         ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
-        more = (joined_rows(positions),) if self._positions else ()
-        own = self._slide_values(located)
-        return joined_rows(parts), ends, located.labels, weights, keys, *own, *more
+        joined_positions = (joined_rows(positions),) if self._positions else ()
+        slide_values = self._slide_values(located)
+        return (
+            joined_rows(parts),
+            ends,
+            located.labels,
+            weights,
+            keys,
+            *slide_values,
+            *joined_positions,
+        )
 
     def _read(
         self, number: int, rows: NDArray[np.int64] | None, key: int

@@ -14,23 +14,26 @@ from histopipe.features.bags import BagSet
 def bag_participants(bags: BagSet, splits: Splits, *, given_splits: bool) -> list[Participant]:
     """Return all slides that have a feature file. `given_splits`: the split comes from a file, which may lack slides."""
     side_of = {
-        it.slide: next((side for side in SIDES if len(it.on(side))), "") for it in splits.slides
+        split.slide: next((side for side in SIDES if len(split.on(side))), "")
+        for split in splits.slides
     }
     bag_of = {slide: number for number, bag in bags.bags.items() for slide in bag.slides}
-    found = []
+    participants = []
     for slide in bags.found_slides():
         number = bag_of.get(slide.slide)
         if slide.reason:
-            found.append(slide)
+            participants.append(slide)
         elif number is None or number not in side_of:
-            found.append(replace(slide, reason=missing_from(splits, slide, given=given_splits)))
+            participants.append(
+                replace(slide, reason=missing_from(splits, slide, from_file=given_splits))
+            )
         else:
             # Joined sets may have fewer patches than the first one.
             rows, side = bags.rows_of(number, slide.slide), side_of[number]
-            more = slide.planned - slide.unreadable - rows
+            uncovered = slide.planned - slide.unreadable - rows
             counts: dict[str, Any] = {side: rows} if side else {}
             reason = "" if side else "left out by the split"
-            found.append(replace(
-                slide, status=side or EXCLUDED, reason=reason, left_out=more + (0 if side else rows), **counts,
+            participants.append(replace(
+                slide, status=side or EXCLUDED, reason=reason, left_out=uncovered + (0 if side else rows), **counts,
             ))  # fmt: skip
-    return found
+    return participants

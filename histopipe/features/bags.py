@@ -116,8 +116,8 @@ class BagSet:
         self.uuid = "+".join(map(_identity, self.folders, sets.dimensions))
         rows = None
         if labels is not None:
-            others = self._recorded.keys() | self.failed.keys()
-            names = SlideNames(headers, others - headers.keys())
+            recorded_names = self._recorded.keys() | self.failed.keys()
+            names = SlideNames(headers, recorded_names - headers.keys())
             rows = read_labels(
                 labels, names, columns=columns, groups=more_columns, with_label=with_label,
                 allow_extra=allow_extra, na=na, notify=notify,
@@ -127,20 +127,25 @@ class BagSet:
         """Label, patient and site of each slide, also of those without label or patches."""
         self._rows = {name: header.rows for name, header in headers.items()}
         self._without = _slide_labels(
-            {name: it for name, it in self._recorded.items() if name not in headers}, rows
+            {
+                name: participant
+                for name, participant in self._recorded.items()
+                if name not in headers
+            },
+            rows,
         )
         labelled = {name: label for name, label in labelled.items() if name in parts}
         groups = {name: [name] for name in labelled}
         if bag == "patient":
             groups = _by_patient(labelled, columns, unlabelled=unlabelled)
         # Known bags keep their numbers, so that a new slide does not change them.
-        known = dict(numbers or {})
-        known = {nfc(name): number for name, number in known.items()} | known
-        free = itertools.count(max(known.values(), default=-1) + 1)
+        numbering = dict(numbers or {})
+        numbering = {nfc(name): number for name, number in numbering.items()} | numbering
+        free = itertools.count(max(numbering.values(), default=-1) + 1)
         bags = {}
         for name, slides in groups.items():
             sites, first = {labelled[slide].site for slide in slides}, labelled[slides[0]]
-            number = known.get(name, known.get(nfc(name)))
+            number = numbering.get(name, numbering.get(nfc(name)))
             bags[next(free) if number is None else number] = Bag(
                 name, tuple(slides), tuple(parts[slide] for slide in slides),
                 first.label if len({labelled[slide].label for slide in slides}) == 1 else None, first.patient,
@@ -155,22 +160,22 @@ class BagSet:
 
     def found_slides(self) -> list[Participant]:
         """Return all slides that have a feature file or failed before, excluded, with a reason if they have no patches."""
-        found = []
-        for name, it in {**self.slides, **self._without}.items():
-            known = self._recorded.get(name, Participant(slide=name, patient=""))
-            rows, reason = self._rows.get(name), known.reason or "no features"
+        participants = []
+        for name, label in {**self.slides, **self._without}.items():
+            participant = self._recorded.get(name, Participant(slide=name, patient=""))
+            rows, reason = self._rows.get(name), participant.reason or "no features"
             if rows is not None:
-                planned = max(known.planned, rows)
+                planned = max(participant.planned, rows)
                 reason = "" if rows else "no readable patch" if planned else "no patches"
-                known = replace(known, planned=planned, unreadable=planned - rows)
-            found.append(
+                participant = replace(participant, planned=planned, unreadable=planned - rows)
+            participants.append(
                 replace(
-                    known, slide=name, patient=it.patient or name, site=it.site or "", label=it.label or "",
-                    label_source=self.label_source if it.label else "", store=known.store or self.path.name,
-                    cells=dict(it.cells), reason=reason,
+                    participant, slide=name, patient=label.patient or name, site=label.site or "", label=label.label or "",
+                    label_source=self.label_source if label.label else "", store=participant.store or self.path.name,
+                    cells=dict(label.cells), reason=reason,
                 )
             )  # fmt: skip
-        return found
+        return participants
 
     def rows_of(self, number: int, slide: str) -> int:
         """Return the number of patches of a slide in a bag."""
@@ -185,24 +190,24 @@ class BagSet:
 def _identity(folder: Path, dimension: int) -> str:
     """Return an identifier: the recorded encoder, or the number of features in folders of other tools."""
     try:
-        found = read_json(folder / ENCODER)
-        return f"features-{found['sha256'][:16]}-{found['precision']}"
+        record = read_json(folder / ENCODER)
+        return f"features-{record['sha256'][:16]}-{record['precision']}"
     except (OSError, ValueError, KeyError, TypeError):
         return f"features-{dimension}"
 
 
 def _recorded_slides(folder: Path, names: Iterable[str]) -> dict[str, Participant]:
     """Return the slides that `histopipe embed` found, by the name of the file; empty for folders of other tools."""
-    found = read_participants(folder / SLIDES) if (folder / ENCODER).exists() else []
+    participants = read_participants(folder / SLIDES) if (folder / ENCODER).exists() else []
     by_name = {nfc(name): name for name in names}
-    return {by_name.get(nfc(slide.slide), slide.slide): slide for slide in found}
+    return {by_name.get(nfc(slide.slide), slide.slide): slide for slide in participants}
 
 
 def _slide_labels(
     slides: Mapping[str, FeatureHeader | Participant], rows: Mapping[str, SlideLabel] | None
 ) -> dict[str, SlideLabel]:
     """Return label, patient and site of every slide. The patient is never empty. `rows` are of the labels file."""
-    found = {}
+    labels = {}
     for name, slide in slides.items():
         label, patient, site = (
             _text(
@@ -212,12 +217,12 @@ def _slide_labels(
             )
             for key in ("label", "patient", "site")
         )
-        given = SlideLabel(label) if rows is None else rows.get(name, SlideLabel(None))
+        row = SlideLabel(label) if rows is None else rows.get(name, SlideLabel(None))
         # Earlier versions recorded no patient of lower-case TCGA barcodes.
         unknown = patient == name and "TCGA" not in name
-        patient = given.patient or (None if unknown else patient) or patient_of(name)
-        found[name] = SlideLabel(given.label, patient, given.site or site, given.cells)
-    return found
+        patient = row.patient or (None if unknown else patient) or patient_of(name)
+        labels[name] = SlideLabel(row.label, patient, row.site or site, row.cells)
+    return labels
 
 
 def _text(value: Any) -> str | None:
@@ -245,19 +250,19 @@ def _by_patient(
         if unlabelled or label.label or any(map(label.cells.get, columns)):
             groups.setdefault(str(label.patient), []).append(name)
     for patient, slides in groups.items():
-        own = [labels[slide] for slide in slides]
+        patient_labels = [labels[slide] for slide in slides]
         texts = [
             {
-                **({} if unlabelled else {"labels": str(it.label)}),
-                **{name: it.cells.get(name, "") for name in columns},
+                **({} if unlabelled else {"labels": str(label.label)}),
+                **{name: label.cells.get(name, "") for name in columns},
             }
-            for it in own
+            for label in patient_labels
         ]
         for column in texts[0]:
-            found = sorted({text[column] or "empty" for text in texts})
-            if len(found) > 1:
+            values = sorted({text[column] or "empty" for text in texts})
+            if len(values) > 1:
                 raise UsageError(
-                    f"patient {patient}", found=f"slides with {column} {' and '.join(found)}",
+                    f"patient {patient}", found=f"slides with {column} {' and '.join(values)}",
                     expected="the same for all slides of a patient with --bag patient",
                     todo="use --bag slide, or one value per patient in --labels",
                 )  # fmt: skip
@@ -272,15 +277,17 @@ def read_bag(
     Raises:
         DamagedStore: a file is damaged.
     """
-    parts = [part.read(own).astype(dtype, copy=False) for part, own in _by_part(bag, rows)]
+    parts = [
+        part.read(part_rows).astype(dtype, copy=False) for part, part_rows in _by_part(bag, rows)
+    ]
     return joined_rows(parts)
 
 
 def read_positions(bag: Bag, rows: NDArray[np.int64] | None = None) -> NDArray[np.float32]:
     """Return the (R, 2) positions of (R,) sorted rows of a bag, or of all; see `SlideFeatures.positions`."""
     parts = [
-        part.positions() if own is None else part.positions()[own]
-        for part, own in _by_part(bag, rows)
+        part.positions() if part_rows is None else part.positions()[part_rows]
+        for part, part_rows in _by_part(bag, rows)
     ]
     return joined_rows(parts)
 

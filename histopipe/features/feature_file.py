@@ -106,8 +106,8 @@ class FeatureWriter:
         name = str(coords.get("name", ""))
         self._file[FEATURES].attrs.update({"name": name, "savetodir": ""})
         self._file[COORDS].attrs.update(dict(coords))
-        given = {key: value for key, value in facts.items() if value is not None}
-        self._file.attrs.update({"format": FORMAT, **given, _CRC: self._crc})
+        attributes = {key: value for key, value in facts.items() if value is not None}
+        self._file.attrs.update({"format": FORMAT, **attributes, _CRC: self._crc})
 
 
 @contextmanager
@@ -277,12 +277,12 @@ def feature_files(folder: Path) -> dict[str, Path]:
     """
     if not folder.is_dir():
         raise UsageError(f"{folder} is not a folder", expected="a folder of feature files")
-    found = {
+    files = {
         path.relative_to(folder).with_suffix("").as_posix(): path
         for path in folder.rglob(f"*{SUFFIX}")
         if path.is_file() and not path.name.startswith(".")
     }
-    return dict(sorted(found.items()))
+    return dict(sorted(files.items()))
 
 
 def record_encoder(folder: Path, encoder: Mapping[str, Any]) -> None:
@@ -322,7 +322,11 @@ def stores_of_features(folders: Iterable[str | Path]) -> list[Path]:
     """
     stores: list[Path] = []
     for folder in map(Path, folders):
-        names = dict.fromkeys(it.store for it in read_participants(folder / SLIDES) if it.store)
+        names = dict.fromkeys(
+            participant.store
+            for participant in read_participants(folder / SLIDES)
+            if participant.store
+        )
         recorded = (read_encoder(folder) or {}).get("stores")
         for text in names if recorded is None else recorded:
             places = (Path(text), folder.parent / Path(text).name)

@@ -43,15 +43,17 @@ class FeatureSets:
         first = folders[0]
         headers = _headers(first, on_error, failed)
         by_name = {nfc(name): name for name in headers}
-        others = [
+        other_sets = [
             {
                 name if name in headers else by_name.get(nfc(name), name): other[name]
                 for name in other
             }
             for other in _other_headers(folders, on_error, failed)
         ]
-        dimensions = [_common_dimension(it) for it in (_filled(first, headers), *others)]
-        parts = _parts(headers, others, folders, notes)
+        dimensions = [
+            _common_dimension(feature_set) for feature_set in (_filled(first, headers), *other_sets)
+        ]
+        parts = _parts(headers, other_sets, folders, notes)
         notes += [f"left out: {reason}" for reason in failed.values()]
         return cls(headers, parts, tuple(dimensions), tuple(notes), failed)
 
@@ -71,8 +73,8 @@ def _headers(folder: Path, on_error: OnError, failed: dict[str, str]) -> dict[st
 
 def _filled(folder: Path, headers: Headers) -> Headers:
     """Return the headers of files with patches."""
-    found = {name: header for name, header in headers.items() if header.rows}
-    if not found:
+    filled = {name: header for name, header in headers.items() if header.rows}
+    if not filled:
         if headers:
             raise NothingToDo(
                 f"no slide in {folder} has patches", found=", ".join(list(headers)[:3]),
@@ -81,7 +83,7 @@ def _filled(folder: Path, headers: Headers) -> Headers:
         raise NothingToDo(
             f"{folder} contains no features", expected="files SLIDE.h5 from `histopipe embed`"
         )
-    return found
+    return filled
 
 
 def _other_headers(
@@ -94,24 +96,24 @@ def _other_headers(
 
 
 def _parts(
-    headers: Headers, others: Sequence[Headers], folders: Sequence[Path], notes: list[str]
+    headers: Headers, other_sets: Sequence[Headers], folders: Sequence[Path], notes: list[str]
 ) -> dict[str, SlideFeatures]:
     """Join the sets of each slide. Add to `notes` what is left out."""
-    found: dict[str, SlideFeatures] = {}
+    parts: dict[str, SlideFeatures] = {}
     lost: list[str] = []
     for name, header in headers.items():
         if not header.rows:
             continue
-        if not all(name in other for other in others):
+        if not all(name in other for other in other_sets):
             lost.append(name)
             continue
-        part = join([header, *(other[name] for other in others)])
+        part = join([header, *(other[name] for other in other_sets)])
         if part.rows:
-            found[name] = part
+            parts[name] = part
         else:
             lost.append(name)
     names = " and ".join(map(str, folders))
-    if not found:
+    if not parts:
         raise NothingToDo(
             f"no slide has patches in all of {names}", found=f"such as {lost[0]}",
             expected="features of the same slides, with overlapping patches",
@@ -120,17 +122,17 @@ def _parts(
         notes.append(
             f"{counted(len(lost), 'slide')} without common patches in {names} left out: {', '.join(lost[:3])}"
         )
-    patches = sum(part.left_out for part in found.values())
+    patches = sum(part.left_out for part in parts.values())
     if patches:
         notes.append(
             f"{counted(patches, 'patch')} of {folders[0]} left out: another set does not cover them"
         )
-    return found
+    return parts
 
 
 def _common_dimension(headers: Mapping[str, FeatureHeader]) -> int:
-    first, *others = headers.values()
-    for header in others:
+    first, *rest = headers.values()
+    for header in rest:
         if header.dimension != first.dimension:
             raise UsageError(
                 f"{header.path}: features per patch", found=header.dimension,

@@ -21,39 +21,39 @@ _AT_ONCE = 4
 
 
 def covering(
-    corners: NDArray[np.int64], side: float, others: NDArray[np.int64], other_side: float
+    corners: NDArray[np.int64], side: float, other_corners: NDArray[np.int64], other_side: float
 ) -> NDArray[np.int64]:
     """Return for each patch the row of the other patch that contains its centre, (N,) int64, -1 for none.
 
     If several contain it, the one with the nearest centre is taken, and of these the first. Corners are (N, 2) and (M, 2).
     """
-    found, nearest = np.full(len(corners), -1, np.int64), np.full(len(corners), np.inf)
-    if not len(corners) or not len(others):
-        return found
+    covering_rows, nearest = np.full(len(corners), -1, np.int64), np.full(len(corners), np.inf)
+    if not len(corners) or not len(other_corners):
+        return covering_rows
     centres = corners + side / 2
-    cells = np.floor(others / other_side).astype(np.int64)
+    cells = np.floor(other_corners / other_side).astype(np.int64)
     low = cells.min(axis=0)
     width = int(cells[:, 0].max() - low[0]) + 3
     key = (cells[:, 1] - low[1]) * width + cells[:, 0] - low[0]
     order = np.argsort(key, kind="stable")
     ordered = key[order]
-    own = np.floor(centres / other_side).astype(np.int64) - low
+    centre_cells = np.floor(centres / other_side).astype(np.int64) - low
     for number in range(_AT_ONCE):
         # The corner of a patch around a point is in the point's cell, or in the one before it.
-        cell = own - (number % 2, number // 2)
+        cell = centre_cells - (number % 2, number // 2)
         inside = ((cell >= 0) & (cell < (width, np.iinfo(np.int32).max))).all(axis=1)
-        wanted = np.where(inside, cell[:, 1] * width + cell[:, 0], -1)
-        begin, end = (np.searchsorted(ordered, wanted, side) for side in ("left", "right"))
+        cell_keys = np.where(inside, cell[:, 1] * width + cell[:, 0], -1)
+        begin, end = (np.searchsorted(ordered, cell_keys, side) for side in ("left", "right"))
         for step in range(int((end - begin).max())):
             rows = np.flatnonzero(begin + step < end)
             other = order[begin[rows] + step]
-            offset = centres[rows] - others[other]
+            offset = centres[rows] - other_corners[other]
             away = ((offset - other_side / 2) ** 2).sum(axis=1)
             within = ((offset >= 0) & (offset < other_side)).all(axis=1)
             before = nearest[rows]
-            better = within & ((away < before) | ((away == before) & (other < found[rows])))
-            found[rows[better]], nearest[rows[better]] = other[better], away[better]
-    return found
+            better = within & ((away < before) | ((away == before) & (other < covering_rows[rows])))
+            covering_rows[rows[better]], nearest[rows[better]] = other[better], away[better]
+    return covering_rows
 
 
 @dataclass(frozen=True)
@@ -98,15 +98,17 @@ class SlideFeatures:
         parts = []
         for header, chosen in zip(self.headers, self.chosen, strict=True):
             # All rows at once are read in sequence, which verifies their checksum.
-            own = chosen if rows is None else chosen[rows]
-            values = read_features(header)[own] if rows is None else read_features(header, own)
-            parts.append(_finite(header, values, own))
+            set_rows = chosen if rows is None else chosen[rows]
+            values = (
+                read_features(header)[set_rows] if rows is None else read_features(header, set_rows)
+            )
+            parts.append(_finite(header, values, set_rows))
         return np.concatenate(parts, axis=1)
 
     def corners(self) -> NDArray[np.int64] | None:
         """Return (R, 2) top left corners in level-0 pixels, those of the first set; None if unknown."""
-        found = read_coords(self.headers[0])
-        return found if found is None or self.chosen is None else found[self.chosen[0]]
+        corners = read_coords(self.headers[0])
+        return corners if corners is None or self.chosen is None else corners[self.chosen[0]]
 
     @cached_property
     def side(self) -> float:
@@ -164,18 +166,18 @@ def join(headers: Sequence[FeatureHeader]) -> SlideFeatures:
             rows.append(rows[0])
         else:
             rows.append(covering(corners[0], _side(headers[0]), other, _side(header)))
-    kept = np.flatnonzero(np.all([own >= 0 for own in rows], axis=0))
-    return SlideFeatures(tuple(headers), tuple(own[kept] for own in rows))
+    kept = np.flatnonzero(np.all([set_rows >= 0 for set_rows in rows], axis=0))
+    return SlideFeatures(tuple(headers), tuple(set_rows[kept] for set_rows in rows))
 
 
 def _corners(header: FeatureHeader) -> NDArray[np.int64]:
-    found = read_coords(header)
-    if found is None:
+    corners = read_coords(header)
+    if corners is None:
         raise UsageError(
             f"{header.path}: no coords", expected="coords: feature sets are matched by position",
             todo="use one set, or features of `histopipe embed`",
         )  # fmt: skip
-    return found
+    return corners
 
 
 def _side(header: FeatureHeader) -> float:

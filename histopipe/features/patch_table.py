@@ -47,8 +47,8 @@ def _rows(
 ) -> Iterable[tuple[object, ...]]:
     values = iter(zip(attention.tolist(), contributions.tolist(), strict=True))
     for slide, part in zip(bag.slides, bag.parts, strict=True):
-        found = part.corners()
+        coords = part.corners()
         side = f"{part.side:g}" if part.side else ""
-        corners = [("", "")] * part.rows if found is None else found.tolist()
+        corners = [("", "")] * part.rows if coords is None else coords.tolist()
         for (x, y), (share, parts) in zip(corners, values, strict=False):
             yield slide, x, y, side, f"{share:.9g}", *(f"{value:.6g}" for value in parts)

@@ -75,19 +75,19 @@ class BagFeatures:
 
     def _checked(self) -> Sequence[Path]:
         """Check that folders hold the features of the training."""
-        wanted = self.first.encoders
-        if len(self.paths) != len(wanted):
+        encoders = self.first.encoders
+        if len(self.paths) != len(encoders):
             raise UsageError(
                 "folders of features", found=len(self.paths),
-                expected=f"{len(wanted)}, in the order of --mil: {', '.join(self.first.config.mil)}",
+                expected=f"{len(encoders)}, in the order of --mil: {', '.join(self.first.config.mil)}",
             )  # fmt: skip
-        for path, expected in zip(self.paths, wanted, strict=True):
-            found = read_encoder(path)
-            if found is not None and expected is not None:
-                check_encoder(found, expected, str(path))
+        for path, expected in zip(self.paths, encoders, strict=True):
+            record = read_encoder(path)
+            if record is not None and expected is not None:
+                check_encoder(record, expected, str(path))
             else:
                 self.progress.message(
-                    f"warning: {path if found is None else 'the training'} does not record the encoder: "
+                    f"warning: {path if record is None else 'the training'} does not record the encoder: "
                     "only the number of features is compared"
                 )
         return self.paths
@@ -96,15 +96,17 @@ class BagFeatures:
         """Compute the features of stores or slide files. Return their folders."""
         records = self.first.encoders
         unknown = [
-            name for name, it in zip(self.first.config.mil, records, strict=True) if it is None
+            name
+            for name, record in zip(self.first.config.mil, records, strict=True)
+            if record is None
         ]
         if unknown:
             raise UsageError(
                 f"the encoder of {unknown[0]} is not recorded", found=self.kind,
                 expected="folders of features of the same encoder",
             )  # fmt: skip
-        known = [record for record in records if record is not None]
-        trained = [trained_patches(record, self.first.folder) for record in known]
+        encoders = [record for record in records if record is not None]
+        trained = [trained_patches(record, self.first.folder) for record in encoders]
         with ExitStack() as stack:
             stores: list[Store] = []
             if self.kind == "stores":
@@ -112,19 +114,21 @@ class BagFeatures:
                 stores = [stack.enter_context(Store(path)) for path in self.paths]
                 _check_stores(stores, trained)
             folders = []
-            for number, (record, own) in enumerate(zip(known, trained, strict=True)):
-                encoder = self._encoder(number, record, own)
+            for number, (record, patches) in enumerate(zip(encoders, trained, strict=True)):
+                encoder = self._encoder(number, record, patches)
                 if number == 0:
                     begin()
-                name = FEATURES if len(known) == 1 else f"{FEATURES}-{number + 1}"
+                name = FEATURES if len(encoders) == 1 else f"{FEATURES}-{number + 1}"
                 target = self.predictions.path / name
                 target.mkdir(exist_ok=True)
                 record_encoder(target, {**record, **encoder.identity, "batches": BATCHES})
                 features = FeatureFolder(encoder, target, record.get("dtype", "float32"))
                 if stores:
-                    self._embed_stores([it for it in stores if own.fit(it)], features, own)
+                    self._embed_stores(
+                        [store for store in stores if patches.fit(store)], features, patches
+                    )
                 else:
-                    self._embed_files(features, own)
+                    self._embed_files(features, patches)
                 folders.append(target)
         return folders
 
@@ -147,16 +151,16 @@ class BagFeatures:
     def _embed_stores(
         self, stores: Sequence[Store], features: FeatureFolder, trained: TrainedPatches
     ) -> None:
-        found = embed_stores(
+        result = embed_stores(
             stores, features, on_error=self.options.on_error, stain_norm=trained.stain_norm,
             batch_size=self.options.batch_size, progress=self.progress,
         )  # fmt: skip
-        computed = set(found.done)
+        computed = set(result.done)
         for store in stores:
             for number, record in store.complete.items():
                 if record.id in computed:
                     self._write_thumbnail(record.id, store.thumbnail(number))
-        self._add(found)
+        self._add(result)
 
     def _embed_files(self, features: FeatureFolder, trained: TrainedPatches) -> None:
         rule = batch_rule(features.path / ENCODER)
@@ -173,11 +177,11 @@ class BagFeatures:
             record_slides(features.path, source.participants(()), run.failed)
         self._add(run)
 
-    def _add(self, found: SlideRunResult | SlideRun) -> None:
-        self.failed |= found.failed
-        self.patches += found.patches
-        self.skipped += found.skipped
-        self.input_wait += found.input_wait
+    def _add(self, result: SlideRunResult | SlideRun) -> None:
+        self.failed |= result.failed
+        self.patches += result.patches
+        self.skipped += result.skipped
+        self.input_wait += result.input_wait
 
     def _write_thumbnail(self, slide: str, picture: bytes | None) -> None:
         path = self.predictions.thumbnail(slide)
@@ -213,19 +217,19 @@ def _check_stores(stores: Sequence[Store], trained: Sequence[TrainedPatches]) ->
     for store in stores:
         if len(trained) == 1:
             check_store(store, trained[0])
-        elif not any(own.fit(store) for own in trained):
+        elif not any(patches.fit(store) for patches in trained):
             raise UsageError(
                 f"{store.path}: its patches are not those of a feature set of the training",
                 found=f"{store.patch_size} pixels, mpp {store.spec.get('mpp')}",
                 expected=" or ".join(
-                    f"{own.patch_size} pixels, mpp {(own.spec or {}).get('mpp')}" for own in trained
+                    f"{patches.patch_size} pixels, mpp {(patches.spec or {}).get('mpp')}" for patches in trained
                 ),
             )  # fmt: skip
-    for number, own in enumerate(trained, 1):
-        if not any(own.fit(store) for store in stores):
+    for number, patches in enumerate(trained, 1):
+        if not any(patches.fit(store) for store in stores):
             raise NothingToDo(
                 f"no store has the patches of feature set {number} of the training",
-                expected=f"{own.patch_size} pixels, mpp {(own.spec or {}).get('mpp')}",
+                expected=f"{patches.patch_size} pixels, mpp {(patches.spec or {}).get('mpp')}",
                 todo="name the stores of all feature sets",
             )  # fmt: skip
 

@@ -68,8 +68,10 @@ class BagNetwork:
             with tf.device(self._device):
                 patches = Patches(tf.constant(features), positions)
                 pooled = pool(model, values_of(model.patch_weights), patches, tf.constant(PIECE))
-                more = None if covariates is None else tf.constant([covariates], tf.float32)
-                logits = model.logits(values_of(model.last_weights), pooled.value, more)
+                covariate_row = (
+                    None if covariates is None else tf.constant([covariates], tf.float32)
+                )
+                logits = model.logits(values_of(model.last_weights), pooled.value, covariate_row)
                 worth = patch_values(model, patches)
         except (tf.errors.OpError, MemoryError) as error:
             if not is_out_of_memory(error):

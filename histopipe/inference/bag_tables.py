@@ -46,7 +46,7 @@ class BagPredictions:
         numbers = {name: number for number, name in enumerate(patients)}
         zeros = np.zeros(len(bags), np.int64)
         blank = (np.nan,) * len(columns)
-        target = np.array([known or blank for known in self.targets], np.float64)
+        target = np.array([values or blank for values in self.targets], np.float64)
         return Predictions(
             first.task, tuple(bag.id for bag in bags), tuple(patients),
             np.arange(len(bags), dtype=np.int32),
@@ -110,8 +110,8 @@ class BagPredictions:
                     label, best = _common([self.bags[number].label for number in group]), cells[1]
                     cells = [label, patches, best, decided[row]]
                 numbers = [*means[row], *(() if spread is None else spread[row])]
-                own = [bag.id, bag.patient] if of_slides else [bag.patient or bag.id]
-                writer.writerow([*own, *cells, *(f"{value:.9g}" for value in numbers)])
+                id_cells = [bag.id, bag.patient] if of_slides else [bag.patient or bag.id]
+                writer.writerow([*id_cells, *cells, *(f"{value:.9g}" for value in numbers)])
 
     def _decided(self, means: NDArray[np.float64], level: Level) -> list[str]:
         """Return the decided class of each row; nothing for other tasks."""

@@ -57,8 +57,11 @@ class Classifier:
         """Return (N, M, C) probabilities of the models with their temperatures."""
         if not self.temperatures:
             return probability
-        own = [tempered(probability[:, i], it) for i, it in enumerate(self.temperatures)]
-        return np.stack(own, axis=1).astype(np.float32)
+        by_model = [
+            tempered(probability[:, i], temperature)
+            for i, temperature in enumerate(self.temperatures)
+        ]
+        return np.stack(by_model, axis=1).astype(np.float32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,10 +105,10 @@ class PredictOptions:
             "stage",
             "stage_gb",
         )
-        given = [*self.tiling, *(n for n in names if getattr(self, n) != getattr(plain, n))]
-        if given:
+        flags = [*self.tiling, *(n for n in names if getattr(self, n) != getattr(plain, n))]
+        if flags:
             raise UsageError(
-                f"--{given[0].replace('_', '-')}", found="a store", expected="slides",
+                f"--{flags[0].replace('_', '-')}", found="a store", expected="slides",
                 todo="remove the option: the patches of a store are already tiled",
             )  # fmt: skip
 
@@ -123,9 +126,16 @@ class PredictOptions:
         columns = set(COLUMNS)
         if self.labels is not None:
             columns.update(table_columns(Path(self.labels)))
-        names = {it: column_key(check_subgroup(it)[0]) for it in (*config.subgroup, *self.subgroup)}
-        own = {names[it] for it in self.subgroup}
-        present = (it for it in config.subgroup if names[it] in columns and names[it] not in own)
+        names = {
+            subgroup: column_key(check_subgroup(subgroup)[0])
+            for subgroup in (*config.subgroup, *self.subgroup)
+        }
+        requested = {names[subgroup] for subgroup in self.subgroup}
+        present = (
+            subgroup
+            for subgroup in config.subgroup
+            if names[subgroup] in columns and names[subgroup] not in requested
+        )
         return replace(
             self, subgroup=(*self.subgroup, *present), na=config.na if self.na is None else self.na
         )
@@ -139,14 +149,14 @@ def load_classifier(folders: Sequence[Path], *, devices: str, batch_size: int) -
         DamagedStore: a run cannot be read.
         MachineShort: TensorFlow is not installed.
     """
-    own = [_without_network(folder) for folder in folders]
+    runs = [_without_network(folder) for folder in folders]
     keras_network = load_quietly("histopipe.inference.keras_network")
     network = keras_network.KerasNetwork(
         lambda: keras_network.load_run_models(folders), name=folders[0].name, devices=devices,
         batch_size=batch_size,
     )  # fmt: skip
-    first, *others = own
-    for other in others:
+    first, *rest = runs
+    for other in rest:
         for name in ("classes", "spec", "patch_mpp", "stain_norm", "labels_from", "calibrate"):
             if other[name] != first[name]:
                 raise UsageError(
@@ -158,9 +168,9 @@ def load_classifier(folders: Sequence[Path], *, devices: str, batch_size: int) -
         TrainedPatches(
             folders[0], network.patch_size, first["spec"], first["patch_mpp"], first["stain_norm"]
         ),
-        first["labels_from"], first["judging"], mean_thresholds([it["thresholds"] for it in own]),
-        network.sha256, temperatures=tuple(it["temperature"] for it in own if it["temperature"]),
-        in_training=frozenset().union(*(trained_on(it / run_folder.SPLITS) for it in folders)),
+        first["labels_from"], first["judging"], mean_thresholds([run["thresholds"] for run in runs]),
+        network.sha256, temperatures=tuple(run["temperature"] for run in runs if run["temperature"]),
+        in_training=frozenset().union(*(trained_on(folder / run_folder.SPLITS) for folder in folders)),
     )  # fmt: skip
 
 

@@ -95,7 +95,7 @@ def embed(
     """
     if batch_size != "auto":
         check_whole(1, batch_size=batch_size)
-    folder, shown = Path(out), progress or default_progress()
+    folder, display = Path(out), progress or default_progress()
     with ExitStack() as stack:
         opened = [stack.enter_context(Store(path)) for path in store_paths(stores)]
         slides_with_patches(opened)  # raises early
@@ -119,14 +119,14 @@ def embed(
         encoder = choice.load(size, devices=devices, batch_size=batch_size)
         stain = stain_norm or choice.stain_norm()
         stack.enter_context(run_folder.held(folder))
-        more = {"mismatch": mismatch} if mismatch else {}
-        record = encoder_record(choice, encoder, opened, **more, stain_norm=stain, dtype=dtype)
+        facts = {"mismatch": mismatch} if mismatch else {}
+        record = encoder_record(choice, encoder, opened, **facts, stain_norm=stain, dtype=dtype)
         record_encoder(folder, {**record, "batches": BATCHES})
         record_stores(folder, opened)
         features = FeatureFolder(encoder, folder, dtype)
         return embed_stores(
             opened, features, on_error=on_error, stain_norm=stain, batch_size=encoder.batch_size,
-            progress=shown,
+            progress=display,
         )  # fmt: skip
 
 
@@ -151,7 +151,8 @@ def embed_stores(
     )
     run = SlideRun(features.encoder, "embedding", len(slides), progress)
     missing = run.missing(
-        slides, lambda it: _is_complete(it, features.path, on_error=on_error, progress=progress)
+        slides,
+        lambda slide: _is_complete(slide, features.path, on_error=on_error, progress=progress),
     )
     run.run(missing, features.write, steps=sum(slide.steps for slide in missing))
     with roomy(features.path):

@@ -67,11 +67,11 @@ class EncoderChoice:
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dict. Paths are absolute."""
-        found = asdict(self)
+        facts = asdict(self)
         for name in ("model", "weights"):
-            if found[name] and Path(found[name]).exists():
-                found[name] = str(Path(found[name]).absolute())
-        return found
+            if facts[name] and Path(facts[name]).exists():
+                facts[name] = str(Path(facts[name]).absolute())
+        return facts
 
     def check(self, patch_size: int, mpps: Sequence[float | None]) -> str | None:
         """Check that the patches fit a preset. Return the mismatch, if it is allowed, or None.
@@ -130,8 +130,8 @@ class EncoderChoice:
         config = Path(self.model) / run_folder.CONFIG
         if not config.exists():
             return "none"
-        found: StainNorm = read_config(config).get("stain_norm", "none")
-        return found
+        method: StainNorm = read_config(config).get("stain_norm", "none")
+        return method
 
 
 def encoder_facts(encoder: Encoder) -> dict[str, Any]:
@@ -140,18 +140,18 @@ def encoder_facts(encoder: Encoder) -> dict[str, Any]:
 
 
 def encoder_record(
-    choice: EncoderChoice, encoder: Encoder, stores: Sequence[Store], **more: Any
+    choice: EncoderChoice, encoder: Encoder, stores: Sequence[Store], **facts: Any
 ) -> dict[str, Any]:
     """Return what features depend on, for `features.json`, and how to compute features of other slides."""
     scales = [record.patch_mpp for store in stores for record in store.complete.values()]
-    known = sorted(scale for scale in scales if scale)
+    mpps = sorted(scale for scale in scales if scale)
     patches = {
         "patch_size": stores[0].patch_size,
         "spec": dict(stores[0].spec),
-        "patch_mpp": known[len(known) // 2] if known else None,
+        "patch_mpp": mpps[len(mpps) // 2] if mpps else None,
     }
     return {
-        **encoder.identity, **more, "libraries": _versions(), "given": choice.to_json(),
+        **encoder.identity, **facts, "libraries": _versions(), "given": choice.to_json(),
         "patches": patches,
     }  # fmt: skip
 
@@ -163,9 +163,13 @@ def trained_patches(record: Mapping[str, Any], owner: Path) -> TrainedPatches:
         DamagedStore: the record is damaged.
     """
     try:
-        own = record["patches"]
+        patches = record["patches"]
         return TrainedPatches(
-            owner, int(own["patch_size"]), own["spec"], own["patch_mpp"], record["stain_norm"]
+            owner,
+            int(patches["patch_size"]),
+            patches["spec"],
+            patches["patch_mpp"],
+            record["stain_norm"],
         )
     except (KeyError, TypeError, ValueError) as error:
         raise DamagedStore(
@@ -173,7 +177,7 @@ def trained_patches(record: Mapping[str, Any], owner: Path) -> TrainedPatches:
         ) from error
 
 
-def check_encoder(found: Mapping[str, Any], expected: Mapping[str, Any], where: str) -> None:
+def check_encoder(actual: Mapping[str, Any], expected: Mapping[str, Any], where: str) -> None:
     """Check that features are of the encoder, and the scale, of a training. `where` names them in a message.
 
     Raises:
@@ -181,19 +185,19 @@ def check_encoder(found: Mapping[str, Any], expected: Mapping[str, Any], where: 
     """
     names = (*_COMPARED, "stain_norm")
     pairs: list[tuple[str, Any, Any]] = [
-        (name, found.get(name), expected.get(name)) for name in names
+        (name, actual.get(name), expected.get(name)) for name in names
     ]
-    own_mpp, mpp = ((it.get("patches") or {}).get("patch_mpp") for it in (found, expected))
+    own_mpp, mpp = ((record.get("patches") or {}).get("patch_mpp") for record in (actual, expected))
     if own_mpp and mpp and not same_scale(Mpp(own_mpp), Mpp(mpp)):
         pairs.append(("µm per pixel", own_mpp, mpp))
-    other = [(name, own, wanted) for name, own, wanted in pairs[1:] if own != wanted]
+    other = [(name, value, required) for name, value, required in pairs[1:] if value != required]
     if not other:
         return  # the same weights may have another name
-    shown = [pair for pair in pairs if pair[1] != pair[2]]
+    differing = [pair for pair in pairs if pair[1] != pair[2]]
     raise UsageError(
         f"{where}: other features than in the training",
-        found=", ".join(f"{name} {_short(own)}" for name, own, _ in shown),
-        expected=", ".join(f"{name} {_short(wanted)}" for name, _, wanted in shown),
+        found=", ".join(f"{name} {_short(value)}" for name, value, _ in differing),
+        expected=", ".join(f"{name} {_short(required)}" for name, _, required in differing),
         todo="embed the slides with the encoder and the patches of the training",
     )  # fmt: skip
 

@@ -70,24 +70,24 @@ def file_participants(
     ids: Sequence[str], predicted: Iterable[PredictedSlide], labels: Mapping[str, SlideLabel]
 ) -> list[Participant]:
     """Return the slides of slide files, and other predicted slides, excluded without a reason."""
-    found = {it.slide: it for it in predicted}
+    by_name = {slide.slide: slide for slide in predicted}
     slides = []
-    for name in dict.fromkeys([*ids, *found]):
-        slide, given = found.get(name), labels.get(name, SlideLabel(None))
-        label = given.label or (slide.label if slide else None) or ""
+    for name in dict.fromkeys([*ids, *by_name]):
+        slide, row = by_name.get(name), labels.get(name, SlideLabel(None))
+        label = row.label or (slide.label if slide else None) or ""
         slides.append(
             Participant(
-                slide=name, patient=given.patient or (slide.patient if slide else None) or name,
-                site=given.site or "", label=label, label_source="labels file" if label else "",
+                slide=name, patient=row.patient or (slide.patient if slide else None) or name,
+                site=row.site or "", label=label, label_source="labels file" if label else "",
                 mpp="" if slide is None or slide.mpp is None else f"{slide.mpp:.4g}",
-                cells=dict(given.cells),
+                cells=dict(row.cells),
             )
         )  # fmt: skip
     return slides
 
 
 def evaluated_participants(
-    found: Sequence[Participant],
+    participants: Sequence[Participant],
     predicted: Mapping[str, tuple[int, int]],
     labelled: Sequence[str],
     failed: Mapping[str, str],
@@ -96,30 +96,32 @@ def evaluated_participants(
     """Return the slides, each as evaluated ("test") or with the reason of its exclusion.
 
     Args:
-        found: all slides, excluded with a reason if they have no patches.
+        participants: all slides, excluded with a reason if they have no patches.
         predicted: number of predicted and of skipped patches, by slide.
         labelled: slides with a known label or target.
         failed: reasons by slide.
         classes: of the model; empty for other tasks.
     """
-    known = set(labelled)
+    labelled_ids = set(labelled)
     slides = []
-    for it in found:
-        if it.slide in failed:
-            slides.append(replace(it, reason=FAILED))
-        elif it.slide not in predicted:
-            slides.append(replace(it, reason=it.reason or "no patches"))
+    for slide in participants:
+        if slide.slide in failed:
+            slides.append(replace(slide, reason=FAILED))
+        elif slide.slide not in predicted:
+            slides.append(replace(slide, reason=slide.reason or "no patches"))
         else:
-            patches, skipped = predicted[it.slide]
-            planned = max(it.planned, patches + skipped)
-            own = replace(it, planned=planned, unreadable=planned - patches)
+            patches, skipped = predicted[slide.slide]
+            planned = max(slide.planned, patches + skipped)
+            entry = replace(slide, planned=planned, unreadable=planned - patches)
             if not patches:
-                slides.append(replace(own, reason="no readable patch" if planned else "no patches"))
-            elif it.slide in known:
-                slides.append(replace(own, status="test", test=patches, reason=""))
+                slides.append(
+                    replace(entry, reason="no readable patch" if planned else "no patches")
+                )
+            elif slide.slide in labelled_ids:
+                slides.append(replace(entry, status="test", test=patches, reason=""))
             else:
-                unknown = it.label and classes and it.label not in classes
-                slides.append(replace(own, reason=NOT_A_CLASS if unknown else "no label"))
+                unknown = slide.label and classes and slide.label not in classes
+                slides.append(replace(entry, reason=NOT_A_CLASS if unknown else "no label"))
     return slides
 
 
@@ -128,7 +130,7 @@ def write_evaluation(
     judged: tuple[Part, Evaluation] | None,
     slides: Sequence[Participant],
     *,
-    wanted: Sequence[str],
+    subgroups: Sequence[str],
     settings: JudgeSettings,
     in_training: Iterable[str],
 ) -> ExternalEvaluation | None:
@@ -137,7 +139,7 @@ def write_evaluation(
     `judged` are the evaluated predictions, with their evaluation; None if too few labels are known. For `in_training` see
     `ExternalEvaluation`, for the other arguments `break_down`.
     """
-    unknown = sorted({it.label for it in slides if it.reason == NOT_A_CLASS})
+    unknown = sorted({slide.label for slide in slides if slide.reason == NOT_A_CLASS})
     if unknown:
         message(f"warning: labels that are no class of the model are ignored: {', '.join(unknown)}")
     path = folder / EVALUATION
@@ -145,14 +147,14 @@ def write_evaluation(
         (folder / name).unlink(missing_ok=True)
     write_participants(folder / PARTICIPANTS, slides)
     if judged is None:
-        if any(it.label for it in slides):
+        if any(slide.label for slide in slides):
             message("no metrics: slides with labels of two classes of the model are needed")
         return None
     part, evaluation = judged
     if part[0].level != "patch":
         write_predictions(folder / EVALUATED, [({"split": "test"}, part[0])])
-    breakdown = break_down([part], evaluation, slides, wanted, settings)
-    found = ExternalEvaluation(
+    breakdown = break_down([part], evaluation, slides, subgroups, settings)
+    result = ExternalEvaluation(
         evaluation,
         breakdown,
         flow_of(slides),
@@ -160,12 +162,12 @@ def write_evaluation(
         tuple(
             sorted(
                 {*in_training}
-                & {name for it in slides if it.test for name in (it.slide, it.patient)}
+                & {name for slide in slides if slide.test for name in (slide.slide, slide.patient)}
             )
         ),
     )
-    run_folder.write_json(path, found.to_json())
-    return found
+    run_folder.write_json(path, result.to_json())
+    return result
 
 
 def read_evaluation(folder: Path) -> ExternalEvaluation | None:

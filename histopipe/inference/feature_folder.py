@@ -99,14 +99,18 @@ class FeatureFolder:
 def record_slides(folder: Path, slides: Iterable[Participant], failed: Collection[str]) -> None:
     """Write which slides were found, those without features with the reason, and keep slides of earlier commands."""
     path = folder / SLIDES
-    known = {it.slide: it for it in read_participants(path)}
-    for it in slides:
-        slide = replace(it, reason="embedding failed") if it.slide in failed else it
-        before = known.get(slide.slide)
+    recorded = {participant.slide: participant for participant in read_participants(path)}
+    for participant in slides:
+        slide = (
+            replace(participant, reason="embedding failed")
+            if participant.slide in failed
+            else participant
+        )
+        before = recorded.get(slide.slide)
         if slide.reason and before is not None and before.store != slide.store:
             slide = replace(slide, slide=f"{slide.slide}@{slide.store}")  # of another store
-        known[slide.slide] = slide
-    write_participants(path, known.values())
+        recorded[slide.slide] = slide
+    write_participants(path, recorded.values())
 
 
 def described(

@@ -137,8 +137,10 @@ class KerasNetwork:
         pieces = []
         parts = device_rows(len(images), self._strategy.num_replicas_in_sync)
         for first in range(0, max(map(len, parts)), size):
-            own = [images[part.start : part.stop][first : first + size] for part in parts]
-            batch = one_per_replica(self._strategy, [tf.constant(part) for part in own], 0)
+            device_images = [images[part.start : part.stop][first : first + size] for part in parts]
+            batch = one_per_replica(
+                self._strategy, [tf.constant(part) for part in device_images], 0
+            )
             pieces.append(self._strategy.experimental_local_results(self._step(batch)))
         return pieces
 
@@ -220,10 +222,10 @@ def load_run_model(folder: Path, patch_size: int | None = None) -> keras.Model:
 
 def load_run_models(folders: Sequence[Path]) -> keras.Model:
     """Load the patch models of runs as one, with the outputs of all side by side. Raises as `load_run_model`."""
-    first, *others = [load_run_model(folder) for folder in folders]
-    if not others:
+    first, *rest = [load_run_model(folder) for folder in folders]
+    if not rest:
         return first
-    for folder, other in zip(folders[1:], others, strict=True):
+    for folder, other in zip(folders[1:], rest, strict=True):
         if other.input_shape != first.input_shape:
             raise UsageError(
                 f"the model of {folder} takes patches of another size", found=other.input_shape[1],
@@ -232,7 +234,7 @@ def load_run_models(folders: Sequence[Path]) -> keras.Model:
     image = keras.Input(first.input_shape[1:], dtype="uint8", name="image")
     outputs = [
         keras.Model(model.inputs, model.outputs[0], name=f"model_{number}")(image)
-        for number, model in enumerate((first, *others), 1)
+        for number, model in enumerate((first, *rest), 1)
     ]
     return keras.Model(image, keras.layers.Concatenate(dtype="float32")(outputs))
 

@@ -93,13 +93,13 @@ class OnnxEncoder:
     def _run(self, session: Any, inputs: NDArray[np.float32]) -> NDArray[np.float32]:
         """Run rows in one session, in pieces if the network was exported with a fixed batch size."""
         size = self._fixed or max(1, len(inputs))
-        found = []
+        outputs = []
         for first in range(0, len(inputs), size):
             piece = inputs[first : first + size]
             # A network with a fixed batch size needs full batches: rows are repeated.
             whole = np.resize(piece, (size, *piece.shape[1:])) if self._fixed else piece
-            found.append(self._outputs(session, whole)[: len(piece)])
-        return np.concatenate(found)
+            outputs.append(self._outputs(session, whole)[: len(piece)])
+        return np.concatenate(outputs)
 
     def _outputs(self, session: Any, inputs: NDArray[np.float32]) -> NDArray[np.float32]:
         try:
@@ -196,12 +196,12 @@ def _check_input(session: Any, path: Path, side: int) -> tuple[str, int | None]:
     inputs = session.get_inputs()
     shape = inputs[0].shape
     fits = len(inputs) == 1 and len(shape) == 4 and inputs[0].type == "tensor(float)"
-    wanted = (3, side, side)
+    expected_shape = (3, side, side)
     if not fits or any(
-        isinstance(n, int) and n != w for n, w in zip(shape[1:], wanted, strict=True)
+        isinstance(n, int) and n != w for n, w in zip(shape[1:], expected_shape, strict=True)
     ):
         raise UsageError(
-            f"{path}: wrong inputs", found="; ".join(f"{it.name} {it.shape} {it.type}" for it in inputs),
+            f"{path}: wrong inputs", found="; ".join(f"{tensor.name} {tensor.shape} {tensor.type}" for tensor in inputs),
             expected=f"one input, float32 of shape (patches, 3, {side}, {side})",
         )  # fmt: skip
     return inputs[0].name, shape[0] if isinstance(shape[0], int) else None

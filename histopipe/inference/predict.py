@@ -107,7 +107,7 @@ def predict(
         images=images, mpp_csv=mpp_csv, default_mpp=default_mpp, max_unreadable=max_unreadable, workers=workers,
         stage=stage, stage_gb=stage_gb, subgroup=tuple(subgroup),
     )  # fmt: skip
-    shown = progress or default_progress()
+    display = progress or default_progress()
     runs = run_folders(Path(run))
     read_result(runs[0])  # raises if the run has not finished
     config = load_config(runs[0] / run_folder.CONFIG)
@@ -127,10 +127,10 @@ def predict(
             check_alike(models)
             stack.enter_context(run_folder.held(target.path))
             features = BagFeatures(
-                models[0], target, paths, kind, options, devices, [str(it) for it in encoder],
-                [str(it) for it in encoder_weights], shown, urls=urls,
+                models[0], target, paths, kind, options, devices, [str(name) for name in encoder],
+                [str(path) for path in encoder_weights], display, urls=urls,
             )  # fmt: skip
-            return BagsPrediction(models, target, features, options, shown).run()
+            return BagsPrediction(models, target, features, options, display).run()
         if kind == "features":
             raise UsageError(
                 f"{run} is a model of patches", found="features", expected="stores or slides"
@@ -146,6 +146,8 @@ def predict(
             source = StoreSource(stores, classifier.patches, options)
         else:
             source = stack.enter_context(
-                FileSource([*paths, *urls], classifier.patches, options, shown)
+                FileSource([*paths, *urls], classifier.patches, options, display)
             )
-        return PatchPrediction(classifier, target, source, aggregate, options.subgroup, shown).run()
+        return PatchPrediction(
+            classifier, target, source, aggregate, options.subgroup, display
+        ).run()

@@ -102,14 +102,18 @@ class BagsPrediction:
         columns: list[str] = []
         if labels is not None:
             present = table_columns(Path(labels))
-            missing = [it for it in first.config.covariates if column_key(it) not in present]
+            missing = [
+                column for column in first.config.covariates if column_key(column) not in present
+            ]
             if missing:
                 raise UsageError(
                     f"{labels}: columns", found=", ".join(present),
                     expected="the covariates of the model: " + ", ".join(missing),
                 )  # fmt: skip
             columns = [
-                it for it in (*first.targets, *first.config.covariates) if column_key(it) in present
+                column
+                for column in (*first.targets, *first.config.covariates)
+                if column_key(column) in present
             ]
         has_label = labels is None or (
             first.task.of_classes and "label" in table_columns(Path(labels))
@@ -132,7 +136,7 @@ class BagsPrediction:
 
     def _predict(self, bags: BagSet) -> ExternalEvaluation | None:
         """Predict all bags, and write what is known of each patch, bag and patient."""
-        found: list[tuple[Bag, list[Any]]] = []
+        results: list[tuple[Bag, list[Any]]] = []
         # A wrong cell is reported before the work.
         targets = {bag.id: self._target(bag) for bag in bags.bags.values()}
         with closing(
@@ -140,28 +144,30 @@ class BagsPrediction:
         ) as bar:
             for bag in bags.bags.values():
                 try:
-                    found.append((bag, self._predict_bag(bag)))
+                    results.append((bag, self._predict_bag(bag)))
                 except Exception as error:  # noqa: BLE001 - `slide_failure` raises what concerns all slides
                     large = isinstance(error, OutOfMemory)
                     self.failed[bag.id] = str(error) if large else slide_failure(error)
                     self.progress.message(f"{bag.id}: failed: {self.failed[bag.id]}")
                 bar.advance()
-        if not found:
+        if not results:
             return None
-        self.done = [bag.id for bag, _ in found]
+        self.done = [bag.id for bag, _ in results]
         if self.features.kind == "features":
-            self.features.patches = sum(bag.rows for bag, _ in found)
-        used = {pair for it in self.models for pair in trained_on(it.folder / run_folder.SPLITS)}
+            self.features.patches = sum(bag.rows for bag, _ in results)
+        used = {
+            pair for model in self.models for pair in trained_on(model.folder / run_folder.SPLITS)
+        }
         seen = {
             bag.id: bag.patient or bag.id
-            for bag, _ in found
+            for bag, _ in results
             if names_of(bag.id, bag.patient) & used
         }
         if seen:
             self.progress.message(training_warning(sorted(seen), self._first.config.bag))
         predictions = BagPredictions(
-            self.models, [bag for bag, _ in found], [targets[bag.id] for bag, _ in found],
-            [np.stack([outputs[i] for _, outputs in found]) for i in range(len(self.models))],
+            self.models, [bag for bag, _ in results], [targets[bag.id] for bag, _ in results],
+            [np.stack([outputs[i] for _, outputs in results]) for i in range(len(self.models))],
         )  # fmt: skip
         path = self.folder.path
         predictions.write(path, slides=SLIDES, patients=PATIENTS)
@@ -176,11 +182,11 @@ class BagsPrediction:
         }
         participants = evaluated_participants(
             bags.found_slides(),
-            {slide: (of_it.rows, 0) for bag, _ in found for slide, of_it in zip(bag.slides, bag.parts, strict=True)},
-            [slide for bag, _ in found for slide in bag.slides if bag.id in labelled], failed, self._first.task.classes,
+            {slide: (of_it.rows, 0) for bag, _ in results for slide, of_it in zip(bag.slides, bag.parts, strict=True)},
+            [slide for bag, _ in results for slide in bag.slides if bag.id in labelled], failed, self._first.task.classes,
         )  # fmt: skip
         return write_evaluation(
-            path, judged, participants, wanted=self.options.subgroup, settings=judging, in_training=seen,
+            path, judged, participants, subgroups=self.options.subgroup, settings=judging, in_training=seen,
         )  # fmt: skip
 
     def _predict_bag(self, bag: Bag) -> list[Any]:
@@ -194,20 +200,20 @@ class BagsPrediction:
         ]
         write_patch_table(
             self.folder.path / run_folder.ATTENTION, bag, self._first.task.names,
-            np.mean([it.attention for it in results], axis=0),
-            np.mean([it.contributions for it in results], axis=0),
+            np.mean([result.attention for result in results], axis=0),
+            np.mean([result.contributions for result in results], axis=0),
         )  # fmt: skip
         for slide, part in zip(bag.slides, bag.parts, strict=True):
-            shown = described(part.headers[0], slide, bag.patient or slide, bag.label)
-            if shown is not None:
+            predicted = described(part.headers[0], slide, bag.patient or slide, bag.label)
+            if predicted is not None:
                 path = self.folder.json(slide)
                 path.parent.mkdir(parents=True, exist_ok=True)
-                shown.write(path)
+                predicted.write(path)
         return [
-            tempered(it.output, model.temperature).astype(np.float32)
+            tempered(result.output, model.temperature).astype(np.float32)
             if model.temperature
-            else it.output
-            for it, model in zip(results, self.models, strict=True)
+            else result.output
+            for result, model in zip(results, self.models, strict=True)
         ]
 
     def _covariates(self, model: TrainedBags, bag: Bag) -> list[float] | None:

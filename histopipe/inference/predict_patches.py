@@ -62,9 +62,9 @@ class PredictResult(SlideRunResult):
         del facts["evaluated"]
         if self.evaluated is None:
             return facts
-        found = self.evaluated
+        evaluated = self.evaluated
         return {
-            **facts, "metrics": found.evaluation.to_json(), "breakdown": found.breakdown.to_json(),
+            **facts, "metrics": evaluated.evaluation.to_json(), "breakdown": evaluated.breakdown.to_json(),
         }  # fmt: skip
 
     def __str__(self) -> str:
@@ -104,7 +104,7 @@ class PatchPrediction:
             "histopipe": __version__, "batches": BATCHES, "run": str(classifier.folder), "sha256": classifier.sha256,
             "classes": list(classifier.classes), "stain_norm": classifier.patches.stain_norm,
             "patch_size": classifier.patches.patch_size, **self.source.settings,
-            **({"temperature": [list(it) for it in classifier.temperatures]} if classifier.temperatures else {}),
+            **({"temperature": [list(temperature) for temperature in classifier.temperatures]} if classifier.temperatures else {}),
         }  # fmt: skip
         self.folder.record(settings)
 
@@ -112,10 +112,10 @@ class PatchPrediction:
         self, slide: StoredSlide | TiledSlide, results: Iterator[Results]
     ) -> tuple[int, int]:
         """Write the predictions of a slide, sorted by row and column."""
-        found, classifier = list(results), self.classifier
+        batches, classifier = list(results), self.classifier
         predicted, thumbnail = self.source.current(slide.predicted()), slide.thumbnail
-        probability = np.concatenate([part for part, _ in found])
-        corners = np.concatenate([part for _, part in found])
+        probability = np.concatenate([part for part, _ in batches])
+        corners = np.concatenate([part for _, part in batches])
         order = np.lexsort((corners[:, 0], corners[:, 1]))
         probability, corners = probability[order], corners[order].astype(np.int64)
         zeros = np.zeros(len(order), np.int32)
@@ -138,14 +138,14 @@ class PatchPrediction:
         if models == 1 or not len(by_model):
             return []
         unknown = scores.without_targets()
-        found = [
+        outputs = [
             scores_of(
                 replace(unknown, output=by_model[:, number]), "slide", self.aggregate,
                 self.classifier.judging,
             ).output[0]
             for number in range(models)
         ]  # fmt: skip
-        return [float(value) for value in np.std(found, axis=0, ddof=1)]
+        return [float(value) for value in np.std(outputs, axis=0, ddof=1)]
 
     def _targets(self, slide: PredictedSlide, corners: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return the (N, 1) class numbers of patches, NaN if unknown."""
@@ -172,20 +172,24 @@ class PatchPrediction:
 
     def _write_tables(self, run: SlideRun) -> ExternalEvaluation | None:
         """Write `slides.csv`, `patients.csv` and, if labels are known, `evaluation.json`."""
-        found = [
+        entries = [
             self._current(slide)
             for name, slide in self.folder.slides().items()
             if name not in run.failed
         ]
-        slides, classifier, path = [slide for slide, _ in found], self.classifier, self.folder.path
+        slides, classifier, path = (
+            [slide for slide, _ in entries],
+            self.classifier,
+            self.folder.path,
+        )
         seen = {
-            it.slide: it.patient
-            for it in slides
-            if names_of(it.slide, it.patient) & classifier.in_training
+            slide.slide: slide.patient
+            for slide in slides
+            if names_of(slide.slide, slide.patient) & classifier.in_training
         }
         if seen:
             self.progress.message(training_warning(sorted(seen), "slide"))
-        parts = [scores for _, scores in found if len(scores)]
+        parts = [scores for _, scores in entries if len(scores)]
         tables: tuple[tuple[str, Level], ...] = ((SLIDES, "slide"), (PATIENTS, "patient"))
         for name, level in tables:
             write_table(
@@ -196,9 +200,9 @@ class PatchPrediction:
             parts, classifier.judging, classifier.thresholds, set(seen.values())
         )
         participants = evaluated_participants(
-            self.source.participants(slides), {it.slide: (it.patches, it.skipped) for it in slides},
-            [it.slides[0] for it in parts if (it.label >= 0).any()], run.failed, classifier.classes,
+            self.source.participants(slides), {slide.slide: (slide.patches, slide.skipped) for slide in slides},
+            [part.slides[0] for part in parts if (part.label >= 0).any()], run.failed, classifier.classes,
         )  # fmt: skip
         return write_evaluation(
-            path, judged, participants, wanted=self.subgroup, settings=classifier.judging, in_training=seen,
+            path, judged, participants, subgroups=self.subgroup, settings=classifier.judging, in_training=seen,
         )  # fmt: skip

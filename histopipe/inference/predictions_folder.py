@@ -160,8 +160,8 @@ class PredictionsFolder:
         path = self.json(slide)
         if not path.exists():
             return None
-        found = PredictedSlide.read(path)
-        return found if found.source == source else None
+        predicted = PredictedSlide.read(path)
+        return predicted if predicted.source == source else None
 
     def write(
         self, slide: PredictedSlide, scores: Predictions, thumbnail: bytes | None = None
@@ -208,21 +208,23 @@ def write_table(
     """
     aggregated = _aggregated(parts, level, how, judging, thresholds) if parts else {}
     labels = _labels(slides, level)
-    patient = {it.slide: it.patient for it in slides}
-    names = sorted({it.slide if level == "slide" else it.patient for it in slides})
+    patient = {slide.slide: slide.patient for slide in slides}
+    names = sorted({slide.slide if level == "slide" else slide.patient for slide in slides})
     with appearing(path) as part, part.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         ids = ["slide", "patient"] if level == "slide" else ["patient"]
         probabilities = [f"p_{name}" for name in classes]
-        spread = {it.slide: it.spread for it in slides if it.spread and level == "slide"}
+        spread = {
+            slide.slide: slide.spread for slide in slides if slide.spread and level == "slide"
+        }
         probabilities += [f"sd_{name}" for name in classes if spread]
         writer.writerow([*ids, "label", "patches", "predicted", "decided", *probabilities])
         nothing: list[object] = [0, "", "", *("" for _ in classes)]
         unknown: list[object] = ["" for _ in classes if spread]
         for name in names:
-            more = [patient[name]] if level == "slide" else []
+            patient_cells = [patient[name]] if level == "slide" else []
             values = [*aggregated.get(name, nothing), *spread.get(name, unknown)]
-            writer.writerow([name, *more, labels.get(name, ""), *values])
+            writer.writerow([name, *patient_cells, labels.get(name, ""), *values])
 
 
 def _aggregated(
@@ -235,27 +237,29 @@ def _aggregated(
     """Return the number of patches, predicted and decided class, and probabilities by slide or patient."""
     # Without labels, so that patches with different labels are aggregated too.
     scores = joined_predictions(parts).without_targets()
-    found = scores_of(scores, level, how, judging, thresholds)
-    task = cast(Classification, found.task)
-    decided, (group, names) = task.decide(found.output, found.limits), scores.owner(level)
+    aggregated = scores_of(scores, level, how, judging, thresholds)
+    task = cast(Classification, aggregated.task)
+    decided, (group, names) = task.decide(aggregated.output, aggregated.limits), scores.owner(level)
     counts = np.bincount(group, minlength=len(names))
     classes = task.classes
     return {
         names[item]: [
-            int(counts[item]), classes[found.output[i].argmax()], classes[decided[i]],
-            *(f"{p:.9g}" for p in found.output[i].tolist()),
+            int(counts[item]), classes[aggregated.output[i].argmax()], classes[decided[i]],
+            *(f"{p:.9g}" for p in aggregated.output[i].tolist()),
         ]
-        for i, item in enumerate(found.item.tolist())
+        for i, item in enumerate(aggregated.item.tolist())
     }  # fmt: skip
 
 
 def _labels(slides: Sequence[PredictedSlide], level: Level) -> dict[str, str]:
     """Return labels by slide, or by patient if all slides of the patient have the same label."""
-    found: dict[str, set[str]] = {}
-    for it in slides:
-        if it.label is not None:
-            found.setdefault(it.slide if level == "slide" else it.patient, set()).add(it.label)
-    return {name: labels.pop() for name, labels in found.items() if len(labels) == 1}
+    by_name: dict[str, set[str]] = {}
+    for slide in slides:
+        if slide.label is not None:
+            by_name.setdefault(slide.slide if level == "slide" else slide.patient, set()).add(
+                slide.label
+            )
+    return {name: labels.pop() for name, labels in by_name.items() if len(labels) == 1}
 
 
 def evaluate_labelled(
@@ -280,4 +284,4 @@ def evaluate_labelled(
 
 def labelled_patches(parts: Sequence[Predictions]) -> list[Predictions]:
     """Return the patches with known labels."""
-    return [known for part in parts if len(known := part.known())]
+    return [labelled for part in parts if len(labelled := part.known())]

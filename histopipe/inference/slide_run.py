@@ -204,10 +204,10 @@ class _PatchStream(Closing):
             for step in range(slide.steps):
                 future = first if step == 0 else next(loaded)[1]
                 before = time.monotonic()
-                found = future.result()
+                loaded_batch = future.result()
                 self.input_wait += time.monotonic() - before
-                if found is not None:
-                    started.append((found[0], self._network.start(found[1])))
+                if loaded_batch is not None:
+                    started.append((loaded_batch[0], self._network.start(loaded_batch[1])))
                 if len(started) > _STARTED_BATCHES:
                     yield self._finish(slide, *started.popleft())
                 self._bar.advance()

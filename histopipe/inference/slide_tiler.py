@@ -156,7 +156,7 @@ class TiledSlide:
     def _sample(self, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
         """Return the (N, 3) pixels of some patches."""
         side = self.files.spec.patch_size
-        image, found = aligned_empty((side, side, 3)), [np.empty((0, 3), np.uint8)]
+        image, samples = aligned_empty((side, side, 3)), [np.empty((0, 3), np.uint8)]
         for value in self._values(chunk_of(self.planned.plan, rows)):
             if isinstance(value, bytes):
                 with suppress(
@@ -164,8 +164,8 @@ class TiledSlide:
                 ):  # an undecodable patch is reported when it is predicted
                     decode(memoryview(value), image)
                     pixels = image.reshape(-1, 3)
-                    found.append(pixels[:: max(1, len(pixels) // PIXELS_A_PATCH)].copy())
-        return np.concatenate(found)
+                    samples.append(pixels[:: max(1, len(pixels) // PIXELS_A_PATCH)].copy())
+        return np.concatenate(samples)
 
 
 class FileSource(Closing):
@@ -217,16 +217,16 @@ class FileSource(Closing):
 
     def current(self, slide: PredictedSlide) -> PredictedSlide:
         """Return a predicted slide with its current label and patient."""
-        found = self._labels.get(slide.slide)
-        if found is None:
+        row = self._labels.get(slide.slide)
+        if row is None:
             # A label that was removed from the file does not apply any more.
             named = self.options.labels is not None and slide.slide in self._ids
             return replace(slide, label=None) if named else slide
-        return replace(slide, label=found.label, patient=found.patient or slide.patient)
+        return replace(slide, label=row.label, patient=row.patient or slide.patient)
 
     def participants(self, predicted: Iterable[PredictedSlide]) -> list[Participant]:
         """Return all slide files, and other slides that were predicted earlier."""
-        return file_participants([it.id for it in self._files], predicted, self._labels)
+        return file_participants([slide.id for slide in self._files], predicted, self._labels)
 
     def patch_labels(self, slide: str, classes: Sequence[str]) -> dict[tuple[int, int], int]:
         """Return an empty dict: patches of slide files have no annotated classes."""
@@ -244,14 +244,14 @@ class FileSource(Closing):
             source = _source_text(fingerprint(slide))
         except SlideError:
             return False  # reported when it is planned
-        found = folder.complete(slide.id, source)
-        if found is None:
+        predicted = folder.complete(slide.id, source)
+        if predicted is None:
             return False
         # The header of a slide takes precedence over the default scale, but not over that of the CSV.
         mpp = self._mpps.get(slide.id)
-        if mpp is None and found.mpp_source not in (MppSource.PROPERTIES, MppSource.OBJECTIVE):
+        if mpp is None and predicted.mpp_source not in (MppSource.PROPERTIES, MppSource.OBJECTIVE):
             mpp = self._ingest.default_mpp
-        return mpp is None or (found.mpp is not None and equal_scales(mpp, Mpp(found.mpp)))
+        return mpp is None or (predicted.mpp is not None and equal_scales(mpp, Mpp(predicted.mpp)))
 
     def _planned(
         self, files: Sequence[SlideFile], fail: Callable[[str, str], None]
@@ -291,8 +291,8 @@ class FileSource(Closing):
 
     def _pending(self, number: int, slide: SlideFile, copy: StagedSlide | None) -> PendingSlide:
         label = self._labels.get(slide.id)
-        given = SlideInput(slide, label, self._mpps.get(slide.id), staged=copy)
-        return PendingSlide(number, given, labelled(new_record(slide), label))
+        slide_input = SlideInput(slide, label, self._mpps.get(slide.id), staged=copy)
+        return PendingSlide(number, slide_input, labelled(new_record(slide), label))
 
     def _tiled(
         self, pending: PendingSlide, future: Future[PlannedSlide | SlideFailure]

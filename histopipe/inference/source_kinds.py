@@ -24,9 +24,9 @@ def read_sources(
         NothingToDo: a path does not exist.
         UsageError: there is no source, or they are of several kinds.
     """
-    given = [sources] if isinstance(sources, str | Path) else list(sources)
-    urls = [it for it in given if isinstance(it, str) and is_url(it)]
-    rest = [it for it in given if it not in urls]
+    entries = [sources] if isinstance(sources, str | Path) else list(sources)
+    urls = [entry for entry in entries if isinstance(entry, str) and is_url(entry)]
+    rest = [entry for entry in entries if entry not in urls]
     paths = store_paths(rest) if rest or not urls else []
     kind = kind_of(paths) if paths else "slides"
     if urls and kind != "slides":

@@ -150,15 +150,15 @@ def stored_slides(
     if stain_norm != "none":
         module = load_quietly("histopipe.dataset.stain_normalization")
         normalize = module.store_normalizer(stores, stain_norm)
-    found = []
+    readers = []
     for rows in slides:
         table = SampleTable([rows])
         batches = PatchBatches(
             stores, table, batch_size=batch_size, order=Sequential(len(table)), on_error=on_error,
             columns=_CORNER,
         )  # fmt: skip
-        found.append(StoredSlide(stores[rows.store], rows.slide, batches, normalize, rule))
-    return found
+        readers.append(StoredSlide(stores[rows.store], rows.slide, batches, normalize, rule))
+    return readers
 
 
 class StoreSource:
@@ -192,7 +192,7 @@ class StoreSource:
     def slides(self, run: SlideRun, folder: CompleteSlides) -> Iterable[StoredSlide]:
         """Return the slides that are not in the folder yet, and add the others to `run.kept`."""
         return run.missing(
-            self._slides.values(), lambda it: folder.complete(it.id, it.source) is not None
+            self._slides.values(), lambda slide: folder.complete(slide.id, slide.source) is not None
         )
 
     def current(self, slide: PredictedSlide) -> PredictedSlide:
@@ -203,8 +203,8 @@ class StoreSource:
         record = PredictedSlide.of(stored.record, source=slide.source)
         if self._labels is None:
             return replace(slide, label=record.label, patient=record.patient)
-        found = self._labels.get(slide.slide, SlideLabel(None))
-        return replace(slide, label=found.label, patient=found.patient or record.patient)
+        row = self._labels.get(slide.slide, SlideLabel(None))
+        return replace(slide, label=row.label, patient=row.patient or record.patient)
 
     def patch_labels(self, slide: str, classes: Sequence[str]) -> dict[tuple[int, int], int]:
         """Return the annotated class number of each patch of a slide, or -1, by its corner."""

@@ -110,8 +110,10 @@ def load_bags(folder: Path, *, devices: str) -> TrainedBags:
 def _encoders(
     metrics: Mapping[str, Any], config: BagTrainConfig
 ) -> tuple[Mapping[str, Any] | None, ...]:
-    found: Sequence[Mapping[str, Any] | None] = metrics.get("encoders") or [None] * len(config.mil)
-    return tuple(found)
+    encoders: Sequence[Mapping[str, Any] | None] = metrics.get("encoders") or [None] * len(
+        config.mil
+    )
+    return tuple(encoders)
 
 
 def check_alike(models: Sequence[TrainedBags]) -> None:
@@ -120,9 +122,9 @@ def check_alike(models: Sequence[TrainedBags]) -> None:
     Raises:
         UsageError: they differ.
     """
-    first, *others = models
-    for other in others:
-        for name, own, wanted in (
+    first, *rest = models
+    for other in rest:
+        for name, value, required in (
             ("task", other.task.name, first.task.name),
             ("classes", other.task.classes, first.task.classes),
             ("targets", other.targets, first.targets),
@@ -130,7 +132,9 @@ def check_alike(models: Sequence[TrainedBags]) -> None:
             ("--covariates", other.config.covariates, first.config.covariates),
             ("features per patch", other.network.dimension, first.network.dimension),
         ):
-            if own != wanted:
+            if value != required:
                 raise UsageError(
-                    f"{other.folder}: {name}", found=own, expected=f"{wanted}, as in {first.folder}"
+                    f"{other.folder}: {name}",
+                    found=value,
+                    expected=f"{required}, as in {first.folder}",
                 )

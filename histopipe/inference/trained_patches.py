@@ -44,12 +44,12 @@ def check_scale(record: SlideRecord, trained: TrainedPatches) -> None:
     Raises:
         ScaleError: the scales differ.
     """
-    found, expected = record.patch_mpp, trained.patch_mpp
-    if found is None or expected is None or same_scale(Mpp(found), Mpp(expected)):
+    mpp, expected = record.patch_mpp, trained.patch_mpp
+    if mpp is None or expected is None or same_scale(Mpp(mpp), Mpp(expected)):
         return
     raise ScaleError(
         f"{record.id}: the scale of its patches differs from the training patches of {trained.owner}",
-        found=f"{found:g} µm per pixel", expected=f"{expected:g}",
+        found=f"{mpp:g} µm per pixel", expected=f"{expected:g}",
         todo="train on patches ingested with --mpp, which selects a level for each slide",
     )  # fmt: skip
 

@@ -54,7 +54,7 @@ def find_coords(
             f"{folder} has no coordinate files",
             expected=f"files SLIDE{SUFFIX} or SLIDE{_TRIDENT_SUFFIX}{SUFFIX}",
         )
-    found: dict[str, CoordsFile] = {}
+    files: dict[str, CoordsFile] = {}
     unmatched = []
     for path in paths:
         written = path.relative_to(folder).with_suffix("").as_posix()
@@ -62,17 +62,17 @@ def find_coords(
         slide = names.find(written, where=str(path)) or names.find(bare, where=str(path))
         if slide is None:
             unmatched.append(path.name)
-        elif slide in found:
-            both = f"{found[slide].path} and {path}"
+        elif slide in files:
+            both = f"{files[slide].path} and {path}"
             raise UsageError(f"two coordinate files for slide {slide}", found=both)
         else:
-            found[slide] = read_header(path)
+            files[slide] = read_header(path)
     if unmatched and not allow_extra:
         raise UsageError(
             "coordinate files match no slide", found=", ".join(unmatched[:3]) + ("…" if unmatched[3:] else ""),
             todo="pass all slides, or --allow-extra-rows",
         )  # fmt: skip
-    return found, unmatched
+    return files, unmatched
 
 
 def spec_of(files: Iterable[CoordsFile], **encoding: Any) -> TilingSpec:
@@ -81,7 +81,9 @@ def spec_of(files: Iterable[CoordsFile], **encoding: Any) -> TilingSpec:
     Raises:
         UsageError: the files have several sizes or scales, which cannot be in one store.
     """
-    kinds = {(it.patch_size, it.magnification, it.level, it.overlap): it.path for it in files}
+    kinds = {
+        (file.patch_size, file.magnification, file.level, file.overlap): file.path for file in files
+    }
     if len(kinds) > 1:
         kinds_text = [
             f"{path.name}: {size} pixels, "
@@ -219,8 +221,8 @@ def _choice(
         level = levels[number]
         scale = None if mpp is None else Mpp(mpp * level.downsample)
         return LevelChoice(level, size, size, "none", scale)
-    wanted = coords.side_l0 / size
-    fine = [level for level in levels if level.downsample <= wanted * (1 + SCALE_TOLERANCE)]
+    reduction = coords.side_l0 / size
+    fine = [level for level in levels if level.downsample <= reduction * (1 + SCALE_TOLERANCE)]
     if not fine:
         raise ScaleError(
             f"{name}: patches of {coords.side_l0} level-0 pixels",

@@ -64,12 +64,12 @@ def ingest_slides(
         log.message(f"histopipe {__version__}, {spec}, {options}")
         events = stack.enter_context(IngestProgress(len(slides), progress, log))
         writer.register(sorted((new_record(s.file) for s in slides), key=lambda record: record.id))
-        found = sort_slides(slides, writer.records(), options)
-        for outcome in found.outcomes:
+        sorted_slides = sort_slides(slides, writer.records(), options)
+        for outcome in sorted_slides.outcomes:
             events.finished(outcome)
-        write_labels(writer, found.relabelled)
-        outcomes = list(found.outcomes)
-        if found.pending:
+        write_labels(writer, sorted_slides.relabelled)
+        outcomes = list(sorted_slides.outcomes)
+        if sorted_slides.pending:
             claims = stack.enter_context(Claims(store))
             stage = None
             if options.stage is not None:
@@ -77,7 +77,7 @@ def ingest_slides(
                 stage = stack.enter_context(opened)
             pool = pool or stack.enter_context(WorkerPool(options.worker_count, prepare))
             pipeline = Pipeline(writer, pool.submit_within, spec, options, claims, events, stage)
-            outcomes += pipeline.run(found.pending)
+            outcomes += pipeline.run(sorted_slides.pending)
         outcomes.sort(key=lambda outcome: outcome.id)
         warnings = duplicates(writer.records().values())
         report = IngestReport(str(store), time.monotonic() - started, outcomes, warnings)

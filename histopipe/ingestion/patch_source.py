@@ -116,8 +116,8 @@ class PatchSource(Closing):
         if self._recipe.route.name != "copy":
             return [self._decoded(self._tiles, place) for place in chunk.places()]
         tiles = self._tiles.native.tile_at(chunk.plan.x_level, chunk.plan.y_level)
-        found = enumerate(self._tiles.jpegs(*tiles))
-        return [self._one(chunk.place(i)) if tile is None else tile for i, tile in found]
+        jpegs = enumerate(self._tiles.jpegs(*tiles))
+        return [self._one(chunk.place(i)) if tile is None else tile for i, tile in jpegs]
 
     def close(self) -> None:
         """Close files and free decoded tiles."""

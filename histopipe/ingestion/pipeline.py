@@ -225,8 +225,8 @@ class Pipeline:
         """
         if slide.plan is None:
             return
-        others = [other for other in self._in_flight.values() if other not in self._without_room]
-        needed = sum(other.bytes_to_come for other in {*others, slide}) + _SPARE_BYTES
+        with_room = [other for other in self._in_flight.values() if other not in self._without_room]
+        needed = sum(other.bytes_to_come for other in {*with_room, slide}) + _SPARE_BYTES
         free = free_bytes(self.writer.path) + self.writer.reusable_bytes()
         if needed <= free:
             route = slide.plan.recipe.route.name

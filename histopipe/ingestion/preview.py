@@ -169,22 +169,22 @@ def plan(
     inputs, spec, options = read_request(slides, store, settings, progress)
     check_ingest(inputs, store, spec, options)
     source = measure_source([slide.file for slide in inputs], options.worker_count)
-    known = _known(store, spec)
-    found = sort_slides(inputs, known, options)
-    previews = [SlidePreview(o.id, str(o.status), o.reason) for o in found.outcomes]
+    store_records = _known(store, spec)
+    sorted_slides = sort_slides(inputs, store_records, options)
+    previews = [SlidePreview(o.id, str(o.status), o.reason) for o in sorted_slides.outcomes]
     with IngestProgress(len(inputs), progress) as events:
-        for outcome in found.outcomes:
+        for outcome in sorted_slides.outcomes:
             events.finished(outcome)
-        previews += _plan_all(found.pending, spec, options, events)
+        previews += _plan_all(sorted_slides.pending, spec, options, events)
     previews.sort(key=lambda preview: preview.id)
     records = [preview.record for preview in previews if preview.record is not None]
-    others = [r for r in known.values() if r.id not in {record.id for record in records}]
+    unplanned = [r for r in store_records.values() if r.id not in {record.id for record in records}]
     existing = next(p for p in (store, *store.absolute().parents) if p.exists())
     return IngestPreview(
         store=str(store),
         workers=options.worker_count,
         slides=previews,
-        warnings=duplicates([*others, *records]),
+        warnings=duplicates([*unplanned, *records]),
         stored_bytes=sum(preview.estimate.stored_bytes for preview in previews),
         seconds=sum(preview.estimate.seconds for preview in previews) / options.worker_count,
         free_bytes=free_bytes(existing),

@@ -34,9 +34,9 @@ def new_record(slide: SlideFile) -> SlideRecord:
     return SlideRecord(id=slide.id, path=storable(slide.location), resolved_path=resolved(slide))
 
 
-def with_fingerprint(record: SlideRecord, found: Fingerprint) -> SlideRecord:
+def with_fingerprint(record: SlideRecord, stamp: Fingerprint) -> SlideRecord:
     """Return a record with the size, time and ETag of a slide's files."""
-    return replace(record, size_bytes=found.size_bytes, mtime_ns=found.mtime_ns, etag=found.etag)
+    return replace(record, size_bytes=stamp.size_bytes, mtime_ns=stamp.mtime_ns, etag=stamp.etag)
 
 
 def reset_record(record: SlideRecord, slide: SlideFile) -> SlideRecord:
@@ -100,7 +100,9 @@ def duplicates(records: Iterable[SlideRecord]) -> list[str]:
     """Return a warning for each group of slides that are copies, or may be."""
     slides = [record for record in records if record.state is not SlideState.FAILED]
     members: dict[int, list[tuple[str, int]]] = defaultdict(list)
-    for record, scan, group in zip(slides, *copy_groups([it.scans for it in slides]), strict=True):
+    for record, scan, group in zip(
+        slides, *copy_groups([slide.scans for slide in slides]), strict=True
+    ):
         members[group].append((record.id, scan))
     return [
         f"{', '.join(sorted(name for name, _ in copies))} "
@@ -142,11 +144,11 @@ class SortedSlides:
 
 
 def sort_slides(
-    slides: Sequence[SlideInput], known: Mapping[int, SlideRecord], options: IngestOptions
+    slides: Sequence[SlideInput], records: Mapping[int, SlideRecord], options: IngestOptions
 ) -> SortedSlides:
-    """Separate slides to ingest from others. `known` has the records of a store; a new slide has the number -1."""
-    known_by_id = {record.id: (number, record) for number, record in known.items()}
-    found = SortedSlides([], [], {})
+    """Separate slides to ingest from others. `records` has the records of a store; a new slide has the number -1."""
+    known_by_id = {record.id: (number, record) for number, record in records.items()}
+    sorted_slides = SortedSlides([], [], {})
     for slide in slides:
         number, before = known_by_id.get(slide.id) or (-1, new_record(slide.file))
         record = labelled(before, slide.label, slide.patient)
@@ -154,12 +156,12 @@ def sort_slides(
         if outcome is None:
             again = record.state is SlideState.COMPLETE
             reset = reset_record(record, slide.file)
-            found.pending.append(PendingSlide(number, slide, reset, again))
+            sorted_slides.pending.append(PendingSlide(number, slide, reset, again))
             continue
-        found.outcomes.append(outcome)
+        sorted_slides.outcomes.append(outcome)
         if record != before and outcome.status is Status.SKIPPED:
-            found.relabelled[number] = record
-    return found
+            sorted_slides.relabelled[number] = record
+    return sorted_slides
 
 
 def outcome_without_ingest(

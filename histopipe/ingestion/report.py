@@ -229,13 +229,13 @@ def _row(name: str, slides: Sequence[SlideOutcome], seconds: float) -> str:
 class IngestProgress(Closing):
     """Shows a bar for the run, a bar for each slide in flight and a line for each finished slide; logs every event."""
 
-    def __init__(self, slides: int, shown: Progress, log: Progress | None = None) -> None:
-        self._count, self._shown, self._log = slides, shown, log or SilentProgress()
+    def __init__(self, slides: int, progress: Progress, log: Progress | None = None) -> None:
+        self._count, self._shown, self._log = slides, progress, log or SilentProgress()
         self._slides: dict[str, tuple[Bar, int, int]] = {}
         self._causes: dict[str, str] = {}
         self._ended = self._planned = self._stored = 0
         self._log.message(f"start: {counted(slides, 'slide')}")
-        self._run = shown.bar(self._title(), unit="patches", total=0)
+        self._run = progress.bar(self._title(), unit="patches", total=0)
         self._copy: Bar | None = None
         self._copy_lock = threading.Lock()
 

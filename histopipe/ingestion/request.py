@@ -263,13 +263,13 @@ def read_tissue(
     """
     asked, fallback = settings.get("tissue", "otsu"), settings.get("tissue_fallback")
     exclude = tuple(sorted(set(map(nfc, settings.get("exclude", ())))))
-    known = None if store is None else _recorded_spec(store)
+    store_spec = None if store is None else _recorded_spec(store)
     fields: dict[str, Any] = {"exclude": exclude}
     masks: dict[str, Path] = {}
     network = None
     path = Path(asked)
     if asked in ("otsu", "none", *FINDERS):
-        fields["tissue"] = resolved_tissue(str(asked), known)
+        fields["tissue"] = resolved_tissue(str(asked), store_spec)
     elif path.is_dir():
         masks, fields["tissue"] = find_masks(path, SlideNames(ids)), "masks"
     elif path.suffix.lower() in SUFFIXES:
@@ -293,7 +293,7 @@ def read_tissue(
             raise UsageError(
                 "--tissue-fallback", found=f"--tissue {asked}", expected="a folder of masks"
             )
-        fields["tissue_fallback"] = resolved_tissue(str(fallback), known)
+        fields["tissue_fallback"] = resolved_tissue(str(fallback), store_spec)
     if exclude and not masks and settings.get("annotations") is None:
         raise UsageError(
             "--exclude",
@@ -333,10 +333,10 @@ def _spec(settings: Mapping[str, Any], tissue: Mapping[str, Any]) -> TilingSpec:
     mpp = settings.get("mpp")
     if scales in ([], ["mag"]):
         mpp = magnification_to_mpp(settings["mag"] if scales else _DEFAULT_MAGNIFICATION)
-    given = _given(settings, _TILING)
+    tiling = _given(settings, _TILING)
     if "annotation_threshold" in settings:
-        given["roi_threshold"] = settings["annotation_threshold"]
-    return TilingSpec(mpp=mpp, **given, **tissue)
+        tiling["roi_threshold"] = settings["annotation_threshold"]
+    return TilingSpec(mpp=mpp, **tiling, **tissue)
 
 
 def _coords_files(
@@ -365,10 +365,10 @@ def _annotations(
         if settings.get("roi") is not None:
             raise UsageError("--roi", found="no --annotations", expected="a folder of annotations")
         return {}
-    found = find_annotations(Path(folder), names)
-    for note in found.notes:
+    files = find_annotations(Path(folder), names)
+    for note in files.notes:
         progress.message(note)
-    return found.by_slide
+    return files.by_slide
 
 
 def _patients(regex: str | None, slides: list[SlideFile]) -> dict[str, str]:

@@ -132,8 +132,8 @@ def _scaling(plan: TilingPlan, spec: TilingSpec, tiles: NativeTiles) -> tuple[in
     if choice.resampling != "area" or spec.resample == "exact" or spec.codec == "png":
         return 1, ""
     corners = (plan.x_level - native.x_level, plan.y_level - native.y_level)
-    wanted = reduction_of(native, choice.read_size // spec.patch_size)
-    reduction = math.gcd(wanted, *(int(v) for axis in corners for v in set(axis.tolist())))
+    largest = reduction_of(native, choice.read_size // spec.patch_size)
+    reduction = math.gcd(largest, *(int(v) for axis in corners for v in set(axis.tolist())))
     if reduction == 1:
         return 1, ""
     psnr = scaled_psnr(tiles, reduction)

@@ -22,9 +22,9 @@ def sources(
     Raises:
         UsageError: there is none, or the list is invalid.
     """
-    given = [slides] if isinstance(slides, str | Path) else slides
-    urls = [it for it in given if isinstance(it, str) and is_url(it)]
-    paths = [Path(it) for it in given if it not in urls]
+    arguments = [slides] if isinstance(slides, str | Path) else slides
+    urls = [argument for argument in arguments if isinstance(argument, str) and is_url(argument)]
+    paths = [Path(argument) for argument in arguments if argument not in urls]
     if slide_list is not None:
         urls += urls_in_list(Path(slide_list))
     if not paths and not urls:
@@ -34,18 +34,18 @@ def sources(
     return paths, urls
 
 
-def stage_folder(given: PathLike | None, slides: Sequence[SlideFile]) -> Path | None:
+def stage_folder(folder: PathLike | None, slides: Sequence[SlideFile]) -> Path | None:
     """Return the folder to which slides are copied before they are read; None to read them in place.
 
     Slides at a URL are always copied: into the temporary folder if no folder is given.
     """
-    if given is None and not any(slide.remote for slide in slides):
+    if folder is None and not any(slide.remote for slide in slides):
         return None
-    return Path(tempfile.gettempdir() if given is None else given).absolute()
+    return Path(tempfile.gettempdir() if folder is None else folder).absolute()
 
 
 def listed(
-    found: list[SlideFile], path: PathLike | None, names: SlideNames, *, allow_extra: bool
+    slides: list[SlideFile], path: PathLike | None, names: SlideNames, *, allow_extra: bool
 ) -> list[SlideFile]:
     """Return the slides of a slide list; all slides if there is no list.
 
@@ -53,12 +53,12 @@ def listed(
         UsageError: the list is invalid, or matches no slide.
     """
     if path is None:
-        return found
+        return slides
     names_listed = read_slide_list(Path(path), names, allow_extra=allow_extra)
     urls = [public_url(url) for url in urls_in_list(Path(path))]
     chosen = [
         slide
-        for slide in found
+        for slide in slides
         if slide.id in names_listed or any(_is_behind(slide, url) for url in urls)
     ]
     if not chosen:

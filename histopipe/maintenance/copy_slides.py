@@ -211,10 +211,10 @@ def _values(slide: StoredSlide, rows: Sequence[int], index: dict[str, NDArray[An
 
 def _thumbnails(slide: StoredSlide) -> dict[str, bytes]:
     """Return the pictures of a slide by name."""
-    pictures, known = {}, slide.record.thumbnail_crc
+    pictures, checksums = {}, slide.record.thumbnail_crc
     for key, value in slide.store.entries(THUMBNAILS, slide.number):
         name, crc = key[len(slide_key(slide.number)) :].decode(), value_crc(key, value)
-        if known.get(name, crc) != crc:
+        if checksums.get(name, crc) != crc:
             raise DamagedStore(f"{slide}: picture {name!r} does not match its checksum")
         pictures[name] = value
     return pictures

@@ -74,12 +74,12 @@ class VerifyResult(Result):
     @property
     def damaged_slides(self) -> dict[int, str]:
         """Ids of the damaged slides by number."""
-        found = {
+        ids = {
             f.number: f.slide or f"slide number {f.number}"
             for f in self.findings
             if f.number is not None
         }
-        return dict(sorted(found.items()))
+        return dict(sorted(ids.items()))
 
     @property
     def is_structural(self) -> bool:

@@ -122,8 +122,8 @@ def manifest_of(content: bytes, where: str) -> Manifest:
 def _checked(value: Mapping[str, Any]) -> Manifest:
     """Return a manifest if it is consistent; raise ValueError, KeyError or TypeError if not."""
     files = tuple(
-        StoredFile(str(it["name"]), int(it["size_bytes"]), tuple(map(str, it["blocks"])))
-        for it in value["files"]
+        StoredFile(str(entry["name"]), int(entry["size_bytes"]), tuple(map(str, entry["blocks"])))
+        for entry in value["files"]
     )
     manifest = Manifest(str(value["uuid"]), int(value["block_bytes"]), files)
     if not 0 < manifest.block_bytes <= _LARGEST:

@@ -80,7 +80,7 @@ def find_stores(sources: Sequence[Path], out: Path) -> list[Path]:
         NothingToDo: a path is neither a store nor a folder of stores.
         UsageError: `out` is one of the given stores.
     """
-    found: dict[Path, Path] = {}
+    paths: dict[Path, Path] = {}
     for source in sources:
         if (source / "data.mdb").exists():
             if source.resolve() == out.resolve():
@@ -94,8 +94,8 @@ def find_stores(sources: Sequence[Path], out: Path) -> list[Path]:
             raise NothingToDo(
                 f"{source} is not a store", expected="a store, or a folder of stores named *.lmdb"
             )
-        found |= {path.resolve(): path for path in inside if path.resolve() != out.resolve()}
-    return list(found.values())
+        paths |= {path.resolve(): path for path in inside if path.resolve() != out.resolve()}
+    return list(paths.values())
 
 
 def choose(
@@ -183,5 +183,5 @@ def _is_same(one: StoredSlide, other: StoredSlide) -> bool:
         getattr(first, name) != getattr(second, name) for name in names
     ):
         return False
-    columns, others = one.store.index(one.number), other.store.index(other.number)
-    return all(np.array_equal(columns[name], others[name]) for name in _COMPARED)
+    columns, other_columns = one.store.index(one.number), other.store.index(other.number)
+    return all(np.array_equal(columns[name], other_columns[name]) for name in _COMPARED)

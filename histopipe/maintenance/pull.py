@@ -77,7 +77,7 @@ def pull(url: str, out: str | Path, *, progress: Progress | None = None) -> Pull
     Example:
         >>> pull("s3://bucket/patches.lmdb", "patches.lmdb")  # doctest: +SKIP
     """
-    target, shown = Path(out), progress or default_progress()
+    target, progress = Path(out), progress or default_progress()
     check_target(url, written=False)
     if target.exists():
         raise UsageError(f"{target} exists", todo="choose another path, or remove it")
@@ -89,7 +89,7 @@ def pull(url: str, out: str | Path, *, progress: Progress | None = None) -> Pull
         with roomy(target.parent, then), locked(part) as free:
             if not free:
                 raise UsageError(f"another process pulls into {target}", todo="wait until it ends")
-            received = _receive_all(manifest, url, part, shown)
+            received = _receive_all(manifest, url, part, progress)
             part.rename(target)
     except (RemoteError, MachineShort):
         raise
@@ -98,7 +98,7 @@ def pull(url: str, out: str | Path, *, progress: Progress | None = None) -> Pull
     findings = [
         finding.what
         for path in parts_of(target)
-        for finding in verify(path, progress=shown).findings
+        for finding in verify(path, progress=progress).findings
     ]
     return PullResult(str(target), manifest.size_bytes, received, findings)
 
@@ -138,12 +138,12 @@ def _receive(
     where = block_url(url, sha)
     for _ in range(_TRIES):
         block = read_range(RemoteFile(where, size), 0, size)
-        found = hashlib.sha256(block).hexdigest()
-        if found == sha:
+        actual = hashlib.sha256(block).hexdigest()
+        if actual == sha:
             write_at(descriptor, block, start)
             advance(size)
             return size
     raise DamagedStore(
-        f"{public_url(where)} does not match its checksum", found=f"SHA-256 {found}", expected=sha,
+        f"{public_url(where)} does not match its checksum", found=f"SHA-256 {actual}", expected=sha,
         todo="delete this block, and push the store again from an intact copy",
     )  # fmt: skip

@@ -75,7 +75,7 @@ def push(
     Example:
         >>> push("patches.lmdb", "s3://bucket/patches.lmdb")  # doctest: +SKIP
     """
-    folder, shown = Path(store), progress or default_progress()
+    folder, progress = Path(store), progress or default_progress()
     check_target(url)
     if not 0.001 <= block_mb <= 1000:
         raise UsageError("--block-mb", found=block_mb, expected="from 0.001 to 1000")
@@ -92,7 +92,7 @@ def push(
     paths = [path for path in sorted(folder.rglob("*")) if _is_copied(path)]
     states = [_state(path) for path in paths]
     size = int(block_mb * 1e6)
-    with shown.bar("push", unit="bytes", total=sum(length for length, _ in states)) as bar:
+    with progress.bar("push", unit="bytes", total=sum(length for length, _ in states)) as bar:
         sending = _Sending(url, there, size, bar.advance)
         files = [
             StoredFile(path.relative_to(folder).as_posix(), length, sending.send(path, length))
@@ -126,20 +126,20 @@ class _Sending:
 
     def send(self, path: Path, length: int) -> tuple[str, ...]:
         """Send the blocks of a file, and return the SHA-256 of each."""
-        found = parallel(partial(self._send_block, path), range(0, length, self.block_bytes))
-        self.sent_bytes += sum(count for _, count in found)
-        return tuple(sha for sha, _ in found)
+        sent = parallel(partial(self._send_block, path), range(0, length, self.block_bytes))
+        self.sent_bytes += sum(count for _, count in sent)
+        return tuple(sha for sha, _ in sent)
 
     def _send_block(self, path: Path, start: int) -> tuple[str, int]:
         with path.open("rb") as file:
             file.seek(start)
             block = file.read(self.block_bytes)
         sha = hashlib.sha256(block).hexdigest()
-        known = self.there.get(sha) == len(block)
-        if not known:
+        present = self.there.get(sha) == len(block)
+        if not present:
             write_file(block_url(self.url, sha), block)
         self.advance(len(block))
-        return sha, 0 if known else len(block)
+        return sha, 0 if present else len(block)
 
 
 def _uuid(folder: Path) -> str:
@@ -160,13 +160,13 @@ def _is_copied(path: Path) -> bool:
 
 
 def _state(path: Path) -> tuple[int, int]:
-    found = path.stat()
-    return found.st_size, found.st_mtime_ns
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
 
 
 def _blocks_at(url: str) -> dict[str, int]:
     """Return the size of each block at a URL, by its name."""
     prefix = f"{url.rstrip('/')}/{BLOCKS}/"
     with suppress(RemoteMissing):
-        return {it.url.rpartition("/")[2]: it.size_bytes for it in list_files(prefix)}
+        return {file.url.rpartition("/")[2]: file.size_bytes for file in list_files(prefix)}
     return {}

@@ -44,7 +44,7 @@ Item = tuple[bytes, bytes, bool]
 
 def rebuild(
     store: Path,
-    found: Examination,
+    examination: Examination,
     records: Mapping[int, SlideRecord],
     *,
     next_number: int,
@@ -62,12 +62,12 @@ def rebuild(
         progress.bar(f"rebuild {store}", unit="slides", total=len(records)) as bar,
         in_place_of(store) as part,
     ):
-        if newest_transaction(store / "data.mdb") != found.transaction:
+        if newest_transaction(store / "data.mdb") != examination.transaction:
             raise UsageError(
                 f"{store} was written after it was verified", todo="run the same command again"
             )
         with WorkerPool(1, silence) as pool:
-            items = _items(records, found.databases, bar)
+            items = _items(records, examination.databases, bar)
             task = partial(_copy_items, store, part)
             while batch := list(islice(items, _BATCH)):
                 # An item that kills the worker cannot be read, and is skipped.
@@ -84,10 +84,10 @@ def rebuild(
 def _items(records: Mapping[int, SlideRecord], databases: set[bytes], bar: Bar) -> Iterator[Item]:
     yield META, b"", True
     yield SET_ASIDE, b"", True
-    others = databases - {META, SLIDES, PATCHES, INDEX, SET_ASIDE}
+    other_databases = databases - {META, SLIDES, PATCHES, INDEX, SET_ASIDE}
     for number, record in records.items():
         key = slide_key(number)
-        yield from ((name, key, True) for name in others)
+        yield from ((name, key, True) for name in other_databases)
         yield INDEX, key, False
         if record.state is SlideState.COMPLETE:
             yield from ((PATCHES, patch_key(number, row), False) for row in range(record.planned))

@@ -71,8 +71,8 @@ class Reingestion:
     """
 
     store: Path
-    found: Examination
-    given: Sequence[SlideFile]
+    examination: Examination
+    slides: Sequence[SlideFile]
     options: IngestOptions
     annotations: Mapping[str, Path]
     progress: Progress
@@ -86,8 +86,8 @@ class Reingestion:
         Raises:
             SpecMismatch: this version cannot tile slides with the settings of the store.
         """
-        numbers = {f.number for f in self.found.findings if f.entry is None}
-        records = self.found.records.items()
+        numbers = {f.number for f in self.examination.findings if f.entry is None}
+        records = self.examination.records.items()
         damaged = {n: r for n, r in records if n in numbers and r.state is SlideState.COMPLETE}
         with open_for_change(self.store) as environment:
             begun = self._restore(environment)
@@ -119,11 +119,11 @@ class Reingestion:
         self,
         environment: Environment,
         damaged: Mapping[int, SlideRecord],
-        wanted: Sequence[SlideRecord],
+        records: Sequence[SlideRecord],
     ) -> None:
         """Ingest the wanted slides: damaged ones, and those that an interrupted repair has left."""
-        spec = spec_of_store(self.found.spec or {})
-        files = self._files(wanted)
+        spec = spec_of_store(self.examination.spec or {})
+        files = self._files(records)
         for number, record in damaged.items():
             file = files.get(record.id)
             if file is not None and not self._set_aside(environment, number, record, file):
@@ -137,7 +137,7 @@ class Reingestion:
             rules=replace(self.options.rules, roi=spec.roi),
             max_unreadable=max([_MIN_UNREADABLE, *shares]),
         )
-        mpps = {r.id: Mpp(r.mpp) for r in wanted if r.mpp}
+        mpps = {r.id: Mpp(r.mpp) for r in records if r.mpp}
         slides = [
             SlideInput(file, mpp=mpps.get(name), annotations=self.annotations.get(name))
             for name, file in files.items()
@@ -145,14 +145,16 @@ class Reingestion:
         report = ingest_slides(slides, self.store, spec, options, progress=self.progress)
         self.left |= report.failed
 
-    def _files(self, wanted: Sequence[SlideRecord]) -> dict[str, SlideFile]:
+    def _files(self, records: Sequence[SlideRecord]) -> dict[str, SlideFile]:
         """Return the files of slides by id, if they were given and contain the same scan."""
-        given = {slide.id: slide for slide in with_recorded_ids(self.given, self.found.records)}
-        scans = {record.id: record for record in wanted}
-        self.left |= {
-            name: "its file is not among the given slides" for name in scans if name not in given
+        by_id = {
+            slide.id: slide for slide in with_recorded_ids(self.slides, self.examination.records)
         }
-        files = {name: given[name] for name in scans if name in given}
+        scans = {record.id: record for record in records}
+        self.left |= {
+            name: "its file is not among the given slides" for name in scans if name not in by_id
+        }
+        files = {name: by_id[name] for name in scans if name in by_id}
         with WorkerPool(self.options.worker_count) as pool:
             tasks = [[(slide, scans[name])] for name, slide in files.items()]
             for ((slide, _),), matches in results_of(pool, _OPENING_SECONDS, _has_scan, tasks):

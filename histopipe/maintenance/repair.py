@@ -107,14 +107,16 @@ def repair(
         UsageError, MachineShort: the store cannot be written, or another process wrote it during the repair.
     """
     paths = [slides] if isinstance(slides, str | Path) else slides
-    given = discover([Path(path) for path in paths])
+    slide_files = discover([Path(path) for path in paths])
     rules = AnnotationRules(
         threshold=annotation_threshold, unclassified=unclassified, origin=annotation_origin,
         class_property=class_property,
     )  # fmt: skip
     outlines: Mapping[str, Path] = {}
     if annotations is not None:
-        outlines = find_annotations(Path(annotations), SlideNames(s.id for s in given)).by_slide
+        outlines = find_annotations(
+            Path(annotations), SlideNames(s.id for s in slide_files)
+        ).by_slide
     if not allow_network:
         refuse_network(Path(store))
     options = IngestOptions(
@@ -128,26 +130,26 @@ def repair(
         raise no_store(real)
     with _exclusive(real):
         length = make_readable(real)
-        before = found = check()
-        count = len(found.findings)
-        stains = sum(finding.kind is FindingKind.STAIN for finding in found.findings)
+        before = examination = check()
+        count = len(examination.findings)
+        stains = sum(finding.kind is FindingKind.STAIN for finding in examination.findings)
         if stains:
             notes.append(f"the stain fits of {stains} slides are damaged: run `histopipe stains`")
-        known = _known_records(found)
-        if found.result.is_structural:
-            _rebuild(real, found, known, length, progress)
+        records = _known_records(examination)
+        if examination.result.is_structural:
+            _rebuild(real, examination, records, length, progress)
             notes.append(f"{real / 'data.mdb'} was rebuilt from its readable entries")
     with _exclusive(real):  # lock again, since the rebuild has replaced the folder
         if before.result.is_structural:
-            found = check()
+            examination = check()
         else:
-            _refuse_lost_meta(found)
-            _delete_orphans(real, found, known)
-            if found.damaged_records or found.without_record:
-                found = check()
-        ingest = Reingestion(real, found, given, options, outlines, progress)
+            _refuse_lost_meta(examination)
+            _delete_orphans(real, examination, records)
+            if examination.damaged_records or examination.without_record:
+                examination = check()
+        ingest = Reingestion(real, examination, slide_files, options, outlines, progress)
         ingest.run()
-    left = ingest.left | _lost(before, known, given, found)
+    left = ingest.left | _lost(before, records, slide_files, examination)
     remaining = []
     if count or ingest.done:
         findings = check().findings
@@ -170,56 +172,64 @@ def _exclusive(store: Path) -> Iterator[None]:
 
 def _rebuild(
     store: Path,
-    found: Examination,
-    known: Mapping[int, SlideRecord],
+    examination: Examination,
+    records: Mapping[int, SlideRecord],
     length: int,
     progress: Progress,
 ) -> None:
     """Rebuild the file. If that is impossible because `meta` is lost, restore the original length of the file."""
     try:
-        _refuse_lost_meta(found)
+        _refuse_lost_meta(examination)
     except DamagedStore:
         os.truncate(store / "data.mdb", length)
         raise
-    rebuild(store, found, known, next_number=_next_number(found, known), progress=progress)
+    rebuild(
+        store,
+        examination,
+        records,
+        next_number=_next_number(examination, records),
+        progress=progress,
+    )
 
 
-def _refuse_lost_meta(found: Examination) -> None:
+def _refuse_lost_meta(examination: Examination) -> None:
     """Raise DamagedStore if the settings in `meta` are damaged, since they cannot be restored from slides."""
-    lost = [f for f in found.findings if f.kind is FindingKind.FORMAT]
-    if lost or found.spec is None:
+    lost = [f for f in examination.findings if f.kind is FindingKind.FORMAT]
+    if lost or examination.spec is None:
         raise DamagedStore(
-            f"the settings of {found.result.store} are lost",
-            found=some(f.what for f in lost or found.findings),
+            f"the settings of {examination.result.store} are lost",
+            found=some(f.what for f in lost or examination.findings),
             todo="restore the store from a backup, or ingest into a new one",
         )
 
 
-def _next_number(found: Examination, numbers: Iterable[int]) -> int:
-    return max([found.next_number, *(number + 1 for number in numbers)])
+def _next_number(examination: Examination, numbers: Iterable[int]) -> int:
+    return max([examination.next_number, *(number + 1 for number in numbers)])
 
 
-def _known_records(found: Examination) -> dict[int, SlideRecord]:
+def _known_records(examination: Examination) -> dict[int, SlideRecord]:
     """Return readable and corrected records by number, and placeholders that hide the entries of other slides."""
-    records = dict(found.records)
-    lost = [n for n in found.without_record if n < _next_number(found, records)]
-    for number in [*found.damaged_records, *lost]:
-        corrected = corrected_record(number, found.damaged_records.get(number, b""))
+    records = dict(examination.records)
+    lost = [n for n in examination.without_record if n < _next_number(examination, records)]
+    for number in [*examination.damaged_records, *lost]:
+        corrected = corrected_record(number, examination.damaged_records.get(number, b""))
         records[number] = corrected or SlideRecord(
             id=f"lost-slide-{number}", path="", resolved_path="(lost)"
         )
     return dict(sorted(records.items()))
 
 
-def _delete_orphans(store: Path, found: Examination, known: Mapping[int, SlideRecord]) -> None:
+def _delete_orphans(
+    store: Path, examination: Examination, records: Mapping[int, SlideRecord]
+) -> None:
     """Delete entries that belong to no slide, write corrected records, and hide slides without a record."""
-    if not found.findings:
+    if not examination.findings:
         return
-    hidden = known.keys() - found.records
-    entries = [f.entry for f in found.findings if f.entry and f.number not in hidden]
-    damaged = {f.number for f in found.findings if f.number is not None and f.entry is None}
-    orphans = {n for n in damaged if n not in known or known[n].state is SlideState.FAILED}
-    changed = {n: record for n, record in known.items() if found.records.get(n) != record}
+    hidden = records.keys() - examination.records
+    entries = [f.entry for f in examination.findings if f.entry and f.number not in hidden]
+    damaged = {f.number for f in examination.findings if f.number is not None and f.entry is None}
+    orphans = {n for n in damaged if n not in records or records[n].state is SlideState.FAILED}
+    changed = {n: record for n, record in records.items() if examination.records.get(n) != record}
     with open_for_change(store) as environment, Claims(store) as claims:
         for number in sorted(orphans):
             if claims.take(number) and not _is_in_use(environment, number):
@@ -234,7 +244,7 @@ def _delete_orphans(store: Path, found: Examination, known: Mapping[int, SlideRe
                 transaction.put(slide_key(number), record.to_bytes(number), db=slides)
             # An ingest may have registered slides after the store was verified.
             now = read_records(transaction, environment.databases, store)
-            next_number = _next_number(found, [*known, *now])
+            next_number = _next_number(examination, [*records, *now])
             transaction.put(b"next_number", to_json(next_number), db=meta)
 
         environment.change(work)
@@ -252,17 +262,17 @@ def _is_in_use(environment: Environment, number: int) -> bool:
 
 def _lost(
     before: Examination,
-    known: Mapping[int, SlideRecord],
-    given: Sequence[SlideFile],
-    found: Examination,
+    records: Mapping[int, SlideRecord],
+    slide_files: Sequence[SlideFile],
+    examination: Examination,
 ) -> dict[str, str]:
     """Return reasons, by id, for slides whose records are lost and for files without a slide in the store."""
     reason = "its record is lost: add its file with `histopipe ingest`, delete the rest with `histopipe remove`"
-    placeholders = (r for n, r in known.items() if n not in before.records and not r.path)
+    placeholders = (r for n, r in records.items() if n not in before.records and not r.path)
     lost = {r.id: reason for r in placeholders if r.state is SlideState.PENDING}
     pages = [f.what for f in before.findings if f.kind is FindingKind.STRUCTURE]
     if lost or any("slides" in what or "main DB" in what for what in pages):
-        stored = {record.resolved_path for record in found.records.values()}
+        stored = {record.resolved_path for record in examination.records.values()}
         missing = "it is not in the store, or its record is lost: add it with `histopipe ingest`"
-        lost |= {s.id: missing for s in given if resolved(s) not in stored}
+        lost |= {s.id: missing for s in slide_files if resolved(s) not in stored}
     return lost

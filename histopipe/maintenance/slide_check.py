@@ -127,14 +127,14 @@ def _check_complete(
 def _check_counts(raw: RawStore, check: SlideCheck, record: SlideRecord, columns: Columns) -> None:
     length, labels = columns["length"], columns["label"]
     stored = int(np.count_nonzero(length))
-    for what, expected, found in (
+    for what, expected, actual in (
         ("planned", record.planned, len(length)),
         ("stored", record.stored, stored),
         ("unreadable", record.unreadable, len(length) - stored),
         ("stored_bytes", record.stored_bytes, int(length.sum(dtype=np.int64))),
     ):
-        if expected != found:
-            check.add(FindingKind.COUNT, f"{what}: {expected} in its record, {found} in its index")
+        if expected != actual:
+            check.add(FindingKind.COUNT, f"{what}: {expected} in its record, {actual} in its index")
     with contextlib.suppress(DamagedStore, ValueError, TypeError):  # reported as damage of `meta`
         classes = len(json.loads(bytes(raw.get(META, b"classes") or b"")))
         if len(labels) and not -1 <= labels.min() <= labels.max() < classes:
@@ -154,7 +154,7 @@ def _check_patches(raw: RawStore, check: SlideCheck, columns: Columns, side: int
         pixels = np.empty((side, side, 3), np.uint8)
 
     lengths, crcs = columns["length"].tolist(), columns["crc"].tolist()
-    found: set[int] = set()
+    reached: set[int] = set()
     faults: dict[int, str] = {}
     undecodable: dict[int, str] = {}
     for row, (length, crc) in enumerate(zip(lengths, crcs, strict=True)):
@@ -166,7 +166,7 @@ def _check_patches(raw: RawStore, check: SlideCheck, columns: Columns, side: int
             continue
         if value is None:
             continue
-        found.add(row)
+        reached.add(row)
         size = len(value)
         actual = value_crc(key, value) if size else 0
         check.value_bytes += size
@@ -180,7 +180,7 @@ def _check_patches(raw: RawStore, check: SlideCheck, columns: Columns, side: int
     if faults:
         texts = some(sorted(set(faults.values())))
         check.add(FindingKind.STRUCTURE, f"cannot read patches {some(faults)}: {texts}")
-    missing = sorted(set(range(len(crcs))) - found - faults.keys())
+    missing = sorted(set(range(len(crcs))) - reached - faults.keys())
     if missing:
         check.add(
             FindingKind.HOLE, f"{len(missing)} of {len(crcs)} patches are missing: {some(missing)}"
@@ -188,10 +188,10 @@ def _check_patches(raw: RawStore, check: SlideCheck, columns: Columns, side: int
     if undecodable:
         reason = next(iter(undecodable.values()))
         check.add(FindingKind.IMAGE, f"cannot decode patches {some(undecodable)}: {reason}")
-    _check_patch_keys(raw, check, len(crcs), found)
+    _check_patch_keys(raw, check, len(crcs), reached)
 
 
-def _check_patch_keys(raw: RawStore, check: SlideCheck, planned: int, found: set[int]) -> None:
+def _check_patch_keys(raw: RawStore, check: SlideCheck, planned: int, reached: set[int]) -> None:
     """Check that there are no other patches, and that a lookup reaches all patches in the tree."""
     beyond, unreached = [], []
     try:
@@ -203,7 +203,7 @@ def _check_patch_keys(raw: RawStore, check: SlideCheck, planned: int, found: set
             row = int.from_bytes(key[_NUMBER:], "big")
             if row >= planned:
                 beyond.append(row)
-            elif row not in found:
+            elif row not in reached:
                 unreached.append(row)
     except DamagedStore as error:
         check.add(FindingKind.STRUCTURE, str(error))

@@ -81,19 +81,19 @@ def _refuse_others(store: Path, ids: set[str]) -> None:
     """Refuse to add slides to the store of another split, since a slide would be on two sides."""
     try:
         with Store(store) as existing:
-            others = [record.id for record in existing.slides if record.id not in ids]
+            other_ids = [record.id for record in existing.slides if record.id not in ids]
     except NothingToDo:
         return
-    if others:
+    if other_ids:
         raise UsageError(
-            f"{store} contains slides of another side or split", found=some(others),
+            f"{store} contains slides of another side or split", found=some(other_ids),
             expected="stores of this split, or no stores", todo="choose another --out",
         )  # fmt: skip
 
 
 def _sides(slides: Sequence[SlideSplit], path: Path) -> dict[Side, list[SlideSplit]]:
     """Return the slides by side, without empty sides."""
-    found: dict[Side, list[SlideSplit]] = {side: [] for side in SIDES}
+    by_side: dict[Side, list[SlideSplit]] = {side: [] for side in SIDES}
     divided = []
     for slide in slides:
         # Patches without a side do not count: slides are copied with all their patches.
@@ -101,10 +101,10 @@ def _sides(slides: Sequence[SlideSplit], path: Path) -> dict[Side, list[SlideSpl
         if len(numbers) > 1:
             divided.append(slide.id)
         elif numbers:
-            found[SIDES[numbers[0]]].append(slide)
+            by_side[SIDES[numbers[0]]].append(slide)
     if divided:
         raise UsageError(
             f"{path} assigns patches of one slide to several sides", found=some(divided),
             expected="one side per slide: a split by patient, site or slide",
         )  # fmt: skip
-    return {side: of_side for side, of_side in found.items() if of_side}
+    return {side: of_side for side, of_side in by_side.items() if of_side}

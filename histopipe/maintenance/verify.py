@@ -108,7 +108,7 @@ def examine(
         check_length(data)
         transaction = newest_transaction(data)
     except DamagedStore as error:
-        found = Examination(findings=[_structural(error)])
+        examination = Examination(findings=[_structural(error)])
     else:
         progress = progress or default_progress()
         count = 1 if size < _SMALL_BYTES else workers or len(os.sched_getaffinity(0))
@@ -116,16 +116,16 @@ def examine(
             WorkerPool(count, silence) as pool,
             progress.bar(f"verify {store}", unit="bytes", total=size) as bar,
         ):
-            found = _examine(
+            examination = _examine(
                 store, pool, size, full=full, untrusted=untrusted, pages_first=count > 1, bar=bar
             )
-    found.transaction = transaction
-    complete = [r for r in found.records.values() if r.state is SlideState.COMPLETE]
-    found.result = VerifyResult(
-        str(store), full, len(found.records), sum(record.planned for record in complete),
-        size, round(time.monotonic() - started, 3), found.findings,
+    examination.transaction = transaction
+    complete = [r for r in examination.records.values() if r.state is SlideState.COMPLETE]
+    examination.result = VerifyResult(
+        str(store), full, len(examination.records), sum(record.planned for record in complete),
+        size, round(time.monotonic() - started, 3), examination.findings,
     )  # fmt: skip
-    return found
+    return examination
 
 
 def _examine(
@@ -156,7 +156,7 @@ def _examine(
         if findings:
             return Examination(findings=findings)
     try:
-        found = result_of(pool.submit_within(seconds, check_store, store))
+        examination = result_of(pool.submit_within(seconds, check_store, store))
     except NothingToDo:
         findings = _page_findings(pages())
         if not findings:
@@ -167,28 +167,31 @@ def _examine(
     except (WorkerDied, DamagedStore) as error:
         failure = _structural(f"LMDB cannot read `meta` and `slides`: {error}")
         return Examination(findings=[*_page_findings(pages()), failure])
-    average = max(1, size // max(1, len(found.slides)))
+    average = max(1, size // max(1, len(examination.slides)))
     batch_size = min(_BATCH_SLIDES, max(1, _BATCH_BYTES // average))
-    batches = [found.slides[i : i + batch_size] for i in range(0, len(found.slides), batch_size)]
-    side = (found.spec or {}).get("patch_size", 0) if full else None
+    batches = [
+        examination.slides[i : i + batch_size]
+        for i in range(0, len(examination.slides), batch_size)
+    ]
+    side = (examination.spec or {}).get("patch_size", 0) if full else None
     checks = _check_slides(pool, partial(check_slides, store, side=side), batches, seconds, bar)
-    found.records = {c.number: c.record for c in checks if c.record is not None}
-    found.damaged_records = {c.number: c.damaged_record for c in checks if c.record is None}
-    complete = {n for n, r in found.records.items() if r.state is SlideState.COMPLETE}
+    examination.records = {c.number: c.record for c in checks if c.record is not None}
+    examination.damaged_records = {c.number: c.damaged_record for c in checks if c.record is None}
+    complete = {n for n, r in examination.records.items() if r.state is SlideState.COMPLETE}
     try:
         task = pool.submit_within(seconds, find_orphans, store, complete)
-        orphans, found.without_record = result_of(task)
+        orphans, examination.without_record = result_of(task)
     except (WorkerDied, DamagedStore) as error:
         orphans = [_structural(f"LMDB cannot list the keys: {error}")]
-    found.findings = [
+    examination.findings = [
         *_page_findings(pages()),
-        *found.findings,
+        *examination.findings,
         *(finding for check in checks for finding in check.findings),
-        *_duplicate_ids(found),
-        *_wrong_values(found, [value for check in checks for value in check.wrong]),
+        *_duplicate_ids(examination),
+        *_wrong_values(examination, [value for check in checks for value in check.wrong]),
         *orphans,
     ]
-    return found
+    return examination
 
 
 def _structural(what: object) -> Finding:
@@ -239,8 +242,8 @@ def _check_slides(
     return sorted(checks, key=lambda check: check.number)
 
 
-def _duplicate_ids(found: Examination) -> list[Finding]:
-    names = Counter(record.id for record in found.records.values())
+def _duplicate_ids(examination: Examination) -> list[Finding]:
+    names = Counter(record.id for record in examination.records.values())
     return [
         Finding(FindingKind.RECORD, f"{count} slides have the id {name!r}")
         for name, count in names.items()
@@ -248,25 +251,25 @@ def _duplicate_ids(found: Examination) -> list[Finding]:
     ]
 
 
-def _wrong_values(found: Examination, wrong: list[WrongValue]) -> list[Finding]:
+def _wrong_values(examination: Examination, wrong: list[WrongValue]) -> list[Finding]:
     """Return findings of wrong values by slide. If there are few, also find values that were swapped."""
     findings: list[Finding] = []
     changed: dict[int, list[int]] = defaultdict(list)
-    others = wrong if len(wrong) <= _MAX_COMPARED else []
+    candidates = wrong if len(wrong) <= _MAX_COMPARED else []
     for value in wrong:
-        owner = next((other for other in others if _is_value_of(value, other)), None)
+        owner = next((other for other in candidates if _is_value_of(value, other)), None)
         if owner is None:
             changed[value.slide].append(value.row)
             continue
-        place = "" if owner.slide == value.slide else f" of {found.records[owner.slide].id}"
+        place = "" if owner.slide == value.slide else f" of {examination.records[owner.slide].id}"
         what = f"patch {value.row} has the value of patch {owner.row}{place}"
-        name = found.records[value.slide].id
+        name = examination.records[value.slide].id
         findings.append(Finding(FindingKind.SWAPPED, what, name, value.slide))
     for slide, rows in changed.items():
         one = "1 patch does not match its checksum"
         text = one if len(rows) == 1 else f"{len(rows)} patches do not match their checksums"
         what = f"{text}: {some(rows)}"
-        findings.append(Finding(FindingKind.VALUE, what, found.records[slide].id, slide))
+        findings.append(Finding(FindingKind.VALUE, what, examination.records[slide].id, slide))
     return findings
 
 

@@ -59,6 +59,8 @@ def find_tissue(
         mask = tissue_mask(thumbnail, spec.tissue_fallback or spec.tissue)
     if spec.exclude and source.regions is not None:
         mask = mask or TissueMask(np.ones(thumbnail.pixels.shape[:2], np.bool_))
-        cut = grid.covered(it.area for it in source.regions.outlines if it.name in spec.exclude)
+        cut = grid.covered(
+            outline.area for outline in source.regions.outlines if outline.name in spec.exclude
+        )
         mask = replace(mask, pixels=mask.pixels & ~cut)
     return mask, origin

@@ -65,11 +65,11 @@ class Grid:
 
     def covered(self, areas: Iterable[BaseGeometry]) -> Mask:
         """Return which pixels have their centre in one of the areas, (H, W) bool. Areas are polygons of level 0."""
-        found = np.zeros((self.size.height, self.size.width), np.bool_)
+        mask = np.zeros((self.size.height, self.size.width), np.bool_)
         for area in areas:
             for polygon in shapely.get_parts(area):
-                found |= self._inside(polygon)
-        return found
+                mask |= self._inside(polygon)
+        return mask
 
     def _inside(self, polygon: shapely.Polygon) -> Mask:
         """Return the pixels with their centre in a polygon: those with an odd number of edges on their left."""
@@ -100,9 +100,9 @@ class Grid:
                 (self.y, self.size.height, source.y),
             )
         )
-        found = np.zeros((self.size.height, self.size.width), np.bool_)
+        pixels = np.zeros((self.size.height, self.size.width), np.bool_)
         height, width = mask.shape
         ok_rows, ok_columns = (rows >= 0) & (rows < height), (columns >= 0) & (columns < width)
         part = mask[np.ix_(rows[ok_rows].astype(int), columns[ok_columns].astype(int))]
-        found[np.ix_(ok_rows, ok_columns)] = part
-        return found
+        pixels[np.ix_(ok_rows, ok_columns)] = part
+        return pixels

@@ -52,17 +52,17 @@ def find_masks(folder: Path, names: SlideNames) -> dict[str, Path]:
         raise UsageError(
             f"{folder} contains no masks", expected=f"files SLIDE{GEOJSON[0]} or SLIDE{PNG}"
         )
-    found: dict[str, Path] = {}
+    masks: dict[str, Path] = {}
     for suffixes in ((PNG,), GEOJSON):  # GeoJSON last: it replaces the PNG file of the same slide
         some = (path for path in files if path.suffix.lower() in suffixes)
         exact, loose, _ = match_files(some, folder, names)
-        found |= loose | exact
-    if not found:
+        masks |= loose | exact
+    if not masks:
         raise UsageError(
             f"{folder}: no mask has the name of a slide", found=files[0].name,
             expected=f"a name such as {names.nearest(files[0].stem)}{GEOJSON[0]}",
         )  # fmt: skip
-    return found
+    return masks
 
 
 def source_of(path: Path) -> str:
@@ -115,8 +115,8 @@ def read_outlines(path: Path, slide: str, bounds: RegionL0) -> list[Outline]:
         )
     moved = (bounds.origin.x, bounds.origin.y) if outlines.frame == "bounds" else (0, 0)
     return [
-        Outline(it.feature, it.name, translate(it.area, *moved), it.excluded)
-        for it in outlines.found
+        Outline(outline.feature, outline.name, translate(outline.area, *moved), outline.excluded)
+        for outline in outlines.entries
     ]
 
 
@@ -169,10 +169,12 @@ def _read_areas(
     written = _grid(_member(path))
     if written is not None:
         _check_size(path, slide, written, grid.slide)
-    cut = [it.area for it in outlines if it.excluded or it.name in exclude]
-    drawn = [it for it in outlines if not it.excluded and it.name not in exclude]
-    named = [it for it in drawn if (it.name or "").casefold() == TISSUE.casefold()]
-    areas = [it.area for it in named or drawn]
+    cut = [outline.area for outline in outlines if outline.excluded or outline.name in exclude]
+    drawn = [
+        outline for outline in outlines if not outline.excluded and outline.name not in exclude
+    ]
+    named = [outline for outline in drawn if (outline.name or "").casefold() == TISSUE.casefold()]
+    areas = [outline.area for outline in named or drawn]
     if not areas:
         if written is not None and not outlines:
             return [], []
@@ -253,8 +255,8 @@ def _grid(text: Any) -> Grid | None:
 
 
 def _unfit(
-    path: Path, slide: str, found: str, expected: str | None = None, todo: str | None = None
+    path: Path, slide: str, actual: str, expected: str | None = None, todo: str | None = None
 ) -> MaskUnfit:
     return MaskUnfit(
-        f"{slide}: its mask {path} cannot be used", found=found, expected=expected, todo=todo
+        f"{slide}: its mask {path} cannot be used", found=actual, expected=expected, todo=todo
     )

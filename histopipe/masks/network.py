@@ -71,27 +71,29 @@ def read_segmenter(path: Path) -> Segmenter:
             f"{described} cannot be read", found=str(error), expected=_EXAMPLE
         ) from error
     checks: dict[str, Callable[[Any], bool]] = {
-        "mpp": lambda it: isinstance(it, int | float) and it > 0,
-        "size": lambda it: type(it) is int and 16 <= it <= 4096,
-        "layout": lambda it: it in get_args(Layout),
+        "mpp": lambda mpp: isinstance(mpp, int | float) and mpp > 0,
+        "size": lambda size: type(size) is int and 16 <= size <= 4096,
+        "layout": lambda layout: layout in get_args(Layout),
         "mean": is_colour,
-        "std": lambda it: is_colour(it) and min(it) > 0,
-        "class": lambda it: type(it) is int and it >= 0,
-        "output": lambda it: it in get_args(Output),
-        "threshold": lambda it: isinstance(it, int | float) and 0 < it < 1,
+        "std": lambda colour: is_colour(colour) and min(colour) > 0,
+        "class": lambda index: type(index) is int and index >= 0,
+        "output": lambda output: output in get_args(Output),
+        "threshold": lambda threshold: isinstance(threshold, int | float) and 0 < threshold < 1,
     }
-    given = value if isinstance(value, dict) else {}
-    wrong = [name for name in given if name not in checks or not checks[name](given[name])]
-    wrong += [name for name in ("mpp", "size", "layout") if name not in given]
+    fields = value if isinstance(value, dict) else {}
+    wrong = [name for name in fields if name not in checks or not checks[name](fields[name])]
+    wrong += [name for name in ("mpp", "size", "layout") if name not in fields]
     if wrong:
         raise UsageError(
             f"{described}: {wrong[0]}",
-            found=repr(given.get(wrong[0], "nothing")),
+            found=repr(fields.get(wrong[0], "nothing")),
             expected=_EXAMPLE,
         )
-    settings: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
+    settings: dict[str, Any] = {
+        k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()
+    }
     settings["class_index"] = settings.pop("class", 1)
-    return Segmenter(path=path, **{**settings, "mpp": check_mpp("mpp", float(given["mpp"]))})
+    return Segmenter(path=path, **{**settings, "mpp": check_mpp("mpp", float(fields["mpp"]))})
 
 
 def is_colour(value: Any) -> bool:
@@ -132,10 +134,10 @@ def runner(path: Path, _modified: int) -> Callable[[NDArray[np.uint8]], NDArray[
         channels = (
             maps if network.layout == "NCHW" or maps.shape[1] == 1 else maps.transpose(0, 3, 1, 2)
         )
-        wanted = (len(pixels), network.size, network.size)
+        shape = (len(pixels), network.size, network.size)
         if (
             channels.ndim != 4
-            or channels[:, 0].shape != wanted
+            or channels[:, 0].shape != shape
             or (channels.shape[1] > 1 and network.class_index >= channels.shape[1])
         ):
             raise UsageError(

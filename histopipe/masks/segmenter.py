@@ -49,7 +49,7 @@ def segmented(
         raise ScaleError(
             f"{name} is too large for {path.name}", found=f"{size} pixels at {network.mpp:g} mpp"
         )
-    found = np.zeros((size.height, size.width), np.uint8)
+    probabilities = np.zeros((size.height, size.width), np.uint8)
     run = runner(path, path.stat().st_mtime_ns)
     waiting: list[tuple[int, int, NDArray[np.uint8]]] = []
     places = list(_places(size, network))
@@ -58,14 +58,14 @@ def segmented(
             waiting.append((x, y, _tile(slide, network, mpp, x, y)))
         except SlideUnreadable:
             # It may be tissue: its patches are planned, and recorded as unreadable if reading fails again.
-            _keep(found, np.ones((network.size, network.size), np.float32), x, y, network)
+            _keep(probabilities, np.ones((network.size, network.size), np.float32), x, y, network)
         if waiting and (len(waiting) == _BATCH or number == len(places) - 1):
             maps = run(np.stack([pixels for _, _, pixels in waiting]))
             for (left, top, _), probability in zip(waiting, maps, strict=True):
-                _keep(found, probability, left, top, network)
+                _keep(probabilities, probability, left, top, network)
             waiting = []
     source = Grid(bounds.origin.x, bounds.origin.y, scale, size, grid.slide)
-    tissue = _at(found, source, grid) >= network.threshold * 255
+    tissue = _at(probabilities, source, grid) >= network.threshold * 255
     if thumbnail.lost is not None:
         tissue |= thumbnail.lost
     return TissueMask(tissue, network.threshold)
@@ -102,17 +102,21 @@ def _tile(slide: Slide, network: Segmenter, mpp: Mpp, x: int, y: int) -> NDArray
 
 
 def _keep(
-    found: NDArray[np.uint8], probability: NDArray[np.float32], x: int, y: int, network: Segmenter
+    probabilities: NDArray[np.uint8],
+    probability: NDArray[np.float32],
+    x: int,
+    y: int,
+    network: Segmenter,
 ) -> None:
     """Keep the middle of a result, (S, S) from 0 to 1, as 0 to 255."""
     margin = (network.size - network.step) // 2
     left, top = x + margin, y + margin
-    part = found[top : top + network.step, left : left + network.step]
+    part = probabilities[top : top + network.step, left : left + network.step]
     middle = probability[margin : margin + part.shape[0], margin : margin + part.shape[1]]
     part[...] = np.round(middle * 255)
 
 
-def _at(found: NDArray[np.uint8], source: Grid, grid: Grid) -> NDArray[np.uint8]:
+def _at(probabilities: NDArray[np.uint8], source: Grid, grid: Grid) -> NDArray[np.uint8]:
     """Return probabilities on the grid of the thumbnail: averaged if it is coarser, else interpolated."""
     columns, rows = (
         grid.size.width * grid.side / source.side,
@@ -120,8 +124,8 @@ def _at(found: NDArray[np.uint8], source: Grid, grid: Grid) -> NDArray[np.uint8]
     )
     width, height = max(1, round(columns)), max(1, round(rows))
     fitted = np.pad(
-        found[:height, :width],
-        ((0, max(0, height - found.shape[0])), (0, max(0, width - found.shape[1]))), mode="edge",
+        probabilities[:height, :width],
+        ((0, max(0, height - probabilities.shape[0])), (0, max(0, width - probabilities.shape[1]))), mode="edge",
     )  # fmt: skip
     filtering = cv2.INTER_AREA if grid.side > source.side else cv2.INTER_LINEAR
     size = (grid.size.width, grid.size.height)

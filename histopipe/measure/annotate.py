@@ -147,18 +147,18 @@ def annotate_slides(
             patches.update(record.patch_labels)
         else:
             measures[number] = partial(_label_slide, file, rules)
-    shown = progress or SilentProgress()
-    with shown.bar("annotate", unit="slides", total=len(measures)) as bar:
-        for number, found in measure_slides(store, measures, seconds=_SECONDS, workers=workers):
+    display = progress or SilentProgress()
+    with display.bar("annotate", unit="slides", total=len(measures)) as bar:
+        for number, outcome in measure_slides(store, measures, seconds=_SECONDS, workers=workers):
             name = complete[number].id
             bar.advance()
-            if isinstance(found, str):
-                result.failed[name] = found
-                shown.message(f"{name}: failed: {found}")
+            if isinstance(outcome, str):
+                result.failed[name] = outcome
+                display.message(f"{name}: failed: {outcome}")
             else:
-                labelled = result.done if found.facts["patch_labels"] else result.unlabelled
-                labelled[name] = found.facts["annotation_notes"]
-                patches.update(found.facts["patch_labels"])
+                labelled = result.done if outcome.facts["patch_labels"] else result.unlabelled
+                labelled[name] = outcome.facts["annotation_notes"]
+                patches.update(outcome.facts["patch_labels"])
     return replace(result, patches=dict(patches))
 
 

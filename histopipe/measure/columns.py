@@ -72,16 +72,16 @@ def _stored(
 ) -> SlideColumns | str:
     """Add the result of a slide to the store, and return it, or the reason of its failure."""
     try:
-        found = future.result()
-        columns = dict(found.columns)
-        if found.labels is not None:
-            numbers = writer.class_numbers(list(found.labels.counts()))
-            columns["label"] = found.labels.numbered(numbers)
-        writer.put_columns(slide, columns, crc=found.crc, **found.facts)
+        slide_columns = future.result()
+        columns = dict(slide_columns.columns)
+        if slide_columns.labels is not None:
+            numbers = writer.class_numbers(list(slide_columns.labels.counts()))
+            columns["label"] = slide_columns.labels.numbered(numbers)
+        writer.put_columns(slide, columns, crc=slide_columns.crc, **slide_columns.facts)
     except UsageError as error:
         return str(error)
     except TookTooLong:
         return f"not done after {seconds:.0f} s of work"
     except Exception as error:  # noqa: BLE001 - `slide_failure` raises what concerns all slides
         return slide_failure(error)
-    return found
+    return slide_columns

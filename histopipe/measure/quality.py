@@ -99,7 +99,7 @@ def quality(
         >>> quality("patches.lmdb").patches  # doctest: +SKIP
         1204
     """
-    path, shown = Path(store), progress or default_progress()
+    path, display = Path(store), progress or default_progress()
     with Store(path) as opened:
         complete, size = opened.complete, opened.patch_size
     result, measures, patches, damaged = QualityResult(), {}, 0, 0
@@ -108,15 +108,15 @@ def quality(
             result.same.append(record.id)
         else:
             measures[number] = _measure_slide
-    with shown.bar("quality", unit="slides", total=len(measures)) as bar:
-        for number, found in measure_slides(path, measures, seconds=_SECONDS, workers=workers):
+    with display.bar("quality", unit="slides", total=len(measures)) as bar:
+        for number, outcome in measure_slides(path, measures, seconds=_SECONDS, workers=workers):
             record = complete[number]
             bar.advance()
-            if isinstance(found, str):
-                result.failed[record.id] = found
-                shown.message(f"{record.id}: failed: {found}")
+            if isinstance(outcome, str):
+                result.failed[record.id] = outcome
+                display.message(f"{record.id}: failed: {outcome}")
                 continue
-            finite = {name: values[np.isfinite(values)] for name, values in found.columns.items()}
+            finite = {name: values[np.isfinite(values)] for name, values in outcome.columns.items()}
             result.done[record.id] = {
                 name: float(np.median(values)) for name, values in finite.items() if len(values)
             }
@@ -149,10 +149,10 @@ def _measure_slide(store: Path, slide: int) -> SlideColumns:
                 if value_crc(patch_key(slide, row), value) != crcs[row]:
                     continue
                 try:
-                    found = _measures(value, opened.patch_size, focus, colour)
+                    measures = _measures(value, opened.patch_size, focus, colour)
                 except DamagedStore:
                     continue
-                for name, measure in zip(COLUMNS, found, strict=True):
+                for name, measure in zip(COLUMNS, measures, strict=True):
                     columns[name][row] = measure
     return SlideColumns(index["crc"], columns, {"quality": _method(focus, colour)})
 

@@ -57,14 +57,14 @@ def stains(
         >>> stains("patches.lmdb").failed  # doctest: +SKIP
         {}
     """
-    path, shown, result = Path(store), progress or default_progress(), StainsResult()
+    path, display, result = Path(store), progress or default_progress(), StainsResult()
     Store(path).close()  # fails if the store cannot be read, before anything is written
     with StoreWriter(path) as writer, Store(path) as opened:
-        known = set() if force else set(opened.stains())
+        fitted = set() if force else set(opened.stains())
         with_patches = {n: record for n, record in opened.complete.items() if record.stored}
-        result.same.extend(record.id for n, record in with_patches.items() if n in known)
-        todo = sorted(with_patches.keys() - known)
-        with shown.bar("stains", unit="slides", total=len(todo)) as bar:
+        result.same.extend(record.id for n, record in with_patches.items() if n in fitted)
+        todo = sorted(with_patches.keys() - fitted)
+        with display.bar("stains", unit="slides", total=len(todo)) as bar:
             for number in todo:
                 name = with_patches[number].id
                 try:
@@ -72,6 +72,6 @@ def stains(
                     result.done.append(name)
                 except (TooLittleTissue, DamagedStore) as error:
                     result.failed[name] = str(error)
-                    shown.message(f"stain not measured: {error}")
+                    display.message(f"stain not measured: {error}")
                 bar.advance()
     return result

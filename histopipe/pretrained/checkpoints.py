@@ -44,28 +44,28 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 def _flat(path: Path, content: Mapping[Any, Any]) -> dict[str, Tensor]:
     """Return the tensors of nested dictionaries. The limits prevent endless work on references to the same objects."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     waiting: list[tuple[str, Mapping[Any, Any]]] = [("", content)]
     while waiting:
         prefix, values = waiting.pop()
         if (
-            len(found) > _MOST_TENSORS
+            len(tensors) > _MOST_TENSORS
             or len(prefix) > _LONGEST_PREFIX
             or len(waiting) > _MOST_TENSORS
         ):
             raise unusable(path, "dictionaries nested too deep, or too many tensors")
         for name, value in values.items():
             if isinstance(value, Tensor):
-                found[f"{prefix}{name}"] = replace(value, name=f"{prefix}{name}")
+                tensors[f"{prefix}{name}"] = replace(value, name=f"{prefix}{name}")
             elif isinstance(value, Mapping):
                 waiting.append((f"{prefix}{name}.", value))
-    return found
+    return tensors
 
 
 def _safetensors(path: Path) -> dict[str, Tensor]:
     from safetensors import SafetensorError, safe_open
 
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     try:
         with safe_open(path, framework="numpy") as file:
             for name in file.keys():  # noqa: SIM118 - not a mapping
@@ -73,12 +73,12 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
                 dtype = _SAFETENSORS_TYPES.get(part.get_dtype())
                 if dtype is None:
                     raise unusable(path, f"{name} of type {part.get_dtype()}")
-                found[name] = Tensor(
+                tensors[name] = Tensor(
                     tuple(part.get_shape()), dtype, path, _loader(path, name), name
                 )
     except (SafetensorError, OSError, ValueError) as error:
         raise unusable(path, f"{describe_file(path)}: {error}") from error
-    return found
+    return tensors
 
 
 def _loader(path: Path, name: str) -> Callable[[], NDArray[Any]]:

@@ -24,20 +24,25 @@ class EncodersResult(Result):
 
     def to_json(self) -> dict[str, Any]:
         """Return the presets by name."""
-        found = {}
+        presets = {}
         for preset in self.presets:
             fields = asdict(preset)
             settings = fields.pop("preprocessing")
-            found[preset.name] = {**fields, "input": settings, "dimension": _dimension(preset)}
-        return found
+            presets[preset.name] = {**fields, "input": settings, "dimension": _dimension(preset)}
+        return presets
 
     def __str__(self) -> str:
         if self.detailed:
             return "\n\n".join(map(_details, self.presets))
         rows = [("name", "features", "mpp", "licence")]
-        for it in self.presets:
+        for preset in self.presets:
             rows.append(
-                (it.name, str(_dimension(it) or ""), _scales(it), it.licence.partition(":")[0])
+                (
+                    preset.name,
+                    str(_dimension(preset) or ""),
+                    _scales(preset),
+                    preset.licence.partition(":")[0],
+                )
             )
         return "\n".join(
             f"{name:<16}{count:>8}  {mpp:<18}{licence}" for name, count, mpp, licence in rows
@@ -87,7 +92,7 @@ def _details(preset: Preset) -> str:
         "input": f"resized to {size} pixels ({settings.interpolation}){crop}; "
         f"mean {_numbers(settings.mean)}; std {_numbers(settings.std)}",
     }
-    wanted = f" --include '{preset.files[0]}' '*.json'" if preset.files else ""
+    include = f" --include '{preset.files[0]}' '*.json'" if preset.files else ""
     if network is not None:
         tokens = {
             "class": "class token",
@@ -109,7 +114,7 @@ def _details(preset: Preset) -> str:
     lines += [
         "Read the licence on the model's page, accept it there if asked, and download the weights:",
         "  pip install huggingface_hub && hf auth login",
-        f"  hf download {preset.repository}{wanted} --local-dir {preset.name}",
+        f"  hf download {preset.repository}{include} --local-dir {preset.name}",
         "Compute features:",
         f"  histopipe embed patches.lmdb --model {preset.name} --weights {preset.name} --out features",
     ]

@@ -129,19 +129,19 @@ def select(
     """
     expected = expected_shapes(network, naming, size)
     prefix = _prefix(tensors, naming, path)
-    found = {
-        _CHUNK.sub(r"blocks.\1.", name.removeprefix(prefix)): it
-        for name, it in tensors.items()
+    selected = {
+        _CHUNK.sub(r"blocks.\1.", name.removeprefix(prefix)): tensor
+        for name, tensor in tensors.items()
         if name.startswith(prefix)
     }
-    found = {name: it for name, it in found.items() if name not in naming.unused}
+    selected = {name: tensor for name, tensor in selected.items() if name not in naming.unused}
     problems = {
-        "missing": sorted(expected.keys() - found.keys()),
-        "surplus": sorted(found.keys() - expected.keys()),
+        "missing": sorted(expected.keys() - selected.keys()),
+        "surplus": sorted(selected.keys() - expected.keys()),
         "misshapen": [
-            f"{name} {found[name].shape} for {shape}"
+            f"{name} {selected[name].shape} for {shape}"
             for name, shape in expected.items()
-            if name in found and found[name].shape != shape
+            if name in selected and selected[name].shape != shape
         ],
     }
     texts = [f"{len(names)} {kind}: {some(names, 5)}" for kind, names in problems.items() if names]
@@ -151,16 +151,18 @@ def select(
             expected=f"{len(expected)} weights such as {next(iter(expected))}",
             todo="check that file and --model belong together",
         )  # fmt: skip
-    return found
+    return selected
 
 
 def _prefix(tensors: Mapping[str, Tensor], naming: Naming, path: Path) -> str:
     """Return the prefix of all names, which training programs add. Of a teacher and a student, take the teacher."""
-    found = [
-        it.removesuffix(naming.class_token) for it in tensors if it.endswith(naming.class_token)
+    candidates = [
+        name.removesuffix(naming.class_token)
+        for name in tensors
+        if name.endswith(naming.class_token)
     ]
-    teachers = [prefix for prefix in found if "teacher" in prefix]
-    prefixes = teachers or found
+    teachers = [prefix for prefix in candidates if "teacher" in prefix]
+    prefixes = teachers or candidates
     if len(prefixes) > 1:
         raise UsageError(
             f"{path} has the weights of several networks",

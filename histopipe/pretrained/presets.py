@@ -97,25 +97,29 @@ class Preset:
         problems = []
         if patch_size < resized:
             problems.append(f"patches of {patch_size} pixels would be enlarged")
-        known = sorted(set(mpps), key=lambda mpp: mpp or 0.0) if self.mpp and not problems else ()
-        for mpp in known:
+        distinct_mpps = (
+            sorted(set(mpps), key=lambda mpp: mpp or 0.0) if self.mpp and not problems else ()
+        )
+        for mpp in distinct_mpps:
             if mpp is None:
                 problems.append("slides of unknown scale")
                 continue
             seen = mpp * patch_size / resized
-            if not any(abs(seen - wanted) <= _MPP_TOLERANCE * wanted for wanted in self.mpp):
+            if not any(
+                abs(seen - trained_mpp) <= _MPP_TOLERANCE * trained_mpp for trained_mpp in self.mpp
+            ):
                 problems.append(
                     f"{mpp:.3g} mpp, which is {seen:.3g} mpp after resizing to {resized} pixels"
                 )
         if not problems:
             return None
-        more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        found = f"patches of {patch_size} pixels: {'; '.join(problems[:_SHOWN])}{more}"
+        omitted = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        mismatch = f"patches of {patch_size} pixels: {'; '.join(problems[:_SHOWN])}{omitted}"
         if allowed:
-            return found
+            return mismatch
         scales = f" at {' or '.join(f'{mpp:g}' for mpp in self.mpp)} mpp" if self.mpp else ""
         raise UsageError(
-            f"the patches do not fit {self.name}", found=found,
+            f"the patches do not fit {self.name}", found=mismatch,
             expected=f"patches of {resized} pixels{scales}, or a little larger",
             todo="ingest the slides with another --patch-size and --mpp, or add --allow-mismatch",
         )  # fmt: skip
@@ -140,7 +144,7 @@ def load_preset(model: str | Path) -> Preset:
             f"preset {model} cannot be read", found=str(error),
             expected=f"a TOML file, or one of {', '.join(preset_names())}",
         ) from error  # fmt: skip
-    own: dict[str, Any] = {"name": path.stem}
+    fields: dict[str, Any] = {"name": path.stem}
     tables = {"architecture": Architecture, "input": Preprocessing}
     for table, kind in tables.items():
         if table in values or kind is Preprocessing:
@@ -149,13 +153,13 @@ def load_preset(model: str | Path) -> Preset:
                 raise UsageError(
                     f"{path.name}: {table}", found=repr(content), expected=f"a table [{table}]"
                 )
-            own["preprocessing" if table == "input" else table] = from_table(
+            fields["preprocessing" if table == "input" else table] = from_table(
                 kind, content, f"{path.name}, [{table}]"
             )
-    twice = own.keys() & values.keys()
+    twice = fields.keys() & values.keys()
     if twice:
         raise UsageError(f"{path.name}: fields", found=f"unknown: {', '.join(sorted(twice))}")
-    preset: Preset = from_table(Preset, {**values, **own}, path.name)
+    preset: Preset = from_table(Preset, {**values, **fields}, path.name)
     check_preset(preset, path.name)
     return preset
 
@@ -174,10 +178,10 @@ def check_preset(preset: Preset, where: str) -> None:
         numbers["epsilon"] = ((network.epsilon,), 0)
         for name in ("patch", "width", "depth", "heads", "hidden"):
             numbers[name] = ((getattr(network, name),), 0)
-    for name, (found, above) in numbers.items():
-        if not all(math.isfinite(value) and value > above for value in found):
+    for name, (values, above) in numbers.items():
+        if not all(math.isfinite(value) and value > above for value in values):
             raise UsageError(
-                f"{where}: {name}", found=list(found), expected=f"finite numbers above {above:g}"
+                f"{where}: {name}", found=list(values), expected=f"finite numbers above {above:g}"
             )
     if not 0 < settings.size <= settings.resized <= _LARGEST:
         raise UsageError(

@@ -39,13 +39,13 @@ def named_preset(model: str) -> Preset | None:
         return None
     if not path.exists():
         raise UsageError(f"--model {model}", found=f"no file {path}")
-    own = path.with_name(path.name + SUFFIX) if path.is_dir() else path.with_suffix(SUFFIX)
-    if own.exists():
-        return load_preset(own)
+    preset_path = path.with_name(path.name + SUFFIX) if path.is_dir() else path.with_suffix(SUFFIX)
+    if preset_path.exists():
+        return load_preset(preset_path)
     if path.suffix == _PYTHON:
         return None
     raise UsageError(
-        f"{own} is missing: {path} does not describe its preprocessing",
+        f"{preset_path} is missing: {path} does not describe its preprocessing",
         expected="a TOML file such as: [input] size = 224, mean = [0.5, 0.5, 0.5], std = [0.5, 0.5, 0.5]",
         todo="write it with the size, mean and standard deviation that the network was trained with",
     )
@@ -66,8 +66,10 @@ def check_untrusted_model(model: str, weights: str | None) -> None:
     Raises:
         UsageError: the model is a SavedModel or a Python file.
     """
-    folders, own = [Path(it) for it in (model, weights) if it], own_file(model)
-    if (own and own.suffix == _PYTHON) or any((it / SAVED_MODEL).exists() for it in folders):
+    folders, network_file = [Path(path) for path in (model, weights) if path], own_file(model)
+    if (network_file and network_file.suffix == _PYTHON) or any(
+        (folder / SAVED_MODEL).exists() for folder in folders
+    ):
         raise UsageError(
             "--untrusted", found=f"--model {model}: Python files and SavedModels can run any code",
             expected="weights in .safetensors, .bin, .pth or .keras files",
@@ -82,14 +84,14 @@ def find_weights(preset: Preset, weights: Path) -> Path:
     """
     if weights.is_file():
         return weights
-    found = [weights / name for name in preset.files if (weights / name).is_file()]
-    if not found:
+    files = [weights / name for name in preset.files if (weights / name).is_file()]
+    if not files:
         raise UsageError(
             f"no weights of {preset.name} at {weights}", found="no such file" if not weights.exists() else None,
             expected=" or ".join(preset.files) or "a file of weights",
             todo=f"see `histopipe encoders {preset.name}`" if preset.repository else "give the path of the file",
         )  # fmt: skip
-    return found[0]
+    return files[0]
 
 
 def with_published_settings(preset: Preset, weights: Path) -> tuple[Preset, list[str]]:
@@ -101,14 +103,14 @@ def with_published_settings(preset: Preset, weights: Path) -> tuple[Preset, list
     Raises:
         UsageError: such a file cannot be read, or a value in it is wrong.
     """
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for name in ("config.json", "preprocessor_config.json"):
         path = weights.parent / name
         if path.exists():
-            found |= {key: (value, path) for key, value in _published(path).items()}
+            settings |= {key: (value, path) for key, value in _published(path).items()}
     preprocessing, notes = preset.preprocessing, []
     hints = typing.get_type_hints(Preprocessing)
-    for key, (value, path) in found.items():
+    for key, (value, path) in settings.items():
         checked = checked_value(hints[key], value, f"{path}: {key}")
         before = getattr(preprocessing, key)
         if checked != before:
@@ -131,9 +133,13 @@ def _published(path: Path) -> dict[str, Any]:
     timm = content.get("pretrained_cfg")
     table = timm if isinstance(timm, dict) else content
     names = {"image_mean": "mean", "image_std": "std", "resample": "interpolation"}
-    own = {names.get(name, name): value for name, value in table.items()}
-    found = own.get("interpolation")
-    own["interpolation"] = _RESAMPLE.get(found, found) if type(found) is int else found
+    settings = {names.get(name, name): value for name, value in table.items()}
+    interpolation = settings.get("interpolation")
+    settings["interpolation"] = (
+        _RESAMPLE.get(interpolation, interpolation) if type(interpolation) is int else interpolation
+    )
     return {
-        name: own[name] for name in ("mean", "std", "interpolation") if own.get(name) is not None
+        name: settings[name]
+        for name in ("mean", "std", "interpolation")
+        if settings.get(name) is not None
     }

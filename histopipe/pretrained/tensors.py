@@ -44,16 +44,16 @@ class Tensor:
             values = self.load()
         except Exception as error:  # zipfile and safetensors raise errors of many classes
             raise unusable(self.path, f"{self.name}: {error}") from error
-        found = np.asarray(values, np.float32, order="C")
-        if not np.isfinite(found).all():
+        converted = np.asarray(values, np.float32, order="C")
+        if not np.isfinite(converted).all():
             raise unusable(self.path, f"{self.name}: values that are not finite numbers")
-        return found
+        return converted
 
 
-def unusable(path: Path, found: str, why: str = "") -> UsageError:
+def unusable(path: Path, problem: str, why: str = "") -> UsageError:
     """Return the error for a file that is not usable as weights."""
     return UsageError(
-        f"{path} cannot be used as weights", found=found[:300],
+        f"{path} cannot be used as weights", found=problem[:300],
         expected="a .safetensors file, or a state dict of PyTorch",
         todo=why or "download the file again, and compare its size with that of the source",
     )  # fmt: skip

@@ -49,9 +49,9 @@ def checked_value(hint: Any, value: Any, where: str) -> Any:
         if (
             isinstance(value, list)
             and count in (None, len(value))
-            and all(type(it) in numbers for it in value)
+            and all(type(element) in numbers for element in value)
         ):
-            return tuple(kind(it) for it in value)
+            return tuple(kind(element) for element in value)
     elif hint is int and type(value) is int and 0 <= value < 1 << 40:
         return value
     elif hint is float and type(value) in (int, float):

@@ -43,20 +43,20 @@ def open_bag_values(
     names = _contributions(paths[0])
     column = _ATTENTION
     if show == "contribution" or class_name is not None:
-        wanted = class_name if class_name is not None else (names[-1] if names else "")
-        if wanted not in names:
+        prediction = class_name if class_name is not None else (names[-1] if names else "")
+        if prediction not in names:
             raise UsageError(
                 "--class" if class_name is not None else "--show contribution",
                 found=repr(class_name) if class_name is not None else f"{folder} of an earlier version",
                 expected=" or ".join(names) or "predictions that record contributions",
             )  # fmt: skip
-        column = CONTRIBUTION + wanted
-    found: dict[str, NDArray[np.float64]] = {}
+        column = CONTRIBUTION + prediction
+    tables: dict[str, NDArray[np.float64]] = {}
     for path in paths:
-        found |= read_patch_table(path, column)
+        tables |= read_patch_table(path, column)
 
     def read(name: str) -> PatchValues:
-        x, y, value, side = found[name].T
+        x, y, value, side = tables[name].T
         slide = described(name)
         title, values, scale = f"contribution to {column.removeprefix(CONTRIBUTION)}", value, None
         if column == _ATTENTION:
@@ -69,7 +69,7 @@ def open_bag_values(
             values.astype(np.float32), None, bounds_of(slide), slide.mpp, scale,
         )  # fmt: skip
 
-    return found, read
+    return tables, read
 
 
 def ranks(values: NDArray[np.floating]) -> NDArray[np.float32]:
@@ -100,4 +100,4 @@ def _contributions(path: Path) -> list[str]:
     """Return the names of the predictions with contributions."""
     with reading(path), path.open(newline="", encoding="utf-8") as file:
         header = next(csv.reader(file), [])
-    return [it.removeprefix(CONTRIBUTION) for it in header if it.startswith(CONTRIBUTION)]
+    return [name.removeprefix(CONTRIBUTION) for name in header if name.startswith(CONTRIBUTION)]

@@ -83,8 +83,8 @@ def _draw_roc(axes: Axes, curves: Mapping[str, Roc]) -> None:
     _draw_diagonal(axes)
     for name, roc in curves.items():
         # A legend hides names that begin with an underscore.
-        shown = f" {name}" if name.startswith("_") else name
-        (line,) = axes.plot(roc.false_positive, roc.true_positive, linewidth=1.6, label=shown)
+        label = f" {name}" if name.startswith("_") else name
+        (line,) = axes.plot(roc.false_positive, roc.true_positive, linewidth=1.6, label=label)
         if roc.low is not None and roc.high is not None:
             colour = line.get_color()
             axes.fill_between(roc.grid, roc.low, roc.high, color=colour, alpha=0.15, linewidth=0)
@@ -96,9 +96,9 @@ def precision_chart(title: str, curves: Mapping[str, Curve]) -> str:
     """Draw precision-recall curves as steps."""
     with _chart(title, square=True) as (figure, axes):
         for name, (recall, precision) in curves.items():
-            shown = f" {name}" if name.startswith("_") else name
+            label = f" {name}" if name.startswith("_") else name
             xs, ys = np.append(0.0, recall), np.append(precision[0], precision)
-            axes.step(xs, ys, where="pre", linewidth=1.6, label=shown)
+            axes.step(xs, ys, where="pre", linewidth=1.6, label=label)
         axes.set(xlabel="recall (sensitivity)", ylabel="precision (PPV)")
         axes.set(xlim=(-0.02, 1.02), ylim=(-0.02, 1.02))
         axes.legend(loc="lower left")
@@ -129,11 +129,18 @@ def calibration_chart(title: str, curves: Mapping[str, Sequence[Bin]]) -> str:
     with _chart(title, square=True) as (figure, axes):
         _draw_diagonal(axes)
         for name, bins in curves.items():
-            filled = [it for it in bins if it.probability is not None and it.observed is not None]
-            most = max((it.count for it in filled), default=1)
-            xs, ys = [it.probability or 0 for it in filled], [it.observed or 0 for it in filled]
+            filled = [
+                point
+                for point in bins
+                if point.probability is not None and point.observed is not None
+            ]
+            most = max((point.count for point in filled), default=1)
+            xs, ys = (
+                [point.probability or 0 for point in filled],
+                [point.observed or 0 for point in filled],
+            )
             (line,) = axes.plot(xs, ys, linewidth=1, label=name)
-            sizes = [6 + 60 * it.count / most for it in filled]
+            sizes = [6 + 60 * point.count / most for point in filled]
             axes.scatter(xs, ys, s=sizes, color=line.get_color())
         axes.set(xlabel="predicted probability", ylabel="observed frequency")
         axes.set(xlim=(-0.02, 1.02), ylim=(-0.02, 1.02))
@@ -144,17 +151,25 @@ def calibration_chart(title: str, curves: Mapping[str, Sequence[Bin]]) -> str:
 def survival_chart(title: str, groups: Sequence[RiskGroup]) -> str:
     """Draw Kaplan-Meier curves with their confidence bands; groups with too few patients have none."""
     with _chart(title) as (figure, axes):
-        for it in groups:
-            name = f"{it.name} ({it.count})"
-            (line,) = axes.step(it.times, it.survival, where="post", linewidth=1.6, label=name)
+        for group in groups:
+            name = f"{group.name} ({group.count})"
+            (line,) = axes.step(
+                group.times, group.survival, where="post", linewidth=1.6, label=name
+            )
             colour = line.get_color()
-            if it.count >= FEWEST_PATIENTS:
+            if group.count >= FEWEST_PATIENTS:
                 axes.fill_between(
-                    it.times, it.low, it.high, step="post", color=colour, alpha=0.15, linewidth=0
+                    group.times,
+                    group.low,
+                    group.high,
+                    step="post",
+                    color=colour,
+                    alpha=0.15,
+                    linewidth=0,
                 )
         axes.set(xlabel="time", ylabel="survival", ylim=(-0.02, 1.02))
         axes.legend()
-        return _svg(figure, f"{title}: {', '.join(it.name for it in groups)}")
+        return _svg(figure, f"{title}: {', '.join(group.name for group in groups)}")
 
 
 def scatter_chart(title: str, true: NDArray[np.floating], predicted: NDArray[np.floating]) -> str:
@@ -188,7 +203,9 @@ def _style(colours: _Colours) -> Any:
 def default_style(style: Any) -> AbstractContextManager[None]:
     """Use matplotlib's defaults with `style`, not the settings of a user's `matplotlibrc`."""
     # rc_context does not restore the backend.
-    defaults: Any = {name: it for name, it in mpl.rcParamsDefault.items() if name != "backend"}
+    defaults: Any = {
+        name: value for name, value in mpl.rcParamsDefault.items() if name != "backend"
+    }
     return mpl.rc_context({**defaults, **style})
 
 

@@ -98,14 +98,14 @@ class Checklist:
             key
             for key, name in _CITED.items()
             if name in self.methods
-            or any(name in fact.text for it in self.items for fact in it.facts)
+            or any(name in fact.text for item in self.items for fact in item.facts)
         ]
         return tuple(REFERENCES[key] for key in (self.cite, "histopipe", *named))
 
     @property
     def summary(self) -> str:
         """Number of items by status."""
-        counts = Counter(it.status for it in self.items)
+        counts = Counter(item.status for item in self.items)
         return ", ".join(f"{count} {status}" for status, count in counts.most_common())
 
 
@@ -122,17 +122,17 @@ def fill(name: str, facts: Facts) -> Checklist:
     file = resources.files("histopipe.reports") / "checklists" / f"{name}.toml"
     value = tomllib.loads(file.read_text(encoding="utf-8"))
     items = []
-    for it in value["item"]:
-        wanted, some = it.get("run", []), it.get("part", [])
-        known = tuple(facts[key] for key in (*wanted, *some) if key in facts)
+    for entry in value["item"]:
+        required, some = entry.get("run", []), entry.get("part", [])
+        answers = tuple(facts[key] for key in (*required, *some) if key in facts)
         status: Status = "for the authors"
-        if known:
+        if answers:
             status = (
                 "filled from the run"
-                if wanted and all(key in facts for key in wanted)
+                if required and all(key in facts for key in required)
                 else "partly"
             )
-        items.append(Item(it["number"], it["section"], it["text"], status, known))
+        items.append(Item(entry["number"], entry["section"], entry["text"], status, answers))
     return Checklist(
         value["name"], value["title"], value["cite"], tuple(items), methods_paragraph(facts)
     )

@@ -41,13 +41,15 @@ def _write_html(checklist: Checklist, path: Path, title: str) -> None:
     page.add("Summary", Text(f"{checklist.summary}. {_CHECK}"))
     rows = [
         Row([
-            Cell(it.number), Cell(it.section), Cell(it.text, tone="why"), Cell(it.status, tone=_TONES[it.status]),
-            Cell(" ".join(_answer(it)), tone="why"),
+            Cell(item.number), Cell(item.section), Cell(item.text, tone="why"), Cell(item.status, tone=_TONES[item.status]),
+            Cell(" ".join(_answer(item)), tone="why"),
         ])
-        for it in checklist.items
+        for item in checklist.items
     ]  # fmt: skip
     columns = ("item", "section", "what to report", "status", "answer [file]")
-    page.add("Items", Table("All items, in our own words", [Column(it) for it in columns], rows))
+    page.add(
+        "Items", Table("All items, in our own words", [Column(name) for name in columns], rows)
+    )
     page.add("Methods", Text(checklist.methods))
     page.add("References", *(Text(entry) for entry in checklist.references))
     page.write(path)
@@ -63,12 +65,12 @@ def _write_markdown(checklist: Checklist, path: Path, title: str) -> None:
         "",
     ]
     section = ""
-    for it in checklist.items:
-        if it.section != section:
-            section = it.section
+    for item in checklist.items:
+        if item.section != section:
+            section = item.section
             lines += [f"## {section}", ""]
-        lines += [f"**{it.number}** {it.text} *{it.status}*", ""]
-        lines += [*(f"- {text}" for text in _answer(it)), ""]
+        lines += [f"**{item.number}** {item.text} *{item.status}*", ""]
+        lines += [*(f"- {text}" for text in _answer(item)), ""]
     lines += ["## Methods", "", checklist.methods, "", "## References", ""]
     lines += ["```bibtex", "\n\n".join(checklist.references), "```", ""]
     with appearing(path) as part:
@@ -99,16 +101,16 @@ def _write_docx(checklist: Checklist, path: Path, title: str) -> None:
     ):
         cell.paragraphs[0].add_run(text).bold = True
     section = ""
-    for it in checklist.items:
-        if it.section != section:
-            section = it.section
+    for item in checklist.items:
+        if item.section != section:
+            section = item.section
             cells = table.add_row().cells
             heading = cells[0].merge(cells[-1]).paragraphs[0]
             heading.add_run(section).bold = True
             heading.paragraph_format.keep_with_next = True
         cells = table.add_row().cells
         for cell, text in zip(
-            cells, (it.number, it.text, it.status, "\n".join(_answer(it))), strict=True
+            cells, (item.number, item.text, item.status, "\n".join(_answer(item))), strict=True
         ):
             cell.text = text
     # LibreOffice reads the widths of the columns, Word those of the cells.

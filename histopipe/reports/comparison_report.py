@@ -24,7 +24,7 @@ def comparison_page(runs: Sequence[Path]) -> Page:
     page.add("Differences", *_differences(result, names[0]))
     page.add("Subgroups", *_subgroups(result))
     settings = [
-        Row([Cell(name), *(Cell("" if it is None else str(it)) for it in values)])
+        Row([Cell(name), *(Cell("" if value is None else str(value)) for value in values)])
         for name, values in result.settings.items()
     ]
     columns = (Column("setting"), *(Column(name) for name in names))
@@ -54,7 +54,7 @@ def _metrics(result: CompareResult) -> Table:
         Column("level"),
         Column("run"),
         Column("n", True),
-        *(Column(it, True) for it in figures.values()),
+        *(Column(title, True) for title in figures.values()),
     )
     return Table("Metrics of the test sets", columns, rows)
 
@@ -72,13 +72,13 @@ def _differences(result: CompareResult, first: str) -> Iterator[Table | Notes]:
             Row([
                 Cell(level.replace("_", ", ", 1)),
                 *(
-                    interval_cell(it.value, it.interval, signed=True)
-                    for it in (metrics.get(name, Difference(None, None)) for name in figures)
+                    interval_cell(difference.value, difference.interval, signed=True)
+                    for difference in (metrics.get(name, Difference(None, None)) for name in figures)
                 ),
             ])
             for level, metrics in levels.items()
         ]  # fmt: skip
-        columns = (Column("level"), *(Column(it, True) for it in figures.values()))
+        columns = (Column("level"), *(Column(title, True) for title in figures.values()))
         if rows:
             yield Table(f"{run.folder} minus {first}, on the same patients", columns, rows)
         texts = [] if splits is None else [f"{run.folder}: {splits}."]
@@ -90,17 +90,17 @@ def _differences(result: CompareResult, first: str) -> Iterator[Table | Notes]:
 def _subgroups(result: CompareResult) -> Iterator[Table]:
     """Yield the main metric by subgroup, with a column for each run."""
     name, title = next(iter(_shown(result).items()))
-    found: dict[tuple[str, str], dict[int, str]] = {}
+    cells: dict[tuple[str, str], dict[int, str]] = {}
     for place, run in enumerate(result.runs):
-        for own in run.breakdown.subgroups:
-            for group in own.groups if own.column not in QUALITY else ():
+        for subgroups in run.breakdown.subgroups:
+            for group in subgroups.groups if subgroups.column not in QUALITY else ():
                 text = with_ends(group.figures.get(name), group.intervals.get(name))
-                found.setdefault((own.column, group.name), {})[place] = (
+                cells.setdefault((subgroups.column, group.name), {})[place] = (
                     f"{text}  (n = {group.count})"
                 )
     rows = [
         Row([Cell(column), Cell(group), *(Cell(texts.get(i, "")) for i in range(len(result.runs)))])
-        for (column, group), texts in found.items()
+        for (column, group), texts in cells.items()
     ]
     columns = (Column("column"), Column("group"), *(Column(str(run.folder)) for run in result.runs))
     if rows:

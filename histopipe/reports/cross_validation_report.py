@@ -61,9 +61,9 @@ def cross_validation_page(
     with reading(folder / SUMMARY, missing=unfinished):
         summary: Mapping[str, Any] = read_json(folder / SUMMARY)
         results = [
-            read_result(folder / f"fold-{it['fold']}")
-            for it in summary["folds"]
-            if it["status"] == "done"
+            read_result(folder / f"fold-{fold['fold']}")
+            for fold in summary["folds"]
+            if fold["status"] == "done"
         ]
         judged = _judged(summary, config, results)
     if judged is None:
@@ -77,7 +77,7 @@ def cross_validation_page(
             "All test sets together, each with the thresholds of its fold. Brackets show 95 % confidence intervals, "
             "with patients as units. Models of different folds are compared as if they were one.", "soft",
         ),
-        *(Text(f"Warning: {it}.", "bad") for it in remarks(judged.evaluations["test"])),
+        *(Text(f"Warning: {remark}.", "bad") for remark in remarks(judged.evaluations["test"])),
         Cards(metric_cards(judged)),
     )  # fmt: skip
     page.add("Folds", *_folds(summary, judged))
@@ -111,7 +111,7 @@ def _judged(
 def _folds(summary: Mapping[str, Any], judged: Judged) -> Iterator[Table]:
     titles = {
         **judged.task.main,
-        **{it: title for it, title in judged.task.plain.items() if it == "accuracy"},
+        **{name: title for name, title in judged.task.plain.items() if name == "accuracy"},
     }
     names, reasons = list(titles), any(fold["reason"] for fold in summary["folds"])
     level = next(name for name, _ in judged.evaluations["test"].named())
@@ -131,8 +131,8 @@ def _folds(summary: Mapping[str, Any], judged: Judged) -> Iterator[Table]:
             *(number(value, 3) for value in values),
             *([Cell(fold["reason"] or "", tone="why")] if reasons else []),
         ]))  # fmt: skip
-    for title, found in (("mean", summary["mean"]), ("standard deviation", summary["deviation"])):
-        values = [found.get(f"{level}_{name}") for name in names]
+    for title, figures in (("mean", summary["mean"]), ("standard deviation", summary["deviation"])):
+        values = [figures.get(f"{level}_{name}") for name in names]
         rows.append(Row([
             Cell(title), Cell(""), Cell(""), Cell(""), *(number(value, 3) for value in values),
             *([Cell("")] if reasons else []),
@@ -141,7 +141,7 @@ def _folds(summary: Mapping[str, Any], judged: Judged) -> Iterator[Table]:
 
 
 def _limitations(judged: Judged, summary: Mapping[str, Any]) -> Iterator[str]:
-    missing = [str(it["fold"]) for it in summary["folds"] if it["status"] != "done"]
+    missing = [str(fold["fold"]) for fold in summary["folds"] if fold["status"] != "done"]
     if missing:
         yield f"Folds that are not finished: {', '.join(missing)}. Their slides are not tested."
     test = judged.evaluations["test"]

@@ -29,30 +29,30 @@ _MOST = 12
 
 
 def _sites(run: RunData) -> str | None:
-    found = _counted(run, "site")
-    return None if found is None else f"Slides found by site: {found}."
+    sites = _counted(run, "site")
+    return None if sites is None else f"Slides found by site: {sites}."
 
 
 def _scanners(run: RunData) -> str | None:
-    found = _counted(run, "vendor")
-    return None if found is None else f"Vendors of the scanners by file format: {found}."
+    vendors = _counted(run, "vendor")
+    return None if vendors is None else f"Vendors of the scanners by file format: {vendors}."
 
 
 def _scale(run: RunData) -> str | None:
-    found = sorted({float(it.mpp) for it in run.participants if it.mpp})
-    if not found:
+    scales = sorted({float(slide.mpp) for slide in run.participants if slide.mpp})
+    if not scales:
         return None
-    ends = f"{found[0]:g}" if len(found) == 1 else f"{found[0]:g} to {found[-1]:g}"
+    ends = f"{scales[0]:g}" if len(scales) == 1 else f"{scales[0]:g} to {scales[-1]:g}"
     return f"Slides were scanned at {ends} µm per pixel."
 
 
 def _label_sources(run: RunData) -> str | None:
-    found = _counted(run, "label_source")
-    return None if found is None else f"Sources of the labels: {found}."
+    sources = _counted(run, "label_source")
+    return None if sources is None else f"Sources of the labels: {sources}."
 
 
 def _counted(run: RunData, column: str) -> str | None:
-    counts = Counter(it.value(column) for it in run.participants if it.value(column))
+    counts = Counter(slide.value(column) for slide in run.participants if slide.value(column))
     return (
         listed([f"{name} ({counted(count, 'slide')})" for name, count in sorted(counts.items())])
         or None
@@ -61,24 +61,24 @@ def _counted(run: RunData, column: str) -> str | None:
 
 def _exclusions(run: RunData) -> str | None:
     texts = [
-        f"{level}: {listed([f'{count:,} ({why})' for why, count in own.excluded.items()])}"
-        for level, own in run.result.flow.items()
-        if own.excluded
+        f"{level}: {listed([f'{count:,} ({why})' for why, count in numbers.excluded.items()])}"
+        for level, numbers in run.result.flow.items()
+        if numbers.excluded
     ]
     return f"Excluded {'; '.join(texts)}." if texts else None
 
 
 def _flow(run: RunData) -> str | None:
     texts = []
-    for level, own in run.result.flow.items():
+    for level, numbers in run.result.flow.items():
         used = listed(
             [
                 f"{count:,} {'is' if count == 1 else 'are'} in {_sides(side)}"
-                for side, count in own.used.items()
+                for side, count in numbers.used.items()
             ]
         )
         texts.append(
-            f"Of {own.found:,} {level} found, {sum(own.excluded.values()):,} were excluded, and {used}."
+            f"Of {numbers.total:,} {level} found, {sum(numbers.excluded.values()):,} were excluded, and {used}."
         )
     return " ".join(texts) or None
 
@@ -95,9 +95,9 @@ def _participants_by_label(run: RunData) -> str | None:
     texts = []
     for side in SIDES:
         patients: dict[str, list[Participant]] = {}
-        for it in run.participants:
-            if side in it.status.split(" and "):
-                patients.setdefault(it.patient, []).append(it)
+        for slide in run.participants:
+            if side in slide.status.split(" and "):
+                patients.setdefault(slide.patient, []).append(slide)
         if patients:
             outcomes = _outcomes(run.config, list(patients.values()))
             if outcomes is None:
@@ -109,17 +109,25 @@ def _participants_by_label(run: RunData) -> str | None:
 def _outcomes(config: TrainConfig, patients: Sequence[Sequence[Participant]]) -> str | None:
     """Return the number of patients by class, or of all with the number of events or of each label."""
     if config.task == "classification":
-        labels = [{it.label for it in slides} for slides in patients]
-        counts = Counter(next(iter(it)) if len(it) == 1 else "several labels" for it in labels)
+        labels = [{slide.label for slide in slides} for slides in patients]
+        counts = Counter(
+            next(iter(patient_labels)) if len(patient_labels) == 1 else "several labels"
+            for patient_labels in labels
+        )
         return listed([f"{counts[name]:,} {name}" for name in sorted(counts)])
     if config.task == "regression":
         return f"{len(patients):,}"
     columns = [str(config.event)] if config.task == "survival" else list(config.target_columns)
-    if not all(name in it.cells for slides in patients for it in slides for name in columns):
+    if not all(name in slide.cells for slides in patients for slide in slides for name in columns):
         return None
-    cells = {name: [[it.cells[name] for it in slides] for slides in patients] for name in columns}
+    cells = {
+        name: [[slide.cells[name] for slide in slides] for slides in patients] for name in columns
+    }
     happened = {
-        name: sum(any(FLAGS.get(it.lower(), cell_number(it)) == 1 for it in own) for own in each)
+        name: sum(
+            any(FLAGS.get(cell.lower(), cell_number(cell)) == 1 for cell in patient_cells)
+            for patient_cells in each
+        )
         for name, each in cells.items()
     }
     if config.task == "survival":
@@ -129,34 +137,38 @@ def _outcomes(config: TrainConfig, patients: Sequence[Sequence[Participant]]) ->
 
 def _characteristics(run: RunData) -> str | None:
     """Return the further columns of the labels file by side: counts, or median and range of numbers."""
-    columns = dict.fromkeys(name for it in run.participants for name in it.cells)
+    columns = dict.fromkeys(name for slide in run.participants for name in slide.cells)
     texts = []
     for column in columns:
         values = {side: _values(run.participants, side, column) for side in SIDES}
-        every = [it for own in values.values() for it in own if it]
+        every = [cell for cells in values.values() for cell in cells if cell]
         numeric = bool(every) and all(map(is_number, every)) and len(set(every)) > _MOST
         if not numeric and len(set(every)) > _MOST:
             continue
         described = _range_of if numeric else _counts_of
-        parts = [f"{SIDE_NAMES[side]} {described(own)}" for side, own in values.items() if own]
+        parts = [
+            f"{SIDE_NAMES[side]} {described(cells)}" for side, cells in values.items() if cells
+        ]
         texts.append(f"{column} of slides: {'; '.join(parts)}.")
     return " ".join(texts) or None
 
 
 def _values(slides: Sequence[Participant], side: Side, column: str) -> list[str]:
-    return [it.cells.get(column, "") for it in slides if side in it.status.split(" and ")]
+    return [slide.cells.get(column, "") for slide in slides if side in slide.status.split(" and ")]
 
 
 def _range_of(values: Sequence[str]) -> str:
-    known = np.array([float(it) for it in values if it])
-    missing = f", {len(values) - len(known)} missing" if len(known) < len(values) else ""
-    if not len(known):
+    numbers = np.array([float(value) for value in values if value])
+    missing = f", {len(values) - len(numbers)} missing" if len(numbers) < len(values) else ""
+    if not len(numbers):
         return f"{len(values)} missing"
-    return f"median {np.median(known):.4g}, from {known.min():.4g} to {known.max():.4g}{missing}"
+    return (
+        f"median {np.median(numbers):.4g}, from {numbers.min():.4g} to {numbers.max():.4g}{missing}"
+    )
 
 
 def _counts_of(values: Sequence[str]) -> str:
-    counts = Counter(group_name(it or NoValue.MISSING) for it in values)
+    counts = Counter(group_name(value or NoValue.MISSING) for value in values)
     return listed([f"{counts[name]} × {name}" for name in sorted(counts)], most=_MOST + 1)
 
 
@@ -181,16 +193,16 @@ def _tiling(run: RunData) -> str | None:
         "pad": "; the last column and row were padded beyond the edge of a slide",
     }.get(spec.get("edge", ""), "")
     algorithm = (spec.get("algorithms") or {}).get("tissue") or spec.get("tissue")
-    found = "Tissue was not detected: all patches were used." if spec.get("tissue") == "none" else (
+    detection = "Tissue was not detected: all patches were used." if spec.get("tissue") == "none" else (
         f"Tissue was detected with {algorithm}, and patches with at least {percent(spec.get('tissue_threshold') or 0)} "
         "tissue were used."
     )  # fmt: skip
-    return f"Slides were divided into patches of {side} × {side} pixels at {scale}, with {apart}. {found}"
+    return f"Slides were divided into patches of {side} × {side} pixels at {scale}, with {apart}. {detection}"
 
 
 def _encoding(run: RunData) -> str | None:
     spec = run.metrics_file.get("spec")
-    routes = {it.route for it in run.participants if it.route}
+    routes = {slide.route for slide in run.participants if slide.route}
     if not isinstance(spec, dict) or not routes:
         return None
     if spec.get("codec") == "png":
@@ -241,7 +253,7 @@ def _split(run: RunData) -> str:
     if run.config.splits is not None:
         return "The data were divided into training, validation and test by an existing file of splits."
     splits = run.splits
-    shares = listed([percent(it) for it in splits.get("fractions", ())])
+    shares = listed([percent(share) for share in splits.get("fractions", ())])
     balanced, seed = splits.get("algorithm") == "balanced", f"with seed {splits.get('seed')}"
     if splits.get("column") is not None:
         return f"Column {splits['column']} of the labels file divided the data." + (
@@ -266,11 +278,14 @@ def _split_level(run: RunData) -> str:
     if not run.participants:  # of an earlier version
         return f"The data were divided by {by}."
     sides: dict[str, dict[str, set[str]]] = {"patient": {}, "site": {}, "slide": {}}
-    for it in run.participants:
+    for slide in run.participants:
         for what, of_value in sides.items():
-            if it.status != EXCLUDED and it.value(what):
-                of_value.setdefault(it.value(what), set()).update(it.status.split(" and "))
-    several = {what: sum(len(it) > 1 for it in own.values()) for what, own in sides.items()}
+            if slide.status != EXCLUDED and slide.value(what):
+                of_value.setdefault(slide.value(what), set()).update(slide.status.split(" and "))
+    several = {
+        what: sum(len(value_sides) > 1 for value_sides in of_value.values())
+        for what, of_value in sides.items()
+    }
     texts = [
         f"{counted(count, what)} {'is' if count == 1 else 'are'} in more than one part"
         for what, count in several.items()

@@ -12,7 +12,7 @@ SIDE_NAMES: Mapping[Side, str] = {"train": "training", "validation": "validation
 def plain(value: object) -> str:
     """Return a setting as text: `a, b` of a list, `a = 1, b = 2` of a mapping."""
     if isinstance(value, Mapping):
-        return ", ".join(f"{name} = {plain(it)}" for name, it in value.items())
+        return ", ".join(f"{name} = {plain(entry)}" for name, entry in value.items())
     if isinstance(value, list | tuple):
         return ", ".join(map(plain, value))
     return str(value)

@@ -75,7 +75,7 @@ def failure_blocks(
         yield from _target_errors(judged)
         return
     side, _ = judged.main
-    wrong = [it for it in decisions(judged, side) if it.wrong]
+    wrong = [slide for slide in decisions(judged, side) if slide.wrong]
     if wrong:
         yield _slide_errors(judged, wrong, slides, images)
     yield from _patch_errors(judged, () if images is None else images.stores)
@@ -121,27 +121,34 @@ def _slide_errors(
 ) -> Table:
     """Return the wrong decisions on slides with quality and thumbnails, the highest certainty first."""
 
-    def of_label(it: Decided) -> float:
-        return it.probability[judged.task.classes.index(it.labels[0])]
+    def of_label(decided: Decided) -> float:
+        return decided.probability[judged.task.classes.index(decided.labels[0])]
 
     level = judged.predictions[judged.main[0]].level
     of_slides = level != "patient"
-    known = {it.slide if of_slides else it.patient: it for it in slides}
+    participants = {
+        participant.slide if of_slides else participant.patient: participant
+        for participant in slides
+    }
     counts = Counter[str]()
     for participant in slides:
-        own = participant.slide if of_slides else participant.patient
-        counts[own] += sum(getattr(participant, side) for side in SIDES)
-    facts = [name for name in _FACTS if of_slides and len({it.value(name) for it in slides}) > 1]
+        owner = participant.slide if of_slides else participant.patient
+        counts[owner] += sum(getattr(participant, side) for side in SIDES)
+    facts = [
+        name
+        for name in _FACTS
+        if of_slides and len({participant.value(name) for participant in slides}) > 1
+    ]
     rows = []
-    for i, it in enumerate(sorted(wrong, key=of_label)[:_MOST]):
-        slide = known.get(it.name)
-        image = images.of(it.name) if images is not None and of_slides else None
-        patches = it.patches if level == "patch" else counts[it.name]
-        shown = [] if image is None else [Picture.of(f"error-{i}", it.name, fitted(image))]
+    for i, decided in enumerate(sorted(wrong, key=of_label)[:_MOST]):
+        slide = participants.get(decided.name)
+        image = images.of(decided.name) if images is not None and of_slides else None
+        patches = decided.patches if level == "patch" else counts[decided.name]
+        pictures = [] if image is None else [Picture.of(f"error-{i}", decided.name, fitted(image))]
         rows.append(Row([
-            Cell(it.name, tone="id"), Cell(it.patient), Cell(it.labels[0]), Cell(it.decision),
-            number(of_label(it), 3), number(patches or None), *(Cell(slide.value(name) if slide else "") for name in facts),
-        ], shown))  # fmt: skip
+            Cell(decided.name, tone="id"), Cell(decided.patient), Cell(decided.labels[0]), Cell(decided.decision),
+            number(of_label(decided), 3), number(patches or None), *(Cell(slide.value(name) if slide else "") for name in facts),
+        ], pictures))  # fmt: skip
     columns = (
         Column("slide" if of_slides else "patient"), Column("patient"), Column("label"), Column("decided"),
         Column("p of the label", True), Column("patches", True), *(Column(name.replace("_", " ")) for name in facts),
@@ -160,7 +167,7 @@ def _decided_patches(judged: Judged, part: Part) -> NDArray[np.intp]:
 def _patch_errors(judged: Judged, stores: Sequence[Store]) -> Iterator[Table]:
     """Yield the wrong decisions on patches with their positions, the highest certainty first."""
     side, count = judged.main[0], 0
-    found: list[tuple[float, str, str, int, int, str, str]] = []
+    errors: list[tuple[float, str, str, int, int, str, str]] = []
     for part in _parts(judged, side):
         patches = part[0]
         if patches.level != "patch":
@@ -174,19 +181,19 @@ def _patch_errors(judged: Judged, stores: Sequence[Store]) -> Iterator[Table]:
             np.sort(of_label),
             strict=False,
         ):
-            found.append((
+            errors.append((
                 float(p), patches.slides[patches.slide[row]], patches.patients[patches.patient[row]],
                 int(patches.x_l0[row]), int(patches.y_l0[row]),
                 judged.task.classes[labels[row]], judged.task.classes[decided[row]],
             ))  # fmt: skip
     rows = []
-    for i, (p, slide, patient, x, y, label, decision) in enumerate(sorted(found)[:_MOST]):
+    for i, (p, slide, patient, x, y, label, decision) in enumerate(sorted(errors)[:_MOST]):
         pixels = _pixels(stores, slide, x, y)
         caption = f"{slide}, x {x}, y {y}"
-        shown = [] if pixels is None else [Picture.of(f"patch-error-{i}", caption, fitted(pixels, 2 * _PATCH_SIDE))]  # fmt: skip
+        pictures = [] if pixels is None else [Picture.of(f"patch-error-{i}", caption, fitted(pixels, 2 * _PATCH_SIDE))]  # fmt: skip
         rows.append(Row([
             Cell(slide, tone="id"), Cell(patient), number(x), number(y), Cell(label), Cell(decision), number(p, 3),
-        ], shown))  # fmt: skip
+        ], pictures))  # fmt: skip
     if rows:
         columns = (
             Column("slide"), Column("patient"), Column("x", True), Column("y", True), Column("label"),
@@ -205,13 +212,15 @@ def _target_errors(judged: Judged) -> Iterator[Table]:
     parts = [predictions for predictions, _ in _parts(judged, side)]
     if judged.task.name == "survival" or not parts:
         return
-    found = [it for predictions in parts for it in _differences(predictions, judged)]
-    found.sort(key=lambda it: -it[0])
+    differences = [
+        difference for predictions in parts for difference in _differences(predictions, judged)
+    ]
+    differences.sort(key=lambda difference: -difference[0])
     rows = [
         Row([
-            Cell(name, tone="id"), Cell(patient), Cell(column), *(Cell(f"{it:.4g}", it, "n") for it in values),
+            Cell(name, tone="id"), Cell(patient), Cell(column), *(Cell(f"{value:.4g}", value, "n") for value in values),
         ])
-        for _, name, patient, column, *values in found[:_MOST]
+        for _, name, patient, column, *values in differences[:_MOST]
     ]  # fmt: skip
     columns = (
         Column(parts[0].unit), Column("patient"), Column("column"),
@@ -232,9 +241,9 @@ def _differences(
     _, names = predictions.owner(predictions.unit)
     for i, column in enumerate(predictions.task.columns):
         true, predicted = means.target[:, i], means.output[:, i]
-        known = np.flatnonzero(np.isfinite(true))
-        deviation = float(true[known].std()) or 1.0 if len(known) else 1.0
-        for row in known.tolist():
+        rows = np.flatnonzero(np.isfinite(true))
+        deviation = float(true[rows].std()) or 1.0 if len(rows) else 1.0
+        for row in rows.tolist():
             difference = float(predicted[row] - true[row])
             yield (
                 abs(difference) / deviation, names[int(means.item[row])], predictions.patients[means.patient[row]], column,
@@ -245,7 +254,7 @@ def _differences(
 def certain_patches(judged: Judged, stores: Sequence[Store]) -> Iterator[Block]:
     """Yield galleries of the correctly and wrongly classified patches of each class with the highest certainty."""
     side = judged.main[0]
-    parts = [it for it in _parts(judged, side) if it[0].level == "patch"]
+    parts = [part for part in _parts(judged, side) if part[0].level == "patch"]
     if not judged.task.of_classes or not parts or not stores:
         return
     scores, _ = parts[0]
@@ -278,10 +287,10 @@ def _patches(
 
 
 def _pixels(stores: Sequence[Store], slide: str, x: int, y: int) -> NDArray[np.uint8] | None:
-    found = find_slide(stores, slide)
-    if found is None:
+    place = find_slide(stores, slide)
+    if place is None:
         return None
-    store, slide_number = found
+    store, slide_number = place
     try:
         index = store.index(slide_number)
         rows = np.flatnonzero((index["x_l0"] == x) & (index["y_l0"] == y))

@@ -29,11 +29,11 @@ def flow_blocks(flow: Flow, read: str = "Ingested") -> Iterator[Block]:
 def flow_table(flow: Flow) -> Table:
     """Return a row for each reason of exclusion and each side."""
     rows = []
-    for level, own in flow.items():
-        rows.append(Row([Cell(level), Cell("found"), Cell(""), number(own.found)]))
-        for reason, count in own.excluded.items():
+    for level, numbers in flow.items():
+        rows.append(Row([Cell(level), Cell("found"), Cell(""), number(numbers.total)]))
+        for reason, count in numbers.excluded.items():
             rows.append(Row([Cell(level), Cell("excluded"), Cell(reason), number(count)]))
-        for side, count in own.used.items():
+        for side, count in numbers.used.items():
             rows.append(Row([Cell(level), Cell("used"), Cell(side), number(count)]))
     columns = (Column("level"), Column("status"), Column("reason or side"), Column("n", True))
     return Table("Participant flow", columns, rows)
@@ -42,9 +42,9 @@ def flow_table(flow: Flow) -> Table:
 def flow_chart(flow: Flow, read: str = "Ingested") -> str:
     """Draw the flow as an SVG element, in the manner of the figures of STARD and CONSORT."""
     stages, exclusions = _stages(flow, read)
-    sides = list(dict.fromkeys(side for own in flow.values() for side in own.used))
+    sides = list(dict.fromkeys(side for numbers in flow.values() for side in numbers.used))
     ends = [
-        [side.capitalize(), *(_counted(level, own.used[side]) for level, own in flow.items() if side in own.used)]
+        [side.capitalize(), *(_counted(level, numbers.used[side]) for level, numbers in flow.items() if side in numbers.used)]
         for side in sides
     ]  # fmt: skip
     width = max(map(_width, stages))
@@ -69,7 +69,7 @@ def flow_chart(flow: Flow, read: str = "Ingested") -> str:
         boxes.append(_box(x, top + _GAP / 2, _width(end), end))
         x += _width(end) + _GAP
     height = top + _GAP / 2 + max(map(_height, ends), default=0) + 1
-    drawn = [right + _width(it) for it in exclusions if len(it) > 1]
+    drawn = [right + _width(box) for box in exclusions if len(box) > 1]
     full = max([middle + max(width, last_row) / 2, *drawn]) + 1
     label = "; ".join(", ".join(box) for box in (*stages, *exclusions, *ends) if len(box) > 1)
     return (
@@ -94,13 +94,13 @@ def write_flow(flow: Flow, path: Path, *, read: str) -> None:
 
 def _stages(flow: Flow, read: str) -> tuple[list[list[str]], list[list[str]]]:
     """Return the texts of the boxes before each step, and of what the step excludes."""
-    left = {level: own.found for level, own in flow.items()}
+    left = {level: numbers.total for level, numbers in flow.items()}
     stages, exclusions = [], []
     for title, step in (("Found", READ), (read, LABELLED), ("Labelled", SELECTED)):
         stages.append([title, *(_counted(level, count) for level, count in left.items())])
         excluded = ["Excluded"]
-        for level, own in flow.items():
-            for reason, count in own.excluded_at(step).items():
+        for level, numbers in flow.items():
+            for reason, count in numbers.excluded_at(step).items():
                 excluded.append(f"{_counted(level, count)}: {reason}")
                 left[level] -= count
         exclusions.append(excluded)

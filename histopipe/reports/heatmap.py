@@ -101,18 +101,20 @@ def heatmap(
         16 files of 8 slides: heatmaps
     """
     _check(formats, threshold)
-    folder, target, shown = Path(predictions), Path(out), progress or default_progress()
+    folder, target, display = Path(predictions), Path(out), progress or default_progress()
     run_folder.check_one_run(folder)
     files: dict[str, tuple[Path, ...]] = {}
     failed: dict[str, str] = {}
     with ExitStack() as stack:
         opened = _open_stores(folder, stores, stack)
-        found = discover([Path(path) for path in slides]) if slides else []
+        slide_files = discover([Path(path) for path in slides]) if slides else []
         predicted = PredictionsFolder(folder)
         images = SlideImages(
-            {it.id: it.path for it in found}, opened, predicted if predicted.exists else None
+            {file.id: file.path for file in slide_files},
+            opened,
+            predicted if predicted.exists else None,
         )
-        bar = stack.enter_context(closing(shown.bar("drawing", unit="slides", detail=True)))
+        bar = stack.enter_context(closing(display.bar("drawing", unit="slides", detail=True)))
         with run_folder.writable(target):
             target.mkdir(parents=True, exist_ok=True)
         stack.enter_context(roomy(target))
@@ -130,7 +132,7 @@ def heatmap(
                 background = images.of(values.slide)
                 if background is None:
                     hint = "no image of the slide found; use --slides or --store"
-                    shown.message(f"{values.slide}: {hint}")
+                    display.message(f"{values.slide}: {hint}")
                 write_heatmap_png(values, background, path)
             return path
 
@@ -142,7 +144,7 @@ def heatmap(
                     files[name] = tuple(write(values, kind) for kind in formats)
             except Exception as error:  # noqa: BLE001 - `slide_failure` raises what concerns all slides
                 failed[name] = slide_failure(error)
-                shown.message(f"{name}: failed: {failed[name]}")
+                display.message(f"{name}: failed: {failed[name]}")
             bar.advance()
     if not files and not failed:
         raise NothingToDo(f"{folder} has no patches to draw")
@@ -150,7 +152,7 @@ def heatmap(
 
 
 def _check(formats: Sequence[str], threshold: float) -> None:
-    if not formats or any(it not in FORMATS for it in formats):
+    if not formats or any(kind not in FORMATS for kind in formats):
         raise UsageError("--to", found=", ".join(formats), expected=" or ".join(FORMATS))
     if not 0 <= threshold <= 1:
         raise UsageError("--threshold", found=threshold, expected="0 to 1")

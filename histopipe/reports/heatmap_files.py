@@ -87,7 +87,7 @@ def _figure(values: PatchValues, background: NDArray[np.uint8] | None) -> Figure
         )
     pixel = max(values.side_l0 / 8, max(width, height) / _MAX_SIDE)
     raster = np.ma.masked_invalid(values.raster(pixel))
-    shown = axes.imshow(
+    overlay = axes.imshow(
         raster, extent=extent, cmap=COLOURS if values.scale is None else _SIGNED, vmin=0, vmax=1, interpolation="nearest",
         alpha=ALPHA if background is not None else 1.0,
     )  # fmt: skip
@@ -95,7 +95,7 @@ def _figure(values: PatchValues, background: NDArray[np.uint8] | None) -> Figure
     axes.set_title(values.slide, fontsize=10, loc="left", parse_math=False)
     area = axes.get_position()
     bar = figure.add_axes((area.x1 + 0.12 / across, area.y0, 0.16 / across, area.height))
-    colours = figure.colorbar(shown, cax=bar)
+    colours = figure.colorbar(overlay, cax=bar)
     colours.set_label(values.name, fontsize=9, parse_math=False)
     bar.tick_params(labelsize=8)
     if values.scale is not None:

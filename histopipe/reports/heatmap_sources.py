@@ -152,14 +152,14 @@ def _described(folder: Path, stores: Sequence[Store], slide: str) -> PredictedSl
 
 def _stored(stores: Sequence[Store], slide: str) -> PredictedSlide:
     """Return the size and scale of a slide and its patches from its store."""
-    found = find_slide(stores, slide)
-    if found is None:
+    place = find_slide(stores, slide)
+    if place is None:
         raise NothingToDo(
             f"no store holds slide {slide}",
             found=", ".join(str(store.path) for store in stores) or "no store",
             todo="name the store of its patches with --store",
         )
-    store, number = found
+    store, number = place
     return PredictedSlide.of(store.records[number], source="")
 
 
@@ -181,10 +181,10 @@ class SlideImages:
             return _read_image(self.files[slide])
         value = self._thumbnail(slide)
         thumbnail = None if value is None else decode_picture(value, f"thumbnail of {slide}")
-        found = find_slide(self.stores, slide)
-        if found is None or thumbnail is None or max(thumbnail.shape) >= _SMALL_SIDE:
+        place = find_slide(self.stores, slide)
+        if place is None or thumbnail is None or max(thumbnail.shape) >= _SMALL_SIDE:
             return thumbnail
-        store, number = found
+        store, number = place
         if store.records[number].stored > _SMALL_PATCHES:
             return thumbnail
         return _with_patches(store, number, thumbnail)
@@ -194,8 +194,8 @@ class SlideImages:
             path = self.predictions.thumbnail(slide)
             if path.exists():
                 return path.read_bytes()
-        found = find_slide(self.stores, slide)
-        return found[0].thumbnail(found[1]) if found else None
+        place = find_slide(self.stores, slide)
+        return place[0].thumbnail(place[1]) if place else None
 
 
 def _with_patches(store: Store, number: int, thumbnail: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -221,5 +221,5 @@ def _read_image(path: Path) -> NDArray[np.uint8]:
     with open_slide(path) as slide:
         bounds = slide.info.bounds.size
         # Only the ratio to the scale of level 0 matters, so an assumed scale is used.
-        wanted = Mpp(max(1.0, max(bounds.width, bounds.height) / _IMAGE_SIDE) * ASSUMED_MPP)
-        return read_thumbnail(slide, None, at=wanted).pixels
+        scale = Mpp(max(1.0, max(bounds.width, bounds.height) / _IMAGE_SIDE) * ASSUMED_MPP)
+        return read_thumbnail(slide, None, at=scale).pixels

@@ -179,9 +179,9 @@ class Page:
 
     def add(self, name: str, *blocks: Block | None) -> None:
         """Add a section with the blocks that are not None. Do nothing if all are None."""
-        given = [block for block in blocks if block is not None]
-        if given:
-            self.sections.append(Section(name.lower().replace(" ", "-"), name, given))
+        contents = [block for block in blocks if block is not None]
+        if contents:
+            self.sections.append(Section(name.lower().replace(" ", "-"), name, contents))
 
     def pictures(self) -> Iterator[Picture]:
         """Yield all pictures."""
@@ -259,7 +259,9 @@ def plan_image(
     left, top, full_width, full_height = bounds
     scale, largest = (width / full_width, height / full_height), (width - 1, height - 1)
     first = (corners - (left, top)) * scale
-    ends = [np.clip(np.rint(it), 0, largest) for it in (first, first + np.multiply(side, scale))]
+    ends = [
+        np.clip(np.rint(points), 0, largest) for points in (first, first + np.multiply(side, scale))
+    ]
     for box in np.hstack(ends).tolist():
         canvas.rectangle(box, outline=_GRID)
     return np.asarray(result)

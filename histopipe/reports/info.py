@@ -136,12 +136,12 @@ def _cross_validation(folder: Path) -> FolderInfo:
         facts |= {n: v for n, v in _training_facts(runs[0]).items() if n not in SIDES}
     summary, lines = folder / "summary.json", []
     if summary.exists():
-        found = _json(summary)
-        for name, mean in found["mean"].items():
+        results = _json(summary)
+        for name, mean in results["mean"].items():
             if name.endswith(("_auc", "_balanced_accuracy")):
-                facts[f"mean {name}"] = f"{mean:.3f} ± {found['deviation'].get(name, 0.0):.3f}"
-        if found["pooled"]:
-            lines = evaluation_lines("all folds together", Evaluation.from_json(found["pooled"]))
+                facts[f"mean {name}"] = f"{mean:.3f} ± {results['deviation'].get(name, 0.0):.3f}"
+        if results["pooled"]:
+            lines = evaluation_lines("all folds together", Evaluation.from_json(results["pooled"]))
     finished = len(done) == folds
     resume = ("train", "--resume", "--out", str(folder))
     todo = ("compare", str(folder), "OTHER") if finished else resume
@@ -169,9 +169,9 @@ def _predictions(folder: Path) -> FolderInfo:
         "predicted": dict(Counter(row["predicted"] for row in slides)),
     }
     lines: list[str] = []
-    found = read_evaluation(folder)
-    if found is not None:
-        lines = evaluation_lines("labelled", found.evaluation)
+    external = read_evaluation(folder)
+    if external is not None:
+        lines = evaluation_lines("labelled", external.evaluation)
     finished = (folder / SLIDES).exists()
     return FolderInfo(
         str(folder), "predictions", finished, facts, tuple(lines), ("heatmap", str(folder))

@@ -109,20 +109,22 @@ def shown_levels(evaluation: Evaluation) -> Iterator[tuple[str, Metrics]]:
 def metrics_blocks(judged: Judged) -> Iterator[Block]:
     """Yield tables of the metrics of classes at all levels, one for each split if one is too wide, and remarks."""
     notes: dict[str, list[str]] = {}
-    shown: dict[Side, dict[str, Metrics]] = {side: {} for side in judged.evaluations}
+    sides: dict[Side, dict[str, Metrics]] = {side: {} for side in judged.evaluations}
     for side, evaluation in judged.evaluations.items():
         for name, metrics in table.informative_levels(evaluation):
             level = name.replace("_", ", ", 1)
-            shown[side][level] = metrics
+            sides[side][level] = metrics
             for note in metrics.notes:
                 notes.setdefault(f"{side}: {note}", []).append(level)
-    if sum(map(len, shown.values())) <= _MOST_LEVELS:
+    if sum(map(len, sides.values())) <= _MOST_LEVELS:
         together = {
-            f"{side}: {it}": own for side, levels in shown.items() for it, own in levels.items()
+            f"{side}: {level}": metrics
+            for side, levels in sides.items()
+            for level, metrics in levels.items()
         }
         yield _metrics_table("", together)
     else:
-        yield from (_metrics_table(f", {side}", levels) for side, levels in shown.items())
+        yield from (_metrics_table(f", {side}", levels) for side, levels in sides.items())
     if notes:
         every = max(map(len, notes.values()))
         yield Notes([
@@ -133,14 +135,17 @@ def metrics_blocks(judged: Judged) -> Iterator[Block]:
 
 def _metrics_table(title: str, levels: Mapping[str, Metrics]) -> Table:
     """Return a table with a column per level. Metrics that no level has are left out."""
-    lines = [("n", [number(it.count) for it in levels.values()])]
-    lines += [(_TITLES[it], [metric_cell(own, it) for own in levels.values()]) for it in _FIGURES]
+    lines = [("n", [number(metrics.count) for metrics in levels.values()])]
+    lines += [
+        (_TITLES[figure], [metric_cell(metrics, figure) for metrics in levels.values()])
+        for figure in _FIGURES
+    ]
     limits = [next(iter(metrics.thresholds.values), None) for metrics in levels.values()]
     lines.append(("threshold", [number(limit, 3) for limit in limits]))
-    rows = [Row([Cell(name), *cells]) for name, cells in lines if any(it.text for it in cells)]
+    rows = [Row([Cell(name), *cells]) for name, cells in lines if any(cell.text for cell in cells)]
     return Table(
         f"Metrics at all levels{title}",
-        (Column("metric"), *(Column(it, True) for it in levels)),
+        (Column("metric"), *(Column(level, True) for level in levels)),
         rows,
     )
 
@@ -166,7 +171,7 @@ def curves(judged: Judged) -> Iterator[Block]:
     if judged.calibration is not None:
         yield Text(
             "The logits are divided by a temperature that was fitted to the validation set: "
-            + ", ".join(table.number(it) for it in judged.calibration.temperature) + "."
+            + ", ".join(table.number(value) for value in judged.calibration.temperature) + "."
         )  # fmt: skip
         yield _temperature_table(judged, judged.calibration)
 
@@ -214,22 +219,22 @@ def _events(
 
 
 def _roc_charts(judged: Judged) -> Iterator[str]:
-    found: dict[str, dict[str, Roc]] = {}
+    rocs_by_level: dict[str, dict[str, Roc]] = {}
     for title, name, event, values, scores, patients in _events(judged):
         roc = roc_of(event, values, scores.patient, patients=patients, seed=judged.judging.seed)
         if roc is not None:
-            found.setdefault(title, {})[name] = roc
-    for title, rocs in found.items():
+            rocs_by_level.setdefault(title, {})[name] = roc
+    for title, rocs in rocs_by_level.items():
         yield charts.roc_chart(f"ROC, {title}", rocs)
 
 
 def _precision_charts(judged: Judged) -> Iterator[str]:
-    found: dict[str, dict[str, charts.Curve]] = {}
+    curves_by_level: dict[str, dict[str, charts.Curve]] = {}
     for title, name, event, values, *_ in _events(judged):
         curve = precision_recall_of(event, values)
         if curve is not None:
-            found.setdefault(title, {})[name] = curve
-    for title, curves_of_level in found.items():
+            curves_by_level.setdefault(title, {})[name] = curve
+    for title, curves_of_level in curves_by_level.items():
         yield charts.precision_chart(f"Precision and recall, {title}", curves_of_level)
 
 
@@ -246,14 +251,18 @@ def confusions(judged: Judged) -> Iterator[Block]:
 
 def subgroup_tables(judged: Judged, *, quality: bool) -> Iterator[Block]:
     """Yield a table of metrics by subgroup: of the quality of slides, or of all other columns."""
-    shown = [it for it in judged.breakdown.subgroups if (it.column in QUALITY) == quality]
-    if shown:
+    by_column = [
+        subgroups
+        for subgroups in judged.breakdown.subgroups
+        if (subgroups.column in QUALITY) == quality
+    ]
+    if by_column:
         what = "Performance and quality of slides" if quality else "Performance by subgroup"
-        yield _subgroup_table(what, shown, judged.task)
+        yield _subgroup_table(what, by_column, judged.task)
 
 
-def _subgroup_table(title: str, shown: Sequence[Subgroups], task: Task) -> Table:
-    names = [it for it in task.by_subgroup if it in shown[0].groups[0].figures]
+def _subgroup_table(title: str, by_column: Sequence[Subgroups], task: Task) -> Table:
+    names = [name for name in task.by_subgroup if name in by_column[0].groups[0].figures]
     titles = {name: table.figure_title(name, task.name) for name in names}
     main = names[0]
     columns = (
@@ -262,17 +271,19 @@ def _subgroup_table(title: str, shown: Sequence[Subgroups], task: Task) -> Table
         *(Column(titles[name], True) for name in names[1:]),
     )  # fmt: skip
     rows = []
-    for own in shown:
-        column = f"{COLUMN_TITLES.get(own.column, own.column)} ({plural(own.level)})"
-        for group in own.groups:
+    for subgroups in by_column:
+        column = (
+            f"{COLUMN_TITLES.get(subgroups.column, subgroups.column)} ({plural(subgroups.level)})"
+        )
+        for group in subgroups.groups:
             apart = group.differences.get(main, Difference(None, None))
-            first, *others = (
-                interval_cell(group.figures.get(it), group.intervals.get(it)) for it in names
+            first, *further_cells = (
+                interval_cell(group.figures.get(name), group.intervals.get(name)) for name in names
             )
             difference = interval_cell(apart.value, apart.interval, signed=True)
             rows.append(Row([
                 Cell(column, tone="nowrap"), Cell(group.name, tone="nowrap"), number(group.count), number(group.patients),
-                first, Cell(group.note, tone="soft") if group.note else difference, *others,
+                first, Cell(group.note, tone="soft") if group.note else difference, *further_cells,
             ]))  # fmt: skip
     return Table(title, columns, rows)
 
@@ -290,18 +301,18 @@ def interval_cell(
 
 def shortcut_blocks(judged: Judged) -> Iterator[Block]:
     """Yield how well the origin of slides predicts their labels, and a warning if it does so nearly as well as the model."""
-    found = judged.breakdown.shortcut
-    if found is None:
+    shortcut = judged.breakdown.shortcut
+    if shortcut is None:
         return
-    if found.warning:
-        yield Text(f"Warning: {found}", "bad")
+    if shortcut.warning:
+        yield Text(f"Warning: {shortcut}", "bad")
     rows = [
         Row([Cell(name), number(value, 3)])
-        for name, value in sorted(found.auc.items(), key=lambda it: -it[1])
+        for name, value in sorted(shortcut.auc.items(), key=lambda entry: -entry[1])
     ]
-    model = "" if found.model_auc is None else f"; AUC of the model: {found.model_auc:.3f}"
+    model = "" if shortcut.model_auc is None else f"; AUC of the model: {shortcut.model_auc:.3f}"
     yield Table(
-        f"Labels predicted from the origin of slides, of {found.patients} patients, cross-validated: "
-        f"p = {found.p:.3f}{model}",
+        f"Labels predicted from the origin of slides, of {shortcut.patients} patients, cross-validated: "
+        f"p = {shortcut.p:.3f}{model}",
         (Column("column"), Column("AUC", True)), rows,
     )  # fmt: skip

@@ -139,7 +139,7 @@ def write_table_and_page(result: TissueReport, pictures: dict[str, NDArray[np.ui
         reasons = "; ".join(result.failed.values()) or None
         raise NothingToDo("no tissue mask was written", found=reasons)
     result.slides.sort(key=lambda slide: slide.slide)
-    names = [it.name for it in dataclasses.fields(SlideTissue)]
+    names = [column.name for column in dataclasses.fields(SlideTissue)]
     with (
         appearing(result.folder / TABLE) as part,
         part.open("w", newline="", encoding="utf-8") as file,
@@ -149,7 +149,7 @@ def write_table_and_page(result: TissueReport, pictures: dict[str, NDArray[np.ui
         for slide in result.slides:
             values = dataclasses.asdict(slide) | {"notes": "; ".join(slide.notes)}
             cells = (values[name] for name in names)
-            writer.writerow([round(it, 4) if isinstance(it, float) else it for it in cells])
+            writer.writerow([round(cell, 4) if isinstance(cell, float) else cell for cell in cells])
     _page(result, pictures).write(result.folder / PAGE)
 
 
@@ -158,22 +158,22 @@ def _page(result: TissueReport, pictures: dict[str, NDArray[np.uint8]]) -> Page:
     page.add(
         "Failed", Notes([f"{k}: {v}" for k, v in result.failed.items()]) if result.failed else None
     )
-    shown = [
+    gallery = [
         Picture.of(f"slide-{i}", _caption(slide), pictures[slide.slide])
         for i, slide in enumerate(result.slides)
         if slide.slide in pictures
     ]
-    page.add("Slides", Gallery("", shown))
+    page.add("Slides", Gallery("", gallery))
     columns = [
         Column("slide"), Column("tissue, mm²", number=True), Column("share", number=True),
         Column("pieces", number=True), Column("threshold", number=True), Column("source"), Column("notes"),
     ]  # fmt: skip
     rows = [
         Row([
-            Cell(it.slide), number(it.tissue_mm2, 2), number(100 * it.share, 1, " %"), number(it.pieces),
-            number(it.threshold, 3), Cell(it.source), Cell("; ".join(it.notes)),
+            Cell(slide.slide), number(slide.tissue_mm2, 2), number(100 * slide.share, 1, " %"), number(slide.pieces),
+            number(slide.threshold, 3), Cell(slide.source), Cell("; ".join(slide.notes)),
         ])
-        for it in result.slides
+        for slide in result.slides
     ]  # fmt: skip
     page.add("Numbers", Table("Tissue by slide", columns, rows))
     return page

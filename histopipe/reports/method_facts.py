@@ -23,8 +23,8 @@ def _network(run: RunData) -> str:
     config = run.config
     if isinstance(config, BagTrainConfig):
         names = [
-            str(it["encoder"]) if it and it.get("encoder") else "an unknown encoder"
-            for it in run.metrics_file.get("encoders", ())
+            str(encoder["encoder"]) if encoder and encoder.get("encoder") else "an unknown encoder"
+            for encoder in run.metrics_file.get("encoders", ())
         ]
         encoders = f", on features of {listed(names)}" if names else ""
         return (
@@ -44,12 +44,12 @@ def _network(run: RunData) -> str:
 def _inputs(run: RunData) -> str:
     spec = run.metrics_file.get("spec")
     covariates = getattr(run.config, "covariates", ())
-    more = f", and the covariates {listed(covariates)}" if covariates else ""
+    covariate_text = f", and the covariates {listed(covariates)}" if covariates else ""
     if isinstance(spec, dict):
         side, mpp = spec.get("patch_size"), run.metrics_file.get("patch_mpp")
         scale = f" at {mpp:g} µm per pixel" if isinstance(mpp, int | float) else ""
-        return f"The model takes RGB patches of {side} × {side} pixels{scale}{more}."
-    return f"The model takes the features of all patches of a {getattr(run.config, 'bag', 'slide')}{more}."
+        return f"The model takes RGB patches of {side} × {side} pixels{scale}{covariate_text}."
+    return f"The model takes the features of all patches of a {getattr(run.config, 'bag', 'slide')}{covariate_text}."
 
 
 def _software(run: RunData) -> str:
@@ -79,7 +79,7 @@ def _weights(run: RunData) -> str:
 def _training(run: RunData) -> str:
     config, result = run.config, run.result
     rate = f"learning rate {config.learning_rate:g}, {config.schedule} schedule"
-    more = [
+    details = [
         text
         for active, text in (
             (config.optimizer == "adamw", f"weight decay {config.weight_decay:g}"),
@@ -96,7 +96,7 @@ def _training(run: RunData) -> str:
     )
     sample = "patch" if config.unit == "patches" else "bag"
     return (
-        f"The model was trained with the optimizer {config.optimizer} ({', '.join([rate, *more])}) in batches of "
+        f"The model was trained with the optimizer {config.optimizer} ({', '.join([rate, *details])}) in batches of "
         f"{counted(config.batch_size, sample)} for {result.epochs} of at most {counted(config.epochs, 'epoch')}{stop}."
     )
 
@@ -107,7 +107,7 @@ def _augmentation(run: RunData) -> str | None:
         return None
     if "none" in chosen or not chosen:
         return "Patches were not augmented."
-    return f"Patches were augmented with {listed([_AUGMENTATIONS[it] for it in chosen])}."
+    return f"Patches were augmented with {listed([_AUGMENTATIONS[name] for name in chosen])}."
 
 
 def _imbalance(run: RunData) -> str | None:
@@ -140,10 +140,10 @@ def _threshold(run: RunData) -> str | None:
 def _predictions(run: RunData) -> str:
     config = run.config
     if isinstance(config, BagTrainConfig):
-        more = ""
+        patient_text = ""
         if config.bag == "slide" and run.judged.main[1].patient:
-            more = "; patients have the mean of their slides"
-        return f"The model predicts each {config.bag}{more}."
+            patient_text = "; patients have the mean of their slides"
+        return f"The model predicts each {config.bag}{patient_text}."
     if len(run.judged.task.aggregations) == 1:
         return "Slides and patients have the mean of the predictions of their patches."
     return (

@@ -74,12 +74,12 @@ def predictions_page(folder: Path, *, stores: Sequence[Path] = (), pictures: boo
     page = Page(
         f"Predictions {folder.resolve().name}", f"{len(slides):,} {what}, by {settings.get('run')}"
     )
-    found, participants = read_evaluation(folder), read_participants(folder / PARTICIPANTS)
+    external, participants = read_evaluation(folder), read_participants(folder / PARTICIPANTS)
     failed = [slide.slide for slide in participants if slide.reason == FAILED]
     missing = [Text(f"Failed, and not predicted: {listed(failed)}.", "bad")] if failed else []
     with ExitStack() as stack:
         opened = [stack.enter_context(Store(path)) for path in stores]
-        if found is None:
+        if external is None:
             page.add(
                 "Summary",
                 _counts(slides, what),
@@ -88,15 +88,15 @@ def predictions_page(folder: Path, *, stores: Sequence[Path] = (), pictures: boo
             )
         else:
             images = SlideImages({}, opened, PredictionsFolder(folder)) if pictures else None
-            notes = [*missing, *_notes(found, settings)]
-            _add_evaluation(page, _judged(folder, found), notes, participants, images)
+            notes = [*missing, *_notes(external, settings)]
+            _add_evaluation(page, _judged(folder, external), notes, participants, images)
         page.add(what.capitalize(), _table(slides, what))
         if pictures:
             images = SlideImages({}, opened, PredictionsFolder(folder))
             page.add("Heatmaps", heatmap_gallery(folder, images, "Dark purple is 0, yellow is 1."))
     facts = [(name, plain(value)) for name, value in settings.items()]
     page.add("Settings", Facts("Settings of the predictions", facts, open=True))
-    page.add("Limitations", Notes(list(_limitations(found))))
+    page.add("Limitations", Notes(list(_limitations(external))))
     return page
 
 
@@ -108,7 +108,7 @@ def _counts(slides: Sequence[Mapping[str, str]], what: str) -> Cards:
     return Cards(cards)
 
 
-def _judged(folder: Path, found: ExternalEvaluation) -> Judged:
+def _judged(folder: Path, external: ExternalEvaluation) -> Judged:
     """Return the evaluation with the predictions that it evaluates."""
     source = PredictionsFolder(folder)
     if (folder / EVALUATED).exists():
@@ -117,22 +117,26 @@ def _judged(folder: Path, found: ExternalEvaluation) -> Judged:
         parts = [source.read(slide) for slide in source.slides() if source.csv(slide).exists()]
         predictions = joined_predictions(labelled_patches(parts))
     return Judged(
-        {"test": found.evaluation}, {"test": predictions}, JudgeSettings(positive=found.positive),
-        found.breakdown, found.flow,
+        {"test": external.evaluation}, {"test": predictions}, JudgeSettings(positive=external.positive),
+        external.breakdown, external.flow,
     )  # fmt: skip
 
 
-def _notes(found: ExternalEvaluation, settings: Mapping[str, Any]) -> Iterator[Text]:
+def _notes(external: ExternalEvaluation, settings: Mapping[str, Any]) -> Iterator[Text]:
     """Yield what a reader must know of the metrics."""
-    if found.in_training:
-        some = ", ".join(found.in_training[:10]) + (", …" if len(found.in_training) > 10 else "")
+    if external.in_training:
+        some = ", ".join(external.in_training[:10]) + (
+            ", …" if len(external.in_training) > 10 else ""
+        )
         yield Text(
-            f"Warning: the training used {len(found.in_training)} of these slides or patients ({some}), "
+            f"Warning: the training used {len(external.in_training)} of these slides or patients ({some}), "
             "which makes the metrics too good.", "bad",
         )  # fmt: skip
-    temperatures = [value for it in settings.get("temperature", ()) for value in it]
+    temperatures = [
+        value for model_values in settings.get("temperature", ()) for value in model_values
+    ]
     if temperatures:
-        values = ", ".join(f"{it:.3f}" for it in temperatures)
+        values = ", ".join(f"{value:.3f}" for value in temperatures)
         yield Text(
             f"The logits are divided by the temperature of the training ({values})."
             if len(temperatures) == 1
@@ -168,8 +172,8 @@ def _table(slides: Sequence[Mapping[str, str]], what: str) -> Table | None:
         for column in columns:
             text = row[column.name]
             value = float(text) if column.number and is_number(text) else None
-            shown = f"{value:.4g}" if value is not None else text
-            cells.append(Cell(shown, value, "n" if column.number else ""))
+            formatted = f"{value:.4g}" if value is not None else text
+            cells.append(Cell(formatted, value, "n" if column.number else ""))
         if row.get("label") and row.get("decided"):
             at = list(row).index("decided")
             good = row["label"] == row["decided"]
@@ -178,9 +182,9 @@ def _table(slides: Sequence[Mapping[str, str]], what: str) -> Table | None:
     return Table(f"All {what}", columns, rows)
 
 
-def _limitations(found: ExternalEvaluation | None) -> Iterator[str]:
-    if found is not None:
-        notes = {note for _, metrics in found.evaluation.named() for note in metrics.notes}
+def _limitations(external: ExternalEvaluation | None) -> Iterator[str]:
+    if external is not None:
+        notes = {note for _, metrics in external.evaluation.named() for note in metrics.notes}
         yield from (f"{note[0].upper()}{note[1:]}." for note in sorted(notes))
         yield "Thresholds are those of the training. They were not adapted to these slides."
     yield "Slides that were used in the training under another name are not found."

@@ -95,7 +95,7 @@ def report(
         >>> report("runs/first")  # doctest: +SKIP
         runs/first/report.html  (1.2 MB)
     """
-    paths = [Path(path)] if isinstance(path, str | Path) else [Path(it) for it in path]
+    paths = [Path(path)] if isinstance(path, str | Path) else [Path(folder) for folder in path]
     if not paths:
         raise UsageError("no folder given", expected="a store, or folders of runs or predictions")
     folder = paths[0]
@@ -112,7 +112,7 @@ def report(
         return _flow_figure(folder, file)
     if file.suffix.lower() not in (".html", ".htm"):
         raise UsageError("--out", found=str(file), expected="a file ending in .html")
-    options = _Options([Path(it) for it in stores], pictures, untrusted, progress)
+    options = _Options([Path(store) for store in stores], pictures, untrusted, progress)
     page = comparison_page(paths) if len(paths) > 1 else _page(folder, options)
     with roomy(file.parent), run_folder.writable(file.parent):
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -177,8 +177,8 @@ def _checklist(paths: Sequence[Path], name: str, out: Path | None) -> ReportResu
 def _flow_in(folder: Path) -> Flow:
     """Return the participant flow of a run, a cross-validation or predictions; empty if there is none."""
     if (folder / SETTINGS).is_file():
-        found = read_evaluation(folder)
-        return {} if found is None else found.flow
+        external = read_evaluation(folder)
+        return {} if external is None else external.flow
     if _is_run(folder):
         return read_result(folder).flow
     path = folder / SUMMARY

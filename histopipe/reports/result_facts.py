@@ -27,57 +27,62 @@ _PLOTS = "ROC and precision-recall curves, reliability diagrams, and decision cu
 
 def _wanted_columns(run: RunData) -> list[str]:
     """Return the columns that were asked for, and the site."""
-    columns = [it.column for it in run.result.breakdown.subgroups]
-    return [it for it in columns if it == "site" or it not in AUTOMATIC]
+    columns = [subgroups.column for subgroups in run.result.breakdown.subgroups]
+    return [column for column in columns if column == "site" or column not in AUTOMATIC]
 
 
 def _subgroup_columns(run: RunData) -> str | None:
-    names = [COLUMN_TITLES.get(it.column, it.column) for it in run.result.breakdown.subgroups]
+    names = [
+        COLUMN_TITLES.get(subgroups.column, subgroups.column)
+        for subgroups in run.result.breakdown.subgroups
+    ]
     return f"Metrics were also computed by {listed(names)}." if names else None
 
 
 def _subgroup_results(run: RunData) -> str | None:
-    wanted, texts = _wanted_columns(run), []
-    for own in run.result.breakdown.subgroups:
-        if own.column in wanted:
+    columns, texts = _wanted_columns(run), []
+    for subgroups in run.result.breakdown.subgroups:
+        if subgroups.column in columns:
             name = next(iter(run.judged.task.main))
             groups = []
-            for it in own.groups:
-                value, ends = it.figures.get(name), it.intervals.get(name)
+            for group in subgroups.groups:
+                value, ends = group.figures.get(name), group.intervals.get(name)
                 text = "undefined" if value is None else with_ends(value, ends)
-                groups.append(f"{it.name} {text} (n = {it.count})")
+                groups.append(f"{group.name} {text} (n = {group.count})")
             title = figure_title(name, run.config.task)
-            texts.append(f"{title} by {own.column} ({plural(own.level)}): {', '.join(groups)}.")
+            texts.append(
+                f"{title} by {subgroups.column} ({plural(subgroups.level)}): {', '.join(groups)}."
+            )
     return " ".join(texts) or None
 
 
 def _heterogeneity(run: RunData) -> str | None:
     """Return the differences between sites and other columns."""
-    wanted, texts = _wanted_columns(run), []
-    for own in run.result.breakdown.subgroups:
-        if own.column in wanted:
+    columns, texts = _wanted_columns(run), []
+    for subgroups in run.result.breakdown.subgroups:
+        if subgroups.column in columns:
             name = next(iter(run.judged.task.main))
-            found = [(it.name, it.differences.get(name)) for it in own.groups]
+            differences = [(group.name, group.differences.get(name)) for group in subgroups.groups]
             groups = [
-                f"{group} {with_ends(it.value, it.interval, signed=True)}"
-                for group, it in found
-                if it is not None and it.value is not None
+                f"{group} {with_ends(difference.value, difference.interval, signed=True)}"
+                for group, difference in differences
+                if difference is not None and difference.value is not None
             ]
             title = figure_title(name, run.config.task)
             if groups:
                 texts.append(
-                    f"{title} minus that of all other groups, by {own.column}: {', '.join(groups)}."
+                    f"{title} minus that of all other groups, by {subgroups.column}: {', '.join(groups)}."
                 )
     return " ".join(texts) or None
 
 
 def _shortcut(run: RunData) -> str | None:
-    found = run.result.breakdown.shortcut
-    if found is None:
+    shortcut = run.result.breakdown.shortcut
+    if shortcut is None:
         return None
     return (
-        f"A cross-validated classifier of the origin of slides ({COLUMN_TITLES.get(found.best, found.best)}) predicts the label with an AUC of "
-        f"{found.auc[found.best]:.3f} (p = {found.p:.3f} by permutation)."
+        f"A cross-validated classifier of the origin of slides ({COLUMN_TITLES.get(shortcut.best, shortcut.best)}) predicts the label with an AUC of "
+        f"{shortcut.auc[shortcut.best]:.3f} (p = {shortcut.p:.3f} by permutation)."
     )
 
 
@@ -134,25 +139,25 @@ def _accuracy(run: RunData) -> str | None:
 
 
 def _calibration(run: RunData) -> str | None:
-    found = run.result.calibration
-    if found is None:
+    calibration = run.result.calibration
+    if calibration is None:
         return None
-    values = ", ".join(number(it) for it in found.temperature)
+    values = ", ".join(number(value) for value in calibration.temperature)
     return f"Probabilities were recalibrated on the validation set by temperature scaling (Guo et al. 2017), temperature {values}."
 
 
 def _recalibrated(run: RunData) -> str | None:
     """Return the effect of the temperature on the main split."""
-    found, (side, evaluation) = run.result.calibration, run.judged.main
-    if found is None or side not in found.before:
+    calibration, (side, evaluation) = run.result.calibration, run.judged.main
+    if calibration is None or side not in calibration.before:
         return None
     texts = []
     for level, metrics in shown_levels(evaluation):
-        before = found.before[side].get(level, {})
-        names = [it for it in ("log_loss", "calibration_error") if it in metrics.figures]
+        before = calibration.before[side].get(level, {})
+        names = [name for name in ("log_loss", "calibration_error") if name in metrics.figures]
         each = [
-            f"{figure_title(it, run.config.task)} {number(before.get(it))} before, {number(metrics.figures[it])} after"
-            for it in names
+            f"{figure_title(name, run.config.task)} {number(before.get(name))} before, {number(metrics.figures[name])} after"
+            for name in names
         ]
         texts.append(f"{_level(level)}: {', '.join(each)}")
     return f"Effect of the temperature, {SIDE_NAMES[side]}: {'; '.join(texts)}."
@@ -164,8 +169,8 @@ def _failures(run: RunData) -> str | None:
         rows = enumerate(metrics.confusion)
         wrong = sum(n for i, row in rows for j, n in enumerate(row) if i != j)
         if metrics.confusion:
-            more = " report.html lists those with the highest certainty." if wrong else ""
-            return f"{SIDE_NAMES[side].capitalize()}: {wrong} of {metrics.count} {_level(level)} are decided wrongly.{more}"
+            hint = " report.html lists those with the highest certainty." if wrong else ""
+            return f"{SIDE_NAMES[side].capitalize()}: {wrong} of {metrics.count} {_level(level)} are decided wrongly.{hint}"
     return None
 
 
@@ -198,14 +203,16 @@ def hash_lines(run: RunData) -> Iterator[str]:
     model = run.folder / run_folder.MODEL
     if model.is_file():
         yield f"SHA-256 of {run_folder.MODEL}: {_sha256(model)}"
-    slides = sorted((str(it["id"]), int(it["crc"])) for it in run.splits.get("slides", ()))
+    slides = sorted((str(entry["id"]), int(entry["crc"])) for entry in run.splits.get("slides", ()))
     digest = hashlib.sha256(repr(slides).encode()).hexdigest()
     yield f"Stores: {listed(run.splits.get('stores', ()))}, SHA-256 of slides and patch checksums: {digest}"
 
 
 def _metric_names(run: RunData) -> str:
     figures = run.judged.main[1].finest.figures
-    names = dict.fromkeys(figure_title(it.partition(":")[0], run.config.task) for it in figures)
+    names = dict.fromkeys(
+        figure_title(figure.partition(":")[0], run.config.task) for figure in figures
+    )
     source = " (Van Calster et al. 2019)" if "calibration_slope" in figures else ""
     plots = f" Plots: {_PLOTS}." if run.judged.task.of_classes else ""
     return f"Metrics: {listed(list(names), most=30)}{source}.{plots}"
@@ -239,7 +246,7 @@ FACTS: dict[str, tuple[str, Callable[[RunData], str | None]]] = {
     "limitations": (METRICS, _limitations),
     "hashes": (
         f"{run_folder.MODEL}, {run_folder.SPLITS}",
-        lambda run: " ".join(f"{it}." for it in hash_lines(run)),
+        lambda run: " ".join(f"{line}." for line in hash_lines(run)),
     ),
 }
 """Sentences by name, with the file that they come from."""

@@ -21,11 +21,11 @@ Facts = Mapping[str, Fact]
 
 def facts_of(run: RunData) -> Facts:
     """Return the facts that a run knows, by name. Names of facts that it cannot know are missing."""
-    found = {}
+    facts = {}
     for name, (source, make) in (
         data_facts.FACTS | method_facts.FACTS | result_facts.FACTS
     ).items():
         text = make(run)
         if text:
-            found[name] = Fact(text, source)
-    return found
+            facts[name] = Fact(text, source)
+    return facts

@@ -87,7 +87,9 @@ def _summary(run: RunData) -> Iterator[Block]:
     shortcut = result.breakdown.shortcut
     if shortcut is not None and shortcut.warning:
         yield Text(f"Warning: {shortcut}", "bad")
-    yield from (Text(f"Warning: {name.lower()}, {it}.", "bad") for it in table.remarks(evaluation))
+    yield from (
+        Text(f"Warning: {name.lower()}, {remark}.", "bad") for remark in table.remarks(evaluation)
+    )
     if run.splits.get("split_by") == "patch":
         yield Text(
             "Split by patch: test patches are neighbours of training patches. Metrics are not valid for new slides.",

@@ -49,18 +49,18 @@ def slide_table(run: RunData) -> Table | None:
 
 def _slide_rows(judged: Judged, side: Side, annotated: bool) -> Iterator[Row]:
     """Yield a row per slide. If its patches are `annotated`, it has their numbers and share of correct decisions."""
-    for it in decisions(judged, side):
+    for slide in decisions(judged, side):
         if annotated:
-            counts = [number(it.counts.get(name, 0)) for name in judged.task.classes]
-            decided = [*counts, number(100 * it.right, unit=" %")]
+            counts = [number(slide.counts.get(name, 0)) for name in judged.task.classes]
+            decided = [*counts, number(100 * slide.right, unit=" %")]
         else:
-            correct = Cell("no", tone="bad") if it.wrong else Cell("yes", tone="good")
-            several = len(it.labels) > 1
-            label = "several" if several else it.labels[0]
-            decided = [Cell(label), Cell(it.decision), Cell("") if several else correct]
+            correct = Cell("no", tone="bad") if slide.wrong else Cell("yes", tone="good")
+            several = len(slide.labels) > 1
+            label = "several" if several else slide.labels[0]
+            decided = [Cell(label), Cell(slide.decision), Cell("") if several else correct]
         yield Row([
-            Cell(it.name, tone="id"), Cell(it.patient), Cell(side), number(it.patches), *decided,
-            *(number(p, 3) for p in it.probability),
+            Cell(slide.name, tone="id"), Cell(slide.patient), Cell(side), number(slide.patches), *decided,
+            *(number(p, 3) for p in slide.probability),
         ])  # fmt: skip
 
 

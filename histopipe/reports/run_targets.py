@@ -32,10 +32,10 @@ def target_rows(evaluations: Mapping[Side, Evaluation]) -> Iterator[Block]:
         for level, metrics in table.informative_levels(evaluation)
         if not (level == "patient_mean" and table.same_as_slides(evaluation, "mean"))
     ]
-    known = {name.partition(":")[0] for *_, metrics in judged for name in metrics.figures}
-    found = [name for name in table.FIGURE_TITLES if name in known]
+    figure_names = {name.partition(":")[0] for *_, metrics in judged for name in metrics.figures}
+    titled = [name for name in table.FIGURE_TITLES if name in figure_names]
     main = list(TASKS[judged[0][2].task].main) if judged else []
-    figures = [*main, *(name for name in found if name not in main)]
+    figures = [*main, *(name for name in titled if name not in main)]
     columns = (
         Column("split"), Column("level"), Column("column"), Column("n", True),
         *(Column(table.figure_title(name, judged[0][2].task), True) for name in figures), Column("notes"),
@@ -47,7 +47,7 @@ def target_rows(evaluations: Mapping[Side, Evaluation]) -> Iterator[Block]:
             ending = f":{name}" if name else ""
             rows.append(Row([
                 Cell(side), Cell(level.partition("_")[0]), Cell(name or ("mean" if len(names) > 1 else "")),
-                number(metrics.count), *(metric_cell(metrics, it + ending) for it in figures),
+                number(metrics.count), *(metric_cell(metrics, figure + ending) for figure in figures),
                 Cell("; ".join(metrics.notes) if not name else "", tone="why"),
             ]))  # fmt: skip
     yield Table("Metrics at all levels", columns, rows)
@@ -119,10 +119,10 @@ def _at_risk(side: Side, groups: tuple[RiskGroup, ...]) -> Table:
     )  # fmt: skip
     rows = [
         Row([
-            Cell(it.name), number(it.count), number(it.events), number(it.median, 3),
-            *(number(count) for count in it.at_risk),
+            Cell(group.name), number(group.count), number(group.events), number(group.median, 3),
+            *(number(count) for count in group.at_risk),
         ])
-        for it in groups
+        for group in groups
     ]  # fmt: skip
     return Table(f"{side.capitalize()}: risk groups and numbers at risk", columns, rows)
 
@@ -133,10 +133,10 @@ def _value(value: float) -> Cell:
 
 def target_table(run: RunData) -> Table | None:
     """Return a table of all validation and test slides, or bags, with targets and predictions."""
-    found = list(run.predictions.items())
-    if not found:
+    sides = list(run.predictions.items())
+    if not sides:
         return None
-    _, first = found[0]
+    _, first = sides[0]
     level = first.unit
     names = first.task.output_names[: len(first.task.names)]
     columns = (
@@ -145,7 +145,7 @@ def target_table(run: RunData) -> Table | None:
         *(Column(name.replace("_", " ", 1), True) for name in names),
     )  # fmt: skip
     rows = []
-    for side, scores in found:
+    for side, scores in sides:
         means, (_, ids) = scores_of(scores, level, "mean", run.judged.judging), scores.owner(level)
         for i, item in enumerate(means.item.tolist()):
             rows.append(Row([

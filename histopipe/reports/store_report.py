@@ -81,8 +81,8 @@ def store_page(path: Path, *, pictures: bool = True, progress: Progress) -> Page
     page.add("Warnings", _warnings(summary, records, complete))
     page.add("Distributions", _distributions(complete, measures))
     filled = [i for i in range(len(_COLUMNS)) if any(row.cells[i].text for row in rows)]
-    shown = [Row([row.cells[i] for i in filled], row.pictures) for row in rows]
-    page.add("Slides", Table("All slides", [_COLUMNS[i] for i in filled], shown))
+    filled_rows = [Row([row.cells[i] for i in filled], row.pictures) for row in rows]
+    page.add("Slides", Table("All slides", [_COLUMNS[i] for i in filled], filled_rows))
     return page
 
 
@@ -113,9 +113,15 @@ def _settings(summary: StoreInfo) -> Facts:
 
 def _failures(records: Sequence[SlideRecord]) -> Table | None:
     rows = [
-        Row([Cell(it.id, tone="id"), Cell(it.error_kind or ""), Cell(it.error or "", tone="why")])
-        for it in records
-        if it.state is SlideState.FAILED
+        Row(
+            [
+                Cell(record.id, tone="id"),
+                Cell(record.error_kind or ""),
+                Cell(record.error or "", tone="why"),
+            ]
+        )
+        for record in records
+        if record.state is SlideState.FAILED
     ]
     columns = (Column("slide"), Column("kind"), Column("reason"))
     return Table("Failed slides", columns, rows) if rows else None
@@ -135,7 +141,7 @@ def _warnings(
         notes.append(
             f"The scale of {counted(estimated, 'slide')} was estimated from the objective power."
         )
-    empty = [it.id for it in complete if not it.stored]
+    empty = [record.id for record in complete if not record.stored]
     if empty:
         some = ", ".join(empty[:5]) + (", …" if empty[5:] else "")
         notes.append(f"{counted(len(empty), 'slide')} without patches: {some}")
@@ -162,7 +168,7 @@ def _row(
     store: Store, slide: int, record: SlideRecord, measures: _Measures, *, pictures: bool
 ) -> Row:
     medians: dict[str, float] = {}
-    shown: list[Picture] = []
+    images: list[Picture] = []
     notes = [record.error or record.route_reason or "", *record.notes, *record.annotation_notes]
     tone = {"complete": "good", "failed": "bad"}.get(record.state, "")
     if record.state is SlideState.COMPLETE and record.planned:
@@ -170,12 +176,12 @@ def _row(
             index = store.index(slide)
             for name in ("tissue", "focus", "pen", "dark", "covered"):
                 values = index.get(name, np.empty(0, np.float32))
-                known = values[np.isfinite(values)]
-                if len(known):
-                    measures.setdefault(name, []).append(known)
-                    medians[name] = float(np.median(known))
+                finite_values = values[np.isfinite(values)]
+                if len(finite_values):
+                    measures.setdefault(name, []).append(finite_values)
+                    medians[name] = float(np.median(finite_values))
             if pictures:
-                shown = _pictures(store, slide, record, index)
+                images = _pictures(store, slide, record, index)
         except DamagedStore as error:
             notes, tone = [str(error), *notes], "bad"
     cells = [
@@ -185,7 +191,7 @@ def _row(
         number(record.mpp, 3), Cell(record.mpp_source or ""), Cell(record.route or ""),
         number(record.level), Cell("; ".join(filter(None, notes)), tone="why"),
     ]  # fmt: skip
-    return Row(cells, shown)
+    return Row(cells, images)
 
 
 def _pictures(

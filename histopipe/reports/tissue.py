@@ -88,11 +88,13 @@ def tissue(
         >>> tissue("slides", "masks")  # doctest: +SKIP
         masks of 12 slides: masks/index.html
     """
-    shown, folder = progress or default_progress(), Path(out)
-    files = discover([Path(it) for it in ([slides] if isinstance(slides, str | Path) else slides)])
-    show_links(files, shown)
+    display, folder = progress or default_progress(), Path(out)
+    files = discover(
+        [Path(path) for path in ([slides] if isinstance(slides, str | Path) else slides)]
+    )
+    show_links(files, display)
     ids = [file.id for file in files]
-    fields, masks, network = read_tissue({"tissue": tissue}, None, ids, shown)
+    fields, masks, network = read_tissue({"tissue": tissue}, None, ids, display)
     spec = TilingSpec(mpp=Mpp(0.5), **fields)  # the scale of patches does not matter here
     mpps = {} if mpp_csv is None else read_mpps(Path(mpp_csv), SlideNames(ids))
     default = None if default_mpp is None else check_mpp("--default-mpp", default_mpp)
@@ -112,15 +114,15 @@ def tissue(
     with (
         roomy(folder),
         WorkerPool(IngestOptions(workers=workers).worker_count, prepare) as pool,
-        shown.bar("finding tissue", unit="slides", total=len(tasks)) as bar,
+        display.bar("finding tissue", unit="slides", total=len(tasks)) as bar,
     ):
-        for (task,), found in results_of(pool, _SECONDS, _one_slide, tasks):
-            if isinstance(found, WorkerDied | SlideError):
-                result.failed[task.file.id] = str(found)
-                bar.item(f"failed {task.file.id}: {found}", problem=True)
+        for (task,), outcome in results_of(pool, _SECONDS, _one_slide, tasks):
+            if isinstance(outcome, WorkerDied | SlideError):
+                result.failed[task.file.id] = str(outcome)
+                bar.item(f"failed {task.file.id}: {outcome}", problem=True)
             else:
-                result.slides.append(found[0])
-                pictures[task.file.id] = found[1]
+                result.slides.append(outcome[0])
+                pictures[task.file.id] = outcome[1]
             bar.advance()
         write_table_and_page(result, pictures)
     return result
@@ -163,9 +165,9 @@ def _write_mask_of(task: _Task) -> tuple[SlideTissue, NDArray[np.uint8]]:
         mask, origin, kept = _mask_of(task, slide, mpp, thumbnail)
         grid = Grid.of(thumbnail, info.size)
     source = origin or str(task.spec.tissue_model or task.spec.tissue)
-    found = SlideMask(task.file.id, mask.pixels, grid, info.bounds, thumbnail.pixels)
-    row = describe(found, mpp, source, [*notes, *mask.notes])
-    picture = write_slide(task.folder, found, outlines=not kept)
+    slide_mask = SlideMask(task.file.id, mask.pixels, grid, info.bounds, thumbnail.pixels)
+    row = describe(slide_mask, mpp, source, [*notes, *mask.notes])
+    picture = write_slide(task.folder, slide_mask, outlines=not kept)
     return dataclasses.replace(row, threshold=mask.threshold), picture
 
 
@@ -173,9 +175,13 @@ def _mask_of(
     task: _Task, slide: Slide, mpp: Mpp | None, thumbnail: Thumbnail
 ) -> tuple[TissueMask, str | None, bool]:
     """Return the mask of a slide, the file that it was read from, and whether that is a mask of the folder."""
-    known = task.folder / f"{task.file.id}.geojson"
-    if known.exists() and not task.force:
+    mask_path = task.folder / f"{task.file.id}.geojson"
+    if mask_path.exists() and not task.force:
         grid = Grid.of(thumbnail, slide.info.size)
-        return TissueMask(read_mask(known, task.file.id, grid, slide.info.bounds)), known.name, True
+        return (
+            TissueMask(read_mask(mask_path, task.file.id, grid, slide.info.bounds)),
+            mask_path.name,
+            True,
+        )
     mask, origin = find_tissue(slide, mpp, thumbnail, task.spec, task.source)
     return mask or TissueMask(np.ones(thumbnail.pixels.shape[:2], np.bool_)), origin, False

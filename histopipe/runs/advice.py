@@ -44,7 +44,9 @@ def advise(
     texts = ["use features of another encoder: no epoch was better than the covariates alone"]
     if best_epoch:
         # First: without enough patients or patches in a subset, its figures mean little.
-        texts = [f"split with another --seed, or use --folds: {it}" for it in shortages[:1]]
+        texts = [
+            f"split with another --seed, or use --folds: {shortage}" for shortage in shortages[:1]
+        ]
         texts += _advice(config, history[best_epoch - 1], len(history), patients)
     return f"to improve: {'; '.join(texts[:_MOST])}" if texts else ""
 
@@ -52,7 +54,7 @@ def advise(
 def _advice(
     config: TrainConfig, best: Mapping[str, Any], epochs: int, patients: int
 ) -> Iterator[str]:
-    metric = next((it for name, it in _METRICS.items() if name in best), _AUC)
+    metric = next((candidate for name, candidate in _METRICS.items() if name in best), _AUC)
     trained, validated = best.get(metric.name), best.get(f"val_{metric.name}")
     weak = validated is None or validated < metric.good
     on_patches = hasattr(config, "model")

@@ -258,11 +258,11 @@ class TrainConfig:
         task = f"--task {self.task}"
         survival = self.task == "survival"
         by_columns = self.task in ("multilabel", "regression")
-        for name, wanted in (("target", by_columns), ("time", survival), ("event", survival)):
-            if bool(getattr(self, name)) != wanted:
+        for name, needed in (("target", by_columns), ("time", survival), ("event", survival)):
+            if bool(getattr(self, name)) != needed:
                 raise UsageError(
-                    f"--{name}", found="no column" if wanted else task,
-                    expected=f"a column of --labels for {task}" if wanted else "another --task",
+                    f"--{name}", found="no column" if needed else task,
+                    expected=f"a column of --labels for {task}" if needed else "another --task",
                 )  # fmt: skip
         if self.task == "classification":
             if self.loss != "auto":

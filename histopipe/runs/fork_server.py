@@ -232,10 +232,12 @@ class _Server:
         woken.recv(1024)
         for client in self._running.keys() - self._reported:
             # WNOWAIT keeps the process number reserved until the client closes.
-            found = os.waitid(os.P_PID, self._running[client], os.WEXITED | os.WNOWAIT | os.WNOHANG)
-            if found is not None:
-                exited = found.si_code == os.CLD_EXITED
-                status = found.si_status if exited else -found.si_status
+            exit_info = os.waitid(
+                os.P_PID, self._running[client], os.WEXITED | os.WNOWAIT | os.WNOHANG
+            )
+            if exit_info is not None:
+                exited = exit_info.si_code == os.CLD_EXITED
+                status = exit_info.si_status if exited else -exit_info.si_status
                 self._reported.add(client)
                 with contextlib.suppress(OSError):  # the client may be gone
                     client.sendall(b"%d\n" % status)

@@ -60,11 +60,9 @@ class TrainResult:
     flow: Flow = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        main = {side: main_figure(it.finest) for side, it in self.metrics.items()}
-        found = (f", {side} {title} {number(value)}" for side, (title, value) in main.items())
-        return (
-            f"<TrainResult {self.folder}: epoch {self.best_epoch} of {self.epochs}{''.join(found)}>"
-        )
+        main = {side: main_figure(evaluation.finest) for side, evaluation in self.metrics.items()}
+        figures = (f", {side} {title} {number(value)}" for side, (title, value) in main.items())
+        return f"<TrainResult {self.folder}: epoch {self.best_epoch} of {self.epochs}{''.join(figures)}>"
 
     def __str__(self) -> str:
         place = f"model of epoch {self.best_epoch}, predictions and metrics: {self.folder}"
@@ -72,7 +70,9 @@ class TrainResult:
         for side, evaluation in self.covariates_only.items():
             lines += evaluation_lines(f"covariates alone, {side}", evaluation)
         if self.calibration is not None:
-            values = ", ".join(number(it, 2) for it in self.calibration.temperature)
+            values = ", ".join(
+                number(temperature, 2) for temperature in self.calibration.temperature
+            )
             lines.append(f"probabilities calibrated on validation: temperature {values}")
         task = next(iter(self.metrics.values())).finest.task
         lines += breakdown_lines(self.breakdown, task)
@@ -80,7 +80,7 @@ class TrainResult:
 
     def to_json(self) -> dict[str, Any]:
         """Return the result in the form of `metrics.json`."""
-        baseline = {side: it.to_json() for side, it in self.covariates_only.items()}
+        baseline = {side: evaluation.to_json() for side, evaluation in self.covariates_only.items()}
         return {
             "epochs": self.epochs,
             "best_epoch": self.best_epoch,
@@ -116,14 +116,19 @@ def read_result(folder: Path) -> TrainResult:
         value = read_json(folder / METRICS)
         names = ("epochs", "best_epoch", "seconds", "host_bytes", "gpu_bytes")
         metrics = {side: Evaluation.from_json(value[side]) for side in SIDES if side in value}
-        if any(it.in_training is None for it in metrics.values()):  # of an earlier version
+        if any(
+            evaluation.in_training is None for evaluation in metrics.values()
+        ):  # of an earlier version
             with suppress(HistopipeError):  # it stays unknown without a readable split
                 leaked = leaked_patients(load_splits(folder / run_folder.SPLITS))
                 metrics = {
-                    side: replace(it, in_training=len(leaked[side])) for side, it in metrics.items()
+                    side: replace(evaluation, in_training=len(leaked[side]))
+                    for side, evaluation in metrics.items()
                 }
-        found = value.get(_BASELINE, {})
-        baseline = {side: Evaluation.from_json(found[side]) for side in SIDES if side in found}
+        recorded = value.get(_BASELINE, {})
+        baseline = {
+            side: Evaluation.from_json(recorded[side]) for side in SIDES if side in recorded
+        }
         fitted = value.get(_CALIBRATION)
         return TrainResult(
             folder=folder, metrics=metrics, covariates_only=baseline,

@@ -171,16 +171,16 @@ def declared_settings(*classes: type) -> Mapping[str, DeclaredSetting]:
 
 @functools.cache
 def _settings_of(classes: tuple[Any, ...]) -> Mapping[str, DeclaredSetting]:
-    found: dict[str, DeclaredSetting] = {}
+    declared: dict[str, DeclaredSetting] = {}
     for kind in classes:
         hints = get_type_hints(kind)
         for field in dataclasses.fields(kind):
             about = field.metadata.get(_SETTING)
-            if about is not None and field.name not in found:
-                found[field.name] = DeclaredSetting(
+            if about is not None and field.name not in declared:
+                declared[field.name] = DeclaredSetting(
                     field.name, hints[field.name], field.default, about
                 )
-    return types.MappingProxyType(found)
+    return types.MappingProxyType(declared)
 
 
 def check_settings(values: Any) -> None:
@@ -203,8 +203,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(read_text(path))
     except (OSError, ValueError, RecursionError) as error:
         deep = isinstance(error, RecursionError)
-        found = "its brackets are nested too deep" if deep else str(error)
-        raise UsageError(f"{path} cannot be read", found=found, expected="TOML") from error
+        reason = "its brackets are nested too deep" if deep else str(error)
+        raise UsageError(f"{path} cannot be read", found=reason, expected="TOML") from error
 
 
 def read_settings(path: Path, *classes: type) -> dict[str, Any]:

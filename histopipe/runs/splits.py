@@ -90,11 +90,11 @@ def new_splits(config: TrainConfig, sources: Sequence[SampleSource]) -> Splits:
                 f"--splits {config.splits} is not from --split-column {config.split_column}",
                 todo="leave one of them out",
             )
-        wanted = (config.task, config.target_columns, getattr(config, "covariates", ()))
-        if (splits.task_name, splits.targets, splits.covariates) != wanted:
+        expected = (config.task, config.target_columns, getattr(config, "covariates", ()))
+        if (splits.task_name, splits.targets, splits.covariates) != expected:
             raise UsageError(
                 f"--splits {config.splits}", found=f"{splits.task_name} {' '.join((*splits.targets, *splits.covariates))}",
-                expected=f"{wanted[0]} {' '.join((*wanted[1], *wanted[2]))}", todo="create new splits",
+                expected=f"{expected[0]} {' '.join((*expected[1], *expected[2]))}", todo="create new splits",
             )  # fmt: skip
         if isinstance(config, PatchTrainConfig):
             _check_given(splits, config, sources)
@@ -122,21 +122,21 @@ def refuse_leaks(splits: Splits, config: TrainConfig) -> None:
 
 def _check_given(splits: Splits, config: PatchTrainConfig, sources: Sequence[SampleSource]) -> None:
     """Raise a UsageError unless given splits match the labels and patch filter of the settings."""
-    wanted = config.labelling
+    labelling = config.labelling
     by_annotation = any(slide.labels is not None for slide in splits.slides)
-    if splits.slides and by_annotation != (wanted.labels_from == "annotation"):
+    if splits.slides and by_annotation != (labelling.labels_from == "annotation"):
         raise UsageError(
-            f"--splits {config.splits}", found=f"--labels-from {wanted.labels_from}",
+            f"--splits {config.splits}", found=f"--labels-from {labelling.labels_from}",
             expected=f"--labels-from {'annotation' if by_annotation else 'slide'}, the source of its labels",
         )  # fmt: skip
-    for slide in splits.slides if wanted.patch_filter.active else ():
+    for slide in splits.slides if labelling.patch_filter.active else ():
         where = f"{sources[slide.store].path}, slide {slide.id}"
-        fit = wanted.patch_filter.fit(sources[slide.store].index(slide.slide), where=where)
+        fit = labelling.patch_filter.fit(sources[slide.store].index(slide.slide), where=where)
         lost = int(((slide.sides >= 0) & ~fit).sum())
         if lost:
             raise UsageError(
                 f"--splits {config.splits} has patches that the filter options exclude",
-                found=f"{lost} of slide {slide.id}", expected=str(wanted.patch_filter),
+                found=f"{lost} of slide {slide.id}", expected=str(labelling.patch_filter),
                 todo="create new splits, or remove the filter options",
             )  # fmt: skip
 
@@ -148,21 +148,23 @@ def find_participants(
 
     An existing split has the labels of its slides, so a labels file that is missing is only reported.
     """
-    given = config.splits is not None
+    from_file = config.splits is not None
     first = sources[0]
     if isinstance(first, BagSet):
         if config.labels is not None:
-            _check_patients(config, splits, {it.id: it.patient for it in first.bags.values()})
-        return bag_participants(first, splits, given_splits=given)
+            _check_patients(config, splits, {bag.id: bag.patient for bag in first.bags.values()})
+        return bag_participants(first, splits, given_splits=from_file)
     try:
         labelling = split_options(config, sources, notify=SilentProgress().message)["labelling"]
     except UsageError as error:
         message(f"warning: {run_folder.SLIDES} has no further columns of the labels file: {error}")
         labelling = config.labelling if isinstance(config, PatchTrainConfig) else Labelling()
     _check_patients(
-        config, splits, {name: it.patient for name, it in (labelling.labels or {}).items()}
+        config,
+        splits,
+        {name: slide_label.patient for name, slide_label in (labelling.labels or {}).items()},
     )
-    return participants(sources, splits, labelling, given_splits=given)
+    return participants(sources, splits, labelling, given_splits=from_file)
 
 
 def _check_patients(

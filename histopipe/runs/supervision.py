@@ -188,13 +188,13 @@ class _Process(Closing):
                 except KeyboardInterrupt:
                     return self._interrupted(_AT_ONCE)
 
-    def _in_time(self, found: TrainResult | HistopipeError) -> TrainResult | HistopipeError:
+    def _in_time(self, outcome: TrainResult | HistopipeError) -> TrainResult | HistopipeError:
         """Return the result, or an OutOfTime error if the time limit stopped the training."""
         stopped_late = self.grace_ends is not None and not self._watch.stop.asked
-        if isinstance(found, TrainResult) or not stopped_late:
-            return found
+        if isinstance(outcome, TrainResult) or not stopped_late:
+            return outcome
         late = f"not done within {self._watch.seconds:.0f} s"
-        return OutOfTime(late, found=found.found, todo=self._resume_hint())
+        return OutOfTime(late, found=outcome.found, todo=self._resume_hint())
 
     def _request_stop(self) -> None:
         """Ask the process to save its state and end within the grace period."""
@@ -272,10 +272,10 @@ class _Process(Closing):
             )
         return self._lost(f"waited {self._config.worker_timeout:.0f} s for the other workers")
 
-    def _interrupted(self, found: str) -> Interrupted:
+    def _interrupted(self, reason: str) -> Interrupted:
         begun = run_folder.has_begun(self._folder)
         todo = self._resume_hint() if begun else "run the same command again"
-        return Interrupted("interrupted", found=found, todo=todo)
+        return Interrupted("interrupted", found=reason, todo=todo)
 
     def _lost(self, what: str) -> WorkerLost:
         return WorkerLost(

@@ -235,8 +235,11 @@ class BagTrainConfig(TrainConfig):
             )
         common = set(self.covariates) & {*self.target_columns, "slide", "patient", "site"}
         if common or len(set(self.covariates)) < len(self.covariates):
-            expected, found = "different columns that are not predicted", ", ".join(self.covariates)
-            raise UsageError("--covariates", found=found, expected=expected)
+            expected, actual = (
+                "different columns that are not predicted",
+                ", ".join(self.covariates),
+            )
+            raise UsageError("--covariates", found=actual, expected=expected)
         if self.covariates and self.labels is None and self.splits is None:
             raise UsageError(
                 "--covariates", found="no --labels", expected="a file with these columns"
@@ -270,8 +273,8 @@ def make_config(settings: Mapping[str, Any]) -> TrainConfig:
         and values.get("loss", "auto") in ("auto", "cox")
     ):
         values.setdefault("batch_size", _COX_BATCH)
-    own, foreign = declared_settings(kind), declared_settings(other)
-    for name in values.keys() - own.keys():
+    declared, foreign = declared_settings(kind), declared_settings(other)
+    for name in values.keys() - declared.keys():
         # A setting of the other kind is accepted if it is switched off.
         if values[name] not in (foreign[name].default, None, "none", ("none",)):
             raise UsageError(
@@ -280,7 +283,7 @@ def make_config(settings: Mapping[str, Any]) -> TrainConfig:
                 expected="patches" if on_bags else "--mil with a folder of features",
                 todo="leave it out",
             )
-    return kind(**{name: value for name, value in values.items() if name in own})
+    return kind(**{name: value for name, value in values.items() if name in declared})
 
 
 def with_stores(
@@ -329,7 +332,7 @@ def resumed_config(recorded: Mapping[str, Any], changes: Mapping[str, Any]) -> T
         if not declared[name].about.resume and value != before.get(name)
     ]
     if refused:
-        allowed = [it.flag for it in declared.values() if it.about.resume]
+        allowed = [entry.flag for entry in declared.values() if entry.about.resume]
         raise UsageError(
             "--resume continues with the settings of the run", found=", ".join(refused),
             expected="only --out and " + ", ".join(allowed),
@@ -339,9 +342,9 @@ def resumed_config(recorded: Mapping[str, Any], changes: Mapping[str, Any]) -> T
 
 def _plain_values(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings in the form of a configuration. One path is accepted for a list of paths."""
-    declared, found = declared_settings(*CONFIGS), {}
+    declared, values = declared_settings(*CONFIGS), {}
     for name, value in settings.items():
         plain = plain_value(value)
         one = isinstance(plain, str) and name in declared and declared[name].is_path_list
-        found[name] = (plain,) if one else plain
-    return found
+        values[name] = (plain,) if one else plain
+    return values

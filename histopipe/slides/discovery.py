@@ -65,10 +65,10 @@ def discover(arguments: Iterable[Path | str], *, images: bool = False) -> list[S
             replace(
                 first,
                 links=tuple(
-                    other.path for other in others if other.path.absolute() != first.path.absolute()
+                    other.path for other in copies if other.path.absolute() != first.path.absolute()
                 ),
             )
-            for first, *others in by_path.values()
+            for first, *copies in by_path.values()
         ]
     )
     if not slides:
@@ -102,10 +102,10 @@ def _slides_or_images(
         ]
     parts = {file for slide in scans for file in slide.files if file != slide.path}
     named = [slide for slide in _named(roots, urls, images=True) if slide.path not in parts]
-    found = [slide for slide in named if is_image(slide) is not False]
-    if images and len(found) < len(named):
-        message(f"{counted(len(named) - len(found), 'slide')} left out, because of --images")
-    return found
+    kept = [slide for slide in named if is_image(slide) is not False]
+    if images and len(kept) < len(named):
+        message(f"{counted(len(named) - len(kept), 'slide')} left out, because of --images")
+    return kept
 
 
 def show_links(slides: Iterable[SlideFile], progress: Progress) -> None:

@@ -43,11 +43,11 @@ class FastSlideReader(Slide):
         """Return the pixels of a region; see `Slide`. A region between two pixels of the level takes the nearest."""
         if self._handle is None:
             self._handle = _open(self.path)
-        known = self.info.levels[level]
-        x, y = round(origin.x / known.downsample), round(origin.y / known.downsample)
+        level_info = self.info.levels[level]
+        x, y = round(origin.x / level_info.downsample), round(origin.y / level_info.downsample)
         left, top = max(0, x), max(0, y)
-        width = min(x + size.width, known.size.width) - left
-        height = min(y + size.height, known.size.height) - top
+        width = min(x + size.width, level_info.size.width) - left
+        height = min(y + size.height, level_info.size.height) - top
         out = np.full((size.height, size.width, 4), 255, np.uint8)
         if min(width, height) <= 0:
             return out
@@ -96,7 +96,7 @@ def _info(path: Path, handle: Any) -> SlideInfo:
 
     channels, kind = int(handle.num_channels), str(handle.dtype)
     if channels != 3 or kind != "uint8" or handle.z_count > 1 or handle.t_count > 1:
-        names = [str(it.get("name", "")) for it in handle.channel_metadata]
+        names = [str(channel.get("name", "")) for channel in handle.channel_metadata]
         raise SlideUnreadable(
             f"{path} is a multi-channel image or a stack",
             found=f"{channels} channels ({', '.join(filter(None, names)) or 'without names'}), {kind}, "

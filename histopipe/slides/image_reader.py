@@ -104,20 +104,20 @@ def _info(path: Path, image: Image.Image) -> SlideInfo:
 
 def _check_pixels(path: Path, image: Image.Image) -> None:
     """Refuse pixels that Pillow would convert with a loss, and files of several images."""
-    found, todo = "", "convert it to 8-bit RGB"
+    fault, todo = "", "convert it to 8-bit RGB"
     if image.mode not in ("RGB", "L", "P", "RGBA", "LA", "PA"):
-        found = f"mode {image.mode}"
+        fault = f"mode {image.mode}"
     if image.format == "PNG" and ";16" in str(getattr(image, "tile", "")):
         # Pillow keeps the upper 8 bits, which may all be equal.
-        found, todo = "16 bits per sample", f"scale its values to 0 to 255, and {todo}"
+        fault, todo = "16 bits per sample", f"scale its values to 0 to 255, and {todo}"
     if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":  # MPO: a photo and its previews
-        found, todo = (
+        fault, todo = (
             f"an animation of {getattr(image, 'n_frames', 1)} images",
             "save one of them as a file",
         )
-    if found:
+    if fault:
         raise SlideUnreadable(
-            f"{path} has pixels that cannot be used", found=found, expected="one image of 8-bit RGB, grey or palette",
+            f"{path} has pixels that cannot be used", found=fault, expected="one image of 8-bit RGB, grey or palette",
             todo=todo,
         )  # fmt: skip
 

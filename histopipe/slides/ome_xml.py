@@ -57,14 +57,15 @@ def read_ome(text: str, page: int) -> OmeImage:
     pixels = chosen[0].find(f"{space}Pixels")
     channels = pixels.findall(f"{space}Channel")
     names = [
-        it.get("Name") or it.get("Fluor") or f"channel {n}" for n, it in enumerate(channels, 1)
+        channel.get("Name") or channel.get("Fluor") or f"channel {n}"
+        for n, channel in enumerate(channels, 1)
     ]
-    counts = [it.get("SamplesPerPixel", "1") for it in channels]
+    counts = [channel.get("SamplesPerPixel", "1") for channel in channels]
     return OmeImage(
         _size(pixels.get("PhysicalSizeX"), pixels.get("PhysicalSizeXUnit", "")),
         _size(pixels.get("PhysicalSizeY"), pixels.get("PhysicalSizeYUnit", "")),
         _magnification(root, chosen[0], space),
-        tuple(names), sum(int(it) if it.isdecimal() else 1 for it in counts) or 1,
+        tuple(names), sum(int(count) if count.isdecimal() else 1 for count in counts) or 1,
     )  # fmt: skip
 
 

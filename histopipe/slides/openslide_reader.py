@@ -145,11 +145,11 @@ def openslide_formats() -> tuple[str, list[str]]:
     maps = Path("/proc/self/maps").read_text(errors="surrogateescape")
     library = re.search(r"(/\S*libopenslide\S*)$", maps, re.MULTILINE)
     content = Path(library[1]).read_bytes() if library else b""
-    found = [name for name in _VENDORS if b"\0" + name.encode() + b"\0" in content]
-    return openslide.__library_version__, found
+    vendors = [name for name in _VENDORS if b"\0" + name.encode() + b"\0" in content]
+    return openslide.__library_version__, vendors
 
 
 def detected_format(path: Path) -> str | None:
     """Return OpenSlide's name of the format of a file; None if it knows none."""
-    found: str | None = openslide.OpenSlide.detect_format(path)
-    return found
+    vendor: str | None = openslide.OpenSlide.detect_format(path)
+    return vendor

@@ -60,8 +60,8 @@ class SlideFile:
 def has_slide_name(path: Path) -> bool:
     """Return whether a file name is that of a slide, in a format that an installed library reads."""
     kind = path.suffix.lower()
-    known = kind in SUFFIXES or (kind in FASTSLIDE_SUFFIXES and has_fastslide())
-    return known and not path.name.startswith(".")
+    is_readable = kind in SUFFIXES or (kind in FASTSLIDE_SUFFIXES and has_fastslide())
+    return is_readable and not path.name.startswith(".")
 
 
 def has_image_name(path: Path) -> bool:
@@ -100,9 +100,11 @@ def assembled(paths: Sequence[Path], base: Path, reader: FileReader) -> Iterator
     """Yield the slides of slide files, with all files of each. Ids are relative to `base`."""
     for path in paths:
         if path.suffix.lower() != ".dcm":
-            own = () if path.suffix.lower() == _FOLDER_SUFFIX else (path,)
-            yield _slide(path, base, (*own, *_companions(path, reader)))
-    yield from _dicom_slides([it for it in paths if it.suffix.lower() == ".dcm"], base, reader)
+            files = () if path.suffix.lower() == _FOLDER_SUFFIX else (path,)
+            yield _slide(path, base, (*files, *_companions(path, reader)))
+    yield from _dicom_slides(
+        [file for file in paths if file.suffix.lower() == ".dcm"], base, reader
+    )
 
 
 def _companions(path: Path, reader: FileReader) -> tuple[Path, ...]:
@@ -122,7 +124,9 @@ def _companions(path: Path, reader: FileReader) -> tuple[Path, ...]:
     except OSError:
         return ()  # opening the slide reports the reason
     values = {line.partition("=")[2].strip() for line in text.splitlines()}
-    return tuple(it for it in reader.inside(path.parent) if it.name in values and it != path)
+    return tuple(
+        file for file in reader.inside(path.parent) if file.name in values and file != path
+    )
 
 
 def _dicom_slides(paths: list[Path], base: Path, reader: FileReader) -> Iterator[SlideFile]:

@@ -63,7 +63,7 @@ def copy_groups(slides: Sequence[Sequence[SlideHashes]]) -> tuple[list[int], lis
     contain slides whose pixels differ. A bag of several slides has the hashes of each of them.
     """
     owners = [owner for owner, scans in enumerate(slides) for _ in scans]
-    scans = [scan for own in slides for scan in own]
+    scans = [scan for slide in slides for scan in slide]
     by_kinds: dict[frozenset[str], list[int]] = defaultdict(list)
     for place, scan in enumerate(scans):
         by_kinds[scan.kinds()].append(place)
@@ -174,7 +174,7 @@ def _tiff_tiles(path: Path) -> _Places | None:
     try:
         with tifffile.TiffFile(path) as tiff:
             pages = [page for page in tiff.pages if isinstance(page, tifffile.TiffPage)]
-            page = max(pages, key=lambda it: it.imagewidth * it.imagelength)
+            page = max(pages, key=lambda page: page.imagewidth * page.imagelength)
             size = Size(page.imagewidth, page.imagelength)
             return size, [path] * len(page.dataoffsets), page.dataoffsets, page.databytecounts
     except Exception:  # noqa: BLE001 - on a damaged header, tifffile may raise any exception

@@ -180,8 +180,8 @@ class Stage(Closing):
             MachineShort: there is no other slide.
         """
         with self._changed:
-            others = set(self._complete)
-            if not others or self._stop.is_set():
+            complete = set(self._complete)
+            if not complete or self._stop.is_set():
                 raise MachineShort(
                     f"the staging disk is too full for {slide.location}",
                     found=f"{free_bytes(self.folder) / 1e6:,.0f} MB free in {self.folder.parent}",
@@ -189,7 +189,7 @@ class Stage(Closing):
                     todo="free disk space, or pass another --stage, and run the same command again",
                 )  # fmt: skip
             self._starved = True
-            while others <= self._complete and not self._stop.is_set():
+            while complete <= self._complete and not self._stop.is_set():
                 self._changed.wait()
             self._starved = False
 

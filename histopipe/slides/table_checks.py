@@ -30,12 +30,12 @@ class TableRow:
     Attributes:
         line: line in which it begins.
         slide: cell of the column slide.
-        others: cells of the other columns, by name.
+        cells: cells of the other columns, by name.
     """
 
     line: int
     slide: str
-    others: dict[str, str]
+    cells: dict[str, str]
 
 
 def refuse_control_characters(
@@ -44,7 +44,7 @@ def refuse_control_characters(
     """Refuse names that no record can hold, such as those with a line break."""
     for row in rows:
         for column in ("slide", *columns):
-            cell = row.slide if column == "slide" else row.others.get(column, "")
+            cell = row.slide if column == "slide" else row.cells.get(column, "")
             if has_control_character(cell):
                 raise UsageError(
                     f"{path}, line {row.line}: column {column}", found=repr(cell)[:80],
@@ -63,29 +63,29 @@ def clear_missing(
     """Make missing values empty, and report their number by column and spelling."""
     texts, spellings = [], set[str]()
     for column in columns:
-        counts = Counter(row.others[column] for row in rows if row.others.get(column) in missing)
+        counts = Counter(row.cells[column] for row in rows if row.cells.get(column) in missing)
         listed = ", ".join(f"{counts[cell]} {cell or 'empty'}" for cell in sorted(counts))
         texts += [f"{column} {counts.total()} ({listed})"] if counts else []
         spellings |= counts.keys()
     for row in rows:
-        row.others.update({name: "" for name, cell in row.others.items() if cell in missing})
+        row.cells.update({name: "" for name, cell in row.cells.items() if cell in missing})
     if texts:
-        more = "; --na changes what counts as missing" if spellings - {""} else ""
-        notify(f"{path}: missing values: {'; '.join(texts)}{more}")
+        hint = "; --na changes what counts as missing" if spellings - {""} else ""
+        notify(f"{path}: missing values: {'; '.join(texts)}{hint}")
 
 
 def check_numbers(path: Path, rows: Sequence[TableRow], column: str) -> None:
     """Refuse a column of numbers with decimal commas, or with a cell that would turn them into categories."""
-    filled = [row for row in rows if row.others[column]]
-    odd = [row for row in filled if not is_number(row.others[column])]
-    numbers = {cell for row in filled if is_number(cell := row.others[column])}
-    commas = [row for row in odd if has_decimal_comma(row.others[column])]
+    filled = [row for row in rows if row.cells[column]]
+    odd = [row for row in filled if not is_number(row.cells[column])]
+    numbers = {cell for row in filled if is_number(cell := row.cells[column])}
+    commas = [row for row in odd if has_decimal_comma(row.cells[column])]
     numeric = len(filled) - len(odd) + len(commas)
     mostly = numeric >= NUMERIC_SHARE * len(filled) and (bool(commas) or len(numbers) > _MOST_CODES)
     odd = commas or odd
     if odd and mostly:
         raise UsageError(
-            f"{path}, line {odd[0].line}: column {column}", found=repr(odd[0].others[column]),
+            f"{path}, line {odd[0].line}: column {column}", found=repr(odd[0].cells[column]),
             expected="a number with a decimal point" if commas else
             f"a number, as in {len(filled) - len(odd)} of {len(filled)} cells",
             todo="write 3.5 for 3,5" if commas else
@@ -110,7 +110,7 @@ def warn_of_similar(
 ) -> None:
     """Warn of values that may be one, such as "Tumour" and "tumour"."""
     for column in columns:
-        values = {cell for row in rows if (cell := row.others.get(column))}
+        values = {cell for row in rows if (cell := row.cells.get(column))}
         # "1" and "1.0" are one number, "TRUE" and "true" one flag, and "Test" and "test" one subset, except as names.
         as_names = column in LABEL_COLUMNS or not all(
             is_number(cell) or cell.lower() in {*FLAGS, *SUBSETS} for cell in values

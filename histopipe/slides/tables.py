@@ -71,11 +71,11 @@ def patient_of(slide_id: str) -> str:
 class SlideNames:
     """Matches names in tables with slide ids: the id, with or without suffix, or its last part if that is unique.
 
-    `others` are ids that are used if none of `ids` matches.
+    `fallback_ids` are ids that are used if none of `ids` matches.
     """
 
-    def __init__(self, ids: Iterable[str], others: Iterable[str] = ()) -> None:
-        self._others = SlideNames(others) if others else None
+    def __init__(self, ids: Iterable[str], fallback_ids: Iterable[str] = ()) -> None:
+        self._fallback = SlideNames(fallback_ids) if fallback_ids else None
         self._ids: dict[str, set[str]] = defaultdict(set)
         self._last: dict[str, set[str]] = defaultdict(set)
         self._stripped: dict[str, set[str]] = defaultdict(set)
@@ -107,7 +107,7 @@ class SlideNames:
                     )
                 if ids:
                     return next(iter(ids))
-        return self._others.find(written, where=where) if self._others else None
+        return self._fallback.find(written, where=where) if self._fallback else None
 
     def nearest(self, written: str) -> str:
         """Return the most similar id, as a hint."""
@@ -153,14 +153,14 @@ def read_labels(
     for column in columns if na else ():
         check_numbers(path, list(matched.values()), column_key(column))
     if with_label:
-        refuse_regression(path, [row.others["label"] for row in matched.values()])
+        refuse_regression(path, [row.cells["label"] for row in matched.values()])
     warn_of_similar(path, matched.values(), used, notify)
     return {
         name: SlideLabel(
-            label=(row.others["label"] or None) if with_label else None,
-            patient=row.others.get("patient") or None,
-            site=row.others.get("site") or None,
-            cells={name: row.others[column_key(name)] for name in (*columns, *groups)},
+            label=(row.cells["label"] or None) if with_label else None,
+            patient=row.cells.get("patient") or None,
+            site=row.cells.get("site") or None,
+            cells={name: row.cells[column_key(name)] for name in (*columns, *groups)},
         )
         for name, row in matched.items()
     }
@@ -181,7 +181,7 @@ def read_mpps(path: Path, names: SlideNames, *, allow_extra: bool = False) -> di
     Raises:
         UsageError: the file is invalid, or a value is not between 0.05 and 50.
     """
-    rows = _rows(path, required=("slide", "mpp"), others=False)
+    rows = _rows(path, required=("slide", "mpp"), extra_columns=False)
     matched = _matched(path, rows, names, allow_extra=allow_extra)
     return {name: _mpp(path, row) for name, row in matched.items()}
 
@@ -208,11 +208,11 @@ def urls_in_list(path: Path) -> list[str]:
 
 
 def _rows(
-    path: Path, *, required: Sequence[str], optional: Sequence[str] = (), others: bool = True
+    path: Path, *, required: Sequence[str], optional: Sequence[str] = (), extra_columns: bool = True
 ) -> list[TableRow]:
-    """Return the rows of a file with `required` and `optional` columns, and with other ones if `others`."""
+    """Return the rows of a file with `required` and `optional` columns, and with other ones if `extra_columns`."""
     header, lines = read_csv(path)
-    _check_header(path, header, required=required, optional=optional, others=others)
+    _check_header(path, header, required=required, optional=optional, extra_columns=extra_columns)
     named = [(line, dict(zip(header, cells, strict=True))) for line, cells in lines]
     rows = [TableRow(line, cells.pop("slide"), cells) for line, cells in named]
     refuse_control_characters(path, rows)
@@ -220,7 +220,12 @@ def _rows(
 
 
 def _check_header(
-    path: Path, header: list[str], *, required: Sequence[str], optional: Sequence[str], others: bool
+    path: Path,
+    header: list[str],
+    *,
+    required: Sequence[str],
+    optional: Sequence[str],
+    extra_columns: bool,
 ) -> None:
     unknown = [name for name in header if name not in (*required, *optional)]
     hint = "use these column names, separated by commas"
@@ -228,9 +233,9 @@ def _check_header(
         alike = [name for name in unknown if _is_like_patient(name)]
         if alike:
             hint = f"rename the column {alike[0]!r} to 'patient', so that a patient stays on one side of the split"
-            unknown, others = alike, False
+            unknown, extra_columns = alike, False
     missing = [name for name in required if name not in header]
-    if not missing and (others or not unknown) and len(set(header)) == len(header):
+    if not missing and (extra_columns or not unknown) and len(set(header)) == len(header):
         return
     if missing and _SURVIVAL_WORDS & set(unknown):
         hint = "this looks like a survival table: pass --task survival --time COLUMN --event COLUMN"
@@ -239,8 +244,8 @@ def _check_header(
     elif not missing and len(set(header)) < len(header):
         hint = "give each column a different name"
     expected = ",".join(required) + "".join(f"[,{n}]" for n in optional if n not in required)
-    found = ",".join(header) or "an empty file"
-    raise UsageError(f"{path}: wrong header", found=found, expected=expected, todo=hint)
+    columns = ",".join(header) or "an empty file"
+    raise UsageError(f"{path}: wrong header", found=columns, expected=expected, todo=hint)
 
 
 def _is_like_patient(column: str) -> bool:
@@ -260,10 +265,10 @@ def _matched(
         name = names.find(row.slide, where=f"{path}, line {row.line}")
         if name is None:
             unknown.append(row)
-        elif name in matched and matched[name].others != row.others:
+        elif name in matched and matched[name].cells != row.cells:
             raise UsageError(
                 f"{path}: {name} is in lines {matched[name].line} and {row.line}",
-                found=f"{matched[name].others} and {row.others}",
+                found=f"{matched[name].cells} and {row.cells}",
                 expected="one row per slide (several labels per slide are not supported)",
                 todo="remove one of the rows",
             )
@@ -271,9 +276,9 @@ def _matched(
             matched.setdefault(name, row)
     if unknown and not allow_extra:
         first = unknown[0]
-        more = f" and {len(unknown) - 1} more rows" if len(unknown) > 1 else ""
+        rest = f" and {len(unknown) - 1} more rows" if len(unknown) > 1 else ""
         raise UsageError(
-            f"{path}, line {first.line}: no slide matches {first.slide!r}{more}",
+            f"{path}, line {first.line}: no slide matches {first.slide!r}{rest}",
             expected=f"the id of a slide, such as {names.nearest(first.slide)!r}",
             todo="correct the name, or pass --allow-extra-rows to ignore such rows",
         )
@@ -282,12 +287,12 @@ def _matched(
 
 def _mpp(path: Path, row: TableRow) -> Mpp:
     low, high = PLAUSIBLE_MPP
-    value = cell_number(row.others["mpp"])
+    value = cell_number(row.cells["mpp"])
     if low <= value <= high:
         return Mpp(value)
     raise UsageError(
         f"{path}, line {row.line}: mpp of {row.slide}",
-        found=repr(row.others["mpp"]),
+        found=repr(row.cells["mpp"]),
         expected=f"a number from {low:g} to {high:g}",
     )
 

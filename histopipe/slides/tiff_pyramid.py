@@ -108,7 +108,8 @@ def read_pyramid(path: Path, tiff: tifffile.TiffFile) -> tuple[list[TiffImage], 
     if not tiff.series:
         raise SlideUnreadable(f"{path} has no image", todo="check that the copy is complete")
     series = max(
-        tiff.series, key=lambda it: it.shape[it.axes.index("Y")] * it.shape[it.axes.index("X")]
+        tiff.series,
+        key=lambda image: image.shape[image.axes.index("Y")] * image.shape[image.axes.index("X")],
     )
     page = series.keyframe.index
     ome = read_ome(tiff.ome_metadata or "", page) if tiff.is_ome else OmeImage()
@@ -116,8 +117,8 @@ def read_pyramid(path: Path, tiff: tifffile.TiffFile) -> tuple[list[TiffImage], 
     images = [_image(path, level) for level in series.levels]
     page, size = images[0].page, images[0].size
     levels = tuple(
-        Level(n, it.size, (size.width / it.size.width + size.height / it.size.height) / 2)
-        for n, it in enumerate(images)
+        Level(n, image.size, (size.width / image.size.width + size.height / image.size.height) / 2)
+        for n, image in enumerate(images)
     )
     mpp_x, mpp_y, power = ome.mpp_x, ome.mpp_y, ome.objective_power
     if tiff.is_svs:
@@ -298,5 +299,5 @@ def _mpp(page: Any, name: str, units: Mapping[int, float]) -> str | None:
 
 def _number_after(name: str, text: str) -> str | None:
     """Return the number of an entry `NAME = NUMBER` of an Aperio description."""
-    found = re.search(rf"\|\s*{name}\s*=\s*([0-9.]+)", text)
-    return found[1] if found else None
+    match = re.search(rf"\|\s*{name}\s*=\s*([0-9.]+)", text)
+    return match[1] if match else None

@@ -105,8 +105,8 @@ class TiffReader(Slide):
             total = sum(part.nbytes for part in self._cached.values())
             while total > _CACHED_BYTES and len(self._cached) > 1:
                 total -= self._cached.popitem(last=False)[1].nbytes
-        found: NDArray[np.uint8] = self._cached[key][rows[0] : rows[1], columns[0] : columns[1]]
-        return found
+        pixels: NDArray[np.uint8] = self._cached[key][rows[0] : rows[1], columns[0] : columns[1]]
+        return pixels
 
     def _decoded(self, image: TiffImage, number: int) -> NDArray[np.uint8] | None:
         length = image.lengths[number]
@@ -118,14 +118,14 @@ class TiffReader(Slide):
         pixels, _, _ = image.decode(data, number, jpegtables=image.tables)
         if pixels is None:
             return None
-        found: NDArray[np.uint8] = np.asarray(pixels)
-        if found.ndim != 4 or found.shape[0] != 1 or found.dtype != np.uint8:
-            raise ValueError(f"pixels of shape {found.shape}, {found.dtype}")
-        found = found[0]
+        plane: NDArray[np.uint8] = np.asarray(pixels)
+        if plane.ndim != 4 or plane.shape[0] != 1 or plane.dtype != np.uint8:
+            raise ValueError(f"pixels of shape {plane.shape}, {plane.dtype}")
+        plane = plane[0]
         width = min(image.segment.width, image.size.width)
-        if found.shape[1] < min(width, image.segment.width) and not image.is_tiled:
-            raise ValueError(f"a strip of {found.shape[1]} pixels, expected {width}")
-        return np.subtract(255, found, dtype=np.uint8) if image.inverted else found
+        if plane.shape[1] < min(width, image.segment.width) and not image.is_tiled:
+            raise ValueError(f"a strip of {plane.shape[1]} pixels, expected {width}")
+        return np.subtract(255, plane, dtype=np.uint8) if image.inverted else plane
 
     def _raw(
         self, image: TiffImage, index: int, columns: tuple[int, int], rows: tuple[int, int]
@@ -141,5 +141,5 @@ class TiffReader(Slide):
             if len(data) < count or place + count > image.lengths[index]:
                 raise ValueError("the file is truncated")
             out[number] = np.frombuffer(data, np.uint8)
-        found = out.reshape(len(out), -1, samples)
-        return np.subtract(255, found, dtype=np.uint8) if image.inverted else found
+        pixels = out.reshape(len(out), -1, samples)
+        return np.subtract(255, pixels, dtype=np.uint8) if image.inverted else pixels

@@ -63,8 +63,8 @@ def read_catalog(folder: Path) -> Catalog | None:
     except (OSError, ValueError) as error:
         raise DamagedStore(f"cannot read {path}", found=str(error)[:200]) from error
     if not isinstance(content, dict) or content.get("version") != _VERSION:
-        found = content.get("version") if isinstance(content, dict) else type(content).__name__
-        raise UnknownVersion(f"{path} has version {found}", expected=f"version {_VERSION}")
+        version = content.get("version") if isinstance(content, dict) else type(content).__name__
+        raise UnknownVersion(f"{path} has version {version}", expected=f"version {_VERSION}")
     identity, slides = content.get("uuid"), content.get("slides")
     if not isinstance(identity, str) or not _are_parts(slides):
         raise DamagedStore(f"{path} is damaged", expected="a uuid, and the part of each slide")
@@ -141,7 +141,7 @@ def _by_part(folder: Path, _inode: int, _time: int) -> Mapping[str, frozenset[st
         catalog = read_catalog(folder)
     except DamagedStore:
         return {}
-    found: dict[str, set[str]] = defaultdict(set)
+    members: dict[str, set[str]] = defaultdict(set)
     for slide, part in (catalog.slides if catalog else {}).items():
-        found[part].add(slide)
-    return {part: frozenset(slides) for part, slides in found.items()}
+        members[part].add(slide)
+    return {part: frozenset(slides) for part, slides in members.items()}

@@ -48,11 +48,11 @@ def check_length(data: Path) -> None:
     """
     # In this order: while a writer extends the file, a length read first may be too short for the meta page read after it.
     expected = _newest_meta(data).length
-    found = data.stat().st_size
-    if found < expected:
+    length = data.stat().st_size
+    if length < expected:
         raise DamagedStore(
             f"{data} is truncated",
-            found=f"{found} bytes",
+            found=f"{length} bytes",
             expected=f"at least {expected}",
             todo="copy the store again, repair it, or ingest again (a copy taken during an ingest is not valid)",
         )
@@ -95,11 +95,11 @@ def make_readable(store: Path) -> int:
 
 
 def _newest_meta(data: Path) -> _MetaPage:
-    known = list(filter(None, _meta_pages(data)))
-    if not known:
+    pages = list(filter(None, _meta_pages(data)))
+    if not pages:
         size = data.stat().st_size
         raise DamagedStore(f"{data} is not an LMDB file", found=f"{size} bytes without a meta page")
-    return max(known, key=lambda meta: meta.transaction)
+    return max(pages, key=lambda meta: meta.transaction)
 
 
 def _meta_pages(data: Path) -> tuple[_MetaPage | None, _MetaPage | None]:
@@ -149,10 +149,12 @@ def page_faults(store: Path, keep_state: bool) -> list[str]:
 
 def _order_faults(data: Path) -> list[str]:
     """Check that the transactions of the meta pages are consecutive; otherwise LMDB may use an older state."""
-    known = sorted(meta.transaction for meta in _meta_pages(data) if meta is not None)
-    if len(known) < 2 or known[1] - known[0] == (1 if known[1] else 0):
+    transactions = sorted(meta.transaction for meta in _meta_pages(data) if meta is not None)
+    if len(transactions) < 2 or transactions[1] - transactions[0] == (1 if transactions[1] else 0):
         return []
-    return [f"transactions {known[0]} and {known[1]} of the meta pages are not consecutive"]
+    return [
+        f"transactions {transactions[0]} and {transactions[1]} of the meta pages are not consecutive"
+    ]
 
 
 def _verifier_faults(store: Path) -> list[str]:
@@ -223,9 +225,9 @@ class RawStore(Closing):
             return
         try:
             with self._transaction.cursor(db=self._databases[database]) as cursor:
-                found = cursor.set_range(prefix)
+                has_entry = cursor.set_range(prefix)
                 previous = b""
-                while found:
+                while has_entry:
                     key = bytes(cursor.key())
                     if not key.startswith(prefix):
                         return
@@ -233,10 +235,10 @@ class RawStore(Closing):
                         raise DamagedStore(f"keys of {database.decode()!r} are out of order")
                     previous = key
                     if len(key) >= _NUMBER and int.from_bytes(key[:_NUMBER], "big") in skip:
-                        found = cursor.set_range(key[:_NUMBER].ljust(_LONGEST_KEY, b"\xff"))
+                        has_entry = cursor.set_range(key[:_NUMBER].ljust(_LONGEST_KEY, b"\xff"))
                     else:
                         yield key
-                        found = cursor.next()
+                        has_entry = cursor.next()
         except lmdb.Error as error:
             self.refresh()
             raise DamagedStore(f"LMDB: {error}") from error

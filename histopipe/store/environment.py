@@ -109,9 +109,9 @@ class Environment(Closing):
 
     def used_bytes(self) -> int:
         """Return the bytes of the pages in use. The rest of the file is free."""
-        known = [database for database in self.databases.values() if database is not None]
+        databases = [database for database in self.databases.values() if database is not None]
         with self.read() as transaction:
-            stats = [transaction.stat(), *(transaction.stat(database) for database in known)]
+            stats = [transaction.stat(), *(transaction.stat(database) for database in databases)]
         pages = sum(s["branch_pages"] + s["leaf_pages"] + s["overflow_pages"] for s in stats)
         return int(pages * stats[0]["psize"])
 
@@ -264,10 +264,10 @@ def entries_with(
 ) -> Iterator[tuple[bytes, bytes]]:
     """Iterate over the entries whose keys begin with a prefix."""
     with transaction.cursor(db=database) as cursor:
-        found = cursor.set_range(prefix)
-        while found and bytes(cursor.key()).startswith(prefix):
+        has_entry = cursor.set_range(prefix)
+        while has_entry and bytes(cursor.key()).startswith(prefix):
             yield bytes(cursor.key()), bytes(cursor.value())
-            found = cursor.next()
+            has_entry = cursor.next()
 
 
 def delete_entries(environment: Environment, slide: int) -> None:
@@ -289,7 +289,7 @@ def delete_slide(
     """Delete the entries of a slide in a database, at most `most` of them."""
     prefix = slide_key(slide)
     with transaction.cursor(db=database) as cursor:
-        found = cursor.set_range(prefix)
-        while found and bytes(cursor.key()).startswith(prefix) and most != 0:
-            found = cursor.delete() and bool(cursor.key())
+        has_entry = cursor.set_range(prefix)
+        while has_entry and bytes(cursor.key()).startswith(prefix) and most != 0:
+            has_entry = cursor.delete() and bool(cursor.key())
             most = most and most - 1

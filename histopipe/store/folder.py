@@ -67,12 +67,12 @@ def open_or_make(path: Path, spec: Mapping[str, Any]) -> Environment:
     return environment
 
 
-def check_spec(found: Mapping[str, Any], wanted: Mapping[str, Any], path: Path) -> None:
+def check_spec(stored: Mapping[str, Any], requested: Mapping[str, Any], path: Path) -> None:
     """Raise SpecMismatch if the spec of a store differs from the requested one."""
-    if found != wanted:
+    if stored != requested:
         raise SpecMismatch(
             f"{path} was created with other settings",
-            found="; ".join(differences(found, wanted)),
+            found="; ".join(differences(stored, requested)),
             todo="use the store's settings, or another --out",
         )
 
@@ -93,11 +93,11 @@ def _new_meta(spec: Mapping[str, Any]) -> dict[str, Any]:
 def _make_folder(path: Path) -> bool:
     """Create the folder of a store; return False if it exists. Nothing is written into a folder with other contents."""
     if path.is_dir():
-        others = [p.name for p in path.iterdir() if p.name not in _OWN_FILES]
-        if others and not (path / "data.mdb").exists():
+        contents = [p.name for p in path.iterdir() if p.name not in _OWN_FILES]
+        if contents and not (path / "data.mdb").exists():
             raise UsageError(
                 f"{path} is not a store, and not empty",
-                found=", ".join(sorted(others)[:3]),
+                found=", ".join(sorted(contents)[:3]),
                 expected="a store, an empty folder, or a new path",
                 todo="choose another --out",
             )

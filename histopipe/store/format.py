@@ -159,9 +159,9 @@ def corrected(key: bytes, data: bytes) -> bytes | None:
     for position in reversed(range(len(body))):
         change = np.flatnonzero(effect == difference)
         if len(change):
-            found = bytearray(body)
-            found[position] ^= int(change[0])
-            return bytes(found[:-1]) + mark + b"%d}" % value_crc(key, bytes(found))
+            repaired = bytearray(body)
+            repaired[position] ^= int(change[0])
+            return bytes(repaired[:-1]) + mark + b"%d}" % value_crc(key, bytes(repaired))
         effect = table[effect & 0xFF] ^ (effect >> 8)
     return None
 

@@ -149,19 +149,19 @@ def _open(path: Path, *, write: bool, readahead: bool) -> lmdb.Environment:
 
 def _databases(handle: lmdb.Environment, *, create: bool) -> dict[bytes, Any]:
     """Open the databases of this version, None for a missing one, and those of a later version."""
-    found: dict[bytes, Any] = dict.fromkeys(DATABASES)
+    databases: dict[bytes, Any] = dict.fromkeys(DATABASES)
     for name in DATABASES:
         with suppress(lmdb.NotFoundError):
-            found[name] = handle.open_db(name, create=create)
-    if found[META] is None:
-        return found  # not a histopipe store
+            databases[name] = handle.open_db(name, create=create)
+    if databases[META] is None:
+        return databases  # not a histopipe store
     with handle.begin() as transaction, transaction.cursor() as cursor:
         names = [bytes(name) for name in islice(cursor.iternext(values=False), _MAX_DATABASES)]
     for name in names:
-        if name not in found:
+        if name not in databases:
             with suppress(lmdb.IncompatibleError, lmdb.NotFoundError):  # not a database
-                found[name] = handle.open_db(name, create=False)
-    return found
+                databases[name] = handle.open_db(name, create=False)
+    return databases
 
 
 @contextmanager

@@ -109,15 +109,15 @@ def check_format(stored: Stored, path: Path) -> None:
         UnknownVersion: a later version wrote the store, or it needs an unknown feature.
         DamagedStore: the entries of the format are missing or wrong.
     """
-    found = entry(stored, "format", dict, path)
-    if found.get("name") != FORMAT_NAME:
+    format_entry = entry(stored, "format", dict, path)
+    if format_entry.get("name") != FORMAT_NAME:
         raise DamagedStore(
-            f"{path}: format", found=repr(found.get("name"))[:80], expected=FORMAT_NAME
+            f"{path}: format", found=repr(format_entry.get("name"))[:80], expected=FORMAT_NAME
         )
-    if found.get("version") != VERSION:
+    if format_entry.get("version") != VERSION:
         raise UnknownVersion(
             f"{path}: store format version",
-            found=repr(found.get("version"))[:80],
+            found=repr(format_entry.get("version"))[:80],
             expected=VERSION,
             todo="use the histopipe version that wrote it, or a later one",
         )

@@ -125,8 +125,8 @@ class Reading:
         ascending; adjacent ranges are joined.
         """
         packed = [patch_key(*key) for key in keys]
-        found = sorted(_page_ranges(self._transaction, self._patches, packed))
-        extents = np.array(found, np.int64).reshape(-1, 2)
+        ranges = sorted(_page_ranges(self._transaction, self._patches, packed))
+        extents = np.array(ranges, np.int64).reshape(-1, 2)
         if not len(extents):
             return extents
         page_size = int(self._transaction.stat(self._patches)["psize"])

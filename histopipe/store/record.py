@@ -106,32 +106,32 @@ class SlideRecord:
 
     def to_json(self) -> dict[str, Any]:
         """Return the record as a JSON-ready dict."""
-        known = {f.name: _shown(getattr(self, f.name)) for f in dataclasses.fields(self)}
-        unknown = known.pop("unknown")
-        return {**unknown, **known}
+        values = {f.name: _shown(getattr(self, f.name)) for f in dataclasses.fields(self)}
+        unknown = values.pop("unknown")
+        return {**unknown, **values}
 
     @classmethod
     def from_json(cls, value: object, *, where: str) -> SlideRecord:
         """Read what `to_json` returned; DamagedStore if a field is missing, of another type or out of range."""
         if not isinstance(value, dict):
             raise DamagedStore(f"{where} is not a slide record", found=type(value).__name__)
-        known: dict[str, Any] = {
+        values: dict[str, Any] = {
             name: value[name]
             if _plain(name, value[name])
             else _checked(where, name, value[name], hint)
             for name, hint in _HINTS.items()
             if name in value
         }
-        missing = [name for name in ("id", "path", "resolved_path", "state") if name not in known]
+        missing = [name for name in ("id", "path", "resolved_path", "state") if name not in values]
         if missing:
             raise DamagedStore(f"{where}: the slide record has no {', '.join(missing)}")
         # Earlier versions stored texts as they were written, and no patient of lower-case TCGA barcodes.
-        known |= {
-            name: nfc(known[name]) for name in ("patient", "label", "site") if known.get(name)
+        values |= {
+            name: nfc(values[name]) for name in ("patient", "label", "site") if values.get(name)
         }
-        if known.get("patient") == known["id"] and "TCGA" not in known["id"]:
-            known["patient"] = patient_of(known["id"])
-        record = cls(**known, unknown={k: v for k, v in value.items() if k not in _HINTS})
+        if values.get("patient") == values["id"] and "TCGA" not in values["id"]:
+            values["patient"] = patient_of(values["id"])
+        record = cls(**values, unknown={k: v for k, v in value.items() if k not in _HINTS})
         _check(record, where)
         return record
 

@@ -307,11 +307,11 @@ def recorded(store: Path) -> dict[int, SlideRecord]:
     """Return the records of a store by number, or of a folder of parts by a running number; empty without a store."""
     catalog = read_catalog(store)
     if catalog is not None:
-        found: list[SlideRecord] = []
+        records: list[SlideRecord] = []
         for part in catalog.parts:
             with Store(part) as opened:
-                found += opened.slides
-        return dict(enumerate(found))
+                records += opened.slides
+        return dict(enumerate(records))
     try:
         with Store(store) as opened:
             return opened.records

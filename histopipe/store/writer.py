@@ -61,8 +61,8 @@ class StoreWriter(Closing):
         if spec is None:
             self._environment = open_for_change(path)
         else:
-            wanted = spec.to_json() if isinstance(spec, TilingSpec) else spec
-            self._environment = open_or_make(path, wanted)
+            spec_json = spec.to_json() if isinstance(spec, TilingSpec) else spec
+            self._environment = open_or_make(path, spec_json)
         if alone:
             try:
                 self._cached = self.records()
@@ -86,19 +86,19 @@ class StoreWriter(Closing):
 
         def work(transaction: lmdb.Transaction) -> dict[str, int]:  # runs again if the map is full
             existing = cached if cached is not None else self._records(transaction)
-            known = {r.id: n for n, r in existing.items()}
+            numbers = {r.id: n for n, r in existing.items()}
             next_number = read_meta(transaction, self._db, "next_number", int, self.path)
             number = max([next_number, *(n + 1 for n in existing)])  # never overwrite a record
             for record in records:
-                if record.id in known:
+                if record.id in numbers:
                     continue
                 if number > MAX_SLIDE_NUMBER:
                     raise UsageError(f"{self.path} has no slide number left", found=number)
-                known[record.id] = number
+                numbers[record.id] = number
                 self._put_record(transaction, number, record)
                 number += 1
             transaction.put(b"next_number", to_json(number), db=self._db[META])
-            return known
+            return numbers
 
         return self._environment.change(work)
 

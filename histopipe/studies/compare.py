@@ -70,8 +70,8 @@ class CompareResult:
         runs, differences = [], []
         for run in self.runs:
             test = run.test.to_json()
-            more = {"notes": list(run.notes), "breakdown": run.breakdown.to_json()}
-            runs.append({"folder": str(run.folder), "test": test, **more})
+            details = {"notes": list(run.notes), "breakdown": run.breakdown.to_json()}
+            runs.append({"folder": str(run.folder), "test": test, **details})
         compared = zip(self.runs[1:], self.differences, self.notes, self.splits, strict=True)
         for run, levels, notes, splits in compared:
             values: dict[str, Any] = {name: _as_json(metrics) for name, metrics in levels.items()}
@@ -88,9 +88,10 @@ class CompareResult:
         for run in self.runs:
             lines += ["", *evaluation_lines(str(run.folder), run.test)]
             lines += [f"  {note}" for note in run.notes]
-            wanted = run.settings.get("subgroup", ())
+            subgroups = run.settings.get("subgroup", ())
             lines += [
-                f"  {line}" for line in breakdown_lines(run.breakdown, run.test.finest.task, wanted)
+                f"  {line}"
+                for line in breakdown_lines(run.breakdown, run.test.finest.task, subgroups)
             ]
         compared = zip(self.runs[1:], self.differences, self.notes, self.splits, strict=True)
         for run, levels, notes, splits in compared:
@@ -103,7 +104,10 @@ class CompareResult:
 
 
 def _as_json(metrics: Mapping[str, Difference]) -> dict[str, Any]:
-    return {n: {"difference": it.value, "interval": it.interval} for n, it in metrics.items()}
+    return {
+        n: {"difference": difference.value, "interval": difference.interval}
+        for n, difference in metrics.items()
+    }
 
 
 def _difference_rows(
@@ -111,8 +115,8 @@ def _difference_rows(
 ) -> list[list[str]]:
     """Return a row per level, without patients if each patient has one slide."""
     task = TASKS[task_name]
-    shown = {name: {**task.main, **task.plain}[name] for name in task.compared}
-    rows = [["", *shown.values()]]
+    titles = {name: {**task.main, **task.plain}[name] for name in task.compared}
+    rows = [["", *titles.values()]]
     for name, metrics in levels.items():
         level, _, how = name.partition("_")
         if level != "patient" or metrics != levels.get(f"slide_{how}"):
@@ -120,8 +124,8 @@ def _difference_rows(
                 [
                     f"  {level} {how}".rstrip(),
                     *(
-                        with_ends(metrics[it].value, metrics[it].interval, signed=True)
-                        for it in shown
+                        with_ends(metrics[metric].value, metrics[metric].interval, signed=True)
+                        for metric in titles
                     ),
                 ]
             )
@@ -168,11 +172,13 @@ def compare(runs: Sequence[str | Path], *, resamples: int = 1000, seed: int = 1)
             "RUNS", found=", ".join(map(str, runs)), expected="two or more different runs"
         )
     loaded = [_load(Path(folder)) for folder in runs]
-    names = dict.fromkeys(name for it in loaded for name in it.run.settings if name not in _LOCAL)
-    columns = {name: tuple(it.run.settings.get(name) for it in loaded) for name in names}
+    names = dict.fromkeys(
+        name for entry in loaded for name in entry.run.settings if name not in _LOCAL
+    )
+    columns = {name: tuple(entry.run.settings.get(name) for entry in loaded) for name in names}
     compared = [_compare_two(loaded[0], other, resamples, seed) for other in loaded[1:]]
     return CompareResult(
-        tuple(it.run for it in loaded),
+        tuple(entry.run for entry in loaded),
         {name: values for name, values in columns.items() if len(set(map(repr, values))) > 1},
         tuple(differences for differences, _ in compared), tuple(notes for _, notes in compared),
         tuple(_different_splits(loaded[0], other) for other in loaded[1:]),
@@ -194,7 +200,7 @@ def _load(folder: Path) -> _Loaded:
 def _load_folds(folder: Path) -> _Loaded:
     settings = read_settings(folder / run_folder.CONFIG, *CONFIGS, FoldSettings)
     fold_folders = [folder / f"fold-{number}" for number in range(1, settings["folds"] + 1)]
-    done = [read_result(it) for it in fold_folders if is_finished(it)]
+    done = [read_result(path) for path in fold_folders if is_finished(path)]
     if not done:
         raise UsageError(f"{folder} has no finished fold")
     training = {name: value for name, value in settings.items() if name in _TRAIN_NAMES}
@@ -245,7 +251,7 @@ def _compare_two(
     first_parts, other_parts = paired[: len(first.parts)], paired[len(first.parts) :]
     draws = bootstrap_draws(len(parts[0].patients), resamples, seed)
     same_stores = sorted(first.splits[0].uuids) == sorted(other.splits[0].uuids)
-    found: dict[str, dict[str, Difference]] = {}
+    differences: dict[str, dict[str, Difference]] = {}
     notes: dict[Level, str] = {}
     units = {first_parts[0][0].level, other_parts[0][0].level}
     task = first_parts[0][0].task
@@ -262,8 +268,8 @@ def _compare_two(
         elif not np.array_equal(items.scores.target, other_items.scores.target, equal_nan=True):
             notes[level] = f"{level}: different labels"
         elif items.keys:
-            found[name_of(level, how)] = differences_of(items, other_items, draws)
-    return found, tuple(notes.values())
+            differences[name_of(level, how)] = differences_of(items, other_items, draws)
+    return differences, tuple(notes.values())
 
 
 def _different_targets(first: _Loaded, other: _Loaded) -> str | None:

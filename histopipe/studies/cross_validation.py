@@ -199,7 +199,7 @@ def _train(
             free.put(name)
         if outcome.result is None and stop.asked:
             return
-        error, begun = outcome.error, any(run_folder.has_begun(it.folder) for it in folds)
+        error, begun = outcome.error, any(run_folder.has_begun(other.folder) for other in folds)
         if isinstance(error, UsageError | NothingToDo) and not begun:
             raise error
         folds[fold.number - 1] = replace(fold, **outcome._asdict())

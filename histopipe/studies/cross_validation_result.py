@@ -122,15 +122,15 @@ class CrossValidationResult:
     def __repr__(self) -> str:
         task = self.pooled.finest.task if self.pooled else "classification"
         (main, title), (second, second_title) = list(TASKS[task].main.items())[:2]
-        shown = [name for name in _SHOWN if not self.mean or f"{name}_{main}" in self.mean]
-        rows = [["fold", "epochs", *(f"{name.replace('_', ' ')} {title}" for name in shown),
+        levels = [name for name in _SHOWN if not self.mean or f"{name}_{main}" in self.mean]
+        rows = [["fold", "epochs", *(f"{name.replace('_', ' ')} {title}" for name in levels),
                  second_title, "s", "host MB", "GPU MB"]]  # fmt: skip
-        columns = [*(f"{name}_{main}" for name in shown), f"{shown[0]}_{second}"]
+        columns = [*(f"{name}_{main}" for name in levels), f"{levels[0]}_{second}"]
         for fold in self.folds:
-            summary, found = fold.summary(), fold.metrics
+            summary, metrics = fold.summary(), fold.metrics
             rows.append([
                 str(fold.number), str(summary["epochs"] or summary["status"]),
-                *(number(found.get(name)) for name in columns), f"{summary['seconds']:.0f}",
+                *(number(metrics.get(name)) for name in columns), f"{summary['seconds']:.0f}",
                 f"{summary['host_mb']:.0f}", number(summary["gpu_mb"], 0),
             ])  # fmt: skip
         for title, values in (("mean", self.mean), ("sd", self.deviation)):
@@ -151,7 +151,9 @@ def summarize(config: TrainConfig, folder: Path, folds: Sequence[Fold]) -> Cross
         for name, value in fold.metrics.items():
             columns.setdefault(name, []).append(value)
     mean = {name: statistics.fmean(values) for name, values in columns.items()}
-    deviation = {name: statistics.stdev(it) for name, it in columns.items() if len(it) > 1}
+    deviation = {
+        name: statistics.stdev(values) for name, values in columns.items() if len(values) > 1
+    }
     parts = _pooled_parts(folder, folds)
     done = [fold.result for fold in folds if fold.result is not None]
     pooled = evaluate(parts, config.judging, leaked_from(done)) if parts else None
@@ -196,18 +198,22 @@ def read_parts(results: Sequence[TrainResult]) -> list[Part]:
 
 def leaked_from(results: Sequence[TrainResult]) -> set[str]:
     """Return the test patients of finished runs that were also used in the training."""
-    leaking = [it.folder / run_folder.SPLITS for it in results if it.metrics["test"].in_training]
+    leaking = [
+        result.folder / run_folder.SPLITS
+        for result in results
+        if result.metrics["test"].in_training
+    ]
     return set().union(*(leaked_patients(load_splits(path))["test"] for path in leaking))
 
 
 def tested_slides(folds: Sequence[TrainResult]) -> list[Participant]:
     """Return all slides, each as in the fold that tests it, or else as in the last fold."""
-    found: dict[str, Participant] = {}
+    by_id: dict[str, Participant] = {}
     for fold in folds:
-        for it in read_slides(fold.folder):
-            if "test" not in getattr(found.get(it.slide), "status", ""):
-                found[it.slide] = it
-    return list(found.values())
+        for slide in read_slides(fold.folder):
+            if "test" not in getattr(by_id.get(slide.slide), "status", ""):
+                by_id[slide.slide] = slide
+    return list(by_id.values())
 
 
 def _pooled_parts(folder: Path, folds: Sequence[Fold]) -> list[Part]:
@@ -224,7 +230,7 @@ def _pooled_parts(folder: Path, folds: Sequence[Fold]) -> list[Part]:
     return parts
 
 
-def reevaluate(folder: Path, wanted: TrainConfig) -> TrainResult:
+def reevaluate(folder: Path, requested: TrainConfig) -> TrainResult:
     """Evaluate a finished run again from its predictions, if the evaluation settings have changed.
 
     Raises:
@@ -232,19 +238,21 @@ def reevaluate(folder: Path, wanted: TrainConfig) -> TrainResult:
     """
     result = read_result(folder)
     scores = read_predictions(folder / run_folder.PREDICTIONS)
-    own = load_config(folder / run_folder.CONFIG)
-    if own.judging == wanted.judging:
+    recorded_config = load_config(folder / run_folder.CONFIG)
+    if recorded_config.judging == requested.judging:
         return result
     leaked = leaked_patients(load_splits(folder / run_folder.SPLITS))
     judged, slides = (
-        judge(scores, wanted.judging, leaked),
+        judge(scores, requested.judging, leaked),
         read_slides(folder),
     )
-    breakdown = break_down_sides(scores, judged, slides, own.subgroup, wanted.judging)
+    breakdown = break_down_sides(
+        scores, judged, slides, recorded_config.subgroup, requested.judging
+    )
     changed = replace(result, metrics=judged, breakdown=breakdown)
     config = replace(
-        own, positive=wanted.positive, threshold=wanted.threshold, top_k=wanted.top_k,
-        resamples=wanted.resamples,
+        recorded_config, positive=requested.positive, threshold=requested.threshold, top_k=requested.top_k,
+        resamples=requested.resamples,
     )  # fmt: skip
     recorded = read_json(folder / METRICS)
     run_folder.write_json(folder / METRICS, {**recorded, **changed.to_json()})

@@ -90,13 +90,13 @@ def differences_of(
     patients = len(np.unique(patient))
     values = _differences(other, first, np.ones((1, first.patients)))
     resampled = _differences(other, first, draws[:, : first.patients]) if len(draws) else {}
-    found = dict.fromkeys(values, Difference(None, None))
+    differences = dict.fromkeys(values, Difference(None, None))
     for name, (value,) in values.items():
         if np.isfinite(value):
-            known = resampled and patients >= FEWEST_PATIENTS
-            interval = interval_of(resampled[name], patients) if known else None
-            found[name] = Difference(float(value), interval)
-    return found
+            has_interval = resampled and patients >= FEWEST_PATIENTS
+            interval = interval_of(resampled[name], patients) if has_interval else None
+            differences[name] = Difference(float(value), interval)
+    return differences
 
 
 def _differences(

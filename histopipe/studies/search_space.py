@@ -63,7 +63,9 @@ class SearchSpace:
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dict. Equal spaces have equal dicts."""
-        searched = {name: dataclasses.asdict(it) for name, it in self.searched.items()}
+        searched = {
+            name: dataclasses.asdict(dimension) for name, dimension in self.searched.items()
+        }
         return {"searched": searched, "fixed": dict(self.fixed)}
 
 

@@ -37,14 +37,14 @@ _LOCK, STUDY_ID = "study.lock", "study.id"
 _POLL_SECONDS = 1.0
 
 
-def _are_same(recorded: str, wanted: str) -> bool:
+def _are_same(recorded: str, requested: str) -> bool:
     """Return whether two searches have the same settings, given as JSON.
 
     Older versions recorded the settings of both patch and bag models, of which only those that have an effect are
     compared. Settings that they did not have count as their defaults.
     """
     old_space, old_base, old_metric = json.loads(recorded)
-    space, base, metric = json.loads(wanted)
+    space, base, metric = json.loads(requested)
     kinds = "mil" in base, old_base.get("mil") is not None
     declared = declared_settings(*CONFIGS)
     added = {name: declared[name].default for name in base.keys() - old_base.keys()}
@@ -91,12 +91,12 @@ class Study:
             UsageError: the storage holds another search with this name.
         """
         settings = self.settings
-        wanted = json.dumps([space.to_json(), dict(base), settings.metric], sort_keys=True)
+        requested = json.dumps([space.to_json(), dict(base), settings.metric], sort_keys=True)
         with self.locked():
-            found = self._study.user_attrs.get(_SETTINGS)
-            if found is None:
-                self._study.set_user_attr(_SETTINGS, wanted)
-            elif not _are_same(found, wanted):
+            recorded = self._study.user_attrs.get(_SETTINGS)
+            if recorded is None:
+                self._study.set_user_attr(_SETTINGS, requested)
+            elif not _are_same(recorded, requested):
                 raise UsageError(
                     f"{settings.storage or self.folder} holds a search with other settings",
                     expected="the same space, configuration, stores and metric",

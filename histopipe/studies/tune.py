@@ -88,21 +88,21 @@ def tune(
         >>> result.best.settings  # doctest: +SKIP
     """
     settings = with_stores(settings, stores)
-    found = space_of(space) if isinstance(space, Mapping) else read_space(Path(space))
-    settings |= found.fixed
+    search_space = space_of(space) if isinstance(space, Mapping) else read_space(Path(space))
+    settings |= search_space.fixed
     base = make_config(settings)  # checks the settings before the folder is made
     if metric == "accuracy" and not TASKS[base.task].of_classes:
         raise UsageError("--metric", found=metric, expected=f"auc or loss for --task {base.task}")
-    own = StudySettings(
+    study_settings = StudySettings(
         trials=trials, metric=metric, sampler=sampler, pruner=pruner, seed=base.seed,
         storage=storage, name=name, trial_timeout=trial_timeout, retries=retries,
     )  # fmt: skip
-    study = Study(Path(out), own)
+    study = Study(Path(out), study_settings)
     base = make_config(with_recipe(settings, study.recorded_base))
-    study.agree(found, {k: v for k, v in base.values().items() if k not in _LOCAL})
+    study.agree(search_space, {k: v for k, v in base.values().items() if k not in _LOCAL})
     with study.locked():
         _write_splits(base, study.folder)
-    return _Search(base, found, study, progress or default_progress()).run()
+    return _Search(base, search_space, study, progress or default_progress()).run()
 
 
 @dataclass(slots=True)
@@ -147,8 +147,8 @@ class _Search:
             ) from outcome.error  # fmt: skip
         value, reason = None, str(outcome.error)
         if outcome.result is not None:
-            found = outcome.result.metrics["validation"].finest
-            value = self._value(outcome.result, found)
+            metrics = outcome.result.metrics["validation"].finest
+            value = self._value(outcome.result, metrics)
             reason = (
                 "the metric is undefined: the validation samples have only one class, or no event"
             )
@@ -163,16 +163,16 @@ class _Search:
             show(f"trial {trial.number}: validation {self._metric} {value:.4f}")
         self._finish(folder)
 
-    def _value(self, result: TrainResult, found: Metrics) -> float | None:
+    def _value(self, result: TrainResult, metrics: Metrics) -> float | None:
         """Return the metric of a trial on validation."""
         if self._metric == "loss":
-            if "log_loss" in found.figures:
-                return found.figures["log_loss"]
+            if "log_loss" in metrics.figures:
+                return metrics.figures["log_loss"]
             with (result.folder / run_folder.HISTORY).open(newline="", encoding="utf-8") as file:
                 rows = {int(row["epoch"]): float(row["val_loss"]) for row in csv.DictReader(file)}
             # Epoch 0, the covariates alone, has no row, and a loss that is lower than in all rows.
             return rows.get(result.best_epoch, min(rows.values()))
-        return found.figures[self._metric]
+        return metrics.figures[self._metric]
 
     @property
     def _metric(self) -> str:

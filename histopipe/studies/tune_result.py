@@ -97,7 +97,7 @@ class TuneResult:
                 *(_short(trial.settings.get(name)) for name in names),
             ])  # fmt: skip
         lines = aligned(rows)
-        lines += [f"trial {it.number}: {it.reason}" for it in self.trials if it.reason]
+        lines += [f"trial {trial.number}: {trial.reason}" for trial in self.trials if trial.reason]
         if self.best is not None:
             lines.append(
                 f"train with the best settings: histopipe train --config {self.folder / _BEST}"
@@ -109,7 +109,9 @@ def summarize(study: Study, base: TrainConfig) -> TuneResult:
     """Summarize the trials so far. Write `trials.csv`, and `best.toml` for `histopipe train --config`."""
     result = _result(study, base)
     with study.locked():
-        run_folder.write_csv(study.folder / TRIALS_CSV, [it.to_json() for it in result.trials])
+        run_folder.write_csv(
+            study.folder / TRIALS_CSV, [trial.to_json() for trial in result.trials]
+        )
         if result.config is not None:
             run_folder.write_text(study.folder / _BEST, to_toml(result.config))
     return result
@@ -117,15 +119,15 @@ def summarize(study: Study, base: TrainConfig) -> TuneResult:
 
 def _result(study: Study, base: TrainConfig) -> TuneResult:
     folder = study.folder
-    found = tuple(_trial(trial, study.folder_of(trial.number)) for trial in study.trials())
-    done = [(trial.value, trial) for trial in found if trial.value is not None]
+    trials = tuple(_trial(trial, study.folder_of(trial.number)) for trial in study.trials())
+    done = [(trial.value, trial) for trial in trials if trial.value is not None]
     if not done:
-        return TuneResult(folder, found, None, None)
+        return TuneResult(folder, trials, None, None)
     sign = -1 if study.settings.direction == "minimize" else 1
     # If trials are equal, the first one is the best.
-    _, best = max(done, key=lambda it: (sign * it[0], -it[1].number))
+    _, best = max(done, key=lambda pair: (sign * pair[0], -pair[1].number))
     config = _with_absolute_paths(changed_config(base, **best.settings), folder)
-    return TuneResult(folder, found, best, config)
+    return TuneResult(folder, trials, best, config)
 
 
 def _with_absolute_paths(config: TrainConfig, folder: Path) -> TrainConfig:

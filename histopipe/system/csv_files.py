@@ -64,11 +64,11 @@ def read_csv(path: Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
             todo="correct the quotes of the row that begins in this line; write a quote in a quoted cell twice",
         ) from error  # fmt: skip
     first, header = rows[0] if rows else (1, [])
-    others = [name for separator, name in _SEPARATORS.items() if separator in "".join(header)]
-    if others and len(header) == 1:
+    separators = [name for separator, name in _SEPARATORS.items() if separator in "".join(header)]
+    if separators and len(header) == 1:
         raise UsageError(
             f"{path}, line {first}",
-            found=f"{others[0]} between the cells",
+            found=f"{separators[0]} between the cells",
             expected="cells separated by commas",
             todo=_SAVE,
         )

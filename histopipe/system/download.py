@@ -117,9 +117,9 @@ def check_download(file: RemoteFile, path: Path) -> None:
     if now.md5 is None:
         return
     with path.open("rb") as local:
-        found = hashlib.file_digest(local, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
-    if found != now.md5:
+        md5 = hashlib.file_digest(local, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+    if md5 != now.md5:
         raise RemoteError(
-            f"{file.location} has another checksum after the download", found=f"MD5 {found}", expected=now.md5,
+            f"{file.location} has another checksum after the download", found=f"MD5 {md5}", expected=now.md5,
             todo="run the same command again; if it fails again, the stored file or the network is damaged",
         )  # fmt: skip

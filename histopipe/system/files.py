@@ -154,7 +154,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 def shown(text: str) -> str:
     """Return a text that is safe to print on a terminal: control characters are written as \\xNN."""
-    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+    return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 _LARGEST_TEXT = 1 << 28
@@ -319,4 +319,4 @@ def describe_file(path: Path) -> str:
         "an HTML or XML page": head.lstrip().startswith(b"<"),
         "a text file": b"\0" not in head and head.isascii(),
     }
-    return next((text for text, found in signs.items() if found), "unknown data")
+    return next((text for text, applies in signs.items() if applies), "unknown data")

@@ -117,7 +117,7 @@ def filesystem_of(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> st
     best, kind = -1, ""
     for entry in mounts.read_text(errors="surrogateescape").splitlines():
         before, _, after = entry.partition(" - ")
-        point = _OCTAL.sub(lambda found: chr(int(found[1], 8)), before.split(" ")[4])
+        point = _OCTAL.sub(lambda match: chr(int(match[1], 8)), before.split(" ")[4])
         # If several filesystems are mounted at one point, the last one is visible.
         if real.is_relative_to(point) and len(point) >= best:
             best, kind = len(point), after.split(" ")[0]

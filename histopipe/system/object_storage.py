@@ -71,12 +71,12 @@ def list_files(url: str) -> list[RemoteFile]:
 
     def find() -> Mapping[str, Any]:
         system.invalidate_cache()
-        found: Mapping[str, Any] = system.find(path, detail=True)
-        return found or {path: system.info(path)}
+        files: Mapping[str, Any] = system.find(path, detail=True)
+        return files or {path: system.info(path)}
 
-    found = tried(url, find)
+    files = tried(url, find)
     scheme = url.partition("://")[0]
-    return [_described(f"{scheme}://{name}", info) for name, info in sorted(found.items())]
+    return [_described(f"{scheme}://{name}", info) for name, info in sorted(files.items())]
 
 
 def remote_file(url: str) -> RemoteFile:
@@ -93,8 +93,8 @@ def remote_file(url: str) -> RemoteFile:
             head: Mapping[str, Any] = system.call_s3("head_object", Bucket=bucket, Key=key)
             return head
         system.invalidate_cache()
-        found: Mapping[str, Any] = system.info(path)
-        return found
+        details: Mapping[str, Any] = system.info(path)
+        return details
 
     return _described(url, tried(url, info))
 
@@ -138,11 +138,11 @@ def write_file(url: str, content: bytes) -> RemoteFile:
 
     def write() -> RemoteFile:
         system.pipe_file(path, content)
-        found = remote_file(url)
+        file = remote_file(url)
         md5 = hashlib.md5(content, usedforsecurity=False).hexdigest()
-        if found.size_bytes != len(content) or found.md5 not in (None, md5):
+        if file.size_bytes != len(content) or file.md5 not in (None, md5):
             raise OSError("the file differs from what was sent")
-        return found
+        return file
 
     return tried(url, write, "written")
 
@@ -239,9 +239,9 @@ def _path(scheme: str, url: str) -> str:
     return url if scheme in ("http", "https") else str(_filesystem_of(scheme)._strip_protocol(url))
 
 
-def _not_installed(scheme: str, found: str) -> UsageError:
+def _not_installed(scheme: str, reason: str) -> UsageError:
     return UsageError(
-        f"URLs of the kind {scheme}:// need further libraries", found=found,
+        f"URLs of the kind {scheme}:// need further libraries", found=reason,
         todo="install them with pip install 'histopipe[remote]'",
     )  # fmt: skip
 
@@ -256,7 +256,7 @@ def _described(url: str, info: Mapping[str, Any]) -> RemoteFile:
     etag = info.get("ETag") or info.get("etag")
     times = (info.get(name) for name in ("LastModified", "last_modified", "mtime", "Last-Modified"))
     return RemoteFile(
-        url, int(size), next((_nanoseconds(it) for it in times if it), 0),
+        url, int(size), next((_nanoseconds(moment) for moment in times if moment), 0),
         None if etag is None else str(etag).strip('"'), _md5(url, info), info.get("partial", True),
     )  # fmt: skip
 
@@ -265,8 +265,8 @@ def _nanoseconds(moment: Any) -> int:
     if isinstance(moment, datetime):
         return int(moment.timestamp() * 1e9) // 1000 * 1000
     if isinstance(moment, str):
-        found = email.utils.parsedate(moment)
-        return calendar.timegm(found) * 10**9 if found else 0
+        parts = email.utils.parsedate(moment)
+        return calendar.timegm(parts) * 10**9 if parts else 0
     return int(float(moment) * 1e9)
 
 
@@ -280,11 +280,13 @@ def _md5(url: str, info: Mapping[str, Any]) -> str | None:
         )
         plain = "ContentLength" in info and not encrypted and "--x-s3/" not in url
         return etag if plain and re.fullmatch("[0-9a-f]{32}", etag) else None
-    given = info.get("md5Hash") or info.get("Content-MD5")
+    digest = info.get("md5Hash") or info.get("Content-MD5")
     settings = info.get("content_settings")
     if isinstance(settings, Mapping):
-        given = settings.get("content_md5")
-    if isinstance(given, str):
+        digest = settings.get("content_md5")
+    if isinstance(digest, str):
         with suppress(ValueError):
-            given = base64.b64decode(given, validate=True)
-    return bytes(given).hex() if isinstance(given, bytes | bytearray) and len(given) == 16 else None
+            digest = base64.b64decode(digest, validate=True)
+    return (
+        bytes(digest).hex() if isinstance(digest, bytes | bytearray) and len(digest) == 16 else None
+    )

@@ -59,11 +59,11 @@ def listed(names: Sequence[object], most: int = 12, *, last: str = "and") -> str
     )
 
 
-def exit_code_of(failed: int, others: int) -> ExitCode:
+def exit_code_of(failed: int, succeeded: int) -> ExitCode:
     """Return the exit code of a command from the number of failed slides and of slides with results."""
     if not failed:
         return ExitCode.DONE
-    return ExitCode.PARTLY if others else ExitCode.NOTHING
+    return ExitCode.PARTLY if succeeded else ExitCode.NOTHING
 
 
 def slide_failure(error: Exception) -> str:

@@ -61,7 +61,7 @@ def tried(url: str, action: Callable[[], T], done: str = "read") -> T:
 def _reason(error: BaseException) -> tuple[str, type[RemoteError]]:
     """Return the reason of a failure without secrets, and the error to raise."""
     status = next(filter(None, map(_status, _causes(error))), None)
-    names = {type(it).__name__ for it in _causes(error)}
+    names = {type(cause).__name__ for cause in _causes(error)}
     permanent = isinstance(error, PermissionError | IsADirectoryError)
     permanent = permanent or not names.isdisjoint(_PERMANENT)
     if status is not None:
@@ -90,8 +90,8 @@ def _status(error: BaseException) -> int | None:
     """Return the HTTP status code of an error of aiohttp, botocore, gcsfs or Azure; None if it has none."""
     response = getattr(error, "response", None)
     if isinstance(response, Mapping):
-        found: int | None = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-        return found
+        status: int | None = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+        return status
     for name in ("status", "status_code", "code"):
         if name == "code" and not type(error).__module__.startswith("gcsfs"):
             continue  # aiohttp's errors about a broken answer have the code 400

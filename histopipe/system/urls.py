@@ -46,7 +46,7 @@ def public_url(url: str) -> str:
 
 def without_secrets(text: str) -> str:
     """Return a text in which all URLs are public, and values of environment variables with secrets are replaced."""
-    text = _URL.sub(lambda found: public_url(found[0]), text)
+    text = _URL.sub(lambda match: public_url(match[0]), text)
     for name, value in os.environ.items():
         if len(value) >= _SHORTEST_SECRET and _SECRETS.search(name):
             text = text.replace(value, "***")

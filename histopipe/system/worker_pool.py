@@ -255,8 +255,8 @@ class WorkerPool(Executor):
 def _exit_reason(worker: _Worker) -> str:
     code = worker.process.wait()
     if code < 0:
-        known = -code in {*signal.Signals}
-        return f"killed by {signal.Signals(-code).name if known else f'signal {-code}'}"
+        has_name = -code in {*signal.Signals}
+        return f"killed by {signal.Signals(-code).name if has_name else f'signal {-code}'}"
     return f"ended with exit code {code}"
 
 

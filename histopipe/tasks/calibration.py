@@ -88,10 +88,10 @@ def recalibration(
     both = None
     if not separated:
         both = _logistic(np.column_stack([ones, odds]), np.zeros(len(odds)), event, patient)
-    found = {"calibration_intercept": (large, 0), "calibration_slope": (both, 1)}
+    fits = {"calibration_intercept": (large, 0), "calibration_slope": (both, 1)}
     patients = len(np.unique(patient))
     intervals = {}
-    for name, (fit, place) in found.items():
+    for name, (fit, place) in fits.items():
         if fit is not None and patients >= FEWEST_PATIENTS:
             value, error = fit[0][place], fit[1][place]
             half = t_quantile(patients - 1) * error

@@ -111,9 +111,9 @@ class Classification(Task):
 
     def check(self, targets: Values, side: str) -> None:
         """Check that there are two classes."""
-        known = np.unique(targets[np.isfinite(targets)]).astype(int).tolist()
-        if len(known) < 2:
-            names = ", ".join(self.classes[number] for number in known)
+        numbers = np.unique(targets[np.isfinite(targets)]).astype(int).tolist()
+        if len(numbers) < 2:
+            names = ", ".join(self.classes[number] for number in numbers)
             raise NothingToDo(
                 f"classes cannot be learned: {side}", found=names or "no label",
                 expected="two or more classes", todo="add slides",

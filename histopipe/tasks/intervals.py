@@ -106,9 +106,11 @@ def intervals_of(
     if not len(draws) or patients < FEWEST_PATIENTS:
         return {}, 0.0
     figures = statistics.figures(draws)
-    found = {name: interval_of(values, patients) for name, values in figures.items()}
+    intervals = {name: interval_of(values, patients) for name, values in figures.items()}
     undefined = max(float(np.isnan(values).mean()) for values in figures.values())
-    varied = {name: it for name, it in found.items() if it is not None and it[0] < it[1]}
+    varied = {
+        name: ends for name, ends in intervals.items() if ends is not None and ends[0] < ends[1]
+    }
     return varied | dict(statistics.better_intervals(draws, figures)), undefined
 
 
@@ -117,10 +119,10 @@ def mean_interval(each: Sequence[Interval | None]) -> Interval | None:
 
     None if an interval is unknown.
     """
-    known = [it for it in each if it is not None]
-    if not known or len(known) < len(each):
+    intervals = [interval for interval in each if interval is not None]
+    if not intervals or len(intervals) < len(each):
         return None
-    low, high = np.mean(known, axis=0)
+    low, high = np.mean(intervals, axis=0)
     return float(low), float(high)
 
 
@@ -139,12 +141,13 @@ def independent_mean_interval(
     Source:
         G. Y. Zou and A. Donner, Construction of confidence limits about effect measures, Statistics in Medicine 27 (2008).
     """
-    known = np.array([(value, *ends) for value, ends in each if ends is not None])
-    if not len(known) or len(known) < len(each):
+    rows = np.array([(value, *ends) for value, ends in each if ends is not None])
+    if not len(rows) or len(rows) < len(each):
         return None
-    value, low, high = known.T
+    value, low, high = rows.T
     below, above = (
-        math.sqrt(float((it**2).sum())) / len(known) for it in (value - low, high - value)
+        math.sqrt(float((distance**2).sum())) / len(rows)
+        for distance in (value - low, high - value)
     )
     return max(float(value.mean()) - below, 0.0), min(float(value.mean()) + above, 1.0)
 
@@ -181,13 +184,13 @@ def error_interval(excess: Values, count: Values, weights: Values) -> Interval:
     drawn = totals > 0  # a resample may have no patient of a small group
     noise = (weights[drawn] @ excess) / totals[drawn, None] - mean
     noise *= math.sqrt(patients / (patients - 1)) * t_quantile(patients - 1) / _NORMAL
-    found = float(np.abs(mean).sum())
+    error = float(np.abs(mean).sum())
     plausible = []
     for factor in _FACTORS:
         low, high = np.quantile(np.abs(factor * mean + noise).sum(axis=1), [_TAIL, 1 - _TAIL])
-        if low <= found <= high:
-            plausible.append(float(factor) * found)
-    return (plausible[0], plausible[-1]) if plausible else (0.0, found)
+        if low <= error <= high:
+            plausible.append(float(factor) * error)
+    return (plausible[0], plausible[-1]) if plausible else (0.0, error)
 
 
 def share_interval(right: NDArray[np.bool_], patient: NDArray[np.int32]) -> Interval | None:
@@ -233,10 +236,10 @@ def auc_interval(
         return None
     area, variance = delong(positive, score, patient)
     # The mean of both numbers of patients makes the interval that of the exchanged classes, mirrored.
-    others = sum(of_class) / 2 - 1
+    other_patients = sum(of_class) / 2 - 1
 
     def exponential(value: float) -> float:
-        spread = 1 + others * ((1 - value) / (2 - value) + value / (1 + value))
+        spread = 1 + other_patients * ((1 - value) / (2 - value) + value / (1 + value))
         return value * (1 - value) * spread / math.prod(of_class)
 
     several = len(positive) > sum(of_class)
@@ -261,10 +264,10 @@ def _score_interval(
     if several:
         quantile = t_quantile(patients - 1)
         expected = variance_at(estimate)
-        found = variance / expected if expected > 0 else 0.0
+        ratio = variance / expected if expected > 0 else 0.0
         # Without errors, and without hits, nothing shows whether those of a patient come together.
         informative = min(1.0, _INFORMATIVE * estimate, _INFORMATIVE * (1 - estimate))
-        scale = found + max(0.0, 1 - found) / (1 + (fewest - 1) * informative)
+        scale = ratio + max(0.0, 1 - ratio) / (1 + (fewest - 1) * informative)
 
     def end(limit: float) -> float:
         inside, outside = estimate, limit
@@ -309,12 +312,12 @@ def delong(
         E. R. DeLong et al., Comparing the areas under two or more correlated ROC curves, Biometrics 44 (1988), with the
         variance of clusters of N. A. Obuchowski (1997).
     """
-    ranks, own = _ranks(score), np.empty(len(score))
+    ranks, class_ranks = _ranks(score), np.empty(len(score))
     for rows in (positive, ~positive):
-        own[rows] = _ranks(score[rows])
+        class_ranks[rows] = _ranks(score[rows])
     # The share of the items of the other label that an item is on the right side of.
-    others = np.where(positive, (~positive).sum(), positive.sum())
-    placement = (ranks - own) / others
+    opposites = np.where(positive, (~positive).sum(), positive.sum())
+    placement = (ranks - class_ranks) / opposites
     placement[~positive] = 1 - placement[~positive]
     area = float(placement[positive].mean())
     sums = [
@@ -323,7 +326,10 @@ def delong(
     ]
     patients = [len(np.unique(patient[rows])) for rows in (positive, ~positive)]
     everyone = len(np.unique(patient))
-    own_parts = [n / (n - 1) * float(it @ it) for n, it in zip(patients, sums, strict=True)]
+    own_parts = [
+        n / (n - 1) * float(deviations @ deviations)
+        for n, deviations in zip(patients, sums, strict=True)
+    ]
     common = 2 * everyone / (everyone - 1) * float(sums[0] @ sums[1])
     return area, max(sum(own_parts) + common, 0.0)
 

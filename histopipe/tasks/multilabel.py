@@ -57,12 +57,12 @@ class MultilabelStatistics(WeightedStatistics):
         limits = np.broadcast_to(thresholds, output.shape)
         self._labels: list[Statistics | None] = []
         for number in range(len(columns)):
-            known = np.isfinite(target[:, number])
-            label, own = target[known, number].astype(np.int32), output[known, number]
-            both = np.stack([1 - own, own], axis=1).astype(np.float64)
-            decided = (own >= limits[known, number]).astype(np.intp)
+            labelled = np.isfinite(target[:, number])
+            label, probability = target[labelled, number].astype(np.int32), output[labelled, number]
+            both = np.stack([1 - probability, probability], axis=1).astype(np.float64)
+            decided = (probability >= limits[labelled, number]).astype(np.intp)
             self._labels.append(
-                Statistics(label, both, patient[known], decided, 1) if known.any() else None
+                Statistics(label, both, patient[labelled], decided, 1) if labelled.any() else None
             )
 
     def figures(self, weights: Weights) -> dict[str, Values]:
@@ -72,10 +72,13 @@ class MultilabelStatistics(WeightedStatistics):
             undefined if label is None else label.figures(weights[:, : label.patients])
             for label in self._labels
         ]
-        found = {name: np.mean([it[name] for it in each], axis=0) for name in FIGURES}
+        figures = {
+            name: np.mean([label_figures[name] for label_figures in each], axis=0)
+            for name in FIGURES
+        }
         for name, values in zip(self._names, each, strict=True):
-            found |= {f"{figure}:{name}": values[figure] for figure in FIGURES}
-        return found
+            figures |= {f"{figure}:{name}": values[figure] for figure in FIGURES}
+        return figures
 
     def better_intervals(
         self, weights: Weights, figures: Mapping[str, Values]
@@ -83,19 +86,21 @@ class MultilabelStatistics(WeightedStatistics):
         """Return intervals of each label, and of the means over the labels; see `Statistics.better_intervals`."""
         each: list[Mapping[str, Interval]] = []
         for name, label in zip(self._names, self._labels, strict=True):
-            own = {figure: figures[f"{figure}:{name}"] for figure in FIGURES}
+            label_figures = {figure: figures[f"{figure}:{name}"] for figure in FIGURES}
             each.append(
-                {} if label is None else label.better_intervals(weights[:, : label.patients], own)
+                {}
+                if label is None
+                else label.better_intervals(weights[:, : label.patients], label_figures)
             )
-        found = {}
+        all_intervals = {}
         for figure in FIGURES:
-            mean = mean_interval([it.get(figure) for it in each])
+            mean = mean_interval([intervals.get(figure) for intervals in each])
             if mean is not None:
-                found[figure] = mean
+                all_intervals[figure] = mean
             for name, intervals in zip(self._names, each, strict=True):
                 if figure in intervals:
-                    found[f"{figure}:{name}"] = intervals[figure]
-        return found
+                    all_intervals[f"{figure}:{name}"] = intervals[figure]
+        return all_intervals
 
 
 def recalibrated_labels(
@@ -110,22 +115,24 @@ def recalibrated_labels(
     """
     each: dict[str, Recalibration] = {}
     for number, name in enumerate(columns):
-        known = np.isfinite(target[:, number])
-        if known.any():
+        labelled = np.isfinite(target[:, number])
+        if labelled.any():
             each[name] = recalibration(
-                output[known, number], target[known, number] == 1, patient[known]
+                output[labelled, number], target[labelled, number] == 1, patient[labelled]
             )
     figures: dict[str, float | None] = {}
     intervals: dict[str, Interval] = {}
     for figure in ("calibration_intercept", "calibration_slope"):
-        own = {name: getattr(it, figure.removeprefix("calibration_")) for name, it in each.items()}
-        values = [own.get(name) for name in columns]
+        by_label = {
+            name: getattr(fit, figure.removeprefix("calibration_")) for name, fit in each.items()
+        }
+        values = [by_label.get(name) for name in columns]
         figures[figure] = None if None in values else float(np.mean(values))  # type: ignore[arg-type]
-        mean = mean_interval([it.intervals.get(figure) for it in each.values()])
+        mean = mean_interval([fit.intervals.get(figure) for fit in each.values()])
         if mean is not None and figures[figure] is not None:
             intervals[figure] = mean
         for name in columns:
-            figures[f"{figure}:{name}"] = own.get(name)
+            figures[f"{figure}:{name}"] = by_label.get(name)
             if name in each and figure in each[name].intervals:
                 intervals[f"{figure}:{name}"] = each[name].intervals[figure]
     return figures, intervals
@@ -165,20 +172,21 @@ class Multilabel(ColumnTask):
         """Check that each label has both values."""
         for number, name in enumerate(self.columns):
             values = targets[:, number]
-            known = values[np.isfinite(values)]
-            if not ((known == 0).any() and (known == 1).any()):
+            finite_values = values[np.isfinite(values)]
+            if not ((finite_values == 0).any() and (finite_values == 1).any()):
                 raise NothingToDo(
                     f"column {name} cannot be learned: {side}",
-                    found=f"{int(known.sum())} of {len(known)} with 1", expected="both 0 and 1",
+                    found=f"{int(finite_values.sum())} of {len(finite_values)} with 1", expected="both 0 and 1",
                     todo="leave the column out, or add slides",
                 )  # fmt: skip
 
     def summary(self, targets: Values) -> str:
         """Return the number of slides with each label."""
-        known = np.isfinite(targets).sum(axis=0)
-        found = np.nansum(targets, axis=0).astype(int)
+        labelled = np.isfinite(targets).sum(axis=0)
+        positives = np.nansum(targets, axis=0).astype(int)
         return ", ".join(
-            f"{name} {a} of {b}" for name, a, b in zip(self.columns, found, known, strict=True)
+            f"{name} {a} of {b}"
+            for name, a, b in zip(self.columns, positives, labelled, strict=True)
         )
 
     @property

@@ -30,7 +30,7 @@ def task_of_header(names: Sequence[str]) -> Task:
         ValueError: there is none.
     """
     for task in TASKS.values():
-        found = task.of_header(names)
-        if found is not None:
-            return found
+        header_task = task.of_header(names)
+        if header_task is not None:
+            return header_task
     raise ValueError(f"unknown columns {', '.join(names)}")

@@ -51,10 +51,10 @@ class RegressionStatistics(WeightedStatistics):
         patient: NDArray[np.int32],
     ) -> None:
         self.patients = int(patient.max()) + 1
-        known = np.isfinite(target)
+        finite = np.isfinite(target)
         self._columns = [
             _Column(target[rows, i], output[rows, i], patient[rows])
-            for i, rows in enumerate(known.T)
+            for i, rows in enumerate(finite.T)
         ]
         self._names = tuple(columns)
 
@@ -64,10 +64,13 @@ class RegressionStatistics(WeightedStatistics):
         if len(each) == 1:
             return each[0]
         # Errors in different units have no mean.
-        found = {name: np.mean([it[name] for it in each], axis=0) for name in FIGURES[:3]}
+        figures = {
+            name: np.mean([column_figures[name] for column_figures in each], axis=0)
+            for name in FIGURES[:3]
+        }
         for name, values in zip(self._names, each, strict=True):
-            found |= {f"{figure}:{name}": value for figure, value in values.items()}
-        return found
+            figures |= {f"{figure}:{name}": value for figure, value in values.items()}
+        return figures
 
 
 class _Column:
@@ -83,7 +86,7 @@ class _Column:
             return {
                 "r2": 1 - squares / _centred(rows, self._target[None])[1],
                 "pearson": _correlation(rows, self._target[None], self._output[None]),
-                "spearman": _correlation(rows, *(it.of(rows) for it in self._orders)),
+                "spearman": _correlation(rows, *(order.of(rows) for order in self._orders)),
                 "mae": _mean(rows, np.abs(error)),
                 "rmse": np.sqrt(squares),
             }
@@ -152,14 +155,14 @@ class Regression(ColumnTask):
     def check(self, targets: Values, side: str) -> None:
         """Check that each column has several values."""
         for number, name in enumerate(self.columns):
-            known = targets[np.isfinite(targets[:, number]), number]
-            if len(np.unique(known)) < 2:
+            finite_values = targets[np.isfinite(targets[:, number]), number]
+            if len(np.unique(finite_values)) < 2:
                 raise NothingToDo(
                     f"column {name} cannot be learned: {side}",
-                    found=f"{len(known)} slides with {'one value' if len(known) else 'no value'}",
+                    found=f"{len(finite_values)} slides with {'one value' if len(finite_values) else 'no value'}",
                     expected="several values", todo="leave the column out, or add slides",
                 )  # fmt: skip
-            spread, largest = float(np.ptp(known)), float(np.abs(known).max())
+            spread, largest = float(np.ptp(finite_values)), float(np.abs(finite_values).max())
             if spread < _LEAST_SPREAD * largest or not _SMALLEST < largest < 1 / _SMALLEST:
                 raise UsageError(
                     f"column {name} cannot be learned: {side}",
@@ -172,9 +175,9 @@ class Regression(ColumnTask):
         """Return mean and standard deviation of each column."""
         parts = []
         for name, column in zip(self.columns, targets.T, strict=True):
-            known = column[np.isfinite(column)]
-            if len(known):
-                parts.append(f"{name} {known.mean():.4g} ± {known.std():.3g}")
+            finite_values = column[np.isfinite(column)]
+            if len(finite_values):
+                parts.append(f"{name} {finite_values.mean():.4g} ± {finite_values.std():.3g}")
         return ", ".join(parts)
 
     @property

@@ -127,10 +127,10 @@ class Statistics(WeightedStatistics):
 
     def areas(self, weights: Weights) -> tuple[Values, Values]:
         """Return (R, C) areas under the ROC curve of each class against the rest, and average precision; NaN if undefined."""
-        found = np.full((2, len(weights), self._confusion.shape[1]), np.nan)
+        areas = np.full((2, len(weights), self._confusion.shape[1]), np.nan)
         for number, curve in self._curves.items():
-            found[:, :, number] = np.array([curve.areas(row) for row in weights]).reshape(-1, 2).T
-        return found[0], found[1]
+            areas[:, :, number] = np.array([curve.areas(row) for row in weights]).reshape(-1, 2).T
+        return areas[0], areas[1]
 
     def figures(self, weights: Weights) -> dict[str, Values]:
         """Return (R,) values of each metric; NaN if undefined."""
@@ -165,36 +165,38 @@ class Statistics(WeightedStatistics):
         numbers = [self.positive] if self.positive is not None else np.flatnonzero(self._present)
         each: dict[str, list[Interval | None]] = {"auc": [], "sensitivity": [], "specificity": []}
         for number in numbers:
-            own = label == number
-            each["auc"].append(auc_interval(own, self._probability[:, number], patient))
-            each["sensitivity"].append(share_interval(right[own], patient[own]))
-            each["specificity"].append(share_interval(decided[~own] != number, patient[~own]))
-        found = {name: mean_interval(intervals) for name, intervals in each.items()}
-        found["accuracy"] = share_interval(right, patient)
-        found["balanced_accuracy"] = independent_mean_interval([
-            (float(right[own].mean()), share_interval(right[own], patient[own]))
-            for own in (label == number for number in np.flatnonzero(self._present))
+            of_class = label == number
+            each["auc"].append(auc_interval(of_class, self._probability[:, number], patient))
+            each["sensitivity"].append(share_interval(right[of_class], patient[of_class]))
+            each["specificity"].append(
+                share_interval(decided[~of_class] != number, patient[~of_class])
+            )
+        by_metric = {name: mean_interval(intervals) for name, intervals in each.items()}
+        by_metric["accuracy"] = share_interval(right, patient)
+        by_metric["balanced_accuracy"] = independent_mean_interval([
+            (float(right[of_class].mean()), share_interval(right[of_class], patient[of_class]))
+            for of_class in (label == number for number in np.flatnonzero(self._present))
         ])  # fmt: skip
         if self.positive is not None and self.positive in self._curves:
-            own = label == self.positive
+            of_class = label == self.positive
             _, precision = self._curves[self.positive].areas(np.ones(self.patients))
-            positives = len(np.unique(patient[own]))
+            positives = len(np.unique(patient[of_class]))
             if positives > 1:
-                found["average_precision"] = precision_interval(
+                by_metric["average_precision"] = precision_interval(
                     precision, figures["average_precision"], positives,
                     several=len(patient) > len(np.unique(patient)),
                 )  # fmt: skip
         count = self._confusion.sum(axis=(1, 2))
         if (count > 0).sum() > 1:
-            found["calibration_error"] = error_interval(self._excess, count, weights)
-        return {name: interval for name, interval in found.items() if interval is not None}
+            by_metric["calibration_error"] = error_interval(self._excess, count, weights)
+        return {name: interval for name, interval in by_metric.items() if interval is not None}
 
     def _areas(self, weights: Weights) -> tuple[Values, Values]:
         """Return (R,) areas and average precisions of the positive class, or their means over the classes."""
         numbers = list(self._curves) if self.positive is None else [self.positive]
         if not self._curves:
             return np.full(len(weights), np.nan), np.full(len(weights), np.nan)
-        areas, precisions = (it[:, numbers].mean(axis=1) for it in self.areas(weights))
+        areas, precisions = (values[:, numbers].mean(axis=1) for values in self.areas(weights))
         return areas, precisions
 
     def _of_positive(self, by_class: Values) -> Values:
@@ -286,14 +288,14 @@ def roc_of(
     rates = _rates(positive, ends, np.ones(len(values)))
     low = high = None
     if len(np.unique(patient)) >= FEWEST_PATIENTS:
-        found = []
+        curves = []
         for draw in bootstrap_draws(patients, _RESAMPLES, seed):
             weight = draw[patient]
             if weight[positive].any() and weight[~positive].any():
                 false_rate, true_rate = _rates(positive, ends, weight)
-                found.append(_at(_GRID, false_rate, true_rate))
-        if len(found) > _RESAMPLES // 2:
-            low, high = np.percentile(found, _BAND, axis=0)
+                curves.append(_at(_GRID, false_rate, true_rate))
+        if len(curves) > _RESAMPLES // 2:
+            low, high = np.percentile(curves, _BAND, axis=0)
     return Roc(*rates, _GRID, low, high)
 
 
@@ -306,8 +308,8 @@ def precision_recall_of(
     order = np.argsort(-probability, kind="stable")
     values, positive = probability[order], positive[order]
     ends = np.append(np.flatnonzero(values[1:] != values[:-1]), len(values) - 1)
-    found = np.cumsum(positive)[ends]
-    return found / positive.sum(), found / (ends + 1)
+    true_positives = np.cumsum(positive)[ends]
+    return true_positives / positive.sum(), true_positives / (ends + 1)
 
 
 def _rates(

@@ -63,7 +63,8 @@ class RiskGroup:
     def from_json(cls, value: Mapping[str, Any]) -> RiskGroup:
         """Create a group from JSON, where tuples are lists."""
         fields: dict[str, Any] = {
-            name: tuple(it) if isinstance(it, list) else it for name, it in value.items()
+            name: tuple(entry) if isinstance(entry, list) else entry
+            for name, entry in value.items()
         }
         return cls(**fields)
 

@@ -59,10 +59,10 @@ class SurvivalStatistics(WeightedStatistics):
         rows = weights[:, self._patient]
         inverse = self._inverse_censoring(rows)
         harrell, uno = self._concordance(rows, inverse)
-        found = {"c_index": harrell, "c_index_uno": uno}
-        found["auc"] = self._mean_auc(rows, inverse, self._inside)
-        found["brier"] = self._brier(rows, inverse, self._inside)
-        return found
+        figures = {"c_index": harrell, "c_index_uno": uno}
+        figures["auc"] = self._mean_auc(rows, inverse, self._inside)
+        figures["brier"] = self._brier(rows, inverse, self._inside)
+        return figures
 
     def remarks(self) -> list[str]:
         """Return remarks on the events and times that metrics leave out."""
@@ -109,9 +109,9 @@ class SurvivalStatistics(WeightedStatistics):
             lead = self._risk[block, None] - self._risk[None]
             value = np.where(np.abs(lead) <= _TIE, 0.5, lead > 0) * comparable
             pairs, concordant = rows @ comparable.T, rows @ value.T
-            own, uno = rows[:, block], weight[:, block]
-            sums[0] += (own * concordant).sum(axis=1)
-            sums[1] += (own * pairs).sum(axis=1)
+            harrell, uno = rows[:, block], weight[:, block]
+            sums[0] += (harrell * concordant).sum(axis=1)
+            sums[1] += (harrell * pairs).sum(axis=1)
             sums[2] += (uno * concordant).sum(axis=1)
             sums[3] += (uno * pairs).sum(axis=1)
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -192,8 +192,8 @@ def partial_likelihood(
         count = len(tied)
         if count:
             share = np.arange(count) / count
-            own = hazard[tied].sum()
-            denominators = totals[end - 1] - share * own
+            tied_hazard = hazard[tied].sum()
+            denominators = totals[end - 1] - share * tied_hazard
             loss += float(np.sum(np.log(denominators) + top) - risk[tied].sum())
             common[group] = np.sum(1 / denominators)
             slopes[tied] -= 1 + hazard[tied] * np.sum(share / denominators)
@@ -233,4 +233,6 @@ def time_grid(
 ) -> list[float]:
     """Return up to `count` increasing times between the 10th and 90th percentile of the events."""
     times = time[event == 1]
-    return [float(it) for it in np.unique(np.quantile(times, np.linspace(0.1, 0.9, count)))]
+    return [
+        float(quantile) for quantile in np.unique(np.quantile(times, np.linspace(0.1, 0.9, count)))
+    ]

@@ -99,13 +99,13 @@ def find_tissue(rgb: NDArray[np.uint8], mpp: Mpp, *, requires_glass: bool = True
     size = (smooth.shape[1] // factor, smooth.shape[0] // factor)
     coarse = np.asarray(cv2.resize(smooth, size, interpolation=cv2.INTER_AREA), np.uint8)
     if _is_fluorescence(coarse):
-        found = _fluorescence(smooth, mpp)
+        tissue = _fluorescence(smooth, mpp)
     elif (glass := glass_colour(coarse) if requires_glass else find_glass(coarse)) is None:
         black = larger_than(brightest(smooth) < _BLACK, LARGEST_HOLE, mpp)
-        found = TissueMask(~black, notes=("no glass found: all of it counts as tissue",))
+        tissue = TissueMask(~black, notes=("no glass found: all of it counts as tissue",))
     else:
-        found = _bright_field(smooth, coarse, glass, mpp, Mpp(mpp * factor))
-    return replace(found, pixels=found.pixels[:height, :width].copy())
+        tissue = _bright_field(smooth, coarse, glass, mpp, Mpp(mpp * factor))
+    return replace(tissue, pixels=tissue.pixels[:height, :width].copy())
 
 
 def _bright_field(
@@ -148,13 +148,13 @@ def _bright_field(
     factor = len(smooth) // len(coarse)
     left, top, width, height = cv2.boundingRect(region.view(np.uint8))
     part = np.s_[top : top + height, left : left + width]
-    whole = tuple(slice(it.start * factor, it.stop * factor) for it in part)
+    whole = tuple(slice(span.start * factor, span.stop * factor) for span in part)
     size = (width * factor, height * factor)
     grey = np.asarray(cv2.transform(smooth[whole], np.full((1, 3), 1 / 3)), np.uint8)
     darker = grey < cv2.resize(brightness[part], size)
     inside, outside = (
-        cv2.resize(it[part].view(np.uint8), size, interpolation=cv2.INTER_NEAREST).view(np.bool_)
-        for it in (region, artefacts)
+        cv2.resize(mask[part].view(np.uint8), size, interpolation=cv2.INTER_NEAREST).view(np.bool_)
+        for mask in (region, artefacts)
     )
     outlined = _closed(darker & inside, max(1, round(_GAP / mpp))) & inside
     tissue[whole] = cleaned(outlined, mpp) & ~outside

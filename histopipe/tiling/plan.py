@@ -57,25 +57,27 @@ def choose_level(
         raise ScaleError(
             f"{name} has no mpp", todo="give one with --mpp-csv or --default-mpp, or use --level"
         )
-    wanted = spec.mpp
-    fine = [level for level in levels if mpp * level.downsample <= wanted * (1 + SCALE_TOLERANCE)]
+    target_mpp = spec.mpp
+    fine = [
+        level for level in levels if mpp * level.downsample <= target_mpp * (1 + SCALE_TOLERANCE)
+    ]
     if not fine:
         finest = mpp * levels[0].downsample
         raise ScaleError(
             f"{name} is too coarse",
             found=f"{finest:g} mpp at its finest",
-            expected=f"at most {wanted:g}",
+            expected=f"at most {target_mpp:g}",
             todo=f"leave it out, or use a larger --mpp, such as {finest:.3g} (patches are never enlarged)",
         )
     level = max(fine, key=lambda level: level.downsample)
     level_mpp = mpp * level.downsample
-    reduction = wanted / level_mpp
+    reduction = target_mpp / level_mpp
     if reduction <= 1 + SCALE_TOLERANCE:
         return _unscaled(level, Mpp(level_mpp), spec)
     # The same tolerance applies to whole reductions: a "40×" scan of 0.252 mpp needs no filter, and its tiles can be
     # decoded at half size.
     whole = round(reduction)
-    if same_scale(Mpp(level_mpp * whole), wanted):
+    if same_scale(Mpp(level_mpp * whole), target_mpp):
         reduction = whole
     read_size = round(spec.patch_size * reduction)
     return LevelChoice(
@@ -213,6 +215,6 @@ def covered_squares(
         lower = sums[top + 1, left] * (1 - right_share) + sums[top + 1, left + 1] * right_share
         return np.asarray(upper * (1 - low_share) + lower * low_share)
 
-    found = up_to(x + side, y + side) - up_to(x, y + side) - up_to(x + side, y) + up_to(x, y)
+    areas = up_to(x + side, y + side) - up_to(x, y + side) - up_to(x + side, y) + up_to(x, y)
     # Rounded: the error of the sums depends on tissue elsewhere, and must not decide whether a cell is planned.
-    return np.round(np.clip(found / (side * side), 0, 1), 6).astype(np.float32)
+    return np.round(np.clip(areas / (side * side), 0, 1), 6).astype(np.float32)

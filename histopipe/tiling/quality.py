@@ -60,9 +60,9 @@ def focus_of(grey: NDArray[Any]) -> float:
     return float(laplacian[1:-1, 1:-1].var())  # without the border, where it needs pixels outside
 
 
-def reduction_to(wanted: Mpp, mpp: float | None, side: int) -> int:
+def reduction_to(target_mpp: Mpp, mpp: float | None, side: int) -> int:
     """Return the whole number by which to reduce an image to about the wanted scale; 1 if its scale is unknown.
 
     The reduced image keeps a side of at least four pixels.
     """
-    return 1 if mpp is None else max(1, min(round(wanted / mpp), side // 4))
+    return 1 if mpp is None else max(1, min(round(target_mpp / mpp), side // 4))

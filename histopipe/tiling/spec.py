@@ -119,8 +119,8 @@ def spec_from_json(value: Mapping[str, Any], **changes: Any) -> TilingSpec:
     """
     left_out = {"grid", "roi", "exclude", "tissue_model", "tissue_fallback"}
     names = {field.name for field in dataclasses.fields(TilingSpec)} - left_out
-    given = {**value, "tissue": recorded_tissue(value), **changes}
-    return TilingSpec(**{k: _listed(v) for k, v in given.items() if k in names})
+    values = {**value, "tissue": recorded_tissue(value), **changes}
+    return TilingSpec(**{k: _listed(v) for k, v in values.items() if k in names})
 
 
 def spec_of_store(value: Mapping[str, Any]) -> TilingSpec:
@@ -130,8 +130,8 @@ def spec_of_store(value: Mapping[str, Any]) -> TilingSpec:
         SpecMismatch: this version of histopipe creates other patches, or another tool has chosen them.
     """
     names = {field.name for field in dataclasses.fields(TilingSpec)} - {"grid"}
-    given = {**value, "tissue": recorded_tissue(value)}
-    spec = TilingSpec(**{name: _listed(given[name]) for name in names & value.keys()})
+    values = {**value, "tissue": recorded_tissue(value)}
+    spec = TilingSpec(**{name: _listed(values[name]) for name in names & value.keys()})
     if spec.tissue in ("masks", "model") or spec.exclude:
         raise SpecMismatch(
             "the patches of the store cannot be reproduced without its tissue masks",
@@ -161,8 +161,8 @@ def resolved_tissue(asked: str, recorded: Mapping[str, Any] | None) -> str:
     """
     if asked != "otsu":
         return asked
-    known = NEWEST if recorded is None else str(recorded_tissue(recorded))
-    return known if known in FINDERS else NEWEST
+    algorithm = NEWEST if recorded is None else str(recorded_tissue(recorded))
+    return algorithm if algorithm in FINDERS else NEWEST
 
 
 def _listed(value: Any) -> Any:
@@ -182,17 +182,17 @@ def magnification_to_mpp(magnification: float) -> Mpp:
 
 
 def differences(
-    found: Mapping[str, Any],
-    wanted: Mapping[str, Any],
+    first: Mapping[str, Any],
+    second: Mapping[str, Any],
     places: tuple[str, str] = ("in the store", "asked for"),
 ) -> list[str]:
     """Return the differences of two specs, each as a text: `mpp: 0.5 in the store, 0.25 asked for`."""
-    found, wanted = ({"edge": "drop", **spec} for spec in (found, wanted))
-    keys = sorted(found.keys() | wanted.keys())
+    first, second = ({"edge": "drop", **spec} for spec in (first, second))
+    keys = sorted(first.keys() | second.keys())
     return [
-        f"{key}: {found.get(key)} {places[0]}, {wanted.get(key)} {places[1]}"
+        f"{key}: {first.get(key)} {places[0]}, {second.get(key)} {places[1]}"
         for key in keys
-        if found.get(key) != wanted.get(key)
+        if first.get(key) != second.get(key)
     ]
 
 

@@ -59,17 +59,17 @@ def patch_values(model: BagModel, patches: Patches) -> PatchValues:
 def _together(
     model: BagModel, weights: Sequence[tf.Tensor], patches: Patches, kernel: NDArray[np.float64]
 ) -> PatchValues:
-    found = model.together(weights, patches, None)
-    shares = np.asarray(found.shares[0], np.float64)
-    values = np.asarray(found.values[0], np.float64)
+    pooled = model.together(weights, patches, None)
+    shares = np.asarray(pooled.shares[0], np.float64)
+    values = np.asarray(pooled.values[0], np.float64)
     if model.pooling != "dsmil":
         return PatchValues(shares[:, 0], shares * (values @ kernel[: values.shape[1]]))
     # The rows of the kernel are those of the first output's features, then those of the second, and so on.
-    width, scores = values.shape[1], np.asarray(found.scores[0], np.float64)
+    width, scores = values.shape[1], np.asarray(pooled.scores[0], np.float64)
     parts = np.zeros((len(values), model.outputs))
     for number in range(model.outputs):
-        own = kernel[number * width : (number + 1) * width]
-        parts += shares[:, number, None] * (values @ own)
+        output_kernel = kernel[number * width : (number + 1) * width]
+        parts += shares[:, number, None] * (values @ output_kernel)
         best = scores[:, number].argmax()
         parts[best, number] += scores[best, number]
     return PatchValues(shares.mean(axis=1), parts / 2)
@@ -81,10 +81,10 @@ def write_attention(
     """Write the table of patch values of each bag. `names` are of the predictions."""
     for bag in bags:
         try:
-            found = patch_values(model, _read_patches(bag, model))
+            values = patch_values(model, _read_patches(bag, model))
             write_patch_table(
-                folder / run_folder.ATTENTION, bag, names, found.attention,
-                objective.contributions(found.parts),
+                folder / run_folder.ATTENTION, bag, names, values.attention,
+                objective.contributions(values.parts),
             )  # fmt: skip
         except DamagedStore as error:  # training skipped this bag, too
             message(f"cannot write attention of {bag.id}: {error}")

@@ -76,9 +76,9 @@ def build_backbone(model: str, *, patch_size: int, weights: str, training: bool)
         UsageError: there is no such model, its weights are missing or do not fit, or patches are too small.
     """
     preset = named_preset(model)
-    own = own_file(model)
-    if own is not None:
-        return _own(model, own, preset, patch_size, weights, training=training)
+    path = own_file(model)
+    if path is not None:
+        return _own(model, path, preset, patch_size, weights, training=training)
     if preset is not None:
         return _preset(preset, weights, training=training)
     if model == SMALL_CNN:
@@ -150,9 +150,9 @@ def _own(
     except Exception as error:  # the user's code may raise anything
         if is_out_of_memory(error):
             raise
-        found = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
-        raise UsageError(f"--model {model} cannot be used", found=found) from error
-    fits = all(isinstance(it, tuple) and None in it[:1] for it in shapes) and (
+        failure = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+        raise UsageError(f"--model {model} cannot be used", found=failure) from error
+    fits = all(isinstance(shape, tuple) and None in shape[:1] for shape in shapes) and (
         (len(shapes[0]), len(shapes[1])) == (4, 2)
         and shapes[0][-1] == 3
         and type(shapes[1][1]) is int
@@ -213,7 +213,7 @@ def _saved_model(path: Path, preset: Preset, *, training: bool) -> Backbone:
     size = preset.preprocessing.size
     image = keras.Input((size, size, 3), name="pixels")
     try:
-        found = keras.layers.TFSMLayer(str(path), call_endpoint=_ENDPOINT)(image)
+        features = keras.layers.TFSMLayer(str(path), call_endpoint=_ENDPOINT)(image)
     except Exception as error:  # TensorFlow raises errors of many classes
         if is_out_of_memory(error):
             raise
@@ -221,13 +221,13 @@ def _saved_model(path: Path, preset: Preset, *, training: bool) -> Backbone:
             f"{path} cannot be used", found=str(error).splitlines()[0][:200],
             expected=f"a SavedModel with the signature {_ENDPOINT}, from (patches, {size}, {size}, 3) to features",
         ) from error  # fmt: skip
-    outputs = list(found.values()) if isinstance(found, dict) else [found]
+    outputs = list(features.values()) if isinstance(features, dict) else [features]
     if len(outputs) != 1:
         raise UsageError(
-            f"{path}: outputs", found=", ".join(found), expected="one output, the features"
+            f"{path}: outputs", found=", ".join(features), expected="one output, the features"
         )
-    files = sorted(it for it in path.rglob("*") if it.is_file())
-    digests = {str(it.relative_to(path)): _sha256(it) for it in files}
+    files = sorted(file for file in path.rglob("*") if file.is_file())
+    digests = {str(file.relative_to(path)): _sha256(file) for file in files}
     return _prepared(
         keras.Model(image, outputs[0]), preset, {"file": path.name, "file_sha256": digests}
     )
@@ -281,19 +281,19 @@ def _application(model: str, patch_size: int, weights: str, *, training: bool) -
 
 def _find_application(model: str, *, training: bool) -> Callable[..., keras.Model]:
     plain = {n.lower(): n for n in dir(keras.applications) if n[0].isupper()}
-    found = plain.get(model.lower().replace("-", "").replace("_", ""))
-    if found is None:
-        others = (
+    name = plain.get(model.lower().replace("-", "").replace("_", ""))
+    if name is None:
+        alternatives = (
             [*SCALES, SMALL_CNN]
             if training
             else [*SCALES, SMALL_CNN, "a run's folder", "an ONNX file", "a SavedModel folder"]
         )
-        others += ["a .keras file", "module.py:function", *preset_names()]
+        alternatives += ["a .keras file", "module.py:function", *preset_names()]
         raise UsageError(
             f"--model {model}", found="no such model",
-            expected=", ".join([*others, *sorted(plain.values())]),
+            expected=", ".join([*alternatives, *sorted(plain.values())]),
         )  # fmt: skip
-    build: Callable[..., keras.Model] = getattr(keras.applications, found)
+    build: Callable[..., keras.Model] = getattr(keras.applications, name)
     return build
 
 
@@ -317,7 +317,8 @@ def _preprocessed(image: keras.KerasTensor, preprocess: Callable[[Any], Any]) ->
 
 def _facts(settings: Preprocessing) -> dict[str, Any]:
     return {
-        name: list(it) if isinstance(it, tuple) else it for name, it in asdict(settings).items()
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in asdict(settings).items()
     }
 
 

@@ -118,8 +118,8 @@ class BagModel:
         self.serving = self.training = keras.Model(plain, outputs, name=f"mil_{self.pooling}")
         if self.pooling == "clam":
             self._instances = layers.Dense(2 * self.outputs, dtype=last, name="instances")
-            more = {**outputs, "instances": self._instances(hidden)}
-            self.training = keras.Model(plain, more, name="training")
+            training_outputs = {**outputs, "instances": self._instances(hidden)}
+            self.training = keras.Model(plain, training_outputs, name="training")
 
     def _pool(self, hidden: Any, positions: Any, last: Any) -> tuple[Any, dict[str, Any]]:
         """Return symbolic pooled features, and {"attention": …} if the pooling has one."""
@@ -134,8 +134,8 @@ class BagModel:
                 if self.pooling == "dsmil"
                 else InducedAttention(_HIDDEN, last)
             )
-            found = self._joint(hidden, positions)
-            return found.pooled, {"attention": keras.ops.mean(found.shares, axis=-1)}
+            joint = self._joint(hidden, positions)
+            return joint.pooled, {"attention": keras.ops.mean(joint.shares, axis=-1)}
         self._tanh = layers.Dense(_ATTENTION, activation="tanh", name="attention_tanh")
         self._gate = None
         inner = self._tanh(hidden)

@@ -47,15 +47,15 @@ def pool(
     ) -> Any:
         hidden, scores = model.patches(weights, piece, rows, seed)
         top = tf.maximum(highest, tf.reduce_max(scores))
-        before, own = tf.exp(highest - top), tf.exp(scores - top)
-        value = value * before + tf.linalg.matvec(hidden, own, transpose_a=True)
-        return top, total * before + tf.reduce_sum(own), value
+        before, piece_weights = tf.exp(highest - top), tf.exp(scores - top)
+        value = value * before + tf.linalg.matvec(hidden, piece_weights, transpose_a=True)
+        return top, total * before + tf.reduce_sum(piece_weights), value
 
     def maximum(piece: tf.Tensor, rows: tf.Tensor, value: Any, best: Any) -> Any:
         hidden, _ = model.patches(weights, piece, rows, seed)
-        found = tf.reduce_max(hidden, axis=0)
+        highest = tf.reduce_max(hidden, axis=0)
         at = tf.gather(rows, tf.argmax(hidden, axis=0))
-        return tf.maximum(value, found), tf.where(found > value, at, best)
+        return tf.maximum(value, highest), tf.where(highest > value, at, best)
 
     no_rows = tf.zeros(width, tf.int64)
     if model.pooling in JOINT:
@@ -124,9 +124,9 @@ def instance_gradients(  # noqa: PLR0917 - a pure function: all inputs are argum
     least are negative. The choice of the patches has no gradient. A bag of one patch has no such loss.
     """
 
-    def add_scores(piece: tf.Tensor, rows: tf.Tensor, found: Any) -> Any:
+    def add_scores(piece: tf.Tensor, rows: tf.Tensor, all_scores: Any) -> Any:
         _, scores = model.patches(weights, piece, rows, seed)
-        return (tf.tensor_scatter_nd_update(found, rows[:, None], scores),)
+        return (tf.tensor_scatter_nd_update(all_scores, rows[:, None], scores),)
 
     count = tf.shape(patches.features)[0]
     (scores,) = _in_pieces(
@@ -150,10 +150,10 @@ def instance_gradients(  # noqa: PLR0917 - a pure function: all inputs are argum
 def _gradients(
     tape: tf.GradientTape, loss: tf.Tensor, weights: Sequence[tf.Tensor]
 ) -> list[tf.Tensor]:
-    found: list[tf.Tensor] = tape.gradient(
+    gradients: list[tf.Tensor] = tape.gradient(
         loss, list(weights), unconnected_gradients=tf.UnconnectedGradients.ZERO
     )
-    return found
+    return gradients
 
 
 def _in_pieces(
@@ -168,7 +168,7 @@ def _in_pieces(
         return (stop, *step(features[start:stop], tf.range(start, stop), *state))
 
     begin = tf.zeros((), tf.int64)
-    found = tf.while_loop(
+    loop_state = tf.while_loop(
         lambda start, *_: start < count, body, (begin, *state), parallel_iterations=1
     )
-    return tuple(found[1:])
+    return tuple(loop_state[1:])

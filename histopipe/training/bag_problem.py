@@ -56,8 +56,8 @@ class BagProblem(Problem):
         self.holders, self.level = f"{config.bag}s", config.bag
         self.facts = {"encoders": [read_encoder(folder) for folder in bags.folders]}
         if config.pooling == "transformer":
-            for own in bags.bags.values():
-                read_positions(own)  # raises now, and not after an epoch
+            for bag in bags.bags.values():
+                read_positions(bag)  # raises now, and not after an epoch
         self._covariates: Covariates | None = None
         if splits.covariates:
             rows = [slide.covariates for slide in splits.slides if len(slide.on("train"))]
@@ -76,12 +76,12 @@ class BagProblem(Problem):
 
     @property
     def _by_slide(self) -> dict[str, SlideValues]:
-        found = super()._by_slide
+        fields = super()._by_slide
         if self._covariates is not None:
             encode, slides = self._covariates.encode, self.splits.slides
             values = {(slide.store, slide.slide): encode(slide.covariates) for slide in slides}
-            found["covariates"] = SlideValues(values)
-        return found
+            fields["covariates"] = SlideValues(values)
+        return fields
 
     def baseline(self) -> dict[Side, Predictions]:
         """Return the predictions of a model of the covariates alone; empty without covariates."""
@@ -140,7 +140,7 @@ class BagProblem(Problem):
 
     def write_more(self, folder: Path, step: TrainStep, evaluated: Sequence[SampleOutputs]) -> None:
         """Write attention and contributions of each patch of the evaluated bags."""
-        numbers = [n for found in evaluated for n in unpack_keys(found.key)[1].tolist()]
+        numbers = [n for outputs in evaluated for n in unpack_keys(outputs.key)[1].tolist()]
         bags = [self._bags.bags[number] for number in numbers]
         names = self.splits.task.names
         write_attention(folder, bags, cast(BagModel, step.model), self.objective, names)

@@ -66,16 +66,16 @@ class BagTrainStep(TrainStep):
         last = values_of(model.last_weights)
         logits = model.logits(last, pooled.value, bag.get("covariates"))
         columns = (logits, bag["target"], bag["weight"][:, None])
-        return tf.concat([tf.cast(it, tf.float32) for it in columns], axis=1)
+        return tf.concat([tf.cast(column, tf.float32) for column in columns], axis=1)
 
     def _joint_replica(self, parts: list[tf.Tensor]) -> tf.Tensor:
         """Return loss and slope of each bag of this replica, (rows, 2), from those of all replicas."""
         context = tf.distribute.get_replica_context()
-        own = tf.concat(parts, axis=0)
-        together = context.all_gather(own, axis=0)
-        found = tf.numpy_function(self.settings.objective.slopes, [together], tf.float32)
-        begin = tf.cast(context.replica_id_in_sync_group, tf.int32) * tf.shape(own)[0]
-        return tf.ensure_shape(found, (None, 2))[begin : begin + tf.shape(own)[0]]
+        local_rows = tf.concat(parts, axis=0)
+        together = context.all_gather(local_rows, axis=0)
+        slopes = tf.numpy_function(self.settings.objective.slopes, [together], tf.float32)
+        begin = tf.cast(context.replica_id_in_sync_group, tf.int32) * tf.shape(local_rows)[0]
+        return tf.ensure_shape(slopes, (None, 2))[begin : begin + tf.shape(local_rows)[0]]
 
     def whole(self, rows: int) -> int:
         """Return the number of patches of a bag that are computed at once if memory suffices."""
@@ -98,8 +98,8 @@ class BagTrainStep(TrainStep):
         model, objective = self.model, self.settings.objective
         patches, bag = self._bag(part, number)
         seed = sample_seeds(bag["key"], epoch_number)[0]
-        own, last = values_of(model.patch_weights), values_of(model.last_weights)
-        pooled = pool(model, own, patches, size, seed)
+        patch_weights, last = values_of(model.patch_weights), values_of(model.last_weights)
+        pooled = pool(model, patch_weights, patches, size, seed)
         with tf.GradientTape() as tape:
             tape.watch([pooled.value, *last])
             logits = model.logits(last, pooled.value, bag.get("covariates"))
@@ -116,14 +116,16 @@ class BagTrainStep(TrainStep):
             share = BAG_SHARE if model.pooling == "clam" else 1.0
             loss = share * tf.reduce_sum(losses * factor)
         outer, *of_last = tape.gradient(loss, [pooled.value, *last])
-        of_patches = patch_gradients(model, own, patches, size, seed, pooled, outer)
+        of_patches = patch_gradients(model, patch_weights, patches, size, seed, pooled, outer)
         if model.pooling == "clam":
             slope = (1 - BAG_SHARE) * factor[0]
-            more = instance_gradients(model, own, patches, size, seed, bag["label"][0], slope)
-            of_patches = [a + b for a, b in zip(of_patches, more, strict=True)]
+            of_instances = instance_gradients(
+                model, patch_weights, patches, size, seed, bag["label"][0], slope
+            )
+            of_patches = [a + b for a, b in zip(of_patches, of_instances, strict=True)]
         weights = [*model.patch_weights, *model.last_weights]
-        found = dict(zip(map(id, weights), [*of_patches, *of_last], strict=True))
-        gradients = [found[id(weight)] for weight in model.training.trainable_variables]
+        by_id = dict(zip(map(id, weights), [*of_patches, *of_last], strict=True))
+        gradients = [by_id[id(weight)] for weight in model.training.trainable_variables]
         total = tf.cast(divisor[0], gradients[0].dtype)
         if so_far is not None:
             sums, _, divisors = so_far

@@ -184,5 +184,5 @@ def _smallest_good(rates: dict[int, float]) -> int:
 
 
 def _available_memory() -> int:
-    found = re.search(r"^MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
-    return int(found[1]) << 10 if found else 0
+    match = re.search(r"^MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    return int(match[1]) << 10 if match else 0

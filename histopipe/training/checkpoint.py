@@ -121,11 +121,11 @@ def load_state(folder: Path, variables: Sequence[Any]) -> tuple[TrainState, str 
         except (OSError, ValueError, KeyError, TypeError) as error:
             problems.append(f"{name}: {error}")
             continue
-        shapes, wanted = [a.shape for a in arrays], [tuple(v.shape) for v in variables]
-        if shapes != wanted:
+        shapes, model_shapes = [a.shape for a in arrays], [tuple(v.shape) for v in variables]
+        if shapes != model_shapes:
             raise DamagedStore(
                 f"{path} belongs to another model", found=f"{len(shapes)} variables",
-                expected=f"{len(wanted)} with the shapes of this model",
+                expected=f"{len(model_shapes)} with the shapes of this model",
             )  # fmt: skip
         for variable, array in zip(variables, arrays, strict=True):
             variable.assign(array)

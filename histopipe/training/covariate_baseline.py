@@ -28,7 +28,7 @@ def baseline_scores(
     if isinstance(objective, CoxObjective | DiscreteSurvival):
         # Cox' regression is fitted, and the objective of the slide model keeps its own baseline.
         objective = CoxObjective.of(splits.targets_on("train"))
-    slides = {side: [it for it in splits.slides if len(it.on(side))] for side in SIDES}
+    slides = {side: [slide for slide in splits.slides if len(slide.on(side))] for side in SIDES}
     kernel, bias = baseline_weights(splits, covariates, objective)
     logits = {
         side: _inputs(of_side, covariates) @ kernel + bias for side, of_side in slides.items()

@@ -74,16 +74,16 @@ def _cpus(count: int) -> list[str]:
     return [f"/CPU:{number}" for number in range(count)]
 
 
-def _gpus(gpus: list[tf.config.PhysicalDevice], wanted: str | None) -> list[str]:
+def _gpus(gpus: list[tf.config.PhysicalDevice], requested: str | None) -> list[str]:
     if not gpus:
         raise UsageError(
             "--devices gpu", found="no GPU that TensorFlow can use",
             todo="install the extra [gpu] and check `nvidia-smi`, or use --devices cpu",
         )  # fmt: skip
-    numbers = [int(n) for n in wanted.split(",")] if wanted else list(range(len(gpus)))
+    numbers = [int(n) for n in requested.split(",")] if requested else list(range(len(gpus)))
     if max(numbers) >= len(gpus) or len(set(numbers)) < len(numbers):
         raise UsageError(
-            f"--devices gpu:{wanted}", found=f"{len(gpus)} GPUs, 0 to {len(gpus) - 1}",
+            f"--devices gpu:{requested}", found=f"{len(gpus)} GPUs, 0 to {len(gpus) - 1}",
             expected="numbers in this range, each once",
         )  # fmt: skip
     chosen = [gpus[number] for number in numbers]
@@ -137,9 +137,9 @@ def gathered(
     """Return the arrays of all workers, (S, N, F) with any N, joined along axis 1. All workers must call it."""
     if cluster.alone:
         return values
-    own = cluster.own_part(strategy.num_replicas_in_sync)
-    parts = [values, *[values[:, :0]] * (len(own) - 1)]
-    each = one_per_replica(strategy, [tf.constant(part) for part in parts], own[0])
+    replicas = cluster.own_part(strategy.num_replicas_in_sync)
+    parts = [values, *[values[:, :0]] * (len(replicas) - 1)]
+    each = one_per_replica(strategy, [tf.constant(part) for part in parts], replicas[0])
     return np.asarray(strategy.gather(each, axis=1))
 
 
@@ -163,8 +163,8 @@ def check_same(cluster: Cluster, strategy: tf.distribute.Strategy, numbers: Sequ
     all_numbers = gathered(cluster, strategy, np.asarray([[numbers]], np.float32))[0]
     differing = [
         f"worker {index} ({cluster.workers[index]})"
-        for index, found in enumerate(all_numbers)
-        if not np.array_equal(found, all_numbers[0])
+        for index, worker_numbers in enumerate(all_numbers)
+        if not np.array_equal(worker_numbers, all_numbers[0])
     ]
     if differing:
         raise UsageError(

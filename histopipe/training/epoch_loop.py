@@ -158,13 +158,13 @@ class EpochLoop:
         self._run(batches, 0, step, title, results)
         return predictions(batches, 0, self.gathered(results))
 
-    def checked(self, title: str, found: SampleOutputs | None) -> SampleOutputs:
+    def checked(self, title: str, outputs: SampleOutputs | None) -> SampleOutputs:
         """Return predictions, or raise a DamagedStore if there are none."""
-        if found is None:
+        if outputs is None:
             reason = next(iter(self.skipped.values()), None)
             todo = "ingest the slides again"
             raise DamagedStore(f"{title}: every patch is damaged", found=reason, todo=todo)
-        return found
+        return outputs
 
     def gathered(self, results: StepResults) -> NDArray[np.float32]:
         """Return the results of all workers, (S, B, C + 2) float32. All workers must call it."""

@@ -52,28 +52,30 @@ def set_trainable(core: keras.Model, trainable: str) -> bool:
 def changing_state(model: keras.Model) -> list[keras.Variable]:
     """Return the variables that training changes without gradients: batch statistics and the states of seeds."""
     frozen = {id(weight) for weight in frozen_weights(model)}
-    return [it for it in model.non_trainable_variables if id(it) not in frozen]
+    return [weight for weight in model.non_trainable_variables if id(weight) not in frozen]
 
 
 def frozen_weights(model: keras.Model) -> list[keras.Variable]:
     """Return the weights that training does not change, including the batch statistics of frozen layers."""
-    found = []
+    frozen = []
     for layer in model._flatten_layers():
         if not isinstance(layer, keras.Model):
-            own = [
+            layer_weights = [
                 *layer._trainable_variables,
                 *(() if layer.trainable else layer._non_trainable_variables),
             ]
-            found += [it for it in own if not (layer.trainable and it.trainable)]
-    return found
+            frozen += [
+                weight for weight in layer_weights if not (layer.trainable and weight.trainable)
+            ]
+    return frozen
 
 
 def digest(weights: Iterable[keras.Variable]) -> str:
     """Return the SHA-256 of weights, read one at a time."""
-    found = hashlib.sha256()
+    checksum = hashlib.sha256()
     for weight in weights:
-        found.update(np.ascontiguousarray(weight.value).tobytes())
-    return found.hexdigest()
+        checksum.update(np.ascontiguousarray(weight.value).tobytes())
+    return checksum.hexdigest()
 
 
 def check_weights(variables: Iterable[keras.Variable], where: str, todo: str) -> None:
@@ -138,8 +140,8 @@ def _leaves(model: keras.Model) -> Iterator[keras.layers.Layer]:
 
 
 def _add_lora(core: keras.Model, trainable: str, rank: int) -> None:
-    layers = [it for it in _leaves(core) if it.name.rpartition("_")[2] in _LORA_LAYERS]
-    if not layers or not all(isinstance(it, keras.layers.Dense) for it in layers):
+    layers = [layer for layer in _leaves(core) if layer.name.rpartition("_")[2] in _LORA_LAYERS]
+    if not layers or not all(isinstance(layer, keras.layers.Dense) for layer in layers):
         raise UsageError(
             f"--trainable {trainable}", found=f"no attention layers in {core.name}",
             expected="a Vision Transformer of a preset", todo="use head or last:N",

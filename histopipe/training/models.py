@@ -43,10 +43,10 @@ class PatchModel:
         layers = self.training._flatten_layers()
         return [layer for layer in layers if isinstance(layer, keras.layers.BatchNormalization)]
 
-    def synchronize(self, wanted: bool) -> None:
+    def synchronize(self, synchronized: bool) -> None:
         """Compute batch statistics over all replicas, or per replica."""
         for layer in self.batch_norms:
-            layer.synchronized = wanted
+            layer.synchronized = synchronized
 
     def save(self, path: Path) -> None:
         """Save the serving model, for any backend of Keras: only TensorFlow has batch statistics over replicas."""

@@ -152,11 +152,11 @@ class MultilabelObjective(Objective):
         So a missing label does not change the weight of the others.
         """
         target = tf.cast(part["target"], logits.dtype)
-        known = tf.math.is_finite(target)
-        truth = tf.where(known, target, 0.0)
+        finite = tf.math.is_finite(target)
+        truth = tf.where(finite, target, 0.0)
         each = tf.nn.sigmoid_cross_entropy_with_logits(truth, logits)
         weight = 1 + truth * tf.constant(self._positive - 1, logits.dtype)
-        return tf.reduce_sum(tf.where(known, each * weight, 0.0), axis=-1) / self.outputs
+        return tf.reduce_sum(tf.where(finite, each * weight, 0.0), axis=-1) / self.outputs
 
     def activate(self, logits: tf.Tensor) -> tf.Tensor:
         """Return a probability per label."""
@@ -199,14 +199,16 @@ class RegressionObjective(Objective):
 
     def losses(self, part: Part, logits: tf.Tensor, smoothing: float = 0.0) -> tf.Tensor:
         """Return the sum over the known columns, divided by the number of all columns."""
-        mean, scale = (tf.constant(it, logits.dtype) for it in (self._mean, self._scale))
+        mean, scale = (
+            tf.constant(statistic, logits.dtype) for statistic in (self._mean, self._scale)
+        )
         target = (tf.cast(part["target"], logits.dtype) - mean) / scale
-        known = tf.math.is_finite(target)
-        error = tf.abs(logits - tf.where(known, target, 0.0))
+        finite = tf.math.is_finite(target)
+        error = tf.abs(logits - tf.where(finite, target, 0.0))
         each = error**2 / 2
         if self._loss == "huber":
             each = tf.where(error <= 1, each, error - 0.5)
-        return tf.reduce_sum(tf.where(known, each, 0.0), axis=-1) / self.outputs
+        return tf.reduce_sum(tf.where(finite, each, 0.0), axis=-1) / self.outputs
 
     def activate(self, logits: tf.Tensor) -> tf.Tensor:
         """Return values in the units of the targets."""

@@ -33,7 +33,9 @@ def make_objective(
     if task == "multilabel":
         weights = np.ones(targets.shape[1])
         if draws is not None:
-            ones, zeros = (np.nansum(draws[:, None] * (targets == it), axis=0) for it in (1, 0))
+            ones, zeros = (
+                np.nansum(draws[:, None] * (targets == value), axis=0) for value in (1, 0)
+            )
             np.divide(zeros, ones, out=weights, where=(ones > 0) & (zeros > 0))
         return MultilabelObjective(weights)
     if task == "regression":

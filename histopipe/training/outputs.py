@@ -151,11 +151,11 @@ def located_rows(
         if level == "patch":
             index = source.index(place[1])
             corners[here] = np.stack([index["x_l0"][rows[here]], index["y_l0"][rows[here]]], axis=1)
-    found = {
+    columns = {
         "slides": tuple(slide_names), "patients": tuple(patient_names), "slide": slide,
         "patient": patient, "x_l0": corners[:, 0], "y_l0": corners[:, 1],
     }  # fmt: skip
-    return found, order
+    return columns, order
 
 
 _TENSORBOARD = "tensorboard"
@@ -213,6 +213,6 @@ def _environment() -> dict[str, object]:
         "numpy": np.__version__,
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
         "cores": len(os.sched_getaffinity(0)),
-        "gpus": [str(it.get("device_name", "unknown")) for it in details],
+        "gpus": [str(detail.get("device_name", "unknown")) for detail in details],
         "cuda": str(build.get("cuda_version", "none")) if gpus else "none used",
     }

@@ -123,18 +123,18 @@ class Problem:
 
     def damaged(self, keys: Sequence[int]) -> dict[str, Counter[Side]]:
         """Return the number of damaged patches of each slide by side, from the keys of damaged samples."""
-        found: dict[str, Counter[Side]] = defaultdict(Counter)
-        in_split = {(it.store, it.slide): it for it in self.splits.slides}
-        places = (it.tolist() for it in unpack_keys(np.array(keys, np.int64)))
+        counts: dict[str, Counter[Side]] = defaultdict(Counter)
+        in_split = {(slide.store, slide.slide): slide for slide in self.splits.slides}
+        places = (column.tolist() for column in unpack_keys(np.array(keys, np.int64)))
         for store, number, row in zip(*places, strict=True):
             slide = in_split[store, number]
             for name, patches in self._patches_of(slide).items():
-                found[name][SIDES[slide.sides[row]]] += patches
-        return found
+                counts[name][SIDES[slide.sides[row]]] += patches
+        return counts
 
     def _patches_of(self, slide: SlideSplit) -> dict[str, int]:
         """Return the number of patches of a sample, by slide."""
-        once = sum(it.id == slide.id for it in self.splits.slides) == 1
+        once = sum(other.id == slide.id for other in self.splits.slides) == 1
         return {slide.id if once else f"{slide.id}@{self.splits.uuids[slide.store][:8]}": 1}
 
     @property
@@ -152,7 +152,11 @@ class Problem:
         if self.splits.task.of_classes:
             return {}
         slides = self.splits.slides
-        return {"target": SlideValues({(it.store, it.slide): it.target or () for it in slides})}
+        return {
+            "target": SlideValues(
+                {(slide.store, slide.slide): slide.target or () for slide in slides}
+            )
+        }
 
     def baseline(self) -> dict[Side, Predictions]:
         """Return the predictions of a model of the covariates alone; empty without covariates."""
@@ -198,12 +202,12 @@ class Problem:
             step.settings, class_weight=self.class_weights(drawn=False), row_mean=False
         )
 
-    def _step_settings(self, **more: Any) -> StepSettings:
+    def _step_settings(self, **settings: Any) -> StepSettings:
         config = self._settings
         return StepSettings(
             batch_size=config.batch_size, objective=self.objective, class_weight=self.class_weights(),
             label_smoothing=config.label_smoothing, clip_norm=config.clip_norm,
-            scale_loss=config.precision == "mixed_float16", **more,
+            scale_loss=config.precision == "mixed_float16", **settings,
         )  # fmt: skip
 
 

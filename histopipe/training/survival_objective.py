@@ -117,9 +117,9 @@ class DiscreteSurvival(Objective):
         time, event = targets.T
         inner = np.quantile(time[event == 1], np.linspace(0, 1, _INTERVALS + 1)[1:-1])
         last = max(time.max(), inner[-1] * (1 + 1e-6))
-        found = cls(time_grid(time, event), np.unique([0.0, *inner, last]).tolist())
-        found.bias = found._initial_bias(time, event)
-        return found
+        objective = cls(time_grid(time, event), np.unique([0.0, *inner, last]).tolist())
+        objective.bias = objective._initial_bias(time, event)
+        return objective
 
     def _initial_bias(
         self, time: NDArray[np.float64], event: NDArray[np.float64]
@@ -135,7 +135,9 @@ class DiscreteSurvival(Objective):
 
     def losses(self, part: Part, logits: tf.Tensor, smoothing: float = 0.0) -> tf.Tensor:
         """Return the negative log likelihood."""
-        begin, end = (tf.constant(it, logits.dtype) for it in (self._edges[:-1], self._edges[1:]))
+        begin, end = (
+            tf.constant(edges, logits.dtype) for edges in (self._edges[:-1], self._edges[1:])
+        )
         target = tf.cast(part["target"], logits.dtype)
         time, happened = target[:, :1], target[:, 1:] == 1
         until = tf.where(happened, end, (begin + end) / 2)

@@ -52,8 +52,8 @@ def train_here(
             report = one_at_a_time(report)
             stack.enter_context(use_progress(ReportedProgress(report)))
         recorded = folder / run_folder.SPLITS
-        given = recorded if resume else config.splits
-        sources = stack.enter_context(opened_sources(config, given))
+        splits_path = recorded if resume else config.splits
+        sources = stack.enter_context(opened_sources(config, splits_path))
         splits = read_splits(recorded, sources) if resume else new_splits(config, sources)
         problem = make_problem(config, sources, splits)
         if cluster.chief:
@@ -62,7 +62,9 @@ def train_here(
         stack.enter_context(_explained(cluster, folder))
         recorded_slides = folder / run_folder.SLIDES
         problem.participants = read_participants(recorded_slides) if resume else []
-        if any(it.damaged for it in problem.participants):  # of a run that has finished before
+        if any(
+            participant.damaged for participant in problem.participants
+        ):  # of a run that has finished before
             problem.participants = []
         problem.participants = problem.participants or find_participants(config, sources, splits)
         trainer = Trainer(

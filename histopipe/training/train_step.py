@@ -175,11 +175,11 @@ class TrainStep:
         else:
             sums, state, divisors = so_far
         values = values_of(model.trainable_variables)
-        others = values_of(model.non_trainable_variables)
+        non_trainable = values_of(model.non_trainable_variables)
         scale = 1.0 if self._scale is None else self._scale.value
         truth = {name: part[name] for name in ("label", "target") if name in part}
         gradients, state, outputs, losses = self._differentiated(
-            values, state, others, images, seeds, truth, weight, scale
+            values, state, non_trainable, images, seeds, truth, weight, scale
         )
         total = tf.reduce_sum(tf.cast(self._divisor(part), gradients[0].dtype))
         if so_far is not None:
@@ -191,7 +191,7 @@ class TrainStep:
         self,
         values: list[tf.Tensor],
         state: list[tf.Tensor],
-        others: list[tf.Tensor],
+        non_trainable: list[tf.Tensor],
         images: tf.Tensor,
         seeds: tf.Tensor,
         truth: dict[str, tf.Tensor],
@@ -200,21 +200,23 @@ class TrainStep:
     ) -> tuple[list[tf.Tensor], list[tf.Tensor], tf.Tensor, tf.Tensor]:
         """Return gradients of the weighted sum of losses, the new state, (B, C) outputs and (B,) losses.
 
-        `others` are all variables without a gradient. Those of `state` replace them; the rest is frozen, and not part of
+        `non_trainable` are all variables without a gradient. Those of `state` replace them; the rest is frozen, and not part of
         the result: a copy of each would need as much memory as the network.
         """
         model = self.model.training
         places = {
             id(variable): place for place, variable in enumerate(model.non_trainable_variables)
         }
-        own = [places[id(variable)] for variable in self._state]
-        others = list(others)
-        for place, value in zip(own, state, strict=True):
-            others[place] = value
+        state_places = [places[id(variable)] for variable in self._state]
+        non_trainable = list(non_trainable)
+        for place, value in zip(state_places, state, strict=True):
+            non_trainable[place] = value
         with tf.GradientTape() as tape:
             tape.watch(values)
-            logits, others = model.stateless_call(values, others, [images, seeds], training=True)
-            state = [others[place] for place in own]
+            logits, non_trainable = model.stateless_call(
+                values, non_trainable, [images, seeds], training=True
+            )
+            state = [non_trainable[place] for place in state_places]
             objective = self.settings.objective
             losses = objective.losses(truth, logits, self.settings.label_smoothing)
             # Divide by the batch size, which is the same on all replicas: sums overflow in float16.

@@ -222,8 +222,8 @@ class Trainer:
             # Other workers may be stopped during validation, but only the first worker saves.
             self._save()
         first_step = state.epoch * self._train_batches.steps_per_epoch
-        found = predictions(self._train_batches, first_step, state.values)
-        return self._all_or_damaged("training", found)
+        outputs = predictions(self._train_batches, first_step, state.values)
+        return self._all_or_damaged("training", outputs)
 
     def _write_epoch(self, losses: NDArray[np.float64], *, better: bool) -> None:
         row = self._state.history[-1]
@@ -271,13 +271,13 @@ class Trainer:
                     self._save()
                 raise self._state.interrupted(self._folder)
 
-        found = self._loop.predict(self._batches[side], side, before_step=stop_if_requested)
-        return self._all_or_damaged(side, found)
+        outputs = self._loop.predict(self._batches[side], side, before_step=stop_if_requested)
+        return self._all_or_damaged(side, outputs)
 
-    def _all_or_damaged(self, title: str, found: SampleOutputs | None) -> SampleOutputs:
-        found = self._loop.checked(title, found)
-        self._problem.check_predictions(title, found)
-        return found
+    def _all_or_damaged(self, title: str, outputs: SampleOutputs | None) -> SampleOutputs:
+        outputs = self._loop.checked(title, outputs)
+        self._problem.check_predictions(title, outputs)
+        return outputs
 
     def _finish(self) -> TrainResult:
         """Evaluate the best model on validation and test, and write the results."""
@@ -287,10 +287,10 @@ class Trainer:
         check_weights(best.weights, run_folder.MODEL, DIVERGED)  # version 0.2 did not check them
         self._step.model.serving.set_weights(best.get_weights())
         sides: list[Side] = [side for side in self._batches if side != "train"]
-        found = {side: self._predict(side, saving=False) for side in sides}
+        by_side = {side: self._predict(side, saving=False) for side in sides}
         problem = self._problem
         problem.objective.finish(lambda: problem.predictions(self._predict("train", saving=False)))
-        predicted = {side: problem.predictions(outputs) for side, outputs in found.items()}
+        predicted = {side: problem.predictions(outputs) for side, outputs in by_side.items()}
         calibration = None
         if self._config.calibrate:
             predicted, calibration = calibrated(predicted, self._config.judging)
@@ -309,7 +309,7 @@ class Trainer:
             breakdown=break_down_sides(predicted, judged, participants, self._config.subgroup, judging),
         )  # fmt: skip
         if self._cluster.chief:
-            self._problem.write_more(self._folder, self._step, list(found.values()))
+            self._problem.write_more(self._folder, self._step, list(by_side.values()))
             if skipped:
                 write_participants(self._folder / run_folder.SLIDES, participants)
                 message(f"{len(skipped)} damaged {self._config.unit} were skipped")

@@ -57,11 +57,11 @@ class _Reader:
             tokens.append(self._tensors[naming.registers].read()[0])
         prefix = np.concatenate(tokens)
         positions = self._tensors[naming.positions].read()[0]
-        own = {"patches": 0, "class": 1, "all": network.prefix}[network.positions]
-        prefix[:own] += positions[:own]
+        prefix_count = {"patches": 0, "class": 1, "all": network.prefix}[network.positions]
+        prefix[:prefix_count] += positions[:prefix_count]
         # The networks with registers resize with antialiasing, in every library.
         antialiased = naming.antialiased or network.registers > 0
-        patches = resize_positions(positions[own:], side, antialiased=antialiased)
+        patches = resize_positions(positions[prefix_count:], side, antialiased=antialiased)
         yield np.concatenate([prefix, patches + bias])
 
     def attention(self, number: int) -> Iterator[tuple[str, list[_Values]]]:

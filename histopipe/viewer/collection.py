@@ -72,10 +72,10 @@ class Collection(Closing):
     @property
     def names(self) -> dict[str, str]:
         """Name in the list by slide id; of slides in several stores, the first complete one."""
-        found: dict[str, str] = {}
-        for entry in sorted(self.entries, key=lambda it: not it.complete):
-            found.setdefault(entry.id, entry.name)
-        return found
+        names: dict[str, str] = {}
+        for entry in sorted(self.entries, key=lambda entry: not entry.complete):
+            names.setdefault(entry.id, entry.name)
+        return names
 
     def close(self) -> None:
         """Close the stores."""
@@ -97,17 +97,17 @@ def open_collection(
         NothingToDo: there is no slide, or the stores of a run cannot be found.
         DamagedStore: a store or predictions cannot be read.
     """
-    found = Collection()
+    collection = Collection()
     try:
-        _open(found, paths, stores, features, untrusted=untrusted)
+        _open(collection, paths, stores, features, untrusted=untrusted)
     except BaseException:
-        found.close()
+        collection.close()
         raise
-    return found
+    return collection
 
 
 def _open(
-    found: Collection,
+    collection: Collection,
     paths: Sequence[Path],
     more_stores: Sequence[Path],
     features: Path | None,
@@ -119,7 +119,7 @@ def _open(
     slides: list[Path] = []
     for path in paths:
         if run_folder.is_cross_validation(path):
-            runs += [it for it in sorted(path.glob("fold-*")) if run_folder.has_begun(it)]
+            runs += [fold for fold in sorted(path.glob("fold-*")) if run_folder.has_begun(fold)]
         elif run_folder.has_begun(path) or (path / SETTINGS).is_file():
             runs.append(path)
         elif (path / "data.mdb").exists() or read_catalog(path) is not None:
@@ -134,68 +134,72 @@ def _open(
     names = _names(runs)
     for path in runs:
         kind = FolderPredictions if (path / SETTINGS).is_file() else RunPredictions
-        found.predictions.append(kind(names[path], path))
+        collection.predictions.append(kind(names[path], path))
     for path in (*store_paths, *more_stores):
-        _open_store(found, path)
+        _open_store(collection, path)
     if not untrusted:
-        _open_stores_of_runs(found, given=bool(store_paths or more_stores))
+        _open_stores_of_runs(collection, explicit=bool(store_paths or more_stores))
     files = {slide.id: slide.path for slide in discover(slides)} if slides else {}
-    found.entries = _entries(found, files, untrusted=untrusted)
+    collection.entries = _entries(collection, files, untrusted=untrusted)
     if features is not None:
-        found.features = feature_files(features)
-        if not found.features:
+        collection.features = feature_files(features)
+        if not collection.features:
             raise UsageError(
                 f"{features} has no features", expected="a folder of `histopipe embed`"
             )
-    if not found.entries:
-        shown = ", ".join(map(str, paths))
-        raise NothingToDo(f"no slide in {shown}", todo="pass the store of the patches, too")
+    if not collection.entries:
+        inputs = ", ".join(map(str, paths))
+        raise NothingToDo(f"no slide in {inputs}", todo="pass the store of the patches, too")
 
 
 def _names(folders: Iterable[Path]) -> dict[Path, str]:
     """Return a short name of each folder: its own, with as many parent folders as make it unique."""
     listed = [path.resolve() for path in folders]
-    found = {}
+    names = {}
     for path, real in zip(folders, listed, strict=True):
-        forms = (it.parts for it in listed if it != real)
-        others = list(forms)
+        forms = (folder.parts for folder in listed if folder != real)
+        other_parts = list(forms)
         parts = real.parts
         count = next(
-            (n for n in range(1, len(parts)) if all(it[-n:] != parts[-n:] for it in others)),
+            (
+                n
+                for n in range(1, len(parts))
+                if all(form[-n:] != parts[-n:] for form in other_parts)
+            ),
             len(parts),
         )
-        found[path] = "/".join(parts[-count:])
-    return found
+        names[path] = "/".join(parts[-count:])
+    return names
 
 
-def _open_store(found: Collection, path: Path) -> None:
-    opened = {store.path.resolve() for store in found.stores}
+def _open_store(collection: Collection, path: Path) -> None:
+    opened = {store.path.resolve() for store in collection.stores}
     for part in parts_of(path):
         if part.resolve() not in opened:
-            found.stores.append(Store(part))
+            collection.stores.append(Store(part))
 
 
-def _open_stores_of_runs(found: Collection, *, given: bool) -> None:
+def _open_stores_of_runs(collection: Collection, *, explicit: bool) -> None:
     """Open the stores that the runs name. If that of a patch model is missing and no store was given, this is an error."""
-    for run in found.predictions:
+    for run in collection.predictions:
         if not isinstance(run, RunPredictions):
             continue
         try:
             for path in run.stores:
-                _open_store(found, path)
+                _open_store(collection, path)
         except HistopipeError as error:
-            if not given and run.of_patches:
+            if not explicit and run.of_patches:
                 raise NothingToDo(
                     f"the store of the run {run.folder} cannot be opened",
                     found=str(error), todo="pass its new path with --store",
                 ) from error  # fmt: skip
-            found.notes.append(f"{run.folder}: {error}")
+            collection.notes.append(f"{run.folder}: {error}")
 
 
-def _entries(found: Collection, files: dict[str, Path], *, untrusted: bool) -> list[Entry]:
+def _entries(collection: Collection, files: dict[str, Path], *, untrusted: bool) -> list[Entry]:
     entries = [
         Entry(record.id, record.id, store, number, record, _recorded_file(record, untrusted))
-        for store in found.stores
+        for store in collection.stores
         for number, record in store.records.items()
     ]
     count = Counter(entry.id for entry in entries)
@@ -204,13 +208,13 @@ def _entries(found: Collection, files: dict[str, Path], *, untrusted: bool) -> l
             entry.name = f"{entry.id}@{entry.store.uuid[:8]}"
         entry.file = files.get(entry.id, entry.file)
     entries += [Entry(name, name, file=path) for name, path in files.items() if name not in count]
-    known = {entry.id: entry for entry in entries}
-    for predictions in found.predictions:
+    by_id = {entry.id: entry for entry in entries}
+    for predictions in collection.predictions:
         for name, slide in predictions.slides().items():
-            if name not in known:
-                known[name] = Entry(name, name)
-                entries.append(known[name])
-            known[name].predicted = slide
+            if name not in by_id:
+                by_id[name] = Entry(name, name)
+                entries.append(by_id[name])
+            by_id[name].predicted = slide
     return sorted(entries, key=lambda entry: entry.name)
 
 

@@ -105,8 +105,8 @@ def save_drawing(
         existing, exact = _existing(folder, slide, names)
         if existing and existing.suffix.lower() in GEOJSON:
             target = existing
-        found = _version(file_bytes(existing)) if existing else ""
-        if found != version:
+        current = _version(file_bytes(existing)) if existing else ""
+        if current != version:
             raise ChangedMeanwhile(
                 f"the annotations of {slide} were changed meanwhile, in another tab or program"
             )

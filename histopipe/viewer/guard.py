@@ -60,7 +60,7 @@ class Guard:
                 ours = [(k.encode(), v.encode()) for k, v in added.items()]
                 message["headers"] = [
                     *message["headers"],
-                    *(it for it in ours if it[0] not in names),
+                    *(header for header in ours if header[0] not in names),
                 ]
             await send(message)
 

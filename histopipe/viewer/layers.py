@@ -37,13 +37,13 @@ class Grid:
 
     def rows_at(self, x: NDArray[np.integer], y: NDArray[np.integer]) -> NDArray[np.int64]:
         """Return the row of the patch at each corner, (M,); -1 where there is none."""
-        keys, wanted = _keys(self.x, self.y), _keys(x, y)
+        keys, corners = _keys(self.x, self.y), _keys(x, y)
         if not len(keys):
-            return np.full(len(wanted), -1, np.int64)
+            return np.full(len(corners), -1, np.int64)
         order = np.argsort(keys, kind="stable")
-        at = np.minimum(np.searchsorted(keys[order], wanted), len(keys) - 1)
+        at = np.minimum(np.searchsorted(keys[order], corners), len(keys) - 1)
         rows = order[at]
-        return np.where(keys[rows] == wanted, rows, -1)
+        return np.where(keys[rows] == corners, rows, -1)
 
 
 def _keys(x: NDArray[np.integer], y: NDArray[np.integer]) -> NDArray[np.int64]:
@@ -80,11 +80,11 @@ class SlideLayers:
     layers: list[Layer] = field(default_factory=list)
     index: dict[str, NDArray[Any]] = field(default_factory=dict)
 
-    def add(self, key: str, title: str, group: str, grid: int, values: Any, **more: Any) -> None:
+    def add(self, key: str, title: str, group: str, grid: int, values: Any, **options: Any) -> None:
         """Add a layer if any of its values is known."""
         numbers = np.asarray(values, np.float32)
         if np.isfinite(numbers).any():
-            self.layers.append(Layer(key, title, group, grid, numbers, **more))
+            self.layers.append(Layer(key, title, group, grid, numbers, **options))
 
     def at(
         self, source: str, x: NDArray[np.int64], y: NDArray[np.int64], size: float, stride: float
@@ -100,9 +100,9 @@ class SlideLayers:
     def spread(self, grid: int, rows: NDArray[np.int64], values: NDArray[Any]) -> NDArray[Any]:
         """Return values for all patches of a grid, (N,) or (N, C), NaN where none are given."""
         count = len(self.grids[grid].x)
-        found = np.full((count, *values.shape[1:]), np.nan, np.float32)
-        found[rows] = values
-        return found
+        spread_values = np.full((count, *values.shape[1:]), np.nan, np.float32)
+        spread_values[rows] = values
+        return spread_values
 
 
 def slide_layers(entry: Entry, predictions: Iterable[Predictions]) -> SlideLayers:
@@ -111,88 +111,88 @@ def slide_layers(entry: Entry, predictions: Iterable[Predictions]) -> SlideLayer
     Raises:
         DamagedStore: the index of the slide, or predictions of it, cannot be read.
     """
-    found = SlideLayers()
+    layers = SlideLayers()
     size = stride = 0.0
     record = entry.record
     if entry.store is not None and record is not None and entry.complete:
-        found.index = entry.store.index(entry.number)
+        layers.index = entry.store.index(entry.number)
         scale = record.downsample or 0.0
         size, stride = (record.read_size or 0) * scale, (record.stride or 0) * scale
-        found.grids.append(
-            Grid("store", found.index["x_l0"], found.index["y_l0"], size, stride or size)
+        layers.grids.append(
+            Grid("store", layers.index["x_l0"], layers.index["y_l0"], size, stride or size)
         )
-        _add_columns(found, entry.store.classes)
+        _add_columns(layers, entry.store.classes)
     elif entry.predicted is not None:
         size, stride = entry.predicted.size_l0, entry.predicted.stride_l0
     for source in predictions:
-        if entry.store is not None and found.grids:
+        if entry.store is not None and layers.grids:
             sides = source.split(entry.store, entry.number)
             if sides is not None:
-                known = np.where(sides >= 0, sides, np.nan)
-                found.add(
-                    f"split:{source.name}", f"Split of {source.name}", "split", 0, known, classes=SIDES
+                side_values = np.where(sides >= 0, sides, np.nan)
+                layers.add(
+                    f"split:{source.name}", f"Split of {source.name}", "split", 0, side_values, classes=SIDES
                 )  # fmt: skip
-        _add_predictions(found, source, entry.id, size, stride or size)
-    return found
+        _add_predictions(layers, source, entry.id, size, stride or size)
+    return layers
 
 
-def _add_columns(found: SlideLayers, classes: Sequence[str]) -> None:
-    index = found.index
+def _add_columns(layers: SlideLayers, classes: Sequence[str]) -> None:
+    index = layers.index
     label = index["label"].astype(np.float32)
-    found.add(
+    layers.add(
         "label", "Patch labels", "labels", 0, np.where(label >= 0, label, np.nan),
         classes=tuple(classes),
     )  # fmt: skip
     lost = np.where(index["length"] == 0, 0.0, np.nan)
-    found.add("unreadable", "Unreadable patches", "labels", 0, lost, classes=("unreadable",))
+    layers.add("unreadable", "Unreadable patches", "labels", 0, lost, classes=("unreadable",))
     for name, title in QUALITY.items():
         values = index.get(name)
         if values is None or not np.isfinite(values).any():
             continue
         high = 1.0 if name != "focus" else float(np.nanpercentile(values, 98)) or 1.0
-        found.add(f"quality:{name}", title, "quality", 0, values, high=high)
+        layers.add(f"quality:{name}", title, "quality", 0, values, high=high)
 
 
 def _spacing(grid: Grid, x: NDArray[np.int64], y: NDArray[np.int64]) -> tuple[float, float]:
     """Return side and distance of patches with these corners: those of a grid that has them all, else their distance."""
     if (grid.rows_at(x, y) >= 0).all():
         return grid.size, grid.stride
-    steps = [np.diff(np.unique(it)) for it in (x, y)]
-    smallest = min((float(it.min()) for it in steps if len(it)), default=grid.size)
+    steps = [np.diff(np.unique(positions)) for positions in (x, y)]
+    smallest = min((float(step.min()) for step in steps if len(step)), default=grid.size)
     return smallest, smallest
 
 
 def _add_predictions(
-    found: SlideLayers, source: Predictions, slide: str, size: float, stride: float
+    layers: SlideLayers, source: Predictions, slide: str, size: float, stride: float
 ) -> None:
     name = source.name
-    own = source.slides().get(slide)
-    if own is not None and own.size_l0:
-        size, stride = own.size_l0, own.stride_l0 or own.size_l0
+    predicted_slide = source.slides().get(slide)
+    if predicted_slide is not None and predicted_slide.size_l0:
+        size, stride = predicted_slide.size_l0, predicted_slide.stride_l0 or predicted_slide.size_l0
     scores = source.scores(slide)
-    if scores is not None and own is None and found.grids:
-        size, stride = _spacing(found.grids[0], scores.x_l0, scores.y_l0)
+    if scores is not None and predicted_slide is None and layers.grids:
+        size, stride = _spacing(layers.grids[0], scores.x_l0, scores.y_l0)
     if scores is not None and size:
-        grid, rows = found.at(name, scores.x_l0, scores.y_l0, size, stride)
-        probability = found.spread(grid, rows, scores.probability)
+        grid, rows = layers.at(name, scores.x_l0, scores.y_l0, size, stride)
+        probability = layers.spread(grid, rows, scores.probability)
         missing = np.isnan(probability[:, 0])
         predicted = np.where(missing, np.nan, probability.argmax(axis=1))
-        found.add(
+        layers.add(
             f"{name}:predicted", "Predicted class", name, grid, predicted, classes=source.classes
         )
         for number, title in enumerate(source.classes):
-            found.add(f"{name}:p:{title}", f"p {title}", name, grid, probability[:, number])
+            layers.add(f"{name}:p:{title}", f"p {title}", name, grid, probability[:, number])
         if (scores.label >= 0).any():
             correct = np.where(
                 scores.label >= 0, scores.label != scores.probability.argmax(axis=1), np.nan
             )
-            found.add(
-                f"{name}:errors", "Errors", name, grid, found.spread(grid, rows, correct),
+            layers.add(
+                f"{name}:errors", "Errors", name, grid, layers.spread(grid, rows, correct),
                 classes=("correct", "wrong"),
             )  # fmt: skip
     attention = source.attention(slide)
     if attention is not None and (attention.side_l0 or size):
         side = attention.side_l0 or size
-        grid, rows = found.at(name, attention.x_l0, attention.y_l0, side, stride or side)
-        values = found.spread(grid, rows, attention.rank)
-        found.add(f"{name}:attention", "Attention (rank)", name, grid, values)
+        grid, rows = layers.at(name, attention.x_l0, attention.y_l0, side, stride or side)
+        values = layers.spread(grid, rows, attention.rank)
+        layers.add(f"{name}:attention", "Attention (rank)", name, grid, values)

@@ -107,22 +107,22 @@ class OpenSlides:
         self, request: Request, key: tuple[Any, ...], work: Callable[[], Awaitable[bytes]]
     ) -> Response:
         """Return a picture from the cache, or make it. If that fails, return a tile with the reason."""
-        found = self._cache.get(key)
-        if found is None:
+        content = self._cache.get(key)
+        if content is None:
             async with self._free:  # wait for a turn: meanwhile the client may go away
                 gone = await request.is_disconnected()
             if gone:
                 return Response(status_code=499)
             try:
-                found = await work()
+                content = await work()
             except UsageError as error:
                 raise NotFound(str(error)) from error
             except (HistopipeError, WorkerDied) as error:
                 name = self.collection.entries[key[0]].name
                 self._message(f"{name}: {error}")
                 return as_picture(message_tile(f"{name}: {error}"))
-            self._cache.add(key, found)
-        return as_picture(found)
+            self._cache.add(key, content)
+        return as_picture(content)
 
     async def geometry(self, number: int, entry: Entry) -> dict[str, Any]:
         """Return size, scanned area, scale and notes of a slide: of its file, else as recorded.
@@ -140,10 +140,12 @@ class OpenSlides:
             if record is not None and entry.complete:
                 recorded = (record.size_bytes, record.mtime_ns, record.hashes)
             try:
-                found = await self.in_worker(slide_pictures.slide_facts, str(entry.file), *recorded)
+                file_facts = await self.in_worker(
+                    slide_pictures.slide_facts, str(entry.file), *recorded
+                )
                 facts, notes = (
-                    {**found, "pixels": True},
-                    [found["warning"]] if found["warning"] else [],
+                    {**file_facts, "pixels": True},
+                    [file_facts["warning"]] if file_facts["warning"] else [],
                 )
             except (HistopipeError, WorkerDied) as error:
                 opened = False
@@ -167,8 +169,8 @@ class OpenSlides:
         """Return the grids and layers of a slide."""
         async with self._loading:
             if number not in self._layers:
-                found = await run_in_threadpool(slide_layers, entry, self.collection.predictions)
-                self._layers[number] = found
+                layers = await run_in_threadpool(slide_layers, entry, self.collection.predictions)
+                self._layers[number] = layers
                 while len(self._layers) > _OPEN_SLIDES:
                     self._layers.popitem(last=False)
             self._layers.move_to_end(number)
@@ -200,9 +202,9 @@ def _recorded_geometry(entry: Entry) -> tuple[dict[str, Any], list[str]]:
     return facts, ["the slide's file was not found: pictures are those of the store"]
 
 
-def lattice(found: SlideLayers, facts: dict[str, Any]) -> dict[str, Any]:
+def lattice(layers: SlideLayers, facts: dict[str, Any]) -> dict[str, Any]:
     """Return place and size of a store's tiles: the first begins at the patch that is nearest to the corner."""
-    grid = found.grids[0]
+    grid = layers.grids[0]
     size, stride = grid.size, grid.stride
     left, top, width, height = facts["bounds"]
     x, y = (float(at.min()) for at in (grid.x, grid.y))

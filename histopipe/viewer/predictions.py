@@ -73,18 +73,18 @@ class Predictions:
 
     @cached_property
     def _attention(self) -> dict[str, NDArray[np.float64]]:
-        found: dict[str, NDArray[np.float64]] = {}
+        attention: dict[str, NDArray[np.float64]] = {}
         for path in sorted((self.folder / run_folder.ATTENTION).rglob("*.csv")):
-            found |= read_patch_table(path)
-        return found
+            attention |= read_patch_table(path)
+        return attention
 
     def attention(self, slide: str) -> SlideAttention | None:
         """Return the attention of a slide's patches; None if there is none."""
         with self._lock:  # several requests may come at once
-            found = self._attention.get(slide)
-        if found is None:
+            table = self._attention.get(slide)
+        if table is None:
             return None
-        x, y, attention, side = found.T
+        x, y, attention, side = table.T
         corners = x.astype(np.int64), y.astype(np.int64)
         return SlideAttention(*corners, ranks(attention), float(side[0]))
 
@@ -110,20 +110,20 @@ class Predictions:
 
     def errors(self, count: int) -> list[dict[str, Any]]:
         """Return the wrongly predicted patches with the lowest probability of the true class, the lowest first."""
-        return heapq.nsmallest(count, self._errors(count), key=lambda it: (it["p"], it["slide"]))
+        return heapq.nsmallest(count, self._errors(count), key=lambda row: (row["p"], row["slide"]))
 
     def _errors(self, count: int) -> Iterator[dict[str, Any]]:
         for slide, scores in self._labelled():
-            known = np.flatnonzero(scores.label >= 0)
-            if not len(known):
+            labelled = np.flatnonzero(scores.label >= 0)
+            if not len(labelled):
                 continue
-            label = scores.label[known]
-            p_true = scores.probability[known, label]
-            predicted = scores.probability[known].argmax(axis=1)
+            label = scores.label[labelled]
+            p_true = scores.probability[labelled, label]
+            predicted = scores.probability[labelled].argmax(axis=1)
             wrong = np.flatnonzero(predicted != label)
             for i in wrong[np.argsort(p_true[wrong], kind="stable")][:count].tolist():
                 yield {
-                    "slide": slide, "x": int(scores.x_l0[known[i]]), "y": int(scores.y_l0[known[i]]),
+                    "slide": slide, "x": int(scores.x_l0[labelled[i]]), "y": int(scores.y_l0[labelled[i]]),
                     "p": float(p_true[i]), "label": self.classes[label[i]],
                     "predicted": self.classes[predicted[i]],
                 }  # fmt: skip
@@ -146,7 +146,7 @@ class RunPredictions(Predictions):
         with (folder / run_folder.PREDICTIONS).open(newline="", encoding="utf-8") as file:
             header = next(csv.reader(file), [])
         self.of_patches = "x_l0" in header
-        self.classes = tuple(it[2:] for it in header if it.startswith("p_"))
+        self.classes = tuple(column[2:] for column in header if column.startswith("p_"))
 
     @property
     def stores(self) -> list[Path]:
@@ -155,8 +155,8 @@ class RunPredictions(Predictions):
 
     @cached_property
     def _all(self) -> tasks.Predictions | None:
-        found = [*read_predictions(self.folder / run_folder.PREDICTIONS).values()]
-        return tasks.joined_predictions(found) if found[0].task.of_classes else None
+        predictions = [*read_predictions(self.folder / run_folder.PREDICTIONS).values()]
+        return tasks.joined_predictions(predictions) if predictions[0].task.of_classes else None
 
     @cached_property
     def _rows(self) -> dict[str, NDArray[np.intp]]:
@@ -174,12 +174,15 @@ class RunPredictions(Predictions):
             return self._all
 
     def scores(self, slide: str) -> SlideScores | None:  # noqa: D102
-        found = self._read() if self.of_patches else None
-        if found is None or slide not in self._rows:
+        predictions = self._read() if self.of_patches else None
+        if predictions is None or slide not in self._rows:
             return None
         rows = self._rows[slide]
         return SlideScores(
-            found.x_l0[rows], found.y_l0[rows], found.label[rows], found.output[rows]
+            predictions.x_l0[rows],
+            predictions.y_l0[rows],
+            predictions.label[rows],
+            predictions.output[rows],
         )
 
     @cached_property
@@ -191,24 +194,28 @@ class RunPredictions(Predictions):
 
     def split(self, store: Store, slide: int) -> NDArray[np.int8] | None:  # noqa: D102
         splits = self._splits
-        for it in splits.slides if splits else ():
-            if splits and it.slide == slide and splits.uuids[it.store] == store.uuid:
-                return it.sides if it.crc == patches_crc(store, slide) else None
+        for slide_split in splits.slides if splits else ():
+            if (
+                splits
+                and slide_split.slide == slide
+                and splits.uuids[slide_split.store] == store.uuid
+            ):
+                return slide_split.sides if slide_split.crc == patches_crc(store, slide) else None
         return None
 
     def split_by_slide(self) -> dict[str, str]:  # noqa: D102
-        found = {}
-        for it in self._splits.slides if self._splits else ():
-            sides = set(it.sides.tolist()) - {DROPPED}
-            found[it.id] = SIDES[sides.pop()] if len(sides) == 1 else "several"
-        return found
+        side_names = {}
+        for slide in self._splits.slides if self._splits else ():
+            sides = set(slide.sides.tolist()) - {DROPPED}
+            side_names[slide.id] = SIDES[sides.pop()] if len(sides) == 1 else "several"
+        return side_names
 
     def by_slide(self) -> dict[str, dict[str, float | str]]:  # noqa: D102
-        found = self._read()
-        if found is None:
+        predictions = self._read()
+        if predictions is None:
             return {}
         return {
-            slide: _metrics(self.classes, found.label[rows], found.output[rows])
+            slide: _metrics(self.classes, predictions.label[rows], predictions.output[rows])
             for slide, rows in self._rows.items()
         }
 
@@ -231,7 +238,7 @@ class FolderPredictions(Predictions):
                 f"{folder} has no predicted slides", todo="run histopipe predict again"
             )
         self._on_bags = (folder / run_folder.ATTENTION).is_dir()
-        some = next((slide for slide, it in self._slides.items() if it.patches), None)
+        some = next((slide for slide, predicted in self._slides.items() if predicted.patches), None)
         if self._on_bags:
             return
         self.classes = self._folder.read(some).task.classes if some else ()
@@ -239,8 +246,10 @@ class FolderPredictions(Predictions):
     def scores(self, slide: str) -> SlideScores | None:  # noqa: D102
         if self._on_bags or slide not in self._slides or not self._slides[slide].patches:
             return None
-        found = self._folder.read(slide)
-        return SlideScores(found.x_l0, found.y_l0, found.label, found.output)
+        predictions = self._folder.read(slide)
+        return SlideScores(
+            predictions.x_l0, predictions.y_l0, predictions.label, predictions.output
+        )
 
     def slides(self) -> Mapping[str, PredictedSlide]:  # noqa: D102
         return self._slides
@@ -268,20 +277,20 @@ class FolderPredictions(Predictions):
 
 def _numbers(row: Mapping[str, str]) -> dict[str, float | str]:
     """Return the predictions in a row of `slides.csv`: the class, and all numbers."""
-    found: dict[str, float | str] = {"predicted": row["predicted"]} if "predicted" in row else {}
+    values: dict[str, float | str] = {"predicted": row["predicted"]} if "predicted" in row else {}
     for name, cell in row.items():
         if cell and name.startswith(_SHOWN):
-            found[name.removeprefix("p_")] = float(cell)
-    return found
+            values[name.removeprefix("p_")] = float(cell)
+    return values
 
 
 def _metrics(
     classes: Sequence[str], label: NDArray[np.int32], probability: NDArray[np.float32]
 ) -> dict[str, float | str]:
     mean = probability.mean(axis=0, dtype=np.float64)
-    found: dict[str, float | str] = dict(zip(classes, mean.tolist(), strict=True))
-    found["predicted"] = classes[int(mean.argmax())]
-    known = label >= 0
-    if known.any():
-        found["correct"] = float((probability[known].argmax(axis=1) == label[known]).mean())
-    return found
+    metrics: dict[str, float | str] = dict(zip(classes, mean.tolist(), strict=True))
+    metrics["predicted"] = classes[int(mean.argmax())]
+    labelled = label >= 0
+    if labelled.any():
+        metrics["correct"] = float((probability[labelled].argmax(axis=1) == label[labelled]).mean())
+    return metrics

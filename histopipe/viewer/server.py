@@ -98,14 +98,17 @@ class ViewServer:
         return Response(_file(name), media_type=_STATIC[name])
 
     async def _list(self, _: Request) -> Response:
-        found = self._collection
+        collection = self._collection
         return JSONResponse(
             {
-                "slides": [facts_of(entry) for entry in found.entries],
-                "sources": [{"name": it.name, "classes": it.classes} for it in found.predictions],
-                "notes": found.notes,
+                "slides": [facts_of(entry) for entry in collection.entries],
+                "sources": [
+                    {"name": source.name, "classes": source.classes}
+                    for source in collection.predictions
+                ],
+                "notes": collection.notes,
                 "drawing": self._annotations is not None,
-                "features": bool(found.features),
+                "features": bool(collection.features),
             }
         )
 
@@ -114,25 +117,29 @@ class ViewServer:
 
         def read() -> dict[str, Any]:
             return {
-                it.name: {"slides": it.by_slide(), "split": it.split_by_slide()}
-                for it in self._collection.predictions
+                source.name: {"slides": source.by_slide(), "split": source.split_by_slide()}
+                for source in self._collection.predictions
             }
 
         return JSONResponse(await run_in_threadpool(read))
 
     async def _errors(self, request: Request) -> Response:
         source = item(self._collection.predictions, request.path_params["source"])
-        found = await run_in_threadpool(source.errors, _ERRORS)
+        errors = await run_in_threadpool(source.errors, _ERRORS)
         names = self._collection.names
         return JSONResponse(
-            [{**it, "slide": names[it["slide"]]} for it in found if it["slide"] in names]
+            [
+                {**error, "slide": names[error["slide"]]}
+                for error in errors
+                if error["slide"] in names
+            ]
         )
 
     async def _drawing(self, request: Request) -> Response:
         folder, entry, bounds = await self._drawn(request)
-        found = await run_in_threadpool(read_drawing, folder, entry.id, self._names, bounds)
+        drawing = await run_in_threadpool(read_drawing, folder, entry.id, self._names, bounds)
         fields = ("features", "version", "file", "origin")
-        return JSONResponse({name: getattr(found, name) for name in fields})
+        return JSONResponse({name: getattr(drawing, name) for name in fields})
 
     async def _save_drawing(self, request: Request) -> Response:
         folder, entry, _ = await self._drawn(request)

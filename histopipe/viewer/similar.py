@@ -50,14 +50,14 @@ def most_similar(path: str, feature: NDArray[np.float32], count: int) -> list[di
         return []
     if not np.isfinite(feature).all():
         raise UsageError("the features of this patch are not finite", todo="embed the slide again")
-    wanted = feature / max(float(np.linalg.norm(feature)), 1e-12)
+    direction = feature / max(float(np.linalg.norm(feature)), 1e-12)
     # A file that is not contiguous is read at once.
     block = header.rows if header.offset is None else max(1, _BLOCK_BYTES // (4 * header.dimension))
     cosine = np.empty(header.rows, np.float32)
     for start in range(0, header.rows, block):
         rows = np.arange(start, min(start + block, header.rows))
         part = np.asarray(read_features(header, rows), np.float32)
-        cosine[rows] = part @ wanted / np.maximum(np.linalg.norm(part, axis=1), 1e-12)
+        cosine[rows] = part @ direction / np.maximum(np.linalg.norm(part, axis=1), 1e-12)
     cosine[~np.isfinite(cosine)] = -1  # features that are not finite
     best = np.argsort(-cosine, kind="stable")[:count]
     return [

@@ -56,11 +56,11 @@ def slide_facts(
         unscaled = str(error)
     if size_bytes:
         files = _files(Path(path))
-        found = fingerprint(files)
+        current = fingerprint(files)
         change = None
-        if found.size_bytes != size_bytes:
-            change = f"{found.size_bytes:,} bytes, then {size_bytes:,}"
-        elif found.mtime_ns != mtime_ns and hashes and not hashes.match_file(files, info):
+        if current.size_bytes != size_bytes:
+            change = f"{current.size_bytes:,} bytes, then {size_bytes:,}"
+        elif current.mtime_ns != mtime_ns and hashes and not hashes.match_file(files, info):
             change = "its tiles differ"
         if change:
             warning = (
@@ -83,8 +83,8 @@ def slide_facts(
 
 def _files(path: Path) -> SlideFile:
     """Return a slide with all of its files; a DICOM series has several in one folder."""
-    found = discover([path.parent if path.suffix.lower() == ".dcm" else path])
-    return next((slide for slide in found if path in slide.files), found[0])
+    slides = discover([path.parent if path.suffix.lower() == ".dcm" else path])
+    return next((slide for slide in slides if path in slide.files), slides[0])
 
 
 @functools.lru_cache(maxsize=4)
@@ -151,17 +151,17 @@ def _read(slide: Slide, area: Area) -> Pixels:
 
 def _read_level(slide: Slide, area: Area) -> Pixels:
     fine = [level for level in slide.info.levels if level.downsample <= area.pixel * 1.01]
-    level = max(fine, key=lambda it: it.downsample) if fine else slide.info.levels[0]
+    level = max(fine, key=lambda level: level.downsample) if fine else slide.info.levels[0]
     reduction = area.pixel / level.downsample
     if reduction > _MOST_REDUCTION:
         return _from_overview(str(slide.path), area)
     size = Size(max(1, round(area.width * reduction)), max(1, round(area.height * reduction)))
     corner = PointL0(round(area.left), round(area.top))
-    found = slide.read_region(corner, level.number, size)
-    if found.shape[:2] == (area.height, area.width):
-        return found
+    pixels = slide.read_region(corner, level.number, size)
+    if pixels.shape[:2] == (area.height, area.width):
+        return pixels
     shape = (area.width, area.height)
-    return np.asarray(Image.fromarray(found).resize(shape, Image.Resampling.BOX))
+    return np.asarray(Image.fromarray(pixels).resize(shape, Image.Resampling.BOX))
 
 
 @functools.lru_cache(maxsize=4)

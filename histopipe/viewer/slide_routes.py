@@ -63,11 +63,11 @@ class SlideRoutes:
     async def _facts(self, request: Request) -> Response:
         number, entry = self._slides.entry(request)
         facts = await self._slides.geometry(number, entry)
-        found = await self._slides.layers_of(number, entry)
+        layers = await self._slides.layers_of(number, entry)
         drawn = self._drawing
         patches = None
-        if entry.complete and found.grids and len(found.grids[0].x):
-            patches = lattice(found, facts)
+        if entry.complete and layers.grids and len(layers.grids[0].x):
+            patches = lattice(layers, facts)
         return JSONResponse(
             {
                 **facts,
@@ -79,15 +79,15 @@ class SlideRoutes:
                 "drawing": drawn,
                 "similar": entry.id in self._slides.collection.features,
                 "grids": [
-                    {"source": it.source, "size": it.size, "stride": it.stride, "count": len(it.x)}
-                    for it in found.grids
+                    {"source": grid.source, "size": grid.size, "stride": grid.stride, "count": len(grid.x)}
+                    for grid in layers.grids
                 ],
                 "layers": [
                     {
-                        "key": it.key, "title": it.title, "group": it.group, "grid": it.grid,
-                        "classes": it.classes, "low": it.low, "high": it.high,
+                        "key": layer.key, "title": layer.title, "group": layer.group, "grid": layer.grid,
+                        "classes": layer.classes, "low": layer.low, "high": layer.high,
                     }
-                    for it in found.layers
+                    for layer in layers.layers
                 ],
             }
         )  # fmt: skip
@@ -110,8 +110,8 @@ class SlideRoutes:
     async def _overview(self, request: Request) -> Response:
         """Return the stored thumbnail in full size: the ground under tiles of patches."""
         _, entry = self._slides.entry(request)
-        found = await run_in_threadpool(_stored_thumbnail, entry, self._slides.collection)
-        return as_picture(found or _EMPTY)
+        thumbnail = await run_in_threadpool(_stored_thumbnail, entry, self._slides.collection)
+        return as_picture(thumbnail or _EMPTY)
 
     async def _mask(self, request: Request) -> Response:
         number, entry = self._slides.entry(request)
@@ -174,9 +174,9 @@ class SlideRoutes:
     async def _patch(self, request: Request) -> Response:
         """Return the index row of a patch, the state of its checksum, and its values in all layers."""
         number, entry = self._slides.entry(request)
-        found = await self._slides.layers_of(number, entry)
+        layers = await self._slides.layers_of(number, entry)
         at, row = _numbers(request, "grid", "patch")
-        grid = item(found.grids, at)
+        grid = item(layers.grids, at)
         if row >= len(grid.x):
             raise NotFound(f"there is no patch {row}")
         facts: dict[str, Any] = {
@@ -186,8 +186,8 @@ class SlideRoutes:
             "size": grid.size,
         }
         if grid.source == "store" and entry.store is not None and entry.record is not None:
-            names = [name for name in found.index if name not in ("x_l0", "y_l0", "label")]
-            facts["index"] = {name: _number(found.index[name][row]) for name in names}
+            names = [name for name in layers.index if name not in ("x_l0", "y_l0", "label")]
+            facts["index"] = {name: _number(layers.index[name][row]) for name in names}
             facts["route"] = entry.record.route
             path = str(entry.store.path.resolve())
             try:
@@ -200,7 +200,7 @@ class SlideRoutes:
                 "title": layer.title, "group": layer.group, "key": layer.key,
                 "value": layer.classes[int(value)] if layer.classes else value,
             }
-            for layer in found.layers
+            for layer in layers.layers
             if layer.grid == at and (value := _number(layer.values[row])) is not None
         ]  # fmt: skip
         return JSONResponse(facts)
@@ -214,11 +214,11 @@ class SlideRoutes:
         async def read() -> bytes:
             if entry.store is not None and entry.complete and abs(size - _recorded_size(entry)) < 1:
                 path = str(entry.store.path.resolve())
-                found = await self._slides.in_worker(
+                picture = await self._slides.in_worker(
                     store_pictures.patch_at, path, entry.number, x, y
                 )
-                if found is not None:
-                    return found
+                if picture is not None:
+                    return picture
             if entry.file is None:
                 return message_tile("neither the slide nor its store was found")
             slide = str(entry.file)
@@ -238,27 +238,27 @@ class SlideRoutes:
             raise NotFound(f"{entry.name} has no features of this patch")
         corner = int(grid.x[row]), int(grid.y[row])
         feature = await self._slides.in_worker(similar.feature_of, str(features[entry.id]), *corner)
-        names = {it.id: it.name for it in self._slides.collection.entries}
+        names = {listed.id: listed.name for listed in self._slides.collection.entries}
         chosen = (
             features if request.query_params.get("all") == "1" else {entry.id: features[entry.id]}
         )
-        found: list[dict[str, Any]] = []
+        matches: list[dict[str, Any]] = []
         for slide, path in chosen.items():
             if slide in names:
                 best = await self._slides.in_worker(
                     similar.most_similar, str(path), feature, _SIMILAR + 1
                 )
-                found += [{"slide": names[slide], **it} for it in best]
-        own = {"slide": entry.name, "x": corner[0], "y": corner[1]}
-        others = [it for it in found if {k: it[k] for k in own} != own]
-        return JSONResponse(sorted(others, key=lambda it: -it["cosine"])[:_SIMILAR])
+                matches += [{"slide": names[slide], **match} for match in best]
+        query = {"slide": entry.name, "x": corner[0], "y": corner[1]}
+        other_matches = [match for match in matches if {k: match[k] for k in query} != query]
+        return JSONResponse(sorted(other_matches, key=lambda match: -match["cosine"])[:_SIMILAR])
 
 
 def _numbers(request: Request, *names: str) -> list[int]:
-    found = [int(request.path_params[name]) for name in names]
-    if max(found) >= 1 << 40:
+    numbers = [int(request.path_params[name]) for name in names]
+    if max(numbers) >= 1 << 40:
         raise NotFound("the number is too large")
-    return found
+    return numbers
 
 
 def _size(request: Request, entry: Entry) -> float:
@@ -303,8 +303,8 @@ def _stored_thumbnail(entry: Entry, collection: Collection) -> bytes | None:
 def _plain_file(path: Path) -> bytes | None:
     """Return the content of a file; None if it is too large, or not a plain file."""
     with suppress(OSError):
-        found = path.lstat()
-        if stat.S_ISREG(found.st_mode) and found.st_size <= _MOST_THUMBNAIL:
+        status = path.lstat()
+        if stat.S_ISREG(status.st_mode) and status.st_size <= _MOST_THUMBNAIL:
             return path.read_bytes()
     return None
 

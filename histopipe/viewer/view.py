@@ -78,8 +78,8 @@ class Viewer(Closing):
         for note in self._collection.notes:
             progress.message(note)
         self.slides = len(self._collection.entries)
-        shown = _ANY.get(host, host)
-        named = f"[{shown}]" if ":" in shown else shown
+        address = _ANY.get(host, host)
+        named = f"[{address}]" if ":" in address else address
         self.url = f"http://{named}:{self.port}/{token}/"
         self._views = ViewServer(
             self._collection, workers=workers, annotations=annotations, local=host in _LOOPBACK, token=token,
@@ -163,7 +163,7 @@ def view(
         NothingToDo: there is no slide, or no store.
         DamagedStore: a store or predictions cannot be read.
     """
-    shown = progress or default_progress()
+    progress = progress or default_progress()
     if token is not None and (
         len(token) < _SHORTEST_TOKEN or not token.replace("-", "").replace("_", "").isalnum()
         or not token.isascii()
@@ -178,7 +178,7 @@ def view(
         _check_folder(Path(annotations))
     cores = len(os.sched_getaffinity(0))
     if host not in _LOOPBACK:
-        shown.message(
+        progress.message(
             f"warning: {host} can be reached from other machines; everybody who learns the address sees the slides"
         )
     _raise_limit_of_files()
@@ -196,7 +196,7 @@ def view(
         token=token or secrets.token_urlsafe(24),
         workers=workers or min(4, cores),
         untrusted=untrusted,
-        progress=shown,
+        progress=progress,
     )
     if browser and (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
         webbrowser.open(viewer.url)
@@ -235,6 +235,6 @@ def _listener(host: str, port: int) -> socket.socket:
 def _raise_limit_of_files() -> None:
     """Allow many connections at once: browsers and load tests open hundreds."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    limit = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))

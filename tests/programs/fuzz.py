@@ -85,7 +85,7 @@ def parsers(run: Path, store: Store) -> dict[str, tuple[bytes, Parser]]:
     predicted.write(scratch / "facts.json")
     write_slides(scratch)
     write_hdf5(scratch)
-    found: dict[str, tuple[bytes, Parser]] = {
+    inputs: dict[str, tuple[bytes, Parser]] = {
         "splits.json": ((run / "splits.json").read_bytes(), lambda p: (read_splits(p, [store]), trained_on(p), recorded_numbers(p))),
         "config.toml": ((run / "config.toml").read_bytes(), read_config),
         "metrics.json": ((run / "metrics.json").read_bytes(), lambda p: read_result(p.parent)),
@@ -109,7 +109,7 @@ def parsers(run: Path, store: Store) -> dict[str, tuple[bytes, Parser]]:
         "coords/x.h5": ((scratch / "coords.h5").read_bytes(), lambda p: check_coords(p.parent, seconds=HDF5_SECONDS)),
     }  # fmt: skip
     shutil.rmtree(scratch)
-    return found
+    return inputs
 
 
 def write_slides(folder: Path) -> None:
@@ -205,15 +205,15 @@ def main() -> None:
     shutil.copytree(arguments.run, arguments.folder)
     failures = 0
     with Store(arguments.store) as store:
-        known = parsers(arguments.folder, store)
-        for name, (content, parse) in known.items():
+        inputs = parsers(arguments.folder, store)
+        for name, (content, parse) in inputs.items():
             path = arguments.folder / name
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(content)
             parse(path)
         used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_DATA, (used + SPARE_BYTES, used + SPARE_BYTES))
-        for name, (content, parse) in known.items():
+        for name, (content, parse) in inputs.items():
             refused, path = 0, arguments.folder / name
             rounds = HDF5_ROUNDS if name.endswith(".h5") else arguments.rounds
             for _ in range(rounds):

@@ -20,9 +20,9 @@ from histopipe.training.train import train_here
 
 
 def main() -> None:
-    store, out, settings, *wanted = sys.argv[1:]
+    store, out, settings, *fault_names = sys.argv[1:]
     values = json.loads(settings) | {"stores": (store,)}
-    for fault in wanted:
+    for fault in fault_names:
         name, at, kind = fault.split(":")
         folder = Path(out) / fault.replace(":", "-")
         config = PatchTrainConfig(**values, save_minutes=1e-9 if kind == "end" else 10.0)

@@ -143,8 +143,8 @@ def main() -> None:
             }
         for case in cases.split(","):
             for name, strategy in strategies.items():
-                found = train(store, strategy, cluster, case)
-                results |= {f"{case}/{name}/{key}": value for key, value in found.items()}
+                outcome = train(store, strategy, cluster, case)
+                results |= {f"{case}/{name}/{key}": value for key, value in outcome.items()}
     np.savez(out, **results)
     os._exit(0)
 

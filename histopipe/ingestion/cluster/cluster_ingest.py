@@ -149,14 +149,14 @@ class _ClusterIngest:
     def ingest(self, slides: Sequence[SlideInput]) -> list[SlideOutcome]:
         """Return the outcome of each slide, sorted by id."""
         self._publish_parts()
-        known = dict(enumerate(record for _, record in self.parts.values()))
-        found = sort_slides(slides, known, self.settings.options)
-        for outcome in found.outcomes:
+        records = dict(enumerate(record for _, record in self.parts.values()))
+        sorted_slides = sort_slides(slides, records, self.settings.options)
+        for outcome in sorted_slides.outcomes:
             self._finish(outcome)
-        self._relabel(found.relabelled.values())
-        pending = {it.slide.id: it for it in found.pending}
+        self._relabel(sorted_slides.relabelled.values())
+        pending = {entry.slide.id: entry for entry in sorted_slides.pending}
         for _ in range(_ROUNDS):
-            missing = [it for name, it in pending.items() if name not in self._outcomes]
+            missing = [entry for name, entry in pending.items() if name not in self._outcomes]
             if not missing:
                 break
             try:
@@ -168,12 +168,12 @@ class _ClusterIngest:
                 self._publish_parts()
                 raise
             self._publish_parts()
-            for it in missing:
-                self._settle(it)
-        for name, it in pending.items():
+            for entry in missing:
+                self._settle(entry)
+        for name, entry in pending.items():
             if name not in self._outcomes:
                 lost = "the workers that ingested it were lost with their disks; run the same command again"
-                self._finish(failed_outcome(it.record, f"{it.slide.file.location}: {lost}"))
+                self._finish(failed_outcome(entry.record, f"{entry.slide.file.location}: {lost}"))
         return sorted(self._outcomes.values(), key=lambda outcome: outcome.id)
 
     def annotate_skipped(self, report: IngestReport, slides: Sequence[SlideInput]) -> IngestReport:
@@ -252,28 +252,28 @@ class _ClusterIngest:
 
     def _show_events(self) -> None:
         """Show the events that workers have sent. A slide that is ingested twice is shown once."""
-        for event, first, *others in self.cluster.events():
+        for event, first, *arguments in self.cluster.events():
             if first not in self._shown:  # `first` is the slide id, or the text of a message
-                getattr(self.progress, event)(first, *others)
+                getattr(self.progress, event)(first, *arguments)
 
     def _publish_parts(self) -> None:
         """Make all workers publish their parts, and write the part of each slide into the catalog."""
         self.cluster.publish_parts(self.settings)
-        found: dict[str, list[tuple[str, SlideRecord]]] = defaultdict(list)
+        candidates: dict[str, list[tuple[str, SlideRecord]]] = defaultdict(list)
         for path in sorted(self.catalog.folder.glob("part-*.lmdb")):
             with Store(path, hidden=True) as part:
                 check_spec(part.spec, self.settings.spec.to_json(), path)
                 for record in part.slides:
                     if record.state is not SlideState.PENDING:
-                        found[record.id].append((path.name, record))
-        self.parts = {name: self._chosen(name, parts) for name, parts in found.items()}
+                        candidates[record.id].append((path.name, record))
+        self.parts = {name: self._chosen(name, parts) for name, parts in candidates.items()}
         self.catalog.slides = {name: part for name, (part, _) in sorted(self.parts.items())}
         self.catalog.write()
 
     def _chosen(self, slide: str, parts: list[tuple[str, SlideRecord]]) -> tuple[str, SlideRecord]:
         """Return the part to use: that of this run, else that of the catalog, else one where the slide is complete."""
         ingested = self._ingested.get(slide)
-        complete = [it for it in parts if it[1].state is SlideState.COMPLETE]
+        complete = [entry for entry in parts if entry[1].state is SlideState.COMPLETE]
         usable = dict(parts if ingested else complete or parts)
         for part in (ingested.part if ingested else None, self.catalog.slides.get(slide)):
             if part in usable:

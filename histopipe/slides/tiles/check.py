@@ -68,10 +68,10 @@ class NativeLevels(Closing):
                 self._known[level.number] = tiles, check(self._slide, level, tiles)
             except NotNative as error:
                 self._known[level.number] = error
-        known = self._known[level.number]
-        if isinstance(known, NotNative):
-            raise known
-        return known
+        entry = self._known[level.number]
+        if isinstance(entry, NotNative):
+            raise entry
+        return entry
 
     def located(self, level: Level) -> NativeLevel | None:
         """Return the tiles of a level, also if they cannot be used directly; None if they are not found."""
@@ -82,9 +82,9 @@ class NativeLevels(Closing):
 
     def close(self) -> None:
         """Close the files and free the decoded tiles."""
-        for known in self._known.values():
-            if not isinstance(known, NotNative):
-                known[0].close()
+        for entry in self._known.values():
+            if not isinstance(entry, NotNative):
+                entry[0].close()
 
 
 def find_native(files: tuple[Path, ...], info: SlideInfo, level: Level) -> NativeLevel:

@@ -44,14 +44,14 @@ def pydicom_warnings() -> Iterator[list[str]]:
 
     Yields a list of the first line of each warning, which is filled at the end of the block.
     """
-    found: list[str] = []
+    messages: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            yield found
+            yield messages
         finally:
             texts = (str(warning.message).partition("\n")[0] for warning in caught)
-            found.extend(dict.fromkeys(text[:200] for text in texts))
+            messages.extend(dict.fromkeys(text[:200] for text in texts))
 
 
 def read_header(file: Path | BinaryIO, *names: str) -> pydicom.Dataset:
@@ -88,12 +88,12 @@ def find_tiles(files: tuple[Path, ...], level: Level) -> NativeLevel:
     """
     try:
         with pydicom_warnings() as damage:
-            found = [path for path in files if _shows(path, level.size)]
-            if len(found) != 1:
+            matches = [path for path in files if _shows(path, level.size)]
+            if len(matches) != 1:
                 raise NotNative(  # noqa: TRY301
-                    f"{len(found)} of its files have images of {level.size}, expected 1"
+                    f"{len(matches)} of its files have images of {level.size}, expected 1"
                 )
-            return with_frame(_native(found[0], level.size))
+            return with_frame(_native(matches[0], level.size))
     except NotNative as error:
         raise NotNative(_with_damage(str(error), damage), error.native) from error
     except Exception as error:
@@ -106,14 +106,14 @@ def find_pixel_data(files: tuple[Path, ...], size: Size) -> list[tuple[Path, int
 
     They are in the order of their UIDs, which does not change when files are renamed.
     """
-    found = []
+    parts = []
     with pydicom_warnings():
         for path in files:
             if _shows(path, size):
                 with path.open("rb") as file:
                     header = read_header(file, "SOPInstanceUID")
-                    found.append((str(header.get("SOPInstanceUID")), path, file.tell()))
-    return [(path, start) for _, path, start in sorted(found)]
+                    parts.append((str(header.get("SOPInstanceUID")), path, file.tell()))
+    return [(path, start) for _, path, start in sorted(parts)]
 
 
 def _with_damage(reason: str, damage: list[str]) -> str:

@@ -96,9 +96,9 @@ class TileFormat:
             if marker in _KEPT:
                 kept.append(tile[start:stop])
         header = self._begin + b"".join(kept)
-        found = frame_of(header)
-        if self._frame is not None and found != self._frame:
-            raise OtherFrame(f"{found}, the other tiles are {self._frame}")
+        frame = frame_of(header)
+        if self._frame is not None and frame != self._frame:
+            raise OtherFrame(f"{frame}, the other tiles are {self._frame}")
         markers = {marker for marker, _, _ in _segments(header)}
         for marker, name in ((_DQT, "quantisation"), (_DHT, "Huffman")):
             if marker not in markers:

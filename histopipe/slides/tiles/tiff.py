@@ -37,11 +37,13 @@ def find_tiles(files: tuple[Path, ...], info: SlideInfo, level: Level) -> Native
         with tifffile.TiffFile(path) as tiff:
             pages = [page for page in tiff.pages if isinstance(page, tifffile.TiffPage)]
             if pages and pages[0].subifds:  # the lower levels of OME-TIFF
-                pages += [it for it in pages[0].pages or () if isinstance(it, tifffile.TiffPage)]
+                pages += [
+                    page for page in pages[0].pages or () if isinstance(page, tifffile.TiffPage)
+                ]
             for x, y, size in _places(info, level):
-                found = [page for page in pages if page.is_tiled and _size(page) == size]
-                if len(found) == 1:
-                    return with_frame(_native(path, found[0], x, y))
+                matches = [page for page in pages if page.is_tiled and _size(page) == size]
+                if len(matches) == 1:
+                    return with_frame(_native(path, matches[0], x, y))
     except NotNative:
         raise
     except Exception as error:

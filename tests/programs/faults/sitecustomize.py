@@ -117,10 +117,10 @@ def arm(only: str, place: str, at: int, kind: str, marker: Path) -> None:
         bound = (
             original.__get__(arguments[0], type(arguments[0])) if owner is not None else original
         )
-        found = bound(*(arguments[1:] if owner is not None else arguments), **settings)
+        result = bound(*(arguments[1:] if owner is not None else arguments), **settings)
         if due and after:
             fail(kind)
-        return found
+        return result
 
     setattr(where, name, faulty)
 
