@@ -15,7 +15,7 @@ from histopipe.tasks.metrics import Metrics, metrics_of
 from histopipe.tasks.predictions import Predictions, scores_of
 from histopipe.tasks.registry import make_task
 from histopipe.tasks.survival import Survival
-from histopipe.tasks.task import NO_THRESHOLDS, JudgeSettings, Scores, Task, Thresholds
+from histopipe.tasks.task import NO_THRESHOLDS, EvaluationSettings, Scores, Task, Thresholds
 
 NAMES = tuple("abcdefgh")
 
@@ -99,4 +99,4 @@ def aggregated(
     name = None if positive is None else predictions.task.classes[positive]
     if len(predictions.task.classes) != 2:
         name = None
-    return scores_of(predictions, level, how, JudgeSettings(top_k=top_k, positive=name))
+    return scores_of(predictions, level, how, EvaluationSettings(top_k=top_k, positive=name))

@@ -49,7 +49,7 @@ def sample(
     return 1 / (1 + np.exp(-value)), rng.random(len(value)) < 1 / (1 + np.exp(-value / 2)), patient
 
 
-def judged(
+def evaluated(
     probability: Floats, event: NDArray[np.bool_], patient: NDArray[np.int32], resamples: int = 0
 ) -> Metrics:
     scores = class_scores(
@@ -111,7 +111,7 @@ def test_copies_of_all_items_change_nothing() -> None:
 def test_perfect_predictions_have_informative_intervals(items: int) -> None:
     event = np.repeat(np.arange(20) % 2 == 1, items)
     patient = np.repeat(np.arange(20, dtype=np.int32), items)
-    metrics = judged(np.where(event, 0.9, 0.2), event, patient, resamples=200)
+    metrics = evaluated(np.where(event, 0.9, 0.2), event, patient, resamples=200)
     assert metrics.auc == metrics.sensitivity == metrics.accuracy == metrics.average_precision == 1
     informative = (
         "auc",
@@ -191,7 +191,7 @@ def test_average_precision_equals_scikit_learn(seed: int) -> None:
     expected = (
         sk.average_precision_score(event, probability) if event.any() and not event.all() else None
     )
-    metrics = judged(probability, event, patient)
+    metrics = evaluated(probability, event, patient)
     assert metrics.average_precision == (None if expected is None else pytest.approx(expected))
 
 
@@ -240,11 +240,11 @@ def test_interval_of_the_calibration_error_holds_the_true_one(exponent: float) -
         event = rng.random(patients) < 1 / (1 + np.exp(-odds / exponent))
         return 1 / (1 + np.exp(-odds)), event, np.arange(patients, dtype=np.int32)
 
-    true = judged(*drawn(100_000)).calibration_error
+    true = evaluated(*drawn(100_000)).calibration_error
     assert true is not None
     held = 0
     for _ in range(60):
-        low, high = judged(*drawn(60), resamples=200).intervals["calibration_error"]
+        low, high = evaluated(*drawn(60), resamples=200).intervals["calibration_error"]
         held += low - 1e-3 <= true <= high
     assert held >= 52
 
@@ -331,7 +331,7 @@ def test_extreme_probabilities_stay_finite() -> None:
 
 
 def test_json_holds_all_values() -> None:
-    metrics = judged(*sample(1, 40, 3), resamples=100)
+    metrics = evaluated(*sample(1, 40, 3), resamples=100)
     assert Metrics.from_json(metrics.to_json()) == metrics
     # Of an earlier version, without some of the metrics.
     earlier = metrics.to_json()
@@ -341,4 +341,4 @@ def test_json_holds_all_values() -> None:
         del earlier[name]
     read = Metrics.from_json(earlier)
     assert (read.auc, read.thresholds) == (metrics.auc, metrics.thresholds)
-    assert "average_precision" not in read.figures
+    assert "average_precision" not in read.values

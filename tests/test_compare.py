@@ -103,8 +103,8 @@ def test_run_and_its_copy_have_no_difference(runs: Path, tmp_path: Path) -> None
     )
     comparison = compare([runs / "a", copy])
     assert comparison.settings == {}
-    for figures in comparison.differences[0].values():
-        for difference in figures.values():
+    for values in comparison.differences[0].values():
+        for difference in values.values():
             assert difference.value == pytest.approx(0, abs=1e-9)
             assert difference.interval is None or difference.interval == pytest.approx(
                 (0, 0), abs=1e-9

@@ -20,18 +20,18 @@ from sklearn import calibration
 from sklearn import metrics as sk
 
 from histopipe.errors import DamagedStore, UsageError
-from histopipe.evaluation.evaluate import Evaluation, choose_thresholds, evaluate, judge
+from histopipe.evaluation.evaluate import Evaluation, choose_thresholds, evaluate, evaluate_subsets
 from histopipe.evaluation.predictions import read_predictions, write_predictions
 from histopipe.evaluation.table import evaluation_lines, remarks, split_lines
 from histopipe.reports.failures import decisions
 from histopipe.reports.html_page import Table
-from histopipe.reports.judged import Judged, metric_cards, metrics_blocks
+from histopipe.reports.evaluation_blocks import EvaluatedPredictions, metric_cards, metrics_blocks
 from histopipe.tasks.calibration import BINS
 from histopipe.tasks.classification import Classification
 from histopipe.tasks.metrics import Metrics
 from histopipe.tasks.predictions import Predictions, with_common_patients
 from histopipe.tasks.statistics import area_under_roc, bootstrap_draws, roc_of
-from histopipe.tasks.task import JudgeSettings, Scores, Thresholds
+from histopipe.tasks.task import EvaluationSettings, Scores, Thresholds
 from histopipe.tasks.thresholds import choose_threshold
 
 NO_DRAWS = np.zeros((0, 1))
@@ -108,10 +108,10 @@ def test_weights_equal_repeated_patients(seed: int, classes: int) -> None:
     limits = np.full((200, 1 if classes == 2 else 0), 0.4)
     draw = bootstrap_draws(20, 1, seed)
     scores = replace(scores, limits=limits)
-    fast = scores.task.statistics(scores).figures(draw)
+    fast = scores.task.statistics(scores).compute(draw)
     rows = np.repeat(np.arange(200), draw[0].astype(int)[scores.patient])
     slow = scores.task.statistics(scores.rows(rows))
-    for name, values in slow.figures(np.ones((1, slow.patients))).items():
+    for name, values in slow.compute(np.ones((1, slow.patients))).items():
         assert fast[name][0] == pytest.approx(values[0], abs=1e-12), name
 
 
@@ -328,7 +328,7 @@ def test_slides_with_several_labels_are_excluded_and_counted() -> None:
     mixed = replace(SLIDES, target=np.array([[1.0], [0], [1], [1], [1], [0]]))
     slide = aggregated(mixed, "slide", "mean", top_k=2, positive=1)
     assert (slide.item.tolist(), slide.left_out) == ([1, 2], 1)
-    evaluation = evaluate([(mixed, {})], JudgeSettings(resamples=0))
+    evaluation = evaluate([(mixed, {})], EvaluationSettings(resamples=0))
     assert "1 excluded, because they have several labels" in evaluation.slide["mean"].notes
     assert evaluation.finest.notes == ()
     assert evaluation.patient["mean"].notes[0] == "missing class: t"
@@ -359,10 +359,10 @@ def test_thresholds_equal_manual_calculation() -> None:
 @given(st.integers(0, 10_000), st.sampled_from([0.5, 0.8, 0.95, 1.0]))
 def test_threshold_reaches_the_required_value(seed: int, share: float) -> None:
     scores = random_scores(seed, 2, count=60)
-    for rule, figure in (("sensitivity", "sensitivity"), ("specificity", "specificity")):
+    for rule, metric in (("sensitivity", "sensitivity"), ("specificity", "specificity")):
         threshold, _ = chosen(scores, 1, f"{rule}:{share}")
         metrics = class_metrics(scores, ("n", "t"), positive=1, threshold=threshold, draws=NO_DRAWS)
-        assert getattr(metrics, figure) >= share - 1e-12
+        assert getattr(metrics, metric) >= share - 1e-12
 
 
 def test_no_other_threshold_has_a_higher_youden_index() -> None:
@@ -412,7 +412,7 @@ def test_levels_without_metrics_have_a_reason() -> None:
         (replace(scores, patient=items), "patient", []),
     ):
         predictions = replace(changed, level=level)  # type: ignore[arg-type]
-        evaluation = judge({"validation": predictions}, JudgeSettings(resamples=0))["validation"]
+        evaluation = evaluate_subsets({"validation": predictions}, EvaluationSettings(resamples=0))["validation"]
         assert remarks(evaluation) == texts
         lines = evaluation_lines("validation", evaluation)
         assert set(texts) <= {line.strip() for line in lines}
@@ -430,7 +430,7 @@ def test_slides_of_annotated_patches_have_no_row_without_metrics() -> None:
         ("gland", "stroma"), names, names, items // 3, items // 3, items.astype(np.int64),
         items.astype(np.int64), label, probability,
     )  # fmt: skip
-    evaluation = judge({"validation": scores}, JudgeSettings(resamples=0))["validation"]
+    evaluation = evaluate_subsets({"validation": scores}, EvaluationSettings(resamples=0))["validation"]
     title, *lines = evaluation_lines("validation", evaluation)
     assert title.split() == [
         "validation", "n", "AUC", "bal.", "acc.", "acc.", "sens.", "spec.", "F1", "Brier",
@@ -438,15 +438,15 @@ def test_slides_of_annotated_patches_have_no_row_without_metrics() -> None:
     assert lines[0].split()[:5] == ["patch", "12", "1.000", "1.000", "1.000"]
     reason = "not evaluated, because the AUC of 1 is undefined; 3 excluded, because they have several labels"
     assert [line.strip() for line in lines[1:]] == [f"slides: {reason}", f"patients: {reason}"]
-    judged = Judged(
-        {"validation": evaluation}, {"validation": scores}, JudgeSettings(),
+    evaluated = EvaluatedPredictions(
+        {"validation": evaluation}, {"validation": scores}, EvaluationSettings(),
     )  # fmt: skip
-    table, *rest = metrics_blocks(judged)
+    table, *rest = metrics_blocks(evaluated)
     assert isinstance(table, Table) and not rest
     assert [column.name for column in table.columns] == ["metric", "validation: patch"]
     assert all(cell.text for row in table.rows for cell in row.cells)
-    assert [card.note for card in metric_cards(judged)] == ["no interval"] * 2
-    first, *_ = decisions(judged, "validation")
+    assert [card.note for card in metric_cards(evaluated)] == ["no interval"] * 2
+    first, *_ = decisions(evaluated, "validation")
     assert (first.counts, first.right) == ({"gland": 3}, 1.0)
 
 
@@ -454,31 +454,31 @@ def test_cards_show_how_many_patients_are_left_out() -> None:
     """Patient d has a slide of each class."""
     scores = patches(1, "abcd")
     scores = replace(scores, target=np.where(scores.slide[:, None] == 7, 0, scores.target))
-    evaluation = judge({"validation": scores}, JudgeSettings(resamples=0))["validation"]
-    judged = Judged(
-        {"validation": evaluation}, {"validation": scores}, JudgeSettings(),
+    evaluation = evaluate_subsets({"validation": scores}, EvaluationSettings(resamples=0))["validation"]
+    evaluated = EvaluatedPredictions(
+        {"validation": evaluation}, {"validation": scores}, EvaluationSettings(),
     )  # fmt: skip
-    notes = {card.name: card.note for card in metric_cards(judged)}
+    notes = {card.name: card.note for card in metric_cards(evaluated)}
     assert notes["AUC, patches"] == notes["AUC, slides"] == "no interval"
     assert notes["AUC, patients"] == "no interval; 1 of 4 patients left out"
 
 
 def test_patients_of_the_training_are_counted() -> None:
     """Those of the predictions only, at any level."""
-    settings, leaked = JudgeSettings(resamples=0), {"validation": {"p", "other"}}
-    evaluation = judge({"validation": SLIDES}, settings, leaked)["validation"]  # type: ignore[arg-type]
+    settings, leaked = EvaluationSettings(resamples=0), {"validation": {"p", "other"}}
+    evaluation = evaluate_subsets({"validation": SLIDES}, settings, leaked)["validation"]  # type: ignore[arg-type]
     assert evaluation.in_training == 1
     assert Evaluation.from_json(evaluation.to_json()) == evaluation
     text = "used in the training, too: 1 of 2 patients; metrics are too good"
     assert remarks(evaluation)[-1] == text
     assert split_lines({"test": evaluation})[0].startswith("test  ")
-    held_out = judge({"validation": SLIDES}, settings)["validation"]
+    held_out = evaluate_subsets({"validation": SLIDES}, settings)["validation"]
     assert held_out.in_training == 0
     assert split_lines({"test": held_out})[0].startswith("test (held out)")
 
 
 def test_thresholds_do_not_depend_on_test_data() -> None:
-    settings = JudgeSettings(resamples=0)
+    settings = EvaluationSettings(resamples=0)
     thresholds = choose_thresholds(patches(1, "abcdef"), settings)
     test = patches(2, "ghijkl")
     first = evaluate([(test, thresholds)], settings)
@@ -492,7 +492,7 @@ def test_thresholds_do_not_depend_on_test_data() -> None:
 
 
 def test_pooled_folds_use_the_threshold_of_each_fold() -> None:
-    settings = JudgeSettings(resamples=20)
+    settings = EvaluationSettings(resamples=20)
     parts = with_common_patients([patches(1, "abcdef"), patches(2, "ghijkl")])
     limits = [{"patch": Thresholds((value,))} for value in (0.2, 0.8)]
     pooled = evaluate(list(zip(parts, limits, strict=True)), settings).finest
@@ -509,7 +509,7 @@ def test_pooled_folds_use_the_threshold_of_each_fold() -> None:
 
 def test_evaluations_of_three_classes_are_read_back_from_json() -> None:
     evaluation = evaluate(
-        [(patches(1, "abcdef", ("a", "b", "c")), {})], JudgeSettings(resamples=20)
+        [(patches(1, "abcdef", ("a", "b", "c")), {})], EvaluationSettings(resamples=20)
     )
     assert Evaluation.from_json(evaluation.to_json()) == evaluation
     assert [name for name, _ in evaluation.named()] == [
@@ -610,8 +610,8 @@ def leaves(value: object, where: str = "") -> Iterator[tuple[str, object]]:
 
 @pytest.mark.parametrize("path", sorted(GOLDEN.glob("*.csv")), ids=lambda path: path.stem)
 def test_evaluations_are_those_of_earlier_versions(path: Path) -> None:
-    judged = judge(read_predictions(path), JudgeSettings(resamples=50, top_k=2))
-    value = {side: evaluation.to_json() for side, evaluation in judged.items()}
+    evaluated = evaluate_subsets(read_predictions(path), EvaluationSettings(resamples=50, top_k=2))
+    value = {side: evaluation.to_json() for side, evaluation in evaluated.items()}
     actual = dict(leaves(json.loads(json.dumps(value))))
     expected = dict(leaves(json.loads(path.with_suffix(".json").read_text())))
     assert actual.keys() == expected.keys()

@@ -416,7 +416,7 @@ def auc_of_hidden(folder: Path, out: Path, pooling: str) -> float:
         mil=folder / "features", labels=folder / "labels.csv", out=out / pooling, pooling=pooling,
         epochs=10, patience=0, learning_rate=1e-3, resamples=0, fractions=(0.4, 0.2, 0.4),
     )  # fmt: skip
-    auc = result.metrics["test"].slide["mean"].figures["auc"]
+    auc = result.metrics["test"].slide["mean"].values["auc"]
     assert auc is not None
     return auc
 
@@ -520,7 +520,7 @@ def test_out_of_memory_continues_with_smaller_micro_batches(
     reduced = histopipe.train(out=tmp_path / "b", in_process=True, **settings)
     assert "continuing with micro-batches of 8,192 patches" in capsys.readouterr().err
     ours, theirs = plain.metrics["test"].finest, reduced.metrics["test"].finest
-    assert ours.figures["log_loss"] == pytest.approx(theirs.figures["log_loss"], rel=1e-5)
+    assert ours.values["log_loss"] == pytest.approx(theirs.values["log_loss"], rel=1e-5)
 
 
 def test_bags_of_patients_have_all_of_their_slides(bags: Path, tmp_path: Path, run: Run) -> None:

@@ -887,11 +887,11 @@ def test_bench_measures_every_stage(made_store: Path, run: Any) -> None:
     assert result.parallel_calls in result.reader
     assert default_calls() in result.reader
     done = CliRunner().invoke(bench_command, [str(made_store), "--seconds", "0.1", "--json"])
-    figures = json.loads(done.stdout)
-    assert figures["decode"] > 0
-    assert all(rate > 0 for rate in figures["reader"].values())
-    assert figures["device"] == {}
-    assert figures["advice"][-1].startswith("recommended: parallel_calls=")
+    values = json.loads(done.stdout)
+    assert values["decode"] > 0
+    assert all(rate > 0 for rate in values["reader"].values())
+    assert values["device"] == {}
+    assert values["advice"][-1].startswith("recommended: parallel_calls=")
     assert run("bench", "none.lmdb").returncode == 4
     assert run("bench", made_store, "--seconds", "nan").returncode == 2
 

@@ -40,7 +40,7 @@ from histopipe.store.record import FailureKind
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
 from histopipe.tasks.predictions import Part, Predictions
-from histopipe.tasks.task import JudgeSettings, Thresholds
+from histopipe.tasks.task import EvaluationSettings, Thresholds
 
 CLASSES = ("n", "t")
 
@@ -77,7 +77,7 @@ def cohort(
 def test_subgroups_are_the_metrics_of_their_patients() -> None:
     """Each group equals an evaluation of its patients alone."""
     part, slides = cohort()
-    settings = JudgeSettings(resamples=50)
+    settings = EvaluationSettings(resamples=50)
     (by_site,) = subgroups([part], slides, {"site": None}, settings)
     scores = part[0]
     assert isinstance(scores, Predictions)
@@ -89,15 +89,15 @@ def test_subgroups_are_the_metrics_of_their_patients() -> None:
             CLASSES, scores.slides, scores.patients, scores.slide[rows], scores.patient[rows],
             scores.x_l0[rows], scores.y_l0[rows], scores.label[rows], scores.output[rows], "slide",
         )  # fmt: skip
-        expected = evaluate([(alone, part[1])], JudgeSettings(resamples=0)).patient["mean"]
+        expected = evaluate([(alone, part[1])], EvaluationSettings(resamples=0)).patient["mean"]
         for name in ("auc", "sensitivity", "brier", "average_precision"):
-            assert group.figures[name] == pytest.approx(expected.figures[name]), name
+            assert group.values[name] == pytest.approx(expected.values[name]), name
 
 
 def test_differences_are_from_all_other_groups() -> None:
     part, slides = cohort()
-    (by_site,) = subgroups([part], slides, {"site": None}, JudgeSettings(resamples=200))
-    values = {group.name: group.figures["brier"] for group in by_site.groups}
+    (by_site,) = subgroups([part], slides, {"site": None}, EvaluationSettings(resamples=200))
+    values = {group.name: group.values["brier"] for group in by_site.groups}
     counts = {group.name: group.count for group in by_site.groups}
     for group in by_site.groups:
         rest = [name for name in values if name != group.name]
@@ -105,7 +105,7 @@ def test_differences_are_from_all_other_groups() -> None:
         difference = group.differences["brier"]
         assert difference.value is not None
         assert difference.interval is not None
-        assert difference.value == pytest.approx((group.figures["brier"] or 0) - mean)
+        assert difference.value == pytest.approx((group.values["brier"] or 0) - mean)
         assert difference.interval[0] < difference.value < difference.interval[1]
 
 
@@ -115,7 +115,7 @@ def test_a_planted_difference_is_outside_of_chance() -> None:
     assert isinstance(scores, Predictions)
     wrong = np.array([slide.site == "site 1" for slide in slides])
     scores.output[wrong] = scores.output[wrong][:, ::-1]
-    (by_site,) = subgroups([part], slides, {"site": None}, JudgeSettings(resamples=200))
+    (by_site,) = subgroups([part], slides, {"site": None}, EvaluationSettings(resamples=200))
     bad = next(group for group in by_site.groups if group.name == "site 1")
     interval = bad.differences["auc"].interval
     assert interval is not None
@@ -133,7 +133,7 @@ def test_small_groups_are_shown_without_intervals() -> None:
         )
         for i, slide in enumerate(slides)
     ]
-    (by_site,) = subgroups([part], few, {"site": None}, JudgeSettings(resamples=50))
+    (by_site,) = subgroups([part], few, {"site": None}, EvaluationSettings(resamples=50))
     large, small = by_site.groups
     assert (small.name, small.count, small.note) == (
         "small",
@@ -141,14 +141,14 @@ def test_small_groups_are_shown_without_intervals() -> None:
         "too few patients for an interval: 4",
     )
     assert not small.intervals
-    assert small.figures["brier"] is not None
+    assert small.values["brier"] is not None
     assert large.intervals
     assert large.note == "no difference: only 4 patients in other groups"
 
 
 def test_columns_that_vary_within_patients_are_compared_by_slide() -> None:
     part, slides = cohort(slides=2)
-    settings = JudgeSettings(resamples=0)
+    settings = EvaluationSettings(resamples=0)
     by_site, by_scanner = subgroups([part], slides, {"site": None, "scanner": None}, settings)
     assert (by_site.level, by_scanner.level) == ("patient", "slide")
     assert [group.count for group in by_scanner.groups] == [60, 60]
@@ -226,7 +226,7 @@ def test_patients_with_several_real_values_are_compared_by_slide() -> None:
         dataclasses.replace(slide, cells={"stain": ("several", "H&E")[i % 2]})
         for i, slide in enumerate(slides)
     ]
-    (by_stain,) = subgroups([part], same, {"stain": None}, JudgeSettings(resamples=0))
+    (by_stain,) = subgroups([part], same, {"stain": None}, EvaluationSettings(resamples=0))
     assert (by_stain.level, [group.name for group in by_stain.groups]) == (
         "patient",
         ['"several"', "H&E"],
@@ -245,14 +245,14 @@ def test_runs_of_earlier_versions_have_missing_values(tmp_path: Path) -> None:
 def test_sites_with_numbers_are_not_divided() -> None:
     part, slides = cohort()
     numbered = [dataclasses.replace(slide, site=str(i % 12)) for i, slide in enumerate(slides)]
-    (by_site,) = subgroups([part], numbered, {"site": None}, JudgeSettings(resamples=0))
+    (by_site,) = subgroups([part], numbered, {"site": None}, EvaluationSettings(resamples=0))
     assert {group.name for group in by_site.groups} == {str(number) for number in range(12)}
 
 
 def test_column_with_one_value_is_shown() -> None:
     part, slides = cohort()
     same = [dataclasses.replace(slide, cells={"stain": "H&E"}) for slide in slides]
-    settings = JudgeSettings(resamples=20)
+    settings = EvaluationSettings(resamples=20)
     (by_stain,) = subgroups([part], same, {"route": None, "stain": None}, settings)
     (group,) = by_stain.groups
     assert (by_stain.column, group.name, group.count) == ("stain", "H&E", 60)
@@ -279,7 +279,7 @@ def test_quality_of_patients_with_several_slides_is_the_median() -> None:
     )  # fmt: skip
     measured = [dataclasses.replace(slide, focus=f"{i + 0.5}") for i, slide in enumerate(slides)]
     (by_focus,) = subgroups(
-        [(of_patients, part[1])], measured, {"focus": None}, JudgeSettings(resamples=0)
+        [(of_patients, part[1])], measured, {"focus": None}, EvaluationSettings(resamples=0)
     )
     assert [group.count for group in by_focus.groups] == [20, 20, 20]
     assert by_focus.groups[0].name == "1 to 40.3333"
@@ -293,7 +293,7 @@ def test_column_given_twice_is_refused() -> None:
 
 def test_breakdown_survives_json() -> None:
     part, slides = cohort(confounded=True)
-    settings = JudgeSettings(resamples=20)
+    settings = EvaluationSettings(resamples=20)
     breakdown = break_down(
         [part], evaluate([part], settings), slides, ("age:10", "scanner"), settings
     )

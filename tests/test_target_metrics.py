@@ -21,7 +21,7 @@ from sklearn import metrics as sk
 from sklearn.linear_model import LogisticRegression
 
 from histopipe.errors import DamagedStore
-from histopipe.evaluation.evaluate import Evaluation, evaluate, judge
+from histopipe.evaluation.evaluate import Evaluation, evaluate, evaluate_subsets
 from histopipe.evaluation.predictions import read_predictions, write_predictions
 from histopipe.evaluation.table import evaluation_lines
 from histopipe.tasks.choices import name_of
@@ -36,7 +36,7 @@ from histopipe.tasks.survival_statistics import (
     partial_likelihood,
     time_grid,
 )
-from histopipe.tasks.task import JudgeSettings, Thresholds
+from histopipe.tasks.task import EvaluationSettings, Thresholds
 
 # Of scikit-survival.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -75,8 +75,8 @@ def inside_times(grid: list[float], time: NDArray[np.float64]) -> list[float]:
     return [at for at in grid if time.min() <= at < time.max()]
 
 
-def figures(statistics: Any, weights: NDArray[np.float64]) -> dict[str, float]:
-    return {name: float(values[0]) for name, values in statistics.figures(weights).items()}
+def compute(statistics: Any, weights: NDArray[np.float64]) -> dict[str, float]:
+    return {name: float(values[0]) for name, values in statistics.compute(weights).items()}
 
 
 @needs_scikit_survival
@@ -90,7 +90,7 @@ def test_survival_metrics_equal_those_of_scikit_survival(seed: int, decimals: in
     patients = np.arange(len(risk), dtype=np.int32)
     output = np.column_stack([risk, survival])
     statistics = SurvivalStatistics(time, event, output, grid, patients)
-    metrics = figures(statistics, np.ones((1, len(risk))))
+    metrics = compute(statistics, np.ones((1, len(risk))))
     truth = Surv.from_arrays(event.astype(bool), time)
     assert metrics["c_index"] == pytest.approx(
         concordance_index_censored(event.astype(bool), time, risk)[0]
@@ -114,11 +114,11 @@ def test_survival_metrics_equal_those_of_scikit_survival(seed: int, decimals: in
     again = SurvivalStatistics(
         time[rows], event[rows], output[rows], grid, np.arange(len(rows), dtype=np.int32)
     )
-    again_figures = figures(again, np.ones((1, len(rows))))
+    again_values = compute(again, np.ones((1, len(rows))))
     same_times = inside_times(grid, time[rows]) == inside_times(grid, time)
-    weighted = figures(statistics, weights[None].astype(np.float64))
+    weighted = compute(statistics, weights[None].astype(np.float64))
     for name in ("c_index", "c_index_uno", *(("auc", "brier") if same_times else ())):
-        assert weighted[name] == pytest.approx(again_figures[name], nan_ok=True)
+        assert weighted[name] == pytest.approx(again_values[name], nan_ok=True)
 
 
 @needs_scikit_survival
@@ -134,7 +134,7 @@ def test_survival_metrics_of_monthly_and_yearly_times(units: int, seed: int) -> 
     survival = np.exp(-np.outer(np.exp(risk), grid))
     patients = np.arange(len(risk), dtype=np.int32)
     statistics = SurvivalStatistics(time, event, np.column_stack([risk, survival]), grid, patients)
-    metrics = figures(statistics, np.ones((1, len(risk))))
+    metrics = compute(statistics, np.ones((1, len(risk))))
     truth, last = Surv.from_arrays(event == 1, time), time.max()
     expected = concordance_index_ipcw(truth, truth, risk, tau=last)[0]
     assert metrics["c_index_uno"] == pytest.approx(expected)
@@ -152,7 +152,7 @@ def test_survival_metrics_of_monthly_and_yearly_times(units: int, seed: int) -> 
 def test_higher_risk_means_earlier_event() -> None:
     time, event = np.arange(1.0, 9.0), np.ones(8)
     output = np.column_stack([-time, np.full(8, 0.5)])
-    metrics = figures(
+    metrics = compute(
         SurvivalStatistics(time, event, output, [4.0], np.arange(8, dtype=np.int32)),
         np.ones((1, 8)),
     )
@@ -213,7 +213,7 @@ def test_regression_metrics_equal_those_of_scikit_learn(seed: int, ties: bool) -
     weights = rng.integers(0, 3, 30).astype(np.float64)
     statistics = RegressionStatistics(target, output, ("a", "b"), patients)
     for weight in (np.ones(30), weights):
-        metrics = figures(statistics, weight[None])
+        metrics = compute(statistics, weight[None])
         for number, name in enumerate("ab"):
             rows = np.repeat(patients, weight.astype(int))
             rows = rows[np.isfinite(target[rows, number])]
@@ -240,7 +240,7 @@ def test_regression_metrics_of_any_scale_and_offset(seed: int, scale: int, offse
     plain, moved = (
         RegressionStatistics(
             (target[:, None] + shift) * factor, (output[:, None] + shift) * factor, ("a",), patients
-        ).figures(weights)
+        ).compute(weights)
         for shift, factor in ((0, 1.0), (10**offset, 10.0**scale))
     )  # fmt: skip
     for name in ("r2", "pearson", "spearman"):
@@ -257,7 +257,7 @@ def test_constant_targets_have_no_coefficient_of_determination(value: float) -> 
     statistics = RegressionStatistics(
         target, rng.random((50, 1)), ("a",), np.arange(50, dtype=np.int32)
     )
-    metrics = statistics.figures(weights.astype(float))
+    metrics = statistics.compute(weights.astype(float))
     assert np.isnan([metrics[name] for name in ("r2", "pearson", "spearman")]).all()
 
 
@@ -270,7 +270,7 @@ def test_multilabel_metrics_equal_those_of_scikit_learn(seed: int) -> None:
     target[rng.random((60, 2)) < 0.2] = np.nan
     limits = np.array([0.5, 0.3])
     patients = np.arange(60, dtype=np.int32)
-    metrics = figures(
+    metrics = compute(
         MultilabelStatistics(target, output, ("a", "b"), limits, patients), np.ones((1, 60))
     )
     for number, name in enumerate("ab"):
@@ -298,22 +298,22 @@ def test_each_label_has_intercept_and_slope() -> None:
         "multilabel", ("a", "b"), (), names, names, each, each, zeros, zeros, target,
         (1 / (1 + np.exp(-odds))).astype(np.float32), "slide",
     )  # fmt: skip
-    metrics = judge({"validation": scores}, JudgeSettings(resamples=20))["validation"].slide["mean"]
+    metrics = evaluate_subsets({"validation": scores}, EvaluationSettings(resamples=20))["validation"].slide["mean"]
     for number, name in enumerate("ab"):
         finite = np.isfinite(target[:, number])
         model = LogisticRegression(C=1e12, tol=1e-10).fit(
             odds[finite, number : number + 1], target[finite, number]
         )
-        slope = metrics.figures[f"calibration_slope:{name}"]
+        slope = metrics.values[f"calibration_slope:{name}"]
         assert slope == pytest.approx(model.coef_[0, 0], abs=1e-3)
         low, high = metrics.intervals[f"calibration_slope:{name}"]
         assert low < model.coef_[0, 0] < high
-    slopes = [metrics.figures[f"calibration_slope:{name}"] or 0 for name in "ab"]
-    assert metrics.figures["calibration_slope"] == pytest.approx(np.mean(slopes))
+    slopes = [metrics.values[f"calibration_slope:{name}"] or 0 for name in "ab"]
+    assert metrics.values["calibration_slope"] == pytest.approx(np.mean(slopes))
     unknown = replace(scores, target=np.column_stack([target[:, 0], np.zeros(200)]))
-    metrics = judge({"validation": unknown}, JudgeSettings(resamples=0))["validation"].slide["mean"]
-    assert metrics.figures["calibration_slope"] is None
-    assert metrics.figures["calibration_slope:b"] is None
+    metrics = evaluate_subsets({"validation": unknown}, EvaluationSettings(resamples=0))["validation"].slide["mean"]
+    assert metrics.values["calibration_slope"] is None
+    assert metrics.values["calibration_slope:b"] is None
 
 
 def survival_scores(seed: int, count: int = 60, *, slides: int = 1) -> Predictions:
@@ -335,7 +335,7 @@ def survival_scores(seed: int, count: int = 60, *, slides: int = 1) -> Predictio
 @needs_scikit_survival
 def test_risk_groups_equal_those_of_scikit_survival() -> None:
     scores = {"validation": survival_scores(1), "test": survival_scores(2)}
-    evaluations = judge(scores, JudgeSettings(resamples=50))  # type: ignore[arg-type]
+    evaluations = evaluate_subsets(scores, EvaluationSettings(resamples=50))  # type: ignore[arg-type]
     metrics = evaluations["test"].slide["mean"]
     assert isinstance(metrics, Metrics)
     limit = np.median(scores["validation"].output[:, 0].astype(np.float64))
@@ -356,7 +356,7 @@ def test_risk_groups_equal_those_of_scikit_survival() -> None:
         expected = times[survival <= 0.5]
         assert group.median == (expected[0] if len(expected) else None)
     assert metrics.groups[0].at_risk[0] == metrics.groups[0].count == high.sum()
-    low, value, ends = 0.0, metrics.figures["c_index"], metrics.intervals["c_index"]
+    low, value, ends = 0.0, metrics.values["c_index"], metrics.intervals["c_index"]
     assert value is not None
     assert low < ends[0] < value < ends[1] < 1
     lines = "\n".join(evaluation_lines("test", evaluations["test"]))
@@ -379,7 +379,7 @@ def one_risk_group(time: Sequence[float], event: Sequence[int]) -> Metrics:
     )  # fmt: skip
     # None for patients: then they have no risk groups.
     limits = {name_of("slide", "mean"): Thresholds((0.5,))}
-    return evaluate([(scores, limits)], JudgeSettings(resamples=0)).slide["mean"]
+    return evaluate([(scores, limits)], EvaluationSettings(resamples=0)).slide["mean"]
 
 
 def test_columns_of_few_patients_have_no_intervals() -> None:
@@ -394,7 +394,7 @@ def test_columns_of_few_patients_have_no_intervals() -> None:
     scores = target_predictions(
         "multilabel", labels, (), names, names, each, each, zeros, zeros, target, output, "slide"
     )
-    metrics = judge({"validation": scores}, JudgeSettings(resamples=50))["validation"].slide["mean"]
+    metrics = evaluate_subsets({"validation": scores}, EvaluationSettings(resamples=50))["validation"].slide["mean"]
     assert isinstance(metrics, Metrics)
     assert metrics.intervals
     assert {name.partition(":")[2] for name in metrics.intervals} == {"first"}
@@ -497,10 +497,10 @@ def test_models_of_other_training_sets_get_the_times_of_the_first() -> None:
 def test_undefined_metrics_are_none() -> None:
     one = survival_scores(1, 12)
     same = replace(one, target=np.column_stack([one.target[:, 0], np.zeros(12)]))
-    metrics = judge({"validation": same, "test": same}, JudgeSettings(resamples=20))["test"].slide[
+    metrics = evaluate_subsets({"validation": same, "test": same}, EvaluationSettings(resamples=20))["test"].slide[
         "mean"
     ]
     assert isinstance(metrics, Metrics)
-    assert metrics.figures["c_index"] is None
+    assert metrics.values["c_index"] is None
     assert metrics.log_rank is None
-    assert all(value is None or math.isfinite(value) for value in metrics.figures.values())
+    assert all(value is None or math.isfinite(value) for value in metrics.values.values())

@@ -106,18 +106,18 @@ def test_planted_signals_are_learned(run: Run, bags: Path, tmp_path: Path, task:
     done = run(*arguments(bags, task, "--out", "run", "--fractions", "0.5,0.2,0.3"))
     assert done.returncode == 0, done.stderr
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
-    figures = metrics["test"]["slide"]["mean"]
+    values = metrics["test"]["slide"]["mean"]
     scores = read_predictions(tmp_path / "run" / "predictions.csv")["test"]
     assert isinstance(scores, Predictions)
     match task:
         case "regression":
-            assert figures["r2:share"] > 0.6
-            assert figures["r2:age"] < 0.4  # there is nothing to learn
+            assert values["r2:share"] > 0.6
+            assert values["r2:age"] < 0.4  # there is nothing to learn
         case "multilabel":
-            assert figures["auc:MSI"] > 0.85
+            assert values["auc:MSI"] > 0.85
             assert np.isnan(scores.target[:, 1]).any()
         case _:
-            assert figures["c_index"] > 0.65
+            assert values["c_index"] > 0.65
             time, event = scores.target.T
             early, late = (
                 scores.output[(time < np.median(time)) & (event == 1), 0],
@@ -181,7 +181,7 @@ def test_cross_validation_search_comparison_and_report(
     assert first.returncode == second.returncode == 0, second.stderr
     compared = histopipe.compare([tmp_path / "a", tmp_path / "b"], resamples=50)
     difference = compared.differences[0]["slide_mean"]["c_index"]
-    values = [result.test.finest.figures["c_index"] for result in compared.runs]
+    values = [result.test.finest.values["c_index"] for result in compared.runs]
     assert difference.value == pytest.approx(values[1] - values[0])  # type: ignore[operator]
     assert difference.interval is not None
     assert "C-index" in str(compared)

@@ -27,7 +27,7 @@ from histopipe.tasks.classification import Classification
 from histopipe.tasks.metrics import Metrics, metrics_of
 from histopipe.tasks.predictions import Part, Predictions
 from histopipe.tasks.statistics import bootstrap_draws
-from histopipe.tasks.task import JudgeSettings, Scores, Thresholds
+from histopipe.tasks.task import EvaluationSettings, Scores, Thresholds
 
 TASK = Classification(classes=("well", "ill"))
 FIGURES = (
@@ -53,7 +53,7 @@ def synthetic_scores(
     )  # fmt: skip
 
 
-def judged(scores: Scores, draws: NDArray[np.float64]) -> Metrics:
+def evaluated(scores: Scores, draws: NDArray[np.float64]) -> Metrics:
     """Compute metrics with intervals."""
     return metrics_of(scores, draws=draws)
 
@@ -64,10 +64,10 @@ def coverage(patients: int, apart: float, samples: int, patches: int) -> dict[st
     A sample without interval counts as one that does not contain it.
     """
     rng = np.random.default_rng(patients)
-    truth = judged(synthetic_scores(rng, 50_000, apart, patches), np.zeros((0, 50_000)))
+    truth = evaluated(synthetic_scores(rng, 50_000, apart, patches), np.zeros((0, 50_000)))
     hits = dict.fromkeys(FIGURES, 0)
     for number in range(samples):
-        intervals = judged(
+        intervals = evaluated(
             synthetic_scores(rng, patients, apart, patches), bootstrap_draws(patients, 1000, number)
         ).intervals
         for name in FIGURES:
@@ -88,7 +88,7 @@ def group_coverage(patients: int, apart: tuple[float, float], samples: int) -> d
     """
     rng = np.random.default_rng(patients)
     group, rest = (
-        judged(synthetic_scores(rng, 50_000, separation, 1), np.zeros((0, 50_000)))
+        evaluated(synthetic_scores(rng, 50_000, separation, 1), np.zeros((0, 50_000)))
         for separation in apart
     )
     hits = dict.fromkeys(OF_GROUPS, 0)
@@ -99,7 +99,7 @@ def group_coverage(patients: int, apart: tuple[float, float], samples: int) -> d
             for count, separation in zip((of_group, patients - of_group), apart, strict=True)
         ]
         part, slides = _as_slides(drawn)
-        settings = JudgeSettings(resamples=1000, seed=number)
+        settings = EvaluationSettings(resamples=1000, seed=number)
         (by_site,) = subgroups([part], slides, {"site": None}, settings)
         for name in OF_GROUPS:
             true = getattr(group, name) - getattr(rest, name)
@@ -191,7 +191,7 @@ def cost(patients: int, rounds: int) -> tuple[float, float]:
     ready = TASK.statistics(scores)
     ours, theirs = [], []
     for _ in range(rounds):
-        ours.append(seconds(lambda: ready.figures(draws)) / len(draws))
+        ours.append(seconds(lambda: ready.compute(draws)) / len(draws))
         weights = [draw[scores.patient] for draw in draws]
         theirs.append(
             statistics.median(

@@ -93,9 +93,9 @@ def trained(
         low, high = metrics.intervals["c_index"]
         return {
             "strength": strength, "censored": censored, "loss": loss, "pooling": pooling, "seed": seed,
-            "events": int(event.sum()), "test": len(time), "c_index": metrics.figures["c_index"],
+            "events": int(event.sum()), "test": len(time), "c_index": metrics.values["c_index"],
             "low": low, "high": high,
-            "oracle": float(oracle.figures(np.ones((1, oracle.patients)))["c_index"][0]),
+            "oracle": float(oracle.compute(np.ones((1, oracle.patients)))["c_index"][0]),
         }  # fmt: skip
 
 

@@ -211,12 +211,12 @@ def trained_result(settings: dict[str, Any], run: Path) -> tuple[float, float, i
 
     shutil.rmtree(run, ignore_errors=True)
     result = histopipe.train(out=run, in_process=True, resamples=0, **settings)
-    figures = result.metrics["test"].finest.figures
-    names = [name for name in ("c_index", "auc", "r2", "r2:y", "macro_auc") if name in figures]
+    values = result.metrics["test"].finest.values
+    names = [name for name in ("c_index", "auc", "r2", "r2:y", "macro_auc") if name in values]
     keras.backend.clear_session()
     gc.collect()
-    loss = figures.get("log_loss")
-    main = float(figures[names[0]] or np.nan)
+    loss = values.get("log_loss")
+    main = float(values[names[0]] or np.nan)
     return main, np.nan if loss is None else float(loss), result.best_epoch, result.epochs
 
 

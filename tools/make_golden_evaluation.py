@@ -15,17 +15,17 @@ from typing import Any
 
 import numpy as np
 
-from histopipe.evaluation.evaluate import judge
+from histopipe.evaluation.evaluate import evaluate_subsets
 from histopipe.evaluation.predictions import read_predictions, write_predictions
 from histopipe.tasks.classification import Classification
 from histopipe.tasks.multilabel import Multilabel
 from histopipe.tasks.predictions import Predictions
 from histopipe.tasks.regression import Regression
 from histopipe.tasks.survival import Survival
-from histopipe.tasks.task import JudgeSettings, Task
+from histopipe.tasks.task import EvaluationSettings, Task
 
 SLIDES, ROWS = 24, 4
-SETTINGS = JudgeSettings(resamples=50, top_k=2)
+SETTINGS = EvaluationSettings(resamples=50, top_k=2)
 TASKS: dict[str, Task] = {
     "two-classes": Classification(classes=("normal", "tumour")),
     "three-classes": Classification(classes=("a", "b", "c")),
@@ -77,8 +77,8 @@ def main() -> None:
         rng = np.random.default_rng(seed)
         parts = [({"split": side}, draw(name, task, rng)) for side in ("validation", "test")]
         write_predictions(folder / f"{name}.csv", parts)
-        judged = judge(read_predictions(folder / f"{name}.csv"), SETTINGS)
-        value = {side: evaluation.to_json() for side, evaluation in judged.items()}
+        evaluated = evaluate_subsets(read_predictions(folder / f"{name}.csv"), SETTINGS)
+        value = {side: evaluation.to_json() for side, evaluation in evaluated.items()}
         (folder / f"{name}.json").write_text(json.dumps(value, indent=1))
 
 

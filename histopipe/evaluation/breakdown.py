@@ -18,7 +18,7 @@ from histopipe.tasks.choices import TaskName
 from histopipe.tasks.intervals import Difference
 from histopipe.tasks.predictions import Part, Predictions
 from histopipe.tasks.registry import TASKS
-from histopipe.tasks.task import JudgeSettings
+from histopipe.tasks.task import EvaluationSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def breakdown_lines(
         for column in columns:
             rows.append([f"  {column.column} ({plural(column.level)})", "", "", ""])
             for group in column.groups:
-                value = with_ends(group.figures.get(name), group.intervals.get(name))
+                value = with_ends(group.values.get(name), group.intervals.get(name))
                 difference = group.differences.get(name, Difference(None, None))
                 apart = with_ends(difference.value, difference.interval, signed=True)
                 rows.append([f"    {group.name}", str(group.count), value, group.note or apart])
@@ -77,15 +77,15 @@ def breakdown_lines(
 
 def break_down_sides(
     predictions: Mapping[Side, Predictions],
-    judged: Mapping[Side, Evaluation],
+    evaluations: Mapping[Side, Evaluation],
     slides: Sequence[Participant],
     requested: Sequence[str],
-    settings: JudgeSettings,
+    settings: EvaluationSettings,
 ) -> Breakdown:
-    """Return the breakdown of the test set, or of validation if there is none. `judged` is the result of `judge`."""
-    side: Side = "test" if "test" in judged else "validation"
-    part = (predictions[side], judged[side].thresholds)
-    return break_down([part], judged[side], slides, requested, settings)
+    """Return the breakdown of the test set, or of validation if there is none. `evaluations` is the result of `evaluate_subsets`."""
+    side: Side = "test" if "test" in evaluations else "validation"
+    part = (predictions[side], evaluations[side].thresholds)
+    return break_down([part], evaluations[side], slides, requested, settings)
 
 
 def break_down(
@@ -93,7 +93,7 @@ def break_down(
     evaluation: Evaluation,
     slides: Sequence[Participant],
     requested: Sequence[str],
-    settings: JudgeSettings,
+    settings: EvaluationSettings,
 ) -> Breakdown:
     """Return the metrics of the predictions `parts` by subgroup, and the check for shortcuts.
 
@@ -110,5 +110,5 @@ def break_down(
         highest = (
             evaluation.patient.get("mean") or evaluation.slide.get("mean") or evaluation.finest
         )
-        shortcut = find_shortcut(used, model_auc=highest.figures["auc"], seed=settings.seed)
+        shortcut = find_shortcut(used, model_auc=highest.values["auc"], seed=settings.seed)
     return Breakdown(subgroups(parts, used, columns, settings), shortcut)

@@ -20,7 +20,7 @@ from histopipe.tasks.predictions import (
     scores_of,
 )
 from histopipe.tasks.statistics import bootstrap_draws
-from histopipe.tasks.task import NO_THRESHOLDS, JudgeSettings, Thresholds
+from histopipe.tasks.task import NO_THRESHOLDS, EvaluationSettings, Thresholds
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +83,9 @@ class Evaluation:
         return cls(patch, slide, patient, value.get("in_training"))
 
 
-def choose_thresholds(validation: Predictions, settings: JudgeSettings) -> ThresholdsByLevel:
+def choose_thresholds(validation: Predictions, settings: EvaluationSettings) -> ThresholdsByLevel:
     """Choose thresholds for every level on validation data."""
-    task = validation.task.judged(settings)
+    task = validation.task.with_settings(settings)
     return {
         name_of(level, how): task.thresholds(
             scores_of(validation, level, how, settings), settings.threshold
@@ -94,9 +94,9 @@ def choose_thresholds(validation: Predictions, settings: JudgeSettings) -> Thres
     }
 
 
-def judge(
+def evaluate_subsets(
     predictions: Mapping[Side, Predictions],
-    settings: JudgeSettings,
+    settings: EvaluationSettings,
     leaked: Mapping[Side, Collection[str]] = MappingProxyType({}),
 ) -> dict[Side, Evaluation]:
     """Evaluate predictions of each side, with thresholds chosen on validation. `leaked` as for `evaluate`."""
@@ -108,7 +108,7 @@ def judge(
 
 
 def evaluate(
-    parts: Sequence[Part], settings: JudgeSettings, leaked: Collection[str] = ()
+    parts: Sequence[Part], settings: EvaluationSettings, leaked: Collection[str] = ()
 ) -> Evaluation:
     """Evaluate the predictions of one or several models together, at every level.
 

@@ -31,7 +31,7 @@ from histopipe.tasks.intervals import (
 )
 from histopipe.tasks.predictions import Part, joined_scores
 from histopipe.tasks.statistics import bootstrap_draws
-from histopipe.tasks.task import JudgeSettings, Scores, known
+from histopipe.tasks.task import EvaluationSettings, Scores, known
 
 _FEWEST_PATIENTS = 10
 """Smaller groups have no intervals."""
@@ -45,7 +45,7 @@ class GroupMetrics:
     Attributes:
         name: value of the column, or range of values.
         count, patients: number of items at the level of the subgroups, and of their patients.
-        figures, intervals: metrics and 95 % confidence intervals, by name.
+        values, intervals: metrics and 95 % confidence intervals, by name.
         differences: from all other groups together.
         note: why there are no intervals; empty if there are.
     """
@@ -53,7 +53,7 @@ class GroupMetrics:
     name: str
     count: int
     patients: int
-    figures: Mapping[str, float | None]
+    values: Mapping[str, float | None]
     intervals: Mapping[str, Interval]
     differences: Mapping[str, Difference]
     note: str = ""
@@ -87,9 +87,11 @@ class Subgroups:
                 for name, difference in group["differences"].items()
             }
             intervals = {name: tuple(ends) for name, ends in group["intervals"].items()}
-            groups.append(
-                GroupMetrics(**{**group, "differences": differences, "intervals": intervals})
-            )
+            # Earlier versions had another name of the values.
+            values = group["values"] if "values" in group else group["figures"]
+            groups.append(GroupMetrics(
+                group["name"], group["count"], group["patients"], values, intervals, differences, group["note"]
+            ))  # fmt: skip
         return cls(value["column"], value["level"], tuple(groups))
 
 
@@ -101,7 +103,7 @@ def subgroups(
     parts: Sequence[Part],
     slides: Sequence[Participant],
     columns: Mapping[str, float | None],
-    settings: JudgeSettings,
+    settings: EvaluationSettings,
 ) -> tuple[Subgroups, ...]:
     """Return the metrics of predictions by the values of columns.
 
@@ -148,7 +150,7 @@ def subgroups(
     return tuple(breakdowns)
 
 
-def _levels(parts: Sequence[Part], settings: JudgeSettings) -> dict[Level, Scores]:
+def _levels(parts: Sequence[Part], settings: EvaluationSettings) -> dict[Level, Scores]:
     """Return the scores of each level that has one target for all of its items, the highest level first."""
     lowest = parts[0][0].level
     levels: tuple[Level, ...] = ("patient", "slide", "patch")
@@ -179,36 +181,36 @@ def _group(
 ) -> GroupMetrics:
     rows, rest = np.flatnonzero(inside), np.flatnonzero(~inside)
     statistics = scores.task.statistics(scores.rows(rows))
-    figures = _figures(statistics)
+    values = _values(statistics)
     patients = [len(np.unique(scores.patient[some])) for some in (rows, rest)]
     if not len(draws):
-        return GroupMetrics(name, len(rows), patients[0], figures, {}, {})
+        return GroupMetrics(name, len(rows), patients[0], values, {}, {})
     if patients[0] < _FEWEST_PATIENTS:
         note = f"{TOO_FEW}: {patients[0]}"
-        return GroupMetrics(name, len(rows), patients[0], figures, {}, {}, note)
+        return GroupMetrics(name, len(rows), patients[0], values, {}, {}, note)
     intervals, _ = intervals_of(statistics, draws[:, : statistics.patients], patients[0])
-    defined = {key: ends for key, ends in intervals.items() if figures.get(key) is not None}
+    defined = {key: ends for key, ends in intervals.items() if values.get(key) is not None}
     if not patients[1]:
         note = "no difference: no other group"
-        return GroupMetrics(name, len(rows), patients[0], figures, defined, {}, note)
+        return GroupMetrics(name, len(rows), patients[0], values, defined, {}, note)
     if patients[1] < _FEWEST_PATIENTS:
         note = f"no difference: only {counted(patients[1], 'patient')} in other groups"
-        return GroupMetrics(name, len(rows), patients[0], figures, defined, {}, note)
+        return GroupMetrics(name, len(rows), patients[0], values, defined, {}, note)
     rest_statistics = scores.task.statistics(scores.rows(rest))
     of_others, _ = intervals_of(rest_statistics, draws[:, : rest_statistics.patients], patients[1])
-    differences = _differences(figures, defined, _figures(rest_statistics), of_others)
-    return GroupMetrics(name, len(rows), patients[0], figures, defined, differences)
+    differences = _differences(values, defined, _values(rest_statistics), of_others)
+    return GroupMetrics(name, len(rows), patients[0], values, defined, differences)
 
 
-def _figures(statistics: WeightedStatistics) -> dict[str, float | None]:
-    values = statistics.figures(np.ones((1, statistics.patients)))
+def _values(statistics: WeightedStatistics) -> dict[str, float | None]:
+    values = statistics.compute(np.ones((1, statistics.patients)))
     return {name: known(value[0]) for name, value in values.items()}
 
 
 def _differences(
-    figures: Mapping[str, float | None],
+    values: Mapping[str, float | None],
     intervals: Mapping[str, Interval],
-    rest_figures: Mapping[str, float | None],
+    rest_values: Mapping[str, float | None],
     of_others: Mapping[str, Interval],
 ) -> dict[str, Difference]:
     """Return the metrics of a group minus those of the others.
@@ -216,8 +218,8 @@ def _differences(
     The intervals assume that both are independent. That makes them too wide for groups that share patients.
     """
     differences = {}
-    for name, value in figures.items():
-        other, interval = rest_figures.get(name), None
+    for name, value in values.items():
+        other, interval = rest_values.get(name), None
         if value is None or other is None:
             differences[name] = Difference(None, None)
             continue

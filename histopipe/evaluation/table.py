@@ -12,7 +12,7 @@ from histopipe.tasks.choices import Aggregation, TaskName
 from histopipe.tasks.metrics import Metrics
 from histopipe.tasks.registry import TASKS
 
-FIGURE_TITLES: Mapping[str, str] = {
+METRIC_TITLES: Mapping[str, str] = {
     "auc": "AUC", "average_precision": "average precision", "balanced_accuracy": "balanced accuracy",
     "accuracy": "accuracy", "sensitivity": "sensitivity", "specificity": "specificity", "f1": "F1",
     "brier": "Brier score", "log_loss": "log loss", "calibration_error": "calibration error",
@@ -22,10 +22,10 @@ FIGURE_TITLES: Mapping[str, str] = {
 }  # fmt: skip
 
 
-def figure_title(name: str, task: TaskName) -> str:
+def metric_title(name: str, task: TaskName) -> str:
     """Return the title of a metric, also of one column: `Brier score, age` of `brier:age`."""
     bare, _, column = name.partition(":")
-    titles = {**FIGURE_TITLES, **TASKS[task].titles}
+    titles = {**METRIC_TITLES, **TASKS[task].titles}
     return titles.get(bare, bare.replace("_", " ")) + (f", {column}" if column else "")
 
 
@@ -40,10 +40,10 @@ def with_ends(
     return text if ends is None else f"{text} [{ends[0]:{sign}.3f}, {ends[1]:{sign}.3f}]"
 
 
-def main_figure(metrics: Metrics) -> tuple[str, float | None]:
+def main_metric(metrics: Metrics) -> tuple[str, float | None]:
     """Return title and value of the main metric."""
     name, title = next(iter(TASKS[metrics.task].main.items()))
-    return title, metrics.figures[name]
+    return title, metrics.values[name]
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -71,7 +71,7 @@ def interval(metrics: Metrics, name: str) -> str:
 
 def with_interval(metrics: Metrics, name: str) -> str:
     """Return a metric with its interval: `0.912 [0.872, 0.951]`."""
-    return f"{number(metrics.figures.get(name))} {interval(metrics, name)}".rstrip()
+    return f"{number(metrics.values.get(name))} {interval(metrics, name)}".rstrip()
 
 
 def evaluation_lines(title: str, evaluation: Evaluation) -> list[str]:
@@ -89,8 +89,8 @@ def evaluation_lines(title: str, evaluation: Evaluation) -> list[str]:
         if level == "patient" and same_as_slides(evaluation, cast(Aggregation, how)):
             continue
         for column in ("", *_columns_of(metrics)):
-            cells = [with_interval(metrics, figure + column) for figure in with_intervals]
-            cells += [number(metrics.figures.get(figure + column)) for figure in plain]
+            cells = [with_interval(metrics, name + column) for name in with_intervals]
+            cells += [number(metrics.values.get(name + column)) for name in plain]
             first = f"    {column[1:]}" if column else f"  {label}"
             rows.append([first, "" if column else str(metrics.count), *cells])
         for note in metrics.notes:
@@ -113,9 +113,9 @@ def informative_levels(evaluation: Evaluation) -> Iterator[tuple[str, Metrics]]:
 
     Most slides of a study with annotations have several labels. Those with one label often have the same.
     """
-    all_levels = main_figure(evaluation.finest)[1] is None
+    all_levels = main_metric(evaluation.finest)[1] is None
     for name, metrics in evaluation.named():
-        if all_levels or main_figure(metrics)[1] is not None:
+        if all_levels or main_metric(metrics)[1] is not None:
             yield name, metrics
 
 
@@ -131,7 +131,7 @@ def remarks(evaluation: Evaluation) -> list[str]:
         reasons = [f"each has several {several}"]
         if metrics:
             few = metrics["mean"]
-            reasons = [f"the {main_figure(few)[0]} of {few.count} is undefined"]
+            reasons = [f"the {main_metric(few)[0]} of {few.count} is undefined"]
             reasons += [note for note in few.notes if "excluded" in note]
         texts.append(f"{level}s: not evaluated, because {'; '.join(reasons)}")
     if evaluation.in_training:
@@ -153,7 +153,7 @@ def same_as_slides(evaluation: Evaluation, how: Aggregation) -> bool:
 
 def _columns_of(metrics: Metrics) -> list[str]:
     """Return the endings of the metrics of single columns, such as `:age`."""
-    endings = dict.fromkeys(name.partition(":")[2] for name in metrics.figures)
+    endings = dict.fromkeys(name.partition(":")[2] for name in metrics.values)
     return [f":{name}" for name in endings if name]
 
 

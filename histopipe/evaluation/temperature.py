@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.dataset.options import Side
-from histopipe.evaluation.evaluate import judge
+from histopipe.evaluation.evaluate import evaluate_subsets
 from histopipe.tasks.predictions import Predictions
-from histopipe.tasks.task import JudgeSettings
+from histopipe.tasks.task import EvaluationSettings
 
 Values = NDArray[np.float64]
 _SMALLEST = 1e-30
@@ -53,16 +53,16 @@ class Calibration:
 
 
 def calibrated(
-    predictions: Mapping[Side, Predictions], settings: JudgeSettings
+    predictions: Mapping[Side, Predictions], settings: EvaluationSettings
 ) -> tuple[dict[Side, Predictions], Calibration]:
     """Return predictions with the temperature that is fitted to those of validation, and what it changes."""
     temperature = fit_temperature(predictions["validation"])
     before = {
         side: {
-            level: {name: metrics.figures[name] for name in _CHANGED if name in metrics.figures}
+            level: {name: metrics.values[name] for name in _CHANGED if name in metrics.values}
             for level, metrics in evaluation.named()
         }
-        for side, evaluation in judge(predictions, replace(settings, resamples=0)).items()
+        for side, evaluation in evaluate_subsets(predictions, replace(settings, resamples=0)).items()
     }
     scaled = {side: with_temperature(part, temperature) for side, part in predictions.items()}
     return scaled, Calibration(temperature, before)

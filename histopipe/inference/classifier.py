@@ -28,7 +28,7 @@ from histopipe.system.csv_files import NA_VALUES, column_key, nfc
 from histopipe.system.files import read_json
 from histopipe.system.tensorflow import load_quietly
 from histopipe.tasks.predictions import ThresholdsByLevel
-from histopipe.tasks.task import JudgeSettings
+from histopipe.tasks.task import EvaluationSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Classifier:
     classes: tuple[str, ...]
     patches: TrainedPatches
     labels_from: LabelsFrom
-    judging: JudgeSettings
+    evaluation_settings: EvaluationSettings
     thresholds: ThresholdsByLevel
     """Decision thresholds, chosen on the validation patches of the run; means of several models."""
     sha256: str
@@ -168,7 +168,7 @@ def load_classifier(folders: Sequence[Path], *, devices: str, batch_size: int) -
         TrainedPatches(
             folders[0], network.patch_size, first["spec"], first["patch_mpp"], first["stain_norm"]
         ),
-        first["labels_from"], first["judging"], mean_thresholds([run["thresholds"] for run in runs]),
+        first["labels_from"], first["evaluation_settings"], mean_thresholds([run["thresholds"] for run in runs]),
         network.sha256, temperatures=tuple(run["temperature"] for run in runs if run["temperature"]),
         in_training=frozenset().union(*(trained_on(folder / run_folder.SPLITS) for folder in folders)),
     )  # fmt: skip
@@ -187,7 +187,7 @@ def _without_network(folder: Path) -> dict[str, Any]:
     return {
         "folder": folder, "classes": tuple(map(nfc, metrics["classes"])), "spec": metrics.get("spec"),
         "patch_mpp": metrics.get("patch_mpp"), "stain_norm": config.stain_norm,
-        "labels_from": config.labels_from, "judging": config.judging,
+        "labels_from": config.labels_from, "evaluation_settings": config.evaluation_settings,
         "thresholds": result.metrics["validation"].thresholds, "calibrate": config.calibrate,
         "temperature": result.calibration.temperature if result.calibration else (),
     }  # fmt: skip

@@ -20,7 +20,7 @@ from histopipe.system.files import read_json, reading
 from histopipe.system.progress import message
 from histopipe.tasks.choices import TaskName
 from histopipe.tasks.predictions import Part
-from histopipe.tasks.task import JudgeSettings
+from histopipe.tasks.task import EvaluationSettings
 
 EVALUATION = "evaluation.json"
 PARTICIPANTS = "participants.csv"
@@ -127,16 +127,16 @@ def evaluated_participants(
 
 def write_evaluation(
     folder: Path,
-    judged: tuple[Part, Evaluation] | None,
+    evaluated: tuple[Part, Evaluation] | None,
     slides: Sequence[Participant],
     *,
     subgroups: Sequence[str],
-    settings: JudgeSettings,
+    settings: EvaluationSettings,
     in_training: Iterable[str],
 ) -> ExternalEvaluation | None:
     """Write all slides, and `evaluation.json` and its table, or remove old ones if there is no evaluation.
 
-    `judged` are the evaluated predictions, with their evaluation; None if too few labels are known. For `in_training` see
+    `evaluated` are the evaluated predictions, with their evaluation; None if too few labels are known. For `in_training` see
     `ExternalEvaluation`, for the other arguments `break_down`.
     """
     unknown = sorted({slide.label for slide in slides if slide.reason == NOT_A_CLASS})
@@ -146,11 +146,11 @@ def write_evaluation(
     for name in (EVALUATION, EVALUATED):
         (folder / name).unlink(missing_ok=True)
     write_participants(folder / PARTICIPANTS, slides)
-    if judged is None:
+    if evaluated is None:
         if any(slide.label for slide in slides):
             message("no metrics: slides with labels of two classes of the model are needed")
         return None
-    part, evaluation = judged
+    part, evaluation = evaluated
     if part[0].level != "patch":
         write_predictions(folder / EVALUATED, [({"split": "test"}, part[0])])
     breakdown = break_down([part], evaluation, slides, subgroups, settings)

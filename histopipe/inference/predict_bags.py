@@ -171,8 +171,8 @@ class BagsPrediction:
         )  # fmt: skip
         path = self.folder.path
         predictions.write(path, slides=SLIDES, patients=PATIENTS)
-        part, judging = predictions.labelled(), self._first.judging
-        judged = None if part is None else (part, evaluate([part], judging, set(seen.values())))
+        part, evaluation_settings = predictions.labelled(), self._first.evaluation_settings
+        evaluated = None if part is None else (part, evaluate([part], evaluation_settings, set(seen.values())))
         labelled = set() if part is None else set(part[0].slides)
         failed = self.failed | {
             slide: self.failed[bag.id]
@@ -186,7 +186,7 @@ class BagsPrediction:
             [slide for bag, _ in results for slide in bag.slides if bag.id in labelled], failed, self._first.task.classes,
         )  # fmt: skip
         return write_evaluation(
-            path, judged, participants, subgroups=self.options.subgroup, settings=judging, in_training=seen,
+            path, evaluated, participants, subgroups=self.options.subgroup, settings=evaluation_settings, in_training=seen,
         )  # fmt: skip
 
     def _predict_bag(self, bag: Bag) -> list[Any]:

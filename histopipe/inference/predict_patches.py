@@ -141,7 +141,7 @@ class PatchPrediction:
         outputs = [
             scores_of(
                 replace(unknown, output=by_model[:, number]), "slide", self.aggregate,
-                self.classifier.judging,
+                self.classifier.evaluation_settings,
             ).output[0]
             for number in range(models)
         ]  # fmt: skip
@@ -194,15 +194,15 @@ class PatchPrediction:
         for name, level in tables:
             write_table(
                 path / name, parts, slides, level, self.aggregate, classes=classifier.classes,
-                judging=classifier.judging, thresholds=classifier.thresholds,
+                evaluation_settings=classifier.evaluation_settings, thresholds=classifier.thresholds,
             )  # fmt: skip
-        judged = evaluate_labelled(
-            parts, classifier.judging, classifier.thresholds, set(seen.values())
+        evaluated = evaluate_labelled(
+            parts, classifier.evaluation_settings, classifier.thresholds, set(seen.values())
         )
         participants = evaluated_participants(
             self.source.participants(slides), {slide.slide: (slide.patches, slide.skipped) for slide in slides},
             [part.slides[0] for part in parts if (part.label >= 0).any()], run.failed, classifier.classes,
         )  # fmt: skip
         return write_evaluation(
-            path, judged, participants, subgroups=self.subgroup, settings=classifier.judging, in_training=seen,
+            path, evaluated, participants, subgroups=self.subgroup, settings=classifier.evaluation_settings, in_training=seen,
         )  # fmt: skip

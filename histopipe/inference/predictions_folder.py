@@ -28,7 +28,7 @@ from histopipe.tasks.predictions import (
     joined_predictions,
     scores_of,
 )
-from histopipe.tasks.task import JudgeSettings
+from histopipe.tasks.task import EvaluationSettings
 
 PATCHES = "patches"
 """Folder with the files of each slide."""
@@ -199,14 +199,14 @@ def write_table(
     how: Aggregation,
     *,
     classes: Sequence[str],
-    judging: JudgeSettings,
+    evaluation_settings: EvaluationSettings,
     thresholds: ThresholdsByLevel,
 ) -> None:
     """Write a CSV file with a row per slide or patient: ids, label, patches, predicted and decided class, probability.
 
     Slides predicted by several models also have standard deviations. Slides and patients without patches are not in `parts`. Their classes and probabilities are empty.
     """
-    aggregated = _aggregated(parts, level, how, judging, thresholds) if parts else {}
+    aggregated = _aggregated(parts, level, how, evaluation_settings, thresholds) if parts else {}
     labels = _labels(slides, level)
     patient = {slide.slide: slide.patient for slide in slides}
     names = sorted({slide.slide if level == "slide" else slide.patient for slide in slides})
@@ -231,13 +231,13 @@ def _aggregated(
     parts: Sequence[Predictions],
     level: Level,
     how: Aggregation,
-    judging: JudgeSettings,
+    evaluation_settings: EvaluationSettings,
     thresholds: ThresholdsByLevel,
 ) -> dict[str, list[object]]:
     """Return the number of patches, predicted and decided class, and probabilities by slide or patient."""
     # Without labels, so that patches with different labels are aggregated too.
     scores = joined_predictions(parts).without_targets()
-    aggregated = scores_of(scores, level, how, judging, thresholds)
+    aggregated = scores_of(scores, level, how, evaluation_settings, thresholds)
     task = cast(Classification, aggregated.task)
     decided, (group, names) = task.decide(aggregated.output, aggregated.limits), scores.owner(level)
     counts = np.bincount(group, minlength=len(names))
@@ -264,7 +264,7 @@ def _labels(slides: Sequence[PredictedSlide], level: Level) -> dict[str, str]:
 
 def evaluate_labelled(
     parts: Sequence[Predictions],
-    judging: JudgeSettings,
+    evaluation_settings: EvaluationSettings,
     thresholds: ThresholdsByLevel,
     leaked: Collection[str],
 ) -> tuple[Part, Evaluation] | None:
@@ -279,7 +279,7 @@ def evaluate_labelled(
     if len(np.unique(scores.label)) < 2:
         return None
     part = scores, thresholds
-    return part, evaluate([part], judging, leaked)
+    return part, evaluate([part], evaluation_settings, leaked)
 
 
 def labelled_patches(parts: Sequence[Predictions]) -> list[Predictions]:

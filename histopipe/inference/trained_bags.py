@@ -18,7 +18,7 @@ from histopipe.system.progress import message
 from histopipe.system.tensorflow import load_quietly
 from histopipe.tasks.predictions import ThresholdsByLevel
 from histopipe.tasks.registry import make_task
-from histopipe.tasks.task import JudgeSettings, Task
+from histopipe.tasks.task import EvaluationSettings, Task
 
 if TYPE_CHECKING:
     from histopipe.inference.bag_network import BagNetwork
@@ -47,9 +47,9 @@ class TrainedBags:
         return () if self.task.of_classes else self.task.columns
 
     @property
-    def judging(self) -> JudgeSettings:
+    def evaluation_settings(self) -> EvaluationSettings:
         """Settings of the evaluation."""
-        return self.config.judging
+        return self.config.evaluation_settings
 
 
 def run_folders(folder: Path) -> list[Path]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from histopipe.evaluation.groups import QUALITY
 from histopipe.evaluation.table import remarks, with_ends, with_interval
 from histopipe.reports.html_page import Cell, Column, Notes, Page, Row, Table, Text, number
-from histopipe.reports.judged import interval_cell
+from histopipe.reports.evaluation_blocks import interval_cell
 from histopipe.studies.compare import CompareResult, compare
 from histopipe.tasks.choices import LEVELS, name_of
 from histopipe.tasks.intervals import Difference
@@ -39,22 +39,22 @@ def comparison_page(runs: Sequence[Path]) -> Page:
 
 
 def _metrics(result: CompareResult) -> Table:
-    figures = _shown(result)
+    values = _shown(result)
     rows = []
     for level, how in LEVELS:
         for run in result.runs:
             metrics = run.test.at(level, how)
             if metrics is not None:
                 cells = [
-                    Cell(with_interval(metrics, name), metrics.figures.get(name), "n")
-                    for name in figures
+                    Cell(with_interval(metrics, name), metrics.values.get(name), "n")
+                    for name in values
                 ]
                 rows.append(Row([Cell(name_of(level, how).replace("_", ", ", 1)), Cell(str(run.folder)), number(metrics.count), *cells]))  # fmt: skip
     columns = (
         Column("level"),
         Column("run"),
         Column("n", True),
-        *(Column(title, True) for title in figures.values()),
+        *(Column(title, True) for title in values.values()),
     )
     return Table("Metrics of the test sets", columns, rows)
 
@@ -65,7 +65,7 @@ def _shown(result: CompareResult) -> dict[str, str]:
 
 
 def _differences(result: CompareResult, first: str) -> Iterator[Table | Notes]:
-    figures = _shown(result)
+    values = _shown(result)
     compared = zip(result.runs[1:], result.differences, result.notes, result.splits, strict=True)
     for run, levels, notes, splits in compared:
         rows = [
@@ -73,12 +73,12 @@ def _differences(result: CompareResult, first: str) -> Iterator[Table | Notes]:
                 Cell(level.replace("_", ", ", 1)),
                 *(
                     interval_cell(difference.value, difference.interval, signed=True)
-                    for difference in (metrics.get(name, Difference(None, None)) for name in figures)
+                    for difference in (metrics.get(name, Difference(None, None)) for name in values)
                 ),
             ])
             for level, metrics in levels.items()
         ]  # fmt: skip
-        columns = (Column("level"), *(Column(title, True) for title in figures.values()))
+        columns = (Column("level"), *(Column(title, True) for title in values.values()))
         if rows:
             yield Table(f"{run.folder} minus {first}, on the same patients", columns, rows)
         texts = [] if splits is None else [f"{run.folder}: {splits}."]
@@ -94,7 +94,7 @@ def _subgroups(result: CompareResult) -> Iterator[Table]:
     for place, run in enumerate(result.runs):
         for subgroups in run.breakdown.subgroups:
             for group in subgroups.groups if subgroups.column not in QUALITY else ():
-                text = with_ends(group.figures.get(name), group.intervals.get(name))
+                text = with_ends(group.values.get(name), group.intervals.get(name))
                 cells.setdefault((subgroups.column, group.name), {})[place] = (
                     f"{text}  (n = {group.count})"
                 )

@@ -12,7 +12,7 @@ from histopipe.dataset.flow import flow_from_json
 from histopipe.errors import UsageError
 from histopipe.evaluation.breakdown import Breakdown
 from histopipe.evaluation.evaluate import Evaluation
-from histopipe.evaluation.table import main_figure, remarks
+from histopipe.evaluation.table import main_metric, remarks
 from histopipe.reports.evaluation_sections import add_analysis, add_metrics
 from histopipe.reports.fact_texts import plain
 from histopipe.reports.heatmap_sources import SlideImages
@@ -28,7 +28,7 @@ from histopipe.reports.html_page import (
     Text,
     number,
 )
-from histopipe.reports.judged import Judged, metric_cards
+from histopipe.reports.evaluation_blocks import EvaluatedPredictions, metric_cards
 from histopipe.reports.run_data import open_stores
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
@@ -65,8 +65,8 @@ def cross_validation_page(
             for fold in summary["folds"]
             if fold["status"] == "done"
         ]
-        judged = _judged(summary, config, results)
-    if judged is None:
+        evaluated = _evaluated(summary, config, results)
+    if evaluated is None:
         raise unfinished
     page = Page(
         f"Cross-validation {folder.resolve().name}", f"{settings['folds']} folds, in {folder}"
@@ -77,44 +77,44 @@ def cross_validation_page(
             "All test sets together, each with the thresholds of its fold. Brackets show 95 % confidence intervals, "
             "with patients as units. Models of different folds are compared as if they were one.", "soft",
         ),
-        *(Text(f"Warning: {remark}.", "bad") for remark in remarks(judged.evaluations["test"])),
-        Cards(metric_cards(judged)),
+        *(Text(f"Warning: {remark}.", "bad") for remark in remarks(evaluated.evaluations["test"])),
+        Cards(metric_cards(evaluated)),
     )  # fmt: skip
-    page.add("Folds", *_folds(summary, judged))
-    add_metrics(page, judged)
+    page.add("Folds", *_folds(summary, evaluated))
+    add_metrics(page, evaluated)
     with ExitStack() as stack:
         opened, missing = open_stores(config, stores, stack, follow=follow)
         images = SlideImages({}, opened) if pictures else None
-        add_analysis(page, judged, tested_slides(results), images)
+        add_analysis(page, evaluated, tested_slides(results), images)
     facts = [(name, plain(value)) for name, value in settings.items() if value is not None]
     page.add("Configuration", Facts("All settings, as in config.toml", facts))
-    page.add("Limitations", Notes([*_limitations(judged, summary), *missing]))
+    page.add("Limitations", Notes([*_limitations(evaluated, summary), *missing]))
     return page
 
 
-def _judged(
+def _evaluated(
     summary: Mapping[str, Any], config: TrainConfig, results: Sequence[TrainResult]
-) -> Judged | None:
+) -> EvaluatedPredictions | None:
     if summary["pooled"] is None:
         return None
     parts = read_parts(results)
     # Cross-validations of earlier versions have no number of patients of the training.
     pooled = replace(Evaluation.from_json(summary["pooled"]), in_training=len(leaked_from(results)))
     breakdown = summary.get("breakdown")
-    return Judged(
-        {"test": pooled}, {"test": joined_predictions([predictions for predictions, _ in parts])}, config.judging,
+    return EvaluatedPredictions(
+        {"test": pooled}, {"test": joined_predictions([predictions for predictions, _ in parts])}, config.evaluation_settings,
         Breakdown() if breakdown is None else Breakdown.from_json(breakdown), flow_from_json(summary.get("flow", {})),
         parts=parts,
     )  # fmt: skip
 
 
-def _folds(summary: Mapping[str, Any], judged: Judged) -> Iterator[Table]:
+def _folds(summary: Mapping[str, Any], evaluated: EvaluatedPredictions) -> Iterator[Table]:
     titles = {
-        **judged.task.main,
-        **{name: title for name, title in judged.task.plain.items() if name == "accuracy"},
+        **evaluated.task.main,
+        **{name: title for name, title in evaluated.task.plain.items() if name == "accuracy"},
     }
     names, reasons = list(titles), any(fold["reason"] for fold in summary["folds"])
-    level = next(name for name, _ in judged.evaluations["test"].named())
+    level = next(name for name, _ in evaluated.evaluations["test"].named())
     columns = (
         Column("fold"), Column("status"), Column("epochs", True), Column("seconds", True),
         *(Column(f"{level.replace('_', ', ', 1)}: {title}", True) for title in titles.values()),
@@ -125,14 +125,17 @@ def _folds(summary: Mapping[str, Any], judged: Judged) -> Iterator[Table]:
         metrics = None
         if "metrics" in fold:
             metrics = dict(Evaluation.from_json(fold["metrics"]["test"]).named())[level]
-        values = [metrics.figures[name] if metrics else None for name in names]
+        values = [metrics.values[name] if metrics else None for name in names]
         rows.append(Row([
             Cell(str(fold["fold"])), Cell(fold["status"]), number(fold["epochs"]), number(fold["seconds"]),
             *(number(value, 3) for value in values),
             *([Cell(fold["reason"] or "", tone="why")] if reasons else []),
         ]))  # fmt: skip
-    for title, figures in (("mean", summary["mean"]), ("standard deviation", summary["deviation"])):
-        values = [figures.get(f"{level}_{name}") for name in names]
+    for title, metric_values in (
+        ("mean", summary["mean"]),
+        ("standard deviation", summary["deviation"]),
+    ):
+        values = [metric_values.get(f"{level}_{name}") for name in names]
         rows.append(Row([
             Cell(title), Cell(""), Cell(""), Cell(""), *(number(value, 3) for value in values),
             *([Cell("")] if reasons else []),
@@ -140,13 +143,13 @@ def _folds(summary: Mapping[str, Any], judged: Judged) -> Iterator[Table]:
     yield Table("Test set of each fold", columns, rows)
 
 
-def _limitations(judged: Judged, summary: Mapping[str, Any]) -> Iterator[str]:
+def _limitations(evaluated: EvaluatedPredictions, summary: Mapping[str, Any]) -> Iterator[str]:
     missing = [str(fold["fold"]) for fold in summary["folds"] if fold["status"] != "done"]
     if missing:
         yield f"Folds that are not finished: {', '.join(missing)}. Their slides are not tested."
-    test = judged.evaluations["test"]
+    test = evaluated.evaluations["test"]
     notes = sorted({*remarks(test), *test.notes})
     yield from (f"{note[0].upper()}{note[1:]}." for note in notes)
-    title, _ = main_figure(judged.evaluations["test"].finest)
+    title, _ = main_metric(evaluated.evaluations["test"].finest)
     yield f"Intervals of the {title} are for these models: variation between training sets is only shown by the folds."
     yield "Performance on slides from another hospital, scanner or stain is unknown: only this data set was used."

@@ -297,7 +297,7 @@ def _split_level(run: RunData) -> str:
 
 
 def _split_sizes(run: RunData) -> str | None:
-    if not run.judged.task.of_classes:
+    if not run.evaluated.task.of_classes:
         return None
     counts = run.splits.get("counts", {})
     texts = [

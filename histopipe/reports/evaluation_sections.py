@@ -9,8 +9,8 @@ from histopipe.reports.failures import failure_blocks
 from histopipe.reports.flow_chart import flow_blocks
 from histopipe.reports.heatmap_sources import SlideImages
 from histopipe.reports.html_page import Page
-from histopipe.reports.judged import (
-    Judged,
+from histopipe.reports.evaluation_blocks import (
+    EvaluatedPredictions,
     confusions,
     curves,
     metrics_blocks,
@@ -20,29 +20,29 @@ from histopipe.reports.judged import (
 from histopipe.reports.run_targets import target_charts, target_rows
 
 
-def add_metrics(page: Page, judged: Judged) -> None:
+def add_metrics(page: Page, evaluated: EvaluatedPredictions) -> None:
     """Add the metrics with their charts."""
-    if judged.task.of_classes:
-        page.add("Metrics", *metrics_blocks(judged))
-        page.add("ROC and calibration", *curves(judged))
-        page.add("Confusion", *confusions(judged))
+    if evaluated.task.of_classes:
+        page.add("Metrics", *metrics_blocks(evaluated))
+        page.add("ROC and calibration", *curves(evaluated))
+        page.add("Confusion", *confusions(evaluated))
     else:
-        page.add("Metrics", *target_rows(judged.evaluations))
-        page.add("Predictions", *target_charts(judged))
+        page.add("Metrics", *target_rows(evaluated.evaluations))
+        page.add("Predictions", *target_charts(evaluated))
 
 
 def add_analysis(
     page: Page,
-    judged: Judged,
+    evaluated: EvaluatedPredictions,
     slides: Sequence[Participant],
     images: SlideImages | None,
     *,
     read: str = "Ingested",
 ) -> None:
     """Add subgroups, failures and participant flow. `images` as for `failure_blocks`, `read` as for `flow_blocks`."""
-    page.add("Subgroups", *subgroup_tables(judged, quality=False))
+    page.add("Subgroups", *subgroup_tables(evaluated, quality=False))
     page.add(
-        "Failure analysis", *subgroup_tables(judged, quality=True), *failure_blocks(judged, slides, images),
-        *shortcut_blocks(judged),
+        "Failure analysis", *subgroup_tables(evaluated, quality=True), *failure_blocks(evaluated, slides, images),
+        *shortcut_blocks(evaluated),
     )  # fmt: skip
-    page.add("Participant flow", *flow_blocks(judged.flow, read))
+    page.add("Participant flow", *flow_blocks(evaluated.flow, read))

@@ -27,7 +27,7 @@ from histopipe.reports.html_page import (
     fitted,
     number,
 )
-from histopipe.reports.judged import Judged
+from histopipe.reports.evaluation_blocks import EvaluatedPredictions
 from histopipe.store.store import Store
 from histopipe.tasks.classification import Classification
 from histopipe.tasks.predictions import Part, Predictions, scores_of
@@ -60,48 +60,48 @@ class Decided:
 
 
 def failure_blocks(
-    judged: Judged,
+    evaluated: EvaluatedPredictions,
     slides: Sequence[Participant],
     images: SlideImages | None,
 ) -> Iterator[Block]:
     """Yield tables of the errors with the highest certainty: of slides and patches, or of numbers.
 
     Args:
-        judged: the evaluation with its predictions.
+        evaluated: the evaluation with its predictions.
         slides: facts of the slides.
         images: thumbnails of the slides, and stores of the patches; None for no pictures.
     """
-    if not judged.task.of_classes:
-        yield from _target_errors(judged)
+    if not evaluated.task.of_classes:
+        yield from _target_errors(evaluated)
         return
-    side, _ = judged.main
-    wrong = [slide for slide in decisions(judged, side) if slide.wrong]
+    side, _ = evaluated.main
+    wrong = [slide for slide in decisions(evaluated, side) if slide.wrong]
     if wrong:
-        yield _slide_errors(judged, wrong, slides, images)
-    yield from _patch_errors(judged, () if images is None else images.stores)
+        yield _slide_errors(evaluated, wrong, slides, images)
+    yield from _patch_errors(evaluated, () if images is None else images.stores)
 
 
-def _parts(judged: Judged, side: Side) -> Sequence[Part]:
+def _parts(evaluated: EvaluatedPredictions, side: Side) -> Sequence[Part]:
     """Return the predictions of a side, each with the thresholds of its model."""
-    if judged.parts and side == judged.main[0]:
-        return judged.parts
-    if side not in judged.predictions:
+    if evaluated.parts and side == evaluated.main[0]:
+        return evaluated.parts
+    if side not in evaluated.predictions:
         return []
-    return [(judged.predictions[side], judged.evaluations[side].thresholds)]
+    return [(evaluated.predictions[side], evaluated.evaluations[side].thresholds)]
 
 
-def decisions(judged: Judged, side: Side) -> Iterator[Decided]:
+def decisions(evaluated: EvaluatedPredictions, side: Side) -> Iterator[Decided]:
     """Yield the decision on each slide, or patient, of a side."""
-    for part in _parts(judged, side):
+    for part in _parts(evaluated, side):
         predictions, thresholds = part
         # Without labels, so that patches with different labels are aggregated too.
         scores = scores_of(
-            predictions.without_targets(), predictions.unit, "mean", judged.judging, thresholds
+            predictions.without_targets(), predictions.unit, "mean", evaluated.evaluation_settings, thresholds
         )
-        classes = judged.task.classes
+        classes = evaluated.task.classes
         decided = cast(Classification, scores.task).decide(scores.output, scores.limits)
         group, names = predictions.owner(predictions.unit)
-        right, label = _decided_patches(judged, part) == predictions.label, predictions.label
+        right, label = _decided_patches(evaluated, part) == predictions.label, predictions.label
         for i, item in enumerate(scores.item.tolist()):
             members = np.flatnonzero(group == item)
             numbers, counts = np.unique(label[members], return_counts=True)
@@ -114,7 +114,7 @@ def decisions(judged: Judged, side: Side) -> Iterator[Decided]:
 
 
 def _slide_errors(
-    judged: Judged,
+    evaluated: EvaluatedPredictions,
     wrong: list[Decided],
     slides: Sequence[Participant],
     images: SlideImages | None,
@@ -122,9 +122,9 @@ def _slide_errors(
     """Return the wrong decisions on slides with quality and thumbnails, the highest certainty first."""
 
     def of_label(decided: Decided) -> float:
-        return decided.probability[judged.task.classes.index(decided.labels[0])]
+        return decided.probability[evaluated.task.classes.index(decided.labels[0])]
 
-    level = judged.predictions[judged.main[0]].level
+    level = evaluated.predictions[evaluated.main[0]].level
     of_slides = level != "patient"
     participants = {
         participant.slide if of_slides else participant.patient: participant
@@ -153,26 +153,26 @@ def _slide_errors(
         Column("slide" if of_slides else "patient"), Column("patient"), Column("label"), Column("decided"),
         Column("p of the label", True), Column("patches", True), *(Column(name.replace("_", " ")) for name in facts),
     )  # fmt: skip
-    side = judged.main[0].capitalize()
+    side = evaluated.main[0].capitalize()
     title = f"{side}: {len(wrong)} wrong decisions, those with the highest certainty first"
     return Table(title, columns, rows)
 
 
-def _decided_patches(judged: Judged, part: Part) -> NDArray[np.intp]:
+def _decided_patches(evaluated: EvaluatedPredictions, part: Part) -> NDArray[np.intp]:
     """Return the (N,) decided classes of patches."""
-    scores = scores_of(part[0], "patch", "mean", judged.judging, part[1])
+    scores = scores_of(part[0], "patch", "mean", evaluated.evaluation_settings, part[1])
     return cast(Classification, scores.task).decide(scores.output, scores.limits)
 
 
-def _patch_errors(judged: Judged, stores: Sequence[Store]) -> Iterator[Table]:
+def _patch_errors(evaluated: EvaluatedPredictions, stores: Sequence[Store]) -> Iterator[Table]:
     """Yield the wrong decisions on patches with their positions, the highest certainty first."""
-    side, count = judged.main[0], 0
+    side, count = evaluated.main[0], 0
     errors: list[tuple[float, str, str, int, int, str, str]] = []
-    for part in _parts(judged, side):
+    for part in _parts(evaluated, side):
         patches = part[0]
         if patches.level != "patch":
             continue
-        decided, labels = _decided_patches(judged, part), patches.label
+        decided, labels = _decided_patches(evaluated, part), patches.label
         wrong = np.flatnonzero(decided != labels)
         of_label = patches.output[wrong, labels[wrong]]
         count += len(wrong)
@@ -184,7 +184,7 @@ def _patch_errors(judged: Judged, stores: Sequence[Store]) -> Iterator[Table]:
             errors.append((
                 float(p), patches.slides[patches.slide[row]], patches.patients[patches.patient[row]],
                 int(patches.x_l0[row]), int(patches.y_l0[row]),
-                judged.task.classes[labels[row]], judged.task.classes[decided[row]],
+                evaluated.task.classes[labels[row]], evaluated.task.classes[decided[row]],
             ))  # fmt: skip
     rows = []
     for i, (p, slide, patient, x, y, label, decision) in enumerate(sorted(errors)[:_MOST]):
@@ -206,14 +206,14 @@ def _patch_errors(judged: Judged, stores: Sequence[Store]) -> Iterator[Table]:
         )  # fmt: skip
 
 
-def _target_errors(judged: Judged) -> Iterator[Table]:
+def _target_errors(evaluated: EvaluatedPredictions) -> Iterator[Table]:
     """Yield the largest differences between predictions and targets; none for survival, where errors are not defined."""
-    side, _ = judged.main
-    parts = [predictions for predictions, _ in _parts(judged, side)]
-    if judged.task.name == "survival" or not parts:
+    side, _ = evaluated.main
+    parts = [predictions for predictions, _ in _parts(evaluated, side)]
+    if evaluated.task.name == "survival" or not parts:
         return
     differences = [
-        difference for predictions in parts for difference in _differences(predictions, judged)
+        difference for predictions in parts for difference in _differences(predictions, evaluated)
     ]
     differences.sort(key=lambda difference: -difference[0])
     rows = [
@@ -234,10 +234,10 @@ def _target_errors(judged: Judged) -> Iterator[Table]:
 
 
 def _differences(
-    predictions: Predictions, judged: Judged
+    predictions: Predictions, evaluated: EvaluatedPredictions
 ) -> Iterator[tuple[float, str, str, str, float, float, float]]:
     """Yield size in standard deviations, slide or patient, patient, column, true and predicted value, and difference."""
-    means = scores_of(predictions, predictions.unit, "mean", judged.judging)
+    means = scores_of(predictions, predictions.unit, "mean", evaluated.evaluation_settings)
     _, names = predictions.owner(predictions.unit)
     for i, column in enumerate(predictions.task.columns):
         true, predicted = means.target[:, i], means.output[:, i]
@@ -251,18 +251,18 @@ def _differences(
             )  # fmt: skip
 
 
-def certain_patches(judged: Judged, stores: Sequence[Store]) -> Iterator[Block]:
+def certain_patches(evaluated: EvaluatedPredictions, stores: Sequence[Store]) -> Iterator[Block]:
     """Yield galleries of the correctly and wrongly classified patches of each class with the highest certainty."""
-    side = judged.main[0]
-    parts = [part for part in _parts(judged, side) if part[0].level == "patch"]
-    if not judged.task.of_classes or not parts or not stores:
+    side = evaluated.main[0]
+    parts = [part for part in _parts(evaluated, side) if part[0].level == "patch"]
+    if not evaluated.task.of_classes or not parts or not stores:
         return
     scores, _ = parts[0]
-    decided = _decided_patches(judged, parts[0])
+    decided = _decided_patches(evaluated, parts[0])
     yield Text(
         f"{side.capitalize()} patches; p is the predicted probability of the true class.", "soft"
     )
-    for code, name in enumerate(judged.task.classes):
+    for code, name in enumerate(evaluated.task.classes):
         of_class = np.flatnonzero(scores.label == code)
         p_true = scores.output[of_class, code]
         correct = decided[of_class] == code

@@ -112,7 +112,7 @@ def _augmentation(run: RunData) -> str | None:
 
 def _imbalance(run: RunData) -> str | None:
     config = run.config
-    if not run.judged.task.of_classes:
+    if not run.evaluated.task.of_classes:
         return None
     weights = "Classes had equal weights" if config.class_weights == "none" else (
         "Classes were weighted inversely to their frequency"
@@ -123,7 +123,7 @@ def _imbalance(run: RunData) -> str | None:
 
 
 def _threshold(run: RunData) -> str | None:
-    config, task = run.config, run.judged.task
+    config, task = run.config, run.evaluated.task
     if config.task == "multilabel" or task.positive is not None:
         rule, _, value = config.threshold.partition(":")
         if rule == "youden":
@@ -141,10 +141,10 @@ def _predictions(run: RunData) -> str:
     config = run.config
     if isinstance(config, BagTrainConfig):
         patient_text = ""
-        if config.bag == "slide" and run.judged.main[1].patient:
+        if config.bag == "slide" and run.evaluated.main[1].patient:
             patient_text = "; patients have the mean of their slides"
         return f"The model predicts each {config.bag}{patient_text}."
-    if len(run.judged.task.aggregations) == 1:
+    if len(run.evaluated.task.aggregations) == 1:
         return "Slides and patients have the mean of the predictions of their patches."
     return (
         "Patches were aggregated to slides and patients in three ways: the mean of their probabilities, the mean of the "
@@ -181,10 +181,10 @@ def _settings_file(_: RunData) -> str:
 
 
 FACTS: dict[str, tuple[str, Callable[[RunData], str | None]]] = {
-    "outcome": (run_folder.CONFIG, lambda run: run.judged.task.outcome),
+    "outcome": (run_folder.CONFIG, lambda run: run.evaluated.task.outcome),
     "network": (run_folder.CONFIG, _network),
     "inputs": (METRICS, _inputs),
-    "outputs": (METRICS, lambda run: f"The output of the model is {run.judged.task.predicted}."),
+    "outputs": (METRICS, lambda run: f"The output of the model is {run.evaluated.task.predicted}."),
     "software": (METRICS, _software),
     "hardware": (METRICS, _hardware),
     "weights": (run_folder.CONFIG, _weights),

@@ -41,14 +41,14 @@ from histopipe.reports.html_page import (
     Table,
     Text,
 )
-from histopipe.reports.judged import Judged, metric_cards
+from histopipe.reports.evaluation_blocks import EvaluatedPredictions, metric_cards
 from histopipe.reports.run_slides import heatmap_gallery
 from histopipe.store.store import Store
 from histopipe.system.csv_files import is_number
 from histopipe.system.files import read_json
 from histopipe.system.result import listed
 from histopipe.tasks.predictions import joined_predictions
-from histopipe.tasks.task import JudgeSettings
+from histopipe.tasks.task import EvaluationSettings
 
 _NAMES = ("slide", "patient", "label", "predicted", "decided")
 """Columns of names, also if these look like numbers: `007` is not 7."""
@@ -89,7 +89,7 @@ def predictions_page(folder: Path, *, stores: Sequence[Path] = (), pictures: boo
         else:
             images = SlideImages({}, opened, PredictionsFolder(folder)) if pictures else None
             notes = [*missing, *_notes(external, settings)]
-            _add_evaluation(page, _judged(folder, external), notes, participants, images)
+            _add_evaluation(page, _evaluated(folder, external), notes, participants, images)
         page.add(what.capitalize(), _table(slides, what))
         if pictures:
             images = SlideImages({}, opened, PredictionsFolder(folder))
@@ -108,7 +108,7 @@ def _counts(slides: Sequence[Mapping[str, str]], what: str) -> Cards:
     return Cards(cards)
 
 
-def _judged(folder: Path, external: ExternalEvaluation) -> Judged:
+def _evaluated(folder: Path, external: ExternalEvaluation) -> EvaluatedPredictions:
     """Return the evaluation with the predictions that it evaluates."""
     source = PredictionsFolder(folder)
     if (folder / EVALUATED).exists():
@@ -116,8 +116,8 @@ def _judged(folder: Path, external: ExternalEvaluation) -> Judged:
     else:
         parts = [source.read(slide) for slide in source.slides() if source.csv(slide).exists()]
         predictions = joined_predictions(labelled_patches(parts))
-    return Judged(
-        {"test": external.evaluation}, {"test": predictions}, JudgeSettings(positive=external.positive),
+    return EvaluatedPredictions(
+        {"test": external.evaluation}, {"test": predictions}, EvaluationSettings(positive=external.positive),
         external.breakdown, external.flow,
     )  # fmt: skip
 
@@ -146,7 +146,7 @@ def _notes(external: ExternalEvaluation, settings: Mapping[str, Any]) -> Iterato
 
 def _add_evaluation(
     page: Page,
-    judged: Judged,
+    evaluated: EvaluatedPredictions,
     notes: Sequence[Text],
     slides: Sequence[Participant],
     images: SlideImages | None,
@@ -155,10 +155,10 @@ def _add_evaluation(
     page.add(
         "Summary",
         Text("Slides with known labels. Brackets show 95 % confidence intervals, with patients as units.", "soft"),
-        Cards(metric_cards(judged)), *notes,
+        Cards(metric_cards(evaluated)), *notes,
     )  # fmt: skip
-    add_metrics(page, judged)
-    add_analysis(page, judged, slides, images, read="Predicted")
+    add_metrics(page, evaluated)
+    add_analysis(page, evaluated, slides, images, read="Predicted")
 
 
 def _table(slides: Sequence[Mapping[str, str]], what: str) -> Table | None:

@@ -8,15 +8,15 @@ from pathlib import Path
 
 from histopipe.evaluation.groups import AUTOMATIC
 from histopipe.evaluation.table import (
-    figure_title,
-    main_figure,
+    metric_title,
+    main_metric,
     number,
     remarks,
     with_ends,
     with_interval,
 )
 from histopipe.reports.fact_texts import SIDE_NAMES
-from histopipe.reports.judged import COLUMN_TITLES, LEVEL_NAMES, shown_levels
+from histopipe.reports.evaluation_blocks import COLUMN_TITLES, LEVEL_NAMES, shown_levels
 from histopipe.reports.run_data import RunData
 from histopipe.runs import folder as run_folder
 from histopipe.runs.result import METRICS
@@ -43,13 +43,13 @@ def _subgroup_results(run: RunData) -> str | None:
     columns, texts = _wanted_columns(run), []
     for subgroups in run.result.breakdown.subgroups:
         if subgroups.column in columns:
-            name = next(iter(run.judged.task.main))
+            name = next(iter(run.evaluated.task.main))
             groups = []
             for group in subgroups.groups:
-                value, ends = group.figures.get(name), group.intervals.get(name)
+                value, ends = group.values.get(name), group.intervals.get(name)
                 text = "undefined" if value is None else with_ends(value, ends)
                 groups.append(f"{group.name} {text} (n = {group.count})")
-            title = figure_title(name, run.config.task)
+            title = metric_title(name, run.config.task)
             texts.append(
                 f"{title} by {subgroups.column} ({plural(subgroups.level)}): {', '.join(groups)}."
             )
@@ -61,14 +61,14 @@ def _heterogeneity(run: RunData) -> str | None:
     columns, texts = _wanted_columns(run), []
     for subgroups in run.result.breakdown.subgroups:
         if subgroups.column in columns:
-            name = next(iter(run.judged.task.main))
+            name = next(iter(run.evaluated.task.main))
             differences = [(group.name, group.differences.get(name)) for group in subgroups.groups]
             groups = [
                 f"{group} {with_ends(difference.value, difference.interval, signed=True)}"
                 for group, difference in differences
                 if difference is not None and difference.value is not None
             ]
-            title = figure_title(name, run.config.task)
+            title = metric_title(name, run.config.task)
             if groups:
                 texts.append(
                     f"{title} minus that of all other groups, by {subgroups.column}: {', '.join(groups)}."
@@ -110,11 +110,11 @@ def _leaks(run: RunData) -> str | None:
 def _performance(run: RunData) -> str:
     texts = []
     for side, evaluation in run.result.metrics.items():
-        title, _ = main_figure(evaluation.finest)
+        title, _ = main_metric(evaluation.finest)
         levels = []
         for level, metrics in shown_levels(evaluation):
-            name = next(iter(run.judged.task.main))
-            title = figure_title(name, run.config.task)
+            name = next(iter(run.evaluated.task.main))
+            title = metric_title(name, run.config.task)
             levels.append(f"{_level(level)} {with_interval(metrics, name)} (n = {metrics.count})")
         texts.append(f"{title}, {SIDE_NAMES[side]}: {', '.join(levels)}.")
     return " ".join(texts)
@@ -125,15 +125,15 @@ def _level(name: str) -> str:
 
 
 def _accuracy(run: RunData) -> str | None:
-    side, evaluation = run.judged.main
+    side, evaluation = run.evaluated.main
     if not evaluation.finest.intervals:
         return None  # without precision
     texts = [
         f"{_level(level)}: sensitivity {with_interval(metrics, 'sensitivity')}, specificity "
         f"{with_interval(metrics, 'specificity')}"
         for level, metrics in shown_levels(evaluation)
-        if metrics.figures.get("sensitivity") is not None
-        or metrics.figures.get("specificity") is not None
+        if metrics.values.get("sensitivity") is not None
+        or metrics.values.get("specificity") is not None
     ]
     return f"{SIDE_NAMES[side].capitalize()}, {'; '.join(texts)}." if texts else None
 
@@ -148,15 +148,15 @@ def _calibration(run: RunData) -> str | None:
 
 def _recalibrated(run: RunData) -> str | None:
     """Return the effect of the temperature on the main split."""
-    calibration, (side, evaluation) = run.result.calibration, run.judged.main
+    calibration, (side, evaluation) = run.result.calibration, run.evaluated.main
     if calibration is None or side not in calibration.before:
         return None
     texts = []
     for level, metrics in shown_levels(evaluation):
         before = calibration.before[side].get(level, {})
-        names = [name for name in ("log_loss", "calibration_error") if name in metrics.figures]
+        names = [name for name in ("log_loss", "calibration_error") if name in metrics.values]
         each = [
-            f"{figure_title(name, run.config.task)} {number(before.get(name))} before, {number(metrics.figures[name])} after"
+            f"{metric_title(name, run.config.task)} {number(before.get(name))} before, {number(metrics.values[name])} after"
             for name in names
         ]
         texts.append(f"{_level(level)}: {', '.join(each)}")
@@ -164,7 +164,7 @@ def _recalibrated(run: RunData) -> str | None:
 
 
 def _failures(run: RunData) -> str | None:
-    side, evaluation = run.judged.main
+    side, evaluation = run.evaluated.main
     for level, metrics in reversed(list(shown_levels(evaluation))):
         rows = enumerate(metrics.confusion)
         wrong = sum(n for i, row in rows for j, n in enumerate(row) if i != j)
@@ -209,12 +209,10 @@ def hash_lines(run: RunData) -> Iterator[str]:
 
 
 def _metric_names(run: RunData) -> str:
-    figures = run.judged.main[1].finest.figures
-    names = dict.fromkeys(
-        figure_title(figure.partition(":")[0], run.config.task) for figure in figures
-    )
-    source = " (Van Calster et al. 2019)" if "calibration_slope" in figures else ""
-    plots = f" Plots: {_PLOTS}." if run.judged.task.of_classes else ""
+    values = run.evaluated.main[1].finest.values
+    names = dict.fromkeys(metric_title(name.partition(":")[0], run.config.task) for name in values)
+    source = " (Van Calster et al. 2019)" if "calibration_slope" in values else ""
+    plots = f" Plots: {_PLOTS}." if run.evaluated.task.of_classes else ""
     return f"Metrics: {listed(list(names), most=30)}{source}.{plots}"
 
 
@@ -222,7 +220,7 @@ def selection_rule(run: RunData) -> str:
     """Return the property of the validation set that the chosen epoch has."""
     if run.config.monitor == "loss":
         return "lowest loss"
-    return f"best {main_figure(run.judged.main[1].finest)[0]}"
+    return f"best {main_metric(run.evaluated.main[1].finest)[0]}"
 
 
 def _selection(run: RunData) -> str:

@@ -14,7 +14,7 @@ from histopipe.dataset.participants import Participant
 from histopipe.errors import HistopipeError
 from histopipe.evaluation.predictions import read_predictions
 from histopipe.features.feature_file import paths_of_stores
-from histopipe.reports.judged import Judged
+from histopipe.reports.evaluation_blocks import EvaluatedPredictions
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.result import METRICS, TrainResult, read_result, read_slides
@@ -45,11 +45,11 @@ class RunData:
     participants: Sequence[Participant] = ()
 
     @property
-    def judged(self) -> Judged:
+    def evaluated(self) -> EvaluatedPredictions:
         """Its evaluation."""
         result, config = self.result, self.config
-        return Judged(
-            result.metrics, self.predictions, config.judging, result.breakdown, result.flow,
+        return EvaluatedPredictions(
+            result.metrics, self.predictions, config.evaluation_settings, result.breakdown, result.flow,
             result.calibration,
         )  # fmt: skip
 

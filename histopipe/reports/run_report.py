@@ -29,7 +29,7 @@ from histopipe.reports.html_page import (
     Text,
     number,
 )
-from histopipe.reports.judged import metric_cards
+from histopipe.reports.evaluation_blocks import metric_cards
 from histopipe.reports.result_facts import limitations, selection_rule
 from histopipe.reports.run_data import RunData, read_run
 from histopipe.reports.run_slides import heatmaps, slide_table
@@ -45,20 +45,20 @@ def run_page(
     with ExitStack() as stack:
         run = read_run(folder, stores, stack, follow=follow)
         subject = " vs. ".join(run.classes)
-        judged = run.judged
-        if not judged.task.of_classes:
+        evaluated = run.evaluated
+        if not evaluated.task.of_classes:
             subject = f"{run.config.task} of {', '.join(run.config.target_columns)}"
         subtitle = f"{_network(run.config)}, {subject}, in {folder}"
         page = Page(f"Run {folder.resolve().name}", subtitle)
         page.add("Summary", *_summary(run))
-        add_metrics(page, judged)
+        add_metrics(page, evaluated)
         page.add("Learning curves", _curves(run))
-        page.add("Slides", slide_table(run) if judged.task.of_classes else target_table(run))
+        page.add("Slides", slide_table(run) if evaluated.task.of_classes else target_table(run))
         if pictures:
-            page.add("Patches", *certain_patches(judged, run.stores))
+            page.add("Patches", *certain_patches(evaluated, run.stores))
             page.add("Heatmaps", heatmaps(run))
         images = SlideImages({}, run.stores) if pictures else None
-        add_analysis(page, judged, run.participants, images)
+        add_analysis(page, evaluated, run.participants, images)
         page.add("Splits", *_splits(run))
         page.add("Configuration", _configuration(run))
         page.add("Environment", _environment(run))
@@ -67,14 +67,14 @@ def run_page(
 
 
 def _summary(run: RunData) -> Iterator[Block]:
-    side, evaluation = run.judged.main
+    side, evaluation = run.evaluated.main
     name = "Test set" if side == "test" else "Validation set (there is no test set)"
     yield Text(f"{name}. Brackets show 95 % confidence intervals, with patients as units.", "soft")
-    yield Cards(metric_cards(run.judged))
+    yield Cards(metric_cards(run.evaluated))
     result = run.result
     if side in result.covariates_only:
         finest = result.covariates_only[side].finest
-        name, title = next(iter(run.judged.task.main.items()))
+        name, title = next(iter(run.evaluated.task.main.items()))
         yield Text(
             f"A model of the covariates alone ({', '.join(getattr(run.config, 'covariates', ()))}): {title} "
             f"{table.with_interval(finest, name)}. The difference is what the slides add."
@@ -110,7 +110,7 @@ def _curves(run: RunData) -> Charts | None:
     made = [
         charts.lines("Loss", [curve("training", "loss"), curve("validation", "val_loss")], x="epoch", y="loss", mark=best),
     ]  # fmt: skip
-    name, title = next(iter(run.judged.task.main.items()))
+    name, title = next(iter(run.evaluated.task.main.items()))
     pair = [curve("training", name), curve("validation", f"val_{name}")]
     made.append(charts.lines(title, pair, x="epoch", y=title, mark=best))
     rate = curve("learning rate", "learning_rate")

@@ -20,7 +20,7 @@ from histopipe.reports.html_page import (
     heatmap_image,
     number,
 )
-from histopipe.reports.judged import Judged
+from histopipe.reports.evaluation_blocks import EvaluatedPredictions
 from histopipe.reports.run_data import RunData
 from histopipe.runs.task_config import BagTrainConfig
 
@@ -30,7 +30,7 @@ _MAX_HEATMAPS = 24
 def slide_table(run: RunData) -> Table | None:
     """Return a table of all validation and test slides, or bags. Return None if there are none."""
     annotated = getattr(run.config, "labels_from", "slide") == "annotation"
-    rows = [row for side in run.predictions for row in _slide_rows(run.judged, side, annotated)]
+    rows = [row for side in run.predictions for row in _slide_rows(run.evaluated, side, annotated)]
     if not rows:
         return None
     if isinstance(run.config, BagTrainConfig):
@@ -47,11 +47,11 @@ def slide_table(run: RunData) -> Table | None:
     return Table(f"{what}: labels and predictions", columns, rows)
 
 
-def _slide_rows(judged: Judged, side: Side, annotated: bool) -> Iterator[Row]:
+def _slide_rows(evaluated: EvaluatedPredictions, side: Side, annotated: bool) -> Iterator[Row]:
     """Yield a row per slide. If its patches are `annotated`, it has their numbers and share of correct decisions."""
-    for slide in decisions(judged, side):
+    for slide in decisions(evaluated, side):
         if annotated:
-            counts = [number(slide.counts.get(name, 0)) for name in judged.task.classes]
+            counts = [number(slide.counts.get(name, 0)) for name in evaluated.task.classes]
             decided = [*counts, number(100 * slide.right, unit=" %")]
         else:
             correct = Cell("no", tone="bad") if slide.wrong else Cell("yes", tone="good")
@@ -68,7 +68,7 @@ def heatmaps(run: RunData) -> Gallery | None:
     """Return heatmaps of some validation and test slides, or None if there are none."""
     name = None
     if not isinstance(run.config, BagTrainConfig):
-        positive = run.judged.task.positive
+        positive = run.evaluated.task.positive
         name = run.classes[-1 if positive is None else positive]
     title = "Dark purple is 0, yellow is 1. Areas without colour are not in validation or test."
     return heatmap_gallery(run.folder, SlideImages({}, run.stores), title, name)

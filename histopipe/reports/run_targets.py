@@ -12,7 +12,7 @@ from histopipe.evaluation import table
 from histopipe.evaluation.evaluate import Evaluation
 from histopipe.reports import charts
 from histopipe.reports.html_page import Block, Cell, Charts, Column, Row, Table, number
-from histopipe.reports.judged import Judged, metric_cell
+from histopipe.reports.evaluation_blocks import EvaluatedPredictions, metric_cell
 from histopipe.reports.run_data import RunData
 from histopipe.tasks.calibration import Bin, reliability_of
 from histopipe.tasks.choices import TaskName
@@ -26,67 +26,67 @@ _MOST_ROWS = 5000
 
 def target_rows(evaluations: Mapping[Side, Evaluation]) -> Iterator[Block]:
     """Yield a table of the metrics of all sides and levels, with a row per column."""
-    judged = [
+    evaluated = [
         (side, level, metrics)
         for side, evaluation in evaluations.items()
         for level, metrics in table.informative_levels(evaluation)
         if not (level == "patient_mean" and table.same_as_slides(evaluation, "mean"))
     ]
-    figure_names = {name.partition(":")[0] for *_, metrics in judged for name in metrics.figures}
-    titled = [name for name in table.FIGURE_TITLES if name in figure_names]
-    main = list(TASKS[judged[0][2].task].main) if judged else []
-    figures = [*main, *(name for name in titled if name not in main)]
+    metric_names = {name.partition(":")[0] for *_, metrics in evaluated for name in metrics.values}
+    titled = [name for name in table.METRIC_TITLES if name in metric_names]
+    main = list(TASKS[evaluated[0][2].task].main) if evaluated else []
+    values = [*main, *(name for name in titled if name not in main)]
     columns = (
         Column("split"), Column("level"), Column("column"), Column("n", True),
-        *(Column(table.figure_title(name, judged[0][2].task), True) for name in figures), Column("notes"),
+        *(Column(table.metric_title(name, evaluated[0][2].task), True) for name in values), Column("notes"),
     )  # fmt: skip
     rows = []
-    for side, level, metrics in judged:
-        names = dict.fromkeys(name.partition(":")[2] for name in metrics.figures)
+    for side, level, metrics in evaluated:
+        names = dict.fromkeys(name.partition(":")[2] for name in metrics.values)
         for name in names:
             ending = f":{name}" if name else ""
             rows.append(Row([
                 Cell(side), Cell(level.partition("_")[0]), Cell(name or ("mean" if len(names) > 1 else "")),
-                number(metrics.count), *(metric_cell(metrics, figure + ending) for figure in figures),
+                number(metrics.count), *(metric_cell(metrics, name + ending) for name in values),
                 Cell("; ".join(metrics.notes) if not name else "", tone="why"),
             ]))  # fmt: skip
     yield Table("Metrics at all levels", columns, rows)
 
 
-def target_charts(judged: Judged) -> Iterator[Block]:
+def target_charts(evaluated: EvaluatedPredictions) -> Iterator[Block]:
     """Yield charts: survival of the risk groups, true against predicted values, or ROC curves and calibration."""
-    yield Charts(list(_charts(judged)))
-    for side, evaluation in judged.evaluations.items():
+    yield Charts(list(_charts(evaluated)))
+    for side, evaluation in evaluated.evaluations.items():
         if evaluation.finest.groups:
             yield _at_risk(side, evaluation.finest.groups)
 
 
-def _charts(judged: Judged) -> Iterator[str]:
-    for side, predictions in judged.predictions.items():
+def _charts(evaluated: EvaluatedPredictions) -> Iterator[str]:
+    for side, predictions in evaluated.predictions.items():
         draw = _CHARTS.get(predictions.task.name, _scatter_charts)
-        yield from draw(judged, side, predictions)
+        yield from draw(evaluated, side, predictions)
 
 
-def _survival_charts(judged: Judged, side: Side, _: Predictions) -> Iterator[str]:
-    metrics = judged.evaluations[side].finest
+def _survival_charts(evaluated: EvaluatedPredictions, side: Side, _: Predictions) -> Iterator[str]:
+    metrics = evaluated.evaluations[side].finest
     if metrics.groups:
         p = "" if metrics.log_rank is None else f", log-rank p {metrics.log_rank:.2g}"
         yield charts.survival_chart(f"Survival, {side}{p}", metrics.groups)
 
 
-def _scatter_charts(_: Judged, side: Side, predictions: Predictions) -> Iterator[str]:
+def _scatter_charts(_: EvaluatedPredictions, side: Side, predictions: Predictions) -> Iterator[str]:
     for i, name in enumerate(predictions.task.columns):
         rows = np.isfinite(predictions.target[:, i])
         true, predicted = predictions.target[rows, i], predictions.output[rows, i]
         yield charts.scatter_chart(f"{name}, {side}", true, predicted)
 
 
-def _label_charts(judged: Judged, side: Side, predictions: Predictions) -> Iterator[str]:
+def _label_charts(evaluated: EvaluatedPredictions, side: Side, predictions: Predictions) -> Iterator[str]:
     """Yield ROC curves, precision-recall curves and reliability diagrams of the labels."""
     rocs: dict[str, Roc] = {}
     precision: dict[str, charts.Curve] = {}
     bins: dict[str, Sequence[Bin]] = {}
-    seed, patients = judged.judging.seed, len(predictions.patients)
+    seed, patients = evaluated.evaluation_settings.seed, len(predictions.patients)
     for i, name in enumerate(predictions.task.columns):
         rows = np.isfinite(predictions.target[:, i])
         if not rows.any():
@@ -105,7 +105,7 @@ def _label_charts(judged: Judged, side: Side, predictions: Predictions) -> Itera
         yield charts.calibration_chart(f"Calibration, {side}", bins)
 
 
-_CHARTS: Mapping[TaskName, Callable[[Judged, Side, Predictions], Iterator[str]]] = {
+_CHARTS: Mapping[TaskName, Callable[[EvaluatedPredictions, Side, Predictions], Iterator[str]]] = {
     "survival": _survival_charts, "multilabel": _label_charts,
 }  # fmt: skip
 """Charts of a task; true against predicted values for others."""
@@ -146,7 +146,7 @@ def target_table(run: RunData) -> Table | None:
     )  # fmt: skip
     rows = []
     for side, scores in sides:
-        means, (_, ids) = scores_of(scores, level, "mean", run.judged.judging), scores.owner(level)
+        means, (_, ids) = scores_of(scores, level, "mean", run.evaluated.evaluation_settings), scores.owner(level)
         for i, item in enumerate(means.item.tolist()):
             rows.append(Row([
                 Cell(ids[item], tone="id"), Cell(scores.patients[means.patient[i]]), Cell(side),

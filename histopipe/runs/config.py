@@ -11,7 +11,7 @@ from histopipe.system.csv_files import NA_VALUES
 from histopipe.tasks.choices import LOSSES, Loss, TaskName
 
 if TYPE_CHECKING:
-    from histopipe.tasks.task import JudgeSettings
+    from histopipe.tasks.task import EvaluationSettings
 
 Precision = Literal["float32", "mixed_bfloat16", "mixed_float16", "float64"]
 
@@ -323,12 +323,12 @@ class TrainConfig:
         return self.loss if self.loss != "auto" else next(iter(LOSSES[self.task]), "")
 
     @property
-    def judging(self) -> JudgeSettings:
+    def evaluation_settings(self) -> EvaluationSettings:
         """Settings of the evaluation of the best model."""
         # Imported late: `--help` does not need NumPy.
-        from histopipe.tasks.task import JudgeSettings
+        from histopipe.tasks.task import EvaluationSettings
 
-        return JudgeSettings(
+        return EvaluationSettings(
             positive=self.positive, threshold=self.threshold, top_k=self.top_k,
             resamples=self.resamples, seed=self.seed,
         )  # fmt: skip

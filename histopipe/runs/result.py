@@ -15,7 +15,7 @@ from histopipe.dataset.splits import load_splits
 from histopipe.errors import HistopipeError, UsageError
 from histopipe.evaluation.breakdown import Breakdown, breakdown_lines
 from histopipe.evaluation.evaluate import Evaluation
-from histopipe.evaluation.table import evaluation_lines, main_figure, number, split_lines
+from histopipe.evaluation.table import evaluation_lines, main_metric, number, split_lines
 from histopipe.evaluation.temperature import Calibration
 from histopipe.runs import folder as run_folder
 from histopipe.runs.task_config import load_config
@@ -60,9 +60,9 @@ class TrainResult:
     flow: Flow = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        main = {side: main_figure(evaluation.finest) for side, evaluation in self.metrics.items()}
-        figures = (f", {side} {title} {number(value)}" for side, (title, value) in main.items())
-        return f"<TrainResult {self.folder}: epoch {self.best_epoch} of {self.epochs}{''.join(figures)}>"
+        main = {side: main_metric(evaluation.finest) for side, evaluation in self.metrics.items()}
+        values = (f", {side} {title} {number(value)}" for side, (title, value) in main.items())
+        return f"<TrainResult {self.folder}: epoch {self.best_epoch} of {self.epochs}{''.join(values)}>"
 
     def __str__(self) -> str:
         place = f"model of epoch {self.best_epoch}, predictions and metrics: {self.folder}"
@@ -146,13 +146,13 @@ class EpochMetrics:
     Attributes:
         count: number of samples.
         loss: mean loss, weighted as in training.
-        figures: metrics by name; None if undefined. For several classes, `auc` is the mean one-vs-rest AUC.
+        values: metrics by name; None if undefined. For several classes, `auc` is the mean one-vs-rest AUC.
         score: the metric by which the best epoch is chosen; higher is better.
     """
 
     count: int
     loss: float
-    figures: Mapping[str, float | None]
+    values: Mapping[str, float | None]
     score: float | None
 
 

@@ -29,7 +29,7 @@ from histopipe.tasks.intervals import Difference
 from histopipe.tasks.predictions import Part, with_common_patients
 from histopipe.tasks.registry import TASKS
 from histopipe.tasks.statistics import bootstrap_draws
-from histopipe.tasks.task import JudgeSettings
+from histopipe.tasks.task import EvaluationSettings
 
 _LOCAL = ("fold_timeout", "retries", "parallel_folds")
 """Settings that do not affect the results."""
@@ -142,7 +142,7 @@ def _text(value: object) -> str:
 class _Loaded:
     run: ComparedRun
     parts: list[Part]
-    judging: JudgeSettings
+    evaluation_settings: EvaluationSettings
     splits: list[Splits]
 
 
@@ -194,7 +194,7 @@ def _load(folder: Path) -> _Loaded:
     settings = read_config(folder / run_folder.CONFIG)
     run = ComparedRun(folder, settings, result.metrics["test"], breakdown=result.breakdown)
     splits = [load_splits(folder / run_folder.SPLITS)]
-    return _Loaded(run, read_parts([result]), make_config(settings).judging, splits)
+    return _Loaded(run, read_parts([result]), make_config(settings).evaluation_settings, splits)
 
 
 def _load_folds(folder: Path) -> _Loaded:
@@ -204,17 +204,17 @@ def _load_folds(folder: Path) -> _Loaded:
     if not done:
         raise UsageError(f"{folder} has no finished fold")
     training = {name: value for name, value in settings.items() if name in _TRAIN_NAMES}
-    judging = make_config(training).judging
+    evaluation_settings = make_config(training).evaluation_settings
     parts = read_parts(done)
     missing = len(fold_folders) - len(done)
     notes = (f"{missing} of {len(fold_folders)} folds are not finished",) if missing else ()
-    evaluation = evaluate(parts, judging, leaked_from(done))
+    evaluation = evaluate(parts, evaluation_settings, leaked_from(done))
     slides = tested_slides(done)
-    breakdown = break_down(parts, evaluation, slides, settings.get("subgroup", ()), judging)
+    breakdown = break_down(parts, evaluation, slides, settings.get("subgroup", ()), evaluation_settings)
     run = ComparedRun(folder, settings, evaluation, notes, breakdown)
     names = (f"{path.name}.json" for path in fold_folders)
     splits = [load_splits(folder / run_folder.FOLD_SPLITS / name) for name in names]
-    return _Loaded(run, parts, judging, splits)
+    return _Loaded(run, parts, evaluation_settings, splits)
 
 
 def _different_splits(first: _Loaded, other: _Loaded) -> str | None:
@@ -257,8 +257,8 @@ def _compare_two(
     task = first_parts[0][0].task
     common_levels = [at for at in LEVELS if all(at in task.levels(unit) for unit in units)]
     for level, how in common_levels:
-        items = tested_items(first_parts, level, how, first.judging, by_patches=same_stores)
-        other_items = tested_items(other_parts, level, how, other.judging, by_patches=same_stores)
+        items = tested_items(first_parts, level, how, first.evaluation_settings, by_patches=same_stores)
+        other_items = tested_items(other_parts, level, how, other.evaluation_settings, by_patches=same_stores)
         if level == "patch" and not same_stores:
             notes[level] = "patches of different stores"
         elif items.keys != other_items.keys or items.repeats:
@@ -274,7 +274,7 @@ def _compare_two(
 
 def _different_targets(first: _Loaded, other: _Loaded) -> str | None:
     """Return what differs in the predictions of two runs, so that they cannot be compared; None if nothing does."""
-    a, b = (loaded.parts[0][0].task.judged(loaded.judging) for loaded in (first, other))
+    a, b = (loaded.parts[0][0].task.with_settings(loaded.evaluation_settings) for loaded in (first, other))
     if (a.name, a.columns) != (b.name, b.columns):
         return "different targets"
     if a.classes != b.classes:

@@ -13,7 +13,7 @@ from histopipe.dataset.participants import Participant
 from histopipe.dataset.splits import load_splits
 from histopipe.errors import HistopipeError
 from histopipe.evaluation.breakdown import Breakdown, break_down, break_down_sides, breakdown_lines
-from histopipe.evaluation.evaluate import Evaluation, evaluate, judge
+from histopipe.evaluation.evaluate import Evaluation, evaluate, evaluate_subsets
 from histopipe.evaluation.predictions import read_predictions, write_predictions
 from histopipe.evaluation.table import (
     aligned,
@@ -156,11 +156,11 @@ def summarize(config: TrainConfig, folder: Path, folds: Sequence[Fold]) -> Cross
     }
     parts = _pooled_parts(folder, folds)
     done = [fold.result for fold in folds if fold.result is not None]
-    pooled = evaluate(parts, config.judging, leaked_from(done)) if parts else None
+    pooled = evaluate(parts, config.evaluation_settings, leaked_from(done)) if parts else None
     slides = tested_slides(done)
     breakdown = Breakdown()
     if pooled is not None:
-        breakdown = break_down(parts, pooled, slides, config.subgroup, config.judging)
+        breakdown = break_down(parts, pooled, slides, config.subgroup, config.evaluation_settings)
     result = CrossValidationResult(
         folder, tuple(folds), mean, deviation, pooled, breakdown, flow_of(slides)
     )
@@ -175,9 +175,9 @@ def summarize(config: TrainConfig, folder: Path, folds: Sequence[Fold]) -> Cross
 
 def _defined_metrics(evaluation: Evaluation) -> dict[str, float]:
     named = {
-        f"{level}_{figure}": value
+        f"{level}_{name}": value
         for level, metrics in evaluation.named()
-        for figure, value in metrics.figures.items()
+        for name, value in metrics.values.items()
     }
     return {name: value for name, value in named.items() if value is not None}
 
@@ -239,17 +239,17 @@ def reevaluate(folder: Path, requested: TrainConfig) -> TrainResult:
     result = read_result(folder)
     scores = read_predictions(folder / run_folder.PREDICTIONS)
     recorded_config = load_config(folder / run_folder.CONFIG)
-    if recorded_config.judging == requested.judging:
+    if recorded_config.evaluation_settings == requested.evaluation_settings:
         return result
     leaked = leaked_patients(load_splits(folder / run_folder.SPLITS))
-    judged, slides = (
-        judge(scores, requested.judging, leaked),
+    evaluations, slides = (
+        evaluate_subsets(scores, requested.evaluation_settings, leaked),
         read_slides(folder),
     )
     breakdown = break_down_sides(
-        scores, judged, slides, recorded_config.subgroup, requested.judging
+        scores, evaluations, slides, recorded_config.subgroup, requested.evaluation_settings
     )
-    changed = replace(result, metrics=judged, breakdown=breakdown)
+    changed = replace(result, metrics=evaluations, breakdown=breakdown)
     config = replace(
         recorded_config, positive=requested.positive, threshold=requested.threshold, top_k=requested.top_k,
         resamples=requested.resamples,

@@ -18,7 +18,7 @@ from histopipe.tasks.intervals import (
     interval_of,
 )
 from histopipe.tasks.predictions import Part, Predictions, joined_scores
-from histopipe.tasks.task import JudgeSettings, Scores
+from histopipe.tasks.task import EvaluationSettings, Scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ def tested_items(
     parts: Sequence[Part],
     level: Level,
     how: Aggregation,
-    judging: JudgeSettings,
+    evaluation_settings: EvaluationSettings,
     *,
     by_patches: bool,
 ) -> TestedItems:
@@ -53,7 +53,7 @@ def tested_items(
     With `by_patches`, slides and patients are equal if their patches are equal, otherwise if their names are equal.
     """
     part_keys = [_keys(part, level, by_patches=by_patches) for part, _ in parts]
-    scores, _ = joined_scores(parts, level, how, judging)
+    scores, _ = joined_scores(parts, level, how, evaluation_settings)
     keys = [part_keys[item >> 32][item & 0xFFFFFFFF] for item in scores.item.tolist()]
     order = sorted(range(len(keys)), key=keys.__getitem__)
     return TestedItems([keys[i] for i in order], scores.rows(np.array(order, np.intp)))
@@ -102,5 +102,5 @@ def differences_of(
 def _differences(
     a: WeightedStatistics, b: WeightedStatistics, weights: NDArray[np.float64]
 ) -> dict[str, NDArray[np.float64]]:
-    figures, subtracted = a.figures(weights), b.figures(weights)
-    return {name: values - subtracted[name] for name, values in figures.items()}
+    metric_values, subtracted = a.compute(weights), b.compute(weights)
+    return {name: values - subtracted[name] for name, values in metric_values.items()}

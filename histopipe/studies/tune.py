@@ -166,13 +166,13 @@ class _Search:
     def _value(self, result: TrainResult, metrics: Metrics) -> float | None:
         """Return the metric of a trial on validation."""
         if self._metric == "loss":
-            if "log_loss" in metrics.figures:
-                return metrics.figures["log_loss"]
+            if "log_loss" in metrics.values:
+                return metrics.values["log_loss"]
             with (result.folder / run_folder.HISTORY).open(newline="", encoding="utf-8") as file:
                 rows = {int(row["epoch"]): float(row["val_loss"]) for row in csv.DictReader(file)}
             # Epoch 0, the covariates alone, has no row, and a loss that is lower than in all rows.
             return rows.get(result.best_epoch, min(rows.values()))
-        return metrics.figures[self._metric]
+        return metrics.values[self._metric]
 
     @property
     def _metric(self) -> str:

@@ -26,7 +26,7 @@ from histopipe.tasks.statistics import (
 from histopipe.tasks.task import (
     NO_THRESHOLDS,
     Details,
-    JudgeSettings,
+    EvaluationSettings,
     Scores,
     Target,
     Task,
@@ -94,7 +94,7 @@ class Classification(Task):
             return None
         return 1 if positive is None else names.index(nfc(positive))
 
-    def judged(self, settings: JudgeSettings) -> Self:
+    def with_settings(self, settings: EvaluationSettings) -> Self:
         """Return the task with the positive class of the settings."""
         return replace(self, positive_class=settings.positive)
 
@@ -205,7 +205,7 @@ class Classification(Task):
         decided = self.decide(scores.output, scores.limits)
         return Statistics(scores.label, scores.output, scores.patient, decided, self.positive)
 
-    def epoch_figures(self, target: Values, output: NDArray[np.float32]) -> dict[str, float | None]:
+    def epoch_metrics(self, target: Values, output: NDArray[np.float32]) -> dict[str, float | None]:
         """Return accuracy and the mean area under the ROC curve."""
         label = labels_of(target)
         accuracy = float((output.argmax(axis=1) == label).mean())
@@ -236,14 +236,14 @@ class Classification(Task):
         })  # fmt: skip
         if positive is not None:
             of_positive = recalibrated[positive]
-            details.figures = {
+            details.values = {
                 "calibration_intercept": of_positive.intercept, "calibration_slope": of_positive.slope,
             }  # fmt: skip
             details.intervals = of_positive.intervals
             event = label == positive
             details.fields["decision_curve"] = decision_curve(scores.output[:, positive], event)
         else:
-            details.figures = dict.fromkeys(("calibration_intercept", "calibration_slope"))
+            details.values = dict.fromkeys(("calibration_intercept", "calibration_slope"))
         missing = [name for number, name in enumerate(self.classes) if number not in label]
         if missing:
             details.complete = False

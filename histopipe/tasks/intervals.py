@@ -44,15 +44,15 @@ class WeightedStatistics(Protocol):
 
     patients: int
 
-    def figures(self, weights: Values) -> Mapping[str, Values]:
+    def compute(self, weights: Values) -> Mapping[str, Values]:
         """Return (R,) values of each metric for (R, P) weights; NaN if undefined."""
 
     def better_intervals(
-        self, weights: Values, figures: Mapping[str, Values]
+        self, weights: Values, values: Mapping[str, Values]
     ) -> Mapping[str, Interval]:
         """Return the intervals of metrics for which there are better ones than the quantiles of their resamples.
 
-        `figures` is the result of `figures(weights)`.
+        `values` is the result of `compute(weights)`.
         """
         return {}
 
@@ -105,13 +105,13 @@ def intervals_of(
     """
     if not len(draws) or patients < FEWEST_PATIENTS:
         return {}, 0.0
-    figures = statistics.figures(draws)
-    intervals = {name: interval_of(values, patients) for name, values in figures.items()}
-    undefined = max(float(np.isnan(values).mean()) for values in figures.values())
+    metric_values = statistics.compute(draws)
+    intervals = {name: interval_of(values, patients) for name, values in metric_values.items()}
+    undefined = max(float(np.isnan(values).mean()) for values in metric_values.values())
     varied = {
         name: ends for name, ends in intervals.items() if ends is not None and ends[0] < ends[1]
     }
-    return varied | dict(statistics.better_intervals(draws, figures)), undefined
+    return varied | dict(statistics.better_intervals(draws, metric_values)), undefined
 
 
 def mean_interval(each: Sequence[Interval | None]) -> Interval | None:

@@ -29,7 +29,7 @@ class Metrics:
         task: task of the predictions.
         count: number of patches, slides or patients.
         patients: number of patients.
-        figures: metrics by name, None if undefined. With several columns, the means over them, and `metric:column`.
+        values: metrics by name, None if undefined. With several columns, the means over them, and `metric:column`.
         intervals: 95 % confidence intervals by metric, from resampling patients; only where defined.
         thresholds: thresholds of the decisions; without values if several were used.
         notes: remarks on the metrics.
@@ -45,7 +45,7 @@ class Metrics:
     task: TaskName
     count: int
     patients: int
-    figures: Mapping[str, float | None]
+    values: Mapping[str, float | None]
     intervals: Mapping[str, tuple[float, float]]
     thresholds: Thresholds = NO_THRESHOLDS
     notes: tuple[str, ...] = ()
@@ -58,14 +58,14 @@ class Metrics:
 
     def __getattr__(self, name: str) -> Any:
         """Return a metric by its name: `metrics.auc`."""
-        if name != "figures" and name in self.figures:
-            return self.figures[name]
+        if name != "values" and name in self.values:
+            return self.values[name]
         raise AttributeError(f"{name} is no metric of {type(self).__name__}")
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dict, with the metrics by name at the same level as the other fields."""
         value = dataclasses.asdict(self)
-        return {**value.pop("figures"), **value}
+        return {**value.pop("values"), **value}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Metrics:
@@ -77,9 +77,10 @@ class Metrics:
         names = {field.name for field in dataclasses.fields(cls)}
         fields = {name: value[name] for name in names & value.keys()} | stored_intervals(value)
         # Earlier versions had the metrics of other tasks than classification in a field.
-        fields.setdefault("figures", {
-            name: figure for name, figure in value.items() if name not in {*names, "threshold"}
-        })  # fmt: skip
+        by_name = {
+            name: metric for name, metric in value.items() if name not in {*names, "threshold"}
+        }
+        fields["values"] = value.get("figures", by_name)
         fields.setdefault("task", "classification")
         limits = value["thresholds"] if "thresholds" in value else [value["threshold"]]
         if isinstance(limits, list):  # of an earlier version
@@ -110,9 +111,9 @@ def metrics_of(
     """Compute all metrics of at least one score. `draws` are from `bootstrap_draws`; `notes` come first."""
     task = scores.task
     statistics = task.statistics(scores)
-    values = statistics.figures(np.ones((1, statistics.patients)))
+    values = statistics.compute(np.ones((1, statistics.patients)))
     details = task.details(scores, statistics)
-    figures = {name: known(value[0]) for name, value in values.items()} | details.figures
+    metric_values = {name: known(value[0]) for name, value in values.items()} | details.values
     patients = len(np.unique(scores.patient))
     intervals, undefined = intervals_of(statistics, draws[:, : statistics.patients], patients)
     remarks = [*notes, *details.remarks]
@@ -120,7 +121,7 @@ def metrics_of(
         remarks.append(f"{scores.left_out} excluded, because they have several {task.several}")
     if (
         details.complete
-        and figures[next(iter(task.main))] is not None
+        and metric_values[next(iter(task.main))] is not None
         and undefined > _MAX_UNDEFINED
     ):
         remarks.append(
@@ -132,10 +133,10 @@ def metrics_of(
     # The means over the columns have no interval, too, if a column has none.
     without = ["", *details.few] if details.few else []
     return Metrics(
-        task.name, len(scores.target), patients, figures,
+        task.name, len(scores.target), patients, metric_values,
         {
             name: ends for name, ends in intervals.items()
-            if figures[name] is not None and name.partition(":")[2] not in without
+            if metric_values[name] is not None and name.partition(":")[2] not in without
         },
         thresholds, tuple(remarks), **details.fields,
     )  # fmt: skip

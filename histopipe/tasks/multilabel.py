@@ -28,7 +28,7 @@ from histopipe.tasks.task import (
 from histopipe.tasks.thresholds import choose_threshold
 
 Weights = NDArray[np.float64]
-FIGURES = (
+METRICS = (
     "auc", "average_precision", "balanced_accuracy", "sensitivity", "specificity", "f1", "brier", "calibration_error",
 )  # fmt: skip
 
@@ -65,41 +65,40 @@ class MultilabelStatistics(WeightedStatistics):
                 Statistics(label, both, patient[labelled], decided, 1) if labelled.any() else None
             )
 
-    def figures(self, weights: Weights) -> dict[str, Values]:
+    def compute(self, weights: Weights) -> dict[str, Values]:
         """Return (R,) means of each metric over the labels, and of each label as `metric:label`; NaN if undefined."""
-        undefined = dict.fromkeys(FIGURES, np.full(len(weights), np.nan))
+        undefined = dict.fromkeys(METRICS, np.full(len(weights), np.nan))
         each = [
-            undefined if label is None else label.figures(weights[:, : label.patients])
+            undefined if label is None else label.compute(weights[:, : label.patients])
             for label in self._labels
         ]
-        figures = {
-            name: np.mean([label_figures[name] for label_figures in each], axis=0)
-            for name in FIGURES
+        metric_values = {
+            name: np.mean([label_values[name] for label_values in each], axis=0) for name in METRICS
         }
         for name, values in zip(self._names, each, strict=True):
-            figures |= {f"{figure}:{name}": values[figure] for figure in FIGURES}
-        return figures
+            metric_values |= {f"{metric}:{name}": values[metric] for metric in METRICS}
+        return metric_values
 
     def better_intervals(
-        self, weights: Weights, figures: Mapping[str, Values]
+        self, weights: Weights, values: Mapping[str, Values]
     ) -> dict[str, Interval]:
         """Return intervals of each label, and of the means over the labels; see `Statistics.better_intervals`."""
         each: list[Mapping[str, Interval]] = []
         for name, label in zip(self._names, self._labels, strict=True):
-            label_figures = {figure: figures[f"{figure}:{name}"] for figure in FIGURES}
+            label_values = {title: values[f"{title}:{name}"] for title in METRICS}
             each.append(
                 {}
                 if label is None
-                else label.better_intervals(weights[:, : label.patients], label_figures)
+                else label.better_intervals(weights[:, : label.patients], label_values)
             )
         all_intervals = {}
-        for figure in FIGURES:
-            mean = mean_interval([intervals.get(figure) for intervals in each])
+        for metric in METRICS:
+            mean = mean_interval([intervals.get(metric) for intervals in each])
             if mean is not None:
-                all_intervals[figure] = mean
+                all_intervals[metric] = mean
             for name, intervals in zip(self._names, each, strict=True):
-                if figure in intervals:
-                    all_intervals[f"{figure}:{name}"] = intervals[figure]
+                if metric in intervals:
+                    all_intervals[f"{metric}:{name}"] = intervals[metric]
         return all_intervals
 
 
@@ -120,22 +119,22 @@ def recalibrated_labels(
             each[name] = recalibration(
                 output[labelled, number], target[labelled, number] == 1, patient[labelled]
             )
-    figures: dict[str, float | None] = {}
+    metric_values: dict[str, float | None] = {}
     intervals: dict[str, Interval] = {}
-    for figure in ("calibration_intercept", "calibration_slope"):
+    for metric in ("calibration_intercept", "calibration_slope"):
         by_label = {
-            name: getattr(fit, figure.removeprefix("calibration_")) for name, fit in each.items()
+            name: getattr(fit, metric.removeprefix("calibration_")) for name, fit in each.items()
         }
         values = [by_label.get(name) for name in columns]
-        figures[figure] = None if None in values else float(np.mean(values))  # type: ignore[arg-type]
-        mean = mean_interval([fit.intervals.get(figure) for fit in each.values()])
-        if mean is not None and figures[figure] is not None:
-            intervals[figure] = mean
+        metric_values[metric] = None if None in values else float(np.mean(values))  # type: ignore[arg-type]
+        mean = mean_interval([fit.intervals.get(metric) for fit in each.values()])
+        if mean is not None and metric_values[metric] is not None:
+            intervals[metric] = mean
         for name in columns:
-            figures[f"{figure}:{name}"] = by_label.get(name)
-            if name in each and figure in each[name].intervals:
-                intervals[f"{figure}:{name}"] = each[name].intervals[figure]
-    return figures, intervals
+            metric_values[f"{metric}:{name}"] = by_label.get(name)
+            if name in each and metric in each[name].intervals:
+                intervals[f"{metric}:{name}"] = each[name].intervals[metric]
+    return metric_values, intervals
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +215,7 @@ class Multilabel(ColumnTask):
 
     def details(self, scores: Scores, statistics: WeightedStatistics) -> Details:
         """Return calibration intercepts and slopes."""
-        figures, intervals = recalibrated_labels(
+        values, intervals = recalibrated_labels(
             scores.target, scores.output, self.columns, scores.patient
         )
-        return Details(figures, intervals, few=few_patients(self.columns, scores))
+        return Details(values, intervals, few=few_patients(self.columns, scores))

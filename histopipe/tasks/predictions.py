@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.tasks.choices import Aggregation, Level, name_of
-from histopipe.tasks.task import NO_THRESHOLDS, JudgeSettings, Scores, Task, Thresholds, labels_of
+from histopipe.tasks.task import NO_THRESHOLDS, EvaluationSettings, Scores, Task, Thresholds, labels_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ def scores_of(
     predictions: Predictions,
     level: Level,
     how: Aggregation,
-    settings: JudgeSettings,
+    settings: EvaluationSettings,
     thresholds: ThresholdsByLevel = MappingProxyType({}),
 ) -> Scores:
     """Return the scores of predictions, or aggregate them to slides or patients with one target.
@@ -120,7 +120,7 @@ def scores_of(
     "mean": mean output. "top_k": for two classes, the mean of the `top_k` highest probabilities of the positive class; for
     more, the same for each class, scaled to a sum of 1. "majority": share of patches for which a class is the most probable.
     """
-    task, target = predictions.task.judged(settings), predictions.target
+    task, target = predictions.task.with_settings(settings), predictions.target
     output, patient = predictions.output.astype(np.float64), predictions.patient
     limits = np.array(thresholds.get(name_of(level, how), NO_THRESHOLDS).values)
     if level == "patch":
@@ -143,7 +143,7 @@ def scores_of(
 
 
 def joined_scores(
-    parts: Sequence[Part], level: Level, how: Aggregation, settings: JudgeSettings
+    parts: Sequence[Part], level: Level, how: Aggregation, settings: EvaluationSettings
 ) -> tuple[Scores, tuple[str, ...]]:
     """Return the scores of all parts at one level, and notes on their thresholds. Items are numbered part << 32 | item."""
     each = [scores_of(part, level, how, settings, thresholds) for part, thresholds in parts]

@@ -31,7 +31,7 @@ _ROUNDING = 64
 _QUARTERS = 4
 _LEAST_SPREAD, _SMALLEST = 1e-4, 1e-30
 """Smallest difference of targets, as a share of the largest, and smallest target: networks compute in float32."""
-FIGURES = ("r2", "pearson", "spearman", "mae", "rmse")
+METRICS = ("r2", "pearson", "spearman", "mae", "rmse")
 
 
 class RegressionStatistics(WeightedStatistics):
@@ -58,19 +58,19 @@ class RegressionStatistics(WeightedStatistics):
         ]
         self._names = tuple(columns)
 
-    def figures(self, weights: Weights) -> dict[str, Values]:
+    def compute(self, weights: Weights) -> dict[str, Values]:
         """Return (R,) values of each metric; NaN if undefined. With several columns, also of each, as `metric:column`."""
-        each = [column.figures(weights) for column in self._columns]
+        each = [column.compute(weights) for column in self._columns]
         if len(each) == 1:
             return each[0]
         # Errors in different units have no mean.
-        figures = {
-            name: np.mean([column_figures[name] for column_figures in each], axis=0)
-            for name in FIGURES[:3]
+        metric_values = {
+            name: np.mean([column_values[name] for column_values in each], axis=0)
+            for name in METRICS[:3]
         }
         for name, values in zip(self._names, each, strict=True):
-            figures |= {f"{figure}:{name}": value for figure, value in values.items()}
-        return figures
+            metric_values |= {f"{metric}:{name}": value for metric, value in values.items()}
+        return metric_values
 
 
 class _Column:
@@ -78,7 +78,7 @@ class _Column:
         self._target, self._output, self._patient = target, output, patient
         self._orders = [_Ranks(values) for values in (target, output)]
 
-    def figures(self, weights: Weights) -> dict[str, Values]:
+    def compute(self, weights: Weights) -> dict[str, Values]:
         rows = weights[:, self._patient]
         error = self._output - self._target
         squares = _mean(rows, error**2)

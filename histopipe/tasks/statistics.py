@@ -132,7 +132,7 @@ class Statistics(WeightedStatistics):
             areas[:, :, number] = np.array([curve.areas(row) for row in weights]).reshape(-1, 2).T
         return areas[0], areas[1]
 
-    def figures(self, weights: Weights) -> dict[str, Values]:
+    def compute(self, weights: Weights) -> dict[str, Values]:
         """Return (R,) values of each metric; NaN if undefined."""
         confusion = self.confusion(weights)
         areas, precisions = self._areas(weights)
@@ -153,7 +153,7 @@ class Statistics(WeightedStatistics):
             }
 
     def better_intervals(
-        self, weights: Weights, figures: Mapping[str, Values]
+        self, weights: Weights, values: Mapping[str, Values]
     ) -> dict[str, Interval]:
         """Return intervals of shares, areas under curves, and the expected calibration error.
 
@@ -183,7 +183,7 @@ class Statistics(WeightedStatistics):
             positives = len(np.unique(patient[of_class]))
             if positives > 1:
                 by_metric["average_precision"] = precision_interval(
-                    precision, figures["average_precision"], positives,
+                    precision, values["average_precision"], positives,
                     several=len(patient) > len(np.unique(patient)),
                 )  # fmt: skip
         count = self._confusion.sum(axis=(1, 2))

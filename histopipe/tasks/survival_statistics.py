@@ -54,15 +54,15 @@ class SurvivalStatistics(WeightedStatistics):
         self._unique, self._place = np.unique(self._time, return_inverse=True)
         self._inside = self._grid[(self._grid >= self._time[0]) & (self._grid < self._time[-1])]
 
-    def figures(self, weights: Weights) -> dict[str, Values]:
+    def compute(self, weights: Weights) -> dict[str, Values]:
         """Return (R,) values of each metric; NaN if undefined."""
         rows = weights[:, self._patient]
         inverse = self._inverse_censoring(rows)
         harrell, uno = self._concordance(rows, inverse)
-        figures = {"c_index": harrell, "c_index_uno": uno}
-        figures["auc"] = self._mean_auc(rows, inverse, self._inside)
-        figures["brier"] = self._brier(rows, inverse, self._inside)
-        return figures
+        values = {"c_index": harrell, "c_index_uno": uno}
+        values["auc"] = self._mean_auc(rows, inverse, self._inside)
+        values["brier"] = self._brier(rows, inverse, self._inside)
+        return values
 
     def remarks(self) -> list[str]:
         """Return remarks on the events and times that metrics leave out."""

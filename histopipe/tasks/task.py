@@ -27,7 +27,7 @@ TRUE = "true_"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JudgeSettings:
+class EvaluationSettings:
     """Settings of an evaluation.
 
     Attributes:
@@ -100,14 +100,14 @@ class Details:
     """What a task adds to the metrics of its statistics.
 
     Attributes:
-        figures, intervals: more metrics.
+        values, intervals: more metrics.
         fields: more attributes of `Metrics`.
         remarks: notes.
         complete: whether resamples with an undefined metric are worth a note.
         few: columns with too few patients for intervals.
     """
 
-    figures: dict[str, float | None] = field(default_factory=dict)
+    values: dict[str, float | None] = field(default_factory=dict)
     intervals: dict[str, Interval] = field(default_factory=dict)
     fields: dict[str, Any] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
@@ -233,7 +233,7 @@ class Task(ABC):
 
     # Evaluation.
 
-    def judged(self, settings: JudgeSettings) -> Self:
+    def with_settings(self, settings: EvaluationSettings) -> Self:
         """Return the task with the settings of an evaluation. Raise UsageError if they do not fit."""
         return self
 
@@ -251,7 +251,7 @@ class Task(ABC):
     def statistics(self, scores: Scores) -> WeightedStatistics:
         """Return the metrics of scores as functions of weights."""
 
-    def epoch_figures(self, target: Values, output: NDArray[np.float32]) -> dict[str, float | None]:
+    def epoch_metrics(self, target: Values, output: NDArray[np.float32]) -> dict[str, float | None]:
         """Return metrics of an epoch by name: the main one, and perhaps others."""
         numbers = np.arange(len(target))
         values = self.statistics(
@@ -259,7 +259,7 @@ class Task(ABC):
                 self, target, output.astype(np.float64), np.zeros(len(target), np.int32), numbers,
                 np.empty((len(target), 0)),
             )
-        ).figures(np.ones((1, 1)))  # fmt: skip
+        ).compute(np.ones((1, 1)))  # fmt: skip
         name = next(iter(self.main))
         return {name: known(values[name][0])}
 

@@ -69,8 +69,8 @@ class BenchResult(Result):
         if batch is not None:
             stages["device"] = self.device[batch]
         slowest = min(stages, key=lambda stage: stages[stage])
-        figures = ", ".join(f"{stage} {rate:,.0f}" for stage, rate in stages.items())
-        advice = [f"bottleneck: the {slowest} ({figures} patches/s)"]
+        values = ", ".join(f"{stage} {rate:,.0f}" for stage, rate in stages.items())
+        advice = [f"bottleneck: the {slowest} ({values} patches/s)"]
         if slowest == "disk":
             advice.append(
                 "the store fits into free memory, so only the first epoch waits for the disk"
@@ -104,10 +104,9 @@ class BenchResult(Result):
             ),
             *(("device", rate, f"training steps of {size} patches") for size, rate in sizes),
         ]
-        figures = ["not measured" if rate is None else f"{rate:,.0f}" for _, rate, _ in rows]
+        values = ["not measured" if rate is None else f"{rate:,.0f}" for _, rate, _ in rows]
         lines = [
-            f"{row[0]:<10} {figure:>12}  {row[2]}"
-            for row, figure in zip(rows, figures, strict=True)
+            f"{row[0]:<10} {text:>12}  {row[2]}" for row, text in zip(rows, values, strict=True)
         ]
         return "\n".join([f"{'stage':<10} {'patches/s':>12}", *lines, "", *self.advice])
 

@@ -100,9 +100,9 @@ class Problem:
         """Return the metrics of an epoch. They are the same for any number of replicas."""
         task, target = self.splits.task, targets_of(outputs, self.splits)
         predicted = self.objective.predictions(outputs.output)
-        figures = self.objective.described(task).epoch_figures(target, predicted)
+        values = self.objective.described(task).epoch_metrics(target, predicted)
         loss = self.objective.epoch_loss(outputs.loss, target, predicted)
-        return EpochMetrics(len(outputs.key), loss, figures, figures[next(iter(task.main))])
+        return EpochMetrics(len(outputs.key), loss, values, values[next(iter(task.main))])
 
     def predictions(self, outputs: SampleOutputs) -> Predictions:
         """Return predictions with their slides, patients and positions."""

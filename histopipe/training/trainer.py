@@ -20,7 +20,7 @@ from histopipe.dataset.options import Side
 from histopipe.dataset.participants import with_damaged, write_participants
 from histopipe.errors import OutOfMemory, UsageError
 from histopipe.evaluation.breakdown import break_down_sides
-from histopipe.evaluation.evaluate import judge
+from histopipe.evaluation.evaluate import evaluate_subsets
 from histopipe.evaluation.temperature import calibrated
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
@@ -68,7 +68,7 @@ class Trainer:
     ) -> None:
         self._config, self._folder, self._problem = config, folder, problem
         self._cluster, self._report = cluster, report
-        _ = problem.splits.task.judged(config.judging).positive  # raises early if there is none
+        _ = problem.splits.task.with_settings(config.evaluation_settings).positive  # raises early if there is none
         report("cluster", (cluster.workers, cluster.index))
         cluster.beat = lambda: report("beat", None)
         tf.debugging.set_log_device_placement(config.log_device_placement)
@@ -190,9 +190,9 @@ class Trainer:
         row: dict[str, Any] = {
             "epoch": number,
             "loss": training.loss,
-            **training.figures,
+            **training.values,
             "val_loss": metrics.loss,
-            **{f"val_{name}": value for name, value in metrics.figures.items()},
+            **{f"val_{name}": value for name, value in metrics.values.items()},
             "learning_rate": self._step.learning_rate,
             f"{self._config.unit}_per_s": training.count / state.seconds,
             "input_wait": state.input_wait / state.seconds,  # share of the training time
@@ -293,10 +293,10 @@ class Trainer:
         predicted = {side: problem.predictions(outputs) for side, outputs in by_side.items()}
         calibration = None
         if self._config.calibrate:
-            predicted, calibration = calibrated(predicted, self._config.judging)
+            predicted, calibration = calibrated(predicted, self._config.evaluation_settings)
         splits = self._problem.splits
-        judging, leaked = self._config.judging, leaked_patients(splits)
-        judged = judge(predicted, judging, leaked)
+        evaluation_settings, leaked = self._config.evaluation_settings, leaked_patients(splits)
+        evaluations = evaluate_subsets(predicted, evaluation_settings, leaked)
         baseline = self._problem.baseline()
         skipped = sorted({*self._state.skipped, *self._loop.skipped})
         participants = with_damaged(self._problem.participants, self._problem.damaged(skipped))
@@ -304,9 +304,9 @@ class Trainer:
         seconds = sum(row["seconds"] for row in self._state.history) + time.monotonic() - began
         result = TrainResult(
             self._folder, self._state.epoch, self._state.best_epoch,
-            judged, seconds=seconds, host_bytes=host_bytes, gpu_bytes=gpu_bytes, covariates_only=judge(baseline, judging, leaked) if baseline else {},
+            evaluations, seconds=seconds, host_bytes=host_bytes, gpu_bytes=gpu_bytes, covariates_only=evaluate_subsets(baseline, evaluation_settings, leaked) if baseline else {},
             calibration=calibration, flow=flow_of(participants),
-            breakdown=break_down_sides(predicted, judged, participants, self._config.subgroup, judging),
+            breakdown=break_down_sides(predicted, evaluations, participants, self._config.subgroup, evaluation_settings),
         )  # fmt: skip
         if self._cluster.chief:
             self._problem.write_more(self._folder, self._step, list(by_side.values()))

@@ -37,13 +37,13 @@ from histopipe.tasks.intervals import TOO_FEW, Difference
 from histopipe.tasks.metrics import Metrics
 from histopipe.tasks.predictions import Part, Predictions, scores_of
 from histopipe.tasks.statistics import Roc, precision_recall_of, roc_of
-from histopipe.tasks.task import JudgeSettings, Scores, Task
+from histopipe.tasks.task import EvaluationSettings, Scores, Task
 
-_FIGURES = (
+_METRICS = (
     "auc", "average_precision", "balanced_accuracy", "accuracy", "sensitivity", "specificity", "f1", "brier",
     "log_loss", "calibration_error", "calibration_intercept", "calibration_slope",
 )  # fmt: skip
-_TITLES = table.FIGURE_TITLES
+_TITLES = table.METRIC_TITLES
 _MOST_LEVELS = 4
 """Levels of all splits that fit one table on a page of 1,200 pixels."""
 _LEVELS: tuple[tuple[Level, str], ...] = (
@@ -59,12 +59,12 @@ COLUMN_TITLES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class EvaluatedPredictions:
     """An evaluation of at least one side with its predictions."""
 
     evaluations: Mapping[Side, Evaluation]
     predictions: Mapping[Side, Predictions]
-    judging: JudgeSettings
+    evaluation_settings: EvaluationSettings
     breakdown: Breakdown = field(default_factory=Breakdown)
     flow: Flow = field(default_factory=dict)
     calibration: Calibration | None = None
@@ -80,18 +80,18 @@ class Judged:
     @property
     def task(self) -> Task:
         """The task, with the positive class of the evaluation."""
-        return self.predictions[self.main[0]].task.judged(self.judging)
+        return self.predictions[self.main[0]].task.with_settings(self.evaluation_settings)
 
 
-def metric_cards(judged: Judged) -> list[Card]:
+def metric_cards(evaluated: EvaluatedPredictions) -> list[Card]:
     """Return cards with the main metrics."""
     cards = []
-    patients = judged.main[1].finest.patients
-    for level, metrics in shown_levels(judged.main[1]):
-        for figure, title in judged.task.main.items():
-            value = table.number(metrics.figures[figure])
+    patients = evaluated.main[1].finest.patients
+    for level, metrics in shown_levels(evaluated.main[1]):
+        for name, title in evaluated.task.main.items():
+            value = table.number(metrics.values[name])
             few = any(note.startswith(TOO_FEW) for note in metrics.notes)
-            interval = table.interval(metrics, figure) or (TOO_FEW if few else "no interval")
+            interval = table.interval(metrics, name) or (TOO_FEW if few else "no interval")
             if metrics.patients < patients:
                 interval += f"; {patients - metrics.patients} of {patients} patients left out"
             cards.append(Card(f"{title}, {LEVEL_NAMES[level.partition('_')[0]]}", value, interval))
@@ -106,11 +106,11 @@ def shown_levels(evaluation: Evaluation) -> Iterator[tuple[str, Metrics]]:
             yield name, metrics
 
 
-def metrics_blocks(judged: Judged) -> Iterator[Block]:
+def metrics_blocks(evaluated: EvaluatedPredictions) -> Iterator[Block]:
     """Yield tables of the metrics of classes at all levels, one for each split if one is too wide, and remarks."""
     notes: dict[str, list[str]] = {}
-    sides: dict[Side, dict[str, Metrics]] = {side: {} for side in judged.evaluations}
-    for side, evaluation in judged.evaluations.items():
+    sides: dict[Side, dict[str, Metrics]] = {side: {} for side in evaluated.evaluations}
+    for side, evaluation in evaluated.evaluations.items():
         for name, metrics in table.informative_levels(evaluation):
             level = name.replace("_", ", ", 1)
             sides[side][level] = metrics
@@ -137,8 +137,8 @@ def _metrics_table(title: str, levels: Mapping[str, Metrics]) -> Table:
     """Return a table with a column per level. Metrics that no level has are left out."""
     lines = [("n", [number(metrics.count) for metrics in levels.values()])]
     lines += [
-        (_TITLES[figure], [metric_cell(metrics, figure) for metrics in levels.values()])
-        for figure in _FIGURES
+        (_TITLES[name], [metric_cell(metrics, name) for metrics in levels.values()])
+        for name in _METRICS
     ]
     limits = [next(iter(metrics.thresholds.values), None) for metrics in levels.values()]
     lines.append(("threshold", [number(limit, 3) for limit in limits]))
@@ -150,38 +150,38 @@ def _metrics_table(title: str, levels: Mapping[str, Metrics]) -> Table:
     )
 
 
-def metric_cell(metrics: Metrics, figure: str) -> Cell:
+def metric_cell(metrics: Metrics, name: str) -> Cell:
     """Return a cell with a metric and its interval; empty if it is undefined."""
-    value = metrics.figures.get(figure)
-    return number(None) if value is None else Cell(table.with_interval(metrics, figure), value, "n")
+    value = metrics.values.get(name)
+    return number(None) if value is None else Cell(table.with_interval(metrics, name), value, "n")
 
 
-def curves(judged: Judged) -> Iterator[Block]:
+def curves(evaluated: EvaluatedPredictions) -> Iterator[Block]:
     """Yield ROC and precision-recall curves, reliability diagrams and decision curves of classes."""
-    yield Charts([*_roc_charts(judged), *_precision_charts(judged)])
+    yield Charts([*_roc_charts(evaluated), *_precision_charts(evaluated)])
     bins: dict[str, Sequence[Bin]] = {
-        side: evaluation.finest.reliability for side, evaluation in judged.evaluations.items()
+        side: evaluation.finest.reliability for side, evaluation in evaluated.evaluations.items()
     }
     made = [charts.calibration_chart("Calibration", bins)]
-    for name, metrics in shown_levels(judged.main[1]):
+    for name, metrics in shown_levels(evaluated.main[1]):
         if metrics.decision_curve is not None:
             title = f"Decision curve, {LEVEL_NAMES[name.partition('_')[0]]}"
             made.append(charts.decision_chart(title, metrics.decision_curve))
     yield Charts(made)
-    if judged.calibration is not None:
+    if evaluated.calibration is not None:
         yield Text(
             "The logits are divided by a temperature that was fitted to the validation set: "
-            + ", ".join(table.number(value) for value in judged.calibration.temperature) + "."
+            + ", ".join(table.number(value) for value in evaluated.calibration.temperature) + "."
         )  # fmt: skip
-        yield _temperature_table(judged, judged.calibration)
+        yield _temperature_table(evaluated, evaluated.calibration)
 
 
-def _temperature_table(judged: Judged, calibration: Calibration) -> Table:
+def _temperature_table(evaluated: EvaluatedPredictions, calibration: Calibration) -> Table:
     rows, names = [], [name for name in _TITLES if name in _changed(calibration)]
     for side, levels in calibration.before.items():
-        for level, metrics in shown_levels(judged.evaluations[side]):
+        for level, metrics in shown_levels(evaluated.evaluations[side]):
             cells = [
-                Cell(f"{table.number(levels[level].get(name))} → {table.number(metrics.figures.get(name))}", tone="n")
+                Cell(f"{table.number(levels[level].get(name))} → {table.number(metrics.values.get(name))}", tone="n")
                 for name in names
             ]  # fmt: skip
             rows.append(Row([Cell(side), Cell(level.replace("_", ", ", 1)), *cells]))
@@ -195,21 +195,21 @@ def _changed(calibration: Calibration) -> set[str]:
 
 
 def _events(
-    judged: Judged,
+    evaluated: EvaluatedPredictions,
 ) -> Iterator[tuple[str, str, NDArray[np.bool_], NDArray[np.float64], Scores, int]]:
     """Yield title of the level, name of the curve, (N,) events and probabilities, scores, and number of patients.
 
     For two classes there is one curve per split, else one per class on the main split.
     """
-    task = judged.task
+    task = evaluated.task
     ranks = {level: rank for rank, (level, _) in enumerate(_LEVELS)}
     for level, title in _LEVELS:
-        for side in judged.predictions if task.positive is not None else [judged.main[0]]:
-            predictions = judged.predictions[side]
+        for side in evaluated.predictions if task.positive is not None else [evaluated.main[0]]:
+            predictions = evaluated.predictions[side]
             if ranks[level] < ranks[predictions.level]:
                 continue
             scores, patients = (
-                scores_of(predictions, level, "mean", judged.judging),
+                scores_of(predictions, level, "mean", evaluated.evaluation_settings),
                 len(predictions.patients),
             )
             for i, name in enumerate(task.classes):
@@ -218,19 +218,19 @@ def _events(
                     yield title, curve, scores.label == i, scores.output[:, i], scores, patients
 
 
-def _roc_charts(judged: Judged) -> Iterator[str]:
+def _roc_charts(evaluated: EvaluatedPredictions) -> Iterator[str]:
     rocs_by_level: dict[str, dict[str, Roc]] = {}
-    for title, name, event, values, scores, patients in _events(judged):
-        roc = roc_of(event, values, scores.patient, patients=patients, seed=judged.judging.seed)
+    for title, name, event, values, scores, patients in _events(evaluated):
+        roc = roc_of(event, values, scores.patient, patients=patients, seed=evaluated.evaluation_settings.seed)
         if roc is not None:
             rocs_by_level.setdefault(title, {})[name] = roc
     for title, rocs in rocs_by_level.items():
         yield charts.roc_chart(f"ROC, {title}", rocs)
 
 
-def _precision_charts(judged: Judged) -> Iterator[str]:
+def _precision_charts(evaluated: EvaluatedPredictions) -> Iterator[str]:
     curves_by_level: dict[str, dict[str, charts.Curve]] = {}
-    for title, name, event, values, *_ in _events(judged):
+    for title, name, event, values, *_ in _events(evaluated):
         curve = precision_recall_of(event, values)
         if curve is not None:
             curves_by_level.setdefault(title, {})[name] = curve
@@ -238,32 +238,32 @@ def _precision_charts(judged: Judged) -> Iterator[str]:
         yield charts.precision_chart(f"Precision and recall, {title}", curves_of_level)
 
 
-def confusions(judged: Judged) -> Iterator[Block]:
+def confusions(evaluated: EvaluatedPredictions) -> Iterator[Block]:
     """Yield the confusion matrices of the main split."""
-    side, evaluation = judged.main
+    side, evaluation = evaluated.main
     for level, metrics in shown_levels(evaluation):
-        rows = list(zip(judged.task.classes, metrics.confusion, strict=True))
+        rows = list(zip(evaluated.task.classes, metrics.confusion, strict=True))
         threshold = "".join(f", threshold {limit:.3f}" for limit in metrics.thresholds.values)
         yield Confusion(
-            f"{side}: {level.replace('_', ', ', 1)}{threshold}", judged.task.classes, rows
+            f"{side}: {level.replace('_', ', ', 1)}{threshold}", evaluated.task.classes, rows
         )
 
 
-def subgroup_tables(judged: Judged, *, quality: bool) -> Iterator[Block]:
+def subgroup_tables(evaluated: EvaluatedPredictions, *, quality: bool) -> Iterator[Block]:
     """Yield a table of metrics by subgroup: of the quality of slides, or of all other columns."""
     by_column = [
         subgroups
-        for subgroups in judged.breakdown.subgroups
+        for subgroups in evaluated.breakdown.subgroups
         if (subgroups.column in QUALITY) == quality
     ]
     if by_column:
         what = "Performance and quality of slides" if quality else "Performance by subgroup"
-        yield _subgroup_table(what, by_column, judged.task)
+        yield _subgroup_table(what, by_column, evaluated.task)
 
 
 def _subgroup_table(title: str, by_column: Sequence[Subgroups], task: Task) -> Table:
-    names = [name for name in task.by_subgroup if name in by_column[0].groups[0].figures]
-    titles = {name: table.figure_title(name, task.name) for name in names}
+    names = [name for name in task.by_subgroup if name in by_column[0].groups[0].values]
+    titles = {name: table.metric_title(name, task.name) for name in names}
     main = names[0]
     columns = (
         Column("column"), Column("group"), Column("n", True), Column("patients", True),
@@ -278,7 +278,7 @@ def _subgroup_table(title: str, by_column: Sequence[Subgroups], task: Task) -> T
         for group in subgroups.groups:
             apart = group.differences.get(main, Difference(None, None))
             first, *further_cells = (
-                interval_cell(group.figures.get(name), group.intervals.get(name)) for name in names
+                interval_cell(group.values.get(name), group.intervals.get(name)) for name in names
             )
             difference = interval_cell(apart.value, apart.interval, signed=True)
             rows.append(Row([
@@ -299,9 +299,9 @@ def interval_cell(
     )
 
 
-def shortcut_blocks(judged: Judged) -> Iterator[Block]:
+def shortcut_blocks(evaluated: EvaluatedPredictions) -> Iterator[Block]:
     """Yield how well the origin of slides predicts their labels, and a warning if it does so nearly as well as the model."""
-    shortcut = judged.breakdown.shortcut
+    shortcut = evaluated.breakdown.shortcut
     if shortcut is None:
         return
     if shortcut.warning:
