@@ -119,7 +119,7 @@ def test_runs_with_different_test_items_are_not_compared(runs: Path) -> None:
     assert comparison.settings["folds"] == (None, None, 2)
     for text in comparison.splits:
         assert re.fullmatch(
-            r"different splits \(balanced and balanced\): \d+ of 12 common slides on other sides, 0 slides in one split only",
+            r"different splits \(balanced and balanced\): \d+ of 12 common slides in other subsets, 0 slides in one split only",
             str(text),
         )
     assert str(comparison).count("different splits (") == 2

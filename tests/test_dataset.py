@@ -17,27 +17,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_store import RECORD, SPEC, columns_of
 
-from histopipe.dataset.assignment import Assignment
-from histopipe.dataset.labelling import Labelling
 from histopipe.dataset.memory import ReusedMemory, aligned_empty
-from histopipe.dataset.options import SIDES, SplitBy
-from histopipe.dataset.participants import participants
 from histopipe.dataset.patch_batches import PatchBatches
-from histopipe.dataset.sample_table import (
-    SampleRows,
-    SampleTable,
-    pack_keys,
-    unpack_keys,
-)
+from histopipe.dataset.sample_table import SampleRows, SampleTable, pack_keys, unpack_keys
 from histopipe.dataset.sampling import Sequential, Shuffled, make_order
 from histopipe.dataset.selection import select
-from histopipe.dataset.splits import DROPPED, read_splits, write_splits
-from histopipe.dataset.splitting import make_folds, make_splits
 from histopipe.errors import DamagedStore, NothingToDo, UnknownVersion, UsageError
 from histopipe.geometry import Micrometres
 from histopipe.ingestion.records import duplicates
 from histopipe.slides.slide_hashes import SlideHashes, copy_groups, copy_names
 from histopipe.slides.tables import SlideLabel
+from histopipe.splits.assignment import Assignment
+from histopipe.splits.labelling import Labelling
+from histopipe.splits.slide_table import table_of
+from histopipe.splits.splits import DROPPED, read_splits, write_splits
+from histopipe.splits.splitting import make_folds, make_splits
+from histopipe.splits.subsets import SUBSETS, SplitBy
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
 
@@ -222,16 +217,16 @@ BY: list[SplitBy] = ["patient", "slide", "region", "patch"]
 def test_split_is_written_and_read_back(store: Store, tmp_path: Path, split_by: SplitBy) -> None:
     splits = make_splits([store], split_by=split_by, seed=3, region=REGION)
     counts = splits.count()
-    assert all(counts[side][name] for side in SIDES for name in splits.classes)
+    assert all(counts[side][name] for side in SUBSETS for name in splits.classes)
     total = sum(sum(c.values()) for c in counts.values())
-    dropped = sum(int((slide.sides == DROPPED).sum()) for slide in splits.slides)
+    dropped = sum(int((slide.subsets == DROPPED).sum()) for slide in splits.slides)
     assert total + dropped == len(store)
     assert (dropped > 0) == (split_by == "region")
     write_splits(splits, tmp_path / "splits.json")
     again = read_splits(tmp_path / "splits.json", [store])
     assert again.count() == counts
     for a, b in zip(splits.slides, again.slides, strict=True):
-        np.testing.assert_array_equal(a.sides, b.sides)
+        np.testing.assert_array_equal(a.subsets, b.subsets)
     assert make_splits([store], split_by=split_by, seed=3, region=REGION).count() == counts
 
 
@@ -275,7 +270,7 @@ def test_copies_stay_together(tmp_path: Path) -> None:
         for seed in range(20):
             splits = make_splits([store], split_by="slide", seed=seed)
             assert splits.leaks() == []
-            sides = {s.id: int(s.sides[0]) for s in splits.slides}
+            sides = {s.id: int(s.subsets[0]) for s in splits.slides}
             assert sides["a0"] == sides["a1"] == sides["a5"]
 
 
@@ -292,13 +287,13 @@ def test_slides_of_one_quickhash_with_different_pixels_are_no_copies(tmp_path: P
     path = store_with_copies(tmp_path / "s.lmdb", NAMES, NAMES, **hashes)
     with Store(path) as store:
         splits = make_splits([store], split_by="slide", seed=1)
-        slides = participants([store], splits, Labelling(), given_splits=False)
+        slides = table_of([store], Labelling(), splits)
         notes = duplicates(store.slides)
     assert {
         participant.slide: participant.copy_of for participant in slides if participant.copy_of
     } == {"a5": "a4", "b5": "b4"}
     assert len({slide.content for slide in splits.slides}) == 10
-    assert Counter(int(slide.sides[0]) for slide in splits.slides).total() == 12
+    assert Counter(int(slide.subsets[0]) for slide in splits.slides).total() == 12
     assert splits.leaks() == []
     assert [note.partition(" of ")[0] for note in notes] == [
         "a4, a5 are copies",
@@ -314,9 +309,9 @@ def test_copies_across_stores_of_two_versions_are_found(tmp_path: Path) -> None:
     )
     with Store(old) as first, Store(new) as second:
         splits = make_splits([first, second], split_by="slide", seed=1)
-        slides = participants([first, second], splits, Labelling(), given_splits=False)
+        slides = table_of([first, second], Labelling(), splits)
         notes = duplicates([*first.slides, *second.slides])
-    sides = [int(slide.sides[0]) for slide in splits.slides]
+    sides = [int(slide.subsets[0]) for slide in splits.slides]
     assert sides[:12] == sides[12:]
     assert splits.leaks() == []
     assert [participant.copy_of for participant in slides[12:]] == [
@@ -333,7 +328,7 @@ def test_splits_of_a_seed_stay_the_same(tmp_path: Path) -> None:
         for split_by, expected in PINNED.items():
             splits = make_splits([store], split_by=split_by, seed=3, fractions=(0.5, 0.5, 0))
             assert [slide.content for slide in splits.slides] == names
-            sides = ("".join(map(str, slide.sides.tolist())) for slide in splits.slides)
+            sides = ("".join(map(str, slide.subsets.tolist())) for slide in splits.slides)
             assert " ".join(sides) == expected
 
 
@@ -384,10 +379,12 @@ def test_regions_of_two_sides_are_a_patch_width_apart(store: Store) -> None:
         x, y = index["x_l0"].astype(int), index["y_l0"].astype(int)
         assert record.mpp is not None
         square = REGION / record.mpp
-        for i in np.flatnonzero(slide.sides != DROPPED):
+        for i in np.flatnonzero(slide.subsets != DROPPED):
             centre = np.array([x[i], y[i]]) + record.read_size / 2
             # Squares of other sides are at least a patch width away.
-            for j in np.flatnonzero((slide.sides != DROPPED) & (slide.sides != slide.sides[i])):
+            for j in np.flatnonzero(
+                (slide.subsets != DROPPED) & (slide.subsets != slide.subsets[i])
+            ):
                 corner = np.floor((np.array([x[j], y[j]]) + record.read_size / 2) / square) * square
                 near = np.clip(centre, corner, corner + square)
                 gap = abs(near - centre).max() - record.read_size / 2
@@ -402,7 +399,7 @@ def test_split_by_site_keeps_sites_together(store: Store) -> None:
     splits = make_splits([store], split_by="site", seed=1, labelling=Labelling(labels=labels))
     site_sides: dict[str, set[int]] = {}
     for slide in splits.slides:
-        site_sides.setdefault(str(slide.site), set()).update(slide.sides.tolist())
+        site_sides.setdefault(str(slide.site), set()).update(slide.subsets.tolist())
     assert all(len(sides) == 1 for sides in site_sides.values())
     with pytest.raises(UsageError, match="--split-by site: found 12 slides without a site"):
         make_splits([store], split_by="site", seed=1)
@@ -427,7 +424,7 @@ def test_message_names_copies_that_make_a_class_too_small(tmp_path: Path) -> Non
     """Four patients have class a. Three of them have the same slide under different ids."""
     names = ["a0", "a1", "a2", "a3", *(f"b{i}" for i in range(6))]
     path = store_with_copies(tmp_path / "s.lmdb", names, ("a0", "a1", "a3"))
-    copies = r"copies of one slide count as one and stay on one side: a0 = a1 = a3\)"
+    copies = r"copies of one slide count as one and stay in one subset: a0 = a1 = a3\)"
     with Store(path) as store:
         with pytest.raises(
             NothingToDo, match=rf"class 'a' cannot be split: found 2 patients \({copies}, expected"

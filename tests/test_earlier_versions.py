@@ -15,7 +15,7 @@ from conftest import PROJECT, command, succeed, with_tensorflow
 from numpy.typing import NDArray
 from test_reader import flip_bytes
 
-from histopipe.dataset.splitting import make_splits
+from histopipe.splits.splitting import make_splits
 from histopipe.store.store import Store
 
 GOLDEN = PROJECT / "tests" / "golden"
@@ -98,7 +98,7 @@ def test_copies_in_an_old_and_a_new_store_are_on_one_side(earlier: Path) -> None
     with Store(earlier / "store.lmdb") as old, Store(earlier / "new.lmdb") as new:
         for seed in range(10):
             splits = make_splits([old, new], split_by="slide", seed=seed)
-            sides = {slide.id: set(slide.sides.tolist()) for slide in splits.slides}
+            sides = {slide.id: set(slide.subsets.tolist()) for slide in splits.slides}
             both = [name for name in sides if f"copy-of-{name}" in sides]
             assert len(both) == 8
             assert all(sides[name] == sides[f"copy-of-{name}"] for name in both)

@@ -24,17 +24,17 @@ from hypothesis import strategies as st
 from sklearn import metrics as sk
 
 import histopipe
-from histopipe.dataset.assignment import Assignment
-from histopipe.dataset.labelling import Labelling
-from histopipe.dataset.options import SplitBy
 from histopipe.dataset.sample_table import pack_keys
-from histopipe.dataset.splitting import make_folds, make_splits
 from histopipe.errors import HistopipeError, NothingToDo, OutOfMemory, OutOfTime, UsageError
 from histopipe.geometry import Micrometres
 from histopipe.reports.info import FolderInfo
 from histopipe.runs.supervision import Supervision, supervise
 from histopipe.runs.task_config import PatchTrainConfig
 from histopipe.slides.tables import SlideLabel
+from histopipe.splits.assignment import Assignment
+from histopipe.splits.labelling import Labelling
+from histopipe.splits.splitting import make_folds, make_splits
+from histopipe.splits.subsets import SplitBy
 from histopipe.store.store import Store
 from histopipe.studies.trainings import share_devices
 from histopipe.training.outputs import SampleOutputs, located
@@ -83,14 +83,14 @@ def test_folds_of_a_store_cover_it_once_without_leaks(small_store: Path, split_b
         again = make_folds([store], 4, split_by=split_by, seed=3)
         other = make_folds([store], 4, split_by=split_by, seed=4)
     for place in range(12):
-        sides = np.stack([fold.slides[place].sides for fold in folds])
+        sides = np.stack([fold.slides[place].subsets for fold in folds])
         assert (np.sum(sides == 2, axis=0) == 1).all()
-        np.testing.assert_array_equal(sides, [fold.slides[place].sides for fold in again])
+        np.testing.assert_array_equal(sides, [fold.slides[place].subsets for fold in again])
     for fold in folds:
         assert split_by == "patch" or not fold.leaks()
         assert all(counts[name] for counts in fold.count().values() for name in fold.classes)
     assert any(
-        (a.sides != b.sides).any()
+        (a.subsets != b.subsets).any()
         for one, two in zip(folds, other, strict=True)
         for a, b in zip(one.slides, two.slides, strict=True)
     )
@@ -105,7 +105,7 @@ def test_folds_by_region_keep_their_distance(made_store: Path) -> None:
             for slide in folds[0].slides
         ]
     tested = np.concatenate(
-        [np.sum([f.slides[i].sides == 2 for f in folds], axis=0) for i in range(len(records))]
+        [np.sum([f.slides[i].subsets == 2 for f in folds], axis=0) for i in range(len(records))]
     )
     assert tested.max() == 1 and tested.mean() > 0.3
     for fold in folds:
@@ -113,8 +113,8 @@ def test_folds_by_region_keep_their_distance(made_store: Path) -> None:
             width = (record.read_size or 0) * (record.downsample or 0)
             for a in (0, 1, 2):
                 here, away = (
-                    corner[slide.sides == a],
-                    corner[(slide.sides != a) & (slide.sides >= 0)],
+                    corner[slide.subsets == a],
+                    corner[(slide.subsets != a) & (slide.subsets >= 0)],
                 )
                 if len(here) and len(away):
                     gaps = np.abs(here[:, None].astype(int) - away[None].astype(int)).max(axis=2)

@@ -21,7 +21,6 @@ from test_reader import a_store, jpegs
 from tifffile import TiffFile
 
 from histopipe.annotations.read import read_annotations
-from histopipe.dataset.splitting import make_splits
 from histopipe.evaluation.predictions import write_predictions
 from histopipe.geometry import PointL0
 from histopipe.inference.predictions_folder import PredictedSlide, PredictionsFolder
@@ -37,6 +36,7 @@ from histopipe.reports.heatmap_files import (
 from histopipe.reports.heatmap_sources import SlideImages, find_slide
 from histopipe.reports.heatmap_values import PatchValues
 from histopipe.slides.readers import open_slide
+from histopipe.splits.splitting import make_splits
 from histopipe.store.reading import decode_picture
 from histopipe.store.store import Store
 from histopipe.tasks.predictions import Predictions

@@ -18,8 +18,6 @@ from inline import InlineWorkers, Run, in_process
 from numpy.typing import NDArray
 from PIL import Image
 
-from histopipe.dataset.splits import DROPPED
-from histopipe.dataset.splitting import make_splits
 from histopipe.errors import SlideUnreadable, UsageError
 from histopipe.geometry import Micrometres, Mpp, PointL0, Size
 from histopipe.inference import slide_tiler
@@ -32,6 +30,8 @@ from histopipe.slides import image_reader
 from histopipe.slides.discovery import discover
 from histopipe.slides.readers import is_image, open_slide
 from histopipe.slides.scale import resolve_mpp
+from histopipe.splits.splits import DROPPED
+from histopipe.splits.splitting import make_splits
 from histopipe.store.store import Store
 from histopipe.system.progress import SilentProgress
 from histopipe.tiling.plan import cell_starts
@@ -570,8 +570,8 @@ def test_overlapping_patches_are_on_one_side_of_a_split_by_region(tmp_path: Path
             corners = np.stack([index["x_l0"], index["y_l0"]], axis=1)
             distance = abs(corners[:, None] - corners[None]).max(axis=2)
             overlapping += int(((distance > 0) & (distance < 24)).sum())
-            kept = slide.sides != DROPPED
-            separated = kept[:, None] & kept[None] & (slide.sides[:, None] != slide.sides[None])
+            kept = slide.subsets != DROPPED
+            separated = kept[:, None] & kept[None] & (slide.subsets[:, None] != slide.subsets[None])
             assert separated.any()
             assert (distance[separated] >= 1.5 * 24 - 1).all()  # patches do not overlap, nor touch
         assert overlapping > 0

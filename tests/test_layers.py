@@ -27,6 +27,7 @@ RANKS = {
             ["masks"],
             ["store"],
             ["tasks"],
+            ["splits"],
             ["dataset"],
             ["measure"],
             ["evaluation"],
@@ -85,7 +86,17 @@ WITHOUT_TENSORFLOW = {
         "store",
         "measure",
     ),
-    *("evaluation", "ingestion", "maintenance", "features", "runs", "studies", "cli"),
+    *(
+        "tasks",
+        "splits",
+        "evaluation",
+        "ingestion",
+        "maintenance",
+        "features",
+        "runs",
+        "studies",
+        "cli",
+    ),
 }
 LONGEST_MODULE = 500
 """Maximum number of lines per module."""

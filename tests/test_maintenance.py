@@ -17,12 +17,12 @@ from test_reader import a_store, flip_a_byte, jpegs
 from test_store import SPEC
 from test_verify import edited
 
-from histopipe.dataset.splits import write_splits
-from histopipe.dataset.splitting import make_splits
 from histopipe.errors import NothingToDo, SpecMismatch, UsageError
 from histopipe.maintenance.merge import merge
 from histopipe.maintenance.remove import remove
 from histopipe.maintenance.verify import verify
+from histopipe.splits.splits import write_splits
+from histopipe.splits.splitting import make_splits
 from histopipe.store.claims import Claims
 from histopipe.store.format import encode_index, slide_key
 from histopipe.store.record import FailureKind, SlideState

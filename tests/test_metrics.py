@@ -23,9 +23,9 @@ from histopipe.errors import DamagedStore, UsageError
 from histopipe.evaluation.evaluate import Evaluation, choose_thresholds, evaluate, evaluate_subsets
 from histopipe.evaluation.predictions import read_predictions, write_predictions
 from histopipe.evaluation.table import evaluation_lines, remarks, split_lines
+from histopipe.reports.evaluation_blocks import EvaluatedPredictions, metric_cards, metrics_blocks
 from histopipe.reports.failures import decisions
 from histopipe.reports.html_page import Table
-from histopipe.reports.evaluation_blocks import EvaluatedPredictions, metric_cards, metrics_blocks
 from histopipe.tasks.calibration import BINS
 from histopipe.tasks.classification import Classification
 from histopipe.tasks.metrics import Metrics
@@ -412,7 +412,9 @@ def test_levels_without_metrics_have_a_reason() -> None:
         (replace(scores, patient=items), "patient", []),
     ):
         predictions = replace(changed, level=level)  # type: ignore[arg-type]
-        evaluation = evaluate_subsets({"validation": predictions}, EvaluationSettings(resamples=0))["validation"]
+        evaluation = evaluate_subsets({"validation": predictions}, EvaluationSettings(resamples=0))[
+            "validation"
+        ]
         assert remarks(evaluation) == texts
         lines = evaluation_lines("validation", evaluation)
         assert set(texts) <= {line.strip() for line in lines}
@@ -430,7 +432,9 @@ def test_slides_of_annotated_patches_have_no_row_without_metrics() -> None:
         ("gland", "stroma"), names, names, items // 3, items // 3, items.astype(np.int64),
         items.astype(np.int64), label, probability,
     )  # fmt: skip
-    evaluation = evaluate_subsets({"validation": scores}, EvaluationSettings(resamples=0))["validation"]
+    evaluation = evaluate_subsets({"validation": scores}, EvaluationSettings(resamples=0))[
+        "validation"
+    ]
     title, *lines = evaluation_lines("validation", evaluation)
     assert title.split() == [
         "validation", "n", "AUC", "bal.", "acc.", "acc.", "sens.", "spec.", "F1", "Brier",
@@ -454,7 +458,9 @@ def test_cards_show_how_many_patients_are_left_out() -> None:
     """Patient d has a slide of each class."""
     scores = patches(1, "abcd")
     scores = replace(scores, target=np.where(scores.slide[:, None] == 7, 0, scores.target))
-    evaluation = evaluate_subsets({"validation": scores}, EvaluationSettings(resamples=0))["validation"]
+    evaluation = evaluate_subsets({"validation": scores}, EvaluationSettings(resamples=0))[
+        "validation"
+    ]
     evaluated = EvaluatedPredictions(
         {"validation": evaluation}, {"validation": scores}, EvaluationSettings(),
     )  # fmt: skip

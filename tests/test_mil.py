@@ -34,7 +34,6 @@ import histopipe
 from histopipe.dataset.sample_table import SampleTable
 from histopipe.dataset.sampling import Sequential
 from histopipe.dataset.selection import select
-from histopipe.dataset.splitting import make_splits
 from histopipe.errors import DamagedStore, MachineShort, NothingToDo, UsageError
 from histopipe.features.bag_batches import BagBatches
 from histopipe.features.bag_statistics import feature_moments, scaling_variance
@@ -43,6 +42,7 @@ from histopipe.features.feature_file import read_features, read_header, writing
 from histopipe.ingestion.coords import read_header as read_coords_header
 from histopipe.runs.task_config import PatchTrainConfig
 from histopipe.slides.slide_hashes import copy_groups
+from histopipe.splits.splitting import make_splits
 from histopipe.system.tensorflow import load_quietly
 
 DIMENSION = 12
@@ -645,7 +645,7 @@ def test_features_that_are_not_finite_are_refused_by_file_and_patch(
 
 def unbalanced_problem(folder: Path, **settings: Any) -> Any:
     """Return the problem of a store with six normal slides of 4 patches, and six of tumour with 12 each."""
-    from histopipe.runs.splits import new_splits
+    from histopipe.runs.training_data import new_splits, read_labelling
     from histopipe.store.store import Store
     from histopipe.training.problem import PatchProblem
 
@@ -655,7 +655,9 @@ def unbalanced_problem(folder: Path, **settings: Any) -> Any:
     config = PatchTrainConfig(
         stores=(str(store.path),), class_weights="balanced", split_by="slide", **settings
     )
-    return PatchProblem(config, [store], new_splits(config, [store]))
+    return PatchProblem(
+        config, [store], new_splits(config, [store], read_labelling(config, [store]))
+    )
 
 
 @pytest.mark.parametrize(
@@ -1011,7 +1013,7 @@ def test_patients_as_bags_do_not_leak(tmp_path: Path) -> None:
     contents = [slide.content for slide in splits.slides]
     assert contents[0] == contents[1] == contents[2]
     assert len(set(contents)) == 6
-    assert len({int(slide.sides[0]) for slide in splits.slides[:3]}) == 1
+    assert len({int(slide.subsets[0]) for slide in splits.slides[:3]}) == 1
 
 
 def test_features_of_one_quickhash_with_different_pixels_are_no_copies(tmp_path: Path) -> None:

@@ -13,10 +13,15 @@ from pathlib import Path
 from conftest import command, succeed
 from test_reader import flip_bytes
 
-from histopipe.dataset.flow import Flow, flow_from_json
-from histopipe.dataset.participants import Participant, read_participants
 from histopipe.inference.predict import predict
 from histopipe.reports.report import report
+from histopipe.splits.slide_table import (
+    Exclusion,
+    Flow,
+    SlideEntry,
+    flow_from_json,
+    read_slide_table,
+)
 from histopipe.store.store import Store
 
 
@@ -56,7 +61,7 @@ def test_flow_of_a_messy_folder(made: Path, tmp_path: Path) -> None:
     settings = ("--model", "small-cnn", "--split-by", "patient", "--fractions", "0.4,0.3,0.3", "--min-tissue", 0.7, "--epochs", 1,
                 "--resamples", 0, "--on-error", "skip")  # fmt: skip
     succeed("train", store, *settings, "--out", tmp_path / "first")
-    tested = [slide for slide in read_participants(tmp_path / "first" / "slides.csv") if slide.test]
+    tested = [slide for slide in read_slide_table(tmp_path / "first" / "slides.csv") if slide.test]
     with Store(store) as opened:
         numbers = {record.id: number for number, record in opened.records.items()}
         planned = {record.id: record.planned for record in opened.slides}
@@ -64,13 +69,13 @@ def test_flow_of_a_messy_folder(made: Path, tmp_path: Path) -> None:
     flip_bytes(store, [(numbers[lost], row) for row in range(planned[lost])])
     flip_bytes(store, [(numbers[hurt], row) for row in range(0, planned[hurt], 5)])
     succeed("train", store, *settings, "--splits", tmp_path / "first" / "splits.json", "--out", run)
-    flow, participants = flow_in(run / "metrics.json"), read_participants(run / "slides.csv")
+    flow, participants = flow_in(run / "metrics.json"), read_slide_table(run / "slides.csv")
     assert flow["slides"].total == 15
     assert flow["slides"].excluded == {
         "ingest failed": 2, "no label": 2, "all patches damaged": 1,
     }  # fmt: skip
     assert flow["patches"].total == sum(planned.values())
-    assert flow["patches"].excluded["filtered out"] > 0
+    assert flow["patches"].excluded[Exclusion.FILTERED] > 0
     assert {slide.slide: slide.copy_of for slide in participants if slide.copy_of} in (
         {"copy": slides[2].stem}, {slides[2].stem: "copy"},
     )  # fmt: skip
@@ -81,7 +86,7 @@ def test_flow_of_a_messy_folder(made: Path, tmp_path: Path) -> None:
         "ingest failed": 2, "no readable patch": 1, "no label": 2,
     }  # fmt: skip
     evaluated = json.loads((tmp_path / "p" / "evaluation.json").read_text())["test"]
-    assert evaluated["patch"]["count"] == external["patches"].used["test"]
+    assert evaluated["patch"]["count"] == external["patches"].used[("test",)]
     page = html.unescape(report(run, pictures=False).file.read_text())
     (chart,) = re.findall(r'<svg class="chart flow".*?</svg>', page, re.DOTALL)
     for text in (
@@ -93,18 +98,18 @@ def test_flow_of_a_messy_folder(made: Path, tmp_path: Path) -> None:
         assert f">{text}<" in chart
 
 
-def check_evaluated(run: Path, flow: Flow, participants: list[Participant]) -> None:
+def check_evaluated(run: Path, flow: Flow, participants: list[SlideEntry]) -> None:
     """Check that the flow counts what was evaluated."""
     predicted = rows_of(run / "predictions.csv")
     patches = Counter(row["split"] for row in predicted)
     slides = Counter(side for side, _ in {(row["split"], row["slide"]) for row in predicted})
     for side in ("validation", "test"):
-        assert flow["patches"].used[side] == patches[side]
-        assert flow["slides"].used[side] == slides[side]
+        assert flow["patches"].used[(side,)] == patches[side]
+        assert flow["slides"].used[(side,)] == slides[side]
         assert sum(getattr(slide, side) for slide in participants) == patches[side]
     metrics = json.loads((run / "metrics.json").read_text())
-    assert metrics["test"]["slide"]["mean"]["count"] == flow["slides"].used["test"]
-    assert metrics["test"]["patch"]["count"] == flow["patches"].used["test"]
+    assert metrics["test"]["slide"]["mean"]["count"] == flow["slides"].used[("test",)]
+    assert metrics["test"]["patch"]["count"] == flow["patches"].used[("test",)]
 
 
 def test_removed_label_does_not_apply_any_more(trained: Path, made: Path, tmp_path: Path) -> None:

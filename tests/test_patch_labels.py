@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 from test_reader import a_store, jpegs
 
 from histopipe import load_dataset
-from histopipe.dataset.labelling import Labelling, PatchFilter
-from histopipe.dataset.options import SIDES, SplitBy
 from histopipe.dataset.selection import select
-from histopipe.dataset.splits import read_splits, write_splits
-from histopipe.dataset.splitting import make_folds, make_splits
 from histopipe.errors import NothingToDo, UsageError
-from histopipe.runs.splits import new_splits
 from histopipe.runs.task_config import PatchTrainConfig, make_config
+from histopipe.runs.training_data import new_splits, read_labelling
+from histopipe.splits.labelling import Labelling, PatchFilter
+from histopipe.splits.splits import Splits, read_splits, write_splits
+from histopipe.splits.splitting import make_folds, make_splits
+from histopipe.splits.subsets import SUBSETS, SplitBy
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
 from histopipe.tiling.spec import spec_from_json
@@ -68,11 +68,11 @@ def test_splits_contain_patch_labels(drawn: Path, split_by: SplitBy, tmp_path: P
         again = read_splits(tmp_path / "splits.json", [store])
         assert again.count() == splits.count()
         seen: set[tuple[int, int]] = set()
-        for side in SIDES:
-            for part in select([store], splits=again, side=side):
+        for side in SUBSETS:
+            for part in select([store], splits=again, subset=side):
                 assert part.rows is not None
                 rows = {(part.slide, row) for row in part.rows.tolist()}
-                assert not rows & seen, "a patch is on two sides"
+                assert not rows & seen, "a patch is in two subsets"
                 seen |= rows
                 assert all(class_of(*place) == part.label for place in rows)
         assert seen == {(s, r) for s in range(5) for r in range(PATCHES) if class_of(s, r) >= 0}
@@ -172,7 +172,7 @@ def test_filter_applies_to_splits_and_batches(drawn: Path) -> None:
         labelling = Labelling(labels_from="annotation", patch_filter=PatchFilter(min_tissue=0.5))
         splits = make_splits([store], split_by="slide", seed=3, labelling=labelling)
         for slide in splits.slides:
-            rows = set(np.flatnonzero(slide.sides >= 0).tolist())
+            rows = set(np.flatnonzero(slide.subsets >= 0).tolist())
             assert rows == {r for r in kept if class_of(slide.slide, r) >= 0}
         with pytest.raises(UsageError, match=r"slide s5: tissue has not been measured; ingest it"):
             select([store], patch_filter=PatchFilter(min_tissue=0.5))
@@ -245,6 +245,10 @@ def test_filter_without_fitting_patches_is_refused(drawn: Path) -> None:
         make_splits([store], split_by="slide", seed=1, labelling=labelling)
 
 
+def splits_of(config: PatchTrainConfig, store: Store) -> Splits:
+    return new_splits(config, [store], read_labelling(config, [store]))
+
+
 def test_given_splits_are_compared_with_settings(drawn: Path, tmp_path: Path) -> None:
     path = tmp_path / "splits.json"
     with Store(drawn) as store:
@@ -254,15 +258,13 @@ def test_given_splits_are_compared_with_settings(drawn: Path, tmp_path: Path) ->
             "stores": (str(drawn),),
             "split_by": "slide",
         }
-        assert new_splits(PatchTrainConfig(**options, labels_from="annotation"), [store]).classes
+        assert splits_of(PatchTrainConfig(**options, labels_from="annotation"), store).classes
         with pytest.raises(
             UsageError, match="--labels-from slide, expected --labels-from annotation"
         ):
-            new_splits(PatchTrainConfig(**options), [store])
+            splits_of(PatchTrainConfig(**options), store)
         with pytest.raises(UsageError, match="has patches that the filter options exclude: found"):
-            new_splits(
-                PatchTrainConfig(**options, labels_from="annotation", min_tissue=0.9), [store]
-            )
+            splits_of(PatchTrainConfig(**options, labels_from="annotation", min_tissue=0.9), store)
 
 
 def test_filter_leaves_out_unmeasured_patch() -> None:

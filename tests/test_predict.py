@@ -21,7 +21,6 @@ from conftest import INTERRUPTIBLE, Run, make_slides, with_tensorflow
 from made_scores import class_predictions
 
 from histopipe.dataset.patch_batches import decode
-from histopipe.dataset.splits import SlideSplit, Splits, trained_on, write_splits
 from histopipe.errors import DamagedStore, HistopipeError, UsageError
 from histopipe.evaluation.temperature import tempered
 from histopipe.inference.classifier import PredictOptions
@@ -33,6 +32,7 @@ from histopipe.ingestion.patch_source import chunk_of
 from histopipe.reports.report import report
 from histopipe.runs.result import read_result
 from histopipe.slides.slide_files import SlideFile
+from histopipe.splits.splits import SlideSplit, Splits, trained_on, write_splits
 from histopipe.store.store import Store
 from histopipe.system.progress import default_progress
 from histopipe.tasks.predictions import Predictions, joined_predictions

@@ -20,12 +20,12 @@ from test_mil import write_bag
 from test_targets import arguments
 from test_targets import bags as bags  # noqa: PLC0414 - a fixture
 
-from histopipe.dataset.flow import flow_from_json
 from histopipe.errors import HistopipeError, NothingToDo, UsageError
 from histopipe.inference.embed import embed
 from histopipe.inference.predict import predict
 from histopipe.reports.heatmap import heatmap
 from histopipe.reports.report import report
+from histopipe.splits.slide_table import flow_from_json
 
 
 def rows_of(path: Path) -> list[dict[str, str]]:
@@ -123,7 +123,7 @@ def test_external_validation_of_a_slide_model(slide_model: Trained, tmp_path: Pa
     assert "labelled" in str(result)
     flow = flow_from_json(json.loads((out / "evaluation.json").read_text())["flow"])
     assert all(level.adds_up for level in flow.values())
-    assert flow["slides"].used == {"test": 11}
+    assert flow["slides"].used == {("test",): 11}
     assert flow["slides"].excluded == {"label is no class of the model": 1}
     trained = {
         slide["id"] for slide in json.loads((slide_model.run / "splits.json").read_text())["slides"]

@@ -33,11 +33,11 @@ from histopipe.dataset.patch_batches import PatchBatches
 from histopipe.dataset.sample_table import SampleTable, unpack_keys
 from histopipe.dataset.sampling import BlockShuffled, Sequential, make_order
 from histopipe.dataset.selection import class_numbers, select
-from histopipe.dataset.splits import write_splits
-from histopipe.dataset.splitting import make_splits
 from histopipe.dataset.tf_data import STEPS_AHEAD, ReadAhead, default_calls
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.ingestion.patch_source import png
+from histopipe.splits.splits import write_splits
+from histopipe.splits.splitting import make_splits
 from histopipe.store import environment, handle
 from histopipe.store.data_file import check_length
 from histopipe.store.format import patch_key

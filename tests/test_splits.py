@@ -19,12 +19,12 @@ from test_earlier_versions import GOLDEN
 from test_mil import write_bag
 
 from histopipe.cli.parameters import NumberOr
-from histopipe.dataset.options import SIDES
-from histopipe.dataset.splits import load_splits, write_splits
-from histopipe.dataset.splitting import FRACTIONS, make_folds, make_splits
 from histopipe.errors import HistopipeError, NothingToDo, UsageError
-from histopipe.runs.splits import find_participants, new_splits, opened_sources
 from histopipe.runs.task_config import make_config
+from histopipe.runs.training_data import opened_sources, splits_and_slides
+from histopipe.splits.splits import load_splits, write_splits
+from histopipe.splits.splitting import FRACTIONS, make_folds, make_splits
+from histopipe.splits.subsets import SUBSETS
 from histopipe.studies.cross_validation import _make_folds, cross_validate
 from histopipe.system.progress import SilentProgress, use_progress
 
@@ -66,9 +66,9 @@ def test_sides_of_a_random_cohort_have_their_shares(seed: int) -> None:
             assert all(counts[name] for counts in splits.count().values())
     again = make_splits([made], split_by="patient", seed=seed)
     for one, two in zip(splits.slides, again.slides, strict=True):
-        np.testing.assert_array_equal(one.sides, two.sides)
+        np.testing.assert_array_equal(one.subsets, two.subsets)
     folds = make_folds([made], 4, split_by="patient", seed=seed)
-    tested = [[slide.sides[0] == 2 for slide in fold.slides] for fold in folds]
+    tested = [[slide.subsets[0] == 2 for slide in fold.slides] for fold in folds]
     assert np.sum(tested, axis=0).tolist() == [1] * len(splits.slides)
     assert not any(fold.leaks() for fold in folds)
     for fold in folds:
@@ -80,14 +80,14 @@ def test_one_large_patient_is_not_for_validation() -> None:
     made = cohort({"large": "ab" * 30, **{f"P{i}": "ab"[i % 2] * 3 for i in range(20)}})
     for seed in range(10):
         splits = make_splits([made], split_by="patient", seed=seed)
-        assert {slide.sides[0] for slide in splits.slides if slide.patient == "large"} == {0}
+        assert {slide.subsets[0] for slide in splits.slides if slide.patient == "large"} == {0}
         assert not list(splits.shortages("patches"))
 
 
 def test_a_patient_with_several_classes_counts_for_each() -> None:
     made = cohort({f"P{i}": "aab" for i in range(8)} | {f"R{i}": "aac" for i in range(5)})
     counts = make_splits([made], split_by="patient", seed=1).count()
-    assert all(counts[side]["c"] for side in SIDES)
+    assert all(counts[side]["c"] for side in SUBSETS)
     folds = make_folds([made], 5, split_by="patient", seed=1)
     assert all(fold.count()["test"]["c"] == 10 for fold in folds)
 
@@ -169,14 +169,13 @@ def split(small_store: Path, tmp_path: Path) -> Callable[..., Any]:
         with use_progress(SilentProgress()), opened_sources(config) as sources:
             if folds:
                 return _make_folds(config, folds, SilentProgress())
-            splits = new_splits(config, sources)
-            return splits, find_participants(config, sources, splits)
+            return splits_and_slides(config, sources, tmp_path, resume=False)
 
     return run
 
 
 def sides_of(splits: Any) -> dict[str, str]:
-    return {slide.id: SIDES[slide.sides[0]] for slide in splits.slides}
+    return {slide.id: SUBSETS[slide.subsets[0]] for slide in splits.slides}
 
 
 def test_column_gives_the_sides(split: Callable[..., Any], tmp_path: Path) -> None:
@@ -184,7 +183,7 @@ def test_column_gives_the_sides(split: Callable[..., Any], tmp_path: Path) -> No
     assert list(sides_of(splits).values()) == ["train"] * 4 + ["validation"] * 4 + ["test"] * 2
     assert splits.algorithm == "given"
     reasons = {slide.slide: slide.reason for slide in slides if slide.reason}
-    assert reasons == dict.fromkeys(("n10", "t11"), "no value in column Set")
+    assert reasons == dict.fromkeys(("n10", "t11"), "no value in the split column")
     write_splits(splits, tmp_path / "splits.json")
     again, same = split(CELLS, splits=str(tmp_path / "splits.json"))
     assert (again.column, again.algorithm, sides_of(again)) == ("Set", "given", sides_of(splits))
@@ -230,7 +229,7 @@ def test_fold_numbers_of_a_column(split: Callable[..., Any]) -> None:
         ({"t3": "testA"}, {}, "row of slide t3, column Set: found 'testA', expected train, training, validation"),
         ({"t3": "1"}, {"folds": "column"}, "row of slide n0, column Set: found 'Train', and 8 rows more"),
         (dict.fromkeys(CELLS, "test"), {}, "splitting by Set leaves no 'n' patch for train; .* or change the column"),
-        ({}, {"split_by": "region"}, "--split-column Set has a side for each slide: found --split-by region"),
+        ({}, {"split_by": "region"}, "--split-column Set has a subset for each slide: found --split-by region"),
         ({}, {"labels": None}, "--split-column: found Set, but no --labels"),
         ({}, {"split_column": "slide"}, "column slide: found its use for values"),
         ({}, {"split_column": "other"}, "wrong header: .* expected slide,label,other"),
@@ -267,10 +266,9 @@ def test_column_of_bags(tmp_path: Path) -> None:
     }
     config = make_config(settings)
     with use_progress(SilentProgress()), opened_sources(config) as sources:
-        splits = new_splits(config, sources)
-        slides = find_participants(config, sources, splits)
+        splits, slides = splits_and_slides(config, sources, tmp_path, resume=False)
     assert list(sides_of(splits).values()) == cells[:-1]
-    assert [slide.reason for slide in slides] == [""] * 5 + ["no value in column Set"]
+    assert [slide.reason for slide in slides] == [None] * 5 + ["no value in the split column"]
     table = (tmp_path / "labels.csv").read_text()
     (tmp_path / "labels.csv").write_text(table.replace(",b,", ",a,"))
     with (

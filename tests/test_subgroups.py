@@ -13,18 +13,6 @@ from hypothesis import strategies as st
 from made_scores import class_predictions
 from test_store import RECORD, SPEC, columns_of
 
-from histopipe.dataset.flow import flow_from_json, flow_of, flow_to_json
-from histopipe.dataset.labelling import Labelling, PatchFilter
-from histopipe.dataset.participants import (
-    Participant,
-    found_slides,
-    participants,
-    read_participants,
-    with_damaged,
-    write_participants,
-)
-from histopipe.dataset.splits import write_splits
-from histopipe.dataset.splitting import make_splits
 from histopipe.errors import UsageError
 from histopipe.evaluation.breakdown import Breakdown, break_down
 from histopipe.evaluation.evaluate import evaluate
@@ -33,9 +21,23 @@ from histopipe.evaluation.shortcuts import find_shortcut
 from histopipe.evaluation.subgroups import subgroups
 from histopipe.inference.feature_folder import record_slides
 from histopipe.runs.result import read_slides
-from histopipe.runs.splits import find_participants, new_splits, opened_sources
 from histopipe.runs.task_config import make_config
+from histopipe.runs.training_data import opened_sources, splits_and_slides
 from histopipe.slides.tables import SlideLabel
+from histopipe.splits.labelling import Labelling, PatchFilter
+from histopipe.splits.slide_table import (
+    Exclusion,
+    SlideEntry,
+    flow_from_json,
+    flow_of,
+    flow_to_json,
+    read_slide_table,
+    table_of,
+    with_damaged,
+    write_slide_table,
+)
+from histopipe.splits.splits import write_splits
+from histopipe.splits.splitting import make_splits
 from histopipe.store.record import FailureKind
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
@@ -49,7 +51,7 @@ HALF = Thresholds((0.5,))
 
 def cohort(
     seed: int = 1, patients: int = 60, *, confounded: bool = False, slides: int = 1
-) -> tuple[Part, list[Participant]]:
+) -> tuple[Part, list[SlideEntry]]:
     """Return predictions of slides with a good model, and their slides, of three sites."""
     rng = np.random.default_rng(seed)
     label = rng.permutation(np.arange(patients) % 2).astype(np.int32)
@@ -64,9 +66,9 @@ def cohort(
         label[of_slide], probability, "slide",
     )  # fmt: skip
     slide_list = [
-        Participant(
+        SlideEntry(
             slide=f"s{i}", patient=f"p{i // slides}", site=f"site {site[i // slides]}",
-            label=CLASSES[label[i // slides]], status="test", planned=10, test=10, route="copy",
+            label=CLASSES[label[i // slides]], planned=10, test=10, route="copy",
             cells={"age": str(40 + i // slides), "scanner": "ab"[i % 2]},
         )
         for i in range(count)
@@ -125,11 +127,11 @@ def test_a_planted_difference_is_outside_of_chance() -> None:
 def test_small_groups_are_shown_without_intervals() -> None:
     part, slides = cohort()
     few = [
-        Participant(
+        SlideEntry(
             slide=slide.slide,
             patient=slide.patient,
             site="small" if i < 4 else "large",
-            status="test",
+            test=1,
         )
         for i, slide in enumerate(slides)
     ]
@@ -236,7 +238,7 @@ def test_patients_with_several_real_values_are_compared_by_slide() -> None:
 def test_runs_of_earlier_versions_have_missing_values(tmp_path: Path) -> None:
     _, slides = cohort()
     cells = [dataclasses.replace(slide, site="NaN", cells={"stain": "none"}) for slide in slides]
-    write_participants(tmp_path / "slides.csv", cells)
+    write_slide_table(tmp_path / "slides.csv", cells)
     for na, expected in (("", ("", "")), ('na = ["-"]\n', ("NaN", "none"))):
         (tmp_path / "config.toml").write_text(f"{na}epochs = 1\n")
         assert {(slide.site, slide.cells["stain"]) for slide in read_slides(tmp_path)} == {expected}
@@ -314,8 +316,8 @@ def test_a_model_that_is_clearly_better_is_not_warned_of() -> None:
     """One in four patients has the site of the other label."""
     rng = np.random.default_rng(1)
     slides = [
-        Participant(
-            slide=f"s{i}", patient=f"p{i}", label=CLASSES[i % 2], status="train",
+        SlideEntry(
+            slide=f"s{i}", patient=f"p{i}", label=CLASSES[i % 2], train=1,
             site=str(i % 2 if rng.random() < 0.75 else 1 - i % 2),
         )
         for i in range(200)
@@ -333,8 +335,8 @@ def test_false_alarms_are_rare() -> None:
     for seed in range(60):
         rng = np.random.default_rng(seed)
         slides = [
-            Participant(
-                slide=f"s{i}", patient=f"p{i}", label=CLASSES[rng.integers(2)], status="train",
+            SlideEntry(
+                slide=f"s{i}", patient=f"p{i}", label=CLASSES[rng.integers(2)], train=1,
                 site=str(rng.integers(4)), route=str(rng.integers(2)), vendor=str(rng.integers(3)),
             )
             for i in range(60)
@@ -346,14 +348,14 @@ def test_false_alarms_are_rare() -> None:
 
 def test_flow_adds_up_and_survives_json(tmp_path: Path) -> None:
     slides = [
-        Participant(slide="a", patient="p", status="train", planned=10, unreadable=1, filtered=2, train=7),
-        Participant(slide="b", patient="p", reason="no label", planned=5, unreadable=1),
-        Participant(slide="c", patient="q", reason="ingest failed"),
-        Participant(slide="d", patient="q", reason="no patches"),
-        Participant(slide="e", patient="r", status="train and test", planned=9, left_out=2, train=4, test=3),
-        Participant(slide="f", patient="s", reason="all patches filtered out", planned=4, filtered=4),
-        Participant(slide="g", patient="t", reason="no label", planned=3, cells={"sex": "f", "status": "1"}),
-        Participant(slide="h", patient="u", status="test", planned=5, test=5),
+        SlideEntry(slide="a", patient="p", planned=10, unreadable=1, filtered=2, train=7),
+        SlideEntry(slide="b", patient="p", reason=Exclusion.NO_LABEL, planned=5, unreadable=1),
+        SlideEntry(slide="c", patient="q", reason=Exclusion.INGEST_FAILED),
+        SlideEntry(slide="d", patient="q", reason=Exclusion.NO_PATCHES),
+        SlideEntry(slide="e", patient="r", planned=9, left_out=2, train=4, test=3),
+        SlideEntry(slide="f", patient="s", reason=Exclusion.ALL_FILTERED, planned=4, filtered=4),
+        SlideEntry(slide="g", patient="t", reason=Exclusion.NO_LABEL, planned=3, cells={"sex": "f", "status": "1"}),
+        SlideEntry(slide="h", patient="u", planned=5, test=5),
     ]  # fmt: skip
     slides = with_damaged(slides, {"a": {"train": 1}, "e": {"test": 3}, "h": {"test": 5}})
     flow = flow_of(slides)
@@ -364,18 +366,18 @@ def test_flow_adds_up_and_survives_json(tmp_path: Path) -> None:
     assert flow["patients"].excluded == {
         "no patches": 1, "all patches filtered out": 1, "no label": 1, "all patches damaged": 1,
     }  # fmt: skip
-    assert flow["patients"].used == {"train": 2}
-    assert flow["patches"].used == {"train": 10}
+    assert flow["patients"].used == {("train",): 2}
+    assert flow["patches"].used == {("train",): 10}
     assert flow["patches"].excluded == {
-        "unreadable": 2, "filtered out": 6, "left out by the split": 2, "slide excluded: no label": 7, "damaged": 9,
+        "unreadable": 2, "filtered out": 6, "left out by the split": 2, "no label": 7, "damaged": 9,
     }  # fmt: skip
     assert flow_from_json(json.loads(json.dumps(flow_to_json(flow)))) == flow
-    write_participants(tmp_path / "slides.csv", slides)
-    read = read_participants(tmp_path / "slides.csv")
+    write_slide_table(tmp_path / "slides.csv", slides)
+    read = read_slide_table(tmp_path / "slides.csv")
     assert flow_of(read) == flow
     assert [slide.cells for slide in read if slide.slide == "g"] == [{"sex": "f", "status": "1"}]
     assert [slide.status for slide in read] == [slide.status for slide in slides]
-    assert read_participants(tmp_path / "none.csv") == []
+    assert read_slide_table(tmp_path / "none.csv") == []
 
 
 def write_messy_store(path: Path) -> None:
@@ -414,7 +416,7 @@ def test_flow_of_a_messy_store_adds_up(tmp_path: Path) -> None:
         splits = make_splits(
             [store], split_by="patient", seed=1, labelling=labelling, fractions=(0.5, 0.5, 0.0)
         )
-        slides = participants([store], splits, labelling, given_splits=False)
+        slides = table_of([store], labelling, splits)
     flow = flow_of(slides)
     assert all(level.adds_up for level in flow.values())
     assert flow["slides"].total == 11
@@ -425,10 +427,10 @@ def test_flow_of_a_messy_store_adds_up(tmp_path: Path) -> None:
     assert sum(flow["patients"].used.values()) == 7
     assert flow["patches"].total == 48
     assert flow["patches"].excluded == {
-        "unreadable": 8, "filtered out": 14, "slide excluded: no label": 5,
+        "unreadable": 8, "filtered out": 14, "no label": 5,
     }  # fmt: skip
     used = sum(flow["patches"].used.values())
-    assert used == 21 == sum(int((slide.sides >= 0).sum()) for slide in splits.slides)
+    assert used == 21 == sum(int((slide.subsets >= 0).sum()) for slide in splits.slides)
     assert {slide.slide: slide.copy_of for slide in slides if slide.copy_of} == {"b": "a"}
 
 
@@ -438,15 +440,15 @@ def test_failed_slide_does_not_replace_another_one_of_its_name(tmp_path: Path) -
         record = dataclasses.replace(RECORD, id="a", quickhash="other")
         writer.fail(writer.register([record])["a"], record, "broken", FailureKind.FILE)
     with Store(tmp_path / "s.lmdb") as first, Store(tmp_path / "t.lmdb") as second:
-        slides = found_slides([first, second])
-        record_slides(tmp_path, found_slides([first]), {"c"})
-        record_slides(tmp_path, found_slides([second]), ())
+        slides = table_of([first, second], Labelling())
+        record_slides(tmp_path, table_of([first], Labelling()), {"c"})
+        record_slides(tmp_path, table_of([second], Labelling()), ())
         name = f"a@{second.uuid[:8]}"
     reasons = {slide.slide: slide.reason for slide in slides}
     assert len(slides) == len(reasons) == 12
-    assert (reasons["a"], reasons[name]) == ("", "ingest failed")
+    assert (reasons["a"], reasons[name]) == (None, "ingest failed")
     assert {slide.slide: slide.copy_of for slide in slides if slide.copy_of} == {"b": "a"}
-    recorded = {slide.slide: slide.reason for slide in read_participants(tmp_path / "slides.csv")}
+    recorded = {slide.slide: slide.reason for slide in read_slide_table(tmp_path / "slides.csv")}
     assert recorded == {
         **{slide: why for slide, why in reasons.items() if slide != name},
         "c": "embedding failed", "a@t.lmdb": "ingest failed",
@@ -465,20 +467,20 @@ def test_existing_split_needs_no_labels_file(tmp_path: Path) -> None:
         "stores": [str(tmp_path / "s.lmdb")], "labels": str(table), "subgroup": ("stage",), "fractions": (0.5, 0.5, 0.0),
     })  # fmt: skip
     with opened_sources(config) as sources:
-        splits = new_splits(config, sources)
-        before = find_participants(config, sources, splits)
+        splits, before = splits_and_slides(config, sources, tmp_path, resume=False)
         write_splits(splits, tmp_path / "splits.json")
         resumed = dataclasses.replace(config, splits=str(tmp_path / "splits.json"))
-        assert find_participants(resumed, sources, splits) == before
+        assert splits_and_slides(resumed, sources, tmp_path, resume=False)[1] == before
         assert {slide.cells["stage"] for slide in before if slide.label} == set("01234567")
         lines = {"slide,label,stage,patient": "", "a,n,0,other": ""}
         table.write_text("\n".join(lines))
         with pytest.raises(
             UsageError, match="slide a has another patient than in the split: found other"
         ):
-            find_participants(dataclasses.replace(resumed, allow_extra_rows=True), sources, splits)
+            extra = dataclasses.replace(resumed, allow_extra_rows=True)
+            splits_and_slides(extra, sources, tmp_path, resume=False)
         table.unlink()
-        after = find_participants(resumed, sources, splits)
+        _, after = splits_and_slides(resumed, sources, tmp_path, resume=False)
     assert [(slide.slide, slide.status, slide.label) for slide in after] == [
         (slide.slide, slide.status, slide.label) for slide in before
     ]

@@ -17,13 +17,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from histopipe.dataset.labelling import Labelling, candidates
 from histopipe.errors import UsageError
 from histopipe.features.bags import BagSet
 from histopipe.ingestion.records import labelled, subfolder_labels
 from histopipe.ingestion.request import read_request
-from histopipe.runs.splits import split_options
 from histopipe.runs.task_config import make_config
+from histopipe.runs.training_data import read_labelling
 from histopipe.slides.slide_files import SlideFile
 from histopipe.slides.tables import (
     SlideLabel,
@@ -33,6 +32,7 @@ from histopipe.slides.tables import (
     read_mpps,
     read_slide_list,
 )
+from histopipe.splits.labelling import Labelling, candidates
 from histopipe.store.record import SlideRecord
 from histopipe.system.csv_files import NA_VALUES, cell_number, read_csv
 from histopipe.system.progress import SilentProgress
@@ -432,7 +432,7 @@ def test_recorded_names_are_checked(tmp_path: Path) -> None:
     bags = BagSet(features(tmp_path / "a", ["s0", "s1", "s2"]))
     for bag, label in zip(bags.bags.values(), ["nan", "Tumour", "tumour"], strict=True):
         object.__setattr__(bag, "label", label)
-    split_options(make_config({"mil": str(tmp_path)}), [bags], notify=notes.append)
+    read_labelling(make_config({"mil": str(tmp_path)}), [bags], notify=notes.append)
     assert [note.partition(";")[0] for note in notes] == [
         "warning: recorded label: 'nan' is no missing value",
         "warning: recorded label: 'Tumour' and 'tumour' are different values",

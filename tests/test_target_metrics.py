@@ -298,7 +298,9 @@ def test_each_label_has_intercept_and_slope() -> None:
         "multilabel", ("a", "b"), (), names, names, each, each, zeros, zeros, target,
         (1 / (1 + np.exp(-odds))).astype(np.float32), "slide",
     )  # fmt: skip
-    metrics = evaluate_subsets({"validation": scores}, EvaluationSettings(resamples=20))["validation"].slide["mean"]
+    metrics = evaluate_subsets({"validation": scores}, EvaluationSettings(resamples=20))[
+        "validation"
+    ].slide["mean"]
     for number, name in enumerate("ab"):
         finite = np.isfinite(target[:, number])
         model = LogisticRegression(C=1e12, tol=1e-10).fit(
@@ -311,7 +313,9 @@ def test_each_label_has_intercept_and_slope() -> None:
     slopes = [metrics.values[f"calibration_slope:{name}"] or 0 for name in "ab"]
     assert metrics.values["calibration_slope"] == pytest.approx(np.mean(slopes))
     unknown = replace(scores, target=np.column_stack([target[:, 0], np.zeros(200)]))
-    metrics = evaluate_subsets({"validation": unknown}, EvaluationSettings(resamples=0))["validation"].slide["mean"]
+    metrics = evaluate_subsets({"validation": unknown}, EvaluationSettings(resamples=0))[
+        "validation"
+    ].slide["mean"]
     assert metrics.values["calibration_slope"] is None
     assert metrics.values["calibration_slope:b"] is None
 
@@ -394,7 +398,9 @@ def test_columns_of_few_patients_have_no_intervals() -> None:
     scores = target_predictions(
         "multilabel", labels, (), names, names, each, each, zeros, zeros, target, output, "slide"
     )
-    metrics = evaluate_subsets({"validation": scores}, EvaluationSettings(resamples=50))["validation"].slide["mean"]
+    metrics = evaluate_subsets({"validation": scores}, EvaluationSettings(resamples=50))[
+        "validation"
+    ].slide["mean"]
     assert isinstance(metrics, Metrics)
     assert metrics.intervals
     assert {name.partition(":")[2] for name in metrics.intervals} == {"first"}
@@ -497,9 +503,9 @@ def test_models_of_other_training_sets_get_the_times_of_the_first() -> None:
 def test_undefined_metrics_are_none() -> None:
     one = survival_scores(1, 12)
     same = replace(one, target=np.column_stack([one.target[:, 0], np.zeros(12)]))
-    metrics = evaluate_subsets({"validation": same, "test": same}, EvaluationSettings(resamples=20))["test"].slide[
-        "mean"
-    ]
+    metrics = evaluate_subsets(
+        {"validation": same, "test": same}, EvaluationSettings(resamples=20)
+    )["test"].slide["mean"]
     assert isinstance(metrics, Metrics)
     assert metrics.values["c_index"] is None
     assert metrics.log_rank is None

@@ -21,13 +21,13 @@ from test_mil import write_bag
 from test_resume import EACH_STEP
 
 import histopipe
-from histopipe.dataset.assignment import Assignment
-from histopipe.dataset.covariates import Covariates
-from histopipe.dataset.labelling import Labelling
-from histopipe.dataset.splits import SlideSplit, load_splits
-from histopipe.dataset.splitting import REGION, _Plan
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.evaluation.predictions import read_predictions
+from histopipe.splits.assignment import Assignment
+from histopipe.splits.covariates import Covariates
+from histopipe.splits.labelling import Labelling
+from histopipe.splits.splits import SlideSplit, load_splits
+from histopipe.splits.splitting import REGION, _Plan
 from histopipe.store.store import Store
 from histopipe.tasks.multilabel import Multilabel
 from histopipe.tasks.predictions import Predictions
@@ -559,7 +559,7 @@ def test_few_patients_of_a_range_do_not_change_the_shares(
     slides = [
         SlideSplit(
             store=0, slide=i, id=f"s{i}", label=names[i], patient=f"p{i}", site=None, content=None, count=1,
-            crc=0, sides=np.zeros(1, np.int8), target=tuple(targets[i].tolist()),
+            crc=0, subsets=np.zeros(1, np.int8), target=tuple(targets[i].tolist()),
         )
         for i in range(count)
     ]  # fmt: skip

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 from conftest import INTERRUPTIBLE, Run, small_disk, succeed, with_tensorflow
 
-from histopipe.dataset.splits import load_splits
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.runs.result import read_result
 from histopipe.runs.task_config import PatchTrainConfig, read_config
+from histopipe.splits.splits import load_splits
 from histopipe.store.store import Store
 from histopipe.studies.compare import compare
 

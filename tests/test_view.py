@@ -31,13 +31,13 @@ from PIL import Image
 from test_reader import a_store, flip_a_byte
 from viewed import CLASSES, PATCH, SLIDE, Notes, fetch, viewing
 
-from histopipe.dataset.splits import load_splits
 from histopipe.errors import UsageError
 from histopipe.evaluation.predictions import read_predictions
 from histopipe.geometry import PointL0, Size
 from histopipe.slides.readers import open_slide
 from histopipe.slides.slide_files import SlideFile
 from histopipe.slides.slide_hashes import SlideHashes, pixel_hash
+from histopipe.splits.splits import load_splits
 from histopipe.store.store import Store
 from histopipe.tasks.predictions import Predictions
 from histopipe.viewer.slide_pictures import slide_facts
@@ -116,7 +116,7 @@ def test_layers_equal_the_files(viewer: Viewer, viewed: Path) -> None:
     assert facts["classes"] == list(CLASSES)
     np.testing.assert_array_equal(np.nan_to_num(values, nan=-1), index["label"])
     _, values, _ = layer(viewer, "split:run")
-    sides = load_splits(viewed / "run" / "splits.json").slides[0].sides
+    sides = load_splits(viewed / "run" / "splits.json").slides[0].subsets
     np.testing.assert_array_equal(np.nan_to_num(values, nan=-1), sides)
     _, values, _ = layer(viewer, "run:p:Epidermis")
     for scores in read_predictions(viewed / "run" / "predictions.csv").values():

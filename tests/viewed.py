@@ -15,15 +15,15 @@ from conftest import succeed
 from made_scores import class_predictions
 from numpy.typing import NDArray
 
-from histopipe.dataset.splits import Splits, write_splits
-from histopipe.dataset.splitting import make_splits
 from histopipe.evaluation.predictions import write_predictions
 from histopipe.features.feature_file import record_encoder, writing
 from histopipe.inference.predictions_folder import PredictedSlide, PredictionsFolder
 from histopipe.runs import folder as run_folder
 from histopipe.runs.settings import to_toml
-from histopipe.runs.splits import split_options
 from histopipe.runs.task_config import PatchTrainConfig
+from histopipe.runs.training_data import read_labelling, split_options
+from histopipe.splits.splits import Splits, write_splits
+from histopipe.splits.splitting import make_splits
 from histopipe.store.store import Store
 from histopipe.system.progress import SilentProgress
 from histopipe.tasks.predictions import Predictions
@@ -52,14 +52,14 @@ def make_viewed(folder: Path, data: Path) -> None:
         config = PatchTrainConfig(
             stores=(str(store),), labels_from="annotation", split_by="region", region_um=300.0
         )
-        splits = make_splits([opened], **split_options(config, [opened]))
+        splits = make_splits([opened], **split_options(config, read_labelling(config, [opened])))
     corners = index["x_l0"].astype(np.int64), index["y_l0"].astype(np.int64)
     _write_run(
         folder / "run",
         config,
         splits,
         _scores(corners, index["label"], rng),
-        splits.slides[0].sides,
+        splits.slides[0].subsets,
     )
     _write_attention(folder / "bags", config, splits, corners, rng)
     _write_predictions(folder / "predictions", record, rng)

@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from scipy.stats import norm
 from sklearn.metrics import log_loss, roc_auc_score
 
-from histopipe.dataset.participants import Participant
 from histopipe.evaluation import temperature
 from histopipe.evaluation.shortcuts import find_shortcut
 from histopipe.evaluation.subgroups import subgroups
 from histopipe.evaluation.temperature import fit_temperature, tempered
+from histopipe.splits.slide_table import SlideEntry
 from histopipe.tasks.classification import Classification
 from histopipe.tasks.metrics import Metrics, metrics_of
 from histopipe.tasks.predictions import Part, Predictions
@@ -108,7 +108,7 @@ def group_coverage(patients: int, apart: tuple[float, float], samples: int) -> d
     return {name: count / samples for name, count in hits.items()}
 
 
-def _as_slides(drawn: Sequence[Scores]) -> tuple[Part, list[Participant]]:
+def _as_slides(drawn: Sequence[Scores]) -> tuple[Part, list[SlideEntry]]:
     """Return scores of groups as those of slides, with the threshold 0.5, and the slides, with the group as site."""
     target, output = (
         np.concatenate([getattr(scores, name) for scores in drawn]) for name in ("target", "output")
@@ -120,7 +120,7 @@ def _as_slides(drawn: Sequence[Scores]) -> tuple[Part, list[Participant]]:
     )
     sites = np.repeat(np.arange(len(drawn)), [len(scores.target) for scores in drawn])
     slides = [
-        Participant(slide=name, patient=name, site=str(site), status="test")
+        SlideEntry(slide=name, patient=name, site=str(site), test=1)
         for name, site in zip(names, sites.tolist(), strict=True)
     ]
     limits = Thresholds((0.5,))
@@ -133,8 +133,8 @@ def false_alarms(data_sets: int) -> float:
     for seed in range(data_sets):
         rng = np.random.default_rng(seed)
         slides = [
-            Participant(
-                slide=f"s{i}", patient=f"p{i}", label="nt"[rng.integers(2)], status="train",
+            SlideEntry(
+                slide=f"s{i}", patient=f"p{i}", label="nt"[rng.integers(2)], train=1,
                 site=str(rng.integers(4)), route=str(rng.integers(2)), vendor=str(rng.integers(3)),
             )
             for i in range(80)

@@ -82,7 +82,7 @@ def test_auc(folder: Path, model: str, seed: int, epochs: int) -> float:
     out = folder / f"run-{model.replace(' ', '-')}"
     result = histopipe.train(out=out, in_process=True, **settings)
     value = result.metrics["test"].finest.values["auc"]
-    assert value is not None  # noqa: S101 - both classes are on each side
+    assert value is not None  # noqa: S101 - both classes are in each subset
     return value
 
 

@@ -26,10 +26,10 @@ import numpy as np
 from peak_memory import peaks_of
 from PIL import Image
 
-from histopipe.dataset.splits import write_splits
-from histopipe.dataset.splitting import make_splits
 from histopipe.geometry import Mpp
 from histopipe.ingestion.patch_source import encode
+from histopipe.splits.splits import write_splits
+from histopipe.splits.splitting import make_splits
 from histopipe.store.format import patch_key
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store

@@ -1,4 +1,4 @@
-"""Measure the shares of patients, patches and classes on each side of splits of random cohorts.
+"""Measure the shares of patients, patches and classes in each subset of splits of random cohorts.
 
 python tools/simulate_splits.py [--cohorts 200] [--folds 5]
 
@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.dataset.options import SIDES
-from histopipe.dataset.sample_table import SampleGroup
-from histopipe.dataset.splits import SlideSplit, Splits
-from histopipe.dataset.splitting import FRACTIONS, make_folds, make_splits
 from histopipe.errors import HistopipeError, NothingToDo
 from histopipe.slides.slide_hashes import SlideHashes
+from histopipe.splits.sources import SampleGroup
+from histopipe.splits.splits import SlideSplit, Splits
+from histopipe.splits.splitting import FRACTIONS, make_folds, make_splits
+from histopipe.splits.subsets import SUBSETS
 
 Shares = dict[str, list[NDArray[np.float64]]]
 """Ratios to the shares of the sides, (3,) each, by quantity."""
@@ -100,7 +100,7 @@ def stratified(splits: Splits, seed: int) -> Splits:
     sides: dict[str, int] = {}
     for name in splits.classes:
         rest = strata[name]
-        if len(rest) < len(SIDES):
+        if len(rest) < len(SUBSETS):
             raise NothingToDo(f"class {name!r} cannot be split")
         for side in (2, 1):
             size = max(1, round(FRACTIONS[side] * len(strata[name])))
@@ -109,21 +109,21 @@ def stratified(splits: Splits, seed: int) -> Splits:
             rest = [rest[i] for i in order[size:]]
         sides |= dict.fromkeys(rest, 0)
     slides = [
-        replace(slide, sides=np.full(slide.count, sides[slide.patient], np.int8))
+        replace(slide, subsets=np.full(slide.count, sides[slide.patient], np.int8))
         for slide in splits.slides
     ]
     return replace(splits, slides=tuple(slides), algorithm="stratified")
 
 
 def quantities(slides: Sequence[SlideSplit]) -> Iterator[tuple[str, NDArray[np.float64]]]:
-    """Yield the shares of patients and patches, in total and of each class, on each side, (3,)."""
+    """Yield the shares of patients and patches, in total and of each class, in each subset, (3,)."""
     names = ("", *sorted({slide.label for slide in slides}))
     for name in names:
         some = [slide for slide in slides if name in ("", slide.label)]
-        patients = {(int(slide.sides[0]), slide.patient) for slide in some}
+        patients = {(int(slide.subsets[0]), slide.patient) for slide in some}
         of_patients = np.bincount([side for side, _ in patients], minlength=3)
         of_patches = np.bincount(
-            [slide.sides[0] for slide in some], [slide.count for slide in some], minlength=3
+            [slide.subsets[0] for slide in some], [slide.count for slide in some], minlength=3
         )
         suffix = " of a class" if name else ""
         yield f"patients{suffix}", of_patients / of_patients.sum()
@@ -181,7 +181,7 @@ def main() -> None:
     for name, ratios in shares.items():
         fractions = (train, validation, test) if name == "folds" else FRACTIONS
         print(
-            f"\n{name}: share in % of {', '.join(f'{s} ({f:.0%})' for s, f in zip(SIDES, fractions, strict=True))}"
+            f"\n{name}: share in % of {', '.join(f'{s} ({f:.0%})' for s, f in zip(SUBSETS, fractions, strict=True))}"
         )
         print("\n".join(table(ratios, fractions)))
     print(f"\n{dict(counts)}; longest split {longest:.2f} s of CPU time")

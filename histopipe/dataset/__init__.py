@@ -1,1 +1,1 @@
-"""Patches of stores as batches: selection, splits, order, batches, `tf.data`, augmentation and stains."""
+"""Patches of stores as batches: selection, order, batches, `tf.data`, augmentation and stains."""

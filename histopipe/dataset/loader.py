@@ -8,13 +8,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from histopipe.dataset.labelling import PatchFilter, read_slide_labels
 from histopipe.dataset.options import (
     Balance,
     Column,
-    LabelsFrom,
     OnError,
-    Side,
     StainNorm,
     check_shard,
     check_whole,
@@ -24,9 +21,11 @@ from histopipe.dataset.patch_batches import PatchBatches
 from histopipe.dataset.sample_table import UNLABELLED, SampleRows, SampleTable
 from histopipe.dataset.sampling import make_order
 from histopipe.dataset.selection import Classes, LabelById, select, store_paths
-from histopipe.dataset.splits import read_splits
 from histopipe.dataset.tf_data import BatchFeed
 from histopipe.errors import UsageError
+from histopipe.splits.labelling import PatchFilter, read_slide_labels
+from histopipe.splits.splits import read_splits
+from histopipe.splits.subsets import LabelsFrom, Subset
 from histopipe.store.store import Store, check_patch_sizes
 from histopipe.system.csv_files import NA_VALUES
 from histopipe.system.result import counted
@@ -59,7 +58,7 @@ def load_dataset(
     exclude_pen: float = 1.0,
     exclude_dark: float = 1.0,
     splits: str | Path | None = None,
-    side: Side = "train",
+    side: Subset = "train",
     columns: Sequence[Column] = (),
     as_supervised: bool = False,
     stain_norm: StainNorm = "none",
@@ -152,7 +151,7 @@ def load_dataset(
                 slide: row.label for slide, row in read_slide_labels(labels, stores, na=na).items()
             }
         chosen = select(
-            stores, classes=classes, labels=labels, labelled_only=labelled_only, side=side,
+            stores, classes=classes, labels=labels, labelled_only=labelled_only, subset=side,
             splits=None if splits is None else read_splits(Path(splits), stores),
             labels_from=labels_from, patch_filter=patch_filter,
         )  # fmt: skip
@@ -195,7 +194,7 @@ def _order_seed(shuffle: bool, seed: int | None) -> int | None:
 
 
 def _check_selection(
-    labels: object, labels_from: LabelsFrom, splits: str | Path | None, side: Side
+    labels: object, labels_from: LabelsFrom, splits: str | Path | None, side: Subset
 ) -> None:
     """Check that options of the selection do not contradict each other."""
     if labels_from == "annotation" and labels is not None:

@@ -9,16 +9,12 @@ from typing import Any, Literal, get_args
 
 from histopipe.errors import UsageError
 
-Side = Literal["train", "validation", "test"]
-SplitBy = Literal["patient", "site", "slide", "region", "patch"]
-LabelsFrom = Literal["slide", "annotation"]
 Balance = Literal["none", "class", "slide", "patient"]
 Augmentation = Literal["flips", "crop", "stain", "colour"]
 StainNorm = Literal["none", "reinhard", "macenko"]
 OnError = Literal["raise", "skip"]
 Column = Literal["x_l0", "y_l0", "slide"]
 
-SIDES: tuple[Side, ...] = get_args(Side)
 AUGMENTATIONS: tuple[Augmentation, ...] = get_args(Augmentation)
 """Augmentations, in the order in which they are applied."""
 

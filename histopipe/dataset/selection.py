@@ -11,17 +11,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.dataset.labelling import PatchFilter
-from histopipe.dataset.options import LabelsFrom, Side
-from histopipe.dataset.sample_table import (
-    MAX_STORES,
-    UNLABELLED,
-    SampleGroup,
-    SampleRows,
-    SampleSource,
-)
-from histopipe.dataset.splits import Splits
+from histopipe.dataset.sample_table import MAX_STORES, UNLABELLED, SampleRows
 from histopipe.errors import UsageError
+from histopipe.splits.labelling import PatchFilter
+from histopipe.splits.sources import SampleGroup, SampleSource
+from histopipe.splits.splits import Splits
+from histopipe.splits.subsets import LabelsFrom, Subset
 from histopipe.store.catalog import parts_of
 from histopipe.system.csv_files import nfc
 
@@ -84,7 +79,7 @@ def select(
     classes: Classes | None = None,
     labels: LabelById | None = None,
     splits: Splits | None = None,
-    side: Side = "train",
+    subset: Subset = "train",
     labelled_only: bool = False,
     labels_from: LabelsFrom = "slide",
     patch_filter: PatchFilter | None = None,
@@ -93,7 +88,7 @@ def select(
 
     A slide whose label is not in `classes` (see `class_numbers`) is unlabelled. `labels`, by slide id, replace the
     recorded ones; all other slides are unlabelled. With labels from annotations, the result has an item per slide and
-    class. Splits select the patches on `side`, and record the source of their labels.
+    class. Splits select the patches in `subset`, and record the source of their labels.
 
     Raises:
         UsageError: there are too many stores, wrong classes, or labels of unknown slides.
@@ -111,7 +106,9 @@ def select(
     elif splits is not None and classes is None:
         classes = splits.classes
     parts = list(
-        _parts(stores, complete, labels=labels, splits=splits, side=side, labels_from=labels_from)
+        _parts(
+            stores, complete, labels=labels, splits=splits, subset=subset, labels_from=labels_from
+        )
     )
     numbers = class_numbers(classes, [name for _, _, name in parts if name])
     numbers = {**{nfc(name): number for name, number in numbers.items()}, **numbers}
@@ -153,19 +150,19 @@ def _parts(
     *,
     labels: LabelById | None,
     splits: Splits | None,
-    side: Side,
+    subset: Subset,
     labels_from: LabelsFrom,
 ) -> Iterator[tuple[_Key, NDArray[np.int32] | None, str | None]]:
     """Yield key, rows and label of each slide, or of each class of a slide. To save memory, rows are None for all."""
     for slide in splits.slides if splits is not None else ():
         key = (slide.store, slide.slide)
         if splits is not None and slide.labels is not None:
-            for name, rows in splits.by_class(slide, side).items():
+            for name, rows in splits.by_class(slide, subset).items():
                 yield key, rows, name
         else:
-            on_side = slide.on(side)
+            in_subset = slide.on(subset)
             label = slide.label if labels is None else labels.get(nfc(complete[key].id))
-            yield key, None if len(on_side) == slide.count else on_side, label
+            yield key, None if len(in_subset) == slide.count else in_subset, label
     for key, record in complete.items() if splits is None else ():
         store = stores[key[0]]
         if labels_from == "annotation":

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from histopipe.dataset.options import Side
-from histopipe.dataset.participants import EXCLUDED, Participant
 from histopipe.evaluation.evaluate import Evaluation
 from histopipe.evaluation.groups import AUTOMATIC, check_subgroup
 from histopipe.evaluation.shortcuts import Shortcut, find_shortcut
 from histopipe.evaluation.subgroups import Subgroups, subgroups
 from histopipe.evaluation.table import aligned, with_ends
+from histopipe.splits.slide_table import SlideEntry
+from histopipe.splits.subsets import Subset
 from histopipe.system.result import plural
 from histopipe.tasks.choices import TaskName
 from histopipe.tasks.intervals import Difference
@@ -75,23 +75,23 @@ def breakdown_lines(
     return lines
 
 
-def break_down_sides(
-    predictions: Mapping[Side, Predictions],
-    evaluations: Mapping[Side, Evaluation],
-    slides: Sequence[Participant],
+def break_down_subsets(
+    predictions: Mapping[Subset, Predictions],
+    evaluations: Mapping[Subset, Evaluation],
+    slides: Sequence[SlideEntry],
     requested: Sequence[str],
     settings: EvaluationSettings,
 ) -> Breakdown:
     """Return the breakdown of the test set, or of validation if there is none. `evaluations` is the result of `evaluate_subsets`."""
-    side: Side = "test" if "test" in evaluations else "validation"
-    part = (predictions[side], evaluations[side].thresholds)
-    return break_down([part], evaluations[side], slides, requested, settings)
+    subset: Subset = "test" if "test" in evaluations else "validation"
+    part = (predictions[subset], evaluations[subset].thresholds)
+    return break_down([part], evaluations[subset], slides, requested, settings)
 
 
 def break_down(
     parts: Sequence[Part],
     evaluation: Evaluation,
-    slides: Sequence[Participant],
+    slides: Sequence[SlideEntry],
     requested: Sequence[str],
     settings: EvaluationSettings,
 ) -> Breakdown:
@@ -104,7 +104,7 @@ def break_down(
         settings: as for `evaluate`.
     """
     columns = dict.fromkeys(AUTOMATIC, None) | dict(map(check_subgroup, requested))
-    used = [slide for slide in slides if slide.status != EXCLUDED]
+    used = [slide for slide in slides if slide.subsets]
     shortcut = None
     if TASKS[evaluation.finest.task].of_classes:
         highest = (

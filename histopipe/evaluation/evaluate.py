@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from histopipe.dataset.options import Side
+from histopipe.splits.subsets import Subset
 from histopipe.tasks.choices import LEVELS, Aggregation, Level, name_of
 from histopipe.tasks.metrics import Metrics, metrics_of
 from histopipe.tasks.predictions import (
@@ -95,15 +95,15 @@ def choose_thresholds(validation: Predictions, settings: EvaluationSettings) -> 
 
 
 def evaluate_subsets(
-    predictions: Mapping[Side, Predictions],
+    predictions: Mapping[Subset, Predictions],
     settings: EvaluationSettings,
-    leaked: Mapping[Side, Collection[str]] = MappingProxyType({}),
-) -> dict[Side, Evaluation]:
-    """Evaluate predictions of each side, with thresholds chosen on validation. `leaked` as for `evaluate`."""
+    leaked: Mapping[Subset, Collection[str]] = MappingProxyType({}),
+) -> dict[Subset, Evaluation]:
+    """Evaluate predictions of each subset, with thresholds chosen on validation. `leaked` as for `evaluate`."""
     thresholds = choose_thresholds(predictions["validation"], settings)
     return {
-        side: evaluate([(of_side, thresholds)], settings, leaked.get(side, ()))
-        for side, of_side in predictions.items()
+        subset: evaluate([(of_subset, thresholds)], settings, leaked.get(subset, ()))
+        for subset, of_subset in predictions.items()
     }
 
 

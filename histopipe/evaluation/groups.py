@@ -10,8 +10,8 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.dataset.participants import COLUMNS
 from histopipe.errors import UsageError
+from histopipe.splits.slide_table import COLUMNS
 from histopipe.system.csv_files import NUMERIC_SHARE, cell_number, column_key
 
 ORIGIN = ("site", "vendor", "route", "jpeg_generations", "reader", "store", "mpp")

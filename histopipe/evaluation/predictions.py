@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from histopipe.dataset.options import SIDES, Side
 from histopipe.errors import UsageError
+from histopipe.splits.subsets import SUBSETS, Subset
 from histopipe.system.files import appearing, reading
 from histopipe.tasks.choices import Level
 from histopipe.tasks.predictions import Predictions
@@ -56,15 +56,15 @@ def _rows(predictions: Predictions) -> Iterator[list[object]]:
         yield [*place, *target, *(f"{value:.9g}" for value in output)]
 
 
-def read_predictions(path: Path) -> dict[Side, Predictions]:
+def read_predictions(path: Path) -> dict[Subset, Predictions]:
     """Read the predictions of a run by split.
 
     Raises:
         UsageError: the file does not exist.
         DamagedStore: the file is damaged.
     """
-    by_side = _read(path, by_split=True)
-    return {side: by_side[side] for side in SIDES if side in by_side}
+    by_subset = _read(path, by_split=True)
+    return {subset: by_subset[subset] for subset in SUBSETS if subset in by_subset}
 
 
 def read_slide_predictions(path: Path) -> Predictions:
@@ -83,11 +83,11 @@ def _read(path: Path, *, by_split: bool) -> dict[str, Predictions]:
             header = header if first == "split" else [first, *header]
         tables = {} if by_split else {"": _Table(header)}
         for row in reader:
-            side, values = (row[0], row[1:]) if by_split else ("", row)
-            if side not in tables:
-                tables[side] = _Table(header)
-            tables[side].add(values)
-        return {side: rows.predictions() for side, rows in tables.items()}
+            subset, values = (row[0], row[1:]) if by_split else ("", row)
+            if subset not in tables:
+                tables[subset] = _Table(header)
+            tables[subset].add(values)
+        return {subset: rows.predictions() for subset, rows in tables.items()}
 
 
 class _Table:

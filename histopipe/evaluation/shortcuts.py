@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.dataset.participants import EXCLUDED, Participant
 from histopipe.evaluation.groups import ORIGIN
+from histopipe.splits.slide_table import SlideEntry
 from histopipe.tasks.statistics import area_under_roc
 
 _ORIGIN_CELLS = {
@@ -62,7 +62,7 @@ class Shortcut:
 
 
 def find_shortcut(
-    slides: Sequence[Participant], *, model_auc: float | None, seed: int
+    slides: Sequence[SlideEntry], *, model_auc: float | None, seed: int
 ) -> Shortcut | None:
     """Predict the labels of patients from the origin of their slides.
 
@@ -73,9 +73,9 @@ def find_shortcut(
     Returns:
         The result; None if no column has two values, or with fewer than ten patients with one label, or one label.
     """
-    by_patient: dict[str, list[Participant]] = {}
+    by_patient: dict[str, list[SlideEntry]] = {}
     for slide in slides:
-        if slide.status != EXCLUDED and slide.label:
+        if slide.subsets and slide.label:
             by_patient.setdefault(slide.patient, []).append(slide)
     groups = [group for group in by_patient.values() if len({slide.label for slide in group}) == 1]
     names, label = np.unique([group[0].label for group in groups], return_inverse=True)

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.dataset.participants import Participant
 from histopipe.evaluation.groups import (
     AUTOMATIC,
     CATEGORIES,
@@ -19,6 +18,7 @@ from histopipe.evaluation.groups import (
     groups_of,
     median_text,
 )
+from histopipe.splits.slide_table import SlideEntry
 from histopipe.system.result import counted
 from histopipe.tasks.choices import Level
 from histopipe.tasks.intervals import (
@@ -101,7 +101,7 @@ def _ends(value: Sequence[float] | None) -> Interval | None:
 
 def subgroups(
     parts: Sequence[Part],
-    slides: Sequence[Participant],
+    slides: Sequence[SlideEntry],
     columns: Mapping[str, float | None],
     settings: EvaluationSettings,
 ) -> tuple[Subgroups, ...]:

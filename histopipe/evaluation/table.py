@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import cast
 
-from histopipe.dataset.options import Side
 from histopipe.evaluation.evaluate import Evaluation
+from histopipe.splits.subsets import Subset
 from histopipe.system.result import counted
 from histopipe.tasks.choices import Aggregation, TaskName
 from histopipe.tasks.metrics import Metrics
@@ -157,12 +157,13 @@ def _columns_of(metrics: Metrics) -> list[str]:
     return [f":{name}" for name in endings if name]
 
 
-def split_lines(evaluations: Mapping[Side, Evaluation]) -> list[str]:
+def split_lines(evaluations: Mapping[Subset, Evaluation]) -> list[str]:
     """Return the table of each split."""
     return [
         line
-        for side, evaluation in evaluations.items()
+        for subset, evaluation in evaluations.items()
         for line in evaluation_lines(
-            "test (held out)" if side == "test" and not evaluation.in_training else side, evaluation
+            "test (held out)" if subset == "test" and not evaluation.in_training else subset,
+            evaluation,
         )
     ]

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.dataset.options import Side
 from histopipe.evaluation.evaluate import evaluate_subsets
+from histopipe.splits.subsets import Subset
 from histopipe.tasks.predictions import Predictions
 from histopipe.tasks.task import EvaluationSettings
 
@@ -36,11 +36,11 @@ class Calibration:
 
     Attributes:
         temperature: one value for classes; one per label for several labels. Above 1: less extreme probabilities.
-        before: metrics without it, by side, level and metric; with several labels, their means.
+        before: metrics without it, by subset, level and metric; with several labels, their means.
     """
 
     temperature: tuple[float, ...]
-    before: Mapping[Side, Mapping[str, Mapping[str, float | None]]]
+    before: Mapping[Subset, Mapping[str, Mapping[str, float | None]]]
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dict."""
@@ -53,18 +53,20 @@ class Calibration:
 
 
 def calibrated(
-    predictions: Mapping[Side, Predictions], settings: EvaluationSettings
-) -> tuple[dict[Side, Predictions], Calibration]:
+    predictions: Mapping[Subset, Predictions], settings: EvaluationSettings
+) -> tuple[dict[Subset, Predictions], Calibration]:
     """Return predictions with the temperature that is fitted to those of validation, and what it changes."""
     temperature = fit_temperature(predictions["validation"])
     before = {
-        side: {
+        subset: {
             level: {name: metrics.values[name] for name in _CHANGED if name in metrics.values}
             for level, metrics in evaluation.named()
         }
-        for side, evaluation in evaluate_subsets(predictions, replace(settings, resamples=0)).items()
+        for subset, evaluation in evaluate_subsets(
+            predictions, replace(settings, resamples=0)
+        ).items()
     }
-    scaled = {side: with_temperature(part, temperature) for side, part in predictions.items()}
+    scaled = {subset: with_temperature(part, temperature) for subset, part in predictions.items()}
     return scaled, Calibration(temperature, before)
 
 

@@ -10,9 +10,9 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from histopipe.dataset.splits import patches_crc
 from histopipe.errors import RemoteMissing, UsageError
 from histopipe.runs import folder as run_folder
+from histopipe.splits.splits import patches_crc
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
 from histopipe.system.download import download

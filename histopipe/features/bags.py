@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.dataset.options import OnError
-from histopipe.dataset.participants import Participant, read_participants
 from histopipe.errors import UsageError
 from histopipe.features import BagOf
 from histopipe.features.feature_file import (
@@ -25,6 +24,9 @@ from histopipe.features.feature_sets import FeatureSets
 from histopipe.features.joined import SlideFeatures
 from histopipe.slides.slide_hashes import SlideHashes
 from histopipe.slides.tables import SlideLabel, SlideNames, patient_of, read_labels
+from histopipe.splits.slide_table import Exclusion, SlideEntry, missing_from, read_slide_table
+from histopipe.splits.splits import Splits
+from histopipe.splits.subsets import SUBSETS
 from histopipe.system.csv_files import NA_VALUES, nfc
 from histopipe.system.files import read_json
 from histopipe.system.progress import message
@@ -127,11 +129,7 @@ class BagSet:
         """Label, patient and site of each slide, also of those without label or patches."""
         self._rows = {name: header.rows for name, header in headers.items()}
         self._without = _slide_labels(
-            {
-                name: participant
-                for name, participant in self._recorded.items()
-                if name not in headers
-            },
+            {name: entry for name, entry in self._recorded.items() if name not in headers},
             rows,
         )
         labelled = {name: label for name, label in labelled.items() if name in parts}
@@ -158,24 +156,49 @@ class BagSet:
         ignored = f"ignored: {counted(len(self.empty), 'feature file')} without patches"
         self.notes = (*sets.notes, *((ignored,) if self.empty else ()))
 
-    def found_slides(self) -> list[Participant]:
+    def found_slides(self) -> list[SlideEntry]:
         """Return all slides that have a feature file or failed before, excluded, with a reason if they have no patches."""
-        participants = []
+        entries = []
         for name, label in {**self.slides, **self._without}.items():
-            participant = self._recorded.get(name, Participant(slide=name, patient=""))
-            rows, reason = self._rows.get(name), participant.reason or "no features"
-            if rows is not None:
-                planned = max(participant.planned, rows)
-                reason = "" if rows else "no readable patch" if planned else "no patches"
-                participant = replace(participant, planned=planned, unreadable=planned - rows)
-            participants.append(
+            entry = self._recorded.get(name, SlideEntry(slide=name, patient=""))
+            rows, reason = self._rows.get(name), entry.reason
+            if rows is None:
+                reason = reason or Exclusion.NO_FEATURES
+            else:
+                planned = max(entry.planned, rows)
+                unusable = Exclusion.NO_READABLE_PATCH if planned else Exclusion.NO_PATCHES
+                reason = None if rows else unusable
+                entry = replace(entry, planned=planned, unreadable=planned - rows)
+            entries.append(
                 replace(
-                    participant, slide=name, patient=label.patient or name, site=label.site or "", label=label.label or "",
-                    label_source=self.label_source if label.label else "", store=participant.store or self.path.name,
+                    entry, slide=name, patient=label.patient or name, site=label.site or "", label=label.label or "",
+                    label_source=self.label_source if label.label else "", store=entry.store or self.path.name,
                     cells=dict(label.cells), reason=reason,
                 )
             )  # fmt: skip
-        return participants
+        return entries
+
+    def slide_table(self, splits: Splits, *, from_file: bool) -> list[SlideEntry]:
+        """Return the slides of `found_slides`, each in the subset of its bag. `from_file` as for `missing_from`."""
+        split_of = {slide.slide: slide for slide in splits.slides}
+        bag_of = {slide: number for number, bag in self.bags.items() for slide in bag.slides}
+        entries = []
+        for entry in self.found_slides():
+            number = bag_of.get(entry.slide)
+            split = None if number is None else split_of.get(number)
+            if number is not None and split is not None and entry.reason is None:
+                # Joined sets may have fewer patches than the first one.
+                rows = self.rows_of(number, entry.slide)
+                counts: dict[str, Any] = {
+                    subset: rows for subset in SUBSETS if len(split.on(subset))
+                }
+                left_out = entry.planned - entry.unreadable - (rows if counts else 0)
+                reason = None if counts else Exclusion.LEFT_OUT
+                entry = replace(entry, reason=reason, left_out=left_out, **counts)
+            elif entry.reason is None:
+                entry = replace(entry, reason=missing_from(splits, entry, from_file=from_file))
+            entries.append(entry)
+        return entries
 
     def rows_of(self, number: int, slide: str) -> int:
         """Return the number of patches of a slide in a bag."""
@@ -196,15 +219,15 @@ def _identity(folder: Path, dimension: int) -> str:
         return f"features-{dimension}"
 
 
-def _recorded_slides(folder: Path, names: Iterable[str]) -> dict[str, Participant]:
+def _recorded_slides(folder: Path, names: Iterable[str]) -> dict[str, SlideEntry]:
     """Return the slides that `histopipe embed` found, by the name of the file; empty for folders of other tools."""
-    participants = read_participants(folder / SLIDES) if (folder / ENCODER).exists() else []
+    entries = read_slide_table(folder / SLIDES) if (folder / ENCODER).exists() else []
     by_name = {nfc(name): name for name in names}
-    return {by_name.get(nfc(slide.slide), slide.slide): slide for slide in participants}
+    return {by_name.get(nfc(slide.slide), slide.slide): slide for slide in entries}
 
 
 def _slide_labels(
-    slides: Mapping[str, FeatureHeader | Participant], rows: Mapping[str, SlideLabel] | None
+    slides: Mapping[str, FeatureHeader | SlideEntry], rows: Mapping[str, SlideLabel] | None
 ) -> dict[str, SlideLabel]:
     """Return label, patient and site of every slide. The patient is never empty. `rows` are of the labels file."""
     labels = {}

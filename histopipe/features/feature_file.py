@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.dataset.memory import aligned_empty
-from histopipe.dataset.participants import read_participants
 from histopipe.errors import DamagedStore, SlideError, UsageError
+from histopipe.splits.slide_table import read_slide_table
 from histopipe.store.store import Store
 from histopipe.system.files import (
     RecordingFile,
@@ -323,9 +323,7 @@ def stores_of_features(folders: Iterable[str | Path]) -> list[Path]:
     stores: list[Path] = []
     for folder in map(Path, folders):
         names = dict.fromkeys(
-            participant.store
-            for participant in read_participants(folder / SLIDES)
-            if participant.store
+            entry.store for entry in read_slide_table(folder / SLIDES) if entry.store
         )
         recorded = (read_encoder(folder) or {}).get("stores")
         for text in names if recorded is None else recorded:

@@ -174,7 +174,7 @@ class BagFeatures:
                 return counts
 
             run.run(source.slides(run, _Embedded(features.path)), write, stop=source.close)
-            record_slides(features.path, source.participants(()), run.failed)
+            record_slides(features.path, source.slide_table(()), run.failed)
         self._add(run)
 
     def _add(self, result: SlideRunResult | SlideRun) -> None:

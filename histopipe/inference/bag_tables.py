@@ -120,7 +120,9 @@ class BagPredictions:
             return []
         limits = mean_thresholds([model.thresholds for model in self.models])
         values = np.array(limits.get(name_of(level, "mean"), NO_THRESHOLDS).values)
-        numbers = cast(Classification, task.with_settings(self._first.evaluation_settings)).decide(means, values)
+        numbers = cast(Classification, task.with_settings(self._first.evaluation_settings)).decide(
+            means, values
+        )
         return [task.names[number] for number in numbers]
 
     def _together(self) -> NDArray[np.float32]:

@@ -10,9 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.dataset.options import LabelsFrom, OnError
-from histopipe.dataset.participants import COLUMNS
-from histopipe.dataset.splits import trained_on
+from histopipe.dataset.options import OnError
 from histopipe.errors import UsageError
 from histopipe.evaluation.evaluate import mean_thresholds
 from histopipe.evaluation.groups import check_subgroup, labels_columns
@@ -24,6 +22,9 @@ from histopipe.runs.config import TrainConfig
 from histopipe.runs.result import METRICS, read_result
 from histopipe.runs.task_config import PatchTrainConfig, load_config
 from histopipe.slides.tables import SlideLabel, SlideNames, read_labels, table_columns
+from histopipe.splits.slide_table import COLUMNS
+from histopipe.splits.splits import trained_on
+from histopipe.splits.subsets import LabelsFrom
 from histopipe.system.csv_files import NA_VALUES, column_key, nfc
 from histopipe.system.files import read_json
 from histopipe.system.tensorflow import load_quietly

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Literal
 
 from histopipe.dataset.options import OnError, StainNorm, check_whole
-from histopipe.dataset.participants import found_slides
 from histopipe.dataset.selection import store_paths
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.features.feature_file import (
@@ -27,6 +26,8 @@ from histopipe.inference.slide_run import BATCHES, SlideRun, SlideRunResult, bat
 from histopipe.inference.stored_slides import StoredSlide, slides_with_patches, stored_slides
 from histopipe.runs import folder as run_folder
 from histopipe.runs.recipe import LITE, SMALLEST_TRAINED, default_model
+from histopipe.splits.labelling import Labelling
+from histopipe.splits.slide_table import table_of
 from histopipe.store.store import Store
 from histopipe.system.filesystems import roomy
 from histopipe.system.progress import Progress, default_progress
@@ -156,7 +157,7 @@ def embed_stores(
     )
     run.run(missing, features.write, steps=sum(slide.steps for slide in missing))
     with roomy(features.path):
-        record_slides(features.path, found_slides(stores), run.failed)
+        record_slides(features.path, table_of(stores, Labelling()), run.failed)
     return EmbedResult(**run.result(features.path), dimension=features.encoder.dimension)
 
 

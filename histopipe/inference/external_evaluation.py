@@ -8,14 +8,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from histopipe.dataset.flow import Flow, flow_from_json, flow_of, flow_to_json
-from histopipe.dataset.participants import NOT_A_CLASS, Participant, write_participants
 from histopipe.evaluation.breakdown import Breakdown, break_down
 from histopipe.evaluation.evaluate import Evaluation
 from histopipe.evaluation.predictions import write_predictions
 from histopipe.inference.predictions_folder import PredictedSlide
 from histopipe.runs import folder as run_folder
 from histopipe.slides.tables import SlideLabel
+from histopipe.splits.slide_table import (
+    Exclusion,
+    Flow,
+    SlideEntry,
+    flow_from_json,
+    flow_of,
+    flow_to_json,
+    write_slide_table,
+)
 from histopipe.system.files import read_json, reading
 from histopipe.system.progress import message
 from histopipe.tasks.choices import TaskName
@@ -25,8 +32,6 @@ from histopipe.tasks.task import EvaluationSettings
 EVALUATION = "evaluation.json"
 PARTICIPANTS = "participants.csv"
 """All slides, in the form of a run's `slides.csv`."""
-FAILED = "prediction failed"
-"""Reason of the exclusion of a slide."""
 EVALUATED = "evaluated.csv"
 """Evaluated predictions of a slide model, in the form of a run's `predictions.csv`. Those of patches are in `patches/`."""
 
@@ -66,9 +71,9 @@ def training_warning(names: Sequence[str], unit: str) -> str:
     )
 
 
-def file_participants(
+def slides_of_files(
     ids: Sequence[str], predicted: Iterable[PredictedSlide], labels: Mapping[str, SlideLabel]
-) -> list[Participant]:
+) -> list[SlideEntry]:
     """Return the slides of slide files, and other predicted slides, excluded without a reason."""
     by_name = {slide.slide: slide for slide in predicted}
     slides = []
@@ -76,7 +81,7 @@ def file_participants(
         slide, row = by_name.get(name), labels.get(name, SlideLabel(None))
         label = row.label or (slide.label if slide else None) or ""
         slides.append(
-            Participant(
+            SlideEntry(
                 slide=name, patient=row.patient or (slide.patient if slide else None) or name,
                 site=row.site or "", label=label, label_source="labels file" if label else "",
                 mpp="" if slide is None or slide.mpp is None else f"{slide.mpp:.4g}",
@@ -86,17 +91,17 @@ def file_participants(
     return slides
 
 
-def evaluated_participants(
-    participants: Sequence[Participant],
+def evaluated_slides(
+    table: Sequence[SlideEntry],
     predicted: Mapping[str, tuple[int, int]],
     labelled: Sequence[str],
     failed: Mapping[str, str],
     classes: Sequence[str],
-) -> list[Participant]:
+) -> list[SlideEntry]:
     """Return the slides, each as evaluated ("test") or with the reason of its exclusion.
 
     Args:
-        participants: all slides, excluded with a reason if they have no patches.
+        table: all slides, excluded with a reason if they have no patches.
         predicted: number of predicted and of skipped patches, by slide.
         labelled: slides with a known label or target.
         failed: reasons by slide.
@@ -104,31 +109,31 @@ def evaluated_participants(
     """
     labelled_ids = set(labelled)
     slides = []
-    for slide in participants:
-        if slide.slide in failed:
-            slides.append(replace(slide, reason=FAILED))
-        elif slide.slide not in predicted:
-            slides.append(replace(slide, reason=slide.reason or "no patches"))
-        else:
-            patches, skipped = predicted[slide.slide]
-            planned = max(slide.planned, patches + skipped)
-            entry = replace(slide, planned=planned, unreadable=planned - patches)
+    for entry in table:
+        reason = entry.reason or Exclusion.NO_PATCHES
+        if entry.slide in failed:
+            reason = Exclusion.PREDICTION_FAILED
+        elif entry.slide in predicted:
+            patches, skipped = predicted[entry.slide]
+            planned = max(entry.planned, patches + skipped)
+            entry = replace(entry, planned=planned, unreadable=planned - patches)
+            if patches and entry.slide in labelled_ids:
+                slides.append(replace(entry, test=patches, reason=None))
+                continue
             if not patches:
-                slides.append(
-                    replace(entry, reason="no readable patch" if planned else "no patches")
-                )
-            elif slide.slide in labelled_ids:
-                slides.append(replace(entry, status="test", test=patches, reason=""))
+                reason = Exclusion.NO_READABLE_PATCH if planned else Exclusion.NO_PATCHES
+            elif entry.label and classes and entry.label not in classes:
+                reason = Exclusion.NOT_A_CLASS
             else:
-                unknown = slide.label and classes and slide.label not in classes
-                slides.append(replace(entry, reason=NOT_A_CLASS if unknown else "no label"))
+                reason = Exclusion.NO_LABEL
+        slides.append(replace(entry, reason=reason))
     return slides
 
 
 def write_evaluation(
     folder: Path,
     evaluated: tuple[Part, Evaluation] | None,
-    slides: Sequence[Participant],
+    slides: Sequence[SlideEntry],
     *,
     subgroups: Sequence[str],
     settings: EvaluationSettings,
@@ -139,13 +144,13 @@ def write_evaluation(
     `evaluated` are the evaluated predictions, with their evaluation; None if too few labels are known. For `in_training` see
     `ExternalEvaluation`, for the other arguments `break_down`.
     """
-    unknown = sorted({slide.label for slide in slides if slide.reason == NOT_A_CLASS})
+    unknown = sorted({slide.label for slide in slides if slide.reason is Exclusion.NOT_A_CLASS})
     if unknown:
         message(f"warning: labels that are no class of the model are ignored: {', '.join(unknown)}")
     path = folder / EVALUATION
     for name in (EVALUATION, EVALUATED):
         (folder / name).unlink(missing_ok=True)
-    write_participants(folder / PARTICIPANTS, slides)
+    write_slide_table(folder / PARTICIPANTS, slides)
     if evaluated is None:
         if any(slide.label for slide in slides):
             message("no metrics: slides with labels of two classes of the model are needed")

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from histopipe.dataset.participants import Participant, read_participants, write_participants
 from histopipe.features.feature_file import (
     SLIDES,
     FeatureHeader,
@@ -19,6 +18,7 @@ from histopipe.features.feature_file import (
 from histopipe.inference.predictions_folder import PredictedSlide
 from histopipe.inference.slide_run import Network, Results
 from histopipe.slides.scale import MAGNIFICATION_MPP
+from histopipe.splits.slide_table import Exclusion, SlideEntry, read_slide_table, write_slide_table
 from histopipe.store.record import SlideRecord
 
 _USUAL_MAGNIFICATIONS = (80, 60, 40, 20, 10, 5)
@@ -96,21 +96,19 @@ class FeatureFolder:
         return slide.patches, slide.skipped
 
 
-def record_slides(folder: Path, slides: Iterable[Participant], failed: Collection[str]) -> None:
+def record_slides(folder: Path, slides: Iterable[SlideEntry], failed: Collection[str]) -> None:
     """Write which slides were found, those without features with the reason, and keep slides of earlier commands."""
     path = folder / SLIDES
-    recorded = {participant.slide: participant for participant in read_participants(path)}
-    for participant in slides:
+    recorded = {entry.slide: entry for entry in read_slide_table(path)}
+    for entry in slides:
         slide = (
-            replace(participant, reason="embedding failed")
-            if participant.slide in failed
-            else participant
+            replace(entry, reason=Exclusion.EMBEDDING_FAILED) if entry.slide in failed else entry
         )
         before = recorded.get(slide.slide)
         if slide.reason and before is not None and before.store != slide.store:
             slide = replace(slide, slide=f"{slide.slide}@{slide.store}")  # of another store
         recorded[slide.slide] = slide
-    write_participants(path, recorded.values())
+    write_slide_table(path, recorded.values())
 
 
 def described(

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from histopipe._version import __version__
-from histopipe.dataset.splits import names_of, trained_on
 from histopipe.errors import OutOfMemory, UsageError
 from histopipe.evaluation.evaluate import evaluate
 from histopipe.evaluation.groups import labels_columns
@@ -27,7 +26,7 @@ from histopipe.inference.bag_tables import BagPredictions
 from histopipe.inference.classifier import PredictOptions
 from histopipe.inference.external_evaluation import (
     ExternalEvaluation,
-    evaluated_participants,
+    evaluated_slides,
     training_warning,
     write_evaluation,
 )
@@ -41,6 +40,7 @@ from histopipe.inference.predictions_folder import (
 from histopipe.inference.trained_bags import TrainedBags
 from histopipe.runs import folder as run_folder
 from histopipe.slides.tables import table_columns
+from histopipe.splits.splits import names_of, trained_on
 from histopipe.system.csv_files import column_key
 from histopipe.system.filesystems import roomy
 from histopipe.system.progress import Progress
@@ -172,7 +172,11 @@ class BagsPrediction:
         path = self.folder.path
         predictions.write(path, slides=SLIDES, patients=PATIENTS)
         part, evaluation_settings = predictions.labelled(), self._first.evaluation_settings
-        evaluated = None if part is None else (part, evaluate([part], evaluation_settings, set(seen.values())))
+        evaluated = (
+            None
+            if part is None
+            else (part, evaluate([part], evaluation_settings, set(seen.values())))
+        )
         labelled = set() if part is None else set(part[0].slides)
         failed = self.failed | {
             slide: self.failed[bag.id]
@@ -180,13 +184,13 @@ class BagsPrediction:
             if bag.id in self.failed
             for slide in bag.slides
         }
-        participants = evaluated_participants(
+        entries = evaluated_slides(
             bags.found_slides(),
             {slide: (of_it.rows, 0) for bag, _ in results for slide, of_it in zip(bag.slides, bag.parts, strict=True)},
             [slide for bag, _ in results for slide in bag.slides if bag.id in labelled], failed, self._first.task.classes,
         )  # fmt: skip
         return write_evaluation(
-            path, evaluated, participants, subgroups=self.options.subgroup, settings=evaluation_settings, in_training=seen,
+            path, evaluated, entries, subgroups=self.options.subgroup, settings=evaluation_settings, in_training=seen,
         )  # fmt: skip
 
     def _predict_bag(self, bag: Bag) -> list[Any]:

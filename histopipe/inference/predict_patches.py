@@ -10,14 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe._version import __version__
-from histopipe.dataset.splits import names_of
 from histopipe.evaluation.breakdown import breakdown_lines
 from histopipe.evaluation.evaluate import Evaluation
 from histopipe.evaluation.table import evaluation_lines
 from histopipe.inference.classifier import Classifier
 from histopipe.inference.external_evaluation import (
     ExternalEvaluation,
-    evaluated_participants,
+    evaluated_slides,
     training_warning,
     write_evaluation,
 )
@@ -32,6 +31,7 @@ from histopipe.inference.predictions_folder import (
 from histopipe.inference.slide_run import BATCHES, Results, SlideRun, SlideRunResult
 from histopipe.inference.slide_tiler import FileSource, TiledSlide
 from histopipe.inference.stored_slides import StoredSlide, StoreSource
+from histopipe.splits.splits import names_of
 from histopipe.system.filesystems import roomy
 from histopipe.system.progress import Progress
 from histopipe.tasks.choices import Aggregation, Level
@@ -199,10 +199,10 @@ class PatchPrediction:
         evaluated = evaluate_labelled(
             parts, classifier.evaluation_settings, classifier.thresholds, set(seen.values())
         )
-        participants = evaluated_participants(
-            self.source.participants(slides), {slide.slide: (slide.patches, slide.skipped) for slide in slides},
+        table = evaluated_slides(
+            self.source.slide_table(slides), {slide.slide: (slide.patches, slide.skipped) for slide in slides},
             [part.slides[0] for part in parts if (part.label >= 0).any()], run.failed, classifier.classes,
         )  # fmt: skip
         return write_evaluation(
-            path, evaluated, participants, subgroups=self.subgroup, settings=classifier.evaluation_settings, in_training=seen,
+            path, evaluated, table, subgroups=self.subgroup, settings=classifier.evaluation_settings, in_training=seen,
         )  # fmt: skip

@@ -15,13 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.dataset.memory import aligned_empty
-from histopipe.dataset.participants import Participant
 from histopipe.dataset.patch_batches import decode
 from histopipe.dataset.stain_fit import PATCHES, PIXELS_A_PATCH, fit_pixels
 from histopipe.errors import DamagedStore, SlideError, SlideUnreadable
 from histopipe.geometry import Mpp
 from histopipe.inference.classifier import PredictOptions
-from histopipe.inference.external_evaluation import file_participants
+from histopipe.inference.external_evaluation import slides_of_files
 from histopipe.inference.predictions_folder import CompleteSlides, PredictedSlide
 from histopipe.inference.slide_run import Normalizer, PatchBatch, SlideRun, slide_batches
 from histopipe.inference.trained_patches import TrainedPatches, check_scale, spec_for_slides
@@ -36,6 +35,7 @@ from histopipe.slides.scale import MppSource, check_mpp, equal_scales
 from histopipe.slides.slide_files import Fingerprint, SlideFile, fingerprint
 from histopipe.slides.staging import Stage, StagedSlide, staged
 from histopipe.slides.tables import SlideNames, read_mpps
+from histopipe.splits.slide_table import SlideEntry
 from histopipe.system.files import Closing
 from histopipe.system.progress import Progress
 from histopipe.system.result import slide_failure
@@ -224,9 +224,9 @@ class FileSource(Closing):
             return replace(slide, label=None) if named else slide
         return replace(slide, label=row.label, patient=row.patient or slide.patient)
 
-    def participants(self, predicted: Iterable[PredictedSlide]) -> list[Participant]:
+    def slide_table(self, predicted: Iterable[PredictedSlide]) -> list[SlideEntry]:
         """Return all slide files, and other slides that were predicted earlier."""
-        return file_participants([slide.id for slide in self._files], predicted, self._labels)
+        return slides_of_files([slide.id for slide in self._files], predicted, self._labels)
 
     def patch_labels(self, slide: str, classes: Sequence[str]) -> dict[tuple[int, int], int]:
         """Return an empty dict: patches of slide files have no annotated classes."""

@@ -9,20 +9,20 @@ from typing import Any
 
 import numpy as np
 
-from histopipe.dataset.labelling import class_codes
 from histopipe.dataset.options import Column, OnError, StainNorm
-from histopipe.dataset.participants import Participant, found_slides
 from histopipe.dataset.patch_batches import PatchBatches
 from histopipe.dataset.sample_table import SampleRows, SampleTable
 from histopipe.dataset.sampling import Sequential
 from histopipe.dataset.selection import select
-from histopipe.dataset.splits import patches_crc
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.inference.classifier import PredictOptions
 from histopipe.inference.predictions_folder import CompleteSlides, PredictedSlide
 from histopipe.inference.slide_run import Normalizer, PatchBatch, SlideRun, slide_batches
 from histopipe.inference.trained_patches import TrainedPatches, check_store
 from histopipe.slides.tables import SlideLabel
+from histopipe.splits.labelling import Labelling, class_codes
+from histopipe.splits.slide_table import SlideEntry, table_of
+from histopipe.splits.splits import patches_crc
 from histopipe.store.store import Store, check_patch_sizes
 from histopipe.system.tensorflow import load_quietly
 
@@ -185,9 +185,9 @@ class StoreSource:
         self.count = len(slides)
         self.settings: Mapping[str, Any] = {}
 
-    def participants(self, predicted: Iterable[PredictedSlide]) -> list[Participant]:
+    def slide_table(self, predicted: Iterable[PredictedSlide]) -> list[SlideEntry]:
         """Return all slides of the stores, excluded if they have no patches."""
-        return found_slides(self._stores, self._labels)
+        return table_of(self._stores, Labelling(labels=self._labels))
 
     def slides(self, run: SlideRun, folder: CompleteSlides) -> Iterable[StoredSlide]:
         """Return the slides that are not in the folder yet, and add the others to `run.kept`."""

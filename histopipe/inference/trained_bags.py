@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from histopipe.dataset.covariates import Covariates
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.runs import folder as run_folder
 from histopipe.runs.result import METRICS, is_finished, read_result
 from histopipe.runs.task_config import BagTrainConfig, load_config
+from histopipe.splits.covariates import Covariates
 from histopipe.system.csv_files import nfc
 from histopipe.system.files import read_json
 from histopipe.system.progress import message

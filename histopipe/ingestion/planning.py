@@ -64,7 +64,7 @@ from histopipe.tiling.spec import TilingSpec
 
 _SAMPLED_PATCHES = 8
 _USUAL_PATCH = 64.0
-"""Side, in µm, of patches for which masks of 16 µm are fine enough: four pixels."""
+"""Subset, in µm, of patches for which masks of 16 µm are fine enough: four pixels."""
 
 
 @dataclass(frozen=True, slots=True)

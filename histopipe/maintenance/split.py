@@ -7,11 +7,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from histopipe.dataset.options import SIDES, Side
 from histopipe.dataset.selection import store_paths
-from histopipe.dataset.splits import DROPPED, SlideSplit, read_splits
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.maintenance.copy_slides import CopyResult, StoredSlide, copy_slides, open_stores
+from histopipe.splits.splits import DROPPED, SlideSplit, read_splits
+from histopipe.splits.subsets import SUBSETS, Subset
 from histopipe.store.store import Store
 from histopipe.system.progress import Progress, default_progress
 from histopipe.system.result import Result, some
@@ -21,7 +21,7 @@ from histopipe.system.result import Result, some
 class SplitResult(Result):
     """Result of `split`: the copied slides by side. Sides without slides have no store."""
 
-    sides: dict[Side, CopyResult]
+    sides: dict[Subset, CopyResult]
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.sides.values()))
@@ -91,17 +91,17 @@ def _refuse_others(store: Path, ids: set[str]) -> None:
         )  # fmt: skip
 
 
-def _sides(slides: Sequence[SlideSplit], path: Path) -> dict[Side, list[SlideSplit]]:
+def _sides(slides: Sequence[SlideSplit], path: Path) -> dict[Subset, list[SlideSplit]]:
     """Return the slides by side, without empty sides."""
-    by_side: dict[Side, list[SlideSplit]] = {side: [] for side in SIDES}
+    by_side: dict[Subset, list[SlideSplit]] = {side: [] for side in SUBSETS}
     divided = []
     for slide in slides:
         # Patches without a side do not count: slides are copied with all their patches.
-        numbers = sorted(set(slide.sides.tolist()) - {DROPPED})
+        numbers = sorted(set(slide.subsets.tolist()) - {DROPPED})
         if len(numbers) > 1:
             divided.append(slide.id)
         elif numbers:
-            by_side[SIDES[numbers[0]]].append(slide)
+            by_side[SUBSETS[numbers[0]]].append(slide)
     if divided:
         raise UsageError(
             f"{path} assigns patches of one slide to several sides", found=some(divided),

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from histopipe.evaluation.groups import QUALITY
 from histopipe.evaluation.table import remarks, with_ends, with_interval
-from histopipe.reports.html_page import Cell, Column, Notes, Page, Row, Table, Text, number
 from histopipe.reports.evaluation_blocks import interval_cell
+from histopipe.reports.html_page import Cell, Column, Notes, Page, Row, Table, Text, number
 from histopipe.studies.compare import CompareResult, compare
 from histopipe.tasks.choices import LEVELS, name_of
 from histopipe.tasks.intervals import Difference

@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from histopipe.dataset.flow import flow_from_json
 from histopipe.errors import UsageError
 from histopipe.evaluation.breakdown import Breakdown
 from histopipe.evaluation.evaluate import Evaluation
 from histopipe.evaluation.table import main_metric, remarks
+from histopipe.reports.evaluation_blocks import EvaluatedPredictions, metric_cards
 from histopipe.reports.evaluation_sections import add_analysis, add_metrics
 from histopipe.reports.fact_texts import plain
 from histopipe.reports.heatmap_sources import SlideImages
@@ -28,13 +28,13 @@ from histopipe.reports.html_page import (
     Text,
     number,
 )
-from histopipe.reports.evaluation_blocks import EvaluatedPredictions, metric_cards
 from histopipe.reports.run_data import open_stores
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.result import TrainResult, read_result
 from histopipe.runs.settings import read_settings
 from histopipe.runs.task_config import CONFIGS, make_config
+from histopipe.splits.slide_table import flow_from_json
 from histopipe.studies.cross_validation_result import leaked_from, read_parts, tested_slides
 from histopipe.studies.settings import FoldSettings
 from histopipe.system.files import read_json, reading

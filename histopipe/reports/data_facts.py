@@ -7,15 +7,15 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from histopipe.dataset.options import SIDES, Side
-from histopipe.dataset.participants import EXCLUDED, Participant
 from histopipe.evaluation.groups import NoValue, group_name
-from histopipe.reports.fact_texts import SIDE_NAMES, percent
+from histopipe.reports.fact_texts import SUBSET_NAMES, percent
 from histopipe.reports.run_data import RunData
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.result import METRICS
 from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig
+from histopipe.splits.slide_table import SlideEntry
+from histopipe.splits.subsets import SUBSETS, Subset
 from histopipe.system.csv_files import FLAGS, cell_number, is_number
 from histopipe.system.result import counted, listed
 from histopipe.tasks.choices import TaskName
@@ -39,7 +39,7 @@ def _scanners(run: RunData) -> str | None:
 
 
 def _scale(run: RunData) -> str | None:
-    scales = sorted({float(slide.mpp) for slide in run.participants if slide.mpp})
+    scales = sorted({float(slide.mpp) for slide in run.slides if slide.mpp})
     if not scales:
         return None
     ends = f"{scales[0]:g}" if len(scales) == 1 else f"{scales[0]:g} to {scales[-1]:g}"
@@ -52,7 +52,7 @@ def _label_sources(run: RunData) -> str | None:
 
 
 def _counted(run: RunData, column: str) -> str | None:
-    counts = Counter(slide.value(column) for slide in run.participants if slide.value(column))
+    counts = Counter(slide.value(column) for slide in run.slides if slide.value(column))
     return (
         listed([f"{name} ({counted(count, 'slide')})" for name, count in sorted(counts.items())])
         or None
@@ -73,8 +73,8 @@ def _flow(run: RunData) -> str | None:
     for level, numbers in run.result.flow.items():
         used = listed(
             [
-                f"{count:,} {'is' if count == 1 else 'are'} in {_sides(side)}"
-                for side, count in numbers.used.items()
+                f"{count:,} {'is' if count == 1 else 'are'} in {' and '.join(map(SUBSET_NAMES.__getitem__, subsets))}"
+                for subsets, count in numbers.used.items()
             ]
         )
         texts.append(
@@ -83,30 +83,25 @@ def _flow(run: RunData) -> str | None:
     return " ".join(texts) or None
 
 
-def _sides(names: str) -> str:
-    """Return the sides of a slide or patient as text."""
-    return " and ".join(SIDE_NAMES[side] for side in SIDES if side in names.split(" and "))
-
-
 def _participants_by_label(run: RunData) -> str | None:
-    """Count the patients of each side, by class, or with their events or labels; None if these are not known."""
+    """Count the patients of each subset, by class, or with their events or labels; None if these are not known."""
     if getattr(run.config, "labels_from", "") == "annotation":
         return None
     texts = []
-    for side in SIDES:
-        patients: dict[str, list[Participant]] = {}
-        for slide in run.participants:
-            if side in slide.status.split(" and "):
+    for subset in SUBSETS:
+        patients: dict[str, list[SlideEntry]] = {}
+        for slide in run.slides:
+            if subset in slide.subsets:
                 patients.setdefault(slide.patient, []).append(slide)
         if patients:
             outcomes = _outcomes(run.config, list(patients.values()))
             if outcomes is None:
                 return None
-            texts.append(f"{SIDE_NAMES[side]} {outcomes}")
+            texts.append(f"{SUBSET_NAMES[subset]} {outcomes}")
     return f"Patients: {'; '.join(texts)}." if texts else None
 
 
-def _outcomes(config: TrainConfig, patients: Sequence[Sequence[Participant]]) -> str | None:
+def _outcomes(config: TrainConfig, patients: Sequence[Sequence[SlideEntry]]) -> str | None:
     """Return the number of patients by class, or of all with the number of events or of each label."""
     if config.task == "classification":
         labels = [{slide.label for slide in slides} for slides in patients]
@@ -136,25 +131,29 @@ def _outcomes(config: TrainConfig, patients: Sequence[Sequence[Participant]]) ->
 
 
 def _characteristics(run: RunData) -> str | None:
-    """Return the further columns of the labels file by side: counts, or median and range of numbers."""
-    columns = dict.fromkeys(name for slide in run.participants for name in slide.cells)
+    """Return the further columns of the labels file by subset: counts, or median and range of numbers."""
+    columns = dict.fromkeys(name for slide in run.slides for name in slide.cells)
     texts = []
     for column in columns:
-        values = {side: _values(run.participants, side, column) for side in SIDES}
+        values = {subset: _values(run.slides, subset, column) for subset in SUBSETS}
         every = [cell for cells in values.values() for cell in cells if cell]
         numeric = bool(every) and all(map(is_number, every)) and len(set(every)) > _MOST
         if not numeric and len(set(every)) > _MOST:
             continue
         described = _range_of if numeric else _counts_of
         parts = [
-            f"{SIDE_NAMES[side]} {described(cells)}" for side, cells in values.items() if cells
+            f"{SUBSET_NAMES[subset]} {described(cells)}"
+            for subset, cells in values.items()
+            if cells
         ]
         texts.append(f"{column} of slides: {'; '.join(parts)}.")
     return " ".join(texts) or None
 
 
-def _values(slides: Sequence[Participant], side: Side, column: str) -> list[str]:
-    return [slide.cells.get(column, "") for slide in slides if side in slide.status.split(" and ")]
+def _values(slides: Sequence[SlideEntry], subset: Subset, column: str) -> list[str]:
+    return [
+        slide.cells.get(column, "") for slide in slides if subset in slide.status.split(" and ")
+    ]
 
 
 def _range_of(values: Sequence[str]) -> str:
@@ -202,7 +201,7 @@ def _tiling(run: RunData) -> str | None:
 
 def _encoding(run: RunData) -> str | None:
     spec = run.metrics_file.get("spec")
-    routes = {slide.route for slide in run.participants if slide.route}
+    routes = {slide.route for slide in run.slides if slide.route}
     if not isinstance(spec, dict) or not routes:
         return None
     if spec.get("codec") == "png":
@@ -275,16 +274,16 @@ def _split_level(run: RunData) -> str:
         )
     if by == "patch":
         return "A slide may have patches in several parts."
-    if not run.participants:  # of an earlier version
+    if not run.slides:  # of an earlier version
         return f"The data were divided by {by}."
-    sides: dict[str, dict[str, set[str]]] = {"patient": {}, "site": {}, "slide": {}}
-    for slide in run.participants:
-        for what, of_value in sides.items():
-            if slide.status != EXCLUDED and slide.value(what):
-                of_value.setdefault(slide.value(what), set()).update(slide.status.split(" and "))
+    subsets: dict[str, dict[str, set[str]]] = {"patient": {}, "site": {}, "slide": {}}
+    for slide in run.slides:
+        for what, of_value in subsets.items():
+            if slide.subsets and slide.value(what):
+                of_value.setdefault(slide.value(what), set()).update(slide.subsets)
     several = {
-        what: sum(len(value_sides) > 1 for value_sides in of_value.values())
-        for what, of_value in sides.items()
+        what: sum(len(value_subsets) > 1 for value_subsets in of_value.values())
+        for what, of_value in subsets.items()
     }
     texts = [
         f"{counted(count, what)} {'is' if count == 1 else 'are'} in more than one part"
@@ -301,9 +300,9 @@ def _split_sizes(run: RunData) -> str | None:
         return None
     counts = run.splits.get("counts", {})
     texts = [
-        f"{SIDE_NAMES[side]} {listed([f'{count:,} {name}' for name, count in counts[side].items()])}"
-        for side in SIDES
-        if counts.get(side)
+        f"{SUBSET_NAMES[subset]} {listed([f'{count:,} {name}' for name, count in counts[subset].items()])}"
+        for subset in SUBSETS
+        if counts.get(subset)
     ]
     unit = run.config.unit.capitalize()
     return f"{unit} by class, before damaged ones were left out: {'; '.join(texts)}."

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.dataset.flow import Flow
-from histopipe.dataset.options import Side
 from histopipe.evaluation import table
 from histopipe.evaluation.breakdown import Breakdown
 from histopipe.evaluation.evaluate import Evaluation
@@ -30,6 +28,8 @@ from histopipe.reports.html_page import (
     Text,
     number,
 )
+from histopipe.splits.slide_table import Flow
+from histopipe.splits.subsets import Subset
 from histopipe.system.result import plural
 from histopipe.tasks.calibration import Bin
 from histopipe.tasks.choices import Level
@@ -60,10 +60,10 @@ COLUMN_TITLES = {
 
 @dataclass(frozen=True, slots=True)
 class EvaluatedPredictions:
-    """An evaluation of at least one side with its predictions."""
+    """An evaluation of at least one subset with its predictions."""
 
-    evaluations: Mapping[Side, Evaluation]
-    predictions: Mapping[Side, Predictions]
+    evaluations: Mapping[Subset, Evaluation]
+    predictions: Mapping[Subset, Predictions]
     evaluation_settings: EvaluationSettings
     breakdown: Breakdown = field(default_factory=Breakdown)
     flow: Flow = field(default_factory=dict)
@@ -72,10 +72,10 @@ class EvaluatedPredictions:
     """Predictions of several models on the main split, each with its thresholds; empty for one model."""
 
     @property
-    def main(self) -> tuple[Side, Evaluation]:
+    def main(self) -> tuple[Subset, Evaluation]:
         """The test set if there is one, else the validation set."""
-        side: Side = "test" if "test" in self.evaluations else "validation"
-        return side, self.evaluations[side]
+        subset: Subset = "test" if "test" in self.evaluations else "validation"
+        return subset, self.evaluations[subset]
 
     @property
     def task(self) -> Task:
@@ -109,22 +109,22 @@ def shown_levels(evaluation: Evaluation) -> Iterator[tuple[str, Metrics]]:
 def metrics_blocks(evaluated: EvaluatedPredictions) -> Iterator[Block]:
     """Yield tables of the metrics of classes at all levels, one for each split if one is too wide, and remarks."""
     notes: dict[str, list[str]] = {}
-    sides: dict[Side, dict[str, Metrics]] = {side: {} for side in evaluated.evaluations}
-    for side, evaluation in evaluated.evaluations.items():
+    subsets: dict[Subset, dict[str, Metrics]] = {subset: {} for subset in evaluated.evaluations}
+    for subset, evaluation in evaluated.evaluations.items():
         for name, metrics in table.informative_levels(evaluation):
             level = name.replace("_", ", ", 1)
-            sides[side][level] = metrics
+            subsets[subset][level] = metrics
             for note in metrics.notes:
-                notes.setdefault(f"{side}: {note}", []).append(level)
-    if sum(map(len, sides.values())) <= _MOST_LEVELS:
+                notes.setdefault(f"{subset}: {note}", []).append(level)
+    if sum(map(len, subsets.values())) <= _MOST_LEVELS:
         together = {
-            f"{side}: {level}": metrics
-            for side, levels in sides.items()
+            f"{subset}: {level}": metrics
+            for subset, levels in subsets.items()
             for level, metrics in levels.items()
         }
         yield _metrics_table("", together)
     else:
-        yield from (_metrics_table(f", {side}", levels) for side, levels in sides.items())
+        yield from (_metrics_table(f", {subset}", levels) for subset, levels in subsets.items())
     if notes:
         every = max(map(len, notes.values()))
         yield Notes([
@@ -160,7 +160,8 @@ def curves(evaluated: EvaluatedPredictions) -> Iterator[Block]:
     """Yield ROC and precision-recall curves, reliability diagrams and decision curves of classes."""
     yield Charts([*_roc_charts(evaluated), *_precision_charts(evaluated)])
     bins: dict[str, Sequence[Bin]] = {
-        side: evaluation.finest.reliability for side, evaluation in evaluated.evaluations.items()
+        subset: evaluation.finest.reliability
+        for subset, evaluation in evaluated.evaluations.items()
     }
     made = [charts.calibration_chart("Calibration", bins)]
     for name, metrics in shown_levels(evaluated.main[1]):
@@ -178,19 +179,19 @@ def curves(evaluated: EvaluatedPredictions) -> Iterator[Block]:
 
 def _temperature_table(evaluated: EvaluatedPredictions, calibration: Calibration) -> Table:
     rows, names = [], [name for name in _TITLES if name in _changed(calibration)]
-    for side, levels in calibration.before.items():
-        for level, metrics in shown_levels(evaluated.evaluations[side]):
+    for subset, levels in calibration.before.items():
+        for level, metrics in shown_levels(evaluated.evaluations[subset]):
             cells = [
                 Cell(f"{table.number(levels[level].get(name))} → {table.number(metrics.values.get(name))}", tone="n")
                 for name in names
             ]  # fmt: skip
-            rows.append(Row([Cell(side), Cell(level.replace("_", ", ", 1)), *cells]))
+            rows.append(Row([Cell(subset), Cell(level.replace("_", ", ", 1)), *cells]))
     columns = (Column("split"), Column("level"), *(Column(_TITLES[name], True) for name in names))
     return Table("Metrics before and after the temperature", columns, rows)
 
 
 def _changed(calibration: Calibration) -> set[str]:
-    levels = (level for side in calibration.before.values() for level in side.values())
+    levels = (level for subset in calibration.before.values() for level in subset.values())
     return {name for values in levels for name in values}
 
 
@@ -204,8 +205,8 @@ def _events(
     task = evaluated.task
     ranks = {level: rank for rank, (level, _) in enumerate(_LEVELS)}
     for level, title in _LEVELS:
-        for side in evaluated.predictions if task.positive is not None else [evaluated.main[0]]:
-            predictions = evaluated.predictions[side]
+        for subset in evaluated.predictions if task.positive is not None else [evaluated.main[0]]:
+            predictions = evaluated.predictions[subset]
             if ranks[level] < ranks[predictions.level]:
                 continue
             scores, patients = (
@@ -214,14 +215,20 @@ def _events(
             )
             for i, name in enumerate(task.classes):
                 if task.positive in (None, i) and len(scores.target):
-                    curve = side if task.positive is not None else name
+                    curve = subset if task.positive is not None else name
                     yield title, curve, scores.label == i, scores.output[:, i], scores, patients
 
 
 def _roc_charts(evaluated: EvaluatedPredictions) -> Iterator[str]:
     rocs_by_level: dict[str, dict[str, Roc]] = {}
     for title, name, event, values, scores, patients in _events(evaluated):
-        roc = roc_of(event, values, scores.patient, patients=patients, seed=evaluated.evaluation_settings.seed)
+        roc = roc_of(
+            event,
+            values,
+            scores.patient,
+            patients=patients,
+            seed=evaluated.evaluation_settings.seed,
+        )
         if roc is not None:
             rocs_by_level.setdefault(title, {})[name] = roc
     for title, rocs in rocs_by_level.items():
@@ -240,12 +247,12 @@ def _precision_charts(evaluated: EvaluatedPredictions) -> Iterator[str]:
 
 def confusions(evaluated: EvaluatedPredictions) -> Iterator[Block]:
     """Yield the confusion matrices of the main split."""
-    side, evaluation = evaluated.main
+    subset, evaluation = evaluated.main
     for level, metrics in shown_levels(evaluation):
         rows = list(zip(evaluated.task.classes, metrics.confusion, strict=True))
         threshold = "".join(f", threshold {limit:.3f}" for limit in metrics.thresholds.values)
         yield Confusion(
-            f"{side}: {level.replace('_', ', ', 1)}{threshold}", evaluated.task.classes, rows
+            f"{subset}: {level.replace('_', ', ', 1)}{threshold}", evaluated.task.classes, rows
         )
 
 

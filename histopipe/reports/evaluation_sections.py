@@ -4,11 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from histopipe.dataset.participants import Participant
-from histopipe.reports.failures import failure_blocks
-from histopipe.reports.flow_chart import flow_blocks
-from histopipe.reports.heatmap_sources import SlideImages
-from histopipe.reports.html_page import Page
 from histopipe.reports.evaluation_blocks import (
     EvaluatedPredictions,
     confusions,
@@ -17,7 +12,12 @@ from histopipe.reports.evaluation_blocks import (
     shortcut_blocks,
     subgroup_tables,
 )
+from histopipe.reports.failures import failure_blocks
+from histopipe.reports.flow_chart import flow_blocks
+from histopipe.reports.heatmap_sources import SlideImages
+from histopipe.reports.html_page import Page
 from histopipe.reports.run_targets import target_charts, target_rows
+from histopipe.splits.slide_table import SlideEntry
 
 
 def add_metrics(page: Page, evaluated: EvaluatedPredictions) -> None:
@@ -34,7 +34,7 @@ def add_metrics(page: Page, evaluated: EvaluatedPredictions) -> None:
 def add_analysis(
     page: Page,
     evaluated: EvaluatedPredictions,
-    slides: Sequence[Participant],
+    slides: Sequence[SlideEntry],
     images: SlideImages | None,
     *,
     read: str = "Ingested",
@@ -45,4 +45,4 @@ def add_analysis(
         "Failure analysis", *subgroup_tables(evaluated, quality=True), *failure_blocks(evaluated, slides, images),
         *shortcut_blocks(evaluated),
     )  # fmt: skip
-    page.add("Participant flow", *flow_blocks(evaluated.flow, read))
+    page.add("SlideEntry flow", *flow_blocks(evaluated.flow, read))

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from histopipe.dataset.options import Side
+from histopipe.splits.subsets import Subset
 
-SIDE_NAMES: Mapping[Side, str] = {"train": "training", "validation": "validation", "test": "test"}
+SUBSET_NAMES: Mapping[Subset, str] = {
+    "train": "training",
+    "validation": "validation",
+    "test": "test",
+}
 
 
 def plain(value: object) -> str:

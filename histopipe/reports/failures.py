@@ -11,9 +11,8 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.dataset.options import SIDES, Side
-from histopipe.dataset.participants import Participant
 from histopipe.errors import DamagedStore, UsageError
+from histopipe.reports.evaluation_blocks import EvaluatedPredictions
 from histopipe.reports.heatmap_sources import SlideImages, find_slide
 from histopipe.reports.html_page import (
     Block,
@@ -27,7 +26,8 @@ from histopipe.reports.html_page import (
     fitted,
     number,
 )
-from histopipe.reports.evaluation_blocks import EvaluatedPredictions
+from histopipe.splits.slide_table import SlideEntry
+from histopipe.splits.subsets import SUBSETS, Subset
 from histopipe.store.store import Store
 from histopipe.tasks.classification import Classification
 from histopipe.tasks.predictions import Part, Predictions, scores_of
@@ -61,7 +61,7 @@ class Decided:
 
 def failure_blocks(
     evaluated: EvaluatedPredictions,
-    slides: Sequence[Participant],
+    slides: Sequence[SlideEntry],
     images: SlideImages | None,
 ) -> Iterator[Block]:
     """Yield tables of the errors with the highest certainty: of slides and patches, or of numbers.
@@ -74,29 +74,33 @@ def failure_blocks(
     if not evaluated.task.of_classes:
         yield from _target_errors(evaluated)
         return
-    side, _ = evaluated.main
-    wrong = [slide for slide in decisions(evaluated, side) if slide.wrong]
+    subset, _ = evaluated.main
+    wrong = [slide for slide in decisions(evaluated, subset) if slide.wrong]
     if wrong:
         yield _slide_errors(evaluated, wrong, slides, images)
     yield from _patch_errors(evaluated, () if images is None else images.stores)
 
 
-def _parts(evaluated: EvaluatedPredictions, side: Side) -> Sequence[Part]:
-    """Return the predictions of a side, each with the thresholds of its model."""
-    if evaluated.parts and side == evaluated.main[0]:
+def _parts(evaluated: EvaluatedPredictions, subset: Subset) -> Sequence[Part]:
+    """Return the predictions of a subset, each with the thresholds of its model."""
+    if evaluated.parts and subset == evaluated.main[0]:
         return evaluated.parts
-    if side not in evaluated.predictions:
+    if subset not in evaluated.predictions:
         return []
-    return [(evaluated.predictions[side], evaluated.evaluations[side].thresholds)]
+    return [(evaluated.predictions[subset], evaluated.evaluations[subset].thresholds)]
 
 
-def decisions(evaluated: EvaluatedPredictions, side: Side) -> Iterator[Decided]:
-    """Yield the decision on each slide, or patient, of a side."""
-    for part in _parts(evaluated, side):
+def decisions(evaluated: EvaluatedPredictions, subset: Subset) -> Iterator[Decided]:
+    """Yield the decision on each slide, or patient, of a subset."""
+    for part in _parts(evaluated, subset):
         predictions, thresholds = part
         # Without labels, so that patches with different labels are aggregated too.
         scores = scores_of(
-            predictions.without_targets(), predictions.unit, "mean", evaluated.evaluation_settings, thresholds
+            predictions.without_targets(),
+            predictions.unit,
+            "mean",
+            evaluated.evaluation_settings,
+            thresholds,
         )
         classes = evaluated.task.classes
         decided = cast(Classification, scores.task).decide(scores.output, scores.limits)
@@ -116,7 +120,7 @@ def decisions(evaluated: EvaluatedPredictions, side: Side) -> Iterator[Decided]:
 def _slide_errors(
     evaluated: EvaluatedPredictions,
     wrong: list[Decided],
-    slides: Sequence[Participant],
+    slides: Sequence[SlideEntry],
     images: SlideImages | None,
 ) -> Table:
     """Return the wrong decisions on slides with quality and thumbnails, the highest certainty first."""
@@ -126,22 +130,17 @@ def _slide_errors(
 
     level = evaluated.predictions[evaluated.main[0]].level
     of_slides = level != "patient"
-    participants = {
-        participant.slide if of_slides else participant.patient: participant
-        for participant in slides
-    }
+    slide_entries = {entry.slide if of_slides else entry.patient: entry for entry in slides}
     counts = Counter[str]()
-    for participant in slides:
-        owner = participant.slide if of_slides else participant.patient
-        counts[owner] += sum(getattr(participant, side) for side in SIDES)
+    for entry in slides:
+        owner = entry.slide if of_slides else entry.patient
+        counts[owner] += sum(getattr(entry, subset) for subset in SUBSETS)
     facts = [
-        name
-        for name in _FACTS
-        if of_slides and len({participant.value(name) for participant in slides}) > 1
+        name for name in _FACTS if of_slides and len({entry.value(name) for entry in slides}) > 1
     ]
     rows = []
     for i, decided in enumerate(sorted(wrong, key=of_label)[:_MOST]):
-        slide = participants.get(decided.name)
+        slide = slide_entries.get(decided.name)
         image = images.of(decided.name) if images is not None and of_slides else None
         patches = decided.patches if level == "patch" else counts[decided.name]
         pictures = [] if image is None else [Picture.of(f"error-{i}", decided.name, fitted(image))]
@@ -153,8 +152,8 @@ def _slide_errors(
         Column("slide" if of_slides else "patient"), Column("patient"), Column("label"), Column("decided"),
         Column("p of the label", True), Column("patches", True), *(Column(name.replace("_", " ")) for name in facts),
     )  # fmt: skip
-    side = evaluated.main[0].capitalize()
-    title = f"{side}: {len(wrong)} wrong decisions, those with the highest certainty first"
+    subset = evaluated.main[0].capitalize()
+    title = f"{subset}: {len(wrong)} wrong decisions, those with the highest certainty first"
     return Table(title, columns, rows)
 
 
@@ -166,9 +165,9 @@ def _decided_patches(evaluated: EvaluatedPredictions, part: Part) -> NDArray[np.
 
 def _patch_errors(evaluated: EvaluatedPredictions, stores: Sequence[Store]) -> Iterator[Table]:
     """Yield the wrong decisions on patches with their positions, the highest certainty first."""
-    side, count = evaluated.main[0], 0
+    subset, count = evaluated.main[0], 0
     errors: list[tuple[float, str, str, int, int, str, str]] = []
-    for part in _parts(evaluated, side):
+    for part in _parts(evaluated, subset):
         patches = part[0]
         if patches.level != "patch":
             continue
@@ -200,7 +199,7 @@ def _patch_errors(evaluated: EvaluatedPredictions, stores: Sequence[Store]) -> I
             Column("decided"), Column("p of the label", True),
         )  # fmt: skip
         yield Table(
-            f"{side.capitalize()}: {count:,} wrong decisions on patches, those with the highest certainty first; x and y "
+            f"{subset.capitalize()}: {count:,} wrong decisions on patches, those with the highest certainty first; x and y "
             "are the top left corner in pixels of level 0",
             columns, rows,
         )  # fmt: skip
@@ -208,8 +207,8 @@ def _patch_errors(evaluated: EvaluatedPredictions, stores: Sequence[Store]) -> I
 
 def _target_errors(evaluated: EvaluatedPredictions) -> Iterator[Table]:
     """Yield the largest differences between predictions and targets; none for survival, where errors are not defined."""
-    side, _ = evaluated.main
-    parts = [predictions for predictions, _ in _parts(evaluated, side)]
+    subset, _ = evaluated.main
+    parts = [predictions for predictions, _ in _parts(evaluated, subset)]
     if evaluated.task.name == "survival" or not parts:
         return
     differences = [
@@ -227,7 +226,7 @@ def _target_errors(evaluated: EvaluatedPredictions) -> Iterator[Table]:
         Column("true", True), Column("predicted", True), Column("difference", True),
     )  # fmt: skip
     yield Table(
-        f"{side.capitalize()}: largest errors first, in standard deviations of the column",
+        f"{subset.capitalize()}: largest errors first, in standard deviations of the column",
         columns,
         rows,
     )
@@ -253,14 +252,14 @@ def _differences(
 
 def certain_patches(evaluated: EvaluatedPredictions, stores: Sequence[Store]) -> Iterator[Block]:
     """Yield galleries of the correctly and wrongly classified patches of each class with the highest certainty."""
-    side = evaluated.main[0]
-    parts = [part for part in _parts(evaluated, side) if part[0].level == "patch"]
+    subset = evaluated.main[0]
+    parts = [part for part in _parts(evaluated, subset) if part[0].level == "patch"]
     if not evaluated.task.of_classes or not parts or not stores:
         return
     scores, _ = parts[0]
     decided = _decided_patches(evaluated, parts[0])
     yield Text(
-        f"{side.capitalize()} patches; p is the predicted probability of the true class.", "soft"
+        f"{subset.capitalize()} patches; p is the predicted probability of the true class.", "soft"
     )
     for code, name in enumerate(evaluated.task.classes):
         of_class = np.flatnonzero(scores.label == code)

@@ -1,4 +1,4 @@
-"""Participant flow as a figure and a table."""
+"""SlideEntry flow as a figure and a table."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import html
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from histopipe.dataset.flow import LABELLED, READ, SELECTED, Flow
 from histopipe.reports.html_page import Block, Cell, Charts, Column, Row, Table, number
+from histopipe.splits.slide_table import LABELLED, READ, SELECTED, Flow, subsets_text
 from histopipe.system.files import appearing
 
 _CHARACTER, _LINE, _PAD = 6.6, 17, 10
@@ -27,25 +27,27 @@ def flow_blocks(flow: Flow, read: str = "Ingested") -> Iterator[Block]:
 
 
 def flow_table(flow: Flow) -> Table:
-    """Return a row for each reason of exclusion and each side."""
+    """Return a row for each reason of exclusion and each subset."""
     rows = []
     for level, numbers in flow.items():
         rows.append(Row([Cell(level), Cell("found"), Cell(""), number(numbers.total)]))
         for reason, count in numbers.excluded.items():
             rows.append(Row([Cell(level), Cell("excluded"), Cell(reason), number(count)]))
-        for side, count in numbers.used.items():
-            rows.append(Row([Cell(level), Cell("used"), Cell(side), number(count)]))
-    columns = (Column("level"), Column("status"), Column("reason or side"), Column("n", True))
-    return Table("Participant flow", columns, rows)
+        for subsets, count in numbers.used.items():
+            rows.append(
+                Row([Cell(level), Cell("used"), Cell(subsets_text(subsets)), number(count)])
+            )
+    columns = (Column("level"), Column("status"), Column("reason or subset"), Column("n", True))
+    return Table("SlideEntry flow", columns, rows)
 
 
 def flow_chart(flow: Flow, read: str = "Ingested") -> str:
     """Draw the flow as an SVG element, in the manner of the figures of STARD and CONSORT."""
     stages, exclusions = _stages(flow, read)
-    sides = list(dict.fromkeys(side for numbers in flow.values() for side in numbers.used))
+    used = dict.fromkeys(subsets for numbers in flow.values() for subsets in numbers.used)
     ends = [
-        [side.capitalize(), *(_counted(level, numbers.used[side]) for level, numbers in flow.items() if side in numbers.used)]
-        for side in sides
+        [subsets_text(subsets).capitalize(), *(_counted(level, numbers.used[subsets]) for level, numbers in flow.items() if subsets in numbers.used)]
+        for subsets in used
     ]  # fmt: skip
     width = max(map(_width, stages))
     last_row = sum(map(_width, ends)) + _GAP * max(len(ends) - 1, 0)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from histopipe.dataset.options import SIDES
 from histopipe.errors import DamagedStore, NothingToDo
 from histopipe.evaluation.evaluate import Evaluation
 from histopipe.evaluation.table import evaluation_lines, split_lines
@@ -20,6 +19,7 @@ from histopipe.maintenance.info import StoreInfo, store_info
 from histopipe.runs import folder as run_folder
 from histopipe.runs.result import is_finished, read_result
 from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig, load_config
+from histopipe.splits.subsets import SUBSETS
 from histopipe.store.catalog import read_catalog
 from histopipe.studies.study import STUDY_ID
 from histopipe.studies.tune_result import TRIALS_CSV
@@ -123,7 +123,7 @@ def _training_facts(folder: Path) -> dict[str, Any]:
         "classes": splits.get("classes", ()),
         "split by": config.split_by,
         "slides": len(splits.get("slides", ())),
-        **{side: counts for side, counts in splits.get("counts", {}).items() if counts},
+        **{subset: counts for subset, counts in splits.get("counts", {}).items() if counts},
     }
 
 
@@ -133,7 +133,7 @@ def _cross_validation(folder: Path) -> FolderInfo:
     folds = len(list((folder / run_folder.FOLD_SPLITS).iterdir()))
     facts: dict[str, Any] = {"folds": f"{folds}, {len(done)} finished"}
     if runs:
-        facts |= {n: v for n, v in _training_facts(runs[0]).items() if n not in SIDES}
+        facts |= {n: v for n, v in _training_facts(runs[0]).items() if n not in SUBSETS}
     summary, lines = folder / "summary.json", []
     if summary.exists():
         results = _json(summary)

@@ -9,12 +9,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from histopipe.dataset.participants import Participant, read_participants
 from histopipe.errors import DamagedStore
 from histopipe.evaluation.predictions import read_predictions
 from histopipe.inference.external_evaluation import (
     EVALUATED,
-    FAILED,
     PARTICIPANTS,
     ExternalEvaluation,
     read_evaluation,
@@ -26,6 +24,7 @@ from histopipe.inference.predictions_folder import (
     PredictionsFolder,
     labelled_patches,
 )
+from histopipe.reports.evaluation_blocks import EvaluatedPredictions, metric_cards
 from histopipe.reports.evaluation_sections import add_analysis, add_metrics
 from histopipe.reports.fact_texts import plain
 from histopipe.reports.heatmap_sources import SlideImages
@@ -41,8 +40,8 @@ from histopipe.reports.html_page import (
     Table,
     Text,
 )
-from histopipe.reports.evaluation_blocks import EvaluatedPredictions, metric_cards
 from histopipe.reports.run_slides import heatmap_gallery
+from histopipe.splits.slide_table import Exclusion, SlideEntry, read_slide_table
 from histopipe.store.store import Store
 from histopipe.system.csv_files import is_number
 from histopipe.system.files import read_json
@@ -74,8 +73,8 @@ def predictions_page(folder: Path, *, stores: Sequence[Path] = (), pictures: boo
     page = Page(
         f"Predictions {folder.resolve().name}", f"{len(slides):,} {what}, by {settings.get('run')}"
     )
-    external, participants = read_evaluation(folder), read_participants(folder / PARTICIPANTS)
-    failed = [slide.slide for slide in participants if slide.reason == FAILED]
+    external, slide_entries = read_evaluation(folder), read_slide_table(folder / PARTICIPANTS)
+    failed = [slide.slide for slide in slide_entries if slide.reason is Exclusion.PREDICTION_FAILED]
     missing = [Text(f"Failed, and not predicted: {listed(failed)}.", "bad")] if failed else []
     with ExitStack() as stack:
         opened = [stack.enter_context(Store(path)) for path in stores]
@@ -89,7 +88,7 @@ def predictions_page(folder: Path, *, stores: Sequence[Path] = (), pictures: boo
         else:
             images = SlideImages({}, opened, PredictionsFolder(folder)) if pictures else None
             notes = [*missing, *_notes(external, settings)]
-            _add_evaluation(page, _evaluated(folder, external), notes, participants, images)
+            _add_evaluation(page, _evaluated(folder, external), notes, slide_entries, images)
         page.add(what.capitalize(), _table(slides, what))
         if pictures:
             images = SlideImages({}, opened, PredictionsFolder(folder))
@@ -148,7 +147,7 @@ def _add_evaluation(
     page: Page,
     evaluated: EvaluatedPredictions,
     notes: Sequence[Text],
-    slides: Sequence[Participant],
+    slides: Sequence[SlideEntry],
     images: SlideImages | None,
 ) -> None:
     """Add the sections of an evaluation."""

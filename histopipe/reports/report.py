@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from histopipe.dataset.flow import Flow, flow_from_json
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.inference.external_evaluation import read_evaluation
 from histopipe.inference.predictions_folder import SETTINGS
@@ -26,6 +25,7 @@ from histopipe.reports.run_report import run_page
 from histopipe.reports.store_report import store_page
 from histopipe.runs import folder as run_folder
 from histopipe.runs.result import read_result
+from histopipe.splits.slide_table import Flow, flow_from_json
 from histopipe.system.files import read_json, reading
 from histopipe.system.filesystems import roomy
 from histopipe.system.progress import Progress, default_progress

@@ -8,15 +8,15 @@ from pathlib import Path
 
 from histopipe.evaluation.groups import AUTOMATIC
 from histopipe.evaluation.table import (
-    metric_title,
     main_metric,
+    metric_title,
     number,
     remarks,
     with_ends,
     with_interval,
 )
-from histopipe.reports.fact_texts import SIDE_NAMES
 from histopipe.reports.evaluation_blocks import COLUMN_TITLES, LEVEL_NAMES, shown_levels
+from histopipe.reports.fact_texts import SUBSET_NAMES
 from histopipe.reports.run_data import RunData
 from histopipe.runs import folder as run_folder
 from histopipe.runs.result import METRICS
@@ -99,8 +99,8 @@ def _test_set(run: RunData) -> str | None:
 
 def _leaks(run: RunData) -> str | None:
     texts = [
-        f"{SIDE_NAMES[side].capitalize()}, {remark}."
-        for side, evaluation in run.result.metrics.items()
+        f"{SUBSET_NAMES[subset].capitalize()}, {remark}."
+        for subset, evaluation in run.result.metrics.items()
         if evaluation.in_training
         for remark in remarks(evaluation)[-1:]
     ]
@@ -109,14 +109,14 @@ def _leaks(run: RunData) -> str | None:
 
 def _performance(run: RunData) -> str:
     texts = []
-    for side, evaluation in run.result.metrics.items():
+    for subset, evaluation in run.result.metrics.items():
         title, _ = main_metric(evaluation.finest)
         levels = []
         for level, metrics in shown_levels(evaluation):
             name = next(iter(run.evaluated.task.main))
             title = metric_title(name, run.config.task)
             levels.append(f"{_level(level)} {with_interval(metrics, name)} (n = {metrics.count})")
-        texts.append(f"{title}, {SIDE_NAMES[side]}: {', '.join(levels)}.")
+        texts.append(f"{title}, {SUBSET_NAMES[subset]}: {', '.join(levels)}.")
     return " ".join(texts)
 
 
@@ -125,7 +125,7 @@ def _level(name: str) -> str:
 
 
 def _accuracy(run: RunData) -> str | None:
-    side, evaluation = run.evaluated.main
+    subset, evaluation = run.evaluated.main
     if not evaluation.finest.intervals:
         return None  # without precision
     texts = [
@@ -135,7 +135,7 @@ def _accuracy(run: RunData) -> str | None:
         if metrics.values.get("sensitivity") is not None
         or metrics.values.get("specificity") is not None
     ]
-    return f"{SIDE_NAMES[side].capitalize()}, {'; '.join(texts)}." if texts else None
+    return f"{SUBSET_NAMES[subset].capitalize()}, {'; '.join(texts)}." if texts else None
 
 
 def _calibration(run: RunData) -> str | None:
@@ -148,29 +148,29 @@ def _calibration(run: RunData) -> str | None:
 
 def _recalibrated(run: RunData) -> str | None:
     """Return the effect of the temperature on the main split."""
-    calibration, (side, evaluation) = run.result.calibration, run.evaluated.main
-    if calibration is None or side not in calibration.before:
+    calibration, (subset, evaluation) = run.result.calibration, run.evaluated.main
+    if calibration is None or subset not in calibration.before:
         return None
     texts = []
     for level, metrics in shown_levels(evaluation):
-        before = calibration.before[side].get(level, {})
+        before = calibration.before[subset].get(level, {})
         names = [name for name in ("log_loss", "calibration_error") if name in metrics.values]
         each = [
             f"{metric_title(name, run.config.task)} {number(before.get(name))} before, {number(metrics.values[name])} after"
             for name in names
         ]
         texts.append(f"{_level(level)}: {', '.join(each)}")
-    return f"Effect of the temperature, {SIDE_NAMES[side]}: {'; '.join(texts)}."
+    return f"Effect of the temperature, {SUBSET_NAMES[subset]}: {'; '.join(texts)}."
 
 
 def _failures(run: RunData) -> str | None:
-    side, evaluation = run.evaluated.main
+    subset, evaluation = run.evaluated.main
     for level, metrics in reversed(list(shown_levels(evaluation))):
         rows = enumerate(metrics.confusion)
         wrong = sum(n for i, row in rows for j, n in enumerate(row) if i != j)
         if metrics.confusion:
             hint = " report.html lists those with the highest certainty." if wrong else ""
-            return f"{SIDE_NAMES[side].capitalize()}: {wrong} of {metrics.count} {_level(level)} are decided wrongly.{hint}"
+            return f"{SUBSET_NAMES[subset].capitalize()}: {wrong} of {metrics.count} {_level(level)} are decided wrongly.{hint}"
     return None
 
 
@@ -188,9 +188,9 @@ def limitations(run: RunData) -> Iterator[str]:
     else:
         yield "Performance on slides from another hospital, scanner or stain is unknown: only one data set was used"
     yield "Variation between splits and seeds is unknown: this is one run"
-    for side, evaluation in run.result.metrics.items():
+    for subset, evaluation in run.result.metrics.items():
         every = (*remarks(evaluation), *evaluation.notes)
-        yield from (f"{SIDE_NAMES[side].capitalize()}: {note}" for note in every)
+        yield from (f"{SUBSET_NAMES[subset].capitalize()}: {note}" for note in every)
 
 
 def _sha256(path: Path) -> str:

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from histopipe.dataset.options import Side
-from histopipe.dataset.participants import Participant
 from histopipe.errors import HistopipeError
 from histopipe.evaluation.predictions import read_predictions
 from histopipe.features.feature_file import paths_of_stores
@@ -19,6 +17,8 @@ from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.result import METRICS, TrainResult, read_result, read_slides
 from histopipe.runs.task_config import BagTrainConfig, load_config
+from histopipe.splits.slide_table import SlideEntry
+from histopipe.splits.subsets import Subset
 from histopipe.store.catalog import parts_of
 from histopipe.store.store import Store
 from histopipe.system.files import read_json, reading
@@ -30,7 +30,7 @@ class RunData:
     """A finished run, with the contents of its files.
 
     `history` has one row per epoch. `stores` are the open stores that were found.
-    `missing` lists the parts that could not be read, with the reasons. `participants` are the rows of `slides.csv`.
+    `missing` lists the parts that could not be read, with the reasons. `slides` are the rows of `slides.csv`.
     """
 
     folder: Path
@@ -39,10 +39,10 @@ class RunData:
     metrics_file: Mapping[str, Any]
     splits: Mapping[str, Any]
     history: Sequence[Mapping[str, float | None]]
-    predictions: Mapping[Side, Predictions]
+    predictions: Mapping[Subset, Predictions]
     stores: Sequence[Store]
     missing: Sequence[str]
-    participants: Sequence[Participant] = ()
+    slides: Sequence[SlideEntry] = ()
 
     @property
     def evaluated(self) -> EvaluatedPredictions:

@@ -7,10 +7,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from histopipe.dataset.options import SIDES
-from histopipe.dataset.splits import FIRST_ALGORITHM
 from histopipe.evaluation import table
 from histopipe.reports import charts
+from histopipe.reports.evaluation_blocks import metric_cards
 from histopipe.reports.evaluation_sections import add_analysis, add_metrics
 from histopipe.reports.fact_texts import plain
 from histopipe.reports.failures import certain_patches
@@ -29,13 +28,14 @@ from histopipe.reports.html_page import (
     Text,
     number,
 )
-from histopipe.reports.evaluation_blocks import metric_cards
 from histopipe.reports.result_facts import limitations, selection_rule
 from histopipe.reports.run_data import RunData, read_run
 from histopipe.reports.run_slides import heatmaps, slide_table
 from histopipe.reports.run_targets import target_table
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig
+from histopipe.splits.splits import FIRST_ALGORITHM
+from histopipe.splits.subsets import SUBSETS
 
 
 def run_page(
@@ -58,7 +58,7 @@ def run_page(
             page.add("Patches", *certain_patches(evaluated, run.stores))
             page.add("Heatmaps", heatmaps(run))
         images = SlideImages({}, run.stores) if pictures else None
-        add_analysis(page, evaluated, run.participants, images)
+        add_analysis(page, evaluated, run.slides, images)
         page.add("Splits", *_splits(run))
         page.add("Configuration", _configuration(run))
         page.add("Environment", _environment(run))
@@ -67,13 +67,13 @@ def run_page(
 
 
 def _summary(run: RunData) -> Iterator[Block]:
-    side, evaluation = run.evaluated.main
-    name = "Test set" if side == "test" else "Validation set (there is no test set)"
+    subset, evaluation = run.evaluated.main
+    name = "Test set" if subset == "test" else "Validation set (there is no test set)"
     yield Text(f"{name}. Brackets show 95 % confidence intervals, with patients as units.", "soft")
     yield Cards(metric_cards(run.evaluated))
     result = run.result
-    if side in result.covariates_only:
-        finest = result.covariates_only[side].finest
+    if subset in result.covariates_only:
+        finest = result.covariates_only[subset].finest
         name, title = next(iter(run.evaluated.task.main.items()))
         yield Text(
             f"A model of the covariates alone ({', '.join(getattr(run.config, 'covariates', ()))}): {title} "
@@ -135,7 +135,7 @@ def _splits(run: RunData) -> Iterator[Block]:
     yield Table(
         f"{unit.capitalize()} by split and class",
         (Column("split"), *(Column(name, True) for name in run.classes)),
-        [Row([Cell(side), *(number(counts.get(side, {}).get(c, 0)) for c in run.classes)]) for side in SIDES],
+        [Row([Cell(subset), *(number(counts.get(subset, {}).get(c, 0)) for c in run.classes)]) for subset in SUBSETS],
     )  # fmt: skip
     sites = Counter(
         (str(slide.get("site") or "no site"), str(slide.get("label")))

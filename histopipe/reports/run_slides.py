@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from histopipe.dataset.options import Side
 from histopipe.errors import DamagedStore, HistopipeError, NothingToDo, UsageError
+from histopipe.reports.evaluation_blocks import EvaluatedPredictions
 from histopipe.reports.failures import decisions
 from histopipe.reports.heatmap_sources import SlideImages, open_values
 from histopipe.reports.html_page import (
@@ -20,9 +20,9 @@ from histopipe.reports.html_page import (
     heatmap_image,
     number,
 )
-from histopipe.reports.evaluation_blocks import EvaluatedPredictions
 from histopipe.reports.run_data import RunData
 from histopipe.runs.task_config import BagTrainConfig
+from histopipe.splits.subsets import Subset
 
 _MAX_HEATMAPS = 24
 
@@ -30,7 +30,9 @@ _MAX_HEATMAPS = 24
 def slide_table(run: RunData) -> Table | None:
     """Return a table of all validation and test slides, or bags. Return None if there are none."""
     annotated = getattr(run.config, "labels_from", "slide") == "annotation"
-    rows = [row for side in run.predictions for row in _slide_rows(run.evaluated, side, annotated)]
+    rows = [
+        row for subset in run.predictions for row in _slide_rows(run.evaluated, subset, annotated)
+    ]
     if not rows:
         return None
     if isinstance(run.config, BagTrainConfig):
@@ -47,9 +49,9 @@ def slide_table(run: RunData) -> Table | None:
     return Table(f"{what}: labels and predictions", columns, rows)
 
 
-def _slide_rows(evaluated: EvaluatedPredictions, side: Side, annotated: bool) -> Iterator[Row]:
+def _slide_rows(evaluated: EvaluatedPredictions, subset: Subset, annotated: bool) -> Iterator[Row]:
     """Yield a row per slide. If its patches are `annotated`, it has their numbers and share of correct decisions."""
-    for slide in decisions(evaluated, side):
+    for slide in decisions(evaluated, subset):
         if annotated:
             counts = [number(slide.counts.get(name, 0)) for name in evaluated.task.classes]
             decided = [*counts, number(100 * slide.right, unit=" %")]
@@ -59,7 +61,7 @@ def _slide_rows(evaluated: EvaluatedPredictions, side: Side, annotated: bool) ->
             label = "several" if several else slide.labels[0]
             decided = [Cell(label), Cell(slide.decision), Cell("") if several else correct]
         yield Row([
-            Cell(slide.name, tone="id"), Cell(slide.patient), Cell(side), number(slide.patches), *decided,
+            Cell(slide.name, tone="id"), Cell(slide.patient), Cell(subset), number(slide.patches), *decided,
             *(number(p, 3) for p in slide.probability),
         ])  # fmt: skip
 

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from histopipe.dataset.options import Side
 from histopipe.evaluation import table
 from histopipe.evaluation.evaluate import Evaluation
 from histopipe.reports import charts
-from histopipe.reports.html_page import Block, Cell, Charts, Column, Row, Table, number
 from histopipe.reports.evaluation_blocks import EvaluatedPredictions, metric_cell
+from histopipe.reports.html_page import Block, Cell, Charts, Column, Row, Table, number
 from histopipe.reports.run_data import RunData
+from histopipe.splits.subsets import Subset
 from histopipe.tasks.calibration import Bin, reliability_of
 from histopipe.tasks.choices import TaskName
 from histopipe.tasks.predictions import Predictions, scores_of
@@ -24,11 +24,11 @@ from histopipe.tasks.survival import RiskGroup
 _MOST_ROWS = 5000
 
 
-def target_rows(evaluations: Mapping[Side, Evaluation]) -> Iterator[Block]:
-    """Yield a table of the metrics of all sides and levels, with a row per column."""
+def target_rows(evaluations: Mapping[Subset, Evaluation]) -> Iterator[Block]:
+    """Yield a table of the metrics of all subsets and levels, with a row per column."""
     evaluated = [
-        (side, level, metrics)
-        for side, evaluation in evaluations.items()
+        (subset, level, metrics)
+        for subset, evaluation in evaluations.items()
         for level, metrics in table.informative_levels(evaluation)
         if not (level == "patient_mean" and table.same_as_slides(evaluation, "mean"))
     ]
@@ -41,12 +41,12 @@ def target_rows(evaluations: Mapping[Side, Evaluation]) -> Iterator[Block]:
         *(Column(table.metric_title(name, evaluated[0][2].task), True) for name in values), Column("notes"),
     )  # fmt: skip
     rows = []
-    for side, level, metrics in evaluated:
+    for subset, level, metrics in evaluated:
         names = dict.fromkeys(name.partition(":")[2] for name in metrics.values)
         for name in names:
             ending = f":{name}" if name else ""
             rows.append(Row([
-                Cell(side), Cell(level.partition("_")[0]), Cell(name or ("mean" if len(names) > 1 else "")),
+                Cell(subset), Cell(level.partition("_")[0]), Cell(name or ("mean" if len(names) > 1 else "")),
                 number(metrics.count), *(metric_cell(metrics, name + ending) for name in values),
                 Cell("; ".join(metrics.notes) if not name else "", tone="why"),
             ]))  # fmt: skip
@@ -56,32 +56,38 @@ def target_rows(evaluations: Mapping[Side, Evaluation]) -> Iterator[Block]:
 def target_charts(evaluated: EvaluatedPredictions) -> Iterator[Block]:
     """Yield charts: survival of the risk groups, true against predicted values, or ROC curves and calibration."""
     yield Charts(list(_charts(evaluated)))
-    for side, evaluation in evaluated.evaluations.items():
+    for subset, evaluation in evaluated.evaluations.items():
         if evaluation.finest.groups:
-            yield _at_risk(side, evaluation.finest.groups)
+            yield _at_risk(subset, evaluation.finest.groups)
 
 
 def _charts(evaluated: EvaluatedPredictions) -> Iterator[str]:
-    for side, predictions in evaluated.predictions.items():
+    for subset, predictions in evaluated.predictions.items():
         draw = _CHARTS.get(predictions.task.name, _scatter_charts)
-        yield from draw(evaluated, side, predictions)
+        yield from draw(evaluated, subset, predictions)
 
 
-def _survival_charts(evaluated: EvaluatedPredictions, side: Side, _: Predictions) -> Iterator[str]:
-    metrics = evaluated.evaluations[side].finest
+def _survival_charts(
+    evaluated: EvaluatedPredictions, subset: Subset, _: Predictions
+) -> Iterator[str]:
+    metrics = evaluated.evaluations[subset].finest
     if metrics.groups:
         p = "" if metrics.log_rank is None else f", log-rank p {metrics.log_rank:.2g}"
-        yield charts.survival_chart(f"Survival, {side}{p}", metrics.groups)
+        yield charts.survival_chart(f"Survival, {subset}{p}", metrics.groups)
 
 
-def _scatter_charts(_: EvaluatedPredictions, side: Side, predictions: Predictions) -> Iterator[str]:
+def _scatter_charts(
+    _: EvaluatedPredictions, subset: Subset, predictions: Predictions
+) -> Iterator[str]:
     for i, name in enumerate(predictions.task.columns):
         rows = np.isfinite(predictions.target[:, i])
         true, predicted = predictions.target[rows, i], predictions.output[rows, i]
-        yield charts.scatter_chart(f"{name}, {side}", true, predicted)
+        yield charts.scatter_chart(f"{name}, {subset}", true, predicted)
 
 
-def _label_charts(evaluated: EvaluatedPredictions, side: Side, predictions: Predictions) -> Iterator[str]:
+def _label_charts(
+    evaluated: EvaluatedPredictions, subset: Subset, predictions: Predictions
+) -> Iterator[str]:
     """Yield ROC curves, precision-recall curves and reliability diagrams of the labels."""
     rocs: dict[str, Roc] = {}
     precision: dict[str, charts.Curve] = {}
@@ -99,19 +105,19 @@ def _label_charts(evaluated: EvaluatedPredictions, side: Side, predictions: Pred
             rocs[name], precision[name] = roc, curve
         bins[name] = reliability_of(values, event)
     if rocs:
-        yield charts.roc_chart(f"ROC, {side}", rocs)
-        yield charts.precision_chart(f"Precision and recall, {side}", precision)
+        yield charts.roc_chart(f"ROC, {subset}", rocs)
+        yield charts.precision_chart(f"Precision and recall, {subset}", precision)
     if bins:
-        yield charts.calibration_chart(f"Calibration, {side}", bins)
+        yield charts.calibration_chart(f"Calibration, {subset}", bins)
 
 
-_CHARTS: Mapping[TaskName, Callable[[EvaluatedPredictions, Side, Predictions], Iterator[str]]] = {
+_CHARTS: Mapping[TaskName, Callable[[EvaluatedPredictions, Subset, Predictions], Iterator[str]]] = {
     "survival": _survival_charts, "multilabel": _label_charts,
 }  # fmt: skip
 """Charts of a task; true against predicted values for others."""
 
 
-def _at_risk(side: Side, groups: tuple[RiskGroup, ...]) -> Table:
+def _at_risk(subset: Subset, groups: tuple[RiskGroup, ...]) -> Table:
     times = groups[0].at_risk_times
     columns = (
         Column("group"), Column("n", True), Column("events", True), Column("median", True),
@@ -124,7 +130,7 @@ def _at_risk(side: Side, groups: tuple[RiskGroup, ...]) -> Table:
         ])
         for group in groups
     ]  # fmt: skip
-    return Table(f"{side.capitalize()}: risk groups and numbers at risk", columns, rows)
+    return Table(f"{subset.capitalize()}: risk groups and numbers at risk", columns, rows)
 
 
 def _value(value: float) -> Cell:
@@ -133,10 +139,10 @@ def _value(value: float) -> Cell:
 
 def target_table(run: RunData) -> Table | None:
     """Return a table of all validation and test slides, or bags, with targets and predictions."""
-    sides = list(run.predictions.items())
-    if not sides:
+    subsets = list(run.predictions.items())
+    if not subsets:
         return None
-    _, first = sides[0]
+    _, first = subsets[0]
     level = first.unit
     names = first.task.output_names[: len(first.task.names)]
     columns = (
@@ -145,11 +151,14 @@ def target_table(run: RunData) -> Table | None:
         *(Column(name.replace("_", " ", 1), True) for name in names),
     )  # fmt: skip
     rows = []
-    for side, scores in sides:
-        means, (_, ids) = scores_of(scores, level, "mean", run.evaluated.evaluation_settings), scores.owner(level)
+    for subset, scores in subsets:
+        means, (_, ids) = (
+            scores_of(scores, level, "mean", run.evaluated.evaluation_settings),
+            scores.owner(level),
+        )
         for i, item in enumerate(means.item.tolist()):
             rows.append(Row([
-                Cell(ids[item], tone="id"), Cell(scores.patients[means.patient[i]]), Cell(side),
+                Cell(ids[item], tone="id"), Cell(scores.patients[means.patient[i]]), Cell(subset),
                 *map(_value, means.target[i].tolist()), *map(_value, means.output[i, : len(names)].tolist()),
             ]))  # fmt: skip
     title = "Slides (mean over patches)" if first.level == "patch" else "Bags"

@@ -63,7 +63,7 @@ class TrainConfig:
         group=DATA, resume=True, search=False,
     )  # fmt: skip
     split_by: Literal["patient", "site", "slide", "region", "patch"] = setting(
-        "patient", "Keep each patient, site, slide, region or patch on one side of the split.",
+        "patient", "Keep each patient, site, slide, region or patch in one subset of the split.",
         group=SPLITS, search=False,
     )  # fmt: skip
     fractions: tuple[float, ...] = setting(
@@ -71,7 +71,7 @@ class TrainConfig:
     )
     split_column: str | None = setting(
         None,
-        "Column of --labels with the side of each slide (train, validation or test), or its fold for --folds column.",
+        "Column of --labels with the subset of each slide (train, validation or test), or its fold for --folds column.",
         group=SPLITS,
         search=False,
     )
@@ -80,7 +80,7 @@ class TrainConfig:
         group=SPLITS, format="path", search=False, per_worker=True,
     )  # fmt: skip
     allow_leaks: bool = setting(
-        False, "Train even if a patient or slide is on several sides.", group=SPLITS, search=False
+        False, "Train even if a patient or slide is in several subsets.", group=SPLITS, search=False
     )
     dropout: float = setting(
         0.15, "Dropout rate before the last layer.", group=MODEL, at_least=0, below=1
@@ -242,7 +242,7 @@ class TrainConfig:
             )  # fmt: skip
         if self.split_column is not None and self.split_by in ("region", "patch"):
             raise UsageError(
-                f"--split-column {self.split_column} has a side for each slide",
+                f"--split-column {self.split_column} has a subset for each slide",
                 found=f"--split-by {self.split_by}",
                 expected="patient, site or slide, by which a missing validation set is drawn",
             )

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from histopipe.dataset.splits import Splits, write_splits
 from histopipe.errors import UsageError
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.settings import declared_settings, to_toml
+from histopipe.splits.splits import Splits, write_splits
 from histopipe.system.files import appearing, locked, read_json, reading, remove_parts
 from histopipe.system.filesystems import is_full_disk
 
@@ -129,7 +129,7 @@ def fingerprint(config: TrainConfig, splits: Splits, *position: int) -> list[int
     facts = {k: v for k, v in config.values().items() if not declared[k].about.per_worker}
     digest = hashlib.sha256(repr((facts, splits.uuids, splits.classes, position)).encode())
     for slide in splits.slides:
-        digest.update(repr((slide.id, slide.label, slide.crc)).encode() + slide.sides.tobytes())
+        digest.update(repr((slide.id, slide.label, slide.crc)).encode() + slide.subsets.tobytes())
         if slide.labels is not None:
             digest.update(slide.labels.tobytes())
     return [int(number) for number in np.frombuffer(digest.digest(), np.uint16)]

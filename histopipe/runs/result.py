@@ -8,10 +8,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from histopipe.dataset.flow import Flow, flow_from_json, flow_to_json, leaked_patients
-from histopipe.dataset.options import SIDES, Side
-from histopipe.dataset.participants import Participant, read_participants
-from histopipe.dataset.splits import load_splits
 from histopipe.errors import HistopipeError, UsageError
 from histopipe.evaluation.breakdown import Breakdown, breakdown_lines
 from histopipe.evaluation.evaluate import Evaluation
@@ -19,6 +15,16 @@ from histopipe.evaluation.table import evaluation_lines, main_metric, number, sp
 from histopipe.evaluation.temperature import Calibration
 from histopipe.runs import folder as run_folder
 from histopipe.runs.task_config import load_config
+from histopipe.splits.slide_table import (
+    Flow,
+    SlideEntry,
+    flow_from_json,
+    flow_to_json,
+    leaked_patients,
+    read_slide_table,
+)
+from histopipe.splits.splits import load_splits
+from histopipe.splits.subsets import SUBSETS, Subset
 from histopipe.system.files import read_json, reading
 
 METRICS = "metrics.json"
@@ -37,11 +43,11 @@ class TrainResult:
         folder: folder of the run.
         epochs: number of epochs.
         best_epoch: epoch of the model in `model.keras`, from 1; 0 for the start from the covariates alone.
-        metrics: metrics of that model, by side; without "test" if no patch was held out.
+        metrics: metrics of that model, by subset; without "test" if no patch was held out.
         seconds: duration of the epochs and of the evaluation.
         host_bytes: peak memory of the process.
         gpu_bytes: peak memory on all its GPUs; None without a GPU.
-        covariates_only: metrics of a model of the covariates alone, by side; empty without covariates.
+        covariates_only: metrics of a model of the covariates alone, by subset; empty without covariates.
         calibration: temperature of the probabilities; None without `calibrate`.
         breakdown: metrics of the test set, or else of validation, by subgroup; and the check for shortcuts.
         flow: numbers of slides, patients and patches; empty in runs of earlier versions.
@@ -50,25 +56,27 @@ class TrainResult:
     folder: Path
     epochs: int
     best_epoch: int
-    metrics: Mapping[Side, Evaluation]
+    metrics: Mapping[Subset, Evaluation]
     seconds: float
     host_bytes: int
     gpu_bytes: int | None
-    covariates_only: Mapping[Side, Evaluation] = field(default_factory=dict)
+    covariates_only: Mapping[Subset, Evaluation] = field(default_factory=dict)
     calibration: Calibration | None = None
     breakdown: Breakdown = field(default_factory=Breakdown)
     flow: Flow = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        main = {side: main_metric(evaluation.finest) for side, evaluation in self.metrics.items()}
-        values = (f", {side} {title} {number(value)}" for side, (title, value) in main.items())
+        main = {
+            subset: main_metric(evaluation.finest) for subset, evaluation in self.metrics.items()
+        }
+        values = (f", {subset} {title} {number(value)}" for subset, (title, value) in main.items())
         return f"<TrainResult {self.folder}: epoch {self.best_epoch} of {self.epochs}{''.join(values)}>"
 
     def __str__(self) -> str:
         place = f"model of epoch {self.best_epoch}, predictions and metrics: {self.folder}"
         lines = split_lines(self.metrics)
-        for side, evaluation in self.covariates_only.items():
-            lines += evaluation_lines(f"covariates alone, {side}", evaluation)
+        for subset, evaluation in self.covariates_only.items():
+            lines += evaluation_lines(f"covariates alone, {subset}", evaluation)
         if self.calibration is not None:
             values = ", ".join(
                 number(temperature, 2) for temperature in self.calibration.temperature
@@ -80,14 +88,16 @@ class TrainResult:
 
     def to_json(self) -> dict[str, Any]:
         """Return the result in the form of `metrics.json`."""
-        baseline = {side: evaluation.to_json() for side, evaluation in self.covariates_only.items()}
+        baseline = {
+            subset: evaluation.to_json() for subset, evaluation in self.covariates_only.items()
+        }
         return {
             "epochs": self.epochs,
             "best_epoch": self.best_epoch,
             "seconds": self.seconds,
             "host_bytes": self.host_bytes,
             "gpu_bytes": self.gpu_bytes,
-            **{side: evaluation.to_json() for side, evaluation in self.metrics.items()},
+            **{subset: evaluation.to_json() for subset, evaluation in self.metrics.items()},
             **({_BASELINE: baseline} if baseline else {}),
             "breakdown": self.breakdown.to_json(),
             "flow": flow_to_json(self.flow),
@@ -115,19 +125,23 @@ def read_result(folder: Path) -> TrainResult:
     with reading(folder / METRICS, missing=missing, todo=f"evaluate the model again with {resume}"):
         value = read_json(folder / METRICS)
         names = ("epochs", "best_epoch", "seconds", "host_bytes", "gpu_bytes")
-        metrics = {side: Evaluation.from_json(value[side]) for side in SIDES if side in value}
+        metrics = {
+            subset: Evaluation.from_json(value[subset]) for subset in SUBSETS if subset in value
+        }
         if any(
             evaluation.in_training is None for evaluation in metrics.values()
         ):  # of an earlier version
             with suppress(HistopipeError):  # it stays unknown without a readable split
                 leaked = leaked_patients(load_splits(folder / run_folder.SPLITS))
                 metrics = {
-                    side: replace(evaluation, in_training=len(leaked[side]))
-                    for side, evaluation in metrics.items()
+                    subset: replace(evaluation, in_training=len(leaked[subset]))
+                    for subset, evaluation in metrics.items()
                 }
         recorded = value.get(_BASELINE, {})
         baseline = {
-            side: Evaluation.from_json(recorded[side]) for side in SIDES if side in recorded
+            subset: Evaluation.from_json(recorded[subset])
+            for subset in SUBSETS
+            if subset in recorded
         }
         fitted = value.get(_CALIBRATION)
         return TrainResult(
@@ -175,7 +189,7 @@ def epoch_line(row: Mapping[str, Any], epochs: int, *, better: bool) -> str:
     return "  ".join(parts)
 
 
-def read_slides(folder: Path) -> list[Participant]:
+def read_slides(folder: Path) -> list[SlideEntry]:
     """Read `slides.csv` of a run. Missing values of the labels file are empty, also in runs of earlier versions.
 
     Raises:
@@ -191,5 +205,5 @@ def read_slides(folder: Path) -> list[Participant]:
                 name: empty.get(cell.strip().lower(), cell) for name, cell in slide.cells.items()
             },
         )
-        for slide in read_participants(folder / run_folder.SLIDES)
+        for slide in read_slide_table(folder / run_folder.SLIDES)
     ]

@@ -28,8 +28,8 @@ from histopipe.runs.settings import (
 )
 
 if TYPE_CHECKING:
-    from histopipe.dataset.labelling import Labelling
     from histopipe.dataset.options import Augmentation
+    from histopipe.splits.labelling import Labelling
 
 Pooling = Literal["gated", "attention", "mean", "max", "clam", "dsmil", "transformer"]
 _COX_BATCH = 32
@@ -156,7 +156,7 @@ class PatchTrainConfig(TrainConfig):
     def labelling(self) -> Labelling:
         """Patch filter and source of the labels, without the labels file."""
         # Imported late: `--help` does not need NumPy.
-        from histopipe.dataset.labelling import Labelling, PatchFilter
+        from histopipe.splits.labelling import Labelling, PatchFilter
 
         patch_filter = PatchFilter(
             min_tissue=self.min_tissue, min_focus=self.min_focus, exclude_pen=self.exclude_pen,

@@ -93,7 +93,7 @@ def check_numbers(path: Path, rows: Sequence[TableRow], column: str) -> None:
         )  # fmt: skip
 
 
-SUBSETS = {
+SUBSET_SPELLINGS = {
     "train": 0,
     "training": 0,
     "validation": 1,
@@ -102,7 +102,7 @@ SUBSETS = {
     "test": 2,
     "testing": 2,
 }
-"""Cells of a split column in lower case, and their sides."""
+"""Cells of a split column in lower case, and their subsets."""
 
 
 def warn_of_similar(
@@ -113,7 +113,7 @@ def warn_of_similar(
         values = {cell for row in rows if (cell := row.cells.get(column))}
         # "1" and "1.0" are one number, "TRUE" and "true" one flag, and "Test" and "test" one subset, except as names.
         as_names = column in LABEL_COLUMNS or not all(
-            is_number(cell) or cell.lower() in {*FLAGS, *SUBSETS} for cell in values
+            is_number(cell) or cell.lower() in {*FLAGS, *SUBSET_SPELLINGS} for cell in values
         )
         if as_names and (text := similar_values(values)):
             notify(f"warning: {path}: column {column}: {text}")

@@ -41,7 +41,7 @@ _PATIENT_FORMS = {*(f"{word}id" for word in _PATIENT_WORDS), "patid", "pid", "mr
 _ID_WORDS = {
     "id", "name", "number", "no", "nr", "code", "barcode", "key", "uuid", "submitter", "bcr", "study", "pat",
 }  # fmt: skip
-"""Words of columns that are probably meant as `patient`. To ignore them would put a patient on several sides of the split."""
+"""Words of columns that are probably meant as `patient`. To ignore them would put a patient in several subsets of the split."""
 
 
 _TCGA_PATIENT = re.compile(r"TCGA-\w{2}-\w{4}(?=-|$)", re.IGNORECASE)
@@ -232,7 +232,7 @@ def _check_header(
     if "patient" in optional and "patient" not in header:
         alike = [name for name in unknown if _is_like_patient(name)]
         if alike:
-            hint = f"rename the column {alike[0]!r} to 'patient', so that a patient stays on one side of the split"
+            hint = f"rename the column {alike[0]!r} to 'patient', so that a patient stays in one subset of the split"
             unknown, extra_columns = alike, False
     missing = [name for name in required if name not in header]
     if not missing and (extra_columns or not unknown) and len(set(header)) == len(header):

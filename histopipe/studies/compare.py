@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from histopipe.dataset.splits import DROPPED, Splits, load_splits
 from histopipe.errors import UsageError
 from histopipe.evaluation.breakdown import Breakdown, break_down, breakdown_lines
 from histopipe.evaluation.evaluate import Evaluation, evaluate
@@ -19,6 +18,7 @@ from histopipe.runs import folder as run_folder
 from histopipe.runs.result import is_finished, read_result
 from histopipe.runs.settings import declared_settings, read_settings
 from histopipe.runs.task_config import CONFIGS, make_config, read_config
+from histopipe.splits.splits import DROPPED, Splits, load_splits
 from histopipe.studies.cross_validation_result import leaked_from, read_parts, tested_slides
 from histopipe.studies.paired_differences import differences_of, tested_items
 from histopipe.studies.settings import FoldSettings
@@ -210,7 +210,9 @@ def _load_folds(folder: Path) -> _Loaded:
     notes = (f"{missing} of {len(fold_folders)} folds are not finished",) if missing else ()
     evaluation = evaluate(parts, evaluation_settings, leaked_from(done))
     slides = tested_slides(done)
-    breakdown = break_down(parts, evaluation, slides, settings.get("subgroup", ()), evaluation_settings)
+    breakdown = break_down(
+        parts, evaluation, slides, settings.get("subgroup", ()), evaluation_settings
+    )
     run = ComparedRun(folder, settings, evaluation, notes, breakdown)
     names = (f"{path.name}.json" for path in fold_folders)
     splits = [load_splits(folder / run_folder.FOLD_SPLITS / name) for name in names]
@@ -218,23 +220,23 @@ def _load_folds(folder: Path) -> _Loaded:
 
 
 def _different_splits(first: _Loaded, other: _Loaded) -> str | None:
-    """Return how the sides of slides differ between two runs, or in any of their folds; None if they do not."""
-    sides: list[dict[str, list[Any]]] = [defaultdict(list), defaultdict(list)]
-    for by_name, run in zip(sides, (first, other), strict=True):
+    """Return how the subsets of slides differ between two runs, or in any of their folds; None if they do not."""
+    subsets: list[dict[str, list[Any]]] = [defaultdict(list), defaultdict(list)]
+    for by_name, run in zip(subsets, (first, other), strict=True):
         for slide in (slide for splits in run.splits for slide in splits.slides):
-            used = np.unique(slide.sides[slide.sides != DROPPED]).tolist()
-            by_name[nfc(slide.id)].append(used if len(used) < 2 else slide.sides.tolist())
-    if sides[0] == sides[1]:
+            used = np.unique(slide.subsets[slide.subsets != DROPPED]).tolist()
+            by_name[nfc(slide.id)].append(used if len(used) < 2 else slide.subsets.tolist())
+    if subsets[0] == subsets[1]:
         return None
-    common = sides[0].keys() & sides[1].keys()
-    moved = sum(sides[0][name] != sides[1][name] for name in common)
+    common = subsets[0].keys() & subsets[1].keys()
+    moved = sum(subsets[0][name] != subsets[1][name] for name in common)
     origins = [
         f"column {splits.column}" if splits.column else splits.algorithm
         for splits in (first.splits[0], other.splits[0])
     ]
     return (
-        f"different splits ({' and '.join(origins)}): {moved} of {counted(len(common), 'common slide')} on other sides, "
-        f"{counted(len(sides[0].keys() ^ sides[1].keys()), 'slide')} in one split only"
+        f"different splits ({' and '.join(origins)}): {moved} of {counted(len(common), 'common slide')} in other subsets, "
+        f"{counted(len(subsets[0].keys() ^ subsets[1].keys()), 'slide')} in one split only"
     )
 
 
@@ -257,8 +259,12 @@ def _compare_two(
     task = first_parts[0][0].task
     common_levels = [at for at in LEVELS if all(at in task.levels(unit) for unit in units)]
     for level, how in common_levels:
-        items = tested_items(first_parts, level, how, first.evaluation_settings, by_patches=same_stores)
-        other_items = tested_items(other_parts, level, how, other.evaluation_settings, by_patches=same_stores)
+        items = tested_items(
+            first_parts, level, how, first.evaluation_settings, by_patches=same_stores
+        )
+        other_items = tested_items(
+            other_parts, level, how, other.evaluation_settings, by_patches=same_stores
+        )
         if level == "patch" and not same_stores:
             notes[level] = "patches of different stores"
         elif items.keys != other_items.keys or items.repeats:
@@ -274,7 +280,10 @@ def _compare_two(
 
 def _different_targets(first: _Loaded, other: _Loaded) -> str | None:
     """Return what differs in the predictions of two runs, so that they cannot be compared; None if nothing does."""
-    a, b = (loaded.parts[0][0].task.with_settings(loaded.evaluation_settings) for loaded in (first, other))
+    a, b = (
+        loaded.parts[0][0].task.with_settings(loaded.evaluation_settings)
+        for loaded in (first, other)
+    )
     if (a.name, a.columns) != (b.name, b.columns):
         return "different targets"
     if a.classes != b.classes:

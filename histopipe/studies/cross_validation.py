@@ -10,18 +10,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from histopipe.dataset.splits import Splits
-from histopipe.dataset.splitting import make_folds
 from histopipe.errors import DamagedStore, Interrupted, NothingToDo, UsageError
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.recipe import with_recipe
 from histopipe.runs.result import is_finished
 from histopipe.runs.settings import declared_settings, read_settings
-from histopipe.runs.splits import opened_sources, refuse_leaks, split_options
 from histopipe.runs.supervision import StopRequest, Supervision, sigterm_interrupts
 from histopipe.runs.task_config import CONFIGS, make_config, resumed_config, with_stores
+from histopipe.runs.training_data import opened_sources, read_labelling, refuse_leaks, split_options
 from histopipe.runs.workers import in_cluster
+from histopipe.splits.splits import Splits
+from histopipe.splits.splitting import make_folds
 from histopipe.studies.cross_validation_result import (
     CrossValidationResult,
     Fold,
@@ -140,7 +140,7 @@ def _make_folds(
     config: TrainConfig, folds: int | Literal["column"], progress: Progress
 ) -> tuple[Splits, ...]:
     with opened_sources(config) as sources:
-        made = make_folds(sources, folds, **split_options(config, sources))
+        made = make_folds(sources, folds, **split_options(config, read_labelling(config, sources)))
     for number, splits in enumerate(made, 1):
         refuse_leaks(splits, config)
         for line in splits.shortages(config.unit):

@@ -8,11 +8,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from histopipe.dataset.flow import Flow, flow_of, flow_to_json, leaked_patients
-from histopipe.dataset.participants import Participant
-from histopipe.dataset.splits import load_splits
 from histopipe.errors import HistopipeError
-from histopipe.evaluation.breakdown import Breakdown, break_down, break_down_sides, breakdown_lines
+from histopipe.evaluation.breakdown import (
+    Breakdown,
+    break_down,
+    break_down_subsets,
+    breakdown_lines,
+)
 from histopipe.evaluation.evaluate import Evaluation, evaluate, evaluate_subsets
 from histopipe.evaluation.predictions import read_predictions, write_predictions
 from histopipe.evaluation.table import (
@@ -25,6 +27,8 @@ from histopipe.runs.config import TrainConfig
 from histopipe.runs.result import METRICS, TrainResult, read_result, read_slides
 from histopipe.runs.settings import to_toml
 from histopipe.runs.task_config import load_config
+from histopipe.splits.slide_table import Flow, SlideEntry, flow_of, flow_to_json, leaked_patients
+from histopipe.splits.splits import load_splits
 from histopipe.system.files import read_json
 from histopipe.tasks.predictions import Part, with_common_patients
 from histopipe.tasks.registry import TASKS
@@ -206,9 +210,9 @@ def leaked_from(results: Sequence[TrainResult]) -> set[str]:
     return set().union(*(leaked_patients(load_splits(path))["test"] for path in leaking))
 
 
-def tested_slides(folds: Sequence[TrainResult]) -> list[Participant]:
+def tested_slides(folds: Sequence[TrainResult]) -> list[SlideEntry]:
     """Return all slides, each as in the fold that tests it, or else as in the last fold."""
-    by_id: dict[str, Participant] = {}
+    by_id: dict[str, SlideEntry] = {}
     for fold in folds:
         for slide in read_slides(fold.folder):
             if "test" not in getattr(by_id.get(slide.slide), "status", ""):
@@ -246,7 +250,7 @@ def reevaluate(folder: Path, requested: TrainConfig) -> TrainResult:
         evaluate_subsets(scores, requested.evaluation_settings, leaked),
         read_slides(folder),
     )
-    breakdown = break_down_sides(
+    breakdown = break_down_subsets(
         scores, evaluations, slides, recorded_config.subgroup, requested.evaluation_settings
     )
     changed = replace(result, metrics=evaluations, breakdown=breakdown)

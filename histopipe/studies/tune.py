@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from histopipe.dataset.options import SIDES
-from histopipe.dataset.splits import DROPPED, Splits, write_splits
 from histopipe.errors import HistopipeError, Interrupted, NothingToDo, UsageError
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.recipe import with_recipe
 from histopipe.runs.result import TrainResult, is_finished, read_result
-from histopipe.runs.splits import new_splits, opened_sources
 from histopipe.runs.supervision import Supervision
 from histopipe.runs.task_config import changed_config, make_config, with_stores
+from histopipe.runs.training_data import new_splits, opened_sources, read_labelling
+from histopipe.splits.splits import DROPPED, Splits, write_splits
+from histopipe.splits.subsets import SUBSETS
 from histopipe.studies.search_space import SearchSpace, read_space, space_of
 from histopipe.studies.settings import Metric, Pruner, Sampler, StudySettings
 from histopipe.studies.study import TRIALS, Study, load_optuna
@@ -226,15 +226,18 @@ def _write_splits(base: TrainConfig, folder: Path) -> None:
     if whole.exists() and without_test.exists():
         return
     with opened_sources(base, base.splits) as sources:
-        splits = new_splits(base, sources)
+        labelling = read_labelling(base, sources, required=base.splits is None)
+        splits = new_splits(base, sources, labelling)
     write_splits(_without_test(splits), without_test)
     write_splits(splits, whole)
 
 
 def _without_test(splits: Splits) -> Splits:
-    test = SIDES.index("test")
+    test = SUBSETS.index("test")
     slides = [
-        replace(slide, sides=np.where(slide.sides == test, DROPPED, slide.sides).astype(np.int8))
+        replace(
+            slide, subsets=np.where(slide.subsets == test, DROPPED, slide.subsets).astype(np.int8)
+        )
         for slide in splits.slides
     ]
     return replace(splits, slides=tuple(slides))

@@ -109,13 +109,13 @@ class Classification(Task):
         """Return the classes."""
         return [self.classes[number] for number in labels_of(targets).tolist()]
 
-    def check(self, targets: Values, side: str) -> None:
+    def check(self, targets: Values, subset: str) -> None:
         """Check that there are two classes."""
         numbers = np.unique(targets[np.isfinite(targets)]).astype(int).tolist()
         if len(numbers) < 2:
             names = ", ".join(self.classes[number] for number in numbers)
             raise NothingToDo(
-                f"classes cannot be learned: {side}", found=names or "no label",
+                f"classes cannot be learned: {subset}", found=names or "no label",
                 expected="two or more classes", todo="add slides",
             )  # fmt: skip
 

@@ -167,14 +167,14 @@ class Multilabel(ColumnTask):
             for row in targets
         ]
 
-    def check(self, targets: Values, side: str) -> None:
+    def check(self, targets: Values, subset: str) -> None:
         """Check that each label has both values."""
         for number, name in enumerate(self.columns):
             values = targets[:, number]
             finite_values = values[np.isfinite(values)]
             if not ((finite_values == 0).any() and (finite_values == 1).any()):
                 raise NothingToDo(
-                    f"column {name} cannot be learned: {side}",
+                    f"column {name} cannot be learned: {subset}",
                     found=f"{int(finite_values.sum())} of {len(finite_values)} with 1", expected="both 0 and 1",
                     todo="leave the column out, or add slides",
                 )  # fmt: skip

@@ -11,7 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.tasks.choices import Aggregation, Level, name_of
-from histopipe.tasks.task import NO_THRESHOLDS, EvaluationSettings, Scores, Task, Thresholds, labels_of
+from histopipe.tasks.task import (
+    NO_THRESHOLDS,
+    EvaluationSettings,
+    Scores,
+    Task,
+    Thresholds,
+    labels_of,
+)
 
 
 @dataclass(frozen=True, slots=True)

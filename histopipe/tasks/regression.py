@@ -152,20 +152,20 @@ class Regression(ColumnTask):
         ranks = np.stack([relative_ranks(column) for column in targets.T], axis=1)
         return [f"quarter {number}" for number in rank_parts(np.nanmean(ranks, axis=1), _QUARTERS)]
 
-    def check(self, targets: Values, side: str) -> None:
+    def check(self, targets: Values, subset: str) -> None:
         """Check that each column has several values."""
         for number, name in enumerate(self.columns):
             finite_values = targets[np.isfinite(targets[:, number]), number]
             if len(np.unique(finite_values)) < 2:
                 raise NothingToDo(
-                    f"column {name} cannot be learned: {side}",
+                    f"column {name} cannot be learned: {subset}",
                     found=f"{len(finite_values)} slides with {'one value' if len(finite_values) else 'no value'}",
                     expected="several values", todo="leave the column out, or add slides",
                 )  # fmt: skip
             spread, largest = float(np.ptp(finite_values)), float(np.abs(finite_values).max())
             if spread < _LEAST_SPREAD * largest or not _SMALLEST < largest < 1 / _SMALLEST:
                 raise UsageError(
-                    f"column {name} cannot be learned: {side}",
+                    f"column {name} cannot be learned: {subset}",
                     found=f"values that differ by {spread:.3g}, up to {largest:.10g}",
                     expected=f"differences above {_LEAST_SPREAD * largest:.3g}, which single precision distinguishes",
                     todo="subtract a constant from the column, or use another unit",

@@ -117,17 +117,17 @@ class Survival(Task):
                 names[row] = f"{name}, {('early', 'late')[half - 1]}"
         return [str(name) for name in names]
 
-    def check(self, targets: Values, side: str) -> None:
+    def check(self, targets: Values, subset: str) -> None:
         """Check that there is an event that is not the last time."""
         time, event = targets.T
         if not (event == 1).any():
             raise NothingToDo(
-                f"survival cannot be learned: {side}", found=f"no event in column {self.columns[1]}",
+                f"survival cannot be learned: {subset}", found=f"no event in column {self.columns[1]}",
                 expected="at least one", todo="add slides",
             )  # fmt: skip
         if not (time[event == 1].min() < time).any():
             raise NothingToDo(
-                f"survival cannot be learned: {side}", found="no time later than the first event",
+                f"survival cannot be learned: {subset}", found="no time later than the first event",
                 expected="patients with different times", todo="add slides",
             )  # fmt: skip
 

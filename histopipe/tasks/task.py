@@ -164,11 +164,11 @@ class Task(ABC):
 
     @abstractmethod
     def strata(self, targets: Values) -> list[str]:
-        """Return a name for each of (N, T) targets. Splits put an equal share of each name on every side."""
+        """Return a name for each of (N, T) targets. Splits put an equal share of each name in every subset."""
 
     @abstractmethod
-    def check(self, targets: Values, side: str) -> None:
-        """Check that a model can be trained, chosen or evaluated on the (N, T) targets of a side.
+    def check(self, targets: Values, subset: str) -> None:
+        """Check that a model can be trained, chosen or evaluated on the (N, T) targets of a subset.
 
         Raises:
             NothingToDo: they are all the same.
@@ -334,7 +334,7 @@ def relative_ranks(values: Values) -> Values:
     ordered = np.sort(values[np.isfinite(values)])
     if not len(ordered):
         return np.full(len(values), np.nan)
-    low, high = (np.searchsorted(ordered, values, side) for side in ("left", "right"))
+    low, high = (np.searchsorted(ordered, values, subset) for subset in ("left", "right"))
     return np.where(np.isfinite(values), (low + high) / (2 * len(ordered)), np.nan)
 
 

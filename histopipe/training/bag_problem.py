@@ -11,16 +11,17 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from histopipe.dataset.covariates import Covariates
-from histopipe.dataset.options import Side
-from histopipe.dataset.sample_table import SampleSource, SlideValues, unpack_keys
-from histopipe.dataset.splits import SlideSplit, Splits
+from histopipe.dataset.sample_table import SlideValues, unpack_keys
 from histopipe.features.bag_batches import BagBatches
 from histopipe.features.bag_statistics import feature_moments, scaling_variance
 from histopipe.features.bags import BagSet, read_positions
 from histopipe.features.feature_file import read_encoder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig
+from histopipe.splits.covariates import Covariates
+from histopipe.splits.sources import SampleSource
+from histopipe.splits.splits import SlideSplit, Splits
+from histopipe.splits.subsets import Subset
 from histopipe.store.store import Store
 from histopipe.system.progress import message
 from histopipe.tasks.predictions import Predictions
@@ -83,19 +84,19 @@ class BagProblem(Problem):
             fields["covariates"] = SlideValues(values)
         return fields
 
-    def baseline(self) -> dict[Side, Predictions]:
+    def baseline(self) -> dict[Subset, Predictions]:
         """Return the predictions of a model of the covariates alone; empty without covariates."""
         if self._covariates is None:
             return {}
         return baseline_scores(self.splits, self._covariates, self.objective, self.level)
 
-    def batches(self, side: Side, replicas: int) -> BagBatches:
-        """Return the batches of a side. Training bags are limited to `max_per_slide` patches."""
+    def batches(self, subset: Subset, replicas: int) -> BagBatches:
+        """Return the batches of a subset. Training bags are limited to `max_per_slide` patches."""
         config = self._config
         return BagBatches(
-            self._bags, self._tables[side], order=self._order(side), batch_size=config.batch_size,
+            self._bags, self._tables[subset], order=self._order(subset), batch_size=config.batch_size,
             replicas=replicas, on_error=config.on_error,
-            most=config.max_per_slide if side == "train" else 0, seed=config.seed,
+            most=config.max_per_slide if subset == "train" else 0, seed=config.seed,
             by_slide=self._by_slide, positions=config.pooling == "transformer",
         )  # fmt: skip
 

@@ -12,9 +12,9 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from histopipe.dataset.covariates import Covariates
-from histopipe.dataset.options import SIDES, Side
-from histopipe.dataset.splits import SlideSplit, Splits
+from histopipe.splits.covariates import Covariates
+from histopipe.splits.splits import SlideSplit, Splits
+from histopipe.splits.subsets import SUBSETS, Subset
 from histopipe.tasks.choices import Level
 from histopipe.tasks.predictions import Predictions
 from histopipe.training.objective import Objective
@@ -23,27 +23,30 @@ from histopipe.training.survival_objective import CoxObjective, DiscreteSurvival
 
 def baseline_scores(
     splits: Splits, covariates: Covariates, objective: Objective, level: Level
-) -> dict[Side, Predictions]:
-    """Fit a model to the covariates of the training bags, and return its predictions for the other sides."""
+) -> dict[Subset, Predictions]:
+    """Fit a model to the covariates of the training bags, and return its predictions for the other subsets."""
     if isinstance(objective, CoxObjective | DiscreteSurvival):
         # Cox' regression is fitted, and the objective of the slide model keeps its own baseline.
         objective = CoxObjective.of(splits.targets_on("train"))
-    slides = {side: [slide for slide in splits.slides if len(slide.on(side))] for side in SIDES}
+    slides = {
+        subset: [slide for slide in splits.slides if len(slide.on(subset))] for subset in SUBSETS
+    }
     kernel, bias = baseline_weights(splits, covariates, objective)
     logits = {
-        side: _inputs(of_side, covariates) @ kernel + bias for side, of_side in slides.items()
+        subset: _inputs(of_subset, covariates) @ kernel + bias
+        for subset, of_subset in slides.items()
     }
     if isinstance(objective, CoxObjective):
         objective.fit_baseline(logits["train"][:, 0], splits.targets_on("train"))
     task, predictions = objective.described(splits.task), {}
-    for side in SIDES[1:]:
-        if slides[side]:
-            activated = objective.activate(tf.constant(logits[side]))
+    for subset in SUBSETS[1:]:
+        if slides[subset]:
+            activated = objective.activate(tf.constant(logits[subset]))
             output = objective.predictions(np.asarray(activated, np.float32))
-            predictions[side] = Predictions(
+            predictions[subset] = Predictions(
                 task,
-                **_places(slides[side]),
-                target=splits.targets_on(side),
+                **_places(slides[subset]),
+                target=splits.targets_on(subset),
                 output=output,
                 level=level,
             )

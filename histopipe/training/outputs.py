@@ -18,14 +18,15 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from histopipe._version import __version__
-from histopipe.dataset.options import Side
-from histopipe.dataset.sample_table import SampleSource, unpack_keys
+from histopipe.dataset.sample_table import unpack_keys
 from histopipe.dataset.sampling import BatchSampler
-from histopipe.dataset.splits import Splits
 from histopipe.errors import UsageError
 from histopipe.evaluation.predictions import write_predictions
 from histopipe.runs import folder as run_folder
 from histopipe.runs.result import METRICS, TrainResult
+from histopipe.splits.sources import SampleSource
+from histopipe.splits.splits import Splits
+from histopipe.splits.subsets import Subset
 from histopipe.tasks.choices import Level
 from histopipe.tasks.predictions import Predictions
 from histopipe.tasks.task import Task
@@ -187,12 +188,12 @@ def _write(name: str, value: float, step: int) -> None:
 
 def write_results(
     folder: Path,
-    predicted: Mapping[Side, Predictions],
+    predicted: Mapping[Subset, Predictions],
     result: TrainResult,
     facts: Mapping[str, Any],
 ) -> None:
     """Write the predictions, and then `metrics.json`, which marks the run as finished. `facts` are added to it."""
-    tables = [({"split": side}, part) for side, part in predicted.items()]
+    tables = [({"split": subset}, part) for subset, part in predicted.items()]
     write_predictions(folder / run_folder.PREDICTIONS, tables)
     versions = {
         "histopipe": __version__,

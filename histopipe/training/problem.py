@@ -14,19 +14,20 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from histopipe.dataset.options import SIDES, Side
-from histopipe.dataset.participants import Participant
 from histopipe.dataset.patch_batches import PatchBatches
-from histopipe.dataset.sample_table import SampleSource, SampleTable, SlideValues, unpack_keys
+from histopipe.dataset.sample_table import SampleTable, SlideValues, unpack_keys
 from histopipe.dataset.sampling import BatchSampler, Order, Sequential, make_order
 from histopipe.dataset.selection import select
-from histopipe.dataset.splits import SlideSplit, Splits
 from histopipe.dataset.stain_normalization import StainNormalizer
 from histopipe.errors import UsageError
 from histopipe.pretrained.sources import named_preset
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.result import EpochMetrics
 from histopipe.runs.task_config import PatchTrainConfig
+from histopipe.splits.slide_table import SlideEntry
+from histopipe.splits.sources import SampleSource
+from histopipe.splits.splits import SlideSplit, Splits
+from histopipe.splits.subsets import SUBSETS, Subset
 from histopipe.store.store import Store
 from histopipe.system.progress import message
 from histopipe.system.result import counted
@@ -62,19 +63,19 @@ class Problem:
         max_per_slide: int = 0,
     ) -> None:
         self.splits = splits
-        self.participants: Sequence[Participant] = ()
-        """All slides of the sources, each with its side or the reason of its exclusion."""
+        self.slides: Sequence[SlideEntry] = ()
+        """All slides of the sources, each with its subset or the reason of its exclusion."""
         self.facts: Mapping[str, Any] = {}
         """Facts for users of the model, written to `metrics.json`."""
         self._settings, self._sources = config, sources
-        self._tables: dict[Side, SampleTable] = {}
-        for side in SIDES:
-            if side == "test" and not any(len(slide.on(side)) for slide in splits.slides):
+        self._tables: dict[Subset, SampleTable] = {}
+        for subset in SUBSETS:
+            if subset == "test" and not any(len(slide.on(subset)) for slide in splits.slides):
                 continue
-            chosen = select(sources, splits=splits, side=side)
-            cap = max_per_slide if side == "train" else 0
-            self._tables[side] = SampleTable(chosen, max_per_slide=cap or None, seed=config.seed)
-        self.sides = tuple(self._tables)
+            chosen = select(sources, splits=splits, subset=subset)
+            cap = max_per_slide if subset == "train" else 0
+            self._tables[subset] = SampleTable(chosen, max_per_slide=cap or None, seed=config.seed)
+        self.subsets = tuple(self._tables)
         """Sides that have samples."""
         self.objective = make_objective(
             config.task,
@@ -84,8 +85,8 @@ class Problem:
             draws=self._draws() if config.class_weights == "balanced" else None,
         )
 
-    def batches(self, side: Side, replicas: int) -> BatchSampler:
-        """Return the batches of a side, with a part for each replica. Training batches are shuffled."""
+    def batches(self, subset: Subset, replicas: int) -> BatchSampler:
+        """Return the batches of a subset, with a part for each replica. Training batches are shuffled."""
         raise NotImplementedError
 
     def train_step(self, strategy: tf.distribute.Strategy, steps_per_epoch: int) -> TrainStep:
@@ -121,15 +122,15 @@ class Problem:
                 todo="check their values, lower --learning-rate, or use --precision float32",
             )
 
-    def damaged(self, keys: Sequence[int]) -> dict[str, Counter[Side]]:
-        """Return the number of damaged patches of each slide by side, from the keys of damaged samples."""
-        counts: dict[str, Counter[Side]] = defaultdict(Counter)
+    def damaged(self, keys: Sequence[int]) -> dict[str, Counter[Subset]]:
+        """Return the number of damaged patches of each slide by subset, from the keys of damaged samples."""
+        counts: dict[str, Counter[Subset]] = defaultdict(Counter)
         in_split = {(slide.store, slide.slide): slide for slide in self.splits.slides}
         places = (column.tolist() for column in unpack_keys(np.array(keys, np.int64)))
         for store, number, row in zip(*places, strict=True):
             slide = in_split[store, number]
             for name, patches in self._patches_of(slide).items():
-                counts[name][SIDES[slide.sides[row]]] += patches
+                counts[name][SUBSETS[slide.subsets[row]]] += patches
         return counts
 
     def _patches_of(self, slide: SlideSplit) -> dict[str, int]:
@@ -158,16 +159,16 @@ class Problem:
             )
         }
 
-    def baseline(self) -> dict[Side, Predictions]:
+    def baseline(self) -> dict[Subset, Predictions]:
         """Return the predictions of a model of the covariates alone; empty without covariates."""
         return {}
 
     def write_more(self, folder: Path, step: TrainStep, evaluated: Sequence[SampleOutputs]) -> None:
         """Write outputs of the evaluated samples that are not in `predictions.csv`. Patches have none."""
 
-    def _order(self, side: Side, *, shuffle_block: int = 0) -> Order:
-        config, table = self._settings, self._tables[side]
-        if side != "train":
+    def _order(self, subset: Subset, *, shuffle_block: int = 0) -> Order:
+        config, table = self._settings, self._tables[subset]
+        if subset != "train":
             return Sequential(len(table))
         block = shuffle_block or None
         return make_order(table, seed=config.seed, balance=config.balance, shuffle_block=block)
@@ -233,12 +234,12 @@ class PatchProblem(Problem):
         patch_mpp = statistics.median(scales) if scales else None
         self.facts = {"spec": dict(stores[0].spec), "patch_mpp": patch_mpp}
 
-    def batches(self, side: Side, replicas: int) -> PatchBatches:
-        """Return the batches of a side; see `Problem`."""
+    def batches(self, subset: Subset, replicas: int) -> PatchBatches:
+        """Return the batches of a subset; see `Problem`."""
         config = self._config
         return PatchBatches(
-            self._stores, self._tables[side], batch_size=config.batch_size, replicas=replicas,
-            order=self._order(side, shuffle_block=config.shuffle_block), on_error=config.on_error,
+            self._stores, self._tables[subset], batch_size=config.batch_size, replicas=replicas,
+            order=self._order(subset, shuffle_block=config.shuffle_block), on_error=config.on_error,
             by_slide=self._by_slide,
         )  # fmt: skip
 
@@ -264,10 +265,10 @@ class PatchProblem(Problem):
 
 
 def print_splits(splits: Splits, sources: Sequence[SampleSource], holders: str, unit: str) -> None:
-    """Print the samples per side and class. `holders` (see `Problem`) and `unit` are plural nouns."""
-    for side, counts in splits.count().items():
-        text = splits.task.subset_text(splits.targets_on(side), counts, unit)
-        message(f"{side:<11}{text}")
+    """Print the samples per subset and class. `holders` (see `Problem`) and `unit` are plural nouns."""
+    for subset, counts in splits.count().items():
+        text = splits.task.subset_text(splits.targets_on(subset), counts, unit)
+        message(f"{subset:<11}{text}")
     if splits.split_by == "patch":
         message(
             "warning: split by patch: test patches are neighbours of training patches, so test metrics"
@@ -277,10 +278,10 @@ def print_splits(splits: Splits, sources: Sequence[SampleSource], holders: str, 
     if left_out:
         column = "" if splits.column is None else f", or no value in column {splits.column}"
         message(f"{left_out} {holders} left out: no label, or no patches{column}")
-    dropped = sum(int((slide.sides < 0).sum()) for slide in splits.slides)
+    dropped = sum(int((slide.subsets < 0).sum()) for slide in splits.slides)
     if dropped:
         message(
-            f"{dropped} {unit} left out (unreadable, no class, filtered out, too near another side, "
+            f"{dropped} {unit} left out (unreadable, no class, filtered out, too near another subset, "
             "or held out from a search)"
         )
     sites: dict[str, Counter[str]] = defaultdict(Counter)

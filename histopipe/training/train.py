@@ -9,16 +9,15 @@ from pathlib import Path
 
 import tensorflow as tf
 
-from histopipe.dataset.participants import read_participants, write_participants
-from histopipe.dataset.splits import read_splits
 from histopipe.errors import OutOfMemory, WorkerLost
 from histopipe.runs import folder as run_folder
 from histopipe.runs.advice import advise
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.messages import Report, ReportedProgress, one_at_a_time
 from histopipe.runs.result import TrainResult
-from histopipe.runs.splits import find_participants, new_splits, opened_sources
+from histopipe.runs.training_data import opened_sources, splits_and_slides
 from histopipe.runs.workers import HEARTBEATS, Cluster
+from histopipe.splits.slide_table import write_slide_table
 from histopipe.system.filesystems import roomy
 from histopipe.system.progress import message, use_progress
 from histopipe.training.bag_problem import make_problem
@@ -51,22 +50,15 @@ def train_here(
         if report is not None:
             report = one_at_a_time(report)
             stack.enter_context(use_progress(ReportedProgress(report)))
-        recorded = folder / run_folder.SPLITS
-        splits_path = recorded if resume else config.splits
+        splits_path = folder / run_folder.SPLITS if resume else config.splits
         sources = stack.enter_context(opened_sources(config, splits_path))
-        splits = read_splits(recorded, sources) if resume else new_splits(config, sources)
+        splits, slides = splits_and_slides(config, sources, folder, resume=resume)
         problem = make_problem(config, sources, splits)
         if cluster.chief:
             print_splits(splits, sources, problem.holders, config.unit)
         stack.enter_context(cluster.heartbeats(folder))
         stack.enter_context(_explained(cluster, folder))
-        recorded_slides = folder / run_folder.SLIDES
-        problem.participants = read_participants(recorded_slides) if resume else []
-        if any(
-            participant.damaged for participant in problem.participants
-        ):  # of a run that has finished before
-            problem.participants = []
-        problem.participants = problem.participants or find_participants(config, sources, splits)
+        problem.slides = slides
         trainer = Trainer(
             config, folder, problem=problem, cluster=cluster, report=report or (lambda *_: None)
         )
@@ -75,7 +67,7 @@ def train_here(
             stack.enter_context(
                 run_folder.opened(folder, {run_folder.SPLITS: splits}, config, resume=resume)
             )
-            write_participants(recorded_slides, problem.participants)
+            write_slide_table(folder / run_folder.SLIDES, slides)
         result = trainer.train(resume=resume)
         patients = len({slide.patient for slide in splits.slides})
         is_drawn = config.splits is None and config.split_column is None

@@ -15,11 +15,8 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from histopipe.dataset.flow import flow_of, leaked_patients
-from histopipe.dataset.options import Side
-from histopipe.dataset.participants import with_damaged, write_participants
 from histopipe.errors import OutOfMemory, UsageError
-from histopipe.evaluation.breakdown import break_down_sides
+from histopipe.evaluation.breakdown import break_down_subsets
 from histopipe.evaluation.evaluate import evaluate_subsets
 from histopipe.evaluation.temperature import calibrated
 from histopipe.runs import folder as run_folder
@@ -27,6 +24,8 @@ from histopipe.runs.config import TrainConfig
 from histopipe.runs.messages import Report
 from histopipe.runs.result import TrainResult, epoch_line
 from histopipe.runs.workers import Cluster
+from histopipe.splits.slide_table import flow_of, leaked_patients, with_damaged, write_slide_table
+from histopipe.splits.subsets import Subset
 from histopipe.system.files import appearing
 from histopipe.system.progress import message
 from histopipe.training.checkpoint import TrainState, load_state, save_state
@@ -68,7 +67,9 @@ class Trainer:
     ) -> None:
         self._config, self._folder, self._problem = config, folder, problem
         self._cluster, self._report = cluster, report
-        _ = problem.splits.task.with_settings(config.evaluation_settings).positive  # raises early if there is none
+        _ = problem.splits.task.with_settings(
+            config.evaluation_settings
+        ).positive  # raises early if there is none
         report("cluster", (cluster.workers, cluster.index))
         cluster.beat = lambda: report("beat", None)
         tf.debugging.set_log_device_placement(config.log_device_placement)
@@ -80,8 +81,8 @@ class Trainer:
         if config.deterministic:
             tf.config.experimental.enable_op_determinism()
         replicas = strategy.num_replicas_in_sync
-        self._batches: dict[Side, Any] = {
-            side: problem.batches(side, replicas) for side in problem.sides
+        self._batches: dict[Subset, Any] = {
+            subset: problem.batches(subset, replicas) for subset in problem.subsets
         }
         self._train_batches = self._batches["train"]
         self._step = problem.train_step(strategy, self._train_batches.steps_per_epoch)
@@ -258,8 +259,8 @@ class Trainer:
             save_state(self._folder, self._state, self._step.variables)
         self._signals.saved()
 
-    def _predict(self, side: Side, *, saving: bool) -> SampleOutputs:
-        """Predict a side; stop if requested, without waiting for other workers.
+    def _predict(self, subset: Subset, *, saving: bool) -> SampleOutputs:
+        """Predict a subset; stop if requested, without waiting for other workers.
 
         With `saving`, during the validation after an epoch, save the state before stopping. Later the state is already
         saved, and the network has the best weights.
@@ -271,8 +272,8 @@ class Trainer:
                     self._save()
                 raise self._state.interrupted(self._folder)
 
-        outputs = self._loop.predict(self._batches[side], side, before_step=stop_if_requested)
-        return self._all_or_damaged(side, outputs)
+        outputs = self._loop.predict(self._batches[subset], subset, before_step=stop_if_requested)
+        return self._all_or_damaged(subset, outputs)
 
     def _all_or_damaged(self, title: str, outputs: SampleOutputs | None) -> SampleOutputs:
         outputs = self._loop.checked(title, outputs)
@@ -286,11 +287,11 @@ class Trainer:
         best = keras.models.load_model(self._folder / run_folder.MODEL)
         check_weights(best.weights, run_folder.MODEL, DIVERGED)  # version 0.2 did not check them
         self._step.model.serving.set_weights(best.get_weights())
-        sides: list[Side] = [side for side in self._batches if side != "train"]
-        by_side = {side: self._predict(side, saving=False) for side in sides}
+        subsets: list[Subset] = [subset for subset in self._batches if subset != "train"]
+        by_subset = {subset: self._predict(subset, saving=False) for subset in subsets}
         problem = self._problem
         problem.objective.finish(lambda: problem.predictions(self._predict("train", saving=False)))
-        predicted = {side: problem.predictions(outputs) for side, outputs in by_side.items()}
+        predicted = {subset: problem.predictions(outputs) for subset, outputs in by_subset.items()}
         calibration = None
         if self._config.calibrate:
             predicted, calibration = calibrated(predicted, self._config.evaluation_settings)
@@ -299,19 +300,19 @@ class Trainer:
         evaluations = evaluate_subsets(predicted, evaluation_settings, leaked)
         baseline = self._problem.baseline()
         skipped = sorted({*self._state.skipped, *self._loop.skipped})
-        participants = with_damaged(self._problem.participants, self._problem.damaged(skipped))
+        slides = with_damaged(self._problem.slides, self._problem.damaged(skipped))
         host_bytes, gpu_bytes = peak_bytes()
         seconds = sum(row["seconds"] for row in self._state.history) + time.monotonic() - began
         result = TrainResult(
             self._folder, self._state.epoch, self._state.best_epoch,
             evaluations, seconds=seconds, host_bytes=host_bytes, gpu_bytes=gpu_bytes, covariates_only=evaluate_subsets(baseline, evaluation_settings, leaked) if baseline else {},
-            calibration=calibration, flow=flow_of(participants),
-            breakdown=break_down_sides(predicted, evaluations, participants, self._config.subgroup, evaluation_settings),
+            calibration=calibration, flow=flow_of(slides),
+            breakdown=break_down_subsets(predicted, evaluations, slides, self._config.subgroup, evaluation_settings),
         )  # fmt: skip
         if self._cluster.chief:
-            self._problem.write_more(self._folder, self._step, list(by_side.values()))
+            self._problem.write_more(self._folder, self._step, list(by_subset.values()))
             if skipped:
-                write_participants(self._folder / run_folder.SLIDES, participants)
+                write_slide_table(self._folder / run_folder.SLIDES, slides)
                 message(f"{len(skipped)} damaged {self._config.unit} were skipped")
             facts = {
                 "classes": splits.classes,

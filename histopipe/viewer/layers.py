@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.dataset.options import SIDES
+from histopipe.splits.subsets import SUBSETS
 from histopipe.viewer.collection import Entry
 from histopipe.viewer.predictions import Predictions
 
@@ -126,11 +126,11 @@ def slide_layers(entry: Entry, predictions: Iterable[Predictions]) -> SlideLayer
         size, stride = entry.predicted.size_l0, entry.predicted.stride_l0
     for source in predictions:
         if entry.store is not None and layers.grids:
-            sides = source.split(entry.store, entry.number)
-            if sides is not None:
-                side_values = np.where(sides >= 0, sides, np.nan)
+            patch_subsets = source.split(entry.store, entry.number)
+            if patch_subsets is not None:
+                side_values = np.where(patch_subsets >= 0, patch_subsets, np.nan)
                 layers.add(
-                    f"split:{source.name}", f"Split of {source.name}", "split", 0, side_values, classes=SIDES
+                    f"split:{source.name}", f"Split of {source.name}", "split", 0, side_values, classes=SUBSETS
                 )  # fmt: skip
         _add_predictions(layers, source, entry.id, size, stride or size)
     return layers

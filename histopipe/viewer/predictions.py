@@ -15,8 +15,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.dataset.options import SIDES
-from histopipe.dataset.splits import DROPPED, Splits, load_splits, patches_crc
 from histopipe.errors import DamagedStore, NothingToDo, UsageError
 from histopipe.evaluation.predictions import read_predictions
 from histopipe.features.feature_file import paths_of_stores
@@ -24,6 +22,8 @@ from histopipe.inference.predictions_folder import SLIDES, PredictedSlide, Predi
 from histopipe.reports.bag_values import ranks, read_patch_table
 from histopipe.runs import folder as run_folder
 from histopipe.runs.task_config import load_config
+from histopipe.splits.splits import DROPPED, Splits, load_splits, patches_crc
+from histopipe.splits.subsets import SUBSETS
 from histopipe.store.store import Store
 from histopipe.system.files import reading
 from histopipe.tasks import predictions as tasks
@@ -93,7 +93,7 @@ class Predictions:
         return None
 
     def split_by_slide(self) -> dict[str, str]:
-        """Return the side of each slide; "several" if its patches are on several sides."""
+        """Return the subset of each slide; "several" if its patches are in several subsets."""
         return {}
 
     def slides(self) -> Mapping[str, PredictedSlide]:
@@ -200,15 +200,15 @@ class RunPredictions(Predictions):
                 and slide_split.slide == slide
                 and splits.uuids[slide_split.store] == store.uuid
             ):
-                return slide_split.sides if slide_split.crc == patches_crc(store, slide) else None
+                return slide_split.subsets if slide_split.crc == patches_crc(store, slide) else None
         return None
 
     def split_by_slide(self) -> dict[str, str]:  # noqa: D102
-        side_names = {}
+        subset_names = {}
         for slide in self._splits.slides if self._splits else ():
-            sides = set(slide.sides.tolist()) - {DROPPED}
-            side_names[slide.id] = SIDES[sides.pop()] if len(sides) == 1 else "several"
-        return side_names
+            subsets = set(slide.subsets.tolist()) - {DROPPED}
+            subset_names[slide.id] = SUBSETS[subsets.pop()] if len(subsets) == 1 else "several"
+        return subset_names
 
     def by_slide(self) -> dict[str, dict[str, float | str]]:  # noqa: D102
         predictions = self._read()

@@ -29,7 +29,6 @@ from pydicom.uid import UID, JPEGBaseline8Bit, VLWholeSlideMicroscopyImageStorag
 
 from histopipe.annotations.read import read_annotations
 from histopipe.dataset.patch_batches import decode
-from histopipe.dataset.splits import read_splits, recorded_numbers, trained_on
 from histopipe.demo.pyramid_tiff import TiffPage, write_pyramid
 from histopipe.errors import HistopipeError
 from histopipe.evaluation.predictions import read_predictions
@@ -47,6 +46,7 @@ from histopipe.slides.tiff_reader import TiffReader
 from histopipe.slides.tiles import dicom as dicom_tiles
 from histopipe.slides.tiles import tiff as tiff_tiles
 from histopipe.slides.tiles.native import NativeLevel, NativeTiles, NotNative
+from histopipe.splits.splits import read_splits, recorded_numbers, trained_on
 from histopipe.store.reading import decode_picture
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store

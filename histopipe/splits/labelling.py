@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.dataset.options import LabelsFrom
-from histopipe.dataset.sample_table import SampleGroup, SampleSource
-from histopipe.dataset.splits import DROPPED, SlideSplit, patches_crc
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.slides.slide_hashes import copy_names
-from histopipe.slides.table_checks import SUBSETS
+from histopipe.slides.table_checks import SUBSET_SPELLINGS
 from histopipe.slides.tables import SlideLabel, SlideNames, read_labels
+from histopipe.splits.sources import SampleGroup, SampleSource
+from histopipe.splits.splits import DROPPED, SlideSplit, patches_crc
+from histopipe.splits.subsets import LabelsFrom
 from histopipe.system.csv_files import cell_number, nfc
 from histopipe.system.progress import message
 from histopipe.system.result import counted
@@ -93,7 +93,7 @@ class Labelling:
     """Source of the labels, and filter of the patches. `labels`, by slide id, replace the recorded ones.
 
     Targets of other tasks than classification are read from the cells of `labels`; `covariates` are further columns. Slides with an empty
-    cell in `split_column`, which has their sides or folds, are left out.
+    cell in `split_column`, which has their subsets or folds, are left out.
     """
 
     labels: Mapping[str, SlideLabel] | None = None
@@ -127,7 +127,7 @@ def candidates(
 ) -> tuple[tuple[str, ...], list[SlideSplit]]:
     """Return the classes, in the order of their numbers, and all labelled slides that have patches.
 
-    Patches without a class, unreadable patches and patches out of bounds are `DROPPED`. All others are on side 0 until
+    Patches without a class, unreadable patches and patches out of bounds are `DROPPED`. All others are in subset 0 until
     a split assigns them.
 
     Raises:
@@ -153,7 +153,7 @@ def candidates(
         classes = tuple(sorted({slide.label for slide in slides}))
     if len(classes) < 2 and labelling.task.of_classes:
         raise _too_few_classes(classes, labelling.labels_from)
-    if not any((slide.sides != DROPPED).any() for slide in slides):
+    if not any((slide.subsets != DROPPED).any() for slide in slides):
         raise NothingToDo(
             "no labelled patch is within the bounds", found=str(labelling.patch_filter),
             todo="relax the bounds; `histopipe report STORE` shows the measured values",
@@ -204,14 +204,17 @@ def given_parts(
     *,
     folds: bool,
 ) -> NDArray[np.int64]:
-    """Return the side of each slide in the split column, (N,), or the number of its fold.
+    """Return the subset of each slide in the split column, (N,), or the number of its fold.
 
     Raises:
-        UsageError: a cell is no side, or no whole number.
+        UsageError: a cell is no subset, or no whole number.
     """
     column = str(labelling.split_column)
     cells = [_labels_of(stores[slide.store], slide.slide, labelling)[1][column] for slide in slides]
-    parts = [cell_number(cell) if folds else SUBSETS.get(cell.lower(), math.nan) for cell in cells]
+    parts = [
+        cell_number(cell) if folds else SUBSET_SPELLINGS.get(cell.lower(), math.nan)
+        for cell in cells
+    ]
     wrong = [number for number, part in enumerate(parts) if part % 1 != 0]
     if wrong:
         rest = f", and {counted(len(wrong) - 1, 'row')} more" if wrong[1:] else ""
@@ -220,7 +223,7 @@ def given_parts(
             found=repr(cells[wrong[0]]) + rest,
             expected="the whole number of a fold; train, validation and test need no --folds"
             if folds
-            else f"{', '.join(SUBSETS)}, in any case; fold numbers need --folds column",
+            else f"{', '.join(SUBSET_SPELLINGS)}, in any case; fold numbers need --folds column",
             todo="correct the cells; an empty cell leaves its slide out",
         )
     return np.array(parts, np.int64)

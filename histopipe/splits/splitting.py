@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -12,15 +12,15 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.dataset.assignment import Assignment, copies_note, mark_patches
-from histopipe.dataset.labelling import Labelling, candidates, given_parts
-from histopipe.dataset.options import SIDES, Side, SplitBy
-from histopipe.dataset.regions import sides_by_region
-from histopipe.dataset.sample_table import SampleSource
-from histopipe.dataset.splits import DROPPED, SlideSplit, Splits
 from histopipe.errors import HistopipeError, NothingToDo, UsageError
 from histopipe.geometry import Micrometres
 from histopipe.slides.slide_hashes import connected
+from histopipe.splits.assignment import Assignment, copies_note, mark_patches
+from histopipe.splits.labelling import Labelling, candidates, given_parts
+from histopipe.splits.sources import SampleSource
+from histopipe.splits.splits import DROPPED, SlideSplit, Splits
+from histopipe.splits.subsets import SUBSETS, SplitBy, Subset
+from histopipe.store.record import SlideRecord
 from histopipe.system.hashing import combine
 from histopipe.system.progress import message
 from histopipe.system.result import counted
@@ -28,7 +28,7 @@ from histopipe.tasks.multilabel import Multilabel
 
 FRACTIONS = (0.7, 0.15, 0.15)
 REGION = Micrometres(250.0)
-_TRAIN, _VALIDATION, _TEST = range(len(SIDES))
+_TRAIN, _VALIDATION, _TEST = range(len(SUBSETS))
 _MAX_WAYS = 3
 """Maximum number of flags that a refusal lists."""
 
@@ -44,11 +44,11 @@ def make_splits(
 ) -> Splits:
     """Split the labelled slides of stores. The same seed gives the same split.
 
-    Each side gets its fraction of units, patches and classes, as far as the units allow. `region` is the side of the
+    Each subset gets its fraction of units, patches and classes, as far as the units allow. `region` is the side of the
     squares for split_by="region". If the labelling has a split column without validation, it is drawn from training.
 
     Raises:
-        NothingToDo: there are fewer than two classes, or a class is too small to be on every side.
+        NothingToDo: there are fewer than two classes, or a class is too small to be in every subset.
         UsageError: a slide has no site, for "site", no mpp, for "region", or a wrong cell in the split column.
     """
     labelling = labelling or Labelling()
@@ -122,14 +122,14 @@ class _Plan:
             ) from None
 
     def _make(self) -> tuple[Splits, ...]:
-        sides: Any
+        subsets: Any
         if self.labelling.split_column is not None:
-            sides, algorithm = self._by_column()
+            subsets, algorithm = self._by_column()
         elif self.split_by == "patch":
-            sides, algorithm = _by_patch(self.slides, self.assignment), "random"
+            subsets, algorithm = _by_patch(self.slides, self.assignment), "random"
         elif self.split_by == "region":
             marks, classes = self._marks()
-            sides = sides_by_region(
+            subsets = subsets_by_region(
                 self.slides,
                 marks,
                 self.stores,
@@ -138,19 +138,21 @@ class _Plan:
             )
             algorithm = "balanced"
         else:
-            sides, algorithm = self._by_group(), "balanced"
-        return tuple(self._checked(each, algorithm) for each in sides)
+            subsets, algorithm = self._by_group(), "balanced"
+        return tuple(self._checked(each, algorithm) for each in subsets)
 
-    def _checked(self, sides: Any, algorithm: str) -> Splits:
-        """Return the splits with the sides of each slide, or refuse them: a side of a slide, or (N,) of its patches."""
+    def _checked(self, subsets: Any, algorithm: str) -> Splits:
+        """Return the splits with the subsets of each slide, or refuse them: a subset of a slide, or (N,) of its patches."""
         task, column = self.labelling.task, self.labelling.split_column
         divided = tuple(
-            replace(slide, sides=np.where(slide.sides == DROPPED, DROPPED, side).astype(np.int8))
-            for slide, side in zip(self.slides, sides, strict=True)
+            replace(
+                slide, subsets=np.where(slide.subsets == DROPPED, DROPPED, subset).astype(np.int8)
+            )
+            for slide, subset in zip(self.slides, subsets, strict=True)
         )
         train, validation, test = self.assignment.fractions
         if column is not None:
-            train, validation, test = (np.bincount(sides, minlength=3) / len(sides)).tolist()
+            train, validation, test = (np.bincount(subsets, minlength=3) / len(subsets)).tolist()
         splits = Splits(
             self.split_by,
             self.assignment.seed,
@@ -166,10 +168,10 @@ class _Plan:
         )
         # Folds and given splits may lack a class, except for training.
         lenient, counts = self.assignment.folds > 0 or column is not None, splits.count()
-        for side, share in zip(SIDES, splits.fractions, strict=True):
-            may_lack = side == "test" if not share else lenient and side != "train"
-            if not may_lack or (share and not counts[side].total()):
-                _refuse_missing(splits, side, counts[side])
+        for subset, share in zip(SUBSETS, splits.fractions, strict=True):
+            may_lack = subset == "test" if not share else lenient and subset != "train"
+            if not may_lack or (share and not counts[subset].total()):
+                _refuse_missing(splits, subset, counts[subset])
         return splits
 
     def _ways(self) -> Iterator[str]:
@@ -208,28 +210,28 @@ class _Plan:
                     break
 
     def _by_column(self) -> tuple[list[NDArray[np.int64]], str]:
-        """Return the side of each slide, (N,) for each fold, and how sides were assigned."""
+        """Return the subset of each slide, (N,) for each fold, and how subsets were assigned."""
         folds, algorithm = self.assignment.folds, "given"
         parts = given_parts(self.slides, self.stores, self.labelling, folds=folds > 0)
-        fold_sides = [parts]
+        fold_subsets = [parts]
         if folds:
-            fold_sides = [np.where(parts == part, _TEST, _TRAIN) for part in np.unique(parts)]
-        for fold, sides in enumerate(fold_sides):
-            rows = np.flatnonzero(sides == _TRAIN).tolist()
-            if _VALIDATION not in sides and len(rows):
+            fold_subsets = [np.where(parts == part, _TEST, _TRAIN) for part in np.unique(parts)]
+        for fold, subsets in enumerate(fold_subsets):
+            rows = np.flatnonzero(subsets == _TRAIN).tolist()
+            if _VALIDATION not in subsets and len(rows):
                 seed = int(combine(self.assignment.seed, fold))
                 assignment = Assignment(self.assignment.without_test, seed)
                 slides, algorithm = [self.slides[row] for row in rows], "balanced"
-                (sides[rows],) = replace(self, slides=slides, assignment=assignment)._by_group()
+                (subsets[rows],) = replace(self, slides=slides, assignment=assignment)._by_group()
         if not folds and algorithm == "balanced":
             message(
                 f"column {self.labelling.split_column} has no validation: "
                 f"{counted(int((parts == _VALIDATION).sum()), 'training slide')} drawn for it at random, by {self.split_by}"
             )
-        return fold_sides, algorithm
+        return fold_subsets, algorithm
 
     def _by_group(self) -> NDArray[np.int8]:
-        """Return the side of each slide, (N,) for each fold: that of its patient, site or slide."""
+        """Return the subset of each slide, (N,) for each fold: that of its patient, site or slide."""
         patients = [slide.patient for slide in self.slides]
         names = patients
         if self.split_by == "slide":
@@ -279,7 +281,7 @@ class _Plan:
     def _assign(
         self, patches: NDArray[np.int64], classes: int, joined: Sequence[SlideSplit]
     ) -> NDArray[np.int8]:
-        """Return the side of each unit, (U,) for each fold, from its patches and classes as for `balanced_parts`.
+        """Return the subset of each unit, (U,) for each fold, from its patches and classes as for `balanced_parts`.
 
         `joined` are slides that may be in one unit because they are copies.
         """
@@ -295,7 +297,7 @@ class _Plan:
                         + copies_note(
                             [slide for slide in joined if slide.label == name], self.slides
                         ),
-                        expected=f"at least {needed}, one for each side that needs the class",
+                        expected=f"at least {needed}, one for each subset that needs the class",
                         todo="add slides",
                     )
             most, what = max(units), f"the {by}s of the largest class"
@@ -304,20 +306,20 @@ class _Plan:
         return assignment.assign(patches, classes)
 
 
-def _refuse_missing(splits: Splits, side: Side, counts: Counter[str]) -> None:
-    """Check that a side has patches of every class. Patches near another side may have been left out."""
+def _refuse_missing(splits: Splits, subset: Subset, counts: Counter[str]) -> None:
+    """Check that a subset has patches of every class. Patches near another subset may have been left out."""
     task = splits.task
     by = f"splitting by {splits.split_by if splits.column is None else splits.column}"
     if not task.of_classes:
         if not counts.total():
-            raise NothingToDo(f"{by} leaves no slide for {side}", todo="add slides")
-        if side != "test":
-            task.check(splits.targets_on(side), f"split by {splits.split_by}, {side}")
+            raise NothingToDo(f"{by} leaves no slide for {subset}", todo="add slides")
+        if subset != "test":
+            task.check(splits.targets_on(subset), f"split by {splits.split_by}, {subset}")
         return
     for name in splits.classes:
         if not counts[name]:
             raise NothingToDo(
-                f"{by} leaves no {name!r} patch for {side}"
+                f"{by} leaves no {name!r} patch for {subset}"
                 + copies_note(
                     [slide for slide in splits.slides if slide.label == name], splits.slides
                 ),
@@ -330,10 +332,102 @@ def _refuse_missing(splits: Splits, side: Side, counts: Counter[str]) -> None:
 def _by_patch(
     slides: Sequence[SlideSplit], assignment: Assignment
 ) -> list[tuple[NDArray[np.int8], ...]]:
-    """Return random sides of the patches of each slide, for each fold. Copies of one slide get the same sides."""
-    sides = []
+    """Return random subsets of the patches of each slide, for each fold. Copies of one slide get the same subsets."""
+    subsets = []
     for slide in slides:
         name = slide.content or slide.id
         rng = np.random.default_rng([assignment.seed, *name.encode()])
-        sides.append(assignment.assign_patches(rng.permutation(slide.count)))
-    return list(zip(*sides, strict=True))
+        subsets.append(assignment.assign_patches(rng.permutation(slide.count)))
+    return list(zip(*subsets, strict=True))
+
+
+def subsets_by_region(
+    slides: Sequence[SlideSplit],
+    marks: NDArray[np.bool_],
+    stores: Sequence[SampleSource],
+    region: Micrometres,
+    assign: Callable[[NDArray[np.int64]], NDArray[np.int8]],
+) -> list[list[NDArray[np.int8]]]:
+    """Return the subsets of the patches of each slide, for each fold, by the square that contains their centre.
+
+    Patches within a patch width of another subset are left out. `marks` are (N, Q) of the slides; `assign` returns the
+    subsets of (U, Q) patches of squares, (U,) for each fold.
+    """
+    squares = [_squares(slide, stores[slide.store], region) for slide in slides]
+    # Copies of one slide have the same squares.
+    keys = [slide.content or f"{slide.store}/{slide.id}" for slide in slides]
+    patches: dict[tuple[str, int, int], NDArray[np.int64]] = {}
+    for slide, key, (position, _), row in zip(slides, keys, squares, marks, strict=True):
+        fit = slide.subsets != DROPPED
+        places, place_of = np.unique(position[fit], axis=0, return_inverse=True)
+        counts = np.zeros((len(places), len(row)), np.int64)
+        np.add.at(counts, place_of.ravel(), mark_patches(slide, row)[fit])
+        for (x, y), count in zip(places.tolist(), counts, strict=True):
+            patches[key, x, y] = patches.get((key, x, y), 0) + count
+    folds = []
+    for assigned in assign(np.array(list(patches.values()))):
+        subsets = dict(zip(patches, assigned.tolist(), strict=True))
+        folds.append(
+            [
+                _subsets_apart(key, position, nearby, subsets)
+                for key, (position, nearby) in zip(keys, squares, strict=True)
+            ]
+        )
+    return folds
+
+
+def _subsets_apart(
+    key: str,
+    position: NDArray[np.int64],
+    nearby: Sequence[NDArray[np.int64]],
+    subsets: Mapping[tuple[str, int, int], int],
+) -> NDArray[np.int8]:
+    """Return the subsets of the patches of a slide, `DROPPED` for those near another subset."""
+    patch_subsets = _subsets_of(position, key, subsets)
+    nearby_subsets = [_subsets_of(points, key, subsets) for points in nearby]
+    # A square without patches is in no subset, so patches need no distance from it.
+    mixed = np.any(
+        [(other != patch_subsets) & (other != DROPPED) for other in nearby_subsets], axis=0
+    )
+    return np.where(mixed, DROPPED, patch_subsets).astype(np.int8)
+
+
+def _subsets_of(
+    squares: NDArray[np.int64], key: str, subsets: Mapping[tuple[str, int, int], int]
+) -> NDArray[np.int8]:
+    """Return the subset of each of (N, 2) squares: (N,) int8, `DROPPED` for those without patches."""
+    return np.array([subsets.get((key, x, y), DROPPED) for x, y in squares.tolist()], np.int8)
+
+
+def _squares(
+    slide: SlideSplit, store: SampleSource, region: Micrometres
+) -> tuple[NDArray[np.int64], list[NDArray[np.int64]]]:
+    """Return the square of each patch's centre, (N, 2), and the squares of points within a patch width of the patch.
+
+    A patch with its margin is three patch widths wide. It is covered with a grid of points that are close enough to
+    meet every square that it touches.
+    """
+    record = store.records[slide.slide]
+    if (
+        not isinstance(record, SlideRecord)  # bags have no position on a slide
+        or not record.mpp
+        or not record.read_size
+        or not record.downsample
+    ):
+        raise UsageError(
+            f"slide {slide.id} has no mpp",
+            todo="ingest it with --default-mpp, or use another --split-by",
+        )
+    index = store.index(slide.slide)
+    side = region / record.mpp  # level-0 pixels
+    width = record.read_size * record.downsample
+    corners = np.stack([index["x_l0"], index["y_l0"]], axis=1).astype(np.float64)
+    position = np.floor((corners + width / 2) / side).astype(np.int64)
+    points = max(4, int(np.ceil(3 * width / side)) + 1)
+    offsets = np.linspace(-width, 2 * width, points)
+    nearby = [
+        np.floor((corners + np.array([dx, dy])) / side).astype(np.int64)
+        for dx in offsets
+        for dy in offsets
+    ]
+    return position, nearby

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.dataset.options import SIDES
-from histopipe.dataset.splits import DROPPED, SlideSplit
+from histopipe.splits.splits import DROPPED, SlideSplit
+from histopipe.splits.subsets import SUBSETS
 from histopipe.system.hashing import combine
 
-_TRAIN, _VALIDATION, _TEST = range(len(SIDES))
+_TRAIN, _VALIDATION, _TEST = range(len(SUBSETS))
 _MISSING = 1e4
 """Cost of a part that lacks a class: more than that of any other difference."""
 _FLOOR = 0.02
@@ -32,7 +32,7 @@ _MAX_EXCHANGES, _MAX_MOVED, _MAX_SWAPPED = 300, 1000, 250
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Assignment of units to sides by their shares; or of each of several `folds` to test once.
+    """Assignment of units to subsets by their shares; or of each of several `folds` to test once.
 
     With folds, the first two shares divide the units that are not in the test set into training and validation.
     """
@@ -58,27 +58,27 @@ class Assignment:
 
     @property
     def needed(self) -> int:
-        """Number of units that a class needs, to be on each side; with folds, to be in training and test."""
+        """Number of units that a class needs, to be in each subset; with folds, to be in training and test."""
         return 2 if self.folds else sum(share > 0 for share in self.shares)
 
     def assign(self, patches: NDArray[np.int64], classes: int) -> NDArray[np.int8]:
-        """Return the side of each unit, (U,) for each fold; see `balanced_parts`."""
+        """Return the subset of each unit, (U,) for each fold; see `balanced_parts`."""
         if not self.folds:
             return balanced_parts(patches, classes, self.shares, self.seed).astype(np.int8)[None]
         parts = balanced_parts(patches, classes, [1 / self.folds] * self.folds, self.seed)
-        sides = np.full((self.folds, len(parts)), _TEST, np.int8)
-        for fold, of_fold in enumerate(sides):
+        subsets = np.full((self.folds, len(parts)), _TEST, np.int8)
+        for fold, of_fold in enumerate(subsets):
             rest, seed = parts != fold, int(combine(self.seed, fold))
             of_fold[rest] = balanced_parts(patches[rest], classes, self.without_test, seed)
-        return sides
+        return subsets
 
     def assign_patches(self, shuffled: NDArray[np.intp]) -> list[NDArray[np.int8]]:
-        """Return the sides of the patches of one slide, (N,) for each fold, from a permutation (N,)."""
+        """Return the subsets of the patches of one slide, (N,) for each fold, from a permutation (N,)."""
         if self.folds:
             return [self._in_fold(fold, shuffled) for fold in range(self.folds)]
         ends = np.round(np.cumsum(self.shares) * len(shuffled)).astype(int)
-        sides = np.searchsorted(ends, shuffled, side="right")
-        return [np.minimum(sides, _TEST).astype(np.int8)]
+        subsets = np.searchsorted(ends, shuffled, side="right")
+        return [np.minimum(subsets, _TEST).astype(np.int8)]
 
     def _in_fold(self, fold: int, shuffled: NDArray[np.intp]) -> NDArray[np.int8]:
         count = len(shuffled)
@@ -88,10 +88,10 @@ class Assignment:
         distance = ((shuffled + begin) * self.folds / max(count, 1) - fold - 1) % self.folds
         is_test = distance >= self.folds - 1
         count_validation = round(self.without_test[_VALIDATION] * np.count_nonzero(~is_test))
-        sides = np.full(count, _TRAIN, np.int8)
-        sides[np.argsort(distance, kind="stable")[:count_validation]] = _VALIDATION
-        sides[is_test] = _TEST
-        return sides
+        subsets = np.full(count, _TRAIN, np.int8)
+        subsets[np.argsort(distance, kind="stable")[:count_validation]] = _VALIDATION
+        subsets[is_test] = _TEST
+        return subsets
 
 
 def balanced_parts(
@@ -180,7 +180,7 @@ def _least(gains: NDArray[np.float64]) -> tuple[float, int, int]:
 
 def mark_patches(slide: SlideSplit, marks: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Return (N, 1 + C) marks of the patches of a slide, of its annotated classes or else its `marks`; false if left out."""
-    used = (slide.sides != DROPPED)[:, None]
+    used = (slide.subsets != DROPPED)[:, None]
     if slide.labels is not None:
         of_classes = slide.labels[:, None] == np.arange(len(marks) - 1)
         return np.hstack([used, used & of_classes])
@@ -200,4 +200,4 @@ def copies_note(subset: Sequence[SlideSplit], slides: Sequence[SlideSplit]) -> s
         return ""
     texts = [" = ".join(names[:4]) + (" = …" if names[4:] else "") for names in sets[:3]]
     rest = f"; and {len(sets) - 3} more" if sets[3:] else ""
-    return f" (copies of one slide count as one and stay on one side: {'; '.join(texts)}{rest})"
+    return f" (copies of one slide count as one and stay in one subset: {'; '.join(texts)}{rest})"

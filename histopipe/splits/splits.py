@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.dataset.options import SIDES, Side, SplitBy
-from histopipe.dataset.sample_table import SampleSource
 from histopipe.errors import DamagedStore, UnknownVersion, UsageError
+from histopipe.splits.sources import SampleSource
+from histopipe.splits.subsets import SUBSETS, SplitBy, Subset
 from histopipe.system.csv_files import nfc
 from histopipe.system.files import appearing, read_json, reading
 from histopipe.tasks.choices import TaskName
@@ -53,7 +53,7 @@ class SlideSplit:
     Attributes:
         store, slide: position in the list of stores, slide number.
         count, crc: number of planned patches, and CRC-32 over their CRCs.
-        sides: (count,) int8, 0, 1, 2 for train, validation, test, -1 for left out.
+        subsets: (count,) int8, 0, 1, 2 for train, validation, test, -1 for left out.
         labels: (count,) int16 annotated class numbers of the patches, -1 for none; `label` is then the most frequent
             one. None if all patches have the label of the slide.
         target: target of a task other than classification, NaN for missing values; `label` is then its stratum.
@@ -69,14 +69,14 @@ class SlideSplit:
     content: str | None
     count: int
     crc: int
-    sides: NDArray[np.int8]
+    subsets: NDArray[np.int8]
     labels: NDArray[np.int16] | None = None
     target: Target | None = None
     covariates: tuple[str, ...] = ()
 
-    def on(self, side: Side) -> NDArray[np.int32]:
-        """Return the rows on one side."""
-        return np.flatnonzero(self.sides == SIDES.index(side)).astype(np.int32)
+    def on(self, subset: Subset) -> NDArray[np.int32]:
+        """Return the rows in one subset."""
+        return np.flatnonzero(self.subsets == SUBSETS.index(subset)).astype(np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Splits:
     """Split of the labelled slides of the stores `uuids`. `fractions` are those of train, validation and test.
 
     `targets` and `covariates` are the names of their columns. With targets, `classes` are the strata of the split.
-    `algorithm` assigned the sides: "balanced", "random" (by patch), "given" (all by `column`, the split column), or
+    `algorithm` assigned the subsets: "balanced", "random" (by patch), "given" (all by `column`, the split column), or
     "stratified" in earlier versions.
     """
 
@@ -109,77 +109,78 @@ class Splits:
         """Return the target of a slide; of a classification the number of its class."""
         return slide.target or (float(self.classes.index(slide.label)),)
 
-    def targets_on(self, side: Side) -> NDArray[np.float64]:
-        """Return the (N, T) targets of the slides on one side."""
-        rows = [self.target(slide) for slide in self.slides if len(slide.on(side))]
+    def targets_on(self, subset: Subset) -> NDArray[np.float64]:
+        """Return the (N, T) targets of the slides in one subset."""
+        rows = [self.target(slide) for slide in self.slides if len(slide.on(subset))]
         return np.array(rows, np.float64).reshape(len(rows), len(self.task.columns))
 
-    def count(self) -> dict[Side, Counter[str]]:
-        """Count the patches by side and class."""
-        counts: dict[Side, Counter[str]] = {side: Counter() for side in SIDES}
+    def count(self) -> dict[Subset, Counter[str]]:
+        """Count the patches by subset and class."""
+        counts: dict[Subset, Counter[str]] = {subset: Counter() for subset in SUBSETS}
         for slide in self.slides:
             # Column 0 is for patches that are left out, or have no class.
             names = [slide.label] if slide.labels is None else self.classes
             codes = 1 if slide.labels is None else slide.labels + 1
-            place = (slide.sides + 1) * (len(names) + 1) + codes
+            place = (slide.subsets + 1) * (len(names) + 1) + codes
             table = np.bincount(place, minlength=4 * (len(names) + 1)).reshape(4, -1)[1:, 1:]
-            for side, row in zip(SIDES, table.tolist(), strict=True):
+            for subset, row in zip(SUBSETS, table.tolist(), strict=True):
                 for name, count in zip(names, row, strict=True):
-                    counts[side][name] += count
+                    counts[subset][name] += count
         return counts
 
-    def by_class(self, slide: SlideSplit, side: Side) -> dict[str, NDArray[np.int32]]:
-        """Return the rows of a slide on one side, by class."""
-        rows = slide.on(side)
+    def by_class(self, slide: SlideSplit, subset: Subset) -> dict[str, NDArray[np.int32]]:
+        """Return the rows of a slide in one subset, by class."""
+        rows = slide.on(subset)
         if slide.labels is None:
             return {slide.label: rows}
         codes = slide.labels[rows]
         return {self.classes[n]: rows[codes == n] for n in np.unique(codes[codes >= 0]).tolist()}
 
     def leaks(self) -> list[str]:
-        """Return a line for each patient, and each set of copies, that is on several sides."""
+        """Return a line for each patient, and each set of copies, that is in several subsets."""
         lines = []
         for what, values in (
             ("patient", [slide.patient for slide in self.slides]),
             ("slide content", [slide.content for slide in self.slides]),
         ):
-            sides_by_value: dict[str, set[int]] = defaultdict(set)
+            subsets_by_value: dict[str, set[int]] = defaultdict(set)
             for slide, value in zip(self.slides, values, strict=True):
                 if value is not None:
-                    sides_by_value[value] |= set(np.unique(slide.sides).tolist()) - {DROPPED}
+                    subsets_by_value[value] |= set(np.unique(slide.subsets).tolist()) - {DROPPED}
             lines += [
-                f"{what} {value[:40]} on {' and '.join(SIDES[i] for i in sorted(sides))}"
-                for value, sides in sides_by_value.items()
-                if len(sides) > 1
+                f"{what} {value[:40]} on {' and '.join(SUBSETS[i] for i in sorted(subsets))}"
+                for value, subsets in subsets_by_value.items()
+                if len(subsets) > 1
             ]
         return lines
 
     def shortages(self, unit: str) -> Iterator[str]:
-        """Yield a line for each side with less than half of its share of patients, patches or a class.
+        """Yield a line for each subset with less than half of its share of patients, patches or a class.
 
         `unit` is the plural noun of what is counted as patches.
         """
         counts = self.count()
         patients = {
-            side: {slide.patient for slide in self.slides if len(slide.on(side))} for side in SIDES
+            subset: {slide.patient for slide in self.slides if len(slide.on(subset))}
+            for subset in SUBSETS
         }
         amounts = {
-            # With leaks, or a split of slides, a patient may be on several sides.
-            "patients": ({side: len(names) for side, names in patients.items()}, len(set().union(*patients.values()))),
-            unit: ({side: counts[side].total() for side in SIDES}, sum(map(Counter.total, counts.values()))),
+            # With leaks, or a split of slides, a patient may be in several subsets.
+            "patients": ({subset: len(names) for subset, names in patients.items()}, len(set().union(*patients.values()))),
+            unit: ({subset: counts[subset].total() for subset in SUBSETS}, sum(map(Counter.total, counts.values()))),
             **{
-                f"{unit} of {name}": ({side: counts[side][name] for side in SIDES}, sum(by_class[name] for by_class in counts.values()))
+                f"{unit} of {name}": ({subset: counts[subset][name] for subset in SUBSETS}, sum(by_class[name] for by_class in counts.values()))
                 for name in (self.classes if self.task.of_classes else ())
             },
         }  # fmt: skip
-        for side, share in zip(SIDES, self.fractions, strict=True):
+        for subset, share in zip(SUBSETS, self.fractions, strict=True):
             few = [
-                f"{of_sides[side]:,} of {total:,} {what}"
-                for what, (of_sides, total) in amounts.items()
-                if of_sides[side] < share / 2 * total
+                f"{of_subsets[subset]:,} of {total:,} {what}"
+                for what, (of_subsets, total) in amounts.items()
+                if of_subsets[subset] < share / 2 * total
             ]
             if few:
-                yield f"{side} has {', '.join(few)}: less than half of its share, {share:.0%}"
+                yield f"{subset} has {', '.join(few)}: less than half of its share, {share:.0%}"
 
 
 def write_splits(splits: Splits, path: Path) -> None:
@@ -246,8 +247,8 @@ def trained_on(path: Path) -> set[tuple[str, str]]:
     """Return ("slide", id) and ("patient", name) of training and validation, in NFC; empty if the file is unreadable."""
     with suppress(FileNotFoundError, DamagedStore), reading(path):
         slides = map(_slide_from_json, read_json(path)["slides"])
-        seen = (SIDES.index("train"), SIDES.index("validation"))
-        used = (slide for slide in slides if np.isin(slide.sides, seen).any())
+        seen = (SUBSETS.index("train"), SUBSETS.index("validation"))
+        used = (slide for slide in slides if np.isin(slide.subsets, seen).any())
         return {pair for slide in used for pair in names_of(slide.id, slide.patient)}
     return set()
 
@@ -323,10 +324,10 @@ def _slide_to_json(slide: SlideSplit) -> dict[str, Any]:
         value["target"] = [None if math.isnan(number) else number for number in slide.target]
     if slide.covariates:
         value["covariates"] = slide.covariates
-    sides = set(slide.sides.tolist())
-    if len(sides) == 1 and sides != {DROPPED}:
-        return value | {"side": SIDES[sides.pop()]}
-    return value | {"sides": _encode_array(slide.sides)}
+    subsets = set(slide.subsets.tolist())
+    if len(subsets) == 1 and subsets != {DROPPED}:
+        return value | {"side": SUBSETS[subsets.pop()]}
+    return value | {"sides": _encode_array(slide.subsets)}
 
 
 def _slide_from_json(value: Mapping[str, Any]) -> SlideSplit:
@@ -338,15 +339,15 @@ def _slide_from_json(value: Mapping[str, Any]) -> SlideSplit:
     if not 0 <= count <= _MAX_PATCHES or value["store"] < 0:
         raise ValueError(f"{count} patches of store {value['store']}")
     if "side" in value:
-        sides = np.full(count, SIDES.index(value["side"]), np.int8)
+        subsets = np.full(count, SUBSETS.index(value["side"]), np.int8)
     else:
-        sides = _decode_array(value["sides"], np.int8, count)
+        subsets = _decode_array(value["sides"], np.int8, count)
     labels = _decode_array(value["labels"], np.int16, count) if "labels" in value else None
     target = None
     if "target" in value:
         target = tuple(math.nan if number is None else float(number) for number in value["target"])
     return SlideSplit(
-        **{name: value[name] for name in _FIELDS}, sides=sides, labels=labels, target=target,
+        **{name: value[name] for name in _FIELDS}, subsets=subsets, labels=labels, target=target,
         covariates=tuple(map(str, value.get("covariates", ()))),
     )  # fmt: skip
 

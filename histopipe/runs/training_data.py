@@ -1,0 +1,233 @@
+"""The data of a training and its split into training, validation and test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from histopipe.dataset.selection import store_paths
+from histopipe.errors import UsageError
+from histopipe.features.bags import BagSet
+from histopipe.geometry import Micrometres
+from histopipe.runs import folder as run_folder
+from histopipe.runs.config import TrainConfig
+from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig
+from histopipe.splits.labelling import Labelling, read_slide_labels
+from histopipe.splits.slide_table import SlideEntry, read_slide_table, table_of
+from histopipe.splits.sources import SampleSource
+from histopipe.splits.splits import Splits, read_splits, recorded_numbers
+from histopipe.splits.splitting import make_splits
+from histopipe.store.store import StoreSet
+from histopipe.system.csv_files import NA_VALUES, nfc, similar_values
+from histopipe.system.progress import SilentProgress, message
+from histopipe.tasks.registry import make_task
+
+
+@contextmanager
+def opened_sources(
+    config: TrainConfig, splits: str | Path | None = None
+) -> Iterator[Sequence[SampleSource]]:
+    """Open the stores or the bags of a training. `splits` is the splits.json to be read, if any.
+
+    Raises:
+        HistopipeError: a source cannot be read, or sources do not fit together.
+    """
+    if isinstance(config, BagTrainConfig):
+        bags = BagSet(
+            [Path(folder) for folder in config.mil],
+            bag=config.bag,
+            labels=None if config.labels is None else Path(config.labels),
+            # All slides of a patient are in one subset, so that its bag is.
+            columns=(
+                *config.target_columns,
+                *config.covariates,
+                *filter(None, [config.split_column]),
+            ),
+            more_columns=[
+                name
+                for name in config.further_columns
+                if name not in (*config.covariates, config.split_column)
+            ],
+            with_label=config.task == "classification",
+            allow_extra=config.allow_extra_rows,
+            na=config.na,
+            on_error=config.on_error,
+            # An existing split has its labels: the training that made it has reported on the file.
+            notify=message if splits is None else SilentProgress().message,
+            numbers=None if splits is None else recorded_numbers(Path(splits)),
+        )
+        yield [bags]
+    elif isinstance(config, PatchTrainConfig):
+        with closing(StoreSet(store_paths(config.stores))) as opened:
+            yield opened.stores
+
+
+def read_labelling(
+    config: TrainConfig,
+    sources: Sequence[SampleSource],
+    *,
+    required: bool = True,
+    notify: Callable[[str], None] = message,
+) -> Labelling:
+    """Return how slides are labelled, with the rows of the labels file. The labels of bags are in their source.
+
+    Args:
+        config: settings of the training.
+        sources: the stores, or the bags.
+        required: whether a split is made from the labels. An existing split has them; then a labels file that cannot be
+            read is only reported.
+        notify: receives remarks on the labels.
+    """
+    labelling = config.labelling if isinstance(config, PatchTrainConfig) else Labelling()
+    labelling = replace(
+        labelling, task=make_task(config.task, config.target_columns),
+        covariates=getattr(config, "covariates", ()), split_column=config.split_column,
+    )  # fmt: skip
+    if config.labels is None:
+        _warn_of_recorded(sources, notify if required else SilentProgress().message)
+    elif isinstance(config, PatchTrainConfig):
+        try:
+            labels = read_slide_labels(
+                config.labels, sources, columns=config.target_columns, groups=config.further_columns,
+                with_label=config.task == "classification", allow_extra=config.allow_extra_rows,
+                na=config.na, notify=notify if required else SilentProgress().message,
+            )  # fmt: skip
+        except UsageError as error:
+            if required:
+                raise
+            message(
+                f"warning: {run_folder.SLIDES} has no further columns of the labels file: {error}"
+            )
+        else:
+            labelling = replace(labelling, labels=labels)
+    return labelling
+
+
+def _warn_of_recorded(sources: Sequence[SampleSource], notify: Callable[[str], None]) -> None:
+    """Warn of recorded names that are probably missing values, or that may be one name."""
+    for what in ("label", "patient", "site"):
+        names = {
+            getattr(record, what) or "" for source in sources for record in source.records.values()
+        }
+        missing = [f"{name!r} is no missing value" for name in sorted(names & set(NA_VALUES))]
+        for problem in filter(None, (*missing, similar_values(names))):
+            notify(f"warning: recorded {what}: {problem}; --labels replaces it")
+
+
+def splits_and_slides(
+    config: TrainConfig, sources: Sequence[SampleSource], folder: Path, *, resume: bool
+) -> tuple[Splits, list[SlideEntry]]:
+    """Return the splits and the table of slides of a training; when it is resumed, those in its folder.
+
+    Raises:
+        UsageError, DamagedStore: see `new_splits` and `read_splits`.
+    """
+    recorded = read_slide_table(folder / run_folder.SLIDES) if resume else []
+    labelling = Labelling()
+    # A run that has finished before has recorded damaged patches. They are counted again.
+    complete = bool(recorded) and not any(slide.damaged for slide in recorded)
+    if not complete:
+        required = config.splits is None and not resume
+        labelling = read_labelling(config, sources, required=required)
+    if resume:
+        splits = read_splits(folder / run_folder.SPLITS, sources)
+    else:
+        splits = new_splits(config, sources, labelling)
+    if complete:
+        return splits, recorded
+    from_file = config.splits is not None
+    if isinstance(sources[0], BagSet):
+        return splits, sources[0].slide_table(splits, from_file=from_file)
+    return splits, table_of(sources, labelling, splits, from_file=from_file)
+
+
+def new_splits(
+    config: TrainConfig, sources: Sequence[SampleSource], labelling: Labelling
+) -> Splits:
+    """Return the splits for a configuration: read from its file if it names one, else computed.
+
+    Raises:
+        UsageError: a patient or slide is in several subsets, or the file does not fit the settings or the labels.
+    """
+    if config.splits is None:
+        splits = make_splits(sources, **split_options(config, labelling))
+        for line in splits.shortages(config.unit):
+            message(f"warning: {line}")
+    else:
+        splits = read_splits(Path(config.splits), sources)
+        _check_given(splits, config, sources, labelling)
+    refuse_leaks(splits, config)
+    return splits
+
+
+def refuse_leaks(splits: Splits, config: TrainConfig) -> None:
+    """Raise a UsageError if a patient or slide is in several subsets, unless the settings allow leaks."""
+    leaks = splits.leaks() if splits.split_by in ("patient", "site", "slide") else []
+    if leaks and not config.allow_leaks:
+        raise UsageError(
+            "the split leaks",
+            found="; ".join(leaks[:3]) + ("; …" if len(leaks) > 3 else ""),
+            expected="each patient and slide in one subset",
+            todo="split by patient, or pass --allow-leaks to train anyway"
+            if splits.column is None
+            else f"correct column {splits.column}, or pass --allow-leaks to train anyway",
+        )
+
+
+def _check_given(
+    splits: Splits, config: TrainConfig, sources: Sequence[SampleSource], labelling: Labelling
+) -> None:
+    """Raise a UsageError unless splits of a file match the settings, the labels and the patch filter."""
+    what = f"--splits {config.splits}"
+    if config.split_column not in (None, splits.column):
+        raise UsageError(
+            f"{what} is not from --split-column {config.split_column}",
+            todo="leave one of them out",
+        )
+    columns = (*config.target_columns, *labelling.covariates)
+    columns_of_splits = (*splits.targets, *splits.covariates)
+    if (splits.task_name, columns_of_splits) != (config.task, columns):
+        raise UsageError(
+            what, found=f"{splits.task_name} {' '.join(columns_of_splits)}",
+            expected=f"{config.task} {' '.join(columns)}", todo="create new splits",
+        )  # fmt: skip
+    by_annotation = any(slide.labels is not None for slide in splits.slides)
+    if splits.slides and by_annotation != (labelling.labels_from == "annotation"):
+        raise UsageError(
+            what, found=f"--labels-from {labelling.labels_from}",
+            expected=f"--labels-from {'annotation' if by_annotation else 'slide'}, the source of its labels",
+        )  # fmt: skip
+    for slide in splits.slides:
+        source = sources[slide.store]
+        rows: Mapping[str, Any] = labelling.labels or {}
+        row = source.records[slide.slide] if isinstance(source, BagSet) else rows.get(slide.id)
+        # Patients of another labels file would hide leaks.
+        if config.labels and row and row.patient and nfc(row.patient) != nfc(slide.patient):
+            raise UsageError(
+                f"slide {slide.id} has another patient than in the split", found=f"{row.patient} in {config.labels}",
+                expected=slide.patient, todo="create new splits, or use the labels file of the split",
+            )  # fmt: skip
+        if labelling.patch_filter.active:
+            where = f"{source.path}, slide {slide.id}"
+            fit = labelling.patch_filter.fit(source.index(slide.slide), where=where)
+            lost = int(((slide.subsets >= 0) & ~fit).sum())
+            if lost:
+                raise UsageError(
+                    f"{what} has patches that the filter options exclude",
+                    found=f"{lost} of slide {slide.id}", expected=str(labelling.patch_filter),
+                    todo="create new splits, or remove the filter options",
+                )  # fmt: skip
+
+
+def split_options(config: TrainConfig, labelling: Labelling) -> dict[str, Any]:
+    """Return the options of `make_splits` and `make_folds`. Bags are not split by region."""
+    return {
+        "split_by": config.split_by,
+        "seed": config.seed,
+        "labelling": labelling,
+        "fractions": config.fractions,
+        "region": Micrometres(getattr(config, "region_um", 1.0)),
+    }

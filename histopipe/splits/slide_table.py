@@ -1,0 +1,472 @@
+"""The table of slides of a run: each slide with its subset, or the reason why it is not used; and the participant flow.
+
+`slides.csv` is derived from it. The source of the subsets is `splits.json`.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from histopipe.slides.slide_hashes import copy_groups
+from histopipe.slides.tables import SlideLabel
+from histopipe.splits.labelling import Labelling
+from histopipe.splits.sources import SampleGroup, SampleSource
+from histopipe.splits.splits import DROPPED, SlideSplit, Splits
+from histopipe.splits.subsets import SUBSETS, Subset
+from histopipe.store.record import SlideRecord, SlideState
+from histopipe.store.store import Store
+from histopipe.system.files import appearing, reading
+
+_MEASURES = ("tissue", "focus", "pen", "dark")
+_EXCLUDED = "excluded"
+"""Status in `slides.csv` of a slide that is in no subset."""
+READ, LABELLED, SELECTED = range(3)
+"""Steps at which slides and patches are excluded: no pixels, no label, not selected."""
+
+
+class Exclusion(StrEnum):
+    """Why a slide, or a patch, is not used. The values are texts of `slides.csv` and of the participant flow."""
+
+    INGEST_FAILED = "ingest failed"
+    PREDICTION_FAILED = "prediction failed"
+    EMBEDDING_FAILED = "embedding failed"
+    NO_FEATURES = "no features"
+    NOT_INGESTED = "not ingested"
+    NO_PATCHES = "no patches"
+    NO_READABLE_PATCH = "no readable patch"
+    UNREADABLE = "unreadable"
+    NOT_A_CLASS = "label is no class of the model"
+    NO_LABEL = "no label"
+    NO_TARGET = "no target"
+    NO_CLASS = "no class"
+    NO_PATCH_WITH_CLASS = "no patch with a class"
+    NOT_IN_SPLIT = "not in the given split"
+    NOT_IN_COLUMN = "no value in the split column"
+    FILTERED = "filtered out"
+    ALL_FILTERED = "all patches filtered out"
+    LEFT_OUT = "left out by the split"
+    DAMAGED = "damaged"
+    ALL_DAMAGED = "all patches damaged"
+
+    @classmethod
+    def _missing_(cls, value: object) -> Exclusion | None:
+        # Earlier versions named the column, and marked patches of excluded slides.
+        text = str(value).removeprefix("slide excluded: ")
+        if text.startswith("no value in column"):
+            return cls.NOT_IN_COLUMN
+        return None if text == value else cls(text)
+
+    @property
+    def step(self) -> int:
+        """Step of the exclusion: `READ`, `LABELLED` or `SELECTED`."""
+        order = list(Exclusion)
+        ends = (Exclusion.UNREADABLE, Exclusion.NO_PATCH_WITH_CLASS)
+        return sum(order.index(self) > order.index(end) for end in ends)
+
+
+_UNUSED = {
+    "unreadable": (Exclusion.UNREADABLE, Exclusion.NO_READABLE_PATCH),
+    "no_class": (Exclusion.NO_CLASS, Exclusion.NO_PATCH_WITH_CLASS),
+    "filtered": (Exclusion.FILTERED, Exclusion.ALL_FILTERED),
+    "left_out": (Exclusion.LEFT_OUT, Exclusion.LEFT_OUT),
+    "damaged": (Exclusion.DAMAGED, Exclusion.ALL_DAMAGED),
+}
+"""Columns of patches that are not used: the reason, and that of a slide of which all patches are in such columns."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlideEntry:
+    """A slide in the table of slides.
+
+    Attributes:
+        slide: name as in `predictions.csv`.
+        label_source: "labels file", "folder or import", "annotation" or ""; where its label comes from.
+        reason: why it is excluded; None if it is used, or if that is not known yet.
+        copy_of: first slide of its group of copies. All are used, in one subset.
+        planned: patches of its grid; unreadable, no_class, filtered, left_out, damaged (found when they were read):
+            those not used, by the first reason; train, validation, test: those in each subset.
+        route, jpeg_generations, reader, vendor, mpp: how its patches were read; see the slide record.
+            `jpeg_generations`: how often pixels were JPEG-encoded, including the slide itself.
+        tissue, focus, pen, dark: medians over its patches; empty if not measured.
+        cells: further columns of the labels file.
+    """
+
+    slide: str
+    patient: str
+    site: str = ""
+    label: str = ""
+    label_source: str = ""
+    store: str = ""
+    reason: Exclusion | None = None
+    copy_of: str = ""
+    planned: int = 0
+    unreadable: int = 0
+    no_class: int = 0
+    filtered: int = 0
+    left_out: int = 0
+    damaged: int = 0
+    train: int = 0
+    validation: int = 0
+    test: int = 0
+    route: str = ""
+    jpeg_generations: str = ""
+    reader: str = ""
+    vendor: str = ""
+    mpp: str = ""
+    tissue: str = ""
+    focus: str = ""
+    pen: str = ""
+    dark: str = ""
+    cells: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def subsets(self) -> tuple[Subset, ...]:
+        """Subsets that its patches are in; empty if it is excluded."""
+        return tuple(subset for subset in SUBSETS if getattr(self, subset))
+
+    @property
+    def status(self) -> str:
+        """Its subsets, or "excluded", as text."""
+        return subsets_text(self.subsets) or _EXCLUDED
+
+    def value(self, column: str) -> str:
+        """Return the text in a column of `slides.csv`, or else of the labels file; empty if it is missing."""
+        if column not in COLUMNS:
+            return self.cells.get(column, "")
+        value = getattr(self, column)
+        return "" if value is None else str(value)
+
+
+_FIELDS = [attribute.name for attribute in fields(SlideEntry) if attribute.name != "cells"]
+COLUMNS = (*_FIELDS[:6], "status", *_FIELDS[6:])
+"""Columns of `slides.csv` that are not from the labels file."""
+_COUNTS = ("planned", *_UNUSED, *SUBSETS)
+_OF_LABELS = "labels:"
+"""Prefix of columns of the labels file that are named like one of `COLUMNS`."""
+
+
+def subsets_text(subsets: Iterable[Subset]) -> str:
+    """Return subsets as text, such as "train and test"."""
+    return " and ".join(subsets)
+
+
+def table_of(
+    sources: Sequence[SampleSource],
+    labelling: Labelling,
+    splits: Splits | None = None,
+    *,
+    from_file: bool = False,
+) -> list[SlideEntry]:
+    """Return all slides of the sources; without splits, all excluded, with a reason if they have no usable patches.
+
+    `from_file`: the splits come from a file, which may lack slides.
+    """
+    of_split = {(slide.store, slide.slide): slide for slide in splits.slides} if splits else {}
+    # Names as in the predictions; two stores may each have a slide "1".
+    names = Counter(record.id for source in sources for record in source.records.values())
+    names_in_split = Counter(slide.id for slide in of_split.values())
+    entries = []
+    for ordinal, source in enumerate(sources):
+        for number, record in source.records.items():
+            slide = of_split.get((ordinal, number))
+            entry = _entry(source, number, labelling)
+            if slide is not None:
+                entry = _used(entry, source, number, slide, labelling)
+            elif splits is not None:
+                reason = entry.reason or missing_from(splits, entry, from_file=from_file)
+                entry = replace(entry, reason=reason, unreadable=record.planned - record.stored)
+            # Without splits, another slide of this name may be usable.
+            ambiguous = splits is not None or entry.reason is not None
+            if ambiguous and (names if slide is None else names_in_split)[record.id] > 1:
+                entry = replace(entry, slide=f"{record.id}@{source.uuid[:8]}")
+            entries.append(entry)
+    return _with_copies(entries, sources)
+
+
+def missing_from(splits: Splits, slide: SlideEntry, *, from_file: bool) -> Exclusion:
+    """Return why a slide with patches is not in the splits, which may be `from_file`."""
+    if not slide.label and not splits.targets:
+        return Exclusion.NO_LABEL
+    if splits.column is not None and not slide.cells.get(splits.column):
+        return Exclusion.NOT_IN_COLUMN
+    if from_file:
+        return Exclusion.NOT_IN_SPLIT
+    return Exclusion.NO_TARGET if splits.targets else Exclusion.NO_LABEL
+
+
+def _entry(source: SampleSource, number: int, labelling: Labelling) -> SlideEntry:
+    """Return a slide that is not used yet, with the reason if it has no usable patches."""
+    record = source.records[number]
+    row = None
+    if labelling.labels is not None:
+        row = labelling.labels.get(record.id, SlideLabel(None))
+    label = (record if row is None else row).label or ""
+    measured: dict[str, Any] = {}
+    if isinstance(record, SlideRecord) and isinstance(source, Store):
+        measured = _measured(source, number, record)
+    return SlideEntry(
+        slide=record.id,
+        patient=(row.patient if row else None) or record.patient or record.id,
+        site=(row.site if row else None) or record.site or "",
+        label=label,
+        label_source="" if not label else "folder or import" if row is None else "labels file",
+        store=source.path.name,
+        reason=exclusion_of(record),
+        planned=record.planned,
+        cells=dict(row.cells) if row else {},
+        **measured,
+    )
+
+
+def _used(
+    entry: SlideEntry, source: SampleSource, number: int, split: SlideSplit, labelling: Labelling
+) -> SlideEntry:
+    """Return the slide with its patient, label and patches in a split."""
+    counts: dict[str, Any] = _patch_counts(
+        source, number, split, labelling, unreadable=source.records[number].stored < entry.planned
+    )
+    reason = None
+    if not any(counts[subset] for subset in SUBSETS):
+        reason = _UNUSED[max(_UNUSED, key=counts.__getitem__)][1]
+    return replace(
+        entry, patient=split.patient, label=split.label, reason=reason,
+        label_source=entry.label_source if split.labels is None else "annotation", **counts,
+    )  # fmt: skip
+
+
+def exclusion_of(record: SampleGroup) -> Exclusion | None:
+    """Return why a slide has no usable patches; None if it has."""
+    state = getattr(record, "state", SlideState.COMPLETE)
+    if state is SlideState.FAILED:
+        return Exclusion.INGEST_FAILED
+    if state is not SlideState.COMPLETE:
+        return Exclusion.NOT_INGESTED
+    if not record.planned:
+        return Exclusion.NO_PATCHES
+    return None if record.stored else Exclusion.NO_READABLE_PATCH
+
+
+def with_damaged(
+    slides: Sequence[SlideEntry], damaged: Mapping[str, Mapping[Subset, int]]
+) -> list[SlideEntry]:
+    """Return the slides without patches that were damaged when they were read, counted by slide and subset."""
+    entries = []
+    for slide in slides:
+        lost = damaged.get(slide.slide)
+        if lost:
+            left: dict[str, Any] = {
+                name: getattr(slide, name) - lost.get(name, 0) for name in SUBSETS
+            }
+            reason = None if any(left.values()) else Exclusion.ALL_DAMAGED
+            slide = replace(slide, damaged=sum(lost.values()), reason=reason, **left)
+        entries.append(slide)
+    return entries
+
+
+def _patch_counts(
+    source: SampleSource, number: int, split: SlideSplit, labelling: Labelling, *, unreadable: bool
+) -> dict[str, int]:
+    """Return the number of patches by subset, or by the first reason why they are not used."""
+    dropped = split.subsets < 0
+    counts: dict[str, int] = {subset: len(split.on(subset)) for subset in SUBSETS}
+    index = source.index(number) if dropped.any() else {}
+    reasons: list[tuple[str, NDArray[np.bool_]]] = []
+    if unreadable and "length" in index:
+        reasons.append(("unreadable", index["length"] == 0))
+    if split.labels is not None:
+        reasons.append(("no_class", split.labels < 0))
+    if labelling.patch_filter.active and dropped.any():
+        fit = labelling.patch_filter.fit(index, where=f"slide {split.id}")
+        reasons.append(("filtered", ~fit))
+    rest = dropped
+    for name, rows in reasons:
+        counts[name] = int((rest & rows).sum())
+        rest = rest & ~rows
+    return {**dict.fromkeys(_COUNTS[1:], 0), **counts, "left_out": int(rest.sum())}
+
+
+def _measured(store: Store, number: int, record: SlideRecord) -> dict[str, str]:
+    """Return how a slide was read, and the medians of its measures."""
+    if record.state is not SlideState.COMPLETE:
+        return {}
+    facts = {name: getattr(record, name) or "" for name in ("route", "reader", "vendor")}
+    if record.route:
+        once_more = record.route != "copy" and store.spec.get("codec") != "png"
+        facts["jpeg_generations"] = str(1 + once_more)
+    if record.mpp is not None:
+        facts["mpp"] = f"{record.mpp:.4g}"
+    if record.planned:
+        index = store.index(number)
+        for name in _MEASURES:
+            values = index.get(name, np.empty(0))
+            finite_values = values[np.isfinite(values)]
+            if len(finite_values):
+                facts[name] = f"{float(np.median(finite_values)):.6g}"
+    return facts
+
+
+def _with_copies(slides: list[SlideEntry], sources: Sequence[SampleSource]) -> list[SlideEntry]:
+    scans = [record.scans for source in sources for record in source.records.values()]
+    first: dict[int, str] = {}
+    return [
+        slide if (name := first.setdefault(group, slide.slide)) == slide.slide else replace(slide, copy_of=name)
+        for slide, group in zip(slides, copy_groups(scans)[1], strict=True)
+    ]  # fmt: skip
+
+
+def write_slide_table(path: Path, slides: Iterable[SlideEntry]) -> None:
+    """Write `slides.csv` by one rename."""
+    slides = list(slides)
+    cells = list(dict.fromkeys(name for slide in slides for name in slide.cells))
+    header = [*COLUMNS, *(f"{_OF_LABELS}{name}" if name in COLUMNS else name for name in cells)]
+    with appearing(path) as part, part.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(header)
+        for slide in slides:
+            further = (slide.cells.get(name, "") for name in cells)
+            writer.writerow([*map(slide.value, COLUMNS), *further])
+
+
+def read_slide_table(path: Path) -> list[SlideEntry]:
+    """Read `slides.csv`; empty if there is none, as in runs of earlier versions.
+
+    Raises:
+        DamagedStore: the file is damaged.
+    """
+    with (
+        suppress(FileNotFoundError),
+        reading(path, todo="restore it from a backup, or remove it"),
+        path.open(newline="", encoding="utf-8") as file,
+    ):
+        return [_from_row(row) for row in csv.DictReader(file)]
+    return []
+
+
+def _from_row(row: dict[str, str]) -> SlideEntry:
+    # A file of another version may lack columns.
+    values: dict[str, Any] = {name: row.pop(name) for name in COLUMNS if name in row}
+    values |= {name: int(values[name]) for name in _COUNTS if name in values}
+    values["reason"] = Exclusion(values["reason"]) if values.get("reason") else None
+    values.pop("status", None)  # its patches show it
+    cells = {name.removeprefix(_OF_LABELS): cell for name, cell in row.items()}
+    return SlideEntry(**values, cells=cells)
+
+
+@dataclass(frozen=True, slots=True)
+class FlowLevel:
+    """Numbers of slides, patients or patches: `total` is the sum of `excluded`, by reason, and `used`, by subsets."""
+
+    total: int
+    excluded: Mapping[Exclusion, int]
+    used: Mapping[tuple[Subset, ...], int]
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether all that were found are used or excluded."""
+        return self.total == sum(self.excluded.values()) + sum(self.used.values())
+
+    def excluded_at(self, step: int) -> dict[Exclusion, int]:
+        """Return the exclusions of a step, by reason."""
+        return {reason: count for reason, count in self.excluded.items() if reason.step == step}
+
+
+Flow = Mapping[str, FlowLevel]
+"""Levels "slides", "patients" and "patches"."""
+
+
+def flow_of(slides: Sequence[SlideEntry]) -> Flow:
+    """Count slides, patients and patches.
+
+    A patient is used in the subsets of its slides, and excluded if all its slides are, for the reason of the slide that
+    came furthest.
+    """
+    by_patient: dict[str, list[SlideEntry]] = defaultdict(list)
+    patches: Counter[Exclusion | tuple[Subset, ...]] = Counter()
+    for slide in slides:
+        by_patient[slide.patient].append(slide)
+        for column, (reason, _) in _UNUSED.items():
+            patches[reason] += getattr(slide, column)
+        for subset in SUBSETS:
+            patches[(subset,)] += getattr(slide, subset)
+        if slide.reason and not sum(getattr(slide, name) for name in _COUNTS[2:]):
+            patches[slide.reason] += slide.planned - slide.unreadable
+    return {
+        "slides": _level(len(slides), Counter(_status([slide]) for slide in slides)),
+        "patients": _level(len(by_patient), Counter(map(_status, by_patient.values()))),
+        "patches": _level(sum(slide.planned for slide in slides), patches),
+    }
+
+
+def _status(slides: Sequence[SlideEntry]) -> Exclusion | tuple[Subset, ...]:
+    """Return the subsets that slides are in, or else the reason of the slide that came furthest."""
+    used = {subset for slide in slides for subset in slide.subsets}
+    reasons = [slide.reason for slide in slides if slide.reason]
+    if used or not reasons:
+        return tuple(subset for subset in SUBSETS if subset in used)
+    return max(reasons, key=lambda reason: (reason.step, reason))
+
+
+def _level(total: int, counts: Mapping[Exclusion | tuple[Subset, ...], int]) -> FlowLevel:
+    excluded = {key: n for key, n in counts.items() if isinstance(key, Exclusion) and n}
+    used = {key: n for key, n in counts.items() if not isinstance(key, Exclusion) and n}
+    return FlowLevel(
+        total,
+        dict(sorted(excluded.items(), key=lambda item: item[0].step)),
+        dict(sorted(used.items(), key=lambda item: [SUBSETS.index(name) for name in item[0]])),
+    )
+
+
+def flow_to_json(flow: Flow) -> dict[str, Any]:
+    """Return a JSON-ready dict."""
+    return {
+        name: {
+            "found": level.total,
+            "excluded": dict(level.excluded),
+            "used": {subsets_text(subsets): count for subsets, count in level.used.items()},
+        }
+        for name, level in flow.items()
+    }
+
+
+def flow_from_json(value: Mapping[str, Any]) -> Flow:
+    """Create the flow from the result of `flow_to_json`."""
+    flow = {}
+    for name, level in value.items():
+        counts: Counter[Exclusion | tuple[Subset, ...]] = Counter()
+        for reason, count in level["excluded"].items():
+            counts[Exclusion(reason)] += count
+        for text, count in level["used"].items():
+            counts[tuple(SUBSETS[SUBSETS.index(subset)] for subset in text.split(" and "))] = count
+        flow[name] = _level(int(level["found"]), counts)
+    return flow
+
+
+def leaked_patients(splits: Splits) -> dict[Subset, set[str]]:
+    """Return the patients in each subset who, or copies of whose slides, are also in an earlier subset."""
+    names = [
+        (("patient", slide.patient), ("content", slide.content or slide.id))
+        for slide in splits.slides
+    ]
+    earliest: dict[tuple[str, str], int] = {}
+    for slide, slide_names in zip(splits.slides, names, strict=True):
+        for name in slide_names:
+            subsets = slide.subsets[slide.subsets != DROPPED]
+            earliest[name] = int(subsets.min(initial=earliest.get(name, len(SUBSETS))))
+    return {
+        subset: {
+            slide.patient
+            for slide, slide_names in zip(splits.slides, names, strict=True)
+            if len(slide.on(subset)) and min(earliest[name] for name in slide_names) < number
+        }
+        for number, subset in enumerate(SUBSETS)
+    }

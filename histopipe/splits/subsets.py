@@ -1,0 +1,14 @@
+"""The subsets of a split, and the choices for how slides are divided into them.
+
+The module imports nothing slow, since `--help` lists the choices.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+Subset = Literal["train", "validation", "test"]
+SplitBy = Literal["patient", "site", "slide", "region", "patch"]
+LabelsFrom = Literal["slide", "annotation"]
+
+SUBSETS: tuple[Subset, ...] = get_args(Subset)
