@@ -24,7 +24,7 @@ from histopipe.slides.slide_hashes import copy_groups
 from histopipe.slides.tables import SlideLabel
 from histopipe.store.record import SlideRecord, SlideState
 from histopipe.store.store import Store
-from histopipe.system.files import appearing, reading
+from histopipe.system.files import atomic_write, reading
 
 _MEASURES = ("tissue", "focus", "pen", "dark")
 EXCLUDED = "excluded"
@@ -280,7 +280,7 @@ def write_participants(path: Path, slides: Iterable[Participant]) -> None:
     """Write `slides.csv` by one rename."""
     slides = list(slides)
     label_columns = list(dict.fromkeys(name for slide in slides for name in slide.cells))
-    with appearing(path) as part, part.open("w", newline="", encoding="utf-8") as file:
+    with atomic_write(path) as part, part.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(
             [

@@ -12,7 +12,7 @@ import numpy as np
 
 from histopipe.dataset.options import SIDES, Side
 from histopipe.errors import UsageError
-from histopipe.system.files import appearing, reading
+from histopipe.system.files import atomic_write, reading
 from histopipe.tasks.choices import Level
 from histopipe.tasks.predictions import Predictions
 from histopipe.tasks.registry import task_of_header
@@ -30,7 +30,7 @@ def write_predictions(
     Each of the parts, at least one, has columns with one value for all rows, such as the split.
     """
     with (
-        appearing(path) as part,
+        atomic_write(path) as part,
         part.open("w", newline="", encoding="utf-8") as file,
     ):
         writer = csv.writer(file)

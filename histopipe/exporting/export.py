@@ -20,7 +20,7 @@ from histopipe.reports.mask_folder import TissueReport
 from histopipe.runs import folder as run_folder
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
-from histopipe.system.files import appearing
+from histopipe.system.files import atomic_write
 from histopipe.system.filesystems import roomy
 from histopipe.system.progress import Bar, Progress, default_progress
 from histopipe.system.result import Result, counted
@@ -145,7 +145,7 @@ def export_index(
         bar = progress.bar("exporting", unit="slides", total=total, detail=True)
         slides = _slides(opened, stack.enter_context(bar))
         stack.enter_context(roomy(out.parent))
-        with appearing(out) as part:
+        with atomic_write(out) as part:
             write = _write_csv if kind == "csv" else _write_parquet
             write(part, slides)
     return IndexResult(out, count)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.features.bags import Bag
-from histopipe.system.files import appearing, path_within
+from histopipe.system.files import atomic_write, path_within
 
 CONTRIBUTION = "contribution_"
 _COLUMNS = ("slide", "x_l0", "y_l0", "size_l0", "attention")
@@ -34,7 +34,7 @@ def write_patch_table(
     rows = list(_rows(bag, attention, contributions))
     path.parent.mkdir(parents=True, exist_ok=True)
     with (
-        appearing(path) as part,
+        atomic_write(path) as part,
         part.open("w", newline="", encoding="utf-8") as file,
     ):
         writer = csv.writer(file)

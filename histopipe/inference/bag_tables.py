@@ -15,7 +15,7 @@ from histopipe.errors import NothingToDo
 from histopipe.evaluation.evaluate import mean_thresholds
 from histopipe.features.bags import Bag
 from histopipe.inference.trained_bags import TrainedBags
-from histopipe.system.files import appearing
+from histopipe.system.files import atomic_write
 from histopipe.tasks.choices import Level, name_of
 from histopipe.tasks.classification import Classification
 from histopipe.tasks.predictions import Part, Predictions
@@ -96,7 +96,7 @@ class BagPredictions:
             () if spread is None else tuple(_SPREAD + name.removeprefix("p_") for name in names)
         )
         decided = self._decided(means, "slide" if of_slides else "patient")
-        with appearing(path) as part, part.open("w", newline="", encoding="utf-8") as file:
+        with atomic_write(path) as part, part.open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
             writer.writerow([*ids, *facts, *names, *spreads])
             for row, group in enumerate(groups):

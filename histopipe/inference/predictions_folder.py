@@ -18,7 +18,7 @@ from histopipe.errors import UsageError
 from histopipe.evaluation.evaluate import Evaluation, evaluate
 from histopipe.evaluation.predictions import read_slide_predictions, write_predictions
 from histopipe.store.record import SlideRecord
-from histopipe.system.files import appearing, path_within, read_json, reading, record_or_check
+from histopipe.system.files import atomic_write, path_within, read_json, reading, record_or_check
 from histopipe.tasks.choices import Aggregation, Level
 from histopipe.tasks.classification import Classification
 from histopipe.tasks.predictions import (
@@ -83,7 +83,7 @@ class PredictedSlide:
     def write(self, path: Path) -> None:
         """Write a JSON file by one rename."""
         text = json.dumps(asdict(self), indent=1, ensure_ascii=False)
-        with appearing(path) as part:
+        with atomic_write(path) as part:
             part.write_text(text, encoding="utf-8")
 
     @classmethod
@@ -172,7 +172,7 @@ class PredictionsFolder:
         self.json(slide.slide).unlink(missing_ok=True)  # it describes an old source
         write_predictions(path, [({}, scores)])
         if thumbnail is not None:
-            with appearing(self.thumbnail(slide.slide)) as part:
+            with atomic_write(self.thumbnail(slide.slide)) as part:
                 part.write_bytes(thumbnail)
         slide.write(self.json(slide.slide))
 
@@ -210,7 +210,7 @@ def write_table(
     labels = _labels(slides, level)
     patient = {slide.slide: slide.patient for slide in slides}
     names = sorted({slide.slide if level == "slide" else slide.patient for slide in slides})
-    with appearing(path) as part, part.open("w", newline="", encoding="utf-8") as file:
+    with atomic_write(path) as part, part.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         ids = ["slide", "patient"] if level == "slide" else ["patient"]
         probabilities = [f"p_{name}" for name in classes]

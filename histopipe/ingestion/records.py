@@ -18,7 +18,7 @@ from histopipe.slides.slide_files import Fingerprint, SlideFile, fingerprint
 from histopipe.slides.slide_hashes import copy_groups
 from histopipe.slides.tables import SlideLabel, patient_of
 from histopipe.store.record import FailureKind, SlideRecord, SlideState
-from histopipe.system.files import storable
+from histopipe.system.files import to_storable_text
 from histopipe.system.urls import is_url
 
 _SLIDES_PER_CLASS = 2
@@ -26,12 +26,14 @@ _SLIDES_PER_CLASS = 2
 
 def resolved(slide: SlideFile) -> str:
     """Return the path of a slide without symbolic links, or its URL, in the form used in records."""
-    return slide.location if slide.remote else storable(os.path.realpath(slide.path))
+    return slide.location if slide.remote else to_storable_text(os.path.realpath(slide.path))
 
 
 def new_record(slide: SlideFile) -> SlideRecord:
     """Return the record of a new slide."""
-    return SlideRecord(id=slide.id, path=storable(slide.location), resolved_path=resolved(slide))
+    return SlideRecord(
+        id=slide.id, path=to_storable_text(slide.location), resolved_path=resolved(slide)
+    )
 
 
 def with_fingerprint(record: SlideRecord, stamp: Fingerprint) -> SlideRecord:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from histopipe.errors import ExitCode
 from histopipe.store.record import SlideRecord
-from histopipe.system.files import Closing, appearing
+from histopipe.system.files import Closing, atomic_write
 from histopipe.system.progress import Bar, Progress, SilentProgress
 from histopipe.system.result import Result, counted, exit_code_of, some
 
@@ -201,7 +201,7 @@ class IngestReport(Result):
         """
         columns = [field.name for field in dataclasses.fields(SlideOutcome)]
         try:
-            with appearing(path) as part, part.open("w", newline="", encoding="utf-8") as file:
+            with atomic_write(path) as part, part.open("w", newline="", encoding="utf-8") as file:
                 table = csv.DictWriter(file, columns)
                 table.writeheader()
                 for slide in self.slides:

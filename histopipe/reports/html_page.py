@@ -20,7 +20,7 @@ from PIL import Image, ImageDraw
 from histopipe._version import __version__
 from histopipe.reports.heatmap_files import ALPHA, coloured, pale_grey
 from histopipe.reports.heatmap_values import PatchValues
-from histopipe.system.files import appearing
+from histopipe.system.files import atomic_write
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +203,7 @@ class Page:
         pieces = environment.from_string(_asset("page.html.j2")).generate(
             page=self, version=__version__, css=css, js=js, made=made
         )
-        with appearing(path) as part, part.open("w", encoding="utf-8") as file:
+        with atomic_write(path) as part, part.open("w", encoding="utf-8") as file:
             # In pieces, so that the pictures of a thousand slides are not in memory as one string.
             file.writelines(pieces)
 

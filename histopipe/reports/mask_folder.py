@@ -29,7 +29,7 @@ from histopipe.reports.html_page import (
     fitted,
     number,
 )
-from histopipe.system.files import appearing
+from histopipe.system.files import atomic_write
 from histopipe.system.result import Result, counted, exit_code_of
 
 TABLE, PAGE = "masks.csv", "index.html"
@@ -114,7 +114,7 @@ def write_slide(folder: Path, mask: SlideMask, *, outlines: bool = True) -> NDAr
     """
     write_mask(folder, mask.slide, mask.pixels, mask.grid, mask.bounds, outlines=outlines)
     picture = overlay(mask.thumbnail, mask.pixels)
-    with appearing(folder / f"{mask.slide}-overlay.jpg") as part:
+    with atomic_write(folder / f"{mask.slide}-overlay.jpg") as part:
         part.write_bytes(encode_thumbnail(picture))
     return fitted(picture, _SIDE)
 
@@ -141,7 +141,7 @@ def write_table_and_page(result: TissueReport, pictures: dict[str, NDArray[np.ui
     result.slides.sort(key=lambda slide: slide.slide)
     names = [column.name for column in dataclasses.fields(SlideTissue)]
     with (
-        appearing(result.folder / TABLE) as part,
+        atomic_write(result.folder / TABLE) as part,
         part.open("w", newline="", encoding="utf-8") as file,
     ):
         writer = csv.writer(file)

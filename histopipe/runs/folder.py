@@ -17,7 +17,7 @@ from histopipe.dataset.splits import Splits, write_splits
 from histopipe.errors import UsageError
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.settings import declared_settings, to_toml
-from histopipe.system.files import appearing, locked, read_json, reading, remove_parts
+from histopipe.system.files import atomic_write, locked, read_json, reading, remove_parts
 from histopipe.system.filesystems import is_full_disk
 
 CONFIG, SPLITS, HISTORY = "config.toml", "splits.json", "history.csv"
@@ -150,7 +150,7 @@ def write_micro_batch(folder: Path, size: int, why: str) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write a file by one rename."""
-    with appearing(path) as part:
+    with atomic_write(path) as part:
         part.write_text(text, encoding="utf-8")
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from histopipe.errors import UsageError
-from histopipe.system.files import appearing, read_json
+from histopipe.system.files import atomic_write, read_json
 
 HEARTBEATS = "workers"
 """Subfolder of a run's folder with the heartbeats of workers."""
@@ -99,7 +99,7 @@ class Cluster:
     def _write_heartbeat(self, folder: Path) -> None:
         with (
             contextlib.suppress(OSError),
-            appearing(folder / HEARTBEATS / f"{self.index}.json") as part,
+            atomic_write(folder / HEARTBEATS / f"{self.index}.json") as part,
         ):
             part.write_text(json.dumps({"doing": self.doing}))
 

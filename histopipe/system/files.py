@@ -75,7 +75,7 @@ _LONGEST_NAME = 255
 
 
 @contextmanager
-def appearing(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path) -> Iterator[Path]:
     """Yield a temporary path for a file or folder, which is renamed to `path` at the end, or removed after an error.
 
     The temporary name is unique, and begins with a dot, which names of slides never do. A killed process leaves it
@@ -91,11 +91,11 @@ def appearing(path: Path) -> Iterator[Path]:
 
 
 _PART = re.compile(r"\.part-([0-9a-f]+)-[0-9a-f]{8}(\.|$)")
-"""Temporary name of `appearing`, with the number of its process. Other names are those of other commands."""
+"""Temporary name of `atomic_write`, with the number of its process. Other names are those of other commands."""
 
 
 def remove_parts(folder: Path) -> None:
-    """Remove the files and folders that `appearing` left in a folder, of processes that do not run any more."""
+    """Remove the files and folders that `atomic_write` left in a folder, of processes that do not run any more."""
     for part in folder.glob(".part-*"):
         process = _PART.match(part.name)
         if process is not None and not Path(f"/proc/{int(process[1], 16)}").exists():
@@ -144,7 +144,7 @@ def _exchange(one: Path, other: Path) -> None:
         raise OSError(number, os.strerror(number), str(other))
 
 
-def storable(text: str) -> str:
+def to_storable_text(text: str) -> str:
     """Return a text that UTF-8 can encode: undecodable bytes of a file name are written as \\xNN."""
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
@@ -251,7 +251,7 @@ def record_or_check(
     """
     recorded = read_record(path)
     if recorded is None:
-        with appearing(path) as part:
+        with atomic_write(path) as part:
             part.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
         return
     names = sorted({*recorded, *settings})

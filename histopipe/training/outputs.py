@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import platform
 import sys
 from collections import Counter
@@ -26,6 +25,7 @@ from histopipe.errors import UsageError
 from histopipe.evaluation.predictions import write_predictions
 from histopipe.runs import folder as run_folder
 from histopipe.runs.result import METRICS, TrainResult
+from histopipe.system.worker_pool import count_usable_cores
 from histopipe.tasks.choices import Level
 from histopipe.tasks.predictions import Predictions
 from histopipe.tasks.task import Task
@@ -212,7 +212,7 @@ def _environment() -> dict[str, object]:
         "python": sys.version.split()[0],
         "numpy": np.__version__,
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": count_usable_cores(),
         "gpus": [str(detail.get("device_name", "unknown")) for detail in details],
         "cuda": str(build.get("cuda_version", "none")) if gpus else "none used",
     }

@@ -27,7 +27,7 @@ from histopipe.runs.config import TrainConfig
 from histopipe.runs.messages import Report
 from histopipe.runs.result import TrainResult, epoch_line
 from histopipe.runs.workers import Cluster
-from histopipe.system.files import appearing
+from histopipe.system.files import atomic_write
 from histopipe.system.progress import message
 from histopipe.training.checkpoint import TrainState, load_state, save_state
 from histopipe.training.devices import assign_same, check_same, make_strategy
@@ -143,7 +143,7 @@ class Trainer:
 
     def _save_model(self) -> None:
         if self._cluster.chief:
-            with appearing(self._folder / run_folder.MODEL) as part:
+            with atomic_write(self._folder / run_folder.MODEL) as part:
                 self._step.model.save(part)
 
     def _resume(self) -> None:

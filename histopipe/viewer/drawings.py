@@ -19,7 +19,7 @@ from histopipe.annotations.read import (
 )
 from histopipe.errors import UsageError
 from histopipe.slides.tables import SlideNames
-from histopipe.system.files import appearing, locked, path_within
+from histopipe.system.files import atomic_write, locked, path_within
 
 PREVIOUS = ".previous"
 """Suffix of the previous version of a file. No command reads files with it."""
@@ -112,10 +112,10 @@ def save_drawing(
             )
         if existing:
             kept = existing.with_name(existing.name + PREVIOUS)
-            with appearing(kept) as part:
+            with atomic_write(kept) as part:
                 part.write_bytes(file_bytes(existing))
         target.parent.mkdir(parents=True, exist_ok=True)
-        with appearing(target) as part:
+        with atomic_write(target) as part:
             part.write_bytes(data)
         if existing and existing != target and exact:
             existing.unlink()  # kept with the suffix
