@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -24,7 +23,8 @@ from histopipe.slides.slide_hashes import copy_groups
 from histopipe.slides.tables import SlideLabel
 from histopipe.store.record import SlideRecord, SlideState
 from histopipe.store.store import Store
-from histopipe.system.files import atomic_write, reading
+from histopipe.system.csv_files import read_dicts, write_table
+from histopipe.system.files import reading
 
 _MEASURES = ("tissue", "focus", "pen", "dark")
 EXCLUDED = "excluded"
@@ -280,17 +280,15 @@ def write_participants(path: Path, slides: Iterable[Participant]) -> None:
     """Write `slides.csv` by one rename."""
     slides = list(slides)
     label_columns = list(dict.fromkeys(name for slide in slides for name in slide.cells))
-    with atomic_write(path) as part, part.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(
-            [
-                *COLUMNS,
-                *(f"{_OF_LABELS}{name}" if name in COLUMNS else name for name in label_columns),
-            ]
-        )
-        for slide in slides:
-            cells = (slide.cells.get(name, "") for name in label_columns)
-            writer.writerow([*(getattr(slide, name) for name in COLUMNS), *cells])
+    header = [f"{_OF_LABELS}{name}" if name in COLUMNS else name for name in label_columns]
+    rows = (
+        [
+            *(getattr(slide, name) for name in COLUMNS),
+            *(slide.cells.get(name, "") for name in label_columns),
+        ]
+        for slide in slides
+    )
+    write_table(path, [*COLUMNS, *header], rows)
 
 
 def read_participants(path: Path) -> list[Participant]:
@@ -302,14 +300,13 @@ def read_participants(path: Path) -> list[Participant]:
     with (
         suppress(FileNotFoundError),
         reading(path, todo="restore it from a backup, or remove it"),
-        path.open(newline="", encoding="utf-8") as file,
     ):
-        return list(_rows(file))
+        return list(_rows(path))
     return []
 
 
-def _rows(file: Iterable[str]) -> Iterator[Participant]:
-    for row in csv.DictReader(file):
+def _rows(path: Path) -> Iterator[Participant]:
+    for row in read_dicts(path):
         # A file of another version may lack columns.
         values: dict[str, Any] = {name: row.pop(name) for name in COLUMNS if name in row}
         values |= {name: int(values[name]) for name in COUNTS if name in values}

@@ -29,6 +29,7 @@ from histopipe.system.files import (
     path_within,
     read_record,
     record_or_check,
+    write_atomically,
 )
 from histopipe.system.filesystems import reading_error, roomy
 
@@ -307,8 +308,7 @@ def record_stores(folder: Path, stores: Iterable[Store]) -> None:
     record = read_record(folder / ENCODER) or {}
     paths = [*record.get("stores", ()), *(str(store.path.absolute()) for store in stores)]
     record["stores"] = list(dict.fromkeys(paths))
-    with atomic_write(folder / ENCODER) as part:
-        part.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    write_atomically(folder / ENCODER, json.dumps(record, indent=2) + "\n")
 
 
 def stores_of_features(folders: Iterable[str | Path]) -> list[Path]:

@@ -25,7 +25,7 @@ from histopipe.errors import MaskUnfit, UsageError
 from histopipe.geometry import RegionL0, Size
 from histopipe.masks.grid import Grid, Mask
 from histopipe.slides.tables import SlideNames
-from histopipe.system.files import atomic_write, path_within
+from histopipe.system.files import path_within, write_atomically
 
 TISSUE = "Tissue"
 """Class of the outlines of tissue."""
@@ -131,8 +131,7 @@ def write_mask(
     for suffix, data in files.items():
         path = path_within(folder, f"{slide}{suffix}")
         path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(path) as part:
-            part.write_bytes(data)
+        write_atomically(path, data)
 
 
 def png_mask(mask: Mask, grid: Grid) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -29,7 +28,8 @@ from histopipe.reports.html_page import (
     fitted,
     number,
 )
-from histopipe.system.files import atomic_write
+from histopipe.system.csv_files import write_table
+from histopipe.system.files import write_atomically
 from histopipe.system.result import Result, counted, exit_code_of
 
 TABLE, PAGE = "masks.csv", "index.html"
@@ -114,8 +114,7 @@ def write_slide(folder: Path, mask: SlideMask, *, outlines: bool = True) -> NDAr
     """
     write_mask(folder, mask.slide, mask.pixels, mask.grid, mask.bounds, outlines=outlines)
     picture = overlay(mask.thumbnail, mask.pixels)
-    with atomic_write(folder / f"{mask.slide}-overlay.jpg") as part:
-        part.write_bytes(encode_thumbnail(picture))
+    write_atomically(folder / f"{mask.slide}-overlay.jpg", encode_thumbnail(picture))
     return fitted(picture, _SIDE)
 
 
@@ -140,16 +139,12 @@ def write_table_and_page(result: TissueReport, pictures: dict[str, NDArray[np.ui
         raise NothingToDo("no tissue mask was written", found=reasons)
     result.slides.sort(key=lambda slide: slide.slide)
     names = [column.name for column in dataclasses.fields(SlideTissue)]
-    with (
-        atomic_write(result.folder / TABLE) as part,
-        part.open("w", newline="", encoding="utf-8") as file,
-    ):
-        writer = csv.writer(file)
-        writer.writerow(names)
-        for slide in result.slides:
-            values = dataclasses.asdict(slide) | {"notes": "; ".join(slide.notes)}
-            cells = (values[name] for name in names)
-            writer.writerow([round(cell, 4) if isinstance(cell, float) else cell for cell in cells])
+    rows = []
+    for slide in result.slides:
+        values = dataclasses.asdict(slide) | {"notes": "; ".join(slide.notes)}
+        cells = (values[name] for name in names)
+        rows.append([round(cell, 4) if isinstance(cell, float) else cell for cell in cells])
+    write_table(result.folder / TABLE, names, rows)
     _page(result, pictures).write(result.folder / PAGE)
 
 

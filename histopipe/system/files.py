@@ -90,6 +90,17 @@ def atomic_write(path: Path) -> Iterator[Path]:
         _remove(part)
 
 
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a file by one rename; a text in UTF-8."""
+    with atomic_write(path) as part:
+        part.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file by one rename."""
+    write_atomically(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
 _PART = re.compile(r"\.part-([0-9a-f]+)-[0-9a-f]{8}(\.|$)")
 """Temporary name of `atomic_write`, with the number of its process. Other names are those of other commands."""
 
@@ -187,6 +198,20 @@ def read_json(path: Path) -> Any:
         raise ValueError("brackets are nested too deep") from error
 
 
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Read an untrusted JSON file that contains an object.
+
+    Raises:
+        FileNotFoundError: there is no file.
+        DamagedStore: the file cannot be read, or contains no object.
+    """
+    with reading(path):
+        value = read_json(path)
+    if not isinstance(value, dict):
+        raise DamagedStore(f"{path} is damaged", found=type(value).__name__, expected="an object")
+    return value
+
+
 @contextmanager
 def reading(
     path: Path | str, *, todo: str | None = None, missing: HistopipeError | None = None
@@ -229,13 +254,7 @@ def read_record(path: Path) -> dict[str, Any] | None:
     """
     if not path.exists():
         return None
-    with reading(path):
-        recorded = read_json(path)
-    if not isinstance(recorded, dict):
-        raise DamagedStore(
-            f"{path} is damaged", found=type(recorded).__name__, expected="an object"
-        )
-    return recorded
+    return read_json_object(path)
 
 
 def record_or_check(
@@ -251,8 +270,7 @@ def record_or_check(
     """
     recorded = read_record(path)
     if recorded is None:
-        with atomic_write(path) as part:
-            part.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        write_atomically(path, json.dumps(settings, indent=2) + "\n")
         return
     names = sorted({*recorded, *settings})
     differing = [

@@ -25,6 +25,7 @@ from histopipe.errors import UsageError
 from histopipe.evaluation.predictions import write_predictions
 from histopipe.runs import folder as run_folder
 from histopipe.runs.result import METRICS, TrainResult
+from histopipe.system.files import write_json
 from histopipe.system.worker_pool import count_usable_cores
 from histopipe.tasks.choices import Level
 from histopipe.tasks.predictions import Predictions
@@ -200,7 +201,7 @@ def write_results(
         "keras": keras.__version__,
         "environment": _environment(),
     }
-    run_folder.write_json(folder / METRICS, {**versions, **facts, **result.to_json()})
+    write_json(folder / METRICS, {**versions, **facts, **result.to_json()})
 
 
 def _environment() -> dict[str, object]:

@@ -27,6 +27,7 @@ from histopipe.runs.config import TrainConfig
 from histopipe.runs.messages import Report
 from histopipe.runs.result import TrainResult, epoch_line
 from histopipe.runs.workers import Cluster
+from histopipe.system.csv_files import write_dicts
 from histopipe.system.files import atomic_write
 from histopipe.system.progress import message
 from histopipe.training.checkpoint import TrainState, load_state, save_state
@@ -229,7 +230,7 @@ class Trainer:
         row = self._state.history[-1]
         if better:
             self._save_model()
-        run_folder.write_csv(self._folder / run_folder.HISTORY, self._state.history)
+        write_dicts(self._folder / run_folder.HISTORY, self._state.history)
         if self._config.tensorboard:
             write_tensorboard(self._folder, row, losses)
         # Last, so that the other files are never older than the state.
