@@ -15,7 +15,6 @@ from histopipe.dataset.selection import store_paths
 from histopipe.errors import ExitCode, MachineShort, NothingToDo, UsageError
 from histopipe.exporting.masks import export_masks
 from histopipe.exporting.patches import ExportResult, PatchFormat, export_patches
-from histopipe.reports.mask_folder import TissueReport
 from histopipe.runs import folder as run_folder
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
@@ -25,6 +24,7 @@ from histopipe.system.filesystems import roomy
 from histopipe.system.progress import Bar, Progress, default_progress
 from histopipe.system.result import Result, counted
 from histopipe.system.urls import is_url, public_url
+from histopipe.tissue_masks.mask_folder import TissueReport
 
 IndexFormat = Literal["csv", "parquet"]
 

@@ -16,6 +16,7 @@ from histopipe.dataset.participants import Participant
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.reports.heatmap_sources import SlideImages, find_slide
 from histopipe.reports.html_page import (
+    SIDE,
     Block,
     Cell,
     Column,
@@ -24,10 +25,10 @@ from histopipe.reports.html_page import (
     Row,
     Table,
     Text,
-    fitted,
     number,
 )
 from histopipe.reports.judged import Judged
+from histopipe.slides.thumbnail import resize_image
 from histopipe.store.store import Store
 from histopipe.tasks.classification import Classification
 from histopipe.tasks.predictions import Part, Predictions, scores_of
@@ -144,7 +145,11 @@ def _slide_errors(
         slide = participants.get(decided.name)
         image = images.of(decided.name) if images is not None and of_slides else None
         patches = decided.patches if level == "patch" else counts[decided.name]
-        pictures = [] if image is None else [Picture.of(f"error-{i}", decided.name, fitted(image))]
+        pictures = (
+            []
+            if image is None
+            else [Picture.of(f"error-{i}", decided.name, resize_image(image, SIDE))]
+        )
         rows.append(Row([
             Cell(decided.name, tone="id"), Cell(decided.patient), Cell(decided.labels[0]), Cell(decided.decision),
             number(of_label(decided), 3), number(patches or None), *(Cell(slide.value(name) if slide else "") for name in facts),
@@ -190,7 +195,7 @@ def _patch_errors(judged: Judged, stores: Sequence[Store]) -> Iterator[Table]:
     for i, (p, slide, patient, x, y, label, decision) in enumerate(sorted(errors)[:_MOST]):
         pixels = _pixels(stores, slide, x, y)
         caption = f"{slide}, x {x}, y {y}"
-        pictures = [] if pixels is None else [Picture.of(f"patch-error-{i}", caption, fitted(pixels, 2 * _PATCH_SIDE))]  # fmt: skip
+        pictures = [] if pixels is None else [Picture.of(f"patch-error-{i}", caption, resize_image(pixels, 2 * _PATCH_SIDE))]  # fmt: skip
         rows.append(Row([
             Cell(slide, tone="id"), Cell(patient), number(x), number(y), Cell(label), Cell(decision), number(p, 3),
         ], pictures))  # fmt: skip
@@ -283,7 +288,7 @@ def _patches(
         pixels = _pixels(stores, slide, x, y)
         if pixels is not None:
             caption = f"{slide}, x {x}, y {y}, p = {scores.output[row, code]:.3f}"
-            yield Picture.of(f"patch-{row}", caption, fitted(pixels, _PATCH_SIDE))
+            yield Picture.of(f"patch-{row}", caption, resize_image(pixels, _PATCH_SIDE))
 
 
 def _pixels(stores: Sequence[Store], slide: str, x: int, y: int) -> NDArray[np.uint8] | None:

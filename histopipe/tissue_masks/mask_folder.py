@@ -1,4 +1,4 @@
-"""A folder of tissue masks: files of each slide, a table, and a page with the pictures of all slides."""
+"""A folder of tissue masks: files of each slide, and a table of the numbers of all slides."""
 
 from __future__ import annotations
 
@@ -11,30 +11,25 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.errors import ExitCode, NothingToDo
+from histopipe.errors import ExitCode, NothingToDo, ScaleError, SlideError, SlideUnreadable
 from histopipe.geometry import Mpp, RegionL0
-from histopipe.ingestion.patch_source import encode_thumbnail
-from histopipe.masks.grid import Grid, Mask
-from histopipe.masks.mask_files import write_mask
-from histopipe.reports.html_page import (
-    Cell,
-    Column,
-    Gallery,
-    Notes,
-    Page,
-    Picture,
-    Row,
-    Table,
-    fitted,
-    number,
-)
+from histopipe.slides.readers import open_slide
+from histopipe.slides.scale import resolve_mpp
+from histopipe.slides.slide import Slide
+from histopipe.slides.slide_files import SlideFile
+from histopipe.slides.thumbnail import Thumbnail, colour_note, encode_thumbnail, resize_image
+from histopipe.slides.tiles.check import NativeLevels
 from histopipe.system.csv_files import write_table
 from histopipe.system.files import write_atomically
-from histopipe.system.result import Result, counted, exit_code_of
+from histopipe.system.result import Result, counted, exit_code_of, slide_failure
+from histopipe.tissue_masks.finding import TissueSource, find_tissue, read_tissue_thumbnail
+from histopipe.tissue_masks.grid import Grid
+from histopipe.tissue_masks.mask import Mask, TissueMask
+from histopipe.tissue_masks.mask_files import read_mask, write_mask
 
 TABLE, PAGE = "masks.csv", "index.html"
 _EDGE, _OUTSIDE = (0, 150, 80), 0.4
-_SIDE = 300
+_PAGE_SIDE = 300
 """Longer side of a picture on the page."""
 
 
@@ -95,7 +90,9 @@ class SlideMask:
     thumbnail: NDArray[np.uint8]
 
 
-def describe(mask: SlideMask, mpp: Mpp | None, source: str, notes: Sequence[str]) -> SlideTissue:
+def measure_mask(
+    mask: SlideMask, mpp: Mpp | None, source: str, notes: Sequence[str]
+) -> SlideTissue:
     """Return areas and pieces of a mask; `mpp` is that of level 0."""
     pixels, scale = mask.pixels, None if mpp is None else mpp * mask.grid.side
     pieces, _ = cv2.connectedComponents(pixels.view(np.uint8), connectivity=8)
@@ -107,18 +104,18 @@ def describe(mask: SlideMask, mpp: Mpp | None, source: str, notes: Sequence[str]
     )
 
 
-def write_slide(folder: Path, mask: SlideMask, *, outlines: bool = True) -> NDArray[np.uint8]:
+def write_slide_mask(folder: Path, mask: SlideMask, *, outlines: bool = True) -> NDArray[np.uint8]:
     """Write the mask of a slide and a picture of it, and return the picture, reduced for the page.
 
     Without `outlines`, the GeoJSON file is kept.
     """
     write_mask(folder, mask.slide, mask.pixels, mask.grid, mask.bounds, outlines=outlines)
-    picture = overlay(mask.thumbnail, mask.pixels)
+    picture = draw_overlay(mask.thumbnail, mask.pixels)
     write_atomically(folder / f"{mask.slide}-overlay.jpg", encode_thumbnail(picture))
-    return fitted(picture, _SIDE)
+    return resize_image(picture, _PAGE_SIDE)
 
 
-def overlay(thumbnail: NDArray[np.uint8], mask: Mask) -> NDArray[np.uint8]:
+def draw_overlay(thumbnail: NDArray[np.uint8], mask: Mask) -> NDArray[np.uint8]:
     """Return a thumbnail, (H, W, 3) uint8, with the edge of a mask; areas outside are paler."""
     pale = (255 - _OUTSIDE * (255 - thumbnail.astype(np.float32))).astype(np.uint8)
     picture = np.where(mask[..., None], thumbnail, pale)
@@ -128,8 +125,8 @@ def overlay(thumbnail: NDArray[np.uint8], mask: Mask) -> NDArray[np.uint8]:
     return picture
 
 
-def write_table_and_page(result: TissueReport, pictures: dict[str, NDArray[np.uint8]]) -> None:
-    """Write `masks.csv` and `index.html`; `pictures` are by slide.
+def write_mask_table(result: TissueReport) -> None:
+    """Sort the slides of a result, and write `masks.csv`.
 
     Raises:
         NothingToDo: no slide has a mask.
@@ -145,36 +142,68 @@ def write_table_and_page(result: TissueReport, pictures: dict[str, NDArray[np.ui
         cells = (values[name] for name in names)
         rows.append([round(cell, 4) if isinstance(cell, float) else cell for cell in cells])
     write_table(result.folder / TABLE, names, rows)
-    _page(result, pictures).write(result.folder / PAGE)
 
 
-def _page(result: TissueReport, pictures: dict[str, NDArray[np.uint8]]) -> Page:
-    page = Page(f"Tissue: {result.folder.name}", f"masks of {counted(len(result.slides), 'slide')}")
-    page.add(
-        "Failed", Notes([f"{k}: {v}" for k, v in result.failed.items()]) if result.failed else None
-    )
-    gallery = [
-        Picture.of(f"slide-{i}", _caption(slide), pictures[slide.slide])
-        for i, slide in enumerate(result.slides)
-        if slide.slide in pictures
-    ]
-    page.add("Slides", Gallery("", gallery))
-    columns = [
-        Column("slide"), Column("tissue, mm²", number=True), Column("share", number=True),
-        Column("pieces", number=True), Column("threshold", number=True), Column("source"), Column("notes"),
-    ]  # fmt: skip
-    rows = [
-        Row([
-            Cell(slide.slide), number(slide.tissue_mm2, 2), number(100 * slide.share, 1, " %"), number(slide.pieces),
-            number(slide.threshold, 3), Cell(slide.source), Cell("; ".join(slide.notes)),
-        ])
-        for slide in result.slides
-    ]  # fmt: skip
-    page.add("Numbers", Table("Tissue by slide", columns, rows))
-    return page
+@dataclass(frozen=True, slots=True)
+class MaskTask:
+    """A slide whose mask is to be written; pickled for a worker process.
+
+    `mpp` is its scale in a table, `method` the recorded name of the algorithm or network. `force` replaces a mask that
+    exists.
+    """
+
+    file: SlideFile
+    mpp: Mpp | None
+    default_mpp: Mpp | None
+    source: TissueSource
+    method: str
+    folder: Path
+    force: bool
 
 
-def _caption(slide: SlideTissue) -> str:
-    area = f"{slide.share:.0%}" if slide.tissue_mm2 is None else f"{slide.tissue_mm2:,.1f} mm²"
-    facts = [slide.slide, area, counted(slide.pieces, "piece") if slide.pieces else "no tissue"]
-    return " · ".join([*facts, *slide.notes])
+def write_one_mask(
+    tasks: list[MaskTask],
+) -> tuple[SlideTissue, NDArray[np.uint8]] | SlideError:
+    """Write the mask of a slide, and return its numbers and a small picture, or why it failed."""
+    try:
+        return _write_mask_of(tasks[0])
+    except Exception as error:  # noqa: BLE001 - `slide_failure` raises what concerns all slides
+        return SlideError(slide_failure(error))
+
+
+def _write_mask_of(task: MaskTask) -> tuple[SlideTissue, NDArray[np.uint8]]:
+    if task.file.problem is not None:
+        raise SlideUnreadable(f"{task.file.id}: {task.file.problem}")
+    with open_slide(task.file.path) as slide:
+        info, notes, mpp = slide.info, [], None
+        try:
+            scale = resolve_mpp(task.file.id, info, from_csv=task.mpp, default=task.default_mpp)
+            mpp, notes = scale.mpp, [scale.note] if scale.note else []
+        except ScaleError as error:
+            notes.append(f"scale unknown: {error.what}")
+        with NativeLevels(slide, task.file.files) as levels:
+            thumbnail = read_tissue_thumbnail(slide, mpp, levels, task.source)
+        notes += [*info.notes, *filter(None, [colour_note(thumbnail.pixels)])]
+        mask, origin, kept = _mask_of(task, slide, mpp, thumbnail)
+        grid = Grid.of(thumbnail, info.size)
+    source = origin or task.method
+    slide_mask = SlideMask(task.file.id, mask.pixels, grid, info.bounds, thumbnail.pixels)
+    row = measure_mask(slide_mask, mpp, source, [*notes, *mask.notes])
+    picture = write_slide_mask(task.folder, slide_mask, outlines=not kept)
+    return dataclasses.replace(row, threshold=mask.threshold), picture
+
+
+def _mask_of(
+    task: MaskTask, slide: Slide, mpp: Mpp | None, thumbnail: Thumbnail
+) -> tuple[TissueMask, str | None, bool]:
+    """Return the mask of a slide, the file that it was read from, and whether that is a mask of the folder."""
+    mask_path = task.folder / f"{task.file.id}.geojson"
+    if mask_path.exists() and not task.force:
+        grid = Grid.of(thumbnail, slide.info.size)
+        return (
+            TissueMask(read_mask(mask_path, task.file.id, grid, slide.info.bounds)),
+            mask_path.name,
+            True,
+        )
+    mask, origin = find_tissue(slide, mpp, thumbnail, task.source)
+    return mask or TissueMask(np.ones(thumbnail.pixels.shape[:2], np.bool_)), origin, False
