@@ -31,7 +31,7 @@ from histopipe.ingestion.cluster.dask_cluster import DaskCluster, connected
 from histopipe.maintenance.verify import verify
 from histopipe.store.catalog import CATALOG, Catalog, parts_of, read_catalog
 from histopipe.store.store import Store, recorded
-from histopipe.system.files import appearing
+from histopipe.system.files import atomic_write
 
 DASK = [sys.executable, "-m", "dask"]
 SLIDES = 8
@@ -320,7 +320,7 @@ def test_missing_scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_invalid_catalogs_are_rejected(
     tmp_path: Path, content: str, error: type[Exception]
 ) -> None:
-    with appearing(tmp_path / CATALOG) as part:
+    with atomic_write(tmp_path / CATALOG) as part:
         part.write_text(content)
     with pytest.raises(error):
         read_catalog(tmp_path)

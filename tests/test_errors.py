@@ -19,7 +19,7 @@ from histopipe.errors import (
     UsageError,
 )
 from histopipe.store.handle import ERRORS
-from histopipe.system.files import appearing, remove_parts, shortened
+from histopipe.system.files import atomic_write, remove_parts, shortened
 from histopipe.system.result import slide_failure
 from histopipe.system.worker_pool import WorkerDied
 
@@ -112,13 +112,13 @@ def test_errors_of_all_slides_are_raised_again(error: Exception) -> None:
 
 def test_temporary_names_are_short_and_unique(tmp_path: Path) -> None:
     path = tmp_path / ("x" * 251 + ".csv")
-    with appearing(path) as first, appearing(path) as second:
+    with atomic_write(path) as first, atomic_write(path) as second:
         assert first != second
         for number, part in enumerate((first, second)):
             part.write_text(str(number))
             assert len(part.name) < 50 and part.suffix == ".csv" and part.name.startswith(".part-")
     assert path.read_text() == "0"  # the outer one was renamed last
-    with pytest.raises(OSError, match="too long"), appearing(tmp_path / ("y" * 256)) as part:
+    with pytest.raises(OSError, match="too long"), atomic_write(tmp_path / ("y" * 256)) as part:
         part.touch()
     assert list(tmp_path.iterdir()) == [path]
     ended, running = f"{2**30:x}", f"{os.getpid():x}"

@@ -24,18 +24,17 @@ import histopipe
 from histopipe.errors import ExitCode, MaskUnfit, SlideUnreadable, SpecMismatch, UsageError
 from histopipe.geometry import Mpp, PointL0, RegionL0, Size
 from histopipe.ingestion.request import read_tissue
-from histopipe.masks.grid import Grid
-from histopipe.masks.mask_files import read_mask, source_of, write_mask
-from histopipe.masks.network import read_segmenter, runner
-from histopipe.masks.segmenter import segmented
 from histopipe.slides.openslide_reader import OpenSlideReader
 from histopipe.slides.readers import open_slide
 from histopipe.slides.thumbnail import read_thumbnail
 from histopipe.store.store import Store
 from histopipe.system.progress import SilentProgress
-from histopipe.tiling.mask import Components
 from histopipe.tiling.spec import TilingSpec, resolved_tissue, spec_of_store
-from histopipe.tiling.tissue import FINDERS, NEWEST
+from histopipe.tissue_masks.algorithms import FINDERS, NEWEST
+from histopipe.tissue_masks.grid import Grid
+from histopipe.tissue_masks.mask import Components
+from histopipe.tissue_masks.mask_files import identify_mask_file, read_mask, write_mask
+from histopipe.tissue_masks.network import find_by_network, load_network, read_segmenter
 
 otsu1, otsu2, otsu3 = (FINDERS[name] for name in ("otsu-1", "otsu-2", "otsu-3"))
 SILENT = SilentProgress()
@@ -315,12 +314,12 @@ def test_pictures_up_to_the_documented_size_are_read(
     Image.new("L", (64, 48), 255).save(path)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
     assert read_mask(path, "the-slide", GRID, BOUNDS).all()
-    monkeypatch.setattr("histopipe.masks.mask_files._MOST_PIXELS", 3_000)
+    monkeypatch.setattr("histopipe.tissue_masks.mask_files._MOST_PIXELS", 3_000)
     with pytest.raises(MaskUnfit, match="found 64×48 pixels, expected at most 3,000"):
         read_mask(path, "the-slide", GRID, BOUNDS)
     monkeypatch.setattr("histopipe.annotations.read.MOST_BYTES", 10)
     with pytest.raises(MaskUnfit, match="too large"):
-        source_of(path)
+        identify_mask_file(path)
 
 
 def test_exclude_needs_outlines(tmp_path: Path) -> None:
@@ -346,7 +345,9 @@ def test_unexpected_error_fails_only_its_slide(
             raise KeyError("x")
         return write_mask(*arguments)
 
-    monkeypatch.setattr("histopipe.reports.mask_folder.write_mask", lambda *a, **_: failing(*a))
+    monkeypatch.setattr(
+        "histopipe.tissue_masks.mask_folder.write_mask", lambda *a, **_: failing(*a)
+    )
     monkeypatch.setattr("histopipe.reports.tissue.WorkerPool", InlineWorkers)
     result = histopipe.tissue(slides, tmp_path / "masks", progress=SILENT)
     assert list(result.failed.values()) == [
@@ -571,7 +572,7 @@ def test_network_finds_the_same_tissue_at_every_scale(
     make_network(tmp_path / "network.onnx", 64, mpp=scale)
     with open_slide(path) as slide:
         thumbnail = read_thumbnail(slide, Mpp(float(mpp)))
-        mask = segmented(tmp_path / "network.onnx", slide, "one", Mpp(float(mpp)), thumbnail)
+        mask = find_by_network(tmp_path / "network.onnx", slide, "one", Mpp(float(mpp)), thumbnail)
     truth = thumbnail.pixels[..., 1] < 200
     assert mask.pixels.shape == truth.shape and 0.1 < truth.mean() < 0.6
     assert overlap(mask.pixels, truth) > (0.9 if scale < 8 else 0.8)
@@ -595,12 +596,12 @@ def test_ingest_with_a_network(slides: Path, tmp_path: Path) -> None:
 
 def test_network_that_computes_nan_finds_no_tissue_silently(tmp_path: Path) -> None:
     make_network(tmp_path / "network.onnx", 64)
-    call = runner(tmp_path / "network.onnx", 1)
+    call = load_network(tmp_path / "network.onnx", 1)
     assert call(np.zeros((1, 64, 64, 3), np.uint8)).min() > 0.5
     described = json.loads((tmp_path / "network.json").read_text())
     (tmp_path / "network.json").write_text(json.dumps({**described, "mean": [float("nan")] * 3}))
     with pytest.raises(MaskUnfit, match=r"network\.onnx: the network computed NaN"):
-        runner(tmp_path / "network.onnx", 2)(np.zeros((1, 64, 64, 3), np.uint8))
+        load_network(tmp_path / "network.onnx", 2)(np.zeros((1, 64, 64, 3), np.uint8))
 
 
 def test_network_counts_unreadable_areas_as_tissue(tmp_path: Path) -> None:
@@ -616,7 +617,7 @@ def test_network_counts_unreadable_areas_as_tissue(tmp_path: Path) -> None:
     with open_slide(path) as slide, Damaged(path) as damaged:
         thumbnail = read_thumbnail(slide, Mpp(0.499))
         whole, part = (
-            segmented(tmp_path / "network.onnx", reader, "one", Mpp(0.499), thumbnail).pixels
+            find_by_network(tmp_path / "network.onnx", reader, "one", Mpp(0.499), thumbnail).pixels
             for reader in (slide, damaged)
         )
     assert not whole[:15, :15].any() and part[:15, :15].all()
@@ -645,7 +646,7 @@ def test_wrong_networks_are_refused(
     with pytest.raises(UsageError) as caught, open_slide(path) as slide:
         read_segmenter(tmp_path / "network.onnx")
         thumbnail = read_thumbnail(slide, Mpp(0.499))
-        segmented(tmp_path / "network.onnx", slide, "one", Mpp(0.499), thumbnail)
+        find_by_network(tmp_path / "network.onnx", slide, "one", Mpp(0.499), thumbnail)
     assert message in str(caught.value)
     # It is refused before a store is created.
     monkeypatch.setattr("histopipe.ingestion.request.WorkerPool", InlineWorkers)
@@ -671,11 +672,11 @@ def test_keras_network(tmp_path: Path) -> None:
     with open_slide(path) as slide:
         thumbnail = read_thumbnail(slide, Mpp(0.499))
         masks = [
-            segmented(tmp_path / name, slide, "one", Mpp(0.499), thumbnail).pixels
+            find_by_network(tmp_path / name, slide, "one", Mpp(0.499), thumbnail).pixels
             for name in ("network.keras", "same.onnx")
         ]
     assert (masks[0] != masks[1]).mean() < 0.001
     layer.set_weights([np.full((1, 1, 3, 1), np.nan), np.zeros(1)])
     keras.Model(inputs, keras.layers.ReLU()(layer(inputs))).save(tmp_path / "network.keras")
     with pytest.raises(UsageError, match=r"network\.keras: a weight is not finite"):
-        runner(tmp_path / "network.keras", 2)
+        load_network(tmp_path / "network.keras", 2)

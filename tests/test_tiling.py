@@ -19,11 +19,15 @@ from histopipe.slides.readers import open_slide
 from histopipe.slides.slide import SlideInfo
 from histopipe.slides.thumbnail import Thumbnail, read_thumbnail, thumbnail_level
 from histopipe.slides.tiles.check import NativeLevels
-from histopipe.tiling.mask import TissueMask, otsu_threshold
-from histopipe.tiling.otsu1 import SATURATION_BOUNDS, saturation_and_value
 from histopipe.tiling.plan import TilingPlan, cell_starts, choose_level, covered_squares, plan_tiles
 from histopipe.tiling.spec import TilingSpec, magnification_to_mpp
-from histopipe.tiling.tissue import FINDERS, tissue_mask
+from histopipe.tissue_masks.algorithms import (
+    FINDERS,
+    SATURATION_BOUNDS,
+    find_on_thumbnail,
+    saturation_and_value,
+)
+from histopipe.tissue_masks.mask import TissueMask, otsu_threshold
 
 sizes = st.builds(Size, st.integers(1, 3000), st.integers(1, 3000))
 downsamples = st.sampled_from([1.0, 2.0, 2.0005, 4.0, 4.016, 8.00045, 16.0])
@@ -273,7 +277,7 @@ def test_note_on_dark_background() -> None:
     thumbnail = blank_thumbnail(info, 16)
     spec = TilingSpec(patch_size=64, mpp=Mpp(0.5))
     choice = choose_level("made", info.levels, Mpp(0.5), spec)
-    plan = plan_tiles(info, choice, spec, thumbnail, tissue_mask(thumbnail, "otsu-1"))
+    plan = plan_tiles(info, choice, spec, thumbnail, find_on_thumbnail(thumbnail, "otsu-1"))
     assert plan.notes == ("no tissue found; dark background: try --tissue otsu-3 or none",)
 
 
@@ -293,7 +297,7 @@ def test_mask_agrees_with_known_outlines(tmp_path: Path, arguments: list[str]) -
     (path,) = make_slides(tmp_path, "--size", "4000x3000", *arguments)
     with open_slide(path) as slide:
         thumbnail = read_thumbnail(slide, Mpp(0.499))
-    mask = tissue_mask(thumbnail).pixels
+    mask = find_on_thumbnail(thumbnail).pixels
     truth = _rasterized(
         path.with_suffix(".geojson"), mask.shape, thumbnail.reduction * thumbnail.level.downsample
     )
@@ -345,4 +349,4 @@ def test_tissue_share_of_real_slides(data: Path) -> None:
     ]:
         with open_slide(data / "slides" / f"{name}.svs") as slide:
             thumbnail = read_thumbnail(slide, Mpp(0.5))
-        assert low < tissue_mask(thumbnail).pixels.mean() < high
+        assert low < find_on_thumbnail(thumbnail).pixels.mean() < high

@@ -42,7 +42,7 @@ from peak_memory import peaks_of
 
 from histopipe.geometry import Mpp
 from histopipe.ingestion.options import IngestOptions, SlideInput
-from histopipe.ingestion.patch_source import chunks, encode_thumbnail, png
+from histopipe.ingestion.patch_source import chunks, png
 from histopipe.ingestion.planning import PlannedSlide, SlideFailure, plan_slide
 from histopipe.ingestion.records import PendingSlide
 from histopipe.ingestion.route import AskedRoute
@@ -50,13 +50,13 @@ from histopipe.ingestion.slide_in_flight import SlideInFlight
 from histopipe.ingestion.storing import close_all, prepare, store_chunk
 from histopipe.slides.readers import open_slide
 from histopipe.slides.slide_files import SlideFile
-from histopipe.slides.thumbnail import read_thumbnail, thumbnail_level, usual_mpp
+from histopipe.slides.thumbnail import encode_thumbnail, read_thumbnail, thumbnail_level, usual_mpp
 from histopipe.slides.tiles.check import NativeLevels
 from histopipe.store.record import SlideRecord
 from histopipe.store.writer import StoreWriter
 from histopipe.system.worker_pool import WorkerPool
 from histopipe.tiling.spec import TilingSpec
-from histopipe.tiling.tissue import tissue_mask
+from histopipe.tissue_masks.algorithms import find_on_thumbnail
 
 TOOLS = Path(__file__).parent
 COMMAND = str(Path(sys.executable).with_name("histopipe"))
@@ -390,7 +390,7 @@ def plan_parts(path: Path) -> dict[str, float]:
             thumbnail = read_thumbnail(slide, Mpp(0.499), tiles, at)
             encode_thumbnail(thumbnail.pixels)
             lap("thumbnail")
-            png(tissue_mask(thumbnail).pixels)
+            png(find_on_thumbnail(thumbnail).pixels)
             lap("mask")
         planned(path, TilingSpec(mpp=Mpp(0.5)))
         lap("plan")

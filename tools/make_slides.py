@@ -25,9 +25,9 @@ from histopipe.demo.painting import BANK, NUCLEI, Pixels, shifted_textures, synt
 from histopipe.demo.slide_maker import SlideSettings, make_slide, write_slide
 from histopipe.errors import UsageError
 from histopipe.geometry import PointL0, Size
-from histopipe.masks.grid import Grid
-from histopipe.masks.mask_files import png_mask
 from histopipe.slides.readers import open_slide
+from histopipe.tissue_masks.grid import Grid
+from histopipe.tissue_masks.mask_files import encode_png
 
 _TIMES = 4
 """Level-0 pixels per pixel of a scene, along each side."""
@@ -77,7 +77,7 @@ def make_scene(path: Path, condition: str, seed: int) -> NDArray[np.bool_]:
     )
     write_slide(path, ScenePainter(picture, _TIMES, settings.tile), settings)
     size = Size(truth.shape[1], truth.shape[0])
-    path.with_suffix(".png").write_bytes(png_mask(truth, Grid(0, 0, _TIMES, size, settings.size)))
+    path.with_suffix(".png").write_bytes(encode_png(truth, Grid(0, 0, _TIMES, size, settings.size)))
     return truth
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 
 from histopipe.annotations.outline import Outline
 from histopipe.annotations.regions import Regions
+from histopipe.system.worker_pool import count_usable_cores
 
 NO_CLASS = -1
 NO_LABELS = "labels no patch"
@@ -141,7 +141,7 @@ class Coverage:
 
         starts = range(0, max(1, len(x)), batch)
         # Threads run in parallel: shapely releases the GIL.
-        with ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), len(starts))) as pool:
+        with ThreadPoolExecutor(min(count_usable_cores(), len(starts))) as pool:
             yield from pool.map(shares_from, starts)
 
     def _batch_size(self, x: NDArray[np.integer], y: NDArray[np.integer], side: float) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import os
 import resource
 import threading
 import time
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from histopipe.dataset.sampling import BatchSampler, replica_rows
 from histopipe.errors import UsageError
+from histopipe.system.worker_pool import count_usable_cores
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -39,7 +39,7 @@ def default_calls() -> int:
     Batches are delivered in order, and a call that ends early waits until its batch is delivered. The additional calls
     use its core in the meantime.
     """
-    cores = len(os.sched_getaffinity(0))
+    cores = count_usable_cores()
     return cores + cores // 4
 
 

@@ -35,7 +35,7 @@ from histopipe.runs.result import TrainResult
 from histopipe.runs.train import train
 from histopipe.store.reading import decode_picture
 from histopipe.store.store import Store
-from histopipe.system.files import appearing
+from histopipe.system.files import atomic_write
 from histopipe.system.progress import Progress, default_progress
 from histopipe.tasks.statistics import Roc, roc_of
 
@@ -194,5 +194,5 @@ def _pictures(folder: Path, store: Path, run: Path, heatmaps: Path) -> None:
 
 
 def _write_png(path: Path, image: Image.Image) -> None:
-    with appearing(path) as part:
+    with atomic_write(path) as part:
         image.convert("P", palette=Image.Palette.ADAPTIVE).save(part, "PNG", optimize=True)

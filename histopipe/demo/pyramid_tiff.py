@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from histopipe.geometry import Size
-from histopipe.system.files import appearing
+from histopipe.system.files import atomic_write
 
 _KINDS = {"H": 3, "I": 4, "Q": 16}
 """TIFF types by format character of `struct`."""
@@ -45,7 +45,7 @@ class TiffPage:
 
 def write_pyramid(path: Path, pages: Iterable[TiffPage]) -> None:
     """Write the pages in order as BigTIFF. The file becomes visible by one rename."""
-    with appearing(path) as part, part.open("wb") as file:
+    with atomic_write(path) as part, part.open("wb") as file:
         file.write(struct.pack("<2sHHHQ", b"II", 43, 8, 0, 0))
         link = 8  # position of the offset of the next directory
         for page in pages:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from histopipe.reports.heatmap import heatmap
 from histopipe.reports.report import report
 from histopipe.runs.result import TrainResult
 from histopipe.runs.train import train
+from histopipe.system.csv_files import write_table
 from histopipe.system.progress import Progress
 
 _SIZE = Size(1536, 1536)
@@ -129,7 +129,7 @@ def draw_textures(count: int) -> list[dict[str, Pixels]]:
 
 
 def _make(training: Path, new: Path, labels: Path, count: int) -> None:
-    rows = [("slide", "label")]
+    rows = []
     textures = draw_textures(_STAINS)
     for number in range(count + _NEW_SLIDES):
         folder = training if number < count else new
@@ -142,5 +142,4 @@ def _make(training: Path, new: Path, labels: Path, count: int) -> None:
         make_slide(path, "normal", number, settings)
         path.with_suffix(".geojson").unlink()
         rows.append((path.stem, _LABELS[positive]))
-    with labels.open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows(rows)
+    write_table(labels, ["slide", "label"], rows)

@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 
 from histopipe.errors import MachineShort
 from histopipe.system.filesystems import filesystem_of, free_bytes, network_filesystem
-from histopipe.system.worker_pool import WorkerDied, WorkerPool
+from histopipe.system.worker_pool import WorkerDied, WorkerPool, count_usable_cores
 
 _NEEDED, _USED = ("avx",), ("avx2", "fma", "avx512f")
 """Processor features. TensorFlow's wheels crash without the needed ones, and are faster with the others."""
@@ -78,7 +78,7 @@ def python() -> Check:
 
 def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> Check:
     """Check the number of usable cores and the processor features."""
-    cores = len(os.sched_getaffinity(0))
+    cores = count_usable_cores()
     quota = _quota()
     text = f"{cores} cores" + (f", limited to {quota:g}" if quota else "")
     flags = _flags(cpuinfo)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import numpy as np
 
 from histopipe.errors import UsageError
 from histopipe.splits.subsets import SUBSETS, Subset
-from histopipe.system.files import appearing, reading
+from histopipe.system.csv_files import write_table
+from histopipe.system.files import reading
 from histopipe.tasks.choices import Level
 from histopipe.tasks.predictions import Predictions
 from histopipe.tasks.registry import task_of_header
@@ -29,17 +31,19 @@ def write_predictions(
 
     Each of the parts, at least one, has columns with one value for all rows, such as the split.
     """
-    with (
-        appearing(path) as part,
-        part.open("w", newline="", encoding="utf-8") as file,
-    ):
-        writer = csv.writer(file)
-        for number, (common, predictions) in enumerate(parts):
-            if number == 0:
-                task = predictions.task
-                places = _PLACES[predictions.level]
-                writer.writerow([*common, *places, *task.target_names, *task.output_names])
-            writer.writerows([*common.values(), *row] for row in _rows(predictions))
+    remaining = iter(parts)
+    first = next(remaining)
+    common, predictions = first
+    task = predictions.task
+    write_table(
+        path,
+        [*common, *_PLACES[predictions.level], *task.target_names, *task.output_names],
+        (
+            [*common.values(), *row]
+            for common, predictions in chain([first], remaining)
+            for row in _rows(predictions)
+        ),
+    )
 
 
 def _rows(predictions: Predictions) -> Iterator[list[object]]:

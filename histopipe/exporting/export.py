@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,15 +15,16 @@ from histopipe.dataset.selection import store_paths
 from histopipe.errors import ExitCode, MachineShort, NothingToDo, UsageError
 from histopipe.exporting.masks import export_masks
 from histopipe.exporting.patches import ExportResult, PatchFormat, export_patches
-from histopipe.reports.mask_folder import TissueReport
 from histopipe.runs import folder as run_folder
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
-from histopipe.system.files import appearing
+from histopipe.system.csv_files import write_table
+from histopipe.system.files import atomic_write
 from histopipe.system.filesystems import roomy
 from histopipe.system.progress import Bar, Progress, default_progress
 from histopipe.system.result import Result, counted
 from histopipe.system.urls import is_url, public_url
+from histopipe.tissue_masks.mask_folder import TissueReport
 
 IndexFormat = Literal["csv", "parquet"]
 
@@ -145,9 +145,11 @@ def export_index(
         bar = progress.bar("exporting", unit="slides", total=total, detail=True)
         slides = _slides(opened, stack.enter_context(bar))
         stack.enter_context(roomy(out.parent))
-        with appearing(out) as part:
-            write = _write_csv if kind == "csv" else _write_parquet
-            write(part, slides)
+        with atomic_write(out) as part:
+            if kind == "csv":
+                write_table(part, [*_OF_SLIDE, *_OF_PATCH], _rows(slides))
+            else:
+                _write_parquet(part, slides)
     return IndexResult(out, count)
 
 
@@ -178,21 +180,18 @@ def _columns(store: Store, number: int, record: SlideRecord) -> Columns:
     return {name: columns[name] if name in columns else index[name] for name in _OF_PATCH}
 
 
-def _write_csv(path: Path, slides: Iterator[tuple[Columns, Columns]]) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow([*_OF_SLIDE, *_OF_PATCH])
-        for common, columns in slides:
-            cells = [_cells(values) for values in columns.values()]
-            first = ["" if value is None else value for value in common.values()]
-            writer.writerows([*first, *row] for row in zip(*cells, strict=True))
+def _rows(slides: Iterator[tuple[Columns, Columns]]) -> Iterator[list[object]]:
+    for common, columns in slides:
+        cells = [_cells(values) for values in columns.values()]
+        for row in zip(*cells, strict=True):
+            yield [*common.values(), *row]
 
 
 def _cells(values: NDArray[Any]) -> list[Any]:
-    """Return values for CSV cells. Unknown values are empty."""
+    """Return values for CSV cells. NaN and None are empty."""
     if values.dtype.kind == "f":
         return ["" if v != v else f"{v:.6g}" for v in values.tolist()]  # noqa: PLR0124 - NaN
-    return ["" if v is None else v for v in values.tolist()]
+    return list(values.tolist())
 
 
 def _write_parquet(path: Path, slides: Iterator[tuple[Columns, Columns]]) -> None:

@@ -16,7 +16,7 @@ from histopipe.splits.splits import patches_crc
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
 from histopipe.system.download import download
-from histopipe.system.files import appearing, read_json, reading
+from histopipe.system.files import read_json, reading, write_atomically
 from histopipe.system.object_storage import list_files, remote_file, upload
 from histopipe.system.urls import public_url
 
@@ -115,5 +115,4 @@ def record_settings(
             )  # fmt: skip
     elif any(folder.iterdir()):
         raise UsageError(f"{folder} exists and is not empty", todo="choose another --out")
-    with appearing(path) as part:
-        part.write_text(json.dumps(now, indent=1) + "\n", encoding="utf-8")
+    write_atomically(path, json.dumps(now, indent=1) + "\n")

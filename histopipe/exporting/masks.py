@@ -11,15 +11,7 @@ from numpy.typing import NDArray
 from histopipe.annotations.read import GEOJSON
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.geometry import Mpp, PointL0, RegionL0, Size
-from histopipe.masks.grid import Grid
-from histopipe.masks.mask_files import grid_of_png
-from histopipe.reports.mask_folder import (
-    SlideMask,
-    TissueReport,
-    describe,
-    write_slide,
-    write_table_and_page,
-)
+from histopipe.reports.tissue import write_table_and_page
 from histopipe.runs import folder as run_folder
 from histopipe.store.reading import decode_picture
 from histopipe.store.record import SlideRecord
@@ -28,6 +20,14 @@ from histopipe.system.filesystems import roomy
 from histopipe.system.progress import Progress
 from histopipe.system.result import slide_failure
 from histopipe.tiling.spec import recorded_tissue
+from histopipe.tissue_masks.grid import Grid
+from histopipe.tissue_masks.mask_files import read_png_grid
+from histopipe.tissue_masks.mask_folder import (
+    SlideMask,
+    TissueReport,
+    measure_mask,
+    write_slide_mask,
+)
 
 _INEXACT = "outlines may be off by a pixel: an older version wrote the store"
 
@@ -60,16 +60,18 @@ def export_masks(store: Path, *, out: Path, progress: Progress) -> TissueReport:
                     if thumbnail is None or mask is None:
                         raise NothingToDo("the store has no tissue mask of it")  # noqa: TRY301
                     pixels = decode_picture(mask, f"{where}: tissue mask", mode="L") > 0
-                    grid, exact = _grid(record, grid_of_png(bytes(mask)), pixels)
+                    grid, exact = _grid(record, read_png_grid(bytes(mask)), pixels)
                     picture = decode_picture(thumbnail, where)
                     slide_mask = SlideMask(record.id, pixels, grid, _bounds(record), picture)
-                    pictures[record.id] = write_slide(out, slide_mask)
+                    pictures[record.id] = write_slide_mask(out, slide_mask)
                 except Exception as error:  # noqa: BLE001 - `slide_failure` raises what concerns all slides
                     result.failed[record.id] = slide_failure(error)
                 else:
                     mpp = None if record.mpp is None else Mpp(record.mpp)
                     notes = record.notes if exact else [*record.notes, _INEXACT]
-                    result.slides.append(describe(slide_mask, mpp, record.mask or source, notes))
+                    result.slides.append(
+                        measure_mask(slide_mask, mpp, record.mask or source, notes)
+                    )
                 bar.advance()
         write_table_and_page(result, pictures)
     return result

@@ -24,7 +24,7 @@ from histopipe.exporting.folders import ExportFolder, UrlFolder, record_settings
 from histopipe.store.format import patch_key, value_crc
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
-from histopipe.system.files import appearing, path_within, remove_parts
+from histopipe.system.files import atomic_write, path_within, remove_parts
 from histopipe.system.filesystems import roomy
 from histopipe.system.progress import Progress
 from histopipe.system.result import Result, counted, exit_code_of, slide_failure
@@ -241,7 +241,7 @@ class _Export:
 
     def _write_file(self, file: _File) -> None:
         file.path.parent.mkdir(parents=True, exist_ok=True)
-        with appearing(file.path) as part:
+        with atomic_write(file.path) as part:
             self._write(part, self._patches_of(file))
         self._folder.finish(file.path)
 

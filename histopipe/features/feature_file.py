@@ -25,10 +25,11 @@ from histopipe.splits.slide_table import read_slide_table
 from histopipe.store.store import Store
 from histopipe.system.files import (
     RecordingFile,
-    appearing,
+    atomic_write,
     path_within,
     read_record,
     record_or_check,
+    write_atomically,
 )
 from histopipe.system.filesystems import reading_error, roomy
 
@@ -119,7 +120,7 @@ def writing(path: Path, rows: int, dimension: int, dtype: StoredType) -> Iterato
     """
     with roomy(path.parent, "run the same command again to embed the missing slides"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with appearing(path) as part, RecordingFile(part, "w+") as raw:
+        with atomic_write(path) as part, RecordingFile(part, "w+") as raw:
             with h5py.File(raw, "w") as file:
                 yield FeatureWriter(file, rows, dimension, dtype)
             if raw.failure is not None:
@@ -307,8 +308,7 @@ def record_stores(folder: Path, stores: Iterable[Store]) -> None:
     record = read_record(folder / ENCODER) or {}
     paths = [*record.get("stores", ()), *(str(store.path.absolute()) for store in stores)]
     record["stores"] = list(dict.fromkeys(paths))
-    with appearing(folder / ENCODER) as part:
-        part.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    write_atomically(folder / ENCODER, json.dumps(record, indent=2) + "\n")
 
 
 def stores_of_features(folders: Iterable[str | Path]) -> list[Path]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -10,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.features.bags import Bag
-from histopipe.system.files import appearing, path_within
+from histopipe.system.csv_files import write_table
+from histopipe.system.files import path_within
 
 CONTRIBUTION = "contribution_"
 _COLUMNS = ("slide", "x_l0", "y_l0", "size_l0", "attention")
@@ -33,13 +33,7 @@ def write_patch_table(
     path = path_within(folder, f"{bag.id}.csv")
     rows = list(_rows(bag, attention, contributions))
     path.parent.mkdir(parents=True, exist_ok=True)
-    with (
-        appearing(path) as part,
-        part.open("w", newline="", encoding="utf-8") as file,
-    ):
-        writer = csv.writer(file)
-        writer.writerow([*_COLUMNS, *(CONTRIBUTION + name for name in names)])
-        writer.writerows(rows)
+    write_table(path, [*_COLUMNS, *(CONTRIBUTION + name for name in names)], rows)
 
 
 def _rows(

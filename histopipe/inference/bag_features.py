@@ -33,7 +33,7 @@ from histopipe.inference.source_kinds import SourceKind
 from histopipe.inference.trained_bags import TrainedBags
 from histopipe.inference.trained_patches import TrainedPatches, check_store
 from histopipe.store.store import Store
-from histopipe.system.files import appearing
+from histopipe.system.files import write_atomically
 from histopipe.system.progress import Progress
 
 FEATURES = "features"
@@ -187,8 +187,7 @@ class BagFeatures:
         path = self.predictions.thumbnail(slide)
         if picture is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with appearing(path) as part:
-                part.write_bytes(picture)
+            write_atomically(path, picture)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from histopipe.errors import NothingToDo
 from histopipe.evaluation.evaluate import mean_thresholds
 from histopipe.features.bags import Bag
 from histopipe.inference.trained_bags import TrainedBags
-from histopipe.system.files import appearing
+from histopipe.system.csv_files import write_table
 from histopipe.tasks.choices import Level, name_of
 from histopipe.tasks.classification import Classification
 from histopipe.tasks.predictions import Part, Predictions
@@ -96,22 +95,21 @@ class BagPredictions:
             () if spread is None else tuple(_SPREAD + name.removeprefix("p_") for name in names)
         )
         decided = self._decided(means, "slide" if of_slides else "patient")
-        with appearing(path) as part, part.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            writer.writerow([*ids, *facts, *names, *spreads])
-            for row, group in enumerate(groups):
-                bag = self.bags[group[0]]
-                patches = sum(self.bags[number].rows for number in group)
-                target = _common([self.targets[number] for number in group])
-                of_target = np.array([target or (np.nan,) * len(task.columns)])
-                (names_of,) = task.target_cells(of_target, means[row : row + 1])
-                cells: list[object] = [*names_of, patches]
-                if task.of_classes:
-                    label, best = _common([self.bags[number].label for number in group]), cells[1]
-                    cells = [label, patches, best, decided[row]]
-                numbers = [*means[row], *(() if spread is None else spread[row])]
-                id_cells = [bag.id, bag.patient] if of_slides else [bag.patient or bag.id]
-                writer.writerow([*id_cells, *cells, *(f"{value:.9g}" for value in numbers)])
+        rows = []
+        for row, group in enumerate(groups):
+            bag = self.bags[group[0]]
+            patches = sum(self.bags[number].rows for number in group)
+            target = _common([self.targets[number] for number in group])
+            of_target = np.array([target or (np.nan,) * len(task.columns)])
+            (names_of,) = task.target_cells(of_target, means[row : row + 1])
+            cells: list[object] = [*names_of, patches]
+            if task.of_classes:
+                label, best = _common([self.bags[number].label for number in group]), cells[1]
+                cells = [label, patches, best, decided[row]]
+            numbers = [*means[row], *(() if spread is None else spread[row])]
+            id_cells = [bag.id, bag.patient] if of_slides else [bag.patient or bag.id]
+            rows.append([*id_cells, *cells, *(f"{value:.9g}" for value in numbers)])
+        write_table(path, [*ids, *facts, *names, *spreads], rows)
 
     def _decided(self, means: NDArray[np.float64], level: Level) -> list[str]:
         """Return the decided class of each row; nothing for other tasks."""

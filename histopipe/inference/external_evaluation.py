@@ -12,7 +12,6 @@ from histopipe.evaluation.breakdown import Breakdown, break_down
 from histopipe.evaluation.evaluate import Evaluation
 from histopipe.evaluation.predictions import write_predictions
 from histopipe.inference.predictions_folder import PredictedSlide
-from histopipe.runs import folder as run_folder
 from histopipe.slides.tables import SlideLabel
 from histopipe.splits.slide_table import (
     Exclusion,
@@ -23,7 +22,7 @@ from histopipe.splits.slide_table import (
     flow_to_json,
     write_slide_table,
 )
-from histopipe.system.files import read_json, reading
+from histopipe.system.files import read_json, reading, write_json
 from histopipe.system.progress import message
 from histopipe.tasks.choices import TaskName
 from histopipe.tasks.predictions import Part
@@ -171,7 +170,7 @@ def write_evaluation(
             )
         ),
     )
-    run_folder.write_json(path, result.to_json())
+    write_json(path, result.to_json())
     return result
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,9 +15,10 @@ from PIL import Image
 from histopipe.dataset.sampling import replica_rows
 from histopipe.errors import MachineShort, OutOfMemory, UsageError
 from histopipe.inference.slide_run import device_rows
-from histopipe.masks.network import is_colour
 from histopipe.runs.settings import parse_devices
 from histopipe.system.files import read_json
+from histopipe.system.worker_pool import count_usable_cores
+from histopipe.tissue_masks.network import is_colour
 
 _FILTERS = {
     "bilinear": Image.Resampling.BILINEAR,
@@ -180,7 +180,7 @@ def _sessions(path: Path, devices: str) -> list[Any]:
         providers = [("CUDAExecutionProvider", {"device_id": n}) for n in numbers]
     else:
         count = int(match["cpus"] or 1)
-        options.intra_op_num_threads = max(1, len(os.sched_getaffinity(0)) // count)
+        options.intra_op_num_threads = max(1, count_usable_cores() // count)
         providers = ["CPUExecutionProvider"] * count
     try:
         return [ort.InferenceSession(str(path), options, providers=[one]) for one in providers]

@@ -25,7 +25,7 @@ from histopipe.runs.task_config import BagTrainConfig, load_config
 from histopipe.store.store import Store
 from histopipe.system.progress import Progress, default_progress
 from histopipe.tasks.choices import Aggregation
-from histopipe.tiling.spec import Tissue
+from histopipe.tissue_masks.algorithms import Tissue
 
 
 def predict(

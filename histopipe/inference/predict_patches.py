@@ -26,7 +26,7 @@ from histopipe.inference.predictions_folder import (
     PredictedSlide,
     PredictionsFolder,
     evaluate_labelled,
-    write_table,
+    write_level_table,
 )
 from histopipe.inference.slide_run import BATCHES, Results, SlideRun, SlideRunResult
 from histopipe.inference.slide_tiler import FileSource, TiledSlide
@@ -192,7 +192,7 @@ class PatchPrediction:
         parts = [scores for _, scores in entries if len(scores)]
         tables: tuple[tuple[str, Level], ...] = ((SLIDES, "slide"), (PATIENTS, "patient"))
         for name, level in tables:
-            write_table(
+            write_level_table(
                 path / name, parts, slides, level, self.aggregate, classes=classifier.classes,
                 evaluation_settings=classifier.evaluation_settings, thresholds=classifier.thresholds,
             )  # fmt: skip

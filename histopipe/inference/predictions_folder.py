@@ -5,7 +5,6 @@ Each slide has a CSV file of patches, a thumbnail and a JSON file, written last.
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -18,7 +17,14 @@ from histopipe.errors import UsageError
 from histopipe.evaluation.evaluate import Evaluation, evaluate
 from histopipe.evaluation.predictions import read_slide_predictions, write_predictions
 from histopipe.store.record import SlideRecord
-from histopipe.system.files import appearing, path_within, read_json, reading, record_or_check
+from histopipe.system.csv_files import write_table
+from histopipe.system.files import (
+    path_within,
+    read_json,
+    reading,
+    record_or_check,
+    write_atomically,
+)
 from histopipe.tasks.choices import Aggregation, Level
 from histopipe.tasks.classification import Classification
 from histopipe.tasks.predictions import (
@@ -82,9 +88,7 @@ class PredictedSlide:
 
     def write(self, path: Path) -> None:
         """Write a JSON file by one rename."""
-        text = json.dumps(asdict(self), indent=1, ensure_ascii=False)
-        with appearing(path) as part:
-            part.write_text(text, encoding="utf-8")
+        write_atomically(path, json.dumps(asdict(self), indent=1, ensure_ascii=False))
 
     @classmethod
     def read(cls, path: Path) -> PredictedSlide:
@@ -172,8 +176,7 @@ class PredictionsFolder:
         self.json(slide.slide).unlink(missing_ok=True)  # it describes an old source
         write_predictions(path, [({}, scores)])
         if thumbnail is not None:
-            with appearing(self.thumbnail(slide.slide)) as part:
-                part.write_bytes(thumbnail)
+            write_atomically(self.thumbnail(slide.slide), thumbnail)
         slide.write(self.json(slide.slide))
 
     def slides(self) -> dict[str, PredictedSlide]:
@@ -191,7 +194,7 @@ class PredictionsFolder:
         return read_slide_predictions(self.csv(slide))
 
 
-def write_table(
+def write_level_table(
     path: Path,
     parts: Sequence[Predictions],
     slides: Sequence[PredictedSlide],
@@ -210,21 +213,22 @@ def write_table(
     labels = _labels(slides, level)
     patient = {slide.slide: slide.patient for slide in slides}
     names = sorted({slide.slide if level == "slide" else slide.patient for slide in slides})
-    with appearing(path) as part, part.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        ids = ["slide", "patient"] if level == "slide" else ["patient"]
-        probabilities = [f"p_{name}" for name in classes]
-        spread = {
-            slide.slide: slide.spread for slide in slides if slide.spread and level == "slide"
-        }
-        probabilities += [f"sd_{name}" for name in classes if spread]
-        writer.writerow([*ids, "label", "patches", "predicted", "decided", *probabilities])
-        nothing: list[object] = [0, "", "", *("" for _ in classes)]
-        unknown: list[object] = ["" for _ in classes if spread]
-        for name in names:
-            patient_cells = [patient[name]] if level == "slide" else []
-            values = [*aggregated.get(name, nothing), *spread.get(name, unknown)]
-            writer.writerow([name, *patient_cells, labels.get(name, ""), *values])
+    ids = ["slide", "patient"] if level == "slide" else ["patient"]
+    spread = {slide.slide: slide.spread for slide in slides if slide.spread and level == "slide"}
+    probabilities = [f"p_{name}" for name in classes] + [f"sd_{name}" for name in classes if spread]
+    nothing: list[object] = [0, "", "", *("" for _ in classes)]
+    unknown: list[object] = ["" for _ in classes if spread]
+    rows = (
+        [
+            name,
+            *([patient[name]] if level == "slide" else []),
+            labels.get(name, ""),
+            *aggregated.get(name, nothing),
+            *spread.get(name, unknown),
+        ]
+        for name in names
+    )
+    write_table(path, [*ids, "label", "patches", "predicted", "decided", *probabilities], rows)
 
 
 def _aggregated(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,6 +19,7 @@ from histopipe.errors import Interrupted, SlideError, UsageError
 from histopipe.system.files import Closing, read_record
 from histopipe.system.progress import Bar, Progress
 from histopipe.system.result import Result, counted, slide_failure
+from histopipe.system.worker_pool import count_usable_cores
 
 _STARTED_BATCHES = 2
 """Maximum number of batches on the device. With one batch, the device would wait for the host."""
@@ -143,7 +143,7 @@ class _PatchStream(Closing):
 
     def __init__(self, network: Network, bar: Bar) -> None:
         self._network, self._bar = network, bar
-        self._pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)), "histopipe-load")
+        self._pool = ThreadPoolExecutor(count_usable_cores(), "histopipe-load")
         self._failures: dict[int, SlideError] = {}
         self.network_failed = False
         self.input_wait = 0.0
@@ -177,7 +177,7 @@ class _PatchStream(Closing):
                 continue
             for step in range(slide.steps):
                 ahead.append((slide, self._pool.submit(self._load, slide, step)))
-                if len(ahead) > len(os.sched_getaffinity(0)) + 1:
+                if len(ahead) > count_usable_cores() + 1:
                     yield ahead.popleft()
         while ahead:
             yield ahead.popleft()

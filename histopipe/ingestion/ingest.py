@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from histopipe.errors import UsageError
 from histopipe.system.progress import Progress, default_progress
-from histopipe.system.worker_pool import WorkerPool
+from histopipe.system.worker_pool import WorkerPool, count_usable_cores
 
 if TYPE_CHECKING:
     from histopipe.ingestion.report import IngestReport
@@ -155,7 +154,7 @@ def _ingest_here(
     coords: Path | None = None,
 ) -> IngestReport:
     """Ingest with worker processes of this machine, which import their modules while this process imports its own."""
-    workers: Any = settings.get("workers") or len(os.sched_getaffinity(0))
+    workers: Any = settings.get("workers") or count_usable_cores()
     valid = type(workers) is int and workers > 0  # otherwise `read_request` raises an error
     with WorkerPool(workers if valid else 1, _prepare) as pool:
         from histopipe.ingestion.ingest_slides import ingest_slides  # late: takes 0.2 s

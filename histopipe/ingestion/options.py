@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from histopipe.slides.readers import AskedReader
 from histopipe.slides.slide_files import SlideFile
 from histopipe.slides.staging import StagedSlide
 from histopipe.slides.tables import SlideLabel
+from histopipe.system.worker_pool import count_usable_cores
 
 _BASE_SECONDS, _SECONDS_PER_PATCH = 600.0, 0.2
 """Default time limit. It allows five patches per second, a hundredth of the usual rate."""
@@ -77,7 +77,7 @@ class IngestOptions:
     @property
     def worker_count(self) -> int:
         """Number of processes to start."""
-        return self.workers or len(os.sched_getaffinity(0))
+        return self.workers or count_usable_cores()
 
     def seconds_for(self, patches: int) -> float:
         """Return the time limit of a slide with a number of patches, in seconds of worker time."""

@@ -22,7 +22,6 @@ from histopipe.system.files import Closing
 from histopipe.tiling.plan import LevelChoice, Resampling, TilingPlan
 from histopipe.tiling.spec import TilingSpec
 
-_THUMBNAIL_QUALITY = 85
 PatchFile = bytes | SlideUnreadable
 """Image file of a patch as stored in the store, or the error if the patch cannot be read."""
 
@@ -206,12 +205,6 @@ def encode(pixels: NDArray[np.uint8], spec: TilingSpec) -> bytes:
         colorsubsampling=spec.subsampling,
     )
     return bytes(jpeg)
-
-
-def encode_thumbnail(pixels: NDArray[np.uint8]) -> bytes:
-    """Return a thumbnail, (H, W, 3) uint8 RGB, as a JPEG file."""
-    pixels = np.ascontiguousarray(pixels)
-    return bytes(simplejpeg.encode_jpeg(pixels, quality=_THUMBNAIL_QUALITY, colorspace="RGB"))
 
 
 def png(pixels: NDArray[np.uint8] | NDArray[np.bool_]) -> bytes:

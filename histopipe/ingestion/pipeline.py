@@ -33,7 +33,7 @@ from histopipe.slides.staging import Stage, StagedSlide
 from histopipe.store.claims import Claims
 from histopipe.store.record import FailureKind, SlideState
 from histopipe.store.writer import StoreWriter
-from histopipe.system.files import storable
+from histopipe.system.files import to_storable_text
 from histopipe.system.filesystems import free_bytes
 from histopipe.system.worker_pool import TookTooLong, WorkerDied
 from histopipe.tiling.spec import TilingSpec
@@ -124,7 +124,7 @@ class Pipeline:
         try:
             staged = future.result()
         except SlideError as error:
-            reason = storable(str(error))
+            reason = to_storable_text(str(error))
             self.writer.fail(pending.number, pending.record, reason, FailureKind.OPTION)
             self.claims.release(pending.number)
             outcome = failed_outcome(pending.record, reason)
@@ -247,7 +247,7 @@ class Pipeline:
         if self.stage is not None and slide.pending.slide.staged is not None:
             self.stage.release(slide.pending.slide.staged)
         if isinstance(result, SlideFailure):
-            reason = storable(result.reason)
+            reason = to_storable_text(result.reason)
             record = dataclasses.replace(result.record, error_option=result.option)
             self.writer.fail(slide.number, record, reason, result.kind)
             outcome = failed_outcome(record, reason)

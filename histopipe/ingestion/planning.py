@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,44 +26,33 @@ from histopipe.errors import (
     SlideUnreadable,
     UsageError,
 )
-from histopipe.geometry import Mpp
 from histopipe.ingestion.coords import count_outside, plan_imported
 from histopipe.ingestion.options import IngestOptions, SlideInput
 from histopipe.ingestion.patch_source import (
     PatchRecipe,
     PatchSource,
     chunk_of,
-    encode_thumbnail,
 )
 from histopipe.ingestion.records import with_fingerprint
 from histopipe.ingestion.route import RouteChoice, choose_route, pixel_notes
-from histopipe.masks.finding import TissueSource, find_tissue
-from histopipe.masks.grid import Grid
-from histopipe.masks.mask_files import png_mask
+from histopipe.measure.patch_quality import pen_mask
 from histopipe.slides.readers import open_slide
 from histopipe.slides.scale import ResolvedMpp, resolve_mpp
-from histopipe.slides.slide import Slide, SlideInfo
+from histopipe.slides.slide import SlideInfo
 from histopipe.slides.slide_files import Fingerprint, SlideFile, fingerprint, tile_hash
 from histopipe.slides.slide_hashes import pixel_hash
-from histopipe.slides.thumbnail import (
-    THUMBNAIL_MPP,
-    Thumbnail,
-    read_thumbnail,
-    thumbnail_level,
-    usual_mpp,
-)
+from histopipe.slides.thumbnail import encode_thumbnail
 from histopipe.slides.tiles.check import NativeLevels
-from histopipe.slides.tiles.native import NotNative
 from histopipe.store.format import stored_size
 from histopipe.store.record import FailureKind, SlideRecord
 from histopipe.system.result import counted
 from histopipe.tiling.plan import TilingPlan, cell_shares, choose_level, plan_tiles
-from histopipe.tiling.quality import pen_mask
 from histopipe.tiling.spec import TilingSpec
+from histopipe.tissue_masks.finding import TissueSource, find_tissue, read_tissue_thumbnail
+from histopipe.tissue_masks.grid import Grid
+from histopipe.tissue_masks.mask_files import encode_png
 
 _SAMPLED_PATCHES = 8
-_USUAL_PATCH = 64.0
-"""Subset, in µm, of patches for which masks of 16 µm are fine enough: four pixels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,18 +113,22 @@ def plan_slide(
             mpp = scale.mpp if scale else None
             regions = _regions(slide, spec, options, info)
             with NativeLevels(opened, file.files) as levels:
-                thumbnail = thumbnail_of(opened, mpp, levels, spec)
+                source = TissueSource(
+                    slide.id, spec.tissue, spec.tissue_fallback, spec.exclude, slide.mask,
+                    options.tissue_network, regions,
+                )  # fmt: skip
+                patch_um = None if spec.mpp is None else spec.patch_size * spec.mpp
+                thumbnail = read_tissue_thumbnail(opened, mpp, levels, source, patch_um)
                 pictures, mask = {"thumb": encode_thumbnail(thumbnail.pixels)}, None
                 if slide.coords is not None:
                     plan = plan_imported(slide.id, info, mpp, slide.coords)
                 else:
                     choice = choose_level(slide.id, info.levels, mpp, spec)
-                    source = TissueSource(slide.id, slide.mask, options.tissue_network, regions)
-                    mask, origin = find_tissue(opened, mpp, thumbnail, spec, source)
+                    mask, origin = find_tissue(opened, mpp, thumbnail, source)
                     plan = plan_tiles(info, choice, spec, thumbnail, mask)
                     record = dataclasses.replace(record, mask=origin)
                 if mask is not None:
-                    pictures["mask"] = png_mask(mask.pixels, Grid.of(thumbnail, info.size))
+                    pictures["mask"] = encode_png(mask.pixels, Grid.of(thumbnail, info.size))
                 plan = _within(plan, regions, spec)
                 may_extend = slide.coords is not None or spec.edge == "pad"
                 outside = count_outside(plan, info) if may_extend else 0
@@ -205,22 +197,6 @@ def _scale(
             raise
         return None, [f"scale unknown: {error.what}"]
     return scale, [scale.note] if scale.note else []
-
-
-def thumbnail_of(
-    slide: Slide, mpp: Mpp | None, levels: NativeLevels, spec: TilingSpec
-) -> Thumbnail:
-    """Read the thumbnail. It is the same for all routes, since the plan must not depend on the route.
-
-    Stores with `otsu-1` have thumbnails of 8 µm. Other large slides have 16 µm, unless the patches are small.
-    """
-    patch = None if spec.mpp is None else spec.patch_size * spec.mpp
-    fine = "otsu-1" in (spec.tissue, spec.tissue_fallback) or (patch or _USUAL_PATCH) < _USUAL_PATCH
-    at = THUMBNAIL_MPP if fine else usual_mpp(slide, mpp)
-    tiles = None
-    with suppress(NotNative):
-        tiles, _ = levels.get(thumbnail_level(slide.info.levels, mpp, at))
-    return read_thumbnail(slide, mpp, tiles, at)
 
 
 def _within(plan: TilingPlan, regions: Regions | None, spec: TilingSpec) -> TilingPlan:

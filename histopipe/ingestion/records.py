@@ -12,26 +12,28 @@ from histopipe.errors import MaskUnfit, SlideError, UsageError
 from histopipe.geometry import Mpp
 from histopipe.ingestion.options import IngestOptions, SlideInput
 from histopipe.ingestion.report import SlideOutcome, Status, failed_outcome, outcome_of
-from histopipe.masks.mask_files import source_of
 from histopipe.slides.scale import MppSource, equal_scales
 from histopipe.slides.slide_files import Fingerprint, SlideFile, fingerprint
 from histopipe.slides.slide_hashes import copy_groups
 from histopipe.slides.tables import SlideLabel, patient_of
 from histopipe.store.record import FailureKind, SlideRecord, SlideState
-from histopipe.system.files import storable
+from histopipe.system.files import to_storable_text
 from histopipe.system.urls import is_url
+from histopipe.tissue_masks.mask_files import identify_mask_file
 
 _SLIDES_PER_CLASS = 2
 
 
 def resolved(slide: SlideFile) -> str:
     """Return the path of a slide without symbolic links, or its URL, in the form used in records."""
-    return slide.location if slide.remote else storable(os.path.realpath(slide.path))
+    return slide.location if slide.remote else to_storable_text(os.path.realpath(slide.path))
 
 
 def new_record(slide: SlideFile) -> SlideRecord:
     """Return the record of a new slide."""
-    return SlideRecord(id=slide.id, path=storable(slide.location), resolved_path=resolved(slide))
+    return SlideRecord(
+        id=slide.id, path=to_storable_text(slide.location), resolved_path=resolved(slide)
+    )
 
 
 def with_fingerprint(record: SlideRecord, stamp: Fingerprint) -> SlideRecord:
@@ -214,7 +216,7 @@ def _file_change(now: Fingerprint, record: SlideRecord) -> str | None:
 
 def _mask_change(record: SlideRecord, slide: SlideInput) -> str | None:
     try:
-        now = None if slide.mask is None else source_of(slide.mask)
+        now = None if slide.mask is None else identify_mask_file(slide.mask)
     except MaskUnfit as error:
         return f"has a mask that cannot be read ({error})"
     if now == record.mask:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import re
 import threading
@@ -14,7 +13,8 @@ from pathlib import Path
 
 from histopipe.errors import ExitCode
 from histopipe.store.record import SlideRecord
-from histopipe.system.files import Closing, appearing
+from histopipe.system.csv_files import write_table
+from histopipe.system.files import Closing
 from histopipe.system.progress import Bar, Progress, SilentProgress
 from histopipe.system.result import Result, counted, exit_code_of, some
 
@@ -201,11 +201,11 @@ class IngestReport(Result):
         """
         columns = [field.name for field in dataclasses.fields(SlideOutcome)]
         try:
-            with appearing(path) as part, part.open("w", newline="", encoding="utf-8") as file:
-                table = csv.DictWriter(file, columns)
-                table.writeheader()
-                for slide in self.slides:
-                    table.writerow(dataclasses.asdict(slide) | {"notes": "; ".join(slide.notes)})
+            rows = [
+                dataclasses.asdict(slide) | {"notes": "; ".join(slide.notes)}
+                for slide in self.slides
+            ]
+            write_table(path, columns, [[row[name] for name in columns] for row in rows])
         except OSError as error:
             progress.message(f"{path} cannot be written: {error.strerror}")
 

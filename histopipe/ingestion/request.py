@@ -18,8 +18,6 @@ from histopipe.ingestion.options import IngestOptions, SlideInput
 from histopipe.ingestion.records import subfolder_labels, with_recorded_ids
 from histopipe.ingestion.route import AskedRoute
 from histopipe.ingestion.sources import PathLike, listed, sources, stage_folder
-from histopipe.masks.mask_files import PNG, find_masks
-from histopipe.masks.network import SUFFIXES, check_network, name_of
 from histopipe.slides.discovery import discover, show_links
 from histopipe.slides.readers import AskedReader, is_image, open_slide
 from histopipe.slides.scale import check_mpp, resolve_mpp
@@ -45,7 +43,9 @@ from histopipe.tiling.spec import (
     recorded_tissue,
     resolved_tissue,
 )
-from histopipe.tiling.tissue import FINDERS
+from histopipe.tissue_masks.algorithms import FINDERS
+from histopipe.tissue_masks.mask_files import PNG, find_masks
+from histopipe.tissue_masks.network import SUFFIXES, check_network, identify_network
 
 _DEFAULT_MAGNIFICATION = 20.0
 _MOST_SIDE = 256
@@ -274,7 +274,7 @@ def read_tissue(
         masks, fields["tissue"] = find_masks(path, SlideNames(ids)), "masks"
     elif path.suffix.lower() in SUFFIXES:
         network, fields["tissue"] = path, "model"
-        fields["tissue_model"] = name_of(path)
+        fields["tissue_model"] = identify_network(path)
         with WorkerPool(1) as pool:  # a separate process: it may load TensorFlow, or crash
             try:
                 result_of(pool.submit(check_network, path))

@@ -13,9 +13,9 @@ from histopipe.slides.thumbnail import Thumbnail, colour_note
 from histopipe.slides.tiles.check import LEAST_PSNR, NativeLevels, scaled_psnr
 from histopipe.slides.tiles.native import NativeLevel, NativeTiles, NotNative, reduction_of
 from histopipe.system.result import counted
-from histopipe.tiling.mask import Mask
 from histopipe.tiling.plan import TilingPlan, cell_shares
 from histopipe.tiling.spec import TilingSpec
+from histopipe.tissue_masks.mask import Mask
 
 RouteName = Literal["copy", "decode", "openslide"]
 AskedRoute = Literal["auto", "copy", "decode", "openslide"]

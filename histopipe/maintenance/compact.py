@@ -17,7 +17,7 @@ from histopipe.store.data_file import page_faults
 from histopipe.store.environment import open_environment
 from histopipe.store.handle import mapped_errors
 from histopipe.store.meta import read_meta
-from histopipe.system.files import appearing, replacing
+from histopipe.system.files import atomic_write, replacing
 from histopipe.system.filesystems import free_bytes, roomy
 from histopipe.system.progress import Bar, Progress, default_progress
 from histopipe.system.result import Result
@@ -158,7 +158,7 @@ def in_place_of(store: Path) -> Iterator[Path]:
 @contextmanager
 def _new_folder(path: Path) -> Iterator[Path]:
     """Yield an empty folder that is renamed to `path` at the end."""
-    with appearing(path) as part:
+    with atomic_write(path) as part:
         shutil.rmtree(part, ignore_errors=True)  # left by a killed process
         part.mkdir()
         yield part

@@ -42,7 +42,7 @@ from histopipe.store.format import (
 )
 from histopipe.store.meta import read_records
 from histopipe.store.record import SlideRecord, SlideState
-from histopipe.system.files import storable
+from histopipe.system.files import to_storable_text
 from histopipe.system.progress import Progress
 from histopipe.system.worker_pool import WorkerDied, WorkerPool, results_of
 from histopipe.tiling.spec import spec_of_store
@@ -173,7 +173,7 @@ class Reingestion:
         pending = replace(
             record,
             state=SlideState.PENDING,
-            path=storable(str(file.path)),
+            path=to_storable_text(str(file.path)),
             resolved_path=resolved(file),
             annotations=None,  # otherwise, the ingest adds a note that the patch labels are lost
         )

@@ -6,7 +6,6 @@ slide that it was reading counts as damaged.
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
@@ -25,7 +24,14 @@ from histopipe.store.format import patch_key
 from histopipe.store.record import SlideState
 from histopipe.system.progress import Bar, Progress, default_progress
 from histopipe.system.result import some
-from histopipe.system.worker_pool import WorkerDied, WorkerPool, result_of, results_of, silence
+from histopipe.system.worker_pool import (
+    WorkerDied,
+    WorkerPool,
+    count_usable_cores,
+    result_of,
+    results_of,
+    silence,
+)
 
 _SMALL_BYTES = 32 << 20
 """File size up to which one worker is faster than starting a second one."""
@@ -111,7 +117,7 @@ def examine(
         examination = Examination(findings=[_structural(error)])
     else:
         progress = progress or default_progress()
-        count = 1 if size < _SMALL_BYTES else workers or len(os.sched_getaffinity(0))
+        count = 1 if size < _SMALL_BYTES else workers or count_usable_cores()
         with (
             WorkerPool(count, silence) as pool,
             progress.bar(f"verify {store}", unit="bytes", total=size) as bar,

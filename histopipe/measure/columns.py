@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, as_completed
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from histopipe.annotations.patch_labels import PatchLabels
 from histopipe.errors import UsageError
 from histopipe.store.writer import StoreWriter
 from histopipe.system.result import slide_failure
-from histopipe.system.worker_pool import TookTooLong, WorkerPool
+from histopipe.system.worker_pool import TookTooLong, WorkerPool, count_usable_cores
 
 _TASKS_PER_WORKER = 4
 """Limits the number of results that wait in memory to be written."""
@@ -53,7 +52,7 @@ def measure_slides(
     Raises:
         NothingToDo, DamagedStore, UsageError, MachineShort: the store cannot be written.
     """
-    count = min(workers or len(os.sched_getaffinity(0)), max(1, len(measures)))
+    count = min(workers or count_usable_cores(), max(1, len(measures)))
     waiting = iter(measures.items())
     running: dict[Future[SlideColumns], int] = {}
     with StoreWriter(store) as writer, WorkerPool(count) as pool:

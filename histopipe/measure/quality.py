@@ -13,12 +13,7 @@ from PIL import Image
 from histopipe.dataset.patch_batches import decode
 from histopipe.errors import DamagedStore, ExitCode
 from histopipe.measure.columns import SlideColumns, measure_slides
-from histopipe.store.format import patch_key, value_crc
-from histopipe.store.record import SlideRecord
-from histopipe.store.store import Store
-from histopipe.system.progress import Progress, default_progress
-from histopipe.system.result import Result, counted, exit_code_of
-from histopipe.tiling.quality import (
+from histopipe.measure.patch_quality import (
     ALGORITHMS,
     COLOUR_MPP,
     FOCUS_MPP,
@@ -27,6 +22,11 @@ from histopipe.tiling.quality import (
     pen_mask,
     reduction_to,
 )
+from histopipe.store.format import patch_key, value_crc
+from histopipe.store.record import SlideRecord
+from histopipe.store.store import Store
+from histopipe.system.progress import Progress, default_progress
+from histopipe.system.result import Result, counted, exit_code_of
 
 COLUMNS = ("focus", "pen", "dark")
 
@@ -84,7 +84,7 @@ def quality(
 
     `focus` is the variance of the Laplacian of luma at about 1 µm per pixel; 0 means no edges. `pen` is the share of
     the patch that is coloured ink, and `dark` the share that is folded or black, at about 8 µm per pixel. See
-    `histopipe.tiling.quality`.
+    `histopipe.measure.patch_quality`.
 
     Args:
         store: the store's folder.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Literal
@@ -15,6 +14,7 @@ from histopipe.features.patch_table import CONTRIBUTION
 from histopipe.inference.predictions_folder import PredictedSlide
 from histopipe.reports.heatmap_values import PatchValues, ReadValues, bounds_of
 from histopipe.runs import folder as run_folder
+from histopipe.system.csv_files import read_columns, read_dicts
 from histopipe.system.files import reading
 
 Show = Literal["attention", "contribution"]
@@ -87,8 +87,8 @@ def read_patch_table(path: Path, column: str = _ATTENTION) -> dict[str, NDArray[
         DamagedStore: the table cannot be read.
     """
     rows: dict[str, list[tuple[float, ...]]] = {}
-    with reading(path), path.open(newline="", encoding="utf-8") as file:
-        for row in csv.DictReader(file):
+    with reading(path):
+        for row in read_dicts(path):
             if row["x_l0"]:
                 corner = int(row["x_l0"]), int(row["y_l0"])
                 values = float(row[column]), float(row["size_l0"] or 0)
@@ -98,6 +98,6 @@ def read_patch_table(path: Path, column: str = _ATTENTION) -> dict[str, NDArray[
 
 def _contributions(path: Path) -> list[str]:
     """Return the names of the predictions with contributions."""
-    with reading(path), path.open(newline="", encoding="utf-8") as file:
-        header = next(csv.reader(file), [])
+    with reading(path):
+        header = read_columns(path)
     return [name.removeprefix(CONTRIBUTION) for name in header if name.startswith(CONTRIBUTION)]

@@ -18,7 +18,7 @@ from matplotlib.rcsetup import cycler
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from histopipe.system.files import appearing
+from histopipe.system.files import atomic_write
 from histopipe.tasks.calibration import Bin, DecisionCurve
 from histopipe.tasks.intervals import FEWEST_PATIENTS
 from histopipe.tasks.statistics import Roc
@@ -225,7 +225,7 @@ def write_roc_png(path: Path, title: str, curves: Mapping[str, Roc]) -> None:
     """Write ROC curves as a PNG file, in the colours of a light page."""
     with _chart(title, square=True, colours=_LIGHT) as (figure, axes):
         _draw_roc(axes, curves)
-        with appearing(path) as part:
+        with atomic_write(path) as part:
             metadata = {"Software": None}
             figure.savefig(part, dpi=120, format="png", facecolor="white", metadata=metadata)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from histopipe.errors import MachineShort, UsageError
 from histopipe.reports.checklist import EMPTY, Checklist, Item
 from histopipe.reports.html_page import Cell, Column, Page, Row, Table, Text
-from histopipe.system.files import appearing
+from histopipe.system.files import atomic_write, write_atomically
 
 _TONES = {"filled from the run": "good", "partly": "", "for the authors": "bad"}
 _WIDTHS_CM = (1.4, 5.4, 2.2, 8.0)
@@ -73,8 +73,7 @@ def _write_markdown(checklist: Checklist, path: Path, title: str) -> None:
         lines += [*(f"- {text}" for text in _answer(item)), ""]
     lines += ["## Methods", "", checklist.methods, "", "## References", ""]
     lines += ["```bibtex", "\n\n".join(checklist.references), "```", ""]
-    with appearing(path) as part:
-        part.write_text("\n".join(lines), encoding="utf-8")
+    write_atomically(path, "\n".join(lines))
 
 
 def _write_docx(checklist: Checklist, path: Path, title: str) -> None:
@@ -124,7 +123,7 @@ def _write_docx(checklist: Checklist, path: Path, title: str) -> None:
     document.add_heading("References (BibTeX)", 2)
     for entry in checklist.references:
         document.add_paragraph(entry)
-    with appearing(path) as part:
+    with atomic_write(path) as part:
         document.save(str(part))
 
 

@@ -15,6 +15,7 @@ from histopipe.errors import DamagedStore, UsageError
 from histopipe.reports.evaluation_blocks import EvaluatedPredictions
 from histopipe.reports.heatmap_sources import SlideImages, find_slide
 from histopipe.reports.html_page import (
+    SIDE,
     Block,
     Cell,
     Column,
@@ -23,9 +24,9 @@ from histopipe.reports.html_page import (
     Row,
     Table,
     Text,
-    fitted,
     number,
 )
+from histopipe.slides.thumbnail import resize_image
 from histopipe.splits.slide_table import SlideEntry
 from histopipe.splits.subsets import SUBSETS, Subset
 from histopipe.store.store import Store
@@ -143,7 +144,11 @@ def _slide_errors(
         slide = slide_entries.get(decided.name)
         image = images.of(decided.name) if images is not None and of_slides else None
         patches = decided.patches if level == "patch" else counts[decided.name]
-        pictures = [] if image is None else [Picture.of(f"error-{i}", decided.name, fitted(image))]
+        pictures = (
+            []
+            if image is None
+            else [Picture.of(f"error-{i}", decided.name, resize_image(image, SIDE))]
+        )
         rows.append(Row([
             Cell(decided.name, tone="id"), Cell(decided.patient), Cell(decided.labels[0]), Cell(decided.decision),
             number(of_label(decided), 3), number(patches or None), *(Cell(slide.value(name) if slide else "") for name in facts),
@@ -189,7 +194,7 @@ def _patch_errors(evaluated: EvaluatedPredictions, stores: Sequence[Store]) -> I
     for i, (p, slide, patient, x, y, label, decision) in enumerate(sorted(errors)[:_MOST]):
         pixels = _pixels(stores, slide, x, y)
         caption = f"{slide}, x {x}, y {y}"
-        pictures = [] if pixels is None else [Picture.of(f"patch-error-{i}", caption, fitted(pixels, 2 * _PATCH_SIDE))]  # fmt: skip
+        pictures = [] if pixels is None else [Picture.of(f"patch-error-{i}", caption, resize_image(pixels, 2 * _PATCH_SIDE))]  # fmt: skip
         rows.append(Row([
             Cell(slide, tone="id"), Cell(patient), number(x), number(y), Cell(label), Cell(decision), number(p, 3),
         ], pictures))  # fmt: skip
@@ -282,7 +287,7 @@ def _patches(
         pixels = _pixels(stores, slide, x, y)
         if pixels is not None:
             caption = f"{slide}, x {x}, y {y}, p = {scores.output[row, code]:.3f}"
-            yield Picture.of(f"patch-{row}", caption, fitted(pixels, _PATCH_SIDE))
+            yield Picture.of(f"patch-{row}", caption, resize_image(pixels, _PATCH_SIDE))
 
 
 def _pixels(stores: Sequence[Store], slide: str, x: int, y: int) -> NDArray[np.uint8] | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from histopipe.reports.html_page import Block, Cell, Charts, Column, Row, Table, number
 from histopipe.splits.slide_table import LABELLED, READ, SELECTED, Flow, subsets_text
-from histopipe.system.files import appearing
+from histopipe.system.files import write_atomically
 
 _CHARACTER, _LINE, _PAD = 6.6, 17, 10
 """Width of a character, height of a line, and padding of a box, in pixels."""
@@ -90,8 +90,7 @@ def write_flow(flow: Flow, path: Path, *, read: str) -> None:
     for variable, colour in _COLOURS.items():
         text = text.replace(variable, colour)
     text = text.replace("<svg ", '<svg font-family="system-ui, sans-serif" ', 1)
-    with appearing(path) as part:
-        part.write_text(text, encoding="utf-8")
+    write_atomically(path, text)
 
 
 def _stages(flow: Flow, read: str) -> tuple[list[list[str]], list[list[str]]]:

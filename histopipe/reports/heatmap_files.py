@@ -26,7 +26,7 @@ from tifffile import TiffWriter
 
 from histopipe.reports.charts import default_style
 from histopipe.reports.heatmap_values import PatchValues
-from histopipe.system.files import appearing
+from histopipe.system.files import atomic_write
 
 Objects = Literal["cells", "contours"]
 
@@ -59,7 +59,7 @@ def write_heatmap_png(
 ) -> None:
     """Write a PNG file with colour bar and scale bar over a (H, W, 3) uint8 image of the bounds in grey, or over plain grey."""
     with (
-        appearing(path) as part,
+        atomic_write(path) as part,
         # matplotlib warns about characters of a slide id that are not in the font.
         warnings.catch_warnings(action="ignore", category=UserWarning),
         default_style({}),
@@ -133,7 +133,7 @@ def write_heatmap_tiff(values: PatchValues, path: Path) -> float:
     pixel = min(values.side_l0 / _PATCH_PIXELS, longer / _MIN_TIFF_SIDE)
     pixel = max(1.0, pixel, longer / _MAX_TIFF_SIDE)
     image = coloured(values.raster(pixel), COLOURS if values.scale is None else _SIGNED)
-    with appearing(path) as part, TiffWriter(part, bigtiff=True) as file:
+    with atomic_write(path) as part, TiffWriter(part, bigtiff=True) as file:
         for number, level in enumerate(_levels(image)):
             per_centimetre = None if values.mpp is None else 1e4 / (values.mpp * pixel * 2**number)
             file.write(
@@ -177,7 +177,7 @@ def write_heatmap_geojson(
     """
     features = _cells(values) if objects == "cells" else _contours(values, threshold)
     count = 0
-    with appearing(path) as part, part.open("w", encoding="utf-8") as file:
+    with atomic_write(path) as part, part.open("w", encoding="utf-8") as file:
         file.write('{"type":"FeatureCollection","features":[')
         for feature in features:
             file.write((",\n" if count else "\n") + json.dumps(feature, separators=(",", ":")))

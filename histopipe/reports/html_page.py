@@ -20,7 +20,8 @@ from PIL import Image, ImageDraw
 from histopipe._version import __version__
 from histopipe.reports.heatmap_files import ALPHA, coloured, pale_grey
 from histopipe.reports.heatmap_values import PatchValues
-from histopipe.system.files import appearing
+from histopipe.slides.thumbnail import resize_image
+from histopipe.system.files import atomic_write
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +204,7 @@ class Page:
         pieces = environment.from_string(_asset("page.html.j2")).generate(
             page=self, version=__version__, css=css, js=js, made=made
         )
-        with appearing(path) as part, part.open("w", encoding="utf-8") as file:
+        with atomic_write(path) as part, part.open("w", encoding="utf-8") as file:
             # In pieces, so that the pictures of a thousand slides are not in memory as one string.
             file.writelines(pieces)
 
@@ -228,15 +229,6 @@ def data_uri(pixels: Pixels) -> str:
     return "data:image/webp;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
-def fitted(pixels: Pixels, side: int = SIDE) -> Pixels:
-    """Resize an image to the longer side `side`. Small images are enlarged, so that lines drawn on them are visible."""
-    height, width = pixels.shape[:2]
-    scale = side / max(height, width)
-    size = max(1, round(width * scale)), max(1, round(height * scale))
-    filtering = Image.Resampling.LANCZOS if scale < 1 else Image.Resampling.BICUBIC
-    return np.asarray(Image.fromarray(pixels).resize(size, filtering, reducing_gap=2.0))
-
-
 def plan_image(
     thumbnail: Pixels,
     mask: Pixels | None,
@@ -248,7 +240,7 @@ def plan_image(
 
     `corners` (N, 2) are the top left corners of patches, `bounds` x, y, width and height; all in level-0 pixels.
     """
-    image = fitted(thumbnail)
+    image = resize_image(thumbnail, SIDE)
     height, width = image.shape[:2]
     if mask is not None:
         tissue = np.asarray(Image.fromarray(mask).resize((width, height), Image.Resampling.NEAREST))
@@ -274,7 +266,7 @@ def heatmap_image(patches: PatchValues, background: Pixels | None) -> Pixels:
         scale = SIDE / max(width, height)
         shape = max(1, round(height * scale)), max(1, round(width * scale)), 3
         background = np.full(shape, 235, np.uint8)
-    image = pale_grey(fitted(background))
+    image = pale_grey(resize_image(background, SIDE))
     raster = patches.raster(max(width / image.shape[1], height / image.shape[0]))
     size = image.shape[1], image.shape[0]
     values = np.asarray(Image.fromarray(raster).resize(size, Image.Resampling.NEAREST))

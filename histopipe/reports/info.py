@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from histopipe.errors import DamagedStore, NothingToDo
+from histopipe.errors import NothingToDo
 from histopipe.evaluation.evaluate import Evaluation
 from histopipe.evaluation.table import evaluation_lines, split_lines
 from histopipe.features.feature_file import ENCODER, feature_files, read_header
@@ -23,7 +22,8 @@ from histopipe.splits.subsets import SUBSETS
 from histopipe.store.catalog import read_catalog
 from histopipe.studies.study import STUDY_ID
 from histopipe.studies.tune_result import TRIALS_CSV
-from histopipe.system.files import read_json, reading
+from histopipe.system.csv_files import read_dicts
+from histopipe.system.files import read_json_object
 from histopipe.system.progress import Progress
 from histopipe.system.result import Result
 
@@ -113,7 +113,7 @@ def _run(folder: Path) -> FolderInfo:
 def _training_facts(folder: Path) -> dict[str, Any]:
     """Return the settings that identify a training."""
     config = load_config(folder / run_folder.CONFIG)
-    splits = _json(folder / run_folder.SPLITS)
+    splits = read_json_object(folder / run_folder.SPLITS)
     facts: dict[str, Any] = {}
     if isinstance(config, BagTrainConfig):
         facts = {"model": f"{config.pooling} (bags)", "features": ", ".join(config.mil)}
@@ -136,7 +136,7 @@ def _cross_validation(folder: Path) -> FolderInfo:
         facts |= {n: v for n, v in _training_facts(runs[0]).items() if n not in SUBSETS}
     summary, lines = folder / "summary.json", []
     if summary.exists():
-        results = _json(summary)
+        results = read_json_object(summary)
         for name, mean in results["mean"].items():
             if name.endswith(("_auc", "_balanced_accuracy")):
                 facts[f"mean {name}"] = f"{mean:.3f} ± {results['deviation'].get(name, 0.0):.3f}"
@@ -160,7 +160,7 @@ def _search(folder: Path) -> FolderInfo:
 
 
 def _predictions(folder: Path) -> FolderInfo:
-    settings, slides = _json(folder / SETTINGS), _rows(folder / SLIDES)
+    settings, slides = read_json_object(folder / SETTINGS), _rows(folder / SLIDES)
     facts = {
         "run": settings.get("run"),
         "classes": settings.get("classes", ()),
@@ -179,7 +179,7 @@ def _predictions(folder: Path) -> FolderInfo:
 
 
 def _features(folder: Path) -> FolderInfo:
-    encoder = _json(folder / ENCODER)
+    encoder = read_json_object(folder / ENCODER)
     headers = [read_header(path) for path in feature_files(folder).values()]
     facts = {
         "encoder": encoder.get("encoder"),
@@ -193,19 +193,10 @@ def _features(folder: Path) -> FolderInfo:
     return FolderInfo(str(folder), "features", bool(headers), facts, (), todo)
 
 
-def _json(path: Path) -> dict[str, Any]:
-    with reading(path):
-        value = read_json(path)
-    if not isinstance(value, dict):
-        raise DamagedStore(f"{path} is damaged", found=type(value).__name__, expected="an object")
-    return value
-
-
 def _rows(path: Path) -> list[dict[str, str]]:
     """Return the rows of a CSV file, or an empty list if the file does not exist yet."""
     try:
-        with path.open(newline="", encoding="utf-8") as file:
-            return list(csv.DictReader(file))
+        return list(read_dicts(path))
     except FileNotFoundError:
         return []
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from histopipe.reports.checklist import EMPTY
 from histopipe.reports.run_facts import Facts
-from histopipe.system.files import appearing
+from histopipe.system.files import write_atomically
 
 MODEL_CARD = "model-card.md"
 _SECTIONS: Sequence[tuple[str, Sequence[str], bool]] = (
@@ -39,5 +39,4 @@ def write_model_card(path: Path, facts: Facts, *, name: str) -> None:
         if open_field:
             lines.append(f"- For the author: {EMPTY}")
         lines.append("")
-    with appearing(path) as part:
-        part.write_text("\n".join(lines), encoding="utf-8")
+    write_atomically(path, "\n".join(lines))

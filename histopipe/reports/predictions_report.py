@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -43,7 +42,7 @@ from histopipe.reports.html_page import (
 from histopipe.reports.run_slides import heatmap_gallery
 from histopipe.splits.slide_table import Exclusion, SlideEntry, read_slide_table
 from histopipe.store.store import Store
-from histopipe.system.csv_files import is_number
+from histopipe.system.csv_files import is_number, read_dicts
 from histopipe.system.files import read_json
 from histopipe.system.result import listed
 from histopipe.tasks.predictions import joined_predictions
@@ -63,8 +62,7 @@ def predictions_page(folder: Path, *, stores: Sequence[Path] = (), pictures: boo
         settings: Mapping[str, Any] = read_json(folder / SETTINGS)
         # A model that takes all slides of a patient together predicts patients only.
         table = SLIDES if (folder / SLIDES).exists() else PATIENTS
-        with (folder / table).open(newline="", encoding="utf-8") as file:
-            slides = list(csv.DictReader(file))
+        slides = list(read_dicts(folder / table))
     except (OSError, ValueError, AttributeError) as error:
         raise DamagedStore(
             f"{folder} cannot be read", found=str(error)[:200], todo="run `histopipe predict` again"

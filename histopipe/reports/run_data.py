@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -21,7 +20,8 @@ from histopipe.splits.slide_table import SlideEntry
 from histopipe.splits.subsets import Subset
 from histopipe.store.catalog import parts_of
 from histopipe.store.store import Store
-from histopipe.system.files import read_json, reading
+from histopipe.system.csv_files import read_dicts
+from histopipe.system.files import read_json_object, reading
 from histopipe.tasks.predictions import Predictions
 
 
@@ -73,7 +73,8 @@ def read_run(
     config = load_config(folder / run_folder.CONFIG)
     opened, missing = open_stores(config, stores, stack, follow=follow)
     return RunData(
-        folder, config, result, _json(folder / METRICS), _json(folder / run_folder.SPLITS),
+        folder, config, result, read_json_object(folder / METRICS),
+        read_json_object(folder / run_folder.SPLITS),
         _history(folder / run_folder.HISTORY),
         read_predictions(folder / run_folder.PREDICTIONS), opened, missing, read_slides(folder),
     )  # fmt: skip
@@ -101,17 +102,9 @@ def open_stores(
     return opened, missing
 
 
-def _json(path: Path) -> dict[str, Any]:
-    with reading(path):
-        value = read_json(path)
-        if not isinstance(value, dict):
-            raise TypeError(type(value).__name__)
-        return value
-
-
 def _history(path: Path) -> list[dict[str, float | None]]:
-    with reading(path), path.open(newline="", encoding="utf-8") as file:
+    with reading(path):
         return [
             {name: float(cell) if cell else None for name, cell in row.items()}
-            for row in csv.DictReader(file)
+            for row in read_dicts(path)
         ]

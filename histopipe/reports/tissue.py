@@ -1,48 +1,45 @@
-"""Tissue masks to check and to correct: the function `tissue`."""
+"""Tissue masks to check and to correct: the function `tissue`, and the page with the pictures of all slides."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.errors import ScaleError, SlideError, SlideUnreadable
-from histopipe.geometry import Mpp
-from histopipe.ingestion.options import IngestOptions
-from histopipe.ingestion.planning import thumbnail_of
+from histopipe.errors import SlideError
 from histopipe.ingestion.request import read_tissue
 from histopipe.ingestion.sources import PathLike
 from histopipe.ingestion.storing import prepare
-from histopipe.masks.finding import TissueSource, find_tissue
-from histopipe.masks.grid import Grid
-from histopipe.masks.mask_files import read_mask
-from histopipe.reports.mask_folder import (
-    SlideMask,
-    SlideTissue,
-    TissueReport,
-    describe,
-    write_slide,
-    write_table_and_page,
+from histopipe.reports.html_page import (
+    Cell,
+    Column,
+    Gallery,
+    Notes,
+    Page,
+    Picture,
+    Row,
+    Table,
+    number,
 )
 from histopipe.runs import folder as run_folder
 from histopipe.slides.discovery import discover, show_links
-from histopipe.slides.readers import open_slide
-from histopipe.slides.scale import check_mpp, resolve_mpp
-from histopipe.slides.slide import Slide
-from histopipe.slides.slide_files import SlideFile
+from histopipe.slides.scale import check_mpp
 from histopipe.slides.tables import SlideNames, read_mpps
-from histopipe.slides.thumbnail import Thumbnail, colour_note
-from histopipe.slides.tiles.check import NativeLevels
 from histopipe.system.filesystems import roomy
 from histopipe.system.progress import Progress, default_progress
-from histopipe.system.result import slide_failure
-from histopipe.system.worker_pool import WorkerDied, WorkerPool, results_of
-from histopipe.tiling.mask import TissueMask
-from histopipe.tiling.spec import TilingSpec
+from histopipe.system.result import counted
+from histopipe.system.worker_pool import WorkerDied, WorkerPool, count_usable_cores, results_of
+from histopipe.tissue_masks.finding import TissueSource
+from histopipe.tissue_masks.mask_folder import (
+    PAGE,
+    MaskTask,
+    SlideTissue,
+    TissueReport,
+    write_mask_table,
+    write_one_mask,
+)
 
 _SECONDS = 1800.0
 """Time limit per slide. A network at a fine scale takes minutes."""
@@ -95,16 +92,17 @@ def tissue(
     show_links(files, display)
     ids = [file.id for file in files]
     fields, masks, network = read_tissue({"tissue": tissue}, None, ids, display)
-    spec = TilingSpec(mpp=Mpp(0.5), **fields)  # the scale of patches does not matter here
+    method = fields["tissue"]
     mpps = {} if mpp_csv is None else read_mpps(Path(mpp_csv), SlideNames(ids))
     default = None if default_mpp is None else check_mpp("--default-mpp", default_mpp)
     with run_folder.writable(folder):
         folder.mkdir(parents=True, exist_ok=True)
     tasks = [
         [
-            _Task(
-                file, mpps.get(file.id), default, spec,
-                TissueSource(file.id, masks.get(file.id), network), folder, force,
+            MaskTask(
+                file, mpps.get(file.id), default,
+                TissueSource(file.id, method, mask=masks.get(file.id), network=network),
+                str(fields.get("tissue_model", method)), folder, force,
             )
         ]
         for file in files
@@ -113,10 +111,10 @@ def tissue(
     pictures: dict[str, NDArray[np.uint8]] = {}
     with (
         roomy(folder),
-        WorkerPool(IngestOptions(workers=workers).worker_count, prepare) as pool,
+        WorkerPool(workers or count_usable_cores(), prepare) as pool,
         display.bar("finding tissue", unit="slides", total=len(tasks)) as bar,
     ):
-        for (task,), outcome in results_of(pool, _SECONDS, _one_slide, tasks):
+        for (task,), outcome in results_of(pool, _SECONDS, write_one_mask, tasks):
             if isinstance(outcome, WorkerDied | SlideError):
                 result.failed[task.file.id] = str(outcome)
                 bar.item(f"failed {task.file.id}: {outcome}", problem=True)
@@ -128,60 +126,39 @@ def tissue(
     return result
 
 
-@dataclass(frozen=True, slots=True)
-class _Task:
-    """A slide whose mask is wanted; pickled for a worker process."""
+def write_table_and_page(result: TissueReport, pictures: dict[str, NDArray[np.uint8]]) -> None:
+    """Write `masks.csv` and `index.html`; `pictures` are by slide.
 
-    file: SlideFile
-    mpp: Mpp | None
-    default_mpp: Mpp | None
-    spec: TilingSpec
-    source: TissueSource
-    folder: Path
-    force: bool
-
-
-def _one_slide(tasks: list[_Task]) -> tuple[SlideTissue, NDArray[np.uint8]] | SlideError:
-    """Write the mask of a slide, and return its numbers and a small picture, or why it failed."""
-    try:
-        return _write_mask_of(tasks[0])
-    except Exception as error:  # noqa: BLE001 - `slide_failure` raises what concerns all slides
-        return SlideError(slide_failure(error))
-
-
-def _write_mask_of(task: _Task) -> tuple[SlideTissue, NDArray[np.uint8]]:
-    if task.file.problem is not None:
-        raise SlideUnreadable(f"{task.file.id}: {task.file.problem}")
-    with open_slide(task.file.path) as slide:
-        info, notes, mpp = slide.info, [], None
-        try:
-            scale = resolve_mpp(task.file.id, info, from_csv=task.mpp, default=task.default_mpp)
-            mpp, notes = scale.mpp, [scale.note] if scale.note else []
-        except ScaleError as error:
-            notes.append(f"scale unknown: {error.what}")
-        with NativeLevels(slide, task.file.files) as levels:
-            thumbnail = thumbnail_of(slide, mpp, levels, task.spec)
-        notes += [*info.notes, *filter(None, [colour_note(thumbnail.pixels)])]
-        mask, origin, kept = _mask_of(task, slide, mpp, thumbnail)
-        grid = Grid.of(thumbnail, info.size)
-    source = origin or str(task.spec.tissue_model or task.spec.tissue)
-    slide_mask = SlideMask(task.file.id, mask.pixels, grid, info.bounds, thumbnail.pixels)
-    row = describe(slide_mask, mpp, source, [*notes, *mask.notes])
-    picture = write_slide(task.folder, slide_mask, outlines=not kept)
-    return dataclasses.replace(row, threshold=mask.threshold), picture
+    Raises:
+        NothingToDo: no slide has a mask.
+    """
+    write_mask_table(result)
+    page = Page(f"Tissue: {result.folder.name}", f"masks of {counted(len(result.slides), 'slide')}")
+    page.add(
+        "Failed", Notes([f"{k}: {v}" for k, v in result.failed.items()]) if result.failed else None
+    )
+    gallery = [
+        Picture.of(f"slide-{i}", _caption(slide), pictures[slide.slide])
+        for i, slide in enumerate(result.slides)
+        if slide.slide in pictures
+    ]
+    page.add("Slides", Gallery("", gallery))
+    columns = [
+        Column("slide"), Column("tissue, mm²", number=True), Column("share", number=True),
+        Column("pieces", number=True), Column("threshold", number=True), Column("source"), Column("notes"),
+    ]  # fmt: skip
+    rows = [
+        Row([
+            Cell(slide.slide), number(slide.tissue_mm2, 2), number(100 * slide.share, 1, " %"), number(slide.pieces),
+            number(slide.threshold, 3), Cell(slide.source), Cell("; ".join(slide.notes)),
+        ])
+        for slide in result.slides
+    ]  # fmt: skip
+    page.add("Numbers", Table("Tissue by slide", columns, rows))
+    page.write(result.folder / PAGE)
 
 
-def _mask_of(
-    task: _Task, slide: Slide, mpp: Mpp | None, thumbnail: Thumbnail
-) -> tuple[TissueMask, str | None, bool]:
-    """Return the mask of a slide, the file that it was read from, and whether that is a mask of the folder."""
-    mask_path = task.folder / f"{task.file.id}.geojson"
-    if mask_path.exists() and not task.force:
-        grid = Grid.of(thumbnail, slide.info.size)
-        return (
-            TissueMask(read_mask(mask_path, task.file.id, grid, slide.info.bounds)),
-            mask_path.name,
-            True,
-        )
-    mask, origin = find_tissue(slide, mpp, thumbnail, task.spec, task.source)
-    return mask or TissueMask(np.ones(thumbnail.pixels.shape[:2], np.bool_)), origin, False
+def _caption(slide: SlideTissue) -> str:
+    area = f"{slide.share:.0%}" if slide.tissue_mm2 is None else f"{slide.tissue_mm2:,.1f} mm²"
+    facts = [slide.slide, area, counted(slide.pieces, "piece") if slide.pieces else "no tissue"]
+    return " · ".join([*facts, *slide.notes])

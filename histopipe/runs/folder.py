@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import io
-import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,14 @@ from histopipe.errors import UsageError
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.settings import declared_settings, to_toml
 from histopipe.splits.splits import Splits, write_splits
-from histopipe.system.files import appearing, locked, read_json, reading, remove_parts
+from histopipe.system.files import (
+    locked,
+    read_json,
+    reading,
+    remove_parts,
+    write_atomically,
+    write_json,
+)
 from histopipe.system.filesystems import is_full_disk
 
 CONFIG, SPLITS, HISTORY = "config.toml", "splits.json", "history.csv"
@@ -86,7 +90,7 @@ def opened(
             for name, each in splits.items():
                 (folder / name).parent.mkdir(exist_ok=True)
                 write_splits(each, folder / name)
-            write_text(folder / CONFIG, to_toml(*settings))
+            write_atomically(folder / CONFIG, to_toml(*settings))
         yield
 
 
@@ -146,26 +150,6 @@ def read_micro_batch(folder: Path) -> int | None:
 def write_micro_batch(folder: Path, size: int, why: str) -> None:
     """Write `memory.json`: the size of micro-batches to continue with."""
     write_json(folder / MEMORY, {"micro_batch": size, "why": why})
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file by one rename."""
-    with appearing(path) as part:
-        part.write_text(text, encoding="utf-8")
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file by one rename."""
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
-
-
-def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Write a CSV file by one rename, with a column for each key of any row."""
-    buffer = io.StringIO()
-    writer = csv.DictWriter(buffer, list(dict.fromkeys(name for row in rows for name in row)))
-    writer.writeheader()
-    writer.writerows(rows)
-    write_text(path, buffer.getvalue())
 
 
 def is_cross_validation(folder: Path) -> bool:

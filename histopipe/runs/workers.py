@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from histopipe.errors import UsageError
-from histopipe.system.files import appearing, read_json
+from histopipe.system.files import read_json, write_atomically
 
 HEARTBEATS = "workers"
 """Subfolder of a run's folder with the heartbeats of workers."""
@@ -97,11 +97,10 @@ class Cluster:
             (folder / HEARTBEATS).rmdir()  # the last worker removes the folder
 
     def _write_heartbeat(self, folder: Path) -> None:
-        with (
-            contextlib.suppress(OSError),
-            appearing(folder / HEARTBEATS / f"{self.index}.json") as part,
-        ):
-            part.write_text(json.dumps({"doing": self.doing}))
+        with contextlib.suppress(OSError):
+            write_atomically(
+                folder / HEARTBEATS / f"{self.index}.json", json.dumps({"doing": self.doing})
+            )
 
     def missing(self, folder: Path, since: float) -> str:
         """Return a description of the missing workers. Wait as long as a dead worker can seem alive.

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import simplejpeg
 from numpy.typing import NDArray
 from PIL import Image
 
@@ -25,6 +26,9 @@ _MOST_PIXELS = 6_000_000
 _FINE_PIXELS = 1_500_000
 """Most pixels at 8 µm, 96 mm², of a slide whose thumbnail is as fine as that: planning a larger slide would take longer
 than copying its patches."""
+
+_QUALITY = 85
+"""Quality of thumbnails as JPEG files."""
 
 _SAMPLED_ROWS = 256
 
@@ -156,6 +160,21 @@ def colour_note(pixels: NDArray[np.uint8]) -> str | None:
         if wrong.sum() > max(wrong.size / 20, 10 * neutral.sum()):
             return f"its colours are probably wrong: its background is {text}; check the colour space in its header"
     return None
+
+
+def encode_thumbnail(pixels: NDArray[np.uint8]) -> bytes:
+    """Return a thumbnail, (H, W, 3) uint8 RGB, as a JPEG file."""
+    pixels = np.ascontiguousarray(pixels)
+    return bytes(simplejpeg.encode_jpeg(pixels, quality=_QUALITY, colorspace="RGB"))
+
+
+def resize_image(pixels: NDArray[np.uint8], side: int) -> NDArray[np.uint8]:
+    """Resize an image to the longer side `side`. Small images are enlarged, so that lines drawn on them are visible."""
+    height, width = pixels.shape[:2]
+    scale = side / max(height, width)
+    size = max(1, round(width * scale)), max(1, round(height * scale))
+    filtering = Image.Resampling.LANCZOS if scale < 1 else Image.Resampling.BICUBIC
+    return np.asarray(Image.fromarray(pixels).resize(size, filtering, reducing_gap=2.0))
 
 
 def _blocks(area: RegionLevel, size: Size, reduction: int) -> Iterator[RegionLevel]:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -25,7 +24,8 @@ from histopipe.splits.splits import DROPPED, SlideSplit, Splits
 from histopipe.splits.subsets import SUBSETS, Subset
 from histopipe.store.record import SlideRecord, SlideState
 from histopipe.store.store import Store
-from histopipe.system.files import appearing, reading
+from histopipe.system.csv_files import read_dicts, write_table
+from histopipe.system.files import reading
 
 _MEASURES = ("tissue", "focus", "pen", "dark")
 _EXCLUDED = "excluded"
@@ -329,12 +329,11 @@ def write_slide_table(path: Path, slides: Iterable[SlideEntry]) -> None:
     slides = list(slides)
     cells = list(dict.fromkeys(name for slide in slides for name in slide.cells))
     header = [*COLUMNS, *(f"{_OF_LABELS}{name}" if name in COLUMNS else name for name in cells)]
-    with appearing(path) as part, part.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(header)
-        for slide in slides:
-            further = (slide.cells.get(name, "") for name in cells)
-            writer.writerow([*map(slide.value, COLUMNS), *further])
+    rows = (
+        [*map(slide.value, COLUMNS), *(slide.cells.get(name, "") for name in cells)]
+        for slide in slides
+    )
+    write_table(path, header, rows)
 
 
 def read_slide_table(path: Path) -> list[SlideEntry]:
@@ -343,12 +342,8 @@ def read_slide_table(path: Path) -> list[SlideEntry]:
     Raises:
         DamagedStore: the file is damaged.
     """
-    with (
-        suppress(FileNotFoundError),
-        reading(path, todo="restore it from a backup, or remove it"),
-        path.open(newline="", encoding="utf-8") as file,
-    ):
-        return [_from_row(row) for row in csv.DictReader(file)]
+    with suppress(FileNotFoundError), reading(path, todo="restore it from a backup, or remove it"):
+        return [_from_row(row) for row in read_dicts(path)]
     return []
 
 

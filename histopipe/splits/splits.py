@@ -24,7 +24,7 @@ from histopipe.errors import DamagedStore, UnknownVersion, UsageError
 from histopipe.splits.sources import SampleSource
 from histopipe.splits.subsets import SUBSETS, SplitBy, Subset
 from histopipe.system.csv_files import nfc
-from histopipe.system.files import appearing, read_json, reading
+from histopipe.system.files import read_json, reading, write_atomically
 from histopipe.tasks.choices import TaskName
 from histopipe.tasks.registry import TASKS, make_task
 from histopipe.tasks.task import Target, Task
@@ -207,8 +207,7 @@ def write_splits(splits: Splits, path: Path) -> None:
         "counts": splits.count(),
         "slides": [_slide_to_json(slide) for slide in splits.slides],
     }
-    with appearing(path) as part:
-        part.write_text(json.dumps(value, indent=1, ensure_ascii=False), encoding="utf-8")
+    write_atomically(path, json.dumps(value, indent=1, ensure_ascii=False))
 
 
 def read_splits(path: Path, stores: Sequence[SampleSource]) -> Splits:

@@ -18,7 +18,7 @@ from typing import Any, TypeGuard
 
 from histopipe.errors import DamagedStore, NothingToDo, UnknownVersion
 from histopipe.store.record import SlideRecord
-from histopipe.system.files import appearing, read_json
+from histopipe.system.files import atomic_write, read_json
 
 CATALOG = "histopipe-catalog.json"
 _OLD_CATALOG = "catalog.json"
@@ -43,7 +43,7 @@ class Catalog:
     def write(self) -> None:
         """Write the catalog into its folder with one rename."""
         content = {"version": _VERSION, "uuid": self.uuid, "slides": self.slides}
-        with appearing(self.folder / CATALOG) as part, part.open("w") as file:
+        with atomic_write(self.folder / CATALOG) as part, part.open("w") as file:
             json.dump(content, file, ensure_ascii=False, indent=0)
             file.flush()
             os.fsync(file.fileno())

@@ -29,7 +29,8 @@ from histopipe.runs.settings import to_toml
 from histopipe.runs.task_config import load_config
 from histopipe.splits.slide_table import Flow, SlideEntry, flow_of, flow_to_json, leaked_patients
 from histopipe.splits.splits import load_splits
-from histopipe.system.files import read_json
+from histopipe.system.csv_files import write_dicts
+from histopipe.system.files import read_json, write_atomically, write_json
 from histopipe.tasks.predictions import Part, with_common_patients
 from histopipe.tasks.registry import TASKS
 
@@ -172,8 +173,8 @@ def summarize(config: TrainConfig, folder: Path, folds: Sequence[Fold]) -> Cross
     rows += [{"fold": "mean", **mean}, {"fold": "sd", **deviation}]
     if pooled is not None:
         rows.append({"fold": "pooled", **_defined_metrics(pooled)})
-    run_folder.write_csv(folder / "summary.csv", rows)
-    run_folder.write_json(folder / "summary.json", result.to_json())
+    write_dicts(folder / "summary.csv", rows)
+    write_json(folder / "summary.json", result.to_json())
     return result
 
 
@@ -259,7 +260,7 @@ def reevaluate(folder: Path, requested: TrainConfig) -> TrainResult:
         resamples=requested.resamples,
     )  # fmt: skip
     recorded = read_json(folder / METRICS)
-    run_folder.write_json(folder / METRICS, {**recorded, **changed.to_json()})
+    write_json(folder / METRICS, {**recorded, **changed.to_json()})
     # The configuration is written last: if this process dies before, the run is evaluated again.
-    run_folder.write_text(folder / run_folder.CONFIG, to_toml(config))
+    write_atomically(folder / run_folder.CONFIG, to_toml(config))
     return changed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from histopipe.studies.settings import Metric, Pruner, Sampler, StudySettings
 from histopipe.studies.study import TRIALS, Study, load_optuna
 from histopipe.studies.trainings import TrainingOutcome, train_with_retries
 from histopipe.studies.tune_result import TuneResult, summarize
+from histopipe.system.csv_files import read_dicts
 from histopipe.system.progress import Progress, default_progress
 from histopipe.tasks.metrics import Metrics
 from histopipe.tasks.registry import TASKS
@@ -168,8 +168,8 @@ class _Search:
         if self._metric == "loss":
             if "log_loss" in metrics.values:
                 return metrics.values["log_loss"]
-            with (result.folder / run_folder.HISTORY).open(newline="", encoding="utf-8") as file:
-                rows = {int(row["epoch"]): float(row["val_loss"]) for row in csv.DictReader(file)}
+            history = read_dicts(result.folder / run_folder.HISTORY)
+            rows = {int(row["epoch"]): float(row["val_loss"]) for row in history}
             # Epoch 0, the covariates alone, has no row, and a loss that is lower than in all rows.
             return rows.get(result.best_epoch, min(rows.values()))
         return metrics.values[self._metric]

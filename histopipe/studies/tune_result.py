@@ -16,6 +16,8 @@ from histopipe.runs.settings import to_toml
 from histopipe.runs.task_config import changed_config
 from histopipe.studies.search_space import settings_of
 from histopipe.studies.study import Study
+from histopipe.system.csv_files import write_dicts
+from histopipe.system.files import write_atomically
 
 if TYPE_CHECKING:
     import optuna
@@ -109,11 +111,9 @@ def summarize(study: Study, base: TrainConfig) -> TuneResult:
     """Summarize the trials so far. Write `trials.csv`, and `best.toml` for `histopipe train --config`."""
     result = _result(study, base)
     with study.locked():
-        run_folder.write_csv(
-            study.folder / TRIALS_CSV, [trial.to_json() for trial in result.trials]
-        )
+        write_dicts(study.folder / TRIALS_CSV, [trial.to_json() for trial in result.trials])
         if result.config is not None:
-            run_folder.write_text(study.folder / _BEST, to_toml(result.config))
+            write_atomically(study.folder / _BEST, to_toml(result.config))
     return result
 
 

@@ -1,4 +1,4 @@
-"""Strict reading of CSV files that users write, and of the values in their cells."""
+"""CSV files: those that users write are read strictly, with the values of their cells; the project's files are trusted."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import math
 import re
 import unicodedata
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
 
 from histopipe.errors import UsageError
+from histopipe.system.files import atomic_write
 
 NA_VALUES = (
     "NA",
@@ -83,6 +84,32 @@ def read_csv(path: Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
                 todo="quote cells that contain a comma, and write a comma for each missing cell",
             )  # fmt: skip
     return [column_key(name) for name in header], rows[1:]
+
+
+def write_table(path: Path, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Write a CSV file by one rename."""
+    with atomic_write(path) as part, part.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(header)
+        writer.writerows(rows)
+
+
+def write_dicts(path: Path, rows: Collection[Mapping[str, object]]) -> None:
+    """Write a CSV file by one rename, with a column for each key of any row."""
+    header = list(dict.fromkeys(name for row in rows for name in row))
+    write_table(path, header, ([row.get(name) for name in header] for row in rows))
+
+
+def read_dicts(path: Path) -> Iterator[dict[str, str]]:
+    """Yield the rows of a CSV file that this project wrote, by column."""
+    with path.open(newline="", encoding="utf-8") as file:
+        yield from csv.DictReader(file)
+
+
+def read_columns(path: Path) -> list[str]:
+    """Return the columns of a CSV file that this project wrote."""
+    with path.open(newline="", encoding="utf-8") as file:
+        return next(csv.reader(file), [])
 
 
 def _decoded(path: Path) -> str:

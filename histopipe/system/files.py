@@ -75,7 +75,7 @@ _LONGEST_NAME = 255
 
 
 @contextmanager
-def appearing(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path) -> Iterator[Path]:
     """Yield a temporary path for a file or folder, which is renamed to `path` at the end, or removed after an error.
 
     The temporary name is unique, and begins with a dot, which names of slides never do. A killed process leaves it
@@ -90,12 +90,23 @@ def appearing(path: Path) -> Iterator[Path]:
         _remove(part)
 
 
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a file by one rename; a text in UTF-8."""
+    with atomic_write(path) as part:
+        part.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file by one rename."""
+    write_atomically(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
 _PART = re.compile(r"\.part-([0-9a-f]+)-[0-9a-f]{8}(\.|$)")
-"""Temporary name of `appearing`, with the number of its process. Other names are those of other commands."""
+"""Temporary name of `atomic_write`, with the number of its process. Other names are those of other commands."""
 
 
 def remove_parts(folder: Path) -> None:
-    """Remove the files and folders that `appearing` left in a folder, of processes that do not run any more."""
+    """Remove the files and folders that `atomic_write` left in a folder, of processes that do not run any more."""
     for part in folder.glob(".part-*"):
         process = _PART.match(part.name)
         if process is not None and not Path(f"/proc/{int(process[1], 16)}").exists():
@@ -144,7 +155,7 @@ def _exchange(one: Path, other: Path) -> None:
         raise OSError(number, os.strerror(number), str(other))
 
 
-def storable(text: str) -> str:
+def to_storable_text(text: str) -> str:
     """Return a text that UTF-8 can encode: undecodable bytes of a file name are written as \\xNN."""
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
@@ -185,6 +196,20 @@ def read_json(path: Path) -> Any:
         return json.loads(read_text(path))
     except RecursionError as error:
         raise ValueError("brackets are nested too deep") from error
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Read an untrusted JSON file that contains an object.
+
+    Raises:
+        FileNotFoundError: there is no file.
+        DamagedStore: the file cannot be read, or contains no object.
+    """
+    with reading(path):
+        value = read_json(path)
+    if not isinstance(value, dict):
+        raise DamagedStore(f"{path} is damaged", found=type(value).__name__, expected="an object")
+    return value
 
 
 @contextmanager
@@ -229,13 +254,7 @@ def read_record(path: Path) -> dict[str, Any] | None:
     """
     if not path.exists():
         return None
-    with reading(path):
-        recorded = read_json(path)
-    if not isinstance(recorded, dict):
-        raise DamagedStore(
-            f"{path} is damaged", found=type(recorded).__name__, expected="an object"
-        )
-    return recorded
+    return read_json_object(path)
 
 
 def record_or_check(
@@ -251,8 +270,7 @@ def record_or_check(
     """
     recorded = read_record(path)
     if recorded is None:
-        with appearing(path) as part:
-            part.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        write_atomically(path, json.dumps(settings, indent=2) + "\n")
         return
     names = sorted({*recorded, *settings})
     differing = [

@@ -10,9 +10,8 @@ from typing import Any, Literal, get_args
 from histopipe.errors import SpecMismatch, UsageError
 from histopipe.geometry import Mpp
 from histopipe.slides.scale import MAGNIFICATION_MPP, PLAUSIBLE_MPP
-from histopipe.tiling.tissue import FINDERS, NEWEST
+from histopipe.tissue_masks.algorithms import FINDERS, NEWEST, Tissue
 
-Tissue = Literal["otsu-1", "otsu-2", "otsu-3", "none", "masks", "model"]
 Codec = Literal["auto", "jpeg", "png"]
 Subsampling = Literal["444", "422", "420"]
 Resample = Literal["fast", "exact"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -18,6 +17,7 @@ from histopipe.store.store import Store, check_patch_sizes
 from histopipe.system.progress import Progress, default_progress
 from histopipe.system.result import Result
 from histopipe.system.tensorflow import load_quietly
+from histopipe.system.worker_pool import count_usable_cores
 from histopipe.training import throughput
 
 _DISK_THREADS = 16
@@ -143,7 +143,7 @@ def bench(
     if not isinstance(seconds, int | float) or not _MIN_SECONDS <= seconds <= _MAX_SECONDS:
         raise UsageError("seconds", found=seconds, expected=f"{_MIN_SECONDS} to {_MAX_SECONDS}")
     paths = store_paths(stores)
-    cores = len(os.sched_getaffinity(0))
+    cores = count_usable_cores()
     calls = sorted({max(1, cores // 2), cores, default_calls(), 2 * cores})
     total = 3 + len(calls) + (model is not None)
     progress = progress or default_progress()

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore, Interrupted
 from histopipe.runs.result import EpochMetrics
-from histopipe.system.files import appearing
+from histopipe.system.files import atomic_write
 
 STATE_FILE, OLDER_FILE = "resume.npz", "resume-older.npz"
 _DIGEST = "blake2b"
@@ -89,7 +89,7 @@ def save_state(folder: Path, state: TrainState, variables: Sequence[Any]) -> Non
     facts = asdict(state)
     arrays["values"] = facts.pop("values")
     newest = folder / STATE_FILE
-    with appearing(newest) as part, part.open("w+b") as file:
+    with atomic_write(newest) as part, part.open("w+b") as file:
         np.savez(file, allow_pickle=False, state=np.array(json.dumps(facts)), **arrays)
         file.seek(0)
         file.write(hashlib.file_digest(file, _DIGEST).digest())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import platform
 import sys
 from collections import Counter
@@ -27,6 +26,8 @@ from histopipe.runs.result import METRICS, TrainResult
 from histopipe.splits.sources import SampleSource
 from histopipe.splits.splits import Splits
 from histopipe.splits.subsets import Subset
+from histopipe.system.files import write_json
+from histopipe.system.worker_pool import count_usable_cores
 from histopipe.tasks.choices import Level
 from histopipe.tasks.predictions import Predictions
 from histopipe.tasks.task import Task
@@ -201,7 +202,7 @@ def write_results(
         "keras": keras.__version__,
         "environment": _environment(),
     }
-    run_folder.write_json(folder / METRICS, {**versions, **facts, **result.to_json()})
+    write_json(folder / METRICS, {**versions, **facts, **result.to_json()})
 
 
 def _environment() -> dict[str, object]:
@@ -213,7 +214,7 @@ def _environment() -> dict[str, object]:
         "python": sys.version.split()[0],
         "numpy": np.__version__,
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": count_usable_cores(),
         "gpus": [str(detail.get("device_name", "unknown")) for detail in details],
         "cuda": str(build.get("cuda_version", "none")) if gpus else "none used",
     }

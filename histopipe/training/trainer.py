@@ -26,7 +26,8 @@ from histopipe.runs.result import TrainResult, epoch_line
 from histopipe.runs.workers import Cluster
 from histopipe.splits.slide_table import flow_of, leaked_patients, with_damaged, write_slide_table
 from histopipe.splits.subsets import Subset
-from histopipe.system.files import appearing
+from histopipe.system.csv_files import write_dicts
+from histopipe.system.files import atomic_write
 from histopipe.system.progress import message
 from histopipe.training.checkpoint import TrainState, load_state, save_state
 from histopipe.training.devices import assign_same, check_same, make_strategy
@@ -144,7 +145,7 @@ class Trainer:
 
     def _save_model(self) -> None:
         if self._cluster.chief:
-            with appearing(self._folder / run_folder.MODEL) as part:
+            with atomic_write(self._folder / run_folder.MODEL) as part:
                 self._step.model.save(part)
 
     def _resume(self) -> None:
@@ -230,7 +231,7 @@ class Trainer:
         row = self._state.history[-1]
         if better:
             self._save_model()
-        run_folder.write_csv(self._folder / run_folder.HISTORY, self._state.history)
+        write_dicts(self._folder / run_folder.HISTORY, self._state.history)
         if self._config.tensorboard:
             write_tensorboard(self._folder, row, losses)
         # Last, so that the other files are never older than the state.

@@ -19,7 +19,7 @@ from histopipe.annotations.read import (
 )
 from histopipe.errors import UsageError
 from histopipe.slides.tables import SlideNames
-from histopipe.system.files import appearing, locked, path_within
+from histopipe.system.files import locked, path_within, write_atomically
 
 PREVIOUS = ".previous"
 """Suffix of the previous version of a file. No command reads files with it."""
@@ -112,11 +112,9 @@ def save_drawing(
             )
         if existing:
             kept = existing.with_name(existing.name + PREVIOUS)
-            with appearing(kept) as part:
-                part.write_bytes(file_bytes(existing))
+            write_atomically(kept, file_bytes(existing))
         target.parent.mkdir(parents=True, exist_ok=True)
-        with appearing(target) as part:
-            part.write_bytes(data)
+        write_atomically(target, data)
         if existing and existing != target and exact:
             existing.unlink()  # kept with the suffix
     return {"version": _version(data), "file": target.relative_to(folder).as_posix()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import heapq
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +24,7 @@ from histopipe.runs.task_config import load_config
 from histopipe.splits.splits import DROPPED, Splits, load_splits, patches_crc
 from histopipe.splits.subsets import SUBSETS
 from histopipe.store.store import Store
+from histopipe.system.csv_files import read_columns, read_dicts
 from histopipe.system.files import reading
 from histopipe.tasks import predictions as tasks
 
@@ -143,8 +143,7 @@ class RunPredictions(Predictions):
                 f"{folder} has no predictions", expected="a finished run",
                 todo="finish it: histopipe train --resume --out " + str(folder),
             )  # fmt: skip
-        with (folder / run_folder.PREDICTIONS).open(newline="", encoding="utf-8") as file:
-            header = next(csv.reader(file), [])
+        header = read_columns(folder / run_folder.PREDICTIONS)
         self.of_patches = "x_l0" in header
         self.classes = tuple(column[2:] for column in header if column.startswith("p_"))
 
@@ -260,12 +259,8 @@ class FolderPredictions(Predictions):
 
     def by_slide(self) -> dict[str, dict[str, float | str]]:  # noqa: D102
         path = self.folder / SLIDES
-        with (
-            suppress(FileNotFoundError),
-            reading(path),
-            path.open(newline="", encoding="utf-8") as file,
-        ):
-            return {row["slide"]: _numbers(row) for row in csv.DictReader(file)}
+        with suppress(FileNotFoundError), reading(path):
+            return {row["slide"]: _numbers(row) for row in read_dicts(path)}
         return {}
 
     def _labelled(self) -> Iterator[tuple[str, SlideScores]]:

@@ -20,7 +20,7 @@ from histopipe.slides.slide_files import SlideFile, fingerprint
 from histopipe.slides.slide_hashes import SlideHashes
 from histopipe.slides.thumbnail import ASSUMED_MPP, Thumbnail, read_thumbnail, usual_mpp
 from histopipe.system.worker_pool import silence
-from histopipe.tiling.tissue import tissue_mask
+from histopipe.tissue_masks.algorithms import find_on_thumbnail
 from histopipe.viewer.tiles import OVERLAP, TILE, Area, Pixels, cut, hatched, jpeg, png
 
 _MOST_REDUCTION = 8
@@ -204,5 +204,5 @@ def slide_mask(path: str) -> bytes:
     except ScaleError:
         mpp = None
     thumbnail = read_thumbnail(slide, mpp, at=usual_mpp(slide, mpp))
-    mask = tissue_mask(thumbnail).pixels
+    mask = find_on_thumbnail(thumbnail).pixels
     return png(mask.astype(np.uint8) * 255)

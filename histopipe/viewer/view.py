@@ -16,6 +16,7 @@ from histopipe.errors import NothingToDo, UsageError
 from histopipe.system.files import Closing
 from histopipe.system.progress import Progress, default_progress
 from histopipe.system.result import counted
+from histopipe.system.worker_pool import count_usable_cores
 from histopipe.viewer.collection import open_collection
 
 PORT = 8765
@@ -176,7 +177,7 @@ def view(
         raise UsageError("--host", found="nothing", expected="an address, such as 127.0.0.1")
     if annotations is not None:
         _check_folder(Path(annotations))
-    cores = len(os.sched_getaffinity(0))
+    cores = count_usable_cores()
     if host not in _LOOPBACK:
         progress.message(
             f"warning: {host} can be reached from other machines; everybody who learns the address sees the slides"

@@ -27,7 +27,7 @@ from histopipe.ingestion.report import SlideOutcome
 from histopipe.ingestion.storing import prepare
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
-from histopipe.system.files import appearing, locked
+from histopipe.system.files import atomic_write, locked
 from histopipe.system.filesystems import full_disk_error, is_full_disk
 from histopipe.system.progress import Bar, Progress, SilentProgress
 from histopipe.system.worker_pool import WorkerPool
@@ -155,7 +155,7 @@ def _move(store: Path, target: Path) -> None:
         MachineShort: the disk is full.
     """
     try:
-        with appearing(target) as part:
+        with atomic_write(target) as part:
             shutil.rmtree(part, ignore_errors=True)  # left by a process that was killed
             shutil.copytree(store, part, ignore=shutil.ignore_patterns(*_OWN))
             for path in (*part.iterdir(), part):

@@ -10,7 +10,7 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.tiling.mask import Components, Mask
+from histopipe.tissue_masks.mask import Components, Mask
 
 BRIGHT, WHITE = 100, 254
 """Brightest channel of glass; darkest channel of areas that were not scanned."""

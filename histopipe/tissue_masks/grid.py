@@ -8,13 +8,11 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 import shapely
-from numpy.typing import NDArray
 from shapely.geometry.base import BaseGeometry
 
 from histopipe.geometry import Size
 from histopipe.slides.thumbnail import Thumbnail
-
-Mask = NDArray[np.bool_]
+from histopipe.tissue_masks.mask import Mask
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,9 +23,10 @@ from histopipe.annotations.outline import Outline
 from histopipe.annotations.read import GEOJSON, file_bytes, match_files, read_annotations
 from histopipe.errors import MaskUnfit, UsageError
 from histopipe.geometry import RegionL0, Size
-from histopipe.masks.grid import Grid, Mask
 from histopipe.slides.tables import SlideNames
-from histopipe.system.files import appearing, path_within
+from histopipe.system.files import path_within, write_atomically
+from histopipe.tissue_masks.grid import Grid
+from histopipe.tissue_masks.mask import Mask
 
 TISSUE = "Tissue"
 """Class of the outlines of tissue."""
@@ -65,7 +66,7 @@ def find_masks(folder: Path, names: SlideNames) -> dict[str, Path]:
     return masks
 
 
-def source_of(path: Path) -> str:
+def identify_mask_file(path: Path) -> str:
     """Return the source of a mask: the name and the CRC-32 of its file.
 
     Raises:
@@ -124,18 +125,17 @@ def write_mask(
     folder: Path, slide: str, mask: Mask, grid: Grid, bounds: RegionL0, *, outlines: bool = True
 ) -> None:
     """Write `SLIDE.png` and, with `outlines`, `SLIDE.geojson`, each by one rename. A slide id may have folders."""
-    files = {PNG: png_mask(mask, grid)}
+    files = {PNG: encode_png(mask, grid)}
     if outlines:
         origin = (bounds.origin.x, bounds.origin.y)
         files[GEOJSON[0]] = _geojson(grid.outlines(mask), grid, origin)
     for suffix, data in files.items():
         path = path_within(folder, f"{slide}{suffix}")
         path.parent.mkdir(parents=True, exist_ok=True)
-        with appearing(path) as part:
-            part.write_bytes(data)
+        write_atomically(path, data)
 
 
-def png_mask(mask: Mask, grid: Grid) -> bytes:
+def encode_png(mask: Mask, grid: Grid) -> bytes:
     """Return a mask as a PNG file of black and white pixels, with its grid as a text."""
     buffer, info = io.BytesIO(), PngImagePlugin.PngInfo()
     info.add_text(_KEY, grid.to_text())
@@ -143,7 +143,7 @@ def png_mask(mask: Mask, grid: Grid) -> bytes:
     return buffer.getvalue()
 
 
-def grid_of_png(data: bytes) -> Grid | None:
+def read_png_grid(data: bytes) -> Grid | None:
     """Return the grid in a PNG file; None if there is none."""
     with Image.open(io.BytesIO(data)) as image:
         return _grid(image.info.get(_KEY))

@@ -1,1 +1,0 @@
-"""Tissue masks as files: outlines and pictures that people can check, correct and replace."""

@@ -1,0 +1,104 @@
+"""Find the tissue of a slide: by an algorithm, from a file, or by a network."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from histopipe.annotations.regions import Regions
+from histopipe.errors import MaskUnfit
+from histopipe.geometry import Mpp
+from histopipe.slides.slide import Slide
+from histopipe.slides.thumbnail import (
+    THUMBNAIL_MPP,
+    Thumbnail,
+    read_thumbnail,
+    thumbnail_level,
+    usual_mpp,
+)
+from histopipe.slides.tiles.check import NativeLevels
+from histopipe.slides.tiles.native import NotNative
+from histopipe.tissue_masks.algorithms import NEWEST, Tissue, find_on_thumbnail
+from histopipe.tissue_masks.grid import Grid
+from histopipe.tissue_masks.mask import TissueMask
+from histopipe.tissue_masks.mask_files import identify_mask_file, read_mask
+from histopipe.tissue_masks.network import find_by_network
+
+_USUAL_PATCH_UM = 64.0
+"""Side, in µm, of patches for which masks of 16 µm are fine enough: four pixels."""
+
+
+@dataclass(frozen=True, slots=True)
+class TissueSource:
+    """How the tissue of a slide is found: its id, and the settings `tissue`, `tissue_fallback` and `exclude` of a spec.
+
+    `mask` and `network` are the files of its mask and of the network, and `regions` its outlines.
+    """
+
+    slide: str
+    method: Tissue = NEWEST
+    fallback: str | None = None
+    exclude: tuple[str, ...] = ()
+    mask: Path | None = None
+    network: Path | None = None
+    regions: Regions | None = None
+
+
+def read_tissue_thumbnail(
+    slide: Slide,
+    mpp: Mpp | None,
+    levels: NativeLevels,
+    source: TissueSource,
+    patch_um: float | None = None,
+) -> Thumbnail:
+    """Read the thumbnail on which tissue is found. It is the same for all routes, since the plan must not depend on the route.
+
+    Stores with `otsu-1` have thumbnails of 8 µm. Other large slides have 16 µm, unless the patches are small: their side
+    is `patch_um` in µm, None if it is unknown.
+    """
+    small = patch_um is not None and patch_um < _USUAL_PATCH_UM
+    fine = small or "otsu-1" in (source.method, source.fallback)
+    at = THUMBNAIL_MPP if fine else usual_mpp(slide, mpp)
+    tiles = None
+    with suppress(NotNative):
+        tiles, _ = levels.get(thumbnail_level(slide.info.levels, mpp, at))
+    return read_thumbnail(slide, mpp, tiles, at)
+
+
+def find_tissue(
+    slide: Slide, mpp: Mpp | None, thumbnail: Thumbnail, source: TissueSource
+) -> tuple[TissueMask | None, str | None]:
+    """Return the tissue mask of a slide, and the source of a mask that was read from a file.
+
+    The mask is None if all cells are wanted. `mpp` is that of level 0. Outlines of the classes in `source.exclude` are
+    cut out: those in the file of the mask, and those of `source.regions`.
+
+    Raises:
+        MaskUnfit: the slide has no mask, or it cannot be used.
+        ScaleError: the slide is too coarse for the network.
+    """
+    grid, name = Grid.of(thumbnail, slide.info.size), source.slide
+    mask, origin = None, None
+    if source.method == "masks" and source.mask is not None:
+        origin = identify_mask_file(source.mask)
+        mask = TissueMask(read_mask(source.mask, name, grid, slide.info.bounds, source.exclude))
+    elif source.method == "masks" and source.fallback is None:
+        raise MaskUnfit(
+            f"{name} has no mask", expected=f"a file {name}.geojson or {name}.png",
+            todo="add it and run the same command again, or use --tissue-fallback otsu",
+        )  # fmt: skip
+    elif source.method == "model":
+        assert source.network is not None  # noqa: S101 - `read_tissue` gives it
+        mask = find_by_network(source.network, slide, name, mpp, thumbnail)
+    elif source.method != "none":
+        mask = find_on_thumbnail(thumbnail, source.fallback or source.method)
+    if source.exclude and source.regions is not None:
+        mask = mask or TissueMask(np.ones(thumbnail.pixels.shape[:2], np.bool_))
+        cut = grid.covered(
+            outline.area for outline in source.regions.outlines if outline.name in source.exclude
+        )
+        mask = replace(mask, pixels=mask.pixels & ~cut)
+    return mask, origin
