@@ -14,6 +14,7 @@ from histopipe.runs.config import TrainConfig
 from histopipe.runs.result import TrainResult, read_result
 from histopipe.runs.supervision import Supervision
 from histopipe.runs.task_config import load_config
+from histopipe.splits.splits import SPLITS
 
 Failure = HistopipeError | Callable[[Supervision], HistopipeError]
 
@@ -55,10 +56,10 @@ class RecordedTrainings:
         )
         run_folder.check(folder, resume=resume)
         folder.mkdir(exist_ok=True)
-        for file in (run_folder.SPLITS, run_folder.CONFIG):
+        for file in (SPLITS, run_folder.CONFIG):
             shutil.copy(before / file, folder / file)
         assert config.splits is not None
-        assert Path(config.splits).read_bytes() == (before / run_folder.SPLITS).read_bytes()
+        assert Path(config.splits).read_bytes() == (before / SPLITS).read_bytes()
         watch = watch or Supervision()
         watch.host_bytes = max(watch.host_bytes, 200 << 20)
         if failure is not None:

@@ -21,10 +21,10 @@ from test_reader import a_store, jpegs
 from tifffile import TiffFile
 
 from histopipe.annotations.read import read_annotations
-from histopipe.evaluation.predictions import write_predictions
 from histopipe.geometry import PointL0
-from histopipe.inference.predictions_folder import PredictedSlide, PredictionsFolder
-from histopipe.reports.bag_values import ranks
+from histopipe.predictions.patch_values import ranks_of
+from histopipe.predictions.predictions_folder import PredictedSlide, PredictionsFolder
+from histopipe.predictions.tables import write_predictions
 from histopipe.reports.charts import lines
 from histopipe.reports.heatmap_files import (
     coloured,
@@ -93,9 +93,9 @@ def test_pixel_is_the_mean_of_the_patches_that_cover_it(
 
 
 def test_ranks() -> None:
-    assert ranks(np.array([3.0, 1.0, 2.0])).tolist() == [1, 0, 0.5]
-    assert ranks(np.array([1.0, 1.0, 9.0])).tolist() == [0, 0, 1]
-    assert ranks(np.array([5.0])).tolist() == [1]
+    assert ranks_of(np.array([3.0, 1.0, 2.0])).tolist() == [1, 0, 0.5]
+    assert ranks_of(np.array([1.0, 1.0, 9.0])).tolist() == [0, 0, 1]
+    assert ranks_of(np.array([5.0])).tolist() == [1]
 
 
 def test_scale_bar_is_a_round_number() -> None:

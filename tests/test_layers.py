@@ -30,6 +30,7 @@ RANKS = {
             ["splits"],
             ["dataset"],
             ["measure"],
+            ["predictions"],
             ["evaluation"],
             ["ingestion"],
             ["maintenance"],
@@ -89,6 +90,7 @@ WITHOUT_TENSORFLOW = {
     *(
         "tasks",
         "splits",
+        "predictions",
         "evaluation",
         "ingestion",
         "maintenance",

@@ -21,8 +21,8 @@ from sklearn import metrics as sk
 
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.evaluation.evaluate import Evaluation, choose_thresholds, evaluate, evaluate_subsets
-from histopipe.evaluation.predictions import read_predictions, write_predictions
 from histopipe.evaluation.table import evaluation_lines, remarks, split_lines
+from histopipe.predictions.tables import read_predictions, write_predictions
 from histopipe.reports.evaluation_blocks import EvaluatedPredictions, metric_cards, metrics_blocks
 from histopipe.reports.failures import decisions
 from histopipe.reports.html_page import Table

@@ -25,10 +25,10 @@ from histopipe.errors import DamagedStore, HistopipeError, UsageError
 from histopipe.evaluation.temperature import tempered
 from histopipe.inference.classifier import PredictOptions
 from histopipe.inference.predict import predict
-from histopipe.inference.predictions_folder import PredictedSlide, PredictionsFolder
 from histopipe.inference.slide_run import PatchBatch, Results, SlideRun
 from histopipe.inference.slide_tiler import FileSource
 from histopipe.ingestion.patch_source import chunk_of
+from histopipe.predictions.predictions_folder import PredictedSlide, PredictionsFolder
 from histopipe.reports.report import report
 from histopipe.runs.result import read_result
 from histopipe.slides.slide_files import SlideFile

@@ -25,9 +25,9 @@ from test_ingest import contents
 from histopipe.errors import RemoteError, RemoteRefused, UsageError
 from histopipe.geometry import Mpp
 from histopipe.inference.classifier import PredictOptions
-from histopipe.inference.predictions_folder import PredictionsFolder
 from histopipe.inference.slide_run import SlideRun
 from histopipe.inference.slide_tiler import FileSource
+from histopipe.predictions.predictions_folder import PredictionsFolder
 from histopipe.slides.discovery import discover
 from histopipe.store.store import Store
 from histopipe.system import download as download_module

@@ -208,7 +208,7 @@ def test_report_of_a_run_is_complete(browser: webdriver.Chrome, run_report: Path
     names = [name for name in names if name != "Failure analysis"]  # if there are failures
     assert names == [
         "Summary", "Metrics", "ROC and calibration", "Confusion", "Learning curves", "Slides", "Patches", "Heatmaps",
-        "SlideEntry flow", "Splits", "Configuration", "Environment", "Limitations",
+        "Participant flow", "Splits", "Configuration", "Environment", "Limitations",
     ]  # fmt: skip
     metrics = json.loads((trained / "metrics.json").read_text())
     text = browser.find_element(By.TAG_NAME, "main").text

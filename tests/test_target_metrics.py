@@ -22,8 +22,8 @@ from sklearn.linear_model import LogisticRegression
 
 from histopipe.errors import DamagedStore
 from histopipe.evaluation.evaluate import Evaluation, evaluate, evaluate_subsets
-from histopipe.evaluation.predictions import read_predictions, write_predictions
 from histopipe.evaluation.table import evaluation_lines
+from histopipe.predictions.tables import read_predictions, write_predictions
 from histopipe.tasks.choices import name_of
 from histopipe.tasks.metrics import Metrics
 from histopipe.tasks.multilabel import MultilabelStatistics

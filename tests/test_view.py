@@ -32,8 +32,8 @@ from test_reader import a_store, flip_a_byte
 from viewed import CLASSES, PATCH, SLIDE, Notes, fetch, viewing
 
 from histopipe.errors import UsageError
-from histopipe.evaluation.predictions import read_predictions
 from histopipe.geometry import PointL0, Size
+from histopipe.predictions.tables import read_predictions
 from histopipe.slides.readers import open_slide
 from histopipe.slides.slide_files import SlideFile
 from histopipe.slides.slide_hashes import SlideHashes, pixel_hash

@@ -15,14 +15,15 @@ from conftest import succeed
 from made_scores import class_predictions
 from numpy.typing import NDArray
 
-from histopipe.evaluation.predictions import write_predictions
 from histopipe.features.feature_file import record_encoder, writing
-from histopipe.inference.predictions_folder import PredictedSlide, PredictionsFolder
+from histopipe.predictions.patch_values import FOLDER
+from histopipe.predictions.predictions_folder import PredictedSlide, PredictionsFolder
+from histopipe.predictions.tables import PREDICTIONS, write_predictions
 from histopipe.runs import folder as run_folder
 from histopipe.runs.settings import to_toml
 from histopipe.runs.task_config import PatchTrainConfig
 from histopipe.runs.training_data import read_labelling, split_options
-from histopipe.splits.splits import Splits, write_splits
+from histopipe.splits.splits import SPLITS, Splits, write_splits
 from histopipe.splits.splitting import make_splits
 from histopipe.store.store import Store
 from histopipe.system.progress import SilentProgress
@@ -91,26 +92,26 @@ def _write_run(
 ) -> None:
     folder.mkdir()
     (folder / run_folder.CONFIG).write_text(to_toml(config))
-    write_splits(splits, folder / run_folder.SPLITS)
+    write_splits(splits, folder / SPLITS)
     parts = []
     for number, side in ((1, "validation"), (2, "test")):
         rows = np.flatnonzero(sides == number)
         parts.append(({"split": side}, scores.rows(rows)))
-    write_predictions(folder / run_folder.PREDICTIONS, parts)
+    write_predictions(folder / PREDICTIONS, parts)
 
 
 def _write_attention(
     folder: Path, config: PatchTrainConfig, splits: Splits, corners: tuple[NDArray[np.int64], ...], rng: np.random.Generator
 ) -> None:  # fmt: skip
-    (folder / run_folder.ATTENTION).mkdir(parents=True)
+    (folder / FOLDER).mkdir(parents=True)
     (folder / run_folder.CONFIG).write_text(to_toml(config))
-    write_splits(splits, folder / run_folder.SPLITS)
+    write_splits(splits, folder / SPLITS)
     one = np.zeros(1, np.int32)
     p = np.array([[0.3, 0.7]], np.float32)
     zero = one.astype(np.int64)
     slide = class_predictions(CLASSES, (SLIDE,), (SLIDE,), one, one, zero, zero, one, p, "slide")
-    write_predictions(folder / run_folder.PREDICTIONS, [({"split": "test"}, slide)])
-    with (folder / run_folder.ATTENTION / "test.csv").open("w", newline="") as file:
+    write_predictions(folder / PREDICTIONS, [({"split": "test"}, slide)])
+    with (folder / FOLDER / "test.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["slide", "x_l0", "y_l0", "size_l0", "attention"])
         for x, y in zip(*(at.tolist() for at in corners), strict=True):

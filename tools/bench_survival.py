@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import histopipe
-from histopipe.evaluation.predictions import read_predictions
 from histopipe.features.feature_file import record_encoder, writing
+from histopipe.predictions.tables import read_predictions
 from histopipe.system.progress import SilentProgress, use_progress
 from histopipe.tasks.survival_statistics import SurvivalStatistics
 

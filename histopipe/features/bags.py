@@ -60,6 +60,14 @@ class Bag:
         """Number of patches."""
         return sum(part.rows for part in self.parts)
 
+    def places(self) -> Iterator[tuple[str, object, object, str]]:
+        """Yield slide, corner and side of each patch in level-0 pixels; empty texts where unknown."""
+        for slide, part in zip(self.slides, self.parts, strict=True):
+            corners = part.corners()
+            side = f"{part.side:g}" if part.side else ""
+            for x, y in [("", "")] * part.rows if corners is None else corners.tolist():
+                yield slide, x, y, side
+
     @property
     def dtype(self) -> np.dtype[Any]:
         """Type that holds the features of all its files."""
@@ -186,18 +194,18 @@ class BagSet:
         for entry in self.found_slides():
             number = bag_of.get(entry.slide)
             split = None if number is None else split_of.get(number)
-            if number is not None and split is not None and entry.reason is None:
+            if entry.reason is not None:
+                entries.append(entry)
+            elif number is None or split is None:
+                reason = missing_from(splits, entry, from_file=from_file)
+                entries.append(replace(entry, reason=reason))
+            else:
                 # Joined sets may have fewer patches than the first one.
                 rows = self.rows_of(number, entry.slide)
-                counts: dict[str, Any] = {
-                    subset: rows for subset in SUBSETS if len(split.on(subset))
-                }
+                counts: dict[str, Any] = {name: rows for name in SUBSETS if len(split.on(name))}
                 left_out = entry.planned - entry.unreadable - (rows if counts else 0)
-                reason = None if counts else Exclusion.LEFT_OUT
-                entry = replace(entry, reason=reason, left_out=left_out, **counts)
-            elif entry.reason is None:
-                entry = replace(entry, reason=missing_from(splits, entry, from_file=from_file))
-            entries.append(entry)
+                excluded = None if counts else Exclusion.LEFT_OUT
+                entries.append(replace(entry, reason=excluded, left_out=left_out, **counts))
         return entries
 
     def rows_of(self, number: int, slide: str) -> int:

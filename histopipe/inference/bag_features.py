@@ -26,12 +26,12 @@ from histopipe.inference.encoder import (
     trained_patches,
 )
 from histopipe.inference.feature_folder import FeatureFolder, described, record_slides
-from histopipe.inference.predictions_folder import PredictedSlide, PredictionsFolder
 from histopipe.inference.slide_run import BATCHES, Results, SlideRun, SlideRunResult, batch_rule
 from histopipe.inference.slide_tiler import FileSource, TiledSlide
 from histopipe.inference.source_kinds import SourceKind
 from histopipe.inference.trained_bags import TrainedBags
 from histopipe.inference.trained_patches import TrainedPatches, check_store
+from histopipe.predictions.predictions_folder import PredictedSlide, PredictionsFolder
 from histopipe.store.store import Store
 from histopipe.system.files import write_atomically
 from histopipe.system.progress import Progress

@@ -23,7 +23,7 @@ from histopipe.runs.result import METRICS, read_result
 from histopipe.runs.task_config import PatchTrainConfig, load_config
 from histopipe.slides.tables import SlideLabel, SlideNames, read_labels, table_columns
 from histopipe.splits.slide_table import COLUMNS
-from histopipe.splits.splits import trained_on
+from histopipe.splits.splits import SPLITS, trained_on
 from histopipe.splits.subsets import LabelsFrom
 from histopipe.system.csv_files import NA_VALUES, column_key, nfc
 from histopipe.system.files import read_json
@@ -171,7 +171,7 @@ def load_classifier(folders: Sequence[Path], *, devices: str, batch_size: int) -
         ),
         first["labels_from"], first["evaluation_settings"], mean_thresholds([run["thresholds"] for run in runs]),
         network.sha256, temperatures=tuple(run["temperature"] for run in runs if run["temperature"]),
-        in_training=frozenset().union(*(trained_on(folder / run_folder.SPLITS) for folder in folders)),
+        in_training=frozenset().union(*(trained_on(folder / SPLITS) for folder in folders)),
     )  # fmt: skip
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from histopipe.evaluation.breakdown import Breakdown, break_down
-from histopipe.evaluation.evaluate import Evaluation
-from histopipe.evaluation.predictions import write_predictions
-from histopipe.inference.predictions_folder import PredictedSlide
+from histopipe.evaluation.evaluate import Evaluation, evaluate
+from histopipe.predictions.predictions_folder import PredictedSlide, labelled_patches
+from histopipe.predictions.tables import write_predictions
 from histopipe.slides.tables import SlideLabel
 from histopipe.splits.slide_table import (
     Exclusion,
@@ -25,7 +27,7 @@ from histopipe.splits.slide_table import (
 from histopipe.system.files import read_json, reading, write_json
 from histopipe.system.progress import message
 from histopipe.tasks.choices import TaskName
-from histopipe.tasks.predictions import Part
+from histopipe.tasks.predictions import Part, Predictions, ThresholdsByLevel, joined_predictions
 from histopipe.tasks.task import EvaluationSettings
 
 EVALUATION = "evaluation.json"
@@ -109,24 +111,48 @@ def evaluated_slides(
     labelled_ids = set(labelled)
     slides = []
     for entry in table:
-        reason = entry.reason or Exclusion.NO_PATCHES
+        patches, skipped = predicted.get(entry.slide, (0, 0))
+        planned = max(entry.planned, patches + skipped)
         if entry.slide in failed:
-            reason = Exclusion.PREDICTION_FAILED
-        elif entry.slide in predicted:
-            patches, skipped = predicted[entry.slide]
-            planned = max(entry.planned, patches + skipped)
-            entry = replace(entry, planned=planned, unreadable=planned - patches)
-            if patches and entry.slide in labelled_ids:
-                slides.append(replace(entry, test=patches, reason=None))
-                continue
+            slides.append(replace(entry, reason=Exclusion.PREDICTION_FAILED))
+        elif entry.slide not in predicted:
+            slides.append(replace(entry, reason=entry.reason or Exclusion.NO_PATCHES))
+        elif patches and entry.slide in labelled_ids:
+            counts: dict[str, Any] = {
+                "planned": planned,
+                "unreadable": planned - patches,
+                "test": patches,
+            }
+            slides.append(replace(entry, reason=None, **counts))
+        else:
+            reason = Exclusion.NO_LABEL
             if not patches:
                 reason = Exclusion.NO_READABLE_PATCH if planned else Exclusion.NO_PATCHES
             elif entry.label and classes and entry.label not in classes:
                 reason = Exclusion.NOT_A_CLASS
-            else:
-                reason = Exclusion.NO_LABEL
-        slides.append(replace(entry, reason=reason))
+            counts = {"planned": planned, "unreadable": planned - patches}
+            slides.append(replace(entry, reason=reason, **counts))
     return slides
+
+
+def evaluate_labelled(
+    parts: Sequence[Predictions],
+    evaluation_settings: EvaluationSettings,
+    thresholds: ThresholdsByLevel,
+    leaked: Collection[str],
+) -> tuple[Part, Evaluation] | None:
+    """Return the patches with known labels, with the thresholds, and their evaluation; None if they have fewer than two classes.
+
+    `leaked` as for `evaluate`.
+    """
+    labelled = labelled_patches(parts)
+    if not labelled:
+        return None
+    scores = joined_predictions(labelled)
+    if len(np.unique(scores.label)) < 2:
+        return None
+    part = scores, thresholds
+    return part, evaluate([part], evaluation_settings, leaked)
 
 
 def write_evaluation(

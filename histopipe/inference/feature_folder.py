@@ -15,8 +15,8 @@ from histopipe.features.feature_file import (
     feature_path,
     writing,
 )
-from histopipe.inference.predictions_folder import PredictedSlide
 from histopipe.inference.slide_run import Network, Results
+from histopipe.predictions.predictions_folder import PredictedSlide
 from histopipe.slides.scale import MAGNIFICATION_MPP
 from histopipe.splits.slide_table import Exclusion, SlideEntry, read_slide_table, write_slide_table
 from histopipe.store.record import SlideRecord

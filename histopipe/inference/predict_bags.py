@@ -20,7 +20,6 @@ from histopipe.features.bags import Bag, BagSet, read_bag, read_positions
 from histopipe.features.feature_file import (
     feature_files,
 )
-from histopipe.features.patch_table import write_patch_table
 from histopipe.inference.bag_features import BagFeatures
 from histopipe.inference.bag_tables import BagPredictions
 from histopipe.inference.classifier import PredictOptions
@@ -32,15 +31,11 @@ from histopipe.inference.external_evaluation import (
 )
 from histopipe.inference.feature_folder import described
 from histopipe.inference.predict_patches import PredictResult
-from histopipe.inference.predictions_folder import (
-    PATIENTS,
-    SLIDES,
-    PredictionsFolder,
-)
 from histopipe.inference.trained_bags import TrainedBags
-from histopipe.runs import folder as run_folder
+from histopipe.predictions.patch_values import write_patch_values
+from histopipe.predictions.predictions_folder import PATIENTS, SLIDES, PredictionsFolder
 from histopipe.slides.tables import table_columns
-from histopipe.splits.splits import names_of, trained_on
+from histopipe.splits.splits import SPLITS, names_of, trained_on
 from histopipe.system.csv_files import column_key
 from histopipe.system.filesystems import roomy
 from histopipe.system.progress import Progress
@@ -155,9 +150,7 @@ class BagsPrediction:
         self.done = [bag.id for bag, _ in results]
         if self.features.kind == "features":
             self.features.patches = sum(bag.rows for bag, _ in results)
-        used = {
-            pair for model in self.models for pair in trained_on(model.folder / run_folder.SPLITS)
-        }
+        used = {pair for model in self.models for pair in trained_on(model.folder / SPLITS)}
         seen = {
             bag.id: bag.patient or bag.id
             for bag, _ in results
@@ -202,10 +195,10 @@ class BagsPrediction:
             model.network.predict(features, positions, self._covariates(model, bag))
             for model in self.models
         ]
-        write_patch_table(
-            self.folder.path / run_folder.ATTENTION, bag, self._first.task.names,
-            np.mean([result.attention for result in results], axis=0),
-            np.mean([result.contributions for result in results], axis=0),
+        write_patch_values(
+            self.folder.path, bag.id, bag.places(), names=self._first.task.names,
+            attention=np.mean([result.attention for result in results], axis=0),
+            contributions=np.mean([result.contributions for result in results], axis=0),
         )  # fmt: skip
         for slide, part in zip(bag.slides, bag.parts, strict=True):
             predicted = described(part.headers[0], slide, bag.patient or slide, bag.label)

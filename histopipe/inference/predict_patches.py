@@ -16,21 +16,21 @@ from histopipe.evaluation.table import evaluation_lines
 from histopipe.inference.classifier import Classifier
 from histopipe.inference.external_evaluation import (
     ExternalEvaluation,
+    evaluate_labelled,
     evaluated_slides,
     training_warning,
     write_evaluation,
 )
-from histopipe.inference.predictions_folder import (
+from histopipe.inference.slide_run import BATCHES, Results, SlideRun, SlideRunResult
+from histopipe.inference.slide_tiler import FileSource, TiledSlide
+from histopipe.inference.stored_slides import StoredSlide, StoreSource
+from histopipe.predictions.predictions_folder import (
     PATIENTS,
     SLIDES,
     PredictedSlide,
     PredictionsFolder,
-    evaluate_labelled,
     write_level_table,
 )
-from histopipe.inference.slide_run import BATCHES, Results, SlideRun, SlideRunResult
-from histopipe.inference.slide_tiler import FileSource, TiledSlide
-from histopipe.inference.stored_slides import StoredSlide, StoreSource
 from histopipe.splits.splits import names_of
 from histopipe.system.filesystems import roomy
 from histopipe.system.progress import Progress

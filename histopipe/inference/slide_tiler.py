@@ -21,7 +21,6 @@ from histopipe.errors import DamagedStore, SlideError, SlideUnreadable
 from histopipe.geometry import Mpp
 from histopipe.inference.classifier import PredictOptions
 from histopipe.inference.external_evaluation import slides_of_files
-from histopipe.inference.predictions_folder import CompleteSlides, PredictedSlide
 from histopipe.inference.slide_run import Normalizer, PatchBatch, SlideRun, slide_batches
 from histopipe.inference.trained_patches import TrainedPatches, check_scale, spec_for_slides
 from histopipe.ingestion.options import IngestOptions, SlideInput
@@ -30,6 +29,7 @@ from histopipe.ingestion.planning import PlannedSlide, SlideFailure, plan_slide
 from histopipe.ingestion.records import PendingSlide, labelled, new_record
 from histopipe.ingestion.sources import stage_folder
 from histopipe.ingestion.storing import make_patches, prepare
+from histopipe.predictions.predictions_folder import CompleteSlides, PredictedSlide
 from histopipe.slides.discovery import discover, show_links
 from histopipe.slides.scale import MppSource, check_mpp, equal_scales
 from histopipe.slides.slide_files import Fingerprint, SlideFile, fingerprint

@@ -16,9 +16,9 @@ from histopipe.dataset.sampling import Sequential
 from histopipe.dataset.selection import select
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.inference.classifier import PredictOptions
-from histopipe.inference.predictions_folder import CompleteSlides, PredictedSlide
 from histopipe.inference.slide_run import Normalizer, PatchBatch, SlideRun, slide_batches
 from histopipe.inference.trained_patches import TrainedPatches, check_store
+from histopipe.predictions.predictions_folder import CompleteSlides, PredictedSlide
 from histopipe.slides.tables import SlideLabel
 from histopipe.splits.labelling import Labelling, class_codes
 from histopipe.splits.slide_table import SlideEntry, table_of

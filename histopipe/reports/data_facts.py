@@ -15,6 +15,7 @@ from histopipe.runs.config import TrainConfig
 from histopipe.runs.result import METRICS
 from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig
 from histopipe.splits.slide_table import SlideEntry
+from histopipe.splits.splits import SPLITS
 from histopipe.splits.subsets import SUBSETS, Subset
 from histopipe.system.csv_files import FLAGS, cell_number, is_number
 from histopipe.system.result import counted, listed
@@ -327,8 +328,8 @@ FACTS: dict[str, tuple[str, Callable[[RunData], str | None]]] = {
     "preprocessing": (run_folder.CONFIG, _preprocessing),
     "patch_selection": (run_folder.CONFIG, _patch_selection),
     "labels": (run_folder.CONFIG, _labels),
-    "split": (run_folder.SPLITS, _split),
-    "split_level": (f"{run_folder.SPLITS}, {run_folder.SLIDES}", _split_level),
-    "split_sizes": (run_folder.SPLITS, _split_sizes),
+    "split": (SPLITS, _split),
+    "split_level": (f"{SPLITS}, {run_folder.SLIDES}", _split_level),
+    "split_sizes": (SPLITS, _split_sizes),
 }
 """Sentences by name, with the file that they come from."""

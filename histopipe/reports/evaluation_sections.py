@@ -45,4 +45,4 @@ def add_analysis(
         "Failure analysis", *subgroup_tables(evaluated, quality=True), *failure_blocks(evaluated, slides, images),
         *shortcut_blocks(evaluated),
     )  # fmt: skip
-    page.add("SlideEntry flow", *flow_blocks(evaluated.flow, read))
+    page.add("Participant flow", *flow_blocks(evaluated.flow, read))

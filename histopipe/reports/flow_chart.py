@@ -1,4 +1,4 @@
-"""SlideEntry flow as a figure and a table."""
+"""Participant flow as a figure and a table."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def flow_table(flow: Flow) -> Table:
                 Row([Cell(level), Cell("used"), Cell(subsets_text(subsets)), number(count)])
             )
     columns = (Column("level"), Column("status"), Column("reason or subset"), Column("n", True))
-    return Table("SlideEntry flow", columns, rows)
+    return Table("Participant flow", columns, rows)
 
 
 def flow_chart(flow: Flow, read: str = "Ingested") -> str:

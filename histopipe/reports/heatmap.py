@@ -11,15 +11,14 @@ from typing import Literal, get_args
 from histopipe.dataset.selection import store_paths
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.features.feature_file import paths_of_stores
-from histopipe.inference.predictions_folder import PredictionsFolder
-from histopipe.reports.bag_values import Show
+from histopipe.predictions.predictions_folder import PredictionsFolder
 from histopipe.reports.heatmap_files import (
     Objects,
     write_heatmap_geojson,
     write_heatmap_png,
     write_heatmap_tiff,
 )
-from histopipe.reports.heatmap_sources import SlideImages, open_values
+from histopipe.reports.heatmap_sources import Show, SlideImages, open_values
 from histopipe.reports.heatmap_values import PatchValues
 from histopipe.runs import folder as run_folder
 from histopipe.runs.task_config import read_config

@@ -2,32 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
 from histopipe.errors import DamagedStore, NothingToDo, UsageError
-from histopipe.evaluation.predictions import read_predictions
 from histopipe.geometry import Mpp
-from histopipe.inference.predictions_folder import PredictedSlide, PredictionsFolder
-from histopipe.reports.bag_values import Show, open_bag_values
+from histopipe.predictions.patch_values import (
+    ATTENTION,
+    CONTRIBUTION,
+    FOLDER,
+    patch_value_files,
+    ranks_of,
+    read_contributions,
+    read_patch_values,
+)
+from histopipe.predictions.predictions_folder import PredictedSlide, PredictionsFolder
+from histopipe.predictions.sources import FolderSource, PredictionSource, RunSource
+from histopipe.predictions.tables import PREDICTIONS
 from histopipe.reports.heatmap_values import PatchValues, ReadValues, bounds_of
-from histopipe.runs import folder as run_folder
 from histopipe.slides.readers import open_slide
 from histopipe.slides.thumbnail import ASSUMED_MPP, read_thumbnail
 from histopipe.store.reading import decode_picture
 from histopipe.store.store import Store
-from histopipe.tasks.predictions import Predictions, joined_predictions
+from histopipe.tasks.predictions import Predictions
 
 _IMAGE_SIDE = 1600
 """Approximate longer side of an image read from a slide file, or drawn from patches, in pixels."""
 _SMALL_SIDE, _SMALL_PATCHES = 512, 400
 """Patches are drawn over a thumbnail with a shorter longer side, if the slide has at most so many."""
+
+
+Show = Literal["attention", "contribution"]
 
 
 def open_values(
@@ -49,8 +61,8 @@ def open_values(
         DamagedStore: the folder cannot be read.
     """
     names: Collection[str]
-    if (folder / run_folder.ATTENTION).is_dir():
-        names, read = open_bag_values(
+    if (folder / FOLDER).is_dir():
+        names, read = _open_bag_values(
             folder, lambda slide: _described(folder, stores, slide), class_name, show
         )
     elif show is not None:
@@ -60,9 +72,9 @@ def open_values(
             expected="those of a slide model",
         )
     elif PredictionsFolder(folder).exists:
-        names, read = _of_predictions(folder, class_name)
-    elif (folder / run_folder.PREDICTIONS).exists():
-        names, read = _of_run(folder, stores, class_name)
+        names, read = _open_predictions(FolderSource(folder), stores, class_name)
+    elif (folder / PREDICTIONS).exists():
+        names, read = _open_predictions(_checked_run(folder), stores, class_name)
     else:
         raise UsageError(
             f"{folder} holds no predictions",
@@ -77,55 +89,95 @@ def open_values(
     return list(only) or list(names), read
 
 
-def _of_predictions(folder: Path, class_name: str | None) -> tuple[Collection[str], ReadValues]:
-    predictions = PredictionsFolder(folder)
-
-    def read(name: str) -> PatchValues | None:
-        slide = PredictedSlide.read(predictions.json(name))
-        if not slide.patches:
-            return None
-        scores = predictions.read(name)
-        return _probabilities(scores, np.arange(len(scores)), slide, class_name)
-
-    return predictions.names(), read
-
-
-def _of_run(
-    folder: Path, stores: Sequence[Store], class_name: str | None
+def _open_bag_values(
+    folder: Path,
+    described: Callable[[str], PredictedSlide],
+    class_name: str | None,
+    show: Show | None,
 ) -> tuple[Collection[str], ReadValues]:
-    """Read validation and test patches. Training patches have no predictions."""
-    sides = [*read_predictions(folder / run_folder.PREDICTIONS).values()]
-    if sides and not sides[0].task.of_classes:
-        raise UsageError(
-            f"{folder}",
-            found=f"predictions of {sides[0].task.name}",
-            expected="predictions of classes",
-        )
-    if sides and sides[0].level != "patch":
-        raise UsageError(
-            f"{folder} has no attention, and no predictions of patches, only of {sides[0].level}s",
-            todo="train with --pooling gated or attention",
-        )
+    """Return the ids of slides with patch tables in a folder, and a function that reads the values of one slide.
+
+    `described` returns size and scale of a slide. A class name selects the contribution to it.
+
+    Raises:
+        UsageError: the folder has no such values.
+        DamagedStore: a table cannot be read.
+    """
+    paths = patch_value_files(folder)
+    if not paths:
+        raise UsageError(f"{folder} has no attention", expected="a finished slide model")
+    if show == ATTENTION and class_name is not None:
+        raise UsageError("--class", found="--show attention", expected="--show contribution")
+    names = read_contributions(paths[0])
+    column = ATTENTION
+    if show == "contribution" or class_name is not None:
+        prediction = class_name if class_name is not None else (names[-1] if names else "")
+        if prediction not in names:
+            raise UsageError(
+                "--class" if class_name is not None else "--show contribution",
+                found=repr(class_name) if class_name is not None else f"{folder} of an earlier version",
+                expected=" or ".join(names) or "predictions that record contributions",
+            )  # fmt: skip
+        column = CONTRIBUTION + prediction
+    tables = read_patch_values(paths, column)
 
     def read(name: str) -> PatchValues:
-        # A slide may have patches in both splits.
-        scores = joined_predictions([side for side in sides if name in side.slides])
-        rows = np.flatnonzero(scores.slide == scores.slides.index(name))
-        return _probabilities(scores, rows, _stored(stores, name), class_name)
+        x, y, value, side = tables[name].T
+        slide = described(name)
+        title, values, scale = f"contribution to {column.removeprefix(CONTRIBUTION)}", value, None
+        if column == ATTENTION:
+            title, values = "attention, rank among the slide's patches", ranks_of(value)
+        else:
+            scale = float(np.abs(value).max()) or 1.0
+            values = 0.5 + value / (2 * scale)
+        return PatchValues(
+            name, title, x.astype(np.int64), y.astype(np.int64), float(side[0]) or slide.size_l0,
+            values.astype(np.float32), None, bounds_of(slide), slide.mpp, scale,
+        )  # fmt: skip
 
-    return sorted({name for side in sides for name in side.slides}), read
+    return tables, read
+
+
+def _checked_run(folder: Path) -> RunSource:
+    """Return the predictions of a run, or raise a UsageError if they are not of classes of patches."""
+    run = RunSource(folder)
+    if not run.all.task.of_classes:
+        raise UsageError(
+            f"{folder}",
+            found=f"predictions of {run.all.task.name}",
+            expected="predictions of classes",
+        )
+    if not run.of_patches:
+        raise UsageError(
+            f"{folder} has no attention, and no predictions of patches, only of {run.all.level}s",
+            todo="train with --pooling gated or attention",
+        )
+    return run
+
+
+def _open_predictions(
+    source: PredictionSource, stores: Sequence[Store], class_name: str | None
+) -> tuple[Collection[str], ReadValues]:
+    def read(name: str) -> PatchValues | None:
+        predictions = source.predictions(name)
+        if predictions is None:
+            return None
+        slide = source.described(name) or _stored(stores, name)
+        return _probabilities(predictions, slide, class_name)
+
+    return source.slide_ids(), read
 
 
 def _probabilities(
-    scores: Predictions, rows: NDArray[np.intp], slide: PredictedSlide, class_name: str | None
+    scores: Predictions, slide: PredictedSlide, class_name: str | None
 ) -> PatchValues:
     classes = scores.task.classes
     name = classes[-1] if class_name is None else class_name
     if name not in classes:
         raise UsageError("--class", found=repr(name), expected=" or ".join(classes))
-    probability = scores.output[rows]
+    probability = scores.output
     return PatchValues(
-        slide.slide, f"probability of {name}", scores.x_l0[rows], scores.y_l0[rows],
+        slide.slide, f"probability of {name}", scores.x_l0, scores.y_l0,
         slide.size_l0, probability[:, classes.index(name)],
         np.array(classes, object)[probability.argmax(axis=1)], bounds_of(slide), slide.mpp,
     )  # fmt: skip

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore
-from histopipe.inference.predictions_folder import PredictedSlide
+from histopipe.predictions.predictions_folder import PredictedSlide
 
 
 @dataclass(frozen=True, slots=True)

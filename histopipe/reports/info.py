@@ -13,11 +13,12 @@ from histopipe.evaluation.table import evaluation_lines, split_lines
 from histopipe.features.feature_file import ENCODER, feature_files, read_header
 from histopipe.features.untrusted import check_features
 from histopipe.inference.external_evaluation import read_evaluation
-from histopipe.inference.predictions_folder import SETTINGS, SLIDES
 from histopipe.maintenance.info import StoreInfo, store_info
+from histopipe.predictions.predictions_folder import SETTINGS, SLIDES
 from histopipe.runs import folder as run_folder
 from histopipe.runs.result import is_finished, read_result
 from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig, load_config
+from histopipe.splits.splits import SPLITS
 from histopipe.splits.subsets import SUBSETS
 from histopipe.store.catalog import read_catalog
 from histopipe.studies.study import STUDY_ID
@@ -113,7 +114,7 @@ def _run(folder: Path) -> FolderInfo:
 def _training_facts(folder: Path) -> dict[str, Any]:
     """Return the settings that identify a training."""
     config = load_config(folder / run_folder.CONFIG)
-    splits = read_json_object(folder / run_folder.SPLITS)
+    splits = read_json_object(folder / SPLITS)
     facts: dict[str, Any] = {}
     if isinstance(config, BagTrainConfig):
         facts = {"model": f"{config.pooling} (bags)", "features": ", ".join(config.mil)}

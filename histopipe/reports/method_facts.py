@@ -11,6 +11,7 @@ from histopipe.runs import folder as run_folder
 from histopipe.runs.result import METRICS
 from histopipe.runs.settings import parse_trainable
 from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig
+from histopipe.splits.splits import SPLITS
 from histopipe.system.result import counted, listed
 
 _FRAMEWORKS = {"histopipe": "histopipe", "tensorflow": "TensorFlow", "keras": "Keras"}
@@ -177,7 +178,7 @@ def _ensemble(run: RunData) -> str | None:
 
 
 def _settings_file(_: RunData) -> str:
-    return f"All settings are in {run_folder.CONFIG}, and the split is in {run_folder.SPLITS}."
+    return f"All settings are in {run_folder.CONFIG}, and the split is in {SPLITS}."
 
 
 FACTS: dict[str, tuple[str, Callable[[RunData], str | None]]] = {

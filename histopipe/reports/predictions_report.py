@@ -9,20 +9,20 @@ from pathlib import Path
 from typing import Any
 
 from histopipe.errors import DamagedStore
-from histopipe.evaluation.predictions import read_predictions
 from histopipe.inference.external_evaluation import (
     EVALUATED,
     PARTICIPANTS,
     ExternalEvaluation,
     read_evaluation,
 )
-from histopipe.inference.predictions_folder import (
+from histopipe.predictions.predictions_folder import (
     PATIENTS,
     SETTINGS,
     SLIDES,
     PredictionsFolder,
     labelled_patches,
 )
+from histopipe.predictions.tables import read_predictions
 from histopipe.reports.evaluation_blocks import EvaluatedPredictions, metric_cards
 from histopipe.reports.evaluation_sections import add_analysis, add_metrics
 from histopipe.reports.fact_texts import plain

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.inference.external_evaluation import read_evaluation
-from histopipe.inference.predictions_folder import SETTINGS
+from histopipe.predictions.predictions_folder import SETTINGS
 from histopipe.reports.checklist import fill
 from histopipe.reports.checklist_files import write_checklist
 from histopipe.reports.comparison_report import comparison_page

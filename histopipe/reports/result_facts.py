@@ -20,6 +20,7 @@ from histopipe.reports.fact_texts import SUBSET_NAMES
 from histopipe.reports.run_data import RunData
 from histopipe.runs import folder as run_folder
 from histopipe.runs.result import METRICS
+from histopipe.splits.splits import SPLITS
 from histopipe.system.result import counted, listed, plural
 
 _PLOTS = "ROC and precision-recall curves, reliability diagrams, and decision curves (Vickers and Elkin 2006)"
@@ -243,7 +244,7 @@ FACTS: dict[str, tuple[str, Callable[[RunData], str | None]]] = {
     "failures": (METRICS, _failures),
     "limitations": (METRICS, _limitations),
     "hashes": (
-        f"{run_folder.MODEL}, {run_folder.SPLITS}",
+        f"{run_folder.MODEL}, {SPLITS}",
         lambda run: " ".join(f"{line}." for line in hash_lines(run)),
     ),
 }

@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from histopipe.errors import HistopipeError
-from histopipe.evaluation.predictions import read_predictions
 from histopipe.features.feature_file import paths_of_stores
+from histopipe.predictions.tables import PREDICTIONS, read_predictions
 from histopipe.reports.evaluation_blocks import EvaluatedPredictions
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.result import METRICS, TrainResult, read_result, read_slides
 from histopipe.runs.task_config import BagTrainConfig, load_config
 from histopipe.splits.slide_table import SlideEntry
+from histopipe.splits.splits import SPLITS
 from histopipe.splits.subsets import Subset
 from histopipe.store.catalog import parts_of
 from histopipe.store.store import Store
@@ -74,9 +75,9 @@ def read_run(
     opened, missing = open_stores(config, stores, stack, follow=follow)
     return RunData(
         folder, config, result, read_json_object(folder / METRICS),
-        read_json_object(folder / run_folder.SPLITS),
+        read_json_object(folder / SPLITS),
         _history(folder / run_folder.HISTORY),
-        read_predictions(folder / run_folder.PREDICTIONS), opened, missing, read_slides(folder),
+        read_predictions(folder / PREDICTIONS), opened, missing, read_slides(folder),
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from histopipe.errors import UsageError
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.settings import declared_settings, to_toml
-from histopipe.splits.splits import Splits, write_splits
+from histopipe.splits.splits import SPLITS, Splits, write_splits
 from histopipe.system.files import (
     locked,
     read_json,
@@ -24,14 +24,12 @@ from histopipe.system.files import (
 )
 from histopipe.system.filesystems import is_full_disk
 
-CONFIG, SPLITS, HISTORY = "config.toml", "splits.json", "history.csv"
+CONFIG, HISTORY = "config.toml", "history.csv"
 SLIDES = "slides.csv"
-MODEL, PREDICTIONS = "model.keras", "predictions.csv"
+MODEL = "model.keras"
 MEMORY = "memory.json"
 FOLD_SPLITS = "splits"
 """Subfolder of a cross-validation with the splits of each fold."""
-ATTENTION = "attention"
-"""Subfolder of a run on bags with the attention of each patch."""
 _UNLOCK_SECONDS = 5.0
 """Time for which a killed training may keep the lock on its folder."""
 

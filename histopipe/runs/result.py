@@ -23,7 +23,7 @@ from histopipe.splits.slide_table import (
     leaked_patients,
     read_slide_table,
 )
-from histopipe.splits.splits import load_splits
+from histopipe.splits.splits import SPLITS, load_splits
 from histopipe.splits.subsets import SUBSETS, Subset
 from histopipe.system.files import read_json, reading
 
@@ -132,7 +132,7 @@ def read_result(folder: Path) -> TrainResult:
             evaluation.in_training is None for evaluation in metrics.values()
         ):  # of an earlier version
             with suppress(HistopipeError):  # it stays unknown without a readable split
-                leaked = leaked_patients(load_splits(folder / run_folder.SPLITS))
+                leaked = leaked_patients(load_splits(folder / SPLITS))
                 metrics = {
                     subset: replace(evaluation, in_training=len(leaked[subset]))
                     for subset, evaluation in metrics.items()

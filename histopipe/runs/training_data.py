@@ -18,7 +18,7 @@ from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig
 from histopipe.splits.labelling import Labelling, read_slide_labels
 from histopipe.splits.slide_table import SlideEntry, read_slide_table, table_of
 from histopipe.splits.sources import SampleSource
-from histopipe.splits.splits import Splits, read_splits, recorded_numbers
+from histopipe.splits.splits import SPLITS, Splits, read_splits, recorded_numbers
 from histopipe.splits.splitting import make_splits
 from histopipe.store.store import StoreSet
 from histopipe.system.csv_files import NA_VALUES, nfc, similar_values
@@ -133,7 +133,7 @@ def splits_and_slides(
         required = config.splits is None and not resume
         labelling = read_labelling(config, sources, required=required)
     if resume:
-        splits = read_splits(folder / run_folder.SPLITS, sources)
+        splits = read_splits(folder / SPLITS, sources)
     else:
         splits = new_splits(config, sources, labelling)
     if complete:

@@ -260,17 +260,16 @@ def with_damaged(
     slides: Sequence[SlideEntry], damaged: Mapping[str, Mapping[Subset, int]]
 ) -> list[SlideEntry]:
     """Return the slides without patches that were damaged when they were read, counted by slide and subset."""
-    entries = []
-    for slide in slides:
-        lost = damaged.get(slide.slide)
-        if lost:
-            left: dict[str, Any] = {
-                name: getattr(slide, name) - lost.get(name, 0) for name in SUBSETS
-            }
-            reason = None if any(left.values()) else Exclusion.ALL_DAMAGED
-            slide = replace(slide, damaged=sum(lost.values()), reason=reason, **left)
-        entries.append(slide)
-    return entries
+    return [
+        _without(slide, damaged[slide.slide]) if damaged.get(slide.slide) else slide
+        for slide in slides
+    ]
+
+
+def _without(slide: SlideEntry, lost: Mapping[Subset, int]) -> SlideEntry:
+    left: dict[str, Any] = {name: getattr(slide, name) - lost.get(name, 0) for name in SUBSETS}
+    reason = None if any(left.values()) else Exclusion.ALL_DAMAGED
+    return replace(slide, damaged=sum(lost.values()), reason=reason, **left)
 
 
 def _patch_counts(

@@ -38,6 +38,8 @@ _KINDS = {
     ("id", "label", "patient"): (str,),
     ("site", "content"): (str, type(None)),
 }
+SPLITS = "splits.json"
+"""Name of the file in a run."""
 _NAME = "histopipe-splits"
 _PLAIN, _WITH_LABELS, _WITH_TARGETS = 1, 2, 3
 """Format versions. Version 2 has patch classes, which a reader of version 1 would take for slide classes; version 3 has

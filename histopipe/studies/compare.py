@@ -18,7 +18,7 @@ from histopipe.runs import folder as run_folder
 from histopipe.runs.result import is_finished, read_result
 from histopipe.runs.settings import declared_settings, read_settings
 from histopipe.runs.task_config import CONFIGS, make_config, read_config
-from histopipe.splits.splits import DROPPED, Splits, load_splits
+from histopipe.splits.splits import DROPPED, SPLITS, Splits, load_splits
 from histopipe.studies.cross_validation_result import leaked_from, read_parts, tested_slides
 from histopipe.studies.paired_differences import differences_of, tested_items
 from histopipe.studies.settings import FoldSettings
@@ -193,7 +193,7 @@ def _load(folder: Path) -> _Loaded:
         raise UsageError(f"{folder} has no test patches", todo="compare runs that have a test set")
     settings = read_config(folder / run_folder.CONFIG)
     run = ComparedRun(folder, settings, result.metrics["test"], breakdown=result.breakdown)
-    splits = [load_splits(folder / run_folder.SPLITS)]
+    splits = [load_splits(folder / SPLITS)]
     return _Loaded(run, read_parts([result]), make_config(settings).evaluation_settings, splits)
 
 

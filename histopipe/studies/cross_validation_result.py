@@ -16,19 +16,19 @@ from histopipe.evaluation.breakdown import (
     breakdown_lines,
 )
 from histopipe.evaluation.evaluate import Evaluation, evaluate, evaluate_subsets
-from histopipe.evaluation.predictions import read_predictions, write_predictions
 from histopipe.evaluation.table import (
     aligned,
     evaluation_lines,
     number,
 )
+from histopipe.predictions.tables import PREDICTIONS, read_predictions, write_predictions
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.result import METRICS, TrainResult, read_result, read_slides
 from histopipe.runs.settings import to_toml
 from histopipe.runs.task_config import load_config
 from histopipe.splits.slide_table import Flow, SlideEntry, flow_of, flow_to_json, leaked_patients
-from histopipe.splits.splits import load_splits
+from histopipe.splits.splits import SPLITS, load_splits
 from histopipe.system.csv_files import write_dicts
 from histopipe.system.files import read_json, write_atomically, write_json
 from histopipe.tasks.predictions import Part, with_common_patients
@@ -193,7 +193,7 @@ def read_parts(results: Sequence[TrainResult]) -> list[Part]:
     Raises:
         DamagedStore: the predictions cannot be read.
     """
-    read = [read_predictions(result.folder / run_folder.PREDICTIONS)["test"] for result in results]
+    read = [read_predictions(result.folder / PREDICTIONS)["test"] for result in results]
     common = with_common_patients(read)
     return [
         (scores, result.metrics["test"].thresholds)
@@ -203,11 +203,7 @@ def read_parts(results: Sequence[TrainResult]) -> list[Part]:
 
 def leaked_from(results: Sequence[TrainResult]) -> set[str]:
     """Return the test patients of finished runs that were also used in the training."""
-    leaking = [
-        result.folder / run_folder.SPLITS
-        for result in results
-        if result.metrics["test"].in_training
-    ]
+    leaking = [result.folder / SPLITS for result in results if result.metrics["test"].in_training]
     return set().union(*(leaked_patients(load_splits(path))["test"] for path in leaking))
 
 
@@ -231,7 +227,7 @@ def _pooled_parts(folder: Path, folds: Sequence[Fold]) -> list[Part]:
         ({"split": "test", "fold": number}, scores)
         for number, (scores, _) in zip(done, parts, strict=True)
     ]
-    write_predictions(folder / run_folder.PREDICTIONS, tables)
+    write_predictions(folder / PREDICTIONS, tables)
     return parts
 
 
@@ -242,11 +238,11 @@ def reevaluate(folder: Path, requested: TrainConfig) -> TrainResult:
         UsageError, DamagedStore: the files of the run cannot be read.
     """
     result = read_result(folder)
-    scores = read_predictions(folder / run_folder.PREDICTIONS)
+    scores = read_predictions(folder / PREDICTIONS)
     recorded_config = load_config(folder / run_folder.CONFIG)
     if recorded_config.evaluation_settings == requested.evaluation_settings:
         return result
-    leaked = leaked_patients(load_splits(folder / run_folder.SPLITS))
+    leaked = leaked_patients(load_splits(folder / SPLITS))
     evaluations, slides = (
         evaluate_subsets(scores, requested.evaluation_settings, leaked),
         read_slides(folder),

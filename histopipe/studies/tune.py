@@ -17,7 +17,7 @@ from histopipe.runs.result import TrainResult, is_finished, read_result
 from histopipe.runs.supervision import Supervision
 from histopipe.runs.task_config import changed_config, make_config, with_stores
 from histopipe.runs.training_data import new_splits, opened_sources, read_labelling
-from histopipe.splits.splits import DROPPED, Splits, write_splits
+from histopipe.splits.splits import DROPPED, SPLITS, Splits, write_splits
 from histopipe.splits.subsets import SUBSETS
 from histopipe.studies.search_space import SearchSpace, read_space, space_of
 from histopipe.studies.settings import Metric, Pruner, Sampler, StudySettings
@@ -192,7 +192,7 @@ class _Search:
         if is_finished(folder):  # its process died before it recorded the result
             return TrainingOutcome(read_result(folder), None)
         settings = self._study.settings
-        splits = str(self._study.folder / TRIALS / run_folder.SPLITS)
+        splits = str(self._study.folder / TRIALS / SPLITS)
         try:
             config = changed_config(self._base, splits=splits, **params)
         except UsageError as error:
@@ -222,7 +222,7 @@ class _Search:
 
 def _write_splits(base: TrainConfig, folder: Path) -> None:
     """Write the splits of the search, and the splits without test patches for the trials, unless they exist."""
-    whole, without_test = folder / run_folder.SPLITS, folder / TRIALS / run_folder.SPLITS
+    whole, without_test = folder / SPLITS, folder / TRIALS / SPLITS
     if whole.exists() and without_test.exists():
         return
     with opened_sources(base, base.splits) as sources:

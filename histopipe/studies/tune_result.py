@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from histopipe.errors import DamagedStore
 from histopipe.evaluation.table import aligned, number
-from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.result import is_finished, read_result
 from histopipe.runs.settings import to_toml
 from histopipe.runs.task_config import changed_config
+from histopipe.splits.splits import SPLITS
 from histopipe.studies.search_space import settings_of
 from histopipe.studies.study import Study
 from histopipe.system.csv_files import write_dicts
@@ -132,7 +132,7 @@ def _result(study: Study, base: TrainConfig) -> TuneResult:
 
 def _with_absolute_paths(config: TrainConfig, folder: Path) -> TrainConfig:
     """Return settings with absolute paths and the splits of the search, so that `best.toml` works in any folder."""
-    paths: dict[str, Any] = {"splits": str((folder / run_folder.SPLITS).resolve())}
+    paths: dict[str, Any] = {"splits": str((folder / SPLITS).resolve())}
     values = config.values()
     for name in ("labels", "weights"):
         value = values.get(name)

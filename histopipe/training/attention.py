@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore
 from histopipe.features.bags import Bag, read_bag, read_positions
-from histopipe.features.patch_table import write_patch_table
-from histopipe.runs import folder as run_folder
+from histopipe.predictions.patch_values import write_patch_values
 from histopipe.system.progress import message
 from histopipe.training.bag_model import JOINT, BagModel, Patches
 from histopipe.training.bag_pooling import PIECE, pool
@@ -82,9 +81,9 @@ def write_attention(
     for bag in bags:
         try:
             values = patch_values(model, _read_patches(bag, model))
-            write_patch_table(
-                folder / run_folder.ATTENTION, bag, names, values.attention,
-                objective.contributions(values.parts),
+            contributions = objective.contributions(values.parts)
+            write_patch_values(
+                folder, bag.id, bag.places(), names=names, attention=values.attention, contributions=contributions,
             )  # fmt: skip
         except DamagedStore as error:  # training skipped this bag, too
             message(f"cannot write attention of {bag.id}: {error}")

@@ -20,8 +20,7 @@ from histopipe._version import __version__
 from histopipe.dataset.sample_table import unpack_keys
 from histopipe.dataset.sampling import BatchSampler
 from histopipe.errors import UsageError
-from histopipe.evaluation.predictions import write_predictions
-from histopipe.runs import folder as run_folder
+from histopipe.predictions.tables import PREDICTIONS, write_predictions
 from histopipe.runs.result import METRICS, TrainResult
 from histopipe.splits.sources import SampleSource
 from histopipe.splits.splits import Splits
@@ -195,7 +194,7 @@ def write_results(
 ) -> None:
     """Write the predictions, and then `metrics.json`, which marks the run as finished. `facts` are added to it."""
     tables = [({"split": subset}, part) for subset, part in predicted.items()]
-    write_predictions(folder / run_folder.PREDICTIONS, tables)
+    write_predictions(folder / PREDICTIONS, tables)
     versions = {
         "histopipe": __version__,
         "tensorflow": tf.__version__,

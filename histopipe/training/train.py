@@ -18,6 +18,7 @@ from histopipe.runs.result import TrainResult
 from histopipe.runs.training_data import opened_sources, splits_and_slides
 from histopipe.runs.workers import HEARTBEATS, Cluster
 from histopipe.splits.slide_table import write_slide_table
+from histopipe.splits.splits import SPLITS
 from histopipe.system.filesystems import roomy
 from histopipe.system.progress import message, use_progress
 from histopipe.training.bag_problem import make_problem
@@ -50,7 +51,7 @@ def train_here(
         if report is not None:
             report = one_at_a_time(report)
             stack.enter_context(use_progress(ReportedProgress(report)))
-        splits_path = folder / run_folder.SPLITS if resume else config.splits
+        splits_path = folder / SPLITS if resume else config.splits
         sources = stack.enter_context(opened_sources(config, splits_path))
         splits, slides = splits_and_slides(config, sources, folder, resume=resume)
         problem = make_problem(config, sources, splits)
@@ -64,9 +65,7 @@ def train_here(
         )
         if cluster.chief:
             # All checks of the settings have passed: create the folder.
-            stack.enter_context(
-                run_folder.opened(folder, {run_folder.SPLITS: splits}, config, resume=resume)
-            )
+            stack.enter_context(run_folder.opened(folder, {SPLITS: splits}, config, resume=resume))
             write_slide_table(folder / run_folder.SLIDES, slides)
         result = trainer.train(resume=resume)
         patients = len({slide.patient for slide in splits.slides})

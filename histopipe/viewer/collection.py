@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from histopipe.errors import HistopipeError, NothingToDo, UsageError
-from histopipe.features.feature_file import ENCODER, feature_files
-from histopipe.inference.predictions_folder import SETTINGS, PredictedSlide
+from histopipe.features.feature_file import ENCODER, feature_files, paths_of_stores
+from histopipe.predictions.predictions_folder import SETTINGS, PredictedSlide
+from histopipe.predictions.sources import FolderSource, PredictionSource, RunSource
 from histopipe.runs import folder as run_folder
+from histopipe.runs.task_config import load_config
 from histopipe.slides.discovery import discover
 from histopipe.store.catalog import parts_of, read_catalog
 from histopipe.store.record import SlideRecord, SlideState
 from histopipe.store.store import Store
 from histopipe.system.files import Closing
-from histopipe.viewer.predictions import FolderPredictions, Predictions, RunPredictions
 
 
 @dataclass(slots=True)
@@ -65,7 +66,7 @@ class Collection(Closing):
 
     entries: list[Entry] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)
-    predictions: list[Predictions] = field(default_factory=list)
+    predictions: list[PredictionSource] = field(default_factory=list)
     features: dict[str, Path] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -133,8 +134,7 @@ def _open(
             slides.append(path)
     names = _names(runs)
     for path in runs:
-        kind = FolderPredictions if (path / SETTINGS).is_file() else RunPredictions
-        collection.predictions.append(kind(names[path], path))
+        collection.predictions.append(_open_predictions(path, names[path]))
     for path in (*store_paths, *more_stores):
         _open_store(collection, path)
     if not untrusted:
@@ -150,6 +150,16 @@ def _open(
     if not collection.entries:
         inputs = ", ".join(map(str, paths))
         raise NothingToDo(f"no slide in {inputs}", todo="pass the store of the patches, too")
+
+
+def _open_predictions(path: Path, name: str) -> PredictionSource:
+    """Open a run, or a folder of `histopipe predict`, which must have slides."""
+    if not (path / SETTINGS).is_file():
+        return RunSource(path, name)
+    source = FolderSource(path, name)
+    if not source.slides():
+        raise NothingToDo(f"{path} has no predicted slides", todo="run histopipe predict again")
+    return source
 
 
 def _names(folders: Iterable[Path]) -> dict[Path, str]:
@@ -182,10 +192,11 @@ def _open_store(collection: Collection, path: Path) -> None:
 def _open_stores_of_runs(collection: Collection, *, explicit: bool) -> None:
     """Open the stores that the runs name. If that of a patch model is missing and no store was given, this is an error."""
     for run in collection.predictions:
-        if not isinstance(run, RunPredictions):
+        if not isinstance(run, RunSource):
             continue
         try:
-            for path in run.stores:
+            config = load_config(run.folder / run_folder.CONFIG)
+            for path in paths_of_stores(config.values()):
                 _open_store(collection, path)
         except HistopipeError as error:
             if not explicit and run.of_patches:

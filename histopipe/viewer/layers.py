@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from histopipe.predictions.patch_values import ranks_of
+from histopipe.predictions.sources import PredictionSource
 from histopipe.splits.subsets import SUBSETS
 from histopipe.viewer.collection import Entry
-from histopipe.viewer.predictions import Predictions
 
 QUALITY = {
     "tissue": "Tissue (share of the patch)",
@@ -105,7 +106,7 @@ class SlideLayers:
         return spread_values
 
 
-def slide_layers(entry: Entry, predictions: Iterable[Predictions]) -> SlideLayers:
+def slide_layers(entry: Entry, predictions: Iterable[PredictionSource]) -> SlideLayers:
     """Return the grids and layers of a slide.
 
     Raises:
@@ -163,18 +164,18 @@ def _spacing(grid: Grid, x: NDArray[np.int64], y: NDArray[np.int64]) -> tuple[fl
 
 
 def _add_predictions(
-    layers: SlideLayers, source: Predictions, slide: str, size: float, stride: float
+    layers: SlideLayers, source: PredictionSource, slide: str, size: float, stride: float
 ) -> None:
     name = source.name
     predicted_slide = source.slides().get(slide)
     if predicted_slide is not None and predicted_slide.size_l0:
         size, stride = predicted_slide.size_l0, predicted_slide.stride_l0 or predicted_slide.size_l0
-    scores = source.scores(slide)
+    scores = source.predictions(slide)
     if scores is not None and predicted_slide is None and layers.grids:
         size, stride = _spacing(layers.grids[0], scores.x_l0, scores.y_l0)
     if scores is not None and size:
         grid, rows = layers.at(name, scores.x_l0, scores.y_l0, size, stride)
-        probability = layers.spread(grid, rows, scores.probability)
+        probability = layers.spread(grid, rows, scores.output)
         missing = np.isnan(probability[:, 0])
         predicted = np.where(missing, np.nan, probability.argmax(axis=1))
         layers.add(
@@ -184,15 +185,16 @@ def _add_predictions(
             layers.add(f"{name}:p:{title}", f"p {title}", name, grid, probability[:, number])
         if (scores.label >= 0).any():
             correct = np.where(
-                scores.label >= 0, scores.label != scores.probability.argmax(axis=1), np.nan
+                scores.label >= 0, scores.label != scores.output.argmax(axis=1), np.nan
             )
             layers.add(
                 f"{name}:errors", "Errors", name, grid, layers.spread(grid, rows, correct),
                 classes=("correct", "wrong"),
             )  # fmt: skip
     attention = source.attention(slide)
-    if attention is not None and (attention.side_l0 or size):
-        side = attention.side_l0 or size
-        grid, rows = layers.at(name, attention.x_l0, attention.y_l0, side, stride or side)
-        values = layers.spread(grid, rows, attention.rank)
+    if attention is not None and (attention[0, 3] or size):
+        side = float(attention[0, 3]) or size
+        x, y = attention[:, :2].astype(np.int64).T
+        grid, rows = layers.at(name, x, y, side, stride or side)
+        values = layers.spread(grid, rows, ranks_of(attention[:, 2]))
         layers.add(f"{name}:attention", "Attention (rank)", name, grid, values)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import heapq
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect, Request
@@ -18,6 +20,7 @@ from starlette.types import ASGIApp
 
 from histopipe.annotations.read import MOST_BYTES
 from histopipe.errors import HistopipeError
+from histopipe.predictions.sources import PredictionSource
 from histopipe.slides.tables import SlideNames
 from histopipe.viewer.collection import Collection, Entry, facts_of
 from histopipe.viewer.drawings import read_drawing, save_drawing
@@ -125,7 +128,7 @@ class ViewServer:
 
     async def _errors(self, request: Request) -> Response:
         source = item(self._collection.predictions, request.path_params["source"])
-        errors = await run_in_threadpool(source.errors, _ERRORS)
+        errors = await run_in_threadpool(find_errors, source, _ERRORS)
         names = self._collection.names
         return JSONResponse(
             [
@@ -167,3 +170,25 @@ async def _gone(_: Request, __: Exception) -> Response:
 
 def _file(name: str) -> bytes:
     return (resources.files("histopipe.viewer") / "static" / name).read_bytes()
+
+
+def find_errors(source: PredictionSource, count: int) -> list[dict[str, Any]]:
+    """Return the wrongly predicted patches with the lowest probability of the true class, the lowest first."""
+    return heapq.nsmallest(count, _errors(source, count), key=lambda row: (row["p"], row["slide"]))
+
+
+def _errors(source: PredictionSource, count: int) -> Iterator[dict[str, Any]]:
+    for slide in source.slide_ids():
+        predictions = source.predictions(slide)
+        if predictions is None:
+            continue
+        predictions = predictions.known()
+        label = predictions.label
+        p_true = predictions.output[np.arange(len(label)), label]
+        predicted = predictions.output.argmax(axis=1)
+        wrong = np.flatnonzero(predicted != label)
+        for i in wrong[np.argsort(p_true[wrong], kind="stable")][:count].tolist():
+            yield {
+                "slide": slide, "x": int(predictions.x_l0[i]), "y": int(predictions.y_l0[i]), "p": float(p_true[i]),
+                "label": source.classes[label[i]], "predicted": source.classes[predicted[i]],
+            }  # fmt: skip

@@ -18,12 +18,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from histopipe.errors import HistopipeError, UsageError
+from histopipe.predictions.sources import FolderSource
 from histopipe.system.worker_pool import WorkerDied
 from histopipe.viewer import similar, slide_pictures, store_pictures
 from histopipe.viewer.collection import Collection, Entry
 from histopipe.viewer.guard import NotFound
 from histopipe.viewer.open_slides import OpenSlides, as_picture, item, lattice
-from histopipe.viewer.predictions import FolderPredictions
 from histopipe.viewer.tiles import COARSEST_STEP, OVERLAP, TILE, message_tile
 
 SLIDE = "/slides/{slide:int}"
@@ -295,7 +295,7 @@ def _stored_thumbnail(entry: Entry, collection: Collection) -> bytes | None:
     if entry.store is not None and entry.complete:
         return entry.store.thumbnail(entry.number)
     for source in collection.predictions:
-        if isinstance(source, FolderPredictions) and entry.id in source.slides():
+        if isinstance(source, FolderSource) and entry.id in source.slides():
             return _plain_file(source.thumbnail(entry.id))
     return None
 

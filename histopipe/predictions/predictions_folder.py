@@ -6,7 +6,7 @@ Each slide has a CSV file of patches, a thumbnail and a JSON file, written last.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -14,8 +14,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 
 from histopipe.errors import UsageError
-from histopipe.evaluation.evaluate import Evaluation, evaluate
-from histopipe.evaluation.predictions import read_slide_predictions, write_predictions
+from histopipe.predictions.tables import read_slide_predictions, write_predictions
 from histopipe.store.record import SlideRecord
 from histopipe.system.csv_files import write_table
 from histopipe.system.files import (
@@ -28,7 +27,6 @@ from histopipe.system.files import (
 from histopipe.tasks.choices import Aggregation, Level
 from histopipe.tasks.classification import Classification
 from histopipe.tasks.predictions import (
-    Part,
     Predictions,
     ThresholdsByLevel,
     joined_predictions,
@@ -264,26 +262,6 @@ def _labels(slides: Sequence[PredictedSlide], level: Level) -> dict[str, str]:
                 slide.label
             )
     return {name: labels.pop() for name, labels in by_name.items() if len(labels) == 1}
-
-
-def evaluate_labelled(
-    parts: Sequence[Predictions],
-    evaluation_settings: EvaluationSettings,
-    thresholds: ThresholdsByLevel,
-    leaked: Collection[str],
-) -> tuple[Part, Evaluation] | None:
-    """Return the patches with known labels, with the thresholds, and their evaluation; None if they have fewer than two classes.
-
-    `leaked` as for `evaluate`.
-    """
-    labelled = labelled_patches(parts)
-    if not labelled:
-        return None
-    scores = joined_predictions(labelled)
-    if len(np.unique(scores.label)) < 2:
-        return None
-    part = scores, thresholds
-    return part, evaluate([part], evaluation_settings, leaked)
 
 
 def labelled_patches(parts: Sequence[Predictions]) -> list[Predictions]:

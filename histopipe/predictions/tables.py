@@ -19,6 +19,8 @@ from histopipe.tasks.choices import Level
 from histopipe.tasks.predictions import Predictions
 from histopipe.tasks.registry import task_of_header
 
+PREDICTIONS = "predictions.csv"
+"""Name of the table of a run."""
 _PLACES: Mapping[Level, tuple[str, ...]] = {
     "patch": ("slide", "patient", "x_l0", "y_l0"), "slide": ("slide", "patient"), "patient": ("patient",),
 }  # fmt: skip
