@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.tasks.choices import Aggregation, Level, TaskName
+from histopipe.tasks.choices import Aggregation, EvaluationLevel, TaskName
 from histopipe.tasks.classification import Classification
 from histopipe.tasks.metrics import Metrics, metrics_of
 from histopipe.tasks.predictions import Predictions, scores_of
@@ -68,7 +68,7 @@ def class_predictions(
     y_l0: Any,
     label: Any,
     probability: Any,
-    level: Level = "patch",
+    level: EvaluationLevel = "patch",
 ) -> Predictions:
     """Return predictions of classes."""
     return Predictions(
@@ -89,7 +89,7 @@ def target_predictions(
 
 def aggregated(
     predictions: Predictions,
-    level: Level,
+    level: EvaluationLevel,
     how: Aggregation = "mean",
     *,
     top_k: int = 1,

@@ -34,7 +34,7 @@ from histopipe.reports.heatmap_files import (
     write_heatmap_tiff,
 )
 from histopipe.reports.heatmap_sources import SlideImages, find_slide
-from histopipe.reports.heatmap_values import PatchValues
+from histopipe.reports.heatmap_values import NamedPatchValues
 from histopipe.slides.readers import open_slide
 from histopipe.splits.splitting import make_splits
 from histopipe.store.reading import decode_picture
@@ -42,11 +42,11 @@ from histopipe.store.store import Store
 from histopipe.tasks.predictions import Predictions
 
 
-def heat_of(corners: list[tuple[int, int]], values: list[float], side: float, **attributes: Any) -> PatchValues:  # fmt: skip
+def heat_of(corners: list[tuple[int, int]], values: list[float], side: float, **attributes: Any) -> NamedPatchValues:  # fmt: skip
     x, y = (np.array([c[i] for c in corners], np.int64) for i in (0, 1))
     facts: dict[str, Any] = {"bounds": (0, 0, 640, 480), "mpp": 0.5} | attributes
     names = np.array(["b" if v >= 0.5 else "a" for v in values], object)
-    return PatchValues("s", "probability of b", x, y, side, np.array(values, np.float32), names, **facts)  # fmt: skip
+    return NamedPatchValues("s", "probability of b", x, y, side, np.array(values, np.float32), names, **facts)  # fmt: skip
 
 
 CELLS = st.lists(

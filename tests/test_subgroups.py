@@ -41,7 +41,7 @@ from histopipe.splits.splitting import make_splits
 from histopipe.store.record import FailureKind
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
-from histopipe.tasks.predictions import Part, Predictions
+from histopipe.tasks.predictions import ModelPredictions, Predictions
 from histopipe.tasks.task import EvaluationSettings, Thresholds
 
 CLASSES = ("n", "t")
@@ -51,7 +51,7 @@ HALF = Thresholds((0.5,))
 
 def cohort(
     seed: int = 1, patients: int = 60, *, confounded: bool = False, slides: int = 1
-) -> tuple[Part, list[SlideEntry]]:
+) -> tuple[ModelPredictions, list[SlideEntry]]:
     """Return predictions of slides with a good model, and their slides, of three sites."""
     rng = np.random.default_rng(seed)
     label = rng.permutation(np.arange(patients) % 2).astype(np.int32)

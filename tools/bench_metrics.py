@@ -25,7 +25,7 @@ from histopipe.evaluation.temperature import fit_temperature, tempered
 from histopipe.splits.slide_table import SlideEntry
 from histopipe.tasks.classification import Classification
 from histopipe.tasks.metrics import Metrics, metrics_of
-from histopipe.tasks.predictions import Part, Predictions
+from histopipe.tasks.predictions import ModelPredictions, Predictions
 from histopipe.tasks.statistics import bootstrap_draws
 from histopipe.tasks.task import EvaluationSettings, Scores, Thresholds
 
@@ -108,7 +108,7 @@ def group_coverage(patients: int, apart: tuple[float, float], samples: int) -> d
     return {name: count / samples for name, count in hits.items()}
 
 
-def _as_slides(drawn: Sequence[Scores]) -> tuple[Part, list[SlideEntry]]:
+def _as_slides(drawn: Sequence[Scores]) -> tuple[ModelPredictions, list[SlideEntry]]:
     """Return scores of groups as those of slides, with the threshold 0.5, and the slides, with the group as site."""
     target, output = (
         np.concatenate([getattr(scores, name) for scores in drawn]) for name in ("target", "output")

@@ -21,11 +21,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.demo.painting import BANK, NUCLEI, Pixels, shifted_textures, synthetic_texture
+from histopipe.demo.painting import BANK, NUCLEI, shifted_textures, synthetic_texture
 from histopipe.demo.slide_maker import SlideSettings, make_slide, write_slide
 from histopipe.errors import UsageError
 from histopipe.geometry import PointL0, Size
 from histopipe.slides.readers import open_slide
+from histopipe.system.arrays import PixelArray
 from histopipe.tissue_masks.grid import Grid
 from histopipe.tissue_masks.mask_files import encode_png
 
@@ -81,12 +82,12 @@ def make_scene(path: Path, condition: str, seed: int) -> NDArray[np.bool_]:
     return truth
 
 
-def _texture(path: Path) -> Pixels:
+def _texture(path: Path) -> PixelArray:
     """Return the most colourful square of a real slide, mirrored to the size of a texture if it is smaller."""
     with open_slide(path) as slide:
         size = slide.info.size
         side = min(BANK, size.width, size.height)
-        best: Pixels | None = None
+        best: PixelArray | None = None
         for y in range(0, size.height - side + 1, max(1, (size.height - side) // 4)):
             for x in range(0, size.width - side + 1, max(1, (size.width - side) // 4)):
                 area = slide.read_region(PointL0(x, y), 0, Size(side, side))

@@ -15,7 +15,7 @@ from histopipe.errors import UsageError
 from histopipe.system.csv_files import nfc
 from histopipe.system.files import shown
 
-Frame = Literal["bounds", "slide"]
+OutlineFrame = Literal["bounds", "slide"]
 """Origin of a file's coordinates: the corner of the scanned area ("bounds", as in QuPath), or of level 0 ("slide")."""
 
 Point = tuple[float, float]
@@ -49,7 +49,7 @@ class Outlines:
     that may be the class of outlines without a class.
     """
 
-    frame: Frame
+    frame: OutlineFrame
     entries: list[Outline] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     invalid: list[str] = field(default_factory=list)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from histopipe.dataset.options import (
     Balance,
-    Column,
     OnError,
+    PatchColumn,
     StainNorm,
     check_shard,
     check_whole,
@@ -59,7 +59,7 @@ def load_dataset(
     exclude_dark: float = 1.0,
     splits: str | Path | None = None,
     side: Subset = "train",
-    columns: Sequence[Column] = (),
+    columns: Sequence[PatchColumn] = (),
     as_supervised: bool = False,
     stain_norm: StainNorm = "none",
     on_error: OnError = "raise",

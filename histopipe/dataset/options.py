@@ -13,7 +13,7 @@ Balance = Literal["none", "class", "slide", "patient"]
 Augmentation = Literal["flips", "crop", "stain", "colour"]
 StainNorm = Literal["none", "reinhard", "macenko"]
 OnError = Literal["raise", "skip"]
-Column = Literal["x_l0", "y_l0", "slide"]
+PatchColumn = Literal["x_l0", "y_l0", "slide"]
 
 AUGMENTATIONS: tuple[Augmentation, ...] = get_args(Augmentation)
 """Augmentations, in the order in which they are applied."""

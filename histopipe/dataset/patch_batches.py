@@ -11,7 +11,7 @@ import simplejpeg
 from numpy.typing import NDArray
 
 from histopipe.dataset.memory import ReusedMemory
-from histopipe.dataset.options import Column, OnError
+from histopipe.dataset.options import OnError, PatchColumn
 from histopipe.dataset.sample_table import SampleLocations, SampleTable, SlideValues, unpack_keys
 from histopipe.dataset.sampling import BatchSampler, Field, Order
 from histopipe.errors import DamagedStore
@@ -34,7 +34,7 @@ class Batch:
     label: NDArray[np.int32]
     weight: NDArray[np.float32]
     key: NDArray[np.int64]
-    columns: dict[Column, NDArray[Any]] = field(default_factory=dict)
+    columns: dict[PatchColumn, NDArray[Any]] = field(default_factory=dict)
 
 
 class PatchBatches(BatchSampler):
@@ -59,7 +59,7 @@ class PatchBatches(BatchSampler):
         order: Order,
         replicas: int = 1,
         on_error: OnError = "raise",
-        columns: Sequence[Column] = (),
+        columns: Sequence[PatchColumn] = (),
         check: bool = True,
         by_slide: Mapping[str, SlideValues] | None = None,
     ) -> None:
@@ -142,7 +142,7 @@ class PatchBatches(BatchSampler):
         decode(value, out)
 
 
-_TYPES: dict[Column, Any] = {"x_l0": np.int32, "y_l0": np.int32, "slide": object}
+_TYPES: dict[PatchColumn, Any] = {"x_l0": np.int32, "y_l0": np.int32, "slide": object}
 
 
 def _column_values(

@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from histopipe.geometry import Size
-
-Pixels = NDArray[np.uint8]
+from histopipe.system.arrays import PixelArray
 
 BANK = 2048
 """Side of a texture in pixels."""
@@ -92,7 +91,7 @@ def random_nodules(
     ]
 
 
-def synthetic_texture(rng: np.random.Generator, kind: str, mpp: float) -> Pixels:
+def synthetic_texture(rng: np.random.Generator, kind: str, mpp: float) -> PixelArray:
     """Return H&E-like tissue, wavy pink stroma with purple nuclei, as (BANK, BANK, 3) uint8."""
     density, radius = NUCLEI[kind]
     scale = 0.5 / mpp
@@ -113,7 +112,7 @@ def synthetic_texture(rng: np.random.Generator, kind: str, mpp: float) -> Pixels
     return np.clip(tissue, 0, 255).astype(np.uint8)
 
 
-def shifted_textures(textures: Mapping[str, Pixels], number: int) -> dict[str, Pixels]:
+def shifted_textures(textures: Mapping[str, PixelArray], number: int) -> dict[str, PixelArray]:
     """Return textures for the slide with this number, shifted so that no patch equals one of another slide.
 
     Drawing a texture takes longer than drawing a slide, so several slides share them.
@@ -123,15 +122,15 @@ def shifted_textures(textures: Mapping[str, Pixels], number: int) -> dict[str, P
 
 
 @dataclass(frozen=True)
-class Area:
+class TexturedArea:
     """Outlines of one class, and their texture from `endless`."""
 
     kind: str
     outlines: Sequence[PaintedOutline]
-    texture: Pixels
+    texture: PixelArray
 
 
-def endless(texture: Pixels, tile: int, size: Size) -> Pixels:
+def endless(texture: PixelArray, tile: int, size: Size) -> PixelArray:
     """Return a texture that is mirrored, to repeat without a seam, and larger by a tile, so that no tile is wrapped.
 
     A slide that is smaller than the texture needs none of this.
@@ -147,10 +146,10 @@ class Painter:
 
     size: Size
     tile: int
-    areas: Sequence[Area]
-    glass: Pixels
+    areas: Sequence[TexturedArea]
+    glass: PixelArray
 
-    def tile_row(self, top: int) -> Pixels:
+    def tile_row(self, top: int) -> PixelArray:
         """Return a row of tiles, (tile, width rounded up to tiles, 3) uint8, with glass beyond the slide's edge."""
         tiles = []
         for left in range(0, self.size.width, self.tile):
@@ -160,7 +159,7 @@ class Painter:
             tiles.append(tile)
         return np.hstack(tiles)
 
-    def _with_area(self, below: Pixels, area: Area, left: int, top: int) -> Pixels:
+    def _with_area(self, below: PixelArray, area: TexturedArea, left: int, top: int) -> PixelArray:
         t = self.tile
         depths = [o.depth(left + t / 2, top + t / 2) for o in area.outlines]
         # Most tiles are far from every outline. Their pixels need not be tested.

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from histopipe.demo.painting import Pixels, shifted_textures, synthetic_texture
+from histopipe.demo.painting import shifted_textures, synthetic_texture
 from histopipe.demo.slide_maker import SlideSettings, make_slide
 from histopipe.errors import HistopipeError
 from histopipe.evaluation.table import evaluation_lines, split_lines
@@ -22,6 +22,7 @@ from histopipe.reports.heatmap import heatmap
 from histopipe.reports.report import report
 from histopipe.runs.result import TrainResult
 from histopipe.runs.train import train
+from histopipe.system.arrays import PixelArray
 from histopipe.system.csv_files import write_table
 from histopipe.system.progress import Progress
 
@@ -119,7 +120,7 @@ def demo_of_slide_models(out: Path, count: int, progress: Progress) -> SlideDemo
     )
 
 
-def draw_textures(count: int) -> list[dict[str, Pixels]]:
+def draw_textures(count: int) -> list[dict[str, PixelArray]]:
     """Return textures of normal tissue and tumour, by name of the setting."""
     rng = np.random.default_rng(1)
     return [

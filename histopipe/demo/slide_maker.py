@@ -14,9 +14,8 @@ from PIL import Image
 
 from histopipe.demo.painting import (
     GLASS,
-    Area,
     Painter,
-    Pixels,
+    TexturedArea,
     endless,
     random_nodules,
     random_outlines,
@@ -24,6 +23,7 @@ from histopipe.demo.painting import (
 )
 from histopipe.demo.pyramid_tiff import TiffPage, write_pyramid
 from histopipe.geometry import Size
+from histopipe.system.arrays import PixelArray
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +50,8 @@ class SlideSettings:
     bounds: Sequence[int] | None = None
     pieces: int = 1
     nodules: int = 0
-    texture: Pixels | None = None
-    tumour: Pixels | None = None
+    texture: PixelArray | None = None
+    tumour: PixelArray | None = None
     seed: int = 1
 
 
@@ -66,13 +66,13 @@ def make_slide(path: Path, kind: str, number: int, settings: SlideSettings) -> N
         texture = synthetic_texture(rng, kind, settings.mpp)
     outlines = random_outlines(rng, settings.size, settings.pieces)
     glass = np.clip(rng.normal(GLASS, 1.2, (settings.tile, settings.tile, 3)), 0, 255)
-    areas = [Area(kind, outlines, endless(texture, settings.tile, settings.size))]
+    areas = [TexturedArea(kind, outlines, endless(texture, settings.tile, settings.size))]
     if settings.nodules:
         within = [n for piece in outlines for n in random_nodules(rng, piece, settings.nodules)]
         tumour = settings.tumour
         if tumour is None:
             tumour = synthetic_texture(rng, "tumour", settings.mpp)
-        areas.append(Area("tumour", within, endless(tumour, settings.tile, settings.size)))
+        areas.append(TexturedArea("tumour", within, endless(tumour, settings.tile, settings.size)))
     painter = Painter(settings.size, settings.tile, areas, glass.astype(np.uint8))
     write_slide(path, painter, settings)
     _write_outlines(path.with_suffix(".geojson"), areas)
@@ -85,9 +85,9 @@ def _pyramid(painter: RowPainter, options: SlideSettings) -> Iterator[Iterable[b
     """
     tile = options.tile
     coarse: dict[int, list[bytes]] = {d: [] for d in options.levels[1:]}
-    parts: dict[int, list[Pixels]] = {d: [] for d in coarse}
+    parts: dict[int, list[PixelArray]] = {d: [] for d in coarse}
 
-    def encoded(row: Pixels) -> Iterator[bytes]:
+    def encoded(row: PixelArray) -> Iterator[bytes]:
         for left in range(0, row.shape[1], tile):
             yield simplejpeg.encode_jpeg(
                 np.ascontiguousarray(row[:, left : left + tile]),
@@ -127,7 +127,7 @@ class RowPainter(Protocol):
     def size(self) -> Size:
         """Size of level 0."""
 
-    def tile_row(self, top: int) -> Pixels:
+    def tile_row(self, top: int) -> PixelArray:
         """Return the row of tiles that begins at pixel row `top`, (tile, W, 3) uint8."""
 
 
@@ -182,7 +182,7 @@ def leica_description(levels: list[Size], options: SlideSettings) -> str:
     )
 
 
-def _write_outlines(path: Path, areas: Sequence[Area]) -> None:
+def _write_outlines(path: Path, areas: Sequence[TexturedArea]) -> None:
     features = [
         {
             "type": "Feature",

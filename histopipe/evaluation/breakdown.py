@@ -16,7 +16,7 @@ from histopipe.splits.subsets import Subset
 from histopipe.system.result import plural
 from histopipe.tasks.choices import TaskName
 from histopipe.tasks.intervals import Difference
-from histopipe.tasks.predictions import Part, Predictions
+from histopipe.tasks.predictions import ModelPredictions, Predictions
 from histopipe.tasks.registry import TASKS
 from histopipe.tasks.task import EvaluationSettings
 
@@ -89,7 +89,7 @@ def break_down_subsets(
 
 
 def break_down(
-    parts: Sequence[Part],
+    parts: Sequence[ModelPredictions],
     evaluation: Evaluation,
     slides: Sequence[SlideEntry],
     requested: Sequence[str],

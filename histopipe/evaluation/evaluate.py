@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from histopipe.splits.subsets import Subset
-from histopipe.tasks.choices import LEVELS, Aggregation, Level, name_of
+from histopipe.tasks.choices import LEVELS, Aggregation, EvaluationLevel, name_of
 from histopipe.tasks.metrics import Metrics, metrics_of
 from histopipe.tasks.predictions import (
-    Part,
+    ModelPredictions,
     Predictions,
     ThresholdsByLevel,
     joined_scores,
@@ -47,7 +47,7 @@ class Evaluation:
             if metrics is not None:
                 yield name_of(level, how), metrics
 
-    def at(self, level: Level, how: Aggregation) -> Metrics | None:
+    def at(self, level: EvaluationLevel, how: Aggregation) -> Metrics | None:
         """Return the metrics of a level; None if it was not evaluated."""
         if level == "patch":
             return self.patch
@@ -108,7 +108,7 @@ def evaluate_subsets(
 
 
 def evaluate(
-    parts: Sequence[Part], settings: EvaluationSettings, leaked: Collection[str] = ()
+    parts: Sequence[ModelPredictions], settings: EvaluationSettings, leaked: Collection[str] = ()
 ) -> Evaluation:
     """Evaluate the predictions of one or several models together, at every level.
 
@@ -117,7 +117,11 @@ def evaluate(
     """
     (first, thresholds), *rest = parts
     draws = bootstrap_draws(len(first.patients), settings.resamples, settings.seed)
-    levels: dict[Level, dict[Aggregation, Metrics]] = {"patch": {}, "slide": {}, "patient": {}}
+    levels: dict[EvaluationLevel, dict[Aggregation, Metrics]] = {
+        "patch": {},
+        "slide": {},
+        "patient": {},
+    }
     for level, how in first.task.levels(first.level):
         scores, notes = joined_scores(parts, level, how, settings)
         if len(scores.target):

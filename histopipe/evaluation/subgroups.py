@@ -20,7 +20,7 @@ from histopipe.evaluation.groups import (
 )
 from histopipe.splits.slide_table import SlideEntry
 from histopipe.system.result import counted
-from histopipe.tasks.choices import Level
+from histopipe.tasks.choices import EvaluationLevel
 from histopipe.tasks.intervals import (
     TOO_FEW,
     Difference,
@@ -29,7 +29,7 @@ from histopipe.tasks.intervals import (
     difference_interval,
     intervals_of,
 )
-from histopipe.tasks.predictions import Part, joined_scores
+from histopipe.tasks.predictions import ModelPredictions, joined_scores
 from histopipe.tasks.statistics import bootstrap_draws
 from histopipe.tasks.task import EvaluationSettings, Scores, known
 
@@ -70,7 +70,7 @@ class Subgroups:
     """
 
     column: str
-    level: Level
+    level: EvaluationLevel
     groups: tuple[GroupMetrics, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def _ends(value: Sequence[float] | None) -> Interval | None:
 
 
 def subgroups(
-    parts: Sequence[Part],
+    parts: Sequence[ModelPredictions],
     slides: Sequence[SlideEntry],
     columns: Mapping[str, float | None],
     settings: EvaluationSettings,
@@ -150,10 +150,12 @@ def subgroups(
     return tuple(breakdowns)
 
 
-def _levels(parts: Sequence[Part], settings: EvaluationSettings) -> dict[Level, Scores]:
+def _levels(
+    parts: Sequence[ModelPredictions], settings: EvaluationSettings
+) -> dict[EvaluationLevel, Scores]:
     """Return the scores of each level that has one target for all of its items, the highest level first."""
     lowest = parts[0][0].level
-    levels: tuple[Level, ...] = ("patient", "slide", "patch")
+    levels: tuple[EvaluationLevel, ...] = ("patient", "slide", "patch")
     each = {
         level: joined_scores(parts, level, "mean", settings)[0]
         for level in levels[: levels.index(lowest) + 1]
@@ -165,7 +167,9 @@ def _levels(parts: Sequence[Part], settings: EvaluationSettings) -> dict[Level, 
     }
 
 
-def _names(parts: Sequence[Part], level: Level, item: NDArray[np.int64]) -> list[str]:
+def _names(
+    parts: Sequence[ModelPredictions], level: EvaluationLevel, item: NDArray[np.int64]
+) -> list[str]:
     """Return the slide of each patch or slide, or the patient."""
     names = []
     for value in item.tolist():

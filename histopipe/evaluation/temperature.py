@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from histopipe.evaluation.evaluate import evaluate_subsets
 from histopipe.splits.subsets import Subset
+from histopipe.system.arrays import FloatArray
 from histopipe.tasks.predictions import Predictions
 from histopipe.tasks.task import EvaluationSettings
 
-Values = NDArray[np.float64]
 _SMALLEST = 1e-30
 _RANGE = (0.05, 20.0)
 _PRIOR = 0.5
@@ -106,7 +106,7 @@ def _fitted(
     return math.exp(best) if loss(best) < loss(0) else 1.0
 
 
-def tempered(probability: NDArray[np.floating], temperature: Sequence[float]) -> Values:
+def tempered(probability: NDArray[np.floating], temperature: Sequence[float]) -> FloatArray:
     """Return (..., C) probabilities whose logits are divided by a temperature, or (..., T) of labels by one each."""
     values = probability.astype(np.float64)
     if len(temperature) == values.shape[-1]:  # classes are two or more, with one temperature
@@ -115,7 +115,7 @@ def tempered(probability: NDArray[np.floating], temperature: Sequence[float]) ->
     return _scaled(values, np.asarray(temperature))
 
 
-def _scaled(probability: Values, temperature: Values) -> Values:
+def _scaled(probability: FloatArray, temperature: FloatArray) -> FloatArray:
     logits = np.log(np.maximum(probability, _SMALLEST)) / temperature
     power = np.exp(logits - logits.max(axis=-1, keepdims=True))
     return np.asarray(power / power.sum(axis=-1, keepdims=True), np.float64)

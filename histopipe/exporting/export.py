@@ -36,7 +36,7 @@ _OF_PATCH = (
 _GROUP_ROWS = 100_000
 """Minimum number of rows in a Parquet row group. Readers load a whole row group."""
 
-Columns = dict[str, Any]
+IndexColumns = dict[str, Any]
 
 
 @dataclass(frozen=True, repr=False)
@@ -153,7 +153,7 @@ def export_index(
     return IndexResult(out, count)
 
 
-def _slides(stores: Sequence[Store], bar: Bar) -> Iterator[tuple[Columns, Columns]]:
+def _slides(stores: Sequence[Store], bar: Bar) -> Iterator[tuple[IndexColumns, IndexColumns]]:
     """Yield for each slide the values that are the same in all its rows, and the other columns, (N,) each."""
     for store in stores:
         for number, record in store.complete.items():
@@ -164,7 +164,7 @@ def _slides(stores: Sequence[Store], bar: Bar) -> Iterator[tuple[Columns, Column
             bar.advance()
 
 
-def _columns(store: Store, number: int, record: SlideRecord) -> Columns:
+def _columns(store: Store, number: int, record: SlideRecord) -> IndexColumns:
     index, count = store.index(number), record.planned
     side = round((record.read_size or 0) * (record.downsample or 0))
     names = np.array([*store.classes, None], object)  # None for -1 and for unknown numbers
@@ -180,7 +180,7 @@ def _columns(store: Store, number: int, record: SlideRecord) -> Columns:
     return {name: columns[name] if name in columns else index[name] for name in _OF_PATCH}
 
 
-def _rows(slides: Iterator[tuple[Columns, Columns]]) -> Iterator[list[object]]:
+def _rows(slides: Iterator[tuple[IndexColumns, IndexColumns]]) -> Iterator[list[object]]:
     for common, columns in slides:
         cells = [_cells(values) for values in columns.values()]
         for row in zip(*cells, strict=True):
@@ -194,7 +194,7 @@ def _cells(values: NDArray[Any]) -> list[Any]:
     return list(values.tolist())
 
 
-def _write_parquet(path: Path, slides: Iterator[tuple[Columns, Columns]]) -> None:
+def _write_parquet(path: Path, slides: Iterator[tuple[IndexColumns, IndexColumns]]) -> None:
     try:
         import pyarrow as pa  # late: the extra [parquet]
         from pyarrow import parquet

@@ -15,9 +15,9 @@ from histopipe.evaluation.evaluate import mean_thresholds
 from histopipe.features.bags import Bag
 from histopipe.inference.trained_bags import TrainedBags
 from histopipe.system.csv_files import write_table
-from histopipe.tasks.choices import Level, name_of
+from histopipe.tasks.choices import EvaluationLevel, name_of
 from histopipe.tasks.classification import Classification
-from histopipe.tasks.predictions import Part, Predictions
+from histopipe.tasks.predictions import ModelPredictions, Predictions
 from histopipe.tasks.task import NO_THRESHOLDS, Target
 
 T = TypeVar("T")
@@ -54,7 +54,7 @@ class BagPredictions:
             first.config.bag,
         )  # fmt: skip
 
-    def labelled(self) -> Part | None:
+    def labelled(self) -> ModelPredictions | None:
         """Return the bags with known targets, with their thresholds; None if they cannot be evaluated, as with one class."""
         rows = np.flatnonzero([target is not None for target in self.targets])
         try:
@@ -111,7 +111,7 @@ class BagPredictions:
             rows.append([*id_cells, *cells, *(f"{value:.9g}" for value in numbers)])
         write_table(path, [*ids, *facts, *names, *spreads], rows)
 
-    def _decided(self, means: NDArray[np.float64], level: Level) -> list[str]:
+    def _decided(self, means: NDArray[np.float64], level: EvaluationLevel) -> list[str]:
         """Return the decided class of each row; nothing for other tasks."""
         task = self._first.task
         if not task.of_classes:

@@ -27,7 +27,12 @@ from histopipe.splits.slide_table import (
 from histopipe.system.files import read_json, reading, write_json
 from histopipe.system.progress import message
 from histopipe.tasks.choices import TaskName
-from histopipe.tasks.predictions import Part, Predictions, ThresholdsByLevel, joined_predictions
+from histopipe.tasks.predictions import (
+    ModelPredictions,
+    Predictions,
+    ThresholdsByLevel,
+    joined_predictions,
+)
 from histopipe.tasks.task import EvaluationSettings
 
 EVALUATION = "evaluation.json"
@@ -140,7 +145,7 @@ def evaluate_labelled(
     evaluation_settings: EvaluationSettings,
     thresholds: ThresholdsByLevel,
     leaked: Collection[str],
-) -> tuple[Part, Evaluation] | None:
+) -> tuple[ModelPredictions, Evaluation] | None:
     """Return the patches with known labels, with the thresholds, and their evaluation; None if they have fewer than two classes.
 
     `leaked` as for `evaluate`.
@@ -157,7 +162,7 @@ def evaluate_labelled(
 
 def write_evaluation(
     folder: Path,
-    evaluated: tuple[Part, Evaluation] | None,
+    evaluated: tuple[ModelPredictions, Evaluation] | None,
     slides: Sequence[SlideEntry],
     *,
     subgroups: Sequence[str],

@@ -34,7 +34,7 @@ from histopipe.predictions.predictions_folder import (
 from histopipe.splits.splits import names_of
 from histopipe.system.filesystems import roomy
 from histopipe.system.progress import Progress
-from histopipe.tasks.choices import Aggregation, Level
+from histopipe.tasks.choices import Aggregation, EvaluationLevel
 from histopipe.tasks.classification import Classification
 from histopipe.tasks.predictions import Predictions, scores_of
 
@@ -49,7 +49,7 @@ class PredictResult(SlideRunResult):
     """
 
     evaluated: ExternalEvaluation | None = field(default=None)
-    unit: Level = "slide"
+    unit: EvaluationLevel = "slide"
 
     @property
     def metrics(self) -> Evaluation | None:
@@ -190,7 +190,7 @@ class PatchPrediction:
         if seen:
             self.progress.message(training_warning(sorted(seen), "slide"))
         parts = [scores for _, scores in entries if len(scores)]
-        tables: tuple[tuple[str, Level], ...] = ((SLIDES, "slide"), (PATIENTS, "patient"))
+        tables: tuple[tuple[str, EvaluationLevel], ...] = ((SLIDES, "slide"), (PATIENTS, "patient"))
         for name, level in tables:
             write_level_table(
                 path / name, parts, slides, level, self.aggregate, classes=classifier.classes,

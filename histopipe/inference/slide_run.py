@@ -92,7 +92,7 @@ BATCHES = "remainder-1"
 
 N = TypeVar("N", bound=_Named)
 S = TypeVar("S", bound=SlidePatches)
-_Loaded = tuple[PatchBatch, NDArray[Any]]
+_LoadedBatch = tuple[PatchBatch, NDArray[Any]]
 
 
 def slide_batches(rows: int, most: int, rule: str | None = BATCHES) -> list[range]:
@@ -167,9 +167,11 @@ class _PatchStream(Closing):
         """Cancel batches that are waiting to be loaded."""
         self._pool.shutdown(cancel_futures=True)
 
-    def _loaded(self, slides: Iterable[S | None]) -> Iterator[tuple[S, Future[_Loaded | None]]]:
+    def _loaded(
+        self, slides: Iterable[S | None]
+    ) -> Iterator[tuple[S, Future[_LoadedBatch | None]]]:
         """Yield the batches of all slides in order, and load the next ones in the background."""
-        ahead: deque[tuple[S, Future[_Loaded | None]]] = deque()
+        ahead: deque[tuple[S, Future[_LoadedBatch | None]]] = deque()
         for slide in slides:
             if slide is None:
                 while ahead:
@@ -182,7 +184,7 @@ class _PatchStream(Closing):
         while ahead:
             yield ahead.popleft()
 
-    def _load(self, slide: S, step: int) -> _Loaded | None:
+    def _load(self, slide: S, step: int) -> _LoadedBatch | None:
         """Load a batch. Return None if a batch of its slide has failed."""
         if id(slide) in self._failures:
             return None
@@ -196,8 +198,8 @@ class _PatchStream(Closing):
     def _results(
         self,
         slide: S,
-        first: Future[_Loaded | None],
-        loaded: Iterator[tuple[S, Future[_Loaded | None]]],
+        first: Future[_LoadedBatch | None],
+        loaded: Iterator[tuple[S, Future[_LoadedBatch | None]]],
     ) -> Iterator[Results]:
         started: deque[tuple[PatchBatch, Any]] = deque()
         try:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from histopipe.dataset.options import Column, OnError, StainNorm
+from histopipe.dataset.options import OnError, PatchColumn, StainNorm
 from histopipe.dataset.patch_batches import PatchBatches
 from histopipe.dataset.sample_table import SampleRows, SampleTable
 from histopipe.dataset.sampling import Sequential
@@ -26,7 +26,7 @@ from histopipe.splits.splits import patches_crc
 from histopipe.store.store import Store, check_patch_sizes
 from histopipe.system.tensorflow import load_quietly
 
-_CORNER: tuple[Column, ...] = ("x_l0", "y_l0")
+_CORNER: tuple[PatchColumn, ...] = ("x_l0", "y_l0")
 
 
 class StoredSlide:

@@ -41,7 +41,7 @@ _CHUNK_ROWS, _CHUNK_BYTES = 4096, 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class StoredSlide:
+class SlideToCopy:
     """A slide to copy: its store, and its number in this store."""
 
     store: Store
@@ -106,7 +106,7 @@ def open_stores(
 
 
 def copy_slides(
-    slides: Sequence[StoredSlide],
+    slides: Sequence[SlideToCopy],
     out: Path,
     spec: Mapping[str, Any],
     *,
@@ -160,7 +160,7 @@ def copy_slides(
 
 
 def _check_space(
-    slides: Sequence[StoredSlide], out: Path, existing: set[str], reusable: int
+    slides: Sequence[SlideToCopy], out: Path, existing: set[str], reusable: int
 ) -> None:
     """Check that there is enough disk space, before slides are copied."""
     size = 0
@@ -179,7 +179,7 @@ def _check_space(
         )
 
 
-def _copy_slide(slide: StoredSlide, target: StoreWriter, number: int, bar: Bar) -> None:
+def _copy_slide(slide: SlideToCopy, target: StoreWriter, number: int, bar: Bar) -> None:
     """Copy a complete slide to a pending one of the target. It stays pending if a value does not match its checksum."""
     index = dict(slide.store.index(slide.number))
     crcs = np.zeros(len(index["crc"]), np.uint32)
@@ -195,7 +195,7 @@ def _copy_slide(slide: StoredSlide, target: StoreWriter, number: int, bar: Bar) 
     )
 
 
-def _values(slide: StoredSlide, rows: Sequence[int], index: dict[str, NDArray[Any]]) -> list[bytes]:
+def _values(slide: SlideToCopy, rows: Sequence[int], index: dict[str, NDArray[Any]]) -> list[bytes]:
     length, crc = index["length"][rows].tolist(), index["crc"][rows].tolist()
     with slide.store.reading() as reading:
         values = [bytes(reading.value(slide.number, row)) for row in rows]
@@ -209,7 +209,7 @@ def _values(slide: StoredSlide, rows: Sequence[int], index: dict[str, NDArray[An
     return values
 
 
-def _thumbnails(slide: StoredSlide) -> dict[str, bytes]:
+def _thumbnails(slide: SlideToCopy) -> dict[str, bytes]:
     """Return the pictures of a slide by name."""
     pictures, checksums = {}, slide.record.thumbnail_crc
     for key, value in slide.store.entries(THUMBNAILS, slide.number):
@@ -220,7 +220,7 @@ def _thumbnails(slide: StoredSlide) -> dict[str, bytes]:
     return pictures
 
 
-def _other_entries(slide: StoredSlide, number: int) -> Iterator[tuple[tuple[bytes, bytes], bytes]]:
+def _other_entries(slide: SlideToCopy, number: int) -> Iterator[tuple[tuple[bytes, bytes], bytes]]:
     """Yield the stain fit and the entries of later versions, by database and key with the new slide number."""
     for key, value in slide.store.entries(STAINS, slide.number):
         stain = unseal(key, value, where=f"{slide}: stain")

@@ -12,7 +12,7 @@ import numpy as np
 
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.ingestion.records import duplicates
-from histopipe.maintenance.copy_slides import CopyResult, StoredSlide, copy_slides, open_stores
+from histopipe.maintenance.copy_slides import CopyResult, SlideToCopy, copy_slides, open_stores
 from histopipe.store.catalog import read_catalog
 from histopipe.store.record import SlideRecord, SlideState
 from histopipe.store.store import Store
@@ -54,7 +54,7 @@ def merge(
     with ExitStack() as stack:
         paths = find_stores([Path(source) for source in sources], out)
         stores = open_stores(paths, stack, untrusted=untrusted, progress=progress)
-        existing: list[StoredSlide] = []
+        existing: list[SlideToCopy] = []
         try:
             with Store(out) as before:
                 chosen, notes = choose(stores, before)
@@ -100,7 +100,7 @@ def find_stores(sources: Sequence[Path], out: Path) -> list[Path]:
 
 def choose(
     stores: Sequence[Store], out: Store | None = None
-) -> tuple[list[StoredSlide], list[str]]:
+) -> tuple[list[SlideToCopy], list[str]]:
     """Choose the store to copy each slide from, in the order of the stores. Slides in `out` stay.
 
     Returns the slides, and notes for the user.
@@ -108,14 +108,14 @@ def choose(
     Raises:
         UsageError: slides with the same id differ.
     """
-    chosen: dict[str, StoredSlide] = {}
+    chosen: dict[str, SlideToCopy] = {}
     twice: dict[tuple[Path, Path], list[str]] = defaultdict(list)
     notes: list[str] = []
     unequal: list[str] = []
     pending: list[tuple[str, Path]] = []
     for store in [*([out] if out else []), *stores]:
         for number, record in store.records.items():
-            slide, first = StoredSlide(store, number), chosen.get(record.id)
+            slide, first = SlideToCopy(store, number), chosen.get(record.id)
             if record.state is SlideState.PENDING:
                 pending.append((record.id, store.path))
             elif first is None or first.record.state is SlideState.FAILED is not record.state:
@@ -175,7 +175,7 @@ def _given(record: SlideRecord, name: str) -> str | None:
     return None if name == "patient" and value == record.id else value
 
 
-def _is_same(one: StoredSlide, other: StoredSlide) -> bool:
+def _is_same(one: SlideToCopy, other: SlideToCopy) -> bool:
     """Return whether two stores have the same patches of the same scan. Their values are not read."""
     first, second = one.record, other.record
     names = ("quickhash", "tile_hash", "width", "height", "planned", "stored", "stored_bytes")

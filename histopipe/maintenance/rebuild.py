@@ -38,7 +38,7 @@ _CHUNK_BYTES = 32 << 20
 _BATCH, _SECONDS = 4096, 600.0
 """Items of one task, and seconds until its worker counts as hanging."""
 
-Item = tuple[bytes, bytes, bool]
+RebuiltEntry = tuple[bytes, bytes, bool]
 """Database, key, and whether the key is a prefix: all entries whose keys begin with it are copied."""
 
 
@@ -81,7 +81,9 @@ def rebuild(
         os.chdir(store)  # worker processes start in the working directory, which was the old folder
 
 
-def _items(records: Mapping[int, SlideRecord], databases: set[bytes], bar: Bar) -> Iterator[Item]:
+def _items(
+    records: Mapping[int, SlideRecord], databases: set[bytes], bar: Bar
+) -> Iterator[RebuiltEntry]:
     yield META, b"", True
     yield SET_ASIDE, b"", True
     other_databases = databases - {META, SLIDES, PATCHES, INDEX, SET_ASIDE}
@@ -96,7 +98,7 @@ def _items(records: Mapping[int, SlideRecord], databases: set[bytes], bar: Bar) 
         bar.advance()
 
 
-def _copy_items(store: Path, part: Path, items: list[Item]) -> None:
+def _copy_items(store: Path, part: Path, items: list[RebuiltEntry]) -> None:
     entries: dict[tuple[bytes, bytes], bytes] = {}
     size = 0
     with RawStore(store) as raw:

@@ -34,7 +34,7 @@ from histopipe.system.result import some
 _NUMBER = 4
 """Bytes of the slide number at the start of a key."""
 
-Columns = dict[str, NDArray[Any]]
+SlideColumns = dict[str, NDArray[Any]]
 
 
 class WrongValue(NamedTuple):
@@ -124,7 +124,9 @@ def _check_complete(
         check.add(FindingKind.STAIN, str(error), entry_of(STAINS, key))
 
 
-def _check_counts(raw: RawStore, check: SlideCheck, record: SlideRecord, columns: Columns) -> None:
+def _check_counts(
+    raw: RawStore, check: SlideCheck, record: SlideRecord, columns: SlideColumns
+) -> None:
     length, labels = columns["length"], columns["label"]
     stored = int(np.count_nonzero(length))
     for what, expected, actual in (
@@ -144,7 +146,9 @@ def _check_counts(raw: RawStore, check: SlideCheck, record: SlideRecord, columns
             )
 
 
-def _check_patches(raw: RawStore, check: SlideCheck, columns: Columns, side: int | None) -> None:
+def _check_patches(
+    raw: RawStore, check: SlideCheck, columns: SlideColumns, side: int | None
+) -> None:
     """Look up every patch as a reader does, and compare it with its CRC. With `side`, also decode it."""
     pixels = None
     if side:

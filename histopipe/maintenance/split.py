@@ -9,7 +9,7 @@ from pathlib import Path
 
 from histopipe.dataset.selection import store_paths
 from histopipe.errors import NothingToDo, UsageError
-from histopipe.maintenance.copy_slides import CopyResult, StoredSlide, copy_slides, open_stores
+from histopipe.maintenance.copy_slides import CopyResult, SlideToCopy, copy_slides, open_stores
 from histopipe.splits.splits import DROPPED, SlideSplit, read_splits
 from histopipe.splits.subsets import SUBSETS, Subset
 from histopipe.store.store import Store
@@ -61,7 +61,7 @@ def split(
         if not sides:
             raise NothingToDo(f"{splits} has no slide on any side")
         slides = {
-            side: [StoredSlide(stores[slide.store], slide.slide) for slide in of_side]
+            side: [SlideToCopy(stores[slide.store], slide.slide) for slide in of_side]
             for side, of_side in sides.items()
         }
         targets = {side: out / f"{side}.lmdb" for side in slides}

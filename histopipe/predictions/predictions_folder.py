@@ -24,7 +24,7 @@ from histopipe.system.files import (
     record_or_check,
     write_atomically,
 )
-from histopipe.tasks.choices import Aggregation, Level
+from histopipe.tasks.choices import Aggregation, EvaluationLevel
 from histopipe.tasks.classification import Classification
 from histopipe.tasks.predictions import (
     Predictions,
@@ -196,7 +196,7 @@ def write_level_table(
     path: Path,
     parts: Sequence[Predictions],
     slides: Sequence[PredictedSlide],
-    level: Level,
+    level: EvaluationLevel,
     how: Aggregation,
     *,
     classes: Sequence[str],
@@ -231,7 +231,7 @@ def write_level_table(
 
 def _aggregated(
     parts: Sequence[Predictions],
-    level: Level,
+    level: EvaluationLevel,
     how: Aggregation,
     evaluation_settings: EvaluationSettings,
     thresholds: ThresholdsByLevel,
@@ -253,7 +253,7 @@ def _aggregated(
     }  # fmt: skip
 
 
-def _labels(slides: Sequence[PredictedSlide], level: Level) -> dict[str, str]:
+def _labels(slides: Sequence[PredictedSlide], level: EvaluationLevel) -> dict[str, str]:
     """Return labels by slide, or by patient if all slides of the patient have the same label."""
     by_name: dict[str, set[str]] = {}
     for slide in slides:

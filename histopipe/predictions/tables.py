@@ -15,13 +15,13 @@ from histopipe.errors import UsageError
 from histopipe.splits.subsets import SUBSETS, Subset
 from histopipe.system.csv_files import write_table
 from histopipe.system.files import reading
-from histopipe.tasks.choices import Level
+from histopipe.tasks.choices import EvaluationLevel
 from histopipe.tasks.predictions import Predictions
 from histopipe.tasks.registry import task_of_header
 
 PREDICTIONS = "predictions.csv"
 """Name of the table of a run."""
-_PLACES: Mapping[Level, tuple[str, ...]] = {
+_PLACES: Mapping[EvaluationLevel, tuple[str, ...]] = {
     "patch": ("slide", "patient", "x_l0", "y_l0"), "slide": ("slide", "patient"), "patient": ("patient",),
 }  # fmt: skip
 
@@ -87,16 +87,16 @@ def _read(path: Path, *, by_split: bool) -> dict[str, Predictions]:
         if by_split:
             first, *header = header
             header = header if first == "split" else [first, *header]
-        tables = {} if by_split else {"": _Table(header)}
+        tables = {} if by_split else {"": _PredictionRows(header)}
         for row in reader:
             subset, values = (row[0], row[1:]) if by_split else ("", row)
             if subset not in tables:
-                tables[subset] = _Table(header)
+                tables[subset] = _PredictionRows(header)
             tables[subset].add(values)
         return {subset: rows.predictions() for subset, rows in tables.items()}
 
 
-class _Table:
+class _PredictionRows:
     """Collects the rows of a CSV file into arrays. Raise ValueError if the header has unknown columns."""
 
     def __init__(self, header: Sequence[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Pooling = Literal["class", "class+mean", "tokens"]
+TokenPooling = Literal["class", "class+mean", "tokens"]
 Positions = Literal["patches", "class", "all"]
 
 
@@ -35,7 +35,7 @@ class Architecture:
     positions: Positions = "class"
     layer_scale: bool = True
     epsilon: float = 1e-6
-    pooling: Pooling = "class"
+    pooling: TokenPooling = "class"
 
     @property
     def prefix(self) -> int:

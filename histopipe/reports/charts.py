@@ -39,7 +39,7 @@ _VARIABLES = {
 
 _POINTS = 2000
 """Most points of a chart."""
-Curve = tuple[NDArray[np.float64], NDArray[np.float64]]
+ChartCurve = tuple[NDArray[np.float64], NDArray[np.float64]]
 """Recall and precision."""
 Line = tuple[str, Sequence[float], Sequence[float | None]]
 """Name, x values and y values."""
@@ -92,7 +92,7 @@ def _draw_roc(axes: Axes, curves: Mapping[str, Roc]) -> None:
     axes.legend(loc="lower right")
 
 
-def precision_chart(title: str, curves: Mapping[str, Curve]) -> str:
+def precision_chart(title: str, curves: Mapping[str, ChartCurve]) -> str:
     """Draw precision-recall curves as steps."""
     with _chart(title, square=True) as (figure, axes):
         for name, (recall, precision) in curves.items():

@@ -20,7 +20,7 @@ from histopipe.errors import UsageError
 from histopipe.reports.run_facts import Fact, Facts
 
 CHECKLISTS = ("tripod-ai", "claim")
-Status = Literal["filled from the run", "partly", "for the authors"]
+ItemStatus = Literal["filled from the run", "partly", "for the authors"]
 EMPTY = "________"
 """Field for the authors."""
 
@@ -71,13 +71,13 @@ _CITED = {
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class ChecklistItem:
     """An item of a checklist, with the facts of a run that answer it, or a part of it."""
 
     number: str
     section: str
     text: str
-    status: Status
+    status: ItemStatus
     facts: tuple[Fact, ...]
 
 
@@ -88,7 +88,7 @@ class Checklist:
     name: str
     title: str
     cite: str
-    items: tuple[Item, ...]
+    items: tuple[ChecklistItem, ...]
     methods: str
 
     @property
@@ -125,14 +125,16 @@ def fill(name: str, facts: Facts) -> Checklist:
     for entry in value["item"]:
         required, some = entry.get("run", []), entry.get("part", [])
         answers = tuple(facts[key] for key in (*required, *some) if key in facts)
-        status: Status = "for the authors"
+        status: ItemStatus = "for the authors"
         if answers:
             status = (
                 "filled from the run"
                 if required and all(key in facts for key in required)
                 else "partly"
             )
-        items.append(Item(entry["number"], entry["section"], entry["text"], status, answers))
+        items.append(
+            ChecklistItem(entry["number"], entry["section"], entry["text"], status, answers)
+        )
     return Checklist(
         value["name"], value["title"], value["cite"], tuple(items), methods_paragraph(facts)
     )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from histopipe.errors import MachineShort, UsageError
-from histopipe.reports.checklist import EMPTY, Checklist, Item
+from histopipe.reports.checklist import EMPTY, Checklist, ChecklistItem
 from histopipe.reports.html_page import Cell, Column, Page, Row, Table, Text
 from histopipe.system.files import atomic_write, write_atomically
 
@@ -30,7 +30,7 @@ def write_checklist(checklist: Checklist, path: Path, *, title: str) -> None:
     write(checklist, path, title)
 
 
-def _answer(item: Item) -> list[str]:
+def _answer(item: ChecklistItem) -> list[str]:
     """Return the lines of the answer to an item, with an empty field for what the run cannot know."""
     lines = [f"{fact.text} [{fact.source}]" for fact in item.facts]
     return lines if item.status == "filled from the run" else [*lines, EMPTY]
@@ -96,7 +96,9 @@ def _write_docx(checklist: Checklist, path: Path, title: str) -> None:
     table = document.add_table(rows=1, cols=len(_WIDTHS_CM), style="Table Grid")
     table.autofit = False
     for cell, text in zip(
-        table.rows[0].cells, ("Item", "What to report", "Status", "Answer [file]"), strict=True
+        table.rows[0].cells,
+        ("Item", "What to report", "Status", "Answer [file]"),
+        strict=True,
     ):
         cell.paragraphs[0].add_run(text).bold = True
     section = ""

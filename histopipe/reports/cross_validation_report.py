@@ -20,7 +20,7 @@ from histopipe.reports.html_page import (
     Cards,
     Cell,
     Column,
-    Facts,
+    NameValueTable,
     Notes,
     Page,
     Row,
@@ -87,7 +87,7 @@ def cross_validation_page(
         images = SlideImages({}, opened) if pictures else None
         add_analysis(page, evaluated, tested_slides(results), images)
     facts = [(name, plain(value)) for name, value in settings.items() if value is not None]
-    page.add("Configuration", Facts("All settings, as in config.toml", facts))
+    page.add("Configuration", NameValueTable("All settings, as in config.toml", facts))
     page.add("Limitations", Notes([*_limitations(evaluated, summary), *missing]))
     return page
 

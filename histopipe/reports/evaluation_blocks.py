@@ -32,10 +32,10 @@ from histopipe.splits.slide_table import Flow
 from histopipe.splits.subsets import Subset
 from histopipe.system.result import plural
 from histopipe.tasks.calibration import Bin
-from histopipe.tasks.choices import Level
+from histopipe.tasks.choices import EvaluationLevel
 from histopipe.tasks.intervals import TOO_FEW, Difference
 from histopipe.tasks.metrics import Metrics
-from histopipe.tasks.predictions import Part, Predictions, scores_of
+from histopipe.tasks.predictions import ModelPredictions, Predictions, scores_of
 from histopipe.tasks.statistics import Roc, precision_recall_of, roc_of
 from histopipe.tasks.task import EvaluationSettings, Scores, Task
 
@@ -46,7 +46,7 @@ _METRICS = (
 _TITLES = table.METRIC_TITLES
 _MOST_LEVELS = 4
 """Levels of all splits that fit one table on a page of 1,200 pixels."""
-_LEVELS: tuple[tuple[Level, str], ...] = (
+_LEVELS: tuple[tuple[EvaluationLevel, str], ...] = (
     ("patch", "patches"),
     ("slide", "slides"),
     ("patient", "patients"),
@@ -68,7 +68,7 @@ class EvaluatedPredictions:
     breakdown: Breakdown = field(default_factory=Breakdown)
     flow: Flow = field(default_factory=dict)
     calibration: Calibration | None = None
-    parts: Sequence[Part] = ()
+    parts: Sequence[ModelPredictions] = ()
     """Predictions of several models on the main split, each with its thresholds; empty for one model."""
 
     @property
@@ -236,7 +236,7 @@ def _roc_charts(evaluated: EvaluatedPredictions) -> Iterator[str]:
 
 
 def _precision_charts(evaluated: EvaluatedPredictions) -> Iterator[str]:
-    curves_by_level: dict[str, dict[str, charts.Curve]] = {}
+    curves_by_level: dict[str, dict[str, charts.ChartCurve]] = {}
     for title, name, event, values, *_ in _events(evaluated):
         curve = precision_recall_of(event, values)
         if curve is not None:

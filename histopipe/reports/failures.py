@@ -31,7 +31,7 @@ from histopipe.splits.slide_table import SlideEntry
 from histopipe.splits.subsets import SUBSETS, Subset
 from histopipe.store.store import Store
 from histopipe.tasks.classification import Classification
-from histopipe.tasks.predictions import Part, Predictions, scores_of
+from histopipe.tasks.predictions import ModelPredictions, Predictions, scores_of
 
 _MOST = 20
 _PATCHES = 8
@@ -82,7 +82,7 @@ def failure_blocks(
     yield from _patch_errors(evaluated, () if images is None else images.stores)
 
 
-def _parts(evaluated: EvaluatedPredictions, subset: Subset) -> Sequence[Part]:
+def _parts(evaluated: EvaluatedPredictions, subset: Subset) -> Sequence[ModelPredictions]:
     """Return the predictions of a subset, each with the thresholds of its model."""
     if evaluated.parts and subset == evaluated.main[0]:
         return evaluated.parts
@@ -162,7 +162,7 @@ def _slide_errors(
     return Table(title, columns, rows)
 
 
-def _decided_patches(evaluated: EvaluatedPredictions, part: Part) -> NDArray[np.intp]:
+def _decided_patches(evaluated: EvaluatedPredictions, part: ModelPredictions) -> NDArray[np.intp]:
     """Return the (N,) decided classes of patches."""
     scores = scores_of(part[0], "patch", "mean", evaluated.evaluation_settings, part[1])
     return cast(Classification, scores.task).decide(scores.output, scores.limits)

@@ -19,7 +19,7 @@ from histopipe.reports.heatmap_files import (
     write_heatmap_tiff,
 )
 from histopipe.reports.heatmap_sources import Show, SlideImages, open_values
-from histopipe.reports.heatmap_values import PatchValues
+from histopipe.reports.heatmap_values import NamedPatchValues
 from histopipe.runs import folder as run_folder
 from histopipe.runs.task_config import read_config
 from histopipe.slides.discovery import discover
@@ -30,8 +30,8 @@ from histopipe.system.filesystems import roomy
 from histopipe.system.progress import Progress, default_progress
 from histopipe.system.result import Result, counted, slide_failure
 
-Format = Literal["png", "tiff", "geojson"]
-FORMATS: tuple[Format, ...] = get_args(Format)
+HeatmapFormat = Literal["png", "tiff", "geojson"]
+FORMATS: tuple[HeatmapFormat, ...] = get_args(HeatmapFormat)
 
 
 @dataclass(frozen=True, repr=False)
@@ -118,7 +118,7 @@ def heatmap(
             target.mkdir(parents=True, exist_ok=True)
         stack.enter_context(roomy(target))
 
-        def write(values: PatchValues, kind: str) -> Path:
+        def write(values: NamedPatchValues, kind: str) -> Path:
             base = path_within(target, values.slide)
             base.parent.mkdir(parents=True, exist_ok=True)
             # The suffix .heat avoids the names of slide files and of annotations.

@@ -25,7 +25,7 @@ from PIL import Image
 from tifffile import TiffWriter
 
 from histopipe.reports.charts import default_style
-from histopipe.reports.heatmap_values import PatchValues
+from histopipe.reports.heatmap_values import NamedPatchValues
 from histopipe.system.files import atomic_write
 
 Objects = Literal["cells", "contours"]
@@ -55,7 +55,7 @@ _GAP = 1.0
 
 
 def write_heatmap_png(
-    values: PatchValues, background: NDArray[np.uint8] | None, path: Path
+    values: NamedPatchValues, background: NDArray[np.uint8] | None, path: Path
 ) -> None:
     """Write a PNG file with colour bar and scale bar over a (H, W, 3) uint8 image of the bounds in grey, or over plain grey."""
     with (
@@ -69,7 +69,7 @@ def write_heatmap_png(
         figure.clear()
 
 
-def _figure(values: PatchValues, background: NDArray[np.uint8] | None) -> Figure:
+def _figure(values: NamedPatchValues, background: NDArray[np.uint8] | None) -> Figure:
     _, _, width, height = values.bounds
     inch = _LONGER_SIDE / max(width, height)
     # With space for the colour bar on the right and the title above.
@@ -126,7 +126,7 @@ def scale_bar_um(most: float) -> float:
     return max(step * power for step in (1, 2, 5) if step * power <= most * (1 + 1e-9))
 
 
-def write_heatmap_tiff(values: PatchValues, path: Path) -> float:
+def write_heatmap_tiff(values: NamedPatchValues, path: Path) -> float:
     """Write a pyramidal TIFF file of the scanned area, white without patches. Return level-0 pixels per pixel."""
     _, _, width, height = values.bounds
     longer = max(width, height)
@@ -169,7 +169,7 @@ def _levels(image: NDArray[np.uint8]) -> list[NDArray[np.uint8]]:
 
 
 def write_heatmap_geojson(
-    values: PatchValues, path: Path, *, objects: Objects, threshold: float
+    values: NamedPatchValues, path: Path, *, objects: Objects, threshold: float
 ) -> int:
     """Write a FeatureCollection, and return its number of objects.
 
@@ -186,7 +186,7 @@ def write_heatmap_geojson(
     return count
 
 
-def _cells(patches: PatchValues) -> Iterator[dict[str, Any]]:
+def _cells(patches: NamedPatchValues) -> Iterator[dict[str, Any]]:
     left, top, _, _ = patches.bounds
     side = patches.side_l0
     colours = (mpl.colormaps[COLOURS](patches.values)[:, :3] * 255).round().astype(int)
@@ -200,7 +200,7 @@ def _cells(patches: PatchValues) -> Iterator[dict[str, Any]]:
         )  # fmt: skip
 
 
-def _contours(patches: PatchValues, threshold: float) -> Iterator[dict[str, Any]]:
+def _contours(patches: NamedPatchValues, threshold: float) -> Iterator[dict[str, Any]]:
     left, top, _, _ = patches.bounds
     high = patches.values >= threshold
     x, y = patches.x_l0[high] - left, patches.y_l0[high] - top

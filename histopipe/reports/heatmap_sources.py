@@ -26,7 +26,7 @@ from histopipe.predictions.patch_values import (
 from histopipe.predictions.predictions_folder import PredictedSlide, PredictionsFolder
 from histopipe.predictions.sources import FolderSource, PredictionSource, RunSource
 from histopipe.predictions.tables import PREDICTIONS
-from histopipe.reports.heatmap_values import PatchValues, ReadValues, bounds_of
+from histopipe.reports.heatmap_values import NamedPatchValues, ReadValues, bounds_of
 from histopipe.slides.readers import open_slide
 from histopipe.slides.thumbnail import ASSUMED_MPP, read_thumbnail
 from histopipe.store.reading import decode_picture
@@ -121,7 +121,7 @@ def _open_bag_values(
         column = CONTRIBUTION + prediction
     tables = read_patch_values(paths, column)
 
-    def read(name: str) -> PatchValues:
+    def read(name: str) -> NamedPatchValues:
         x, y, value, side = tables[name].T
         slide = described(name)
         title, values, scale = f"contribution to {column.removeprefix(CONTRIBUTION)}", value, None
@@ -130,7 +130,7 @@ def _open_bag_values(
         else:
             scale = float(np.abs(value).max()) or 1.0
             values = 0.5 + value / (2 * scale)
-        return PatchValues(
+        return NamedPatchValues(
             name, title, x.astype(np.int64), y.astype(np.int64), float(side[0]) or slide.size_l0,
             values.astype(np.float32), None, bounds_of(slide), slide.mpp, scale,
         )  # fmt: skip
@@ -158,7 +158,7 @@ def _checked_run(folder: Path) -> RunSource:
 def _open_predictions(
     source: PredictionSource, stores: Sequence[Store], class_name: str | None
 ) -> tuple[Collection[str], ReadValues]:
-    def read(name: str) -> PatchValues | None:
+    def read(name: str) -> NamedPatchValues | None:
         predictions = source.predictions(name)
         if predictions is None:
             return None
@@ -170,13 +170,13 @@ def _open_predictions(
 
 def _probabilities(
     scores: Predictions, slide: PredictedSlide, class_name: str | None
-) -> PatchValues:
+) -> NamedPatchValues:
     classes = scores.task.classes
     name = classes[-1] if class_name is None else class_name
     if name not in classes:
         raise UsageError("--class", found=repr(name), expected=" or ".join(classes))
     probability = scores.output
-    return PatchValues(
+    return NamedPatchValues(
         slide.slide, f"probability of {name}", scores.x_l0, scores.y_l0,
         slide.size_l0, probability[:, classes.index(name)],
         np.array(classes, object)[probability.argmax(axis=1)], bounds_of(slide), slide.mpp,

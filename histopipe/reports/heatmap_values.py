@@ -13,7 +13,7 @@ from histopipe.predictions.predictions_folder import PredictedSlide
 
 
 @dataclass(frozen=True, slots=True)
-class PatchValues:
+class NamedPatchValues:
     """One value per patch of a slide.
 
     Attributes:
@@ -61,7 +61,7 @@ class PatchValues:
         return sums
 
 
-ReadValues = Callable[[str], PatchValues | None]
+ReadValues = Callable[[str], NamedPatchValues | None]
 """Reads the values of a slide. Returns None if the slide has no patches."""
 
 

@@ -19,8 +19,9 @@ from PIL import Image, ImageDraw
 
 from histopipe._version import __version__
 from histopipe.reports.heatmap_files import ALPHA, coloured, pale_grey
-from histopipe.reports.heatmap_values import PatchValues
+from histopipe.reports.heatmap_values import NamedPatchValues
 from histopipe.slides.thumbnail import resize_image
+from histopipe.system.arrays import PixelArray
 from histopipe.system.files import atomic_write
 
 
@@ -115,7 +116,7 @@ class Notes(Block):
 
 
 @dataclass(frozen=True, slots=True)
-class Facts(Block):
+class NameValueTable(Block):
     """A collapsible table of names and values."""
 
     title: str
@@ -213,14 +214,12 @@ def _asset(name: str) -> str:
     return (resources.files("histopipe.reports") / "templates" / name).read_text(encoding="utf-8")
 
 
-Pixels = NDArray[np.uint8]
-
 _GRID, _OUTSIDE = (20, 110, 60), 0.45
 SIDE = 420
 """Longer side of a slide's image, in pixels."""
 
 
-def data_uri(pixels: Pixels) -> str:
+def data_uri(pixels: PixelArray) -> str:
     """Return an image as a data URI."""
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(
@@ -230,12 +229,12 @@ def data_uri(pixels: Pixels) -> str:
 
 
 def plan_image(
-    thumbnail: Pixels,
-    mask: Pixels | None,
+    thumbnail: PixelArray,
+    mask: PixelArray | None,
     corners: NDArray[np.floating],
     side: float,
     bounds: Sequence[float],
-) -> Pixels:
+) -> PixelArray:
     """Draw the outlines of patches on a thumbnail of the bounds. Areas with 0 in the (H, W) mask are pale.
 
     `corners` (N, 2) are the top left corners of patches, `bounds` x, y, width and height; all in level-0 pixels.
@@ -259,7 +258,7 @@ def plan_image(
     return np.asarray(result)
 
 
-def heatmap_image(patches: PatchValues, background: Pixels | None) -> Pixels:
+def heatmap_image(patches: NamedPatchValues, background: PixelArray | None) -> PixelArray:
     """Draw a heatmap over an image of the slide's bounds in grey, without axes."""
     _, _, width, height = patches.bounds
     if background is None:
@@ -274,7 +273,7 @@ def heatmap_image(patches: PatchValues, background: Pixels | None) -> Pixels:
     return np.where(np.isnan(values)[..., None], image, mixed).astype(np.uint8)
 
 
-def strip(patches: Sequence[Pixels], side: int = 84, gap: int = 4) -> Pixels:
+def strip(patches: Sequence[PixelArray], side: int = 84, gap: int = 4) -> PixelArray:
     """Return patches as one row."""
     row = np.full((side, max(1, len(patches) * (side + gap) - gap), 3), 255, np.uint8)
     for i, patch in enumerate(patches):

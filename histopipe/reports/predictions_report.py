@@ -32,7 +32,7 @@ from histopipe.reports.html_page import (
     Cards,
     Cell,
     Column,
-    Facts,
+    NameValueTable,
     Notes,
     Page,
     Row,
@@ -92,7 +92,7 @@ def predictions_page(folder: Path, *, stores: Sequence[Path] = (), pictures: boo
             images = SlideImages({}, opened, PredictionsFolder(folder))
             page.add("Heatmaps", heatmap_gallery(folder, images, "Dark purple is 0, yellow is 1."))
     facts = [(name, plain(value)) for name, value in settings.items()]
-    page.add("Settings", Facts("Settings of the predictions", facts, open=True))
+    page.add("Settings", NameValueTable("Settings of the predictions", facts, open=True))
     page.add("Limitations", Notes(list(_limitations(external))))
     return page
 

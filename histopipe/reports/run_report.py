@@ -20,7 +20,7 @@ from histopipe.reports.html_page import (
     Cell,
     Charts,
     Column,
-    Facts,
+    NameValueTable,
     Notes,
     Page,
     Row,
@@ -156,13 +156,13 @@ def _network(config: TrainConfig) -> str:
     return f"bags, {config.pooling}" if isinstance(config, BagTrainConfig) else "bags"
 
 
-def _configuration(run: RunData) -> Facts:
+def _configuration(run: RunData) -> NameValueTable:
     values = run.config.values().items()
     facts = [(name, plain(value)) for name, value in values if value is not None]
-    return Facts("All settings, as in config.toml", facts, open=False)
+    return NameValueTable("All settings, as in config.toml", facts, open=False)
 
 
-def _environment(run: RunData) -> Facts:
+def _environment(run: RunData) -> NameValueTable:
     facts = run.metrics_file
     versions = ("histopipe", "tensorflow", "keras")
     rows = [(name, str(facts[name])) for name in versions if name in facts]
@@ -174,7 +174,7 @@ def _environment(run: RunData) -> Facts:
         ("peak host memory", f"{run.result.host_bytes / 1e9:,.2f} GB"),
         ("peak GPU memory", "no GPU" if run.result.gpu_bytes is None else f"{run.result.gpu_bytes / 1e9:,.2f} GB"),
     ]  # fmt: skip
-    return Facts("Environment of the training", rows, open=True)
+    return NameValueTable("Environment of the training", rows, open=True)
 
 
 def _limitations(run: RunData) -> Iterator[str]:

@@ -90,7 +90,7 @@ def _label_charts(
 ) -> Iterator[str]:
     """Yield ROC curves, precision-recall curves and reliability diagrams of the labels."""
     rocs: dict[str, Roc] = {}
-    precision: dict[str, charts.Curve] = {}
+    precision: dict[str, charts.ChartCurve] = {}
     bins: dict[str, Sequence[Bin]] = {}
     seed, patients = evaluated.evaluation_settings.seed, len(predictions.patients)
     for i, name in enumerate(predictions.task.columns):

@@ -20,7 +20,7 @@ from histopipe.reports.html_page import (
     Cell,
     Charts,
     Column,
-    Facts,
+    NameValueTable,
     Notes,
     Page,
     Picture,
@@ -102,13 +102,13 @@ def _cards(summary: StoreInfo) -> Cards:
     return Cards(cards)
 
 
-def _settings(summary: StoreInfo) -> Facts:
+def _settings(summary: StoreInfo) -> NameValueTable:
     spec = dict(summary.spec)
     algorithms = spec.pop("algorithms", {})
     facts = [(name, str(value)) for name, value in spec.items() if value is not None]
     facts.append(("algorithms", ", ".join(map(str, algorithms.values()))))
     facts.append(("uuid", summary.uuid))
-    return Facts("Settings of the store", facts)
+    return NameValueTable("Settings of the store", facts)
 
 
 def _failures(records: Sequence[SlideRecord]) -> Table | None:

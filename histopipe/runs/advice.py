@@ -10,7 +10,7 @@ from histopipe.runs.recipe import LITE, SMALL_CNN
 from histopipe.system.result import counted
 
 
-class _Metric(NamedTuple):
+class _AdviceMetric(NamedTuple):
     """The metric of a task, in rows of `history.csv`: up to `chance` it shows nothing, from `good` it needs no advice."""
 
     name: str
@@ -18,8 +18,8 @@ class _Metric(NamedTuple):
     good: float
 
 
-_METRICS = {"r2": _Metric("r2", 0.05, 0.5), "c_index": _Metric("c_index", 0.55, 0.7)}
-_AUC = _Metric("auc", 0.6, 0.9)
+_METRICS = {"r2": _AdviceMetric("r2", 0.05, 0.5), "c_index": _AdviceMetric("c_index", 0.55, 0.7)}
+_AUC = _AdviceMetric("auc", 0.6, 0.9)
 _GAP = 0.15
 """Difference between training and validation that shows overfitting."""
 _FEWEST_PATIENTS, _MOST, _PERFECT = 10, 2, 0.999

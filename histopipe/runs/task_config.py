@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from histopipe.dataset.options import Augmentation
     from histopipe.splits.labelling import Labelling
 
-Pooling = Literal["gated", "attention", "mean", "max", "clam", "dsmil", "transformer"]
+BagPooling = Literal["gated", "attention", "mean", "max", "clam", "dsmil", "transformer"]
 _COX_BATCH = 32
 
 
@@ -186,7 +186,7 @@ class BagTrainConfig(TrainConfig):
     bag: Literal["slide", "patient"] = setting(
         "slide", "With --mil: one bag per slide or per patient.", group=DATA, search=False
     )
-    pooling: Pooling = setting(
+    pooling: BagPooling = setting(
         "gated",
         "With --mil: pooling of a bag's patches; gated and attention are ABMIL, transformer is like TransMIL.",
         group=MODEL,

@@ -104,14 +104,14 @@ def balanced_parts(
     each part should have, and those in each of R ranges of a target.
     """
     used = np.flatnonzero(shares)
-    balance = _Balance(patches, 1 + classes, np.array(shares)[used] / sum(shares), seed)
+    balance = _PartCost(patches, 1 + classes, np.array(shares)[used] / sum(shares), seed)
     for _ in range(_MAX_EXCHANGES):
         if not balance.exchange():
             break
     return used[balance.parts].astype(np.int64)
 
 
-class _Balance:
+class _PartCost:
     """Parts of units, which start with the largest unit, and the cost of their differences from the shares.
 
     The cost of a part is the weighted sum of log²(ratio to its share) over numbers of units and of patches. Squared

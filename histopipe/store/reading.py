@@ -41,7 +41,7 @@ class CachedColumn(NamedTuple):
     values: NDArray[Any]
 
 
-Columns = dict[tuple[int, str], CachedColumn]
+ColumnCache = dict[tuple[int, str], CachedColumn]
 """Cached columns by slide and name."""
 
 
@@ -53,7 +53,7 @@ class Reading:
         environment: Environment,
         transaction: lmdb.Transaction,
         records: dict[int, SlideRecord],
-        columns: Columns,
+        columns: ColumnCache,
     ) -> None:
         self._environment, self._transaction = environment, transaction
         self._records, self._columns = records, columns

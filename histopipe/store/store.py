@@ -25,7 +25,7 @@ from histopipe.store.format import (
     value_crc,
 )
 from histopipe.store.meta import entry, meta_entries, read_classes, read_records, read_spec
-from histopipe.store.reading import Columns, Reading, decode_picture
+from histopipe.store.reading import ColumnCache, Reading, decode_picture
 from histopipe.store.record import NumberedSlides, SlideRecord, SlideState, StainFit, read_fits
 from histopipe.system.arguments import check_arguments
 
@@ -55,7 +55,7 @@ class Store(NumberedSlides):
     def __init__(self, path: str | Path, *, hidden: bool = False) -> None:
         self.path = path = Path(path)
         self._opened: Environment = open_environment(path)
-        self._columns: Columns = {}
+        self._columns: ColumnCache = {}
         try:
             with self._environment.read() as transaction:
                 databases = self._environment.databases

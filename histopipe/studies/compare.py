@@ -24,9 +24,9 @@ from histopipe.studies.paired_differences import differences_of, tested_items
 from histopipe.studies.settings import FoldSettings
 from histopipe.system.csv_files import nfc
 from histopipe.system.result import counted
-from histopipe.tasks.choices import LEVELS, Level, TaskName, name_of
+from histopipe.tasks.choices import LEVELS, EvaluationLevel, TaskName, name_of
 from histopipe.tasks.intervals import Difference
-from histopipe.tasks.predictions import Part, with_common_patients
+from histopipe.tasks.predictions import ModelPredictions, with_common_patients
 from histopipe.tasks.registry import TASKS
 from histopipe.tasks.statistics import bootstrap_draws
 from histopipe.tasks.task import EvaluationSettings
@@ -139,9 +139,9 @@ def _text(value: object) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Loaded:
+class _RunToCompare:
     run: ComparedRun
-    parts: list[Part]
+    parts: list[ModelPredictions]
     evaluation_settings: EvaluationSettings
     splits: list[Splits]
 
@@ -185,7 +185,7 @@ def compare(runs: Sequence[str | Path], *, resamples: int = 1000, seed: int = 1)
     )  # fmt: skip
 
 
-def _load(folder: Path) -> _Loaded:
+def _load(folder: Path) -> _RunToCompare:
     if run_folder.is_cross_validation(folder):
         return _load_folds(folder)
     result = read_result(folder)
@@ -194,10 +194,12 @@ def _load(folder: Path) -> _Loaded:
     settings = read_config(folder / run_folder.CONFIG)
     run = ComparedRun(folder, settings, result.metrics["test"], breakdown=result.breakdown)
     splits = [load_splits(folder / SPLITS)]
-    return _Loaded(run, read_parts([result]), make_config(settings).evaluation_settings, splits)
+    return _RunToCompare(
+        run, read_parts([result]), make_config(settings).evaluation_settings, splits
+    )
 
 
-def _load_folds(folder: Path) -> _Loaded:
+def _load_folds(folder: Path) -> _RunToCompare:
     settings = read_settings(folder / run_folder.CONFIG, *CONFIGS, FoldSettings)
     fold_folders = [folder / f"fold-{number}" for number in range(1, settings["folds"] + 1)]
     done = [read_result(path) for path in fold_folders if is_finished(path)]
@@ -216,10 +218,10 @@ def _load_folds(folder: Path) -> _Loaded:
     run = ComparedRun(folder, settings, evaluation, notes, breakdown)
     names = (f"{path.name}.json" for path in fold_folders)
     splits = [load_splits(folder / run_folder.FOLD_SPLITS / name) for name in names]
-    return _Loaded(run, parts, evaluation_settings, splits)
+    return _RunToCompare(run, parts, evaluation_settings, splits)
 
 
-def _different_splits(first: _Loaded, other: _Loaded) -> str | None:
+def _different_splits(first: _RunToCompare, other: _RunToCompare) -> str | None:
     """Return how the subsets of slides differ between two runs, or in any of their folds; None if they do not."""
     subsets: list[dict[str, list[Any]]] = [defaultdict(list), defaultdict(list)]
     for by_name, run in zip(subsets, (first, other), strict=True):
@@ -241,7 +243,7 @@ def _different_splits(first: _Loaded, other: _Loaded) -> str | None:
 
 
 def _compare_two(
-    first: _Loaded, other: _Loaded, resamples: int, seed: int
+    first: _RunToCompare, other: _RunToCompare, resamples: int, seed: int
 ) -> tuple[dict[str, dict[str, Difference]], tuple[str, ...]]:
     """Return differences by level and metric, and reasons why other levels are not compared."""
     difference = _different_targets(first, other)
@@ -254,7 +256,7 @@ def _compare_two(
     draws = bootstrap_draws(len(parts[0].patients), resamples, seed)
     same_stores = sorted(first.splits[0].uuids) == sorted(other.splits[0].uuids)
     differences: dict[str, dict[str, Difference]] = {}
-    notes: dict[Level, str] = {}
+    notes: dict[EvaluationLevel, str] = {}
     units = {first_parts[0][0].level, other_parts[0][0].level}
     task = first_parts[0][0].task
     common_levels = [at for at in LEVELS if all(at in task.levels(unit) for unit in units)]
@@ -278,7 +280,7 @@ def _compare_two(
     return differences, tuple(notes.values())
 
 
-def _different_targets(first: _Loaded, other: _Loaded) -> str | None:
+def _different_targets(first: _RunToCompare, other: _RunToCompare) -> str | None:
     """Return what differs in the predictions of two runs, so that they cannot be compared; None if nothing does."""
     a, b = (
         loaded.parts[0][0].task.with_settings(loaded.evaluation_settings)

@@ -31,7 +31,7 @@ from histopipe.splits.slide_table import Flow, SlideEntry, flow_of, flow_to_json
 from histopipe.splits.splits import SPLITS, load_splits
 from histopipe.system.csv_files import write_dicts
 from histopipe.system.files import read_json, write_atomically, write_json
-from histopipe.tasks.predictions import Part, with_common_patients
+from histopipe.tasks.predictions import ModelPredictions, with_common_patients
 from histopipe.tasks.registry import TASKS
 
 _SHOWN = ("patch", "slide_mean", "patient_mean")
@@ -187,7 +187,7 @@ def _defined_metrics(evaluation: Evaluation) -> dict[str, float]:
     return {name: value for name, value in named.items() if value is not None}
 
 
-def read_parts(results: Sequence[TrainResult]) -> list[Part]:
+def read_parts(results: Sequence[TrainResult]) -> list[ModelPredictions]:
     """Read the test predictions of finished runs, each with its thresholds.
 
     Raises:
@@ -217,7 +217,7 @@ def tested_slides(folds: Sequence[TrainResult]) -> list[SlideEntry]:
     return list(by_id.values())
 
 
-def _pooled_parts(folder: Path, folds: Sequence[Fold]) -> list[Part]:
+def _pooled_parts(folder: Path, folds: Sequence[Fold]) -> list[ModelPredictions]:
     """Write the test predictions of all folds, and return them with the thresholds of each."""
     done = {fold.number: fold.result for fold in folds if fold.result is not None}
     if not done:

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.tasks.choices import Aggregation, Level
+from histopipe.tasks.choices import Aggregation, EvaluationLevel
 from histopipe.tasks.intervals import (
     FEWEST_PATIENTS,
     Difference,
     WeightedStatistics,
     interval_of,
 )
-from histopipe.tasks.predictions import Part, Predictions, joined_scores
+from histopipe.tasks.predictions import ModelPredictions, Predictions, joined_scores
 from histopipe.tasks.task import EvaluationSettings, Scores
 
 
@@ -41,8 +41,8 @@ class TestedItems:
 
 
 def tested_items(
-    parts: Sequence[Part],
-    level: Level,
+    parts: Sequence[ModelPredictions],
+    level: EvaluationLevel,
     how: Aggregation,
     evaluation_settings: EvaluationSettings,
     *,
@@ -59,7 +59,9 @@ def tested_items(
     return TestedItems([keys[i] for i in order], scores.rows(np.array(order, np.intp)))
 
 
-def _keys(scores: Predictions, level: Level, *, by_patches: bool) -> list[tuple[Any, ...]]:
+def _keys(
+    scores: Predictions, level: EvaluationLevel, *, by_patches: bool
+) -> list[tuple[Any, ...]]:
     """Return a key for each patch, slide or patient."""
     columns = (scores.slide.tolist(), scores.x_l0.tolist(), scores.y_l0.tolist())
     patches = [(scores.slides[slide], x, y) for slide, x, y in zip(*columns, strict=True)]

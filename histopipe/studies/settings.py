@@ -8,7 +8,7 @@ from typing import Literal
 from histopipe.errors import UsageError
 from histopipe.runs.settings import check_settings, setting
 
-Metric = Literal["auc", "accuracy", "loss"]
+SearchMetric = Literal["auc", "accuracy", "loss"]
 Sampler = Literal["tpe", "random"]
 Pruner = Literal["median", "none"]
 _FOLDS, _SEARCH = "Cross-validation", "Search"
@@ -44,7 +44,7 @@ class StudySettings:
     """Settings of a search. `seed` is the seed of the sampler."""
 
     trials: int = setting(20, "Total number of trials of all processes.", group=_SEARCH, at_least=1)
-    metric: Metric = setting(
+    metric: SearchMetric = setting(
         "auc", "Validation metric to optimize; auc: R² for regression, the concordance index for survival.",
         group=_SEARCH,
     )  # fmt: skip

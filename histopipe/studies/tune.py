@@ -20,7 +20,7 @@ from histopipe.runs.training_data import new_splits, opened_sources, read_labell
 from histopipe.splits.splits import DROPPED, SPLITS, Splits, write_splits
 from histopipe.splits.subsets import SUBSETS
 from histopipe.studies.search_space import SearchSpace, read_space, space_of
-from histopipe.studies.settings import Metric, Pruner, Sampler, StudySettings
+from histopipe.studies.settings import Pruner, Sampler, SearchMetric, StudySettings
 from histopipe.studies.study import TRIALS, Study, load_optuna
 from histopipe.studies.trainings import TrainingOutcome, train_with_retries
 from histopipe.studies.tune_result import TuneResult, summarize
@@ -44,7 +44,7 @@ def tune(
     space: str | Path | Mapping[str, Any],
     out: str | Path,
     trials: int = 20,
-    metric: Metric = "auc",
+    metric: SearchMetric = "auc",
     sampler: Sampler = "tpe",
     pruner: Pruner = "median",
     storage: str | None = None,

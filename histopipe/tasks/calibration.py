@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from histopipe.system.arrays import FloatArray
 from histopipe.tasks.intervals import FEWEST_PATIENTS, Interval, t_quantile
-
-Values = NDArray[np.float64]
 
 BINS = 10
 _LIMIT = 1e-6
@@ -32,7 +31,7 @@ class Bin:
     observed: float | None
 
 
-def reliability_of(probability: Values, event: NDArray[np.bool_]) -> tuple[Bin, ...]:
+def reliability_of(probability: FloatArray, event: NDArray[np.bool_]) -> tuple[Bin, ...]:
     """Return the bins of (N,) probabilities of events."""
     number_of = bin_numbers(probability)
     bins = []
@@ -48,7 +47,7 @@ def reliability_of(probability: Values, event: NDArray[np.bool_]) -> tuple[Bin, 
     return tuple(bins)
 
 
-def bin_numbers(probability: Values) -> NDArray[np.intp]:
+def bin_numbers(probability: FloatArray) -> NDArray[np.intp]:
     """Return the (N,) bins of probabilities, from 0."""
     return np.minimum((probability * BINS).astype(np.intp), BINS - 1)
 
@@ -69,7 +68,7 @@ class Recalibration:
 
 
 def recalibration(
-    probability: Values, event: NDArray[np.bool_], patient: NDArray[np.int32]
+    probability: FloatArray, event: NDArray[np.bool_], patient: NDArray[np.int32]
 ) -> Recalibration:
     """Return intercept and slope for (N,) probabilities, events and patients.
 
@@ -103,8 +102,8 @@ def recalibration(
 
 
 def _logistic(
-    inputs: Values, offset: Values, event: NDArray[np.bool_], patient: NDArray[np.int32]
-) -> tuple[Values, Values] | None:
+    inputs: FloatArray, offset: FloatArray, event: NDArray[np.bool_], patient: NDArray[np.int32]
+) -> tuple[FloatArray, FloatArray] | None:
     """Return the (K,) coefficients of a logistic regression and their standard errors; None if there are none.
 
     The errors are those of the sandwich estimator with patients as clusters.
@@ -143,7 +142,7 @@ class DecisionCurve:
     treat_all: tuple[float, ...]
 
 
-def decision_curve(probability: Values, event: NDArray[np.bool_]) -> DecisionCurve:
+def decision_curve(probability: FloatArray, event: NDArray[np.bool_]) -> DecisionCurve:
     """Return the net benefit for (N,) probabilities of events.
 
     Source:

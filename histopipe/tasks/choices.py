@@ -12,10 +12,10 @@ LOSSES: dict[TaskName, tuple[Loss, ...]] = {
 }  # fmt: skip
 """Losses of each task; the first is the default."""
 
-Level = Literal["patch", "slide", "patient"]
+EvaluationLevel = Literal["patch", "slide", "patient"]
 Aggregation = Literal["mean", "top_k", "majority"]
 AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
-LEVELS: tuple[tuple[Level, Aggregation], ...] = (
+LEVELS: tuple[tuple[EvaluationLevel, Aggregation], ...] = (
     ("patch", "mean"),
     *(("slide", how) for how in AGGREGATIONS),
     *(("patient", how) for how in AGGREGATIONS),
@@ -23,13 +23,13 @@ LEVELS: tuple[tuple[Level, Aggregation], ...] = (
 """Levels and aggregations of an evaluation; patches are not aggregated."""
 
 
-def levels_of(level: Level) -> tuple[tuple[Level, Aggregation], ...]:
+def levels_of(level: EvaluationLevel) -> tuple[tuple[EvaluationLevel, Aggregation], ...]:
     """Return the levels at which predictions can be evaluated. Slides are aggregated to patients by their mean only."""
     if level == "patch":
         return LEVELS
     return (("slide", "mean"), ("patient", "mean")) if level == "slide" else (("patient", "mean"),)
 
 
-def name_of(level: Level, how: Aggregation) -> str:
+def name_of(level: EvaluationLevel, how: Aggregation) -> str:
     """Return the name of a level: `patch`, `slide_mean`, …"""
     return level if level == "patch" else f"{level}_{how}"

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.errors import NothingToDo, UsageError
+from histopipe.system.arrays import FloatArray
 from histopipe.system.csv_files import nfc
 from histopipe.system.result import listed
 from histopipe.tasks.calibration import Recalibration, decision_curve, recalibration, reliability_of
@@ -31,7 +32,6 @@ from histopipe.tasks.task import (
     Target,
     Task,
     Thresholds,
-    Values,
     group_means,
     known,
     labels_of,
@@ -105,11 +105,11 @@ class Classification(Task):
         label = cells["label"]
         return (float(self.classes.index(label)),) if label in self.classes else None
 
-    def strata(self, targets: Values) -> list[str]:
+    def strata(self, targets: FloatArray) -> list[str]:
         """Return the classes."""
         return [self.classes[number] for number in labels_of(targets).tolist()]
 
-    def check(self, targets: Values, subset: str) -> None:
+    def check(self, targets: FloatArray, subset: str) -> None:
         """Check that there are two classes."""
         numbers = np.unique(targets[np.isfinite(targets)]).astype(int).tolist()
         if len(numbers) < 2:
@@ -119,12 +119,12 @@ class Classification(Task):
                 expected="two or more classes", todo="add slides",
             )  # fmt: skip
 
-    def summary(self, targets: Values) -> str:
+    def summary(self, targets: FloatArray) -> str:
         """Return the number of each class."""
         numbers = labels_of(targets)
         return ", ".join(f"{(numbers == i).sum()} {name}" for i, name in enumerate(self.classes))
 
-    def subset_text(self, targets: Values, counts: Mapping[str, int], unit: str) -> str:
+    def subset_text(self, targets: FloatArray, counts: Mapping[str, int], unit: str) -> str:
         """Return the number of patches or bags of each class."""
         return ", ".join(f"{counts[name]} {name}" for name in self.classes)
 
@@ -162,7 +162,7 @@ class Classification(Task):
         """Columns of the true and of the most probable class."""
         return _TRUTH
 
-    def target_cells(self, target: Values, output: NDArray[np.floating]) -> list[list[str]]:
+    def target_cells(self, target: FloatArray, output: NDArray[np.floating]) -> list[list[str]]:
         """Return the true class, empty for none, and the most probable one, by row."""
         names = [*self.classes, ""]  # -1 is the last one
         both = zip(labels_of(target).tolist(), output.argmax(axis=1).tolist(), strict=True)
@@ -175,8 +175,8 @@ class Classification(Task):
     # Evaluation.
 
     def aggregate(
-        self, output: Values, starts: NDArray[np.intp], how: Aggregation, top_k: int
-    ) -> Values:
+        self, output: FloatArray, starts: NDArray[np.intp], how: Aggregation, top_k: int
+    ) -> FloatArray:
         """Return means, shares of the most probable class, or means of the highest probabilities."""
         match how:
             case "mean":
@@ -193,7 +193,7 @@ class Classification(Task):
             return top
         return np.asarray(top / top.sum(axis=1, keepdims=True), np.float64)
 
-    def decide(self, output: Values, limits: Values) -> NDArray[np.intp]:
+    def decide(self, output: FloatArray, limits: FloatArray) -> NDArray[np.intp]:
         """Return (N,) decided class numbers: by (N, L) or (L,) thresholds of the positive class, or the most probable one."""
         positive = self.positive
         if positive is None or not limits.shape[-1]:
@@ -205,7 +205,9 @@ class Classification(Task):
         decided = self.decide(scores.output, scores.limits)
         return Statistics(scores.label, scores.output, scores.patient, decided, self.positive)
 
-    def epoch_metrics(self, target: Values, output: NDArray[np.float32]) -> dict[str, float | None]:
+    def epoch_metrics(
+        self, target: FloatArray, output: NDArray[np.float32]
+    ) -> dict[str, float | None]:
         """Return accuracy and the mean area under the ROC curve."""
         label = labels_of(target)
         accuracy = float((output.argmax(axis=1) == label).mean())
@@ -253,8 +255,8 @@ class Classification(Task):
     def _by_class(
         self,
         statistics: Statistics,
-        confusion: Values,
-        weights: Values,
+        confusion: FloatArray,
+        weights: FloatArray,
         recalibrated: Sequence[Recalibration],
     ) -> dict[str, ClassMetrics]:
         areas, precisions = (values[0] for values in statistics.areas(weights))

@@ -10,7 +10,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-Values = NDArray[np.float64]
+from histopipe.system.arrays import FloatArray
+
 Interval = tuple[float, float]
 
 FEWEST_PATIENTS = 5
@@ -44,11 +45,11 @@ class WeightedStatistics(Protocol):
 
     patients: int
 
-    def compute(self, weights: Values) -> Mapping[str, Values]:
+    def compute(self, weights: FloatArray) -> Mapping[str, FloatArray]:
         """Return (R,) values of each metric for (R, P) weights; NaN if undefined."""
 
     def better_intervals(
-        self, weights: Values, values: Mapping[str, Values]
+        self, weights: FloatArray, values: Mapping[str, FloatArray]
     ) -> Mapping[str, Interval]:
         """Return the intervals of metrics for which there are better ones than the quantiles of their resamples.
 
@@ -75,7 +76,7 @@ def stored_intervals(metrics: Mapping[str, Any]) -> dict[str, Any]:
     return {"intervals": intervals, "notes": notes}
 
 
-def interval_of(values: Values, patients: int) -> Interval | None:
+def interval_of(values: FloatArray, patients: int) -> Interval | None:
     """Return the 95 % confidence interval from values of resamples; None if fewer than half of them are defined.
 
     Plain percentiles are too narrow for few patients, so they are expanded as a t interval expands a normal one.
@@ -96,7 +97,7 @@ def interval_of(values: Values, patients: int) -> Interval | None:
 
 
 def intervals_of(
-    statistics: WeightedStatistics, draws: Values, patients: int
+    statistics: WeightedStatistics, draws: FloatArray, patients: int
 ) -> tuple[dict[str, Interval], float]:
     """Return intervals by metric, and the largest share of resamples for which a metric is undefined.
 
@@ -167,7 +168,7 @@ def difference_interval(first: tuple[float, Interval], second: tuple[float, Inte
     return a - b - below, a - b + above
 
 
-def error_interval(excess: Values, count: Values, weights: Values) -> Interval:
+def error_interval(excess: FloatArray, count: FloatArray, weights: FloatArray) -> Interval:
     """Return the interval of the expected calibration error, a sum of absolute values, which noise only makes larger.
 
     It holds the errors for which the found error is plausible: those of `excess` times a factor, with the noise of the
@@ -217,7 +218,7 @@ def share_interval(right: NDArray[np.bool_], patient: NDArray[np.int32]) -> Inte
 
 
 def auc_interval(
-    positive: NDArray[np.bool_], score: Values, patient: NDArray[np.int32]
+    positive: NDArray[np.bool_], score: FloatArray, patient: NDArray[np.int32]
 ) -> Interval | None:
     """Return the interval of the area under the ROC curve, for (N,) labels, scores and patients.
 
@@ -283,7 +284,7 @@ def _score_interval(
 
 
 def precision_interval(
-    estimate: float, resampled: Values, positives: int, *, several: bool
+    estimate: float, resampled: FloatArray, positives: int, *, several: bool
 ) -> Interval:
     """Return the interval of an average precision, as that of a share of the positive patients.
 
@@ -304,7 +305,7 @@ def precision_interval(
 
 
 def delong(
-    positive: NDArray[np.bool_], score: Values, patient: NDArray[np.int32]
+    positive: NDArray[np.bool_], score: FloatArray, patient: NDArray[np.int32]
 ) -> tuple[float, float]:
     """Return the area under the ROC curve and its variance between patients, of at least two with each label.
 
@@ -334,7 +335,7 @@ def delong(
     return area, max(sum(own_parts) + common, 0.0)
 
 
-def _ranks(values: Values) -> Values:
+def _ranks(values: FloatArray) -> FloatArray:
     """Return ranks from 1; equal values have their mean rank."""
     _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
     return np.asarray((np.cumsum(counts) - (counts - 1) / 2)[place], np.float64)

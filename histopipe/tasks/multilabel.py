@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.errors import NothingToDo
+from histopipe.system.arrays import FloatArray
 from histopipe.system.result import listed
 from histopipe.tasks.calibration import Recalibration, recalibration
 from histopipe.tasks.intervals import Interval, WeightedStatistics, mean_interval
@@ -21,13 +22,11 @@ from histopipe.tasks.task import (
     Scores,
     Target,
     Thresholds,
-    Values,
     few_patients,
     flag_cell,
 )
 from histopipe.tasks.thresholds import choose_threshold
 
-Weights = NDArray[np.float64]
 METRICS = (
     "auc", "average_precision", "balanced_accuracy", "sensitivity", "specificity", "f1", "brier", "calibration_error",
 )  # fmt: skip
@@ -65,7 +64,7 @@ class MultilabelStatistics(WeightedStatistics):
                 Statistics(label, both, patient[labelled], decided, 1) if labelled.any() else None
             )
 
-    def compute(self, weights: Weights) -> dict[str, Values]:
+    def compute(self, weights: FloatArray) -> dict[str, FloatArray]:
         """Return (R,) means of each metric over the labels, and of each label as `metric:label`; NaN if undefined."""
         undefined = dict.fromkeys(METRICS, np.full(len(weights), np.nan))
         each = [
@@ -80,7 +79,7 @@ class MultilabelStatistics(WeightedStatistics):
         return metric_values
 
     def better_intervals(
-        self, weights: Weights, values: Mapping[str, Values]
+        self, weights: FloatArray, values: Mapping[str, FloatArray]
     ) -> dict[str, Interval]:
         """Return intervals of each label, and of the means over the labels; see `Statistics.better_intervals`."""
         each: list[Mapping[str, Interval]] = []
@@ -158,7 +157,7 @@ class Multilabel(ColumnTask):
         values = tuple(flag_cell(cells[name], f"{where}: {name}") for name in self.columns)
         return None if all(map(math.isnan, values)) else values
 
-    def strata(self, targets: Values) -> list[str]:
+    def strata(self, targets: FloatArray) -> list[str]:
         """Return the rarest label of each slide; see `assignment.assign_labels`, which uses all labels."""
         count = np.nansum(targets, axis=0)
         order = np.argsort(count, kind="stable").tolist()
@@ -167,7 +166,7 @@ class Multilabel(ColumnTask):
             for row in targets
         ]
 
-    def check(self, targets: Values, subset: str) -> None:
+    def check(self, targets: FloatArray, subset: str) -> None:
         """Check that each label has both values."""
         for number, name in enumerate(self.columns):
             values = targets[:, number]
@@ -179,7 +178,7 @@ class Multilabel(ColumnTask):
                     todo="leave the column out, or add slides",
                 )  # fmt: skip
 
-    def summary(self, targets: Values) -> str:
+    def summary(self, targets: FloatArray) -> str:
         """Return the number of slides with each label."""
         labelled = np.isfinite(targets).sum(axis=0)
         positives = np.nansum(targets, axis=0).astype(int)

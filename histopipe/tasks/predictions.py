@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.tasks.choices import Aggregation, Level, name_of
+from histopipe.tasks.choices import Aggregation, EvaluationLevel, name_of
 from histopipe.tasks.task import (
     NO_THRESHOLDS,
     EvaluationSettings,
@@ -44,7 +44,7 @@ class Predictions:
     y_l0: NDArray[np.int64]
     target: NDArray[np.float64]
     output: NDArray[np.float32]
-    level: Level = "patch"
+    level: EvaluationLevel = "patch"
 
     @property
     def label(self) -> NDArray[np.int32]:
@@ -66,12 +66,12 @@ class Predictions:
         """Return the same predictions as of unknown targets, so that none is left out when they are aggregated."""
         return replace(self, target=np.full_like(self.target, np.nan))
 
-    def owner(self, level: Level) -> tuple[NDArray[np.int32], tuple[str, ...]]:
+    def owner(self, level: EvaluationLevel) -> tuple[NDArray[np.int32], tuple[str, ...]]:
         """Return the (N,) slide or patient of each row, and their names."""
         return (self.patient, self.patients) if level == "patient" else (self.slide, self.slides)
 
     @property
-    def unit(self) -> Level:
+    def unit(self) -> EvaluationLevel:
         """The level of a table of slides: patients if these were predicted."""
         return "patient" if self.level == "patient" else "slide"
 
@@ -79,7 +79,7 @@ class Predictions:
 _ARRAYS = ("slide", "patient", "x_l0", "y_l0", "target", "output")
 ThresholdsByLevel = Mapping[str, Thresholds]
 """Thresholds by name of the level, such as "slide_mean"."""
-Part = tuple[Predictions, ThresholdsByLevel]
+ModelPredictions = tuple[Predictions, ThresholdsByLevel]
 """Predictions of one model, with its thresholds. A cross-validation has several."""
 
 
@@ -117,7 +117,7 @@ def joined_predictions(parts: Sequence[Predictions]) -> Predictions:
 
 def scores_of(
     predictions: Predictions,
-    level: Level,
+    level: EvaluationLevel,
     how: Aggregation,
     settings: EvaluationSettings,
     thresholds: ThresholdsByLevel = MappingProxyType({}),
@@ -150,7 +150,10 @@ def scores_of(
 
 
 def joined_scores(
-    parts: Sequence[Part], level: Level, how: Aggregation, settings: EvaluationSettings
+    parts: Sequence[ModelPredictions],
+    level: EvaluationLevel,
+    how: Aggregation,
+    settings: EvaluationSettings,
 ) -> tuple[Scores, tuple[str, ...]]:
     """Return the scores of all parts at one level, and notes on their thresholds. Items are numbered part << 32 | item."""
     each = [scores_of(part, level, how, settings, thresholds) for part, thresholds in parts]

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.errors import NothingToDo, UsageError
+from histopipe.system.arrays import FloatArray
 from histopipe.system.result import listed
 from histopipe.tasks.intervals import WeightedStatistics
 from histopipe.tasks.task import (
@@ -18,14 +19,12 @@ from histopipe.tasks.task import (
     Details,
     Scores,
     Target,
-    Values,
     few_patients,
     numeric_cell,
     rank_parts,
     relative_ranks,
 )
 
-Weights = NDArray[np.float64]
 _ROUNDING = 64
 """Values are equal if they vary by at most this number of units in the last place of their mean."""
 _QUARTERS = 4
@@ -53,12 +52,12 @@ class RegressionStatistics(WeightedStatistics):
         self.patients = int(patient.max()) + 1
         finite = np.isfinite(target)
         self._columns = [
-            _Column(target[rows, i], output[rows, i], patient[rows])
+            _TargetStatistics(target[rows, i], output[rows, i], patient[rows])
             for i, rows in enumerate(finite.T)
         ]
         self._names = tuple(columns)
 
-    def compute(self, weights: Weights) -> dict[str, Values]:
+    def compute(self, weights: FloatArray) -> dict[str, FloatArray]:
         """Return (R,) values of each metric; NaN if undefined. With several columns, also of each, as `metric:column`."""
         each = [column.compute(weights) for column in self._columns]
         if len(each) == 1:
@@ -73,12 +72,12 @@ class RegressionStatistics(WeightedStatistics):
         return metric_values
 
 
-class _Column:
-    def __init__(self, target: Values, output: Values, patient: NDArray[np.int32]) -> None:
+class _TargetStatistics:
+    def __init__(self, target: FloatArray, output: FloatArray, patient: NDArray[np.int32]) -> None:
         self._target, self._output, self._patient = target, output, patient
         self._orders = [_Ranks(values) for values in (target, output)]
 
-    def compute(self, weights: Weights) -> dict[str, Values]:
+    def compute(self, weights: FloatArray) -> dict[str, FloatArray]:
         rows = weights[:, self._patient]
         error = self._output - self._target
         squares = _mean(rows, error**2)
@@ -95,13 +94,13 @@ class _Column:
 class _Ranks:
     """Ranks of values, as functions of weights: the mean rank of equal values."""
 
-    def __init__(self, values: Values) -> None:
+    def __init__(self, values: FloatArray) -> None:
         _, self._place = np.unique(values, return_inverse=True)
         self._order = np.argsort(self._place, kind="stable")
         ordered = self._place[self._order]
         self._starts = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1]))[: len(values)]
 
-    def of(self, rows: Weights) -> Values:
+    def of(self, rows: FloatArray) -> FloatArray:
         """Return the (R, N) ranks for (R, N) weights."""
         if not len(self._place):
             return rows
@@ -109,13 +108,13 @@ class _Ranks:
         return np.asarray((np.cumsum(sums, axis=1) - sums / 2)[:, self._place], np.float64)
 
 
-def _correlation(rows: Weights, a: Values, b: Values) -> Values:
+def _correlation(rows: FloatArray, a: FloatArray, b: FloatArray) -> FloatArray:
     """Return (R,) weighted correlations of (R or 1, N) values; NaN if one of them is constant."""
     (a, of_a), (b, of_b) = _centred(rows, a), _centred(rows, b)
     return np.asarray(_mean(rows, a * b) / np.sqrt(of_a) / np.sqrt(of_b), np.float64)
 
 
-def _centred(rows: Weights, values: Values) -> tuple[Values, Values]:
+def _centred(rows: FloatArray, values: FloatArray) -> tuple[FloatArray, FloatArray]:
     """Return (R, N) values minus their weighted means, and their (R,) variances; NaN if values are equal to rounding."""
     mean = _mean(rows, values)
     centred = values - mean[:, None]
@@ -125,7 +124,7 @@ def _centred(rows: Weights, values: Values) -> tuple[Values, Values]:
         return centred, np.where(variance > rounding, variance, np.nan)
 
 
-def _mean(rows: Weights, values: Values) -> Values:
+def _mean(rows: FloatArray, values: FloatArray) -> FloatArray:
     """Return (R,) weighted means of (R or 1, N) or (N,) values; NaN without weight."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.asarray((rows * values).sum(axis=1) / rows.sum(axis=1), np.float64)
@@ -147,12 +146,12 @@ class Regression(ColumnTask):
         values = tuple(numeric_cell(cells[name], f"{where}: {name}") for name in self.columns)
         return None if all(map(math.isnan, values)) else values
 
-    def strata(self, targets: Values) -> list[str]:
+    def strata(self, targets: FloatArray) -> list[str]:
         """Return the quarter of each slide, by the mean rank over the columns."""
         ranks = np.stack([relative_ranks(column) for column in targets.T], axis=1)
         return [f"quarter {number}" for number in rank_parts(np.nanmean(ranks, axis=1), _QUARTERS)]
 
-    def check(self, targets: Values, subset: str) -> None:
+    def check(self, targets: FloatArray, subset: str) -> None:
         """Check that each column has several values."""
         for number, name in enumerate(self.columns):
             finite_values = targets[np.isfinite(targets[:, number]), number]
@@ -171,7 +170,7 @@ class Regression(ColumnTask):
                     todo="subtract a constant from the column, or use another unit",
                 )
 
-    def summary(self, targets: Values) -> str:
+    def summary(self, targets: FloatArray) -> str:
         """Return mean and standard deviation of each column."""
         parts = []
         for name, column in zip(self.columns, targets.T, strict=True):

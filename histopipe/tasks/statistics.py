@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from histopipe.system.arrays import FloatArray
 from histopipe.tasks.calibration import BINS, bin_numbers
 from histopipe.tasks.intervals import (
     FEWEST_PATIENTS,
@@ -25,23 +26,22 @@ from histopipe.tasks.intervals import (
     share_interval,
 )
 
-Weights = NDArray[np.float64]
-Values = NDArray[np.float64]
-
 _SMALLEST = np.finfo(np.float64).eps
 
 
 @dataclass(frozen=True, slots=True)
-class _Curve:
+class _RankedScores:
     """(N,) patients and labels of scores, by decreasing probability of one class, and the last of each equal scores."""
 
     patient: NDArray[np.int32]
-    positive: Values
+    positive: FloatArray
     ends: NDArray[np.intp] | None
     """None if no scores are equal."""
 
     @classmethod
-    def of(cls, event: NDArray[np.bool_], values: Values, patient: NDArray[np.int32]) -> _Curve:
+    def of(
+        cls, event: NDArray[np.bool_], values: FloatArray, patient: NDArray[np.int32]
+    ) -> _RankedScores:
         order = np.argsort(-values, kind="stable")
         values = values[order]
         ends = np.append(np.flatnonzero(values[1:] != values[:-1]), len(values) - 1)
@@ -68,8 +68,8 @@ class _Curve:
 
 
 def certainty(
-    label: NDArray[np.int32], probability: Values, positive: int | None
-) -> tuple[Values, NDArray[np.bool_]]:
+    label: NDArray[np.int32], probability: FloatArray, positive: int | None
+) -> tuple[FloatArray, NDArray[np.bool_]]:
     """Return (N,) probabilities, and whether they came true: of the positive class, or else of the most probable one."""
     if positive is not None:
         return probability[:, positive], label == positive
@@ -90,7 +90,7 @@ class Statistics(WeightedStatistics):
     def __init__(
         self,
         label: NDArray[np.int32],
-        probability: Values,
+        probability: FloatArray,
         patient: NDArray[np.int32],
         decided: NDArray[np.intp],
         positive: int | None,
@@ -119,20 +119,22 @@ class Statistics(WeightedStatistics):
         occurs = self._confusion.sum(axis=(0, 2))
         self._present = occurs > 0  # (C,) bool
         against_rest = np.flatnonzero(self._present & (occurs < count)).tolist()
-        self._curves = {n: _Curve.of(label == n, probability[:, n], patient) for n in against_rest}
+        self._curves = {
+            n: _RankedScores.of(label == n, probability[:, n], patient) for n in against_rest
+        }
 
-    def confusion(self, weights: Weights) -> Values:
+    def confusion(self, weights: FloatArray) -> FloatArray:
         """Return (R, C, C) confusion matrices: rows are labels, columns decisions."""
         return np.asarray(np.einsum("rp,pld->rld", weights, self._confusion), np.float64)
 
-    def areas(self, weights: Weights) -> tuple[Values, Values]:
+    def areas(self, weights: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Return (R, C) areas under the ROC curve of each class against the rest, and average precision; NaN if undefined."""
         areas = np.full((2, len(weights), self._confusion.shape[1]), np.nan)
         for number, curve in self._curves.items():
             areas[:, :, number] = np.array([curve.areas(row) for row in weights]).reshape(-1, 2).T
         return areas[0], areas[1]
 
-    def compute(self, weights: Weights) -> dict[str, Values]:
+    def compute(self, weights: FloatArray) -> dict[str, FloatArray]:
         """Return (R,) values of each metric; NaN if undefined."""
         confusion = self.confusion(weights)
         areas, precisions = self._areas(weights)
@@ -153,7 +155,7 @@ class Statistics(WeightedStatistics):
             }
 
     def better_intervals(
-        self, weights: Weights, values: Mapping[str, Values]
+        self, weights: FloatArray, values: Mapping[str, FloatArray]
     ) -> dict[str, Interval]:
         """Return intervals of shares, areas under curves, and the expected calibration error.
 
@@ -191,7 +193,7 @@ class Statistics(WeightedStatistics):
             by_metric["calibration_error"] = error_interval(self._excess, count, weights)
         return {name: interval for name, interval in by_metric.items() if interval is not None}
 
-    def _areas(self, weights: Weights) -> tuple[Values, Values]:
+    def _areas(self, weights: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Return (R,) areas and average precisions of the positive class, or their means over the classes."""
         numbers = list(self._curves) if self.positive is None else [self.positive]
         if not self._curves:
@@ -199,24 +201,24 @@ class Statistics(WeightedStatistics):
         areas, precisions = (values[:, numbers].mean(axis=1) for values in self.areas(weights))
         return areas, precisions
 
-    def _of_positive(self, by_class: Values) -> Values:
+    def _of_positive(self, by_class: FloatArray) -> FloatArray:
         """Return values of the positive class; for more than two classes, the mean over those that occur."""
         if self.positive is not None:
             return by_class[:, self.positive]
         return np.asarray(by_class[:, self._present].mean(axis=1), np.float64)
 
 
-def _correct(confusion: Values) -> Values:
+def _correct(confusion: FloatArray) -> FloatArray:
     return np.asarray(np.diagonal(confusion, axis1=1, axis2=2), np.float64)
 
 
-def sensitivity(confusion: Values) -> Values:
+def sensitivity(confusion: FloatArray) -> FloatArray:
     """Return (R, C) sensitivity of each class; NaN if the class does not occur."""
     with np.errstate(invalid="ignore"):
         return np.asarray(_correct(confusion) / confusion.sum(axis=2), np.float64)
 
 
-def specificity(confusion: Values) -> Values:
+def specificity(confusion: FloatArray) -> FloatArray:
     """Return (R, C) specificity of each class; NaN if there is no other class."""
     negatives = confusion.sum(axis=(1, 2))[:, None] - confusion.sum(axis=2)
     false_positives = confusion.sum(axis=1) - _correct(confusion)
@@ -224,7 +226,7 @@ def specificity(confusion: Values) -> Values:
         return np.asarray(1 - false_positives / negatives, np.float64)
 
 
-def _f1(confusion: Values) -> Values:
+def _f1(confusion: FloatArray) -> FloatArray:
     """Return (R, C) F1 scores; NaN if a class neither occurs nor is decided."""
     both = confusion.sum(axis=1) + confusion.sum(axis=2)
     return np.asarray(2 * _correct(confusion) / both, np.float64)
@@ -272,7 +274,7 @@ class Roc:
 
 def roc_of(
     positive: NDArray[np.bool_],
-    probability: Values,
+    probability: FloatArray,
     patient: NDArray[np.int32],
     *,
     patients: int,
@@ -300,8 +302,8 @@ def roc_of(
 
 
 def precision_recall_of(
-    positive: NDArray[np.bool_], probability: Values
-) -> tuple[Values, Values] | None:
+    positive: NDArray[np.bool_], probability: FloatArray
+) -> tuple[FloatArray, FloatArray] | None:
     """Return (K,) recall and precision of events at decreasing thresholds; None if all items, or none, are events."""
     if positive.all() or not positive.any():
         return None

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.errors import NothingToDo, UsageError
+from histopipe.system.arrays import FloatArray
 from histopipe.tasks.intervals import WeightedStatistics
 from histopipe.tasks.survival_statistics import SurvivalStatistics
 from histopipe.tasks.task import (
@@ -21,7 +22,6 @@ from histopipe.tasks.task import (
     Target,
     Task,
     Thresholds,
-    Values,
     few_patients,
     flag_cell,
     numeric_cell,
@@ -107,7 +107,7 @@ class Survival(Task):
             )
         return time, event
 
-    def strata(self, targets: Values) -> list[str]:
+    def strata(self, targets: FloatArray) -> list[str]:
         """Return event or censored, in the earlier or later half of these."""
         names = np.empty(len(targets), object)
         for value, name in ((1, "event"), (0, "censored")):
@@ -117,7 +117,7 @@ class Survival(Task):
                 names[row] = f"{name}, {('early', 'late')[half - 1]}"
         return [str(name) for name in names]
 
-    def check(self, targets: Values, subset: str) -> None:
+    def check(self, targets: FloatArray, subset: str) -> None:
         """Check that there is an event that is not the last time."""
         time, event = targets.T
         if not (event == 1).any():
@@ -131,7 +131,7 @@ class Survival(Task):
                 expected="patients with different times", todo="add slides",
             )  # fmt: skip
 
-    def summary(self, targets: Values) -> str:
+    def summary(self, targets: FloatArray) -> str:
         """Return the number of events and the median time."""
         return f"{int(targets[:, 1].sum())} events, median time {np.median(targets[:, 0]):.4g}"
 
@@ -228,7 +228,7 @@ def _risk_groups(scores: Scores) -> tuple[tuple[RiskGroup, ...], float | None]:
     return tuple(groups), float(test.pvalue) if math.isfinite(test.statistic) else None
 
 
-def _kaplan_meier(curve: Any) -> tuple[Values, ...]:
+def _kaplan_meier(curve: Any) -> tuple[FloatArray, ...]:
     """Return the times of a Kaplan-Meier curve of SciPy from 0, its survival, and (2, K) ends of its 95 % band."""
     with warnings.catch_warnings(action="ignore"):  # the band is undefined where survival is 0 or 1
         band = curve.confidence_interval(method="log-log")

@@ -18,10 +18,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from histopipe.system.arrays import FloatArray
 from histopipe.tasks.intervals import WeightedStatistics
 
-Weights = NDArray[np.float64]
-Values = NDArray[np.float64]
 _TIE = 1e-8
 """Risks that differ by less are equal."""
 _BLOCK = 1 << 22
@@ -54,7 +53,7 @@ class SurvivalStatistics(WeightedStatistics):
         self._unique, self._place = np.unique(self._time, return_inverse=True)
         self._inside = self._grid[(self._grid >= self._time[0]) & (self._grid < self._time[-1])]
 
-    def compute(self, weights: Weights) -> dict[str, Values]:
+    def compute(self, weights: FloatArray) -> dict[str, FloatArray]:
         """Return (R,) values of each metric; NaN if undefined."""
         rows = weights[:, self._patient]
         inverse = self._inverse_censoring(rows)
@@ -78,7 +77,9 @@ class SurvivalStatistics(WeightedStatistics):
             )
         return texts
 
-    def _product(self, rows: Weights, lost: NDArray[np.bool_], first: NDArray[np.bool_]) -> Values:
+    def _product(
+        self, rows: FloatArray, lost: NDArray[np.bool_], first: NDArray[np.bool_]
+    ) -> FloatArray:
         """Return the (R, K) Kaplan-Meier product at each unique time, of events `lost`, after those of `first`."""
         starts = np.searchsorted(self._time, self._unique)
         at_risk = np.cumsum(np.add.reduceat(rows, starts, axis=1)[:, ::-1], axis=1)[:, ::-1]
@@ -87,7 +88,7 @@ class SurvivalStatistics(WeightedStatistics):
         share = np.divide(leaving, at_risk, out=np.zeros_like(leaving), where=at_risk > 1e-12)
         return np.asarray(np.cumprod(1 - share, axis=1), np.float64)
 
-    def _inverse_censoring(self, rows: Weights) -> Values:
+    def _inverse_censoring(self, rows: FloatArray) -> FloatArray:
         """Return the (R, K) inverse probability not to be censored until each unique time.
 
         0 where it is infinite: at a last time with events, all others are censored, so that such events have no weight.
@@ -95,7 +96,7 @@ class SurvivalStatistics(WeightedStatistics):
         censoring = self._product(rows, ~self._event, self._event)
         return np.divide(1.0, censoring, out=np.zeros_like(censoring), where=censoring > 1e-12)
 
-    def _concordance(self, rows: Weights, inverse: Values) -> tuple[Values, Values]:
+    def _concordance(self, rows: FloatArray, inverse: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Return the concordance of Harrell and that of Uno, (R,) each."""
         events = np.flatnonzero(self._event)
         sums = np.zeros((4, len(rows)))
@@ -117,7 +118,7 @@ class SurvivalStatistics(WeightedStatistics):
         with np.errstate(divide="ignore", invalid="ignore"):
             return sums[0] / sums[1], sums[2] / sums[3]
 
-    def _mean_auc(self, rows: Weights, inverse: Values, times: Values) -> Values:
+    def _mean_auc(self, rows: FloatArray, inverse: FloatArray, times: FloatArray) -> FloatArray:
         """Return the (R,) mean area under the time-dependent ROC curve, weighted by the events between the times."""
         if not len(times):
             return np.full(len(rows), math.nan)
@@ -143,7 +144,7 @@ class SurvivalStatistics(WeightedStatistics):
             total = np.where(used, np.array(areas) * fall, 0).sum(axis=0)
             return np.asarray(total / np.where(used, fall, 0).sum(axis=0), np.float64)
 
-    def _brier(self, rows: Weights, inverse: Values, times: Values) -> Values:
+    def _brier(self, rows: FloatArray, inverse: FloatArray, times: FloatArray) -> FloatArray:
         """Return the (R,) Brier score integrated over the times."""
         if len(times) < 2:
             return np.full(len(rows), math.nan)

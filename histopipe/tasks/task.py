@@ -16,12 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.errors import UsageError
+from histopipe.system.arrays import FloatArray
 from histopipe.system.csv_files import FLAGS, cell_number, is_number
-from histopipe.tasks.choices import Aggregation, Level, TaskName, levels_of
+from histopipe.tasks.choices import Aggregation, EvaluationLevel, TaskName, levels_of
 from histopipe.tasks.intervals import FEWEST_PATIENTS, Interval, WeightedStatistics
 
 Target = tuple[float, ...]
-Values = NDArray[np.float64]
 TRUE = "true_"
 """Beginning of the columns of targets in tables of predictions."""
 
@@ -75,11 +75,11 @@ class Scores:
     """
 
     task: Task
-    target: Values
-    output: Values
+    target: FloatArray
+    output: FloatArray
     patient: NDArray[np.int32]
     item: NDArray[np.int64]
-    limits: Values
+    limits: FloatArray
     left_out: int = 0
 
     @property
@@ -163,11 +163,11 @@ class Task(ABC):
         """
 
     @abstractmethod
-    def strata(self, targets: Values) -> list[str]:
+    def strata(self, targets: FloatArray) -> list[str]:
         """Return a name for each of (N, T) targets. Splits put an equal share of each name in every subset."""
 
     @abstractmethod
-    def check(self, targets: Values, subset: str) -> None:
+    def check(self, targets: FloatArray, subset: str) -> None:
         """Check that a model can be trained, chosen or evaluated on the (N, T) targets of a subset.
 
         Raises:
@@ -175,10 +175,10 @@ class Task(ABC):
         """
 
     @abstractmethod
-    def summary(self, targets: Values) -> str:
+    def summary(self, targets: FloatArray) -> str:
         """Return (N, T) targets in a line of text."""
 
-    def subset_text(self, targets: Values, counts: Mapping[str, int], unit: str) -> str:
+    def subset_text(self, targets: FloatArray, counts: Mapping[str, int], unit: str) -> str:
         """Return the targets of a subset, and its number of patches or bags (`unit`), by class or stratum."""
         total = sum(counts.values())
         return f"{total} {unit}: {self.summary(targets)}" if len(targets) else "none"
@@ -217,7 +217,7 @@ class Task(ABC):
         """Columns of the targets, before those of the outputs. The first ones have the target, others what follows from it."""
         return tuple(TRUE + name for name in self.columns)
 
-    def target_cells(self, target: Values, output: NDArray[np.floating]) -> list[list[str]]:
+    def target_cells(self, target: FloatArray, output: NDArray[np.floating]) -> list[list[str]]:
         """Return the cells of `target_names` for (N, T) targets and (N, C) outputs, by row."""
         return [
             ["" if math.isnan(value) else repr(value) for value in row] for row in target.tolist()
@@ -237,13 +237,13 @@ class Task(ABC):
         """Return the task with the settings of an evaluation. Raise UsageError if they do not fit."""
         return self
 
-    def levels(self, level: Level) -> list[tuple[Level, Aggregation]]:
+    def levels(self, level: EvaluationLevel) -> list[tuple[EvaluationLevel, Aggregation]]:
         """Return the levels at which predictions of a level are evaluated."""
         return [(at, how) for at, how in levels_of(level) if how in self.aggregations]
 
     def aggregate(
-        self, output: Values, starts: NDArray[np.intp], how: Aggregation, top_k: int
-    ) -> Values:
+        self, output: FloatArray, starts: NDArray[np.intp], how: Aggregation, top_k: int
+    ) -> FloatArray:
         """Return (G, C) outputs of the groups of (N, C) rows that begin at `starts`: their means."""
         return group_means(output, starts)
 
@@ -251,7 +251,9 @@ class Task(ABC):
     def statistics(self, scores: Scores) -> WeightedStatistics:
         """Return the metrics of scores as functions of weights."""
 
-    def epoch_metrics(self, target: Values, output: NDArray[np.float32]) -> dict[str, float | None]:
+    def epoch_metrics(
+        self, target: FloatArray, output: NDArray[np.float32]
+    ) -> dict[str, float | None]:
         """Return metrics of an epoch by name: the main one, and perhaps others."""
         numbers = np.arange(len(target))
         values = self.statistics(
@@ -296,12 +298,12 @@ def few_patients(columns: Sequence[str], scores: Scores) -> list[str]:
     return [name for name, count in zip(columns, patients, strict=True) if count < FEWEST_PATIENTS]
 
 
-def labels_of(target: Values) -> NDArray[np.int32]:
+def labels_of(target: FloatArray) -> NDArray[np.int32]:
     """Return the (N,) class numbers of (N, 1) targets of a classification; -1 for none."""
     return np.nan_to_num(target[:, 0], nan=-1).astype(np.int32)
 
 
-def group_means(values: Values, starts: NDArray[np.intp]) -> Values:
+def group_means(values: FloatArray, starts: NDArray[np.intp]) -> FloatArray:
     """Return (G, C) means of the groups of (N, C) rows that begin at `starts`."""
     sizes = np.diff(starts, append=len(values))
     return np.asarray(np.add.reduceat(values, starts, axis=0) / sizes[:, None], np.float64)
@@ -329,7 +331,7 @@ def flag_cell(cell: str, where: str) -> float:
     return value
 
 
-def relative_ranks(values: Values) -> Values:
+def relative_ranks(values: FloatArray) -> FloatArray:
     """Return ranks from 0 to 1, equal for equal values; NaN for NaN."""
     ordered = np.sort(values[np.isfinite(values)])
     if not len(ordered):
@@ -338,7 +340,7 @@ def relative_ranks(values: Values) -> Values:
     return np.where(np.isfinite(values), (low + high) / (2 * len(ordered)), np.nan)
 
 
-def rank_parts(ranks: Values, count: int) -> list[int]:
+def rank_parts(ranks: FloatArray, count: int) -> list[int]:
     """Return the part of each rank from 0 to 1, counted from 1 to `count`."""
     numbers = np.minimum(np.nan_to_num(ranks) * count, count - 1).astype(int) + 1
     return [int(number) for number in numbers]

@@ -20,7 +20,7 @@ from histopipe.training.objective import Objective
 from histopipe.training.train_step import values_of
 
 
-class PatchValues(NamedTuple):
+class PatchContributions(NamedTuple):
     """What the patches of a bag are worth to a model."""
 
     attention: NDArray[np.float64]
@@ -29,7 +29,7 @@ class PatchValues(NamedTuple):
     """(N, C) parts of the last layer's values. Their sum is these values less bias and covariates."""
 
 
-def patch_values(model: BagModel, patches: Patches) -> PatchValues:
+def patch_values(model: BagModel, patches: Patches) -> PatchContributions:
     """Return attention and parts of the patches of a bag."""
     weights = values_of(model.patch_weights)
     kernel = np.asarray(values_of(model.last_weights)[0], np.float64)
@@ -42,7 +42,7 @@ def patch_values(model: BagModel, patches: Patches) -> PatchValues:
         best = np.asarray(pooled.best)
         parts = np.zeros((count, model.outputs))
         np.add.at(parts, best, np.asarray(pooled.value, np.float64)[:, None] * kernel)
-        return PatchValues(np.bincount(best, minlength=count) / len(best), parts)
+        return PatchContributions(np.bincount(best, minlength=count) / len(best), parts)
     all_scores, all_parts = [], []
     for begin in range(0, count, PIECE):
         piece = patches.features[begin : begin + PIECE]
@@ -52,17 +52,17 @@ def patch_values(model: BagModel, patches: Patches) -> PatchValues:
     scores = np.concatenate(all_scores)
     shares = np.exp(scores - scores.max())
     shares /= shares.sum()
-    return PatchValues(shares, shares[:, None] * np.concatenate(all_parts))
+    return PatchContributions(shares, shares[:, None] * np.concatenate(all_parts))
 
 
 def _together(
     model: BagModel, weights: Sequence[tf.Tensor], patches: Patches, kernel: NDArray[np.float64]
-) -> PatchValues:
+) -> PatchContributions:
     pooled = model.together(weights, patches, None)
     shares = np.asarray(pooled.shares[0], np.float64)
     values = np.asarray(pooled.values[0], np.float64)
     if model.pooling != "dsmil":
-        return PatchValues(shares[:, 0], shares * (values @ kernel[: values.shape[1]]))
+        return PatchContributions(shares[:, 0], shares * (values @ kernel[: values.shape[1]]))
     # The rows of the kernel are those of the first output's features, then those of the second, and so on.
     width, scores = values.shape[1], np.asarray(pooled.scores[0], np.float64)
     parts = np.zeros((len(values), model.outputs))
@@ -71,7 +71,7 @@ def _together(
         parts += shares[:, number, None] * (values @ output_kernel)
         best = scores[:, number].argmax()
         parts[best, number] += scores[best, number]
-    return PatchValues(shares.mean(axis=1), parts / 2)
+    return PatchContributions(shares.mean(axis=1), parts / 2)
 
 
 def write_attention(

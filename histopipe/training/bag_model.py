@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from histopipe.dataset.augmentation import hash31
 from histopipe.runs.config import Precision
-from histopipe.runs.task_config import Pooling
+from histopipe.runs.task_config import BagPooling
 from histopipe.training.bag_layers import DualStream, InducedAttention, JointPooling, Together
 from histopipe.training.models import LOGITS, SampleDropout, dtype_policy
 from histopipe.training.objective import Objective
@@ -58,7 +58,7 @@ class BagModel:
 
     def __init__(
         self,
-        pooling: Pooling,
+        pooling: BagPooling,
         *,
         dimension: int,
         objective: Objective,
@@ -67,7 +67,7 @@ class BagModel:
         precision: Precision = "float32",
         scaled: bool = False,
     ) -> None:
-        self.pooling: Pooling = pooling
+        self.pooling: BagPooling = pooling
         self.batch_norms: list[keras.layers.BatchNormalization] = []
         self.takes_positions = pooling == "transformer"
         self.outputs = objective.outputs

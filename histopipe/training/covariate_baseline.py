@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 from histopipe.splits.covariates import Covariates
 from histopipe.splits.splits import SlideSplit, Splits
 from histopipe.splits.subsets import SUBSETS, Subset
-from histopipe.tasks.choices import Level
+from histopipe.tasks.choices import EvaluationLevel
 from histopipe.tasks.predictions import Predictions
 from histopipe.training.objective import Objective
 from histopipe.training.survival_objective import CoxObjective, DiscreteSurvival
 
 
 def baseline_scores(
-    splits: Splits, covariates: Covariates, objective: Objective, level: Level
+    splits: Splits, covariates: Covariates, objective: Objective, level: EvaluationLevel
 ) -> dict[Subset, Predictions]:
     """Fit a model to the covariates of the training bags, and return its predictions for the other subsets."""
     if isinstance(objective, CoxObjective | DiscreteSurvival):

@@ -33,7 +33,7 @@ MEAN, STD = 127.0, 128.0
 _STEM, _HEAD = 32, 1280
 
 
-class _Stage(NamedTuple):
+class _BlockStage(NamedTuple):
     """Blocks with the same number of filters; `stride` is that of the first."""
 
     blocks: int
@@ -48,13 +48,13 @@ class _Stage(NamedTuple):
 
 
 _STAGES = (
-    _Stage(1, 3, 1, 1, 16),
-    _Stage(2, 3, 2, 6, 24),
-    _Stage(2, 5, 2, 6, 40),
-    _Stage(3, 3, 2, 6, 80),
-    _Stage(3, 5, 1, 6, 112),
-    _Stage(4, 5, 2, 6, 192),
-    _Stage(1, 3, 1, 6, 320),
+    _BlockStage(1, 3, 1, 1, 16),
+    _BlockStage(2, 3, 2, 6, 24),
+    _BlockStage(2, 5, 2, 6, 40),
+    _BlockStage(3, 3, 2, 6, 80),
+    _BlockStage(3, 5, 1, 6, 112),
+    _BlockStage(4, 5, 2, 6, 192),
+    _BlockStage(1, 3, 1, 6, 320),
 )
 
 
@@ -86,7 +86,7 @@ def efficientnet_lite(name: str, *, trained: bool) -> keras.Model:
     return core
 
 
-def _block(x: Any, name: str, stage: _Stage, filters: int, strides: int) -> Any:
+def _block(x: Any, name: str, stage: _BlockStage, filters: int, strides: int) -> Any:
     """Return an inverted residual block of `x`."""
     channels, start = x.shape[-1], x
     if stage.expansion > 1:

@@ -11,14 +11,14 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
+from histopipe.system.arrays import FloatArray
 from histopipe.tasks.predictions import Predictions
 from histopipe.tasks.task import Task
 
 TINY = 1e-7
 _ABSENT = 20.0
 """Log odds of the rarest class against one without a training sample."""
-Values = NDArray[np.float64]
-Part = Mapping[str, tf.Tensor]
+BatchTensors = Mapping[str, tf.Tensor]
 
 
 class Objective(ABC):
@@ -35,11 +35,11 @@ class Objective(ABC):
     """(C,) initial bias of the last layer of slide models; None for 0."""
 
     @abstractmethod
-    def fit_linear(self, inputs: Values, targets: Values) -> tuple[Values, Values]:
+    def fit_linear(self, inputs: FloatArray, targets: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Return (K, C) kernel and (C,) bias of a last layer: a linear model of (N, K) inputs, such as covariates."""
 
     @abstractmethod
-    def losses(self, part: Part, logits: tf.Tensor, smoothing: float = 0.0) -> tf.Tensor:
+    def losses(self, part: BatchTensors, logits: tf.Tensor, smoothing: float = 0.0) -> tf.Tensor:
         """Return the (B,) losses of (B, C) values of the last layer."""
 
     @abstractmethod
@@ -90,7 +90,7 @@ class ClassObjective(Objective):
     def __init__(self, classes: int) -> None:
         self.outputs = classes
 
-    def fit_linear(self, inputs: Values, targets: Values) -> tuple[Values, Values]:
+    def fit_linear(self, inputs: FloatArray, targets: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Fit a logistic regression. Classes without a sample are nearly impossible."""
         from sklearn.linear_model import LogisticRegression
 
@@ -103,7 +103,7 @@ class ClassObjective(Objective):
         all_kernels[:, model.classes_], all_biases[model.classes_] = kernel, bias
         return all_kernels, all_biases
 
-    def losses(self, part: Part, logits: tf.Tensor, smoothing: float = 0.0) -> tf.Tensor:
+    def losses(self, part: BatchTensors, logits: tf.Tensor, smoothing: float = 0.0) -> tf.Tensor:
         """Return the softmax cross-entropy, with label smoothing."""
         losses = tf.nn.sparse_softmax_cross_entropy_with_logits(part["label"], logits)
         if not smoothing:
@@ -140,13 +140,13 @@ class MultilabelObjective(Objective):
         self.outputs = len(positive_weight)
         self._positive = positive_weight
 
-    def fit_linear(self, inputs: Values, targets: Values) -> tuple[Values, Values]:
+    def fit_linear(self, inputs: FloatArray, targets: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Fit a logistic regression of each label."""
         from sklearn.linear_model import LogisticRegression
 
         return _fit_columns(lambda: LogisticRegression(max_iter=1000), inputs, targets)
 
-    def losses(self, part: Part, logits: tf.Tensor, smoothing: float = 0.0) -> tf.Tensor:
+    def losses(self, part: BatchTensors, logits: tf.Tensor, smoothing: float = 0.0) -> tf.Tensor:
         """Return the sum over the known labels, divided by the number of all labels.
 
         So a missing label does not change the weight of the others.
@@ -184,7 +184,7 @@ class RegressionObjective(Objective):
         self.outputs, self._loss = len(mean), loss
         self._mean, self._scale = np.array(mean, np.float64), np.array(deviation, np.float64)
 
-    def fit_linear(self, inputs: Values, targets: Values) -> tuple[Values, Values]:
+    def fit_linear(self, inputs: FloatArray, targets: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Fit a ridge regression of each standardised column."""
         from sklearn.linear_model import Ridge
 
@@ -197,7 +197,7 @@ class RegressionObjective(Objective):
         scale = np.where(deviation > 0, deviation, 1.0)
         return cls(np.nanmean(targets, axis=0).tolist(), scale.tolist(), loss)
 
-    def losses(self, part: Part, logits: tf.Tensor, smoothing: float = 0.0) -> tf.Tensor:
+    def losses(self, part: BatchTensors, logits: tf.Tensor, smoothing: float = 0.0) -> tf.Tensor:
         """Return the sum over the known columns, divided by the number of all columns."""
         mean, scale = (
             tf.constant(statistic, logits.dtype) for statistic in (self._mean, self._scale)
@@ -237,7 +237,9 @@ class RegressionObjective(Objective):
         return {"mean": self._mean.tolist(), "deviation": self._scale.tolist()}
 
 
-def _fit_columns(make: Callable[[], Any], inputs: Values, targets: Values) -> tuple[Values, Values]:
+def _fit_columns(
+    make: Callable[[], Any], inputs: FloatArray, targets: FloatArray
+) -> tuple[FloatArray, FloatArray]:
     """Return (K, T) kernel and (T,) bias of a linear model for each of T columns, with NaN for unknown targets."""
     kernels, biases = [], []
     for column in targets.T:

@@ -27,7 +27,7 @@ from histopipe.splits.splits import Splits
 from histopipe.splits.subsets import Subset
 from histopipe.system.files import write_json
 from histopipe.system.worker_pool import count_usable_cores
-from histopipe.tasks.choices import Level
+from histopipe.tasks.choices import EvaluationLevel
 from histopipe.tasks.predictions import Predictions
 from histopipe.tasks.task import Task
 
@@ -107,7 +107,7 @@ def located(
     *,
     task: Task,
     output: NDArray[np.float32],
-    level: Level = "patch",
+    level: EvaluationLevel = "patch",
 ) -> Predictions:
     """Return predictions of patches or bags with their slides, patients and positions, in the order of the slides.
 
@@ -129,7 +129,7 @@ def targets_of(outputs: SampleOutputs, splits: Splits) -> NDArray[np.float64]:
 
 
 def located_rows(
-    outputs: SampleOutputs, sources: Sequence[SampleSource], splits: Splits, level: Level
+    outputs: SampleOutputs, sources: Sequence[SampleSource], splits: Splits, level: EvaluationLevel
 ) -> tuple[dict[str, Any], NDArray[np.intp]]:
     """Return slides, patients and positions of outputs, as of `Predictions`, in the order of the slides; the order."""
     order = np.argsort(outputs.key, kind="stable")

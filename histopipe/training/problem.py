@@ -31,7 +31,7 @@ from histopipe.splits.subsets import SUBSETS, Subset
 from histopipe.store.store import Store
 from histopipe.system.progress import message
 from histopipe.system.result import counted
-from histopipe.tasks.choices import Level
+from histopipe.tasks.choices import EvaluationLevel
 from histopipe.tasks.predictions import Predictions
 from histopipe.training.models import build_model
 from histopipe.training.objectives import make_objective
@@ -49,7 +49,7 @@ class Problem:
 
     holders: str
     """Containers of the samples in the splits, as a plural noun for messages."""
-    level: Level = "patch"
+    level: EvaluationLevel = "patch"
     """Level of a sample."""
     starts_fitted = False
     """Whether a new model already predicts, so that its first weights are a candidate for the best: epoch 0."""

@@ -11,11 +11,12 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
+from histopipe.system.arrays import FloatArray
 from histopipe.tasks.predictions import Predictions
 from histopipe.tasks.survival import Survival
 from histopipe.tasks.survival_statistics import breslow_survival, partial_likelihood, time_grid
 from histopipe.tasks.task import Task
-from histopipe.training.objective import TINY, Objective, Part, Values
+from histopipe.training.objective import TINY, BatchTensors, Objective
 
 PENALTY = 0.1
 """Ridge penalty of Cox' regression per patient, without which few events have no finite solution."""
@@ -40,7 +41,7 @@ class CoxObjective(Objective):
         """Create it from the (N, 2) times and events of the training."""
         return cls(time_grid(*targets.T))
 
-    def losses(self, part: Part, logits: tf.Tensor, smoothing: float = 0.0) -> tf.Tensor:
+    def losses(self, part: BatchTensors, logits: tf.Tensor, smoothing: float = 0.0) -> tf.Tensor:
         """Return 0: the loss is computed for all bags together."""
         return tf.zeros_like(logits[:, 0])
 
@@ -59,7 +60,7 @@ class CoxObjective(Objective):
         events = max((event * (weight > 0)).sum(), 1)
         return np.stack([np.full(len(rows), loss / events), gradient], axis=1).astype(np.float32)
 
-    def fit_linear(self, inputs: Values, targets: Values) -> tuple[Values, Values]:
+    def fit_linear(self, inputs: FloatArray, targets: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Fit Cox' regression."""
         return _cox_layer(inputs, targets, np.zeros(1))
 
@@ -133,7 +134,7 @@ class DiscreteSurvival(Objective):
         share = (died + 0.5) / (at_risk + 1)
         return np.asarray(np.log(share / (1 - share)))
 
-    def losses(self, part: Part, logits: tf.Tensor, smoothing: float = 0.0) -> tf.Tensor:
+    def losses(self, part: BatchTensors, logits: tf.Tensor, smoothing: float = 0.0) -> tf.Tensor:
         """Return the negative log likelihood."""
         begin, end = (
             tf.constant(edges, logits.dtype) for edges in (self._edges[:-1], self._edges[1:])
@@ -167,7 +168,7 @@ class DiscreteSurvival(Objective):
         survival = np.exp([np.interp(self.grid, self._edges, row) for row in steps])
         return np.concatenate([risk, survival.reshape(len(ends), -1)], axis=1).astype(np.float32)
 
-    def fit_linear(self, inputs: Values, targets: Values) -> tuple[Values, Values]:
+    def fit_linear(self, inputs: FloatArray, targets: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Fit Cox' regression: the same ratio of hazards in all intervals."""
         bias = np.zeros(self.outputs) if self.bias is None else self.bias
         return _cox_layer(inputs, targets, bias)
@@ -189,13 +190,15 @@ def _with_grid(task: Task, grid: Sequence[float]) -> Task:
     return replace(cast(Survival, task), grid=tuple(grid))
 
 
-def _cox_layer(inputs: Values, targets: Values, bias: Values) -> tuple[Values, Values]:
+def _cox_layer(
+    inputs: FloatArray, targets: FloatArray, bias: FloatArray
+) -> tuple[FloatArray, FloatArray]:
     """Return kernel and bias of a last layer whose outputs all have the coefficients of Cox' regression."""
     weights = cox_weights(inputs, targets)
     return np.tile(weights[:, None], len(bias)), bias - float(inputs.mean(axis=0) @ weights)
 
 
-def cox_weights(inputs: Values, targets: Values) -> Values:
+def cox_weights(inputs: FloatArray, targets: FloatArray) -> FloatArray:
     """Return the (K,) coefficients of Cox' regression."""
     from scipy.optimize import minimize
 
@@ -204,7 +207,7 @@ def cox_weights(inputs: Values, targets: Values) -> Values:
     scale = inputs[:, varied].std(axis=0, ddof=1)
     standardised = (inputs[:, varied] - inputs[:, varied].mean(axis=0)) / scale
 
-    def loss(weights: Values) -> tuple[float, Values]:
+    def loss(weights: FloatArray) -> tuple[float, FloatArray]:
         likelihood, slopes = partial_likelihood(standardised @ weights, time, event)
         gradient = slopes @ standardised / len(time) + PENALTY * weights
         return likelihood / len(time) + PENALTY / 2 * float(weights @ weights), gradient

@@ -13,7 +13,7 @@ from histopipe.pretrained.naming import Naming
 from histopipe.pretrained.resampling import resize_positions
 from histopipe.pretrained.tensors import Tensor
 
-_Values = NDArray[np.float32]
+WeightArray = NDArray[np.float32]
 
 
 def assign_weights(
@@ -41,13 +41,13 @@ class _Reader:
     ) -> None:
         self._network, self._naming, self._tensors = network, naming, tensors
 
-    def linear(self, name: str, number: int, *, transposed: bool = True) -> list[_Values]:
+    def linear(self, name: str, number: int, *, transposed: bool = True) -> list[WeightArray]:
         """Return kernel and bias. PyTorch's kernels are (outputs, inputs)."""
         name = name.format(number)
         kernel, bias = (self._tensors[f"{name}.{kind}"].read() for kind in ("weight", "bias"))
         return [kernel.T if transposed else kernel, bias]
 
-    def embedding(self, side: int) -> Iterator[_Values]:
+    def embedding(self, side: int) -> Iterator[WeightArray]:
         """Yield the (patch * patch * 3, D) kernel and the (T, D) bias of the embedding."""
         network, naming, width = self._network, self._naming, self._network.width
         kernel, bias = self.linear(naming.patch, 0, transposed=False)
@@ -64,7 +64,7 @@ class _Reader:
         patches = resize_positions(positions[prefix_count:], side, antialiased=antialiased)
         yield np.concatenate([prefix, patches + bias])
 
-    def attention(self, number: int) -> Iterator[tuple[str, list[_Values]]]:
+    def attention(self, number: int) -> Iterator[tuple[str, list[WeightArray]]]:
         """Yield the layers of the attention. Heads are one after the other in the columns of their kernels."""
         width = self._network.width
         pairs = [self.linear(name, number) for name in self._naming.qkv]
@@ -76,7 +76,7 @@ class _Reader:
         scale = self._scale(self._naming.scale1, number)
         yield "projection", [kernel * scale, bias * scale]
 
-    def feed_forward(self, number: int) -> Iterator[tuple[str, list[_Values]]]:
+    def feed_forward(self, number: int) -> Iterator[tuple[str, list[WeightArray]]]:
         """Yield the layers of the feed-forward network. The first half of a packed SwiGLU is the activated one."""
         network = self._network
         first, second = self._naming.gated if network.gated else self._naming.plain
@@ -88,7 +88,7 @@ class _Reader:
         scale = self._scale(self._naming.scale2, number)
         yield "output", [kernel * scale, bias * scale]
 
-    def _scale(self, name: str, number: int) -> _Values | np.float32:
+    def _scale(self, name: str, number: int) -> WeightArray | np.float32:
         return (
             self._tensors[name.format(number)].read()
             if self._network.layer_scale

@@ -27,7 +27,7 @@ QUALITY = {
 
 
 @dataclass(frozen=True, slots=True)
-class Grid:
+class PatchGrid:
     """Positions of patches: (N,) int32 top left corners, side and distance of neighbours; all in level-0 pixels."""
 
     source: str
@@ -77,7 +77,7 @@ class Layer:
 class SlideLayers:
     """All grids and layers of a slide."""
 
-    grids: list[Grid] = field(default_factory=list)
+    grids: list[PatchGrid] = field(default_factory=list)
     layers: list[Layer] = field(default_factory=list)
     index: dict[str, NDArray[Any]] = field(default_factory=dict)
 
@@ -95,7 +95,7 @@ class SlideLayers:
             rows = grid.rows_at(x, y)
             if (rows >= 0).all() and abs(grid.size - size) < 0.01 * size:
                 return number, rows
-        self.grids.append(Grid(source, x.astype(np.int32), y.astype(np.int32), size, stride))
+        self.grids.append(PatchGrid(source, x.astype(np.int32), y.astype(np.int32), size, stride))
         return len(self.grids) - 1, np.arange(len(x))
 
     def spread(self, grid: int, rows: NDArray[np.int64], values: NDArray[Any]) -> NDArray[Any]:
@@ -120,7 +120,7 @@ def slide_layers(entry: Entry, predictions: Iterable[PredictionSource]) -> Slide
         scale = record.downsample or 0.0
         size, stride = (record.read_size or 0) * scale, (record.stride or 0) * scale
         layers.grids.append(
-            Grid("store", layers.index["x_l0"], layers.index["y_l0"], size, stride or size)
+            PatchGrid("store", layers.index["x_l0"], layers.index["y_l0"], size, stride or size)
         )
         _add_columns(layers, entry.store.classes)
     elif entry.predicted is not None:
@@ -154,7 +154,7 @@ def _add_columns(layers: SlideLayers, classes: Sequence[str]) -> None:
         layers.add(f"quality:{name}", title, "quality", 0, values, high=high)
 
 
-def _spacing(grid: Grid, x: NDArray[np.int64], y: NDArray[np.int64]) -> tuple[float, float]:
+def _spacing(grid: PatchGrid, x: NDArray[np.int64], y: NDArray[np.int64]) -> tuple[float, float]:
     """Return side and distance of patches with these corners: those of a grid that has them all, else their distance."""
     if (grid.rows_at(x, y) >= 0).all():
         return grid.size, grid.stride

@@ -19,9 +19,10 @@ from histopipe.slides.slide import Slide
 from histopipe.slides.slide_files import SlideFile, fingerprint
 from histopipe.slides.slide_hashes import SlideHashes
 from histopipe.slides.thumbnail import ASSUMED_MPP, Thumbnail, read_thumbnail, usual_mpp
+from histopipe.system.arrays import PixelArray
 from histopipe.system.worker_pool import silence
 from histopipe.tissue_masks.algorithms import find_on_thumbnail
-from histopipe.viewer.tiles import OVERLAP, TILE, Area, Pixels, cut, hatched, jpeg, png
+from histopipe.viewer.tiles import OVERLAP, TILE, PictureArea, cut, hatched, jpeg, png
 
 _MOST_REDUCTION = 8
 """Largest factor by which a level is reduced for a tile; coarser tiles are cut from an overview of the whole slide."""
@@ -114,7 +115,7 @@ def slide_tile(path: str, step: int, column: int, row: int) -> bytes:
     top, height = _extent(row, math.ceil(size.height / scale))
     if width <= 0 or height <= 0 or scale > 2 * max(size.width, size.height):
         raise UsageError(f"tile {step}/{column}/{row} is outside the slide")
-    return jpeg(_read(slide, Area(left * scale, top * scale, scale, width, height)))
+    return jpeg(_read(slide, PictureArea(left * scale, top * scale, scale, width, height)))
 
 
 def _extent(number: int, whole: int) -> tuple[int, int]:
@@ -130,10 +131,10 @@ def slide_region(path: str, x: int, y: int, side_l0: float, pixels: int) -> byte
     """Return a square of a slide as JPEG with at most `pixels` pixels. `x`, `y` and `side_l0` are level-0 pixels."""
     scale = max(1.0, side_l0 / pixels)
     count = max(1, round(side_l0 / scale))
-    return jpeg(_read(_slide(path), Area(x, y, scale, count, count)))
+    return jpeg(_read(_slide(path), PictureArea(x, y, scale, count, count)))
 
 
-def _read(slide: Slide, area: Area) -> Pixels:
+def _read(slide: Slide, area: PictureArea) -> PixelArray:
     """Return (H, W, 3) pixels of a part of a slide. The parts that cannot be read are hatched."""
     try:
         return _read_level(slide, area)
@@ -149,7 +150,7 @@ def _read(slide: Slide, area: Area) -> Pixels:
         return pixels
 
 
-def _read_level(slide: Slide, area: Area) -> Pixels:
+def _read_level(slide: Slide, area: PictureArea) -> PixelArray:
     fine = [level for level in slide.info.levels if level.downsample <= area.pixel * 1.01]
     level = max(fine, key=lambda level: level.downsample) if fine else slide.info.levels[0]
     reduction = area.pixel / level.downsample
@@ -178,13 +179,13 @@ def _overview(path: str, _mtime_ns: int) -> tuple[Thumbnail, Image.Image]:
     return thumbnail, Image.fromarray(pixels)
 
 
-def _from_overview(path: str, area: Area) -> Pixels:
+def _from_overview(path: str, area: PictureArea) -> PixelArray:
     thumbnail, image = _overview(path, Path(path).stat().st_mtime_ns)
     level = thumbnail.level.downsample
     pixel = thumbnail.reduction * level
     left, top = thumbnail.x_level * level, thumbnail.y_level * level
     corner = (area.left - left) / pixel, (area.top - top) / pixel
-    return cut(image, Area(*corner, area.pixel / pixel, area.width, area.height))
+    return cut(image, PictureArea(*corner, area.pixel / pixel, area.width, area.height))
 
 
 def slide_thumbnail(path: str, side: int) -> bytes:
@@ -193,7 +194,7 @@ def slide_thumbnail(path: str, side: int) -> bytes:
     origin, size = slide.info.bounds.origin, slide.info.bounds.size
     scale = max(1.0, max(size.width, size.height) / side)
     width, height = max(1, round(size.width / scale)), max(1, round(size.height / scale))
-    return jpeg(_read(slide, Area(origin.x, origin.y, scale, width, height)))
+    return jpeg(_read(slide, PictureArea(origin.x, origin.y, scale, width, height)))
 
 
 def slide_mask(path: str) -> bytes:

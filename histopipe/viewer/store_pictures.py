@@ -12,7 +12,7 @@ from histopipe.errors import DamagedStore
 from histopipe.store.format import patch_key, value_crc
 from histopipe.store.reading import decode_picture
 from histopipe.store.store import Store
-from histopipe.viewer.tiles import Area, cut, hatched, jpeg
+from histopipe.viewer.tiles import PictureArea, cut, hatched, jpeg
 
 _GREY = (236, 236, 236)
 
@@ -91,7 +91,7 @@ def store_tile(
         image = Image.fromarray(decode_picture(thumbnail, f"thumbnail of {record.id}"))
         scale = width / image.width
         corner = (left - left_bound) / scale, (top - top_bound) / scale
-        canvas = Image.fromarray(cut(image, Area(*corner, pixel / scale, side, side)))
+        canvas = Image.fromarray(cut(image, PictureArea(*corner, pixel / scale, side, side)))
     small = max(1, side >> step)
     for at in rows:
         canvas.paste(_small_patch(store, slide, at, side, small), places[at])

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import simplejpeg
-from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
-Pixels = NDArray[np.uint8]
+from histopipe.system.arrays import PixelArray
 
 TILE = 512
 """Side of a tile without overlap."""
@@ -29,7 +28,7 @@ _QUALITY = 90
 
 
 @dataclass(frozen=True, slots=True)
-class Area:
+class PictureArea:
     """A part of an image: its corner and the side of its pixels, in pixels of the image; and its size in its own pixels."""
 
     left: float
@@ -38,13 +37,15 @@ class Area:
     width: int
     height: int
 
-    def part(self, rows: slice, columns: slice) -> Area:
+    def part(self, rows: slice, columns: slice) -> PictureArea:
         """Return the part with these rows and columns."""
         left, top = self.left + columns.start * self.pixel, self.top + rows.start * self.pixel
-        return Area(left, top, self.pixel, columns.stop - columns.start, rows.stop - rows.start)
+        return PictureArea(
+            left, top, self.pixel, columns.stop - columns.start, rows.stop - rows.start
+        )
 
 
-def cut(image: Image.Image, area: Area) -> Pixels:
+def cut(image: Image.Image, area: PictureArea) -> PixelArray:
     """Return a part of an image. Outside, it is white."""
     reduction = max(1, int(area.pixel))
     if reduction > 1:
@@ -57,7 +58,7 @@ def cut(image: Image.Image, area: Area) -> Pixels:
     return np.asarray(part)
 
 
-def hatched(height: int, width: int) -> Pixels:
+def hatched(height: int, width: int) -> PixelArray:
     """Return (H, W, 3) stripes, which mark what cannot be read."""
     y, x = np.ogrid[:height, :width]
     return np.asarray(_STRIPES[((x + y) // _STRIPE) % 2], np.uint8)
@@ -83,7 +84,7 @@ def message_tile(text: str) -> bytes:
     return jpeg(np.asarray(image))
 
 
-def jpeg(pixels: Pixels) -> bytes:
+def jpeg(pixels: PixelArray) -> bytes:
     """Return (H, W, 3) pixels as JPEG, with full colour resolution."""
     contiguous = np.ascontiguousarray(pixels)
     return bytes(
@@ -93,7 +94,7 @@ def jpeg(pixels: Pixels) -> bytes:
     )
 
 
-def png(pixels: Pixels) -> bytes:
+def png(pixels: PixelArray) -> bytes:
     """Return pixels as PNG, little compressed."""
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, "PNG", compress_level=1)

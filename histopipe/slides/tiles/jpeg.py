@@ -43,7 +43,7 @@ class OtherFrame(NotPlain):
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class JpegFrame:
     """Size, sampling and bits per sample in a JPEG header.
 
     `sampling` contains the horizontal and vertical factor of each component: `((2, 2), (1, 1), (1, 1))` for 4:2:0.
@@ -65,7 +65,7 @@ class TileFormat:
     is from the slide's header. If `frame` is given, tiles with another frame are refused.
     """
 
-    def __init__(self, tables: bytes, colour: Colour, frame: Frame | None = None) -> None:
+    def __init__(self, tables: bytes, colour: Colour, frame: JpegFrame | None = None) -> None:
         kept = (tables[s:e] for marker, s, e in _segments(tables) if marker in _KEPT)
         self._begin = SOI + _ADOBE.get(colour, b"") + b"".join(kept)
         self._frame = frame
@@ -106,7 +106,7 @@ class TileFormat:
         return tile[:stop], header
 
 
-def frame_of(jpeg: bytes) -> Frame:
+def frame_of(jpeg: bytes) -> JpegFrame:
     """Return the frame of a JPEG header.
 
     Raises:
@@ -119,7 +119,7 @@ def frame_of(jpeg: bytes) -> Frame:
             height, width = int.from_bytes(body[1:3]), int.from_bytes(body[3:5])
             factors = body[7 : 6 + 3 * body[5] : 3]
             sampling = tuple((factor >> 4, factor & 15) for factor in factors)
-            return Frame(Size(width, height), sampling, body[0])
+            return JpegFrame(Size(width, height), sampling, body[0])
     raise OtherFrame("no baseline or progressive frame")
 
 

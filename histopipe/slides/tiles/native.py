@@ -24,7 +24,7 @@ from histopipe.errors import SlideUnreadable
 from histopipe.geometry import RegionLevel, Size
 from histopipe.slides.tiles.jpeg import (
     Colour,
-    Frame,
+    JpegFrame,
     NotPlain,
     OtherFrame,
     TileFormat,
@@ -77,7 +77,7 @@ class NativeLevel:
     tables: bytes
     offsets: NDArray[np.int64]
     lengths: NDArray[np.int64]
-    frame: Frame | None = None
+    frame: JpegFrame | None = None
     conflict: str | None = None
     """Note that markers of the tiles declare other colours than the header, which OpenSlide follows."""
 
@@ -229,7 +229,7 @@ def with_frame(native: NativeLevel) -> NativeLevel:
         raise NotNative(f"its tiles are too large: {native.tile} pixels, up to {length} bytes")
     longer = np.argsort(-native.lengths, axis=None, kind="stable")
     longer = longer[: max(1, np.count_nonzero(native.lengths) // 2)]
-    frames, colours, problems = Counter[Frame](), Counter[Colour](), list[str]()
+    frames, colours, problems = Counter[JpegFrame](), Counter[Colour](), list[str]()
     with NativeTiles(native) as tiles:
         for number in np.unique(np.linspace(0, len(longer) - 1, _SAMPLED_FRAMES).astype(int)):
             place = int(longer[number])
