@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -40,7 +39,7 @@ from histopipe.system.files import Closing
 from histopipe.system.progress import Progress
 from histopipe.system.result import slide_failure
 from histopipe.system.tensorflow import load_quietly
-from histopipe.system.worker_pool import WorkerPool
+from histopipe.system.worker_pool import WorkerPool, run_tasks
 
 _SECONDS = 600.0
 """Time limit for planning a slide, or for a batch of patches."""
@@ -257,37 +256,37 @@ class FileSource(Closing):
         self, files: Sequence[SlideFile], fail: Callable[[str, str], None]
     ) -> Iterator[TiledSlide | None]:
         """Yield slides in order while the next ones are planned. Call `fail` with the id and reason of each failure."""
-        running = deque[tuple[PendingSlide, Future[Any]]]()
 
-        def tiled(most: int) -> Iterator[TiledSlide]:
-            while len(running) > most:
-                pending, future = running.popleft()
-                try:
-                    slide = self._tiled(pending, future)
-                except Exception as error:  # noqa: BLE001 - `slide_failure` raises what concerns all slides
-                    reason = slide_failure(error)
-                    fail(pending.slide.id, pending.slide.with_original_paths(reason))
-                    if pending.slide.staged is not None and self.stage is not None:
-                        self.stage.release(pending.slide.staged)
+        def staged_slides() -> Iterator[PendingSlide | None]:
+            for item in staged(self.stage, enumerate(files), lambda numbered: numbered[1]):
+                if item is None:
+                    yield None
+                    continue
+                (number, file), copy = item
+                if isinstance(copy, SlideError):
+                    fail(file.id, str(copy))
                 else:
-                    yield slide
+                    yield self._pending(number, file, copy)
 
-        for item in staged(self.stage, enumerate(files), lambda numbered: numbered[1]):
-            if item is None:
-                yield from tiled(0)
-                yield None
-                continue
-            (number, file), copy = item
-            if isinstance(copy, SlideError):
-                fail(file.id, str(copy))
-                continue
-            pending = self._pending(number, file, copy)
-            future = self.pool.submit_within(
+        def plan(pending: PendingSlide) -> Future[PlannedSlide | SlideFailure]:
+            return self.pool.submit_within(
                 _SECONDS, plan_slide, pending.slide, pending.record, self.spec, self._ingest
             )
-            running.append((pending, future))
-            yield from tiled(self._ingest.worker_count)
-        yield from tiled(0)
+
+        for task in run_tasks(plan, staged_slides(), limit=self._ingest.worker_count + 1):
+            if task is None:
+                yield None
+                continue
+            pending, future = task
+            try:
+                slide = self._tiled(pending, future)
+            except Exception as error:  # noqa: BLE001 - `slide_failure` raises what concerns all slides
+                reason = slide_failure(error)
+                fail(pending.slide.id, pending.slide.with_original_paths(reason))
+                if pending.slide.staged is not None and self.stage is not None:
+                    self.stage.release(pending.slide.staged)
+            else:
+                yield slide
 
     def _pending(self, number: int, slide: SlideFile, copy: StagedSlide | None) -> PendingSlide:
         label = self._labels.get(slide.id)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, as_completed
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,14 +27,14 @@ from histopipe.ingestion.request import IngestSettings, read_request
 from histopipe.ingestion.sources import PathLike
 from histopipe.ingestion.storing import prepare
 from histopipe.slides.source_speed import SourceSpeed, measure_source
-from histopipe.slides.staging import Stage, staged
+from histopipe.slides.staging import Stage, StagedSlide, staged
 from histopipe.store.folder import check_spec
 from histopipe.store.record import FailureKind, SlideRecord
 from histopipe.store.store import Store
 from histopipe.system.filesystems import free_bytes
 from histopipe.system.progress import Progress, default_progress
 from histopipe.system.result import Result, counted, exit_code_of, slide_failure
-from histopipe.system.worker_pool import WorkerPool
+from histopipe.system.worker_pool import WorkerPool, run_tasks
 from histopipe.tiling.spec import TilingSpec
 
 
@@ -215,40 +215,44 @@ def _plan_all(
         if options.stage is not None:
             stage = stack.enter_context(Stage(options.stage, options.stage_bytes, events.copied))
         pool = stack.enter_context(WorkerPool(options.worker_count, prepare))
-        running: dict[Future[PlannedSlide | SlideFailure], PendingSlide] = {}
-        for item in staged(stage, slides, lambda pending: pending.slide.file):
-            if item is not None:
-                pending, copy = item
-                if isinstance(copy, SlideError):
-                    failed = SlideFailure(str(copy), FailureKind.OPTION, pending.record)
-                    yield _preview(failed, events)
-                    continue
-                pending = dataclasses.replace(
-                    pending, slide=dataclasses.replace(pending.slide, staged=copy)
-                )
-                future = pool.submit_within(
-                    options.seconds_for(0), plan_slide, pending.slide, pending.record, spec, options
-                )
-                running[future] = pending
-            while running and (item is None or (stage and len(running) > options.worker_count)):
-                done = next(as_completed(running))
-                yield _preview(_planned(running.pop(done), done, stage), events)
-        for done in as_completed(running):
-            yield _preview(_planned(running[done], done, stage), events)
+
+        def plan(
+            item: tuple[PendingSlide, StagedSlide | SlideError | None],
+        ) -> Future[PlannedSlide | SlideFailure]:
+            pending, copy = item
+            if isinstance(copy, SlideError):
+                failed = Future[PlannedSlide | SlideFailure]()
+                failed.set_exception(copy)
+                return failed
+            slide = dataclasses.replace(pending.slide, staged=copy)
+            return pool.submit_within(
+                options.seconds_for(0), plan_slide, slide, pending.record, spec, options
+            )
+
+        copies = staged(stage, slides, lambda pending: pending.slide.file)
+        tasks = run_tasks(plan, copies, limit=options.worker_count + 1, in_order=False)
+        for (pending, copy), future in filter(None, tasks):
+            result = _planned(pending, future)
+            if stage is not None and isinstance(copy, StagedSlide):
+                stage.release(copy)
+                result = _with_original_paths(result, copy)
+            yield _preview(result, events)
 
 
 def _planned(
-    pending: PendingSlide, future: Future[PlannedSlide | SlideFailure], stage: Stage | None
+    pending: PendingSlide, future: Future[PlannedSlide | SlideFailure]
 ) -> PlannedSlide | SlideFailure:
-    """Return the result of a task, with the paths of the original, and remove the copy of the slide."""
-    slide = pending.slide
     try:
-        result = future.result()
+        return future.result()
     except Exception as error:  # noqa: BLE001 - `slide_failure` raises what concerns all slides
-        result = SlideFailure(slide_failure(error), FailureKind.FILE, pending.record)
-    if stage is not None and slide.staged is not None:
-        stage.release(slide.staged)
-    named = slide.with_original_paths
+        return SlideFailure(slide_failure(error), FailureKind.FILE, pending.record)
+
+
+def _with_original_paths(
+    result: PlannedSlide | SlideFailure, copy: StagedSlide
+) -> PlannedSlide | SlideFailure:
+    """Return the result of a slide with the paths of the original in place of those of its copy."""
+    named = copy.with_original_paths
     if isinstance(result, SlideFailure):
         return dataclasses.replace(result, reason=named(result.reason))
     record = result.record

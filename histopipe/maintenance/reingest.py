@@ -44,7 +44,7 @@ from histopipe.store.meta import read_records
 from histopipe.store.record import SlideRecord, SlideState
 from histopipe.system.files import to_storable_text
 from histopipe.system.progress import Progress
-from histopipe.system.worker_pool import WorkerDied, WorkerPool, results_of
+from histopipe.system.worker_pool import WorkerDied, WorkerPool, map_in_pool, result_of
 from histopipe.tiling.spec import spec_of_store
 
 _MIN_UNREADABLE = 0.01
@@ -156,14 +156,14 @@ class Reingestion:
         }
         files = {name: by_id[name] for name in scans if name in by_id}
         with WorkerPool(self.options.worker_count) as pool:
-            tasks = [[(slide, scans[name])] for name, slide in files.items()]
-            for ((slide, _),), matches in results_of(pool, _OPENING_SECONDS, _has_scan, tasks):
-                if isinstance(matches, WorkerDied | SlideError):
-                    self.left[slide.id] = f"its file cannot be opened: {matches}"
-                elif not matches:
+            tasks = [(slide, scans[name]) for name, slide in files.items()]
+            for (slide, _), future in map_in_pool(pool, _has_scan, tasks, seconds=_OPENING_SECONDS):
+                try:
+                    if result_of(future):
+                        continue
                     self.left[slide.id] = f"{slide.path} is now another scan"
-                else:
-                    continue
+                except (WorkerDied, SlideError) as error:
+                    self.left[slide.id] = f"its file cannot be opened: {error}"
                 del files[slide.id]
         return files
 
@@ -181,16 +181,13 @@ class Reingestion:
             return claims.take(number) and set_aside(environment, number, record, pending)
 
 
-def _has_scan(slides: list[tuple[SlideFile, SlideRecord]]) -> bool | SlideError:
+def _has_scan(task: tuple[SlideFile, SlideRecord]) -> bool:
     """Return whether a file has the recorded hashes, if there are any, and the recorded size of level 0."""
-    ((slide, record),) = slides
-    try:
-        with open_slide(slide.path) as opened:
-            # A slide of an interrupted repair has neither.
-            same_size = record.width == 0 or Size(record.width, record.height) == opened.info.size
-            return same_size and record.hashes.match_file(slide, opened.info)
-    except SlideError as error:
-        return error
+    slide, record = task
+    with open_slide(slide.path) as opened:
+        # A slide of an interrupted repair has neither.
+        same_size = record.width == 0 or Size(record.width, record.height) == opened.info.size
+        return same_size and record.hashes.match_file(slide, opened.info)
 
 
 def set_aside(

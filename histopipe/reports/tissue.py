@@ -30,7 +30,13 @@ from histopipe.slides.tables import SlideNames, read_mpps
 from histopipe.system.filesystems import roomy
 from histopipe.system.progress import Progress, default_progress
 from histopipe.system.result import counted
-from histopipe.system.worker_pool import WorkerDied, WorkerPool, count_usable_cores, results_of
+from histopipe.system.worker_pool import (
+    WorkerDied,
+    WorkerPool,
+    count_usable_cores,
+    map_in_pool,
+    result_of,
+)
 from histopipe.tissue_masks.finding import TissueSource
 from histopipe.tissue_masks.mask_folder import (
     PAGE,
@@ -98,13 +104,11 @@ def tissue(
     with run_folder.writable(folder):
         folder.mkdir(parents=True, exist_ok=True)
     tasks = [
-        [
-            MaskTask(
-                file, mpps.get(file.id), default,
-                TissueSource(file.id, method, mask=masks.get(file.id), network=network),
-                str(fields.get("tissue_model", method)), folder, force,
-            )
-        ]
+        MaskTask(
+            file, mpps.get(file.id), default,
+            TissueSource(file.id, method, mask=masks.get(file.id), network=network),
+            str(fields.get("tissue_model", method)), folder, force,
+        )
         for file in files
     ]  # fmt: skip
     result = TissueReport(folder)
@@ -114,13 +118,13 @@ def tissue(
         WorkerPool(workers or count_usable_cores(), prepare) as pool,
         display.bar("finding tissue", unit="slides", total=len(tasks)) as bar,
     ):
-        for (task,), outcome in results_of(pool, _SECONDS, write_one_mask, tasks):
-            if isinstance(outcome, WorkerDied | SlideError):
-                result.failed[task.file.id] = str(outcome)
-                bar.item(f"failed {task.file.id}: {outcome}", problem=True)
-            else:
-                result.slides.append(outcome[0])
-                pictures[task.file.id] = outcome[1]
+        for task, future in map_in_pool(pool, write_one_mask, tasks, seconds=_SECONDS):
+            try:
+                row, pictures[task.file.id] = result_of(future)
+                result.slides.append(row)
+            except (WorkerDied, SlideError) as error:
+                result.failed[task.file.id] = str(error)
+                bar.item(f"failed {task.file.id}: {error}", problem=True)
             bar.advance()
         write_table_and_page(result, pictures)
     return result
