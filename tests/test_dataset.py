@@ -35,9 +35,9 @@ from histopipe.dataset.splits import DROPPED, read_splits, write_splits
 from histopipe.dataset.splitting import make_folds, make_splits
 from histopipe.errors import DamagedStore, NothingToDo, UnknownVersion, UsageError
 from histopipe.geometry import Micrometres
-from histopipe.ingestion.records import duplicates
 from histopipe.slides.slide_hashes import SlideHashes, copy_groups, copy_names
 from histopipe.slides.tables import SlideLabel
+from histopipe.store.record import describe_copies
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
 
@@ -293,7 +293,7 @@ def test_slides_of_one_quickhash_with_different_pixels_are_no_copies(tmp_path: P
     with Store(path) as store:
         splits = make_splits([store], split_by="slide", seed=1)
         slides = participants([store], splits, Labelling(), given_splits=False)
-        notes = duplicates(store.slides)
+        notes = describe_copies(store.slides)
     assert {
         participant.slide: participant.copy_of for participant in slides if participant.copy_of
     } == {"a5": "a4", "b5": "b4"}
@@ -315,7 +315,7 @@ def test_copies_across_stores_of_two_versions_are_found(tmp_path: Path) -> None:
     with Store(old) as first, Store(new) as second:
         splits = make_splits([first, second], split_by="slide", seed=1)
         slides = participants([first, second], splits, Labelling(), given_splits=False)
-        notes = duplicates([*first.slides, *second.slides])
+        notes = describe_copies([*first.slides, *second.slides])
     sides = [int(slide.sides[0]) for slide in splits.slides]
     assert sides[:12] == sides[12:]
     assert splits.leaks() == []

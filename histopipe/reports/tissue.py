@@ -13,10 +13,8 @@ from numpy.typing import NDArray
 from histopipe.errors import ScaleError, SlideError, SlideUnreadable
 from histopipe.geometry import Mpp
 from histopipe.ingestion.options import IngestOptions
-from histopipe.ingestion.planning import thumbnail_of
-from histopipe.ingestion.request import read_tissue
-from histopipe.ingestion.sources import PathLike
-from histopipe.ingestion.storing import prepare
+from histopipe.ingestion.planning import prepare, thumbnail_of
+from histopipe.ingestion.request import PathLike, read_tissue
 from histopipe.masks.finding import TissueSource, find_tissue
 from histopipe.masks.grid import Grid
 from histopipe.masks.mask_files import read_mask
@@ -93,10 +91,10 @@ def tissue(
         [Path(path) for path in ([slides] if isinstance(slides, str | Path) else slides)]
     )
     show_links(files, display)
-    ids = [file.id for file in files]
-    fields, masks, network = read_tissue({"tissue": tissue}, None, ids, display)
+    names = SlideNames(file.id for file in files)
+    fields, masks, network = read_tissue({"tissue": tissue}, None, names, display)
     spec = TilingSpec(mpp=Mpp(0.5), **fields)  # the scale of patches does not matter here
-    mpps = {} if mpp_csv is None else read_mpps(Path(mpp_csv), SlideNames(ids))
+    mpps = {} if mpp_csv is None else read_mpps(Path(mpp_csv), names)
     default = None if default_mpp is None else check_mpp("--default-mpp", default_mpp)
     with run_folder.writable(folder):
         folder.mkdir(parents=True, exist_ok=True)
