@@ -165,4 +165,4 @@ def _ingest_here(
 
 
 def _prepare() -> None:
-    importlib.import_module("histopipe.ingestion.storing").prepare()
+    importlib.import_module("histopipe.ingestion.planning").prepare()

@@ -1,4 +1,4 @@
-"""Options of an ingest, and the input for each slide."""
+"""Options of an ingest, and the limits that follow from them."""
 
 from __future__ import annotations
 
@@ -7,47 +7,12 @@ from pathlib import Path
 
 from histopipe.annotations.regions import AnnotationRules
 from histopipe.geometry import Mpp
-from histopipe.ingestion.coords import CoordsFile
 from histopipe.ingestion.route import AskedRoute
 from histopipe.slides.readers import AskedReader
-from histopipe.slides.slide_files import SlideFile
-from histopipe.slides.staging import StagedSlide
-from histopipe.slides.tables import SlideLabel
 from histopipe.system.worker_pool import count_usable_cores
 
 _BASE_SECONDS, _SECONDS_PER_PATCH = 600.0, 0.2
 """Default time limit. It allows five patches per second, a hundredth of the usual rate."""
-
-
-@dataclass(frozen=True, slots=True)
-class SlideInput:
-    """One slide to ingest, with its label, scale, coordinates and annotations. `mpp` is the scale at level 0."""
-
-    file: SlideFile
-    label: SlideLabel | None = None
-    """None keeps the label, patient and site that the store has."""
-    mpp: Mpp | None = None
-    coords: CoordsFile | None = None
-    annotations: Path | None = None
-    mask: Path | None = None
-    staged: StagedSlide | None = None
-    """Local copy, which is read instead of the file."""
-    patient: str | None = None
-    """Patient from the slide's id, which a patient in `label` overrides."""
-
-    @property
-    def id(self) -> str:
-        """Slide id."""
-        return self.file.id
-
-    @property
-    def readable(self) -> SlideFile:
-        """The files to be read: the local copy, or the slide's own."""
-        return self.file if self.staged is None else self.staged.file
-
-    def with_original_paths(self, text: str) -> str:
-        """Return a text, such as an error message, with the paths of the original in place of those of a copy."""
-        return text if self.staged is None else self.staged.with_original_paths(text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

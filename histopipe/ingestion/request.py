@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -14,19 +15,21 @@ from histopipe.annotations.regions import AnnotationRules, Origin
 from histopipe.errors import HistopipeError, NothingToDo, SlideError, UsageError
 from histopipe.geometry import Mpp
 from histopipe.ingestion.coords import CoordsFile, find_coords, spec_of
-from histopipe.ingestion.options import IngestOptions, SlideInput
-from histopipe.ingestion.records import subfolder_labels, with_recorded_ids
+from histopipe.ingestion.options import IngestOptions
 from histopipe.ingestion.route import AskedRoute
-from histopipe.ingestion.sources import PathLike, listed, sources, stage_folder
-from histopipe.slides.discovery import discover, show_links
+from histopipe.ingestion.slide_job import SlideJob
+from histopipe.slides.discovery import discover, show_links, with_recorded_ids
 from histopipe.slides.readers import AskedReader, is_image, open_slide
 from histopipe.slides.scale import check_mpp, resolve_mpp
 from histopipe.slides.slide_files import SlideFile
+from histopipe.slides.staging import stage_folder
 from histopipe.slides.tables import (
     SlideLabel,
     SlideNames,
     read_labels,
     read_mpps,
+    select_listed,
+    urls_in_list,
 )
 from histopipe.store.catalog import read_catalog
 from histopipe.store.store import Store, recorded
@@ -34,6 +37,7 @@ from histopipe.system.arguments import check_arguments
 from histopipe.system.csv_files import NA_VALUES, nfc
 from histopipe.system.progress import Progress
 from histopipe.system.result import counted
+from histopipe.system.urls import is_url
 from histopipe.system.worker_pool import WorkerPool, result_of
 from histopipe.tiling.spec import (
     MIN_PATCH_SIZE,
@@ -47,10 +51,14 @@ from histopipe.tissue_masks.algorithms import FINDERS
 from histopipe.tissue_masks.mask_files import PNG, find_masks
 from histopipe.tissue_masks.network import SUFFIXES, check_network, identify_network
 
+PathLike = str | Path
+
 _DEFAULT_MAGNIFICATION = 20.0
 _MOST_SIDE = 256
 _SMALLER = 20
 """At most one of so many images may be smaller than a patch: a few small ones must not make all patches small."""
+_SLIDES_PER_CLASS = 2
+"""Least number of slides in each sub-folder, if the names of the sub-folders are labels."""
 _ENCODING = ("codec", "quality", "subsampling", "resample")
 _TILING = ("patch_size", "overlap", "level", "tissue_threshold", "roi", "edge", *_ENCODING)
 _OPTIONS = tuple(
@@ -116,7 +124,7 @@ def read_request(
     progress: Progress,
     *,
     coords: Path | None = None,
-) -> tuple[list[SlideInput], TilingSpec, IngestOptions]:
+) -> tuple[list[SlideJob], TilingSpec, IngestOptions]:
     """Find the slides, read the tables and annotations, and show which slides and files are skipped.
 
     The settings are `IngestSettings`, or `ImportSettings` if a folder of coordinates is given.
@@ -133,15 +141,16 @@ def read_request(
     check_arguments(settings, allowed)
     settings = {name: value for name, value in settings.items() if value is not None}
     _check_values(settings)
-    paths, urls = sources(slides, settings.get("slide_list"))
-    records = recorded(store)
-    slide_files = with_recorded_ids(
-        discover([*paths, *urls], images=settings.get("images", False)), records
-    )
+    slide_list = Path(settings["slide_list"]) if "slide_list" in settings else None
+    paths, urls = _sources(slides, slide_list)
+    records = recorded(store).values()
+    slide_files = discover([*paths, *urls], images=settings.get("images", False))
+    slide_files = with_recorded_ids(slide_files, {r.resolved_path: r.id for r in records})
     show_links(slide_files, progress)
-    names = SlideNames([s.id for s in slide_files], [record.id for record in records.values()])
+    names = SlideNames([slide.id for slide in slide_files], [r.id for r in records])
     extra = bool(settings.get("allow_extra_rows", False))
-    chosen = listed(slide_files, settings.get("slide_list"), names, allow_extra=extra)
+    chosen = select_listed(slide_files, slide_list, names, allow_extra=extra)
+    chosen_names = names.restrict(slide.id for slide in chosen)
     files: dict[str, CoordsFile] = {}
     masks: dict[str, Path] = {}
     network: Path | None = None
@@ -149,10 +158,10 @@ def read_request(
     mpps = {} if mpp_csv is None else read_mpps(Path(mpp_csv), names, allow_extra=extra)
     if coords is None:
         settings = _with_image_defaults(settings, chosen, _recorded_spec(store), mpps, progress)
-        tissue, masks, network = read_tissue(settings, store, [s.id for s in chosen], progress)
+        tissue, masks, network = read_tissue(settings, store, chosen_names, progress)
         spec = _spec(settings, tissue)
     else:
-        files = _coords_files(chosen, coords, progress, allow_extra=extra)
+        files = _coords_files(coords, chosen_names, progress, allow_extra=extra)
         chosen = [slide for slide in chosen if slide.id in files]
         spec = spec_of(files.values(), **_given(settings, _ENCODING))
     rules = AnnotationRules(
@@ -166,14 +175,34 @@ def read_request(
     annotations = _annotations(settings, names, progress)
     labels = _labels(slide_files, paths, settings, names, progress)
     patients = _patients(settings.get("patient_regex"), chosen)
-    inputs = [
-        SlideInput(
-            s, labels.get(s.id), mpps.get(s.id), files.get(s.id), annotations.get(s.id), masks.get(s.id),
-            patient=patients.get(s.id),
+    jobs = [
+        SlideJob(
+            slide, labels.get(slide.id), mpps.get(slide.id), files.get(slide.id), annotations.get(slide.id),
+            masks.get(slide.id), patients.get(slide.id),
         )
-        for s in chosen
+        for slide in chosen
     ]  # fmt: skip
-    return inputs, spec, options
+    return jobs, spec, options
+
+
+def _sources(
+    slides: PathLike | Sequence[PathLike], slide_list: Path | None
+) -> tuple[list[Path], list[str]]:
+    """Return the paths and the URLs of slides and folders, also the URLs in a slide list.
+
+    Raises:
+        UsageError: there is none, or the list is invalid.
+    """
+    arguments = [slides] if isinstance(slides, str | Path) else slides
+    urls = [argument for argument in arguments if isinstance(argument, str) and is_url(argument)]
+    paths = [Path(argument) for argument in arguments if argument not in urls]
+    if slide_list is not None:
+        urls += urls_in_list(slide_list)
+    if not paths and not urls:
+        raise UsageError(
+            "no slides", expected="files, folders or URLs, or a --slide-list with URLs"
+        )
+    return paths, urls
 
 
 def _with_image_defaults(
@@ -254,7 +283,7 @@ def _check_values(settings: Mapping[str, Any]) -> None:
 
 
 def read_tissue(
-    settings: Mapping[str, Any], store: Path | None, ids: Sequence[str], progress: Progress
+    settings: Mapping[str, Any], store: Path | None, names: SlideNames, progress: Progress
 ) -> tuple[dict[str, Any], dict[str, Path], Path | None]:
     """Return the fields of the spec about tissue, the masks by slide id, and the file of a network.
 
@@ -271,7 +300,7 @@ def read_tissue(
     if asked in ("otsu", "none", *FINDERS):
         fields["tissue"] = resolved_tissue(str(asked), store_spec)
     elif path.is_dir():
-        masks, fields["tissue"] = find_masks(path, SlideNames(ids)), "masks"
+        masks, fields["tissue"] = find_masks(path, names), "masks"
     elif path.suffix.lower() in SUFFIXES:
         network, fields["tissue"] = path, "model"
         fields["tissue_model"] = identify_network(path)
@@ -306,9 +335,9 @@ def read_tissue(
         if pictures == len(masks) and settings.get("annotations") is None:
             raise UsageError(what, found="PNG", expected="GeoJSON, or --annotations")
         progress.message(f"{what}: only --annotations can cut them")
-    if masks and len(masks) < len(ids):
+    if masks and len(masks) < len(names.ids):
         what = f"--tissue-fallback {fallback}" if fallback else "they will fail"
-        progress.message(f"{counted(len(ids) - len(masks), 'slide')} without a mask: {what}")
+        progress.message(f"{counted(len(names.ids) - len(masks), 'slide')} without a mask: {what}")
     return fields, masks, network
 
 
@@ -340,13 +369,12 @@ def _spec(settings: Mapping[str, Any], tissue: Mapping[str, Any]) -> TilingSpec:
 
 
 def _coords_files(
-    slides: list[SlideFile], folder: Path, progress: Progress, *, allow_extra: bool
+    folder: Path, names: SlideNames, progress: Progress, *, allow_extra: bool
 ) -> dict[str, CoordsFile]:
     """Return the coordinate files by slide id, and show how many slides and files are skipped."""
-    names = SlideNames(slide.id for slide in slides)
     files, unused = find_coords(folder, names, allow_extra=allow_extra)
     for count, what in (
-        (len(slides) - len(files), "slides have no coordinates"),
+        (len(names.ids) - len(files), "slides have no coordinates"),
         (len(unused), "coordinate files match no slide"),
     ):
         if count:
@@ -413,9 +441,20 @@ def _labels(
     for folder in dict.fromkeys(p if p.is_dir() else p.parent for p in arguments):
         if (folder / "labels.csv").is_file():
             # labels.csv of a folder names the slides of this folder. The user may have given only some of these files.
-            below = SlideNames(s.id for s in slides if s.path.is_relative_to(folder))
+            below = names.restrict(s.id for s in slides if s.path.is_relative_to(folder))
             further = extra or folder not in arguments
             rows.update(read_labels(folder / "labels.csv", below, allow_extra=further, **reading))
     if rows:
         return rows
-    return {name: SlideLabel(label) for name, label in subfolder_labels(slides).items()}
+    return label_by_subfolder(slides)
+
+
+def label_by_subfolder(slides: Sequence[SlideFile]) -> dict[str, SlideLabel]:
+    """Return the sub-folders' names as labels, if all slides are in sub-folders of at least two slides each.
+
+    A download with one folder per slide, as from GDC, gets no labels.
+    """
+    count = Counter(slide.subfolder for slide in slides)
+    if None in count or len(count) < 2 or min(count.values(), default=0) < _SLIDES_PER_CLASS:
+        return {}
+    return {slide.id: SlideLabel(slide.subfolder) for slide in slides}

@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 from histopipe.errors import DamagedStore, SlideError
 from histopipe.geometry import Mpp, Size
 from histopipe.ingestion.ingest_slides import ingest_slides
-from histopipe.ingestion.options import IngestOptions, SlideInput
-from histopipe.ingestion.records import resolved, with_recorded_ids
+from histopipe.ingestion.options import IngestOptions
+from histopipe.ingestion.slide_job import SlideJob
 from histopipe.maintenance.store_check import Examination
+from histopipe.slides.discovery import with_recorded_ids
 from histopipe.slides.readers import open_slide
 from histopipe.slides.slide_files import SlideFile
 from histopipe.store.claims import Claims
@@ -138,18 +139,17 @@ class Reingestion:
             max_unreadable=max([_MIN_UNREADABLE, *shares]),
         )
         mpps = {r.id: Mpp(r.mpp) for r in records if r.mpp}
-        slides = [
-            SlideInput(file, mpp=mpps.get(name), annotations=self.annotations.get(name))
+        jobs = [
+            SlideJob(file, mpp=mpps.get(name), annotations=self.annotations.get(name))
             for name, file in files.items()
         ]
-        report = ingest_slides(slides, self.store, spec, options, progress=self.progress)
+        report = ingest_slides(jobs, self.store, spec, options, progress=self.progress)
         self.left |= report.failed
 
     def _files(self, records: Sequence[SlideRecord]) -> dict[str, SlideFile]:
         """Return the files of slides by id, if they were given and contain the same scan."""
-        by_id = {
-            slide.id: slide for slide in with_recorded_ids(self.slides, self.examination.records)
-        }
+        ids = {r.resolved_path: r.id for r in self.examination.records.values()}
+        by_id = {slide.id: slide for slide in with_recorded_ids(self.slides, ids)}
         scans = {record.id: record for record in records}
         self.left |= {
             name: "its file is not among the given slides" for name in scans if name not in by_id
@@ -174,7 +174,7 @@ class Reingestion:
             record,
             state=SlideState.PENDING,
             path=to_storable_text(str(file.path)),
-            resolved_path=resolved(file),
+            resolved_path=file.resolve(),
             annotations=None,  # otherwise, the ingest adds a note that the patch labels are lost
         )
         with Claims(self.store) as claims:

@@ -9,9 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.errors import SlideError
-from histopipe.ingestion.request import read_tissue
-from histopipe.ingestion.sources import PathLike
-from histopipe.ingestion.storing import prepare
+from histopipe.ingestion.planning import prepare
+from histopipe.ingestion.request import PathLike, read_tissue
 from histopipe.reports.html_page import (
     Cell,
     Column,
@@ -96,10 +95,10 @@ def tissue(
         [Path(path) for path in ([slides] if isinstance(slides, str | Path) else slides)]
     )
     show_links(files, display)
-    ids = [file.id for file in files]
-    fields, masks, network = read_tissue({"tissue": tissue}, None, ids, display)
+    names = SlideNames(file.id for file in files)
+    fields, masks, network = read_tissue({"tissue": tissue}, None, names, display)
     method = fields["tissue"]
-    mpps = {} if mpp_csv is None else read_mpps(Path(mpp_csv), SlideNames(ids))
+    mpps = {} if mpp_csv is None else read_mpps(Path(mpp_csv), names)
     default = None if default_mpp is None else check_mpp("--default-mpp", default_mpp)
     with run_folder.writable(folder):
         folder.mkdir(parents=True, exist_ok=True)
