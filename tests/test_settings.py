@@ -16,7 +16,6 @@ from histopipe.cli.training import train as command
 from histopipe.errors import UsageError
 from histopipe.runs.advice import advise
 from histopipe.runs.recipe import chosen_settings, with_recipe
-from histopipe.runs.settings import DeclaredSetting, declared_settings, to_toml
 from histopipe.runs.task_config import (
     CONFIGS,
     BagTrainConfig,
@@ -27,6 +26,7 @@ from histopipe.runs.task_config import (
     resumed_config,
 )
 from histopipe.studies.settings import FoldSettings, StudySettings
+from histopipe.system.settings import DeclaredSetting, declared_settings, to_toml
 
 ALL = declared_settings(*CONFIGS, FoldSettings, StudySettings)
 

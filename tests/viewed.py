@@ -21,11 +21,11 @@ from histopipe.evaluation.predictions import write_predictions
 from histopipe.features.feature_file import record_encoder, writing
 from histopipe.inference.predictions_folder import PredictedSlide, PredictionsFolder
 from histopipe.runs import folder as run_folder
-from histopipe.runs.settings import to_toml
 from histopipe.runs.splits import split_options
 from histopipe.runs.task_config import PatchTrainConfig
 from histopipe.store.store import Store
 from histopipe.system.progress import SilentProgress
+from histopipe.system.settings import to_toml
 from histopipe.tasks.predictions import Predictions
 from histopipe.viewer.view import Viewer, view
 

@@ -263,7 +263,7 @@ def _check_untrusted(
     """Check the input that flags, settings files or a run to be resumed name."""
     from histopipe.features.untrusted import check_coords, check_features
     from histopipe.pretrained.sources import check_untrusted_model
-    from histopipe.runs.settings import read_toml
+    from histopipe.system.settings import read_toml
 
     resumed = values.get("resume") and values.get("out") and Path(values["out"]) / "config.toml"
     files = [Path(file) for file in (values.get("config"), values.get("space"), resumed) if file]

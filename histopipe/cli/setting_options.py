@@ -10,7 +10,7 @@ import click
 from click.core import ParameterSource
 
 from histopipe.cli.parameters import F, NumberOr, duration, fractions, names, share, together
-from histopipe.runs.settings import DeclaredSetting, declared_settings
+from histopipe.system.settings import DeclaredSetting, declared_settings
 
 _FORMATS: dict[str, Any] = {"path": click.Path(), "share": share, "duration": duration}
 

@@ -20,9 +20,9 @@ from histopipe.cli.parameters import (
 )
 from histopipe.cli.setting_options import GroupedCommand, given_settings, setting_options
 from histopipe.errors import ExitCode, HistopipeError, UsageError
-from histopipe.runs.settings import declared_settings, flag, read_settings
 from histopipe.runs.task_config import CONFIGS, read_config
 from histopipe.studies.settings import FoldSettings, StudySettings
+from histopipe.system.settings import declared_settings, flag, read_settings
 
 if TYPE_CHECKING:
     from histopipe.runs.result import TrainResult

@@ -17,7 +17,7 @@ from histopipe.dataset.sampling import replica_rows
 from histopipe.errors import MachineShort, OutOfMemory, UsageError
 from histopipe.inference.slide_run import device_rows
 from histopipe.masks.network import is_colour
-from histopipe.runs.settings import parse_devices
+from histopipe.runs.config import parse_devices
 from histopipe.system.files import read_json
 
 _FILTERS = {

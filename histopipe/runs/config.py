@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from histopipe.errors import UsageError
-from histopipe.runs.settings import check_settings, declared_settings, parse_devices, setting
 from histopipe.system.csv_files import NA_VALUES
+from histopipe.system.settings import check_settings, declared_settings, setting
 from histopipe.tasks.choices import LOSSES, Loss, TaskName
 
 if TYPE_CHECKING:
@@ -336,3 +337,20 @@ class TrainConfig:
     def values(self) -> dict[str, Any]:
         """Return the settings by name."""
         return {name: getattr(self, name) for name in declared_settings(type(self))}
+
+
+_DEVICES = re.compile(r"auto|cpu(:(?P<cpus>[1-9]\d*))?|gpu(:(?P<gpus>\d+(,\d+)*))?")
+
+
+def parse_devices(devices: str) -> re.Match[str]:
+    """Match a value of `--devices`. Group `cpus` is the number of CPUs, `gpus` the GPU numbers; None if not given.
+
+    Raises:
+        UsageError: the value is malformed.
+    """
+    match = _DEVICES.fullmatch(devices)
+    if match is None:
+        raise UsageError(
+            "--devices", found=repr(devices), expected="auto, cpu, cpu:N, gpu or gpu:0,1"
+        )
+    return match

@@ -16,9 +16,9 @@ import numpy as np
 from histopipe.dataset.splits import Splits, write_splits
 from histopipe.errors import UsageError
 from histopipe.runs.config import TrainConfig
-from histopipe.runs.settings import declared_settings, to_toml
 from histopipe.system.files import appearing, locked, read_json, reading, remove_parts
 from histopipe.system.filesystems import is_full_disk
+from histopipe.system.settings import declared_settings, to_toml
 
 CONFIG, SPLITS, HISTORY = "config.toml", "splits.json", "history.csv"
 SLIDES = "slides.csv"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
@@ -17,11 +18,10 @@ from histopipe.runs.config import (
     SPLITS,
     TrainConfig,
 )
-from histopipe.runs.settings import (
+from histopipe.system.settings import (
     check_known,
     declared_settings,
     flag,
-    parse_trainable,
     plain_value,
     read_settings,
     setting,
@@ -348,3 +348,19 @@ def _plain_values(settings: Mapping[str, Any]) -> dict[str, Any]:
         one = isinstance(plain, str) and name in declared and declared[name].is_path_list
         values[name] = (plain,) if one else plain
     return values
+
+
+_TRAINABLE = re.compile(r"(?P<kind>all|head|last|lora)(:(?P<number>[1-9]\d{0,3}))?")
+
+
+def parse_trainable(trainable: str) -> tuple[str, int]:
+    """Return the kind and the number of a value of `--trainable`; 0 without a number.
+
+    Raises:
+        UsageError: the value is malformed.
+    """
+    match = _TRAINABLE.fullmatch(trainable)
+    if match is None or (match["number"] is not None) != (match["kind"] in ("last", "lora")):
+        expected = "all, head, last:N or lora:R"
+        raise UsageError("--trainable", found=repr(trainable), expected=expected)
+    return match["kind"], int(match["number"] or 0)

@@ -17,7 +17,6 @@ from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.recipe import with_recipe
 from histopipe.runs.result import is_finished
-from histopipe.runs.settings import declared_settings, read_settings
 from histopipe.runs.splits import opened_sources, refuse_leaks, split_options
 from histopipe.runs.supervision import StopRequest, Supervision, sigterm_interrupts
 from histopipe.runs.task_config import CONFIGS, make_config, resumed_config, with_stores
@@ -31,6 +30,7 @@ from histopipe.studies.cross_validation_result import (
 from histopipe.studies.settings import FoldSettings
 from histopipe.studies.trainings import TrainingOutcome, share_devices, train_with_retries
 from histopipe.system.progress import Progress, default_progress
+from histopipe.system.settings import declared_settings, read_settings
 
 _SPLITS, _LOGS = run_folder.FOLD_SPLITS, "logs"
 _PLANNED = (_SPLITS, f"part-{run_folder.CONFIG}")

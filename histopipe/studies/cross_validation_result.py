@@ -23,9 +23,9 @@ from histopipe.evaluation.table import (
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.result import METRICS, TrainResult, read_result, read_slides
-from histopipe.runs.settings import to_toml
 from histopipe.runs.task_config import load_config
 from histopipe.system.files import read_json
+from histopipe.system.settings import to_toml
 from histopipe.tasks.predictions import Part, with_common_patients
 from histopipe.tasks.registry import TASKS
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from histopipe.errors import UsageError
-from histopipe.runs.settings import declared_settings, read_toml
 from histopipe.runs.task_config import CONFIGS
+from histopipe.system.settings import declared_settings, read_toml
 
 if TYPE_CHECKING:
     import optuna

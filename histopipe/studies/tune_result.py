@@ -12,10 +12,10 @@ from histopipe.evaluation.table import aligned, number
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.result import is_finished, read_result
-from histopipe.runs.settings import to_toml
 from histopipe.runs.task_config import changed_config
 from histopipe.studies.search_space import settings_of
 from histopipe.studies.study import Study
+from histopipe.system.settings import to_toml
 
 if TYPE_CHECKING:
     import optuna

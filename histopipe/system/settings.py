@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 import tomllib
 import types
 from collections.abc import Iterable, Mapping
@@ -236,39 +235,6 @@ def to_toml(*groups: Any) -> str:
 def flag(name: str) -> str:
     """Return the flag of a setting."""
     return f"--{name.replace('_', '-')}"
-
-
-_DEVICES = re.compile(r"auto|cpu(:(?P<cpus>[1-9]\d*))?|gpu(:(?P<gpus>\d+(,\d+)*))?")
-
-
-def parse_devices(devices: str) -> re.Match[str]:
-    """Match a value of `--devices`. Group `cpus` is the number of CPUs, `gpus` the GPU numbers; None if not given.
-
-    Raises:
-        UsageError: the value is malformed.
-    """
-    match = _DEVICES.fullmatch(devices)
-    if match is None:
-        raise UsageError(
-            "--devices", found=repr(devices), expected="auto, cpu, cpu:N, gpu or gpu:0,1"
-        )
-    return match
-
-
-_TRAINABLE = re.compile(r"(?P<kind>all|head|last|lora)(:(?P<number>[1-9]\d{0,3}))?")
-
-
-def parse_trainable(trainable: str) -> tuple[str, int]:
-    """Return the kind and the number of a value of `--trainable`; 0 without a number.
-
-    Raises:
-        UsageError: the value is malformed.
-    """
-    match = _TRAINABLE.fullmatch(trainable)
-    if match is None or (match["number"] is not None) != (match["kind"] in ("last", "lora")):
-        expected = "all, head, last:N or lora:R"
-        raise UsageError("--trainable", found=repr(trainable), expected=expected)
-    return match["kind"], int(match["number"] or 0)
 
 
 def plain_value(value: Any) -> Any:
