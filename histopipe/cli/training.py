@@ -18,7 +18,7 @@ from histopipe.cli.parameters import (
     suggest,
     untrusted_option,
 )
-from histopipe.cli.setting_options import GroupedCommand, given_settings, setting_options
+from histopipe.cli.setting_options import SettingsCommand, setting_options
 from histopipe.errors import ExitCode, HistopipeError, UsageError
 from histopipe.runs.task_config import CONFIGS, read_config
 from histopipe.studies.settings import FoldSettings, StudySettings
@@ -32,7 +32,7 @@ _CLASSES = (*CONFIGS, FoldSettings)
 _stores_argument = click.argument("stores", nargs=-1, type=click.Path())
 
 
-@click.command(cls=GroupedCommand)
+@click.command(cls=SettingsCommand)
 @_stores_argument
 @click.option(
     "--config",
@@ -50,7 +50,7 @@ def train(
     out: Path | None,
     resume: bool,
     as_json: bool,
-    **_: Any,
+    **settings: Any,
 ) -> int:
     """Train a patch model on STORES (default: patches.lmdb), or with --mil a slide model on features.
 
@@ -64,7 +64,6 @@ def train(
       histopipe train patches.lmdb --optimizer adagrad --learning-rate 2e-4
         --dropout 0.15 --class-weights balanced
     """
-    settings = given_settings(*_CLASSES)
     if resume and out is None:
         raise UsageError("--resume needs --out", expected="the folder of a run")
     if resume and config is not None:
@@ -120,10 +119,11 @@ def _train(folder: Path, settings: dict[str, Any], *, resume: bool, as_json: boo
             show_text(f"summary.csv, summary.json, predictions, and a run for each fold: {folder}")
             suggest("compare", folder, "OTHER")
         return _folds_exit_code(folds)
-    unused = sorted(name for name in given_settings(FoldSettings) if name != "folds")
+    of_folds = declared_settings(FoldSettings)
+    written = click.get_current_context().params.keys()
+    unused = sorted(written & of_folds.keys() - {"folds"})
     if unused:
         raise UsageError(flag(unused[0]), found="no --folds", expected="--folds with a number")
-    of_folds = declared_settings(FoldSettings)
     one = {name: value for name, value in settings.items() if name not in of_folds}
     _show(train(out=folder, resume=resume, **one), as_json=as_json)
     if not as_json:
@@ -146,7 +146,7 @@ def _folds_exit_code(result: CrossValidationResult) -> ExitCode:
     return ExitCode.PARTLY if some or first is None else first.exit_code
 
 
-@click.command(cls=GroupedCommand)
+@click.command(cls=SettingsCommand)
 @_stores_argument
 @click.option(
     "--space",
@@ -172,7 +172,7 @@ def tune(
     config: Path | None,
     devices: str | None,
     as_json: bool,
-    **_: Any,
+    **options: Any,
 ) -> int:
     """Search for settings with a better validation metric by training on STORES (default: patches.lmdb).
 
@@ -188,7 +188,7 @@ def tune(
     settings = read_config(config) if config is not None else {}
     if devices is not None:
         settings["devices"] = devices
-    result = tune(stores or None, space=space, out=out, **given_settings(StudySettings), **settings)
+    result = tune(stores or None, space=space, out=out, **options, **settings)
     best = ("train", "--config", out / "best.toml", "--out", "runs/best")
     show(result, as_json=as_json, then=best if result.best else ())
     if result.best is None:

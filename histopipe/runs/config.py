@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from histopipe.dataset.options import Balance, OnError, SplitBy
 from histopipe.errors import UsageError
 from histopipe.system.csv_files import NA_VALUES
 from histopipe.system.settings import check_settings, declared_settings, setting
@@ -59,11 +60,11 @@ class TrainConfig:
     allow_extra_rows: bool = setting(
         False, "Ignore rows of --labels that match no slide.", group=DATA, search=False
     )
-    on_error: Literal["raise", "skip"] = setting(
+    on_error: OnError = setting(
         "raise", "On damaged data: end the run (raise), or skip the data with weight 0 (skip).",
         group=DATA, resume=True, search=False,
     )  # fmt: skip
-    split_by: Literal["patient", "site", "slide", "region", "patch"] = setting(
+    split_by: SplitBy = setting(
         "patient", "Keep each patient, site, slide, region or patch on one side of the split.",
         group=SPLITS, search=False,
     )  # fmt: skip
@@ -127,7 +128,7 @@ class TrainConfig:
         5, "Stop after this many epochs without a better value of --monitor; 0: never stop.",
         group=OPTIMIZATION, at_least=0, resume=True,
     )  # fmt: skip
-    balance: Literal["none", "class", "slide", "patient"] = setting(
+    balance: Balance = setting(
         "none", "Sampling balance: draw each class, slide or patient equally often.",
         group=SAMPLING,
     )  # fmt: skip

@@ -8,7 +8,9 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from histopipe.dataset.options import AUGMENTATIONS, Augmentation, LabelsFrom, StainNorm
 from histopipe.errors import UsageError
+from histopipe.features import BagOf
 from histopipe.runs.config import (
     DATA,
     MACHINE,
@@ -20,16 +22,15 @@ from histopipe.runs.config import (
 )
 from histopipe.system.settings import (
     check_known,
+    config_value,
     declared_settings,
     flag,
-    plain_value,
     read_settings,
     setting,
 )
 
 if TYPE_CHECKING:
     from histopipe.dataset.labelling import Labelling
-    from histopipe.dataset.options import Augmentation
 
 Pooling = Literal["gated", "attention", "mean", "max", "clam", "dsmil", "transformer"]
 _COX_BATCH = 32
@@ -44,7 +45,7 @@ class PatchTrainConfig(TrainConfig):
         ("patches.lmdb",), "Stores of patches.",
         group=DATA, format="path", search=False, per_worker=True,
     )  # fmt: skip
-    labels_from: Literal["slide", "annotation"] = setting(
+    labels_from: LabelsFrom = setting(
         "slide", "Source of patch labels: the slide, or its annotations (histopipe annotate).",
         group=DATA,
     )  # fmt: skip
@@ -107,11 +108,11 @@ class PatchTrainConfig(TrainConfig):
         False, "Train even if the patches have another size or scale than the encoder was trained on.",
         group=MODEL, search=False,
     )  # fmt: skip
-    augment: tuple[Literal["none", "flips", "crop", "stain", "colour"], ...] = setting(
+    augment: tuple[Literal["none", Augmentation], ...] = setting(
         ("flips",), "Augmentation: none, or a list of flips (and rotations), crop, stain, colour.",
         group=SAMPLING,
     )  # fmt: skip
-    stain_norm: Literal["none", "reinhard", "macenko"] = setting(
+    stain_norm: StainNorm = setting(
         "none", "Stain normalization (run `histopipe stains` first).", group=SAMPLING
     )
     shuffle_block: int = setting(
@@ -167,9 +168,6 @@ class PatchTrainConfig(TrainConfig):
     @property
     def augmentations(self) -> tuple[Augmentation, ...]:
         """The augmentations, in the order in which they are applied."""
-        # Imported late: the package may load NumPy.
-        from histopipe.dataset.options import AUGMENTATIONS
-
         return tuple(name for name in AUGMENTATIONS if name in self.augment)
 
 
@@ -183,7 +181,7 @@ class BagTrainConfig(TrainConfig):
         "Train a slide model on bags of the features in this folder. Repeat it to join feature sets by position.",
         group=DATA, format="path", search=False, per_worker=True,
     )  # fmt: skip
-    bag: Literal["slide", "patient"] = setting(
+    bag: BagOf = setting(
         "slide", "With --mil: one bag per slide or per patient.", group=DATA, search=False
     )
     pooling: Pooling = setting(
@@ -344,7 +342,7 @@ def _plain_values(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings in the form of a configuration. One path is accepted for a list of paths."""
     declared, values = declared_settings(*CONFIGS), {}
     for name, value in settings.items():
-        plain = plain_value(value)
+        plain = config_value(value)
         one = isinstance(plain, str) and name in declared and declared[name].is_path_list
         values[name] = (plain,) if one else plain
     return values

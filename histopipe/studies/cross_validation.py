@@ -30,7 +30,7 @@ from histopipe.studies.cross_validation_result import (
 from histopipe.studies.settings import FoldSettings
 from histopipe.studies.trainings import TrainingOutcome, share_devices, train_with_retries
 from histopipe.system.progress import Progress, default_progress
-from histopipe.system.settings import declared_settings, read_settings
+from histopipe.system.settings import read_settings, select_settings
 
 _SPLITS, _LOGS = run_folder.FOLD_SPLITS, "logs"
 _PLANNED = (_SPLITS, f"part-{run_folder.CONFIG}")
@@ -80,7 +80,7 @@ def cross_validate(
 
 def _separated(settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Separate the settings of the trainings from the settings of the folds."""
-    of_folds = {k: v for k, v in settings.items() if k in declared_settings(FoldSettings)}
+    of_folds = select_settings(settings, FoldSettings)
     return {k: v for k, v in settings.items() if k not in of_folds}, of_folds
 
 
