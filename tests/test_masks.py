@@ -34,8 +34,8 @@ from histopipe.slides.thumbnail import read_thumbnail
 from histopipe.store.store import Store
 from histopipe.system.progress import SilentProgress
 from histopipe.tiling.mask import Components
-from histopipe.tiling.spec import TilingSpec, resolved_tissue, spec_of_store
-from histopipe.tiling.tissue import FINDERS, NEWEST
+from histopipe.tiling.spec import NEWEST, TilingSpec, resolved_tissue, spec_of_store
+from histopipe.tiling.tissue import FINDERS
 
 otsu1, otsu2, otsu3 = (FINDERS[name] for name in ("otsu-1", "otsu-2", "otsu-3"))
 SILENT = SilentProgress()

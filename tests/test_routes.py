@@ -30,10 +30,9 @@ from slide_variants import (
 
 from histopipe.errors import SlideUnreadable
 from histopipe.geometry import Mpp, PointL0, Size
-from histopipe.ingestion.options import IngestOptions, SlideInput
+from histopipe.ingestion.options import AskedRoute, IngestOptions, SlideInput
 from histopipe.ingestion.patch_source import PatchFile, PatchSource, chunk_of, chunks
 from histopipe.ingestion.planning import PlannedSlide, SlideFailure, plan_slide
-from histopipe.ingestion.route import AskedRoute
 from histopipe.slides.readers import open_slide
 from histopipe.slides.slide_files import SlideFile
 from histopipe.slides.tiles import check as native_check

@@ -41,11 +41,10 @@ import openslide
 from peak_memory import peaks_of
 
 from histopipe.geometry import Mpp
-from histopipe.ingestion.options import IngestOptions, SlideInput
+from histopipe.ingestion.options import AskedRoute, IngestOptions, SlideInput
 from histopipe.ingestion.patch_source import chunks, encode_thumbnail, png
 from histopipe.ingestion.planning import PlannedSlide, SlideFailure, plan_slide
 from histopipe.ingestion.records import PendingSlide
-from histopipe.ingestion.route import AskedRoute
 from histopipe.ingestion.slide_in_flight import SlideInFlight
 from histopipe.ingestion.storing import close_all, prepare, store_chunk
 from histopipe.slides.readers import open_slide

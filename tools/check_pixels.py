@@ -31,10 +31,9 @@ from pydicom.encaps import encapsulate
 
 from histopipe.errors import SlideUnreadable
 from histopipe.geometry import PointL0
-from histopipe.ingestion.options import IngestOptions, SlideInput
+from histopipe.ingestion.options import AskedRoute, IngestOptions, SlideInput
 from histopipe.ingestion.patch_source import PatchSource, chunk_of
 from histopipe.ingestion.planning import PlannedSlide, plan_slide
-from histopipe.ingestion.route import AskedRoute
 from histopipe.slides.readers import open_slide
 from histopipe.slides.slide_files import SlideFile
 from histopipe.store.record import SlideRecord

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import h5py
 import numpy as np
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from histopipe.dataset.memory import aligned_empty
 from histopipe.dataset.participants import read_participants
 from histopipe.errors import DamagedStore, SlideError, UsageError
+from histopipe.features import StoredType
 from histopipe.store.store import Store
 from histopipe.system.files import (
     RecordingFile,
@@ -39,7 +40,6 @@ ENCODER = "features.json"
 """Describes the encoder that computed all features of a folder."""
 SLIDES = "slides.csv"
 """File with all slides of which features were to be computed, next to `ENCODER`."""
-StoredType = Literal["float32", "float16"]
 _IGNORED = (
     "encoder",
     "weights",

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from histopipe.dataset.participants import Participant, read_participants, write_participants
+from histopipe.features import StoredType
 from histopipe.features.feature_file import (
     SLIDES,
     FeatureHeader,
-    StoredType,
     feature_path,
     writing,
 )

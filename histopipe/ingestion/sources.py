@@ -9,9 +9,8 @@ from pathlib import Path
 from histopipe.errors import UsageError
 from histopipe.slides.slide_files import SlideFile
 from histopipe.slides.tables import SlideNames, read_slide_list, urls_in_list
+from histopipe.system.files import PathLike
 from histopipe.system.urls import is_url, public_url
-
-PathLike = str | Path
 
 
 def sources(

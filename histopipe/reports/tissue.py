@@ -6,16 +6,16 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.errors import ScaleError, SlideError, SlideUnreadable
 from histopipe.geometry import Mpp
-from histopipe.ingestion.options import IngestOptions
+from histopipe.ingestion.options import MaskOptions
 from histopipe.ingestion.planning import thumbnail_of
 from histopipe.ingestion.request import read_tissue
-from histopipe.ingestion.sources import PathLike
 from histopipe.ingestion.storing import prepare
 from histopipe.masks.finding import TissueSource, find_tissue
 from histopipe.masks.grid import Grid
@@ -31,15 +31,17 @@ from histopipe.reports.mask_folder import (
 from histopipe.runs import folder as run_folder
 from histopipe.slides.discovery import discover, show_links
 from histopipe.slides.readers import open_slide
-from histopipe.slides.scale import check_mpp, resolve_mpp
+from histopipe.slides.scale import resolve_mpp
 from histopipe.slides.slide import Slide
 from histopipe.slides.slide_files import SlideFile
 from histopipe.slides.tables import SlideNames, read_mpps
 from histopipe.slides.thumbnail import Thumbnail, colour_note
 from histopipe.slides.tiles.check import NativeLevels
+from histopipe.system.files import PathLike
 from histopipe.system.filesystems import roomy
 from histopipe.system.progress import Progress, default_progress
 from histopipe.system.result import slide_failure
+from histopipe.system.settings import make_settings
 from histopipe.system.worker_pool import WorkerDied, WorkerPool, results_of
 from histopipe.tiling.mask import TissueMask
 from histopipe.tiling.spec import TilingSpec
@@ -52,12 +54,8 @@ def tissue(
     slides: PathLike | Sequence[PathLike],
     out: PathLike = "masks",
     *,
-    tissue: PathLike = "otsu",
-    mpp_csv: PathLike | None = None,
-    default_mpp: float | None = None,
-    workers: int | None = None,
-    force: bool = False,
     progress: Progress | None = None,
+    **settings: Any,
 ) -> TissueReport:
     """Write the tissue mask of each slide, to check, to correct in QuPath, and to give to `ingest`.
 
@@ -68,13 +66,8 @@ def tissue(
     Args:
         slides: slide files and folders.
         out: folder of the masks.
-        tissue: how to find tissue, as for `ingest`: "otsu" (the newest algorithm), "otsu-1", "otsu-2", "otsu-3", or a
-            network.
-        mpp_csv: CSV with the columns slide and mpp. It takes precedence over the headers of the slides.
-        default_mpp: level-0 scale of slides that have none.
-        workers: number of processes; None starts one per core.
-        force: replace masks that exist.
         progress: shows the progress; `default_progress()` if None.
+        settings: options by name, as in docs/reference/settings.md and as the flags of `histopipe tissue`.
 
     Returns:
         Areas and pieces of each slide, and the failures.
@@ -88,23 +81,23 @@ def tissue(
         >>> tissue("slides", "masks")  # doctest: +SKIP
         masks of 12 slides: masks/index.html
     """
+    options = make_settings(MaskOptions, settings)
     display, folder = progress or default_progress(), Path(out)
     files = discover(
         [Path(path) for path in ([slides] if isinstance(slides, str | Path) else slides)]
     )
     show_links(files, display)
     ids = [file.id for file in files]
-    fields, masks, network = read_tissue({"tissue": tissue}, None, ids, display)
+    fields, masks, network = read_tissue({"tissue": options.tissue}, None, ids, display)
     spec = TilingSpec(mpp=Mpp(0.5), **fields)  # the scale of patches does not matter here
-    mpps = {} if mpp_csv is None else read_mpps(Path(mpp_csv), SlideNames(ids))
-    default = None if default_mpp is None else check_mpp("--default-mpp", default_mpp)
+    mpps = {} if options.mpp_csv is None else read_mpps(Path(options.mpp_csv), SlideNames(ids))
     with run_folder.writable(folder):
         folder.mkdir(parents=True, exist_ok=True)
     tasks = [
         [
             _Task(
-                file, mpps.get(file.id), default, spec,
-                TissueSource(file.id, masks.get(file.id), network), folder, force,
+                file, mpps.get(file.id), options.default_mpp, spec,
+                TissueSource(file.id, masks.get(file.id), network), folder, options.force,
             )
         ]
         for file in files
@@ -113,7 +106,7 @@ def tissue(
     pictures: dict[str, NDArray[np.uint8]] = {}
     with (
         roomy(folder),
-        WorkerPool(IngestOptions(workers=workers).worker_count, prepare) as pool,
+        WorkerPool(options.worker_count, prepare) as pool,
         display.bar("finding tissue", unit="slides", total=len(tasks)) as bar,
     ):
         for (task,), outcome in results_of(pool, _SECONDS, _one_slide, tasks):

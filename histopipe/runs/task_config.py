@@ -261,7 +261,7 @@ def make_config(settings: Mapping[str, Any]) -> TrainConfig:
     Raises:
         UsageError: a setting is unknown, belongs to the other kind of training, or has an invalid value.
     """
-    check_known(settings, *CONFIGS)
+    check_known(settings, declared_settings(*CONFIGS))
     values = _plain_values(settings)
     on_bags = values.get("mil") is not None
     kind, other = CONFIGS[::-1] if on_bags else CONFIGS
@@ -322,8 +322,8 @@ def resumed_config(recorded: Mapping[str, Any], changes: Mapping[str, Any]) -> T
     Raises:
         UsageError: a change would invalidate the training so far.
     """
-    check_known(changes, *CONFIGS)
     declared, before = declared_settings(*CONFIGS), _plain_values(recorded)
+    check_known(changes, declared)
     refused = [
         "STORES" if name == "stores" else flag(name)
         for name, value in _plain_values(changes).items()

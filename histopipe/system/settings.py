@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import tomllib
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -95,13 +95,21 @@ class DeclaredSetting(NamedTuple):
         return flag(self.name)
 
     @property
+    def value_type(self) -> Any:
+        """The type of its value, without None; the first of several."""
+        kind = self.type
+        if get_origin(kind) in (Union, types.UnionType):
+            kind = next(part for part in get_args(kind) if part is not type(None))
+        return getattr(kind, "__supertype__", kind)
+
+    @property
     def is_list(self) -> bool:
-        """Whether its value is a tuple."""
-        return get_origin(self.type) is tuple
+        """Whether its value is a list or a tuple."""
+        return get_origin(self.value_type) in (Sequence, tuple)
 
     @property
     def is_path_list(self) -> bool:
-        """Whether its value is a tuple of paths: one text stands for one path."""
+        """Whether its value is a list of paths: one text stands for one path."""
         return self.is_list and self.about.format == "path"
 
     @property
@@ -111,11 +119,8 @@ class DeclaredSetting(NamedTuple):
 
     @property
     def item_type(self) -> Any:
-        """The type of its value, or of the items of a list. None is not part of it."""
-        kind = get_args(self.type)[0] if self.is_list else self.type
-        if get_origin(kind) in (Union, types.UnionType):
-            kind = next(part for part in get_args(kind) if part is not type(None))
-        return getattr(kind, "__supertype__", kind)
+        """The type of its value, or of the items of a list."""
+        return get_args(self.value_type)[0] if self.is_list else self.value_type
 
     @property
     def word(self) -> str | None:
@@ -183,18 +188,29 @@ def check_settings(values: Any) -> None:
         declared.check(getattr(values, name))
 
 
-def check_known(names: Iterable[str], *classes: type, where: str = "unknown settings") -> None:
-    """Raise a UsageError if a name is not a setting of any of the classes."""
-    declared = declared_settings(*classes)
-    unknown = sorted(set(names) - set(declared))
+def check_known(
+    names: Iterable[str], declared: Iterable[str], where: str = "unknown settings"
+) -> None:
+    """Raise a UsageError if a name is not that of a declared setting."""
+    unknown = set(names) - set(declared)
     if unknown:
-        raise UsageError(where, found=", ".join(unknown), expected=", ".join(sorted(declared)))
+        raise UsageError(
+            where, found=", ".join(sorted(unknown)), expected=", ".join(sorted(declared))
+        )
 
 
 def select_settings(values: Mapping[str, Any], *classes: type) -> dict[str, Any]:
     """Return those of some values that the classes declare."""
     declared = declared_settings(*classes)
     return {name: value for name, value in values.items() if name in declared}
+
+
+def split_settings(
+    values: Mapping[str, Any], *classes: type
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return those of some values that the classes declare, and the rest."""
+    declared = select_settings(values, *classes)
+    return declared, {name: value for name, value in values.items() if name not in declared}
 
 
 def read_arguments(
@@ -207,9 +223,7 @@ def read_arguments(
     Raises:
         UsageError: an argument is unknown, or its declaration does not allow the value.
     """
-    unknown = sorted(values.keys() - declared.keys())
-    if unknown:
-        raise UsageError("unknown options", found=", ".join(unknown))
+    check_known(values, declared, "unknown options")
     arguments = {name: plain_value(value) for name, value in values.items()}
     for name, value in arguments.items():
         if value is not None or declared[name].about.default_text is None:
@@ -239,11 +253,11 @@ def read_settings(path: Path, *classes: type) -> dict[str, Any]:
         UsageError: the file cannot be read, has an unknown setting, or a value of another type.
     """
     values = read_toml(path)
-    check_known(values, *classes, where=f"{path}: unknown settings")
+    declared = declared_settings(*classes)
+    check_known(values, declared, f"{path}: unknown settings")
     for name, value in values.items():
-        declared = declared_settings(*classes)[name]
-        if not (declared.is_path_list and isinstance(value, str)):
-            check_type(f"{path}: {name}", value, declared.type)
+        if not (declared[name].is_path_list and isinstance(value, str)):
+            check_type(f"{path}: {name}", value, declared[name].type)
     return values
 
 

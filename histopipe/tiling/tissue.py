@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +13,7 @@ from histopipe.geometry import Mpp
 from histopipe.slides.thumbnail import Thumbnail
 from histopipe.tiling import otsu1, otsu2
 from histopipe.tiling.mask import TissueMask
+from histopipe.tiling.spec import NEWEST
 
 FINDERS: Mapping[str, Callable[[NDArray[np.uint8], Mpp], TissueMask]] = {
     "otsu-1": otsu1.find_tissue,
@@ -21,8 +21,6 @@ FINDERS: Mapping[str, Callable[[NDArray[np.uint8], Mpp], TissueMask]] = {
     "otsu-3": partial(otsu2.find_tissue, requires_glass=False),
 }
 """Algorithms by name."""
-NEWEST: Literal["otsu-3"] = "otsu-3"
-"""Algorithm of new stores."""
 
 
 def tissue_mask(thumbnail: Thumbnail, algorithm: str = NEWEST) -> TissueMask:
