@@ -28,12 +28,11 @@ from PIL import Image
 from histopipe.errors import DamagedStore, SlideUnreadable
 from histopipe.geometry import Mpp
 from histopipe.ingestion.ingest_slides import find_early_outcome
-from histopipe.ingestion.options import IngestOptions
+from histopipe.ingestion.options import AskedRoute, IngestOptions
 from histopipe.ingestion.patch_source import close_all, store_chunk
 from histopipe.ingestion.pipeline import Pipeline
 from histopipe.ingestion.planning import plan_slide
 from histopipe.ingestion.report import IngestProgress, Status
-from histopipe.ingestion.route import AskedRoute
 from histopipe.ingestion.slide_job import SlideJob
 from histopipe.slides.slide_files import SlideFile
 from histopipe.store.claims import Claims
@@ -586,7 +585,7 @@ def test_labels_change_without_new_ingest(run: Run, tmp_path: Path) -> None:
         (["in", "--out", "in"], 2, "in is not a store, and not empty"),
         (["in", "--max-unreadable", "7"], 2, "is not a share"),
         (["in", "--default-mpp", "0"], 2, "--default-mpp: found 0.0"),
-        (["in", "--slide-timeout", "inf"], 2, "is not in the range"),
+        (["in", "--slide-timeout", "inf"], 2, "--slide-timeout: found inf, expected more than 0"),
         (["in", "--slide-timeout", "nan"], 2, "--slide-timeout: found nan"),
         (["in", "--route", "teleport"], 2, "is not one of"),
         (["in", "--no-such-flag"], 2, "No such option"),

@@ -31,7 +31,8 @@ from histopipe.slides.thumbnail import read_thumbnail
 from histopipe.store.store import Store
 from histopipe.system.progress import SilentProgress
 from histopipe.tiling.spec import TilingSpec, resolved_tissue, spec_of_store
-from histopipe.tissue_masks.algorithms import FINDERS, NEWEST
+from histopipe.tissue_masks import NEWEST
+from histopipe.tissue_masks.algorithms import FINDERS
 from histopipe.tissue_masks.grid import Grid
 from histopipe.tissue_masks.mask import Components
 from histopipe.tissue_masks.mask_files import identify_mask_file, read_mask, write_mask

@@ -30,10 +30,9 @@ from slide_variants import (
 
 from histopipe.errors import SlideUnreadable
 from histopipe.geometry import Mpp, PointL0, Size
-from histopipe.ingestion.options import IngestOptions
+from histopipe.ingestion.options import AskedRoute, IngestOptions
 from histopipe.ingestion.patch_source import PatchFile, PatchSource, chunk_of, chunks
 from histopipe.ingestion.planning import plan_slide
-from histopipe.ingestion.route import AskedRoute
 from histopipe.ingestion.slide_job import SlideJob, SlidePlan
 from histopipe.slides.readers import open_slide
 from histopipe.slides.slide_files import SlideFile

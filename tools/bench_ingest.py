@@ -41,10 +41,9 @@ import openslide
 from peak_memory import peaks_of
 
 from histopipe.geometry import Mpp
-from histopipe.ingestion.options import IngestOptions
+from histopipe.ingestion.options import AskedRoute, IngestOptions
 from histopipe.ingestion.patch_source import chunks, close_all, png, store_chunk
 from histopipe.ingestion.planning import plan_slide, prepare
-from histopipe.ingestion.route import AskedRoute
 from histopipe.ingestion.slide_job import SlideJob, SlidePlan
 from histopipe.slides.readers import open_slide
 from histopipe.slides.slide_files import SlideFile

@@ -31,10 +31,9 @@ from pydicom.encaps import encapsulate
 
 from histopipe.errors import SlideUnreadable
 from histopipe.geometry import PointL0
-from histopipe.ingestion.options import IngestOptions
+from histopipe.ingestion.options import AskedRoute, IngestOptions
 from histopipe.ingestion.patch_source import PatchSource, chunk_of
 from histopipe.ingestion.planning import plan_slide
-from histopipe.ingestion.route import AskedRoute
 from histopipe.ingestion.slide_job import SlideJob, SlidePlan
 from histopipe.slides.readers import open_slide
 from histopipe.slides.slide_files import SlideFile

@@ -28,7 +28,7 @@ from histopipe.ingestion.planning import plan_slide, prepare
 from histopipe.ingestion.slide_job import SlideJob, SlidePlan
 from histopipe.predictions.predictions_folder import CompleteSlides, PredictedSlide
 from histopipe.slides.discovery import discover, show_links
-from histopipe.slides.scale import MppSource, check_mpp, equal_scales
+from histopipe.slides.scale import MppSource, equal_scales
 from histopipe.slides.slide_files import Fingerprint, SlideFile, fingerprint
 from histopipe.slides.staging import Stage, StagedSlide, stage_folder, staged
 from histopipe.slides.tables import SlideNames, read_mpps
@@ -182,10 +182,7 @@ class FileSource(Closing):
         progress: Progress,
     ) -> None:
         self.trained, self.options = trained, options
-        default_mpp = None
-        if options.default_mpp is not None:
-            default_mpp = check_mpp("--default-mpp", options.default_mpp)
-        self._ingest = IngestOptions(default_mpp=default_mpp, workers=options.workers)
+        self._ingest = IngestOptions(default_mpp=options.default_mpp, workers=options.workers)
         self.spec = spec_for_slides(trained, options.tiling, progress)
         self.settings: Mapping[str, Any] = {"spec": self.spec.to_json()}
         self._files = discover(paths, images=options.images)
@@ -202,7 +199,7 @@ class FileSource(Closing):
         self.stage: Stage | None = None
         parent = stage_folder(options.stage, self._files)
         if parent is not None:
-            self.stage = Stage(parent, int(options.stage_gb * 1e9))
+            self.stage = Stage(parent, options.stage_bytes)
         self.pool = WorkerPool(self._ingest.worker_count, prepare)
 
     def slides(self, run: SlideRun, folder: CompleteSlides) -> Iterator[TiledSlide | None]:

@@ -84,7 +84,7 @@ def ingest_slides(
             claims = stack.enter_context(Claims(store))
             stage = None
             if options.stage is not None:
-                opened = Stage(options.stage, options.stage_bytes, events.copied)
+                opened = Stage(Path(options.stage), options.stage_bytes, events.copied)
                 stage = stack.enter_context(opened)
             pool = pool or stack.enter_context(WorkerPool(options.worker_count, prepare))
             pipeline = Pipeline(writer, pool.submit_within, spec, options, claims, events, stage)

@@ -19,7 +19,8 @@ from PIL import Image
 
 from histopipe.errors import SlideUnreadable
 from histopipe.geometry import PointL0, RegionLevel, Size
-from histopipe.ingestion.route import RouteChoice, RouteName
+from histopipe.ingestion.options import RouteName
+from histopipe.ingestion.route import RouteChoice
 from histopipe.slides.readers import open_slide
 from histopipe.slides.slide import Slide, rgb_image
 from histopipe.slides.tiles.native import NativeTiles

@@ -110,7 +110,10 @@ def plan_slide(
                     notes.append(f"{counted(outside, 'patch')} partly beyond the edge: blank there")
         recipe = PatchRecipe(file.path, plan.choice, route, spec, info.reader)
         estimate = _estimate(recipe, plan)
-        corners, threshold = (plan.x_l0, plan.y_l0, plan.side_l0), options.rules.threshold
+        corners, threshold = (
+            (plan.x_l0, plan.y_l0, plan.side_l0),
+            options.rules.annotation_threshold,
+        )
         labels = label_patches(regions, *corners, threshold=threshold) if regions else None
         columns = {"pen": cell_shares(plan, thumbnail, pen_mask(thumbnail.pixels))}
     except (ScaleError, RouteUnfit, AnnotationsUnfit, MaskUnfit) as error:

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 from histopipe.errors import ExitCode, NothingToDo, SlideError
 from histopipe.ingestion.ingest_slides import check_ingest, sort_slides
@@ -20,13 +20,14 @@ from histopipe.ingestion.report import (
     lines_of_slides,
     reason_without_patches,
 )
-from histopipe.ingestion.request import IngestSettings, PathLike, read_request
+from histopipe.ingestion.request import read_request
 from histopipe.ingestion.slide_job import Estimate, SlideJob, SlidePlan
 from histopipe.slides.source_speed import SourceSpeed, measure_source
 from histopipe.slides.staging import Stage, StagedSlide, staged
 from histopipe.store.folder import check_spec
 from histopipe.store.record import SlideRecord, describe_copies
 from histopipe.store.store import Store
+from histopipe.system.files import PathLike
 from histopipe.system.filesystems import free_bytes
 from histopipe.system.progress import Progress, default_progress
 from histopipe.system.result import Result, counted, exit_code_of, slide_failure
@@ -144,13 +145,13 @@ def plan(
     out: PathLike = "patches.lmdb",
     *,
     progress: Progress | None = None,
-    **settings: Unpack[IngestSettings],
+    **settings: Any,
 ) -> IngestPreview:
     """Plan every slide in the same way as `ingest`, and write nothing.
 
     Args:
         slides, out, progress: as for `ingest`.
-        settings: options of `ingest`.
+        settings: options of `ingest`, apart from those of a cluster.
 
     Returns:
         Level, route, number of patches, and estimated bytes and time of each slide.
@@ -209,7 +210,9 @@ def _plan_all(
     with ExitStack() as stack:
         stage = None
         if options.stage is not None:
-            stage = stack.enter_context(Stage(options.stage, options.stage_bytes, events.copied))
+            stage = stack.enter_context(
+                Stage(Path(options.stage), options.stage_bytes, events.copied)
+            )
         pool = stack.enter_context(WorkerPool(options.worker_count, prepare))
 
         def plan(

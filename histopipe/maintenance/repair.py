@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from histopipe.annotations.read import find_annotations
-from histopipe.annotations.regions import AnnotationRules, Origin
+from histopipe.annotations.rules import AnnotationRules, Origin
 from histopipe.errors import DamagedStore, ExitCode, UsageError
 from histopipe.ingestion.ingest_slides import refuse_network
 from histopipe.ingestion.options import IngestOptions
@@ -108,8 +108,8 @@ def repair(
     paths = [slides] if isinstance(slides, str | Path) else slides
     slide_files = discover([Path(path) for path in paths])
     rules = AnnotationRules(
-        threshold=annotation_threshold, unclassified=unclassified, origin=annotation_origin,
-        class_property=class_property,
+        annotation_threshold=annotation_threshold, unclassified=unclassified,
+        class_property=class_property, annotation_origin=annotation_origin,
     )  # fmt: skip
     outlines: Mapping[str, Path] = {}
     if annotations is not None:
