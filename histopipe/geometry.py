@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NewType
+from typing import TYPE_CHECKING, NewType
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 Mpp = NewType("Mpp", float)
 """Micrometres per pixel."""
@@ -74,7 +75,7 @@ class Level:
 
     def to_l0(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
         """Convert coordinates to the nearest level-0 pixels, along either axis."""
-        return np.asarray(np.rint(values * self.downsample), np.int64)
+        return (values * self.downsample).round().astype("int64")
 
     def inside(self, region: RegionL0) -> RegionLevel:
         """Return the region of this level whose pixels are completely inside a level-0 region.

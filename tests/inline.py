@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import pytest
 
 import histopipe.cli as command_line
-from histopipe.ingestion import storing
+from histopipe.ingestion import patch_source
 
 T = TypeVar("T")
 WITH_POOLS = (
@@ -47,7 +47,7 @@ class InlineWorkers(Executor):
         return self.submit(fn, *args)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        storing.close_all()
+        patch_source.close_all()
 
 
 def in_process(

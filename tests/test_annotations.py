@@ -27,7 +27,8 @@ from numpy.typing import NDArray
 from histopipe.annotations.outline import Outline, Outlines
 from histopipe.annotations.patch_labels import PatchLabels, label_patches, roi_shares
 from histopipe.annotations.read import find_annotations, read_annotations
-from histopipe.annotations.regions import AnnotationRules, Regions, read_regions, regions_of
+from histopipe.annotations.regions import Regions, read_regions, regions_of
+from histopipe.annotations.rules import AnnotationRules
 from histopipe.errors import UsageError
 from histopipe.geometry import PointL0, RegionL0, Size
 from histopipe.slides.tables import SlideNames
@@ -495,7 +496,7 @@ def test_origin_of_coordinates_depends_on_tool(tmp_path: Path) -> None:
     outlines["asap"] = read_annotations(tmp_path / "a.xml")
 
     def corner(tool: str, origin: str) -> list[float]:
-        rules = AnnotationRules(origin=origin)  # type: ignore[arg-type]  # a plain str
+        rules = AnnotationRules(annotation_origin=origin)  # type: ignore[arg-type]  # a plain str
         placed_outlines = regions_of(outlines[tool], rules, size=SIZE, bounds=bounds).outlines
         return list(placed_outlines[0].area.bounds[:2])
 

@@ -20,9 +20,10 @@ from faulty_server import FaultyServer, serving
 from histopipe.geometry import Mpp
 from histopipe.ingestion.cluster import dask_cluster
 from histopipe.ingestion.cluster.cluster_ingest import ingest_on_cluster
-from histopipe.ingestion.cluster.slide_worker import ClusterSettings, IngestedSlide
-from histopipe.ingestion.options import IngestOptions, SlideInput
-from histopipe.ingestion.report import Status
+from histopipe.ingestion.cluster.slide_worker import ClusterSettings
+from histopipe.ingestion.options import IngestOptions
+from histopipe.ingestion.report import SlideOutcome, Status
+from histopipe.ingestion.slide_job import SlideJob
 from histopipe.slides.discovery import discover
 from histopipe.store.catalog import read_catalog
 from histopipe.store.store import recorded
@@ -115,10 +116,10 @@ from histopipe.ingestion import planning
 
 original = planning.plan_slide
 
-def plan_slide(slide, *others):
+def plan_slide(slide, *arguments):
     while slide.id == "slide-001" and not os.path.exists(os.environ["RELEASED"]):
         time.sleep(0.05)
-    return original(slide, *others)
+    return original(slide, *arguments)
 
 plan_slide.__module__ = original.__module__
 planning.plan_slide = plan_slide
@@ -208,10 +209,12 @@ def test_rejected_job_and_missing_sbatch(
     assert "needs `sbatch`" in stderr
 
 
-def _run_slide_or_die(settings: ClusterSettings, slide: SlideInput, topic: str) -> IngestedSlide:
-    if slide.id == "slide-002":
+def _run_slide_or_die(
+    settings: ClusterSettings, job: SlideJob, topic: str
+) -> tuple[SlideOutcome, str]:
+    if job.id == "slide-002":
         os._exit(1)
-    return dask_cluster.run_slide(settings, slide, topic)
+    return dask_cluster.run_slide(settings, job, topic)
 
 
 def test_slide_that_kills_every_worker_fails(
@@ -224,7 +227,7 @@ def test_slide_that_kills_every_worker_fails(
     monkeypatch.setattr(dask_cluster, "run_slide", _run_slide_or_die)
     with dask.config.set({"distributed.scheduler.allowed-failures": 1}):
         report = ingest_on_cluster(
-            [SlideInput(file) for file in discover([slides])], tmp_path / "parts",
+            [SlideJob(file) for file in discover([slides])], tmp_path / "parts",
             TilingSpec(patch_size=64, mpp=Mpp(0.5), tissue="none"), IngestOptions(), cluster="local:1",
             scratch=tmp_path / "scratch", part_bytes=1 << 30, progress=SilentProgress(),
         )  # fmt: skip

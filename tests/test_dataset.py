@@ -24,7 +24,6 @@ from histopipe.dataset.sampling import Sequential, Shuffled, make_order
 from histopipe.dataset.selection import select
 from histopipe.errors import DamagedStore, NothingToDo, UnknownVersion, UsageError
 from histopipe.geometry import Micrometres
-from histopipe.ingestion.records import duplicates
 from histopipe.slides.slide_hashes import SlideHashes, copy_groups, copy_names
 from histopipe.slides.tables import SlideLabel
 from histopipe.splits.assignment import Assignment
@@ -33,6 +32,7 @@ from histopipe.splits.slide_table import table_of
 from histopipe.splits.splits import DROPPED, read_splits, write_splits
 from histopipe.splits.splitting import make_folds, make_splits
 from histopipe.splits.subsets import SUBSETS, SplitBy
+from histopipe.store.record import describe_copies
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
 
@@ -288,7 +288,7 @@ def test_slides_of_one_quickhash_with_different_pixels_are_no_copies(tmp_path: P
     with Store(path) as store:
         splits = make_splits([store], split_by="slide", seed=1)
         slides = table_of([store], Labelling(), splits)
-        notes = duplicates(store.slides)
+        notes = describe_copies(store.slides)
     assert {
         participant.slide: participant.copy_of for participant in slides if participant.copy_of
     } == {"a5": "a4", "b5": "b4"}
@@ -310,7 +310,7 @@ def test_copies_across_stores_of_two_versions_are_found(tmp_path: Path) -> None:
     with Store(old) as first, Store(new) as second:
         splits = make_splits([first, second], split_by="slide", seed=1)
         slides = table_of([first, second], Labelling(), splits)
-        notes = duplicates([*first.slides, *second.slides])
+        notes = describe_copies([*first.slides, *second.slides])
     sides = [int(slide.subsets[0]) for slide in splits.slides]
     assert sides[:12] == sides[12:]
     assert splits.leaks() == []

@@ -147,17 +147,17 @@ def workers_of(pid: int) -> list[int]:
 
 FAULTY = """
 import ctypes, os, time
-from histopipe.ingestion import pipeline, planning, storing
+from histopipe.ingestion import patch_source, pipeline, planning
 
-def plan_slide(slide, *others):
+def plan_slide(slide, *arguments):
     if "segfault-at-once" in slide.id:
         ctypes.string_at(0)
     if "hang-at-once" in slide.id:
         time.sleep(1000)
-    return planning.plan_slide(slide, *others)
+    return planning.plan_slide(slide, *arguments)
 
 def store_chunk(store, number, recipe, chunk):
-    result = storing.store_chunk(store, number, recipe, chunk)
+    result = patch_source.store_chunk(store, number, recipe, chunk)
     if "segfault-later" in recipe.path.name:
         ctypes.string_at(0)
     if "hang-later" in recipe.path.name:

@@ -21,7 +21,6 @@ from histopipe.errors import DamagedStore, NothingToDo, UsageError
 from histopipe.features.bag_batches import BagBatches
 from histopipe.features.bags import BagSet, read_bag
 from histopipe.features.joined import covering
-from histopipe.runs.settings import to_toml
 from histopipe.runs.task_config import (
     FORMER,
     BagTrainConfig,
@@ -31,6 +30,7 @@ from histopipe.runs.task_config import (
     resumed_config,
 )
 from histopipe.studies.study import _are_same
+from histopipe.system.settings import to_toml
 
 corners = st.lists(st.tuples(st.integers(-9, 60), st.integers(-9, 60)), max_size=25)
 

@@ -585,7 +585,7 @@ def test_predict_tiles_images_like_the_training(
     (tmp_path / "b.svs").write_bytes(b"not read")
     spec = TilingSpec(patch_size=32, level=0, tissue="none", edge="shift", codec="png")
     trained = TrainedPatches(Path("run"), 32, spec.to_json(), None, "none")
-    options = PredictOptions(tiling={}, images=True, batch_size=4)
+    options = PredictOptions(images=True, batch_size=4)
     failed: dict[str, str] = {}
     with slide_tiler.FileSource([tmp_path], trained, options, SILENT) as source:
         assert source.spec == spec

@@ -27,13 +27,13 @@ from PIL import Image
 
 from histopipe.errors import DamagedStore, SlideUnreadable
 from histopipe.geometry import Mpp
-from histopipe.ingestion.options import IngestOptions, SlideInput
+from histopipe.ingestion.ingest_slides import find_early_outcome
+from histopipe.ingestion.options import AskedRoute, IngestOptions
+from histopipe.ingestion.patch_source import close_all, store_chunk
 from histopipe.ingestion.pipeline import Pipeline
 from histopipe.ingestion.planning import plan_slide
-from histopipe.ingestion.records import PendingSlide, outcome_without_ingest
 from histopipe.ingestion.report import IngestProgress, Status
-from histopipe.ingestion.route import AskedRoute
-from histopipe.ingestion.storing import close_all, store_chunk
+from histopipe.ingestion.slide_job import SlideJob
 from histopipe.slides.slide_files import SlideFile
 from histopipe.store.claims import Claims
 from histopipe.store.record import FailureKind, SlideRecord, SlideState
@@ -430,15 +430,15 @@ def test_slide_changed_during_ingest_fails(
     (path,) = make_slides(tmp_path / "in", "--size", "1000x1000")
     store, spec = tmp_path / "s.lmdb", TilingSpec(mpp=Mpp(0.5))
     with StoreWriter(store, spec) as writer:
-        record = SlideRecord(id="a", path=str(path), resolved_path=str(path))
-        slide = SlideInput(SlideFile("a", path, (path,)))
+        job = SlideJob(SlideFile("a", path, (path,)))
+        job.number = writer.register([job.record])["a"]
         claims = Claims(store)
         pipeline = Pipeline(
             writer=writer, submit_within=ChangingPool(lambda: change(path)).submit_within, spec=spec,
             options=IngestOptions(route=route, workers=1), claims=claims,
             progress=IngestProgress(1, SilentProgress()),
         )  # fmt: skip
-        (outcome,) = pipeline.run([PendingSlide(writer.register([record])["a"], slide, record)])
+        (outcome,) = pipeline.run([job])
         claims.close()
         assert outcome.status is Status.FAILED
         assert re.search(message, outcome.reason)
@@ -468,19 +468,15 @@ def test_next_slides_are_planned_while_others_are_copied(
         return inline.submit(fn, *args)
 
     with StoreWriter(store, spec) as writer, closing(Claims(store)) as claims:
-        records = [SlideRecord(id=name, path=str(path), resolved_path=str(path)) for name in names]
-        numbers = writer.register(records)
-        slides = [
-            PendingSlide(
-                numbers[record.id], SlideInput(SlideFile(record.id, path, (path,))), record
-            )
-            for record in records
-        ]
+        jobs = [SlideJob(SlideFile(name, path, (path,))) for name in names]
+        numbers = writer.register([job.record for job in jobs])
+        for job in jobs:
+            job.number = numbers[job.id]
         pipeline = Pipeline(
             writer=writer, submit_within=submit, spec=spec, options=IngestOptions(workers=workers),
             claims=claims, progress=IngestProgress(len(names), SilentProgress()),
         )  # fmt: skip
-        outcomes = list(pipeline.run(slides))
+        outcomes = list(pipeline.run(jobs))
     close_all()
     assert [outcome.status for outcome in outcomes] == [Status.COMPLETE] * len(names)
     planned = [at for at, (_, plans) in enumerate(submitted) if plans]
@@ -589,7 +585,7 @@ def test_labels_change_without_new_ingest(run: Run, tmp_path: Path) -> None:
         (["in", "--out", "in"], 2, "in is not a store, and not empty"),
         (["in", "--max-unreadable", "7"], 2, "is not a share"),
         (["in", "--default-mpp", "0"], 2, "--default-mpp: found 0.0"),
-        (["in", "--slide-timeout", "inf"], 2, "is not in the range"),
+        (["in", "--slide-timeout", "inf"], 2, "--slide-timeout: found inf, expected more than 0"),
         (["in", "--slide-timeout", "nan"], 2, "--slide-timeout: found nan"),
         (["in", "--route", "teleport"], 2, "is not one of"),
         (["in", "--no-such-flag"], 2, "No such option"),
@@ -661,15 +657,15 @@ def test_other_slide_with_same_id_fails(run: Run, tmp_path: Path) -> None:
 
 CRASHING = """
 import os
-from histopipe.ingestion import pipeline, planning, storing
+from histopipe.ingestion import patch_source, pipeline, planning
 
-def plan_slide(slide, *others):
+def plan_slide(slide, *arguments):
     if "evil" in slide.id:
         os.abort()
-    return planning.plan_slide(slide, *others)
+    return planning.plan_slide(slide, *arguments)
 
 def store_chunk(store, number, recipe, chunk):
-    result = storing.store_chunk(store, number, recipe, chunk)
+    result = patch_source.store_chunk(store, number, recipe, chunk)
     if "late" in recipe.path.name:
         os.abort()
     return result
@@ -871,16 +867,17 @@ def record(state: SlideState, **fields: Any) -> SlideRecord:
         (record(SlideState.FAILED, error_kind=FailureKind.FILE, mtime_ns=4), {}, None),
     ],
 )
-def test_outcome_without_ingest(
+def test_early_outcome(
     tmp_path: Path, record: SlideRecord, options: dict[str, Any], status: Status | None
 ) -> None:
     path = tmp_path / "a.svs"
     path.write_bytes(bytes(100))
     os.utime(path, ns=(5, 5))
     mpp = options.get("mpp")
-    slide = SlideInput(SlideFile("a", path, (path,)), mpp=mpp)
+    job = SlideJob(SlideFile("a", path, (path,)), mpp=mpp)
+    job.record = record
     chosen = {name: value for name, value in options.items() if name != "mpp"}
-    outcome = outcome_without_ingest(slide, record, IngestOptions(**chosen))
+    outcome = find_early_outcome(job, IngestOptions(**chosen))
     assert (outcome and outcome.status) is status
     if outcome is not None and Mpp(0.25) in options.values() and mpp != record.mpp:
         notes = "".join(outcome.notes)

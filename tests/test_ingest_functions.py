@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import inspect
 import json
@@ -18,16 +17,14 @@ from inline import Run, in_process
 from histopipe.cli import COMMANDS
 from histopipe.cli.ingestion import ingest as ingest_command
 from histopipe.errors import ExitCode, UsageError
-from histopipe.geometry import Mpp
 from histopipe.ingestion.ingest import import_coords, ingest
-from histopipe.ingestion.options import IngestOptions
+from histopipe.ingestion.options import IMPORT_SETTINGS, INGEST_SETTINGS, ClusterOptions
 from histopipe.ingestion.preview import plan
-from histopipe.ingestion.request import ImportSettings, IngestSettings
 from histopipe.measure.annotate import annotate
 from histopipe.measure.quality import quality
 from histopipe.measure.stains import StainsResult, stains
 from histopipe.system.progress import SilentProgress
-from histopipe.tiling.spec import TilingSpec, resolved_tissue
+from histopipe.system.settings import declared_settings
 
 SILENT = SilentProgress()
 NOT_PARAMETERS = {"as_json", "plan_only", "untrusted"}
@@ -41,38 +38,34 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("command", "function", "settings"),
     [
-        ("ingest", ingest, IngestSettings),
-        ("import-coords", import_coords, ImportSettings),
-        ("annotate", annotate, None),
-        ("quality", quality, None),
-        ("stains", stains, None),
+        ("ingest", ingest, {*INGEST_SETTINGS, *declared_settings(ClusterOptions)}),
+        ("import-coords", import_coords, set(IMPORT_SETTINGS)),
+        ("annotate", annotate, set()),
+        ("quality", quality, set()),
+        ("stains", stains, set()),
     ],
 )
-def test_functions_have_options_of_commands(command: str, function: Any, settings: Any) -> None:
+def test_functions_have_options_of_commands(
+    command: str, function: Any, settings: set[str]
+) -> None:
     assert command in COMMANDS
     module = importlib.import_module(f"histopipe.cli.{COMMANDS[command][0]}")
     parameters = getattr(module, command.replace("-", "_")).params
     flags = {parameter.name for parameter in parameters} - NOT_PARAMETERS
     names = set(inspect.signature(function).parameters) - {"progress", "settings"}
-    assert flags == names | set(settings.__annotations__ if settings else ())
-    if settings is IngestSettings:
-        assert all(name in (function.__doc__ or "") for name in flags)
+    assert flags == names | settings
 
 
-def test_functions_have_defaults_of_commands() -> None:
-    flags = {parameter.name: parameter for parameter in ingest_command.params}
-    assert resolved_tissue("otsu", None) == TilingSpec(mpp=Mpp(0.5)).tissue
-    compared = 0
-    for options in (TilingSpec(mpp=Mpp(0.5)), IngestOptions()):
-        for field in dataclasses.fields(options):
-            flag = flags.get(field.name)
-            if flag is not None and isinstance(flag.default, str | int | float):
-                expected = flag.type.convert(flag.default, flag, None)
-                assert getattr(options, field.name) == expected, field.name
-                compared += 1
-    assert compared >= 8
-    assert inspect.signature(ingest).parameters["out"].default == flags["out"].default
-    assert inspect.signature(ingest).parameters["part_gb"].default == flags["part_gb"].default
+def test_coordinates_define_size_scale_and_tissue() -> None:
+    assert INGEST_SETTINGS.keys() - IMPORT_SETTINGS.keys() == {
+        *("patch_size", "mpp", "mag", "level", "overlap", "edge", "roi"),
+        *("tissue", "tissue_threshold", "tissue_fallback", "exclude"),
+    }
+
+
+def test_function_and_command_have_one_default_store() -> None:
+    (out,) = (parameter for parameter in ingest_command.params if parameter.name == "out")
+    assert inspect.signature(ingest).parameters["out"].default == out.default
 
 
 def test_store_from_functions_only(tmp_path: Path, run: Run) -> None:
@@ -114,7 +107,7 @@ def test_store_from_functions_only(tmp_path: Path, run: Run) -> None:
         ({"max_unreadable": 7}, "--max-unreadable: found 7"),
         ({"slide_timeout": float("nan")}, "--slide-timeout: found nan"),
         ({"mag": 0}, "--mag: found 0"),
-        ({"workers": 0}, "workers: found 0"),
+        ({"workers": 0}, "--workers: found 0"),
         ({"workers": 1.5}, "workers: found 1.5"),
         ({"workers": "2"}, "workers: found '2'"),
     ],

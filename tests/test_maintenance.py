@@ -25,7 +25,7 @@ from histopipe.splits.splits import write_splits
 from histopipe.splits.splitting import make_splits
 from histopipe.store.claims import Claims
 from histopipe.store.format import encode_index, slide_key
-from histopipe.store.record import FailureKind, SlideState
+from histopipe.store.record import SlideState
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
 
@@ -188,7 +188,7 @@ def test_merge_of_failed_and_unfinished_slides(parts: list[Path], tmp_path: Path
         )
         for record in records:
             if record.id != "half":
-                writer.fail(numbers[record.id], record, "cannot be opened", FailureKind.FILE)
+                writer.fail(numbers[record.id], record.with_failure("cannot be opened"))
     result = merge(parts, tmp_path / "all.lmdb")
     assert any("half of" in note and "not complete" in note for note in result.notes)
     with Store(tmp_path / "all.lmdb") as store:

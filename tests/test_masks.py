@@ -26,11 +26,13 @@ from histopipe.geometry import Mpp, PointL0, RegionL0, Size
 from histopipe.ingestion.request import read_tissue
 from histopipe.slides.openslide_reader import OpenSlideReader
 from histopipe.slides.readers import open_slide
+from histopipe.slides.tables import SlideNames
 from histopipe.slides.thumbnail import read_thumbnail
 from histopipe.store.store import Store
 from histopipe.system.progress import SilentProgress
 from histopipe.tiling.spec import TilingSpec, resolved_tissue, spec_of_store
-from histopipe.tissue_masks.algorithms import FINDERS, NEWEST
+from histopipe.tissue_masks import NEWEST
+from histopipe.tissue_masks.algorithms import FINDERS
 from histopipe.tissue_masks.grid import Grid
 from histopipe.tissue_masks.mask import Components
 from histopipe.tissue_masks.mask_files import identify_mask_file, read_mask, write_mask
@@ -327,11 +329,11 @@ def test_exclude_needs_outlines(tmp_path: Path) -> None:
     (tmp_path / "a.png").touch()
     settings = {"tissue": tmp_path, "exclude": ["Fold"]}
     with pytest.raises(UsageError, match="1 of 1 mask have no outlines of classes: found PNG"):
-        read_tissue(settings, None, ["a", "b"], progress)
-    read_tissue({**settings, "annotations": tmp_path}, None, ["a"], progress)
+        read_tissue(settings, None, SlideNames(["a", "b"]), progress)
+    read_tissue({**settings, "annotations": tmp_path}, None, SlideNames(["a"]), progress)
     (tmp_path / "b.geojson").touch()
     progress.reset_mock()
-    read_tissue(settings, None, ["a", "b"], progress)
+    read_tissue(settings, None, SlideNames(["a", "b"]), progress)
     progress.message.assert_called_once_with(
         "--exclude: 1 of 2 masks have no outlines of classes: only --annotations can cut them"
     )
@@ -651,7 +653,7 @@ def test_wrong_networks_are_refused(
     # It is refused before a store is created.
     monkeypatch.setattr("histopipe.ingestion.request.WorkerPool", InlineWorkers)
     with pytest.raises(UsageError, match=message):
-        read_tissue({"tissue": tmp_path / "network.onnx"}, None, ["one"], SILENT)
+        read_tissue({"tissue": tmp_path / "network.onnx"}, None, SlideNames(["one"]), SILENT)
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation")

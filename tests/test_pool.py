@@ -10,14 +10,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from pathlib import Path
 
 import pytest
 
 from histopipe.errors import MachineShort, SlideUnreadable
 from histopipe.system import worker_pool as module
-from histopipe.system.worker_pool import TookTooLong, WorkerDied, WorkerPool
+from histopipe.system.worker_pool import TookTooLong, WorkerDied, WorkerPool, run_tasks
 
 
 @pytest.fixture
@@ -61,6 +61,31 @@ def test_workers_that_still_start_are_ended() -> None:
     assert waiting.cancelled()
     assert len(pids) == 2
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_at_most_the_limit_of_tasks_is_started() -> None:
+    futures: dict[int, Future[int]] = {}
+
+    def start(item: int) -> Future[int]:
+        futures[item] = Future()
+        return futures[item]
+
+    tasks = run_tasks(start, [0, 1, None, 2, 3, 4, 5], limit=2)
+    assert next(tasks) == (0, futures[0]) and futures.keys() == {0, 1}
+    assert next(tasks) == (1, futures[1]) and futures.keys() == {0, 1}
+    assert next(tasks) is None
+    assert next(tasks) == (2, futures[2]) and futures.keys() == {0, 1, 2, 3}
+    tasks.close()
+    assert futures[3].cancelled() and not futures[2].cancelled()
+
+
+def test_tasks_are_yielded_as_they_end() -> None:
+    futures = {item: Future[int]() for item in range(4)}
+    tasks = run_tasks(futures.__getitem__, futures, limit=3, in_order=False)
+    for item in (2, 0, 3, 1):
+        futures[item].set_result(item)
+        assert next(tasks) == (item, futures[item])
+    assert list(tasks) == []
 
 
 def test_workers_run_in_parallel(pool: WorkerPool) -> None:

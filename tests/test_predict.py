@@ -23,6 +23,7 @@ from made_scores import class_predictions
 from histopipe.dataset.patch_batches import decode
 from histopipe.errors import DamagedStore, HistopipeError, UsageError
 from histopipe.evaluation.temperature import tempered
+from histopipe.geometry import Mpp
 from histopipe.inference.classifier import PredictOptions
 from histopipe.inference.predict import predict
 from histopipe.inference.slide_run import PatchBatch, Results, SlideRun
@@ -263,7 +264,7 @@ def test_pixels_equal_those_of_a_store_for_every_route(
     flags = [f"--patch-size={spec.patch_size}", f"--mpp={spec.mpp}", "--default-mpp=0.25"]
     assert run("ingest", folder, *flags).returncode == 0
     model: Any = SimpleNamespace(spec=spec.to_json(), stain_norm="none", patch_mpp=None)
-    options = PredictOptions(tiling={}, batch_size=7, default_mpp=0.25, workers=1)
+    options = PredictOptions(batch_size=7, default_mpp=Mpp(0.25), workers=1)
     network: Any = None
     slides = SlideRun(network, "predicting", 1, default_progress())
     with (

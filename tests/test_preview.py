@@ -16,9 +16,10 @@ from test_ingest import CMU, TCGA, contents
 
 from histopipe.errors import UsageError
 from histopipe.ingestion import ingest_slides
-from histopipe.ingestion.options import IngestOptions, SlideInput
+from histopipe.ingestion.options import IngestOptions
 from histopipe.ingestion.planning import plan_slide
 from histopipe.ingestion.report import IngestReport, SlideOutcome, Status
+from histopipe.ingestion.slide_job import SlideJob
 from histopipe.store.store import Store
 from histopipe.system.filesystems import network_filesystem
 from histopipe.tiling.spec import TilingSpec
@@ -35,7 +36,7 @@ def test_unexpected_error_fails_only_its_slide(
 ) -> None:
     make_slides(tmp_path / "in", "--size", "512x512", "--count", "2")
 
-    def failing(slide: SlideInput, *arguments: Any) -> Any:
+    def failing(slide: SlideJob, *arguments: Any) -> Any:
         if slide.id == "slide-000":
             raise KeyError("x")
         return plan_slide(slide, *arguments)

@@ -17,8 +17,10 @@ import pytest
 
 import histopipe
 from histopipe.errors import UsageError
-from histopipe.ingestion.request import IngestSettings, read_request
-from histopipe.system.progress import SilentProgress
+from histopipe.inference.options import EmbedOptions, PredictSettings
+from histopipe.ingestion.options import SETTING_CLASSES, ClusterOptions, IngestOptions, MaskOptions
+from histopipe.system.settings import declared_settings
+from histopipe.viewer.options import ViewOptions
 
 # The script has no main guard on purpose: worker processes must not run a user's script again. `plan` is called before
 # `ingest`, because importing a module must not replace the function of the same name.
@@ -142,11 +144,25 @@ def test_wrong_arguments_are_usage_errors(function: Callable[..., Any]) -> None:
                     function(**required | {parameter.name: value})
 
 
-@pytest.mark.parametrize("name", IngestSettings.__annotations__)
-def test_wrong_options_of_ingest_are_usage_errors(name: str, tmp_path: Path) -> None:
-    for value in (object(), b"bytes", [object()]):
-        with pytest.raises(UsageError, match=f"^{name}: found"):
-            read_request(NOTHING, tmp_path / "s.lmdb", {name: value}, SilentProgress())
+SETTINGS: dict[str, tuple[type, ...]] = {
+    "ingest": (*SETTING_CLASSES, ClusterOptions), "plan": SETTING_CLASSES, "import_coords": (IngestOptions,),
+    "predict": (PredictSettings,), "embed": (EmbedOptions,), "tissue": (MaskOptions,), "view": (ViewOptions,),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_wrong_settings_are_usage_errors(name: str, tmp_path: Path) -> None:
+    def call(**settings: Any) -> None:
+        out = {} if name == "view" else {"out": tmp_path / "out"}
+        words = [NOTHING, NOTHING] if name in ("import_coords", "predict") else [NOTHING]
+        getattr(histopipe, name)(*words, **out, **settings)
+
+    for setting in declared_settings(*SETTINGS[name]):
+        for value in (object(), b"bytes", [object()]):
+            with pytest.raises(UsageError, match=f"^{setting}: found"):
+                call(**{setting: value})
+    with pytest.raises(UsageError, match="unknown options: found colour"):
+        call(colour=3)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +179,7 @@ def test_wrong_options_of_ingest_are_usage_errors(name: str, tmp_path: Path) -> 
     ],
 )
 def test_options_are_never_converted(name: str, value: Any, expected: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=f"^{name}: found .*{expected}"):
+    with pytest.raises(UsageError, match=f"^(--)?{name}: found .*{expected}"):
         histopipe.plan(NOTHING, tmp_path / "s.lmdb", **{name: value})
 
 

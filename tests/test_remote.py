@@ -393,7 +393,7 @@ def test_predict_reads_slides_at_urls_and_removes_their_copies(
         ([f"{web.url}/{name}" for name in names], (size + 10) / 1e9),  # one slide at a time
     ):
         options = PredictOptions(
-            tiling={}, batch_size=7, default_mpp=0.5, workers=1, stage_gb=stage_gb,
+            batch_size=7, default_mpp=Mpp(0.5), workers=1, stage_gb=stage_gb,
             stage=None if stage_gb == 50 else tmp_path / "stage",
         )  # fmt: skip
         slides = SlideRun(network, "predicting", 2, SilentProgress())

@@ -311,7 +311,7 @@ def test_slides_without_given_file_are_not_changed(
         {"quickhash": "x"},
     )
     (slide,) = discover([files[3]])
-    matches = [_has_scan([(slide, dataclasses.replace(record, **change))]) for change in changes]
+    matches = [_has_scan((slide, dataclasses.replace(record, **change))) for change in changes]
     assert matches == [True, True, False, False, False]
     other.write_text("no slide")
     assert "cannot be opened" in repair(damaged, other).left["slide-003"]

@@ -27,7 +27,6 @@ from test_store import RECORD, SPEC, columns_of
 from histopipe.maintenance.info import info_of
 from histopipe.reports.charts import roc_chart
 from histopipe.reports.store_report import _cards
-from histopipe.store.record import FailureKind
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
 from histopipe.tasks.statistics import roc_of
@@ -83,7 +82,7 @@ def many_slides(tmp_path_factory: pytest.TempPathFactory) -> Path:
         numbers = writer.register(records)
         for i, record in enumerate(records):
             if i % 10 == 3:
-                writer.fail(numbers[record.id], record, f"{record.id} is broken", FailureKind.FILE)
+                writer.fail(numbers[record.id], record.with_failure(f"{record.id} is broken"))
                 continue
             count = 1 + i % 3
             crc = writer.put_patches(numbers[record.id], range(count), patches[:count])

@@ -30,10 +30,10 @@ from slide_variants import (
 
 from histopipe.errors import SlideUnreadable
 from histopipe.geometry import Mpp, PointL0, Size
-from histopipe.ingestion.options import IngestOptions, SlideInput
+from histopipe.ingestion.options import AskedRoute, IngestOptions
 from histopipe.ingestion.patch_source import PatchFile, PatchSource, chunk_of, chunks
-from histopipe.ingestion.planning import PlannedSlide, SlideFailure, plan_slide
-from histopipe.ingestion.route import AskedRoute
+from histopipe.ingestion.planning import plan_slide
+from histopipe.ingestion.slide_job import SlideJob, SlidePlan
 from histopipe.slides.readers import open_slide
 from histopipe.slides.slide_files import SlideFile
 from histopipe.slides.tiles import check as native_check
@@ -49,19 +49,18 @@ ROUTES: tuple[AskedRoute, ...] = ("copy", "decode", "openslide")
 PLAIN: Spec = {"tissue": "none", "level": 0}
 
 
-def plan(path: Path, route: AskedRoute = "auto", **spec: Any) -> PlannedSlide | SlideFailure:
-    record = SlideRecord(id="a", path=str(path), resolved_path=str(path))
-    slide = SlideInput(SlideFile("a", path, (path,)))
+def plan(path: Path, route: AskedRoute = "auto", **spec: Any) -> SlidePlan | SlideRecord:
+    job = SlideJob(SlideFile("a", path, (path,)))
     full = TilingSpec(**{**PLAIN, **spec})
-    return plan_slide(slide, record, full, IngestOptions(route=route))
+    return plan_slide(job, full, IngestOptions(route=route))
 
 
 def patches(
     path: Path, route: AskedRoute = "auto", **spec: Any
-) -> tuple[PlannedSlide, list[PatchFile]]:
+) -> tuple[SlidePlan, list[PatchFile]]:
     """Return a slide's plan and all its patches, in the order of their numbers."""
     planned = plan(path, route, **spec)
-    assert isinstance(planned, PlannedSlide), planned
+    assert isinstance(planned, SlidePlan), planned
     recipe = planned.recipe
     values: dict[int, PatchFile] = {}
     with PatchSource(recipe) as source:
@@ -76,7 +75,7 @@ def pillow(value: PatchFile) -> Pixels:
     return np.asarray(Image.open(io.BytesIO(value)).convert("RGB"))
 
 
-def truth(path: Path, planned: PlannedSlide) -> list[Pixels]:
+def truth(path: Path, planned: SlidePlan) -> list[Pixels]:
     """Return the region of each patch as read by OpenSlide."""
     choice, side = planned.plan.choice, planned.plan.choice.read_size
     with open_slide(path) as slide:
@@ -173,9 +172,9 @@ def test_route_reason_if_patches_cannot_be_copied(
 def test_impossible_route_is_failure_of_option(tmp_path: Path) -> None:
     path = write_slide(tmp_path / "a.svs", [picture(Size(300, 220))], Size(64, 64))
     failed = plan(path, "copy", patch_size=48)
-    assert isinstance(failed, SlideFailure)
-    assert failed.kind is FailureKind.OPTION
-    assert "cannot use --route copy: found patches are 48 pixels" in failed.reason
+    assert isinstance(failed, SlideRecord)
+    assert failed.error_kind is FailureKind.OPTION
+    assert "cannot use --route copy: found patches are 48 pixels" in str(failed.error)
     for route in ROUTES[1:]:
         planned, _ = patches(path, route, patch_size=64)
         assert planned.record.route == route
@@ -184,7 +183,7 @@ def test_impossible_route_is_failure_of_option(tmp_path: Path) -> None:
 
 def test_jpeg_2000_uses_openslide(data: Path) -> None:
     planned = plan(data / "slides" / "TCGA-CR-7395-01A-01-TS1.svs", patch_size=256)
-    assert isinstance(planned, PlannedSlide)
+    assert isinstance(planned, SlidePlan)
     assert (planned.record.route, planned.record.route_reason) == (
         "openslide",
         "its tiles are JPEG 2000",
@@ -311,7 +310,7 @@ def test_shift_by_one_pixel_is_detected_on_interpolated_level(
         native_check, "find_native", lambda *of: dataclasses.replace(find(*of), x_level=1)
     )
     planned = plan(path, patch_size=64, level=1)
-    assert isinstance(planned, PlannedSlide)
+    assert isinstance(planned, SlidePlan)
     assert planned.record.route == "openslide"
     assert "least when shifted by (-1, 0)" in str(planned.record.route_reason)
 
@@ -402,7 +401,7 @@ def test_padded_patches_beyond_the_scanned_area_have_no_pixels_of_other_tiles(
 
 
 def check_cells(
-    size: Size, origin: tuple[int, int], planned: PlannedSlide, overlap: int, edge: str
+    size: Size, origin: tuple[int, int], planned: SlidePlan, overlap: int, edge: str
 ) -> None:
     """Check that cells are inside the slide, and without overlap cover every pixel of their area once."""
     cells, choice = planned.plan, planned.plan.choice
@@ -425,7 +424,7 @@ def test_chunks_have_every_patch_once(tmp_path: Path) -> None:
     path = write_slide(tmp_path / "a.svs", [picture(Size(900, 700))], Size(64, 64))
     for route, overlap in (("copy", 0), ("decode", 7), ("openslide", 3)):
         planned = plan(path, patch_size=16, overlap=overlap)
-        assert isinstance(planned, PlannedSlide)
+        assert isinstance(planned, SlidePlan)
         rows: list[NDArray[np.int64]] = [
             chunk.rows
             for chunk in chunks(planned.plan, route, 16)  # type: ignore[arg-type]
@@ -546,10 +545,9 @@ def test_tissue_in_missing_tiles_is_noted(tmp_path: Path, compression: str) -> N
         TilingSpec(patch_size=64, mpp=Mpp(1), tissue="none"),
     )
     for spec in specs:
-        record = SlideRecord(id="a", path=str(path), resolved_path=str(path))
-        slide = SlideInput(SlideFile("a", path, (path,)))
-        planned = plan_slide(slide, record, spec, IngestOptions())
-        assert isinstance(planned, PlannedSlide)
+        job = SlideJob(SlideFile("a", path, (path,)))
+        planned = plan_slide(job, spec, IngestOptions())
+        assert isinstance(planned, SlidePlan)
         notes = [note for note in planned.record.notes if "does not contain" in note]
         assert len(notes) == 1
         count = 4 if spec.tissue == "none" else 2

@@ -46,7 +46,7 @@ from histopipe.store.format import (
     stored_size,
     value_crc,
 )
-from histopipe.store.record import FailureKind, SlideRecord, SlideState
+from histopipe.store.record import SlideRecord, SlideState
 from histopipe.store.store import Store, StoreSet, open_store
 from histopipe.store.writer import StoreWriter
 from histopipe.system.progress import SilentProgress
@@ -185,7 +185,7 @@ def test_only_complete_slides_are_visible(tmp_path: Path) -> None:
         writer.complete(number, record, columns_of(crc, np.ones(2)), {})
         with Store(path) as store:
             assert len(store) == 2
-        writer.fail(number, record, "why", FailureKind.FILE)
+        writer.fail(number, record.with_failure("why"))
         with Store(path) as store:
             assert len(store) == 0
             assert store.records[number].error == "why"

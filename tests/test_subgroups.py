@@ -38,7 +38,6 @@ from histopipe.splits.slide_table import (
 )
 from histopipe.splits.splits import write_splits
 from histopipe.splits.splitting import make_splits
-from histopipe.store.record import FailureKind
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
 from histopipe.tasks.predictions import ModelPredictions, Predictions
@@ -397,7 +396,7 @@ def write_messy_store(path: Path) -> None:
                 records[name], planned=6, stored=5, unreadable=1, stored_bytes=25
             )
             writer.complete(numbers[name], done, columns, {})
-        writer.fail(numbers["i"], records["i"], "broken", FailureKind.FILE)
+        writer.fail(numbers["i"], records["i"].with_failure("broken"))
         writer.complete(numbers["j"], records["j"], columns_of(np.zeros(0), np.zeros(0)), {})
 
 
@@ -438,7 +437,7 @@ def test_failed_slide_does_not_replace_another_one_of_its_name(tmp_path: Path) -
     write_messy_store(tmp_path / "s.lmdb")
     with StoreWriter(tmp_path / "t.lmdb", SPEC) as writer:
         record = dataclasses.replace(RECORD, id="a", quickhash="other")
-        writer.fail(writer.register([record])["a"], record, "broken", FailureKind.FILE)
+        writer.fail(writer.register([record])["a"], record.with_failure("broken"))
     with Store(tmp_path / "s.lmdb") as first, Store(tmp_path / "t.lmdb") as second:
         slides = table_of([first, second], Labelling())
         record_slides(tmp_path, table_of([first], Labelling()), {"c"})

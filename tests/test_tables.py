@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 
 from histopipe.errors import UsageError
 from histopipe.features.bags import BagSet
-from histopipe.ingestion.records import labelled, subfolder_labels
-from histopipe.ingestion.request import read_request
+from histopipe.ingestion.request import label_by_subfolder, read_request
 from histopipe.runs.task_config import make_config
 from histopipe.runs.training_data import read_labelling
 from histopipe.slides.slide_files import SlideFile
@@ -183,7 +182,8 @@ def slides(*names: str) -> list[SlideFile]:
 def test_subfolders_are_classes_only_with_several_slides_each(
     names: list[str], classes: set[str]
 ) -> None:
-    assert set(subfolder_labels(slides(*names)).values()) == classes
+    labels = label_by_subfolder(slides(*names)).values()
+    assert {label.label for label in labels} == classes
 
 
 def test_labels_file_takes_precedence_over_subfolders(tmp_path: Path) -> None:
@@ -202,10 +202,10 @@ def test_labels_file_takes_precedence_over_subfolders(tmp_path: Path) -> None:
 
 def test_missing_values_keep_recorded_ones() -> None:
     fresh = SlideRecord(id="TCGA-CR-7395-01A", path="", resolved_path="")
-    first = labelled(fresh, SlideLabel("t", None, "s"))
+    first = fresh.with_label(SlideLabel("t", None, "s"))
     assert (first.label, first.patient, first.site) == ("t", "TCGA-CR-7395", "s")
-    assert labelled(first, None) == first
-    again = labelled(first, SlideLabel(None, "p", None))
+    assert first.with_label(None) == first
+    again = first.with_label(SlideLabel(None, "p", None))
     assert (again.label, again.patient, again.site) == (None, "p", "s")
 
 

@@ -192,7 +192,7 @@ def test_config_file_repeats_a_run_and_flags_override_it(
         (
             ["--config", "typed.toml"],
             2,
-            "typed.toml: epochs: found 'ten', expected a value such as 20",
+            "typed.toml: epochs: found 'ten', expected a whole number",
         ),
         (["--fractions", "0.5,0.5"], 2, "--fractions"),
         (["--fractions", "0.7,nan,0.3"], 2, "--fractions"),

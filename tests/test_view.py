@@ -588,7 +588,7 @@ def test_wrong_use_is_explained(viewed: Path, tmp_path: Path, run: Run) -> None:
             ((viewed / "slides", "--host", "203.0.113.1"), 2, "cannot listen on 203.0.113.1"),
             ((viewed / "slides", "--token", "short"), 2, "expected at least 16 letters"),
             ((viewed / "slides", "--features", "absent"), 2, "absent is not a folder"),
-            ((viewed / "slides", "--workers", "0"), 2, "Invalid value for '--workers'"),
+            ((viewed / "slides", "--workers", "0"), 2, "--workers: found 0, expected 1 or more"),
             ((viewed / "slides", "--host", ""), 2, "--host: found nothing"),
             ((viewed / "slides", "--features", "empty"), 2, "empty has no features"),
         ]  # fmt: skip

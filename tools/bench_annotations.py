@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from histopipe.annotations.patch_labels import label_patches
-from histopipe.annotations.regions import AnnotationRules, Regions, read_regions
+from histopipe.annotations.regions import Regions, read_regions
+from histopipe.annotations.rules import AnnotationRules
 from histopipe.geometry import PointL0, RegionL0, Size
 
 SIDE = 100

@@ -41,13 +41,10 @@ import openslide
 from peak_memory import peaks_of
 
 from histopipe.geometry import Mpp
-from histopipe.ingestion.options import IngestOptions, SlideInput
-from histopipe.ingestion.patch_source import chunks, png
-from histopipe.ingestion.planning import PlannedSlide, SlideFailure, plan_slide
-from histopipe.ingestion.records import PendingSlide
-from histopipe.ingestion.route import AskedRoute
-from histopipe.ingestion.slide_in_flight import SlideInFlight
-from histopipe.ingestion.storing import close_all, prepare, store_chunk
+from histopipe.ingestion.options import AskedRoute, IngestOptions
+from histopipe.ingestion.patch_source import chunks, close_all, png, store_chunk
+from histopipe.ingestion.planning import plan_slide, prepare
+from histopipe.ingestion.slide_job import SlideJob, SlidePlan
 from histopipe.slides.readers import open_slide
 from histopipe.slides.slide_files import SlideFile
 from histopipe.slides.thumbnail import encode_thumbnail, read_thumbnail, thumbnail_level, usual_mpp
@@ -101,7 +98,7 @@ def baseline_chunk(
     return len(items)
 
 
-def baseline(slides: list[tuple[Path, PlannedSlide]], spec: TilingSpec, out: Path) -> float:
+def baseline(slides: list[tuple[Path, SlidePlan]], spec: TilingSpec, out: Path) -> float:
     """Return the seconds of the baseline for all patches of some slides. Starting its processes is not included."""
     tasks, first = [], 0
     for path, planned in slides:
@@ -121,22 +118,20 @@ def baseline(slides: list[tuple[Path, PlannedSlide]], spec: TilingSpec, out: Pat
 # --- the measured functions -------------------------------------------------------------------------------------------------
 
 
-def pending_of(path: Path) -> PendingSlide:
-    """Return a slide as the first one of an ingest."""
-    record = SlideRecord(id=path.stem, path=str(path), resolved_path=str(path))
-    return PendingSlide(0, SlideInput(SlideFile(path.stem, path, (path,))), record)
+def job_of(path: Path) -> SlideJob:
+    """Return the job of a slide that is the first one of a store."""
+    return SlideJob(SlideFile(path.stem, path, (path,)), number=0)
 
 
-def planned(path: Path, spec: TilingSpec, route: AskedRoute = "auto") -> PlannedSlide:
+def planned(path: Path, spec: TilingSpec, route: AskedRoute = "auto") -> SlidePlan:
     """Return the plan of a slide."""
-    pending = pending_of(path)
-    result = plan_slide(pending.slide, pending.record, spec, IngestOptions(route=route))
-    if isinstance(result, SlideFailure):
-        raise SystemExit(result.reason)
+    result = plan_slide(job_of(path), spec, IngestOptions(route=route))
+    if isinstance(result, SlideRecord):
+        raise SystemExit(result.error)
     return result
 
 
-def stage(workers: Executor, path: Path, plan: PlannedSlide, spec: TilingSpec, out: Path) -> float:
+def stage(workers: Executor, path: Path, plan: SlidePlan, spec: TilingSpec, out: Path) -> float:
     """Return the seconds to store all chunks of a planned slide.
 
     Starting and ending the workers is not included. New workers are needed: old ones would keep the previous store
@@ -145,21 +140,20 @@ def stage(workers: Executor, path: Path, plan: PlannedSlide, spec: TilingSpec, o
     with workers:
         wait([workers.submit(time.sleep, 0.01) for _ in range(WORKERS)])
         started = time.perf_counter()
-        pending = pending_of(path)
+        job = job_of(path)
         with StoreWriter(out, spec) as writer:
-            writer.register([pending.record])
-            slide = SlideInFlight(pending, IngestOptions())
-            slide.planned(plan)
+            writer.register([job.record])
+            job.planned(plan)
             tasks = [
                 workers.submit(store_chunk, out, 0, plan.recipe, chunk)
                 for chunk in chunks(plan.plan, plan.recipe.route.name, spec.patch_size)
             ]
             for task in tasks:
-                slide.chunk_stored(task.result())
-            record = slide.complete_record(plan)
-            if record.unreadable:
-                raise SystemExit(f"{path}: {record.notes}")
-            writer.complete(0, record, slide.columns(plan, {}), plan.thumbnails)
+                job.chunk_stored(task.result())
+            job.finish()
+            if job.failed or job.record.unreadable:
+                raise SystemExit(f"{path}: {job.record.error or job.record.notes}")
+            writer.complete(0, job.record, job.columns(plan, {}), plan.thumbnails)
         return time.perf_counter() - started
 
 
@@ -293,7 +287,7 @@ def bench_openslide(bench: Bench) -> None:
         against_baseline(bench, f"openslide, {patch_size}, 4:2:0", path, spec, "openslide", "1×")
 
 
-def by_threads(path: Path, plan: PlannedSlide, spec: TilingSpec, out: Path) -> float:
+def by_threads(path: Path, plan: SlidePlan, spec: TilingSpec, out: Path) -> float:
     """Return the seconds of the same stage with threads of this process."""
     try:
         return stage(ThreadPoolExecutor(WORKERS), path, plan, spec, out)

@@ -31,13 +31,12 @@ from pydicom.encaps import encapsulate
 
 from histopipe.errors import SlideUnreadable
 from histopipe.geometry import PointL0
-from histopipe.ingestion.options import IngestOptions, SlideInput
+from histopipe.ingestion.options import AskedRoute, IngestOptions
 from histopipe.ingestion.patch_source import PatchSource, chunk_of
-from histopipe.ingestion.planning import PlannedSlide, plan_slide
-from histopipe.ingestion.route import AskedRoute
+from histopipe.ingestion.planning import plan_slide
+from histopipe.ingestion.slide_job import SlideJob, SlidePlan
 from histopipe.slides.readers import open_slide
 from histopipe.slides.slide_files import SlideFile
-from histopipe.store.record import SlideRecord
 from histopipe.tiling.spec import TilingSpec
 
 Pixels = NDArray[np.uint8]
@@ -435,14 +434,13 @@ def other_decoder(path: Path, pixels: Pixels) -> bool:
     return bool(np.abs(pixels.astype(int) - expected).mean() > 0.5)
 
 
-def patches(path: Path, reader: str, route: AskedRoute) -> tuple[PlannedSlide | None, list[Pixels]]:
+def patches(path: Path, reader: str, route: AskedRoute) -> tuple[SlidePlan | None, list[Pixels]]:
     """Return the plan and the patches of a slide as pixels; none if the route is impossible."""
-    record = SlideRecord(id="a", path=str(path), resolved_path=str(path))
-    slide = SlideInput(SlideFile("a", path, (path,)))
+    job = SlideJob(SlideFile("a", path, (path,)))
     spec = TilingSpec(patch_size=TILE, level=0, tissue="none", codec="png")
     options = IngestOptions(route=route, reader=reader)  # type: ignore[arg-type]
-    planned = plan_slide(slide, record, spec, options)
-    if not isinstance(planned, PlannedSlide):
+    planned = plan_slide(job, spec, options)
+    if not isinstance(planned, SlidePlan):
         return None, []
     with PatchSource(planned.recipe) as source:
         values = source.values(chunk_of(planned.plan, np.arange(len(planned.plan))))

@@ -13,7 +13,7 @@ import numpy as np
 
 from histopipe.geometry import Mpp
 from histopipe.ingestion.patch_source import encode
-from histopipe.store.record import FailureKind, SlideRecord
+from histopipe.store.record import SlideRecord
 from histopipe.store.writer import StoreWriter
 from histopipe.tiling.spec import TilingSpec
 
@@ -34,7 +34,7 @@ def main() -> None:
         writer.register(records)
         _complete(writer, 0, records[0], spec, patches=5, lost=())
         _complete(writer, 1, records[1], spec, patches=3, lost=(1,))
-        writer.fail(2, records[2], "slides/bad.svs cannot be opened", FailureKind.FILE)
+        writer.fail(2, records[2].with_failure("slides/bad.svs cannot be opened"))
     (path / "lock.mdb").unlink()
 
 

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 from histopipe.cli.setting_options import default_text
-from histopipe.runs.settings import DeclaredSetting, declared_settings
 from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig
 from histopipe.studies.settings import FoldSettings, StudySettings
+from histopipe.system.settings import DeclaredSetting, declared_settings
 
 PATH = Path(__file__).parents[1] / "docs" / "reference" / "settings.md"
 _HEAD = """# Settings

@@ -38,8 +38,9 @@ from histopipe.ingestion.cluster.slide_worker import (
     ingest_slide,
     publish,
 )
-from histopipe.ingestion.options import IngestOptions, SlideInput
+from histopipe.ingestion.options import IngestOptions
 from histopipe.ingestion.report import SlideOutcome
+from histopipe.ingestion.slide_job import SlideJob
 from histopipe.slides.discovery import discover
 from histopipe.tiling.spec import TilingSpec
 
@@ -112,7 +113,8 @@ def measure_worker(
     files = {slide.id: slide for slide in discover([slides])}
 
     def ingested(settings: ClusterSettings, name: str) -> SlideOutcome:
-        return ingest_slide(settings, SlideInput(files[name]), 1, lambda _: None).outcome
+        outcome, _ = ingest_slide(settings, SlideJob(files[name]), 1, lambda _: None)
+        return outcome
 
     def settings_of(dataset: str) -> ClusterSettings:
         folders = PartFolders(out, work / "stage-scratch", dataset)

@@ -11,54 +11,14 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
 
 import shapely
 from shapely.affinity import translate
 
 from histopipe.annotations.outline import Outline, Outlines, plain
 from histopipe.annotations.read import file_bytes, read_annotations
-from histopipe.errors import UsageError
+from histopipe.annotations.rules import AnnotationRules
 from histopipe.geometry import RegionL0, Size
-from histopipe.system.csv_files import nfc
-
-Origin = Literal["auto", "bounds", "slide"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnnotationRules:
-    """Settings that turn outlines into labels; see `annotate`. `roi` is the class of the region of interest.
-
-    Raises:
-        UsageError: a value is out of range.
-    """
-
-    threshold: float = 0.5
-    unclassified: str | None = None
-    origin: Origin = "auto"
-    roi: str | None = None
-    class_property: str | None = None
-
-    def __post_init__(self) -> None:
-        if not 0 < self.threshold <= 1:
-            raise UsageError(
-                "--annotation-threshold", found=self.threshold, expected="above 0, up to 1"
-            )
-        for flag, name, kind in (
-            ("--unclassified", self.unclassified, "a class"), ("--roi", self.roi, "a class"),
-            ("--class-property", self.class_property, "the name of a property"),
-        ):  # fmt: skip
-            if name is not None and not name.strip():
-                raise UsageError(flag, found="an empty name", expected=kind)
-        for name in ("unclassified", "roi"):
-            value = getattr(self, name)
-            object.__setattr__(self, name, value if value is None else nfc(value))
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the settings that determine the labels of a file."""
-        names = ("threshold", "unclassified", "origin", "class_property")
-        return {name: getattr(self, name) for name in names}
-
 
 _MOST_NOTES = 10
 _PART = 10
@@ -119,7 +79,7 @@ def regions_of(
 ) -> Regions:
     """Return the regions of a slide from outlines; see `read_regions`."""
     notes = list(outlines.notes)
-    origin = outlines.frame if rules.origin == "auto" else rules.origin
+    origin = outlines.frame if rules.annotation_origin == "auto" else rules.annotation_origin
     shift = (bounds.origin.x, bounds.origin.y) if origin == "bounds" else (0, 0)
     named = _named(outlines, rules.unclassified, notes)
     placed = _placed(named, shift, size, notes)

@@ -1,6 +1,6 @@
-"""Command line. Each command parses its flags, calls one library function and prints the result.
+"""Command line. Each command parses its flags, calls the public function of its name and prints the result.
 
-A command imports that function when it runs, so that `--help` and wrong flags respond immediately.
+`import histopipe` imports a function when it is first used, so that `--help` and wrong flags respond immediately.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+import histopipe
 from histopipe.cli.parameters import (
     PATH,
     json_option,
@@ -55,11 +56,8 @@ def doctor(store: Path, as_json: bool) -> int:
     \b
     Example: histopipe doctor /data/patches.lmdb
     """
-    from histopipe.diagnostics.doctor import doctor
-
-    report = doctor(store)
-    show(report, as_json=as_json, then=() if report.exit_code else ("demo",))
-    return report.exit_code
+    report = histopipe.doctor(store)
+    return show(report, as_json=as_json, then=() if report.exit_code else ("demo",))
 
 
 @click.command()
@@ -79,7 +77,5 @@ def bench(stores: tuple[Path, ...], as_json: bool, **options: Any) -> None:
     Example: histopipe bench patches.lmdb --model resnet50
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # before TensorFlow is loaded
-    from histopipe.training.bench import bench
-
     paths = list(stores) or [Path("patches.lmdb")]
-    show(bench(paths, **options), as_json=as_json, then=("train", *paths))
+    show(histopipe.bench(paths, **options), as_json=as_json, then=("train", *paths))

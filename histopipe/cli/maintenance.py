@@ -11,9 +11,10 @@ from typing import Any
 
 import click
 
+import histopipe
+from histopipe.annotations.rules import AnnotationRules
 from histopipe.cli.parameters import (
     PATH,
-    annotation_options,
     full_option,
     json_option,
     network_option,
@@ -22,6 +23,7 @@ from histopipe.cli.parameters import (
     untrusted_option,
     workers_option,
 )
+from histopipe.cli.setting_options import SettingsCommand, setting_options
 
 
 @click.command()
@@ -37,9 +39,7 @@ def info(path: Path, as_json: bool) -> None:
     Example: histopipe info patches.lmdb
     Example: histopipe info runs/first
     """
-    from histopipe.reports.info import info
-
-    contents = info(path)
+    contents = histopipe.info(path)
     show(contents, as_json=as_json, then=contents.then)
 
 
@@ -61,9 +61,7 @@ def push(store: Path, url: str, *, as_json: bool, block_mb: float) -> None:
     \b
     Example: histopipe push patches.lmdb s3://bucket/patches.lmdb
     """
-    from histopipe.maintenance.push import push
-
-    done = push(store, url, block_mb=block_mb)
+    done = histopipe.push(store, url, block_mb=block_mb)
     show(done, as_json=as_json, then=("pull", done.url, "OUT"))
 
 
@@ -79,11 +77,8 @@ def pull(url: str, out: Path, *, as_json: bool) -> int:
     \b
     Example: histopipe pull s3://bucket/patches.lmdb patches.lmdb
     """
-    from histopipe.maintenance.pull import pull
-
-    done = pull(url, out)
-    show(done, as_json=as_json, notes=done.findings, then=("info", out))
-    return done.exit_code
+    done = histopipe.pull(url, out)
+    return show(done, as_json=as_json, notes=done.findings, then=("info", out))
 
 
 @click.command()
@@ -105,15 +100,12 @@ def verify(store: Path, as_json: bool, **options: Any) -> int:
     \b
     Example: histopipe verify patches.lmdb --full
     """
-    from histopipe.maintenance.verify import verify
-
-    report = verify(store, **options)
+    report = histopipe.verify(store, **options)
     then = ("repair", store, "SLIDES") if report.findings else ("info", store)
-    show(report, as_json=as_json, then=then)
-    return report.exit_code
+    return show(report, as_json=as_json, then=then)
 
 
-@click.command()
+@click.command(cls=SettingsCommand)
 @click.argument("store", type=PATH)
 @click.argument("slides", nargs=-1, required=True, type=PATH)
 @click.option(
@@ -121,7 +113,7 @@ def verify(store: Path, as_json: bool, **options: Any) -> int:
     type=PATH,
     help="Annotations, as for ingest.  [default: patches keep their classes if these are intact]",
 )
-@annotation_options
+@setting_options(AnnotationRules)
 @full_option
 @workers_option
 @network_option
@@ -136,14 +128,13 @@ def repair(store: Path, slides: tuple[Path, ...], as_json: bool, **options: Any)
     \b
     Example: histopipe repair patches.lmdb slides/
     """
-    from histopipe.maintenance.repair import repair
-
-    done = repair(store, slides, **options)
+    done = histopipe.repair(store, slides, **options)
     left = [f"{name} could not be repaired: {why}" for name, why in done.left.items()]
     remaining = [f"still damaged: {what}" for what in done.remaining]
     notes = [*done.notes, *left, *remaining]
-    show(done, as_json=as_json, notes=notes, then=() if done.exit_code else ("verify", store))
-    return done.exit_code
+    return show(
+        done, as_json=as_json, notes=notes, then=() if done.exit_code else ("verify", store)
+    )
 
 
 @click.command()
@@ -167,9 +158,7 @@ def merge(stores: tuple[Path, ...], out: Path, allow_network: bool, as_json: boo
     \b
     Example: histopipe merge node1.lmdb node2.lmdb --out patches.lmdb
     """
-    from histopipe.maintenance.merge import merge
-
-    copied = merge(stores, out, allow_network=allow_network)
+    copied = histopipe.merge(stores, out, allow_network=allow_network)
     show(copied, as_json=as_json, notes=copied.notes, then=("info", out))
 
 
@@ -187,9 +176,7 @@ def remove(store: Path, slides: tuple[str, ...]) -> None:
     \b
     Example: histopipe remove patches.lmdb slide-17 slide-18
     """
-    from histopipe.maintenance.remove import remove
-
-    show(remove(store, slides), then=("compact", store))
+    show(histopipe.remove(store, slides), then=("compact", store))
 
 
 @click.command()
@@ -215,9 +202,7 @@ def split(
     \b
     Example: histopipe split patches.lmdb --splits runs/first/splits.json --out sides
     """
-    from histopipe.maintenance.split import split
-
-    copied = split(stores, splits, out, allow_network=allow_network)
+    copied = histopipe.split(stores, splits, out, allow_network=allow_network)
     notes = [note for side in copied.sides.values() for note in side.notes]
     show(copied, as_json=as_json, notes=notes, then=("info", out / "train.lmdb"))
 
@@ -235,15 +220,13 @@ def compact(store: Path, out: Path | None) -> None:
     \b
     Example: histopipe compact patches.lmdb
     """
-    from histopipe.maintenance.compact import compact
-
-    show(compact(store, out), then=("verify", out or store))
+    show(histopipe.compact(store, out), then=("verify", out or store))
 
 
-@click.command()
+@click.command(cls=SettingsCommand)
 @click.argument("store", type=PATH)
 @click.argument("annotations", type=PATH)
-@annotation_options
+@setting_options(AnnotationRules)
 @workers_option
 @json_option()
 @untrusted_option("store")
@@ -257,14 +240,11 @@ def annotate(store: Path, annotations: Path, as_json: bool, **options: Any) -> i
     \b
     Example: histopipe annotate patches.lmdb annotations/
     """
-    from histopipe.measure.annotate import annotate
-
-    result = annotate(store, annotations, **options)
+    result = histopipe.annotate(store, annotations, **options)
     slides = sorted((result.done | result.unlabelled).items())
     notes = [*result.notes, *(f"{name}: {note}" for name, texts in slides for note in texts)]
     then = ("train", store, "--labels-from", "annotation") if result.patches else ()
-    show(result, as_json=as_json, notes=notes, then=then)
-    return result.exit_code
+    return show(result, as_json=as_json, notes=notes, then=then)
 
 
 @click.command()
@@ -283,11 +263,8 @@ def quality(store: Path, as_json: bool, **options: Any) -> int:
     \b
     Example: histopipe quality patches.lmdb
     """
-    from histopipe.measure.quality import quality
-
-    result = quality(store, **options)
-    show(result, as_json=as_json, then=("report", store))
-    return result.exit_code
+    result = histopipe.quality(store, **options)
+    return show(result, as_json=as_json, then=("report", store))
 
 
 @click.command()
@@ -304,8 +281,5 @@ def stains(store: Path, force: bool) -> int:
     \b
     Example: histopipe stains patches.lmdb
     """
-    from histopipe.measure.stains import stains
-
-    result = stains(store, force=force)
-    show(result, then=("train", store, "--stain-norm", "macenko"))
-    return result.exit_code
+    result = histopipe.stains(store, force=force)
+    return show(result, then=("train", store, "--stain-norm", "macenko"))

@@ -15,6 +15,7 @@ from typing import Any, TypeVar, cast
 
 import click
 
+from histopipe.errors import ExitCode
 from histopipe.system.urls import is_url
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -120,74 +121,37 @@ class NumberOr(click.ParamType[int | str]):
         return int(value)
 
 
-batch_size_option = click.option(
-    "--batch-size", type=int, default=64, help="Patches per batch, over all devices."
-)
-devices_option = click.option(
-    "--devices", default="auto", help="Devices: auto, cpu, cpu:N, gpu or gpu:0,1."
-)
-extra_rows_option = click.option(
-    "--allow-extra-rows", is_flag=True, help="Ignore CSV rows of unknown slides."
-)
-na_option = click.option(
-    "--na",
-    type=names,
-    help="Cells of --labels that are missing values, apart from the empty cell; replaces the default list.",
-)
 full_option = click.option("--full", is_flag=True, help="Also decode every patch and picture.")
-stage_options = together(
-    click.option(
-        "--stage",
-        type=PATH,
-        metavar="DIR",
-        help="Slide files: copy them to this folder on a local disk before they are read. Slides at URLs are always "
-        "copied.  [default for URLs: the temporary folder]",
-    ),
-    click.option(
-        "--stage-gb",
-        type=click.FloatRange(0, 1e9, min_open=True),
-        default=50,
-        help="Maximum size of all copies at once in GB.",
-    ),
-)
 network_option = click.option(
     "--allow-network",
     is_flag=True,
     help="Allow the output to be on a network filesystem, at your own risk.",
 )
-annotation_options = together(
-    click.option(
-        "--annotation-threshold",
-        type=share,
-        default="50%",
-        help="Minimum share of a patch that its class covers.",
-    ),
-    click.option("--unclassified", help="Class of outlines without a class.  [default: left out]"),
-    click.option(
-        "--class-property",
-        metavar="NAME",
-        help="Property of an outline that has its class, such as label or Text.  [default: depends on the tool]",
-    ),
-    click.option(
-        "--annotation-origin",
-        type=click.Choice(["auto", "bounds", "slide"]),
-        default="auto",
-        help="Origin of coordinates: corner of the scanned area (bounds) or level 0 (slide). auto depends on the tool.",
-    ),
-)
 
 
 def show(
-    result: Any, *, as_json: bool = False, notes: Iterable[str] = (), then: Sequence[object] = ()
-) -> None:
-    """Print a result as JSON; or as text, with notes and the next command (`then`) on standard error."""
+    result: Any,
+    *,
+    as_json: bool = False,
+    notes: Iterable[str] = (),
+    text: str | None = None,
+    then: Sequence[object] = (),
+) -> int:
+    """Print a result as JSON; or as text, with notes and the next command (`then`) on standard error.
+
+    `text` is printed in the place of the text of the result.
+
+    Returns:
+        The exit code of the result; 0 if it has none.
+    """
     if as_json:
         show_json(result.to_json())
-        return
-    for note in notes:
-        echo(note, err=True)
-    show_text(str(result))
-    suggest(*then)
+    else:
+        for note in notes:
+            echo(note, err=True)
+        show_text(str(result) if text is None else text)
+        suggest(*then)
+    return getattr(result, "exit_code", ExitCode.DONE)
 
 
 def suggest(*command: object) -> None:
@@ -263,7 +227,7 @@ def _check_untrusted(
     """Check the input that flags, settings files or a run to be resumed name."""
     from histopipe.features.untrusted import check_coords, check_features
     from histopipe.pretrained.sources import check_untrusted_model
-    from histopipe.runs.settings import read_toml
+    from histopipe.system.settings import read_toml
 
     resumed = values.get("resume") and values.get("out") and Path(values["out"]) / "config.toml"
     files = [Path(file) for file in (values.get("config"), values.get("space"), resumed) if file]

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+import histopipe
 from histopipe.cli.parameters import (
     PATH,
     SOURCE,
@@ -18,7 +19,9 @@ from histopipe.cli.parameters import (
     stores_argument,
     untrusted_option,
 )
+from histopipe.cli.setting_options import SettingsCommand, setting_options
 from histopipe.system.result import exit_code_of
+from histopipe.viewer.options import ViewOptions
 
 
 @click.command()
@@ -67,9 +70,7 @@ def heatmap(predictions: Path, as_json: bool, **options: Any) -> int:
     \b
     Example: histopipe heatmap predictions --out heatmaps --to png,tiff,geojson
     """
-    from histopipe.reports.heatmap import heatmap
-
-    result = heatmap(predictions, **options)
+    result = histopipe.heatmap(predictions, **options)
     next_formats = (
         ()
         if "tiff" in options["formats"] or not result.files
@@ -107,9 +108,8 @@ def report(paths: tuple[Path, ...], no_pictures: bool, **options: Any) -> None:
     Submit:  histopipe report runs/first --checklist tripod-ai --out tripod.docx
     """
     from histopipe.maintenance.info import store_info
-    from histopipe.reports.report import report
 
-    result = report(paths, pictures=not no_pictures, **options)
+    result = histopipe.report(paths, pictures=not no_pictures, **options)
     path = paths[0]
     then: tuple[object, ...] = ()
     if (path / "data.mdb").exists():
@@ -119,27 +119,10 @@ def report(paths: tuple[Path, ...], no_pictures: bool, **options: Any) -> None:
     show(result, then=then)
 
 
-@click.command()
+@click.command(cls=SettingsCommand)
 @click.argument("paths", nargs=-1, type=PATH)
 @store_option("Further store; repeatable.  [default: stores of the runs]")
-@click.option("--features", type=PATH, help="Folder of `histopipe embed`, to find similar patches.")
-@click.option(
-    "--annotations",
-    type=PATH,
-    help="Folder of annotations to show and to draw, one file per slide.  [default: no drawing]",
-)
-@click.option("--host", default="127.0.0.1", help="Address to listen on.")
-@click.option(
-    "--port", type=click.IntRange(0, 65535), default=8765, help="Port to listen on; 0: any."
-)
-@click.option(
-    "--token", help="Secret part of the address, for bookmarks.  [default: random at each start]"
-)
-@click.option(
-    "--workers",
-    type=click.IntRange(1),
-    help="Processes that read slides.  [default: one per core, at most 4]",
-)
+@setting_options(ViewOptions)
 @click.option("--no-browser", is_flag=True, help="Print the address only.")
 @json_option("the address")
 @untrusted_option("paths", "stores", features="features", passed=True)
@@ -154,9 +137,7 @@ def view(paths: tuple[Path, ...], no_browser: bool, as_json: bool, **options: An
     Drawing: histopipe view patches.lmdb --annotations outlines
     Remote:  ssh -t -L 8765:127.0.0.1:8765 SERVER histopipe view --no-browser PATHS
     """
-    from histopipe.viewer.view import view
-
-    viewer = view(*paths, browser=not no_browser, **options)
+    viewer = histopipe.view(*paths, browser=not no_browser, **options)
     with suppress(KeyboardInterrupt), viewer:
         show(viewer, as_json=as_json)
         viewer.wait()
@@ -196,8 +177,5 @@ def export(stores: tuple[Path, ...], as_json: bool, **options: Any) -> int:
     Example: histopipe export patches.lmdb --index parquet --out index.parquet
     Patches: histopipe export patches.lmdb --to webdataset --out shards
     """
-    from histopipe.exporting.export import export
-
-    result = export(stores or "patches.lmdb", **options)
-    show(result, as_json=as_json, then=("info", *(stores[:1] or ("patches.lmdb",))))
-    return result.exit_code
+    result = histopipe.export(stores or "patches.lmdb", **options)
+    return show(result, as_json=as_json, then=("info", *(stores[:1] or ("patches.lmdb",))))

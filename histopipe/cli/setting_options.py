@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import MISSING
 from typing import Any
 
@@ -10,7 +10,7 @@ import click
 from click.core import ParameterSource
 
 from histopipe.cli.parameters import F, NumberOr, duration, fractions, names, share, together
-from histopipe.runs.settings import DeclaredSetting, declared_settings
+from histopipe.system.settings import DeclaredSetting, declared_settings
 
 _FORMATS: dict[str, Any] = {"path": click.Path(), "share": share, "duration": duration}
 
@@ -23,8 +23,8 @@ class SettingOption(click.Option):
         self.group = group
 
 
-class GroupedCommand(click.Command):
-    """A command that lists options by group in `--help`."""
+class SettingsCommand(click.Command):
+    """A command that lists options by group in `--help`, and gets only the settings that the user wrote."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options by group."""
@@ -37,8 +37,17 @@ class GroupedCommand(click.Command):
             with formatter.section(group):
                 formatter.write_dl(records)
 
+    def invoke(self, ctx: click.Context) -> Any:
+        """Call the function of the command. Its defaults apply to settings that the user did not write."""
+        for parameter in self.params:
+            name = str(parameter.name)
+            written = ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
+            if isinstance(parameter, SettingOption) and not written:
+                del ctx.params[name]
+        return super().invoke(ctx)
 
-def setting_options(*classes: type, skip: tuple[str, ...] = ()) -> Callable[[F], F]:
+
+def setting_options(*classes: type, skip: Collection[str] = ()) -> Callable[[F], F]:
     """Return a decorator that adds an option for each setting of the classes, except those in `skip`.
 
     If several classes declare a setting, the first declaration is used. `--help` lists the defaults of all classes.
@@ -49,16 +58,6 @@ def setting_options(*classes: type, skip: tuple[str, ...] = ()) -> Callable[[F],
     )
 
 
-def given_settings(*classes: type) -> dict[str, Any]:
-    """Return the settings given as options of the current command."""
-    context = click.get_current_context()
-    return {
-        name: context.params[name]
-        for name in declared_settings(*classes)
-        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE
-    }
-
-
 def _option(declared: DeclaredSetting, classes: tuple[type, ...]) -> Callable[[F], F]:
     settings = [declared_settings(kind).get(declared.name) for kind in classes]
     defaults = "; on bags: ".join(
@@ -66,7 +65,11 @@ def _option(declared: DeclaredSetting, classes: tuple[type, ...]) -> Callable[[F
     )
     kind: dict[str, Any] = {"is_flag": True}
     if declared.item_type is not bool:
-        kind = {"type": _type(declared), "multiple": declared.is_path_list}
+        kind = {
+            "type": _type(declared),
+            "multiple": declared.is_repeated,
+            "metavar": declared.about.metavar,
+        }
     return click.option(
         declared.flag, cls=SettingOption, group=declared.about.group, show_default=False,
         help=declared.about.help + (f"  [default: {defaults}]" if defaults else ""), **kind,
@@ -74,13 +77,13 @@ def _option(declared: DeclaredSetting, classes: tuple[type, ...]) -> Callable[[F
 
 
 def _type(declared: DeclaredSetting) -> Any:
-    if declared.is_list and not declared.is_path_list:
+    if declared.is_list and not declared.is_repeated:
         return fractions if declared.item_type is float else names
     if declared.word is not None:
         return NumberOr(declared.word)
-    if declared.about.format:
-        return _FORMATS[declared.about.format]
-    return click.Choice(declared.choices) if declared.choices else declared.item_type
+    if declared.choices:
+        return click.Choice(declared.choices)
+    return _FORMATS.get(declared.about.format, declared.item_type)
 
 
 def default_text(declared: DeclaredSetting) -> str:

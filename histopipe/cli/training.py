@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+import histopipe
 from histopipe.cli.parameters import (
     PATH,
     json_option,
@@ -18,11 +19,17 @@ from histopipe.cli.parameters import (
     suggest,
     untrusted_option,
 )
-from histopipe.cli.setting_options import GroupedCommand, given_settings, setting_options
+from histopipe.cli.setting_options import SettingsCommand, setting_options
 from histopipe.errors import ExitCode, HistopipeError, UsageError
-from histopipe.runs.settings import declared_settings, flag, read_settings
 from histopipe.runs.task_config import CONFIGS, read_config
 from histopipe.studies.settings import FoldSettings, StudySettings
+from histopipe.system.settings import (
+    declared_settings,
+    flag,
+    read_settings,
+    select_settings,
+    split_settings,
+)
 
 if TYPE_CHECKING:
     from histopipe.runs.result import TrainResult
@@ -32,7 +39,7 @@ _CLASSES = (*CONFIGS, FoldSettings)
 _stores_argument = click.argument("stores", nargs=-1, type=click.Path())
 
 
-@click.command(cls=GroupedCommand)
+@click.command(cls=SettingsCommand)
 @_stores_argument
 @click.option(
     "--config",
@@ -50,7 +57,7 @@ def train(
     out: Path | None,
     resume: bool,
     as_json: bool,
-    **_: Any,
+    **settings: Any,
 ) -> int:
     """Train a patch model on STORES (default: patches.lmdb), or with --mil a slide model on features.
 
@@ -64,7 +71,6 @@ def train(
       histopipe train patches.lmdb --optimizer adagrad --learning-rate 2e-4
         --dropout 0.15 --class-weights balanced
     """
-    settings = given_settings(*_CLASSES)
     if resume and out is None:
         raise UsageError("--resume needs --out", expected="the folder of a run")
     if resume and config is not None:
@@ -109,23 +115,20 @@ def _new_folder(settings: dict[str, Any]) -> Path:
 def _train(folder: Path, settings: dict[str, Any], *, resume: bool, as_json: bool) -> int:
     """Train once, or once per fold."""
     from histopipe.runs.folder import is_cross_validation
-    from histopipe.runs.train import train
 
     if is_cross_validation(folder) if resume else settings.get("folds"):
-        from histopipe.studies.cross_validation import cross_validate
-
-        folds = cross_validate(out=folder, resume=resume, **settings)
+        folds = histopipe.cross_validate(out=folder, resume=resume, **settings)
         _show(folds, as_json=as_json)
         if not as_json:
             show_text(f"summary.csv, summary.json, predictions, and a run for each fold: {folder}")
             suggest("compare", folder, "OTHER")
         return _folds_exit_code(folds)
-    unused = sorted(name for name in given_settings(FoldSettings) if name != "folds")
+    written = select_settings(click.get_current_context().params, FoldSettings)
+    unused = sorted(written.keys() - {"folds"})
     if unused:
         raise UsageError(flag(unused[0]), found="no --folds", expected="--folds with a number")
-    of_folds = declared_settings(FoldSettings)
-    one = {name: value for name, value in settings.items() if name not in of_folds}
-    _show(train(out=folder, resume=resume, **one), as_json=as_json)
+    _, one = split_settings(settings, FoldSettings)
+    _show(histopipe.train(out=folder, resume=resume, **one), as_json=as_json)
     if not as_json:
         suggest("report", folder)
     return ExitCode.DONE
@@ -146,7 +149,7 @@ def _folds_exit_code(result: CrossValidationResult) -> ExitCode:
     return ExitCode.PARTLY if some or first is None else first.exit_code
 
 
-@click.command(cls=GroupedCommand)
+@click.command(cls=SettingsCommand)
 @_stores_argument
 @click.option(
     "--space",
@@ -172,7 +175,7 @@ def tune(
     config: Path | None,
     devices: str | None,
     as_json: bool,
-    **_: Any,
+    **options: Any,
 ) -> int:
     """Search for settings with a better validation metric by training on STORES (default: patches.lmdb).
 
@@ -183,12 +186,10 @@ def tune(
     \b
     Example: histopipe tune patches.lmdb --space space.toml --out runs/search --trials 50
     """
-    from histopipe.studies.tune import tune
-
     settings = read_config(config) if config is not None else {}
     if devices is not None:
         settings["devices"] = devices
-    result = tune(stores or None, space=space, out=out, **given_settings(StudySettings), **settings)
+    result = histopipe.tune(stores or None, space=space, out=out, **options, **settings)
     best = ("train", "--config", out / "best.toml", "--out", "runs/best")
     show(result, as_json=as_json, then=best if result.best else ())
     if result.best is None:
@@ -216,6 +217,4 @@ def compare(runs: tuple[Path, ...], resamples: int, as_json: bool) -> None:
     \b
     Example: histopipe compare runs/resnet50 runs/mobilenet
     """
-    from histopipe.studies.compare import compare
-
-    show(compare(runs, resamples=resamples), as_json=as_json, then=("report", runs[0]))
+    show(histopipe.compare(runs, resamples=resamples), as_json=as_json, then=("report", runs[0]))

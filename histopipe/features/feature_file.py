@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import h5py
 import numpy as np
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from histopipe.dataset.memory import aligned_empty
 from histopipe.errors import DamagedStore, SlideError, UsageError
+from histopipe.features import StoredType
 from histopipe.splits.slide_table import read_slide_table
 from histopipe.store.store import Store
 from histopipe.system.files import (
@@ -40,7 +41,6 @@ ENCODER = "features.json"
 """Describes the encoder that computed all features of a folder."""
 SLIDES = "slides.csv"
 """File with all slides of which features were to be computed, next to `ENCODER`."""
-StoredType = Literal["float32", "float16"]
 _IGNORED = (
     "encoder",
     "weights",

@@ -33,7 +33,7 @@ from histopipe.inference.trained_bags import TrainedBags
 from histopipe.inference.trained_patches import TrainedPatches, check_store
 from histopipe.predictions.predictions_folder import PredictedSlide, PredictionsFolder
 from histopipe.store.store import Store
-from histopipe.system.files import write_atomically
+from histopipe.system.files import PathLike, write_atomically
 from histopipe.system.progress import Progress
 
 FEATURES = "features"
@@ -44,7 +44,8 @@ FEATURES = "features"
 class BagFeatures:
     """The features of `paths` for the model `first`. Computed ones are kept in the folder of `predictions`.
 
-    `encoders` and `encoder_weights` replace the recorded places of the encoders: one for each feature set, or one for all.
+    The options `encoder` and `encoder_weights` replace the recorded places of the encoders: one for each feature set, or
+    one for all.
     """
 
     first: TrainedBags
@@ -52,9 +53,6 @@ class BagFeatures:
     paths: Sequence[Path]
     kind: SourceKind
     options: PredictOptions
-    devices: str
-    encoders: Sequence[str]
-    encoder_weights: Sequence[str]
     progress: Progress
     urls: Sequence[str] = ()
     """Slides at URLs, in addition to the slide files in `paths`."""
@@ -135,14 +133,14 @@ class BagFeatures:
     def _encoder(self, number: int, record: Mapping[str, Any], trained: TrainedPatches) -> Encoder:
         """Load an encoder, and check that it is that of the training."""
         choice = EncoderChoice.recorded(record)
-        if self.encoders:
-            choice = replace(choice, model=_one_of("--encoder", self.encoders, number))
-        if self.encoder_weights:
-            weights = _one_of("--encoder-weights", self.encoder_weights, number)
+        if self.options.encoder:
+            choice = replace(choice, model=_one_of("--encoder", self.options.encoder, number))
+        if self.options.encoder_weights:
+            weights = _one_of("--encoder-weights", self.options.encoder_weights, number)
             choice = replace(choice, weights=weights)
         choice.check(trained.patch_size, [trained.patch_mpp])
         encoder = choice.load(
-            trained.patch_size, devices=self.devices, batch_size=self.options.batch_size
+            trained.patch_size, devices=self.options.devices, batch_size=self.options.batch_size
         )
         facts = encoder_facts(encoder)
         check_encoder({**record, **facts}, record, f"--encoder {choice.model}")
@@ -233,10 +231,10 @@ def _check_stores(stores: Sequence[Store], trained: Sequence[TrainedPatches]) ->
             )  # fmt: skip
 
 
-def _one_of(flag: str, values: Sequence[str], number: int) -> str:
+def _one_of(flag: str, values: Sequence[PathLike], number: int) -> str:
     """Return the value of a feature set: one value applies to all sets."""
     if len(values) == 1:
-        return values[0]
+        return str(values[0])
     if number >= len(values):
         raise UsageError(flag, found=f"{len(values)} times", expected="once per feature set")
-    return values[number]
+    return str(values[number])

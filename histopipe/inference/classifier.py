@@ -10,23 +10,25 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.dataset.options import OnError
 from histopipe.errors import UsageError
 from histopipe.evaluation.evaluate import mean_thresholds
 from histopipe.evaluation.groups import check_subgroup, labels_columns
 from histopipe.evaluation.temperature import tempered
+from histopipe.inference.options import PredictSettings
 from histopipe.inference.slide_run import BATCHES, Network
 from histopipe.inference.trained_patches import TrainedPatches
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.result import METRICS, read_result
 from histopipe.runs.task_config import PatchTrainConfig, load_config
+from histopipe.slides.options import SLIDE_FILES
 from histopipe.slides.tables import SlideLabel, SlideNames, read_labels, table_columns
 from histopipe.splits.slide_table import COLUMNS
 from histopipe.splits.splits import SPLITS, trained_on
 from histopipe.splits.subsets import LabelsFrom
 from histopipe.system.csv_files import NA_VALUES, column_key, nfc
 from histopipe.system.files import read_json
+from histopipe.system.settings import declared_settings
 from histopipe.system.tensorflow import load_quietly
 from histopipe.tasks.predictions import ThresholdsByLevel
 from histopipe.tasks.task import EvaluationSettings
@@ -65,25 +67,11 @@ class Classifier:
         return np.stack(by_model, axis=1).astype(np.float32)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PredictOptions:
-    """Options of `predict` for reading patches. `tiling` holds the tiling settings that differ from the training."""
+@dataclass(frozen=True, kw_only=True)
+class PredictOptions(PredictSettings):
+    """Options of `predict`, with the rule that divides the patches of a slide into batches."""
 
-    batch_size: int = 64
     batch_rule: str | None = BATCHES
-    labels: str | Path | None = None
-    na: Sequence[str] | None = None
-    allow_extra_rows: bool = False
-    on_error: OnError = "raise"
-    tiling: Mapping[str, Any]
-    images: bool = False
-    mpp_csv: str | Path | None = None
-    default_mpp: float | None = None
-    max_unreadable: float = 0.01
-    workers: int | None = None
-    stage: str | Path | None = None
-    stage_gb: float = 50.0
-    subgroup: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if labels_columns(self.subgroup) and self.labels is None:
@@ -91,27 +79,21 @@ class PredictOptions:
                 "--subgroup", found=f"{', '.join(labels_columns(self.subgroup))}, but no --labels",
                 expected="a CSV file with these columns",
             )  # fmt: skip
-        if not self.stage_gb > 0:
-            raise UsageError("--stage-gb", found=self.stage_gb, expected="above 0")
+
+    @property
+    def tiling(self) -> dict[str, Any]:
+        """The tiling settings that differ from those of the training."""
+        values = {name: getattr(self, name) for name in ("overlap", "tissue", "tissue_threshold")}
+        return {name: value for name, value in values.items() if value is not None}
 
     def check_for_stores(self) -> None:
         """Raise a UsageError if an option is given that applies to slide files only."""
-        plain = PredictOptions(tiling={})
-        names = (
-            "images",
-            "mpp_csv",
-            "default_mpp",
-            "max_unreadable",
-            "workers",
-            "stage",
-            "stage_gb",
-        )
-        flags = [*self.tiling, *(n for n in names if getattr(self, n) != getattr(plain, n))]
-        if flags:
-            raise UsageError(
-                f"--{flags[0].replace('_', '-')}", found="a store", expected="slides",
-                todo="remove the option: the patches of a store are already tiled",
-            )  # fmt: skip
+        for name, declared in declared_settings(PredictSettings).items():
+            if declared.about.group == SLIDE_FILES and getattr(self, name) != declared.default:
+                raise UsageError(
+                    declared.flag, found="a store", expected="slides",
+                    todo="remove the option: the patches of a store are already tiled",
+                )  # fmt: skip
 
     def read_labels(self, ids: Sequence[str]) -> Mapping[str, SlideLabel] | None:
         """Read the labels file, if there is one, for slides with these ids."""

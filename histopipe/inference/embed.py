@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
-from histopipe.dataset.options import OnError, StainNorm, check_whole
+from histopipe.dataset.options import OnError, StainNorm
 from histopipe.dataset.selection import store_paths
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.features.feature_file import (
     ENCODER,
-    StoredType,
     feature_path,
     is_ours,
     read_header,
@@ -22,6 +21,7 @@ from histopipe.features.feature_file import (
 )
 from histopipe.inference.encoder import EncoderChoice, encoder_record
 from histopipe.inference.feature_folder import FeatureFolder, record_slides
+from histopipe.inference.options import EmbedOptions
 from histopipe.inference.slide_run import BATCHES, SlideRun, SlideRunResult, batch_rule
 from histopipe.inference.stored_slides import StoredSlide, slides_with_patches, stored_slides
 from histopipe.runs import folder as run_folder
@@ -31,6 +31,7 @@ from histopipe.splits.slide_table import table_of
 from histopipe.store.store import Store
 from histopipe.system.filesystems import roomy
 from histopipe.system.progress import Progress, default_progress
+from histopipe.system.settings import make_settings
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -50,36 +51,17 @@ class EmbedResult(SlideRunResult):
 def embed(
     stores: str | Path | Sequence[str | Path] = "patches.lmdb",
     *,
-    model: str | Path | None = None,
     out: str | Path,
-    weights: str | None = None,
-    allow_mismatch: bool = False,
-    precision: Literal["float32", "mixed_bfloat16", "mixed_float16"] = "float32",
-    xla: bool = False,
-    dtype: StoredType = "float32",
-    batch_size: int | Literal["auto"] = 64,
-    devices: str = "auto",
-    stain_norm: StainNorm | None = None,
-    on_error: OnError = "raise",
     progress: Progress | None = None,
+    **settings: Any,
 ) -> EmbedResult:
     """Compute the features of all patches in stores. Slides that are already in `out` are kept.
 
     Args:
         stores: one store or several, with patches of one size.
-        model: "efficientnet-lite0" (default for patches of 96 pixels or more); folder of a run; an encoder of `histopipe encoders`, or a TOML file of one; a network in
-            `keras.applications`; an ONNX or `.keras` file; a SavedModel folder; or `module.py:function`.
         out: folder for the feature files `SLIDE.h5`.
-        weights: weights of a named network: "imagenet" (default of `keras.applications`), "none", a file or a folder.
-        allow_mismatch: embed even if the patches have another size or scale than the encoder was trained on.
-        precision: precision of the network: "float32", "mixed_bfloat16" or "mixed_float16".
-        xla: compile the network with XLA.
-        dtype: type of the stored features: "float32", or "float16" for half the file size.
-        batch_size: patches per batch, over all devices, or "auto" for the fastest that fits into memory.
-        devices: "auto", "cpu", "cpu:N", "gpu" or "gpu:0,1".
-        stain_norm: method of stain normalization; by default the method of the run, else "none".
-        on_error: "skip" leaves out damaged patches; with "raise", slides with damaged patches fail.
         progress: shows the progress; `default_progress()` if None.
+        settings: options by name, as in docs/reference/settings.md and as the flags of `histopipe embed`.
 
     Returns:
         The slides that were embedded, kept or failed.
@@ -94,39 +76,40 @@ def embed(
         >>> embed("patches.lmdb", model="resnet50", out="features")  # doctest: +SKIP
         8 slides embedded, 0 already done, 0 failed; 403 patches of 2048 features in 8 s, …
     """
-    if batch_size != "auto":
-        check_whole(1, batch_size=batch_size)
+    options = make_settings(EmbedOptions, settings)
     folder, display = Path(out), progress or default_progress()
     with ExitStack() as stack:
         opened = [stack.enter_context(Store(path)) for path in store_paths(stores)]
         slides_with_patches(opened)  # raises early
         size = opened[0].patch_size
-        if model is None and default_model(size) != LITE:
+        if options.model is None and default_model(size) != LITE:
             raise UsageError(
                 "--model",
                 found=f"none, and patches of {size} pixels",
                 expected=f"the name of an encoder, or patches of {SMALLEST_TRAINED} pixels or more",
             )
         choice = EncoderChoice(
-            str(model or LITE),
-            None if weights is None else str(weights),
-            precision,
-            xla,
-            allow_mismatch,
+            str(options.model or LITE),
+            None if options.weights is None else str(options.weights),
+            options.precision,
+            options.xla,
+            options.allow_mismatch,
         )
         mpps = [record.patch_mpp for store in opened for record in store.complete.values()]
         mismatch = choice.check(size, mpps)
         # Loaded first, because the encoder must configure the devices before anything else uses TensorFlow.
-        encoder = choice.load(size, devices=devices, batch_size=batch_size)
-        stain = stain_norm or choice.stain_norm()
+        encoder = choice.load(size, devices=options.devices, batch_size=options.batch_size)
+        stain = options.stain_norm or choice.stain_norm()
         stack.enter_context(run_folder.held(folder))
         facts = {"mismatch": mismatch} if mismatch else {}
-        record = encoder_record(choice, encoder, opened, **facts, stain_norm=stain, dtype=dtype)
+        record = encoder_record(
+            choice, encoder, opened, **facts, stain_norm=stain, dtype=options.dtype
+        )
         record_encoder(folder, {**record, "batches": BATCHES})
         record_stores(folder, opened)
-        features = FeatureFolder(encoder, folder, dtype)
+        features = FeatureFolder(encoder, folder, options.dtype)
         return embed_stores(
-            opened, features, on_error=on_error, stain_norm=stain, batch_size=encoder.batch_size,
+            opened, features, on_error=options.on_error, stain_norm=stain, batch_size=encoder.batch_size,
             progress=display,
         )  # fmt: skip
 

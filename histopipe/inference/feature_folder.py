@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from histopipe.features import StoredType
 from histopipe.features.feature_file import (
     SLIDES,
     FeatureHeader,
-    StoredType,
     feature_path,
     writing,
 )

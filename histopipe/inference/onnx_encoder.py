@@ -15,7 +15,7 @@ from PIL import Image
 from histopipe.dataset.sampling import replica_rows
 from histopipe.errors import MachineShort, OutOfMemory, UsageError
 from histopipe.inference.slide_run import device_rows
-from histopipe.runs.settings import parse_devices
+from histopipe.runs.config import parse_devices
 from histopipe.system.files import read_json
 from histopipe.system.worker_pool import count_usable_cores
 from histopipe.tissue_masks.network import is_colour

@@ -19,7 +19,7 @@ from histopipe.errors import Interrupted, SlideError, UsageError
 from histopipe.system.files import Closing, read_record
 from histopipe.system.progress import Bar, Progress
 from histopipe.system.result import Result, counted, slide_failure
-from histopipe.system.worker_pool import count_usable_cores
+from histopipe.system.worker_pool import count_usable_cores, run_tasks
 
 _STARTED_BATCHES = 2
 """Maximum number of batches on the device. With one batch, the device would wait for the host."""
@@ -171,18 +171,13 @@ class _PatchStream(Closing):
         self, slides: Iterable[S | None]
     ) -> Iterator[tuple[S, Future[_LoadedBatch | None]]]:
         """Yield the batches of all slides in order, and load the next ones in the background."""
-        ahead: deque[tuple[S, Future[_LoadedBatch | None]]] = deque()
-        for slide in slides:
-            if slide is None:
-                while ahead:
-                    yield ahead.popleft()
-                continue
-            for step in range(slide.steps):
-                ahead.append((slide, self._pool.submit(self._load, slide, step)))
-                if len(ahead) > count_usable_cores() + 1:
-                    yield ahead.popleft()
-        while ahead:
-            yield ahead.popleft()
+        ahead = run_tasks(
+            lambda numbered: self._pool.submit(self._load, numbered[0], numbered[1]),
+            _batches(slides),
+            limit=count_usable_cores() + 2,
+        )
+        for (slide, _), future in filter(None, ahead):
+            yield slide, future
 
     def _load(self, slide: S, step: int) -> _LoadedBatch | None:
         """Load a batch. Return None if a batch of its slide has failed."""
@@ -235,6 +230,15 @@ class _PatchStream(Closing):
                 todo="check the weights of the network, or use --precision float32",
             )
         return values, corners
+
+
+def _batches(slides: Iterable[S | None]) -> Iterator[tuple[S, int] | None]:
+    """Yield slides with the numbers of their batches; None unchanged."""
+    for slide in slides:
+        if slide is None:
+            yield None
+        else:
+            yield from ((slide, step) for step in range(slide.steps))
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

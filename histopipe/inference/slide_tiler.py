@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -23,24 +22,23 @@ from histopipe.inference.classifier import PredictOptions
 from histopipe.inference.external_evaluation import slides_of_files
 from histopipe.inference.slide_run import Normalizer, PatchBatch, SlideRun, slide_batches
 from histopipe.inference.trained_patches import TrainedPatches, check_scale, spec_for_slides
-from histopipe.ingestion.options import IngestOptions, SlideInput
-from histopipe.ingestion.patch_source import Chunk, chunk_of, chunks
-from histopipe.ingestion.planning import PlannedSlide, SlideFailure, plan_slide
-from histopipe.ingestion.records import PendingSlide, labelled, new_record
-from histopipe.ingestion.sources import stage_folder
-from histopipe.ingestion.storing import make_patches, prepare
+from histopipe.ingestion.options import IngestOptions
+from histopipe.ingestion.patch_source import Chunk, chunk_of, chunks, make_patches
+from histopipe.ingestion.planning import plan_slide, prepare
+from histopipe.ingestion.slide_job import SlideJob, SlidePlan
 from histopipe.predictions.predictions_folder import CompleteSlides, PredictedSlide
 from histopipe.slides.discovery import discover, show_links
-from histopipe.slides.scale import MppSource, check_mpp, equal_scales
+from histopipe.slides.scale import MppSource, equal_scales
 from histopipe.slides.slide_files import Fingerprint, SlideFile, fingerprint
-from histopipe.slides.staging import Stage, StagedSlide, staged
+from histopipe.slides.staging import Stage, StagedSlide, stage_folder, staged
 from histopipe.slides.tables import SlideNames, read_mpps
 from histopipe.splits.slide_table import SlideEntry
+from histopipe.store.record import SlideRecord
 from histopipe.system.files import Closing
 from histopipe.system.progress import Progress
 from histopipe.system.result import slide_failure
 from histopipe.system.tensorflow import load_quietly
-from histopipe.system.worker_pool import WorkerPool
+from histopipe.system.worker_pool import WorkerPool, run_tasks
 
 _SECONDS = 600.0
 """Time limit for planning a slide, or for a batch of patches."""
@@ -55,12 +53,12 @@ class TiledSlide:
     def __init__(
         self,
         files: FileSource,
-        pending: PendingSlide,
-        planned: PlannedSlide,
+        job: SlideJob,
+        planned: SlidePlan,
         order: NDArray[np.int64],
     ) -> None:
-        self.files, self.pending, self.planned, self.order = files, pending, planned, order
-        self.id, self.thumbnail = pending.slide.id, planned.thumbnails["thumb"]
+        self.files, self.job, self.planned, self.order = files, job, planned, order
+        self.id, self.thumbnail = job.id, planned.thumbnails["thumb"]
         self.record, self.rows = planned.record, len(order)
         self.patch_size, self.overlap = files.spec.patch_size, files.spec.overlap
         self.origin = {"source": _source_text(planned.fingerprint)}
@@ -87,10 +85,10 @@ class TiledSlide:
         for i, value in enumerate(self._values(chunk_of(plan, rows)) if len(rows) else ()):
             valid[i] = self._decode(value, images[i])
         if len(self.lost) > self.files.options.max_unreadable * max(1, len(plan)):
-            slide = self.pending.slide
+            job = self.job
             raise SlideUnreadable(
-                f"{slide.file.location}: at least {len(self.lost)} of {len(plan)} patches cannot be read, "
-                f"first: {slide.with_original_paths(self.lost[0])}"
+                f"{job.file.location}: at least {len(self.lost)} of {len(plan)} patches cannot be read, "
+                f"first: {job.with_original_paths(self.lost[0])}"
             )
         if valid.any() and self.files.trained.stain_norm != "none":
             images = self._normalizer()(images)
@@ -98,14 +96,14 @@ class TiledSlide:
 
     def close(self) -> None:
         """Remove the local copy of the slide, if it was staged."""
-        if self.pending.slide.staged is not None and self.files.stage is not None:
-            self.files.stage.release(self.pending.slide.staged)
+        if self.job.staged is not None and self.files.stage is not None:
+            self.files.stage.release(self.job.staged)
 
     def predicted(self) -> PredictedSlide:
         """Describe the slide after its patches have been predicted. Raise SlideUnreadable if the file has changed."""
-        slide = self.pending.slide
-        if slide.staged is None and fingerprint(slide.file) != self.planned.fingerprint:
-            raise SlideUnreadable(f"{slide.file.location} changed while it was being read")
+        job = self.job
+        if job.staged is None and fingerprint(job.file) != self.planned.fingerprint:
+            raise SlideUnreadable(f"{job.file.location} changed while it was being read")
         return PredictedSlide.of(
             self.record, source=self.origin["source"], patches=self.patches, skipped=self.skipped
         )
@@ -123,7 +121,7 @@ class TiledSlide:
     def _values(self, chunk: Chunk) -> Sequence[bytes | str]:
         """Encode patches in a worker. A str is the reason why a patch cannot be read."""
         done: Future[Sequence[bytes | str]] = self.files.pool.submit_within(
-            _SECONDS, make_patches, self.pending.number, self.planned.recipe, chunk
+            _SECONDS, make_patches, self.job.number, self.planned.recipe, chunk
         )
         return done.result()
 
@@ -184,10 +182,7 @@ class FileSource(Closing):
         progress: Progress,
     ) -> None:
         self.trained, self.options = trained, options
-        default_mpp = None
-        if options.default_mpp is not None:
-            default_mpp = check_mpp("--default-mpp", options.default_mpp)
-        self._ingest = IngestOptions(default_mpp=default_mpp, workers=options.workers)
+        self._ingest = IngestOptions(default_mpp=options.default_mpp, workers=options.workers)
         self.spec = spec_for_slides(trained, options.tiling, progress)
         self.settings: Mapping[str, Any] = {"spec": self.spec.to_json()}
         self._files = discover(paths, images=options.images)
@@ -204,7 +199,7 @@ class FileSource(Closing):
         self.stage: Stage | None = None
         parent = stage_folder(options.stage, self._files)
         if parent is not None:
-            self.stage = Stage(parent, int(options.stage_gb * 1e9))
+            self.stage = Stage(parent, options.stage_bytes)
         self.pool = WorkerPool(self._ingest.worker_count, prepare)
 
     def slides(self, run: SlideRun, folder: CompleteSlides) -> Iterator[TiledSlide | None]:
@@ -257,59 +252,56 @@ class FileSource(Closing):
         self, files: Sequence[SlideFile], fail: Callable[[str, str], None]
     ) -> Iterator[TiledSlide | None]:
         """Yield slides in order while the next ones are planned. Call `fail` with the id and reason of each failure."""
-        running = deque[tuple[PendingSlide, Future[Any]]]()
 
-        def tiled(most: int) -> Iterator[TiledSlide]:
-            while len(running) > most:
-                pending, future = running.popleft()
-                try:
-                    slide = self._tiled(pending, future)
-                except Exception as error:  # noqa: BLE001 - `slide_failure` raises what concerns all slides
-                    reason = slide_failure(error)
-                    fail(pending.slide.id, pending.slide.with_original_paths(reason))
-                    if pending.slide.staged is not None and self.stage is not None:
-                        self.stage.release(pending.slide.staged)
+        def staged_slides() -> Iterator[SlideJob | None]:
+            for item in staged(self.stage, enumerate(files), lambda numbered: numbered[1]):
+                if item is None:
+                    yield None
+                    continue
+                (number, file), copy = item
+                if isinstance(copy, SlideError):
+                    fail(file.id, str(copy))
                 else:
-                    yield slide
+                    yield self._job(number, file, copy)
 
-        for item in staged(self.stage, enumerate(files), lambda numbered: numbered[1]):
-            if item is None:
-                yield from tiled(0)
+        def plan(job: SlideJob) -> Future[SlidePlan | SlideRecord]:
+            return self.pool.submit_within(_SECONDS, plan_slide, job, self.spec, self._ingest)
+
+        for task in run_tasks(plan, staged_slides(), limit=self._ingest.worker_count + 1):
+            if task is None:
                 yield None
                 continue
-            (number, file), copy = item
-            if isinstance(copy, SlideError):
-                fail(file.id, str(copy))
-                continue
-            pending = self._pending(number, file, copy)
-            future = self.pool.submit_within(
-                _SECONDS, plan_slide, pending.slide, pending.record, self.spec, self._ingest
-            )
-            running.append((pending, future))
-            yield from tiled(self._ingest.worker_count)
-        yield from tiled(0)
+            job, future = task
+            try:
+                slide = self._tiled(job, future)
+            except Exception as error:  # noqa: BLE001 - `slide_failure` raises what concerns all slides
+                reason = slide_failure(error)
+                fail(job.id, job.with_original_paths(reason))
+                if job.staged is not None and self.stage is not None:
+                    self.stage.release(job.staged)
+            else:
+                yield slide
 
-    def _pending(self, number: int, slide: SlideFile, copy: StagedSlide | None) -> PendingSlide:
-        label = self._labels.get(slide.id)
-        slide_input = SlideInput(slide, label, self._mpps.get(slide.id), staged=copy)
-        return PendingSlide(number, slide_input, labelled(new_record(slide), label))
+    def _job(self, number: int, slide: SlideFile, copy: StagedSlide | None) -> SlideJob:
+        label, mpp = self._labels.get(slide.id), self._mpps.get(slide.id)
+        job = SlideJob(slide, label, mpp, staged=copy, number=number)
+        job.record = job.record.with_label(label)
+        return job
 
-    def _tiled(
-        self, pending: PendingSlide, future: Future[PlannedSlide | SlideFailure]
-    ) -> TiledSlide:
+    def _tiled(self, job: SlideJob, future: Future[SlidePlan | SlideRecord]) -> TiledSlide:
         planned = future.result()
-        if isinstance(planned, SlideFailure):
-            raise SlideError(planned.reason)
+        if isinstance(planned, SlideRecord):
+            raise SlideError(planned.error or "")
         if planned.record.patch_mpp is None and self.trained.patch_mpp is not None:
             raise SlideError(
-                f"{pending.slide.id}: its scale is unknown", expected=f"{self.trained.patch_mpp:g} µm per pixel, as in training",
+                f"{job.id}: its scale is unknown", expected=f"{self.trained.patch_mpp:g} µm per pixel, as in training",
                 todo="name it with --default-mpp or --mpp-csv",
             )  # fmt: skip
         check_scale(planned.record, self.trained)
         route = planned.recipe.route.name
         parts = [c.rows for c in chunks(planned.plan, route, self.spec.patch_size)]
         order = np.concatenate(parts) if parts else np.empty(0, np.int64)
-        return TiledSlide(self, pending, planned, order)
+        return TiledSlide(self, job, planned, order)
 
 
 def _source_text(file: Fingerprint) -> str:

@@ -5,39 +5,49 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
 from histopipe._version import __version__
 from histopipe.annotations.patch_labels import NO_LABELS
-from histopipe.errors import ScaleError, UsageError
+from histopipe.errors import MaskUnfit, ScaleError, SlideError, UsageError
 from histopipe.geometry import Mpp, same_scale
-from histopipe.ingestion.options import IngestOptions, SlideInput
+from histopipe.ingestion.options import IngestOptions
 from histopipe.ingestion.pipeline import Pipeline
-from histopipe.ingestion.records import duplicates, new_record, sort_slides
-from histopipe.ingestion.report import LOG, SUMMARY, IngestProgress, IngestReport, Status
-from histopipe.ingestion.storing import prepare
+from histopipe.ingestion.planning import prepare
+from histopipe.ingestion.report import (
+    LOG,
+    SUMMARY,
+    IngestProgress,
+    IngestReport,
+    SlideOutcome,
+    Status,
+)
+from histopipe.ingestion.slide_job import SlideJob
 from histopipe.measure.annotate import annotate_slides
 from histopipe.slides.readers import open_slide
-from histopipe.slides.scale import resolve_mpp
+from histopipe.slides.scale import MppSource, equal_scales, resolve_mpp
+from histopipe.slides.slide_files import Fingerprint, fingerprint
 from histopipe.slides.staging import Stage
 from histopipe.store.claims import Claims
-from histopipe.store.record import SlideRecord, SlideState
+from histopipe.store.record import FailureKind, SlideRecord, SlideState, describe_copies
 from histopipe.store.store import recorded
 from histopipe.store.writer import StoreWriter
 from histopipe.system.filesystems import network_filesystem
 from histopipe.system.progress import LogProgress, Progress
 from histopipe.system.result import counted, some
+from histopipe.system.urls import is_url
 from histopipe.system.worker_pool import WorkerPool
 from histopipe.tiling.plan import choose_level
 from histopipe.tiling.spec import TilingSpec
+from histopipe.tissue_masks.mask_files import identify_mask_file
 
 _OPENING_SECONDS = 120.0
 
 
 def ingest_slides(
-    slides: Sequence[SlideInput],
+    jobs: Sequence[SlideJob],
     store: Path,
     spec: TilingSpec,
     options: IngestOptions,
@@ -57,14 +67,15 @@ def ingest_slides(
         MachineShort: disk or memory ran out; complete slides are kept.
     """
     started = time.monotonic()
-    check_ingest(slides, store, spec, options)
+    check_ingest(jobs, store, spec, options)
     with ExitStack() as stack:
         writer = writer or stack.enter_context(StoreWriter(store, spec))
         log = stack.enter_context(LogProgress(store / LOG))
         log.message(f"histopipe {__version__}, {spec}, {options}")
-        events = stack.enter_context(IngestProgress(len(slides), progress, log))
-        writer.register(sorted((new_record(s.file) for s in slides), key=lambda record: record.id))
-        sorted_slides = sort_slides(slides, writer.records(), options)
+        events = stack.enter_context(IngestProgress(len(jobs), progress, log))
+        new = (SlideRecord.new(job.file) for job in jobs)
+        writer.register(sorted(new, key=lambda record: record.id))
+        sorted_slides = sort_slides(jobs, writer.records(), options)
         for outcome in sorted_slides.outcomes:
             events.finished(outcome)
         write_labels(writer, sorted_slides.relabelled)
@@ -73,19 +84,134 @@ def ingest_slides(
             claims = stack.enter_context(Claims(store))
             stage = None
             if options.stage is not None:
-                opened = Stage(options.stage, options.stage_bytes, events.copied)
+                opened = Stage(Path(options.stage), options.stage_bytes, events.copied)
                 stage = stack.enter_context(opened)
             pool = pool or stack.enter_context(WorkerPool(options.worker_count, prepare))
             pipeline = Pipeline(writer, pool.submit_within, spec, options, claims, events, stage)
             outcomes += pipeline.run(sorted_slides.pending)
         outcomes.sort(key=lambda outcome: outcome.id)
-        warnings = duplicates(writer.records().values())
+        warnings = describe_copies(writer.records().values())
         report = IngestReport(str(store), time.monotonic() - started, outcomes, warnings)
         for text in [*warnings, *report.summary_lines()]:
             log.message(text)
-    report = annotate_skipped(report, slides, store, options)
+    report = annotate_skipped(report, jobs, store, options)
     report.write_csv(store / SUMMARY, progress)
     return report
+
+
+@dataclass(frozen=True, slots=True)
+class SortedSlides:
+    """Slides to ingest, and outcomes of slides that need no ingest or cannot be ingested.
+
+    `relabelled` has the new records, by number, of complete slides whose label, patient or site has changed.
+    """
+
+    pending: list[SlideJob]
+    outcomes: list[SlideOutcome]
+    relabelled: dict[int, SlideRecord]
+
+
+def sort_slides(
+    jobs: Sequence[SlideJob], records: Mapping[int, SlideRecord], options: IngestOptions
+) -> SortedSlides:
+    """Separate slides to ingest from others, and set their numbers and records.
+
+    `records` has the records of a store; a new slide has the number -1.
+    """
+    recorded_slides = {record.id: (number, record) for number, record in records.items()}
+    sorted_slides = SortedSlides([], [], {})
+    for job in jobs:
+        job.number, before = recorded_slides.get(job.id) or (-1, SlideRecord.new(job.file))
+        job.record = before.with_label(job.label, job.patient)
+        outcome = find_early_outcome(job, options)
+        if outcome is None:
+            job.again = job.record.state is SlideState.COMPLETE
+            job.record = job.record.without_results(job.file)
+            sorted_slides.pending.append(job)
+            continue
+        sorted_slides.outcomes.append(outcome)
+        if job.record != before and outcome.status is Status.SKIPPED:
+            sorted_slides.relabelled[job.number] = job.record
+    return sorted_slides
+
+
+def find_early_outcome(job: SlideJob, options: IngestOptions) -> SlideOutcome | None:
+    """Return the outcome of a slide that is not to be ingested; None if it is to be ingested."""
+    file, record = job.file, job.record
+    # If the recorded file does not exist, the slide was moved.
+    recorded_path = record.resolved_path
+    there = file.remote if is_url(recorded_path) else Path(recorded_path).exists()
+    if recorded_path != file.resolve() and there:
+        problem = (
+            f"{file.location}: another slide, {record.path}, has the id {record.id!r} in the store; "
+            "ingest their common parent folder into a new store, or rename one"
+        )
+        return SlideOutcome.of(record.with_failure(problem))
+    if record.state is SlideState.PENDING:
+        return None
+    try:
+        changed = _file_change(fingerprint(file), record)
+    except SlideError:
+        return None  # planning fails with the same reason, and records it
+    if record.state is SlideState.FAILED:
+        limits = (None, options.timeout_text, options.unreadable_text)
+        retry = (
+            options.retry_failed
+            or changed
+            or record.error_option not in limits  # the limit that it exceeded has changed
+            or record.error_kind is FailureKind.OPTION
+        )
+        return None if retry else SlideOutcome.of(record)
+    changed = changed or _mask_change(job)
+    scale = _scale_change(job, options)
+    # --force also imports coordinates again: they may have changed.
+    if options.force and (changed or scale or job.coords is not None):
+        return None
+    if changed:
+        problem = (
+            f"{file.location} {changed} since it was ingested; pass --force to ingest it again"
+        )
+        record = record.with_failure(problem)
+    outcome = SlideOutcome.of(record, Status.SKIPPED)
+    return replace(outcome, notes=(*outcome.notes, scale)) if scale else outcome
+
+
+def _file_change(now: Fingerprint, record: SlideRecord) -> str | None:
+    if now.size_bytes != record.size_bytes:
+        return f"changed ({now.size_bytes:,} bytes, {record.size_bytes:,} before)"
+    if now.mtime_ns != record.mtime_ns:
+        return "was modified (its modification time has changed)"
+    if None not in (now.etag, record.etag) and now.etag != record.etag:
+        return "was modified (its ETag has changed)"
+    return None
+
+
+def _mask_change(job: SlideJob) -> str | None:
+    before = job.record.mask
+    try:
+        now = None if job.mask is None else identify_mask_file(job.mask)
+    except MaskUnfit as error:
+        return f"has a mask that cannot be read ({error})"
+    if now == before:
+        return None
+    return f"was assigned another mask ({now or 'none'}, {before or 'none'} before)"
+
+
+def _scale_change(job: SlideJob, options: IngestOptions) -> str | None:
+    """Return a note if the options give another scale than the slide was ingested with."""
+    record = job.record
+    # The default applies only to slides without another scale.
+    default = options.default_mpp if record.mpp_source in (None, MppSource.DEFAULT) else None
+    used = job.mpp or default
+    if used is None or (record.mpp is not None and equal_scales(used, Mpp(record.mpp))):
+        return None
+    before = (
+        "an unknown scale" if record.mpp is None else f"{record.mpp:g} mpp ({record.mpp_source})"
+    )
+    return (
+        f"it was ingested with {before}, and {used:g} mpp is not used; "
+        "pass --force to ingest it again"
+    )
 
 
 def write_labels(writer: StoreWriter, records: Mapping[int, SlideRecord]) -> None:
@@ -96,18 +222,18 @@ def write_labels(writer: StoreWriter, records: Mapping[int, SlideRecord]) -> Non
 
 
 def annotate_skipped(
-    report: IngestReport, slides: Sequence[SlideInput], store: Path, options: IngestOptions
+    report: IngestReport, jobs: Sequence[SlideJob], store: Path, options: IngestOptions
 ) -> IngestReport:
     """Label the patches of slides that an earlier run ingested, where their annotations have changed.
 
     Returns:
         The report. Slides that cannot be labelled are marked as failed. A warning names slides without a labelled patch.
     """
-    ids = {slide.id for slide in slides}
+    ids = {job.id for job in jobs}
     complete = report.of(Status.COMPLETE)
     notes = {slide.id: list(slide.notes) for slide in complete if slide.id in ids}
     skipped = {slide.id for slide in report.of(Status.SKIPPED)}
-    files = {s.id: s.annotations for s in slides if s.annotations is not None and s.id in skipped}
+    files = {job.id: job.annotations for job in jobs if job.annotations and job.id in skipped}
     outcomes = report.slides
     if files:
         labelled = annotate_slides(
@@ -130,7 +256,7 @@ def annotate_skipped(
 
 
 def check_ingest(
-    slides: Sequence[SlideInput], store: Path, spec: TilingSpec, options: IngestOptions
+    jobs: Sequence[SlideJob], store: Path, spec: TilingSpec, options: IngestOptions
 ) -> None:
     """Check an ingest before anything is written.
 
@@ -141,7 +267,7 @@ def check_ingest(
         refuse_network(store)
     if spec.level is None or options.allow_mixed_mpp:
         return
-    if any(slide.file.remote for slide in slides):
+    if any(job.file.remote for job in jobs):
         raise UsageError(
             f"--level {spec.level} with slides at a URL", found="scales that are unknown before the download",
             todo="use --mpp or --mag, or pass --allow-mixed-mpp",
@@ -152,7 +278,7 @@ def check_ingest(
         if record.state is SlideState.COMPLETE
     }
     stored = {name: Mpp(mpp) for name, mpp in complete.items() if mpp}
-    current, unknown = _scales_at_level(slides, spec, options)
+    current, unknown = _scales_at_level(jobs, spec, options)
     # Complete slides keep their scale.
     scales = stored | current if options.force else current | stored
     if not scales:
@@ -193,19 +319,19 @@ def refuse_network(store: Path) -> None:
         )
 
 
-def scale_at_level(slide: SlideInput, spec: TilingSpec, options: IngestOptions) -> Mpp | None:
+def scale_at_level(job: SlideJob, spec: TilingSpec, options: IngestOptions) -> Mpp | None:
     """Return the scale of a slide's patches; a task for a worker process.
 
     Raises:
         SlideError: the slide cannot be opened, or its scale is unknown.
     """
-    with open_slide(slide.file.path, options.reader) as opened:
-        scale = resolve_mpp(slide.id, opened.info, from_csv=slide.mpp, default=options.default_mpp)
-        return choose_level(slide.id, opened.info.levels, scale.mpp, spec).mpp
+    with open_slide(job.file.path, options.reader) as opened:
+        scale = resolve_mpp(job.id, opened.info, from_csv=job.mpp, default=options.default_mpp)
+        return choose_level(job.id, opened.info.levels, scale.mpp, spec).mpp
 
 
 def _scales_at_level(
-    slides: Sequence[SlideInput], spec: TilingSpec, options: IngestOptions
+    jobs: Sequence[SlideJob], spec: TilingSpec, options: IngestOptions
 ) -> tuple[dict[str, Mpp], list[str]]:
     """Return the known scales, and the slides without one.
 
@@ -215,13 +341,12 @@ def _scales_at_level(
     unknown = []
     with WorkerPool(options.worker_count) as pool:
         tasks = [
-            pool.submit_within(_OPENING_SECONDS, scale_at_level, slide, spec, options)
-            for slide in slides
+            pool.submit_within(_OPENING_SECONDS, scale_at_level, job, spec, options) for job in jobs
         ]
-        for slide, task in zip(slides, tasks, strict=True):
+        for job, task in zip(jobs, tasks, strict=True):
             with suppress(Exception):  # the ingest reports the reason
                 try:
-                    scales[slide.id] = cast(Mpp, task.result())
+                    scales[job.id] = cast(Mpp, task.result())
                 except ScaleError:
-                    unknown.append(slide.id)
+                    unknown.append(job.id)
     return scales, unknown

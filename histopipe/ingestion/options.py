@@ -1,83 +1,103 @@
-"""Options of an ingest, and the input for each slide."""
+"""Options of the commands that ingest slides, and the limits that follow from them.
+
+The module imports nothing slow, since `--help` lists the options.
+"""
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
-from histopipe.annotations.regions import AnnotationRules
-from histopipe.geometry import Mpp
-from histopipe.ingestion.coords import CoordsFile
-from histopipe.ingestion.route import AskedRoute
-from histopipe.slides.readers import AskedReader
-from histopipe.slides.slide_files import SlideFile
-from histopipe.slides.staging import StagedSlide
-from histopipe.slides.tables import SlideLabel
-from histopipe.system.worker_pool import count_usable_cores
+from histopipe.annotations.rules import ANNOTATIONS, AnnotationRules
+from histopipe.slides.options import (
+    LABELS,
+    SLIDE_FILES,
+    AskedReader,
+    PatchReadingOptions,
+    SlideFileOptions,
+)
+from histopipe.system.files import PathLike
+from histopipe.system.settings import declared_settings, setting
+from histopipe.tiling.spec import PATCHES, TISSUE, TilingSpec
+from histopipe.tissue_masks import AskedFinder
+
+RouteName = Literal["copy", "decode", "openslide"]
+AskedRoute = Literal["auto", RouteName]
+READING, CLUSTER = "Run", "Cluster"
 
 _BASE_SECONDS, _SECONDS_PER_PATCH = 600.0, 0.2
 """Default time limit. It allows five patches per second, a hundredth of the usual rate."""
 
 
-@dataclass(frozen=True, slots=True)
-class SlideInput:
-    """One slide to ingest, with its label, scale, coordinates and annotations. `mpp` is the scale at level 0."""
+@dataclass(frozen=True, kw_only=True)
+class SpecOptions:
+    """Options of `ingest` that a tiling spec records in another form."""
 
-    file: SlideFile
-    label: SlideLabel | None = None
-    """None keeps the label, patient and site that the store has."""
-    mpp: Mpp | None = None
-    coords: CoordsFile | None = None
-    annotations: Path | None = None
-    mask: Path | None = None
-    staged: StagedSlide | None = None
-    """Local copy, which is read instead of the file."""
-    patient: str | None = None
-    """Patient from the slide's id, which a patient in `label` overrides."""
-
-    @property
-    def id(self) -> str:
-        """Slide id."""
-        return self.file.id
-
-    @property
-    def readable(self) -> SlideFile:
-        """The files to be read: the local copy, or the slide's own."""
-        return self.file if self.staged is None else self.staged.file
-
-    def with_original_paths(self, text: str) -> str:
-        """Return a text, such as an error message, with the paths of the original in place of those of a copy."""
-        return text if self.staged is None else self.staged.with_original_paths(text)
+    mag: float | None = setting(
+        None, "Scale as a magnification: 20 is 0.5 mpp.", group=PATCHES, above=0
+    )
+    tissue: PathLike = setting(
+        "otsu", "Tissue: otsu (the store's version, else the newest, otsu-3), otsu-1, otsu-2, otsu-3, none for all "
+        "patches, a folder of masks (SLIDE.geojson or SLIDE.png), or a segmentation network (.onnx or .keras, with a "
+        ".json file).",
+        group=TISSUE, default_text="otsu; of images, none",
+    )  # fmt: skip
+    tissue_fallback: AskedFinder | None = setting(
+        None, "With a folder of masks: how to find the tissue of slides without a mask.",
+        group=TISSUE, default_text="they fail",
+    )  # fmt: skip
+    exclude: Sequence[str] = setting(
+        (), "Cut outlines of this class out of the tissue, such as artefacts. They are in --annotations or in the "
+        "masks. Can be repeated.",
+        group=TISSUE, format="repeated", metavar="CLASS",
+    )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IngestOptions:
-    """Options of `ingest` that are the same for all slides, apart from the tiling spec."""
+@dataclass(frozen=True, kw_only=True)
+class IngestOptions(PatchReadingOptions):
+    """Options of `ingest` and `import_coords` that are the same for all slides, apart from the tiling spec."""
 
-    workers: int | None = None
-    route: AskedRoute = "auto"
-    reader: AskedReader = "auto"
-    default_mpp: Mpp | None = None
+    route: AskedRoute = setting(
+        "auto", "Route: auto copies tiles, else decodes tiles, else uses OpenSlide.", group=READING
+    )
+    reader: AskedReader = setting(
+        "auto", "Library that reads slides. auto: OpenSlide; tifffile for OME-TIFF and for TIFF files that OpenSlide "
+        "refuses; pillow for images; fastslide (experimental, if installed) for other formats.",
+        group=READING,
+    )  # fmt: skip
+    annotations: PathLike | None = setting(
+        None, "Label patches from SLIDE.geojson (QuPath), SLIDE.xml (ASAP, ImageScope) or SLIDE.annotations (HALO) in "
+        "this folder.",
+        group=ANNOTATIONS, format="path",
+    )  # fmt: skip
     rules: AnnotationRules = field(default_factory=AnnotationRules)
     tissue_network: Path | None = None
-    max_unreadable: float = 0.01
-    slide_timeout: float | None = None
-    force: bool = False
-    retry_failed: bool = False
-    allow_mixed_mpp: bool = False
-    allow_network: bool = False
-    stage: Path | None = None
-    stage_gb: float = 50.0
-
-    @property
-    def stage_bytes(self) -> int:
-        """Most bytes of all copies in the staging folder together."""
-        return int(self.stage_gb * 1e9)
-
-    @property
-    def worker_count(self) -> int:
-        """Number of processes to start."""
-        return self.workers or count_usable_cores()
+    patient_regex: str | None = setting(
+        None, "Find the patient in the id of each slide: the first group of this regular expression, or all of its "
+        "match. A patient in --labels comes first.",
+        group=LABELS, metavar="REGEX",
+    )  # fmt: skip
+    slide_list: PathLike | None = setting(
+        None, "CSV with a column slide: ingest only these slides. URLs in it need not be in SLIDES.",
+        group=SLIDE_FILES, format="path",
+    )  # fmt: skip
+    allow_mixed_mpp: bool = setting(
+        False, "With --level: accept slides with different scales.", group=SLIDE_FILES
+    )
+    slide_timeout: float | None = setting(
+        None, "Time limit per slide in seconds of worker time.",
+        group=READING, above=0, default_text=f"{_BASE_SECONDS:g}, plus {_SECONDS_PER_PATCH:g} per patch",
+    )  # fmt: skip
+    allow_network: bool = setting(
+        False, "Accept a store on a network filesystem, at your own risk.", group=READING
+    )
+    force: bool = setting(False, "Ingest slides again if their file was replaced.", group=READING)
+    retry_failed: bool = setting(
+        False, "Ingest slides again if their file could not be read.", group=READING
+    )
 
     def seconds_for(self, patches: int) -> float:
         """Return the time limit of a slide with a number of patches, in seconds of worker time."""
@@ -100,3 +120,47 @@ class IngestOptions:
         if self.slide_timeout is None:
             return _BASE_SECONDS, _SECONDS_PER_PATCH
         return self.slide_timeout, 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterOptions:
+    """Options of `ingest` on a cluster."""
+
+    cluster: str | None = setting(
+        None, "Ingest on a Dask cluster, tcp://HOST:PORT, local:N or slurm:N, into a folder of parts. Each Dask worker "
+        "starts --workers processes; by default as many as it has threads.",
+        group=CLUSTER,
+    )  # fmt: skip
+    scratch: PathLike = setting(
+        tempfile.gettempdir(), "Folder on a local disk of each machine.",
+        group=CLUSTER, format="path", default_text="the temporary folder",
+    )  # fmt: skip
+    part_gb: float = setting(
+        16.0, "Size in GB at which a part is moved to --out and the next part begins.",
+        group=CLUSTER, above=0,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskOptions(SlideFileOptions):
+    """Options of `tissue`."""
+
+    tissue: PathLike = setting(
+        "otsu", "otsu (the newest version, otsu-3), otsu-1, otsu-2, otsu-3, or a segmentation network (.onnx or "
+        ".keras).",
+        group=TISSUE,
+    )  # fmt: skip
+    force: bool = setting(
+        False, "Replace masks that exist, also if they were corrected.", group=TISSUE
+    )
+
+
+SETTING_CLASSES = (TilingSpec, SpecOptions, AnnotationRules, IngestOptions)
+INGEST_SETTINGS = declared_settings(*SETTING_CLASSES)
+"""Options of `ingest` and `plan` by name."""
+IMPORT_SETTINGS = {
+    name: declared
+    for name, declared in INGEST_SETTINGS.items()
+    if declared.about.group not in (PATCHES, TISSUE)
+}
+"""Options of `import_coords`, which finds patch size, scale and tissue in the coordinates."""

@@ -1,8 +1,13 @@
-"""Make the patches of one slide as image files, chunk by chunk: copied, decoded or read through OpenSlide."""
+"""Make the patches of a slide as image files, chunk by chunk, and store them: copied, decoded or read through OpenSlide.
+
+Pixels are never sent between processes: a worker makes a chunk in memory, then writes it in one short LMDB transaction.
+The tasks of worker processes are functions with picklable arguments.
+"""
 
 from __future__ import annotations
 
 import io
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +19,12 @@ from PIL import Image
 
 from histopipe.errors import SlideUnreadable
 from histopipe.geometry import PointL0, RegionLevel, Size
-from histopipe.ingestion.route import RouteChoice, RouteName
+from histopipe.ingestion.options import RouteName
+from histopipe.ingestion.route import RouteChoice
 from histopipe.slides.readers import open_slide
 from histopipe.slides.slide import Slide, rgb_image
 from histopipe.slides.tiles.native import NativeTiles
+from histopipe.store.writer import StoreWriter
 from histopipe.system.files import Closing
 from histopipe.tiling.plan import LevelChoice, Resampling, TilingPlan
 from histopipe.tiling.spec import TilingSpec
@@ -34,6 +41,11 @@ edge of a chunk are decoded more often."""
 _MOST_PATCHES = 4096
 _RUN = 1024
 """Maximum width, in pixels, of one read along a row. Wider reads exceed the processor's cache and are not faster."""
+
+
+_SOURCES_KEPT = 2
+"""Number of sources that a worker keeps open, since chunks of two slides may alternate. Each has at most one OpenSlide
+handle with a cache of 32 MB, and 48 MB of decoded tiles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +110,20 @@ def chunks(plan: TilingPlan, route: RouteName, patch_size: int) -> Iterator[Chun
     for part in np.array_split(rows, max(1, count if count == 1 else -(-count // 4) * 4)):
         if len(part):
             yield chunk_of(plan, part)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkResult:
+    """Numbers, lengths in bytes and checksums of the patches of a chunk, (N,) each, and the worker time in seconds.
+
+    The length of an unreadable patch is 0. `problem` is the reason for the first unreadable patch.
+    """
+
+    rows: NDArray[np.int64]
+    length: NDArray[np.uint32]
+    crc: NDArray[np.uint32]
+    problem: str | None
+    seconds: float
 
 
 class PatchSource(Closing):
@@ -212,3 +238,58 @@ def png(pixels: NDArray[np.uint8] | NDArray[np.bool_]) -> bytes:
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, "PNG")
     return buffer.getvalue()
+
+
+def store_chunk(store: Path, number: int, recipe: PatchRecipe, chunk: Chunk) -> ChunkResult:
+    """Make and store the readable patches of a chunk; `number` is the number of the slide in the store."""
+    started = time.monotonic()
+    writer = _writer(store, recipe.spec)
+    values = _source(store, number, recipe).values(chunk)
+    order = np.argsort(chunk.rows)  # LMDB fills its pages if keys are written in order
+    rows, values = chunk.rows[order], [values[position] for position in order.tolist()]
+    stored = [value if isinstance(value, bytes) else None for value in values]
+    crc = writer.put_patches(number, rows.tolist(), stored)
+    problems = [str(value) for value in values if not isinstance(value, bytes)]
+    return ChunkResult(
+        rows=rows,
+        length=np.array([len(value or b"") for value in stored], np.uint32),
+        crc=crc,
+        problem=problems[0] if problems else None,
+        seconds=time.monotonic() - started,
+    )
+
+
+def make_patches(number: int, recipe: PatchRecipe, chunk: Chunk) -> list[bytes | str]:
+    """Return the image files of a chunk's patches, or the reason if unreadable; `number` is any number of the slide."""
+    values = _source(None, number, recipe).values(chunk)
+    return [value if isinstance(value, bytes) else str(value) for value in values]
+
+
+def close_all() -> None:
+    """Close all sources and writers that this process keeps open. Needed if tasks run in the caller's process."""
+    while _sources:
+        _sources.popitem()[1].close()
+    while _writers:
+        _writers.popitem()[1].close()
+
+
+_sources: dict[tuple[Path | None, int], PatchSource] = {}
+
+
+def _source(store: Path | None, number: int, recipe: PatchRecipe) -> PatchSource:
+    key = store, number
+    if key not in _sources:
+        while len(_sources) >= _SOURCES_KEPT:
+            _sources.pop(next(iter(_sources))).close()
+        _sources[key] = PatchSource(recipe)
+    return _sources[key]
+
+
+_writers: dict[tuple[Path, TilingSpec], StoreWriter] = {}
+
+
+def _writer(store: Path, spec: TilingSpec) -> StoreWriter:
+    if (store, spec) not in _writers:
+        close_all()
+        _writers[store, spec] = StoreWriter(store, spec)
+    return _writers[store, spec]

@@ -6,7 +6,6 @@ transaction of the main process for it. If the run is killed, only the slides in
 
 from __future__ import annotations
 
-import dataclasses
 import time
 import traceback
 from collections import deque
@@ -17,23 +16,14 @@ from typing import Any
 
 from histopipe.errors import HistopipeError, MachineShort, SlideError
 from histopipe.ingestion.options import IngestOptions
-from histopipe.ingestion.patch_source import Chunk, chunks
-from histopipe.ingestion.planning import PlannedSlide, SlideFailure, plan_slide
-from histopipe.ingestion.records import PendingSlide
-from histopipe.ingestion.report import (
-    IngestProgress,
-    SlideOutcome,
-    Status,
-    failed_outcome,
-    outcome_of,
-)
-from histopipe.ingestion.slide_in_flight import SlideInFlight
-from histopipe.ingestion.storing import ChunkResult, store_chunk
+from histopipe.ingestion.patch_source import Chunk, ChunkResult, chunks, store_chunk
+from histopipe.ingestion.planning import plan_slide
+from histopipe.ingestion.report import IngestProgress, SlideOutcome, Status
+from histopipe.ingestion.slide_job import SlideJob, SlidePlan
 from histopipe.slides.staging import Stage, StagedSlide
 from histopipe.store.claims import Claims
-from histopipe.store.record import FailureKind, SlideState
+from histopipe.store.record import FailureKind, SlideRecord, SlideState
 from histopipe.store.writer import StoreWriter
-from histopipe.system.files import to_storable_text
 from histopipe.system.filesystems import free_bytes
 from histopipe.system.worker_pool import TookTooLong, WorkerDied
 from histopipe.tiling.spec import TilingSpec
@@ -58,15 +48,15 @@ class Pipeline:
     progress: IngestProgress
     stage: Stage | None = None
     """Where slides are copied before they are read; None reads them in place."""
-    _waiting: deque[PendingSlide] = field(default_factory=deque)
-    _claimed_elsewhere: deque[PendingSlide] = field(default_factory=deque)
-    _copying: dict[Future[StagedSlide], PendingSlide] = field(default_factory=dict)
-    _copied: deque[PendingSlide] = field(default_factory=deque)
-    _in_flight: dict[int, SlideInFlight] = field(default_factory=dict)
-    _without_room: deque[SlideInFlight] = field(default_factory=deque)
-    _futures: dict[Future[Any], tuple[SlideInFlight, Chunk | None]] = field(default_factory=dict)
+    _waiting: deque[SlideJob] = field(default_factory=deque)
+    _claimed_elsewhere: deque[SlideJob] = field(default_factory=deque)
+    _copying: dict[Future[StagedSlide], SlideJob] = field(default_factory=dict)
+    _copied: deque[SlideJob] = field(default_factory=deque)
+    _in_flight: dict[int, SlideJob] = field(default_factory=dict)
+    _without_room: deque[SlideJob] = field(default_factory=deque)
+    _futures: dict[Future[Any], tuple[SlideJob, Chunk | None]] = field(default_factory=dict)
 
-    def run(self, slides: Sequence[PendingSlide]) -> Iterator[SlideOutcome]:
+    def run(self, slides: Sequence[SlideJob]) -> Iterator[SlideOutcome]:
         """Ingest slides, and yield the outcome of each slide when it ends.
 
         Raises:
@@ -81,15 +71,15 @@ class Pipeline:
                 for future in done & self._copying.keys():
                     yield from self._receive_copy(self._copying.pop(future), future)
                 for future in done & self._futures.keys():
-                    slide, task = self._futures.pop(future)
-                    self._receive(slide, task, future)
-                    if slide.ended and slide not in self._without_room:
-                        yield self._record(slide)
+                    job, task = self._futures.pop(future)
+                    self._receive(job, task, future)
+                    if job.ended and job not in self._without_room:
+                        yield self._record(job)
             elif self._without_room:
-                slide = self._without_room.popleft()
-                self._add_chunks(slide, last_chance=True)
-                if slide.ended:
-                    yield self._record(slide)
+                job = self._without_room.popleft()
+                self._add_chunks(job, last_chance=True)
+                if job.ended:
+                    yield self._record(job)
             else:
                 yield from self._retry_claims()
 
@@ -107,158 +97,145 @@ class Pipeline:
         """Start to copy the next slides, as far as they fit into the staging folder."""
         most = max(_LEAST_COPIED, 2 * self.options.worker_count)
         while self.stage is not None and len(self._copying) + len(self._copied) < most:
-            pending = self._claim_next()
-            if pending is None:
+            job = self._claim_next()
+            if job is None:
                 return
-            future = self.stage.start(pending.slide.file)
+            future = self.stage.start(job.file)
             if future is None:
-                self.claims.release(pending.number)
-                self._waiting.appendleft(pending)
+                self.claims.release(job.number)
+                self._waiting.appendleft(job)
                 return
-            self._copying[future] = pending
+            self._copying[future] = job
 
-    def _receive_copy(
-        self, pending: PendingSlide, future: Future[StagedSlide]
-    ) -> Iterator[SlideOutcome]:
+    def _receive_copy(self, job: SlideJob, future: Future[StagedSlide]) -> Iterator[SlideOutcome]:
         """Receive the copy of a slide. If it failed, record the failure; the next ingest tries again."""
         try:
-            staged = future.result()
+            job.staged = future.result()
         except SlideError as error:
-            reason = to_storable_text(str(error))
-            self.writer.fail(pending.number, pending.record, reason, FailureKind.OPTION)
-            self.claims.release(pending.number)
-            outcome = failed_outcome(pending.record, reason)
-            self.progress.finished(outcome)
-            yield outcome
+            job.fail(str(error), FailureKind.OPTION)
+            yield self._record(job)
         else:
-            slide = dataclasses.replace(pending.slide, staged=staged)
-            self._copied.append(dataclasses.replace(pending, slide=slide))
+            self._copied.append(job)
 
     def _submit_tasks(self) -> None:
         """Submit tasks so that no worker is idle."""
         while len(self._futures) < 2 * self.options.worker_count:
-            slide = self._next()
-            if slide is None:
+            job = self._next()
+            if job is None:
                 return
-            chunk, pending = slide.tasks.popleft(), slide.pending
-            slide.running += 1
-            if chunk is None or slide.plan is None:
-                inputs = pending.slide, pending.record, self.spec, self.options
-                future = self.submit_within(slide.seconds_left, plan_slide, *inputs)
+            chunk = job.tasks.popleft()
+            job.running += 1
+            if chunk is None or job.plan is None:
+                task: tuple[Any, ...] = plan_slide, job, self.spec, self.options
             else:
-                target = self.writer.path, pending.number, slide.plan.recipe
-                future = self.submit_within(slide.seconds_left, store_chunk, *target, chunk)
-            self._futures[future] = slide, chunk
+                task = store_chunk, self.writer.path, job.number, job.plan.recipe, chunk
+            self._futures[self.submit_within(job.seconds_left, *task)] = job, chunk
 
-    def _next(self) -> SlideInFlight | None:
+    def _next(self) -> SlideJob | None:
         """Return the slide whose task is submitted next: the first one in flight, or a new one to be planned.
 
         Up to half of the workers plan while the others copy, because copying waits for LMDB's lock and for the disk.
         """
-        ready = [slide for slide in self._in_flight.values() if slide.tasks]
+        ready = [job for job in self._in_flight.values() if job.tasks]
         planning = sum(chunk is None for _, chunk in self._futures.values())
         half = self.options.worker_count // 2
         idle = not ready and len(self._futures) < max(2, self.options.worker_count)
         begun = self._begin() if idle or (planning < half and len(ready) <= half) else None
         return begun or next(iter(ready), None)
 
-    def _begin(self) -> SlideInFlight | None:
+    def _begin(self) -> SlideJob | None:
         """Begin the next slide; None if there is none, or the disk of the store has no space."""
         if self._without_room:
             return None
         if self.stage is None:
-            pending = self._claim_next()
+            job = self._claim_next()
         else:
-            pending = self._copied.popleft() if self._copied else None
-        if pending is None:
+            job = self._copied.popleft() if self._copied else None
+        if job is None:
             return None
-        self.writer.restart(pending.number, pending.record)
-        slide = self._in_flight[pending.number] = SlideInFlight(pending, self.options)
-        return slide
+        job.begin(self.options)
+        self.writer.restart(job.number, job.record)
+        self._in_flight[job.number] = job
+        return job
 
-    def _claim_next(self) -> PendingSlide | None:
+    def _claim_next(self) -> SlideJob | None:
         """Claim the next slide that no other run has claimed or completed; None if there is none."""
         while self._waiting:
-            pending = self._waiting.popleft()
-            claimed = self.claims.take(pending.number)
-            complete = claimed and self.writer.record(pending.number).state is SlideState.COMPLETE
-            if claimed and (pending.again or not complete):
-                return pending
+            job = self._waiting.popleft()
+            claimed = self.claims.take(job.number)
+            complete = claimed and self.writer.record(job.number).state is SlideState.COMPLETE
+            if claimed and (job.again or not complete):
+                return job
             if claimed:
-                self.claims.release(pending.number)
-            self._claimed_elsewhere.append(pending)
+                self.claims.release(job.number)
+            self._claimed_elsewhere.append(job)
         return None
 
-    def _receive(self, slide: SlideInFlight, task: Chunk | None, future: Future[Any]) -> None:
-        slide.running -= 1
+    def _receive(self, job: SlideJob, task: Chunk | None, future: Future[Any]) -> None:
+        job.running -= 1
         try:
-            result: PlannedSlide | SlideFailure | ChunkResult = future.result()
+            result: SlidePlan | SlideRecord | ChunkResult = future.result()
         except TookTooLong:
-            slide.timed_out()
+            job.timed_out()
         except WorkerDied as error:
-            self.progress.message(f"worker process for {slide.id} died: {error}")
-            slide.worker_died(task, error)
+            self.progress.message(f"worker process for {job.id} died: {error}")
+            job.worker_died(task, error)
         except SlideError as error:
-            slide.task_failed(error)
+            job.task_failed(error)
         except HistopipeError:
             raise  # an error of the store or the machine, not of the slide
         except Exception as error:  # noqa: BLE001 - an unexpected error of one slide must not end the run
             self.progress.message("".join(traceback.format_exception(error)))
-            slide.task_failed(error)
+            job.task_failed(error)
         else:
-            if isinstance(result, SlideFailure):
-                slide.failure = result
-            elif isinstance(result, PlannedSlide):
-                slide.planned(result)
-                self.progress.planned(slide.id, slide.patches)
-                if slide.failure is None:
-                    self._add_chunks(slide, last_chance=False)
-            else:
-                slide.chunk_stored(result)
-                self.progress.advanced(slide.id, len(result.rows))
+            if isinstance(result, ChunkResult):
+                job.chunk_stored(result)
+                self.progress.advanced(job.id, len(result.rows))
+                return
+            job.planned(result)
+            if job.plan is not None:
+                self.progress.planned(job.id, job.patches)
+            if not job.failed:
+                self._add_chunks(job, last_chance=False)
 
-    def _add_chunks(self, slide: SlideInFlight, *, last_chance: bool) -> None:
+    def _add_chunks(self, job: SlideJob, *, last_chance: bool) -> None:
         """Add the chunks of a planned slide if it fits on the disk; otherwise it waits for other slides to end.
 
         Raises:
             MachineShort: it does not fit, and no other slide is in flight whose reserved space may become free.
         """
-        if slide.plan is None:
+        if job.plan is None:
             return
         with_room = [other for other in self._in_flight.values() if other not in self._without_room]
-        needed = sum(other.bytes_to_come for other in {*with_room, slide}) + _SPARE_BYTES
+        needed = sum(other.bytes_to_come for other in {*with_room, job}) + _SPARE_BYTES
         free = free_bytes(self.writer.path) + self.writer.reusable_bytes()
         if needed <= free:
-            route = slide.plan.recipe.route.name
-            slide.tasks.extend(chunks(slide.plan.plan, route, self.spec.patch_size))
+            route = job.plan.recipe.route.name
+            job.tasks.extend(chunks(job.plan.plan, route, self.spec.patch_size))
         elif not last_chance:
-            self._without_room.append(slide)
+            self._without_room.append(job)
         else:
             raise MachineShort(
-                f"{slide.pending.slide.file.location} needs about {slide.bytes_to_come / 1e6:,.0f} MB in {self.writer.path}",
+                f"{job.file.location} needs about {job.bytes_to_come / 1e6:,.0f} MB in {self.writer.path}",
                 found=f"{free / 1e6:,.0f} MB free, of which {_SPARE_BYTES / 1e6:.0f} MB are reserved",
                 todo="free disk space and run the same command again: complete slides are kept",
             )
 
-    def _record(self, slide: SlideInFlight) -> SlideOutcome:
+    def _record(self, job: SlideJob) -> SlideOutcome:
         """Write the record of a slide that has ended. This makes a complete slide visible."""
-        del self._in_flight[slide.number]
-        result = slide.result()
-        if self.stage is not None and slide.pending.slide.staged is not None:
-            self.stage.release(slide.pending.slide.staged)
-        if isinstance(result, SlideFailure):
-            reason = to_storable_text(result.reason)
-            record = dataclasses.replace(result.record, error_option=result.option)
-            self.writer.fail(slide.number, record, reason, result.kind)
-            outcome = failed_outcome(record, reason)
+        self._in_flight.pop(job.number, None)  # a slide that could not be copied is not in flight
+        plan = job.finish()
+        if self.stage is not None and job.staged is not None:
+            self.stage.release(job.staged)
+        if plan is None:
+            self.writer.fail(job.number, job.record)
         else:
-            record = slide.complete_record(result)
-            classes = self.writer.class_numbers(list(record.patch_labels))
-            columns = slide.columns(result, classes)
-            self.writer.complete(slide.number, record, columns, result.thumbnails)
-            outcome = outcome_of(record, Status.COMPLETE)
-        outcome = dataclasses.replace(outcome, seconds=round(time.monotonic() - slide.begun, 3))
-        self.claims.release(slide.number)
+            classes = self.writer.class_numbers(list(job.record.patch_labels))
+            columns = job.columns(plan, classes)
+            self.writer.complete(job.number, job.record, columns, plan.thumbnails)
+        outcome = SlideOutcome.of(job.record, seconds=job.seconds)
+        job.release()
+        self.claims.release(job.number)
         self.progress.finished(outcome)
         return outcome
 
@@ -267,14 +244,14 @@ class Pipeline:
         time.sleep(_CLAIM_POLL_SECONDS)
         records = self.writer.records()
         for _ in range(len(self._claimed_elsewhere)):
-            pending = self._claimed_elsewhere.popleft()
-            record = records[pending.number]
+            job = self._claimed_elsewhere.popleft()
+            record = records[job.number]
             if record.state is SlideState.COMPLETE:
-                outcome = outcome_of(record, Status.SKIPPED)
+                outcome = SlideOutcome.of(record, Status.SKIPPED)
                 self.progress.finished(outcome)
                 yield outcome
-            elif self.claims.take(pending.number):
-                self.claims.release(pending.number)
-                self._waiting.append(pending)
+            elif self.claims.take(job.number):
+                self.claims.release(job.number)
+                self._waiting.append(job)
             else:
-                self._claimed_elsewhere.append(pending)
+                self._claimed_elsewhere.append(job)

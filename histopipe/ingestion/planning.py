@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import time
-from dataclasses import dataclass, field
-from typing import Any
 
+import cv2
 import numpy as np
-from numpy.typing import NDArray
 
 from histopipe.annotations.patch_labels import (
     PatchLabels,
@@ -27,19 +26,19 @@ from histopipe.errors import (
     UsageError,
 )
 from histopipe.ingestion.coords import count_outside, plan_imported
-from histopipe.ingestion.options import IngestOptions, SlideInput
+from histopipe.ingestion.options import IngestOptions
 from histopipe.ingestion.patch_source import (
     PatchRecipe,
     PatchSource,
     chunk_of,
 )
-from histopipe.ingestion.records import with_fingerprint
 from histopipe.ingestion.route import RouteChoice, choose_route, pixel_notes
+from histopipe.ingestion.slide_job import Estimate, SlideJob, SlidePlan
 from histopipe.measure.patch_quality import pen_mask
 from histopipe.slides.readers import open_slide
 from histopipe.slides.scale import ResolvedMpp, resolve_mpp
 from histopipe.slides.slide import SlideInfo
-from histopipe.slides.slide_files import Fingerprint, SlideFile, fingerprint, tile_hash
+from histopipe.slides.slide_files import SlideFile, fingerprint, tile_hash
 from histopipe.slides.slide_hashes import pixel_hash
 from histopipe.slides.thumbnail import encode_thumbnail
 from histopipe.slides.tiles.check import NativeLevels
@@ -55,57 +54,27 @@ from histopipe.tissue_masks.mask_files import encode_png
 _SAMPLED_PATCHES = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """Estimated bytes of a slide in the store and seconds of one worker, from a sample of its patches."""
-
-    stored_bytes: int = 0
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedSlide:
-    """A slide whose patches can be stored.
-
-    `thumbnails` are JPEG and PNG files by name. The fingerprint was taken before the files were read. `seconds` is the
-    worker time of planning. `columns` are additional columns of the index, (N,) each.
-    """
-
-    record: SlideRecord
-    plan: TilingPlan
-    recipe: PatchRecipe
-    thumbnails: dict[str, bytes]
-    fingerprint: Fingerprint
-    estimate: Estimate
-    seconds: float
-    labels: PatchLabels | None = None
-    columns: dict[str, NDArray[Any]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class SlideFailure:
-    """Reason why a slide cannot be ingested: its file, or an option.
-
-    `option` is the limit that was exceeded. The slide is retried if this limit changes.
-    """
-
-    reason: str
-    kind: FailureKind
-    record: SlideRecord
-    option: str | None = None
+def prepare() -> None:
+    """Prepare a worker process for its first tasks, while the main process finds the slides."""
+    importlib.import_module("histopipe.slides.tiles.tiff")
+    cv2.setNumThreads(1)  # each worker has one core
 
 
 def plan_slide(
-    slide: SlideInput, record: SlideRecord, spec: TilingSpec, options: IngestOptions
-) -> PlannedSlide | SlideFailure:
-    """Open a slide and choose its patches, their route and their labels; a task for a worker process."""
-    started, file = time.monotonic(), slide.readable
+    slide: SlideJob, spec: TilingSpec, options: IngestOptions
+) -> SlidePlan | SlideRecord:
+    """Open a slide and choose its patches, their route and their labels; a task for a worker process.
+
+    Returns:
+        The plan, or the record of the slide with its failure.
+    """
+    started, file, record = time.monotonic(), slide.readable, slide.record
     notes: list[str] = []
     try:
         if file.problem is not None:
             raise SlideUnreadable(f"{slide.id}: {file.problem}")
         before = slide.staged.fingerprint if slide.staged else fingerprint(file)
-        record = with_fingerprint(record, before)
+        record = record.with_fingerprint(before)
         with open_slide(file.path, options.reader) as opened:
             info = opened.info
             record = _described(record, info, file)
@@ -141,23 +110,26 @@ def plan_slide(
                     notes.append(f"{counted(outside, 'patch')} partly beyond the edge: blank there")
         recipe = PatchRecipe(file.path, plan.choice, route, spec, info.reader)
         estimate = _estimate(recipe, plan)
-        corners, threshold = (plan.x_l0, plan.y_l0, plan.side_l0), options.rules.threshold
+        corners, threshold = (
+            (plan.x_l0, plan.y_l0, plan.side_l0),
+            options.rules.annotation_threshold,
+        )
         labels = label_patches(regions, *corners, threshold=threshold) if regions else None
         columns = {"pen": cell_shares(plan, thumbnail, pen_mask(thumbnail.pixels))}
     except (ScaleError, RouteUnfit, AnnotationsUnfit, MaskUnfit) as error:
         # The notes name the scale that was not used, for example.
-        return SlideFailure("; ".join([str(error), *notes]), FailureKind.OPTION, record)
+        return record.with_failure("; ".join([str(error), *notes]), FailureKind.OPTION)
     except SlideError as error:
-        return SlideFailure(str(error), FailureKind.FILE, record)
+        return record.with_failure(str(error))
     record = _with_plan(record, scale, plan, route, [*notes, *plan.notes])
     record = _with_labels(record, slide, options, regions, labels)
-    return PlannedSlide(
+    return SlidePlan(
         record, plan, recipe, pictures, before, estimate, time.monotonic() - started, labels, columns
     )  # fmt: skip
 
 
 def _regions(
-    slide: SlideInput, spec: TilingSpec, options: IngestOptions, info: SlideInfo
+    slide: SlideJob, spec: TilingSpec, options: IngestOptions, info: SlideInfo
 ) -> Regions | None:
     """Return the annotations of a slide; None if it has no annotation file.
 
@@ -187,7 +159,7 @@ def _regions(
 
 
 def _scale(
-    slide: SlideInput, spec: TilingSpec, options: IngestOptions, info: SlideInfo
+    slide: SlideJob, spec: TilingSpec, options: IngestOptions, info: SlideInfo
 ) -> tuple[ResolvedMpp | None, list[str]]:
     """Return the slide's scale and notes. With `--level`, an unknown scale is only a note."""
     try:
@@ -242,7 +214,7 @@ def _described(record: SlideRecord, info: SlideInfo, file: SlideFile) -> SlideRe
 
 def _with_labels(
     record: SlideRecord,
-    slide: SlideInput,
+    slide: SlideJob,
     options: IngestOptions,
     regions: Regions | None,
     labels: PatchLabels | None,

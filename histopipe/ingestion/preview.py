@@ -2,39 +2,36 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, as_completed
+from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 from histopipe.errors import ExitCode, NothingToDo, SlideError
-from histopipe.ingestion.ingest_slides import check_ingest
+from histopipe.ingestion.ingest_slides import check_ingest, sort_slides
 from histopipe.ingestion.options import IngestOptions
-from histopipe.ingestion.planning import Estimate, PlannedSlide, SlideFailure, plan_slide
-from histopipe.ingestion.records import PendingSlide, duplicates, sort_slides
+from histopipe.ingestion.planning import plan_slide, prepare
 from histopipe.ingestion.report import (
     IngestProgress,
     SlideOutcome,
     Status,
-    failed_outcome,
     lines_of_slides,
     reason_without_patches,
 )
-from histopipe.ingestion.request import IngestSettings, read_request
-from histopipe.ingestion.sources import PathLike
-from histopipe.ingestion.storing import prepare
+from histopipe.ingestion.request import read_request
+from histopipe.ingestion.slide_job import Estimate, SlideJob, SlidePlan
 from histopipe.slides.source_speed import SourceSpeed, measure_source
-from histopipe.slides.staging import Stage, staged
+from histopipe.slides.staging import Stage, StagedSlide, staged
 from histopipe.store.folder import check_spec
-from histopipe.store.record import FailureKind, SlideRecord
+from histopipe.store.record import SlideRecord, describe_copies
 from histopipe.store.store import Store
+from histopipe.system.files import PathLike
 from histopipe.system.filesystems import free_bytes
 from histopipe.system.progress import Progress, default_progress
 from histopipe.system.result import Result, counted, exit_code_of, slide_failure
-from histopipe.system.worker_pool import WorkerPool
+from histopipe.system.worker_pool import WorkerPool, run_tasks
 from histopipe.tiling.spec import TilingSpec
 
 
@@ -70,7 +67,7 @@ class SlidePreview:
             "status": self.status,
             "reason": self.reason,
             **{name: getattr(self.record, name) if self.record else None for name in names},
-            **dataclasses.asdict(self.estimate),
+            **asdict(self.estimate),
         }
 
     def __str__(self) -> str:
@@ -148,13 +145,13 @@ def plan(
     out: PathLike = "patches.lmdb",
     *,
     progress: Progress | None = None,
-    **settings: Unpack[IngestSettings],
+    **settings: Any,
 ) -> IngestPreview:
     """Plan every slide in the same way as `ingest`, and write nothing.
 
     Args:
         slides, out, progress: as for `ingest`.
-        settings: options of `ingest`.
+        settings: options of `ingest`, apart from those of a cluster.
 
     Returns:
         Level, route, number of patches, and estimated bytes and time of each slide.
@@ -166,13 +163,13 @@ def plan(
         >>> plan("slides", "patches.lmdb", mpp=0.5).stored_bytes  # doctest: +SKIP
     """
     progress, store = progress or default_progress(), Path(out)
-    inputs, spec, options = read_request(slides, store, settings, progress)
-    check_ingest(inputs, store, spec, options)
-    source = measure_source([slide.file for slide in inputs], options.worker_count)
+    jobs, spec, options = read_request(slides, store, settings, progress)
+    check_ingest(jobs, store, spec, options)
+    source = measure_source([job.file for job in jobs], options.worker_count)
     store_records = _known(store, spec)
-    sorted_slides = sort_slides(inputs, store_records, options)
+    sorted_slides = sort_slides(jobs, store_records, options)
     previews = [SlidePreview(o.id, str(o.status), o.reason) for o in sorted_slides.outcomes]
-    with IngestProgress(len(inputs), progress) as events:
+    with IngestProgress(len(jobs), progress) as events:
         for outcome in sorted_slides.outcomes:
             events.finished(outcome)
         previews += _plan_all(sorted_slides.pending, spec, options, events)
@@ -184,7 +181,7 @@ def plan(
         store=str(store),
         workers=options.worker_count,
         slides=previews,
-        warnings=duplicates([*unplanned, *records]),
+        warnings=describe_copies([*unplanned, *records]),
         stored_bytes=sum(preview.estimate.stored_bytes for preview in previews),
         seconds=sum(preview.estimate.seconds for preview in previews) / options.worker_count,
         free_bytes=free_bytes(existing),
@@ -203,67 +200,53 @@ def _known(store: Path, spec: TilingSpec) -> dict[int, SlideRecord]:
 
 
 def _plan_all(
-    slides: Sequence[PendingSlide],
+    jobs: Sequence[SlideJob],
     spec: TilingSpec,
     options: IngestOptions,
     events: IngestProgress,
 ) -> Iterator[SlidePreview]:
-    if not slides:
+    if not jobs:
         return
     with ExitStack() as stack:
         stage = None
         if options.stage is not None:
-            stage = stack.enter_context(Stage(options.stage, options.stage_bytes, events.copied))
+            stage = stack.enter_context(
+                Stage(Path(options.stage), options.stage_bytes, events.copied)
+            )
         pool = stack.enter_context(WorkerPool(options.worker_count, prepare))
-        running: dict[Future[PlannedSlide | SlideFailure], PendingSlide] = {}
-        for item in staged(stage, slides, lambda pending: pending.slide.file):
-            if item is not None:
-                pending, copy = item
-                if isinstance(copy, SlideError):
-                    failed = SlideFailure(str(copy), FailureKind.OPTION, pending.record)
-                    yield _preview(failed, events)
-                    continue
-                pending = dataclasses.replace(
-                    pending, slide=dataclasses.replace(pending.slide, staged=copy)
-                )
-                future = pool.submit_within(
-                    options.seconds_for(0), plan_slide, pending.slide, pending.record, spec, options
-                )
-                running[future] = pending
-            while running and (item is None or (stage and len(running) > options.worker_count)):
-                done = next(as_completed(running))
-                yield _preview(_planned(running.pop(done), done, stage), events)
-        for done in as_completed(running):
-            yield _preview(_planned(running[done], done, stage), events)
+
+        def plan(
+            item: tuple[SlideJob, StagedSlide | SlideError | None],
+        ) -> Future[SlidePlan | SlideRecord]:
+            job, copy = item
+            if isinstance(copy, SlideError):
+                failed = Future[SlidePlan | SlideRecord]()
+                failed.set_exception(copy)
+                return failed
+            job.staged = copy
+            job.begin(options)
+            return pool.submit_within(job.seconds_left, plan_slide, job, spec, options)
+
+        copies = staged(stage, jobs, lambda job: job.file)
+        tasks = run_tasks(plan, copies, limit=options.worker_count + 1, in_order=False)
+        for (job, _), future in filter(None, tasks):
+            try:
+                job.planned(future.result())
+            except Exception as error:  # noqa: BLE001 - `slide_failure` raises what concerns all slides
+                job.fail(slide_failure(error))
+            if stage is not None and job.staged is not None:
+                stage.release(job.staged)
+            yield _preview(job, events)
 
 
-def _planned(
-    pending: PendingSlide, future: Future[PlannedSlide | SlideFailure], stage: Stage | None
-) -> PlannedSlide | SlideFailure:
-    """Return the result of a task, with the paths of the original, and remove the copy of the slide."""
-    slide = pending.slide
-    try:
-        result = future.result()
-    except Exception as error:  # noqa: BLE001 - `slide_failure` raises what concerns all slides
-        result = SlideFailure(slide_failure(error), FailureKind.FILE, pending.record)
-    if stage is not None and slide.staged is not None:
-        stage.release(slide.staged)
-    named = slide.with_original_paths
-    if isinstance(result, SlideFailure):
-        return dataclasses.replace(result, reason=named(result.reason))
-    record = result.record
-    record = dataclasses.replace(
-        record, route_reason=named(record.route_reason or ""), notes=list(map(named, record.notes))
-    )
-    return dataclasses.replace(result, record=record)
-
-
-def _preview(result: PlannedSlide | SlideFailure, events: IngestProgress) -> SlidePreview:
+def _preview(job: SlideJob, events: IngestProgress) -> SlidePreview:
     """Show the result of a slide, and return its preview."""
-    record = result.record
-    if isinstance(result, SlideFailure):
-        events.finished(failed_outcome(record, result.reason))
-        return SlidePreview(record.id, str(Status.FAILED), result.reason)
-    patches, route = len(result.plan), record.route
+    record, plan = job.record, job.plan
+    job.release()
+    if plan is None or job.failed:
+        outcome = SlideOutcome.of(record)
+        events.finished(outcome)
+        return SlidePreview(record.id, str(outcome.status), outcome.reason)
+    patches, route = len(plan.plan), record.route
     events.finished(SlideOutcome(record.id, record.path, Status.PLANNED, patches, route=route))
-    return SlidePreview(record.id, str(Status.PLANNED), "", record, result.estimate)
+    return SlidePreview(record.id, str(Status.PLANNED), "", record, plan.estimate)

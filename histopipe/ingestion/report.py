@@ -12,7 +12,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from histopipe.errors import ExitCode
-from histopipe.store.record import SlideRecord
+from histopipe.store.record import SlideRecord, SlideState
 from histopipe.system.csv_files import write_table
 from histopipe.system.files import Closing
 from histopipe.system.progress import Bar, Progress, SilentProgress
@@ -66,6 +66,20 @@ class SlideOutcome:
     reason: str = ""
     notes: tuple[str, ...] = ()
 
+    @classmethod
+    def of(
+        cls, record: SlideRecord, status: Status = Status.COMPLETE, *, seconds: float = 0.0
+    ) -> SlideOutcome:
+        """Return the outcome of a slide with a complete or failed record; `status` is that of a complete one."""
+        if record.state is SlideState.FAILED:
+            reason = record.error or "unknown reason"
+            return cls(record.id, record.path, Status.FAILED, seconds=seconds, reason=reason)
+        return cls(
+            id=record.id, path=record.path, status=status, patches=record.stored,
+            unreadable=record.unreadable, stored_bytes=record.stored_bytes, route=record.route,
+            route_reason=record.route_reason, seconds=seconds, notes=(*record.notes, *record.annotation_notes),
+        )  # fmt: skip
+
     def __str__(self) -> str:
         """Return the outcome in one line."""
         if self.status is Status.FAILED:
@@ -74,20 +88,6 @@ class SlideOutcome:
         route = f", {self.route}" if self.route and self.patches else ""
         notes = "".join(f" ({note})" for note in self.notes)
         return f"{self.status} {self.id}: {counted(self.patches, 'patch')}{route}{lost}{notes}"
-
-
-def outcome_of(record: SlideRecord, status: Status) -> SlideOutcome:
-    """Return the outcome of a slide whose record is complete."""
-    return SlideOutcome(
-        id=record.id, path=record.path, status=status, patches=record.stored,
-        unreadable=record.unreadable, stored_bytes=record.stored_bytes, route=record.route,
-        route_reason=record.route_reason, notes=(*record.notes, *record.annotation_notes),
-    )  # fmt: skip
-
-
-def failed_outcome(record: SlideRecord, reason: str) -> SlideOutcome:
-    """Return the outcome of a slide that failed."""
-    return SlideOutcome(record.id, record.path, Status.FAILED, reason=reason)
 
 
 def reason_without_patches(notes: Sequence[str]) -> str:

@@ -2,48 +2,52 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypedDict, get_type_hints
+from typing import Any
 
 from histopipe.annotations.read import find_annotations
-from histopipe.annotations.regions import AnnotationRules, Origin
+from histopipe.annotations.rules import AnnotationRules
 from histopipe.errors import HistopipeError, NothingToDo, SlideError, UsageError
 from histopipe.geometry import Mpp
 from histopipe.ingestion.coords import CoordsFile, find_coords, spec_of
-from histopipe.ingestion.options import IngestOptions, SlideInput
-from histopipe.ingestion.records import subfolder_labels, with_recorded_ids
-from histopipe.ingestion.route import AskedRoute
-from histopipe.ingestion.sources import PathLike, listed, sources, stage_folder
-from histopipe.slides.discovery import discover, show_links
-from histopipe.slides.readers import AskedReader, is_image, open_slide
-from histopipe.slides.scale import check_mpp, resolve_mpp
+from histopipe.ingestion.options import IMPORT_SETTINGS, INGEST_SETTINGS, IngestOptions
+from histopipe.ingestion.slide_job import SlideJob
+from histopipe.slides.discovery import discover, show_links, with_recorded_ids
+from histopipe.slides.readers import is_image, open_slide
+from histopipe.slides.scale import resolve_mpp
 from histopipe.slides.slide_files import SlideFile
+from histopipe.slides.staging import stage_folder
 from histopipe.slides.tables import (
     SlideLabel,
     SlideNames,
     read_labels,
     read_mpps,
+    select_listed,
+    urls_in_list,
 )
 from histopipe.store.catalog import read_catalog
 from histopipe.store.store import Store, recorded
-from histopipe.system.arguments import check_arguments
 from histopipe.system.csv_files import NA_VALUES, nfc
+from histopipe.system.files import PathLike
 from histopipe.system.progress import Progress
 from histopipe.system.result import counted
+from histopipe.system.settings import read_arguments, select_settings
+from histopipe.system.urls import is_url
 from histopipe.system.worker_pool import WorkerPool, result_of
 from histopipe.tiling.spec import (
     MIN_PATCH_SIZE,
-    Edge,
     TilingSpec,
     magnification_to_mpp,
     recorded_tissue,
     resolved_tissue,
 )
-from histopipe.tissue_masks.algorithms import FINDERS
+from histopipe.tissue_masks import FINDER_NAMES
 from histopipe.tissue_masks.mask_files import PNG, find_masks
 from histopipe.tissue_masks.network import SUFFIXES, check_network, identify_network
 
@@ -51,62 +55,8 @@ _DEFAULT_MAGNIFICATION = 20.0
 _MOST_SIDE = 256
 _SMALLER = 20
 """At most one of so many images may be smaller than a patch: a few small ones must not make all patches small."""
-_ENCODING = ("codec", "quality", "subsampling", "resample")
-_TILING = ("patch_size", "overlap", "level", "tissue_threshold", "roi", "edge", *_ENCODING)
-_OPTIONS = tuple(
-    field.name
-    for field in dataclasses.fields(IngestOptions)
-    if field.name not in ("rules", "tissue_network", "stage")
-)
-
-
-class ImportSettings(TypedDict, total=False):
-    """Options of `import_coords`: those of `ingest` without size, scale and tissue."""
-
-    images: bool
-    codec: Literal["auto", "jpeg", "png"]
-    quality: int
-    subsampling: Literal["444", "422", "420"]
-    resample: Literal["fast", "exact"]
-    route: AskedRoute
-    reader: AskedReader
-    annotations: PathLike | None
-    annotation_threshold: float
-    unclassified: str | None
-    class_property: str | None
-    annotation_origin: Origin
-    workers: int | None
-    labels: PathLike | None
-    na: Sequence[str] | None
-    patient_regex: str | None
-    mpp_csv: PathLike | None
-    default_mpp: float | None
-    slide_list: PathLike | None
-    allow_extra_rows: bool
-    allow_mixed_mpp: bool
-    max_unreadable: float
-    slide_timeout: float | None
-    allow_network: bool
-    stage: PathLike | None
-    stage_gb: float
-    force: bool
-    retry_failed: bool
-
-
-class IngestSettings(ImportSettings, total=False):
-    """Options of `ingest` and `plan`."""
-
-    patch_size: int | None
-    mpp: float | None
-    mag: float | None
-    level: int | None
-    overlap: int
-    edge: Edge | None
-    tissue: PathLike | None
-    tissue_threshold: float
-    tissue_fallback: str | None
-    exclude: Sequence[str]
-    roi: str | None
+_SLIDES_PER_CLASS = 2
+"""Least number of slides in each sub-folder, if the names of the sub-folders are labels."""
 
 
 def read_request(
@@ -116,64 +66,76 @@ def read_request(
     progress: Progress,
     *,
     coords: Path | None = None,
-) -> tuple[list[SlideInput], TilingSpec, IngestOptions]:
+) -> tuple[list[SlideJob], TilingSpec, IngestOptions]:
     """Find the slides, read the tables and annotations, and show which slides and files are skipped.
 
-    The settings are `IngestSettings`, or `ImportSettings` if a folder of coordinates is given.
+    The settings are those of `import_coords` if a folder of coordinates is given, else those of `ingest`.
 
     Raises:
         UsageError: a setting, a table or a folder is wrong.
         NothingToDo: no slide was found.
     """
-    allowed = get_type_hints(IngestSettings if coords is None else ImportSettings)
-    unknown = sorted(settings.keys() - allowed.keys())
-    if unknown:
-        raise UsageError("unknown options", found=", ".join(unknown))
-    settings = dict(settings)
-    check_arguments(settings, allowed)
-    settings = {name: value for name, value in settings.items() if value is not None}
-    _check_values(settings)
-    paths, urls = sources(slides, settings.get("slide_list"))
-    records = recorded(store)
-    slide_files = with_recorded_ids(
-        discover([*paths, *urls], images=settings.get("images", False)), records
-    )
+    settings = read_arguments(settings, INGEST_SETTINGS if coords is None else IMPORT_SETTINGS)
+    options = IngestOptions(**select_settings(settings, IngestOptions))
+    slide_list = None if options.slide_list is None else Path(options.slide_list)
+    paths, urls = _sources(slides, slide_list)
+    records = recorded(store).values()
+    slide_files = discover([*paths, *urls], images=options.images)
+    slide_files = with_recorded_ids(slide_files, {r.resolved_path: r.id for r in records})
     show_links(slide_files, progress)
-    names = SlideNames([s.id for s in slide_files], [record.id for record in records.values()])
-    extra = bool(settings.get("allow_extra_rows", False))
-    chosen = listed(slide_files, settings.get("slide_list"), names, allow_extra=extra)
+    names = SlideNames([slide.id for slide in slide_files], [r.id for r in records])
+    extra = options.allow_extra_rows
+    chosen = select_listed(slide_files, slide_list, names, allow_extra=extra)
+    chosen_names = names.restrict(slide.id for slide in chosen)
     files: dict[str, CoordsFile] = {}
     masks: dict[str, Path] = {}
     network: Path | None = None
-    mpp_csv = settings.get("mpp_csv")
-    mpps = {} if mpp_csv is None else read_mpps(Path(mpp_csv), names, allow_extra=extra)
+    mpps = (
+        {}
+        if options.mpp_csv is None
+        else read_mpps(Path(options.mpp_csv), names, allow_extra=extra)
+    )
     if coords is None:
         settings = _with_image_defaults(settings, chosen, _recorded_spec(store), mpps, progress)
-        tissue, masks, network = read_tissue(settings, store, [s.id for s in chosen], progress)
+        tissue, masks, network = read_tissue(settings, store, chosen_names, progress)
         spec = _spec(settings, tissue)
     else:
-        files = _coords_files(chosen, coords, progress, allow_extra=extra)
+        files = _coords_files(coords, chosen_names, progress, allow_extra=extra)
         chosen = [slide for slide in chosen if slide.id in files]
-        spec = spec_of(files.values(), **_given(settings, _ENCODING))
-    rules = AnnotationRules(
-        **_given(settings, ("unclassified", "roi", "class_property")),
-        **_given(settings, ("annotation_threshold", "annotation_origin"), without="annotation_"),
-    )
-    options = IngestOptions(
-        rules=rules, tissue_network=network, stage=stage_folder(settings.get("stage"), chosen),
-        **_given(settings, _OPTIONS),
-    )  # fmt: skip
-    annotations = _annotations(settings, names, progress)
-    labels = _labels(slide_files, paths, settings, names, progress)
-    patients = _patients(settings.get("patient_regex"), chosen)
-    inputs = [
-        SlideInput(
-            s, labels.get(s.id), mpps.get(s.id), files.get(s.id), annotations.get(s.id), masks.get(s.id),
-            patient=patients.get(s.id),
+        spec = spec_of(files.values(), **select_settings(settings, TilingSpec))
+    rules = AnnotationRules(**select_settings(settings, AnnotationRules), roi=settings.get("roi"))
+    annotations = _annotations(options, rules.roi, names, progress)
+    labels = _labels(slide_files, paths, options, names, progress)
+    patients = _patients(options.patient_regex, chosen)
+    jobs = [
+        SlideJob(
+            slide, labels.get(slide.id), mpps.get(slide.id), files.get(slide.id), annotations.get(slide.id),
+            masks.get(slide.id), patients.get(slide.id),
         )
-        for s in chosen
+        for slide in chosen
     ]  # fmt: skip
-    return inputs, spec, options
+    stage = stage_folder(options.stage, chosen)
+    return jobs, spec, replace(options, rules=rules, tissue_network=network, stage=stage)
+
+
+def _sources(
+    slides: PathLike | Sequence[PathLike], slide_list: Path | None
+) -> tuple[list[Path], list[str]]:
+    """Return the paths and the URLs of slides and folders, also the URLs in a slide list.
+
+    Raises:
+        UsageError: there is none, or the list is invalid.
+    """
+    arguments = [slides] if isinstance(slides, str | Path) else slides
+    urls = [argument for argument in arguments if isinstance(argument, str) and is_url(argument)]
+    paths = [Path(argument) for argument in arguments if argument not in urls]
+    if slide_list is not None:
+        urls += urls_in_list(slide_list)
+    if not paths and not urls:
+        raise UsageError(
+            "no slides", expected="files, folders or URLs, or a --slide-list with URLs"
+        )
+    return paths, urls
 
 
 def _with_image_defaults(
@@ -235,26 +197,8 @@ def _usual_side(
     return max(MIN_PATCH_SIZE, min(_MOST_SIDE, smaller))
 
 
-def _given(settings: Mapping[str, Any], names: Iterable[str], without: str = "") -> dict[str, Any]:
-    """Return the named settings that are set, with a prefix removed from their names."""
-    return {name.removeprefix(without): settings[name] for name in names if name in settings}
-
-
-def _check_values(settings: Mapping[str, Any]) -> None:
-    timeout, share = settings.get("slide_timeout"), settings.get("max_unreadable", 0.0)
-    default_mpp = settings.get("default_mpp")
-    if timeout is not None and not timeout > 0:
-        raise UsageError("--slide-timeout", found=timeout, expected="seconds, above 0")
-    if not 0 <= share <= 1:
-        raise UsageError("--max-unreadable", found=share, expected="a fraction from 0 to 1")
-    if default_mpp is not None:
-        check_mpp("--default-mpp", default_mpp)
-    if not settings.get("stage_gb", 1.0) > 0:
-        raise UsageError("--stage-gb", found=settings["stage_gb"], expected="above 0")
-
-
 def read_tissue(
-    settings: Mapping[str, Any], store: Path | None, ids: Sequence[str], progress: Progress
+    settings: Mapping[str, Any], store: Path | None, names: SlideNames, progress: Progress
 ) -> tuple[dict[str, Any], dict[str, Path], Path | None]:
     """Return the fields of the spec about tissue, the masks by slide id, and the file of a network.
 
@@ -268,10 +212,10 @@ def read_tissue(
     masks: dict[str, Path] = {}
     network = None
     path = Path(asked)
-    if asked in ("otsu", "none", *FINDERS):
+    if asked in ("otsu", "none", *FINDER_NAMES):
         fields["tissue"] = resolved_tissue(str(asked), store_spec)
     elif path.is_dir():
-        masks, fields["tissue"] = find_masks(path, SlideNames(ids)), "masks"
+        masks, fields["tissue"] = find_masks(path, names), "masks"
     elif path.suffix.lower() in SUFFIXES:
         network, fields["tissue"] = path, "model"
         fields["tissue_model"] = identify_network(path)
@@ -285,7 +229,7 @@ def read_tissue(
                 raise UsageError(f"{path} cannot be run", found=reason) from error
     else:
         raise UsageError(
-            "--tissue", found=repr(str(asked)), expected=f"otsu, {', '.join(FINDERS)}, none, a folder of masks, "
+            "--tissue", found=repr(str(asked)), expected=f"otsu, {', '.join(FINDER_NAMES)}, none, a folder of masks, "
             f"or a network ({' or '.join(SUFFIXES)})",
         )  # fmt: skip
     if fallback is not None:
@@ -306,9 +250,9 @@ def read_tissue(
         if pictures == len(masks) and settings.get("annotations") is None:
             raise UsageError(what, found="PNG", expected="GeoJSON, or --annotations")
         progress.message(f"{what}: only --annotations can cut them")
-    if masks and len(masks) < len(ids):
+    if masks and len(masks) < len(names.ids):
         what = f"--tissue-fallback {fallback}" if fallback else "they will fail"
-        progress.message(f"{counted(len(ids) - len(masks), 'slide')} without a mask: {what}")
+        progress.message(f"{counted(len(names.ids) - len(masks), 'slide')} without a mask: {what}")
     return fields, masks, network
 
 
@@ -333,20 +277,19 @@ def _spec(settings: Mapping[str, Any], tissue: Mapping[str, Any]) -> TilingSpec:
     mpp = settings.get("mpp")
     if scales in ([], ["mag"]):
         mpp = magnification_to_mpp(settings["mag"] if scales else _DEFAULT_MAGNIFICATION)
-    tiling = _given(settings, _TILING)
+    tiling = select_settings(settings, TilingSpec) | {"mpp": mpp, **tissue}
     if "annotation_threshold" in settings:
         tiling["roi_threshold"] = settings["annotation_threshold"]
-    return TilingSpec(mpp=mpp, **tiling, **tissue)
+    return TilingSpec(**tiling)
 
 
 def _coords_files(
-    slides: list[SlideFile], folder: Path, progress: Progress, *, allow_extra: bool
+    folder: Path, names: SlideNames, progress: Progress, *, allow_extra: bool
 ) -> dict[str, CoordsFile]:
     """Return the coordinate files by slide id, and show how many slides and files are skipped."""
-    names = SlideNames(slide.id for slide in slides)
     files, unused = find_coords(folder, names, allow_extra=allow_extra)
     for count, what in (
-        (len(slides) - len(files), "slides have no coordinates"),
+        (len(names.ids) - len(files), "slides have no coordinates"),
         (len(unused), "coordinate files match no slide"),
     ):
         if count:
@@ -357,15 +300,14 @@ def _coords_files(
 
 
 def _annotations(
-    settings: Mapping[str, Any], names: SlideNames, progress: Progress
+    options: IngestOptions, roi: str | None, names: SlideNames, progress: Progress
 ) -> Mapping[str, Path]:
     """Return the annotation files by slide id, and show which files are not used."""
-    folder = settings.get("annotations")
-    if folder is None:
-        if settings.get("roi") is not None:
+    if options.annotations is None:
+        if roi is not None:
             raise UsageError("--roi", found="no --annotations", expected="a folder of annotations")
         return {}
-    files = find_annotations(Path(folder), names)
+    files = find_annotations(Path(options.annotations), names)
     for note in files.notes:
         progress.message(note)
     return files.by_slide
@@ -399,23 +341,33 @@ def _patients(regex: str | None, slides: list[SlideFile]) -> dict[str, str]:
 def _labels(
     slides: list[SlideFile],
     arguments: list[Path],
-    settings: Mapping[str, Any],
+    options: IngestOptions,
     names: SlideNames,
     progress: Progress,
 ) -> dict[str, SlideLabel]:
     """Return labels by slide id: from the file, else from labels.csv in the folders, else the names of sub-folders."""
-    path, na = settings.get("labels"), settings.get("na")
-    extra = bool(settings.get("allow_extra_rows", False))
-    reading: dict[str, Any] = {"na": NA_VALUES if na is None else na, "notify": progress.message}
-    if path is not None:
-        return read_labels(Path(path), names, allow_extra=extra, **reading)
+    na, extra = NA_VALUES if options.na is None else options.na, options.allow_extra_rows
+    read = partial(read_labels, na=na, notify=progress.message)
+    if options.labels is not None:
+        return read(Path(options.labels), names, allow_extra=extra)
     rows: dict[str, SlideLabel] = {}
     for folder in dict.fromkeys(p if p.is_dir() else p.parent for p in arguments):
         if (folder / "labels.csv").is_file():
             # labels.csv of a folder names the slides of this folder. The user may have given only some of these files.
-            below = SlideNames(s.id for s in slides if s.path.is_relative_to(folder))
+            below = names.restrict(s.id for s in slides if s.path.is_relative_to(folder))
             further = extra or folder not in arguments
-            rows.update(read_labels(folder / "labels.csv", below, allow_extra=further, **reading))
+            rows.update(read(folder / "labels.csv", below, allow_extra=further))
     if rows:
         return rows
-    return {name: SlideLabel(label) for name, label in subfolder_labels(slides).items()}
+    return label_by_subfolder(slides)
+
+
+def label_by_subfolder(slides: Sequence[SlideFile]) -> dict[str, SlideLabel]:
+    """Return the sub-folders' names as labels, if all slides are in sub-folders of at least two slides each.
+
+    A download with one folder per slide, as from GDC, gets no labels.
+    """
+    count = Counter(slide.subfolder for slide in slides)
+    if None in count or len(count) < 2 or min(count.values(), default=0) < _SLIDES_PER_CLASS:
+        return {}
+    return {slide.id: SlideLabel(slide.subfolder) for slide in slides}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
 from histopipe.errors import RouteUnfit
+from histopipe.ingestion.options import AskedRoute, RouteName
 from histopipe.slides.thumbnail import Thumbnail, colour_note
 from histopipe.slides.tiles.check import LEAST_PSNR, NativeLevels, scaled_psnr
 from histopipe.slides.tiles.native import NativeLevel, NativeTiles, NotNative, reduction_of
@@ -16,9 +16,6 @@ from histopipe.system.result import counted
 from histopipe.tiling.plan import TilingPlan, cell_shares
 from histopipe.tiling.spec import TilingSpec
 from histopipe.tissue_masks.mask import Mask
-
-RouteName = Literal["copy", "decode", "openslide"]
-AskedRoute = Literal["auto", "copy", "decode", "openslide"]
 
 _MISSING = 0.2
 """Share of a patch in missing tiles above which it is counted: masks may extend a little beyond the tissue."""

@@ -11,10 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from histopipe.errors import NothingToDo, UsageError
-from histopipe.ingestion.records import duplicates
 from histopipe.maintenance.copy_slides import CopyResult, SlideToCopy, copy_slides, open_stores
 from histopipe.store.catalog import read_catalog
-from histopipe.store.record import SlideRecord, SlideState
+from histopipe.store.record import SlideRecord, SlideState, describe_copies
 from histopipe.store.store import Store
 from histopipe.system.progress import Progress, default_progress
 from histopipe.system.result import counted, some
@@ -150,7 +149,7 @@ def choose(
         for (one, other), ids in twice.items()
         if out is None or one != out.path  # usually copied by an earlier call
     ]
-    return list(chosen.values()), notes + duplicates(slide.record for slide in chosen.values())
+    return list(chosen.values()), notes + describe_copies(slide.record for slide in chosen.values())
 
 
 def _contradictions(one: SlideRecord, other: SlideRecord) -> str:

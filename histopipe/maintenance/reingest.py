@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 from histopipe.errors import DamagedStore, SlideError
 from histopipe.geometry import Mpp, Size
 from histopipe.ingestion.ingest_slides import ingest_slides
-from histopipe.ingestion.options import IngestOptions, SlideInput
-from histopipe.ingestion.records import resolved, with_recorded_ids
+from histopipe.ingestion.options import IngestOptions
+from histopipe.ingestion.slide_job import SlideJob
 from histopipe.maintenance.store_check import Examination
+from histopipe.slides.discovery import with_recorded_ids
 from histopipe.slides.readers import open_slide
 from histopipe.slides.slide_files import SlideFile
 from histopipe.store.claims import Claims
@@ -44,7 +45,7 @@ from histopipe.store.meta import read_records
 from histopipe.store.record import SlideRecord, SlideState
 from histopipe.system.files import to_storable_text
 from histopipe.system.progress import Progress
-from histopipe.system.worker_pool import WorkerDied, WorkerPool, results_of
+from histopipe.system.worker_pool import WorkerDied, WorkerPool, map_in_pool, result_of
 from histopipe.tiling.spec import spec_of_store
 
 _MIN_UNREADABLE = 0.01
@@ -138,32 +139,31 @@ class Reingestion:
             max_unreadable=max([_MIN_UNREADABLE, *shares]),
         )
         mpps = {r.id: Mpp(r.mpp) for r in records if r.mpp}
-        slides = [
-            SlideInput(file, mpp=mpps.get(name), annotations=self.annotations.get(name))
+        jobs = [
+            SlideJob(file, mpp=mpps.get(name), annotations=self.annotations.get(name))
             for name, file in files.items()
         ]
-        report = ingest_slides(slides, self.store, spec, options, progress=self.progress)
+        report = ingest_slides(jobs, self.store, spec, options, progress=self.progress)
         self.left |= report.failed
 
     def _files(self, records: Sequence[SlideRecord]) -> dict[str, SlideFile]:
         """Return the files of slides by id, if they were given and contain the same scan."""
-        by_id = {
-            slide.id: slide for slide in with_recorded_ids(self.slides, self.examination.records)
-        }
+        ids = {r.resolved_path: r.id for r in self.examination.records.values()}
+        by_id = {slide.id: slide for slide in with_recorded_ids(self.slides, ids)}
         scans = {record.id: record for record in records}
         self.left |= {
             name: "its file is not among the given slides" for name in scans if name not in by_id
         }
         files = {name: by_id[name] for name in scans if name in by_id}
         with WorkerPool(self.options.worker_count) as pool:
-            tasks = [[(slide, scans[name])] for name, slide in files.items()]
-            for ((slide, _),), matches in results_of(pool, _OPENING_SECONDS, _has_scan, tasks):
-                if isinstance(matches, WorkerDied | SlideError):
-                    self.left[slide.id] = f"its file cannot be opened: {matches}"
-                elif not matches:
+            tasks = [(slide, scans[name]) for name, slide in files.items()]
+            for (slide, _), future in map_in_pool(pool, _has_scan, tasks, seconds=_OPENING_SECONDS):
+                try:
+                    if result_of(future):
+                        continue
                     self.left[slide.id] = f"{slide.path} is now another scan"
-                else:
-                    continue
+                except (WorkerDied, SlideError) as error:
+                    self.left[slide.id] = f"its file cannot be opened: {error}"
                 del files[slide.id]
         return files
 
@@ -174,23 +174,20 @@ class Reingestion:
             record,
             state=SlideState.PENDING,
             path=to_storable_text(str(file.path)),
-            resolved_path=resolved(file),
+            resolved_path=file.resolve(),
             annotations=None,  # otherwise, the ingest adds a note that the patch labels are lost
         )
         with Claims(self.store) as claims:
             return claims.take(number) and set_aside(environment, number, record, pending)
 
 
-def _has_scan(slides: list[tuple[SlideFile, SlideRecord]]) -> bool | SlideError:
+def _has_scan(task: tuple[SlideFile, SlideRecord]) -> bool:
     """Return whether a file has the recorded hashes, if there are any, and the recorded size of level 0."""
-    ((slide, record),) = slides
-    try:
-        with open_slide(slide.path) as opened:
-            # A slide of an interrupted repair has neither.
-            same_size = record.width == 0 or Size(record.width, record.height) == opened.info.size
-            return same_size and record.hashes.match_file(slide, opened.info)
-    except SlideError as error:
-        return error
+    slide, record = task
+    with open_slide(slide.path) as opened:
+        # A slide of an interrupted repair has neither.
+        same_size = record.width == 0 or Size(record.width, record.height) == opened.info.size
+        return same_size and record.hashes.match_file(slide, opened.info)
 
 
 def set_aside(

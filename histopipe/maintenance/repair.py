@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from histopipe.annotations.read import find_annotations
-from histopipe.annotations.regions import AnnotationRules, Origin
+from histopipe.annotations.rules import AnnotationRules, Origin
 from histopipe.errors import DamagedStore, ExitCode, UsageError
 from histopipe.ingestion.ingest_slides import refuse_network
 from histopipe.ingestion.options import IngestOptions
-from histopipe.ingestion.records import resolved
 from histopipe.maintenance.findings import FindingKind
 from histopipe.maintenance.rebuild import rebuild
 from histopipe.maintenance.reingest import Reingestion
@@ -109,8 +108,8 @@ def repair(
     paths = [slides] if isinstance(slides, str | Path) else slides
     slide_files = discover([Path(path) for path in paths])
     rules = AnnotationRules(
-        threshold=annotation_threshold, unclassified=unclassified, origin=annotation_origin,
-        class_property=class_property,
+        annotation_threshold=annotation_threshold, unclassified=unclassified,
+        class_property=class_property, annotation_origin=annotation_origin,
     )  # fmt: skip
     outlines: Mapping[str, Path] = {}
     if annotations is not None:
@@ -274,5 +273,5 @@ def _lost(
     if lost or any("slides" in what or "main DB" in what for what in pages):
         stored = {record.resolved_path for record in examination.records.values()}
         missing = "it is not in the store, or its record is lost: add it with `histopipe ingest`"
-        lost |= {s.id: missing for s in slide_files if resolved(s) not in stored}
+        lost |= {s.id: missing for s in slide_files if s.resolve() not in stored}
     return lost

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from histopipe.annotations.patch_labels import annotation_notes, label_patches
 from histopipe.annotations.read import find_annotations
-from histopipe.annotations.regions import AnnotationRules, Origin, read_regions, source_text
+from histopipe.annotations.regions import read_regions, source_text
+from histopipe.annotations.rules import AnnotationRules, Origin
 from histopipe.errors import ExitCode, UsageError
 from histopipe.geometry import PointL0, RegionL0, Size
 from histopipe.measure.columns import SlideColumns, measure_slides
@@ -98,8 +99,8 @@ def annotate(
         {'Dermis': 156, 'Epidermis': 148}
     """
     rules = AnnotationRules(
-        threshold=annotation_threshold, unclassified=unclassified, origin=annotation_origin,
-        class_property=class_property,
+        annotation_threshold=annotation_threshold, unclassified=unclassified,
+        class_property=class_property, annotation_origin=annotation_origin,
     )  # fmt: skip
     path = Path(store)
     with Store(path) as opened:
@@ -173,7 +174,7 @@ def _label_slide(file: Path, rules: AnnotationRules, store: Path, slide: int) ->
     )  # fmt: skip
     side_l0 = (record.read_size or 0) * (record.downsample or 0)
     labels = label_patches(
-        regions, index["x_l0"], index["y_l0"], side_l0, threshold=rules.threshold
+        regions, index["x_l0"], index["y_l0"], side_l0, threshold=rules.annotation_threshold
     )
     facts = {
         "annotations": source_text(file, rules),

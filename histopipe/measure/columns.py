@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, as_completed
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from itertools import islice
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from histopipe.annotations.patch_labels import PatchLabels
 from histopipe.errors import UsageError
 from histopipe.store.writer import StoreWriter
 from histopipe.system.result import slide_failure
-from histopipe.system.worker_pool import TookTooLong, WorkerPool, count_usable_cores
+from histopipe.system.worker_pool import TookTooLong, WorkerPool, count_usable_cores, map_in_pool
 
 _TASKS_PER_WORKER = 4
 """Limits the number of results that wait in memory to be written."""
@@ -53,17 +53,17 @@ def measure_slides(
         NothingToDo, DamagedStore, UsageError, MachineShort: the store cannot be written.
     """
     count = min(workers or count_usable_cores(), max(1, len(measures)))
-    waiting = iter(measures.items())
-    running: dict[Future[SlideColumns], int] = {}
     with StoreWriter(store) as writer, WorkerPool(count) as pool:
-        while True:
-            for slide, measure in islice(waiting, _TASKS_PER_WORKER * count - len(running)):
-                running[pool.submit_within(seconds, measure, store, slide)] = slide
-            if not running:
-                return
-            done = next(as_completed(running))
-            slide = running.pop(done)
+        for (slide, _), done in map_in_pool(
+            pool, partial(_measure, store), measures.items(),
+            seconds=seconds, limit=_TASKS_PER_WORKER * count, in_order=False,
+        ):  # fmt: skip
             yield slide, _stored(writer, slide, done, seconds)
+
+
+def _measure(store: Path, task: tuple[int, SlideMeasure]) -> SlideColumns:
+    slide, measure = task
+    return measure(store, slide)
 
 
 def _stored(

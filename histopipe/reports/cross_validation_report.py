@@ -32,12 +32,12 @@ from histopipe.reports.run_data import open_stores
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.result import TrainResult, read_result
-from histopipe.runs.settings import read_settings
 from histopipe.runs.task_config import CONFIGS, make_config
 from histopipe.splits.slide_table import flow_from_json
 from histopipe.studies.cross_validation_result import leaked_from, read_parts, tested_slides
 from histopipe.studies.settings import FoldSettings
 from histopipe.system.files import read_json, reading
+from histopipe.system.settings import read_settings
 from histopipe.tasks.predictions import joined_predictions
 
 SUMMARY = "summary.json"

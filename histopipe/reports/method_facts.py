@@ -9,8 +9,7 @@ from histopipe.reports.data_facts import of_cross_validation
 from histopipe.reports.run_data import RunData
 from histopipe.runs import folder as run_folder
 from histopipe.runs.result import METRICS
-from histopipe.runs.settings import parse_trainable
-from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig
+from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig, parse_trainable
 from histopipe.splits.splits import SPLITS
 from histopipe.system.result import counted, listed
 

@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore, UsageError
-from histopipe.ingestion.records import duplicates
 from histopipe.maintenance.info import StoreInfo, info_of
 from histopipe.reports import charts
 from histopipe.reports.html_page import (
@@ -32,7 +31,7 @@ from histopipe.reports.html_page import (
     strip,
 )
 from histopipe.store.reading import decode_picture
-from histopipe.store.record import SlideRecord, SlideState
+from histopipe.store.record import SlideRecord, SlideState, describe_copies
 from histopipe.store.store import Store
 from histopipe.system.progress import Progress
 from histopipe.system.result import counted
@@ -130,7 +129,7 @@ def _failures(records: Sequence[SlideRecord]) -> Table | None:
 def _warnings(
     summary: StoreInfo, records: Sequence[SlideRecord], complete: Sequence[SlideRecord]
 ) -> Notes | None:
-    notes = duplicates(records)
+    notes = describe_copies(records)
     if len(summary.routes) > 1:
         notes.append(
             "Patches were made by several routes, so some were JPEG-encoded once more than others. "

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.errors import SlideError
+from histopipe.ingestion.options import MaskOptions
+from histopipe.ingestion.planning import prepare
 from histopipe.ingestion.request import read_tissue
-from histopipe.ingestion.sources import PathLike
-from histopipe.ingestion.storing import prepare
 from histopipe.reports.html_page import (
     Cell,
     Column,
@@ -25,12 +26,18 @@ from histopipe.reports.html_page import (
 )
 from histopipe.runs import folder as run_folder
 from histopipe.slides.discovery import discover, show_links
-from histopipe.slides.scale import check_mpp
 from histopipe.slides.tables import SlideNames, read_mpps
+from histopipe.system.files import PathLike
 from histopipe.system.filesystems import roomy
 from histopipe.system.progress import Progress, default_progress
 from histopipe.system.result import counted
-from histopipe.system.worker_pool import WorkerDied, WorkerPool, count_usable_cores, results_of
+from histopipe.system.settings import make_settings
+from histopipe.system.worker_pool import (
+    WorkerDied,
+    WorkerPool,
+    map_in_pool,
+    result_of,
+)
 from histopipe.tissue_masks.finding import TissueSource
 from histopipe.tissue_masks.mask_folder import (
     PAGE,
@@ -49,12 +56,8 @@ def tissue(
     slides: PathLike | Sequence[PathLike],
     out: PathLike = "masks",
     *,
-    tissue: PathLike = "otsu",
-    mpp_csv: PathLike | None = None,
-    default_mpp: float | None = None,
-    workers: int | None = None,
-    force: bool = False,
     progress: Progress | None = None,
+    **settings: Any,
 ) -> TissueReport:
     """Write the tissue mask of each slide, to check, to correct in QuPath, and to give to `ingest`.
 
@@ -65,13 +68,8 @@ def tissue(
     Args:
         slides: slide files and folders.
         out: folder of the masks.
-        tissue: how to find tissue, as for `ingest`: "otsu" (the newest algorithm), "otsu-1", "otsu-2", "otsu-3", or a
-            network.
-        mpp_csv: CSV with the columns slide and mpp. It takes precedence over the headers of the slides.
-        default_mpp: level-0 scale of slides that have none.
-        workers: number of processes; None starts one per core.
-        force: replace masks that exist.
         progress: shows the progress; `default_progress()` if None.
+        settings: options by name, as in docs/reference/settings.md and as the flags of `histopipe tissue`.
 
     Returns:
         Areas and pieces of each slide, and the failures.
@@ -85,42 +83,40 @@ def tissue(
         >>> tissue("slides", "masks")  # doctest: +SKIP
         masks of 12 slides: masks/index.html
     """
+    options = make_settings(MaskOptions, settings)
     display, folder = progress or default_progress(), Path(out)
     files = discover(
         [Path(path) for path in ([slides] if isinstance(slides, str | Path) else slides)]
     )
     show_links(files, display)
-    ids = [file.id for file in files]
-    fields, masks, network = read_tissue({"tissue": tissue}, None, ids, display)
+    names = SlideNames(file.id for file in files)
+    fields, masks, network = read_tissue({"tissue": options.tissue}, None, names, display)
     method = fields["tissue"]
-    mpps = {} if mpp_csv is None else read_mpps(Path(mpp_csv), SlideNames(ids))
-    default = None if default_mpp is None else check_mpp("--default-mpp", default_mpp)
+    mpps = {} if options.mpp_csv is None else read_mpps(Path(options.mpp_csv), names)
     with run_folder.writable(folder):
         folder.mkdir(parents=True, exist_ok=True)
     tasks = [
-        [
-            MaskTask(
-                file, mpps.get(file.id), default,
-                TissueSource(file.id, method, mask=masks.get(file.id), network=network),
-                str(fields.get("tissue_model", method)), folder, force,
-            )
-        ]
+        MaskTask(
+            file, mpps.get(file.id), options.default_mpp,
+            TissueSource(file.id, method, mask=masks.get(file.id), network=network),
+            str(fields.get("tissue_model", method)), folder, options.force,
+        )
         for file in files
     ]  # fmt: skip
     result = TissueReport(folder)
     pictures: dict[str, NDArray[np.uint8]] = {}
     with (
         roomy(folder),
-        WorkerPool(workers or count_usable_cores(), prepare) as pool,
+        WorkerPool(options.worker_count, prepare) as pool,
         display.bar("finding tissue", unit="slides", total=len(tasks)) as bar,
     ):
-        for (task,), outcome in results_of(pool, _SECONDS, write_one_mask, tasks):
-            if isinstance(outcome, WorkerDied | SlideError):
-                result.failed[task.file.id] = str(outcome)
-                bar.item(f"failed {task.file.id}: {outcome}", problem=True)
-            else:
-                result.slides.append(outcome[0])
-                pictures[task.file.id] = outcome[1]
+        for task, future in map_in_pool(pool, write_one_mask, tasks, seconds=_SECONDS):
+            try:
+                row, pictures[task.file.id] = result_of(future)
+                result.slides.append(row)
+            except (WorkerDied, SlideError) as error:
+                result.failed[task.file.id] = str(error)
+                bar.item(f"failed {task.file.id}: {error}", problem=True)
             bar.advance()
         write_table_and_page(result, pictures)
     return result

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from histopipe.dataset.options import Balance, OnError
 from histopipe.errors import UsageError
-from histopipe.runs.settings import check_settings, declared_settings, parse_devices, setting
+from histopipe.splits.subsets import SplitBy
 from histopipe.system.csv_files import NA_VALUES
+from histopipe.system.settings import check_settings, declared_settings, setting
 from histopipe.tasks.choices import LOSSES, Loss, TaskName
 
 if TYPE_CHECKING:
@@ -58,11 +61,11 @@ class TrainConfig:
     allow_extra_rows: bool = setting(
         False, "Ignore rows of --labels that match no slide.", group=DATA, search=False
     )
-    on_error: Literal["raise", "skip"] = setting(
+    on_error: OnError = setting(
         "raise", "On damaged data: end the run (raise), or skip the data with weight 0 (skip).",
         group=DATA, resume=True, search=False,
     )  # fmt: skip
-    split_by: Literal["patient", "site", "slide", "region", "patch"] = setting(
+    split_by: SplitBy = setting(
         "patient", "Keep each patient, site, slide, region or patch in one subset of the split.",
         group=SPLITS, search=False,
     )  # fmt: skip
@@ -126,7 +129,7 @@ class TrainConfig:
         5, "Stop after this many epochs without a better value of --monitor; 0: never stop.",
         group=OPTIMIZATION, at_least=0, resume=True,
     )  # fmt: skip
-    balance: Literal["none", "class", "slide", "patient"] = setting(
+    balance: Balance = setting(
         "none", "Sampling balance: draw each class, slide or patient equally often.",
         group=SAMPLING,
     )  # fmt: skip
@@ -336,3 +339,20 @@ class TrainConfig:
     def values(self) -> dict[str, Any]:
         """Return the settings by name."""
         return {name: getattr(self, name) for name in declared_settings(type(self))}
+
+
+_DEVICES = re.compile(r"auto|cpu(:(?P<cpus>[1-9]\d*))?|gpu(:(?P<gpus>\d+(,\d+)*))?")
+
+
+def parse_devices(devices: str) -> re.Match[str]:
+    """Match a value of `--devices`. Group `cpus` is the number of CPUs, `gpus` the GPU numbers; None if not given.
+
+    Raises:
+        UsageError: the value is malformed.
+    """
+    match = _DEVICES.fullmatch(devices)
+    if match is None:
+        raise UsageError(
+            "--devices", found=repr(devices), expected="auto, cpu, cpu:N, gpu or gpu:0,1"
+        )
+    return match

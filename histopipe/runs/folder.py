@@ -12,7 +12,6 @@ import numpy as np
 
 from histopipe.errors import UsageError
 from histopipe.runs.config import TrainConfig
-from histopipe.runs.settings import declared_settings, to_toml
 from histopipe.splits.splits import SPLITS, Splits, write_splits
 from histopipe.system.files import (
     locked,
@@ -23,6 +22,7 @@ from histopipe.system.files import (
     write_json,
 )
 from histopipe.system.filesystems import is_full_disk
+from histopipe.system.settings import declared_settings, to_toml
 
 CONFIG, HISTORY = "config.toml", "history.csv"
 SLIDES = "slides.csv"

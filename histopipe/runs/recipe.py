@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from histopipe.dataset.selection import store_paths
-from histopipe.runs.settings import declared_settings
 from histopipe.runs.task_config import CONFIGS, FORMER, PatchTrainConfig
 from histopipe.store.store import Store
 from histopipe.system.progress import message
+from histopipe.system.settings import declared_settings
 
 LITE, SMALL_CNN = "efficientnet-lite0", "small-cnn"
 SMALLEST_TRAINED = 96

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from histopipe.dataset.options import AUGMENTATIONS, Augmentation, StainNorm
 from histopipe.errors import UsageError
+from histopipe.features import BagOf
 from histopipe.runs.config import (
     DATA,
     MACHINE,
@@ -17,18 +20,17 @@ from histopipe.runs.config import (
     SPLITS,
     TrainConfig,
 )
-from histopipe.runs.settings import (
+from histopipe.splits.subsets import LabelsFrom
+from histopipe.system.settings import (
     check_known,
+    config_value,
     declared_settings,
     flag,
-    parse_trainable,
-    plain_value,
     read_settings,
     setting,
 )
 
 if TYPE_CHECKING:
-    from histopipe.dataset.options import Augmentation
     from histopipe.splits.labelling import Labelling
 
 BagPooling = Literal["gated", "attention", "mean", "max", "clam", "dsmil", "transformer"]
@@ -44,7 +46,7 @@ class PatchTrainConfig(TrainConfig):
         ("patches.lmdb",), "Stores of patches.",
         group=DATA, format="path", search=False, per_worker=True,
     )  # fmt: skip
-    labels_from: Literal["slide", "annotation"] = setting(
+    labels_from: LabelsFrom = setting(
         "slide", "Source of patch labels: the slide, or its annotations (histopipe annotate).",
         group=DATA,
     )  # fmt: skip
@@ -107,11 +109,11 @@ class PatchTrainConfig(TrainConfig):
         False, "Train even if the patches have another size or scale than the encoder was trained on.",
         group=MODEL, search=False,
     )  # fmt: skip
-    augment: tuple[Literal["none", "flips", "crop", "stain", "colour"], ...] = setting(
+    augment: tuple[Literal["none", Augmentation], ...] = setting(
         ("flips",), "Augmentation: none, or a list of flips (and rotations), crop, stain, colour.",
         group=SAMPLING,
     )  # fmt: skip
-    stain_norm: Literal["none", "reinhard", "macenko"] = setting(
+    stain_norm: StainNorm = setting(
         "none", "Stain normalization (run `histopipe stains` first).", group=SAMPLING
     )
     shuffle_block: int = setting(
@@ -167,9 +169,6 @@ class PatchTrainConfig(TrainConfig):
     @property
     def augmentations(self) -> tuple[Augmentation, ...]:
         """The augmentations, in the order in which they are applied."""
-        # Imported late: the package may load NumPy.
-        from histopipe.dataset.options import AUGMENTATIONS
-
         return tuple(name for name in AUGMENTATIONS if name in self.augment)
 
 
@@ -183,7 +182,7 @@ class BagTrainConfig(TrainConfig):
         "Train a slide model on bags of the features in this folder. Repeat it to join feature sets by position.",
         group=DATA, format="path", search=False, per_worker=True,
     )  # fmt: skip
-    bag: Literal["slide", "patient"] = setting(
+    bag: BagOf = setting(
         "slide", "With --mil: one bag per slide or per patient.", group=DATA, search=False
     )
     pooling: BagPooling = setting(
@@ -263,7 +262,7 @@ def make_config(settings: Mapping[str, Any]) -> TrainConfig:
     Raises:
         UsageError: a setting is unknown, belongs to the other kind of training, or has an invalid value.
     """
-    check_known(settings, *CONFIGS)
+    check_known(settings, declared_settings(*CONFIGS))
     values = _plain_values(settings)
     on_bags = values.get("mil") is not None
     kind, other = CONFIGS[::-1] if on_bags else CONFIGS
@@ -324,8 +323,8 @@ def resumed_config(recorded: Mapping[str, Any], changes: Mapping[str, Any]) -> T
     Raises:
         UsageError: a change would invalidate the training so far.
     """
-    check_known(changes, *CONFIGS)
     declared, before = declared_settings(*CONFIGS), _plain_values(recorded)
+    check_known(changes, declared)
     refused = [
         "STORES" if name == "stores" else flag(name)
         for name, value in _plain_values(changes).items()
@@ -344,7 +343,23 @@ def _plain_values(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings in the form of a configuration. One path is accepted for a list of paths."""
     declared, values = declared_settings(*CONFIGS), {}
     for name, value in settings.items():
-        plain = plain_value(value)
+        plain = config_value(value)
         one = isinstance(plain, str) and name in declared and declared[name].is_path_list
         values[name] = (plain,) if one else plain
     return values
+
+
+_TRAINABLE = re.compile(r"(?P<kind>all|head|last|lora)(:(?P<number>[1-9]\d{0,3}))?")
+
+
+def parse_trainable(trainable: str) -> tuple[str, int]:
+    """Return the kind and the number of a value of `--trainable`; 0 without a number.
+
+    Raises:
+        UsageError: the value is malformed.
+    """
+    match = _TRAINABLE.fullmatch(trainable)
+    if match is None or (match["number"] is not None) != (match["kind"] in ("last", "lora")):
+        expected = "all, head, last:N or lora:R"
+        raise UsageError("--trainable", found=repr(trainable), expected=expected)
+    return match["kind"], int(match["number"] or 0)

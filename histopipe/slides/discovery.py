@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -58,8 +58,7 @@ def discover(arguments: Iterable[Path | str], *, images: bool = False) -> list[S
     slides = _slides_or_images(roots, urls, images=images)
     by_path: dict[str, list[SlideFile]] = {}
     for slide in sorted(slides, key=lambda slide: slide.id):
-        place = slide.location if slide.remote else os.path.realpath(slide.path)
-        by_path.setdefault(place, []).append(slide)
+        by_path.setdefault(slide.resolve(), []).append(slide)
     slides = _distinct(
         [
             replace(
@@ -106,6 +105,27 @@ def _slides_or_images(
     if images and len(kept) < len(named):
         message(f"{counted(len(named) - len(kept), 'slide')} left out, because of --images")
     return kept
+
+
+def with_recorded_ids(slides: Sequence[SlideFile], ids: Mapping[str, str]) -> list[SlideFile]:
+    """Return the slides sorted by id. Slides that are in a store get their id in the store.
+
+    `ids` are the ids in the store by the resolved path or URL of the slide.
+
+    Raises:
+        UsageError: a slide of another file has that id.
+    """
+    named = [replace(slide, id=ids.get(slide.resolve(), slide.id)) for slide in slides]
+    locations: dict[str, str] = {}
+    for slide in named:
+        other = locations.setdefault(slide.id, slide.location)
+        if other != slide.location:
+            raise UsageError(
+                f"two slides would both have the id {slide.id!r}",
+                found=f"{other}, which has this id in the store, and {slide.location}",
+                todo="rename one, or use another --out",
+            )
+    return sorted(named, key=lambda slide: slide.id)
 
 
 def show_links(slides: Iterable[SlideFile], progress: Progress) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import get_args
 
 from histopipe.errors import SlideUnreadable
 from histopipe.slides.openslide_reader import OpenSlideReader, detected_format
+from histopipe.slides.options import ReaderName
 from histopipe.slides.slide import Slide
 from histopipe.slides.slide_files import (
     FASTSLIDE_SUFFIXES,
@@ -17,9 +18,6 @@ from histopipe.slides.slide_files import (
     has_fastslide,
     has_image_name,
 )
-
-ReaderName = Literal["openslide", "tifffile", "pillow", "fastslide"]
-AskedReader = Literal["auto", "openslide", "tifffile", "pillow", "fastslide"]
 
 READERS: tuple[ReaderName, ...] = get_args(ReaderName)
 _TIFF_SIGNS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from histopipe.errors import ScaleError, UsageError
 from histopipe.geometry import Mpp, same_scale
-from histopipe.slides.slide import SlideInfo
+
+if TYPE_CHECKING:
+    from histopipe.slides.slide import SlideInfo
 
 PLAUSIBLE_MPP = (0.05, 50.0)
 MAGNIFICATION_MPP = 10.0

@@ -16,6 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from histopipe.errors import SlideUnreadable
+from histopipe.system.files import to_storable_text
 from histopipe.system.object_storage import RemoteFile
 
 SUFFIXES = frozenset(
@@ -55,6 +56,10 @@ class SlideFile:
     def location(self) -> str:
         """Path or URL of the file that OpenSlide opens, for messages and records. It contains no secret."""
         return self.remote[0].location if self.remote else str(self.path)
+
+    def resolve(self) -> str:
+        """Return the path of the slide without symbolic links, or its URL, in the form used in records."""
+        return self.location if self.remote else to_storable_text(os.path.realpath(self.path))
 
 
 def has_slide_name(path: Path) -> bool:

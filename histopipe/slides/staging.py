@@ -269,6 +269,16 @@ def staged(
             yield item, error
 
 
+def stage_folder(folder: str | Path | None, slides: Iterable[SlideFile]) -> Path | None:
+    """Return the folder to which slides are copied before they are read; None to read them in place.
+
+    Slides at a URL are always copied: into the temporary folder if no folder is given.
+    """
+    if folder is None and not any(slide.remote for slide in slides):
+        return None
+    return Path(tempfile.gettempdir() if folder is None else folder).absolute()
+
+
 def remove_leftovers(parent: Path) -> None:
     """Remove the staging folders of runs that were killed. Those of running processes and other users are kept."""
     for folder in parent.glob(f"{_PREFIX}*"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import re
 from collections import defaultdict
@@ -12,7 +13,12 @@ from pathlib import Path, PurePosixPath
 from histopipe.errors import UsageError
 from histopipe.geometry import Mpp
 from histopipe.slides.scale import PLAUSIBLE_MPP
-from histopipe.slides.slide_files import FASTSLIDE_SUFFIXES, IMAGE_SUFFIXES, SUFFIXES
+from histopipe.slides.slide_files import (
+    FASTSLIDE_SUFFIXES,
+    IMAGE_SUFFIXES,
+    SUFFIXES,
+    SlideFile,
+)
 from histopipe.slides.table_checks import (
     TableRow,
     check_numbers,
@@ -30,7 +36,7 @@ from histopipe.system.csv_files import (
     read_csv,
 )
 from histopipe.system.progress import message
-from histopipe.system.urls import is_url
+from histopipe.system.urls import is_url, public_url
 
 _SUFFIXES = SUFFIXES | FASTSLIDE_SUFFIXES | IMAGE_SUFFIXES
 _SURVIVAL_WORDS = {
@@ -75,15 +81,22 @@ class SlideNames:
     """
 
     def __init__(self, ids: Iterable[str], fallback_ids: Iterable[str] = ()) -> None:
+        self.ids = frozenset(ids)
         self._fallback = SlideNames(fallback_ids) if fallback_ids else None
         self._ids: dict[str, set[str]] = defaultdict(set)
         self._last: dict[str, set[str]] = defaultdict(set)
         self._stripped: dict[str, set[str]] = defaultdict(set)
-        for name in ids:
+        for name in self.ids:
             for form in {nfc(name), nfc(_bare(name))}:
                 self._ids[form].add(name)
                 self._last[PurePosixPath(form).name].add(name)
                 self._stripped[form.strip()].add(name)
+
+    def restrict(self, ids: Iterable[str]) -> SlideNames:
+        """Return the names of only some of the slides, without `fallback_ids`."""
+        restricted = copy.copy(self)
+        restricted.ids, restricted._fallback = frozenset(ids), None
+        return restricted
 
     def find(self, written: str, *, where: str) -> str | None:
         """Return the id that matches a name, or None. `where` is for messages.
@@ -97,7 +110,7 @@ class SlideNames:
         )  # names of files may have blanks at their ends, which tables lose
         for table in (self._ids, self._last, self._stripped):
             for form in (written, _bare(written), stripped, _bare(stripped)):
-                ids = table.get(form, set())
+                ids = table.get(form, set()) & self.ids
                 if len(ids) > 1:
                     raise UsageError(
                         f"{where}: {written!r} matches several slides",
@@ -111,8 +124,9 @@ class SlideNames:
 
     def nearest(self, written: str) -> str:
         """Return the most similar id, as a hint."""
-        near = difflib.get_close_matches(written, list(self._ids), n=1, cutoff=0.3)
-        return near[0] if near else next(iter(sorted(self._ids)), "none")
+        forms = [form for form, ids in self._ids.items() if ids & self.ids]
+        near = difflib.get_close_matches(written, forms, n=1, cutoff=0.3)
+        return near[0] if near else next(iter(sorted(forms)), "none")
 
 
 def read_labels(
@@ -205,6 +219,35 @@ def urls_in_list(path: Path) -> list[str]:
     """
     rows = _rows(path, required=("slide",))
     return list(dict.fromkeys(row.slide for row in rows if is_url(row.slide)))
+
+
+def select_listed(
+    slides: list[SlideFile], path: Path | None, names: SlideNames, *, allow_extra: bool = False
+) -> list[SlideFile]:
+    """Return the slides of a slide list: those that it names, and those at or below its URLs. Without a list, all.
+
+    Raises:
+        UsageError: the list is invalid, or matches no slide.
+    """
+    if path is None:
+        return slides
+    listed_ids = read_slide_list(path, names, allow_extra=allow_extra)
+    urls = [public_url(url) for url in urls_in_list(path)]
+    chosen = [
+        slide
+        for slide in slides
+        if slide.id in listed_ids or any(_is_behind(slide, url) for url in urls)
+    ]
+    if not chosen:
+        raise UsageError(
+            f"{path} matches none of the slides", found=f"{len(listed_ids)} other names"
+        )
+    return chosen
+
+
+def _is_behind(slide: SlideFile, url: str) -> bool:
+    """Return whether a slide is the file at a URL, or below this prefix."""
+    return bool(slide.remote) and f"{slide.location}/".startswith(url.rstrip("/") + "/")
 
 
 def _rows(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import NoneType, UnionType
@@ -14,11 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore
-from histopipe.slides.slide_hashes import SlideHashes
-from histopipe.slides.tables import patient_of
+from histopipe.slides.slide_files import Fingerprint, SlideFile
+from histopipe.slides.slide_hashes import SlideHashes, copy_groups
+from histopipe.slides.tables import SlideLabel, patient_of
 from histopipe.store.format import corrected, seal, slide_key, unseal
 from histopipe.system.csv_files import nfc
-from histopipe.system.files import Closing, shown
+from histopipe.system.files import Closing, shown, to_storable_text
 
 
 class SlideState(StrEnum):
@@ -91,6 +93,52 @@ class SlideRecord:
     notes: list[str] = field(default_factory=list)
     unknown: Mapping[str, Any] = field(default_factory=dict)
 
+    @classmethod
+    def new(cls, slide: SlideFile) -> SlideRecord:
+        """Return the record of a slide that is not planned yet."""
+        return cls(
+            id=slide.id, path=to_storable_text(slide.location), resolved_path=slide.resolve()
+        )
+
+    def without_results(self, slide: SlideFile) -> SlideRecord:
+        """Return the record without the results of an earlier ingest. Labels and unknown fields are kept.
+
+        The source of the annotations is also kept, so that the next ingest can report that the patch labels were removed.
+        """
+        return dataclasses.replace(
+            SlideRecord.new(slide), id=self.id, patient=self.patient, label=self.label, site=self.site,
+            annotations=self.annotations, unknown=self.unknown,
+        )  # fmt: skip
+
+    def with_label(self, label: SlideLabel | None, patient: str | None = None) -> SlideRecord:
+        """Return the record with label, patient and site.
+
+        The patient is that of the label, else `patient`, else the recorded one, else the one of `patient_of`.
+        """
+        patient = (label.patient if label else None) or patient or self.patient
+        record = dataclasses.replace(self, patient=patient or patient_of(self.id))
+        if label is None:
+            return record
+        return dataclasses.replace(record, label=label.label, site=label.site or self.site)
+
+    def with_fingerprint(self, stamp: Fingerprint) -> SlideRecord:
+        """Return the record with the size, time and ETag of the slide's files."""
+        return dataclasses.replace(
+            self, size_bytes=stamp.size_bytes, mtime_ns=stamp.mtime_ns, etag=stamp.etag
+        )
+
+    def with_failure(
+        self, reason: str, kind: FailureKind = FailureKind.FILE, option: str | None = None
+    ) -> SlideRecord:
+        """Return the record of the failed slide.
+
+        `option` is the limit that was exceeded. The slide is ingested again if this limit changes.
+        """
+        return dataclasses.replace(
+            self, state=SlideState.FAILED, error=to_storable_text(reason), error_kind=kind, error_option=option,
+            planned=0, stored=0, unreadable=0, stored_bytes=0,
+        )  # fmt: skip
+
     def to_bytes(self, number: int) -> bytes:
         """Return the stored form of the record under a slide number, with a checksum."""
         return seal(slide_key(number), self.to_json())
@@ -144,6 +192,28 @@ class SlideRecord:
     def scans(self) -> tuple[SlideHashes, ...]:
         """The same, for the slides of a dataset, which may be bags of several slides."""
         return (self.hashes,)
+
+
+def describe_copies(records: Iterable[SlideRecord]) -> list[str]:
+    """Return a warning for each group of slides that are copies, or may be."""
+    slides = [record for record in records if record.state is not SlideState.FAILED]
+    members: dict[int, list[tuple[str, int]]] = defaultdict(list)
+    for record, scan, group in zip(
+        slides, *copy_groups([slide.scans for slide in slides]), strict=True
+    ):
+        members[group].append((record.id, scan))
+    return [
+        f"{', '.join(sorted(name for name, _ in copies))} "
+        + (
+            "are copies of one slide: all are stored, and stay on the same side of a split"
+            if len({scan for _, scan in copies}) == 1
+            else "may be copies of one slide: they have the same quickhash, and not all records have a pixel hash, which "
+            "earlier versions did not write. They stay on the same side of a split; to compare their pixels, ingest them "
+            "into a new store"
+        )
+        for copies in members.values()
+        if len(copies) > 1
+    ]
 
 
 _COUNTS = ("size_bytes", "width", "height", "planned", "stored", "unreadable", "stored_bytes")

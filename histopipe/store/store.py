@@ -27,7 +27,7 @@ from histopipe.store.format import (
 from histopipe.store.meta import entry, meta_entries, read_classes, read_records, read_spec
 from histopipe.store.reading import ColumnCache, Reading, decode_picture
 from histopipe.store.record import NumberedSlides, SlideRecord, SlideState, StainFit, read_fits
-from histopipe.system.arguments import check_arguments
+from histopipe.system.arguments import check_type
 
 
 class Store(NumberedSlides):
@@ -138,7 +138,7 @@ class Store(NumberedSlides):
             UsageError: there is no such slide or row, or the ingest could not read the patch.
             DamagedStore: the value does not match its checksum.
         """
-        check_arguments({"row": row}, {"row": int})
+        check_type("row", row, int)
         slide = self.number(slide_id)
         where = f"{self.path}, slide {slide_id}: patch {row}"
         if not 0 <= row < self.records[slide].planned:

@@ -33,7 +33,7 @@ from histopipe.store.format import (
     value_crc,
 )
 from histopipe.store.meta import read_meta, read_record, read_records
-from histopipe.store.record import FailureKind, SlideRecord, SlideState, StainFit
+from histopipe.store.record import SlideRecord, SlideState, StainFit
 from histopipe.system.files import Closing
 from histopipe.tiling.spec import TilingSpec
 
@@ -200,14 +200,10 @@ class StoreWriter(Closing):
         value = seal(key, fit.to_json())
         self._environment.change(lambda t: t.put(key, value, db=self._db[STAINS]))
 
-    def fail(self, slide: int, record: SlideRecord, error: str, kind: FailureKind) -> None:
-        """Delete the entries of a slide, then record its failure."""
-        failed = dataclasses.replace(
-            record, state=SlideState.FAILED, error=error, error_kind=kind,
-            planned=0, stored=0, unreadable=0, stored_bytes=0,
-        )  # fmt: skip
+    def fail(self, slide: int, record: SlideRecord) -> None:
+        """Delete the entries of a slide, then write the record of its failure."""
         delete_entries(self._environment, slide)
-        self.update(slide, failed)
+        self.update(slide, record)
 
     def restart(self, slide: int, record: SlideRecord) -> None:
         """Hide a slide and delete its entries, so that it can be ingested from the start."""

@@ -16,7 +16,6 @@ from histopipe.evaluation.evaluate import Evaluation, evaluate
 from histopipe.evaluation.table import aligned, evaluation_lines, with_ends
 from histopipe.runs import folder as run_folder
 from histopipe.runs.result import is_finished, read_result
-from histopipe.runs.settings import declared_settings, read_settings
 from histopipe.runs.task_config import CONFIGS, make_config, read_config
 from histopipe.splits.splits import DROPPED, SPLITS, Splits, load_splits
 from histopipe.studies.cross_validation_result import leaked_from, read_parts, tested_slides
@@ -24,6 +23,7 @@ from histopipe.studies.paired_differences import differences_of, tested_items
 from histopipe.studies.settings import FoldSettings
 from histopipe.system.csv_files import nfc
 from histopipe.system.result import counted
+from histopipe.system.settings import declared_settings, read_settings
 from histopipe.tasks.choices import LEVELS, EvaluationLevel, TaskName, name_of
 from histopipe.tasks.intervals import Difference
 from histopipe.tasks.predictions import ModelPredictions, with_common_patients

@@ -15,7 +15,6 @@ from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.recipe import with_recipe
 from histopipe.runs.result import is_finished
-from histopipe.runs.settings import declared_settings, read_settings
 from histopipe.runs.supervision import StopRequest, Supervision, sigterm_interrupts
 from histopipe.runs.task_config import CONFIGS, make_config, resumed_config, with_stores
 from histopipe.runs.training_data import opened_sources, read_labelling, refuse_leaks, split_options
@@ -31,6 +30,7 @@ from histopipe.studies.cross_validation_result import (
 from histopipe.studies.settings import FoldSettings
 from histopipe.studies.trainings import TrainingOutcome, share_devices, train_with_retries
 from histopipe.system.progress import Progress, default_progress
+from histopipe.system.settings import read_settings, split_settings
 
 _SPLITS, _LOGS = run_folder.FOLD_SPLITS, "logs"
 _PLANNED = (_SPLITS, f"part-{run_folder.CONFIG}")
@@ -78,14 +78,8 @@ def cross_validate(
     return _run_folds(config, folds, folder, resume=resume, progress=progress or default_progress())
 
 
-def _separated(settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Separate the settings of the trainings from the settings of the folds."""
-    of_folds = {k: v for k, v in settings.items() if k in declared_settings(FoldSettings)}
-    return {k: v for k, v in settings.items() if k not in of_folds}, of_folds
-
-
 def _new(settings: dict[str, Any]) -> tuple[TrainConfig, FoldSettings]:
-    training, of_folds = _separated(settings)
+    of_folds, training = split_settings(settings, FoldSettings)
     folds = FoldSettings(**of_folds)
     if not folds.folds:
         raise UsageError("--folds is missing", expected="a number of folds, such as 5, or column")
@@ -98,8 +92,10 @@ def _resumed(folder: Path, changes: dict[str, Any]) -> tuple[TrainConfig, FoldSe
     """Read the settings of a cross-validation and apply changes."""
     if not run_folder.is_cross_validation(folder):
         raise UsageError(f"{folder} holds no cross-validation to resume")
-    recorded, before = _separated(read_settings(folder / run_folder.CONFIG, *CONFIGS, FoldSettings))
-    training, of_folds = _separated(changes)
+    before, recorded = split_settings(
+        read_settings(folder / run_folder.CONFIG, *CONFIGS, FoldSettings), FoldSettings
+    )
+    of_folds, training = split_settings(changes, FoldSettings)
     if of_folds.get("folds") == "column" and recorded.get("split_column"):
         of_folds["folds"] = before["folds"]  # their number is recorded
     folds = FoldSettings(**(before | of_folds))

@@ -25,12 +25,12 @@ from histopipe.predictions.tables import PREDICTIONS, read_predictions, write_pr
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.result import METRICS, TrainResult, read_result, read_slides
-from histopipe.runs.settings import to_toml
 from histopipe.runs.task_config import load_config
 from histopipe.splits.slide_table import Flow, SlideEntry, flow_of, flow_to_json, leaked_patients
 from histopipe.splits.splits import SPLITS, load_splits
 from histopipe.system.csv_files import write_dicts
 from histopipe.system.files import read_json, write_atomically, write_json
+from histopipe.system.settings import to_toml
 from histopipe.tasks.predictions import ModelPredictions, with_common_patients
 from histopipe.tasks.registry import TASKS
 

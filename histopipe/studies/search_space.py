@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from histopipe.errors import UsageError
-from histopipe.runs.settings import declared_settings, read_toml
 from histopipe.runs.task_config import CONFIGS
+from histopipe.system.arguments import check_type
+from histopipe.system.settings import declared_settings, read_toml
 
 if TYPE_CHECKING:
     import optuna
@@ -146,6 +147,6 @@ def _checked(what: str, name: str, value: Any) -> Any:
     if _DECLARED[name].is_list:
         if not isinstance(value, str):
             raise UsageError(what, found=repr(value), expected="strings such as 'flips,crop'")
-    elif not _DECLARED[name].fits(value):
-        raise UsageError(what, found=repr(value), expected=_DECLARED[name].example)
+    else:
+        check_type(what, value, _DECLARED[name].type)
     return value

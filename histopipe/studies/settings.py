@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from histopipe.errors import UsageError
-from histopipe.runs.settings import check_settings, setting
+from histopipe.system.settings import check_settings, setting
 
 SearchMetric = Literal["auc", "accuracy", "loss"]
 Sampler = Literal["tpe", "random"]

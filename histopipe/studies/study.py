@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 from histopipe.errors import MachineShort, UsageError
 from histopipe.runs.folder import writable
-from histopipe.runs.settings import declared_settings
 from histopipe.runs.task_config import CONFIGS
 from histopipe.studies.search_space import SearchSpace
 from histopipe.studies.settings import StudySettings
 from histopipe.system.files import locked
 from histopipe.system.filesystems import network_filesystem
 from histopipe.system.hashing import combine
+from histopipe.system.settings import declared_settings
 
 if TYPE_CHECKING:
     import optuna

@@ -11,13 +11,13 @@ from histopipe.errors import DamagedStore
 from histopipe.evaluation.table import aligned, number
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.result import is_finished, read_result
-from histopipe.runs.settings import to_toml
 from histopipe.runs.task_config import changed_config
 from histopipe.splits.splits import SPLITS
 from histopipe.studies.search_space import settings_of
 from histopipe.studies.study import Study
 from histopipe.system.csv_files import write_dicts
 from histopipe.system.files import write_atomically
+from histopipe.system.settings import to_toml
 
 if TYPE_CHECKING:
     import optuna

@@ -52,51 +52,59 @@ def checked(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_arguments(values: MutableMapping[str, Any], hints: Mapping[str, Any]) -> None:
-    """Check that values have the types and choices of annotations, by name. Other values are not checked.
+    """Check that values have the types and choices of annotations, by name, and convert them by `plain_value`.
 
-    Iterators become lists, since a check reads them, and numbers of NumPy those of Python, which JSON can represent.
+    Values without an annotation are not checked.
 
     Raises:
         UsageError: the message has the name, the value, and what is allowed.
     """
-    for name in values:
-        value = values[name] = _plain(values[name]) if name in hints else values[name]
-        if name in hints and not _fits(value, hints[name]):
-            raise UsageError(name, found=repr(value)[:80], expected=_text(hints[name]))
+    for name in values.keys() & hints.keys():
+        value = values[name] = plain_value(values[name])
+        check_type(name, value, hints[name])
         if name == "workers" and value is not None and value < 1:
             raise UsageError(name, found=value, expected="a whole number, 1 or more")
 
 
-def _plain(value: Any) -> Any:
-    numpy = sys.modules.get(
-        "numpy"
-    )  # if it is not loaded, no value is of it; loading it takes time
+def check_type(name: str, value: object, hint: Any) -> None:
+    """Raise a UsageError with the name, the value and what is allowed unless a value has the type of an annotation."""
+    if not has_type(value, hint):
+        raise UsageError(name, found=repr(value)[:80], expected=type_text(hint))
+
+
+def plain_value(value: Any) -> Any:
+    """Return iterators as lists, since a check reads them, and numbers of NumPy as those of Python, for JSON."""
+    # If NumPy is not loaded, no value is of it. Loading it takes time.
+    numpy = sys.modules.get("numpy")
     if isinstance(value, Iterator):
         return list(value)
     return value.item() if numpy is not None and isinstance(value, numpy.generic) else value
 
 
-def _fits(value: Any, hint: Any) -> bool:
+def has_type(value: Any, hint: Any) -> bool:
+    """Return whether an annotation allows a value."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        return any(_fits(value, part) for part in parts)
+        return any(has_type(value, part) for part in parts)
     if origin is Literal:
         return isinstance(value, str) and value in parts
     if origin in (Sequence, tuple):
         listed = isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)
-        return listed and all(_fits(item, parts[0]) for item in value)
+        return listed and all(has_type(item, parts[0]) for item in value)
+    hint = getattr(hint, "__supertype__", hint)
     kind = _NUMBERS.get(hint, origin or hint)
     is_number = isinstance(value, bool) and hint in _NUMBERS
     return kind is Any or (isinstance(value, kind) and not is_number)
 
 
-def _text(hint: Any) -> str:
+def type_text(hint: Any) -> str:
     """Return the values that an annotation allows, as text."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Literal:
         return " or ".join(map(repr, parts))
     if origin in (Union, types.UnionType):
-        return " or ".join(map(_text, parts))
+        return " or ".join(map(type_text, parts))
     if origin in (Sequence, tuple):
-        return f"a list, each item {_text(parts[0])}"
+        return f"a list, each item {type_text(parts[0])}"
+    hint = getattr(hint, "__supertype__", hint)
     return _TEXTS.get(hint, getattr(hint, "__name__", str(hint)))

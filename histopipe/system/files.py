@@ -21,6 +21,8 @@ from typing import Any, Self
 
 from histopipe.errors import DamagedStore, HistopipeError, UsageError
 
+PathLike = str | Path
+
 _DAMAGE = (
     OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, StopIteration,
     csv.Error, zlib.error,

@@ -150,12 +150,7 @@ def write_file(url: str, content: bytes) -> RemoteFile:
 def parallel(function: Callable[[T], R], items: Iterable[T]) -> list[R]:
     """Return the results of a function for all items, in order. After an error, no further item is started."""
     with ThreadPoolExecutor(_TRANSFERS, "histopipe-transfer") as pool:
-        futures = [pool.submit(function, item) for item in items]
-        try:
-            return [future.result() for future in futures]
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+        return list(pool.map(function, items))
 
 
 def upload(path: Path, url: str) -> None:

@@ -18,9 +18,10 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import BrokenExecutor, Executor, Future
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import BrokenExecutor, Executor, Future, as_completed
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
@@ -289,6 +290,53 @@ def result_of(future: Future[R]) -> R:
         ) from error
 
 
+def run_tasks(
+    start: Callable[[T], Future[R]],
+    items: Iterable[T | None],
+    *,
+    limit: float = math.inf,
+    in_order: bool = True,
+) -> Generator[tuple[T, Future[R]] | None]:
+    """Start a task for each item, and yield items with their tasks. Cancel waiting tasks if the caller stops.
+
+    At most `limit` tasks are started and not yet yielded. In order, the task that is yielded may still be running;
+    otherwise, it has ended. None in place of an item waits for the tasks of all items before it, and is yielded, too.
+    """
+    started: dict[Future[R], T] = {}
+    try:
+        for item in items:
+            if item is not None:
+                started[start(item)] = item
+            while started and (item is None or len(started) >= limit):
+                yield _take_next(started, in_order=in_order)
+            if item is None:
+                yield None
+        while started:
+            yield _take_next(started, in_order=in_order)
+    finally:
+        for future in started:
+            future.cancel()
+
+
+def _take_next(started: dict[Future[R], T], *, in_order: bool) -> tuple[T, Future[R]]:
+    future = next(iter(started) if in_order else as_completed(started))
+    return started.pop(future), future
+
+
+def map_in_pool(
+    pool: WorkerPool,
+    function: Callable[[T], R],
+    items: Iterable[T],
+    *,
+    seconds: float,
+    limit: float = math.inf,
+    in_order: bool = True,
+) -> Iterator[tuple[T, Future[R]]]:
+    """Call a function for each item in a pool, with a time limit, and yield items with their futures, as `run_tasks`."""
+    start = partial(pool.submit_within, seconds, function)
+    return filter(None, run_tasks(start, items, limit=limit, in_order=in_order))
+
+
 def results_of(
     pool: WorkerPool, seconds: float, task: Callable[[list[T]], R], batches: Iterable[list[T]]
 ) -> Iterator[tuple[list[T], R | WorkerDied]]:
@@ -296,15 +344,12 @@ def results_of(
 
     Yield each batch with its result, or a batch of one item with its error. Raise MachineShort like `result_of`.
     """
-    waiting = deque((batch, pool.submit_within(seconds, task, batch)) for batch in batches)
-    while waiting:
-        batch, future = waiting.popleft()
+    for batch, future in map_in_pool(pool, task, batches, seconds=seconds):
         try:
             yield batch, result_of(future)
         except WorkerDied as error:
             if len(batch) == 1:
                 yield batch, error
-                continue
-            half = len(batch) // 2
-            for part in (batch[:half], batch[half:]):
-                waiting.append((part, pool.submit_within(seconds, task, part)))
+            else:
+                half = len(batch) // 2
+                yield from results_of(pool, seconds, task, (batch[:half], batch[half:]))

@@ -5,18 +5,22 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from histopipe.errors import SpecMismatch, UsageError
 from histopipe.geometry import Mpp
 from histopipe.slides.scale import MAGNIFICATION_MPP, PLAUSIBLE_MPP
-from histopipe.tissue_masks.algorithms import FINDERS, NEWEST, Tissue
+from histopipe.system.arguments import check_type
+from histopipe.system.settings import check_settings, setting
+from histopipe.tissue_masks import FINDER_NAMES, NEWEST, Finder, Tissue
 
 Codec = Literal["auto", "jpeg", "png"]
 Subsampling = Literal["444", "422", "420"]
 Resample = Literal["fast", "exact"]
 GridKind = Literal["regular", "imported"]
 Edge = Literal["drop", "shift", "pad"]
+
+PATCHES, TISSUE, ENCODING = "Patches", "Tissue", "Encoding"
 
 ALGORITHMS: Mapping[str, str] = {
     "grid": "grid-1",
@@ -44,23 +48,54 @@ class TilingSpec:
         UsageError: a value is out of range, or not exactly one of `mpp` and `level` is given.
     """
 
-    patch_size: int = 256
-    overlap: int = 0
-    mpp: Mpp | None = None
-    level: int | None = None
+    patch_size: int = setting(
+        256, "Side of a patch in pixels.", group=PATCHES, at_least=MIN_PATCH_SIZE, at_most=MAX_PATCH_SIZE,
+        default_text="256; of images, their smaller side if that is less",
+    )  # fmt: skip
+    overlap: int = setting(
+        0, "Overlap of neighbouring patches in pixels.", group=PATCHES, at_least=0
+    )
+    mpp: Mpp | None = setting(
+        None, "Scale of the patches in micrometres per pixel.",
+        group=PATCHES, at_least=PLAUSIBLE_MPP[0], at_most=PLAUSIBLE_MPP[1],
+        default_text="0.5; of images, their own scale",
+    )  # fmt: skip
+    level: int | None = setting(
+        None,
+        "Scale as a pyramid level, without resampling.",
+        group=PATCHES,
+        at_least=0,
+        at_most=1000,
+    )
     tissue: Tissue = NEWEST
-    tissue_fallback: str | None = None
+    tissue_fallback: Finder | None = None
     tissue_model: str | None = None
     exclude: tuple[str, ...] = ()
-    tissue_threshold: float = 0.5
-    codec: Codec = "auto"
-    quality: int = 90
-    subsampling: Subsampling = "444"
-    resample: Resample = "fast"
+    tissue_threshold: float = setting(
+        0.5, "Minimum share of tissue in a patch.", group=TISSUE, at_least=0, at_most=1
+    )
+    codec: Codec = setting(
+        "auto",
+        "Encoding of patches. auto copies the slide's own JPEG tiles if they match the patches, else encodes JPEG.",
+        group=ENCODING,
+    )
+    quality: int = setting(90, "Quality of encoded JPEG.", group=ENCODING, at_least=1, at_most=100)
+    subsampling: Subsampling = setting("444", "Chroma subsampling of encoded JPEG.", group=ENCODING)
+    resample: Resample = setting(
+        "fast",
+        "fast decodes JPEG tiles at 1/2, 1/4 or 1/8 scale if possible; exact decodes all pixels and averages.",
+        group=ENCODING,
+    )
     grid: GridKind = "regular"
-    roi: str | None = None
+    roi: str | None = setting(
+        None, "Keep only patches in outlines of this class of --annotations.", group=PATCHES
+    )
     roi_threshold: float = 0.5
-    edge: Edge = "drop"
+    edge: Edge = setting(
+        "drop", "Rest of a slide at its right and lower edge that is smaller than a patch: leave it out, move the last "
+        "column and row to the edge, or let them extend beyond it.",
+        group=PATCHES, default_text="drop; of images, shift",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         if (self.mpp is None) == (self.level is None):
@@ -69,29 +104,20 @@ class TilingSpec:
                 found=f"mpp {self.mpp} and level {self.level}",
                 expected="one of --mpp, --mag and --level",
             )
-        low, high = PLAUSIBLE_MPP
-        _within("--patch-size", self.patch_size, MIN_PATCH_SIZE, MAX_PATCH_SIZE)
-        _within("--overlap", self.overlap, 0, self.patch_size - 1)
-        _within("--tissue-threshold", self.tissue_threshold, 0, 1)
-        _within("--quality", self.quality, 1, 100)
-        if self.mpp is not None:
-            _within("--mpp", self.mpp, low, high)
-        if self.level is not None:
-            _within("--level", self.level, 0, 1000)
-        _one_of("--tissue", self.tissue, get_args(Tissue))
-        if self.tissue_fallback is not None:
-            _one_of("--tissue-fallback", self.tissue_fallback, tuple(FINDERS))
-        _one_of("--codec", self.codec, get_args(Codec))
-        _one_of("--subsampling", self.subsampling, get_args(Subsampling))
-        _one_of("--resample", self.resample, get_args(Resample))
-        _one_of("--edge", self.edge, get_args(Edge))
+        check_settings(self)
+        check_type("tissue", self.tissue, Tissue)
+        check_type("tissue_fallback", self.tissue_fallback, Finder | None)
+        if self.overlap >= self.patch_size:
+            raise UsageError(
+                "--overlap", found=self.overlap, expected=f"from 0 to {self.patch_size - 1}"
+            )
 
     def to_json(self) -> dict[str, Any]:
         """Return the spec with the versions of its algorithms, as stored in `meta`."""
         settings = dataclasses.asdict(self)
         # Newer settings are left out if they are not used, so that the specs of old stores stay equal.
         changed = {"grid": "imported-1"} if settings.pop("grid") == "imported" else {}
-        if self.tissue in FINDERS:
+        if self.tissue in FINDER_NAMES:
             settings["tissue"], changed["tissue"] = "otsu", self.tissue
         elif self.tissue != "none":
             changed["tissue"] = f"{self.tissue}-1"
@@ -161,7 +187,7 @@ def resolved_tissue(asked: str, recorded: Mapping[str, Any] | None) -> str:
     if asked != "otsu":
         return asked
     algorithm = NEWEST if recorded is None else str(recorded_tissue(recorded))
-    return algorithm if algorithm in FINDERS else NEWEST
+    return algorithm if algorithm in FINDER_NAMES else NEWEST
 
 
 def _listed(value: Any) -> Any:
@@ -193,13 +219,3 @@ def differences(
         for key in keys
         if first.get(key) != second.get(key)
     ]
-
-
-def _within(name: str, value: float, low: float, high: float) -> None:
-    if not low <= value <= high:
-        raise UsageError(name, found=value, expected=f"from {low:g} to {high:g}")
-
-
-def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise UsageError(name, found=repr(value), expected=" or ".join(allowed))

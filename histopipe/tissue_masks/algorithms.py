@@ -30,7 +30,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Literal
 
 import cv2
 import numpy as np
@@ -38,6 +37,7 @@ from numpy.typing import NDArray
 
 from histopipe.geometry import Mpp, SquareMicrometres
 from histopipe.slides.thumbnail import Thumbnail
+from histopipe.tissue_masks import NEWEST
 from histopipe.tissue_masks.glass import (
     BRIGHT,
     WHITE,
@@ -319,10 +319,6 @@ FINDERS: Mapping[str, Callable[[NDArray[np.uint8], Mpp], TissueMask]] = {
     "otsu-3": partial(find_by_density, requires_glass=False),
 }
 """Algorithms by name."""
-Tissue = Literal["otsu-1", "otsu-2", "otsu-3", "none", "masks", "model"]
-"""How tissue is found: an algorithm, not at all, files of masks, or a network."""
-NEWEST: Literal["otsu-3"] = "otsu-3"
-"""Algorithm of new stores."""
 
 
 def find_on_thumbnail(thumbnail: Thumbnail, algorithm: str = NEWEST) -> TissueMask:

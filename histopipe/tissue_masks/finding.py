@@ -21,7 +21,8 @@ from histopipe.slides.thumbnail import (
 )
 from histopipe.slides.tiles.check import NativeLevels
 from histopipe.slides.tiles.native import NotNative
-from histopipe.tissue_masks.algorithms import NEWEST, Tissue, find_on_thumbnail
+from histopipe.tissue_masks import NEWEST, Tissue
+from histopipe.tissue_masks.algorithms import find_on_thumbnail
 from histopipe.tissue_masks.grid import Grid
 from histopipe.tissue_masks.mask import TissueMask
 from histopipe.tissue_masks.mask_files import identify_mask_file, read_mask

@@ -161,14 +161,16 @@ class MaskTask:
     force: bool
 
 
-def write_one_mask(
-    tasks: list[MaskTask],
-) -> tuple[SlideTissue, NDArray[np.uint8]] | SlideError:
-    """Write the mask of a slide, and return its numbers and a small picture, or why it failed."""
+def write_one_mask(task: MaskTask) -> tuple[SlideTissue, NDArray[np.uint8]]:
+    """Write the mask of a slide, and return its numbers and a small picture; a task for a worker process.
+
+    Raises:
+        SlideError: it failed.
+    """
     try:
-        return _write_mask_of(tasks[0])
-    except Exception as error:  # noqa: BLE001 - `slide_failure` raises what concerns all slides
-        return SlideError(slide_failure(error))
+        return _write_mask_of(task)
+    except Exception as error:  # `slide_failure` raises what concerns all slides
+        raise SlideError(slide_failure(error)) from error
 
 
 def _write_mask_of(task: MaskTask) -> tuple[SlideTissue, NDArray[np.uint8]]:

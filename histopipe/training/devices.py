@@ -11,7 +11,7 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from histopipe.errors import UsageError
-from histopipe.runs.settings import parse_devices
+from histopipe.runs.config import parse_devices
 from histopipe.runs.workers import Cluster, in_cluster, slurm_tasks_per_node, tf_config
 from histopipe.system.tensorflow import check_keras
 

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from histopipe.errors import UsageError
-from histopipe.runs.settings import parse_trainable
+from histopipe.runs.task_config import parse_trainable
 
 _BLOCK = re.compile(r"(?P<block>(conv\d+_)?block_?\d+[a-z]?)_")
 """Names of layers with their block: here, and in ResNet, DenseNet, EfficientNet, VGG and others."""

@@ -13,20 +13,20 @@ from pathlib import Path
 from typing import Any
 
 from histopipe.errors import NothingToDo, UsageError
-from histopipe.system.files import Closing
+from histopipe.system.files import Closing, PathLike
 from histopipe.system.progress import Progress, default_progress
 from histopipe.system.result import counted
+from histopipe.system.settings import make_settings
 from histopipe.system.worker_pool import count_usable_cores
 from histopipe.viewer.collection import open_collection
+from histopipe.viewer.options import ViewOptions
 
-PORT = 8765
 _STORE = "patches.lmdb"
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _ANY = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - not a default
 """All addresses of this machine, and the one to open."""
 _OPEN_FILES = 8192
 """Number of open files and connections that is asked for."""
-_SHORTEST_TOKEN = 16
 _END_SECONDS = 15.0
 
 
@@ -49,12 +49,7 @@ class Viewer(Closing):
         paths: Sequence[Path],
         *,
         stores: Sequence[Path],
-        features: Path | None,
-        annotations: Path | None,
-        host: str,
-        port: int,
-        token: str,
-        workers: int,
+        options: ViewOptions,
         untrusted: bool,
         progress: Progress,
     ) -> None:
@@ -66,12 +61,13 @@ class Viewer(Closing):
             raise UsageError(
                 f"the viewer needs {error.name}", todo="pip install 'histopipe[view]'"
             ) from error
-        self.host, self.token = host, token
-        self._listener = _listener(host, port)
+        self.host = host = options.host
+        self.token = token = options.token or secrets.token_urlsafe(24)
+        self._listener = _listener(host, options.port)
         try:
             self.port = int(self._listener.getsockname()[1])
             self._collection = open_collection(
-                paths, stores=stores, features=features, untrusted=untrusted
+                paths, stores=stores, features=_path(options.features), untrusted=untrusted
             )
         except BaseException:
             self._listener.close()
@@ -83,7 +79,8 @@ class Viewer(Closing):
         named = f"[{address}]" if ":" in address else address
         self.url = f"http://{named}:{self.port}/{token}/"
         self._views = ViewServer(
-            self._collection, workers=workers, annotations=annotations, local=host in _LOOPBACK, token=token,
+            self._collection, workers=options.workers or min(4, count_usable_cores()),
+            annotations=_path(options.annotations), local=host in _LOOPBACK, token=token,
             message=progress.message,
         )  # fmt: skip
         config = uvicorn.Config(
@@ -128,15 +125,10 @@ class Viewer(Closing):
 def view(
     *paths: str | Path,
     stores: Sequence[str | Path] = (),
-    features: str | Path | None = None,
-    annotations: str | Path | None = None,
-    host: str = "127.0.0.1",
-    port: int = PORT,
-    token: str | None = None,
-    workers: int | None = None,
     browser: bool = True,
     untrusted: bool = False,
     progress: Progress | None = None,
+    **settings: Any,
 ) -> Viewer:
     """Start a viewer of slides with their patches, labels, quality and predictions, and open its page in a browser.
 
@@ -144,16 +136,11 @@ def view(
         paths: stores, finished runs, cross-validations, folders of predictions, slide files, and folders of them;
             patches.lmdb if none is given.
         stores: further stores; by default the stores that the runs name.
-        features: folder of features, for similar patches.
-        annotations: folder of annotations, one file per slide, which are shown and can be drawn. It may not exist yet.
-        host: address to listen on. The viewer has no passwords: with another address than 127.0.0.1, everybody who
-            learns the token can see the slides.
-        port: port to listen on; 0 chooses a free one.
-        token: secret part of the address, at least 16 letters, digits, - and _; random if None.
-        workers: number of processes that read slides; None means one per core, at most 4.
         browser: open the page in a browser, if there is a screen.
         untrusted: follow no paths that are named in stores and runs.
         progress: where messages are shown; `default_progress()` if None.
+        settings: options by name, as in docs/reference/settings.md and as the flags of `histopipe view`. The viewer has
+            no passwords: with another `host` than 127.0.0.1, everybody who learns the token can see the slides.
 
     Returns:
         The running viewer. Its server is a thread of this process.
@@ -165,22 +152,12 @@ def view(
         DamagedStore: a store or predictions cannot be read.
     """
     progress = progress or default_progress()
-    if token is not None and (
-        len(token) < _SHORTEST_TOKEN or not token.replace("-", "").replace("_", "").isalnum()
-        or not token.isascii()
-    ):  # fmt: skip
-        raise UsageError(
-            "--token", found=f"{len(token)} characters",
-            expected=f"at least {_SHORTEST_TOKEN} letters, digits, - and _",
-        )  # fmt: skip
-    if not host:
-        raise UsageError("--host", found="nothing", expected="an address, such as 127.0.0.1")
-    if annotations is not None:
-        _check_folder(Path(annotations))
-    cores = count_usable_cores()
-    if host not in _LOOPBACK:
+    options = make_settings(ViewOptions, settings)
+    if options.annotations is not None:
+        _check_folder(Path(options.annotations))
+    if options.host not in _LOOPBACK:
         progress.message(
-            f"warning: {host} can be reached from other machines; everybody who learns the address sees the slides"
+            f"warning: {options.host} can be reached from other machines; everybody who learns the address sees the slides"
         )
     _raise_limit_of_files()
     if not paths and not stores and not Path(_STORE).exists():
@@ -190,18 +167,17 @@ def view(
     viewer = Viewer(
         [Path(path) for path in paths or (() if stores else (_STORE,))],
         stores=[Path(path) for path in stores],
-        features=None if features is None else Path(features),
-        annotations=None if annotations is None else Path(annotations),
-        host=host,
-        port=port,
-        token=token or secrets.token_urlsafe(24),
-        workers=workers or min(4, cores),
+        options=options,
         untrusted=untrusted,
         progress=progress,
     )
     if browser and (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
         webbrowser.open(viewer.url)
     return viewer
+
+
+def _path(text: PathLike | None) -> Path | None:
+    return None if text is None else Path(text)
 
 
 def _check_folder(folder: Path) -> None:
@@ -217,8 +193,6 @@ def _listener(host: str, port: int) -> socket.socket:
     Raises:
         UsageError: the port is in use or not allowed, or the address does not belong to this machine.
     """
-    if not 0 <= port <= 65535:
-        raise UsageError("--port", found=port, expected="0 to 65535")
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -18,14 +18,14 @@ from typing import Any
 from histopipe._version import __version__
 from histopipe.errors import UsageError
 from histopipe.ingestion.cluster.dask_cluster import DaskCluster, connected
-from histopipe.ingestion.cluster.slide_worker import (
-    ClusterSettings,
-    IngestedSlide,
-    PartFolders,
+from histopipe.ingestion.cluster.slide_worker import ClusterSettings, PartFolders
+from histopipe.ingestion.ingest_slides import (
+    annotate_skipped,
+    check_ingest,
+    sort_slides,
+    write_labels,
 )
-from histopipe.ingestion.ingest_slides import annotate_skipped, check_ingest, write_labels
-from histopipe.ingestion.options import IngestOptions, SlideInput
-from histopipe.ingestion.records import PendingSlide, duplicates, sort_slides
+from histopipe.ingestion.options import IngestOptions
 from histopipe.ingestion.report import (
     LOG,
     SUMMARY,
@@ -33,13 +33,12 @@ from histopipe.ingestion.report import (
     IngestReport,
     SlideOutcome,
     Status,
-    failed_outcome,
-    outcome_of,
 )
+from histopipe.ingestion.slide_job import SlideJob
 from histopipe.slides.tables import SlideLabel
 from histopipe.store.catalog import Catalog, read_catalog
 from histopipe.store.folder import check_spec
-from histopipe.store.record import SlideRecord, SlideState
+from histopipe.store.record import SlideRecord, SlideState, describe_copies
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
 from histopipe.system.files import locked
@@ -57,7 +56,7 @@ _ROUNDS = 3
 
 
 def ingest_on_cluster(
-    slides: Sequence[SlideInput],
+    jobs: Sequence[SlideJob],
     out: Path,
     spec: TilingSpec,
     options: IngestOptions,
@@ -76,22 +75,22 @@ def ingest_on_cluster(
     """
     started = time.monotonic()
     out = Path(os.path.realpath(out))
-    slides = [_absolute(slide) for slide in slides]
-    check_ingest(slides, out, spec, replace(options, allow_network=True))
+    jobs = [_absolute(job) for job in jobs]
+    check_ingest(jobs, out, spec, replace(options, allow_network=True))
     with parts_locked(out), connected(cluster) as workers:
         catalog = read_catalog(out) or Catalog(out)
         catalog.write()
-        with LogProgress(out / LOG) as log, IngestProgress(len(slides), progress, log) as events:
+        with LogProgress(out / LOG) as log, IngestProgress(len(jobs), progress, log) as events:
             log.message(f"histopipe {__version__}, {spec}, {options}, {cluster}")
             folders = PartFolders(out, scratch.absolute(), catalog.uuid)
             # The scales of all slides are checked above. A worker could check one slide only.
             for_workers = replace(options, allow_mixed_mpp=True)
             settings = ClusterSettings(folders, spec, for_workers, part_bytes)
             run = _ClusterIngest(workers, catalog, settings, events)
-            outcomes = run.ingest(slides)
-            warnings = duplicates(record for _, record in run.parts.values())
+            outcomes = run.ingest(jobs)
+            warnings = describe_copies(record for _, record in run.parts.values())
             report = IngestReport(str(out), time.monotonic() - started, outcomes, warnings)
-            report = run.annotate_skipped(report, slides)
+            report = run.annotate_skipped(report, jobs)
             for text in [*warnings, *report.summary_lines()]:
                 log.message(text)
     report.write_csv(out / SUMMARY, progress)
@@ -120,16 +119,13 @@ def parts_locked(out: Path) -> Iterator[None]:
         yield
 
 
-def _absolute(slide: SlideInput) -> SlideInput:
-    """Return the slide with absolute paths, which do not depend on the working folder of a worker."""
-    file = slide.file
+def _absolute(job: SlideJob) -> SlideJob:
+    """Return the job with absolute paths, which do not depend on the working folder of a worker."""
+    file = job.file
     if not file.remote:
         files = tuple(path.absolute() for path in file.files)
         file = replace(file, path=file.path.absolute(), files=files)
-    return replace(
-        slide, file=file,
-        annotations=slide.annotations and slide.annotations.absolute(),
-    )  # fmt: skip
+    return replace(job, file=file, annotations=job.annotations and job.annotations.absolute())
 
 
 @dataclass(slots=True)
@@ -141,22 +137,21 @@ class _ClusterIngest:
     settings: ClusterSettings
     progress: IngestProgress
     parts: dict[str, tuple[str, SlideRecord]] = field(default_factory=dict)
-    _ingested: dict[str, IngestedSlide] = field(default_factory=dict)
+    _ingested: dict[str, tuple[SlideOutcome, str]] = field(default_factory=dict)
     _outcomes: dict[str, SlideOutcome] = field(default_factory=dict)
     _shown: set[str] = field(default_factory=set)
     _suspected: set[str] = field(default_factory=set)
 
-    def ingest(self, slides: Sequence[SlideInput]) -> list[SlideOutcome]:
+    def ingest(self, jobs: Sequence[SlideJob]) -> list[SlideOutcome]:
         """Return the outcome of each slide, sorted by id."""
         self._publish_parts()
         records = dict(enumerate(record for _, record in self.parts.values()))
-        sorted_slides = sort_slides(slides, records, self.settings.options)
+        sorted_slides = sort_slides(jobs, records, self.settings.options)
         for outcome in sorted_slides.outcomes:
             self._finish(outcome)
         self._relabel(sorted_slides.relabelled.values())
-        pending = {entry.slide.id: entry for entry in sorted_slides.pending}
         for _ in range(_ROUNDS):
-            missing = [entry for name, entry in pending.items() if name not in self._outcomes]
+            missing = [job for job in sorted_slides.pending if job.id not in self._outcomes]
             if not missing:
                 break
             try:
@@ -168,42 +163,41 @@ class _ClusterIngest:
                 self._publish_parts()
                 raise
             self._publish_parts()
-            for entry in missing:
-                self._settle(entry)
-        for name, entry in pending.items():
-            if name not in self._outcomes:
+            for job in missing:
+                self._settle(job)
+        for job in sorted_slides.pending:
+            if job.id not in self._outcomes:
                 lost = "the workers that ingested it were lost with their disks; run the same command again"
-                self._finish(failed_outcome(entry.record, f"{entry.slide.file.location}: {lost}"))
+                job.fail(f"{job.file.location}: {lost}")
+                self._finish(SlideOutcome.of(job.record))
         return sorted(self._outcomes.values(), key=lambda outcome: outcome.id)
 
-    def annotate_skipped(self, report: IngestReport, slides: Sequence[SlideInput]) -> IngestReport:
+    def annotate_skipped(self, report: IngestReport, jobs: Sequence[SlideJob]) -> IngestReport:
         """Label the patches of slides that an earlier run ingested, where their annotations have changed."""
         skipped = {slide.id for slide in report.of(Status.SKIPPED)}
-        by_part: dict[str, list[SlideInput]] = defaultdict(list)
-        for slide in slides:
-            if slide.annotations is not None and slide.id in skipped and slide.id in self.parts:
-                by_part[self.parts[slide.id][0]].append(slide)
+        by_part: dict[str, list[SlideJob]] = defaultdict(list)
+        for job in jobs:
+            if job.annotations is not None and job.id in skipped and job.id in self.parts:
+                by_part[self.parts[job.id][0]].append(job)
         if by_part and self._may_change("annotations"):
             for part, of_part in by_part.items():
                 folder = self.catalog.folder / part
                 report = annotate_skipped(report, of_part, folder, self.settings.options)
         return report
 
-    def _settle(self, pending: PendingSlide) -> None:
+    def _settle(self, job: SlideJob) -> None:
         """Accept the outcome of a slide if the catalog names its part, or if it has no part because it failed early."""
-        ingested = self._ingested.pop(pending.slide.id, None)
-        published = self.parts.get(pending.slide.id)
-        if ingested is not None and (
-            not ingested.part or (published and published[0] == ingested.part)
-        ):
-            self._outcomes[pending.slide.id] = ingested.outcome
-        elif published and not pending.again and published[1].state is SlideState.COMPLETE:
-            self._outcomes[pending.slide.id] = outcome_of(published[1], Status.COMPLETE)
+        outcome, part = self._ingested.pop(job.id, (None, ""))
+        published_part, record = self.parts.get(job.id, ("", None))
+        if outcome is not None and part in ("", published_part):
+            self._outcomes[job.id] = outcome
+        elif record is not None and not job.again and record.state is SlideState.COMPLETE:
+            self._outcomes[job.id] = SlideOutcome.of(record)
 
-    def _ingest_all(self, slides: Sequence[PendingSlide]) -> None:
+    def _ingest_all(self, jobs: Sequence[SlideJob]) -> None:
         """Submit slides until each has a result from a worker."""
-        waiting = deque(slides)
-        running: dict[Any, PendingSlide] = {}
+        waiting = deque(jobs)
+        running: dict[Any, SlideJob] = {}
         last_seen = time.monotonic()
         try:
             while waiting or running:
@@ -214,12 +208,11 @@ class _ClusterIngest:
                     self.progress.message("the cluster has no workers: waiting for one")
                     last_seen = float("inf")
                 while waiting and len(running) < _SLIDES_PER_WORKER * len(workers):
-                    pending = waiting.popleft()
+                    job = waiting.popleft()
                     # Label, patient and site may come from an earlier run: send them to the worker.
-                    record = pending.record
-                    label = SlideLabel(record.label, record.patient, record.site)
-                    slide = replace(pending.slide, label=label)
-                    running[self.cluster.submit(self.settings, slide)] = pending
+                    record = job.record
+                    job.label = SlideLabel(record.label, record.patient, record.site)
+                    running[self.cluster.submit(self.settings, job)] = job
                 for future in self.cluster.wait(running):
                     if not self._receive(running[future], future):
                         waiting.append(running[future])
@@ -229,9 +222,9 @@ class _ClusterIngest:
             for future in running:
                 future.cancel()
 
-    def _receive(self, pending: PendingSlide, future: Any) -> bool:
+    def _receive(self, job: SlideJob, future: Any) -> bool:
         """Receive the result of a slide; return False if it was lost."""
-        name = pending.slide.id
+        name = job.id
         try:
             ingested = self.cluster.result(future)
         except WorkerDied as error:
@@ -239,15 +232,15 @@ class _ClusterIngest:
             if name not in self._suspected:
                 self._suspected.add(name)
                 return False
-            reason = f"{pending.slide.file.location}: every worker that ingested it died: {error}"
-            ingested = IngestedSlide(failed_outcome(pending.record, reason), "")
+            job.fail(f"{job.file.location}: every worker that ingested it died: {error}")
+            ingested = SlideOutcome.of(job.record), ""
         if ingested is None:
             return False
         self._ingested[name] = ingested
         self._show_events()
         if name not in self._shown:
             self._shown.add(name)
-            self.progress.finished(ingested.outcome)
+            self.progress.finished(ingested[0])
         return True
 
     def _show_events(self) -> None:
@@ -272,10 +265,10 @@ class _ClusterIngest:
 
     def _chosen(self, slide: str, parts: list[tuple[str, SlideRecord]]) -> tuple[str, SlideRecord]:
         """Return the part to use: that of this run, else that of the catalog, else one where the slide is complete."""
-        ingested = self._ingested.get(slide)
+        _, ingested_part = self._ingested.get(slide, (None, None))
         complete = [entry for entry in parts if entry[1].state is SlideState.COMPLETE]
-        usable = dict(parts if ingested else complete or parts)
-        for part in (ingested.part if ingested else None, self.catalog.slides.get(slide)):
+        usable = dict(complete or parts if ingested_part is None else parts)
+        for part in (ingested_part, self.catalog.slides.get(slide)):
             if part in usable:
                 return part, usable[part]
         return (complete or parts)[0]

@@ -17,13 +17,9 @@ from functools import partial
 from typing import Any
 
 from histopipe.errors import HistopipeError, MachineShort, UsageError, WorkerLost
-from histopipe.ingestion.cluster.slide_worker import (
-    ClusterSettings,
-    IngestedSlide,
-    ingest_slide,
-    publish,
-)
-from histopipe.ingestion.options import SlideInput
+from histopipe.ingestion.cluster.slide_worker import ClusterSettings, ingest_slide, publish
+from histopipe.ingestion.report import SlideOutcome
+from histopipe.ingestion.slide_job import SlideJob
 from histopipe.system.worker_pool import WorkerDied
 
 _KINDS = re.compile(
@@ -83,13 +79,13 @@ def connected(cluster: str) -> Iterator[DaskCluster]:
         yield DaskCluster(client, cluster, jobs, target if kind["local"] else None)
 
 
-def run_slide(settings: ClusterSettings, slide: SlideInput, topic: str) -> IngestedSlide:
-    """Ingest a slide on a Dask worker, with as many processes as the worker has threads."""
+def run_slide(settings: ClusterSettings, job: SlideJob, topic: str) -> tuple[SlideOutcome, str]:
+    """Ingest a slide on a Dask worker, with as many processes as the worker has threads; see `ingest_slide`."""
     from distributed import get_worker
 
     worker = get_worker()
     send = partial(worker.log_event, topic)
-    return ingest_slide(settings, slide, worker.state.nthreads, send)
+    return ingest_slide(settings, job, worker.state.nthreads, send)
 
 
 class DaskCluster:
@@ -132,9 +128,9 @@ class DaskCluster:
             )
         return []
 
-    def submit(self, settings: ClusterSettings, slide: SlideInput) -> Any:
-        """Submit a slide for ingest by a worker; return a future of `IngestedSlide`."""
-        return self._client.submit(run_slide, settings, slide, self._topic, pure=False)
+    def submit(self, settings: ClusterSettings, job: SlideJob) -> Any:
+        """Submit a slide for ingest by a worker; return a future of what `run_slide` returns."""
+        return self._client.submit(run_slide, settings, job, self._topic, pure=False)
 
     def wait(self, futures: Iterable[Any]) -> list[Any]:
         """Wait at most half a second, and return the futures that have ended."""

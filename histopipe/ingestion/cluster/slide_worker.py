@@ -22,9 +22,10 @@ from typing import Any
 from histopipe._version import __version__
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.ingestion.ingest_slides import ingest_slides
-from histopipe.ingestion.options import IngestOptions, SlideInput
+from histopipe.ingestion.options import IngestOptions
+from histopipe.ingestion.planning import prepare
 from histopipe.ingestion.report import SlideOutcome
-from histopipe.ingestion.storing import prepare
+from histopipe.ingestion.slide_job import SlideJob
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
 from histopipe.system.files import atomic_write, locked
@@ -102,18 +103,18 @@ class PartStore:
         atexit.register(self.close)
 
     def ingest(
-        self, slide: SlideInput, spec: TilingSpec, options: IngestOptions, progress: Progress
-    ) -> IngestedSlide:
+        self, job: SlideJob, spec: TilingSpec, options: IngestOptions, progress: Progress
+    ) -> SlideOutcome:
         """Ingest a slide. The writer stays open unless an error occurs: opening a store of many slides takes time."""
         self._writer = self._writer or StoreWriter(self.store, spec, alone=True)
         try:
             report = ingest_slides(
-                [slide], self.store, spec, options, progress=progress, pool=self.pool, writer=self._writer
+                [job], self.store, spec, options, progress=progress, pool=self.pool, writer=self._writer
             )  # fmt: skip
         except BaseException:
             self._close_writer()
             raise
-        return IngestedSlide(report.slides[0], self.store.name)
+        return report.slides[0]
 
     def publish(self) -> None:
         """Move the part into the folder of parts and end the processes, unless another thread has done so."""
@@ -191,27 +192,22 @@ class ClusterSettings:
     version: str = __version__
 
 
-@dataclass(frozen=True, slots=True)
-class IngestedSlide:
-    """Outcome of a slide, and the name of its part."""
-
-    outcome: SlideOutcome
-    part: str
-
-
 def ingest_slide(
-    settings: ClusterSettings, slide: SlideInput, workers: int, send: SendEvent
-) -> IngestedSlide:
+    settings: ClusterSettings, job: SlideJob, workers: int, send: SendEvent
+) -> tuple[SlideOutcome, str]:
     """Ingest a slide into this process's part with a number of worker processes, and send its progress.
+
+    Returns:
+        The outcome of the slide, and the name of its part.
 
     Raises:
         UsageError: this machine has another version of histopipe, or cannot find the folder of parts or the slide.
         MachineShort: disk or memory of this machine ran out.
     """
     _check(settings)
-    if not slide.file.remote and not slide.file.path.parent.is_dir():
+    if not job.file.remote and not job.file.path.parent.is_dir():
         raise UsageError(
-            f"the worker on {socket.gethostname()} cannot find {slide.file.path.parent}",
+            f"the worker on {socket.gethostname()} cannot find {job.file.path.parent}",
             todo="make the slides available under the same path on all machines",
         )
     options = replace(settings.options, workers=workers)
@@ -223,10 +219,10 @@ def ingest_slide(
         with part.busy:
             if _parts.get(settings.folders) is not part:
                 continue  # the part was published while this thread waited
-            ingested = part.ingest(slide, settings.spec, options, _EventProgress(send))
+            outcome = part.ingest(job, settings.spec, options, _EventProgress(send))
             if (part.store / "data.mdb").stat().st_size >= settings.part_bytes:
                 part.publish()
-            return ingested
+            return outcome, part.store.name
 
 
 def publish(settings: ClusterSettings) -> None:

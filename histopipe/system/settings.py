@@ -1,32 +1,49 @@
 """Settings, each declared once as a dataclass field. Flags, checks, TOML files, search spaces and tables use it.
 
+A dataclass declares them for the command line, for Python functions, which take them as `**settings: Any`, and for
+files. A `TypedDict` for `Unpack` would be a second declaration, since type checkers cannot derive it from a dataclass.
+
     @dataclass(frozen=True, slots=True, kw_only=True)
     class Example:
         epochs: int = setting(20, "Number of epochs.", group="Training", at_least=1)
 
 The type of the field decides how a flag is parsed: `bool`, `int`, `float`, `str`, `Literal[...]` for a choice, and
-tuples of these for lists. This module imports nothing slow, for `histopipe train --help`.
+tuples of these for lists. This module imports nothing slow, and modules that declare settings do not either, because
+`--help` imports them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 import tomllib
 import types
-from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from math import inf
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Any,
+    Literal,
+    NamedTuple,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from histopipe.errors import UsageError
+from histopipe.system.arguments import check_type, plain_value
 from histopipe.system.files import read_text
 
-Format = Literal["", "path", "share", "duration"]
-"""Format of a flag, if not that of its type: "share" also accepts 10%; "duration" is in seconds and also accepts 2h."""
+Format = Literal["", "path", "share", "duration", "repeated"]
+"""Format of a flag, if not that of its type: "share" also accepts 10%; "duration" is in seconds and also accepts 2h.
+
+The flag of a list has the items with commas, or if it is "path" or "repeated" one item, and may be repeated.
+"""
 _SETTING = "setting"
+SettingsT = TypeVar("SettingsT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +53,9 @@ class Setting:
     Attributes:
         help: description, one line.
         group: heading under which it is listed.
-        default_text: text to list for the default; None to list its value.
+        at_least, at_most, above, below: bounds of a number.
+        default_text: text to list for the default, which then depends on the data; None to list its value.
+        metavar: placeholder of the value in `--help`; None for that of its type.
         resume: the setting may change when a run is resumed.
         search: `histopipe tune` may try different values.
         per_worker: the value may differ between the workers of a training.
@@ -50,6 +69,7 @@ class Setting:
     below: float | None = None
     default_text: str | None = None
     format: Format = ""
+    metavar: str | None = None
     resume: bool = False
     search: bool = True
     per_worker: bool = False
@@ -75,22 +95,32 @@ class DeclaredSetting(NamedTuple):
         return flag(self.name)
 
     @property
+    def value_type(self) -> Any:
+        """The type of its value, without None; the first of several."""
+        kind = self.type
+        if get_origin(kind) in (Union, types.UnionType):
+            kind = next(part for part in get_args(kind) if part is not type(None))
+        return getattr(kind, "__supertype__", kind)
+
+    @property
     def is_list(self) -> bool:
-        """Whether its value is a tuple."""
-        return get_origin(self.type) is tuple
+        """Whether its value is a list or a tuple."""
+        return get_origin(self.value_type) in (Sequence, tuple)
 
     @property
     def is_path_list(self) -> bool:
-        """Whether its value is a tuple of paths: its flag may be repeated, and one text stands for one path."""
+        """Whether its value is a list of paths: one text stands for one path."""
         return self.is_list and self.about.format == "path"
 
     @property
+    def is_repeated(self) -> bool:
+        """Whether its flag may be repeated, once for each item of a list."""
+        return self.is_list and self.about.format in ("path", "repeated")
+
+    @property
     def item_type(self) -> Any:
-        """The type of its value, or of the items of a list. None is not part of it."""
-        kind = get_args(self.type)[0] if self.is_list else self.type
-        if get_origin(kind) in (Union, types.UnionType):
-            kind = next(part for part in get_args(kind) if part is not type(None))
-        return kind
+        """The type of its value, or of the items of a list."""
+        return get_args(self.value_type)[0] if self.is_list else self.value_type
 
     @property
     def word(self) -> str | None:
@@ -103,45 +133,12 @@ class DeclaredSetting(NamedTuple):
         """Allowed texts; empty if any text is allowed."""
         return get_args(self.item_type) if get_origin(self.item_type) is Literal else ()
 
-    def fits(self, value: object) -> bool:
-        """Whether a value has the type of the setting. Choices and bounds are not checked."""
-        if value is None:
-            return type(None) in get_args(self.type)
-        if self.is_path_list and isinstance(value, str):
-            return True
-        if self.is_list:
-            return isinstance(value, list | tuple) and all(map(self._fits, value))
-        return self._fits(value)
-
-    def _fits(self, value: object) -> bool:
-        item = str if self.choices else self.item_type
-        allowed = (int, float) if item is float else (item,)
-        return type(value) in allowed or (value == self.word and value is not None)
-
-    @property
-    def example(self) -> str:
-        """Example of a value, for messages."""
-        return "a text" if self.default in (None, MISSING) else f"a value such as {self.default!r}"
-
     def check(self, value: Any) -> None:
         """Raise a UsageError unless type, choice and bounds of a value are allowed."""
-        if not self.fits(value):
-            raise UsageError(self.flag, found=repr(value), expected=self.example)
-        items = value if self.is_list else (value,)
-        wrong = [item for item in items if self.choices and item not in self.choices]
-        if wrong:
-            raise UsageError(self.flag, found=repr(wrong[0]), expected=" or ".join(self.choices))
-        problem = self._outside(value)
-        if problem is not None:
-            raise UsageError(self.flag, found=value, expected=problem)
-
-    def _outside(self, value: Any) -> str | None:
-        """Return the allowed range if a number is outside of it, else None."""
-        about = self.about
+        check_type(self.name, value, self.type)
         if not isinstance(value, int | float) or isinstance(value, bool):
-            return None
-        if about.at_most is not None and about.at_most > 1 and value > about.at_most:
-            return f"at most {about.at_most:,}"
+            return
+        about = self.about
         inside = (
             (about.at_least is None or value >= about.at_least)
             and (about.at_most is None or value <= about.at_most)
@@ -149,18 +146,20 @@ class DeclaredSetting(NamedTuple):
             and (about.below is None or value < about.below)
             and abs(value) < inf
         )
-        return None if inside else self.range_text or "a finite number"
+        if not inside:
+            raise UsageError(self.flag, found=value, expected=self.range_text or "a finite number")
 
     @property
     def range_text(self) -> str:
         """The allowed range of a number, such as "1 or more"; empty if there is none."""
         about = self.about
         if about.above is not None:
-            return f"more than {about.above:g}"
+            most = "" if about.at_most is None else f", up to {about.at_most:g}"
+            return f"more than {about.above:g}{most}"
         if about.below is not None:
             return f"from {about.at_least:g} to below {about.below:g}"
-        if about.at_most is not None and about.at_most <= 1:
-            return f"from {about.at_least:g} to {about.at_most:g}"
+        if about.at_most is not None:
+            return f"from {about.at_least:g} to {about.at_most:.10g}"
         return "" if about.at_least is None else f"{about.at_least:g} or more"
 
 
@@ -189,12 +188,52 @@ def check_settings(values: Any) -> None:
         declared.check(getattr(values, name))
 
 
-def check_known(names: Iterable[str], *classes: type, where: str = "unknown settings") -> None:
-    """Raise a UsageError if a name is not a setting of any of the classes."""
-    declared = declared_settings(*classes)
-    unknown = sorted(set(names) - set(declared))
+def check_known(
+    names: Iterable[str], declared: Iterable[str], where: str = "unknown settings"
+) -> None:
+    """Raise a UsageError if a name is not that of a declared setting."""
+    unknown = set(names) - set(declared)
     if unknown:
-        raise UsageError(where, found=", ".join(unknown), expected=", ".join(sorted(declared)))
+        raise UsageError(
+            where, found=", ".join(sorted(unknown)), expected=", ".join(sorted(declared))
+        )
+
+
+def select_settings(values: Mapping[str, Any], *classes: type) -> dict[str, Any]:
+    """Return those of some values that the classes declare."""
+    declared = declared_settings(*classes)
+    return {name: value for name, value in values.items() if name in declared}
+
+
+def split_settings(
+    values: Mapping[str, Any], *classes: type
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return those of some values that the classes declare, and the rest."""
+    declared = select_settings(values, *classes)
+    return declared, {name: value for name, value in values.items() if name not in declared}
+
+
+def read_arguments(
+    values: Mapping[str, Any], declared: Mapping[str, DeclaredSetting]
+) -> dict[str, Any]:
+    """Return the arguments of a Python function by name, without those that are None.
+
+    None is allowed where the type allows it, and where the default depends on the data.
+
+    Raises:
+        UsageError: an argument is unknown, or its declaration does not allow the value.
+    """
+    check_known(values, declared, "unknown options")
+    arguments = {name: plain_value(value) for name, value in values.items()}
+    for name, value in arguments.items():
+        if value is not None or declared[name].about.default_text is None:
+            declared[name].check(value)
+    return {name: value for name, value in arguments.items() if value is not None}
+
+
+def make_settings(kind: type[SettingsT], values: Mapping[str, Any]) -> SettingsT:
+    """Return a dataclass of settings for the arguments of a Python function. Raises as `read_arguments`."""
+    return kind(**read_arguments(values, declared_settings(kind)))
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -208,17 +247,17 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def read_settings(path: Path, *classes: type) -> dict[str, Any]:
-    """Read settings of some dataclasses from a TOML file. Types are checked, ranges are not.
+    """Read settings of some dataclasses from a TOML file. Types and choices are checked, ranges are not.
 
     Raises:
         UsageError: the file cannot be read, has an unknown setting, or a value of another type.
     """
     values = read_toml(path)
-    check_known(values, *classes, where=f"{path}: unknown settings")
+    declared = declared_settings(*classes)
+    check_known(values, declared, f"{path}: unknown settings")
     for name, value in values.items():
-        declared = declared_settings(*classes)[name]
-        if not declared.fits(value):
-            raise UsageError(f"{path}: {name}", found=repr(value), expected=declared.example)
+        if not (declared[name].is_path_list and isinstance(value, str)):
+            check_type(f"{path}: {name}", value, declared[name].type)
     return values
 
 
@@ -238,41 +277,9 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-_DEVICES = re.compile(r"auto|cpu(:(?P<cpus>[1-9]\d*))?|gpu(:(?P<gpus>\d+(,\d+)*))?")
-
-
-def parse_devices(devices: str) -> re.Match[str]:
-    """Match a value of `--devices`. Group `cpus` is the number of CPUs, `gpus` the GPU numbers; None if not given.
-
-    Raises:
-        UsageError: the value is malformed.
-    """
-    match = _DEVICES.fullmatch(devices)
-    if match is None:
-        raise UsageError(
-            "--devices", found=repr(devices), expected="auto, cpu, cpu:N, gpu or gpu:0,1"
-        )
-    return match
-
-
-_TRAINABLE = re.compile(r"(?P<kind>all|head|last|lora)(:(?P<number>[1-9]\d{0,3}))?")
-
-
-def parse_trainable(trainable: str) -> tuple[str, int]:
-    """Return the kind and the number of a value of `--trainable`; 0 without a number.
-
-    Raises:
-        UsageError: the value is malformed.
-    """
-    match = _TRAINABLE.fullmatch(trainable)
-    if match is None or (match["number"] is not None) != (match["kind"] in ("last", "lora")):
-        expected = "all, head, last:N or lora:R"
-        raise UsageError("--trainable", found=repr(trainable), expected=expected)
-    return match["kind"], int(match["number"] or 0)
-
-
-def plain_value(value: Any) -> Any:
-    """Return a value in the form of a configuration: tuples for lists, texts for paths."""
+def config_value(value: Any) -> Any:
+    """Return a value in the form of a configuration: tuples for lists, texts for paths, numbers of Python."""
+    value = plain_value(value)
     if isinstance(value, list | tuple):
-        return tuple(map(plain_value, value))
+        return tuple(map(config_value, value))
     return str(value) if isinstance(value, Path) else value

@@ -1,0 +1,58 @@
+"""Settings that turn outlines into labels. The module imports nothing slow, since `--help` lists them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from histopipe.errors import UsageError
+from histopipe.system.csv_files import nfc
+from histopipe.system.settings import check_settings, setting
+
+Origin = Literal["auto", "bounds", "slide"]
+ANNOTATIONS = "Annotations"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnnotationRules:
+    """Settings that turn outlines into labels; see `annotate`. `roi` is the class of the region of interest.
+
+    Raises:
+        UsageError: a value is out of range.
+    """
+
+    annotation_threshold: float = setting(
+        0.5, "Minimum share of a patch that its class covers.",
+        group=ANNOTATIONS, above=0, at_most=1, format="share",
+    )  # fmt: skip
+    unclassified: str | None = setting(
+        None, "Class of outlines without a class.", group=ANNOTATIONS, default_text="left out"
+    )
+    class_property: str | None = setting(
+        None, "Property of an outline that has its class, such as label or Text.",
+        group=ANNOTATIONS, metavar="NAME", default_text="depends on the tool",
+    )  # fmt: skip
+    annotation_origin: Origin = setting(
+        "auto", "Origin of coordinates: corner of the scanned area (bounds) or level 0 (slide). auto depends on the tool.",
+        group=ANNOTATIONS,
+    )  # fmt: skip
+    roi: str | None = None
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        for flag, name, kind in (
+            ("--unclassified", self.unclassified, "a class"), ("--roi", self.roi, "a class"),
+            ("--class-property", self.class_property, "the name of a property"),
+        ):  # fmt: skip
+            if name is not None and not name.strip():
+                raise UsageError(flag, found="an empty name", expected=kind)
+        for name in ("unclassified", "roi"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, value if value is None else nfc(value))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the settings that determine the labels of a file."""
+        return {
+            "threshold": self.annotation_threshold, "unclassified": self.unclassified,
+            "origin": self.annotation_origin, "class_property": self.class_property,
+        }  # fmt: skip

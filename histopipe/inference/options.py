@@ -1,0 +1,101 @@
+"""Options of `predict` and `embed`. The module imports nothing slow, since `--help` lists them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from histopipe.dataset.options import OnError, StainNorm
+from histopipe.features import StoredType
+from histopipe.slides.options import LABELS, SLIDE_FILES, PatchReadingOptions
+from histopipe.system.files import PathLike
+from histopipe.system.settings import setting
+from histopipe.tasks.choices import Aggregation
+from histopipe.tissue_masks import AskedFinder
+
+NETWORK, SLIDE_MODELS = "Network", "Slide models"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkOptions:
+    """Options of commands that apply a network to the patches of stores."""
+
+    devices: str = setting("auto", "Devices: auto, cpu, cpu:N, gpu or gpu:0,1.", group=NETWORK)
+    on_error: OnError = setting(
+        "raise", "Damaged patch in a store: fail its slide (raise), or leave the patch out (skip).",
+        group=NETWORK,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbedOptions(NetworkOptions):
+    """Options of `embed`."""
+
+    model: PathLike | None = setting(
+        None, "Encoder: a name of `histopipe encoders`, a run's folder, a keras.applications name, an ONNX or .keras "
+        "file, a SavedModel folder, or module.py:function.",
+        group=NETWORK, default_text="efficientnet-lite0, for patches of 96 pixels or more",
+    )  # fmt: skip
+    weights: PathLike | None = setting(
+        None,
+        "Weights of a named encoder: a file or folder; else imagenet (default) or none.",
+        group=NETWORK,
+    )
+    allow_mismatch: bool = setting(
+        False, "Embed even if the patches have another size or scale than the encoder was trained on.",
+        group=NETWORK,
+    )  # fmt: skip
+    precision: Literal["float32", "mixed_bfloat16", "mixed_float16"] = setting(
+        "float32", "Precision of the network.", group=NETWORK
+    )
+    xla: bool = setting(
+        False, "Compile the network with XLA; the first batch is slow.", group=NETWORK
+    )
+    dtype: StoredType = setting(
+        "float32", "Type of the stored features; float16 needs half the space.", group=NETWORK
+    )
+    batch_size: int | Literal["auto"] = setting(
+        64, "Patches per batch, over all devices; auto: the fastest that fits into memory.",
+        group=NETWORK, at_least=1,
+    )  # fmt: skip
+    stain_norm: StainNorm | None = setting(
+        None, "Stain normalization.", group=NETWORK, default_text="method of the run, else none"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictSettings(PatchReadingOptions, NetworkOptions):
+    """Options of `predict`. Those of slide files apply to slide files only."""
+
+    batch_size: int = setting(64, "Patches per batch, over all devices.", group=NETWORK, at_least=1)
+    aggregate: Aggregation = setting(
+        "mean", "Aggregation of patches to slides and patients.", group=NETWORK
+    )
+    labels: PathLike | None = setting(
+        None, "CSV file with the columns slide, label, and optionally patient; for slide models also targets and "
+        "covariates. Metrics are reported where labels are known.",
+        group=LABELS, format="path", default_text="the store's",
+    )  # fmt: skip
+    subgroup: Sequence[str] = setting(
+        (), "Columns of --labels by which metrics are reported, as for `train`.",
+        group=LABELS, default_text="those of the training",
+    )  # fmt: skip
+    overlap: int | None = setting(
+        None, "Overlap of patches in pixels.", group=SLIDE_FILES, default_text="as trained"
+    )
+    tissue: Literal[AskedFinder, "none"] | None = setting(
+        None, "Tissue detection.", group=SLIDE_FILES, default_text="as trained"
+    )
+    tissue_threshold: float | None = setting(
+        None, "Minimum share of tissue in a patch.",
+        group=SLIDE_FILES, at_least=0, at_most=1, format="share", default_text="as trained",
+    )  # fmt: skip
+    encoder: Sequence[PathLike] = setting(
+        (), "Encoder of the model, if it has moved; once per feature set.",
+        group=SLIDE_MODELS, format="repeated", default_text="as recorded",
+    )  # fmt: skip
+    encoder_weights: Sequence[PathLike] = setting(
+        (), "Weights of the encoder, if they have moved.",
+        group=SLIDE_MODELS, format="repeated", default_text="as recorded",
+    )  # fmt: skip

@@ -1,0 +1,308 @@
+"""The job of a slide: what is known before the ingest, the plan, and the events up to its record in the store."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from histopipe.annotations.patch_labels import PatchLabels
+from histopipe.errors import SlideError, SlideUnreadable
+from histopipe.geometry import Mpp
+from histopipe.ingestion.coords import CoordsFile
+from histopipe.ingestion.options import IngestOptions
+from histopipe.ingestion.patch_source import Chunk, ChunkResult, PatchRecipe
+from histopipe.slides.slide_files import Fingerprint, SlideFile, fingerprint
+from histopipe.slides.staging import StagedSlide
+from histopipe.slides.tables import SlideLabel
+from histopipe.store.record import FailureKind, SlideRecord, SlideState
+from histopipe.system.files import to_storable_text
+from histopipe.tiling.plan import TilingPlan
+
+_TRIES = 2
+"""Number of worker deaths after which a slide fails. One death may have another cause than the slide."""
+
+PLAN = None
+"""First task of a slide. All other tasks are chunks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Estimated bytes of a slide in the store and seconds of one worker, from a sample of its patches."""
+
+    stored_bytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SlidePlan:
+    """Plan of a slide whose patches can be stored.
+
+    `thumbnails` are JPEG and PNG files by name. The fingerprint was taken before the files were read. `seconds` is the
+    worker time of planning. `columns` are additional columns of the index, (N,) each.
+    """
+
+    record: SlideRecord
+    plan: TilingPlan
+    recipe: PatchRecipe
+    thumbnails: dict[str, bytes]
+    fingerprint: Fingerprint
+    estimate: Estimate
+    seconds: float
+    labels: PatchLabels | None = None
+    columns: dict[str, NDArray[Any]] = field(default_factory=dict)
+
+
+def _no_values() -> NDArray[np.uint32]:
+    return np.zeros(0, np.uint32)
+
+
+@dataclass(slots=True, eq=False)
+class SlideJob:
+    """A slide to ingest, from its file to its record in the store. Small enough to be sent to a worker before planning.
+
+    Attributes:
+        label: row of the labels file; None keeps the label, patient and site that the store has.
+        mpp: scale at level 0 from a table.
+        coords, annotations, mask: files about the slide.
+        patient: patient from the slide's id, which a patient in `label` overrides.
+        staged: local copy, which is read instead of the file.
+        number: number of the slide in the store; -1 if it has none yet.
+        record: current record. It is failed as soon as the slide has failed, and complete after `finish`.
+        again: whether the slide was complete and is ingested again.
+        options: options of the ingest, from `begin`.
+        tasks: tasks to be submitted: `PLAN`, or chunks.
+        running: number of submitted tasks that have not ended. A failed slide is recorded when none is left.
+        plan: plan of the slide, from planning until `release`.
+    """
+
+    file: SlideFile
+    label: SlideLabel | None = None
+    mpp: Mpp | None = None
+    coords: CoordsFile | None = None
+    annotations: Path | None = None
+    mask: Path | None = None
+    patient: str | None = None
+    staged: StagedSlide | None = None
+    number: int = -1
+    again: bool = False
+    record: SlideRecord = field(init=False)
+    options: IngestOptions = field(init=False, default_factory=IngestOptions)
+    tasks: deque[Chunk | None] = field(init=False, default_factory=deque)
+    running: int = field(init=False, default=0)
+    plan: SlidePlan | None = field(init=False, default=None)
+    _begun: float | None = field(init=False, default=None)
+    _dead_workers: int = field(init=False, default=0)
+    _worker_seconds: float = field(init=False, default=0.0)
+    _length: NDArray[np.uint32] = field(init=False, default_factory=_no_values)
+    _crc: NDArray[np.uint32] = field(init=False, default_factory=_no_values)
+    _done: int = field(init=False, default=0)
+    _unreadable: int = field(init=False, default=0)
+    _problem: str | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.record = SlideRecord.new(self.file)
+
+    @property
+    def id(self) -> str:
+        """Slide id."""
+        return self.file.id
+
+    @property
+    def readable(self) -> SlideFile:
+        """The files to be read: the local copy, or the slide's own."""
+        return self.file if self.staged is None else self.staged.file
+
+    def with_original_paths(self, text: str) -> str:
+        """Return a text, such as an error message, with the paths of the original in place of those of a copy."""
+        return text if self.staged is None else self.staged.with_original_paths(text)
+
+    @property
+    def patches(self) -> int:
+        """Number of planned patches; 0 before planning."""
+        return len(self.plan.plan) if self.plan else 0
+
+    @property
+    def failed(self) -> bool:
+        """Whether the slide has failed."""
+        return self.record.state is SlideState.FAILED
+
+    @property
+    def ended(self) -> bool:
+        """Whether all tasks of the slide have ended."""
+        return not self.tasks and not self.running
+
+    @property
+    def seconds(self) -> float:
+        """Wall time since `begin`, in seconds."""
+        return 0.0 if self._begun is None else round(time.monotonic() - self._begun, 3)
+
+    @property
+    def seconds_left(self) -> float:
+        """Remaining worker time of the slide in seconds."""
+        return max(0.0, self.options.seconds_for(self.patches) - self._worker_seconds)
+
+    @property
+    def bytes_to_come(self) -> int:
+        """Estimated bytes of the patches that are not stored yet."""
+        if self.plan is None or not self.patches:
+            return 0
+        return int((1 - self._done / self.patches) * self.plan.estimate.stored_bytes)
+
+    # Events. Each may add tasks or fail the slide.
+
+    def begin(self, options: IngestOptions) -> None:
+        """Begin the ingest of the slide with its planning."""
+        self.options, self._begun = options, time.monotonic()
+        self.tasks.append(PLAN)
+
+    def planned(self, result: SlidePlan | SlideRecord) -> None:
+        """Receive the plan, or the record of the failure. The pipeline adds the chunks when they fit on the disk."""
+        if isinstance(result, SlideRecord):
+            reason = to_storable_text(self.with_original_paths(result.error or ""))
+            self.record = replace(result, error=reason)
+            return
+        self.plan, record = result, result.record
+        self.record = replace(
+            record, route_reason=self.with_original_paths(record.route_reason or ""),
+            notes=list(map(self.with_original_paths, record.notes)),
+        )  # fmt: skip
+        self._worker_seconds += result.seconds
+        self._length, self._crc = np.zeros((2, self.patches), np.uint32)
+        self._check_time()
+
+    def chunk_stored(self, result: ChunkResult) -> None:
+        """Receive the result of a stored chunk."""
+        self._length[result.rows], self._crc[result.rows] = result.length, result.crc
+        self._done += len(result.rows)
+        self._worker_seconds += result.seconds
+        self._unreadable += int((result.length == 0).sum())
+        self._problem = self._problem or result.problem
+        if self._too_many_unreadable:
+            self.tasks.clear()  # the slide fails when the running chunks are stored
+        elif self.tasks:
+            self._check_time()
+
+    def worker_died(self, task: Chunk | None, error: Exception) -> None:
+        """Handle the death of a worker during a task. After the first death, the task is submitted again."""
+        self._dead_workers += 1
+        if self._dead_workers < _TRIES and not self.failed:
+            self.tasks.appendleft(task)
+            return
+        self._fail_task(
+            f"{self.file.location}: worker processes died while reading it ({error}); the file is probably "
+            "damaged and crashes its decoder, or memory ran out"
+        )
+
+    def timed_out(self) -> None:
+        """Fail the slide because its time limit is exceeded."""
+        self._fail_task(
+            f"{self.file.location} is not complete after {self.options.seconds_for(self.patches):.0f} s "
+            "of worker time; exclude it, or increase --slide-timeout",
+            option=self.options.timeout_text,
+        )
+
+    def task_failed(self, error: Exception) -> None:
+        """Fail the slide because a task raised an error."""
+        if isinstance(error, SlideError):  # the file may be gone since planning
+            self._fail_task(str(error))
+        elif isinstance(error, MemoryError):
+            self._fail_task(
+                f"{self.file.location}: memory ran out while reading it; use fewer --workers"
+            )
+        else:
+            self._fail_task(
+                f"{self.file.location}: {type(error).__name__}: {error}; this is a bug in histopipe: "
+                "please report it with the lines about this slide in ingest.log"
+            )
+
+    def fail(
+        self, reason: str, kind: FailureKind = FailureKind.FILE, option: str | None = None
+    ) -> None:
+        """Fail the slide; it is recorded when no task is running any more. The first reason is kept."""
+        if not self.failed:
+            self.record = self.record.with_failure(self.with_original_paths(reason), kind, option)
+        self.tasks.clear()
+
+    # The result, after the slide has ended.
+
+    def finish(self) -> SlidePlan | None:
+        """Complete or fail the record of a slide that has ended; return its plan if it is complete."""
+        plan = self.plan
+        if plan is not None and not self.failed:
+            self._check_result(plan)
+        if self.failed:
+            return None
+        if plan is None:
+            raise RuntimeError(f"{self.id} ended without a plan or a failure")
+        lost = f"{self._unreadable} unreadable patches, first: {self._problem}"
+        self.record = replace(
+            self.record,
+            state=SlideState.COMPLETE,
+            stored=self.patches - self._unreadable,
+            unreadable=self._unreadable,
+            stored_bytes=int(self._length.sum()),
+            notes=[
+                *self.record.notes,
+                *([self.with_original_paths(lost)] if self._unreadable else []),
+            ],
+        )
+        return plan
+
+    def columns(self, plan: SlidePlan, classes: Mapping[str, int]) -> dict[str, NDArray[Any]]:
+        """Return the index columns of the complete slide, (N,) each; `classes` are class numbers by name."""
+        cells, labels = plan.plan, plan.labels
+        columns = {
+            **{name: getattr(cells, name) for name in ("x_l0", "y_l0", "x_level", "y_level", "tissue")},
+            "focus": np.full(len(cells), np.nan, np.float32),  # `quality` measures it later
+            "length": self._length,
+            "crc": self._crc,
+            "label": np.full(len(cells), -1, np.int32),  # from annotations; the slide's label is in its record
+            **plan.columns,
+        }  # fmt: skip
+        if labels is not None:
+            columns |= {"label": labels.numbered(classes), "covered": labels.covered}
+        return columns
+
+    def release(self) -> None:
+        """Free the plan and the arrays of a recorded slide, since the jobs of all slides are kept until the end."""
+        self.plan, self._length, self._crc = None, _no_values(), _no_values()
+
+    @property
+    def _too_many_unreadable(self) -> bool:
+        return self._unreadable / max(1, self.patches) > self.options.max_unreadable
+
+    def _check_time(self) -> None:
+        if self._worker_seconds > self.options.seconds_for(self.patches):
+            self.timed_out()
+
+    def _check_result(self, plan: SlidePlan) -> None:
+        """Fail the slide if too many patches are unreadable, or the file has changed since it was planned."""
+        if self._too_many_unreadable:
+            self.fail(
+                f"{self.file.location}: at least {self._unreadable} of {self.patches} patches cannot be read "
+                f"(--max-unreadable allows {self.options.max_unreadable:.2%}), first: {self._problem}",
+                option=self.options.unreadable_text,
+            )
+        elif self.staged is None:  # a copy was compared with the original when it was complete
+            try:
+                if fingerprint(self.file) != plan.fingerprint:
+                    self.fail(
+                        f"{self.file.location} changed while it was being read; ingest it again when nothing writes to it"
+                    )
+            except SlideUnreadable as error:
+                self.fail(str(error))
+
+    def _fail_task(self, reason: str, *, option: str | None = None) -> None:
+        """Fail the slide during a task. A slide without a plan is ingested again if its size or time changes."""
+        if self.plan is None:
+            with suppress(SlideUnreadable):
+                self.record = self.record.with_fingerprint(fingerprint(self.file))
+        self.fail(reason, option=option)

@@ -1,0 +1,54 @@
+"""Options of `view`. The module imports nothing slow, since `--help` lists them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from histopipe.errors import UsageError
+from histopipe.system.files import PathLike
+from histopipe.system.settings import setting
+
+_SERVER, _CONTENTS = "Server", "Contents"
+_SHORTEST_TOKEN = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ViewOptions:
+    """Options of `view`."""
+
+    features: PathLike | None = setting(
+        None,
+        "Folder of `histopipe embed`, to find similar patches.",
+        group=_CONTENTS,
+        format="path",
+    )
+    annotations: PathLike | None = setting(
+        None, "Folder of annotations to show and to draw, one file per slide. It may not exist yet.",
+        group=_CONTENTS, format="path", default_text="no drawing",
+    )  # fmt: skip
+    host: str = setting("127.0.0.1", "Address to listen on.", group=_SERVER)
+    port: int = setting(
+        8765, "Port to listen on; 0: any.", group=_SERVER, at_least=0, at_most=65535
+    )
+    token: str | None = setting(
+        None, "Secret part of the address, for bookmarks: at least 16 letters, digits, - and _.",
+        group=_SERVER, default_text="random at each start",
+    )  # fmt: skip
+    workers: int | None = setting(
+        None, "Processes that read slides.",
+        group=_SERVER, at_least=1, default_text="one per core, at most 4",
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        token = self.token
+        if token is not None and (
+            len(token) < _SHORTEST_TOKEN
+            or not token.replace("-", "").replace("_", "").isalnum()
+            or not token.isascii()
+        ):
+            raise UsageError(
+                "--token", found=f"{len(token)} characters",
+                expected=f"at least {_SHORTEST_TOKEN} letters, digits, - and _",
+            )  # fmt: skip
+        if not self.host:
+            raise UsageError("--host", found="nothing", expected="an address, such as 127.0.0.1")
