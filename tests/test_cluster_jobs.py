@@ -22,7 +22,7 @@ from histopipe.ingestion.cluster import dask_cluster
 from histopipe.ingestion.cluster.cluster_ingest import ingest_on_cluster
 from histopipe.ingestion.cluster.slide_worker import ClusterSettings
 from histopipe.ingestion.options import IngestOptions
-from histopipe.ingestion.report import SlideOutcome, Status
+from histopipe.ingestion.report import SlideOutcome, SlideStatus
 from histopipe.ingestion.slide_job import SlideJob
 from histopipe.slides.discovery import discover
 from histopipe.store.catalog import read_catalog
@@ -231,10 +231,10 @@ def test_slide_that_kills_every_worker_fails(
             TilingSpec(patch_size=64, mpp=Mpp(0.5), tissue="none"), IngestOptions(), cluster="local:1",
             scratch=tmp_path / "scratch", part_bytes=1 << 30, progress=SilentProgress(),
         )  # fmt: skip
-    (failed,) = report.of(Status.FAILED)
+    (failed,) = report.of(SlideStatus.FAILED)
     assert failed.id == "slide-002"
     assert "every worker that ingested it died" in failed.reason
-    assert len(report.of(Status.COMPLETE)) == SLIDES - 1
+    assert len(report.of(SlideStatus.COMPLETE)) == SLIDES - 1
 
 
 def test_later_annotations_label_ingested_slides(slides: Path, tmp_path: Path, run: Run) -> None:

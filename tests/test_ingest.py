@@ -32,7 +32,7 @@ from histopipe.ingestion.options import AskedRoute, IngestOptions
 from histopipe.ingestion.patch_source import close_all, store_chunk
 from histopipe.ingestion.pipeline import Pipeline
 from histopipe.ingestion.planning import plan_slide
-from histopipe.ingestion.report import IngestProgress, Status
+from histopipe.ingestion.report import IngestProgress, SlideStatus
 from histopipe.ingestion.slide_job import SlideJob
 from histopipe.slides.slide_files import SlideFile
 from histopipe.store.claims import Claims
@@ -440,7 +440,7 @@ def test_slide_changed_during_ingest_fails(
         )  # fmt: skip
         (outcome,) = pipeline.run([job])
         claims.close()
-        assert outcome.status is Status.FAILED
+        assert outcome.status is SlideStatus.FAILED
         assert re.search(message, outcome.reason)
         assert writer.record(0).state is SlideState.FAILED
         with Store(store) as opened, pytest.raises(DamagedStore):
@@ -478,7 +478,7 @@ def test_next_slides_are_planned_while_others_are_copied(
         )  # fmt: skip
         outcomes = list(pipeline.run(jobs))
     close_all()
-    assert [outcome.status for outcome in outcomes] == [Status.COMPLETE] * len(names)
+    assert [outcome.status for outcome in outcomes] == [SlideStatus.COMPLETE] * len(names)
     planned = [at for at, (_, plans) in enumerate(submitted) if plans]
     assert [submitted[at][0] for at in planned] == names
     last_chunk = {name: at for at, (name, plans) in enumerate(submitted) if not plans}
@@ -817,26 +817,26 @@ def record(state: SlideState, **fields: Any) -> SlideRecord:
     ("record", "options", "status"),
     [
         (record(SlideState.PENDING), {}, None),
-        (record(SlideState.COMPLETE), {}, Status.SKIPPED),
-        (record(SlideState.COMPLETE), {"force": True}, Status.SKIPPED),
-        (record(SlideState.COMPLETE, size_bytes=99), {}, Status.FAILED),
-        (record(SlideState.COMPLETE, mtime_ns=4), {}, Status.FAILED),
+        (record(SlideState.COMPLETE), {}, SlideStatus.SKIPPED),
+        (record(SlideState.COMPLETE), {"force": True}, SlideStatus.SKIPPED),
+        (record(SlideState.COMPLETE, size_bytes=99), {}, SlideStatus.FAILED),
+        (record(SlideState.COMPLETE, mtime_ns=4), {}, SlideStatus.FAILED),
         (record(SlideState.COMPLETE, mtime_ns=4), {"force": True}, None),
         (
             record(SlideState.COMPLETE, mpp=0.5, mpp_source="mpp-csv"),
             {"mpp": Mpp(0.5)},
-            Status.SKIPPED,
+            SlideStatus.SKIPPED,
         ),
         (
             record(SlideState.COMPLETE, mpp=0.5, mpp_source="mpp-csv"),
             {"mpp": Mpp(0.25)},
-            Status.SKIPPED,
+            SlideStatus.SKIPPED,
         ),
         *(
             (
                 record(SlideState.COMPLETE, mpp=mpp, mpp_source=source),
                 {name: Mpp(0.25), "force": force},
-                None if force else Status.SKIPPED,
+                None if force else SlideStatus.SKIPPED,
             )
             for mpp, source, name in (
                 (0.5, "properties", "mpp"),
@@ -850,15 +850,15 @@ def record(state: SlideState, **fields: Any) -> SlideRecord:
         (
             record(SlideState.COMPLETE, mpp=0.5, mpp_source="properties"),
             {"default_mpp": Mpp(0.25), "force": True},
-            Status.SKIPPED,
+            SlideStatus.SKIPPED,
         ),
         (
             record(SlideState.COMPLETE, mpp=0.5, mpp_source="mpp-csv"),
             {"default_mpp": Mpp(0.25)},
-            Status.SKIPPED,
+            SlideStatus.SKIPPED,
         ),
         (record(SlideState.FAILED, error_kind=FailureKind.OPTION), {}, None),
-        (record(SlideState.FAILED, error_kind=FailureKind.FILE), {}, Status.FAILED),
+        (record(SlideState.FAILED, error_kind=FailureKind.FILE), {}, SlideStatus.FAILED),
         (
             record(SlideState.FAILED, error_kind=FailureKind.FILE),
             {"retry_failed": True},
@@ -868,7 +868,7 @@ def record(state: SlideState, **fields: Any) -> SlideRecord:
     ],
 )
 def test_early_outcome(
-    tmp_path: Path, record: SlideRecord, options: dict[str, Any], status: Status | None
+    tmp_path: Path, record: SlideRecord, options: dict[str, Any], status: SlideStatus | None
 ) -> None:
     path = tmp_path / "a.svs"
     path.write_bytes(bytes(100))

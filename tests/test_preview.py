@@ -18,7 +18,7 @@ from histopipe.errors import UsageError
 from histopipe.ingestion import ingest_slides
 from histopipe.ingestion.options import IngestOptions
 from histopipe.ingestion.planning import plan_slide
-from histopipe.ingestion.report import IngestReport, SlideOutcome, Status
+from histopipe.ingestion.report import IngestReport, SlideOutcome, SlideStatus
 from histopipe.ingestion.slide_job import SlideJob
 from histopipe.store.store import Store
 from histopipe.system.filesystems import network_filesystem
@@ -107,11 +107,15 @@ def test_plan_names_common_cause_once(run: Run, tmp_path: Path) -> None:
 
 
 def test_summary_names_slides_without_patches() -> None:
-    empty = SlideOutcome("a", "", Status.COMPLETE, notes=("no mpp", "no tissue found; dark: try x"))
+    empty = SlideOutcome(
+        "a", "", SlideStatus.COMPLETE, notes=("no mpp", "no tissue found; dark: try x")
+    )
     slides = [replace(empty, id=f"a{number}") for number in range(5)]
-    slides += [replace(empty, id="b", notes=("no patch fits: 1×1",), status=Status.SKIPPED)]
+    slides += [replace(empty, id="b", notes=("no patch fits: 1×1",), status=SlideStatus.SKIPPED)]
     slides += [replace(empty, id="c", patches=3), replace(empty, id="d", unreadable=2, notes=())]
-    slides += [SlideOutcome(name, "", Status.FAILED, reason=f"{name} is bad") for name in "efgh"]
+    slides += [
+        SlideOutcome(name, "", SlideStatus.FAILED, reason=f"{name} is bad") for name in "efgh"
+    ]
     report = IngestReport("s.lmdb", 1.0, slides)
     assert report.summary_lines()[-1] == (
         "12 slides: 1 with patches, 7 without (no tissue found: a0, a1, a2 and 2 more; no patch fits: b; "

@@ -32,7 +32,7 @@ from histopipe.slides.scale import MppSource, resolve_mpp
 from histopipe.slides.slide import SlideInfo, rgb_image
 from histopipe.slides.slide_files import SlideFile, fingerprint, tile_hash
 from histopipe.slides.slide_hashes import SlideHashes, _digest, pixel_hash
-from histopipe.slides.staging import Stage, StagedSlide, staged
+from histopipe.slides.staging import StagedSlide, StagingArea, staged
 from histopipe.slides.tables import SlideNames
 from histopipe.slides.thumbnail import colour_note, read_thumbnail
 from histopipe.slides.tiles.dicom import find_tiles
@@ -405,7 +405,7 @@ def test_pixel_hash_depends_on_pixels_only(
         hashes.append(pixel_hash(slide, size))
     assert hashes[0] is not None
     assert hashes[0] == hashes[1] == hashes[3] != hashes[2]
-    with Stage(tmp_path / "stage", 10**8) as stage:
+    with StagingArea(tmp_path / "stage", 10**8) as stage:
         ((_, copy),) = filter(None, staged(stage, [slide], lambda slide: slide))
         assert isinstance(copy, StagedSlide)
         assert pixel_hash(copy.file, size) == hashes[0]

@@ -26,7 +26,7 @@ from histopipe.errors import MachineShort, SlideUnreadable, StageUnfit, UsageErr
 from histopipe.slides import staging
 from histopipe.slides.discovery import discover
 from histopipe.slides.slide_files import SlideFile, fingerprint
-from histopipe.slides.staging import Stage, StagedSlide, staged
+from histopipe.slides.staging import StagedSlide, StagingArea, staged
 from histopipe.store.store import Store
 from histopipe.system.files import locked
 
@@ -55,7 +55,7 @@ def bytes_in(folder: Path) -> int:
 
 
 def copies(
-    stage: Stage, slides: list[SlideFile], held: list[StagedSlide]
+    stage: StagingArea, slides: list[SlideFile], held: list[StagedSlide]
 ) -> Iterator[tuple[SlideFile, StagedSlide]]:
     """Yield slides with their copies, which are checked. Release the held copies whenever the stage needs their space."""
     for item in staged(stage, slides, lambda slide: slide):
@@ -75,7 +75,7 @@ def test_all_files_of_a_slide_are_copied_with_their_folders(tmp_path: Path) -> N
         tmp_path / "slides",
         {"a/m.mrxs": 10, "a/m/Slidedat.ini": 20, "a/m/Data0000.dat": 40_000_000, "b.svs": 0, "a/other.dat": 5},
     )  # fmt: skip
-    with Stage(tmp_path / "stage", 10**9) as stage:
+    with StagingArea(tmp_path / "stage", 10**9) as stage:
         for slide, copy in filter(None, staged(stage, slides, lambda slide: slide)):
             assert isinstance(copy, StagedSlide)
             assert copy.file.id == slide.id
@@ -119,7 +119,7 @@ def test_copies_never_exceed_the_limit_and_keep_their_order(tmp_path: Path, seed
     watcher.start()
     seen: list[SlideFile] = []
     held: list[StagedSlide] = []
-    with Stage(tmp_path / "stage", limit) as stage:
+    with StagingArea(tmp_path / "stage", limit) as stage:
         for slide, _ in copies(stage, slides, held):
             seen.append(slide)
             sizes.append(bytes_in(tmp_path / "stage"))  # the watcher may be late on a busy machine
@@ -135,7 +135,7 @@ def test_copies_never_exceed_the_limit_and_keep_their_order(tmp_path: Path, seed
 def test_slide_above_the_limit_and_missing_slide_fail_alone(tmp_path: Path) -> None:
     slides = write_files(tmp_path / "slides", {"a.svs": 2000, "b.svs": 10, "c.svs": 500})
     slides[1].path.unlink()
-    with Stage(tmp_path / "stage", 1000) as stage:
+    with StagingArea(tmp_path / "stage", 1000) as stage:
         outcomes = [item[1] for item in filter(None, staged(stage, slides, lambda slide: slide))]
     assert isinstance(outcomes[0], StageUnfit)
     assert "--stage-gb" in str(outcomes[0])
@@ -147,14 +147,14 @@ def test_slide_that_changes_during_its_copy_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (slide,) = write_files(tmp_path / "slides", {"a.svs": 100_000})
-    copy_file = Stage._copy_file
+    copy_file = StagingArea._copy_file
 
-    def then_touch(self: Stage, source: Path, target: Path) -> None:
+    def then_touch(self: StagingArea, source: Path, target: Path) -> None:
         copy_file(self, source, target)
         os.utime(source, ns=(1, 1))
 
-    monkeypatch.setattr(Stage, "_copy_file", then_touch)
-    with Stage(tmp_path / "stage", 10**6) as stage:
+    monkeypatch.setattr(StagingArea, "_copy_file", then_touch)
+    with StagingArea(tmp_path / "stage", 10**6) as stage:
         ((_, outcome),) = filter(None, staged(stage, [slide], lambda slide: slide))
         assert isinstance(outcome, SlideUnreadable)
         assert "changed while it was being copied" in str(outcome)
@@ -172,7 +172,7 @@ def test_leftovers_of_killed_runs_only_are_removed(tmp_path: Path) -> None:
     (parent / "histopipe-stage-link").symlink_to(other)
     with locked(alive) as mine:
         assert mine
-        with Stage(parent, 1000):
+        with StagingArea(parent, 1000):
             assert not dead.exists()
             assert (alive / "file").exists()
             assert (other / "file").exists()
@@ -189,10 +189,10 @@ def test_full_disk_makes_the_window_smaller_or_ends_the_run(
     monkeypatch.setattr(staging, "_SPARE_BYTES", 1 << 16)
     slides = write_files(tmp_path / "slides", {f"{i}.svs": 3 << 20 for i in range(6)})
     with small_disk(tmp_path / "disk", "8M") as disk:
-        with Stage(disk, 10**9) as stage:
+        with StagingArea(disk, 10**9) as stage:
             assert [slide for slide, _ in copies(stage, slides, [])] == slides
         (disk / "filler").write_bytes(bytes(6 << 20))
-        with Stage(disk, 10**9) as stage, pytest.raises(MachineShort, match="too full"):
+        with StagingArea(disk, 10**9) as stage, pytest.raises(MachineShort, match="too full"):
             list(staged(stage, slides, lambda slide: slide))
         assert [entry.name for entry in disk.iterdir()] == ["filler"]
 
@@ -205,14 +205,14 @@ def test_disk_that_fills_during_a_copy_waits_for_room(
     slides = write_files(tmp_path / "slides", {f"{i}.svs": 3 << 20 for i in range(3)})
     with small_disk(tmp_path / "disk", "8M") as disk:
         monkeypatch.setattr(staging, "free_bytes", lambda _: 10**9)
-        with Stage(disk, 10**9) as stage:
+        with StagingArea(disk, 10**9) as stage:
             assert [slide for slide, _ in copies(stage, slides, [])] == slides
 
 
 def test_network_filesystem_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "network_filesystem", lambda _: "nfs4")
     with pytest.raises(UsageError, match="network filesystem"):
-        Stage(tmp_path / "stage", 1000)
+        StagingArea(tmp_path / "stage", 1000)
     assert not (tmp_path / "stage").exists()
 
 

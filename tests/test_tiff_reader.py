@@ -29,7 +29,7 @@ from histopipe.slides.discovery import discover
 from histopipe.slides.ome_xml import OmeImage, read_ome
 from histopipe.slides.openslide_reader import OpenSlideReader
 from histopipe.slides.readers import open_slide
-from histopipe.slides.staging import Stage, StagedSlide, staged
+from histopipe.slides.staging import StagedSlide, StagingArea, staged
 from histopipe.slides.thumbnail import read_thumbnail
 from histopipe.slides.tiff_reader import TiffReader
 from histopipe.slides.tiles.check import NativeLevels
@@ -446,7 +446,7 @@ def test_zarr_folder_is_one_slide(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert [len(slide.files) for slide in slides] == [2, 2]
     (alone,) = discover([tmp_path / "slides" / "a.ome.zarr"])
     assert alone.id == "a.ome"
-    with Stage(tmp_path / "stage", 10**6) as stage:
+    with StagingArea(tmp_path / "stage", 10**6) as stage:
         ((_, copy),) = filter(None, staged(stage, [alone], lambda slide: slide))
         assert isinstance(copy, StagedSlide)
         assert (copy.file.path / "0" / "c" / "0.tif").read_bytes() == b"x"

@@ -30,7 +30,7 @@ from histopipe.predictions.predictions_folder import CompleteSlides, PredictedSl
 from histopipe.slides.discovery import discover, show_links
 from histopipe.slides.scale import MppSource, equal_scales
 from histopipe.slides.slide_files import Fingerprint, SlideFile, fingerprint
-from histopipe.slides.staging import Stage, StagedSlide, stage_folder, staged
+from histopipe.slides.staging import StagedSlide, StagingArea, stage_folder, staged
 from histopipe.slides.tables import SlideNames, read_mpps
 from histopipe.splits.slide_table import SlideEntry
 from histopipe.store.record import SlideRecord
@@ -196,10 +196,10 @@ class FileSource(Closing):
             )
         self._ids = frozenset(ids)
         self._labels = options.read_labels(ids) or {}
-        self.stage: Stage | None = None
+        self.stage: StagingArea | None = None
         parent = stage_folder(options.stage, self._files)
         if parent is not None:
-            self.stage = Stage(parent, options.stage_bytes)
+            self.stage = StagingArea(parent, options.stage_bytes)
         self.pool = WorkerPool(self._ingest.worker_count, prepare)
 
     def slides(self, run: SlideRun, folder: CompleteSlides) -> Iterator[TiledSlide | None]:

@@ -22,14 +22,14 @@ from histopipe.ingestion.report import (
     IngestProgress,
     IngestReport,
     SlideOutcome,
-    Status,
+    SlideStatus,
 )
 from histopipe.ingestion.slide_job import SlideJob
 from histopipe.measure.annotate import annotate_slides
 from histopipe.slides.readers import open_slide
 from histopipe.slides.scale import MppSource, equal_scales, resolve_mpp
 from histopipe.slides.slide_files import Fingerprint, fingerprint
-from histopipe.slides.staging import Stage
+from histopipe.slides.staging import StagingArea
 from histopipe.store.claims import Claims
 from histopipe.store.record import FailureKind, SlideRecord, SlideState, describe_copies
 from histopipe.store.store import recorded
@@ -84,7 +84,7 @@ def ingest_slides(
             claims = stack.enter_context(Claims(store))
             stage = None
             if options.stage is not None:
-                opened = Stage(Path(options.stage), options.stage_bytes, events.copied)
+                opened = StagingArea(Path(options.stage), options.stage_bytes, events.copied)
                 stage = stack.enter_context(opened)
             pool = pool or stack.enter_context(WorkerPool(options.worker_count, prepare))
             pipeline = Pipeline(writer, pool.submit_within, spec, options, claims, events, stage)
@@ -130,7 +130,7 @@ def sort_slides(
             sorted_slides.pending.append(job)
             continue
         sorted_slides.outcomes.append(outcome)
-        if job.record != before and outcome.status is Status.SKIPPED:
+        if job.record != before and outcome.status is SlideStatus.SKIPPED:
             sorted_slides.relabelled[job.number] = job.record
     return sorted_slides
 
@@ -172,7 +172,7 @@ def find_early_outcome(job: SlideJob, options: IngestOptions) -> SlideOutcome | 
             f"{file.location} {changed} since it was ingested; pass --force to ingest it again"
         )
         record = record.with_failure(problem)
-    outcome = SlideOutcome.of(record, Status.SKIPPED)
+    outcome = SlideOutcome.of(record, SlideStatus.SKIPPED)
     return replace(outcome, notes=(*outcome.notes, scale)) if scale else outcome
 
 
@@ -230,9 +230,9 @@ def annotate_skipped(
         The report. Slides that cannot be labelled are marked as failed. A warning names slides without a labelled patch.
     """
     ids = {job.id for job in jobs}
-    complete = report.of(Status.COMPLETE)
+    complete = report.of(SlideStatus.COMPLETE)
     notes = {slide.id: list(slide.notes) for slide in complete if slide.id in ids}
-    skipped = {slide.id for slide in report.of(Status.SKIPPED)}
+    skipped = {slide.id for slide in report.of(SlideStatus.SKIPPED)}
     files = {job.id: job.annotations for job in jobs if job.annotations and job.id in skipped}
     outcomes = report.slides
     if files:
@@ -241,7 +241,7 @@ def annotate_skipped(
         )
         notes |= labelled.unlabelled
         outcomes = [
-            replace(slide, status=Status.FAILED, reason=labelled.failed[slide.id])
+            replace(slide, status=SlideStatus.FAILED, reason=labelled.failed[slide.id])
             if slide.id in labelled.failed
             else slide
             for slide in report.slides

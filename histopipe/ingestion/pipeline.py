@@ -18,9 +18,9 @@ from histopipe.errors import HistopipeError, MachineShort, SlideError
 from histopipe.ingestion.options import IngestOptions
 from histopipe.ingestion.patch_source import Chunk, ChunkResult, chunks, store_chunk
 from histopipe.ingestion.planning import plan_slide
-from histopipe.ingestion.report import IngestProgress, SlideOutcome, Status
+from histopipe.ingestion.report import IngestProgress, SlideOutcome, SlideStatus
 from histopipe.ingestion.slide_job import SlideJob, SlidePlan
-from histopipe.slides.staging import Stage, StagedSlide
+from histopipe.slides.staging import StagedSlide, StagingArea
 from histopipe.store.claims import Claims
 from histopipe.store.record import FailureKind, SlideRecord, SlideState
 from histopipe.store.writer import StoreWriter
@@ -46,7 +46,7 @@ class Pipeline:
     options: IngestOptions
     claims: Claims
     progress: IngestProgress
-    stage: Stage | None = None
+    stage: StagingArea | None = None
     """Where slides are copied before they are read; None reads them in place."""
     _waiting: deque[SlideJob] = field(default_factory=deque)
     _claimed_elsewhere: deque[SlideJob] = field(default_factory=deque)
@@ -247,7 +247,7 @@ class Pipeline:
             job = self._claimed_elsewhere.popleft()
             record = records[job.number]
             if record.state is SlideState.COMPLETE:
-                outcome = SlideOutcome.of(record, Status.SKIPPED)
+                outcome = SlideOutcome.of(record, SlideStatus.SKIPPED)
                 self.progress.finished(outcome)
                 yield outcome
             elif self.claims.take(job.number):

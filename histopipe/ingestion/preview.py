@@ -16,14 +16,14 @@ from histopipe.ingestion.planning import plan_slide, prepare
 from histopipe.ingestion.report import (
     IngestProgress,
     SlideOutcome,
-    Status,
+    SlideStatus,
     lines_of_slides,
     reason_without_patches,
 )
 from histopipe.ingestion.request import read_request
 from histopipe.ingestion.slide_job import Estimate, SlideJob, SlidePlan
 from histopipe.slides.source_speed import SourceSpeed, measure_source
-from histopipe.slides.staging import Stage, StagedSlide, staged
+from histopipe.slides.staging import StagedSlide, StagingArea, staged
 from histopipe.store.folder import check_spec
 from histopipe.store.record import SlideRecord, describe_copies
 from histopipe.store.store import Store
@@ -109,7 +109,7 @@ class IngestPreview(Result):
     @property
     def exit_code(self) -> ExitCode:
         """Expected exit code of the ingest, if all patches can be read."""
-        failed = sum(slide.status == Status.FAILED for slide in self.slides)
+        failed = sum(slide.status == SlideStatus.FAILED for slide in self.slides)
         return exit_code_of(failed, len(self.slides) - failed)
 
     def to_json(self) -> dict[str, Any]:
@@ -211,7 +211,7 @@ def _plan_all(
         stage = None
         if options.stage is not None:
             stage = stack.enter_context(
-                Stage(Path(options.stage), options.stage_bytes, events.copied)
+                StagingArea(Path(options.stage), options.stage_bytes, events.copied)
             )
         pool = stack.enter_context(WorkerPool(options.worker_count, prepare))
 
@@ -248,5 +248,5 @@ def _preview(job: SlideJob, events: IngestProgress) -> SlidePreview:
         events.finished(outcome)
         return SlidePreview(record.id, str(outcome.status), outcome.reason)
     patches, route = len(plan.plan), record.route
-    events.finished(SlideOutcome(record.id, record.path, Status.PLANNED, patches, route=route))
-    return SlidePreview(record.id, str(Status.PLANNED), "", record, plan.estimate)
+    events.finished(SlideOutcome(record.id, record.path, SlideStatus.PLANNED, patches, route=route))
+    return SlidePreview(record.id, str(SlideStatus.PLANNED), "", record, plan.estimate)

@@ -30,7 +30,7 @@ _REMEDIES = {
 """What to do about slides without patches, by the start of their note."""
 
 
-class Status(StrEnum):
+class SlideStatus(StrEnum):
     """State of a slide after a run."""
 
     COMPLETE = "complete"
@@ -56,7 +56,7 @@ class SlideOutcome:
 
     id: str
     path: str
-    status: Status
+    status: SlideStatus
     patches: int = 0
     unreadable: int = 0
     stored_bytes: int = 0
@@ -68,12 +68,16 @@ class SlideOutcome:
 
     @classmethod
     def of(
-        cls, record: SlideRecord, status: Status = Status.COMPLETE, *, seconds: float = 0.0
+        cls,
+        record: SlideRecord,
+        status: SlideStatus = SlideStatus.COMPLETE,
+        *,
+        seconds: float = 0.0,
     ) -> SlideOutcome:
         """Return the outcome of a slide with a complete or failed record; `status` is that of a complete one."""
         if record.state is SlideState.FAILED:
             reason = record.error or "unknown reason"
-            return cls(record.id, record.path, Status.FAILED, seconds=seconds, reason=reason)
+            return cls(record.id, record.path, SlideStatus.FAILED, seconds=seconds, reason=reason)
         return cls(
             id=record.id, path=record.path, status=status, patches=record.stored,
             unreadable=record.unreadable, stored_bytes=record.stored_bytes, route=record.route,
@@ -82,7 +86,7 @@ class SlideOutcome:
 
     def __str__(self) -> str:
         """Return the outcome in one line."""
-        if self.status is Status.FAILED:
+        if self.status is SlideStatus.FAILED:
             return f"failed {self.id}: {self.reason}"
         lost = f", {self.unreadable} unreadable" if self.unreadable else ""
         route = f", {self.route}" if self.route and self.patches else ""
@@ -139,14 +143,14 @@ class IngestReport(Result):
     slides: list[SlideOutcome] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
-    def of(self, status: Status) -> list[SlideOutcome]:
+    def of(self, status: SlideStatus) -> list[SlideOutcome]:
         """Return the outcomes with a status."""
         return [slide for slide in self.slides if slide.status is status]
 
     @property
     def failed(self) -> dict[str, str]:
         """Reasons of the slides that failed, by id."""
-        return {slide.id: slide.reason for slide in self.of(Status.FAILED)}
+        return {slide.id: slide.reason for slide in self.of(SlideStatus.FAILED)}
 
     @property
     def exit_code(self) -> ExitCode:
@@ -158,13 +162,15 @@ class IngestReport(Result):
 
         The speed of a route is its number of patches divided by the wall time of the whole run.
         """
-        done = self.of(Status.COMPLETE)
+        done = self.of(SlideStatus.COMPLETE)
         routes = sorted({slide.route or "none" for slide in done})
         rows = [("ingested", done)]
         rows += [
             (f"  {route}", [s for s in done if (s.route or "none") == route]) for route in routes
         ]
-        rows += [(str(status), self.of(status)) for status in (Status.SKIPPED, Status.FAILED)]
+        rows += [
+            (str(status), self.of(status)) for status in (SlideStatus.SKIPPED, SlideStatus.FAILED)
+        ]
         header = (
             f"{'':<12}{'slides':>8}{'patches':>13}{'unreadable':>12}{'MB':>11}{'patches/s':>11}"
         )
@@ -178,7 +184,7 @@ class IngestReport(Result):
         """Return how many slides have patches, and why others have none."""
         empty: dict[str, list[str]] = {}
         for slide in self.slides:
-            if not slide.patches and slide.status is not Status.FAILED:
+            if not slide.patches and slide.status is not SlideStatus.FAILED:
                 reason = re.split("[:;]", reason_without_patches(slide.notes))[0]
                 empty.setdefault(reason, []).append(slide.id)
         without, failed = sum(map(len, empty.values())), len(self.failed)
@@ -217,13 +223,13 @@ class IngestReport(Result):
 
 def _row(name: str, slides: Sequence[SlideOutcome], seconds: float) -> str:
     patches = sum(slide.patches for slide in slides)
-    if name == Status.FAILED:
+    if name == SlideStatus.FAILED:
         return f"{name:<12}{len(slides):>8,}"
     sums = (
         f"{name:<12}{len(slides):>8,}{patches:>13,}{sum(s.unreadable for s in slides):>12,}"
         f"{sum(s.stored_bytes for s in slides) / 1e6:>11,.1f}"
     )
-    return sums if name == Status.SKIPPED else f"{sums}{patches / seconds:>11,.0f}"
+    return sums if name == SlideStatus.SKIPPED else f"{sums}{patches / seconds:>11,.0f}"
 
 
 class IngestProgress(Closing):
@@ -266,7 +272,7 @@ class IngestProgress(Closing):
             self._update(planned=stored - planned)  # negative if the slide failed before its end
         self._ended += 1
         self._run.retitle(self._title())
-        text, failed = str(outcome), outcome.status is Status.FAILED
+        text, failed = str(outcome), outcome.status is SlideStatus.FAILED
         self._log.message(text)
         first = self._causes.setdefault(_cause(outcome.id, outcome.reason), outcome.id)
         if failed and first != outcome.id:

@@ -57,7 +57,7 @@ _NOT_SET_ASIDE = {META, PATCHES, THUMBNAILS, SET_ASIDE}
 _OF_CLASSES = {"label", "covered"}
 _MEASURED = {*_OF_CLASSES, "focus", "pen", "dark"}
 
-Columns = dict[str, NDArray[Any]]
+PatchColumns = dict[str, NDArray[Any]]
 
 
 @dataclass(slots=True)
@@ -261,14 +261,14 @@ def _decoded(number: int, value: bytes | memoryview | None) -> SlideRecord | Non
     return None
 
 
-def _index(number: int, block: bytes | memoryview | None) -> Columns:
+def _index(number: int, block: bytes | memoryview | None) -> PatchColumns:
     """Return the columns of an index block; empty if it is missing or damaged."""
     with suppress(DamagedStore):
         return decode_index(slide_key(number), bytes(block or b""), where=f"slide {number}")
     return {}
 
 
-def _still_valid(old: Columns, new: Columns, classes: int) -> Columns:
+def _still_valid(old: PatchColumns, new: PatchColumns, classes: int) -> PatchColumns:
     """Return the columns that were measured or labelled after the ingest, if the patch coordinates are equal."""
     if not (old and new and all(np.array_equal(old[name], new[name]) for name in ("x_l0", "y_l0"))):
         return {}

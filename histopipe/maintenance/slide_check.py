@@ -34,7 +34,7 @@ from histopipe.system.result import some
 _NUMBER = 4
 """Bytes of the slide number at the start of a key."""
 
-SlideColumns = dict[str, NDArray[Any]]
+CheckedColumns = dict[str, NDArray[Any]]
 
 
 class WrongValue(NamedTuple):
@@ -125,7 +125,7 @@ def _check_complete(
 
 
 def _check_counts(
-    raw: RawStore, check: SlideCheck, record: SlideRecord, columns: SlideColumns
+    raw: RawStore, check: SlideCheck, record: SlideRecord, columns: CheckedColumns
 ) -> None:
     length, labels = columns["length"], columns["label"]
     stored = int(np.count_nonzero(length))
@@ -147,7 +147,7 @@ def _check_counts(
 
 
 def _check_patches(
-    raw: RawStore, check: SlideCheck, columns: SlideColumns, side: int | None
+    raw: RawStore, check: SlideCheck, columns: CheckedColumns, side: int | None
 ) -> None:
     """Look up every patch as a reader does, and compare it with its CRC. With `side`, also decode it."""
     pixels = None

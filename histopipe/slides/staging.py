@@ -59,7 +59,7 @@ class StagedSlide:
         return text.replace(f"{self.folder}/", f"{base}/" if base or self.original.remote else "")
 
 
-class Stage(Closing):
+class StagingArea(Closing):
     """Copies slides into a local folder, one after the other, at most `limit_bytes` at once.
 
     `advance` is called with the number of bytes that were copied.
@@ -238,7 +238,7 @@ class Stage(Closing):
 
 
 def staged(
-    stage: Stage | None, items: Iterable[T], file_of: Callable[[T], SlideFile]
+    stage: StagingArea | None, items: Iterable[T], file_of: Callable[[T], SlideFile]
 ) -> Iterator[tuple[T, StagedSlide | SlideError | None] | None]:
     """Yield items in order with the copies of their slides, while the next slides are being copied.
 

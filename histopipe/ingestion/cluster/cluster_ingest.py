@@ -32,7 +32,7 @@ from histopipe.ingestion.report import (
     IngestProgress,
     IngestReport,
     SlideOutcome,
-    Status,
+    SlideStatus,
 )
 from histopipe.ingestion.slide_job import SlideJob
 from histopipe.slides.tables import SlideLabel
@@ -174,7 +174,7 @@ class _ClusterIngest:
 
     def annotate_skipped(self, report: IngestReport, jobs: Sequence[SlideJob]) -> IngestReport:
         """Label the patches of slides that an earlier run ingested, where their annotations have changed."""
-        skipped = {slide.id for slide in report.of(Status.SKIPPED)}
+        skipped = {slide.id for slide in report.of(SlideStatus.SKIPPED)}
         by_part: dict[str, list[SlideJob]] = defaultdict(list)
         for job in jobs:
             if job.annotations is not None and job.id in skipped and job.id in self.parts:
