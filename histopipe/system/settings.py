@@ -97,10 +97,7 @@ class DeclaredSetting(NamedTuple):
     @property
     def value_type(self) -> Any:
         """The type of its value, without None; the first of several."""
-        kind = self.type
-        if get_origin(kind) in (Union, types.UnionType):
-            kind = next(part for part in get_args(kind) if part is not type(None))
-        return getattr(kind, "__supertype__", kind)
+        return _first_type(self.type)
 
     @property
     def is_list(self) -> bool:
@@ -120,7 +117,7 @@ class DeclaredSetting(NamedTuple):
     @property
     def item_type(self) -> Any:
         """The type of its value, or of the items of a list."""
-        return get_args(self.value_type)[0] if self.is_list else self.value_type
+        return _first_type(get_args(self.value_type)[0]) if self.is_list else self.value_type
 
     @property
     def word(self) -> str | None:
@@ -161,6 +158,13 @@ class DeclaredSetting(NamedTuple):
         if about.at_most is not None:
             return f"from {about.at_least:g} to {about.at_most:.10g}"
         return "" if about.at_least is None else f"{about.at_least:g} or more"
+
+
+def _first_type(kind: Any) -> Any:
+    """Return a type without None, the first of several, and the type that a NewType stands for."""
+    if get_origin(kind) in (Union, types.UnionType):
+        kind = next(part for part in get_args(kind) if part is not type(None))
+    return getattr(kind, "__supertype__", kind)
 
 
 def declared_settings(*classes: type) -> Mapping[str, DeclaredSetting]:
