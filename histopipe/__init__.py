@@ -18,20 +18,18 @@ from histopipe._version import __version__
 from histopipe.errors import HistopipeError
 
 if TYPE_CHECKING:
-    from histopipe.dataset.loader import load_dataset
+    from histopipe.dataset.tf_data import load_dataset
     from histopipe.diagnostics.doctor import doctor
     from histopipe.exporting.export import export
     from histopipe.inference.embed import embed
     from histopipe.inference.predict import predict
-    from histopipe.ingestion.ingest import import_coords, ingest
     from histopipe.ingestion.preview import plan
+    from histopipe.ingestion.request import import_coords, ingest
     from histopipe.maintenance.compact import compact
     from histopipe.maintenance.merge import merge
-    from histopipe.maintenance.pull import pull
-    from histopipe.maintenance.push import push
-    from histopipe.maintenance.remove import remove
     from histopipe.maintenance.repair import repair
-    from histopipe.maintenance.split import split
+    from histopipe.maintenance.split import remove, split
+    from histopipe.maintenance.transfer import pull, push
     from histopipe.maintenance.verify import verify
     from histopipe.measure.annotate import annotate
     from histopipe.measure.quality import quality
@@ -101,18 +99,18 @@ _MODULES = {
     "encoders": "histopipe.pretrained.encoders",
     "export": "histopipe.exporting.export",
     "heatmap": "histopipe.reports.heatmap",
-    "import_coords": "histopipe.ingestion.ingest",
+    "import_coords": "histopipe.ingestion.request",
     "info": "histopipe.reports.info",
-    "ingest": "histopipe.ingestion.ingest",
-    "load_dataset": "histopipe.dataset.loader",
+    "ingest": "histopipe.ingestion.request",
+    "load_dataset": "histopipe.dataset.tf_data",
     "merge": "histopipe.maintenance.merge",
     "open_store": "histopipe.store.store",
     "plan": "histopipe.ingestion.preview",
     "predict": "histopipe.inference.predict",
-    "pull": "histopipe.maintenance.pull",
-    "push": "histopipe.maintenance.push",
+    "pull": "histopipe.maintenance.transfer",
+    "push": "histopipe.maintenance.transfer",
     "quality": "histopipe.measure.quality",
-    "remove": "histopipe.maintenance.remove",
+    "remove": "histopipe.maintenance.split",
     "repair": "histopipe.maintenance.repair",
     "report": "histopipe.reports.report",
     "split": "histopipe.maintenance.split",
@@ -131,7 +129,7 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'histopipe' has no attribute {name!r}")
     value = getattr(importlib.import_module(_MODULES[name]), name)
-    arguments = "histopipe.system.arguments"
+    arguments = "histopipe.system.settings"
     return value if isinstance(value, type) else importlib.import_module(arguments).checked(value)
 
 

@@ -26,7 +26,7 @@ from histopipe.errors import DamagedStore, HistopipeError
 from histopipe.maintenance.verify import verify
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
-from histopipe.system.progress import SilentProgress
+from histopipe.system.output import SilentProgress
 from histopipe.system.worker_pool import WorkerDied, WorkerPool, silence
 
 Damage = Callable[[bytearray, Pages, random.Random], None]

@@ -21,7 +21,7 @@ from histopipe.ingestion import patch_source
 
 T = TypeVar("T")
 WITH_POOLS = (
-    "histopipe.ingestion.ingest",
+    "histopipe.ingestion.request",
     "histopipe.ingestion.ingest_slides",
     "histopipe.ingestion.preview",
     "histopipe.measure.columns",

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from histopipe.tasks.choices import Aggregation, EvaluationLevel, TaskName
 from histopipe.tasks.classification import Classification
-from histopipe.tasks.metrics import Metrics, metrics_of
-from histopipe.tasks.predictions import Predictions, scores_of
+from histopipe.tasks.predictions import Metrics, Predictions, metrics_of, scores_of
 from histopipe.tasks.registry import make_task
 from histopipe.tasks.survival import Survival
 from histopipe.tasks.task import NO_THRESHOLDS, EvaluationSettings, Scores, Task, Thresholds

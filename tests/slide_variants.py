@@ -12,8 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from histopipe.demo.pyramid_tiff import TiffPage, write_pyramid
-from histopipe.demo.slide_maker import SlideSettings, leica_description
+from histopipe.demo.synthetic_slides import (
+    SlideSettings,
+    TiffPage,
+    leica_description,
+    write_pyramid,
+)
 from histopipe.geometry import Size
 
 Pixels = NDArray[np.uint8]

@@ -24,9 +24,9 @@ from hypothesis import strategies as st
 from inline import in_process
 from numpy.typing import NDArray
 
+from histopipe.annotations.annotation_files import find_annotations, read_annotations
 from histopipe.annotations.outline import Outline, Outlines
 from histopipe.annotations.patch_labels import PatchLabels, label_patches, roi_shares
-from histopipe.annotations.read import find_annotations, read_annotations
 from histopipe.annotations.regions import Regions, read_regions, regions_of
 from histopipe.annotations.rules import AnnotationRules
 from histopipe.errors import UsageError
@@ -600,7 +600,7 @@ def test_deep_nesting_takes_bounded_memory(
     path.write_text(beginning + repeated * (HUNDRED_MB // len(repeated)))
     code = (
         "import resource, sys; resource.setrlimit(resource.RLIMIT_AS, (1_500_000_000,) * 2)\n"
-        "from pathlib import Path; from histopipe.annotations.read import read_annotations\n"
+        "from pathlib import Path; from histopipe.annotations.annotation_files import read_annotations\n"
         "from histopipe.errors import UsageError\n"
         "try: read_annotations(Path(sys.argv[1]))\n"
         "except UsageError as error: print(error)"

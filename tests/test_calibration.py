@@ -16,7 +16,7 @@ from scipy.optimize import minimize
 from sklearn import metrics as sk
 from sklearn.linear_model import LogisticRegression
 
-from histopipe.evaluation.temperature import fit_temperature, tempered
+from histopipe.evaluation.evaluate import fit_temperature, tempered
 from histopipe.tasks.calibration import decision_curve, recalibration
 from histopipe.tasks.intervals import (
     auc_interval,
@@ -25,8 +25,7 @@ from histopipe.tasks.intervals import (
     precision_interval,
     share_interval,
 )
-from histopipe.tasks.metrics import Metrics
-from histopipe.tasks.predictions import Predictions
+from histopipe.tasks.predictions import Metrics, Predictions
 from histopipe.tasks.statistics import bootstrap_draws
 
 Floats = NDArray[np.float64]

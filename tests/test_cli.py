@@ -25,7 +25,7 @@ from histopipe.cli import histopipe as cli
 from histopipe.cli.parameters import show_json, show_text
 from histopipe.errors import ExitCode
 from histopipe.slides.tiles.check import TileCheck
-from histopipe.system.result import counted
+from histopipe.system.output import counted
 
 
 def test_every_command_has_help_and_is_in_readme(run: Run) -> None:

@@ -27,7 +27,7 @@ from histopipe.ingestion.slide_job import SlideJob
 from histopipe.slides.discovery import discover
 from histopipe.store.catalog import read_catalog
 from histopipe.store.store import recorded
-from histopipe.system.progress import SilentProgress
+from histopipe.system.output import SilentProgress
 from histopipe.tiling.spec import TilingSpec
 
 FLAGS = ("--patch-size", "64", "--tissue", "none", "--scratch", "scratch")

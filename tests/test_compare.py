@@ -52,7 +52,7 @@ def test_differences_and_intervals_equal_a_slow_reference(
     assert {difference.interval for metrics in few.values() for difference in metrics.values()} == {
         None
     }
-    monkeypatch.setattr("histopipe.studies.paired_differences.FEWEST_PATIENTS", 2)
+    monkeypatch.setattr("histopipe.studies.compare.FEWEST_PATIENTS", 2)
     comparison = compare([runs / "a", runs / "b"], resamples=300, seed=7)
     assert comparison.settings["optimizer"] == ("adam", "sgd")
     assert comparison.settings["augment"] == (["flips"], ["none"])

@@ -17,14 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_store import RECORD, SPEC, columns_of
 
-from histopipe.dataset.memory import ReusedMemory, aligned_empty
-from histopipe.dataset.patch_batches import PatchBatches
-from histopipe.dataset.sample_table import SampleRows, SampleTable, pack_keys, unpack_keys
+from histopipe.dataset.patch_batches import PatchBatches, ReusedMemory, aligned_empty
 from histopipe.dataset.sampling import Sequential, Shuffled, make_order
-from histopipe.dataset.selection import select
+from histopipe.dataset.selection import SampleRows, SampleTable, pack_keys, select, unpack_keys
 from histopipe.errors import DamagedStore, NothingToDo, UnknownVersion, UsageError
 from histopipe.geometry import Micrometres
-from histopipe.slides.slide_hashes import SlideHashes, copy_groups, copy_names
+from histopipe.slides.slide_files import SlideHashes, copy_groups, copy_names
 from histopipe.slides.tables import SlideLabel
 from histopipe.splits.assignment import Assignment
 from histopipe.splits.labelling import Labelling

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from conftest import Run
 
-from histopipe.annotations.read import read_annotations
+from histopipe.annotations.annotation_files import read_annotations
 from histopipe.demo import slide_demo
 from histopipe.demo.demo import demo
-from histopipe.demo.slide_maker import SlideSettings, make_slide
+from histopipe.demo.synthetic_slides import SlideSettings, make_slide
 from histopipe.geometry import PointL0, Size
 from histopipe.slides.readers import open_slide
 

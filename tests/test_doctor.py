@@ -11,12 +11,11 @@ from pathlib import Path
 import pytest
 from conftest import Run
 
-from histopipe.diagnostics import graphics, machine
-from histopipe.diagnostics.doctor import DoctorReport
-from histopipe.diagnostics.graphics import Device, Driver, Probe
+from histopipe.diagnostics import doctor, machine
+from histopipe.diagnostics.doctor import Device, DoctorReport, Driver, Probe
 from histopipe.diagnostics.machine import Check, State
 from histopipe.errors import ExitCode
-from histopipe.system.filesystems import filesystem_of
+from histopipe.system.files import filesystem_of
 
 CPU = Device("/CPU:0", "", 0.01)
 BUILT = Probe("2.21.0", "3.15.1", "12.5.1", (CPU,))
@@ -44,7 +43,7 @@ def test_this_machine(run: Run) -> None:
     if filesystem_of(SHARED) == "tmpfs":
         assert checks["filesystem"]["state"] == "warning"
         assert "patches.lmdb is on tmpfs" in str(checks["filesystem"]["found"])
-    if graphics.find_driver() is None:
+    if doctor.find_driver() is None:
         assert done.returncode == 0, done.stdout
         assert "no NVIDIA driver" in str(checks["GPU"]["found"])
 
@@ -81,8 +80,8 @@ def test_hanging_tensorflow_is_reported(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "tensorflow").mkdir()
     (tmp_path / "tensorflow" / "__init__.py").write_text("import time; time.sleep(1000)")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(graphics, "_SECONDS", 3.0)
-    check, probe = graphics.tensorflow()
+    monkeypatch.setattr(doctor, "_SECONDS", 3.0)
+    check, probe = doctor.tensorflow()
     assert probe is None
     assert check.state is State.BAD and "no result after 3 s" in check.found
 
@@ -107,18 +106,18 @@ def test_reasons_for_missing_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    (check,) = graphics.gpus(driver, probe)
+    (check,) = doctor.gpus(driver, probe)
     assert message in check.found and todo in (check.todo or "")
     assert check.state is (State.WARNING if driver is None else State.BAD)
 
 
 def test_hidden_and_broken_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    (check,) = graphics.gpus(H200, BUILT)
+    (check,) = doctor.gpus(H200, BUILT)
     assert "CUDA_VISIBLE_DEVICES hides" in check.found
     good = Device("/GPU:0", "NVIDIA H200", 0.001)
     wrong = Device("/GPU:1", "NVIDIA H200", 0.001, "a matrix product is wrong by 40.0%")
-    first, second = graphics.gpus(H200, Probe("2.21.0", "3.15.1", "12.5.1", (CPU, good, wrong)))
+    first, second = doctor.gpus(H200, Probe("2.21.0", "3.15.1", "12.5.1", (CPU, good, wrong)))
     assert (first.state, second.state) == (State.GOOD, State.BAD)
     assert "1.0 ms" in first.found and "wrong by 40.0%" in second.found
 
@@ -132,12 +131,12 @@ def nvidia_smi(folder: Path, script: str) -> None:
 def test_find_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     nvidia_smi(tmp_path, "echo '550.54.14, NVIDIA A100'; echo '550.54.14, NVIDIA A100'")
-    assert graphics.find_driver() == Driver("550.54.14", ("NVIDIA A100", "NVIDIA A100"))
+    assert doctor.find_driver() == Driver("550.54.14", ("NVIDIA A100", "NVIDIA A100"))
     nvidia_smi(tmp_path, "echo 'Driver/library version mismatch'; exit 18")
     proc = tmp_path / "version"
     proc.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.14  Thu Feb 22\n")
-    assert graphics.find_driver(proc) == Driver("550.54.14", (), "Driver/library version mismatch")
-    assert graphics.find_driver(tmp_path / "missing") is None
+    assert doctor.find_driver(proc) == Driver("550.54.14", (), "Driver/library version mismatch")
+    assert doctor.find_driver(tmp_path / "missing") is None
 
 
 def test_processor_without_avx(tmp_path: Path) -> None:

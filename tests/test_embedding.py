@@ -40,7 +40,7 @@ from histopipe.inference.slide_run import (
     slide_batches,
 )
 from histopipe.store.store import Store
-from histopipe.system.progress import SilentProgress
+from histopipe.system.output import SilentProgress
 
 NETWORK = ["--model", "mobilenet", "--weights", "none"]
 SIZE = 24
@@ -380,7 +380,7 @@ def test_out_of_memory_reduces_the_pieces(
 
     arguments: dict[str, Any] = {"model": "mobilenet", "weights": "none", "batch_size": 8}
     histopipe.embed(small_store, out=tmp_path / "a", **arguments)
-    monkeypatch.setattr("histopipe.inference.keras_network.one_per_replica", short)
+    monkeypatch.setattr("histopipe.inference.networks.one_per_replica", short)
     histopipe.embed(small_store, out=tmp_path / "b", **arguments)
     assert "continuing with 2 patches per device at once" in capsys.readouterr().err
     for slide, values in features_of(tmp_path / "a").items():

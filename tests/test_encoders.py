@@ -22,8 +22,7 @@ from histopipe.geometry import PointL0, Size
 from histopipe.pretrained.presets import Preprocessing, load_preset
 from histopipe.slides.readers import open_slide
 from histopipe.store.store import Store
-from histopipe.training.backbones import build_backbone
-from histopipe.training.preprocessing import prepare
+from histopipe.training.backbones import build_backbone, prepare
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of keras and TensorFlow, when they write models
 FILTERS = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}

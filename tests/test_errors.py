@@ -20,7 +20,7 @@ from histopipe.errors import (
 )
 from histopipe.store.handle import ERRORS
 from histopipe.system.files import atomic_write, remove_parts, shortened
-from histopipe.system.result import slide_failure
+from histopipe.system.output import slide_failure
 from histopipe.system.worker_pool import WorkerDied
 
 KINDS = [

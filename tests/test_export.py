@@ -303,7 +303,7 @@ def test_shards_at_a_url_equal_local_ones_and_the_export_continues(
             raise RemoteError("connection lost")
         upload(path, target)
 
-    monkeypatch.setattr("histopipe.exporting.folders.upload", cut)
+    monkeypatch.setattr("histopipe.exporting.patches.upload", cut)
     with pytest.raises(RemoteError):
         export(store, url, **options)
     second = export(store, url, **options)

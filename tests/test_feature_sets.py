@@ -14,13 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_mil import a_bag, write_bag
 
-from histopipe.dataset.sample_table import SampleTable
 from histopipe.dataset.sampling import Sequential
-from histopipe.dataset.selection import select
+from histopipe.dataset.selection import SampleTable, select
 from histopipe.errors import DamagedStore, NothingToDo, UsageError
-from histopipe.features.bag_batches import BagBatches
-from histopipe.features.bags import BagSet, read_bag
-from histopipe.features.joined import covering
+from histopipe.features.bags import BagBatches, BagSet, read_bag
+from histopipe.features.feature_sets import covering
 from histopipe.runs.task_config import (
     FORMER,
     BagTrainConfig,

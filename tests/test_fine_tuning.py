@@ -20,13 +20,13 @@ from test_training import PREDICT, history
 import histopipe
 from histopipe.errors import UsageError
 from histopipe.training.backbones import build_backbone
-from histopipe.training.fine_tuning import (
+from histopipe.training.models import (
+    build_model,
     changing_state,
     frozen_weights,
     rate_factors,
     set_trainable,
 )
-from histopipe.training.models import build_model
 from histopipe.training.objective import ClassObjective
 
 ENCODERS = Path(__file__).parent / "encoders"

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from sklearn import metrics as sk
 
 import histopipe
-from histopipe.dataset.sample_table import pack_keys
+from histopipe.dataset.selection import pack_keys
 from histopipe.errors import HistopipeError, NothingToDo, OutOfMemory, OutOfTime, UsageError
 from histopipe.geometry import Micrometres
 from histopipe.reports.info import FolderInfo
@@ -36,7 +36,7 @@ from histopipe.splits.labelling import Labelling
 from histopipe.splits.splitting import make_folds, make_splits
 from histopipe.splits.subsets import SplitBy
 from histopipe.store.store import Store
-from histopipe.studies.trainings import share_devices
+from histopipe.studies.study import share_devices
 from histopipe.training.outputs import SampleOutputs, located
 
 SHARES = (0.7, 0.15, 0.15)
@@ -176,8 +176,8 @@ def recorded(whole: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Reco
     def replaced(**failures: list[Failure]) -> RecordedTrainings:
         named = {name.replace("_", "-"): list(each) for name, each in failures.items()}
         fake = RecordedTrainings(whole, named)
-        monkeypatch.setattr("histopipe.studies.trainings.supervise", fake)
-        monkeypatch.setattr("histopipe.studies.trainings.count_gpus", lambda: 0)
+        monkeypatch.setattr("histopipe.studies.study.supervise", fake)
+        monkeypatch.setattr("histopipe.studies.study.count_gpus", lambda: 0)
         return fake
 
     return replaced
@@ -577,7 +577,7 @@ def test_recorded_configuration_repeats_the_cross_validation(
 
 
 def test_share_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("histopipe.studies.trainings.count_gpus", lambda: 5)
+    monkeypatch.setattr("histopipe.studies.study.count_gpus", lambda: 5)
     assert share_devices("auto", 1) == ["auto"]
     assert share_devices("auto", 2) == ["gpu:0,2,4", "gpu:1,3"]
     assert share_devices("gpu", 5) == [f"gpu:{n}" for n in range(5)]
@@ -585,5 +585,5 @@ def test_share_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert share_devices("cpu:2", 3) == ["cpu:2"] * 3
     with pytest.raises(UsageError, match="--parallel-folds: found 3, expected at most one"):
         share_devices("gpu:3,4", 3)
-    monkeypatch.setattr("histopipe.studies.trainings.count_gpus", lambda: 0)
+    monkeypatch.setattr("histopipe.studies.study.count_gpus", lambda: 0)
     assert share_devices("auto", 3) == ["auto"] * 3

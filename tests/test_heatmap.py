@@ -20,21 +20,19 @@ from PIL import Image
 from test_reader import a_store, jpegs
 from tifffile import TiffFile
 
-from histopipe.annotations.read import read_annotations
+from histopipe.annotations.annotation_files import read_annotations
 from histopipe.geometry import PointL0
-from histopipe.predictions.patch_values import ranks_of
-from histopipe.predictions.predictions_folder import PredictedSlide, PredictionsFolder
-from histopipe.predictions.tables import write_predictions
+from histopipe.predictions.sources import PredictedSlide, PredictionsFolder
+from histopipe.predictions.tables import ranks_of, write_predictions
 from histopipe.reports.charts import lines
-from histopipe.reports.heatmap_files import (
+from histopipe.reports.heatmap import (
     coloured,
     scale_bar_um,
     write_heatmap_geojson,
     write_heatmap_png,
     write_heatmap_tiff,
 )
-from histopipe.reports.heatmap_sources import SlideImages, find_slide
-from histopipe.reports.heatmap_values import NamedPatchValues
+from histopipe.reports.heatmap_values import NamedPatchValues, SlideImages, find_slide
 from histopipe.slides.readers import open_slide
 from histopipe.splits.splitting import make_splits
 from histopipe.store.reading import decode_picture
@@ -188,10 +186,10 @@ def test_small_slides_are_drawn_from_their_patches(
         number, record = next(iter(store.complete.items()))
         thumbnail = decode_picture(store.thumbnail(number) or b"", "thumbnail")
         images = SlideImages({}, [store])
-        monkeypatch.setattr("histopipe.reports.heatmap_sources._SMALL_SIDE", max(thumbnail.shape))
+        monkeypatch.setattr("histopipe.reports.heatmap_values._SMALL_SIDE", max(thumbnail.shape))
         small = images.of(record.id)
         assert small is not None and small.shape == thumbnail.shape
-        monkeypatch.setattr("histopipe.reports.heatmap_sources._SMALL_SIDE", 1e6)
+        monkeypatch.setattr("histopipe.reports.heatmap_values._SMALL_SIDE", 1e6)
         drawn = images.of(record.id)
         assert drawn is not None and max(drawn.shape) == 1600
         scale = 1600 / max(record.width, record.height)
@@ -201,7 +199,7 @@ def test_small_slides_are_drawn_from_their_patches(
             x, y = (round(int(index[name][row]) * scale) for name in ("x_l0", "y_l0"))
             there = drawn[y : y + int(side * scale), x : x + int(side * scale)]
             assert np.abs(there.mean((0, 1)) - store.read(record.id, row).mean((0, 1))).max() < 3
-        monkeypatch.setattr("histopipe.reports.heatmap_sources._SMALL_PATCHES", record.stored - 1)
+        monkeypatch.setattr("histopipe.reports.heatmap_values._SMALL_PATCHES", record.stored - 1)
         undrawn = images.of(record.id)
         assert undrawn is not None and np.array_equal(undrawn, thumbnail)
 

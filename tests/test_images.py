@@ -21,11 +21,9 @@ from PIL import Image
 from histopipe.errors import SlideUnreadable, UsageError
 from histopipe.geometry import Micrometres, Mpp, PointL0, Size
 from histopipe.inference import slide_tiler
-from histopipe.inference.classifier import PredictOptions
-from histopipe.inference.trained_patches import TrainedPatches
-from histopipe.ingestion.ingest import ingest
+from histopipe.inference.classifier import PredictOptions, TrainedPatches
 from histopipe.ingestion.preview import plan
-from histopipe.ingestion.request import read_request
+from histopipe.ingestion.request import ingest, read_request
 from histopipe.slides import image_reader
 from histopipe.slides.discovery import discover
 from histopipe.slides.readers import is_image, open_slide
@@ -33,7 +31,7 @@ from histopipe.slides.scale import resolve_mpp
 from histopipe.splits.splits import DROPPED
 from histopipe.splits.splitting import make_splits
 from histopipe.store.store import Store
-from histopipe.system.progress import SilentProgress
+from histopipe.system.output import SilentProgress
 from histopipe.tiling.plan import cell_starts
 from histopipe.tiling.spec import Edge, TilingSpec, spec_from_json, spec_of_store
 

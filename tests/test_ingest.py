@@ -39,7 +39,7 @@ from histopipe.store.claims import Claims
 from histopipe.store.record import FailureKind, SlideRecord, SlideState
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
-from histopipe.system.progress import SilentProgress
+from histopipe.system.output import SilentProgress
 from histopipe.tiling.spec import TilingSpec
 
 CMU, TCGA = "CMU-1-Small-Region", "TCGA-CR-7395-01A-01-TS1"

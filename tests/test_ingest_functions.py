@@ -17,13 +17,13 @@ from inline import Run, in_process
 from histopipe.cli import COMMANDS
 from histopipe.cli.ingestion import ingest as ingest_command
 from histopipe.errors import ExitCode, UsageError
-from histopipe.ingestion.ingest import import_coords, ingest
 from histopipe.ingestion.options import IMPORT_SETTINGS, INGEST_SETTINGS, ClusterOptions
 from histopipe.ingestion.preview import plan
+from histopipe.ingestion.request import import_coords, ingest
 from histopipe.measure.annotate import annotate
 from histopipe.measure.quality import quality
 from histopipe.measure.stains import StainsResult, stains
-from histopipe.system.progress import SilentProgress
+from histopipe.system.output import SilentProgress
 from histopipe.system.settings import declared_settings
 
 SILENT = SilentProgress()
@@ -121,7 +121,7 @@ def test_wrong_options_raise_usage_error(tmp_path: Path, settings: Any, message:
 
 SCRIPT = """
 from histopipe.geometry import Mpp
-from histopipe.ingestion.ingest import ingest
+from histopipe.ingestion.request import ingest
 report = ingest("in", "s.lmdb", patch_size=64, workers=2)
 print(len(report.slides), report.exit_code)
 """

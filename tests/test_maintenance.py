@@ -19,7 +19,7 @@ from test_verify import edited
 
 from histopipe.errors import NothingToDo, SpecMismatch, UsageError
 from histopipe.maintenance.merge import merge
-from histopipe.maintenance.remove import remove
+from histopipe.maintenance.split import remove
 from histopipe.maintenance.verify import verify
 from histopipe.splits.splits import write_splits
 from histopipe.splits.splitting import make_splits

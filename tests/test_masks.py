@@ -29,12 +29,11 @@ from histopipe.slides.readers import open_slide
 from histopipe.slides.tables import SlideNames
 from histopipe.slides.thumbnail import read_thumbnail
 from histopipe.store.store import Store
-from histopipe.system.progress import SilentProgress
+from histopipe.system.output import SilentProgress
 from histopipe.tiling.spec import TilingSpec, resolved_tissue, spec_of_store
 from histopipe.tissue_masks import NEWEST
 from histopipe.tissue_masks.algorithms import FINDERS
-from histopipe.tissue_masks.grid import Grid
-from histopipe.tissue_masks.mask import Components
+from histopipe.tissue_masks.mask import Components, Grid
 from histopipe.tissue_masks.mask_files import identify_mask_file, read_mask, write_mask
 from histopipe.tissue_masks.network import find_by_network, load_network, read_segmenter
 
@@ -319,7 +318,7 @@ def test_pictures_up_to_the_documented_size_are_read(
     monkeypatch.setattr("histopipe.tissue_masks.mask_files._MOST_PIXELS", 3_000)
     with pytest.raises(MaskUnfit, match="found 64×48 pixels, expected at most 3,000"):
         read_mask(path, "the-slide", GRID, BOUNDS)
-    monkeypatch.setattr("histopipe.annotations.read.MOST_BYTES", 10)
+    monkeypatch.setattr("histopipe.annotations.annotation_files.MOST_BYTES", 10)
     with pytest.raises(MaskUnfit, match="too large"):
         identify_mask_file(path)
 
@@ -347,9 +346,7 @@ def test_unexpected_error_fails_only_its_slide(
             raise KeyError("x")
         return write_mask(*arguments)
 
-    monkeypatch.setattr(
-        "histopipe.tissue_masks.mask_folder.write_mask", lambda *a, **_: failing(*a)
-    )
+    monkeypatch.setattr("histopipe.tissue_masks.finding.write_mask", lambda *a, **_: failing(*a))
     monkeypatch.setattr("histopipe.reports.tissue.WorkerPool", InlineWorkers)
     result = histopipe.tissue(slides, tmp_path / "masks", progress=SILENT)
     assert list(result.failed.values()) == [

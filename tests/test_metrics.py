@@ -20,19 +20,24 @@ from sklearn import calibration
 from sklearn import metrics as sk
 
 from histopipe.errors import DamagedStore, UsageError
-from histopipe.evaluation.evaluate import Evaluation, choose_thresholds, evaluate, evaluate_subsets
-from histopipe.evaluation.table import evaluation_lines, remarks, split_lines
+from histopipe.evaluation.evaluate import (
+    Evaluation,
+    choose_thresholds,
+    evaluate,
+    evaluate_subsets,
+    evaluation_lines,
+    remarks,
+    split_lines,
+)
 from histopipe.predictions.tables import read_predictions, write_predictions
 from histopipe.reports.evaluation_blocks import EvaluatedPredictions, metric_cards, metrics_blocks
 from histopipe.reports.failures import decisions
 from histopipe.reports.html_page import Table
 from histopipe.tasks.calibration import BINS
 from histopipe.tasks.classification import Classification
-from histopipe.tasks.metrics import Metrics
-from histopipe.tasks.predictions import Predictions, with_common_patients
+from histopipe.tasks.predictions import Metrics, Predictions, choose_threshold, with_common_patients
 from histopipe.tasks.statistics import area_under_roc, bootstrap_draws, roc_of
 from histopipe.tasks.task import EvaluationSettings, Scores, Thresholds
-from histopipe.tasks.thresholds import choose_threshold
 
 NO_DRAWS = np.zeros((0, 1))
 

@@ -31,17 +31,15 @@ from test_embedding import make_onnx
 from test_reader import a_store, jpegs
 
 import histopipe
-from histopipe.dataset.sample_table import SampleTable
 from histopipe.dataset.sampling import Sequential
-from histopipe.dataset.selection import select
+from histopipe.dataset.selection import SampleTable, select
 from histopipe.errors import DamagedStore, MachineShort, NothingToDo, UsageError
-from histopipe.features.bag_batches import BagBatches
 from histopipe.features.bag_statistics import feature_moments, scaling_variance
-from histopipe.features.bags import BagSet, read_bag
+from histopipe.features.bags import BagBatches, BagSet, read_bag
 from histopipe.features.feature_file import read_features, read_header, writing
 from histopipe.ingestion.coords import read_header as read_coords_header
 from histopipe.runs.task_config import PatchTrainConfig
-from histopipe.slides.slide_hashes import copy_groups
+from histopipe.slides.slide_files import copy_groups
 from histopipe.splits.splitting import make_splits
 from histopipe.system.tensorflow import load_quietly
 
@@ -501,7 +499,7 @@ def test_out_of_memory_continues_with_smaller_micro_batches(
 ) -> None:
     import tensorflow as tf
 
-    from histopipe.training.bag_train_step import BagTrainStep
+    from histopipe.training.train_step import BagTrainStep
 
     whole: Callable[..., Any] = BagTrainStep._gradient_step
     calls: list[int] = []
@@ -647,7 +645,7 @@ def unbalanced_problem(folder: Path, **settings: Any) -> Any:
     """Return the problem of a store with six normal slides of 4 patches, and six of tumour with 12 each."""
     from histopipe.runs.training_data import new_splits, read_labelling
     from histopipe.store.store import Store
-    from histopipe.training.problem import PatchProblem
+    from histopipe.training.training_data import PatchProblem
 
     pictures = jpegs(0, 12, 32)
     slides = {f"{'nt'[i % 2]}{i}": pictures[: (4, 12)[i % 2]] for i in range(12)}
@@ -704,10 +702,9 @@ def test_weighted_gradient_is_the_mean_over_the_real_rows(kind: str) -> None:
     import tensorflow as tf
 
     from histopipe.training.bag_model import BagModel
-    from histopipe.training.bag_train_step import BagTrainStep
     from histopipe.training.models import PatchModel, SampleDropout
     from histopipe.training.objective import ClassObjective
-    from histopipe.training.train_step import StepSettings, TrainStep
+    from histopipe.training.train_step import BagTrainStep, StepSettings, TrainStep
 
     keras.utils.set_random_seed(1)
     rng, objective = np.random.default_rng(1), ClassObjective(2)

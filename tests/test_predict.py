@@ -22,20 +22,20 @@ from made_scores import class_predictions
 
 from histopipe.dataset.patch_batches import decode
 from histopipe.errors import DamagedStore, HistopipeError, UsageError
-from histopipe.evaluation.temperature import tempered
+from histopipe.evaluation.evaluate import tempered
 from histopipe.geometry import Mpp
 from histopipe.inference.classifier import PredictOptions
 from histopipe.inference.predict import predict
 from histopipe.inference.slide_run import PatchBatch, Results, SlideRun
 from histopipe.inference.slide_tiler import FileSource
 from histopipe.ingestion.patch_source import chunk_of
-from histopipe.predictions.predictions_folder import PredictedSlide, PredictionsFolder
+from histopipe.predictions.sources import PredictedSlide, PredictionsFolder
 from histopipe.reports.report import report
 from histopipe.runs.result import read_result
 from histopipe.slides.slide_files import SlideFile
 from histopipe.splits.splits import SlideSplit, Splits, trained_on, write_splits
 from histopipe.store.store import Store
-from histopipe.system.progress import default_progress
+from histopipe.system.output import default_progress
 from histopipe.tasks.predictions import Predictions, joined_predictions
 from histopipe.tiling.spec import TilingSpec
 

@@ -21,12 +21,10 @@ from numpy.typing import NDArray
 
 import histopipe
 from histopipe.errors import UsageError
-from histopipe.pretrained.checkpoints import read_tensors
-from histopipe.pretrained.naming import NAMINGS, expected_shapes, select
+from histopipe.pretrained.architecture import NAMINGS, expected_shapes, resampling_matrix, select
+from histopipe.pretrained.checkpoints import Tensor, read_tensors
+from histopipe.pretrained.encoders import named_preset, with_published_settings
 from histopipe.pretrained.presets import Preset, load_preset, preset_names
-from histopipe.pretrained.resampling import resampling_matrix
-from histopipe.pretrained.sources import named_preset, with_published_settings
-from histopipe.pretrained.tensors import Tensor
 
 FILES = Path(__file__).parent / "encoders"
 TINY = FILES / "tiny.toml"

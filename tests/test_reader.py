@@ -30,9 +30,8 @@ import histopipe
 from histopipe.cli.machine import bench as bench_command
 from histopipe.dataset.options import Balance
 from histopipe.dataset.patch_batches import PatchBatches
-from histopipe.dataset.sample_table import SampleTable, unpack_keys
 from histopipe.dataset.sampling import BlockShuffled, Sequential, make_order
-from histopipe.dataset.selection import class_numbers, select
+from histopipe.dataset.selection import SampleTable, class_numbers, select, unpack_keys
 from histopipe.dataset.tf_data import STEPS_AHEAD, ReadAhead, default_calls
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.ingestion.patch_source import png
@@ -425,7 +424,7 @@ import os, sys, histopipe
 from pathlib import Path
 from histopipe.dataset.sampling import Sequential
 from histopipe.dataset.patch_batches import PatchBatches
-from histopipe.dataset.sample_table import SampleTable
+from histopipe.dataset.selection import SampleTable
 from histopipe.dataset.selection import select
 from histopipe.store.store import Store
 
@@ -808,7 +807,7 @@ from pathlib import Path
 from statistics import median
 from histopipe.dataset.sampling import Shuffled
 from histopipe.dataset.patch_batches import PatchBatches
-from histopipe.dataset.sample_table import SampleTable
+from histopipe.dataset.selection import SampleTable
 from histopipe.dataset.selection import select
 from histopipe.dataset.tf_data import BatchFeed
 from histopipe.store.store import Store

@@ -27,15 +27,14 @@ from histopipe.geometry import Mpp
 from histopipe.inference.classifier import PredictOptions
 from histopipe.inference.slide_run import SlideRun
 from histopipe.inference.slide_tiler import FileSource
-from histopipe.predictions.predictions_folder import PredictionsFolder
+from histopipe.predictions.sources import PredictionsFolder
 from histopipe.slides.discovery import discover
 from histopipe.store.store import Store
 from histopipe.system import download as download_module
-from histopipe.system import object_storage, retry
+from histopipe.system import object_storage
 from histopipe.system.download import download
-from histopipe.system.object_storage import list_files
-from histopipe.system.progress import SilentProgress
-from histopipe.system.urls import public_url, without_secrets
+from histopipe.system.object_storage import list_files, public_url, without_secrets
+from histopipe.system.output import SilentProgress
 from histopipe.tiling.spec import TilingSpec
 
 CMU = "CMU-1-Small-Region.svs"
@@ -46,7 +45,7 @@ FLAGS = ("--default-mpp", "0.5", "--patch-size", "240")
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """Runs commands in this process."""
-    monkeypatch.setattr(retry, "_FIRST_WAIT_SECONDS", 0.002)
+    monkeypatch.setattr(object_storage, "_FIRST_WAIT_SECONDS", 0.002)
     return in_process(tmp_path, monkeypatch, capsys)
 
 
@@ -89,7 +88,7 @@ def s3(moto: str, data: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fault
 @pytest.fixture
 def web(data: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
     """A web server with the slides."""
-    monkeypatch.setattr(retry, "_FIRST_WAIT_SECONDS", 0.002)
+    monkeypatch.setattr(object_storage, "_FIRST_WAIT_SECONDS", 0.002)
     with serving(FaultyServer(folder=data / "slides")) as server:
         yield server
 

@@ -35,7 +35,7 @@ from histopipe.slides.discovery import discover
 from histopipe.store.format import encode_index, patch_key, seal, slide_key, value_crc
 from histopipe.store.record import SlideRecord, SlideState, corrected_record
 from histopipe.store.store import Store
-from histopipe.system.progress import Bar, SilentProgress
+from histopipe.system.output import Bar, SilentProgress
 
 FLAGS = ("--patch-size", "64", "--tissue", "none")
 
@@ -354,7 +354,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from histopipe.cli import main
-import histopipe.maintenance.compact, histopipe.maintenance.rebuild, histopipe.maintenance.reingest
+import histopipe.maintenance.compact, histopipe.maintenance.repair, histopipe.maintenance.reingest
 def die(*_, **__): os.kill(os.getpid(), signal.SIGKILL)
 module, name = sys.argv[1].split(":")
 setattr(sys.modules["histopipe.maintenance." + module], name, die)

@@ -38,8 +38,13 @@ from histopipe.slides.readers import open_slide
 from histopipe.slides.slide_files import SlideFile
 from histopipe.slides.tiles import check as native_check
 from histopipe.slides.tiles.check import find_native
-from histopipe.slides.tiles.jpeg import NotPlain, TileFormat, declared_colour, frame_of
-from histopipe.slides.tiles.native import NativeLevel
+from histopipe.slides.tiles.native import (
+    NativeLevel,
+    NotPlain,
+    TileFormat,
+    declared_colour,
+    frame_of,
+)
 from histopipe.store.record import FailureKind, SlideRecord
 from histopipe.store.store import Store
 from histopipe.tiling.spec import TilingSpec

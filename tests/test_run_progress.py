@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from histopipe.runs.messages import ProgressRelay, ReportedProgress, one_at_a_time
-from histopipe.system.progress import Bar, default_progress, message, use_progress
+from histopipe.runs.fork_server import ProgressRelay, ReportedProgress, one_at_a_time
+from histopipe.system.output import Bar, default_progress, message, use_progress
 from histopipe.system.tensorflow import load_quietly
 
 

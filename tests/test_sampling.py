@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from scipy.stats import chi2
 
 from histopipe.dataset.options import Balance
-from histopipe.dataset.sample_table import SampleRows, SampleTable
 from histopipe.dataset.sampling import BlockShuffled, Order, Sequential, Shuffled, make_order
+from histopipe.dataset.selection import SampleRows, SampleTable
 from histopipe.errors import UsageError
 from histopipe.system.hashing import SMALL, combine, permuted
 

@@ -30,8 +30,14 @@ from histopipe.slides.openslide_reader import _on_background
 from histopipe.slides.readers import open_slide
 from histopipe.slides.scale import MppSource, resolve_mpp
 from histopipe.slides.slide import SlideInfo, rgb_image
-from histopipe.slides.slide_files import SlideFile, fingerprint, tile_hash
-from histopipe.slides.slide_hashes import SlideHashes, _digest, pixel_hash
+from histopipe.slides.slide_files import (
+    SlideFile,
+    SlideHashes,
+    _digest,
+    fingerprint,
+    pixel_hash,
+    tile_hash,
+)
 from histopipe.slides.staging import StagedSlide, StagingArea, staged
 from histopipe.slides.tables import SlideNames
 from histopipe.slides.thumbnail import colour_note, read_thumbnail

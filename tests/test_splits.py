@@ -26,7 +26,7 @@ from histopipe.splits.splits import load_splits, write_splits
 from histopipe.splits.splitting import FRACTIONS, make_folds, make_splits
 from histopipe.splits.subsets import SUBSETS
 from histopipe.studies.cross_validation import _make_folds, cross_validate
-from histopipe.system.progress import SilentProgress, use_progress
+from histopipe.system.output import SilentProgress, use_progress
 
 
 def load_tool() -> Any:
@@ -297,8 +297,8 @@ def test_folds_of_an_earlier_version_go_on(tmp_path: Path, monkeypatch: pytest.M
     before = {path.name: path.read_bytes() for path in (folder / "splits").iterdir()}
     fake = RecordedTrainings(golden / "folds")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("histopipe.studies.trainings.supervise", fake)
-    monkeypatch.setattr("histopipe.studies.trainings.count_gpus", lambda: 0)
+    monkeypatch.setattr("histopipe.studies.study.supervise", fake)
+    monkeypatch.setattr("histopipe.studies.study.count_gpus", lambda: 0)
     cross_validate(out=folder, resume=True, progress=SilentProgress())
     assert fake.attempts == ["fold-2"]
     assert {path.name: path.read_bytes() for path in (folder / "splits").iterdir()} == before

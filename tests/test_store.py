@@ -49,7 +49,7 @@ from histopipe.store.format import (
 from histopipe.store.record import SlideRecord, SlideState
 from histopipe.store.store import Store, StoreSet, open_store
 from histopipe.store.writer import StoreWriter
-from histopipe.system.progress import SilentProgress
+from histopipe.system.output import SilentProgress
 from histopipe.tiling.spec import TilingSpec
 
 SPEC = TilingSpec(mpp=Mpp(0.5), patch_size=16)

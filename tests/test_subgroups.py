@@ -14,12 +14,16 @@ from made_scores import class_predictions
 from test_store import RECORD, SPEC, columns_of
 
 from histopipe.errors import UsageError
-from histopipe.evaluation.breakdown import Breakdown, break_down
+from histopipe.evaluation.breakdown import Breakdown, break_down, find_shortcut
 from histopipe.evaluation.evaluate import evaluate
-from histopipe.evaluation.groups import NoValue, check_subgroup, groups_of, labels_columns
-from histopipe.evaluation.shortcuts import find_shortcut
-from histopipe.evaluation.subgroups import subgroups
-from histopipe.inference.feature_folder import record_slides
+from histopipe.evaluation.subgroups import (
+    NoValue,
+    check_subgroup,
+    groups_of,
+    labels_columns,
+    subgroups,
+)
+from histopipe.inference.embed import record_slides
 from histopipe.runs.result import read_slides
 from histopipe.runs.task_config import make_config
 from histopipe.runs.training_data import opened_sources, splits_and_slides

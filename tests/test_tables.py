@@ -34,7 +34,7 @@ from histopipe.slides.tables import (
 from histopipe.splits.labelling import Labelling, candidates
 from histopipe.store.record import SlideRecord
 from histopipe.system.csv_files import NA_VALUES, cell_number, read_csv
-from histopipe.system.progress import SilentProgress
+from histopipe.system.output import SilentProgress
 from histopipe.tasks.registry import make_task
 
 NAMES = SlideNames(["a", "x/b", "y/b", "x/c", "d.svs", "d.tif"])

@@ -21,16 +21,19 @@ from sklearn import metrics as sk
 from sklearn.linear_model import LogisticRegression
 
 from histopipe.errors import DamagedStore
-from histopipe.evaluation.evaluate import Evaluation, evaluate, evaluate_subsets
-from histopipe.evaluation.table import evaluation_lines
+from histopipe.evaluation.evaluate import Evaluation, evaluate, evaluate_subsets, evaluation_lines
 from histopipe.predictions.tables import read_predictions, write_predictions
 from histopipe.tasks.choices import name_of
-from histopipe.tasks.metrics import Metrics
 from histopipe.tasks.multilabel import MultilabelStatistics
-from histopipe.tasks.predictions import Predictions, joined_predictions, with_common_patients
+from histopipe.tasks.predictions import (
+    Metrics,
+    Predictions,
+    joined_predictions,
+    with_common_patients,
+)
 from histopipe.tasks.regression import RegressionStatistics
-from histopipe.tasks.survival import Survival
-from histopipe.tasks.survival_statistics import (
+from histopipe.tasks.survival import (
+    Survival,
     SurvivalStatistics,
     breslow_survival,
     partial_likelihood,

@@ -24,8 +24,7 @@ import histopipe
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.predictions.tables import read_predictions
 from histopipe.splits.assignment import Assignment
-from histopipe.splits.covariates import Covariates
-from histopipe.splits.labelling import Labelling
+from histopipe.splits.labelling import Covariates, Labelling
 from histopipe.splits.splits import SlideSplit, load_splits
 from histopipe.splits.splitting import REGION, _Plan
 from histopipe.store.store import Store
@@ -274,7 +273,7 @@ def test_cox_regression_of_covariates_equals_that_of_scikit_survival() -> None:
     from sksurv.linear_model import CoxPHSurvivalAnalysis
     from sksurv.util import Surv
 
-    from histopipe.training.survival_objective import PENALTY, cox_weights
+    from histopipe.training.objectives import PENALTY, cox_weights
 
     rng = np.random.default_rng(1)
     inputs = rng.normal(size=(90, 3)) * (1, 10, 0.01) + (0, 50, 1)
@@ -301,7 +300,7 @@ def test_a_slide_model_starts_with_the_predictions_of_the_covariates_alone(task:
         Objective,
         RegressionObjective,
     )
-    from histopipe.training.survival_objective import DiscreteSurvival, cox_weights
+    from histopipe.training.objectives import DiscreteSurvival, cox_weights
 
     rng = np.random.default_rng(2)
     ages = rng.normal(60, 10, 50)
@@ -392,7 +391,7 @@ def test_discrete_survival_is_a_likelihood(seed: int) -> None:
     """The loss is -log of the probability of what happened, and the survival falls from 1."""
     import tensorflow as tf
 
-    from histopipe.training.survival_objective import DiscreteSurvival
+    from histopipe.training.objectives import DiscreteSurvival
 
     rng = np.random.default_rng(seed)
     targets = np.stack([rng.exponential(1, 50), np.ones(50)], axis=1)
@@ -419,9 +418,8 @@ def test_coefficients_of_covariates_learn_ten_times_faster() -> None:
     import tensorflow as tf
 
     from histopipe.training.bag_model import BagModel
-    from histopipe.training.bag_train_step import BagTrainStep
     from histopipe.training.objective import RegressionObjective
-    from histopipe.training.train_step import StepSettings
+    from histopipe.training.train_step import BagTrainStep, StepSettings
 
     objective = RegressionObjective([0.0], [1.0], "squared")
     model = BagModel("gated", dimension=3, objective=objective, dropout=0.0, covariates=2)

@@ -26,11 +26,11 @@ from test_ingest import contents
 from histopipe.errors import SlideUnreadable
 from histopipe.geometry import Mpp, PointL0, Size
 from histopipe.slides.discovery import discover
-from histopipe.slides.ome_xml import OmeImage, read_ome
 from histopipe.slides.openslide_reader import OpenSlideReader
 from histopipe.slides.readers import open_slide
 from histopipe.slides.staging import StagedSlide, StagingArea, staged
 from histopipe.slides.thumbnail import read_thumbnail
+from histopipe.slides.tiff_pyramid import OmeImage, read_ome
 from histopipe.slides.tiff_reader import TiffReader
 from histopipe.slides.tiles.check import NativeLevels
 from histopipe.store.store import Store

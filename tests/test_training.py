@@ -432,7 +432,7 @@ from histopipe.store.store import Store
 from histopipe.studies.compare import compare
 from histopipe.dataset.sampling import Sequential
 from histopipe.dataset.selection import select
-from histopipe.dataset.sample_table import SampleTable
+from histopipe.dataset.selection import SampleTable
 from histopipe.dataset.patch_batches import PatchBatches
 from histopipe.dataset.tf_data import BatchFeed
 import tensorflow as tf

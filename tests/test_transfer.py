@@ -21,13 +21,11 @@ from test_ingest import contents
 from test_remote import sometimes
 
 from histopipe.errors import DamagedStore, MachineShort, NothingToDo, UsageError
-from histopipe.maintenance.manifest import MANIFEST, read_manifest
-from histopipe.maintenance.pull import pull
-from histopipe.maintenance.push import push
+from histopipe.maintenance.transfer import MANIFEST, pull, push, read_manifest
 from histopipe.maintenance.verify import verify
 from histopipe.store.store import Store
-from histopipe.system import object_storage, retry
-from histopipe.system.progress import SilentProgress
+from histopipe.system import object_storage
+from histopipe.system.output import SilentProgress
 
 QUIET = SilentProgress()
 
@@ -48,7 +46,7 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAHISTOPIPETEST")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret-of-the-test")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    monkeypatch.setattr(retry, "_FIRST_WAIT_SECONDS", 0.002)
+    monkeypatch.setattr(object_storage, "_FIRST_WAIT_SECONDS", 0.002)
     boto3.client("s3", endpoint_url=upstream).create_bucket(Bucket="lab")
     with serving(FaultyServer(upstream=upstream)) as server:
         monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
@@ -213,7 +211,7 @@ def test_store_that_is_written_during_the_push_is_refused(
         (golden / "data.mdb").touch()
         return write(url, content)
 
-    monkeypatch.setattr("histopipe.maintenance.push.write_file", then_touch)
+    monkeypatch.setattr("histopipe.maintenance.transfer.write_file", then_touch)
     with pytest.raises(UsageError, match="was written during the transfer"):
         push(golden, f"file://{tmp_path}/remote", progress=QUIET)
     with pytest.raises(NothingToDo):

@@ -25,8 +25,7 @@ from histopipe.cli import histopipe as cli
 from histopipe.cli.parameters import _check_untrusted
 from histopipe.dataset.patch_batches import decode
 from histopipe.errors import DamagedStore, SlideUnreadable, UsageError
-from histopipe.features.feature_file import writing
-from histopipe.features.untrusted import check_coords, check_features
+from histopipe.features.feature_file import check_coords, check_features, writing
 from histopipe.maintenance.findings import FindingKind
 from histopipe.maintenance.verify import check_untrusted, verify
 from histopipe.measure.quality import _measures

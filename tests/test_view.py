@@ -35,13 +35,11 @@ from histopipe.errors import UsageError
 from histopipe.geometry import PointL0, Size
 from histopipe.predictions.tables import read_predictions
 from histopipe.slides.readers import open_slide
-from histopipe.slides.slide_files import SlideFile
-from histopipe.slides.slide_hashes import SlideHashes, pixel_hash
+from histopipe.slides.slide_files import SlideFile, SlideHashes, pixel_hash
 from histopipe.splits.splits import load_splits
 from histopipe.store.store import Store
 from histopipe.tasks.predictions import Predictions
-from histopipe.viewer.slide_pictures import slide_facts
-from histopipe.viewer.tiles import OVERLAP, TILE, hatched
+from histopipe.viewer.pictures import OVERLAP, TILE, hatched, slide_facts
 from histopipe.viewer.view import Viewer
 
 

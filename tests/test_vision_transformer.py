@@ -10,13 +10,16 @@ import numpy as np
 import pytest
 
 from histopipe.errors import UsageError
-from histopipe.pretrained.architecture import Architecture
-from histopipe.pretrained.checkpoints import read_tensors
-from histopipe.pretrained.naming import NAMINGS, expected_shapes, parameter_count, select
+from histopipe.pretrained.architecture import (
+    NAMINGS,
+    Architecture,
+    expected_shapes,
+    parameter_count,
+    select,
+)
+from histopipe.pretrained.checkpoints import Tensor, read_tensors
 from histopipe.pretrained.presets import load_preset, preset_names
-from histopipe.pretrained.tensors import Tensor
-from histopipe.training.vision_transformer import vision_transformer
-from histopipe.training.vision_transformer_weights import assign_weights
+from histopipe.training.pretrained_networks import assign_weights, vision_transformer
 
 TWINS = sorted((Path(__file__).parent / "encoders").glob("*.json"))
 

@@ -16,16 +16,15 @@ from made_scores import class_predictions
 from numpy.typing import NDArray
 
 from histopipe.features.feature_file import record_encoder, writing
-from histopipe.predictions.patch_values import FOLDER
-from histopipe.predictions.predictions_folder import PredictedSlide, PredictionsFolder
-from histopipe.predictions.tables import PREDICTIONS, write_predictions
+from histopipe.predictions.sources import PredictedSlide, PredictionsFolder
+from histopipe.predictions.tables import FOLDER, PREDICTIONS, write_predictions
 from histopipe.runs import folder as run_folder
 from histopipe.runs.task_config import PatchTrainConfig
 from histopipe.runs.training_data import read_labelling, split_options
 from histopipe.splits.splits import SPLITS, Splits, write_splits
 from histopipe.splits.splitting import make_splits
 from histopipe.store.store import Store
-from histopipe.system.progress import SilentProgress
+from histopipe.system.output import SilentProgress
 from histopipe.system.settings import to_toml
 from histopipe.tasks.predictions import Predictions
 from histopipe.viewer.view import Viewer, view

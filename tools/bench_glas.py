@@ -140,7 +140,7 @@ def keras_patches(store: Path, splits: Path, seed: int) -> None:
     import keras
     from sklearn.metrics import roc_auc_score
 
-    from histopipe.training.efficientnet_lite import MEAN, STD, efficientnet_lite
+    from histopipe.training.pretrained_networks import MEAN, STD, efficientnet_lite
 
     keras.utils.set_random_seed(seed)
     began = time.perf_counter()

@@ -74,7 +74,7 @@ MINIATURE = Size(32, "small-cnn", str(TOOLS.parent / "tests/encoders/tiny.toml")
 def train(size: Size, folder: Path) -> Iterator[Row]:
     """Training steps per second, on patches in memory."""
     from histopipe.errors import MachineShort
-    from histopipe.training.throughput import measure_device
+    from histopipe.training.bench import measure_device
 
     networks: dict[str, dict[str, Any]] = {
         size.convolutional: {},
@@ -107,7 +107,7 @@ def train(size: Size, folder: Path) -> Iterator[Row]:
 
 def embed(size: Size, folder: Path) -> Iterator[Row]:
     """Features per second, on patches in memory, with the batch size found by trial."""
-    from histopipe.inference.keras_network import keras_encoder
+    from histopipe.inference.networks import keras_encoder
 
     networks = {size.convolutional: "none", size.vit: str(folder / WEIGHTS)}
     networks.pop("small-cnn", None)  # only for training
@@ -272,7 +272,7 @@ def prepare(size: Size, folder: Path, *, store: bool) -> None:
     from safetensors.numpy import save_file
 
     import histopipe
-    from histopipe.pretrained.naming import NAMINGS, expected_shapes
+    from histopipe.pretrained.architecture import NAMINGS, expected_shapes
     from histopipe.pretrained.presets import load_preset
 
     preset, draw = load_preset(size.vit), np.random.default_rng(1)

@@ -18,14 +18,13 @@ from numpy.typing import NDArray
 from scipy.stats import norm
 from sklearn.metrics import log_loss, roc_auc_score
 
-from histopipe.evaluation import temperature
-from histopipe.evaluation.shortcuts import find_shortcut
+from histopipe.evaluation import evaluate
+from histopipe.evaluation.breakdown import find_shortcut
+from histopipe.evaluation.evaluate import fit_temperature, tempered
 from histopipe.evaluation.subgroups import subgroups
-from histopipe.evaluation.temperature import fit_temperature, tempered
 from histopipe.splits.slide_table import SlideEntry
 from histopipe.tasks.classification import Classification
-from histopipe.tasks.metrics import Metrics, metrics_of
-from histopipe.tasks.predictions import ModelPredictions, Predictions
+from histopipe.tasks.predictions import Metrics, ModelPredictions, Predictions, metrics_of
 from histopipe.tasks.statistics import bootstrap_draws
 from histopipe.tasks.task import EvaluationSettings, Scores, Thresholds
 
@@ -155,7 +154,7 @@ def temperature_losses(patients: int, samples: int) -> tuple[float, float, float
         factor = math.exp(rng.normal() / 2)
         drawn, new = (_logits(rng, count, factor) for count in (patients, 4000))
         temperatures = [1.0, fit_temperature(drawn)[0]]
-        with mock.patch.object(temperature, "_PRIOR", 1e9):
+        with mock.patch.object(evaluate, "_PRIOR", 1e9):
             temperatures.append(fit_temperature(drawn)[0])
         losses.append([
             log_loss(new.label, tempered(new.output, (divisor,)), labels=[0, 1])

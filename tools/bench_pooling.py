@@ -25,7 +25,7 @@ import numpy as np
 
 import histopipe
 from histopipe.features.feature_file import record_encoder, writing
-from histopipe.system.progress import SilentProgress, use_progress
+from histopipe.system.output import SilentProgress, use_progress
 
 DIMENSION = 32
 _SHARE, _STAIN = 0.05, 0.1

@@ -47,11 +47,9 @@ import numpy as np
 import simplejpeg
 import tensorflow as tf
 
-from histopipe.dataset.memory import aligned_empty
-from histopipe.dataset.patch_batches import PatchBatches
-from histopipe.dataset.sample_table import SampleTable
+from histopipe.dataset.patch_batches import PatchBatches, aligned_empty
 from histopipe.dataset.sampling import Order, Sequential, Shuffled, make_order
-from histopipe.dataset.selection import select
+from histopipe.dataset.selection import SampleTable, select
 from histopipe.dataset.tf_data import BatchFeed
 from histopipe.geometry import Mpp
 from histopipe.ingestion.patch_source import png

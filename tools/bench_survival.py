@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 import histopipe
 from histopipe.features.feature_file import record_encoder, writing
 from histopipe.predictions.tables import read_predictions
-from histopipe.system.progress import SilentProgress, use_progress
-from histopipe.tasks.survival_statistics import SurvivalStatistics
+from histopipe.system.output import SilentProgress, use_progress
+from histopipe.tasks.survival import SurvivalStatistics
 
 DIMENSION = 32
 CENSORED = (0.3, 0.7)

@@ -24,9 +24,8 @@ import tensorflow as tf
 
 from histopipe.dataset.augmentation import augment, epoch_seed, sample_seeds
 from histopipe.dataset.patch_batches import PatchBatches
-from histopipe.dataset.sample_table import SampleTable
 from histopipe.dataset.sampling import make_order
-from histopipe.dataset.selection import select
+from histopipe.dataset.selection import SampleTable, select
 from histopipe.dataset.tf_data import BatchFeed
 from histopipe.runs.task_config import PatchTrainConfig
 from histopipe.store.store import Store

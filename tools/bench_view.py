@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from histopipe.slides.readers import open_slide
-from histopipe.viewer.tiles import TILE
+from histopipe.viewer.pictures import TILE
 
 TOKEN = "benchmark-of-the-viewer"  # noqa: S105 - not a secret
 

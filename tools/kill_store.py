@@ -29,7 +29,7 @@ from histopipe.errors import NothingToDo
 from histopipe.maintenance.verify import verify
 from histopipe.store.format import patch_key
 from histopipe.store.store import Store
-from histopipe.system.progress import SilentProgress
+from histopipe.system.output import SilentProgress
 
 HERE = Path(__file__).parent
 COMMAND = [sys.executable, "-P", "-m", "histopipe"]

@@ -21,13 +21,20 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.demo.painting import BANK, NUCLEI, shifted_textures, synthetic_texture
-from histopipe.demo.slide_maker import SlideSettings, make_slide, write_slide
+from histopipe.demo.synthetic_slides import (
+    BANK,
+    NUCLEI,
+    SlideSettings,
+    make_slide,
+    shifted_textures,
+    synthetic_texture,
+    write_slide,
+)
 from histopipe.errors import UsageError
 from histopipe.geometry import PointL0, Size
 from histopipe.slides.readers import open_slide
 from histopipe.system.arrays import PixelArray
-from histopipe.tissue_masks.grid import Grid
+from histopipe.tissue_masks.mask import Grid
 from histopipe.tissue_masks.mask_files import encode_png
 
 _TIMES = 4

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from histopipe.cli.setting_options import default_text
+from histopipe.cli.parameters import default_text
 from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig
 from histopipe.studies.settings import FoldSettings, StudySettings
 from histopipe.system.settings import DeclaredSetting, declared_settings

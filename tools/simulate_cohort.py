@@ -30,7 +30,7 @@ import numpy as np
 import psutil
 from cohort_model import Cohort, Costs, Site, predict
 
-from histopipe.demo.slide_maker import SlideSettings, make_slide
+from histopipe.demo.synthetic_slides import SlideSettings, make_slide
 from histopipe.geometry import Mpp, Size
 from histopipe.ingestion.cluster.slide_worker import (
     ClusterSettings,

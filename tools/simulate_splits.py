@@ -21,9 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.errors import HistopipeError, NothingToDo
-from histopipe.slides.slide_hashes import SlideHashes
-from histopipe.splits.sources import SampleGroup
-from histopipe.splits.splits import SlideSplit, Splits
+from histopipe.slides.slide_files import SlideHashes
+from histopipe.splits.splits import SampleGroup, SlideSplit, Splits
 from histopipe.splits.splitting import FRACTIONS, make_folds, make_splits
 from histopipe.splits.subsets import SUBSETS
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import shapely
 from shapely.affinity import translate
 
+from histopipe.annotations.annotation_files import file_bytes, read_annotations
 from histopipe.annotations.outline import Outline, Outlines, plain
-from histopipe.annotations.read import file_bytes, read_annotations
 from histopipe.annotations.rules import AnnotationRules
 from histopipe.geometry import RegionL0, Size
 

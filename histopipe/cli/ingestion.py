@@ -11,12 +11,13 @@ import histopipe
 from histopipe.cli.parameters import (
     PATH,
     SOURCE,
+    SettingsCommand,
     echo,
     json_option,
+    setting_options,
     show,
     untrusted_option,
 )
-from histopipe.cli.setting_options import SettingsCommand, setting_options
 from histopipe.ingestion.options import (
     IMPORT_SETTINGS,
     INGEST_SETTINGS,

@@ -15,15 +15,16 @@ import histopipe
 from histopipe.annotations.rules import AnnotationRules
 from histopipe.cli.parameters import (
     PATH,
+    SettingsCommand,
     full_option,
     json_option,
     network_option,
+    setting_options,
     show,
     store_argument,
     untrusted_option,
     workers_option,
 )
-from histopipe.cli.setting_options import SettingsCommand, setting_options
 
 
 @click.command()

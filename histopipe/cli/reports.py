@@ -12,15 +12,16 @@ import histopipe
 from histopipe.cli.parameters import (
     PATH,
     SOURCE,
+    SettingsCommand,
     json_option,
     names,
+    setting_options,
     show,
     store_option,
     stores_argument,
     untrusted_option,
 )
-from histopipe.cli.setting_options import SettingsCommand, setting_options
-from histopipe.system.result import exit_code_of
+from histopipe.system.output import exit_code_of
 from histopipe.viewer.options import ViewOptions
 
 

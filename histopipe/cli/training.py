@@ -1,4 +1,4 @@
-"""Commands for training: `train`, `tune` and `compare`."""
+"""Commands for trainings and networks: `train`, `tune`, `compare`, `predict`, `embed`, `encoders`."""
 
 from __future__ import annotations
 
@@ -12,17 +12,22 @@ import click
 import histopipe
 from histopipe.cli.parameters import (
     PATH,
+    SOURCE,
+    SettingsCommand,
     json_option,
+    setting_options,
     show,
     show_json,
     show_text,
+    stores_argument,
     suggest,
     untrusted_option,
 )
-from histopipe.cli.setting_options import SettingsCommand, setting_options
 from histopipe.errors import ExitCode, HistopipeError, UsageError
+from histopipe.inference.options import EmbedOptions, PredictSettings
 from histopipe.runs.task_config import CONFIGS, read_config
 from histopipe.studies.settings import FoldSettings, StudySettings
+from histopipe.system.output import exit_code_of
 from histopipe.system.settings import (
     declared_settings,
     flag,
@@ -33,7 +38,8 @@ from histopipe.system.settings import (
 
 if TYPE_CHECKING:
     from histopipe.runs.result import TrainResult
-    from histopipe.studies.cross_validation_result import CrossValidationResult
+    from histopipe.studies.cross_validation import CrossValidationResult
+
 
 _CLASSES = (*CONFIGS, FoldSettings)
 _stores_argument = click.argument("stores", nargs=-1, type=click.Path())
@@ -96,7 +102,7 @@ def train(
 def _new_folder(settings: dict[str, Any]) -> Path:
     """Create a folder for a run. Trainings that start in the same second get different folders."""
     from histopipe.runs.folder import writable
-    from histopipe.runs.recipe import chosen_settings
+    from histopipe.runs.task_config import chosen_settings
 
     defaults = {name: setting.default for name, setting in declared_settings(*CONFIGS).items()}
     values = {**defaults, **settings}
@@ -218,3 +224,69 @@ def compare(runs: tuple[Path, ...], resamples: int, as_json: bool) -> None:
     Example: histopipe compare runs/resnet50 runs/mobilenet
     """
     show(histopipe.compare(runs, resamples=resamples), as_json=as_json, then=("report", runs[0]))
+
+
+@click.command(cls=SettingsCommand)
+@click.argument("run", type=PATH)
+@click.argument("sources", nargs=-1, required=True, type=SOURCE)
+@click.option("--out", type=PATH, required=True, help="Folder for the predictions.")
+@setting_options(PredictSettings)
+@json_option()
+@untrusted_option("sources")
+def predict(
+    run: Path, sources: tuple[Path | str, ...], out: Path, as_json: bool, **options: Any
+) -> int:
+    """Predict SOURCES (stores, slides, or features) with the model in the run folder RUN.
+
+    Slides need no store: they are tiled like the training slides, and their patches are not stored. A slide model also
+    computes their features, or takes folders of features. If RUN is a cross-validation, its folds are averaged. Writes a
+    CSV file of patches per slide, slides.csv and patients.csv. Run the same command again to predict missing slides.
+
+    \b
+    Example: histopipe predict runs/first new-slides/ --out predictions
+    """
+    result = histopipe.predict(run, sources, out=out, **options)
+    show(result, as_json=as_json, then=("heatmap", out) if result.done or result.kept else ())
+    return exit_code_of(len(result.failed), len(result.done) + len(result.kept))
+
+
+@click.command(cls=SettingsCommand)
+@stores_argument
+@click.option(
+    "--out", type=click.Path(), required=True, help="Folder for the feature files, one per slide."
+)
+@setting_options(EmbedOptions)
+@json_option()
+@untrusted_option("stores", model="model")
+def embed(stores: tuple[Path, ...], out: str, as_json: bool, **options: Any) -> int:
+    """Compute features of every patch of STORES (default: patches.lmdb) for slide-level models.
+
+    Writes one HDF5 file per slide in the format of CLAM and TRIDENT: features (N, D), and coords (N, 2) in level-0
+    pixels. Run the same command again to embed missing slides. `histopipe encoders` lists foundation models. An ONNX
+    file needs a JSON file with the same name and with mean, std and size.
+
+    \b
+    Example: histopipe embed patches.lmdb --model uni --weights uni/ --out features
+    """
+    result = histopipe.embed(stores or "patches.lmdb", out=out, **options)
+    show(
+        result,
+        as_json=as_json,
+        then=("train", "--mil", out) if result.done or result.kept else (),
+    )
+    return exit_code_of(len(result.failed), len(result.done) + len(result.kept))
+
+
+@click.command()
+@click.argument("name", required=False)
+@json_option()
+def encoders(name: str | None, as_json: bool) -> None:
+    """List the encoders (foundation models) for --model of embed and train, or show NAME in detail.
+
+    The details are the expected patches, the licence, and the commands that download the weights. histopipe does not
+    download them itself.
+
+    \b
+    Example: histopipe encoders uni
+    """
+    show(histopipe.encoders(name), as_json=as_json, then=() if name else ("encoders", "NAME"))

@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.dataset.options import Balance
-from histopipe.dataset.sample_table import SampleLocations, SampleRows, SampleTable, SlideValues
+from histopipe.dataset.selection import SampleLocations, SampleRows, SampleTable, SlideValues
 from histopipe.errors import UsageError
 from histopipe.system.hashing import combine, permuted
-from histopipe.system.result import counted
+from histopipe.system.output import counted
 
 Numbers = NDArray[np.int64]
 

@@ -11,32 +11,31 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from histopipe.demo.painting import shifted_textures
 from histopipe.demo.slide_demo import (
     FRACTIONS,
     SlideDemoResult,
     demo_of_slide_models,
     draw_textures,
 )
-from histopipe.demo.slide_maker import SlideSettings, make_slide
+from histopipe.demo.synthetic_slides import SlideSettings, make_slide, shifted_textures
 from histopipe.errors import HistopipeError, MachineShort, UsageError
-from histopipe.evaluation.table import split_lines
+from histopipe.evaluation.evaluate import split_lines
 from histopipe.geometry import Size
 from histopipe.inference.predict import predict
-from histopipe.ingestion.ingest import ingest
+from histopipe.ingestion.request import ingest
 from histopipe.measure.quality import quality
 from histopipe.reports import charts
+from histopipe.reports.data_description import read_run
 from histopipe.reports.heatmap import heatmap
 from histopipe.reports.html_page import plan_image
 from histopipe.reports.report import report
-from histopipe.reports.run_data import read_run
-from histopipe.runs.recipe import SMALL_CNN
 from histopipe.runs.result import TrainResult
+from histopipe.runs.task_config import SMALL_CNN
 from histopipe.runs.train import train
 from histopipe.store.reading import decode_picture
 from histopipe.store.store import Store
 from histopipe.system.files import atomic_write
-from histopipe.system.progress import Progress, default_progress
+from histopipe.system.output import Progress, default_progress
 from histopipe.tasks.statistics import Roc, roc_of
 
 _SIZE, _NEW_SIZE = Size(1536, 1536), Size(3072, 3072)

@@ -8,23 +8,27 @@ from typing import Any
 
 import numpy as np
 
-from histopipe.demo.painting import shifted_textures, synthetic_texture
-from histopipe.demo.slide_maker import SlideSettings, make_slide
+from histopipe.demo.synthetic_slides import (
+    SlideSettings,
+    make_slide,
+    shifted_textures,
+    synthetic_texture,
+)
 from histopipe.errors import HistopipeError
-from histopipe.evaluation.table import evaluation_lines, split_lines
+from histopipe.evaluation.evaluate import evaluation_lines, split_lines
 from histopipe.geometry import Size
 from histopipe.inference.embed import embed
 from histopipe.inference.encoder import SMALL
 from histopipe.inference.predict import predict
 from histopipe.inference.predict_patches import PredictResult
-from histopipe.ingestion.ingest import ingest
+from histopipe.ingestion.request import ingest
 from histopipe.reports.heatmap import heatmap
 from histopipe.reports.report import report
 from histopipe.runs.result import TrainResult
 from histopipe.runs.train import train
 from histopipe.system.arrays import PixelArray
 from histopipe.system.csv_files import write_table
-from histopipe.system.progress import Progress
+from histopipe.system.output import Progress
 
 _SIZE = Size(1536, 1536)
 _MPP = 0.499

@@ -2,15 +2,208 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
+import os
+import re
+import subprocess
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
-from histopipe.diagnostics import graphics, machine
+import numpy as np
+
+from histopipe.diagnostics import machine
 from histopipe.diagnostics.machine import Check, State
 from histopipe.errors import ExitCode
-from histopipe.system.progress import Progress, default_progress
-from histopipe.system.result import Result
+from histopipe.system.output import Progress, Result, default_progress
+from histopipe.system.tensorflow import load_quietly
+from histopipe.system.worker_pool import TookTooLong, WorkerDied, WorkerPool
+
+_SECONDS = 180.0
+_LEAST_DRIVER = {11: (450, 80), 12: (525, 60), 13: (580, 65)}
+"""Minimum driver version for each major version of CUDA.
+
+Source: NVIDIA's CUDA compatibility guide, minor version compatibility.
+"""
+_INSTALL_CPU, _INSTALL_GPU = "pip install 'histopipe[train]'", "pip install 'histopipe[gpu]'"
+
+_SIDE = 1024
+_TOLERANCE = 1e-2
+"""Maximum error relative to the largest entry. GPUs multiply float32 as TF32, with ten bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A device, such as "/GPU:0", and the seconds that a product of two 1024² matrices takes on it, or the error."""
+
+    name: str
+    model: str = ""
+    seconds: float | None = None
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Versions of TensorFlow, Keras and CUDA (None if built without CUDA), and the devices, with the CPU first."""
+
+    version: str
+    keras: str
+    cuda: str | None
+    devices: tuple[Device, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Driver:
+    """NVIDIA's driver, the models of the GPUs that this process may use, and the output of `nvidia-smi` if it fails.
+
+    The version is, for example, "550.54.14"; "" if unknown.
+    """
+
+    version: str
+    gpus: tuple[str, ...]
+    problem: str | None = None
+
+
+def find_driver(proc: Path = Path("/proc/driver/nvidia/version")) -> Driver | None:
+    """Return the loaded driver; None if there is none."""
+    command = ["nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader"]
+    problem = None
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        rows = [row.split(", ", 1) for row in done.stdout.splitlines() if ", " in row]
+        if done.returncode == 0 and rows:
+            return Driver(rows[0][0], tuple(name for _, name in rows))
+        problem = (done.stdout + done.stderr).strip()[:300] or f"exit code {done.returncode}"
+    with contextlib.suppress(OSError):
+        match = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", proc.read_text())
+        return Driver(match[1] if match else "", (), problem)
+    return None
+
+
+def tensorflow() -> tuple[Check, Probe | None]:
+    """Load TensorFlow in a separate process, and test every device."""
+    if importlib.util.find_spec("tensorflow") is None:
+        todo = f"to train: {_INSTALL_CPU}, or with a GPU {_INSTALL_GPU}"
+        return Check("TensorFlow", "not installed", State.WARNING, todo), None
+    try:
+        with WorkerPool(1) as pool:
+            result = pool.submit_within(_SECONDS, probe).result()
+    except TookTooLong:
+        problem = f"no result after {_SECONDS:.0f} s"
+    except WorkerDied as error:
+        problem = f"its process was {error}"
+    except Exception as error:  # noqa: BLE001 - a broken TensorFlow may raise any error
+        problem = str(error)
+    else:
+        return _devices(result), result
+    packages = metadata.packages_distributions()  # tensorflow may come from tensorflow-cpu
+    versions = ", ".join(
+        f"{package} {metadata.version(package)}"
+        for name in ("tensorflow", "keras", "numpy")
+        for package in packages.get(name, ())
+    )
+    todo = f"reinstall it in a separate environment: {_INSTALL_CPU} or {_INSTALL_GPU}"
+    return Check("TensorFlow", f"broken: {problem} ({versions})", State.BAD, todo), None
+
+
+def _devices(result: Probe) -> Check:
+    built = f"built for CUDA {result.cuda}" if result.cuda else "built without CUDA"
+    text = f"{result.version} with Keras {result.keras}, {built}"
+    facts = {"version": result.version, "keras": result.keras, "cuda": result.cuda}
+    cpu = result.devices[0]
+    if cpu.problem:
+        return Check("TensorFlow", f"{text}; {cpu.problem}", State.BAD, _INSTALL_CPU, facts)
+    return Check("TensorFlow", f"{text}; {_speed(cpu)}", facts=facts)
+
+
+def gpus(driver: Driver | None, result: Probe | None) -> list[Check]:
+    """Return a check of each GPU, or one check with the reason why TensorFlow has no GPU."""
+    checks = []
+    for device in result.devices[1:] if result else ():
+        name, text = device.name[1:], f"{device.model}: "
+        if device.problem:
+            todo = "run `nvidia-smi`: it may be full or broken; CUDA_VISIBLE_DEVICES can exclude it"
+            checks.append(Check(name, text + device.problem, State.BAD, todo))
+        else:
+            checks.append(Check(name, text + _speed(device)))
+    return checks or [_none(driver, result)]
+
+
+def _none(driver: Driver | None, result: Probe | None) -> Check:
+    """Return a check with the first reason that applies why TensorFlow has no GPU."""
+    if driver is None:
+        todo = (
+            "training uses the CPU. To use an NVIDIA GPU, install its driver; in a container: docker run --gpus "
+            "all, with NVIDIA's container toolkit on the host"
+        )
+        return Check("GPU", "none: no NVIDIA driver is loaded", State.WARNING, todo)
+    text = f"driver {driver.version}, {', '.join(driver.gpus) or 'no GPU for this process'}"
+    cuda = result.cuda if result else None
+    needed = _LEAST_DRIVER.get(int(cuda.split(".")[0]), (0, 0)) if cuda else (0, 0)
+    old = tuple(int(part) for part in driver.version.split(".")[:2] if part.isdigit()) < needed
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
+    if driver.problem:
+        why = f"nvidia-smi: {driver.problem}"
+        todo = "restart the machine after a driver update; in a container: docker run --gpus all"
+    elif not driver.gpus:
+        why = "none is assigned"
+        todo = "in a container: docker run --gpus all; on a cluster: request one from the scheduler"
+    elif result is None:
+        why, todo = "TensorFlow does not work", _INSTALL_GPU
+    elif hidden:
+        why, todo = "CUDA_VISIBLE_DEVICES hides them", "unset CUDA_VISIBLE_DEVICES"
+    elif cuda is None:
+        why, todo = "TensorFlow is built without CUDA", _INSTALL_GPU
+    elif old:
+        least = f"driver {needed[0]}.{needed[1]} or later"
+        why = f"TensorFlow is built for CUDA {cuda}, which needs {least}"
+        todo = "update NVIDIA's driver on the host"
+    else:
+        why = f"TensorFlow finds no CUDA {cuda} libraries that it can load"
+        todo = f"{_INSTALL_GPU} installs them; LD_LIBRARY_PATH must not contain another CUDA"
+    return Check("GPU", f"{text}: {why}", State.BAD, todo)
+
+
+def _speed(device: Device) -> str:
+    return f"a product of 1024² matrices in {1e3 * (device.seconds or 0.0):.1f} ms"
+
+
+def probe() -> Probe:
+    """Load TensorFlow and multiply matrices on every device. A broken TensorFlow may raise any error."""
+    tf, keras = load_quietly("tensorflow"), load_quietly("keras")
+    gpus = tf.config.list_physical_devices("GPU")
+    for gpu in gpus:
+        tf.config.experimental.set_memory_growth(gpu, True)
+    models = [tf.config.experimental.get_device_details(gpu).get("device_name", "") for gpu in gpus]
+    build = tf.sysconfig.get_build_info()
+    cuda = str(build["cuda_version"]) if build.get("is_cuda_build") else None
+    devices = [_multiply(tf, "/CPU:0", "")]
+    devices += [_multiply(tf, f"/GPU:{n}", str(model)) for n, model in enumerate(models)]
+    return Probe(tf.__version__, keras.__version__, cuda, tuple(devices))
+
+
+def _multiply(tf: Any, name: str, model: str) -> Device:
+    rng = np.random.default_rng(0)
+    a, b = rng.standard_normal((2, _SIDE, _SIDE), np.float32)
+    try:
+        seconds = 0.0
+        for _ in range(2):  # the first one loads libraries
+            started = time.perf_counter()
+            with tf.device(name):
+                product = tf.linalg.matmul(a, b).numpy()
+            seconds = time.perf_counter() - started
+    except Exception as error:  # noqa: BLE001 - reported
+        return Device(name, model, problem=str(error).split("\n", maxsplit=1)[0][:300])
+    expected = a @ b
+    worst = float(np.abs(product - expected).max() / np.abs(expected).max())
+    if not worst <= _TOLERANCE:
+        return Device(name, model, seconds, f"a matrix product is wrong by {worst:.1%}")
+    return Device(name, model, seconds)
+
 
 _SIGNS = {State.GOOD: "ok  ", State.WARNING: "note", State.BAD: "BAD "}
 
@@ -69,8 +262,8 @@ def _checks(folder: Path) -> Iterator[Check]:
     yield machine.openslide()
     yield machine.readers()
     yield machine.jpeg()
-    check, probe = graphics.tensorflow()
+    check, probe = tensorflow()
     yield check
-    gpus = graphics.gpus(graphics.find_driver(), probe)
-    yield from gpus
-    yield machine.shared_memory(len(gpus))
+    gpu_checks = gpus(find_driver(), probe)
+    yield from gpu_checks
+    yield machine.shared_memory(len(gpu_checks))

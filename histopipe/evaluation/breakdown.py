@@ -2,23 +2,148 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from histopipe.evaluation.evaluate import Evaluation
-from histopipe.evaluation.groups import AUTOMATIC, check_subgroup
-from histopipe.evaluation.shortcuts import Shortcut, find_shortcut
-from histopipe.evaluation.subgroups import Subgroups, subgroups
-from histopipe.evaluation.table import aligned, with_ends
+import numpy as np
+from numpy.typing import NDArray
+
+from histopipe.evaluation.evaluate import Evaluation, aligned, with_ends
+from histopipe.evaluation.subgroups import AUTOMATIC, ORIGIN, Subgroups, check_subgroup, subgroups
 from histopipe.splits.slide_table import SlideEntry
 from histopipe.splits.subsets import Subset
-from histopipe.system.result import plural
+from histopipe.system.output import plural
 from histopipe.tasks.choices import TaskName
 from histopipe.tasks.intervals import Difference
 from histopipe.tasks.predictions import ModelPredictions, Predictions
 from histopipe.tasks.registry import TASKS
+from histopipe.tasks.statistics import area_under_roc
 from histopipe.tasks.task import EvaluationSettings
+
+_ORIGIN_CELLS = {
+    "scanner", "hospital", "center", "centre", "institution", "laboratory", "lab", "batch",
+}  # fmt: skip
+"""Columns of the labels file that no diagnosis depends on, either."""
+_ALL = "all together"
+_FOLDS, _PERMUTATIONS, _LEVEL = 5, 199, 0.02
+_MARGIN = 0.05
+"""A model whose AUC is higher by less is not clearly better than the origin."""
+_FEWEST = 10
+
+Codes = NDArray[np.intp]
+
+
+@dataclass(frozen=True, slots=True)
+class Shortcut:
+    """How well the origin of slides predicts the labels of patients.
+
+    Attributes:
+        auc: AUC of a cross-validated classifier of each column alone, and of all of them together; for more than two
+            classes, the mean of each class against the rest.
+        best: the column with the highest one.
+        p: share of random permutations of the labels with a highest AUC that is as high.
+        model_auc: AUC of the model; None if it is undefined.
+        patients: number of patients with one label.
+        warning: whether the origin predicts labels (p at most 0.02) nearly as well as the model.
+    """
+
+    auc: Mapping[str, float]
+    best: str
+    p: float
+    model_auc: float | None
+    patients: int
+    warning: bool
+
+    def __str__(self) -> str:
+        model = "" if self.model_auc is None else f"; the model has {self.model_auc:.3f}"
+        origin = "the origin of the slides" if self.best == _ALL else self.best
+        return (
+            f"{origin} alone predicts the label with an AUC of {self.auc[self.best]:.3f} (p = {self.p:.3f}){model}. "
+            "The model may have learned the origin of the slides instead of the disease."
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-ready dict."""
+        return dataclasses.asdict(self)
+
+
+def find_shortcut(
+    slides: Sequence[SlideEntry], *, model_auc: float | None, seed: int
+) -> Shortcut | None:
+    """Predict the labels of patients from the origin of their slides.
+
+    The classifier of a column is the smoothed frequency of the labels among patients with the same value; that of all
+    columns multiplies these (naive Bayes). Patients are divided into five folds. Permutations of the labels show how
+    high the best AUC is by chance.
+
+    Returns:
+        The result; None if no column has two values, or with fewer than ten patients with one label, or one label.
+    """
+    by_patient: dict[str, list[SlideEntry]] = {}
+    for slide in slides:
+        if slide.subsets and slide.label:
+            by_patient.setdefault(slide.patient, []).append(slide)
+    groups = [group for group in by_patient.values() if len({slide.label for slide in group}) == 1]
+    names, label = np.unique([group[0].label for group in groups], return_inverse=True)
+    if len(groups) < _FEWEST or len(names) < 2:
+        return None
+    columns: dict[str, Codes] = {}
+    cells = dict.fromkeys(name for group in groups for slide in group for name in slide.cells)
+    for column in (*ORIGIN, *(name for name in cells if name.lower() in _ORIGIN_CELLS)):
+        values = [
+            " and ".join(sorted({slide.value(column) for slide in group})) for group in groups
+        ]
+        distinct, codes = np.unique(values, return_inverse=True)
+        if len(distinct) > 1:
+            columns[column] = codes
+    if not columns:
+        return None
+    rng = np.random.default_rng(seed)
+    auc = _areas(columns, label, rng)
+    best = max(auc, key=auc.__getitem__)
+    by_chance = [
+        max(_areas(columns, rng.permutation(label), rng).values()) for _ in range(_PERMUTATIONS)
+    ]
+    p = (1 + sum(area >= auc[best] for area in by_chance)) / (1 + _PERMUTATIONS)
+    close = model_auc is None or auc[best] >= model_auc - _MARGIN
+    return Shortcut(auc, best, p, model_auc, len(groups), p <= _LEVEL and close)
+
+
+def _areas(
+    columns: Mapping[str, Codes], label: Codes, rng: np.random.Generator
+) -> dict[str, float]:
+    """Return the cross-validated AUC of each column, and of all together if there are several."""
+    classes = int(label.max()) + 1
+    # Stratified: otherwise a fold with many of one class gets predictions from a rest with few of it.
+    order = np.lexsort((rng.random(len(label)), label))
+    fold = np.empty(len(label), np.intp)
+    fold[order] = np.arange(len(label)) % _FOLDS
+    log_odds = {name: _out_of_fold(codes, label, fold, classes) for name, codes in columns.items()}
+    if len(columns) > 1:
+        log_odds[_ALL] = np.sum(list(log_odds.values()), axis=0)
+    areas = {}
+    for name, values in log_odds.items():
+        power = np.exp(values - values.max(axis=1, keepdims=True))
+        probability = (power / power.sum(axis=1, keepdims=True)).astype(np.float32)
+        area = area_under_roc(label.astype(np.int32), np.round(probability, 6))
+        areas[name] = 0.5 if area is None else area
+    return areas
+
+
+def _out_of_fold(codes: Codes, label: Codes, fold: Codes, classes: int) -> NDArray[np.float64]:
+    """Return (N, C) log ratios of the frequency of each class with the same value to its frequency overall."""
+    values = int(codes.max()) + 1
+    log_ratios = np.empty((len(label), classes))
+    for number in range(_FOLDS):
+        held = fold == number
+        cells = codes[~held] * classes + label[~held]
+        counts = np.bincount(cells, minlength=values * classes).reshape(values, classes)
+        overall = (counts.sum(axis=0) + 1) / (counts.sum() + classes)
+        share = (counts + overall) / (counts.sum(axis=1, keepdims=True) + 1)
+        log_ratios[held] = np.log(share / overall)[codes[held]]
+    return log_ratios
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from histopipe.splits.subsets import Subset
-from histopipe.tasks.choices import LEVELS, Aggregation, EvaluationLevel, name_of
-from histopipe.tasks.metrics import Metrics, metrics_of
+from histopipe.system.arrays import FloatArray
+from histopipe.system.output import counted
+from histopipe.tasks.choices import LEVELS, Aggregation, EvaluationLevel, TaskName, name_of
 from histopipe.tasks.predictions import (
+    Metrics,
     ModelPredictions,
     Predictions,
     ThresholdsByLevel,
     joined_scores,
+    metrics_of,
     scores_of,
 )
+from histopipe.tasks.registry import TASKS
 from histopipe.tasks.statistics import bootstrap_draws
 from histopipe.tasks.task import NO_THRESHOLDS, EvaluationSettings, Thresholds
 
@@ -146,3 +152,267 @@ def mean_thresholds(models: Sequence[ThresholdsByLevel]) -> ThresholdsByLevel:
         same = len({len(limits) for limits in values}) == 1 and len(values) == len(models)
         means[level] = Thresholds(tuple(np.mean(values, axis=0).tolist()) if same else ())
     return means
+
+
+METRIC_TITLES: Mapping[str, str] = {
+    "auc": "AUC", "average_precision": "average precision", "balanced_accuracy": "balanced accuracy",
+    "accuracy": "accuracy", "sensitivity": "sensitivity", "specificity": "specificity", "f1": "F1",
+    "brier": "Brier score", "log_loss": "log loss", "calibration_error": "calibration error",
+    "calibration_intercept": "calibration intercept", "calibration_slope": "calibration slope", "r2": "R²",
+    "pearson": "Pearson correlation", "spearman": "Spearman correlation", "mae": "MAE", "rmse": "RMSE",
+    "c_index": "C-index (Harrell)", "c_index_uno": "C-index (Uno)",
+}  # fmt: skip
+
+
+def metric_title(name: str, task: TaskName) -> str:
+    """Return the title of a metric, also of one column: `Brier score, age` of `brier:age`."""
+    bare, _, column = name.partition(":")
+    titles = {**METRIC_TITLES, **TASKS[task].titles}
+    return titles.get(bare, bare.replace("_", " ")) + (f", {column}" if column else "")
+
+
+def with_ends(
+    value: float | None, ends: tuple[float, float] | None, *, signed: bool = False
+) -> str:
+    """Return a value with its interval, such as `0.912 [0.872, 0.951]`, or with signs; a hyphen for None."""
+    if value is None:
+        return "-"
+    sign = "+" if signed else ""
+    text = f"{value:{sign}.3f}"
+    return text if ends is None else f"{text} [{ends[0]:{sign}.3f}, {ends[1]:{sign}.3f}]"
+
+
+def main_metric(metrics: Metrics) -> tuple[str, float | None]:
+    """Return title and value of the main metric."""
+    name, title = next(iter(TASKS[metrics.task].main.items()))
+    return title, metrics.values[name]
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows of cells as lines: the first column left-aligned, the others right-aligned."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for first, *rest in rows:
+        cells = (cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True))
+        lines.append("  ".join([first.ljust(widths[0]), *cells]).rstrip())
+    return lines
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """Return a number as text, or a hyphen for None."""
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def interval(metrics: Metrics, name: str) -> str:
+    """Return the interval of a metric, such as `[0.872, 0.951]`; empty if it has none."""
+    if name not in metrics.intervals:
+        return ""
+    low, high = metrics.intervals[name]
+    return f"[{number(low)}, {number(high)}]"
+
+
+def with_interval(metrics: Metrics, name: str) -> str:
+    """Return a metric with its interval: `0.912 [0.872, 0.951]`."""
+    return f"{number(metrics.values.get(name))} {interval(metrics, name)}".rstrip()
+
+
+def evaluation_lines(title: str, evaluation: Evaluation) -> list[str]:
+    """Return a table with a line per level, and notes below it."""
+    task = TASKS[evaluation.finest.task]
+    with_intervals, plain = task.main, task.plain
+    rows = [[title, "n", *with_intervals.values(), *plain.values()]]
+    notes: dict[str, list[str]] = {}
+    for name, metrics in informative_levels(evaluation):
+        level, _, how = name.partition("_")
+        # Predictions of bags have one aggregation only, so it is not named.
+        label = (
+            name.replace("_", " ", 1) if evaluation.patch and len(task.aggregations) > 1 else level
+        )
+        if level == "patient" and same_as_slides(evaluation, cast(Aggregation, how)):
+            continue
+        for column in ("", *_columns_of(metrics)):
+            cells = [with_interval(metrics, name + column) for name in with_intervals]
+            cells += [number(metrics.values.get(name + column)) for name in plain]
+            first = f"    {column[1:]}" if column else f"  {label}"
+            rows.append([first, "" if column else str(metrics.count), *cells])
+        for note in metrics.notes:
+            notes.setdefault(note, []).append(label)
+    levels = sum(bool(row[1]) for row in rows) - 1
+    lines = [
+        f"  {'' if len(where) == levels else ', '.join(where) + ': '}{note}"
+        for note, where in notes.items()
+    ]
+    lines += [f"  {remark}" for remark in remarks(evaluation)]
+    levels_shown = {row[0].split()[0] for row in rows}
+    same = same_as_slides(evaluation, "mean")
+    if same and "slide" in levels_shown and "patient" not in levels_shown:
+        lines.append("  patients: same as slides, because each patient has one slide")
+    return aligned(rows) + lines
+
+
+def informative_levels(evaluation: Evaluation) -> Iterator[tuple[str, Metrics]]:
+    """Yield the metrics of each level that has a main metric. Without one at the finest level, yield all levels.
+
+    Most slides of a study with annotations have several labels. Those with one label often have the same.
+    """
+    all_levels = main_metric(evaluation.finest)[1] is None
+    for name, metrics in evaluation.named():
+        if all_levels or main_metric(metrics)[1] is not None:
+            yield name, metrics
+
+
+def remarks(evaluation: Evaluation) -> list[str]:
+    """Return remarks on an evaluation: why it has no metrics of slides or patients, and patients of the training."""
+    several = TASKS[evaluation.finest.task].several
+    levels = {name.partition("_")[0] for name, _ in informative_levels(evaluation)}
+    finer = {"slide": evaluation.patch, "patient": evaluation.patch or evaluation.slide}
+    texts = []
+    for level, metrics in (("slide", evaluation.slide), ("patient", evaluation.patient)):
+        if not finer[level] or level in levels:
+            continue
+        reasons = [f"each has several {several}"]
+        if metrics:
+            few = metrics["mean"]
+            reasons = [f"the {main_metric(few)[0]} of {few.count} is undefined"]
+            reasons += [note for note in few.notes if "excluded" in note]
+        texts.append(f"{level}s: not evaluated, because {'; '.join(reasons)}")
+    if evaluation.in_training:
+        texts.append(
+            f"used in the training, too: {evaluation.in_training} of "
+            f"{counted(evaluation.finest.patients, 'patient')}; metrics are too good"
+        )
+    return texts
+
+
+def same_as_slides(evaluation: Evaluation, how: Aggregation) -> bool:
+    """Return whether the metrics of patients are those of slides, because each patient has one slide."""
+    slide, patient = evaluation.slide.get(how), evaluation.patient.get(how)
+    # Sums in another order may differ in the last digit.
+    return (
+        slide is not None and patient is not None and slide.count == slide.patients == patient.count
+    )
+
+
+def _columns_of(metrics: Metrics) -> list[str]:
+    """Return the endings of the metrics of single columns, such as `:age`."""
+    endings = dict.fromkeys(name.partition(":")[2] for name in metrics.values)
+    return [f":{name}" for name in endings if name]
+
+
+def split_lines(evaluations: Mapping[Subset, Evaluation]) -> list[str]:
+    """Return the table of each split."""
+    return [
+        line
+        for subset, evaluation in evaluations.items()
+        for line in evaluation_lines(
+            "test (held out)" if subset == "test" and not evaluation.in_training else subset,
+            evaluation,
+        )
+    ]
+
+
+_SMALLEST = 1e-30
+_RANGE = (0.05, 20.0)
+_PRIOR = 0.5
+"""Standard deviation of the logarithm of temperatures: two thirds are between 0.6 and 1.6. See docs/design/evaluation.md."""
+_CHANGED = (
+    "log_loss", "brier", "calibration_error", "calibration_intercept", "calibration_slope",
+)  # fmt: skip
+"""Metrics that a temperature changes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Temperature scaling of a model.
+
+    Attributes:
+        temperature: one value for classes; one per label for several labels. Above 1: less extreme probabilities.
+        before: metrics without it, by subset, level and metric; with several labels, their means.
+    """
+
+    temperature: tuple[float, ...]
+    before: Mapping[Subset, Mapping[str, Mapping[str, float | None]]]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-ready dict."""
+        return {"temperature": self.temperature, "before": self.before}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Calibration:
+        """Create it from the result of `to_json`."""
+        return cls(tuple(map(float, value["temperature"])), value["before"])
+
+
+def calibrated(
+    predictions: Mapping[Subset, Predictions], settings: EvaluationSettings
+) -> tuple[dict[Subset, Predictions], Calibration]:
+    """Return predictions with the temperature that is fitted to those of validation, and what it changes."""
+    temperature = fit_temperature(predictions["validation"])
+    before = {
+        subset: {
+            level: {name: metrics.values[name] for name in _CHANGED if name in metrics.values}
+            for level, metrics in evaluation.named()
+        }
+        for subset, evaluation in evaluate_subsets(
+            predictions, replace(settings, resamples=0)
+        ).items()
+    }
+    scaled = {subset: with_temperature(part, temperature) for subset, part in predictions.items()}
+    return scaled, Calibration(temperature, before)
+
+
+def fit_temperature(predictions: Predictions) -> tuple[float, ...]:
+    """Return the temperature that minimises the log loss of predictions, or one for each of several labels.
+
+    A few patients say little: without a prior, right predictions alone would be made certain. The logarithm of the
+    temperature has a normal prior with mean 0, and each patient counts once. So the log loss never increases.
+    """
+    output, patient = predictions.output, predictions.patient
+    if predictions.task.of_classes:
+        return (_fitted(output, predictions.label, patient),)
+    temperatures = []
+    for label, probability in zip(predictions.target.T, output.T, strict=True):
+        rows = np.isfinite(label)
+        both = np.stack([1 - probability[rows], probability[rows]], axis=1)
+        temperatures.append(_fitted(both, label[rows].astype(np.int32), patient[rows]))
+    return tuple(temperatures)
+
+
+def _fitted(
+    probability: NDArray[np.floating], label: NDArray[np.int32], patient: NDArray[np.int32]
+) -> float:
+    from scipy.optimize import minimize_scalar
+
+    if not len(label):
+        return 1.0
+    rows, patients = np.arange(len(label)), len(np.unique(patient))
+
+    def loss(logarithm: float) -> float:
+        of_label = tempered(probability, (math.exp(logarithm),))[rows, label]
+        likelihood = patients * float(np.log(np.maximum(of_label, _SMALLEST)).mean())
+        return (logarithm / _PRIOR) ** 2 / 2 - likelihood
+
+    bounds = tuple(map(math.log, _RANGE))
+    best = float(minimize_scalar(loss, bounds=bounds, method="bounded").x)
+    return math.exp(best) if loss(best) < loss(0) else 1.0
+
+
+def tempered(probability: NDArray[np.floating], temperature: Sequence[float]) -> FloatArray:
+    """Return (..., C) probabilities whose logits are divided by a temperature, or (..., T) of labels by one each."""
+    values = probability.astype(np.float64)
+    if len(temperature) == values.shape[-1]:  # classes are two or more, with one temperature
+        both = np.stack([1 - values, values], axis=-1)
+        return _scaled(both, np.asarray(temperature)[:, None])[..., 1]
+    return _scaled(values, np.asarray(temperature))
+
+
+def _scaled(probability: FloatArray, temperature: FloatArray) -> FloatArray:
+    logits = np.log(np.maximum(probability, _SMALLEST)) / temperature
+    power = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    return np.asarray(power / power.sum(axis=-1, keepdims=True), np.float64)
+
+
+def with_temperature(predictions: Predictions, temperature: Sequence[float]) -> Predictions:
+    """Return predictions with the probabilities of `tempered`."""
+    scaled = tempered(predictions.output, temperature)
+    return replace(predictions, output=scaled.astype(np.float32))

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from histopipe.dataset.options import OnError
 from histopipe.errors import DamagedStore
 from histopipe.features.bags import BagSet, read_bag
-from histopipe.system.progress import default_progress
+from histopipe.system.output import default_progress
 
 _BAGS, _ROWS = 1000, 4096
 """Most bags, and most patches of a bag, that are read: more would take as long as an epoch and change little."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +19,10 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.dataset.memory import aligned_empty
-from histopipe.errors import DamagedStore, SlideError, UsageError
+from histopipe.dataset.patch_batches import aligned_empty
+from histopipe.errors import DamagedStore, HistopipeError, SlideError, UsageError
 from histopipe.features import StoredType
+from histopipe.ingestion import coords
 from histopipe.splits.slide_table import read_slide_table
 from histopipe.store.store import Store
 from histopipe.system.files import (
@@ -29,10 +30,12 @@ from histopipe.system.files import (
     atomic_write,
     path_within,
     read_record,
+    reading_error,
     record_or_check,
+    roomy,
     write_atomically,
 )
-from histopipe.system.filesystems import reading_error, roomy
+from histopipe.system.worker_pool import WorkerPool
 
 FORMAT = "histopipe-features version 1"
 FEATURES, COORDS = "features", "coords"
@@ -355,3 +358,53 @@ def read_encoder(folder: Path) -> dict[str, Any] | None:
         DamagedStore: the record cannot be read.
     """
     return read_record(folder / ENCODER)
+
+
+_SECONDS = 60.0
+_MAX_EXPANSION = 1000
+"""Largest ratio of a dataset's size to the size of its file."""
+
+
+def check_features(folder: Path, *, seconds: float = _SECONDS) -> None:
+    """Read each feature file of a folder in a separate process, with a limit of `seconds` per file.
+
+    Raises:
+        UsageError: the folder does not exist, or a file contains no features.
+        DamagedStore: a file is damaged, or makes HDF5 hang or crash.
+    """
+    _check(feature_files(folder).values(), _read_all_features, seconds)
+
+
+def check_coords(folder: Path, *, seconds: float = _SECONDS) -> None:
+    """Check the coordinate files of a folder as `check_features` does."""
+    _check(sorted(folder.rglob(f"*{coords.SUFFIX}")), _read_all_coords, seconds)
+
+
+def _check(paths: Iterable[Path], read: Callable[[Path], None], seconds: float) -> None:
+    with WorkerPool(1) as pool:
+        for path in paths:
+            try:
+                pool.submit_within(seconds, read, path).result()
+            except HistopipeError:
+                raise
+            except Exception as error:  # h5py raises many types
+                raise DamagedStore(
+                    f"{path} cannot be read safely", found=f"HDF5: {error}", expected="a file that HDF5 can read",
+                    todo="remove it from the folder",
+                ) from error  # fmt: skip
+
+
+def _read_all_features(path: Path) -> None:
+    header = read_header(path)
+    claimed = header.rows * header.dimension * header.dtype.itemsize
+    if claimed > _MAX_EXPANSION * path.stat().st_size:
+        raise DamagedStore(
+            f"{path}: features", found=f"{claimed} bytes in a file of {path.stat().st_size}"
+        )
+    read_features(header)
+    read_coords(header)
+
+
+def _read_all_coords(path: Path) -> None:
+    coords.read_header(path)
+    coords.read_corners(path)

@@ -2,16 +2,203 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
 
 from histopipe.dataset.options import OnError
 from histopipe.errors import DamagedStore, NothingToDo, UsageError
-from histopipe.features.feature_file import FeatureHeader, feature_files, read_header
-from histopipe.features.joined import SlideFeatures, join
+from histopipe.features.feature_file import (
+    FeatureHeader,
+    feature_files,
+    read_coords,
+    read_features,
+    read_header,
+)
 from histopipe.system.csv_files import nfc
-from histopipe.system.result import counted
+from histopipe.system.output import counted
+
+_SIDE = "patch_size_level0"
+_CHECKED_ROWS = 256
+"""Rows that are checked at once: a block that fits into the cache, since a bag may be a gigabyte."""
+_AT_ONCE = 4
+"""Cells of a grid, of the patch side, that can hold the corner of a patch around a point."""
+
+
+def covering(
+    corners: NDArray[np.int64], side: float, other_corners: NDArray[np.int64], other_side: float
+) -> NDArray[np.int64]:
+    """Return for each patch the row of the other patch that contains its centre, (N,) int64, -1 for none.
+
+    If several contain it, the one with the nearest centre is taken, and of these the first. Corners are (N, 2) and (M, 2).
+    """
+    covering_rows, nearest = np.full(len(corners), -1, np.int64), np.full(len(corners), np.inf)
+    if not len(corners) or not len(other_corners):
+        return covering_rows
+    centres = corners + side / 2
+    cells = np.floor(other_corners / other_side).astype(np.int64)
+    low = cells.min(axis=0)
+    width = int(cells[:, 0].max() - low[0]) + 3
+    key = (cells[:, 1] - low[1]) * width + cells[:, 0] - low[0]
+    order = np.argsort(key, kind="stable")
+    ordered = key[order]
+    centre_cells = np.floor(centres / other_side).astype(np.int64) - low
+    for number in range(_AT_ONCE):
+        # The corner of a patch around a point is in the point's cell, or in the one before it.
+        cell = centre_cells - (number % 2, number // 2)
+        inside = ((cell >= 0) & (cell < (width, np.iinfo(np.int32).max))).all(axis=1)
+        cell_keys = np.where(inside, cell[:, 1] * width + cell[:, 0], -1)
+        begin, end = (np.searchsorted(ordered, cell_keys, side) for side in ("left", "right"))
+        for step in range(int((end - begin).max())):
+            rows = np.flatnonzero(begin + step < end)
+            other = order[begin[rows] + step]
+            offset = centres[rows] - other_corners[other]
+            away = ((offset - other_side / 2) ** 2).sum(axis=1)
+            within = ((offset >= 0) & (offset < other_side)).all(axis=1)
+            before = nearest[rows]
+            better = within & ((away < before) | ((away == before) & (other < covering_rows[rows])))
+            covering_rows[rows[better]], nearest[rows[better]] = other[better], away[better]
+    return covering_rows
+
+
+@dataclass(frozen=True)
+class SlideFeatures:
+    """The features of a slide from one or several sets.
+
+    `chosen` holds the (R,) rows of each set that are joined; None for a single set, whose rows are all used.
+    """
+
+    headers: tuple[FeatureHeader, ...]
+    chosen: tuple[NDArray[np.int64], ...] | None = None
+
+    @property
+    def rows(self) -> int:
+        """Number of patches."""
+        return self.headers[0].rows if self.chosen is None else len(self.chosen[0])
+
+    @property
+    def left_out(self) -> int:
+        """Number of patches of the first set that another set does not cover."""
+        return self.headers[0].rows - self.rows
+
+    @property
+    def fingerprint(self) -> object:
+        """Value with a stable `repr`, which changes with the features."""
+        files = [
+            (h.rows, h.dimension, str(h.dtype), int(h.facts.get("crc32", h.sample)))
+            for h in self.headers
+        ]
+        if self.chosen is None:
+            return files[0]
+        return files, [zlib.crc32(rows.tobytes()) for rows in self.chosen]
+
+    def read(self, rows: NDArray[np.int64] | None = None) -> NDArray[np.floating]:
+        """Return the (R, D) features of sorted rows, or of all, with the sets side by side.
+
+        Raises:
+            DamagedStore: a file is damaged, or a feature is NaN or infinite.
+        """
+        if self.chosen is None:
+            return _finite(self.headers[0], read_features(self.headers[0], rows), rows)
+        parts = []
+        for header, chosen in zip(self.headers, self.chosen, strict=True):
+            # All rows at once are read in sequence, which verifies their checksum.
+            set_rows = chosen if rows is None else chosen[rows]
+            values = (
+                read_features(header)[set_rows] if rows is None else read_features(header, set_rows)
+            )
+            parts.append(_finite(header, values, set_rows))
+        return np.concatenate(parts, axis=1)
+
+    def corners(self) -> NDArray[np.int64] | None:
+        """Return (R, 2) top left corners in level-0 pixels, those of the first set; None if unknown."""
+        corners = read_coords(self.headers[0])
+        return corners if corners is None or self.chosen is None else corners[self.chosen[0]]
+
+    @cached_property
+    def side(self) -> float:
+        """Side of the patches in level-0 pixels; 0 if unknown."""
+        return float(self.headers[0].coords.get(_SIDE, 0))
+
+    def positions(self) -> NDArray[np.float32]:
+        """Return the (R, 2) positions in patches, from the first row and column with a patch.
+
+        Raises:
+            UsageError: the file has no coordinates, or not the side of its patches.
+        """
+        corners, path = self.corners(), self.headers[0].path
+        if corners is None or not self.side:
+            missing = "coords" if corners is None else f"attribute {_SIDE} of coords"
+            raise UsageError(
+                f"{path}: no positions", found=f"no {missing}", expected="coords of the patches",
+                todo="use features of `histopipe embed`, or another --pooling",
+            )  # fmt: skip
+        if not len(corners):
+            return np.zeros((0, 2), np.float32)
+        return np.asarray((corners - corners.min(axis=0)) / self.side, np.float32)
+
+
+def _finite(
+    header: FeatureHeader, values: NDArray[np.floating], rows: NDArray[np.int64] | None
+) -> NDArray[np.floating]:
+    """Return the features of rows, or of all, after a check that they are finite."""
+    for begin in range(0, len(values), _CHECKED_ROWS):
+        wrong = np.argwhere(~np.isfinite(values[begin : begin + _CHECKED_ROWS]))
+        if len(wrong):
+            place, column = wrong[0] + (begin, 0)
+            raise DamagedStore(
+                f"{header.path}: feature {column} of patch {place if rows is None else rows[place]} is not finite",
+                found=f"{values[place, column]:g}",
+                expected="a number",
+                todo="compute the file again, or leave it out (--on-error skip)",
+            )
+    return values
+
+
+def join(headers: Sequence[FeatureHeader]) -> SlideFeatures:
+    """Join the feature sets of a slide. The patches are those of the first set that all others cover.
+
+    Raises:
+        UsageError: a file has no coordinates, or not the side of its patches.
+        DamagedStore: a file cannot be read.
+    """
+    if len(headers) == 1:
+        return SlideFeatures((headers[0],))
+    corners = [_corners(header) for header in headers]
+    rows = [np.arange(len(corners[0]))]
+    for header, other in zip(headers[1:], corners[1:], strict=True):
+        if np.array_equal(corners[0], other):
+            rows.append(rows[0])
+        else:
+            rows.append(covering(corners[0], _side(headers[0]), other, _side(header)))
+    kept = np.flatnonzero(np.all([set_rows >= 0 for set_rows in rows], axis=0))
+    return SlideFeatures(tuple(headers), tuple(set_rows[kept] for set_rows in rows))
+
+
+def _corners(header: FeatureHeader) -> NDArray[np.int64]:
+    corners = read_coords(header)
+    if corners is None:
+        raise UsageError(
+            f"{header.path}: no coords", expected="coords: feature sets are matched by position",
+            todo="use one set, or features of `histopipe embed`",
+        )  # fmt: skip
+    return corners
+
+
+def _side(header: FeatureHeader) -> float:
+    side = float(header.coords.get(_SIDE, 0))
+    if side <= 0:
+        raise UsageError(
+            f"{header.path}: side of the patches", found=f"no attribute {_SIDE} of coords",
+            expected="the side in level-0 pixels, to match the patches of several sets",
+        )  # fmt: skip
+    return side
+
 
 Headers = Mapping[str, FeatureHeader]
 """Headers of feature files by slide id."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from histopipe.evaluation.breakdown import Breakdown, break_down
 from histopipe.evaluation.evaluate import Evaluation, evaluate
-from histopipe.predictions.predictions_folder import PredictedSlide, labelled_patches
+from histopipe.predictions.sources import PredictedSlide, labelled_patches
 from histopipe.predictions.tables import write_predictions
 from histopipe.slides.tables import SlideLabel
 from histopipe.splits.slide_table import (
@@ -25,7 +25,7 @@ from histopipe.splits.slide_table import (
     write_slide_table,
 )
 from histopipe.system.files import read_json, reading, write_json
-from histopipe.system.progress import message
+from histopipe.system.output import message
 from histopipe.tasks.choices import TaskName
 from histopipe.tasks.predictions import (
     ModelPredictions,

@@ -9,21 +9,25 @@ from pathlib import Path
 from typing import Any
 
 from histopipe.errors import UsageError
-from histopipe.inference.bag_features import BagFeatures
+from histopipe.inference.bag_features import (
+    BagFeatures,
+    check_alike,
+    load_bags,
+    read_sources,
+    run_folders,
+)
 from histopipe.inference.classifier import PredictOptions, load_classifier
 from histopipe.inference.predict_bags import BagsPrediction
 from histopipe.inference.predict_patches import PatchPrediction, PredictResult
 from histopipe.inference.slide_run import batch_rule
 from histopipe.inference.slide_tiler import FileSource
-from histopipe.inference.source_kinds import read_sources
 from histopipe.inference.stored_slides import StoreSource
-from histopipe.inference.trained_bags import check_alike, load_bags, run_folders
-from histopipe.predictions.predictions_folder import SETTINGS, PredictionsFolder
+from histopipe.predictions.sources import SETTINGS, PredictionsFolder
 from histopipe.runs import folder as run_folder
 from histopipe.runs.result import read_result
 from histopipe.runs.task_config import BagTrainConfig, load_config
 from histopipe.store.store import Store
-from histopipe.system.progress import Progress, default_progress
+from histopipe.system.output import Progress, default_progress
 from histopipe.system.settings import make_settings
 
 

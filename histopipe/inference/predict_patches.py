@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from histopipe._version import __version__
 from histopipe.evaluation.breakdown import breakdown_lines
-from histopipe.evaluation.evaluate import Evaluation
-from histopipe.evaluation.table import evaluation_lines
+from histopipe.evaluation.evaluate import Evaluation, evaluation_lines
 from histopipe.inference.classifier import Classifier
 from histopipe.inference.external_evaluation import (
     ExternalEvaluation,
@@ -24,7 +23,7 @@ from histopipe.inference.external_evaluation import (
 from histopipe.inference.slide_run import BATCHES, Results, SlideRun, SlideRunResult
 from histopipe.inference.slide_tiler import FileSource, TiledSlide
 from histopipe.inference.stored_slides import StoredSlide, StoreSource
-from histopipe.predictions.predictions_folder import (
+from histopipe.predictions.sources import (
     PATIENTS,
     SLIDES,
     PredictedSlide,
@@ -32,8 +31,8 @@ from histopipe.predictions.predictions_folder import (
     write_level_table,
 )
 from histopipe.splits.splits import names_of
-from histopipe.system.filesystems import roomy
-from histopipe.system.progress import Progress
+from histopipe.system.files import roomy
+from histopipe.system.output import Progress
 from histopipe.tasks.choices import Aggregation, EvaluationLevel
 from histopipe.tasks.classification import Classification
 from histopipe.tasks.predictions import Predictions, scores_of

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from histopipe.dataset.sampling import replica_rows
 from histopipe.errors import Interrupted, SlideError, UsageError
 from histopipe.system.files import Closing, read_record
-from histopipe.system.progress import Bar, Progress
-from histopipe.system.result import Result, counted, slide_failure
+from histopipe.system.output import Bar, Progress, Result, counted, slide_failure
 from histopipe.system.worker_pool import count_usable_cores, run_tasks
 
 _STARTED_BATCHES = 2

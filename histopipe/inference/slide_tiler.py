@@ -13,20 +13,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.dataset.memory import aligned_empty
-from histopipe.dataset.patch_batches import decode
+from histopipe.dataset.patch_batches import aligned_empty, decode
 from histopipe.dataset.stain_fit import PATCHES, PIXELS_A_PATCH, fit_pixels
 from histopipe.errors import DamagedStore, SlideError, SlideUnreadable
 from histopipe.geometry import Mpp
-from histopipe.inference.classifier import PredictOptions
+from histopipe.inference.classifier import (
+    PredictOptions,
+    TrainedPatches,
+    check_scale,
+    spec_for_slides,
+)
 from histopipe.inference.external_evaluation import slides_of_files
 from histopipe.inference.slide_run import Normalizer, PatchBatch, SlideRun, slide_batches
-from histopipe.inference.trained_patches import TrainedPatches, check_scale, spec_for_slides
 from histopipe.ingestion.options import IngestOptions
 from histopipe.ingestion.patch_source import Chunk, chunk_of, chunks, make_patches
 from histopipe.ingestion.planning import plan_slide, prepare
 from histopipe.ingestion.slide_job import SlideJob, SlidePlan
-from histopipe.predictions.predictions_folder import CompleteSlides, PredictedSlide
+from histopipe.predictions.sources import CompleteSlides, PredictedSlide
 from histopipe.slides.discovery import discover, show_links
 from histopipe.slides.scale import MppSource, equal_scales
 from histopipe.slides.slide_files import Fingerprint, SlideFile, fingerprint
@@ -35,8 +38,7 @@ from histopipe.slides.tables import SlideNames, read_mpps
 from histopipe.splits.slide_table import SlideEntry
 from histopipe.store.record import SlideRecord
 from histopipe.system.files import Closing
-from histopipe.system.progress import Progress
-from histopipe.system.result import slide_failure
+from histopipe.system.output import Progress, slide_failure
 from histopipe.system.tensorflow import load_quietly
 from histopipe.system.worker_pool import WorkerPool, run_tasks
 

@@ -11,14 +11,12 @@ import numpy as np
 
 from histopipe.dataset.options import OnError, PatchColumn, StainNorm
 from histopipe.dataset.patch_batches import PatchBatches
-from histopipe.dataset.sample_table import SampleRows, SampleTable
 from histopipe.dataset.sampling import Sequential
-from histopipe.dataset.selection import select
+from histopipe.dataset.selection import SampleRows, SampleTable, select
 from histopipe.errors import NothingToDo, UsageError
-from histopipe.inference.classifier import PredictOptions
+from histopipe.inference.classifier import PredictOptions, TrainedPatches, check_store
 from histopipe.inference.slide_run import Normalizer, PatchBatch, SlideRun, slide_batches
-from histopipe.inference.trained_patches import TrainedPatches, check_store
-from histopipe.predictions.predictions_folder import CompleteSlides, PredictedSlide
+from histopipe.predictions.sources import CompleteSlides, PredictedSlide
 from histopipe.slides.tables import SlideLabel
 from histopipe.splits.labelling import Labelling, class_codes
 from histopipe.splits.slide_table import SlideEntry, table_of

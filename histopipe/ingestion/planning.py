@@ -30,25 +30,26 @@ from histopipe.ingestion.options import IngestOptions
 from histopipe.ingestion.patch_source import (
     PatchRecipe,
     PatchSource,
+    RouteChoice,
+    choose_route,
     chunk_of,
+    pixel_notes,
 )
-from histopipe.ingestion.route import RouteChoice, choose_route, pixel_notes
 from histopipe.ingestion.slide_job import Estimate, SlideJob, SlidePlan
-from histopipe.measure.patch_quality import pen_mask
+from histopipe.measure.quality import pen_mask
 from histopipe.slides.readers import open_slide
 from histopipe.slides.scale import ResolvedMpp, resolve_mpp
 from histopipe.slides.slide import SlideInfo
-from histopipe.slides.slide_files import SlideFile, fingerprint, tile_hash
-from histopipe.slides.slide_hashes import pixel_hash
+from histopipe.slides.slide_files import SlideFile, fingerprint, pixel_hash, tile_hash
 from histopipe.slides.thumbnail import encode_thumbnail
 from histopipe.slides.tiles.check import NativeLevels
 from histopipe.store.format import stored_size
 from histopipe.store.record import FailureKind, SlideRecord
-from histopipe.system.result import counted
+from histopipe.system.output import counted
 from histopipe.tiling.plan import TilingPlan, cell_shares, choose_level, plan_tiles
 from histopipe.tiling.spec import TilingSpec
 from histopipe.tissue_masks.finding import TissueSource, find_tissue, read_tissue_thumbnail
-from histopipe.tissue_masks.grid import Grid
+from histopipe.tissue_masks.mask import Grid
 from histopipe.tissue_masks.mask_files import encode_png
 
 _SAMPLED_PATCHES = 8

@@ -22,15 +22,19 @@ from histopipe.ingestion.report import (
 )
 from histopipe.ingestion.request import read_request
 from histopipe.ingestion.slide_job import Estimate, SlideJob, SlidePlan
-from histopipe.slides.source_speed import SourceSpeed, measure_source
-from histopipe.slides.staging import StagedSlide, StagingArea, staged
-from histopipe.store.folder import check_spec
+from histopipe.slides.staging import SourceSpeed, StagedSlide, StagingArea, measure_source, staged
 from histopipe.store.record import SlideRecord, describe_copies
 from histopipe.store.store import Store
-from histopipe.system.files import PathLike
-from histopipe.system.filesystems import free_bytes
-from histopipe.system.progress import Progress, default_progress
-from histopipe.system.result import Result, counted, exit_code_of, slide_failure
+from histopipe.store.writer import check_spec
+from histopipe.system.files import PathLike, free_bytes
+from histopipe.system.output import (
+    Progress,
+    Result,
+    counted,
+    default_progress,
+    exit_code_of,
+    slide_failure,
+)
 from histopipe.system.worker_pool import WorkerPool, run_tasks
 from histopipe.tiling.spec import TilingSpec
 

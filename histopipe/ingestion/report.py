@@ -15,8 +15,15 @@ from histopipe.errors import ExitCode
 from histopipe.store.record import SlideRecord, SlideState
 from histopipe.system.csv_files import write_table
 from histopipe.system.files import Closing
-from histopipe.system.progress import Bar, Progress, SilentProgress
-from histopipe.system.result import Result, counted, exit_code_of, some
+from histopipe.system.output import (
+    Bar,
+    Progress,
+    Result,
+    SilentProgress,
+    counted,
+    exit_code_of,
+    some,
+)
 
 LOG, SUMMARY = "ingest.log", "ingest.csv"
 """Files that an ingest writes into the store's folder; LMDB ignores them."""

@@ -16,11 +16,9 @@ from histopipe.store.claims import WriteLease
 from histopipe.store.data_file import page_faults
 from histopipe.store.environment import open_environment
 from histopipe.store.handle import mapped_errors
-from histopipe.store.meta import read_meta
-from histopipe.system.files import atomic_write, replacing
-from histopipe.system.filesystems import free_bytes, roomy
-from histopipe.system.progress import Bar, Progress, default_progress
-from histopipe.system.result import Result
+from histopipe.store.reading import read_meta
+from histopipe.system.files import atomic_write, free_bytes, replacing, roomy
+from histopipe.system.output import Bar, Progress, Result, default_progress
 from histopipe.system.worker_pool import WorkerDied, WorkerPool, result_of, silence
 
 _SPARE_BYTES = 16 << 20

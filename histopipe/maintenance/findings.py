@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import Any
 
 from histopipe.errors import ExitCode
-from histopipe.system.result import Result, counted
+from histopipe.system.output import Result, counted
 
 
 class FindingKind(StrEnum):

@@ -11,8 +11,7 @@ from typing import Any
 from histopipe.maintenance.verify import check_untrusted
 from histopipe.store.format import VERSION
 from histopipe.store.store import Store
-from histopipe.system.progress import Progress
-from histopipe.system.result import Result
+from histopipe.system.output import Progress, Result
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -3,20 +3,259 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from histopipe.errors import NothingToDo, UsageError
-from histopipe.maintenance.copy_slides import CopyResult, SlideToCopy, copy_slides, open_stores
+from histopipe.errors import DamagedStore, MachineShort, NothingToDo, SpecMismatch, UsageError
+from histopipe.ingestion.ingest_slides import refuse_network
+from histopipe.maintenance.verify import check_untrusted
 from histopipe.store.catalog import read_catalog
+from histopipe.store.claims import Claims
+from histopipe.store.format import (
+    DATABASES,
+    STAINS,
+    THUMBNAILS,
+    patch_key,
+    seal,
+    slide_key,
+    stored_size,
+    unseal,
+    value_crc,
+)
 from histopipe.store.record import SlideRecord, SlideState, describe_copies
 from histopipe.store.store import Store
-from histopipe.system.progress import Progress, default_progress
-from histopipe.system.result import counted, some
+from histopipe.store.writer import StoreWriter
+from histopipe.system.files import free_bytes
+from histopipe.system.output import Bar, Progress, Result, counted, default_progress, some
+from histopipe.tiling.spec import differences
+
+_SPARE = 1.02
+"""Factor for trees and free pages, in addition to the values."""
+_CHUNK_ROWS, _CHUNK_BYTES = 4096, 32 << 20
+"""Maximum patches, and their bytes, in memory and in one transaction."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlideToCopy:
+    """A slide to copy: its store, and its number in this store."""
+
+    store: Store
+    number: int
+
+    @property
+    def record(self) -> SlideRecord:
+        """The slide's record."""
+        return self.store.records[self.number]
+
+    def __str__(self) -> str:
+        return f"{self.store.path}, slide {self.record.id}"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class CopyResult(Result):
+    """Result of copying slides into a store.
+
+    Attributes:
+        store: path of the store.
+        slides: ids of the copied slides.
+        already: ids of slides that were already in the store.
+        patches: number of patches of both.
+        notes: notes for the user.
+    """
+
+    store: str
+    slides: list[str] = field(default_factory=list)
+    already: list[str] = field(default_factory=list)
+    patches: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        already = f", {len(self.already)} already in the store" if self.already else ""
+        return f"{self.store}: {counted(len(self.slides), 'slide')} copied{already}; {counted(self.patches, 'patch')}"
+
+
+def open_stores(
+    paths: Sequence[Path], stack: ExitStack, *, untrusted: bool, progress: Progress
+) -> list[Store]:
+    """Open stores of one spec, which the stack closes. Untrusted stores are verified first.
+
+    Raises:
+        SpecMismatch: the stores have different specs.
+    """
+    if not paths:
+        raise UsageError("no store given")
+    if untrusted:
+        for path in paths:
+            check_untrusted(path, progress=progress)
+    stores = [stack.enter_context(Store(path)) for path in paths]
+    first = stores[0]
+    for other in stores[1:]:
+        if other.spec != first.spec:
+            places = f"in {other.path}", f"in {first.path}"
+            raise SpecMismatch(
+                f"{other.path} was created with other settings than {first.path}",
+                found="; ".join(differences(other.spec, first.spec, places)),
+                expected="equal settings",
+            )
+    return stores
+
+
+def copy_slides(
+    slides: Sequence[SlideToCopy],
+    out: Path,
+    spec: Mapping[str, Any],
+    *,
+    allow_network: bool,
+    bar: Bar,
+) -> CopyResult:
+    """Copy complete and failed slides with different ids into a store. Slides in it stay. A missing store is created.
+
+    Each slide becomes visible by one transaction. After an interruption, the same call continues. `bar` counts bytes.
+
+    Raises:
+        SpecMismatch, UsageError: the store has another spec, `out` is not a store, or another process uses a slide.
+        DamagedStore: a slide does not match its checksums; those before it are copied.
+        MachineShort: there is not enough free space.
+    """
+    if not allow_network:
+        refuse_network(out)
+    copied, already = [], []
+    if not (out / "data.mdb").exists():
+        _check_space(slides, out, set(), 0)  # before the store is created
+    with StoreWriter(out, spec) as writer, Claims(out) as claims:
+        existing = {r.id for r in writer.records().values() if r.state is SlideState.COMPLETE}
+        _check_space(slides, out, existing, writer.reusable_bytes())
+        records = [slide.record for slide in slides]
+        pending = [
+            SlideRecord(id=r.id, path=r.path, resolved_path=r.resolved_path) for r in records
+        ]
+        numbers = writer.register(pending)
+        for slide in slides:
+            record, number = slide.record, numbers[slide.record.id]
+            if not claims.take(number):
+                raise UsageError(
+                    f"slide {record.id} of {out} is in use by another process",
+                    todo="wait until that process has finished",
+                )
+            before = writer.record(number)
+            if before.state is SlideState.COMPLETE:
+                already.append(record.id)
+                bar.advance(record.stored_bytes)
+            else:
+                writer.restart(number, before)  # an interrupted copy may have left patches
+                if record.state is SlideState.FAILED:
+                    writer.update(number, record)
+                else:
+                    _copy_slide(slide, writer, number, bar)
+                copied.append(record.id)
+            claims.release(number)
+        for store in {id(slide.store): slide.store for slide in slides}.values():
+            writer.add_meta(store.further_meta())
+    return CopyResult(str(out), copied, already, sum(slide.record.planned for slide in slides))
+
+
+def _check_space(
+    slides: Sequence[SlideToCopy], out: Path, existing: set[str], reusable: int
+) -> None:
+    """Check that there is enough disk space, before slides are copied."""
+    size = 0
+    for record in (slide.record for slide in slides):
+        if record.planned and record.id not in existing:
+            average = np.array([record.stored_bytes / record.planned])
+            size += int(stored_size(average)[0]) * record.planned
+    disk = next(path for path in (out, *out.absolute().parents) if path.exists())
+    free = free_bytes(disk) + reusable
+    if free < size * _SPARE:
+        raise MachineShort(
+            f"not enough disk space in {out} for {counted(len(slides), 'slide')}",
+            found=f"{free >> 20} MB free",
+            expected=f"about {int(size * _SPARE) >> 20} MB",
+            todo="free disk space, or choose another --out",
+        )
+
+
+def _copy_slide(slide: SlideToCopy, target: StoreWriter, number: int, bar: Bar) -> None:
+    """Copy a complete slide to a pending one of the target. It stays pending if a value does not match its checksum."""
+    index = dict(slide.store.index(slide.number))
+    crcs = np.zeros(len(index["crc"]), np.uint32)
+    for rows in _chunks(index["length"]):
+        slide.store.advise([(slide.number, row) for row in rows])
+        values = _values(slide, rows, index)
+        crcs[rows] = target.put_patches(number, rows, values)
+        bar.advance(sum(map(len, values)))
+    index["crc"] = crcs  # the checksums include the new keys
+    index["label"] = _renumbered(index["label"], slide.store.classes, target)
+    target.complete(
+        number, slide.record, index, _thumbnails(slide), dict(_other_entries(slide, number))
+    )
+
+
+def _values(slide: SlideToCopy, rows: Sequence[int], index: dict[str, NDArray[Any]]) -> list[bytes]:
+    length, crc = index["length"][rows].tolist(), index["crc"][rows].tolist()
+    with slide.store.reading() as reading:
+        values = [bytes(reading.value(slide.number, row)) for row in rows]
+    for row, value, size, checksum in zip(rows, values, length, crc, strict=True):
+        key = patch_key(slide.number, row)
+        if len(value) != size or (size and value_crc(key, value) != checksum):
+            raise DamagedStore(
+                f"{slide}: patch {row} does not match its checksum",
+                todo="run `histopipe verify`, then `histopipe repair`",
+            )
+    return values
+
+
+def _thumbnails(slide: SlideToCopy) -> dict[str, bytes]:
+    """Return the pictures of a slide by name."""
+    pictures, checksums = {}, slide.record.thumbnail_crc
+    for key, value in slide.store.entries(THUMBNAILS, slide.number):
+        name, crc = key[len(slide_key(slide.number)) :].decode(), value_crc(key, value)
+        if checksums.get(name, crc) != crc:
+            raise DamagedStore(f"{slide}: picture {name!r} does not match its checksum")
+        pictures[name] = value
+    return pictures
+
+
+def _other_entries(slide: SlideToCopy, number: int) -> Iterator[tuple[tuple[bytes, bytes], bytes]]:
+    """Yield the stain fit and the entries of later versions, by database and key with the new slide number."""
+    for key, value in slide.store.entries(STAINS, slide.number):
+        stain = unseal(key, value, where=f"{slide}: stain")
+        yield (STAINS, slide_key(number)), seal(slide_key(number), stain)
+    for database in slide.store.databases - set(DATABASES):
+        for key, value in slide.store.entries(database, slide.number):
+            yield (database, slide_key(number) + key[4:]), value
+
+
+def _renumbered(
+    labels: NDArray[np.int32], classes: Sequence[str], target: StoreWriter
+) -> NDArray[np.int32]:
+    """Convert labels to class numbers of the target, -1 for none. Missing classes are added to the target."""
+    used = np.unique(labels[labels >= 0]).tolist()
+    numbers = target.class_numbers([classes[number] for number in used])
+    renumbered = labels.copy()
+    for old in used:
+        renumbered[labels == old] = numbers[classes[old]]
+    return renumbered
+
+
+def _chunks(lengths: NDArray[np.integer]) -> Iterator[list[int]]:
+    """Yield the rows of each transaction."""
+    rows: list[int] = []
+    size = 0
+    for row, length in enumerate(lengths.tolist()):
+        if rows and (len(rows) == _CHUNK_ROWS or size + length > _CHUNK_BYTES):
+            yield rows
+            rows, size = [], 0
+        rows.append(row)
+        size += length
+    if rows:
+        yield rows
+
 
 _COMPARED = ("x_l0", "y_l0", "length")
 

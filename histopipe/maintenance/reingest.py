@@ -22,13 +22,12 @@ from histopipe.geometry import Mpp, Size
 from histopipe.ingestion.ingest_slides import ingest_slides
 from histopipe.ingestion.options import IngestOptions
 from histopipe.ingestion.slide_job import SlideJob
-from histopipe.maintenance.store_check import Examination
+from histopipe.maintenance.checks import Examination
 from histopipe.slides.discovery import with_recorded_ids
 from histopipe.slides.readers import open_slide
 from histopipe.slides.slide_files import SlideFile
 from histopipe.store.claims import Claims
 from histopipe.store.environment import Environment, entries_with
-from histopipe.store.folder import open_for_change
 from histopipe.store.format import (
     INDEX,
     INDEX_COLUMNS,
@@ -41,10 +40,11 @@ from histopipe.store.format import (
     encode_index,
     slide_key,
 )
-from histopipe.store.meta import read_records
+from histopipe.store.reading import read_records
 from histopipe.store.record import SlideRecord, SlideState
+from histopipe.store.writer import open_for_change
 from histopipe.system.files import to_storable_text
-from histopipe.system.progress import Progress
+from histopipe.system.output import Progress
 from histopipe.system.worker_pool import WorkerDied, WorkerPool, map_in_pool, result_of
 from histopipe.tiling.spec import spec_of_store
 

@@ -15,15 +15,20 @@ from pathlib import Path
 from zlib import crc32
 
 from histopipe.errors import DamagedStore, NothingToDo, UnknownVersion
+from histopipe.maintenance.checks import (
+    Examination,
+    SlideCheck,
+    WrongValue,
+    check_slides,
+    check_store,
+    find_orphans,
+)
 from histopipe.maintenance.findings import Finding, FindingKind, VerifyResult
-from histopipe.maintenance.slide_check import SlideCheck, WrongValue, check_slides
-from histopipe.maintenance.store_check import Examination, check_store, find_orphans
 from histopipe.store.catalog import no_store
 from histopipe.store.data_file import check_length, newest_transaction, page_faults
 from histopipe.store.format import patch_key
 from histopipe.store.record import SlideState
-from histopipe.system.progress import Bar, Progress, default_progress
-from histopipe.system.result import some
+from histopipe.system.output import Bar, Progress, default_progress, some
 from histopipe.system.worker_pool import (
     WorkerDied,
     WorkerPool,

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+from histopipe.annotations.annotation_files import find_annotations
 from histopipe.annotations.patch_labels import annotation_notes, label_patches
-from histopipe.annotations.read import find_annotations
 from histopipe.annotations.regions import read_regions, source_text
 from histopipe.annotations.rules import AnnotationRules, Origin
 from histopipe.errors import ExitCode, UsageError
@@ -18,8 +18,14 @@ from histopipe.measure.columns import SlideColumns, measure_slides
 from histopipe.slides.tables import SlideNames
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
-from histopipe.system.progress import Progress, SilentProgress, default_progress
-from histopipe.system.result import Result, counted, exit_code_of
+from histopipe.system.output import (
+    Progress,
+    Result,
+    SilentProgress,
+    counted,
+    default_progress,
+    exit_code_of,
+)
 
 _SECONDS = 3600.0
 

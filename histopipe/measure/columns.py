@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from histopipe.annotations.patch_labels import PatchLabels
 from histopipe.errors import UsageError
 from histopipe.store.writer import StoreWriter
-from histopipe.system.result import slide_failure
+from histopipe.system.output import slide_failure
 from histopipe.system.worker_pool import TookTooLong, WorkerPool, count_usable_cores, map_in_pool
 
 _TASKS_PER_WORKER = 4

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
+import cv2
 import numpy as np
 import simplejpeg
 from numpy.typing import NDArray
@@ -12,21 +15,65 @@ from PIL import Image
 
 from histopipe.dataset.patch_batches import decode
 from histopipe.errors import DamagedStore, ExitCode
+from histopipe.geometry import Mpp
 from histopipe.measure.columns import SlideColumns, measure_slides
-from histopipe.measure.patch_quality import (
-    ALGORITHMS,
-    COLOUR_MPP,
-    FOCUS_MPP,
-    dark_mask,
-    focus_of,
-    pen_mask,
-    reduction_to,
-)
 from histopipe.store.format import patch_key, value_crc
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
-from histopipe.system.progress import Progress, default_progress
-from histopipe.system.result import Result, counted, exit_code_of
+from histopipe.system.output import Progress, Result, counted, default_progress, exit_code_of
+
+COLOUR_MPP = Mpp(8.0)
+FOCUS_MPP = Mpp(1.0)
+ALGORITHMS: Mapping[str, str] = {"focus": "focus-1", "pen": "pen-1", "dark": "dark-1"}
+
+_LEAST_DENSITY = 0.6
+"""Least density of ink, as the sum of the three channels. Glass has 0.1, pale eosin 0.3."""
+_FOLD_DENSITY = 2.4
+"""Least density of folds, as the sum of channels at 8 µm. A layer of stained tissue has 0.6 to 1.8; layers add up."""
+_DENSITY: NDArray[np.float32] = -np.log10((np.arange(256) + 1) / 256).astype(np.float32)
+
+
+def pen_mask(rgb: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    """Find blue, green and red felt-tip ink, (H, W) bool, in (H, W, 3) uint8 of about 8 µm per pixel.
+
+    Haematoxylin absorbs red and green light, eosin green; mixtures and blood are between these. Blue ink absorbs far
+    more red than green. Green ink absorbs green least. Red ink absorbs blue as much as green, and almost no red. A
+    large area of bright blood may be detected as red ink. `dark_mask` finds black ink.
+    """
+    if not rgb.size:
+        return np.zeros(rgb.shape[:2], np.bool_)
+    if len(rgb) > 64:  # parts that fit into the processor's cache take half of the time or less
+        return np.concatenate([pen_mask(rgb[top : top + 64]) for top in range(0, len(rgb), 64)])
+    red, green, blue = cv2.split(cv2.LUT(rgb, _DENSITY))
+    strong = red + green + blue > _LEAST_DENSITY
+    is_blue = (red > 1.3 * green) & (red > 1.5 * blue)
+    is_green = (red > 1.3 * green) & (blue > 1.15 * green)
+    is_red = (green > 4 * red) & (blue > 0.8 * green)
+    return np.asarray(strong & (is_blue | is_green | is_red))
+
+
+def dark_mask(rgb: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    """Find folds and black (ink, edges of coverslips, unscanned areas); input and output as for `pen_mask`."""
+    return np.asarray(_DENSITY[rgb].sum(axis=2) > _FOLD_DENSITY)
+
+
+def focus_of(grey: NDArray[Any]) -> float:
+    """Return the variance of the Laplacian of (H, W) luma, 0 to 255, at about 1 µm per pixel; at least 3 by 3 pixels.
+
+    Source:
+        J. L. Pech-Pacheco et al., "Diatom autofocusing in brightfield microscopy", ICPR 2000.
+    """
+    laplacian = cv2.Laplacian(grey.astype(np.float32), cv2.CV_32F)
+    return float(laplacian[1:-1, 1:-1].var())  # without the border, where it needs pixels outside
+
+
+def reduction_to(target_mpp: Mpp, mpp: float | None, side: int) -> int:
+    """Return the whole number by which to reduce an image to about the wanted scale; 1 if its scale is unknown.
+
+    The reduced image keeps a side of at least four pixels.
+    """
+    return 1 if mpp is None else max(1, min(round(target_mpp / mpp), side // 4))
+
 
 COLUMNS = ("focus", "pen", "dark")
 
@@ -84,7 +131,7 @@ def quality(
 
     `focus` is the variance of the Laplacian of luma at about 1 µm per pixel; 0 means no edges. `pen` is the share of
     the patch that is coloured ink, and `dark` the share that is folded or black, at about 8 µm per pixel. See
-    `histopipe.measure.patch_quality`.
+    `histopipe.measure.quality`.
 
     Args:
         store: the store's folder.

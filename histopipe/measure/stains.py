@@ -9,8 +9,7 @@ from histopipe.dataset.stain_fit import TooLittleTissue, fit_slide
 from histopipe.errors import DamagedStore, ExitCode
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
-from histopipe.system.progress import Progress, default_progress
-from histopipe.system.result import Result, counted, exit_code_of
+from histopipe.system.output import Progress, Result, counted, default_progress, exit_code_of
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import typing
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from histopipe.errors import UsageError
-from histopipe.pretrained.presets import Preset, load_preset, preset_names
-from histopipe.system.result import Result
+from histopipe.pretrained.presets import (
+    SUFFIX,
+    Preprocessing,
+    Preset,
+    check_preset,
+    checked_value,
+    load_preset,
+    preset_names,
+)
+from histopipe.system.files import read_json
+from histopipe.system.output import Result
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -123,3 +136,128 @@ def _details(preset: Preset) -> str:
 
 def _numbers(values: tuple[float, ...]) -> str:
     return ", ".join(f"{value:g}" for value in values)
+
+
+KERAS, _PYTHON = ".keras", ".py"
+SAVED_MODEL = "saved_model.pb"
+_RESAMPLE = {2: "bilinear", 3: "bicubic"}
+"""PIL's numbers of filters, in the files of Hugging Face."""
+
+
+def named_preset(model: str) -> Preset | None:
+    """Return the preset that a value of `--model` names or has next to it; None if it has none.
+
+    Raises:
+        UsageError: the preset cannot be read, or a Keras file or SavedModel has none.
+    """
+    if model in preset_names() or model.endswith(SUFFIX):
+        return load_preset(model)
+    path = own_file(model)
+    if path is None:
+        return None
+    if not path.exists():
+        raise UsageError(f"--model {model}", found=f"no file {path}")
+    preset_path = path.with_name(path.name + SUFFIX) if path.is_dir() else path.with_suffix(SUFFIX)
+    if preset_path.exists():
+        return load_preset(preset_path)
+    if path.suffix == _PYTHON:
+        return None
+    raise UsageError(
+        f"{preset_path} is missing: {path} does not describe its preprocessing",
+        expected="a TOML file such as: [input] size = 224, mean = [0.5, 0.5, 0.5], std = [0.5, 0.5, 0.5]",
+        todo="write it with the size, mean and standard deviation that the network was trained with",
+    )
+
+
+def own_file(model: str) -> Path | None:
+    """Return the path of the user's own network that a value of `--model` names, or None."""
+    if model in preset_names():  # also if a folder has this name
+        return None
+    path = Path(model.rpartition(":")[0] if f"{_PYTHON}:" in model else model)
+    is_own = path.suffix in (KERAS, _PYTHON) or (path / SAVED_MODEL).is_file()
+    return path if is_own else None
+
+
+def check_untrusted_model(model: str, weights: str | None) -> None:
+    """Refuse models that run code from their files.
+
+    Raises:
+        UsageError: the model is a SavedModel or a Python file.
+    """
+    folders, network_file = [Path(path) for path in (model, weights) if path], own_file(model)
+    if (network_file and network_file.suffix == _PYTHON) or any(
+        (folder / SAVED_MODEL).exists() for folder in folders
+    ):
+        raise UsageError(
+            "--untrusted", found=f"--model {model}: Python files and SavedModels can run any code",
+            expected="weights in .safetensors, .bin, .pth or .keras files",
+        )  # fmt: skip
+
+
+def find_weights(preset: Preset, weights: Path) -> Path:
+    """Return the file with the weights: `weights`, or one of the preset's files in the folder `weights`.
+
+    Raises:
+        UsageError: there is no such file.
+    """
+    if weights.is_file():
+        return weights
+    files = [weights / name for name in preset.files if (weights / name).is_file()]
+    if not files:
+        raise UsageError(
+            f"no weights of {preset.name} at {weights}", found="no such file" if not weights.exists() else None,
+            expected=" or ".join(preset.files) or "a file of weights",
+            todo=f"see `histopipe encoders {preset.name}`" if preset.repository else "give the path of the file",
+        )  # fmt: skip
+    return files[0]
+
+
+def with_published_settings(preset: Preset, weights: Path) -> tuple[Preset, list[str]]:
+    """Return a preset with the mean, std and interpolation in the files that were published with the weights.
+
+    These are `config.json` of timm and `preprocessor_config.json` of Hugging Face, in the folder of `weights`. Sizes are
+    the preset's, which follow the model's card. Also return the differences, for people.
+
+    Raises:
+        UsageError: such a file cannot be read, or a value in it is wrong.
+    """
+    settings: dict[str, Any] = {}
+    for name in ("config.json", "preprocessor_config.json"):
+        path = weights.parent / name
+        if path.exists():
+            settings |= {key: (value, path) for key, value in _published(path).items()}
+    preprocessing, notes = preset.preprocessing, []
+    hints = typing.get_type_hints(Preprocessing)
+    for key, (value, path) in settings.items():
+        checked = checked_value(hints[key], value, f"{path}: {key}")
+        before = getattr(preprocessing, key)
+        if checked != before:
+            notes.append(f"{path}: {key} {checked} instead of the preset's {before}")
+            preprocessing = dataclasses.replace(preprocessing, **{key: checked})
+    changed = dataclasses.replace(preset, preprocessing=preprocessing)
+    check_preset(changed, str(weights.parent))
+    return changed, notes
+
+
+def _published(path: Path) -> dict[str, Any]:
+    try:
+        content = read_json(path)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read", found=str(error)) from error
+    if not isinstance(content, dict):
+        raise UsageError(
+            f"{path} cannot be used", found=json.dumps(content)[:80], expected="an object"
+        )
+    timm = content.get("pretrained_cfg")
+    table = timm if isinstance(timm, dict) else content
+    names = {"image_mean": "mean", "image_std": "std", "resample": "interpolation"}
+    settings = {names.get(name, name): value for name, value in table.items()}
+    interpolation = settings.get("interpolation")
+    settings["interpolation"] = (
+        _RESAMPLE.get(interpolation, interpolation) if type(interpolation) is int else interpolation
+    )
+    return {
+        name: settings[name]
+        for name in ("mean", "std", "interpolation")
+        if settings.get(name) is not None
+    }

@@ -10,12 +10,12 @@ from typing import Any
 
 from histopipe.errors import UsageError
 from histopipe.evaluation.breakdown import Breakdown
-from histopipe.evaluation.evaluate import Evaluation
-from histopipe.evaluation.table import main_metric, remarks
-from histopipe.reports.evaluation_blocks import EvaluatedPredictions, metric_cards
+from histopipe.evaluation.evaluate import Evaluation, main_metric, remarks, with_ends, with_interval
+from histopipe.evaluation.subgroups import QUALITY
+from histopipe.reports.data_description import open_stores, plain
+from histopipe.reports.evaluation_blocks import EvaluatedPredictions, interval_cell, metric_cards
 from histopipe.reports.evaluation_sections import add_analysis, add_metrics
-from histopipe.reports.fact_texts import plain
-from histopipe.reports.heatmap_sources import SlideImages
+from histopipe.reports.heatmap_values import SlideImages
 from histopipe.reports.html_page import (
     Cards,
     Cell,
@@ -28,17 +28,20 @@ from histopipe.reports.html_page import (
     Text,
     number,
 )
-from histopipe.reports.run_data import open_stores
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.result import TrainResult, read_result
 from histopipe.runs.task_config import CONFIGS, make_config
 from histopipe.splits.slide_table import flow_from_json
-from histopipe.studies.cross_validation_result import leaked_from, read_parts, tested_slides
+from histopipe.studies.compare import CompareResult, compare
+from histopipe.studies.cross_validation import leaked_from, read_parts, tested_slides
 from histopipe.studies.settings import FoldSettings
 from histopipe.system.files import read_json, reading
 from histopipe.system.settings import read_settings
+from histopipe.tasks.choices import LEVELS, name_of
+from histopipe.tasks.intervals import Difference
 from histopipe.tasks.predictions import joined_predictions
+from histopipe.tasks.registry import TASKS
 
 SUMMARY = "summary.json"
 
@@ -153,3 +156,109 @@ def _limitations(evaluated: EvaluatedPredictions, summary: Mapping[str, Any]) ->
     title, _ = main_metric(evaluated.evaluations["test"].finest)
     yield f"Intervals of the {title} are for these models: variation between training sets is only shown by the folds."
     yield "Performance on slides from another hospital, scanner or stain is unknown: only this data set was used."
+
+
+def comparison_page(runs: Sequence[Path]) -> Page:
+    """Return the page of a comparison of runs or cross-validations with the first one. Raise as `compare`."""
+    result = compare(list(runs))
+    names = [str(run.folder) for run in result.runs]
+    page = Page("Comparison", ", ".join(names))
+    page.add("Metrics", _metrics(result))
+    page.add("Differences", *_differences(result, names[0]))
+    page.add("Subgroups", *_subgroups(result))
+    settings = [
+        Row([Cell(name), *(Cell("" if value is None else str(value)) for value in values)])
+        for name, values in result.settings.items()
+    ]
+    columns = (Column("setting"), *(Column(name) for name in names))
+    page.add(
+        "Settings",
+        Table("Settings that differ", columns, settings)
+        if settings
+        else Text("No settings differ."),
+    )
+    page.add("Limitations", _comparison_limitations(result))
+    return page
+
+
+def _metrics(result: CompareResult) -> Table:
+    values = _shown(result)
+    rows = []
+    for level, how in LEVELS:
+        for run in result.runs:
+            metrics = run.test.at(level, how)
+            if metrics is not None:
+                cells = [
+                    Cell(with_interval(metrics, name), metrics.values.get(name), "n")
+                    for name in values
+                ]
+                rows.append(Row([Cell(name_of(level, how).replace("_", ", ", 1)), Cell(str(run.folder)), number(metrics.count), *cells]))  # fmt: skip
+    columns = (
+        Column("level"),
+        Column("run"),
+        Column("n", True),
+        *(Column(title, True) for title in values.values()),
+    )
+    return Table("Metrics of the test sets", columns, rows)
+
+
+def _shown(result: CompareResult) -> dict[str, str]:
+    task = TASKS[result.runs[0].test.finest.task]
+    return {**task.main, **task.plain}
+
+
+def _differences(result: CompareResult, first: str) -> Iterator[Table | Notes]:
+    values = _shown(result)
+    compared = zip(result.runs[1:], result.differences, result.notes, result.splits, strict=True)
+    for run, levels, notes, splits in compared:
+        rows = [
+            Row([
+                Cell(level.replace("_", ", ", 1)),
+                *(
+                    interval_cell(difference.value, difference.interval, signed=True)
+                    for difference in (metrics.get(name, Difference(None, None)) for name in values)
+                ),
+            ])
+            for level, metrics in levels.items()
+        ]  # fmt: skip
+        columns = (Column("level"), *(Column(title, True) for title in values.values()))
+        if rows:
+            yield Table(f"{run.folder} minus {first}, on the same patients", columns, rows)
+        texts = [] if splits is None else [f"{run.folder}: {splits}."]
+        texts += [f"{run.folder}, not compared: {note}." for note in notes]
+        if texts:
+            yield Notes(texts)
+
+
+def _subgroups(result: CompareResult) -> Iterator[Table]:
+    """Yield the main metric by subgroup, with a column for each run."""
+    name, title = next(iter(_shown(result).items()))
+    cells: dict[tuple[str, str], dict[int, str]] = {}
+    for place, run in enumerate(result.runs):
+        for subgroups in run.breakdown.subgroups:
+            for group in subgroups.groups if subgroups.column not in QUALITY else ():
+                text = with_ends(group.values.get(name), group.intervals.get(name))
+                cells.setdefault((subgroups.column, group.name), {})[place] = (
+                    f"{text}  (n = {group.count})"
+                )
+    rows = [
+        Row([Cell(column), Cell(group), *(Cell(texts.get(i, "")) for i in range(len(result.runs)))])
+        for (column, group), texts in cells.items()
+    ]
+    columns = (Column("column"), Column("group"), *(Column(str(run.folder)) for run in result.runs))
+    if rows:
+        yield Table(f"{title} by subgroup", columns, rows)
+
+
+def _comparison_limitations(result: CompareResult) -> Notes:
+    notes = [
+        f"{run.folder}: {note}."
+        for run in result.runs
+        for note in (*remarks(run.test), *run.test.notes, *run.notes)
+    ]
+    return Notes(
+        [
+            *notes,
+            "Differences are for these models: variation between seeds and splits is not in the intervals.",
+        ]
+    )

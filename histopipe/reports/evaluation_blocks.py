@@ -8,12 +8,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.evaluation import table
+from histopipe.evaluation import evaluate
 from histopipe.evaluation.breakdown import Breakdown
-from histopipe.evaluation.evaluate import Evaluation
-from histopipe.evaluation.groups import QUALITY
-from histopipe.evaluation.subgroups import Subgroups
-from histopipe.evaluation.temperature import Calibration
+from histopipe.evaluation.evaluate import Calibration, Evaluation
+from histopipe.evaluation.subgroups import QUALITY, Subgroups
 from histopipe.reports import charts
 from histopipe.reports.html_page import (
     Block,
@@ -30,12 +28,11 @@ from histopipe.reports.html_page import (
 )
 from histopipe.splits.slide_table import Flow
 from histopipe.splits.subsets import Subset
-from histopipe.system.result import plural
+from histopipe.system.output import plural
 from histopipe.tasks.calibration import Bin
 from histopipe.tasks.choices import EvaluationLevel
 from histopipe.tasks.intervals import TOO_FEW, Difference
-from histopipe.tasks.metrics import Metrics
-from histopipe.tasks.predictions import ModelPredictions, Predictions, scores_of
+from histopipe.tasks.predictions import Metrics, ModelPredictions, Predictions, scores_of
 from histopipe.tasks.statistics import Roc, precision_recall_of, roc_of
 from histopipe.tasks.task import EvaluationSettings, Scores, Task
 
@@ -43,7 +40,7 @@ _METRICS = (
     "auc", "average_precision", "balanced_accuracy", "accuracy", "sensitivity", "specificity", "f1", "brier",
     "log_loss", "calibration_error", "calibration_intercept", "calibration_slope",
 )  # fmt: skip
-_TITLES = table.METRIC_TITLES
+_TITLES = evaluate.METRIC_TITLES
 _MOST_LEVELS = 4
 """Levels of all splits that fit one table on a page of 1,200 pixels."""
 _LEVELS: tuple[tuple[EvaluationLevel, str], ...] = (
@@ -89,9 +86,9 @@ def metric_cards(evaluated: EvaluatedPredictions) -> list[Card]:
     patients = evaluated.main[1].finest.patients
     for level, metrics in shown_levels(evaluated.main[1]):
         for name, title in evaluated.task.main.items():
-            value = table.number(metrics.values[name])
+            value = evaluate.number(metrics.values[name])
             few = any(note.startswith(TOO_FEW) for note in metrics.notes)
-            interval = table.interval(metrics, name) or (TOO_FEW if few else "no interval")
+            interval = evaluate.interval(metrics, name) or (TOO_FEW if few else "no interval")
             if metrics.patients < patients:
                 interval += f"; {patients - metrics.patients} of {patients} patients left out"
             cards.append(Card(f"{title}, {LEVEL_NAMES[level.partition('_')[0]]}", value, interval))
@@ -100,8 +97,8 @@ def metric_cards(evaluated: EvaluatedPredictions) -> list[Card]:
 
 def shown_levels(evaluation: Evaluation) -> Iterator[tuple[str, Metrics]]:
     """Yield metrics of patches, and of means per slide and patient. Patients equal to slides are left out."""
-    same = table.same_as_slides(evaluation, "mean")
-    for name, metrics in table.informative_levels(evaluation):
+    same = evaluate.same_as_slides(evaluation, "mean")
+    for name, metrics in evaluate.informative_levels(evaluation):
         if name in ("patch", "slide_mean") or (name == "patient_mean" and not same):
             yield name, metrics
 
@@ -111,7 +108,7 @@ def metrics_blocks(evaluated: EvaluatedPredictions) -> Iterator[Block]:
     notes: dict[str, list[str]] = {}
     subsets: dict[Subset, dict[str, Metrics]] = {subset: {} for subset in evaluated.evaluations}
     for subset, evaluation in evaluated.evaluations.items():
-        for name, metrics in table.informative_levels(evaluation):
+        for name, metrics in evaluate.informative_levels(evaluation):
             level = name.replace("_", ", ", 1)
             subsets[subset][level] = metrics
             for note in metrics.notes:
@@ -153,7 +150,9 @@ def _metrics_table(title: str, levels: Mapping[str, Metrics]) -> Table:
 def metric_cell(metrics: Metrics, name: str) -> Cell:
     """Return a cell with a metric and its interval; empty if it is undefined."""
     value = metrics.values.get(name)
-    return number(None) if value is None else Cell(table.with_interval(metrics, name), value, "n")
+    return (
+        number(None) if value is None else Cell(evaluate.with_interval(metrics, name), value, "n")
+    )
 
 
 def curves(evaluated: EvaluatedPredictions) -> Iterator[Block]:
@@ -172,7 +171,7 @@ def curves(evaluated: EvaluatedPredictions) -> Iterator[Block]:
     if evaluated.calibration is not None:
         yield Text(
             "The logits are divided by a temperature that was fitted to the validation set: "
-            + ", ".join(table.number(value) for value in evaluated.calibration.temperature) + "."
+            + ", ".join(evaluate.number(value) for value in evaluated.calibration.temperature) + "."
         )  # fmt: skip
         yield _temperature_table(evaluated, evaluated.calibration)
 
@@ -182,7 +181,7 @@ def _temperature_table(evaluated: EvaluatedPredictions, calibration: Calibration
     for subset, levels in calibration.before.items():
         for level, metrics in shown_levels(evaluated.evaluations[subset]):
             cells = [
-                Cell(f"{table.number(levels[level].get(name))} → {table.number(metrics.values.get(name))}", tone="n")
+                Cell(f"{evaluate.number(levels[level].get(name))} → {evaluate.number(metrics.values.get(name))}", tone="n")
                 for name in names
             ]  # fmt: skip
             rows.append(Row([Cell(subset), Cell(level.replace("_", ", ", 1)), *cells]))
@@ -270,7 +269,7 @@ def subgroup_tables(evaluated: EvaluatedPredictions, *, quality: bool) -> Iterat
 
 def _subgroup_table(title: str, by_column: Sequence[Subgroups], task: Task) -> Table:
     names = [name for name in task.by_subgroup if name in by_column[0].groups[0].values]
-    titles = {name: table.metric_title(name, task.name) for name in names}
+    titles = {name: evaluate.metric_title(name, task.name) for name in names}
     main = names[0]
     columns = (
         Column("column"), Column("group"), Column("n", True), Column("patients", True),
@@ -302,7 +301,7 @@ def interval_cell(
     return (
         number(None)
         if value is None
-        else Cell(table.with_ends(value, ends, signed=signed), value, "n")
+        else Cell(evaluate.with_ends(value, ends, signed=signed), value, "n")
     )
 
 

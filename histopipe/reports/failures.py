@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.reports.evaluation_blocks import EvaluatedPredictions
-from histopipe.reports.heatmap_sources import SlideImages, find_slide
+from histopipe.reports.heatmap_values import SlideImages, find_slide
 from histopipe.reports.html_page import (
     SIDE,
     Block,

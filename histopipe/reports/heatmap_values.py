@@ -2,14 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
-from histopipe.errors import DamagedStore
-from histopipe.predictions.predictions_folder import PredictedSlide
+from histopipe.errors import DamagedStore, NothingToDo, UsageError
+from histopipe.geometry import Mpp
+from histopipe.predictions.sources import (
+    FolderSource,
+    PredictedSlide,
+    PredictionsFolder,
+    PredictionSource,
+    RunSource,
+)
+from histopipe.predictions.tables import (
+    ATTENTION,
+    CONTRIBUTION,
+    FOLDER,
+    PREDICTIONS,
+    patch_value_files,
+    ranks_of,
+    read_contributions,
+    read_patch_values,
+)
+from histopipe.slides.readers import open_slide
+from histopipe.slides.thumbnail import ASSUMED_MPP, read_thumbnail
+from histopipe.store.reading import decode_picture
+from histopipe.store.store import Store
+from histopipe.tasks.predictions import Predictions
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,3 +100,247 @@ def bounds_of(slide: PredictedSlide) -> tuple[float, float, float, float]:
             found=f"{width}×{height}, {slide.size_l0}",
         )
     return left, top, width, height
+
+
+_IMAGE_SIDE = 1600
+"""Approximate longer side of an image read from a slide file, or drawn from patches, in pixels."""
+_SMALL_SIDE, _SMALL_PATCHES = 512, 400
+"""Patches are drawn over a thumbnail with a shorter longer side, if the slide has at most so many."""
+
+
+Show = Literal["attention", "contribution"]
+
+
+def open_values(
+    folder: Path,
+    stores: Sequence[Store],
+    class_name: str | None,
+    only: Sequence[str] = (),
+    *,
+    show: Show | None = None,
+) -> tuple[list[str], ReadValues]:
+    """Return the ids of the slides with values in a folder, and a function that reads the values of one slide.
+
+    The values are probabilities of the class, or of the last class if None; for slide models attention, or by `show` or
+    with a class, contributions. `only` restricts the slides if it is not
+    empty. The function raises DamagedStore, or NothingToDo if no store holds the slide.
+
+    Raises:
+        UsageError: the folder has no values, or no values of these slides or of this class.
+        DamagedStore: the folder cannot be read.
+    """
+    names: Collection[str]
+    if (folder / FOLDER).is_dir():
+        names, read = _open_bag_values(
+            folder, lambda slide: _described(folder, stores, slide), class_name, show
+        )
+    elif show is not None:
+        raise UsageError(
+            f"--show {show}",
+            found=f"{folder}, predictions of patches",
+            expected="those of a slide model",
+        )
+    elif PredictionsFolder(folder).exists:
+        names, read = _open_predictions(FolderSource(folder), stores, class_name)
+    elif (folder / PREDICTIONS).exists():
+        names, read = _open_predictions(_checked_run(folder), stores, class_name)
+    else:
+        raise UsageError(
+            f"{folder} holds no predictions",
+            expected="a folder of `histopipe predict`, or of a finished run",
+        )
+    missing = [name for name in only if name not in names]
+    if missing:
+        some = ", ".join(list(names)[:3])
+        raise UsageError(
+            f"{folder} has no predictions of slide {missing[0]!r}", expected=f"such as {some}"
+        )
+    return list(only) or list(names), read
+
+
+def _open_bag_values(
+    folder: Path,
+    described: Callable[[str], PredictedSlide],
+    class_name: str | None,
+    show: Show | None,
+) -> tuple[Collection[str], ReadValues]:
+    """Return the ids of slides with patch tables in a folder, and a function that reads the values of one slide.
+
+    `described` returns size and scale of a slide. A class name selects the contribution to it.
+
+    Raises:
+        UsageError: the folder has no such values.
+        DamagedStore: a table cannot be read.
+    """
+    paths = patch_value_files(folder)
+    if not paths:
+        raise UsageError(f"{folder} has no attention", expected="a finished slide model")
+    if show == ATTENTION and class_name is not None:
+        raise UsageError("--class", found="--show attention", expected="--show contribution")
+    names = read_contributions(paths[0])
+    column = ATTENTION
+    if show == "contribution" or class_name is not None:
+        prediction = class_name if class_name is not None else (names[-1] if names else "")
+        if prediction not in names:
+            raise UsageError(
+                "--class" if class_name is not None else "--show contribution",
+                found=repr(class_name) if class_name is not None else f"{folder} of an earlier version",
+                expected=" or ".join(names) or "predictions that record contributions",
+            )  # fmt: skip
+        column = CONTRIBUTION + prediction
+    tables = read_patch_values(paths, column)
+
+    def read(name: str) -> NamedPatchValues:
+        x, y, value, side = tables[name].T
+        slide = described(name)
+        title, values, scale = f"contribution to {column.removeprefix(CONTRIBUTION)}", value, None
+        if column == ATTENTION:
+            title, values = "attention, rank among the slide's patches", ranks_of(value)
+        else:
+            scale = float(np.abs(value).max()) or 1.0
+            values = 0.5 + value / (2 * scale)
+        return NamedPatchValues(
+            name, title, x.astype(np.int64), y.astype(np.int64), float(side[0]) or slide.size_l0,
+            values.astype(np.float32), None, bounds_of(slide), slide.mpp, scale,
+        )  # fmt: skip
+
+    return tables, read
+
+
+def _checked_run(folder: Path) -> RunSource:
+    """Return the predictions of a run, or raise a UsageError if they are not of classes of patches."""
+    run = RunSource(folder)
+    if not run.all.task.of_classes:
+        raise UsageError(
+            f"{folder}",
+            found=f"predictions of {run.all.task.name}",
+            expected="predictions of classes",
+        )
+    if not run.of_patches:
+        raise UsageError(
+            f"{folder} has no attention, and no predictions of patches, only of {run.all.level}s",
+            todo="train with --pooling gated or attention",
+        )
+    return run
+
+
+def _open_predictions(
+    source: PredictionSource, stores: Sequence[Store], class_name: str | None
+) -> tuple[Collection[str], ReadValues]:
+    def read(name: str) -> NamedPatchValues | None:
+        predictions = source.predictions(name)
+        if predictions is None:
+            return None
+        slide = source.described(name) or _stored(stores, name)
+        return _probabilities(predictions, slide, class_name)
+
+    return source.slide_ids(), read
+
+
+def _probabilities(
+    scores: Predictions, slide: PredictedSlide, class_name: str | None
+) -> NamedPatchValues:
+    classes = scores.task.classes
+    name = classes[-1] if class_name is None else class_name
+    if name not in classes:
+        raise UsageError("--class", found=repr(name), expected=" or ".join(classes))
+    probability = scores.output
+    return NamedPatchValues(
+        slide.slide, f"probability of {name}", scores.x_l0, scores.y_l0,
+        slide.size_l0, probability[:, classes.index(name)],
+        np.array(classes, object)[probability.argmax(axis=1)], bounds_of(slide), slide.mpp,
+    )  # fmt: skip
+
+
+def find_slide(stores: Sequence[Store], slide: str) -> tuple[Store, int] | None:
+    """Return the store of a slide, given as `ID` or `ID@START-OF-UUID`, and the number of the slide in it."""
+    name, _, uuid = slide.rpartition("@")
+    places = (
+        (store, number)
+        for slide_id, start in ((slide, ""), (name, uuid))  # an id may have an @
+        for store in stores
+        for number, record in store.complete.items()
+        if record.id == slide_id and store.uuid.startswith(start)
+    )
+    return next(places, None)
+
+
+def _described(folder: Path, stores: Sequence[Store], slide: str) -> PredictedSlide:
+    """Return the size and scale of a slide, from predictions or else from its store."""
+    path = PredictionsFolder(folder).json(slide)
+    return PredictedSlide.read(path) if path.exists() else _stored(stores, slide)
+
+
+def _stored(stores: Sequence[Store], slide: str) -> PredictedSlide:
+    """Return the size and scale of a slide and its patches from its store."""
+    place = find_slide(stores, slide)
+    if place is None:
+        raise NothingToDo(
+            f"no store holds slide {slide}",
+            found=", ".join(str(store.path) for store in stores) or "no store",
+            todo="name the store of its patches with --store",
+        )
+    store, number = place
+    return PredictedSlide.of(store.records[number], source="")
+
+
+@dataclass(frozen=True, slots=True)
+class SlideImages:
+    """Images of slides as backgrounds of heatmaps: from slide files by id if given, else thumbnails, with patches if small."""
+
+    files: Mapping[str, Path]
+    stores: Sequence[Store]
+    predictions: PredictionsFolder | None = None
+
+    def of(self, slide: str) -> NDArray[np.uint8] | None:
+        """Return the scanned area of a slide as (H, W, 3) uint8 RGB, or None if there is no image.
+
+        Raises:
+            SlideError, DamagedStore: the image cannot be read.
+        """
+        if slide in self.files:
+            return _read_image(self.files[slide])
+        value = self._thumbnail(slide)
+        thumbnail = None if value is None else decode_picture(value, f"thumbnail of {slide}")
+        place = find_slide(self.stores, slide)
+        if place is None or thumbnail is None or max(thumbnail.shape) >= _SMALL_SIDE:
+            return thumbnail
+        store, number = place
+        if store.records[number].stored > _SMALL_PATCHES:
+            return thumbnail
+        return _with_patches(store, number, thumbnail)
+
+    def _thumbnail(self, slide: str) -> bytes | None:
+        if self.predictions is not None:
+            path = self.predictions.thumbnail(slide)
+            if path.exists():
+                return path.read_bytes()
+        place = find_slide(self.stores, slide)
+        return place[0].thumbnail(place[1]) if place else None
+
+
+def _with_patches(store: Store, number: int, thumbnail: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Return an enlarged thumbnail with the patches of its slide drawn over it, except damaged patches."""
+    record = store.records[number]
+    slide = PredictedSlide.of(record, source="")
+    left, top, width, height = bounds_of(slide)
+    scale = _IMAGE_SIDE / max(width, height)
+    picture = Image.fromarray(thumbnail).resize((round(width * scale), round(height * scale)))
+    index = store.index(number)
+    for row, (x, y) in enumerate(zip(index["x_l0"].tolist(), index["y_l0"].tolist(), strict=True)):
+        first, last = (
+            (round((x - left + side) * scale), round((y - top + side) * scale))
+            for side in (0, slide.size_l0)
+        )
+        with suppress(DamagedStore, UsageError):
+            patch = Image.fromarray(store.read(record.id, row))
+            picture.paste(patch.resize((last[0] - first[0], last[1] - first[1])), first)
+    return np.asarray(picture)
+
+
+def _read_image(path: Path) -> NDArray[np.uint8]:
+    with open_slide(path) as slide:
+        bounds = slide.info.bounds.size
+        # Only the ratio to the scale of level 0 matters, so an assumed scale is used.
+        scale = Mpp(max(1.0, max(bounds.width, bounds.height) / _IMAGE_SIDE) * ASSUMED_MPP)
+        return read_thumbnail(slide, None, at=scale).pixels

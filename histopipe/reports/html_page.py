@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
 from histopipe._version import __version__
-from histopipe.reports.heatmap_files import ALPHA, coloured, pale_grey
+from histopipe.reports.heatmap import ALPHA, coloured, pale_grey
 from histopipe.reports.heatmap_values import NamedPatchValues
 from histopipe.slides.thumbnail import resize_image
 from histopipe.system.arrays import PixelArray

@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from histopipe.errors import NothingToDo
-from histopipe.evaluation.evaluate import Evaluation
-from histopipe.evaluation.table import evaluation_lines, split_lines
-from histopipe.features.feature_file import ENCODER, feature_files, read_header
-from histopipe.features.untrusted import check_features
+from histopipe.evaluation.evaluate import Evaluation, evaluation_lines, split_lines
+from histopipe.features.feature_file import ENCODER, check_features, feature_files, read_header
 from histopipe.inference.external_evaluation import read_evaluation
 from histopipe.maintenance.info import StoreInfo, store_info
-from histopipe.predictions.predictions_folder import SETTINGS, SLIDES
+from histopipe.predictions.sources import SETTINGS, SLIDES
 from histopipe.runs import folder as run_folder
 from histopipe.runs.result import is_finished, read_result
 from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig, load_config
@@ -22,11 +20,10 @@ from histopipe.splits.splits import SPLITS
 from histopipe.splits.subsets import SUBSETS
 from histopipe.store.catalog import read_catalog
 from histopipe.studies.study import STUDY_ID
-from histopipe.studies.tune_result import TRIALS_CSV
+from histopipe.studies.tune import TRIALS_CSV
 from histopipe.system.csv_files import read_dicts
 from histopipe.system.files import read_json_object
-from histopipe.system.progress import Progress
-from histopipe.system.result import Result
+from histopipe.system.output import Progress, Result
 
 
 @dataclass(frozen=True, slots=True, repr=False)

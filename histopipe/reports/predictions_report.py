@@ -15,7 +15,7 @@ from histopipe.inference.external_evaluation import (
     ExternalEvaluation,
     read_evaluation,
 )
-from histopipe.predictions.predictions_folder import (
+from histopipe.predictions.sources import (
     PATIENTS,
     SETTINGS,
     SLIDES,
@@ -23,10 +23,10 @@ from histopipe.predictions.predictions_folder import (
     labelled_patches,
 )
 from histopipe.predictions.tables import read_predictions
+from histopipe.reports.data_description import plain
 from histopipe.reports.evaluation_blocks import EvaluatedPredictions, metric_cards
 from histopipe.reports.evaluation_sections import add_analysis, add_metrics
-from histopipe.reports.fact_texts import plain
-from histopipe.reports.heatmap_sources import SlideImages
+from histopipe.reports.heatmap_values import SlideImages
 from histopipe.reports.html_page import (
     Card,
     Cards,
@@ -39,12 +39,12 @@ from histopipe.reports.html_page import (
     Table,
     Text,
 )
-from histopipe.reports.run_slides import heatmap_gallery
+from histopipe.reports.run_report import heatmap_gallery
 from histopipe.splits.slide_table import Exclusion, SlideEntry, read_slide_table
 from histopipe.store.store import Store
 from histopipe.system.csv_files import is_number, read_dicts
 from histopipe.system.files import read_json
-from histopipe.system.result import listed
+from histopipe.system.output import listed
 from histopipe.tasks.predictions import joined_predictions
 from histopipe.tasks.task import EvaluationSettings
 

@@ -10,26 +10,25 @@ from typing import NamedTuple
 
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.inference.external_evaluation import read_evaluation
-from histopipe.predictions.predictions_folder import SETTINGS
-from histopipe.reports.checklist import fill
-from histopipe.reports.checklist_files import write_checklist
-from histopipe.reports.comparison_report import comparison_page
-from histopipe.reports.cross_validation_report import SUMMARY, cross_validation_page
+from histopipe.predictions.sources import SETTINGS
+from histopipe.reports.checklist import MODEL_CARD, fill, write_checklist, write_model_card
+from histopipe.reports.cross_validation_report import (
+    SUMMARY,
+    comparison_page,
+    cross_validation_page,
+)
+from histopipe.reports.data_description import read_run
 from histopipe.reports.flow_chart import write_flow
 from histopipe.reports.html_page import Page
-from histopipe.reports.model_card import MODEL_CARD, write_model_card
 from histopipe.reports.predictions_report import predictions_page
-from histopipe.reports.run_data import read_run
-from histopipe.reports.run_facts import facts_of
+from histopipe.reports.run_description import facts_of
 from histopipe.reports.run_report import run_page
 from histopipe.reports.store_report import store_page
 from histopipe.runs import folder as run_folder
 from histopipe.runs.result import read_result
 from histopipe.splits.slide_table import Flow, flow_from_json
-from histopipe.system.files import read_json, reading
-from histopipe.system.filesystems import roomy
-from histopipe.system.progress import Progress, default_progress
-from histopipe.system.result import Result
+from histopipe.system.files import read_json, reading, roomy
+from histopipe.system.output import Progress, Result, default_progress
 
 REPORT = "report.html"
 _FIGURE = ".svg"

@@ -33,8 +33,7 @@ from histopipe.reports.html_page import (
 from histopipe.store.reading import decode_picture
 from histopipe.store.record import SlideRecord, SlideState, describe_copies
 from histopipe.store.store import Store
-from histopipe.system.progress import Progress
-from histopipe.system.result import counted
+from histopipe.system.output import Progress, counted
 
 _PATCHES = 6
 _MAX_OUTLINES = 20_000

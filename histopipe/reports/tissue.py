@@ -27,10 +27,8 @@ from histopipe.reports.html_page import (
 from histopipe.runs import folder as run_folder
 from histopipe.slides.discovery import discover, show_links
 from histopipe.slides.tables import SlideNames, read_mpps
-from histopipe.system.files import PathLike
-from histopipe.system.filesystems import roomy
-from histopipe.system.progress import Progress, default_progress
-from histopipe.system.result import counted
+from histopipe.system.files import PathLike, roomy
+from histopipe.system.output import Progress, counted, default_progress
 from histopipe.system.settings import make_settings
 from histopipe.system.worker_pool import (
     WorkerDied,
@@ -38,12 +36,12 @@ from histopipe.system.worker_pool import (
     map_in_pool,
     result_of,
 )
-from histopipe.tissue_masks.finding import TissueSource
-from histopipe.tissue_masks.mask_folder import (
+from histopipe.tissue_masks.finding import (
     PAGE,
     MaskTask,
     SlideTissue,
     TissueReport,
+    TissueSource,
     write_mask_table,
     write_one_mask,
 )

@@ -205,7 +205,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         check_settings(self)
         # Imported late: `--help` does not need NumPy.
-        from histopipe.tasks.thresholds import check_rule
+        from histopipe.tasks.predictions import check_rule
 
         check_rule(self.threshold)
         if self.further_columns and self.labels is None:
@@ -310,7 +310,7 @@ class TrainConfig:
     @property
     def subgroup_columns(self) -> tuple[str, ...]:
         """Columns of the labels file for subgroups; empty if all are known without it, such as the site."""
-        from histopipe.evaluation.groups import labels_columns
+        from histopipe.evaluation.subgroups import labels_columns
 
         return labels_columns(self.subgroup)
 

@@ -14,6 +14,7 @@ from histopipe.errors import UsageError
 from histopipe.runs.config import TrainConfig
 from histopipe.splits.splits import SPLITS, Splits, write_splits
 from histopipe.system.files import (
+    is_full_disk,
     locked,
     read_json,
     reading,
@@ -21,7 +22,6 @@ from histopipe.system.files import (
     write_atomically,
     write_json,
 )
-from histopipe.system.filesystems import is_full_disk
 from histopipe.system.settings import declared_settings, to_toml
 
 CONFIG, HISTORY = "config.toml", "history.csv"

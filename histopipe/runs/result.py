@@ -10,9 +10,14 @@ from typing import Any
 
 from histopipe.errors import HistopipeError, UsageError
 from histopipe.evaluation.breakdown import Breakdown, breakdown_lines
-from histopipe.evaluation.evaluate import Evaluation
-from histopipe.evaluation.table import evaluation_lines, main_metric, number, split_lines
-from histopipe.evaluation.temperature import Calibration
+from histopipe.evaluation.evaluate import (
+    Calibration,
+    Evaluation,
+    evaluation_lines,
+    main_metric,
+    number,
+    split_lines,
+)
 from histopipe.runs import folder as run_folder
 from histopipe.runs.task_config import load_config
 from histopipe.splits.slide_table import (

@@ -21,15 +21,13 @@ from histopipe.dataset.selection import store_paths
 from histopipe.errors import HistopipeError, Interrupted, OutOfMemory, OutOfTime, WorkerLost
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
-from histopipe.runs.fork_server import TrainingProcess
-from histopipe.runs.messages import ProgressRelay
+from histopipe.runs.fork_server import ProgressRelay, TrainingProcess
 from histopipe.runs.result import TrainResult
 from histopipe.runs.task_config import PatchTrainConfig
 from histopipe.runs.workers import Cluster, in_cluster, without_cluster
 from histopipe.store.catalog import no_store
 from histopipe.system.files import Closing
-from histopipe.system.progress import LineProgress, Progress, default_progress
-from histopipe.system.result import counted
+from histopipe.system.output import LineProgress, Progress, counted, default_progress
 
 _GRACE_SECONDS = 25.0
 """Time for a training to save its state after a signal: Slurm and Kubernetes allow 30 s."""

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from histopipe.runs import folder as run_folder
-from histopipe.runs.recipe import with_recipe
+from histopipe.runs.config import TrainConfig
 from histopipe.runs.result import TrainResult
 from histopipe.runs.supervision import supervise
-from histopipe.runs.task_config import make_config, read_config, resumed_config, with_stores
-from histopipe.system.progress import Progress, use_progress
+from histopipe.runs.task_config import (
+    LITE,
+    SMALL_CNN,
+    make_config,
+    read_config,
+    resumed_config,
+    with_recipe,
+    with_stores,
+)
+from histopipe.system.output import Progress, counted, use_progress
 from histopipe.system.tensorflow import load_quietly
 
 
@@ -64,6 +72,75 @@ def train(
     if not in_process:
         return supervise(config, folder, resume=resume, progress=progress)
     with use_progress(progress) if progress is not None else nullcontext():
-        train_here = load_quietly("histopipe.training.train").train_here
+        train_here = load_quietly("histopipe.training.trainer").train_here
         result: TrainResult = train_here(config, folder, resume=resume)
         return result
+
+
+class _AdviceMetric(NamedTuple):
+    """The metric of a task, in rows of `history.csv`: up to `chance` it shows nothing, from `good` it needs no advice."""
+
+    name: str
+    chance: float
+    good: float
+
+
+_METRICS = {"r2": _AdviceMetric("r2", 0.05, 0.5), "c_index": _AdviceMetric("c_index", 0.55, 0.7)}
+_AUC = _AdviceMetric("auc", 0.6, 0.9)
+_GAP = 0.15
+"""Difference between training and validation that shows overfitting."""
+_FEWEST_PATIENTS, _MOST, _PERFECT = 10, 2, 0.999
+
+
+def advise(
+    config: TrainConfig,
+    history: Sequence[Mapping[str, Any]],
+    best_epoch: int,
+    patients: int,
+    shortages: Sequence[str] = (),
+) -> str:
+    """Return one line with what to try after a training; empty if nothing shows a weak setting.
+
+    Args:
+        config: settings of the training.
+        history: rows of `history.csv`.
+        best_epoch: epoch of the saved model, from 1; 0 for the covariates alone.
+        patients: number of patients in all subsets.
+        shortages: one line for each subset with less than half of its share.
+    """
+    texts = ["use features of another encoder: no epoch was better than the covariates alone"]
+    if best_epoch:
+        # First: without enough patients or patches in a subset, its figures mean little.
+        texts = [
+            f"split with another --seed, or use --folds: {shortage}" for shortage in shortages[:1]
+        ]
+        texts += _advice(config, history[best_epoch - 1], len(history), patients)
+    return f"to improve: {'; '.join(texts[:_MOST])}" if texts else ""
+
+
+def _advice(
+    config: TrainConfig, best: Mapping[str, Any], epochs: int, patients: int
+) -> Iterator[str]:
+    metric = next((candidate for name, candidate in _METRICS.items() if name in best), _AUC)
+    trained, validated = best.get(metric.name), best.get(f"val_{metric.name}")
+    weak = validated is None or validated < metric.good
+    on_patches = hasattr(config, "model")
+    if weak and getattr(config, "model", "") == SMALL_CNN:
+        yield f"use a network with trained weights (--model {LITE}; small-cnn is for tests)"
+    if patients < _FEWEST_PATIENTS:
+        yield f"use more than {counted(patients, 'patient')}, and --folds: the result depends on the split"
+    if validated is not None and validated <= metric.chance:
+        yield (
+            f"check labels and scale: validation is near chance ({metric.name} {validated:.2f})"
+            if on_patches
+            else f"use features of another encoder: validation is near chance ({metric.name} {validated:.2f})"
+        )
+    elif trained is not None and validated is not None and trained - validated > _GAP:
+        how = "--augment flips,colour" if on_patches else "--dropout 0.5"
+        yield (
+            f"use more patients, or {how}: {metric.name} {trained:.2f} in training, {validated:.2f} in validation"
+        )
+    elif best["epoch"] == config.epochs == epochs and (validated or 0) < _PERFECT:
+        # A fold has given splits, and is not continued after its end.
+        resume = "--resume " if config.splits is None else ""
+        yield f"train longer ({resume}--epochs {2 * epochs}): the last epoch was the best"

@@ -17,12 +17,11 @@ from histopipe.runs.config import TrainConfig
 from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig
 from histopipe.splits.labelling import Labelling, read_slide_labels
 from histopipe.splits.slide_table import SlideEntry, read_slide_table, table_of
-from histopipe.splits.sources import SampleSource
-from histopipe.splits.splits import SPLITS, Splits, read_splits, recorded_numbers
+from histopipe.splits.splits import SPLITS, SampleSource, Splits, read_splits, recorded_numbers
 from histopipe.splits.splitting import make_splits
 from histopipe.store.store import StoreSet
 from histopipe.system.csv_files import NA_VALUES, nfc, similar_values
-from histopipe.system.progress import SilentProgress, message
+from histopipe.system.output import SilentProgress, message
 from histopipe.tasks.registry import make_task
 
 

@@ -8,14 +8,18 @@ import importlib.util
 import os
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import combinations_with_replacement
 from pathlib import Path, PurePosixPath
 from typing import Protocol
 
 import numpy as np
 
 from histopipe.errors import SlideUnreadable
+from histopipe.geometry import Size
+from histopipe.slides.slide import SlideInfo
 from histopipe.system.files import to_storable_text
 from histopipe.system.object_storage import RemoteFile
 
@@ -215,4 +219,203 @@ def tile_hash(path: Path) -> str | None:
                 digest.update(tiff.filehandle.read(int(counts[index])))
     except Exception:  # noqa: BLE001 - on a damaged header, tifffile may raise any exception
         return None
+    return digest.hexdigest()
+
+
+_BLOCKS, _BLOCK_BYTES, _FINER = 64, 1 << 14, 64
+_PIXEL_FILES = {".mrxs": {".dat"}, ".vms": {".jpg"}, ".vmu": {".ngr"}, ".vsi": {".ets"}}
+"""Suffixes of the files with the pixels of a slide that has several files. The others have names and other metadata."""
+_Places = tuple[Size, Sequence[Path], Sequence[int], Sequence[int]]
+"""Size of level 0, 0 if the format does not state it in one place; and file, offset and length of each tile."""
+_KINDS = ("content", "tile_hash", "pixel_hash")
+
+
+@dataclass(frozen=True, slots=True)
+class SlideHashes:
+    """Hashes of a slide; None if unknown.
+
+    `content` is OpenSlide's quickhash, or else the hash of tiles. Stores and features of earlier versions may have no
+    other. The quickhash covers the smallest level of a TIFF file only, and of a DICOM series only the number, so that
+    different slides may have the same one. `tile_hash` and `pixel_hash` cover level 0.
+    """
+
+    content: str | None = None
+    tile_hash: str | None = None
+    pixel_hash: str | None = None
+
+    def kinds(self) -> frozenset[str]:
+        """Return the names of the hashes that are known."""
+        return frozenset(name for name in _KINDS if getattr(self, name) is not None)
+
+    def agree(self, other: SlideHashes) -> bool:
+        """Return whether all hashes that both slides have are equal."""
+        return all(
+            getattr(self, name) == getattr(other, name) for name in self.kinds() & other.kinds()
+        )
+
+    def match_file(self, slide: SlideFile, info: SlideInfo) -> bool:
+        """Return whether a slide file has all of these hashes; also if none of them is known."""
+        tiles = tile_hash(slide.path) if self.tile_hash or not info.quickhash else None
+        content = tiles if self.tile_hash else info.quickhash or tiles
+        now = SlideHashes(content, tiles, pixel_hash(slide, info.size) if self.pixel_hash else None)
+        return self.kinds() <= now.kinds() and self.agree(now)
+
+
+def copy_groups(slides: Sequence[Sequence[SlideHashes]]) -> tuple[list[int], list[int]]:
+    """Return a group number for each slide: first by hashes of level 0 only, then by all hashes.
+
+    Two slides are copies if all hashes of level 0 that both have are equal. If they have none in common, they are taken
+    for copies if their `content` is equal. Copies of a copy are in one group: with records of earlier versions, it may
+    contain slides whose pixels differ. A bag of several slides has the hashes of each of them.
+    """
+    owners = [owner for owner, scans in enumerate(slides) for _ in scans]
+    scans = [scan for slide in slides for scan in slide]
+    by_kinds: dict[frozenset[str], list[int]] = defaultdict(list)
+    for place, scan in enumerate(scans):
+        by_kinds[scan.kinds()].append(place)
+    columns: dict[bool, list[list[Hashable]]] = {True: [list(owners)], False: []}
+    # Comparing each pair of slides would take too long, but all slides with the same kinds of hash are compared alike.
+    for pair in combinations_with_replacement(by_kinds, 2):
+        common = frozenset.intersection(*pair)
+        compared = sorted(common - {"content"} or common)
+        if compared:
+            values = [
+                {place: tuple(getattr(scans[place], kind) for kind in compared) for place in by_kinds[kinds]}
+                for kinds in pair
+            ]  # fmt: skip
+            shared = set(values[0].values()) & set(values[1].values())
+            texts = values[0] | values[1]
+            columns[compared != ["content"]].append(
+                [texts[n] if texts.get(n) in shared else None for n in range(len(scans))]
+            )
+    by_level0, by_all = connected(*columns[True]), connected(*columns[True], *columns[False])
+    first = np.unique(owners, return_index=True)[1].tolist()
+    return [by_level0[n] for n in first], [by_all[n] for n in first]
+
+
+def copy_names(slides: Sequence[Sequence[SlideHashes]]) -> list[str | None]:
+    """Return a text for each slide that only its copies share; None if no hash is known.
+
+    It is the `content` unless other slides have this, too. So the order of splits is that of earlier versions.
+    """
+    groups = copy_groups(slides)[1]
+    members: dict[int, list[SlideHashes]] = defaultdict(list)
+    for group, scans in zip(groups, slides, strict=True):
+        members[group] += scans
+    contents = {
+        group: min((scan.content for scan in scans if scan.content), default=None)
+        for group, scans in members.items()
+    }
+    uses, names = Counter(contents.values()), {}
+    for group, content in contents.items():
+        texts = ((scan.pixel_hash or "") + (scan.tile_hash or "") for scan in members[group])
+        strong = filter(None, texts)
+        names[group] = content if content and uses[content] == 1 else min(strong, default=content)
+    return [names[group] for group in groups]
+
+
+def connected(*names: Sequence[Hashable]) -> list[int]:
+    """Return a group number for each item: items that share a name, other than None, in any list are in one group."""
+    parent = list(range(len(names[0])))
+
+    def root(i: int) -> int:
+        while parent[i] != i:
+            parent[i] = parent[parent[i]]
+            i = parent[i]
+        return i
+
+    for column in names:
+        first: dict[Hashable, int] = {}
+        for i, name in enumerate(column):
+            if name is not None:
+                parent[root(i)] = root(first.setdefault(name, i))
+    return [root(i) for i in range(len(parent))]
+
+
+def pixel_hash(slide: SlideFile, size: Size) -> str | None:
+    """Return a hash of the stored pixels of a slide whose level 0 has a `size`; None if they cannot be read.
+
+    It covers the size, the lengths of all tiles or strips of level 0, and 64 blocks of 16 kB that are spread over them:
+    4,096 blocks of 256 bytes if all lengths are equal.
+    Where they are not easily located, it covers the lengths and blocks of the files that contain the pixels. Names,
+    paths, times and headers do not matter. PNG, JPEG, BMP and WebP images are decoded, so that an image saved without
+    loss in another format has the same hash.
+    """
+    try:
+        if has_image_name(slide.path):
+            from histopipe.slides.image_reader import (
+                decoded_hash,
+            )  # late: most slides are no images
+
+            return decoded_hash(slide.path)
+        return _digest(*_stored_pixels(slide, size))
+    except (OSError, ValueError, TypeError, LookupError, OverflowError):
+        return None
+
+
+def _stored_pixels(slide: SlideFile, size: Size) -> _Places:
+    """Return where the compressed pixels of level 0 are; of all levels in formats without a simple index of tiles."""
+    kind = slide.path.suffix.lower()
+    if kind == ".dcm":
+        from histopipe.slides.tiles.dicom import find_pixel_data  # late: few slides are DICOM files
+
+        return _whole(find_pixel_data(slide.files, size), size)
+    if slide.files == (slide.path,):
+        return _tiff_tiles(slide.path) or _whole([(slide.path, 0)])
+    suffixes = _PIXEL_FILES.get(kind)
+    files = [
+        (path, 0)
+        for path in slide.files
+        if (path.suffix.lower() in suffixes if suffixes else path.suffix != ".json" and path.name[0] != ".")
+    ]  # fmt: skip
+    # The folder of the files may have the slide's name. Within it, names are fixed.
+    files.sort(key=lambda file: file[0].relative_to(slide.path.parent).parts[1:])
+    return _whole(files)
+
+
+def _tiff_tiles(path: Path) -> _Places | None:
+    """Return the tiles or strips of the largest image of a TIFF file; None for other files."""
+    import tifffile  # late: it takes 0.1 s
+
+    try:
+        with tifffile.TiffFile(path) as tiff:
+            pages = [page for page in tiff.pages if isinstance(page, tifffile.TiffPage)]
+            page = max(pages, key=lambda page: page.imagewidth * page.imagelength)
+            size = Size(page.imagewidth, page.imagelength)
+            return size, [path] * len(page.dataoffsets), page.dataoffsets, page.databytecounts
+    except Exception:  # noqa: BLE001 - on a damaged header, tifffile may raise any exception
+        return None
+
+
+def _whole(files: Sequence[tuple[Path, int]], size: Size | None = None) -> _Places:
+    """Return the files, each from a start to its end, as one tile each."""
+    lengths = [path.stat().st_size - start for path, start in files]
+    return size or Size(0, 0), [path for path, _ in files], [start for _, start in files], lengths
+
+
+def _digest(
+    size: Size, files: Sequence[Path], offsets: Sequence[int], tile_lengths: Sequence[int]
+) -> str:
+    """Return the SHA-256 of the size, the lengths and spread blocks of all tiles, taken as one sequence of bytes."""
+    lengths = np.asarray(tile_lengths, "<i8")
+    digest = hashlib.sha256(np.r_[size.width, size.height, lengths].astype("<i8").tobytes())
+    written = np.flatnonzero(lengths > 0)
+    ends = np.cumsum(lengths[written])
+    total, opened = int(ends[-1]), None
+    # The lengths of tiles without compression do not depend on the pixels, and most blocks may be of the background.
+    finer = _FINER if len(written) > 1 and len(set(lengths[written].tolist())) == 1 else 1
+    size_bytes = _BLOCK_BYTES // finer
+    begins = np.linspace(0, max(0, total - size_bytes), _BLOCKS * finer).astype(int).tolist()
+    with ExitStack() as stack:
+        for begin in begins:
+            end = min(begin + size_bytes, total)
+            for n in range(np.searchsorted(ends, begin, "right"), np.searchsorted(ends, end) + 1):
+                number, tile_end = written[n], int(ends[n])
+                tile_begin = tile_end - int(lengths[number])
+                if files[number] is not opened:
+                    stack.close()  # a folder may have more files than can be open
+                    opened = files[number]
+                    file = stack.enter_context(opened.open("rb", buffering=0))
+                file.seek(offsets[number] + max(0, begin - tile_begin))
+                digest.update(file.read(min(end, tile_end) - max(begin, tile_begin)))
     return digest.hexdigest()

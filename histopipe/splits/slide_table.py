@@ -16,11 +16,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.slides.slide_hashes import copy_groups
+from histopipe.slides.slide_files import copy_groups
 from histopipe.slides.tables import SlideLabel
 from histopipe.splits.labelling import Labelling
-from histopipe.splits.sources import SampleGroup, SampleSource
-from histopipe.splits.splits import DROPPED, SlideSplit, Splits
+from histopipe.splits.splits import DROPPED, SampleGroup, SampleSource, SlideSplit, Splits
 from histopipe.splits.subsets import SUBSETS, Subset
 from histopipe.store.record import SlideRecord, SlideState
 from histopipe.store.store import Store

@@ -15,19 +15,83 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore, UnknownVersion, UsageError
-from histopipe.splits.sources import SampleSource
+from histopipe.slides.slide_files import SlideHashes
 from histopipe.splits.subsets import SUBSETS, SplitBy, Subset
 from histopipe.system.csv_files import nfc
 from histopipe.system.files import read_json, reading, write_atomically
 from histopipe.tasks.choices import TaskName
 from histopipe.tasks.registry import TASKS, make_task
 from histopipe.tasks.task import Target, Task
+
+
+class SampleGroup(Protocol):
+    """Samples that share an id, a label, a patient and a site: a `SlideRecord`, or a `Bag`."""
+
+    @property
+    def id(self) -> str:
+        """Name, unique in its source."""
+
+    @property
+    def label(self) -> str | None:
+        """Class of the group; None if it is unlabelled."""
+
+    @property
+    def patient(self) -> str | None:
+        """Patient; None if unknown, which is replaced by the id."""
+
+    @property
+    def site(self) -> str | None:
+        """Hospital or scanner; None if unknown."""
+
+    @property
+    def scans(self) -> Sequence[SlideHashes]:
+        """Hashes of each of its slides."""
+
+    @property
+    def planned(self) -> int:
+        """Number of samples, including those that could not be read."""
+
+    @property
+    def stored(self) -> int:
+        """Number of samples that can be read."""
+
+    @property
+    def patch_labels(self) -> Mapping[str, int]:
+        """Number of samples by class; empty if samples have no separate classes."""
+
+
+class SampleSource(Protocol):
+    """Groups of samples by number: a `Store` of slides, or a `BagSet`."""
+
+    @property
+    def path(self) -> Path:
+        """File or folder, for messages."""
+
+    @property
+    def uuid(self) -> str:
+        """Identifier, as recorded in splits."""
+
+    @property
+    def records(self) -> Mapping[int, SampleGroup]:
+        """All groups by number."""
+
+    @property
+    def complete(self) -> Mapping[int, SampleGroup]:
+        """All groups that can be read, by number."""
+
+    @property
+    def classes(self) -> Sequence[str]:
+        """Names of the classes that single samples may have, in the order of their numbers."""
+
+    def index(self, slide: int) -> Mapping[str, NDArray[Any]]:
+        """Columns of a group, one row per sample; `crc` at least."""
+
 
 DROPPED = -1
 _MAX_PATCHES = 10**8

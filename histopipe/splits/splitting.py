@@ -14,16 +14,14 @@ from numpy.typing import NDArray
 
 from histopipe.errors import HistopipeError, NothingToDo, UsageError
 from histopipe.geometry import Micrometres
-from histopipe.slides.slide_hashes import connected
+from histopipe.slides.slide_files import connected
 from histopipe.splits.assignment import Assignment, copies_note, mark_patches
 from histopipe.splits.labelling import Labelling, candidates, given_parts
-from histopipe.splits.sources import SampleSource
-from histopipe.splits.splits import DROPPED, SlideSplit, Splits
+from histopipe.splits.splits import DROPPED, SampleSource, SlideSplit, Splits
 from histopipe.splits.subsets import SUBSETS, SplitBy, Subset
 from histopipe.store.record import SlideRecord
 from histopipe.system.hashing import combine
-from histopipe.system.progress import message
-from histopipe.system.result import counted
+from histopipe.system.output import counted, message
 from histopipe.tasks.multilabel import Multilabel
 
 FRACTIONS = (0.7, 0.15, 0.15)

@@ -21,7 +21,7 @@ from histopipe.errors import (
     UsageError,
 )
 from histopipe.store.format import DATABASES, META
-from histopipe.system.filesystems import PASSING, full_disk_error, is_full_disk
+from histopipe.system.files import PASSING, full_disk_error, is_full_disk
 
 _WRITE_MAP = 1 << 44
 """A writer's map: 16 TiB of address space. It only limits the file, which grows with its contents."""

@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore
-from histopipe.slides.slide_files import Fingerprint, SlideFile
-from histopipe.slides.slide_hashes import SlideHashes, copy_groups
+from histopipe.slides.slide_files import Fingerprint, SlideFile, SlideHashes, copy_groups
 from histopipe.slides.tables import SlideLabel, patient_of
 from histopipe.store.format import corrected, seal, slide_key, unseal
 from histopipe.system.csv_files import nfc

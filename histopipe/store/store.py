@@ -24,10 +24,18 @@ from histopipe.store.format import (
     thumbnail_key,
     value_crc,
 )
-from histopipe.store.meta import entry, meta_entries, read_classes, read_records, read_spec
-from histopipe.store.reading import ColumnCache, Reading, decode_picture
+from histopipe.store.reading import (
+    ColumnCache,
+    Reading,
+    decode_picture,
+    entry,
+    meta_entries,
+    read_classes,
+    read_records,
+    read_spec,
+)
 from histopipe.store.record import NumberedSlides, SlideRecord, SlideState, StainFit, read_fits
-from histopipe.system.arguments import check_type
+from histopipe.system.settings import check_type
 
 
 class Store(NumberedSlides):

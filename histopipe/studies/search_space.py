@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from histopipe.errors import UsageError
 from histopipe.runs.task_config import CONFIGS
-from histopipe.system.arguments import check_type
-from histopipe.system.settings import declared_settings, read_toml
+from histopipe.system.settings import check_type, declared_settings, read_toml
 
 if TYPE_CHECKING:
     import optuna

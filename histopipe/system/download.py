@@ -10,8 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from histopipe.errors import RemoteError
-from histopipe.system.object_storage import RemoteFile, filesystem, read_range, remote_file
-from histopipe.system.retry import tried
+from histopipe.system.object_storage import RemoteFile, filesystem, read_range, remote_file, tried
 
 PART_BYTES = 8 << 20
 """Bytes per request. A part whose connection breaks is requested again, the others are kept."""

@@ -10,20 +10,155 @@ import calendar
 import email.utils
 import functools
 import hashlib
+import os
+import random
 import re
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from histopipe.errors import RemoteRefused, UsageError
-from histopipe.system.retry import tried
-from histopipe.system.urls import is_web, public_url, without_secrets
+from histopipe.errors import RemoteError, RemoteMissing, RemoteRefused, UsageError
+from histopipe.system.files import is_full_disk
+
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
+_SECRETS = re.compile(
+    "ACCESS_KEY|SECRET|TOKEN|ACCOUNT_KEY|STORAGE_KEY|CONNECTION_STRING|PASSWORD|CREDENTIAL"
+)
+_SHORTEST_SECRET = 8
+
+
+def is_web(url: str) -> bool:
+    """Return whether a URL is that of a web server."""
+    return url.startswith(("http://", "https://"))
+
+
+def is_url(text: object) -> bool:
+    """Return whether a source is a URL such as `s3://bucket/slides/` or `https://host/slide.svs`."""
+    return isinstance(text, str) and _SCHEME.match(text) is not None
+
+
+def public_url(url: str) -> str:
+    """Return a URL without user name, password, query and fragment.
+
+    Example:
+        >>> public_url("https://me:secret@host/a.svs?X-Amz-Signature=abc")
+        'https://host/a.svs'
+    """
+    scheme, _, rest = url.partition("://")
+    query = (
+        "[?#]" if is_web(url) else r"\?(?=[^/]*=)"
+    )  # elsewhere, names may contain these characters
+    rest = re.split(query, rest)[0]
+    host, slash, path = rest.partition("/")
+    if is_web(url) or ":" in host.partition("@")[0]:
+        host = host.rpartition("@")[2]
+    return f"{scheme}://{host}{slash}{path}"
+
+
+def without_secrets(text: str) -> str:
+    """Return a text in which all URLs are public, and values of environment variables with secrets are replaced."""
+    text = _URL.sub(lambda match: public_url(match[0]), text)
+    for name, value in os.environ.items():
+        if len(value) >= _SHORTEST_SECRET and _SECRETS.search(name):
+            text = text.replace(value, "***")
+    return text
+
 
 T = TypeVar("T")
+
+_TRIES = 6
+_FIRST_WAIT_SECONDS = 0.3
+"""Wait after the first failure. It doubles with each failure: 10 to 20 s for all six tries."""
+_WAITABLE = (408, 425, 429)
+"""HTTP status codes from 400 to 499 that another try may resolve: timeout, too early, too many requests."""
+_PERMANENT = (
+    "NoCredentialsError",
+    "PartialCredentialsError",
+    "DefaultCredentialsError",
+    "ClientAuthenticationError",
+)
+
+
+def tried(url: str, action: Callable[[], T], done: str = "read") -> T:
+    """Call a function, several times if it fails for a reason that may pass. `done` is what it does with the URL.
+
+    Raises:
+        RemoteRefused: it failed for a reason that stays, such as a missing permission.
+        RemoteError: it failed each time.
+    """
+    for number in range(_TRIES):
+        try:
+            return action()
+        except (RemoteError, MemoryError):
+            raise
+        except Exception as error:  # the libraries raise many types
+            if is_full_disk(error):
+                raise
+            reason, kind = _reason(error)
+            if kind is not RemoteError:
+                raise kind(
+                    f"{public_url(url)} cannot be {done}", found=reason,
+                    todo="check the URL and your credentials",
+                ) from None  # fmt: skip
+            if number == _TRIES - 1:
+                raise RemoteError(
+                    f"{public_url(url)} cannot be {done}", found=f"{reason} (tried {_TRIES} times)",
+                    todo="check the connection, and run the same command again",
+                ) from None  # fmt: skip
+        time.sleep(_FIRST_WAIT_SECONDS * 2**number * random.uniform(0.7, 1.3))  # noqa: S311
+    raise AssertionError("unreachable")
+
+
+def _reason(error: BaseException) -> tuple[str, type[RemoteError]]:
+    """Return the reason of a failure without secrets, and the error to raise."""
+    status = next(filter(None, map(_status, _causes(error))), None)
+    names = {type(cause).__name__ for cause in _causes(error)}
+    permanent = isinstance(error, PermissionError | IsADirectoryError)
+    permanent = permanent or not names.isdisjoint(_PERMANENT)
+    if status is not None:
+        permanent = 400 <= status < 500 and status not in _WAITABLE
+        with suppress(ValueError):
+            reason = f"{status} {HTTPStatus(status).phrase}"
+            if status == HTTPStatus.NOT_FOUND:
+                return reason, RemoteMissing
+            return reason, RemoteRefused if permanent else RemoteError
+    if isinstance(error, FileNotFoundError):
+        if error.__cause__ is None or isinstance(error.__cause__, FileNotFoundError):
+            return "no such file", RemoteMissing
+        error = error.__cause__  # fsspec also raises this error if a server cannot be reached
+    text = without_secrets(str(error)) or type(error).__name__
+    return text[:300], RemoteRefused if permanent else RemoteError
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    seen: BaseException | None = error
+    while seen is not None:
+        yield seen
+        seen = seen.__cause__
+
+
+def _status(error: BaseException) -> int | None:
+    """Return the HTTP status code of an error of aiohttp, botocore, gcsfs or Azure; None if it has none."""
+    response = getattr(error, "response", None)
+    if isinstance(response, Mapping):
+        status: int | None = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+        return status
+    for name in ("status", "status_code", "code"):
+        if name == "code" and not type(error).__module__.startswith("gcsfs"):
+            continue  # aiohttp's errors about a broken answer have the code 400
+        value = getattr(error, name, None)
+        if isinstance(value, int) and 300 <= value < 600:
+            return value
+    return None
+
+
 R = TypeVar("R")
 
 _TRANSFERS = 4

@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.system.arrays import FloatArray
 from histopipe.system.csv_files import nfc
-from histopipe.system.result import listed
+from histopipe.system.output import listed
 from histopipe.tasks.calibration import Recalibration, decision_curve, recalibration, reliability_of
 from histopipe.tasks.choices import AGGREGATIONS, Aggregation
 from histopipe.tasks.intervals import WeightedStatistics
+from histopipe.tasks.predictions import ClassMetrics, choose_threshold
 from histopipe.tasks.statistics import (
     Statistics,
     area_under_roc,
@@ -36,23 +37,9 @@ from histopipe.tasks.task import (
     known,
     labels_of,
 )
-from histopipe.tasks.thresholds import choose_threshold
 
 _PROBABILITY = "p_"
 _TRUTH = ("label", "predicted")
-
-
-@dataclass(frozen=True, slots=True)
-class ClassMetrics:
-    """Metrics of one class against the rest; None if undefined."""
-
-    count: int
-    auc: float | None
-    sensitivity: float | None
-    specificity: float | None
-    average_precision: float | None = None
-    calibration_intercept: float | None = None
-    calibration_slope: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 
 from histopipe.errors import NothingToDo
 from histopipe.system.arrays import FloatArray
-from histopipe.system.result import listed
+from histopipe.system.output import listed
 from histopipe.tasks.calibration import Recalibration, recalibration
 from histopipe.tasks.intervals import Interval, WeightedStatistics, mean_interval
+from histopipe.tasks.predictions import choose_threshold
 from histopipe.tasks.statistics import Statistics
 from histopipe.tasks.task import (
     ColumnTask,
@@ -25,7 +26,6 @@ from histopipe.tasks.task import (
     few_patients,
     flag_cell,
 )
-from histopipe.tasks.thresholds import choose_threshold
 
 METRICS = (
     "auc", "average_precision", "balanced_accuracy", "sensitivity", "specificity", "f1", "brier", "calibration_error",

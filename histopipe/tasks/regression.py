@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.system.arrays import FloatArray
-from histopipe.system.result import listed
+from histopipe.system.output import listed
 from histopipe.tasks.intervals import WeightedStatistics
 from histopipe.tasks.task import (
     ColumnTask,

@@ -13,7 +13,7 @@ from histopipe.errors import ScaleError
 from histopipe.geometry import SCALE_TOLERANCE, Level, Mpp, Size, same_scale
 from histopipe.slides.slide import SlideInfo
 from histopipe.slides.thumbnail import Thumbnail
-from histopipe.system.result import counted
+from histopipe.system.output import counted
 from histopipe.tiling.spec import Edge, TilingSpec
 from histopipe.tissue_masks.mask import TissueMask
 

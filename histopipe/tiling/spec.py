@@ -10,8 +10,7 @@ from typing import Any, Literal
 from histopipe.errors import SpecMismatch, UsageError
 from histopipe.geometry import Mpp
 from histopipe.slides.scale import MAGNIFICATION_MPP, PLAUSIBLE_MPP
-from histopipe.system.arguments import check_type
-from histopipe.system.settings import check_settings, setting
+from histopipe.system.settings import check_settings, check_type, setting
 from histopipe.tissue_masks import FINDER_NAMES, NEWEST, Finder, Tissue
 
 Codec = Literal["auto", "jpeg", "png"]

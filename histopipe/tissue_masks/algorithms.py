@@ -38,23 +38,21 @@ from numpy.typing import NDArray
 from histopipe.geometry import Mpp, SquareMicrometres
 from histopipe.slides.thumbnail import Thumbnail
 from histopipe.tissue_masks import NEWEST
-from histopipe.tissue_masks.glass import (
+from histopipe.tissue_masks.mask import (
     BRIGHT,
+    LARGEST_HOLE,
     WHITE,
+    Components,
+    Mask,
+    TissueMask,
     brightest,
+    cleaned,
     darkest,
     densities,
     find_glass,
     glass_colour,
-    mean_and_chroma,
-)
-from histopipe.tissue_masks.mask import (
-    LARGEST_HOLE,
-    Components,
-    Mask,
-    TissueMask,
-    cleaned,
     larger_than,
+    mean_and_chroma,
     otsu_threshold,
 )
 

@@ -19,14 +19,18 @@ from PIL import Image, PngImagePlugin
 from shapely.affinity import translate
 from shapely.geometry.base import BaseGeometry
 
+from histopipe.annotations.annotation_files import (
+    GEOJSON,
+    file_bytes,
+    match_files,
+    read_annotations,
+)
 from histopipe.annotations.outline import Outline
-from histopipe.annotations.read import GEOJSON, file_bytes, match_files, read_annotations
 from histopipe.errors import MaskUnfit, UsageError
 from histopipe.geometry import RegionL0, Size
 from histopipe.slides.tables import SlideNames
 from histopipe.system.files import path_within, write_atomically
-from histopipe.tissue_masks.grid import Grid
-from histopipe.tissue_masks.mask import Mask
+from histopipe.tissue_masks.mask import Grid, Mask
 
 TISSUE = "Tissue"
 """Class of the outlines of tissue."""

@@ -22,8 +22,7 @@ from histopipe.slides.scale import check_mpp
 from histopipe.slides.slide import Slide
 from histopipe.slides.thumbnail import Thumbnail, thumbnail_level
 from histopipe.system.files import read_json
-from histopipe.tissue_masks.grid import Grid
-from histopipe.tissue_masks.mask import TissueMask
+from histopipe.tissue_masks.mask import Grid, TissueMask
 
 SUFFIXES = (".onnx", ".keras")
 Layout = Literal["NCHW", "NHWC"]

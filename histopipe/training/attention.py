@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore
 from histopipe.features.bags import Bag, read_bag, read_positions
-from histopipe.predictions.patch_values import write_patch_values
-from histopipe.system.progress import message
+from histopipe.predictions.tables import write_patch_values
+from histopipe.system.output import message
 from histopipe.training.bag_model import JOINT, BagModel, Patches
 from histopipe.training.bag_pooling import PIECE, pool
 from histopipe.training.objective import Objective

@@ -16,12 +16,12 @@ from typing import Any
 
 import keras
 import numpy as np
+from keras import layers, ops
 
 from histopipe.errors import HistopipeError, UsageError
+from histopipe.pretrained.architecture import NAMINGS, resampling_matrix, select
 from histopipe.pretrained.checkpoints import read_tensors
-from histopipe.pretrained.naming import NAMINGS, select
-from histopipe.pretrained.presets import Preprocessing, Preset, preset_names
-from histopipe.pretrained.sources import (
+from histopipe.pretrained.encoders import (
     KERAS,
     SAVED_MODEL,
     find_weights,
@@ -29,12 +29,60 @@ from histopipe.pretrained.sources import (
     own_file,
     with_published_settings,
 )
-from histopipe.system.progress import message
-from histopipe.training.efficientnet_lite import MEAN, SCALES, STD, efficientnet_lite
+from histopipe.pretrained.presets import Preprocessing, Preset, preset_names
+from histopipe.system.output import message
 from histopipe.training.memory import is_out_of_memory
-from histopipe.training.preprocessing import as_float, prepare
-from histopipe.training.vision_transformer import vision_transformer
-from histopipe.training.vision_transformer_weights import assign_weights
+from histopipe.training.pretrained_networks import (
+    MEAN,
+    SCALES,
+    STD,
+    assign_weights,
+    efficientnet_lite,
+    vision_transformer,
+)
+
+_PIL_ONE = 1 << 22
+
+
+def prepare(image: keras.KerasTensor, settings: Preprocessing) -> keras.KerasTensor:
+    """Return (B, S, S, 3) inputs of a network for (B, H, H, 3) uint8 RGB images."""
+    exact = keras.config.dtype_policy().variable_dtype
+    if image.shape[1] != settings.resized:
+        image = _resized(image, settings)
+    first = (settings.resized - settings.size) // 2
+    if settings.resized != settings.size:
+        last = settings.resized - settings.size - first
+        image = layers.Cropping2D(((first, last), (first, last)), dtype=exact)(image)
+    std = np.array(settings.std)
+    scale, offset = 1 / (255 * std), -np.array(settings.mean) / std
+    return layers.Rescaling(scale.tolist(), offset.tolist(), dtype=exact, name="normalize")(image)
+
+
+def as_float(image: keras.KerasTensor) -> keras.KerasTensor:
+    """Return images as floating-point numbers from 0 to 255."""
+    return layers.Rescaling(1.0, dtype=keras.config.dtype_policy().variable_dtype)(image)
+
+
+def _resized(image: keras.KerasTensor, settings: Preprocessing) -> keras.KerasTensor:
+    """Resize as PIL does, bit for bit: first along rows, then along columns, each rounded to 8 bits.
+
+    Two products of matrices, because TensorFlow's resizing does not round between both passes, and XLA cannot compile
+    it. In float64, since GPUs compute float32 products with 10 bits (TensorFloat-32).
+    """
+    source, target = image.shape[1], settings.resized
+    matrix = resampling_matrix(source, target, settings.interpolation)
+    # PIL's weights have 22 bits after the point, rounded half away from zero. Sums are exact in float64.
+    matrix = np.trunc(matrix * _PIL_ONE + np.copysign(0.5, matrix)) / _PIL_ONE
+    image = ops.cast(image, "float64")
+    for equation, shape in (
+        ("bhwc,wx->bhxc", (source, target, 3)),
+        ("bhwc,hy->bywc", (target, target, 3)),
+    ):
+        product = layers.EinsumDense(equation, shape, dtype="float64", trainable=False)
+        image = ops.floor(ops.clip(product(image), 0, 255) + 0.5)
+        product.set_weights([matrix])
+    return image
+
 
 SMALL_CNN = "small-cnn"
 _ENDPOINT = "serving_default"

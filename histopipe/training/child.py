@@ -26,7 +26,7 @@ def main(fd: int) -> NoReturn:
     report("pid", os.getpid())
     config, folder, resume = pipe.recv()
     try:
-        train = load_quietly("histopipe.training.train", lean=True)
+        train = load_quietly("histopipe.training.trainer", lean=True)
         load_quietly("tensorflow").get_logger().setLevel("ERROR")
         report("result", train.train_here(config, folder, resume=resume, report=report))
     except HistopipeError as error:

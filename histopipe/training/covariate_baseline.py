@@ -12,13 +12,13 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from histopipe.splits.covariates import Covariates
+from histopipe.splits.labelling import Covariates
 from histopipe.splits.splits import SlideSplit, Splits
 from histopipe.splits.subsets import SUBSETS, Subset
 from histopipe.tasks.choices import EvaluationLevel
 from histopipe.tasks.predictions import Predictions
 from histopipe.training.objective import Objective
-from histopipe.training.survival_objective import CoxObjective, DiscreteSurvival
+from histopipe.training.objectives import CoxObjective, DiscreteSurvival
 
 
 def baseline_scores(

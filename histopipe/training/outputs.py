@@ -17,13 +17,12 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from histopipe._version import __version__
-from histopipe.dataset.sample_table import unpack_keys
 from histopipe.dataset.sampling import BatchSampler
+from histopipe.dataset.selection import unpack_keys
 from histopipe.errors import UsageError
 from histopipe.predictions.tables import PREDICTIONS, write_predictions
 from histopipe.runs.result import METRICS, TrainResult
-from histopipe.splits.sources import SampleSource
-from histopipe.splits.splits import Splits
+from histopipe.splits.splits import SampleSource, Splits
 from histopipe.splits.subsets import Subset
 from histopipe.system.files import write_json
 from histopipe.system.worker_pool import count_usable_cores

@@ -6,7 +6,8 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +16,25 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from histopipe.errors import OutOfMemory, UsageError
+from histopipe.errors import OutOfMemory, UsageError, WorkerLost
 from histopipe.evaluation.breakdown import break_down_subsets
-from histopipe.evaluation.evaluate import evaluate_subsets
-from histopipe.evaluation.temperature import calibrated
+from histopipe.evaluation.evaluate import calibrated, evaluate_subsets
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
-from histopipe.runs.messages import Report
+from histopipe.runs.fork_server import Report, ReportedProgress, one_at_a_time
 from histopipe.runs.result import TrainResult, epoch_line
-from histopipe.runs.workers import Cluster
+from histopipe.runs.train import advise
+from histopipe.runs.training_data import opened_sources, splits_and_slides
+from histopipe.runs.workers import HEARTBEATS, Cluster
 from histopipe.splits.slide_table import flow_of, leaked_patients, with_damaged, write_slide_table
+from histopipe.splits.splits import SPLITS
 from histopipe.splits.subsets import Subset
 from histopipe.system.csv_files import write_dicts
-from histopipe.system.files import atomic_write
-from histopipe.system.progress import message
+from histopipe.system.files import atomic_write, roomy
+from histopipe.system.output import message, use_progress
 from histopipe.training.checkpoint import TrainState, load_state, save_state
-from histopipe.training.devices import assign_same, check_same, make_strategy
+from histopipe.training.devices import assign_same, check_same, find_cluster, make_strategy
 from histopipe.training.epoch_loop import EpochLoop, Requests, StopSignals
-from histopipe.training.fine_tuning import check_weights
 from histopipe.training.memory import (
     MicroBatch,
     is_out_of_memory,
@@ -40,7 +42,7 @@ from histopipe.training.memory import (
     peak_bytes,
     remembered_micro_batch,
 )
-from histopipe.training.models import limit_momentum
+from histopipe.training.models import check_weights, limit_momentum
 from histopipe.training.outputs import (
     DIVERGED,
     SampleOutputs,
@@ -51,7 +53,7 @@ from histopipe.training.outputs import (
     write_results,
     write_tensorboard,
 )
-from histopipe.training.problem import Problem
+from histopipe.training.training_data import Problem, make_problem, print_splits
 
 
 class Trainer:
@@ -327,3 +329,73 @@ class Trainer:
             }
             write_results(self._folder, predicted, result, facts)
         return result
+
+
+def train_here(
+    config: TrainConfig, folder: Path, *, resume: bool = False, report: Report | None = None
+) -> TrainResult:
+    """Train a model in this process. Part of the memory is not freed before the process ends.
+
+    `report` sends messages and progress to a supervisor; without it, progress is shown here.
+
+    Raises:
+        UsageError: a setting does not fit the data or the machine.
+        NothingToDo: there is no store, or fewer than two classes.
+        DamagedStore: a store is damaged, or differs from the one at the start of the run.
+        OutOfMemory: memory ran out in a way that this process cannot recover from.
+        MachineShort: the disk is full.
+        WorkerLost: another worker is lost.
+        Interrupted: a signal stopped the training; the state is saved.
+    """
+    cluster = find_cluster()
+    if cluster.chief:
+        run_folder.check(folder, resume=resume, ignored=() if cluster.alone else (HEARTBEATS,))
+    with ExitStack() as stack:
+        if report is not None:
+            report = one_at_a_time(report)
+            stack.enter_context(use_progress(ReportedProgress(report)))
+        splits_path = folder / SPLITS if resume else config.splits
+        sources = stack.enter_context(opened_sources(config, splits_path))
+        splits, slides = splits_and_slides(config, sources, folder, resume=resume)
+        problem = make_problem(config, sources, splits)
+        if cluster.chief:
+            print_splits(splits, sources, problem.holders, config.unit)
+        stack.enter_context(cluster.heartbeats(folder))
+        stack.enter_context(_explained(cluster, folder))
+        problem.slides = slides
+        trainer = Trainer(
+            config, folder, problem=problem, cluster=cluster, report=report or (lambda *_: None)
+        )
+        if cluster.chief:
+            # All checks of the settings have passed: create the folder.
+            stack.enter_context(run_folder.opened(folder, {SPLITS: splits}, config, resume=resume))
+            write_slide_table(folder / run_folder.SLIDES, slides)
+        result = trainer.train(resume=resume)
+        patients = len({slide.patient for slide in splits.slides})
+        is_drawn = config.splits is None and config.split_column is None
+        shortages = list(splits.shortages(config.unit)) if is_drawn else []
+        advice = advise(config, trainer.history, result.best_epoch, patients, shortages)
+        if advice and cluster.chief:
+            message(advice)
+        return result
+
+
+@contextmanager
+def _explained(cluster: Cluster, folder: Path) -> Iterator[None]:
+    """Report errors by their causes: no memory before the first step, the loss of another worker, a full disk."""
+    since, resume = time.time(), f"`histopipe train --resume --out {folder}`"
+    try:
+        with roomy(folder, f"run {resume}"):
+            yield
+    except (OSError, MemoryError, tf.errors.OpError) as error:
+        if is_out_of_memory(error):
+            raise OutOfMemory(
+                "memory ran out before the first step", found=str(error).split("\n")[0][:200],
+                todo="use a smaller --model, or end other programs on this machine",
+            ) from error  # fmt: skip
+        if isinstance(error, tf.errors.OpError) and not cluster.alone:
+            raise WorkerLost(
+                "training cannot continue without all of its workers",
+                found=cluster.missing(folder, since), todo=f"run {resume} on all of them",
+            ) from error  # fmt: skip
+        raise

@@ -10,8 +10,13 @@ from typing import Any
 
 from histopipe.errors import HistopipeError, NothingToDo, UsageError
 from histopipe.features.feature_file import ENCODER, feature_files, paths_of_stores
-from histopipe.predictions.predictions_folder import SETTINGS, PredictedSlide
-from histopipe.predictions.sources import FolderSource, PredictionSource, RunSource
+from histopipe.predictions.sources import (
+    SETTINGS,
+    FolderSource,
+    PredictedSlide,
+    PredictionSource,
+    RunSource,
+)
 from histopipe.runs import folder as run_folder
 from histopipe.runs.task_config import load_config
 from histopipe.slides.discovery import discover

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from histopipe.annotations.geojson import geojson_features, read_geojson
-from histopipe.annotations.read import (
+from histopipe.annotations.annotation_files import (
     GEOJSON,
     annotation_files,
     file_bytes,
+    geojson_features,
     match_files,
     read_annotations,
+    read_geojson,
 )
 from histopipe.errors import UsageError
 from histopipe.slides.tables import SlideNames

@@ -19,11 +19,11 @@ from starlette.responses import Response
 from histopipe.errors import HistopipeError, MachineShort, UsageError
 from histopipe.store.store import Store
 from histopipe.system.worker_pool import WorkerDied, WorkerPool
-from histopipe.viewer import slide_pictures
+from histopipe.viewer import pictures
 from histopipe.viewer.collection import Collection, Entry
 from histopipe.viewer.guard import NotFound
 from histopipe.viewer.layers import SlideLayers, slide_layers
-from histopipe.viewer.tiles import TILE, message_tile
+from histopipe.viewer.pictures import TILE, message_tile
 
 T = TypeVar("T")
 
@@ -68,7 +68,7 @@ class OpenSlides:
         self, collection: Collection, workers: int, message: Callable[[str], None]
     ) -> None:
         self.collection, self._message = collection, message
-        self._pool = WorkerPool(workers, slide_pictures.prepare)
+        self._pool = WorkerPool(workers, pictures.prepare)
         self._free = asyncio.Semaphore(2 * workers)
         self._cache = PictureCache(_CACHE_BYTES)
         self._layers: OrderedDict[int, SlideLayers] = OrderedDict()
@@ -140,9 +140,7 @@ class OpenSlides:
             if record is not None and entry.complete:
                 recorded = (record.size_bytes, record.mtime_ns, record.hashes)
             try:
-                file_facts = await self.in_worker(
-                    slide_pictures.slide_facts, str(entry.file), *recorded
-                )
+                file_facts = await self.in_worker(pictures.slide_facts, str(entry.file), *recorded)
                 facts, notes = (
                     {**file_facts, "pixels": True},
                     [file_facts["warning"]] if file_facts["warning"] else [],

@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp
 
-from histopipe.annotations.read import MOST_BYTES
+from histopipe.annotations.annotation_files import MOST_BYTES
 from histopipe.errors import HistopipeError
 from histopipe.predictions.sources import PredictionSource
 from histopipe.slides.tables import SlideNames

@@ -20,11 +20,11 @@ from starlette.routing import Route
 from histopipe.errors import HistopipeError, UsageError
 from histopipe.predictions.sources import FolderSource
 from histopipe.system.worker_pool import WorkerDied
-from histopipe.viewer import similar, slide_pictures, store_pictures
+from histopipe.viewer import pictures
 from histopipe.viewer.collection import Collection, Entry
 from histopipe.viewer.guard import NotFound
 from histopipe.viewer.open_slides import OpenSlides, as_picture, item, lattice
-from histopipe.viewer.tiles import COARSEST_STEP, OVERLAP, TILE, message_tile
+from histopipe.viewer.pictures import COARSEST_STEP, OVERLAP, TILE, message_tile
 
 SLIDE = "/slides/{slide:int}"
 _THUMBNAIL = 160
@@ -96,12 +96,10 @@ class SlideRoutes:
         number, entry = self._slides.entry(request)
         stored = await run_in_threadpool(_stored_thumbnail, entry, self._slides.collection)
         if stored is not None:
-            work = partial(
-                self._slides.in_worker, store_pictures.small_thumbnail, stored, _THUMBNAIL
-            )
+            work = partial(self._slides.in_worker, pictures.small_thumbnail, stored, _THUMBNAIL)
         elif entry.file is not None:
             work = partial(
-                self._slides.in_worker, slide_pictures.slide_thumbnail, str(entry.file), _THUMBNAIL
+                self._slides.in_worker, pictures.slide_thumbnail, str(entry.file), _THUMBNAIL
             )
         else:
             return Response(_EMPTY, media_type="image/png")
@@ -121,7 +119,7 @@ class SlideRoutes:
                 return as_picture(mask)
         if entry.file is None:
             return as_picture(_EMPTY)
-        work = partial(self._slides.in_worker, slide_pictures.slide_mask, str(entry.file))
+        work = partial(self._slides.in_worker, pictures.slide_mask, str(entry.file))
         return await self._slides.picture(request, (number, "mask"), work)
 
     async def _tile(self, request: Request) -> Response:
@@ -132,7 +130,7 @@ class SlideRoutes:
         if entry.file is None:
             reason = (entry.record and entry.record.error) or "the slide's file was not found"
             return as_picture(message_tile(reason))
-        work = partial(self._slides.in_worker, slide_pictures.slide_tile, str(entry.file), *at)
+        work = partial(self._slides.in_worker, pictures.slide_tile, str(entry.file), *at)
         return await self._slides.picture(request, (number, "tile", *at), work)
 
     async def _store_tile(self, request: Request) -> Response:
@@ -147,7 +145,7 @@ class SlideRoutes:
         path = str(entry.store.path.resolve())
         work = partial(
             self._slides.in_worker,
-            store_pictures.store_tile,
+            pictures.store_tile,
             path,
             entry.number,
             step,
@@ -191,7 +189,7 @@ class SlideRoutes:
             facts["route"] = entry.record.route
             path = str(entry.store.path.resolve())
             try:
-                await self._slides.in_worker(store_pictures.patch_file, path, entry.number, row)
+                await self._slides.in_worker(pictures.patch_file, path, entry.number, row)
                 facts["checksum"] = "matches"
             except (HistopipeError, WorkerDied) as error:
                 facts["checksum"] = str(error)
@@ -214,16 +212,14 @@ class SlideRoutes:
         async def read() -> bytes:
             if entry.store is not None and entry.complete and abs(size - _recorded_size(entry)) < 1:
                 path = str(entry.store.path.resolve())
-                picture = await self._slides.in_worker(
-                    store_pictures.patch_at, path, entry.number, x, y
-                )
+                picture = await self._slides.in_worker(pictures.patch_at, path, entry.number, x, y)
                 if picture is not None:
                     return picture
             if entry.file is None:
                 return message_tile("neither the slide nor its store was found")
             slide = str(entry.file)
             return await self._slides.in_worker(
-                slide_pictures.slide_region, slide, x, y, size, _PATCH_PIXELS
+                pictures.slide_region, slide, x, y, size, _PATCH_PIXELS
             )
 
         return await self._slides.picture(request, (number, "patch", x, y, size), read)
@@ -237,7 +233,9 @@ class SlideRoutes:
         if entry.id not in features or row >= len(grid.x):
             raise NotFound(f"{entry.name} has no features of this patch")
         corner = int(grid.x[row]), int(grid.y[row])
-        feature = await self._slides.in_worker(similar.feature_of, str(features[entry.id]), *corner)
+        feature = await self._slides.in_worker(
+            pictures.feature_of, str(features[entry.id]), *corner
+        )
         names = {listed.id: listed.name for listed in self._slides.collection.entries}
         chosen = (
             features if request.query_params.get("all") == "1" else {entry.id: features[entry.id]}
@@ -246,7 +244,7 @@ class SlideRoutes:
         for slide, path in chosen.items():
             if slide in names:
                 best = await self._slides.in_worker(
-                    similar.most_similar, str(path), feature, _SIMILAR + 1
+                    pictures.most_similar, str(path), feature, _SIMILAR + 1
                 )
                 matches += [{"slide": names[slide], **match} for match in best]
         query = {"slide": entry.name, "x": corner[0], "y": corner[1]}

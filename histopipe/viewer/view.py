@@ -14,8 +14,7 @@ from typing import Any
 
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.system.files import Closing, PathLike
-from histopipe.system.progress import Progress, default_progress
-from histopipe.system.result import counted
+from histopipe.system.output import Progress, counted, default_progress
 from histopipe.system.settings import make_settings
 from histopipe.system.worker_pool import count_usable_cores
 from histopipe.viewer.collection import open_collection

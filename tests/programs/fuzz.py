@@ -27,15 +27,14 @@ from pydicom.dataset import FileMetaDataset
 from pydicom.encaps import encapsulate
 from pydicom.uid import UID, JPEGBaseline8Bit, VLWholeSlideMicroscopyImageStorage
 
-from histopipe.annotations.read import read_annotations
+from histopipe.annotations.annotation_files import read_annotations
 from histopipe.dataset.patch_batches import decode
-from histopipe.demo.pyramid_tiff import TiffPage, write_pyramid
+from histopipe.demo.synthetic_slides import TiffPage, write_pyramid
 from histopipe.errors import HistopipeError
-from histopipe.features.feature_file import writing
-from histopipe.features.untrusted import check_coords, check_features
+from histopipe.features.feature_file import check_coords, check_features, writing
 from histopipe.geometry import Level, PointL0, RegionL0, RegionLevel, Size
-from histopipe.maintenance.manifest import Manifest, StoredFile, manifest_of
-from histopipe.predictions.predictions_folder import PredictedSlide
+from histopipe.maintenance.transfer import Manifest, StoredFile, manifest_of
+from histopipe.predictions.sources import PredictedSlide
 from histopipe.predictions.tables import read_predictions
 from histopipe.runs.result import read_result
 from histopipe.runs.task_config import read_config

@@ -16,7 +16,7 @@ import sitecustomize as faults  # programs/faults, on the path of the tests' for
 
 from histopipe.errors import Interrupted
 from histopipe.runs.task_config import PatchTrainConfig, load_config
-from histopipe.training.train import train_here
+from histopipe.training.trainer import train_here
 
 
 def main() -> None:

@@ -17,9 +17,8 @@ import numpy as np
 import tensorflow as tf
 
 from histopipe.dataset.patch_batches import PatchBatches
-from histopipe.dataset.sample_table import SampleTable
 from histopipe.dataset.sampling import make_order
-from histopipe.dataset.selection import select
+from histopipe.dataset.selection import SampleTable, select
 from histopipe.runs.task_config import PatchTrainConfig
 from histopipe.runs.workers import Cluster
 from histopipe.store.store import Store

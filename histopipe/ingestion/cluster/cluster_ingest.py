@@ -37,13 +37,11 @@ from histopipe.ingestion.report import (
 from histopipe.ingestion.slide_job import SlideJob
 from histopipe.slides.tables import SlideLabel
 from histopipe.store.catalog import Catalog, read_catalog
-from histopipe.store.folder import check_spec
 from histopipe.store.record import SlideRecord, SlideState, describe_copies
 from histopipe.store.store import Store
-from histopipe.store.writer import StoreWriter
-from histopipe.system.files import locked
-from histopipe.system.filesystems import network_filesystem
-from histopipe.system.progress import LogProgress, Progress
+from histopipe.store.writer import StoreWriter, check_spec
+from histopipe.system.files import locked, network_filesystem
+from histopipe.system.output import LogProgress, Progress
 from histopipe.system.worker_pool import WorkerDied
 from histopipe.tiling.spec import TilingSpec
 

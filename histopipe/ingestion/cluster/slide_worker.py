@@ -28,9 +28,8 @@ from histopipe.ingestion.report import SlideOutcome
 from histopipe.ingestion.slide_job import SlideJob
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
-from histopipe.system.files import atomic_write, locked
-from histopipe.system.filesystems import full_disk_error, is_full_disk
-from histopipe.system.progress import Bar, Progress, SilentProgress
+from histopipe.system.files import atomic_write, full_disk_error, is_full_disk, locked
+from histopipe.system.output import Bar, Progress, SilentProgress
 from histopipe.system.worker_pool import WorkerPool
 from histopipe.tiling.spec import TilingSpec
 

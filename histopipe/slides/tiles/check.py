@@ -19,7 +19,7 @@ from histopipe.geometry import Level, PointL0, RegionLevel, Size
 from histopipe.slides.slide import Slide, SlideInfo
 from histopipe.slides.tiles.native import NativeLevel, NativeTiles, NotNative
 from histopipe.system.files import Closing
-from histopipe.system.result import counted
+from histopipe.system.output import counted
 
 _SAMPLED_TILES, _INTERPOLATED_TILES = 8, 4
 _LEAST_SIDE = 32

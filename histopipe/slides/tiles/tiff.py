@@ -13,8 +13,7 @@ import tifffile
 
 from histopipe.geometry import Level, Size
 from histopipe.slides.slide import SlideInfo
-from histopipe.slides.tiles.jpeg import Colour
-from histopipe.slides.tiles.native import NativeLevel, NotNative, with_frame, with_transform
+from histopipe.slides.tiles.native import Colour, NativeLevel, NotNative, with_frame, with_transform
 
 _JPEG, _JPEG_2000_YCBCR = 7, 33003
 _COMPRESSIONS = {

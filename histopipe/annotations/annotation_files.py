@@ -1,0 +1,480 @@
+"""Annotation files of QuPath (GeoJSON), ASAP, Aperio ImageScope and HALO (XML): find them by slide, and read them."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import xml.etree.ElementTree as ET
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import defusedxml
+import defusedxml.ElementTree
+import shapely
+import shapely.affinity
+import shapely.geometry
+
+from histopipe.annotations.outline import Outline, Outlines, Point, Ring, polygonal
+from histopipe.errors import UsageError
+from histopipe.slides.tables import SlideNames
+
+_IGNORED = "Ignore*"
+"""QuPath's class for areas that are excluded from every analysis."""
+_CLASS = "classification"
+_NOT_CLASSES = ("objectType", "object_type", "color", "id")
+# Detections, cells and tiles are results of QuPath, not outlines that a person drew.
+_OLD_RESULTS = ("PathCellObject", "PathDetectionObject", "PathTileObject")
+_OLD_ANNOTATION = "PathAnnotationObject"
+"""Value of `id` in files of QuPath 0.2, which have no ids and no object types."""
+
+
+def read_geojson(data: bytes, class_property: str | None = None) -> Outlines:
+    """Return the outlines in the content of a file. The class is the value of `class_property`, if given.
+
+    Raises:
+        UsageError: the content is not GeoJSON of this form.
+    """
+    outlines = Outlines("bounds")
+    left_out = 0
+    for number, feature in enumerate(_features(_parsed(data)), 1):
+        properties = feature.get("properties")
+        properties = properties if isinstance(properties, Mapping) else {}
+        name = feature.get("id", number)
+        kind = properties.get("objectType", properties.get("object_type"))
+        if name in _OLD_RESULTS or (isinstance(kind, str) and kind.lower() != "annotation"):
+            left_out += 1
+            continue
+        name = f"feature {number if name == _OLD_ANNOTATION else name}"
+        class_name = _class_name(properties, class_property or _CLASS)
+        if class_name is None:
+            outlines.properties |= {
+                key
+                for key in properties
+                if key not in _NOT_CLASSES and _class_name(properties, key)
+            }
+        excluded = _IGNORED in (class_name, _class_name(properties, _CLASS))
+        _add(outlines, name, class_name, feature.get("geometry"), excluded=excluded)
+    if left_out:
+        outlines.notes.append(
+            f"{left_out} detections, cells or tiles left out: only annotations are read"
+        )
+    return outlines
+
+
+def geojson_features(outlines: Outlines, corner: tuple[int, int]) -> list[dict[str, Any]]:
+    """Return outlines as features of QuPath. `corner` is the level-0 pixel of the scanned area's top left corner."""
+    left, top = corner if outlines.frame == "slide" else (0, 0)
+    features = []
+    for outline in outlines.entries:
+        name = _IGNORED if outline.excluded else outline.name
+        properties: dict[str, Any] = {"objectType": "annotation"}
+        if name:
+            properties["classification"] = {"name": name}
+        area = shapely.affinity.translate(outline.area, -left, -top)
+        geometry = shapely.geometry.mapping(area)
+        features.append({"type": "Feature", "geometry": geometry, "properties": properties})
+    return features
+
+
+def _class_name(properties: Mapping[str, Any], key: str) -> str | None:
+    """Return the class in a property: a text, a whole number, or the name of a QuPath class."""
+    value = properties.get(key)
+    if isinstance(value, Mapping):
+        names = value.get("names")
+        several = ": ".join(map(str, names)) if isinstance(names, list) else None
+        value = value.get("name") or several
+    if isinstance(value, int) and not isinstance(value, bool):
+        value = str(value)
+    return value.strip() or None if isinstance(value, str) else None
+
+
+def _parsed(data: bytes) -> Any:
+    try:
+        return json.loads(data.decode("utf-8-sig"), parse_constant=_refuse_constant)
+    except UnicodeDecodeError as error:
+        raise UsageError("not UTF-8, which JSON requires", found=str(error)) from error
+    except RecursionError as error:
+        raise UsageError("not GeoJSON: brackets are nested too deep") from error
+    except ValueError as error:
+        raise UsageError("not JSON", found=str(error)) from error
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name}, which is not a JSON number")
+
+
+def _features(value: Any) -> Iterator[Mapping[str, Any]]:
+    if isinstance(value, Mapping) and value.get("type") == "FeatureCollection":
+        value = value.get("features")
+    elif isinstance(value, Mapping):
+        value = [value]
+    if not isinstance(value, list):
+        raise UsageError(
+            "not GeoJSON", found=type(value).__name__,
+            expected="a FeatureCollection, an array of features, or a Feature",
+        )  # fmt: skip
+    for number, feature in enumerate(value, 1):
+        if not isinstance(feature, Mapping) or feature.get("type") != "Feature":
+            raise UsageError(
+                f"not GeoJSON: entry {number}", found=repr(feature)[:60], expected="a Feature"
+            )
+        yield feature
+
+
+def _add(
+    outlines: Outlines, feature: str, kind: str | None, geometry: Any, *, excluded: bool
+) -> None:
+    shape = geometry.get("type") if isinstance(geometry, Mapping) else None
+    try:
+        match shape:
+            case "Polygon":
+                polygons = [_rings(geometry["coordinates"])]
+            case "MultiPolygon":
+                polygons = [_rings(part) for part in geometry["coordinates"]]
+            case "GeometryCollection":
+                for part in geometry["geometries"]:
+                    _add(outlines, feature, kind, part, excluded=excluded)
+                return
+            case _:
+                outlines.leave_out(feature, f"{shape or 'no geometry'} has no area")
+                return
+    except (TypeError, ValueError, KeyError, IndexError, OverflowError) as error:
+        raise UsageError(
+            f"{feature}: invalid coordinates of its {shape}", found=str(error)[:80],
+            expected="rings of [x, y]",
+        ) from error  # fmt: skip
+    outlines.add(feature, None if excluded else kind, polygons, excluded=excluded)
+
+
+def _rings(value: Sequence[Any]) -> list[Ring]:
+    # A third number, which RFC 7946 allows, is a height.
+    return [[(float(point[0]), float(point[1])) for point in ring] for ring in value]
+
+
+Element = ET.Element
+_MOST_DEPTH = 32
+
+_ASAP = "ASAP_Annotations"
+_AREAS = ("polygon", "spline", "rectangle")
+_CAMELYON = {"_0": "tumor", "_1": "tumor"}
+_EXCLUDED = ("_2", "exclusion")
+_NO_GROUP = ("", "none")
+
+_LAYERS = "Annotations"
+"""Root element of files of ImageScope and of HALO."""
+_ELLIPSES, _RECTANGLES = ("2", "ellipse"), ("1", "rectangle")
+_NO_AREA = ("3", "4", "arrow", "ruler", "pin")
+"""Types of regions: numbers in ImageScope, names in HALO."""
+_CORNERS = 2
+_ELLIPSE_POINTS = 128
+
+
+def read_xml(data: bytes, class_property: str | None = None) -> Outlines:
+    """Return the outlines in the content of a file. Untrusted: entities, document types and deep nesting are refused.
+
+    The class is the value of `class_property`, if given: an attribute of the outline or of its layer.
+
+    Raises:
+        UsageError: the content is not such XML, is truncated, or a coordinate is missing or not a number.
+    """
+    root = _root_of(data)
+    if root.tag == _ASAP:
+        return _read_asap(root, class_property)
+    if root.tag == _LAYERS:
+        return _read_layers(root, class_property)
+    raise UsageError(
+        "XML of an unknown tool", found=f"<{root.tag[:60]}>",
+        expected=f"<{_ASAP}> (ASAP) or <{_LAYERS}> (Aperio ImageScope, HALO)",
+    )  # fmt: skip
+
+
+def _root_of(data: bytes) -> Element:
+    depth = 0
+    root: Element | None = None
+    try:
+        for event, element in defusedxml.ElementTree.iterparse(
+            io.BytesIO(data), events=("start", "end"), forbid_dtd=True
+        ):
+            depth += 1 if event == "start" else -1
+            root = element if root is None else root
+            if depth > _MOST_DEPTH:
+                raise UsageError(
+                    "XML elements are nested too deep", found=f"more than {_MOST_DEPTH} levels",
+                    expected=f"at most {_MOST_DEPTH}",
+                )  # fmt: skip
+    except ET.ParseError as error:
+        raise UsageError("not XML, or truncated", found=str(error)) from error
+    except defusedxml.DefusedXmlException as error:
+        raise UsageError(
+            "XML with a document type or entities, which annotations never need",
+            found=type(error).__name__,
+        ) from error
+    if root is None:
+        raise UsageError("the file is empty", expected="XML")
+    return root
+
+
+def _coordinate(element: Element, feature: str) -> Point:
+    try:
+        return float(element.attrib["X"]), float(element.attrib["Y"])
+    except (KeyError, ValueError) as error:
+        raise UsageError(
+            f"{feature}: invalid coordinate", found=dict(element.attrib), expected="numbers X and Y"
+        ) from error
+
+
+def _property(name: str, *elements: Element) -> str | None:
+    """Return the value of an attribute, or of an entry of <Attributes>, of the first element that has it."""
+    for element in elements:
+        entries = element.iterfind("Attributes/Attribute")
+        values = [entry.get("Value") for entry in entries if entry.get("Name") == name]
+        for value in (element.get(name), *values):
+            if value and value.strip():
+                return value.strip()
+    return None
+
+
+def _read_asap(root: Element, class_property: str | None) -> Outlines:
+    """Return the outlines of an ASAP file, the format of CAMELYON16 and 17. A spline becomes the polygon of its points.
+
+    Source:
+        ASAP's files; the README of CAMELYON16: groups "_0" and "_1" are tumour, "_2" is excluded from them.
+    """
+    outlines = Outlines("slide")
+    for number, annotation in enumerate(root.iter("Annotation"), 1):
+        group = annotation.get("PartOfGroup", "").strip()
+        feature = annotation.get("Name") or f"annotation {number}"
+        kind = annotation.get("Type", "").lower()
+        if kind not in _AREAS:
+            outlines.leave_out(feature, f"{kind or 'no type'} has no area")
+            continue
+        points = [
+            _coordinate(coordinate, feature) for coordinate in _coordinates_in_order(annotation)
+        ]
+        excluded = group.lower() in _EXCLUDED
+        name = None if excluded or group.lower() in _NO_GROUP else _CAMELYON.get(group, group)
+        if class_property is not None and not excluded:
+            name = _property(class_property, annotation)
+        if name is None and annotation.get("Name"):
+            outlines.properties.add("Name")
+        outlines.add(feature, name, [[points]], excluded=excluded)
+    return outlines
+
+
+def _coordinates_in_order(annotation: Element) -> list[Element]:
+    coordinates = list(annotation.iter("Coordinate"))
+    try:
+        return sorted(coordinates, key=lambda coordinate: int(float(coordinate.attrib["Order"])))
+    except (KeyError, ValueError, OverflowError):
+        return coordinates  # in the order of the file
+
+
+def _read_layers(root: Element, class_property: str | None) -> Outlines:
+    """Return the outlines of a file of Aperio ImageScope or HALO.
+
+    The class of a layer (`Annotation`) is its name; else the value of its attribute "Description", which ImageScope
+    creates for each layer; else the name of its first other attribute. Regions with `NegativeROA="1"` are subtracted
+    from the other regions of their layer. Ellipses and rectangles may have two opposite corners only.
+
+    Source:
+        ImageScope's files; HALO's files, which have `V` in place of `Vertex` and names in place of numbers of types.
+    """
+    outlines = Outlines("slide")
+    for number, layer in enumerate(root.iter("Annotation"), 1):
+        positive, negative = Outlines("slide"), Outlines("slide")
+        for region in layer.iter("Region"):
+            feature = f"layer {layer.get('Id', number)}, region {region.get('Id', '?')}"
+            into = negative if region.get("NegativeROA") == "1" else positive
+            kind, name = region.get("Type", "").lower(), _class_of(layer)
+            points = [
+                _coordinate(vertex, feature)
+                for vertex in region.iter()
+                if vertex.tag in ("Vertex", "V")
+            ]
+            if kind in _NO_AREA:
+                into.leave_out(feature, "an arrow, a ruler or a pin has no area")
+                continue
+            if kind in _ELLIPSES and len(points) == _CORNERS:
+                points = _ellipse(*points)
+            elif kind in _RECTANGLES and len(points) == _CORNERS:
+                (x0, y0), (x1, y1) = points
+                points = [(x0, y0), (x1, y0), (x1, y1), (x0, y1)]
+            if class_property is not None:
+                name = _property(class_property, region, layer)
+            if name is None and _property("Text", region):
+                outlines.properties.add("Text")
+            into.add(feature, name, [[points]])
+        outlines.notes += positive.notes + negative.notes
+        left = _without(positive.entries, [outline.area for outline in negative.entries])
+        removed = {outline.feature for outline in positive.entries} - {
+            outline.feature for outline in left
+        }
+        for feature in sorted(removed):
+            outlines.leave_out(feature, "negative regions cover it completely")
+        outlines.entries += left
+    return outlines
+
+
+def _without(outlines: list[Outline], holes: list[shapely.Geometry]) -> list[Outline]:
+    hole = shapely.union_all(holes)
+    cut = ((outline, polygonal(shapely.difference(outline.area, hole))) for outline in outlines)
+    return [
+        Outline(outline.feature, outline.name, area) for outline, area in cut if not area.is_empty
+    ]
+
+
+def _class_of(layer: Element) -> str | None:
+    attributes = [
+        attribute for attribute in layer.iterfind("Attributes/Attribute") if attribute.get("Name")
+    ]
+    described = [
+        attribute.get("Value") for attribute in attributes if attribute.get("Name") == "Description"
+    ]
+    other_names = [
+        attribute.get("Name") for attribute in attributes if attribute.get("Name") != "Description"
+    ]
+    for name in (layer.get("Name"), *described, *other_names):
+        if name and name.strip():
+            return name.strip()
+    return None
+
+
+def _ellipse(first: Point, second: Point) -> list[Point]:
+    """Return points of an ellipse from two opposite corners of its bounding rectangle."""
+    (left, top), (right, bottom) = first, second
+    x, y = (left + right) / 2, (top + bottom) / 2
+    half_width, half_height = (right - left) / 2, (bottom - top) / 2
+    turns = (2 * math.pi * i / _ELLIPSE_POINTS for i in range(_ELLIPSE_POINTS))
+    return [(x + half_width * math.cos(t), y + half_height * math.sin(t)) for t in turns]
+
+
+GEOJSON, XML = (".geojson", ".json"), (".xml", ".annotations")
+SUFFIXES = (*GEOJSON, *XML)
+MOST_BYTES = 128 << 20
+"""Largest file. Outlines of all glands of a slide take a few megabytes; parsing needs 20 to 40 times the file size."""
+_PARSER_ERRORS = (
+    ValueError, TypeError, LookupError, ArithmeticError, RecursionError, MemoryError, shapely.errors.ShapelyError,
+)  # fmt: skip
+"""Errors of parsers for unusual files: unknown encodings, numbers with too many digits."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnnotationFiles:
+    """Annotation files by slide id, and notes on files that are not used."""
+
+    by_slide: dict[str, Path]
+    notes: tuple[str, ...]
+
+
+def find_annotations(path: Path, names: SlideNames) -> AnnotationFiles:
+    """Find the files of `SUFFIXES` in a folder, such as `SLIDE.geojson`, or match one file with its slide.
+
+    `SLIDE.more.xml` is used if there is no `SLIDE.xml`; likewise for the other suffixes.
+
+    Raises:
+        UsageError: there is no file, no file matches a slide, or two match the same slide.
+    """
+    if not path.exists():
+        raise UsageError(f"{path} does not exist", expected="a folder of annotations, or a file")
+    files = [path] if path.is_file() else annotation_files(path)
+    if not files:
+        raise UsageError(
+            f"{path} contains no annotations", expected=f"files {', '.join('SLIDE' + s for s in SUFFIXES)}"
+        )  # fmt: skip
+    exact, loose, unmatched = match_files(files, path.parent if path.is_file() else path, names)
+    if not exact and not loose:
+        raise UsageError(
+            f"{path}: no annotation file has the name of a slide", found=unmatched[0],
+            expected=f"a name such as {names.nearest(PurePosixPath(unmatched[0]).stem)}{SUFFIXES[0]}",
+        )  # fmt: skip
+    notes = []
+    if unmatched:
+        listed = ", ".join(unmatched[:3]) + (", …" if unmatched[3:] else "")
+        notes.append(f"{len(unmatched)} annotation files match no slide: {listed}")
+    notes += [
+        f"{file.name} is not used: {exact[slide].name} has the exact name of the slide"
+        for slide, file in loose.items()
+        if slide in exact
+    ]
+    return AnnotationFiles(loose | exact, tuple(notes))
+
+
+def annotation_files(folder: Path) -> list[Path]:
+    """Return all annotation files of a folder, sorted."""
+    return sorted(filter(_is_annotation, folder.rglob("*")))
+
+
+def match_files(
+    files: Iterable[Path], root: Path, names: SlideNames
+) -> tuple[dict[str, Path], dict[str, Path], list[str]]:
+    """Match annotation files below `root` with slides.
+
+    Returns:
+        Files with the exact name of a slide, and those named `SLIDE.more`, by slide; and the names of all others.
+
+    Raises:
+        UsageError: two files match the same slide.
+    """
+    exact: dict[str, Path] = {}
+    loose: dict[str, Path] = {}
+    unmatched = []
+    for file in files:
+        stem = file.relative_to(root).with_suffix("").as_posix()
+        shorter = PurePosixPath(stem).with_suffix("").as_posix()
+        for matches, name in ((exact, stem), (loose, shorter)):
+            slide = names.find(name, where=str(file))
+            if slide is None:
+                continue
+            if slide in matches:
+                raise UsageError(
+                    f"two annotation files for slide {slide}", found=f"{matches[slide]} and {file}",
+                    todo="keep one, or move one to another folder",
+                )  # fmt: skip
+            matches[slide] = file
+            break
+        else:
+            unmatched.append(file.name)
+    return exact, loose, unmatched
+
+
+def read_annotations(path: Path, class_property: str | None = None) -> Outlines:
+    """Read the outlines of a file: GeoJSON of QuPath, or XML of ASAP, Aperio ImageScope or HALO.
+
+    `class_property` is the property with the class; None for the usual one of each tool.
+
+    Raises:
+        UsageError: the file cannot be read, or has another format. The message contains the path.
+    """
+    try:
+        data = file_bytes(path)
+        read = read_geojson if path.suffix.lower() in GEOJSON else read_xml
+        return read(data, class_property)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read", found=error.strerror or str(error)) from error
+    except UsageError as error:
+        raise UsageError(
+            f"{path}: {error.what}", found=error.found, expected=error.expected, todo=error.todo
+        ) from error
+    except _PARSER_ERRORS as error:
+        raise UsageError(
+            f"{path} cannot be read", found=f"{type(error).__name__}: {str(error)[:200]}",
+            expected="annotations of QuPath, ASAP, ImageScope or HALO",
+        ) from error  # fmt: skip
+
+
+def file_bytes(path: Path) -> bytes:
+    """Read a file; raise a `UsageError` if it is too large, or an `OSError`."""
+    size = path.stat().st_size
+    if size > MOST_BYTES:
+        raise UsageError(
+            "the file is too large", found=f"{size / 1e6:,.0f} MB", expected=f"at most {MOST_BYTES >> 20} MiB",
+            todo="export annotations without detections and cells",
+        )  # fmt: skip
+    return path.read_bytes()
+
+
+def _is_annotation(path: Path) -> bool:
+    return path.suffix.lower() in SUFFIXES and not path.name.startswith(".") and path.is_file()

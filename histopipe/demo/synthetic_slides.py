@@ -1,0 +1,447 @@
+"""Draw synthetic slides: pieces of tissue with smooth outlines on glass, nodules of tumour, and textures."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+import numpy as np
+import simplejpeg
+from numpy.typing import NDArray
+from PIL import Image
+
+from histopipe.geometry import Size
+from histopipe.system.arrays import PixelArray
+from histopipe.system.files import atomic_write
+
+BANK = 2048
+"""Side of a texture in pixels."""
+
+GLASS = (243, 242, 244)
+STROMA = np.array([222, 160, 196], np.float32)
+NUCLEUS = np.array([96, 62, 138], np.float32)
+
+NUCLEI = {"normal": (60.0, 5.5), "tumour": (220.0, 8.0)}
+"""Number of nuclei per 256² pixels at 0.5 mpp, and their radius in pixels, by class."""
+
+
+@dataclass(frozen=True)
+class PaintedOutline:
+    """A smooth closed curve: radius as a function of the angle."""
+
+    x: float
+    y: float
+    radius: float
+    waves: NDArray[np.float64]  # (K, 2) amplitude and phase
+
+    def radii(self, angles: NDArray[np.floating]) -> NDArray[np.floating]:
+        """Return the radius at each angle, in pixels."""
+        total = np.ones_like(angles)
+        for k, (amplitude, phase) in enumerate(self.waves, start=2):
+            total += amplitude * np.cos(k * angles + phase)
+        return self.radius * total
+
+    def depth(self, x: float, y: float) -> float:
+        """Return the distance of a point from the curve, along its ray from the centre; negative outside."""
+        dx, dy = x - self.x, y - self.y
+        return float(self.radii(np.array([np.arctan2(dy, dx)]))[0] - np.hypot(dx, dy))
+
+    def inside(self, xs: NDArray[np.floating], ys: NDArray[np.floating]) -> NDArray[np.bool_]:
+        """Return which points are inside, (len(ys), len(xs)) bool."""
+        dx, dy = xs[None, :] - self.x, ys[:, None] - self.y
+        return np.asarray(np.hypot(dx, dy) < self.radii(np.arctan2(dy, dx)))
+
+    def polygon(self, points: int = 180) -> list[list[float]]:
+        """Return a closed ring of level-0 points."""
+        angles = np.linspace(0, 2 * np.pi, points + 1)
+        radii = self.radii(angles)
+        xs, ys = self.x + radii * np.cos(angles), self.y + radii * np.sin(angles)
+        return [[float(x), float(y)] for x, y in zip(xs, ys, strict=True)]
+
+
+def _waves(rng: np.random.Generator) -> NDArray[np.float64]:
+    return np.stack([rng.uniform(0, 0.09, 5), rng.uniform(0, 2 * np.pi, 5)], axis=1)
+
+
+def random_outlines(rng: np.random.Generator, size: Size, count: int) -> list[PaintedOutline]:
+    """Return pieces of tissue that cover about 40 % of a slide."""
+    radius = np.sqrt(0.4 * size.width * size.height / (count * np.pi))
+    radius = min(radius, 0.42 * min(size.width, size.height))
+    return [
+        PaintedOutline(
+            x=float(size.width * (i + 0.5) / count + rng.uniform(-0.03, 0.03) * size.width),
+            y=float(size.height * rng.uniform(0.45, 0.55)),
+            radius=float(radius * rng.uniform(0.85, 1.0)),
+            waves=_waves(rng),
+        )
+        for i in range(count)
+    ]
+
+
+def random_nodules(
+    rng: np.random.Generator, tissue: PaintedOutline, count: int
+) -> list[PaintedOutline]:
+    """Return round areas in a piece of tissue, each about a third of its width."""
+    return [
+        PaintedOutline(
+            x=float(tissue.x + 0.45 * tissue.radius * np.cos(turn)),
+            y=float(tissue.y + 0.45 * tissue.radius * np.sin(turn)),
+            radius=float(tissue.radius * rng.uniform(0.28, 0.38)),
+            waves=_waves(rng),
+        )
+        for turn in rng.uniform(0, 2 * np.pi) + np.arange(count) * 2 * np.pi / max(1, count)
+    ]
+
+
+def synthetic_texture(rng: np.random.Generator, kind: str, mpp: float) -> PixelArray:
+    """Return H&E-like tissue, wavy pink stroma with purple nuclei, as (BANK, BANK, 3) uint8."""
+    density, radius = NUCLEI[kind]
+    scale = 0.5 / mpp
+    coarse = Image.fromarray(rng.integers(0, 255, (BANK // 16, BANK // 16), np.uint8))
+    waves = np.asarray(coarse.resize((BANK, BANK), Image.Resampling.BICUBIC), np.float32) / 255
+    tissue = STROMA + (waves[..., None] - 0.5) * np.array([30, 60, 30], np.float32)
+    tissue += rng.normal(0, 5, tissue.shape).astype(np.float32)
+    ys, xs = np.mgrid[-24:25, -24:25]
+    for _ in range(int(density * BANK * BANK / (256 * scale) ** 2)):
+        r = radius * scale * rng.uniform(0.7, 1.3)
+        reach = min(24, int(r * 1.5) + 1)
+        y, x = rng.integers(24, BANK - 25, 2)
+        window = slice(24 - reach, 25 + reach)
+        near = np.hypot(ys * rng.uniform(0.7, 1.3), xs)[window, window]
+        alpha = np.clip(r - near, 0, 1)[..., None] * 0.85
+        area = tissue[y - reach : y + reach + 1, x - reach : x + reach + 1]
+        area += alpha * (NUCLEUS + rng.normal(0, 10) - area)
+    return np.clip(tissue, 0, 255).astype(np.uint8)
+
+
+def shifted_textures(textures: Mapping[str, PixelArray], number: int) -> dict[str, PixelArray]:
+    """Return textures for the slide with this number, shifted so that no patch equals one of another slide.
+
+    Drawing a texture takes longer than drawing a slide, so several slides share them.
+    """
+    shift = tuple(np.random.default_rng(number).integers(0, BANK, 2).tolist())
+    return {name: np.roll(texture, shift, axis=(0, 1)) for name, texture in textures.items()}
+
+
+@dataclass(frozen=True)
+class TexturedArea:
+    """Outlines of one class, and their texture from `endless`."""
+
+    kind: str
+    outlines: Sequence[PaintedOutline]
+    texture: PixelArray
+
+
+def endless(texture: PixelArray, tile: int, size: Size) -> PixelArray:
+    """Return a texture that is mirrored, to repeat without a seam, and larger by a tile, so that no tile is wrapped.
+
+    A slide that is smaller than the texture needs none of this.
+    """
+    if max(size.width, size.height) + tile <= BANK:
+        return texture
+    return np.pad(texture, ((0, BANK + tile), (0, BANK + tile), (0, 0)), "symmetric")
+
+
+@dataclass(frozen=True)
+class Painter:
+    """Draws level 0 of a slide."""
+
+    size: Size
+    tile: int
+    areas: Sequence[TexturedArea]
+    glass: PixelArray
+
+    def tile_row(self, top: int) -> PixelArray:
+        """Return a row of tiles, (tile, width rounded up to tiles, 3) uint8, with glass beyond the slide's edge."""
+        tiles = []
+        for left in range(0, self.size.width, self.tile):
+            tile = self.glass
+            for area in self.areas:
+                tile = self._with_area(tile, area, left, top)
+            tiles.append(tile)
+        return np.hstack(tiles)
+
+    def _with_area(self, below: PixelArray, area: TexturedArea, left: int, top: int) -> PixelArray:
+        t = self.tile
+        depths = [o.depth(left + t / 2, top + t / 2) for o in area.outlines]
+        # Most tiles are far from every outline. Their pixels need not be tested.
+        clear = 2.0 * t
+        if max(depths, default=-np.inf) < -clear:
+            return below
+        y, x = top % (2 * BANK), left % (2 * BANK)
+        tissue = area.texture[y : y + t, x : x + t]
+        if max(depths) > clear:
+            return tissue
+        xs, ys = left + np.arange(t) + 0.5, top + np.arange(t) + 0.5
+        mask = np.logical_or.reduce([o.inside(xs, ys) for o in area.outlines])
+        return np.where(mask[..., None], tissue, below)
+
+
+_KINDS = {"H": 3, "I": 4, "Q": 16}
+"""TIFF types by format character of `struct`."""
+_ASCII, _RATIONAL, _UNDEFINED = 2, 5, 7
+_JPEG, _CENTIMETRE = 7, 3
+_PHOTOMETRIC = {"grey": 1, "rgb": 2, "ycbcr": 6}
+_FACTORS = {"444": (1, 1), "422": (2, 1), "420": (2, 2), "440": (1, 2)}
+
+
+@dataclass(frozen=True)
+class TiffPage:
+    """An image of the pyramid, with the sizes of the image and of a tile.
+
+    Attributes:
+        tiles: JPEG files in row order. Empty bytes are a missing tile.
+        subsampling, colour: values for the header, such as "420", and `ycbcr`, `rgb` or `grey`.
+        tables: JPEG tables that are missing in the tiles.
+    """
+
+    size: Size
+    tile: Size
+    tiles: Iterable[bytes]
+    subsampling: str
+    description: str | None
+    mpp: float
+    colour: str = "ycbcr"
+    tables: bytes = b""
+
+
+def write_pyramid(path: Path, pages: Iterable[TiffPage]) -> None:
+    """Write the pages in order as BigTIFF. The file becomes visible by one rename."""
+    with atomic_write(path) as part, part.open("wb") as file:
+        file.write(struct.pack("<2sHHHQ", b"II", 43, 8, 0, 0))
+        link = 8  # position of the offset of the next directory
+        for page in pages:
+            directory = _write_page(file, page)
+            end = file.tell()
+            file.seek(link)
+            file.write(struct.pack("<Q", directory))
+            file.seek(end)
+            link = end - 8
+
+
+def _write_page(file: BinaryIO, page: TiffPage) -> int:
+    """Write tiles and a directory, and return the offset of the directory."""
+    offsets, counts = [], []
+    for tile in page.tiles:
+        offsets.append(file.tell() if tile else 0)
+        counts.append(len(tile))
+        file.write(tile)
+    samples = 1 if page.colour == "grey" else 3
+    per_centimetre = struct.pack("<II", round(1e8 / page.mpp), 10_000)
+    tags = [
+        _tag(254, "I", 0),
+        _tag(256, "I", page.size.width),
+        _tag(257, "I", page.size.height),
+        _tag(258, "H", *[8] * samples),
+        _tag(259, "H", _JPEG),
+        _tag(262, "H", _PHOTOMETRIC[page.colour]),
+        _tag(277, "H", samples),
+        (282, _RATIONAL, 1, per_centimetre),
+        (283, _RATIONAL, 1, per_centimetre),
+        _tag(284, "H", 1),
+        _tag(296, "H", _CENTIMETRE),
+        _tag(322, "H", page.tile.width),
+        _tag(323, "H", page.tile.height),
+        _tag(324, "Q", *offsets),
+        _tag(325, "Q", *counts),
+    ]
+    if page.colour == "ycbcr":
+        tags.append(_tag(530, "H", *_FACTORS[page.subsampling]))
+    if page.tables:
+        tags.append((347, _UNDEFINED, len(page.tables), page.tables))
+    if page.description is not None:
+        text = page.description.encode() + b"\0"
+        tags.append((270, _ASCII, len(text), text))
+    directory = struct.pack("<Q", len(tags))
+    for number, kind, count, data in sorted(tags):
+        value = data if len(data) <= 8 else struct.pack("<Q", _append(file, data))
+        directory += struct.pack("<HHQ8s", number, kind, count, value)
+    return _append(file, directory + bytes(8))
+
+
+def _tag(number: int, letter: str, *values: int) -> tuple[int, int, int, bytes]:
+    """Return number, type, count and data of a tag."""
+    data = struct.pack(f"<{len(values)}{letter}", *values)
+    return number, _KINDS[letter], len(values), data
+
+
+def _append(file: BinaryIO, data: bytes) -> int:
+    """Write data at the next even offset, as TIFF requires, and return the offset."""
+    if file.tell() % 2:
+        file.write(b"\0")
+    start = file.tell()
+    file.write(data)
+    return start
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlideSettings:
+    """Settings of a synthetic slide.
+
+    Attributes:
+        size, mpp: size and scale of level 0.
+        levels: downsamples, starting with 1.
+        tile: side of the native tiles in pixels.
+        quality, subsampling: quality and chroma subsampling of the JPEG tiles.
+        bounds: for scn only, x, y, width and height of the area around the slide.
+        pieces, nodules: number of pieces of tissue, and number of nodules of tumour in each piece.
+        texture, tumour: textures of the tissue and of the nodules, as returned by `synthetic_texture`; None draws one.
+        seed: random seed.
+    """
+
+    size: Size = field(default_factory=lambda: Size(4096, 4096))
+    mpp: float = 0.499
+    levels: Sequence[int] = (1, 4, 16)
+    tile: int = 256
+    quality: int = 90
+    subsampling: str = "420"
+    bounds: Sequence[int] | None = None
+    pieces: int = 1
+    nodules: int = 0
+    texture: PixelArray | None = None
+    tumour: PixelArray | None = None
+    seed: int = 1
+
+
+def make_slide(path: Path, kind: str, number: int, settings: SlideSettings) -> None:
+    """Write a slide in the format of its suffix, and `NAME.geojson` with its outlines in level-0 pixels.
+
+    `kind` is the class of its tissue. Each `number` yields a different slide.
+    """
+    rng = np.random.default_rng((settings.seed, number))
+    texture = settings.texture
+    if texture is None:
+        texture = synthetic_texture(rng, kind, settings.mpp)
+    outlines = random_outlines(rng, settings.size, settings.pieces)
+    glass = np.clip(rng.normal(GLASS, 1.2, (settings.tile, settings.tile, 3)), 0, 255)
+    areas = [TexturedArea(kind, outlines, endless(texture, settings.tile, settings.size))]
+    if settings.nodules:
+        within = [n for piece in outlines for n in random_nodules(rng, piece, settings.nodules)]
+        tumour = settings.tumour
+        if tumour is None:
+            tumour = synthetic_texture(rng, "tumour", settings.mpp)
+        areas.append(TexturedArea("tumour", within, endless(tumour, settings.tile, settings.size)))
+    painter = Painter(settings.size, settings.tile, areas, glass.astype(np.uint8))
+    write_slide(path, painter, settings)
+    _write_outlines(path.with_suffix(".geojson"), areas)
+
+
+def _pyramid(painter: RowPainter, options: SlideSettings) -> Iterator[Iterable[bytes]]:
+    """Yield the compressed tiles of every level.
+
+    Level 0 is drawn while its tiles are read. Coarser levels are averaged from it, and kept as compressed tiles.
+    """
+    tile = options.tile
+    coarse: dict[int, list[bytes]] = {d: [] for d in options.levels[1:]}
+    parts: dict[int, list[PixelArray]] = {d: [] for d in coarse}
+
+    def encoded(row: PixelArray) -> Iterator[bytes]:
+        for left in range(0, row.shape[1], tile):
+            yield simplejpeg.encode_jpeg(
+                np.ascontiguousarray(row[:, left : left + tile]),
+                quality=options.quality, colorspace="RGB", colorsubsampling=options.subsampling,
+            )  # fmt: skip
+
+    def flush(downsample: int) -> None:
+        if parts[downsample]:
+            row = np.concatenate(parts[downsample])
+            width = -(-row.shape[1] // tile) * tile
+            square = ((0, tile - row.shape[0]), (0, width - row.shape[1]), (0, 0))
+            coarse[downsample] += encoded(np.pad(row, square, mode="edge"))
+            parts[downsample] = []
+
+    def level_0() -> Iterator[bytes]:
+        for top in range(0, painter.size.height, tile):
+            row = painter.tile_row(top)
+            yield from encoded(row)
+            seen = row[: painter.size.height - top, : painter.size.width]
+            for d in coarse:
+                rows, columns = seen.shape[0] // d * d, seen.shape[1] // d * d
+                if rows and columns:
+                    parts[d].append(np.asarray(Image.fromarray(seen[:rows, :columns]).reduce(d)))
+                if sum(map(len, parts[d])) >= tile:
+                    flush(d)
+        for d in coarse:
+            flush(d)
+
+    yield level_0()
+    yield from coarse.values()
+
+
+class RowPainter(Protocol):
+    """Draws level 0 of a slide in rows of tiles."""
+
+    @property
+    def size(self) -> Size:
+        """Size of level 0."""
+
+    def tile_row(self, top: int) -> PixelArray:
+        """Return the row of tiles that begins at pixel row `top`, (tile, W, 3) uint8."""
+
+
+def write_slide(path: Path, painter: RowPainter, options: SlideSettings) -> None:
+    """Write a pyramidal slide of what a painter draws."""
+    levels = [Size(options.size.width // d, options.size.height // d) for d in options.levels]
+    tile = Size(options.tile, options.tile)
+    texts: list[str | None] = [None] * len(levels)
+    if path.suffix == ".svs":
+        texts = [_aperio_description(levels, options)] * len(levels)
+    elif path.suffix == ".scn":
+        texts[0] = leica_description(levels, options)
+    pages = (
+        TiffPage(size, tile, tiles, options.subsampling, text, options.mpp * scale)
+        for size, scale, tiles, text in zip(
+            levels, options.levels, _pyramid(painter, options), texts, strict=True
+        )
+    )
+    write_pyramid(path, pages)
+
+
+def _aperio_description(levels: list[Size], options: SlideSettings) -> str:
+    width, height = levels[0].width, levels[0].height
+    scale = f"|AppMag = {round(10 / options.mpp)}|MPP = {options.mpp:.4f}"
+    return (
+        f"Aperio Image Library v11.2.1 \r\n{width}x{height} [0,0 {width}x{height}] "
+        f"({options.tile}x{options.tile}) JPEG/RGB Q={options.quality}" + scale
+    )
+
+
+def leica_description(levels: list[Size], options: SlideSettings) -> str:
+    """Return Leica's XML description, which can place the slide in a larger area."""
+    nm = options.mpp * 1000
+    # OpenSlide treats an image that fills its whole area as the macro image, so the area is larger by a tile.
+    whole = levels[0].width + options.tile, levels[0].height + options.tile
+    x, y, width, height = options.bounds or (0, 0, *whole)
+    dimensions = "".join(
+        f'<dimension sizeX="{s.width}" sizeY="{s.height}" r="{i}" ifd="{i}"/>'
+        for i, s in enumerate(levels)
+    )
+    size = f'sizeX="{levels[0].width * nm:.0f}" sizeY="{levels[0].height * nm:.0f}"'
+    return (
+        '<?xml version="1.0"?><scn xmlns="http://www.leica-microsystems.com/scn/2010/10/01">'
+        f'<collection name="made" sizeX="{width * nm:.0f}" sizeY="{height * nm:.0f}"><image name="main">'
+        '<creationDate>2020-01-01T00:00:00Z</creationDate><device model="made" version="1"/>'
+        f'<pixels sizeX="{levels[0].width}" sizeY="{levels[0].height}">{dimensions}</pixels>'
+        f'<view {size} offsetX="{x * nm:.0f}" offsetY="{y * nm:.0f}" spacingZ="0"/>'
+        "<scanSettings><objectiveSettings>"
+        f"<objective>{round(10 / options.mpp)}</objective></objectiveSettings><illuminationSettings>"
+        "<illuminationSource>brightfield</illuminationSource><numericalAperture>0.5</numericalAperture>"
+        "</illuminationSettings></scanSettings></image></collection></scn>"
+    )
+
+
+def _write_outlines(path: Path, areas: Sequence[TexturedArea]) -> None:
+    features = [
+        {
+            "type": "Feature",
+            "geometry": {"type": "Polygon", "coordinates": [outline.polygon()]},
+            "properties": {"classification": {"name": area.kind}},
+        }
+        for area in areas
+        for outline in area.outlines
+    ]
+    path.write_text(json.dumps({"type": "FeatureCollection", "features": features}))

@@ -1,0 +1,357 @@
+"""Keras networks on all devices of a strategy: the model of a run, and encoders. Imports TensorFlow."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+from numpy.typing import NDArray
+
+from histopipe.errors import DamagedStore, OutOfMemory, UsageError
+from histopipe.inference.slide_run import device_rows
+from histopipe.pretrained.encoders import named_preset, own_file
+from histopipe.runs import folder as run_folder
+from histopipe.runs.config import Precision
+from histopipe.runs.task_config import BagTrainConfig
+from histopipe.system.output import counted, message
+from histopipe.tasks.task import Task
+from histopipe.training.attention import patch_values
+from histopipe.training.backbones import build_backbone
+from histopipe.training.bag_model import BagModel, Patches
+from histopipe.training.bag_pooling import PIECE, pool
+from histopipe.training.devices import make_strategy, one_per_replica
+from histopipe.training.memory import MicroBatch, is_out_of_memory
+from histopipe.training.models import LOGITS, check_weights, digest, dtype_policy
+from histopipe.training.objectives import recorded_objective
+from histopipe.training.train_step import values_of
+
+_SEED = 1
+"""Seed of untrained weights, which makes them reproducible."""
+_BATCH_SIZES = tuple(2**power for power in range(11))
+"""Patches per device that "auto" tries."""
+_WORTHWHILE = 1.05
+"""Minimum gain in throughput for a larger batch."""
+_SIZES_WITHOUT_GAIN, _TRIAL_SECONDS = 2, 0.3
+
+
+class KerasNetwork:
+    """A Keras model, created by `make`, on all devices. It computes in smaller pieces if memory runs out.
+
+    `batch_size` "auto" measures several sizes, and takes the fastest that fits into memory.
+
+    Raises:
+        UsageError: a device does not exist, a batch has fewer patches than devices, or a weight is not finite.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], keras.Model],
+        *,
+        name: str,
+        devices: str,
+        batch_size: int | Literal["auto"],
+        xla: bool = False,
+    ) -> None:
+        self._strategy = make_strategy(devices)
+        keras.utils.set_random_seed(_SEED)
+        with self._strategy.scope():
+            self._model = make()
+        check_weights(self._model.weights, name, "use another model, or train it again")
+        self.dimension = int(self._model.output_shape[-1])
+        self.patch_size = int(self._model.input_shape[1])
+        self.sha256 = digest(self._model.weights)
+        self.identity: Mapping[str, Any] = {
+            "encoder": name, "dimension": self.dimension, "patch_size": self.patch_size,
+            "sha256": self.sha256,
+        }  # fmt: skip
+        self._computed = (
+            tf.function(self._compute, autograph=False, jit_compile=True) if xla else self._compute
+        )
+        # One device: traced once, for batches of any size. Several devices have no such signature: traced twice.
+        one = self._strategy.num_replicas_in_sync == 1
+        image = tf.TensorSpec((None, self.patch_size, self.patch_size, 3), tf.uint8)
+        self._step = tf.function(
+            self._run,
+            input_signature=[image] if one else None,
+            reduce_retracing=not one,
+            autograph=False,
+        )
+        # XLA compiles, and GPUs choose algorithms, for each size: powers of two are few.
+        self._few_sizes = xla or bool(tf.config.get_visible_devices("GPU"))
+        self.batch_size = self._fastest() if batch_size == "auto" else batch_size
+        self._divide(self.batch_size)
+
+    def _divide(self, batch_size: int) -> None:
+        parts = device_rows(batch_size, self._strategy.num_replicas_in_sync)
+        self._micro_batch = MicroBatch(max(map(len, parts)), changed=_report_micro_batch)
+
+    def _fastest(self) -> int:
+        """Return the batch size with the highest throughput. A larger one has to be clearly faster."""
+        best, fastest, without_gain = 0, 0.0, 0
+        for per_device in _BATCH_SIZES:
+            size = per_device * self._strategy.num_replicas_in_sync
+            self._divide(size)
+            try:
+                rate = self._throughput(size, per_device)
+            except tf.errors.ResourceExhaustedError:
+                break
+            without_gain = 0 if rate > fastest * _WORTHWHILE else without_gain + 1
+            if not without_gain:
+                best, fastest = size, rate
+            elif without_gain == _SIZES_WITHOUT_GAIN:
+                break
+        if not best:
+            raise OutOfMemory("memory ran out with a single patch", todo="use a smaller --model")
+        message(f"batch size {best}: {fastest:,.0f} patches/s on patches in memory")
+        return best
+
+    def _throughput(self, size: int, per_device: int) -> float:
+        """Return patches per second, on patches in memory."""
+        images = np.zeros((size, self.patch_size, self.patch_size, 3), np.uint8)
+        self.finish(self._in_pieces(images, per_device))  # traces and compiles
+        began, count = time.perf_counter(), 0
+        while time.perf_counter() - began < _TRIAL_SECONDS:
+            self.finish(self._in_pieces(images, per_device))
+            count += size
+        return count / (time.perf_counter() - began)
+
+    def prepare(self, images: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """Return the images unchanged: the model takes uint8 RGB."""
+        return images
+
+    def start(self, inputs: NDArray[np.uint8]) -> list[Sequence[tf.Tensor]]:
+        """Start computing a batch, and return the (b, D) results by piece and device."""
+        rows = max(len(inputs), self._strategy.num_replicas_in_sync)
+        if self._few_sizes:
+            rows = min(max(rows, self.batch_size), 1 << (rows - 1).bit_length())
+        if rows > len(inputs):  # rows are repeated
+            inputs = np.resize(inputs, (rows, *inputs.shape[1:]))
+        return self._micro_batch.fit(lambda size: self._in_pieces(inputs, size))
+
+    def finish(self, started: list[Sequence[tf.Tensor]]) -> NDArray[np.float32]:
+        """Wait for the (B, D) results, in the order of the batch; see `Network`."""
+        by_device = zip(*started, strict=True)
+        return np.concatenate([part.numpy() for pieces in by_device for part in pieces])
+
+    def _in_pieces(self, images: NDArray[np.uint8], size: int) -> list[Sequence[tf.Tensor]]:
+        pieces = []
+        parts = device_rows(len(images), self._strategy.num_replicas_in_sync)
+        for first in range(0, max(map(len, parts)), size):
+            device_images = [images[part.start : part.stop][first : first + size] for part in parts]
+            batch = one_per_replica(
+                self._strategy, [tf.constant(part) for part in device_images], 0
+            )
+            pieces.append(self._strategy.experimental_local_results(self._step(batch)))
+        return pieces
+
+    def _run(self, batch: Any) -> Any:
+        return self._strategy.run(self._computed, args=(batch,))
+
+    def _compute(self, images: tf.Tensor) -> tf.Tensor:
+        return tf.cast(self._model(images, training=False), tf.float32)
+
+
+def keras_encoder(
+    model: str | Path,
+    *,
+    weights: str,
+    patch_size: int,
+    devices: str,
+    batch_size: int | Literal["auto"],
+    precision: Precision = "float32",
+    xla: bool = False,
+) -> KerasNetwork:
+    """Load an encoder: the model of a run (a path) without its last layer, or a model as for `build_backbone`.
+
+    Raises:
+        UsageError: the network, weights or device do not exist, or the patch size is wrong.
+        DamagedStore: the model of the run cannot be read.
+    """
+    facts: dict[str, Any] = {}
+
+    def make() -> keras.Model:
+        if isinstance(model, Path):
+            return _without_last_layer(model, patch_size)
+        with dtype_policy(precision):
+            image = keras.Input((patch_size, patch_size, 3), dtype="uint8", name="image")
+            backbone = build_backbone(model, patch_size=patch_size, weights=weights, training=False)
+            facts.update(backbone.facts, precision=precision, xla=xla)
+            return keras.Model(image, backbone(image), name="encoder")
+
+    network = KerasNetwork(make, name=str(model), devices=devices, batch_size=batch_size, xla=xla)
+    name = Path(model).name
+    if not (isinstance(model, Path) or named_preset(model) or own_file(model)):
+        name = f"{model} ({weights})"
+    network.identity = {**network.identity, "encoder": name, **facts}
+    return network
+
+
+def load_run_model(folder: Path, patch_size: int | None = None) -> keras.Model:
+    """Load the patch model of a run. Any patch size is accepted if `patch_size` is None.
+
+    Raises:
+        UsageError: there is no model, or it takes features or patches of another size.
+        DamagedStore: the model cannot be read.
+    """
+    path = folder / run_folder.MODEL
+    if not path.exists():
+        raise UsageError(
+            f"{folder} holds no trained model", expected=f"a file {run_folder.MODEL}",
+            todo=f"finish the run with `histopipe train --resume --out {folder}`",
+        )  # fmt: skip
+    try:
+        model = keras.models.load_model(path, safe_mode=True)  # runs no code from the file
+        shape = model.input_shape
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DamagedStore(
+            f"{path} cannot be read", found=str(error).split("\n")[0][:200],
+            expected="the model of a run on patches",
+        ) from error  # fmt: skip
+    if len(shape) != 4:
+        raise UsageError(
+            f"the model of {folder} takes features, not patches",
+            todo="use the encoder that computed the features",
+        )
+    if patch_size not in (None, shape[1]):
+        raise UsageError(
+            f"the model of {folder} takes patches of another size", found=f"{shape[1]} pixels",
+            expected=f"{patch_size}, as in the store",
+        )  # fmt: skip
+    return model
+
+
+def load_run_models(folders: Sequence[Path]) -> keras.Model:
+    """Load the patch models of runs as one, with the outputs of all side by side. Raises as `load_run_model`."""
+    first, *rest = [load_run_model(folder) for folder in folders]
+    if not rest:
+        return first
+    for folder, other in zip(folders[1:], rest, strict=True):
+        if other.input_shape != first.input_shape:
+            raise UsageError(
+                f"the model of {folder} takes patches of another size", found=other.input_shape[1],
+                expected=first.input_shape[1],
+            )  # fmt: skip
+    image = keras.Input(first.input_shape[1:], dtype="uint8", name="image")
+    outputs = [
+        keras.Model(model.inputs, model.outputs[0], name=f"model_{number}")(image)
+        for number, model in enumerate((first, *rest), 1)
+    ]
+    return keras.Model(image, keras.layers.Concatenate(dtype="float32")(outputs))
+
+
+def _without_last_layer(folder: Path, patch_size: int) -> keras.Model:
+    model = load_run_model(folder, patch_size)
+    try:
+        return keras.Model(model.input, model.get_layer(LOGITS).input)
+    except ValueError as error:
+        raise DamagedStore(
+            f"the model of {folder} has no layer {LOGITS!r}",
+            expected="the model of a run on patches",
+        ) from error
+
+
+def _report_micro_batch(size: int, why: str) -> None:
+    message(f"memory ran out ({why}): continuing with {counted(size, 'patch')} per device at once")
+
+
+class BagPrediction(NamedTuple):
+    """The prediction of a bag."""
+
+    output: NDArray[np.float32]
+    """(C,) in the form of `predictions.csv`: probabilities, values, or risk and survival."""
+    attention: NDArray[np.float64]
+    """(N,) with a sum of 1."""
+    contributions: NDArray[np.float64]
+    """(N, K) per named prediction."""
+
+
+class BagNetwork:
+    """A slide model on the first of its devices, `device`."""
+
+    def __init__(self, model: BagModel, objective: Any, device: str, dimension: int) -> None:
+        self._model, self._objective, self._device = model, objective, device
+        self.dimension = dimension
+        """Features per patch."""
+        self.sha256 = digest(model.serving.weights)
+        self.takes_positions = model.takes_positions
+
+    def described(self, task: Task) -> Task:
+        """Return the task with the form of the predictions; see `Objective`."""
+        described: Task = self._objective.described(task)
+        return described
+
+    def predict(
+        self,
+        features: NDArray[np.floating],
+        positions: NDArray[np.float32] | None,
+        covariates: Sequence[float] | None,
+    ) -> BagPrediction:
+        """Predict a bag from (N, D) features, (N, 2) positions if the model takes them, and encoded covariates.
+
+        Raises:
+            OutOfMemory: the bag is too large.
+            DamagedStore: the prediction is not finite.
+        """
+        model, objective = self._model, self._objective
+        try:
+            with tf.device(self._device):
+                patches = Patches(tf.constant(features), positions)
+                pooled = pool(model, values_of(model.patch_weights), patches, tf.constant(PIECE))
+                covariate_row = (
+                    None if covariates is None else tf.constant([covariates], tf.float32)
+                )
+                logits = model.logits(values_of(model.last_weights), pooled.value, covariate_row)
+                worth = patch_values(model, patches)
+        except (tf.errors.OpError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise OutOfMemory(
+                f"memory ran out with a bag of {len(features):,} patches",
+                todo="use a machine with more memory, or a model with --pooling gated",
+            ) from error
+        output = objective.predictions(np.asarray(objective.activate(logits), np.float32))[0]
+        if not np.isfinite(output).all():
+            raise DamagedStore("the prediction is not finite", todo="check features and covariates")
+        return BagPrediction(output, worth.attention, objective.contributions(worth.parts))
+
+
+def load_bag_network(
+    folder: Path,
+    config: BagTrainConfig,
+    facts: Mapping[str, Any],
+    *,
+    devices: str,
+    outputs: int,
+    covariates: int,
+) -> BagNetwork:
+    """Load the slide model of a run. `facts` are of its objective; `outputs` is the number of classes or targets.
+
+    Raises:
+        DamagedStore: the model cannot be read.
+        UsageError: its weights are not finite.
+    """
+    device = make_strategy(devices).extended.worker_devices[0]
+    objective = recorded_objective(config.task, config.used_loss, facts, outputs=outputs)
+    path = folder / run_folder.MODEL
+    try:
+        with tf.device(device):
+            saved = keras.models.load_model(path, safe_mode=True)  # runs no code from the file
+            weights = saved.get_weights()
+            dimension = int(weights[0].shape[0])
+            model = BagModel(
+                config.pooling, dimension=dimension, objective=objective, dropout=0.0,
+                covariates=covariates, scaled=config.feature_scaling == "standard",
+            )  # fmt: skip
+            model.serving.set_weights(weights)
+    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        raise DamagedStore(
+            f"{path} cannot be read", found=str(error).split("\n")[0][:200],
+            expected="the model of a run on bags",
+        ) from error  # fmt: skip
+    check_weights(saved.weights, str(path), "train the model again")
+    return BagNetwork(model, objective, device, dimension)

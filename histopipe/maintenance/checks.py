@@ -1,0 +1,413 @@
+"""Check all entries of single slides. Runs in a worker process, which a damaged file may kill."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from histopipe.errors import DamagedStore, NothingToDo, UnknownVersion
+from histopipe.maintenance.findings import Finding, FindingKind, VerifyResult, entry_of
+from histopipe.store.data_file import RawStore
+from histopipe.store.format import (
+    DATABASES,
+    INDEX,
+    MAX_SLIDE_NUMBER,
+    META,
+    PATCHES,
+    SET_ASIDE,
+    SLIDES,
+    STAINS,
+    THUMBNAILS,
+    decode_index,
+    patch_key,
+    slide_key,
+    slide_number,
+    value_crc,
+)
+from histopipe.store.reading import check_format, decode_picture, entry, read_classes, read_spec
+from histopipe.store.record import SlideRecord, SlideState, read_fits
+from histopipe.system.output import some
+
+_NUMBER = 4
+"""Bytes of the slide number at the start of a key."""
+
+CheckedColumns = dict[str, NDArray[Any]]
+
+
+class WrongValue(NamedTuple):
+    """A patch that differs from its index: its length and CRC, and the expected ones."""
+
+    slide: int
+    row: int
+    length: int
+    crc: int
+    expected_length: int
+    expected_crc: int
+
+
+@dataclass(slots=True)
+class SlideCheck:
+    """Result for one slide. A damaged record is None, and its bytes are in `damaged_record`."""
+
+    number: int
+    record: SlideRecord | None = None
+    damaged_record: bytes = b""
+    value_bytes: int = 0
+    findings: list[Finding] = field(default_factory=list)
+    wrong: list[WrongValue] = field(default_factory=list)
+
+    def add(self, kind: FindingKind, what: str, entry: tuple[str, str] | None = None) -> None:
+        """Add a finding."""
+        name = self.record.id if self.record else None
+        self.findings.append(Finding(kind, what, name, self.number, entry))
+
+
+def check_slides(
+    store: Path, numbers: Sequence[int], *, side: int | None = None, records_only: bool = False
+) -> list[SlideCheck]:
+    """Check slides, each in one transaction. Slides that another process has removed have no result.
+
+    `side` is the patch size in pixels: every patch and picture is also decoded. If it is 0 (unknown), only pictures
+    are. `records_only` is for slides whose patches kill a worker.
+    """
+    checks = []
+    with RawStore(store) as raw:
+        for number in numbers:
+            raw.refresh()
+            check = _read_record(raw, number)
+            if check is None:
+                continue
+            checks.append(check)
+            record = check.record
+            if record and record.state is SlideState.COMPLETE and not records_only:
+                _check_complete(raw, check, record, side)
+    return checks
+
+
+def _read_record(raw: RawStore, number: int) -> SlideCheck | None:
+    check, key = SlideCheck(number), slide_key(number)
+    try:
+        value = raw.get(SLIDES, key)
+        if value is None:
+            return None
+        check.record = SlideRecord.from_bytes(number, value, where="its record")
+    except DamagedStore as error:
+        with contextlib.suppress(DamagedStore):
+            check.damaged_record = bytes(raw.get(SLIDES, key) or b"")
+        check.add(FindingKind.RECORD, str(error))
+    return check
+
+
+def _check_complete(
+    raw: RawStore, check: SlideCheck, record: SlideRecord, side: int | None
+) -> None:
+    key = slide_key(check.number)
+    try:
+        block = raw.get(INDEX, key)
+        if block is None:
+            check.add(FindingKind.HOLE, "its index is missing")
+        else:
+            columns = decode_index(key, bytes(block), where="index")
+            _check_counts(raw, check, record, columns)
+            _check_patches(raw, check, columns, side)
+    except DamagedStore as error:
+        check.add(FindingKind.INDEX, str(error))
+    _check_thumbnails(raw, check, record, is_full=side is not None)
+    try:
+        value = raw.get(STAINS, key)
+        if value is not None:
+            read_fits({check.number: bytes(value)}, where="its stains")
+    except DamagedStore as error:
+        check.add(FindingKind.STAIN, str(error), entry_of(STAINS, key))
+
+
+def _check_counts(
+    raw: RawStore, check: SlideCheck, record: SlideRecord, columns: CheckedColumns
+) -> None:
+    length, labels = columns["length"], columns["label"]
+    stored = int(np.count_nonzero(length))
+    for what, expected, actual in (
+        ("planned", record.planned, len(length)),
+        ("stored", record.stored, stored),
+        ("unreadable", record.unreadable, len(length) - stored),
+        ("stored_bytes", record.stored_bytes, int(length.sum(dtype=np.int64))),
+    ):
+        if expected != actual:
+            check.add(FindingKind.COUNT, f"{what}: {expected} in its record, {actual} in its index")
+    with contextlib.suppress(DamagedStore, ValueError, TypeError):  # reported as damage of `meta`
+        classes = len(json.loads(bytes(raw.get(META, b"classes") or b"")))
+        if len(labels) and not -1 <= labels.min() <= labels.max() < classes:
+            check.add(
+                FindingKind.INDEX,
+                f"labels from {labels.min()} to {labels.max()}, but there are {classes} classes",
+            )
+
+
+def _check_patches(
+    raw: RawStore, check: SlideCheck, columns: CheckedColumns, side: int | None
+) -> None:
+    """Look up every patch as a reader does, and compare it with its CRC. With `side`, also decode it."""
+    pixels = None
+    if side:
+        # Imported late: otherwise, no image library is needed.
+        from histopipe.dataset.patch_batches import decode
+
+        pixels = np.empty((side, side, 3), np.uint8)
+
+    lengths, crcs = columns["length"].tolist(), columns["crc"].tolist()
+    reached: set[int] = set()
+    faults: dict[int, str] = {}
+    undecodable: dict[int, str] = {}
+    for row, (length, crc) in enumerate(zip(lengths, crcs, strict=True)):
+        key = patch_key(check.number, row)
+        try:
+            value = raw.get(PATCHES, key)
+        except DamagedStore as error:
+            faults[row] = str(error)
+            continue
+        if value is None:
+            continue
+        reached.add(row)
+        size = len(value)
+        actual = value_crc(key, value) if size else 0
+        check.value_bytes += size
+        if size != length or actual != crc:
+            check.wrong.append(WrongValue(check.number, row, size, actual, length, crc))
+        elif pixels is not None and size:
+            try:
+                decode(value, pixels)
+            except DamagedStore as error:
+                undecodable[row] = str(error)
+    if faults:
+        texts = some(sorted(set(faults.values())))
+        check.add(FindingKind.STRUCTURE, f"cannot read patches {some(faults)}: {texts}")
+    missing = sorted(set(range(len(crcs))) - reached - faults.keys())
+    if missing:
+        check.add(
+            FindingKind.HOLE, f"{len(missing)} of {len(crcs)} patches are missing: {some(missing)}"
+        )
+    if undecodable:
+        reason = next(iter(undecodable.values()))
+        check.add(FindingKind.IMAGE, f"cannot decode patches {some(undecodable)}: {reason}")
+    _check_patch_keys(raw, check, len(crcs), reached)
+
+
+def _check_patch_keys(raw: RawStore, check: SlideCheck, planned: int, reached: set[int]) -> None:
+    """Check that there are no other patches, and that a lookup reaches all patches in the tree."""
+    beyond, unreached = [], []
+    try:
+        for key in raw.keys(PATCHES, slide_key(check.number)):
+            if len(key) != 2 * _NUMBER:
+                entry = entry_of(PATCHES, key)
+                check.add(FindingKind.ORPHAN, f"patches: unexpected key {key.hex()}", entry)
+                continue
+            row = int.from_bytes(key[_NUMBER:], "big")
+            if row >= planned:
+                beyond.append(row)
+            elif row not in reached:
+                unreached.append(row)
+    except DamagedStore as error:
+        check.add(FindingKind.STRUCTURE, str(error))
+    if beyond:
+        check.add(FindingKind.ORPHAN, f"patches {some(beyond)} are not in its index of {planned}")
+    if unreached:
+        check.add(FindingKind.STRUCTURE, f"a lookup does not reach patches {some(unreached)}")
+
+
+def _check_thumbnails(
+    raw: RawStore, check: SlideCheck, record: SlideRecord, *, is_full: bool
+) -> None:
+    kinds = set()
+    try:
+        for key in list(raw.keys(THUMBNAILS, slide_key(check.number))):
+            kind = key[_NUMBER:].decode("utf-8", "replace")
+            if not kind:
+                continue  # `find_orphans` reports it
+            kinds.add(kind)
+            value = bytes(raw.get(THUMBNAILS, key) or b"")
+            crc = value_crc(key, value)
+            if record.thumbnail_crc.get(kind, crc) != crc:
+                check.add(
+                    FindingKind.THUMBNAIL, f"its picture {kind!r} does not match its checksum"
+                )
+            elif is_full:
+                try:
+                    decode_picture(value, "it")
+                except DamagedStore as error:
+                    check.add(FindingKind.THUMBNAIL, f"its picture {kind!r}: {error}")
+    except DamagedStore as error:
+        check.add(FindingKind.STRUCTURE, f"its pictures: {error}")
+        return
+    for kind in sorted(record.thumbnail_crc.keys() - kinds):
+        check.add(FindingKind.HOLE, f"its picture {kind!r} is missing")
+
+
+T = TypeVar("T")
+
+_PATCH = 8
+"""Bytes of the slide number at the start of a key, and of the key of a patch."""
+_FAILED = f'"state":"{SlideState.FAILED}"'.encode()
+_NO_RECORD = "which has no record"
+
+
+@dataclass(slots=True)
+class Examination:
+    """Findings about a store, and the entries that could be read.
+
+    Attributes:
+        spec, next_number: entries of `meta`, as far as they can be read.
+        slides: numbers of all slides; all possible numbers if slides cannot be listed.
+        records: readable records by slide number; `damaged_records` has the bytes of the others.
+        without_record: slide numbers with entries, but no record.
+        transaction: number of the last transaction before the store was verified.
+    """
+
+    spec: Mapping[str, Any] | None = None
+    next_number: int = 0
+    databases: set[bytes] = field(default_factory=set)
+    slides: list[int] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    records: dict[int, SlideRecord] = field(default_factory=dict)
+    damaged_records: dict[int, bytes] = field(default_factory=dict)
+    without_record: set[int] = field(default_factory=set)
+    transaction: int = 0
+    result: VerifyResult = field(init=False)
+
+    def add(self, kind: FindingKind, what: str, entry: tuple[str, str] | None = None) -> None:
+        """Add a finding."""
+        self.findings.append(Finding(kind, what, entry=entry))
+
+
+def check_store(store: Path) -> Examination:
+    """Check the databases and the entries of `meta`, and list the slides.
+
+    Raises:
+        NothingToDo: the store is empty, or the environment belongs to another program.
+        UnknownVersion: a later version wrote the store.
+    """
+    check = Examination()
+    with RawStore(store) as raw:
+        check.databases = raw.databases
+        if all(_is_empty(raw, name) for name in raw.databases):
+            raise NothingToDo(
+                f"{store} is empty: an ingest has just started, or was stopped at its start"
+            )
+        for database in DATABASES:
+            if database not in raw.databases and database != STAINS:
+                check.add(FindingKind.FORMAT, f"the database {database.decode()!r} is missing")
+        _check_meta(raw, check, store)
+        try:
+            check.slides = _slides(raw, check)
+        except DamagedStore as error:
+            check.add(FindingKind.STRUCTURE, f"slides: {error}")
+            check.slides = list(range(check.next_number))
+    last = max(check.slides, default=-1)
+    if last >= check.next_number:
+        check.add(
+            FindingKind.COUNT,
+            f"meta 'next_number' is {check.next_number}, but slide number {last} exists",
+        )
+    return check
+
+
+def _is_empty(raw: RawStore, database: bytes) -> bool:
+    try:
+        return next(raw.keys(database), None) is None
+    except DamagedStore:
+        return False
+
+
+def _check_meta(raw: RawStore, check: Examination, store: Path) -> None:
+    def stored(key: bytes) -> memoryview | None:
+        return raw.get(META, key)
+
+    def read(reader: Callable[..., T], *what: Any) -> T | None:
+        try:
+            return reader(stored, *what, store)
+        except UnknownVersion:
+            raise
+        except DamagedStore as error:
+            check.add(FindingKind.FORMAT, str(error).removeprefix(f"{store}, "))
+            return None
+
+    read(check_format)
+    for name in ("uuid", "created", "histopipe_version"):
+        read(entry, name, str)
+    check.spec = read(read_spec)
+    read(read_classes)
+    check.next_number = read(entry, "next_number", int) or 0
+    if not 0 <= check.next_number <= MAX_SLIDE_NUMBER + 1:
+        check.add(FindingKind.COUNT, f"meta 'next_number' is {check.next_number}")
+        check.next_number = 0
+
+
+def _slides(raw: RawStore, check: Examination) -> list[int]:
+    numbers = []
+    for key in raw.keys(SLIDES):
+        if len(key) == _NUMBER:
+            numbers.append(slide_number(key))
+        else:
+            check.add(
+                FindingKind.ORPHAN, f"slides: unexpected key {key.hex()}", entry_of(SLIDES, key)
+            )
+    return numbers
+
+
+def find_orphans(store: Path, complete: set[int]) -> tuple[list[Finding], set[int]]:
+    """Find entries whose slide has no record or has failed. The patches of `complete` slides are not listed.
+
+    Returns one finding per entry, or per slide number for patches, and the numbers that have entries but no record.
+    """
+    findings: list[Finding] = []
+    without_record: set[int] = set()
+    patches: Counter[int] = Counter()
+    with RawStore(store) as raw:
+
+        @cache
+        def orphan_reason(number: int) -> str | None:
+            record = raw.get(SLIDES, slide_key(number)) if number <= MAX_SLIDE_NUMBER else None
+            if record is None:
+                without_record.add(number)
+                return _NO_RECORD
+            return "which failed" if _FAILED in bytes(record) else None
+
+        for database in sorted(raw.databases - {META, SLIDES, SET_ASIDE}):
+            name = database.decode("ascii", "replace")
+            try:
+                for key in raw.keys(database, skip=complete if database == PATCHES else set()):
+                    entry = entry_of(database, key)
+                    if not _is_usual(database, key):
+                        what = f"{name}: unexpected key {key.hex()}"
+                        findings.append(Finding(FindingKind.ORPHAN, what, entry=entry))
+                        continue
+                    number = slide_number(key[:_NUMBER])
+                    reason = orphan_reason(number)
+                    if reason is not None and database == PATCHES:
+                        patches[number] += 1
+                    elif reason is not None:
+                        what = f"{name}: an entry of slide number {number}, {reason}"
+                        findings.append(Finding(FindingKind.ORPHAN, what, None, number, entry))
+            except DamagedStore as error:
+                findings.append(Finding(FindingKind.STRUCTURE, f"{name}: {error}"))
+        for number, count in patches.items():
+            what = f"{count} patches of slide number {number}, {orphan_reason(number)}"
+            findings.append(Finding(FindingKind.ORPHAN, what, None, number))
+    return findings, without_record
+
+
+def _is_usual(database: bytes, key: bytes) -> bool:
+    """Return whether a key has the form of the keys of its database."""
+    if database == PATCHES:
+        return len(key) == _PATCH
+    if database in (INDEX, STAINS):
+        return len(key) == _NUMBER
+    return len(key) > _NUMBER if database == THUMBNAILS else len(key) >= _NUMBER

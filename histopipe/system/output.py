@@ -1,0 +1,318 @@
+"""What commands show: progress of long tasks, and results."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import BrokenExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol, TextIO, runtime_checkable
+
+from histopipe.errors import (
+    DamagedStore,
+    ExitCode,
+    HistopipeError,
+    NothingToDo,
+    SlideError,
+)
+from histopipe.system.files import Closing, is_full_disk
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Result:
+    """Result of a command; `print` shows it as text. Subclasses are dataclasses without a generated `repr`."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all fields, and the exit code, if any, as a dict that JSON can represent; paths become text."""
+        values: dict[str, Any] = json.loads(json.dumps(asdict(self), default=str))
+        code = getattr(self, "exit_code", None)
+        return values if code is None else {**values, "exit_code": int(code)}
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, in singular or plural: `1 patch`, `2,000 patches`."""
+    return f"{number:,} {noun if number == 1 else plural(noun)}"
+
+
+def plural(noun: str) -> str:
+    """Return the plural of a noun: `patches`, `slides`."""
+    return f"{noun}es" if noun.endswith(("s", "ch")) and noun != "epoch" else f"{noun}s"
+
+
+def some(items: Iterable[object], most: int = 8) -> str:
+    """List the first items, and the number of the others, for a message."""
+    items = list(items)
+    text = ", ".join(map(str, items[:most]))
+    return text + (f" and {len(items) - most} more" if len(items) > most else "")
+
+
+def listed(names: Sequence[object], most: int = 12, *, last: str = "and") -> str:
+    """Return names as `a, b and c`; the number of those after the first `most`."""
+    texts = [str(name) for name in names]
+    if len(texts) > most:
+        texts = [*texts[:most], f"{len(texts) - most} more"]
+    return (
+        f" {last} ".join([", ".join(texts[:-1]), texts[-1]]) if len(texts) > 1 else "".join(texts)
+    )
+
+
+def exit_code_of(failed: int, succeeded: int) -> ExitCode:
+    """Return the exit code of a command from the number of failed slides and of slides with results."""
+    if not failed:
+        return ExitCode.DONE
+    return ExitCode.PARTLY if succeeded else ExitCode.NOTHING
+
+
+def slide_failure(error: Exception) -> str:
+    """Return why a slide failed, for the result of a command that continues with the other slides.
+
+    An error of the store, the disk or the machine, or of the use of the command, is raised again: it concerns all slides.
+    """
+    if isinstance(error, SlideError | DamagedStore | NothingToDo):
+        return str(error)
+    if isinstance(error, HistopipeError) or is_full_disk(error):
+        raise error
+    if isinstance(error, BrokenExecutor):
+        return f"the worker process died ({error}); memory ran out, or the file crashes its reader"
+    if isinstance(error, MemoryError):
+        return "memory ran out; use fewer --workers"
+    if isinstance(error, OSError):
+        path = error.filename2 or error.filename
+        return f"{error.strerror}: {path}" if path else str(error)
+    return f"{type(error).__name__}: {error}; this is a bug in histopipe: please report it"
+
+
+_SECONDS_BETWEEN_LINES = 30.0
+
+
+class Bar(Closing):
+    """Counts the finished items of a task. This base class shows nothing.
+
+    Example:
+        >>> with SilentProgress().bar("verify", unit="slides", total=3) as bar:
+        ...     bar.advance()
+    """
+
+    def __init__(self, done: int = 0) -> None:
+        self._done = done
+
+    def advance(self, count: int = 1) -> None:
+        """Add to the number of finished items."""
+        self.update(self._done + count)
+
+    def update(self, done: int, total: int | None = None) -> None:
+        """Set the number of finished items and, if given, the total."""
+        self._done = done
+
+    def retitle(self, title: str) -> None:
+        """Change the title."""
+
+    def item(self, text: str, *, problem: bool = False) -> None:
+        """Show a line about a finished item. If bars are shown, only problems are printed."""
+
+    def close(self) -> None:
+        """Remove the bar."""
+
+
+@runtime_checkable
+class Progress(Protocol):
+    """Interface to show the progress of a function."""
+
+    def bar(
+        self,
+        title: str,
+        *,
+        unit: str,
+        total: int | None = None,
+        done: int = 0,
+        detail: bool = False,
+    ) -> Bar:
+        """Start a bar.
+
+        Args:
+            title: name of the task.
+            unit: unit of the count, in the plural.
+            total: number of all items; None if unknown.
+            done: number of items that are already finished.
+            detail: the bar is part of a larger task. `LineProgress` does not show it.
+        """
+
+    def message(self, text: str) -> None:
+        """Show a line of text."""
+
+
+class SilentProgress:
+    """Progress that shows nothing."""
+
+    def bar(self, title: str, **_: Any) -> Bar:
+        """Return a bar that shows nothing."""
+        return Bar()
+
+    def message(self, text: str) -> None:
+        """Show nothing."""
+
+
+class BarProgress:
+    """Bars by tqdm on a terminal, or in a notebook if ipywidgets is installed, with messages above the bars."""
+
+    def __init__(self, stream: TextIO, *, notebook: bool = False) -> None:
+        # Late: `--help` must be fast.
+        from tqdm import tqdm
+
+        self._stream, self._write = stream, tqdm.write
+        self._tqdm: Any = tqdm
+        if notebook and importlib.util.find_spec("ipywidgets") is not None:
+            from tqdm.notebook import tqdm_notebook
+
+            self._tqdm = tqdm_notebook
+
+    def bar(self, title: str, *, unit: str, detail: bool = False, **options: Any) -> Bar:
+        """Start a bar."""
+        bar = self._tqdm(
+            desc=f"  {title[-40:]}" if detail else title, unit=f" {unit}", total=options.get("total"),
+            initial=options.get("done", 0), file=self._stream, leave=False, unit_scale=unit == "bytes",
+        )  # fmt: skip
+        return _TqdmBar(bar, self.message)
+
+    def message(self, text: str) -> None:
+        """Write a line above the bars."""
+        self._write(text, file=self._stream)
+
+
+class _TqdmBar(Bar):
+    def __init__(self, bar: Any, message: Callable[[str], None]) -> None:
+        super().__init__(bar.n)
+        self._bar, self._message = bar, message
+
+    def update(self, done: int, total: int | None = None) -> None:
+        self._done = done
+        if total is not None and total != self._bar.total:
+            self._bar.total = total
+            self._bar.refresh()
+        self._bar.update(done - self._bar.n)
+
+    def retitle(self, title: str) -> None:
+        self._bar.set_description_str(title)
+
+    def item(self, text: str, *, problem: bool = False) -> None:
+        if problem:
+            self._message(text)
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+class LineProgress:
+    """Plain lines: every message, and a line every 30 seconds for each bar that is not a detail."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def bar(self, title: str, *, detail: bool = False, **options: Any) -> Bar:
+        """Start counting."""
+        return Bar() if detail else _LineBar(self, title, **options)
+
+    def message(self, text: str) -> None:
+        """Write a line."""
+        print(text, file=self._stream, flush=True)
+
+
+class _LineBar(Bar):
+    def __init__(self, progress: LineProgress, title: str, *, unit: str, **options: Any) -> None:
+        super().__init__(options.get("done", 0))
+        self._progress, self._title, self._unit = progress, title, unit
+        self._first, self._total = self._done, options.get("total")
+        self._start = self._last = time.monotonic()
+
+    def update(self, done: int, total: int | None = None) -> None:
+        self._done, self._total = done, self._total if total is None else total
+        now = time.monotonic()
+        if now - self._last >= _SECONDS_BETWEEN_LINES:
+            self._last = now
+            self._progress.message(f"{self._title}: {self._state(now - self._start)}")
+
+    def retitle(self, title: str) -> None:
+        self._title = title
+
+    def item(self, text: str, *, problem: bool = False) -> None:
+        self._progress.message(text)
+
+    def _state(self, seconds: float) -> str:
+        rate = (self._done - self._first) / seconds
+        if self._total is None or rate <= 0:
+            return f"{self._done:,} {self._unit}, {rate:,.0f}/s"
+        left = max(0, self._total - self._done) / rate
+        return (
+            f"{self._done:,}/{self._total:,} {self._unit}, {rate:,.0f}/s, about {left:,.0f} s left"
+        )
+
+
+class _QuietFile(logging.FileHandler):
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
+        """Ignore errors of the log, such as a full disk."""
+
+
+class LogProgress(SilentProgress, Closing):
+    """Progress that appends every message, with the time, to a file. A full disk does not stop the work."""
+
+    def __init__(self, path: Path) -> None:
+        self._handler = _QuietFile(path, encoding="utf-8", errors="backslashreplace")
+        self._handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+        self._logger = logging.Logger("histopipe")  # not in the tree of loggers: no other handlers
+        self._logger.addHandler(self._handler)
+
+    def message(self, text: str) -> None:
+        """Append a line."""
+        self._logger.info("%s", text)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._handler.close()
+
+    def __exit__(self, *error: object) -> None:
+        if error[1] is not None:
+            self.message(f"ended by {type(error[1]).__name__}: {error[1]}")
+        self.close()
+
+
+_used: Progress | None = None
+
+
+@contextmanager
+def use_progress(progress: Progress) -> Iterator[None]:
+    """Make `default_progress()` return a given progress, in all threads of this process."""
+    global _used  # noqa: PLW0603 - one per process, like standard error
+    before, _used = _used, progress
+    try:
+        yield
+    finally:
+        _used = before
+
+
+def default_progress() -> Progress:
+    """Return the progress set by `use_progress`; else bars in a notebook or on a terminal, and lines elsewhere."""
+    if _used is not None:
+        return _used
+    notebook = _in_notebook()
+    if notebook or sys.stderr.isatty():
+        return BarProgress(sys.stderr, notebook=notebook)
+    return LineProgress(sys.stderr)
+
+
+def message(text: str) -> None:
+    """Show a line of text with the default progress."""
+    default_progress().message(text)
+
+
+def _in_notebook() -> bool:
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return type(shell).__name__ == "ZMQInteractiveShell"

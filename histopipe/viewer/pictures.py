@@ -1,0 +1,450 @@
+"""Patches with the most similar features. These functions run in worker processes."""
+
+from __future__ import annotations
+
+import functools
+import io
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import simplejpeg
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw, ImageFont
+
+from histopipe.errors import DamagedStore, ScaleError, SlideUnreadable, UsageError
+from histopipe.features.feature_file import read_coords, read_features, read_header
+from histopipe.geometry import Mpp, PointL0, Size
+from histopipe.slides.discovery import discover
+from histopipe.slides.readers import open_slide
+from histopipe.slides.scale import resolve_mpp
+from histopipe.slides.slide import Slide
+from histopipe.slides.slide_files import SlideFile, SlideHashes, fingerprint
+from histopipe.slides.thumbnail import ASSUMED_MPP, Thumbnail, read_thumbnail, usual_mpp
+from histopipe.store.format import patch_key, value_crc
+from histopipe.store.reading import decode_picture
+from histopipe.store.store import Store
+from histopipe.system.arrays import PixelArray
+from histopipe.system.worker_pool import silence
+from histopipe.tissue_masks.algorithms import find_on_thumbnail
+
+_BLOCK_BYTES = 64 << 20
+"""Bytes of features that are read at once."""
+
+
+def feature_of(path: str, x: int, y: int) -> NDArray[np.float32]:
+    """Return the features (D,) of the patch at a corner in level-0 pixels.
+
+    Raises:
+        UsageError: the file has no such patch.
+        DamagedStore: the file cannot be read.
+    """
+    header = read_header(Path(path))
+    coords = read_coords(header)
+    rows = np.flatnonzero((coords == (x, y)).all(axis=1)) if coords is not None else np.array([])
+    if not len(rows):
+        raise UsageError(
+            f"{path} has no features of the patch at x {x}, y {y}",
+            todo="embed this store: the features are those of other patches",
+        )
+    return np.asarray(read_features(header, rows[:1])[0], np.float32)
+
+
+def most_similar(path: str, feature: NDArray[np.float32], count: int) -> list[dict[str, Any]]:
+    """Return corner and cosine similarity of the patches in a file with the most similar features, best first.
+
+    Raises:
+        UsageError: the features have another length.
+        DamagedStore: the file cannot be read.
+    """
+    header = read_header(Path(path))
+    if header.dimension != len(feature):
+        raise UsageError(
+            f"{path}: the length of its features", found=header.dimension, expected=len(feature)
+        )
+    coords = read_coords(header)
+    if coords is None or not header.rows:
+        return []
+    if not np.isfinite(feature).all():
+        raise UsageError("the features of this patch are not finite", todo="embed the slide again")
+    direction = feature / max(float(np.linalg.norm(feature)), 1e-12)
+    # A file that is not contiguous is read at once.
+    block = header.rows if header.offset is None else max(1, _BLOCK_BYTES // (4 * header.dimension))
+    cosine = np.empty(header.rows, np.float32)
+    for start in range(0, header.rows, block):
+        rows = np.arange(start, min(start + block, header.rows))
+        part = np.asarray(read_features(header, rows), np.float32)
+        cosine[rows] = part @ direction / np.maximum(np.linalg.norm(part, axis=1), 1e-12)
+    cosine[~np.isfinite(cosine)] = -1  # features that are not finite
+    best = np.argsort(-cosine, kind="stable")[:count]
+    return [
+        {"x": int(coords[row, 0]), "y": int(coords[row, 1]), "cosine": round(float(cosine[row]), 4)}
+        for row in best.tolist()
+    ]
+
+
+TILE = 512
+"""Side of a tile without overlap."""
+OVERLAP = 8
+"""Pixels by which a tile of a slide reaches into each neighbour: so many that JPEG blocks of slide and tile coincide,
+which halves the loss of a second compression."""
+COARSEST_STEP = 3
+"""Highest step of a store's tiles. The thumbnail is fine enough for coarser ones."""
+_STRIPE = 6
+_STRIPES = np.array([[196, 60, 52], [88, 88, 92]], np.uint8)
+_QUALITY = 90
+
+
+@dataclass(frozen=True, slots=True)
+class PictureArea:
+    """A part of an image: its corner and the side of its pixels, in pixels of the image; and its size in its own pixels."""
+
+    left: float
+    top: float
+    pixel: float
+    width: int
+    height: int
+
+    def part(self, rows: slice, columns: slice) -> PictureArea:
+        """Return the part with these rows and columns."""
+        left, top = self.left + columns.start * self.pixel, self.top + rows.start * self.pixel
+        return PictureArea(
+            left, top, self.pixel, columns.stop - columns.start, rows.stop - rows.start
+        )
+
+
+def cut(image: Image.Image, area: PictureArea) -> PixelArray:
+    """Return a part of an image. Outside, it is white."""
+    reduction = max(1, int(area.pixel))
+    if reduction > 1:
+        image = image.reduce(reduction)
+    left, top, step = (value / reduction for value in (area.left, area.top, area.pixel))
+    part = image.transform(
+        (area.width, area.height), Image.Transform.AFFINE, (step, 0.0, left, 0.0, step, top),
+        Image.Resampling.BILINEAR, fillcolor=(255, 255, 255),
+    )  # fmt: skip
+    return np.asarray(part)
+
+
+def hatched(height: int, width: int) -> PixelArray:
+    """Return (H, W, 3) stripes, which mark what cannot be read."""
+    y, x = np.ogrid[:height, :width]
+    return np.asarray(_STRIPES[((x + y) // _STRIPE) % 2], np.uint8)
+
+
+def message_tile(text: str) -> bytes:
+    """Return a tile with stripes and a text, the reason why there is no picture."""
+    image = Image.fromarray(hatched(TILE, TILE))
+    draw = ImageDraw.Draw(image)
+    font = ImageFont.load_default(18)
+    lines: list[str] = []
+    line = ""
+    for word in text.split():
+        parts = [word[i : i + 40] for i in range(0, len(word), 40)]
+        for part in parts:
+            if len(line) + len(part) >= 46:
+                lines, line = [*lines, line], ""
+            line = f"{line} {part}".strip()
+    written = "\n".join([*lines, line][:16])
+    box = draw.multiline_textbbox((16, 16), written, font)
+    draw.rectangle((box[0] - 8, box[1] - 8, box[2] + 8, box[3] + 8), fill=(255, 255, 255))
+    draw.multiline_text((16, 16), written, fill=(140, 20, 20), font=font)
+    return jpeg(np.asarray(image))
+
+
+def jpeg(pixels: PixelArray) -> bytes:
+    """Return (H, W, 3) pixels as JPEG, with full colour resolution."""
+    contiguous = np.ascontiguousarray(pixels)
+    return bytes(
+        simplejpeg.encode_jpeg(
+            contiguous, quality=_QUALITY, colorspace="RGB", colorsubsampling="444"
+        )
+    )
+
+
+def png(pixels: PixelArray) -> bytes:
+    """Return pixels as PNG, little compressed."""
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG", compress_level=1)
+    return buffer.getvalue()
+
+
+_MOST_REDUCTION = 8
+"""Largest factor by which a level is reduced for a tile; coarser tiles are cut from an overview of the whole slide."""
+_OVERVIEW_SIDE = 2400
+_SMALLEST_BLOCK = 64
+"""Side of the smallest part of a tile that is tried after an error of reading, in pixels of the tile."""
+
+
+def prepare() -> None:
+    """Prepare a worker process."""
+    silence()
+
+
+def slide_facts(
+    path: str, size_bytes: int, mtime_ns: int, hashes: SlideHashes | None
+) -> dict[str, Any]:
+    """Return size, scanned area, scale and format of a slide; and a warning if its files differ from those recorded.
+
+    Without a scale, `mpp` is None, and `unscaled` has the reason.
+
+    `size_bytes`, `mtime_ns` and `hashes` are those recorded; 0 and None without a record.
+
+    Raises:
+        SlideUnreadable: the slide cannot be opened.
+    """
+    slide = _slide(path)
+    info = slide.info
+    warning = mpp = unscaled = None
+    try:
+        mpp = float(resolve_mpp(path, info).mpp)
+    except ScaleError as error:
+        unscaled = str(error)
+    if size_bytes:
+        files = _files(Path(path))
+        current = fingerprint(files)
+        change = None
+        if current.size_bytes != size_bytes:
+            change = f"{current.size_bytes:,} bytes, then {size_bytes:,}"
+        elif current.mtime_ns != mtime_ns and hashes and not hashes.match_file(files, info):
+            change = "its tiles differ"
+        if change:
+            warning = (
+                f"{path} has changed since it was ingested ({change}); patches, labels and predictions may belong to "
+                "another scan"
+            )
+    left, top = info.bounds.origin.x, info.bounds.origin.y
+    return {
+        "width": info.size.width,
+        "height": info.size.height,
+        "bounds": [left, top, info.bounds.size.width, info.bounds.size.height],
+        "mpp": mpp,
+        "objective": info.objective_power,
+        "vendor": info.vendor,
+        "levels": [level.downsample for level in info.levels],
+        "unscaled": unscaled,
+        "warning": warning,
+    }
+
+
+def _files(path: Path) -> SlideFile:
+    """Return a slide with all of its files; a DICOM series has several in one folder."""
+    slides = discover([path.parent if path.suffix.lower() == ".dcm" else path])
+    return next((slide for slide in slides if path in slide.files), slides[0])
+
+
+@functools.lru_cache(maxsize=4)
+def _opened(path: str, _mtime_ns: int) -> Slide:
+    return open_slide(Path(path))
+
+
+def _slide(path: str) -> Slide:
+    """Return a slide from the cache of open slides; it is opened again when its file changes."""
+    try:
+        mtime_ns = Path(path).stat().st_mtime_ns
+    except OSError as error:
+        raise SlideUnreadable(f"{path} cannot be read", found=str(error)) from error
+    return _opened(path, mtime_ns)
+
+
+def slide_tile(path: str, step: int, column: int, row: int) -> bytes:
+    """Return a tile of a slide as JPEG.
+
+    Raises:
+        UsageError: there is no such tile.
+        SlideUnreadable: the slide cannot be opened.
+    """
+    slide, scale = _slide(path), 2**step
+    size = slide.info.size
+    left, width = _extent(column, math.ceil(size.width / scale))
+    top, height = _extent(row, math.ceil(size.height / scale))
+    if width <= 0 or height <= 0 or scale > 2 * max(size.width, size.height):
+        raise UsageError(f"tile {step}/{column}/{row} is outside the slide")
+    return jpeg(_read(slide, PictureArea(left * scale, top * scale, scale, width, height)))
+
+
+def _extent(number: int, whole: int) -> tuple[int, int]:
+    """Return the begin and length of a row or column of tiles, in an image of `whole` pixels."""
+    begin = number * TILE
+    if begin >= whole:
+        return begin, 0
+    first = max(0, begin - OVERLAP)
+    return first, min(begin + TILE + OVERLAP, whole) - first
+
+
+def slide_region(path: str, x: int, y: int, side_l0: float, pixels: int) -> bytes:
+    """Return a square of a slide as JPEG with at most `pixels` pixels. `x`, `y` and `side_l0` are level-0 pixels."""
+    scale = max(1.0, side_l0 / pixels)
+    count = max(1, round(side_l0 / scale))
+    return jpeg(_read(_slide(path), PictureArea(x, y, scale, count, count)))
+
+
+def _read(slide: Slide, area: PictureArea) -> PixelArray:
+    """Return (H, W, 3) pixels of a part of a slide. The parts that cannot be read are hatched."""
+    try:
+        return _read_level(slide, area)
+    except SlideUnreadable:
+        height, width = area.height, area.width
+        if max(height, width) <= _SMALLEST_BLOCK:
+            return hatched(height, width)
+        pixels = np.empty((height, width, 3), np.uint8)
+        for rows in (slice(0, height // 2), slice(height // 2, height)):
+            for columns in (slice(0, width // 2), slice(width // 2, width)):
+                if pixels[rows, columns].size:
+                    pixels[rows, columns] = _read(slide, area.part(rows, columns))
+        return pixels
+
+
+def _read_level(slide: Slide, area: PictureArea) -> PixelArray:
+    fine = [level for level in slide.info.levels if level.downsample <= area.pixel * 1.01]
+    level = max(fine, key=lambda level: level.downsample) if fine else slide.info.levels[0]
+    reduction = area.pixel / level.downsample
+    if reduction > _MOST_REDUCTION:
+        return _from_overview(str(slide.path), area)
+    size = Size(max(1, round(area.width * reduction)), max(1, round(area.height * reduction)))
+    corner = PointL0(round(area.left), round(area.top))
+    pixels = slide.read_region(corner, level.number, size)
+    if pixels.shape[:2] == (area.height, area.width):
+        return pixels
+    shape = (area.width, area.height)
+    return np.asarray(Image.fromarray(pixels).resize(shape, Image.Resampling.BOX))
+
+
+@functools.lru_cache(maxsize=4)
+def _overview(path: str, _mtime_ns: int) -> tuple[Thumbnail, Image.Image]:
+    """Return a thumbnail of a slide for tiles that no level is coarse enough for."""
+    with open_slide(Path(path)) as slide:
+        bounds = slide.info.bounds.size
+        # Only the ratio to the scale of level 0 matters, so an assumed scale is used.
+        reduction = max(1.0, max(bounds.width, bounds.height) / _OVERVIEW_SIDE)
+        thumbnail = read_thumbnail(slide, None, at=Mpp(reduction * ASSUMED_MPP))
+    pixels = thumbnail.pixels
+    if thumbnail.lost is not None:
+        pixels = np.where(thumbnail.lost[..., None], hatched(*pixels.shape[:2]), pixels)
+    return thumbnail, Image.fromarray(pixels)
+
+
+def _from_overview(path: str, area: PictureArea) -> PixelArray:
+    thumbnail, image = _overview(path, Path(path).stat().st_mtime_ns)
+    level = thumbnail.level.downsample
+    pixel = thumbnail.reduction * level
+    left, top = thumbnail.x_level * level, thumbnail.y_level * level
+    corner = (area.left - left) / pixel, (area.top - top) / pixel
+    return cut(image, PictureArea(*corner, area.pixel / pixel, area.width, area.height))
+
+
+def slide_thumbnail(path: str, side: int) -> bytes:
+    """Return a thumbnail of a slide's scanned area as JPEG; its longer side has `side` pixels."""
+    slide = _slide(path)
+    origin, size = slide.info.bounds.origin, slide.info.bounds.size
+    scale = max(1.0, max(size.width, size.height) / side)
+    width, height = max(1, round(size.width / scale)), max(1, round(size.height / scale))
+    return jpeg(_read(slide, PictureArea(origin.x, origin.y, scale, width, height)))
+
+
+def slide_mask(path: str) -> bytes:
+    """Return the tissue mask that an ingest would find, as a PNG file of the scanned area."""
+    slide = _slide(path)
+    try:
+        mpp: Mpp | None = resolve_mpp(path, slide.info).mpp
+    except ScaleError:
+        mpp = None
+    thumbnail = read_thumbnail(slide, mpp, at=usual_mpp(slide, mpp))
+    mask = find_on_thumbnail(thumbnail).pixels
+    return png(mask.astype(np.uint8) * 255)
+
+
+_GREY = (236, 236, 236)
+
+
+@functools.lru_cache(maxsize=64)
+def _store(path: str) -> Store:
+    return Store(Path(path))
+
+
+def patch_file(store: str, slide: int, row: int) -> bytes:
+    """Return the stored file of a patch, JPEG or PNG.
+
+    Raises:
+        DamagedStore: it does not match its checksum, or the ingest could not read it.
+    """
+    opened = _store(store)
+    crc = int(opened.index(slide)["crc"][row])
+    value = opened.value(slide, row)
+    if not value:
+        raise DamagedStore(f"patch {row} could not be read from the slide at ingest")
+    if value_crc(patch_key(slide, row), value) != crc:
+        raise DamagedStore(f"patch {row} does not match its checksum", todo="run histopipe repair")
+    return value
+
+
+def patch_at(store: str, slide: int, x: int, y: int) -> bytes | None:
+    """Return the stored file of the patch at a corner in level-0 pixels; None if there is none. Raise as `patch_file`."""
+    index = _store(store).index(slide)
+    rows = np.flatnonzero((index["x_l0"] == x) & (index["y_l0"] == y))
+    return patch_file(store, slide, int(rows[0])) if len(rows) else None
+
+
+def small_thumbnail(thumbnail: bytes, side: int) -> bytes:
+    """Return a stored thumbnail reduced to `side` pixels, as JPEG."""
+    image = Image.fromarray(decode_picture(thumbnail, "the thumbnail", least=side))
+    image.thumbnail((side, side))
+    return jpeg(np.asarray(image))
+
+
+def store_tile(
+    store: str, slide: int, step: int, place: tuple[int, int], origin: tuple[float, float]
+) -> bytes:
+    """Return a tile of the stored patches of a slide. A tile that is exactly one patch is the stored file.
+
+    Other tiles are composed over the thumbnail.
+
+    Args:
+        store: the store's folder.
+        slide: number of the slide.
+        step: the tile's pixels are 2**step times as wide as those of patches.
+        place: column and row of the tile.
+        origin: top left corner of the first tile, level-0 pixels.
+
+    Raises:
+        DamagedStore: the index or the thumbnail cannot be read.
+    """
+    opened = _store(store)
+    record, index, side = opened.records[slide], opened.index(slide), opened.patch_size
+    patch_l0 = (record.read_size or 0) * (record.downsample or 0.0)
+    pixel = patch_l0 / side * 2**step
+    left, top = (at + number * side * pixel for at, number in zip(origin, place, strict=True))
+    x, y = index["x_l0"] - left, index["y_l0"] - top
+    end = side * pixel
+    rows = np.flatnonzero((x > -patch_l0) & (x < end) & (y > -patch_l0) & (y < end)).tolist()
+    places = {at: (round(float(x[at]) / pixel), round(float(y[at]) / pixel)) for at in rows}
+    exact = [at for at in rows if places[at] == (0, 0)]
+    if step == 0 and exact:
+        try:
+            return patch_file(store, slide, exact[0])
+        except DamagedStore:
+            return jpeg(hatched(side, side))
+    left_bound, top_bound, width, _ = record.bounds or (0, 0, record.width, record.height)
+    thumbnail = opened.thumbnail(slide)
+    canvas = Image.new("RGB", (side, side), _GREY)
+    if thumbnail is not None:
+        image = Image.fromarray(decode_picture(thumbnail, f"thumbnail of {record.id}"))
+        scale = width / image.width
+        corner = (left - left_bound) / scale, (top - top_bound) / scale
+        canvas = Image.fromarray(cut(image, PictureArea(*corner, pixel / scale, side, side)))
+    small = max(1, side >> step)
+    for at in rows:
+        canvas.paste(_small_patch(store, slide, at, side, small), places[at])
+    return jpeg(np.asarray(canvas))
+
+
+def _small_patch(store: str, slide: int, row: int, side: int, small: int) -> Image.Image:
+    try:
+        value = patch_file(store, slide, row)
+        pixels = decode_picture(value, f"patch {row}", side=side, least=small)
+    except DamagedStore:
+        return Image.fromarray(hatched(small, small))
+    image = Image.fromarray(pixels)
+    return image if image.width == small else image.resize((small, small), Image.Resampling.BOX)
