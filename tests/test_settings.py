@@ -14,16 +14,15 @@ from conftest import PROJECT, TOOLS
 
 from histopipe.cli.training import train as command
 from histopipe.errors import UsageError
+from histopipe.runs.recipe import chosen_settings, with_recipe
 from histopipe.runs.task_config import (
     CONFIGS,
     BagTrainConfig,
     PatchTrainConfig,
     changed_config,
-    chosen_settings,
     load_config,
     make_config,
     resumed_config,
-    with_recipe,
 )
 from histopipe.runs.train import advise
 from histopipe.studies.settings import FoldSettings, StudySettings

@@ -29,8 +29,8 @@ from histopipe.reports.data_description import read_run
 from histopipe.reports.heatmap import heatmap
 from histopipe.reports.html_page import plan_image
 from histopipe.reports.report import report
+from histopipe.runs.recipe import SMALL_CNN
 from histopipe.runs.result import TrainResult
-from histopipe.runs.task_config import SMALL_CNN
 from histopipe.runs.train import train
 from histopipe.store.reading import decode_picture
 from histopipe.store.store import Store

@@ -9,17 +9,10 @@ from typing import Any, NamedTuple
 
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
+from histopipe.runs.recipe import LITE, SMALL_CNN, with_recipe
 from histopipe.runs.result import TrainResult
 from histopipe.runs.supervision import supervise
-from histopipe.runs.task_config import (
-    LITE,
-    SMALL_CNN,
-    make_config,
-    read_config,
-    resumed_config,
-    with_recipe,
-    with_stores,
-)
+from histopipe.runs.task_config import make_config, read_config, resumed_config, with_stores
 from histopipe.system.output import Progress, counted, use_progress
 from histopipe.system.tensorflow import load_quietly
 

@@ -29,6 +29,7 @@ from histopipe.evaluation.evaluate import (
 from histopipe.predictions.tables import PREDICTIONS, read_predictions, write_predictions
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
+from histopipe.runs.recipe import with_recipe
 from histopipe.runs.result import METRICS, TrainResult, is_finished, read_result, read_slides
 from histopipe.runs.supervision import StopRequest, Supervision, sigterm_interrupts
 from histopipe.runs.task_config import (
@@ -36,7 +37,6 @@ from histopipe.runs.task_config import (
     load_config,
     make_config,
     resumed_config,
-    with_recipe,
     with_stores,
 )
 from histopipe.runs.training_data import opened_sources, read_labelling, refuse_leaks, split_options

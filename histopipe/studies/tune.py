@@ -13,9 +13,10 @@ from histopipe.errors import DamagedStore, HistopipeError, Interrupted, NothingT
 from histopipe.evaluation.evaluate import aligned, number
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
+from histopipe.runs.recipe import with_recipe
 from histopipe.runs.result import TrainResult, is_finished, read_result
 from histopipe.runs.supervision import Supervision
-from histopipe.runs.task_config import changed_config, make_config, with_recipe, with_stores
+from histopipe.runs.task_config import changed_config, make_config, with_stores
 from histopipe.runs.training_data import new_splits, opened_sources, read_labelling
 from histopipe.splits.splits import DROPPED, SPLITS, Splits, write_splits
 from histopipe.splits.subsets import SUBSETS
