@@ -395,7 +395,7 @@ def test_errors_are_raised_before_anything_is_written(
         (small_store, {"model": "nonsense"}, 2, "small-cnn, a run's folder, an ONNX file, a SavedModel folder"),
         (small_store, {"model": a_run, "weights": "none"}, 2, "which already contains weights"),
         (small_store, {"model": onnx_file, "devices": "gpu"}, 2, "an onnxruntime without CUDA"),
-        (small_store, {"model": onnx_file, "batch_size": 0}, 2, "batch_size"),
+        (small_store, {"model": onnx_file, "batch_size": 0}, 2, "--batch-size: found 0"),
         (small_store, UNTRAINED | {"stain_norm": "macenko"}, 4, "histopipe stains"),
         (made_store, {"model": a_run}, 2, "takes patches of another size: found 32 pixels, expected 128"),
         (tmp_path / "none.lmdb", {"model": onnx_file}, 4, "none.lmdb"),
