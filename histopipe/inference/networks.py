@@ -306,7 +306,7 @@ class BagNetwork:
                     None if covariates is None else tf.constant([covariates], tf.float32)
                 )
                 logits = model.logits(values_of(model.last_weights), pooled.value, covariate_row)
-                worth = patch_values(model, patches)
+                attention, parts = patch_values(model, patches)
         except (tf.errors.OpError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -317,7 +317,7 @@ class BagNetwork:
         output = objective.predictions(np.asarray(objective.activate(logits), np.float32))[0]
         if not np.isfinite(output).all():
             raise DamagedStore("the prediction is not finite", todo="check features and covariates")
-        return BagPrediction(output, worth.attention, objective.contributions(worth.parts))
+        return BagPrediction(output, attention, objective.contributions(parts))
 
 
 def load_bag_network(

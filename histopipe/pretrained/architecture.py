@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -53,6 +52,11 @@ class Architecture:
     def prefix(self) -> int:
         """Number of tokens before the patches."""
         return 1 + self.registers
+
+    @property
+    def prefix_positions(self) -> int:
+        """Number of tokens before the patches that have a position."""
+        return {"patches": 0, "class": 1, "all": self.prefix}[self.positions]
 
     @property
     def dimension(self) -> int:
@@ -134,10 +138,9 @@ def expected_shapes(network: Architecture, naming: Naming, size: int) -> dict[st
     """Return name and shape of every weight of a checkpoint that was trained at an input size in pixels."""
     width, hidden = network.width, network.hidden
     patches = (size // network.patch) ** 2
-    positions = patches + {"patches": 0, "class": 1, "all": network.prefix}[network.positions]
     shapes: dict[str, tuple[int, ...]] = {
         naming.class_token: (1, 1, width),
-        naming.positions: (1, positions, width),
+        naming.positions: (1, network.prefix_positions + patches, width),
         **_linear(naming.patch, (width, 3, network.patch, network.patch)),
         **_linear(naming.norm, (width,)),
     }
@@ -158,11 +161,6 @@ def expected_shapes(network: Architecture, naming: Naming, size: int) -> dict[st
             block |= {naming.scale1: (width,), naming.scale2: (width,)}
         shapes |= {name.format(number): shape for name, shape in block.items()}
     return shapes
-
-
-def parameter_count(network: Architecture, naming: Naming, size: int) -> int:
-    """Return the number of weights of a checkpoint, without class and mask heads."""
-    return sum(math.prod(shape) for shape in expected_shapes(network, naming, size).values())
 
 
 def select(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -14,35 +13,33 @@ from histopipe.errors import DamagedStore
 from histopipe.features.bags import Bag, read_bag, read_positions
 from histopipe.predictions.tables import write_patch_values
 from histopipe.system.output import message
-from histopipe.training.bag_model import JOINT, BagModel, Patches
+from histopipe.training.bag_model import HIDDEN, JOINT, BagModel, Patches, PooledBags
 from histopipe.training.bag_pooling import PIECE, pool
 from histopipe.training.objective import Objective
 from histopipe.training.train_step import values_of
 
 
-class PatchContributions(NamedTuple):
-    """What the patches of a bag are worth to a model."""
+def patch_values(
+    model: BagModel, patches: Patches
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return what the N patches of a bag are worth to a model.
 
-    attention: NDArray[np.float64]
-    """(N,) shares with a sum of 1. With max pooling, the share of the features that are the patch's."""
-    parts: NDArray[np.float64]
-    """(N, C) parts of the last layer's values. Their sum is these values less bias and covariates."""
-
-
-def patch_values(model: BagModel, patches: Patches) -> PatchContributions:
-    """Return attention and parts of the patches of a bag."""
+    Returns:
+        (N,) attention with a sum of 1; with max pooling, the share of the features that are the patch's. And (N, C) parts
+        of the last layer's values, whose sum is these values less bias and covariates.
+    """
     weights = values_of(model.patch_weights)
     kernel = np.asarray(values_of(model.last_weights)[0], np.float64)
     if model.pooling in JOINT:
-        return _together(model, weights, patches, kernel)
-    kernel = kernel[: model.hidden_width]  # the other rows are of covariates
+        return _joint_values(model.together(weights, patches, None), kernel)
+    kernel = kernel[:HIDDEN]  # the other rows are of covariates
     count = len(patches.features)
     if model.pooling == "max":
         pooled = pool(model, weights, patches, tf.constant(PIECE))
         best = np.asarray(pooled.best)
         parts = np.zeros((count, model.outputs))
         np.add.at(parts, best, np.asarray(pooled.value, np.float64)[:, None] * kernel)
-        return PatchContributions(np.bincount(best, minlength=count) / len(best), parts)
+        return np.bincount(best, minlength=count) / len(best), parts
     all_scores, all_parts = [], []
     for begin in range(0, count, PIECE):
         piece = patches.features[begin : begin + PIECE]
@@ -52,26 +49,23 @@ def patch_values(model: BagModel, patches: Patches) -> PatchContributions:
     scores = np.concatenate(all_scores)
     shares = np.exp(scores - scores.max())
     shares /= shares.sum()
-    return PatchContributions(shares, shares[:, None] * np.concatenate(all_parts))
+    return shares, shares[:, None] * np.concatenate(all_parts)
 
 
-def _together(
-    model: BagModel, weights: Sequence[tf.Tensor], patches: Patches, kernel: NDArray[np.float64]
-) -> PatchContributions:
-    pooled = model.together(weights, patches, None)
-    shares = np.asarray(pooled.shares[0], np.float64)
-    values = np.asarray(pooled.values[0], np.float64)
-    if model.pooling != "dsmil":
-        return PatchContributions(shares[:, 0], shares * (values @ kernel[: values.shape[1]]))
-    # The rows of the kernel are those of the first output's features, then those of the second, and so on.
-    width, scores = values.shape[1], np.asarray(pooled.scores[0], np.float64)
-    parts = np.zeros((len(values), model.outputs))
-    for number in range(model.outputs):
-        output_kernel = kernel[number * width : (number + 1) * width]
-        parts += shares[:, number, None] * (values @ output_kernel)
-        best = scores[:, number].argmax()
-        parts[best, number] += scores[best, number]
-    return PatchContributions(shares.mean(axis=1), parts / 2)
+def _joint_values(
+    bag: PooledBags, kernel: NDArray[np.float64]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    shares, values = (np.asarray(each[0], np.float64) for each in (bag.shares, bag.values))
+    width, parts = values.shape[1], np.zeros((len(values), kernel.shape[1]))
+    # The rows of the kernel are those of the features by the first share, then by the second, and so on.
+    for number, share in enumerate(shares.T):
+        parts += share[:, None] * (values @ kernel[number * width : (number + 1) * width])
+    if bag.scores is not None:
+        scores, outputs = np.asarray(bag.scores[0], np.float64), np.arange(kernel.shape[1])
+        best = scores.argmax(axis=0)
+        parts[best, outputs] += scores[best, outputs]
+        parts /= 2
+    return shares.mean(axis=1), parts
 
 
 def write_attention(
@@ -80,16 +74,12 @@ def write_attention(
     """Write the table of patch values of each bag. `names` are of the predictions."""
     for bag in bags:
         try:
-            values = patch_values(model, _read_patches(bag, model))
-            contributions = objective.contributions(values.parts)
+            positions = read_positions(bag) if model.takes_positions else None
+            patches = Patches(read_bag(bag, bag.dtype), positions)
+            attention, parts = patch_values(model, patches)
             write_patch_values(
-                folder, bag.id, bag.places(), names=names, attention=values.attention, contributions=contributions,
+                folder, bag.id, bag.places(), names=names, attention=attention,
+                contributions=objective.contributions(parts),
             )  # fmt: skip
         except DamagedStore as error:  # training skipped this bag, too
             message(f"cannot write attention of {bag.id}: {error}")
-
-
-def _read_patches(bag: Bag, model: BagModel) -> Patches:
-    """Return the patches of a bag, with positions if the model takes them."""
-    features = read_bag(bag, bag.dtype)
-    return Patches(features, read_positions(bag) if model.takes_positions else None)

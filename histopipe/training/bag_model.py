@@ -10,9 +10,9 @@ Source:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -25,6 +25,8 @@ from histopipe.runs.task_config import BagPooling
 from histopipe.training.models import LOGITS, SampleDropout, dtype_policy
 from histopipe.training.objective import Objective
 
+HIDDEN, _ATTENTION = 512, 256
+"""Widths of CLAM's "small" model: hidden features of a patch, H, and attention."""
 _QUERY = 128
 """Width of DSMIL's queries."""
 _POINTS, _HEADS, _BLOCKS = 64, 8, 2
@@ -32,57 +34,50 @@ _PERIODS = tuple(2.0**power for power in range(2, 10))
 """Wavelengths of the positions: 4 to 512 patches."""
 
 
-class Together(NamedTuple):
-    """The result of pooling (B, N, H) hidden features."""
+class PooledBags(NamedTuple):
+    """The result of pooling (B, N, H) hidden features, all patches of a bag at once."""
 
     pooled: Any
-    """(B, W), the input of the last layer."""
+    """(B, W), the input of the last layer; then, with `scores`, those of the best patches (B, C)."""
     shares: Any
     """(B, N, S) attention; the sum over the patches is 1."""
     values: Any
-    """(B, N, V) features whose sum, weighted by `shares`, is pooled."""
+    """(B, N, V) features whose sum, weighted by each of the S `shares`, is pooled."""
     scores: Any = None
-    """(B, N, C) scores of single patches, in DSMIL."""
+    """(B, N, C) scores of single patches. The outputs are the mean of the last layer and of the best scores."""
 
 
-class JointPooling(Protocol):
-    """A pooling of all patches of a bag together."""
-
-    def __call__(self, hidden: Any, positions: Any) -> Together:
-        """Pool (B, N, H) hidden features. Positions are (B, N, 2), in patches; None if the pooling has no use for them."""
+JointPooling = Callable[[Any, Any], PooledBags]
+"""Pools (B, N, H) hidden features. Positions are (B, N, 2), in patches; None if the pooling has no use for them."""
 
 
-class DualStream:
-    """DSMIL: the best patch of each output, and attention by the similarity to it.
-
-    The last layer takes the attended features of all outputs; `Together.pooled` ends with the scores of the best patches.
+def dual_stream(outputs: int, dtype: Any) -> JointPooling:
+    """Return the pooling of DSMIL: the best patch of each output, and attention by the similarity to it.
 
     Source:
         B. Li, Y. Li and K. W. Eliceiri, "Dual-stream Multiple Instance Learning Network" (2021), equations 2 to 6.
     """
+    instances = keras.layers.Dense(outputs, dtype=dtype, name="instance_scores")
+    query = keras.layers.Dense(_QUERY, activation="tanh", name="query")
 
-    def __init__(self, outputs: int, width: int, dtype: Any) -> None:
-        self._outputs, self._width, self._dtype = outputs, width, dtype
-        self._instances = keras.layers.Dense(outputs, dtype=dtype, name="instance_scores")
-        self._query = keras.layers.Dense(_QUERY, activation="tanh", name="query")
-
-    def __call__(self, hidden: Any, positions: Any) -> Together:
-        """Pool; see `JointPooling`."""
-        scores = self._instances(hidden)
-        queries = ops.cast(self._query(hidden), self._dtype)
+    def pool(hidden: Any, positions: Any) -> PooledBags:  # noqa: ARG001 - as all poolings
+        scores = instances(hidden)
+        queries = ops.cast(query(hidden), dtype)
         best = ops.expand_dims(ops.argmax(scores, axis=1), -1)
         critical = ops.take_along_axis(queries, best, axis=1)
         near = ops.matmul(queries, ops.transpose(critical, (0, 2, 1))) / math.sqrt(_QUERY)
         shares = _shares(near)
-        values = ops.cast(hidden, self._dtype)
+        values = ops.cast(hidden, dtype)
         attended = ops.matmul(ops.transpose(shares, (0, 2, 1)), values)
-        flat = ops.reshape(attended, (-1, self._outputs * self._width))
+        flat = ops.reshape(attended, (-1, outputs * HIDDEN))
         pooled = ops.concatenate([flat, ops.max(scores, axis=1)], axis=1)
-        return Together(pooled, shares, values, scores)
+        return PooledBags(pooled, shares, values, scores)
+
+    return pool
 
 
-class InducedAttention:
-    """Self-attention between patches through 64 learned points, with sine waves of the positions.
+def induced_attention(outputs: int, dtype: Any) -> JointPooling:  # noqa: ARG001 - as all poolings
+    """Return self-attention between patches through 64 learned points, with sine waves of the positions.
 
     Work and memory grow with the number of patches, not with its square. The weights of the positions start at 0.
 
@@ -90,38 +85,43 @@ class InducedAttention:
         Z. Shao et al., "TransMIL" (2021): self-attention of patches with positions, in two layers; J. Lee et al., "Set
         Transformer" (2019): induced points, in place of TransMIL's approximation.
     """
-
-    def __init__(self, width: int, dtype: Any) -> None:
-        layers, self._dtype = keras.layers, dtype
-        self._place = layers.Dense(
-            width, use_bias=False, kernel_initializer="zeros", name="positions_in"
+    layers = keras.layers
+    place = layers.Dense(HIDDEN, use_bias=False, kernel_initializer="zeros", name="positions_in")
+    blocks = [
+        (
+            layers.LayerNormalization(name=f"norm_{number}"),
+            layers.Dense(_POINTS, dtype=dtype, name=f"points_{number}"),
+            layers.MultiHeadAttention(_HEADS, HIDDEN // _HEADS, name=f"attention_{number}"),
         )
-        self._blocks = [
-            (
-                layers.LayerNormalization(name=f"norm_{number}"),
-                layers.Dense(_POINTS, dtype=dtype, name=f"points_{number}"),
-                layers.MultiHeadAttention(_HEADS, width // _HEADS, name=f"attention_{number}"),
-            )
-            for number in range(1, _BLOCKS + 1)
-        ]
-        self._norm = layers.LayerNormalization(dtype=dtype, name="norm_last")
-        self._score = layers.Dense(1, dtype=dtype, name="attention_score")
+        for number in range(1, _BLOCKS + 1)
+    ]
+    last_norm = layers.LayerNormalization(dtype=dtype, name="norm_last")
+    score = layers.Dense(1, dtype=dtype, name="attention_score")
 
-    def __call__(self, hidden: Any, positions: Any) -> Together:
-        """Pool; see `JointPooling`."""
+    def pool(hidden: Any, positions: Any) -> PooledBags:
         waves = [
             wave(positions * (2 * math.pi / p)) for p in _PERIODS for wave in (ops.sin, ops.cos)
         ]
-        values = hidden + self._place(ops.concatenate(waves, axis=-1))
-        for norm, toward, attend in self._blocks:
+        values = hidden + place(ops.concatenate(waves, axis=-1))
+        for norm, toward, attend in blocks:
             inner = norm(values)
             shares = ops.cast(_shares(toward(inner)), inner.dtype)
             points = ops.matmul(ops.transpose(shares, (0, 2, 1)), inner)
             values = values + attend(inner, points)
-        values = self._norm(values)
-        shares = _shares(self._score(values))
-        pooled = ops.sum(shares * values, axis=1)
-        return Together(pooled, shares, values)
+        values = last_norm(values)
+        shares = _shares(score(values))
+        return PooledBags(ops.sum(shares * values, axis=1), shares, values)
+
+    return pool
+
+
+JOINT: Mapping[BagPooling, Callable[[int, Any], JointPooling]] = {
+    "dsmil": dual_stream,
+    "transformer": induced_attention,
+}
+"""Poolings that need all patches of a bag in memory, by number of outputs and type of sums and probabilities."""
+WITH_POSITIONS: tuple[BagPooling, ...] = ("transformer",)
+"""Poolings that take the positions of the patches."""
 
 
 def _shares(scores: Any) -> Any:
@@ -129,10 +129,6 @@ def _shares(scores: Any) -> Any:
     return ops.exp(scores - ops.logsumexp(scores, axis=1, keepdims=True))
 
 
-_HIDDEN, _ATTENTION = 512, 256
-"""Widths of CLAM's "small" model."""
-JOINT = ("dsmil", "transformer")
-"""Poolings that need all patches of a bag in memory."""
 _COVARIATE_RATE = 10.0
 """Factor of the learning rate for coefficients of covariates. The 512 coefficients of pooled features change together."""
 _LIMIT = 10.0
@@ -174,7 +170,7 @@ class BagModel:
     ) -> None:
         self.pooling: BagPooling = pooling
         self.batch_norms: list[keras.layers.BatchNormalization] = []
-        self.takes_positions = pooling == "transformer"
+        self.takes_positions = pooling in WITH_POSITIONS
         self.outputs = objective.outputs
         self.scaling: keras.layers.BatchNormalization | None = None
         with dtype_policy(precision):
@@ -203,21 +199,15 @@ class BagModel:
             inputs["covariates"] = keras.Input((covariates,), name="covariates")
         if self.takes_positions:
             inputs["positions"] = keras.Input((None, 2), name="positions")
-        self._hidden = layers.Dense(_HIDDEN, activation="relu", name="hidden")
+        self._hidden = layers.Dense(HIDDEN, activation="relu", name="hidden")
         hidden = layers.Dropout(dropout)(self._hidden(self._scaled(inputs["features"])))
         self._score: Any = None
         self._instances: Any = None
         self._joint: JointPooling | None = None
+        self._adds_scores = False
         pooled, outputs = self._pool(hidden, inputs.get("positions"), last)
         self._logits = layers.Dense(objective.outputs, dtype=last, name=LOGITS)
-        best = None
-        if self.pooling == "dsmil":
-            pooled, best = pooled[:, : -self.outputs], pooled[:, -self.outputs :]
-        if covariates:
-            pooled = layers.Concatenate(dtype=last)([pooled, inputs["covariates"]])
-        logits = self._logits(pooled)
-        if best is not None:
-            logits = layers.Average(dtype=last)([logits, best])
+        logits = self._last_layer(pooled, inputs.get("covariates"))
         outputs[objective.name] = objective.layer(last)(logits)
         plain = inputs if len(inputs) > 1 else inputs["features"]
         self.serving = self.training = keras.Model(plain, outputs, name=f"mil_{self.pooling}")
@@ -234,13 +224,10 @@ class BagModel:
         if self.pooling == "max":
             return layers.GlobalMaxPooling1D(dtype=last)(hidden), {}
         if self.pooling in JOINT:
-            self._joint = (
-                DualStream(self.outputs, _HIDDEN, last)
-                if self.pooling == "dsmil"
-                else InducedAttention(_HIDDEN, last)
-            )
+            self._joint = JOINT[self.pooling](self.outputs, last)
             joint = self._joint(hidden, positions)
-            return joint.pooled, {"attention": keras.ops.mean(joint.shares, axis=-1)}
+            self._adds_scores = joint.scores is not None
+            return joint.pooled, {"attention": ops.mean(joint.shares, axis=-1)}
         self._tanh = layers.Dense(_ATTENTION, activation="tanh", name="attention_tanh")
         self._gate = None
         inner = self._tanh(hidden)
@@ -252,9 +239,31 @@ class BagModel:
         pooled = layers.Flatten(dtype=last)(layers.Dot(axes=1, dtype=last)([shares, hidden]))
         return pooled, {"attention": layers.Reshape((-1,), dtype=last, name="attention")(shares)}
 
+    def _last_layer(self, pooled: Any, covariates: Any) -> Any:
+        """Return (B, C) logits from (B, W) pooled features and (B, K) covariates."""
+        best = None
+        if self._adds_scores:
+            pooled, best = pooled[:, : -self.outputs], pooled[:, -self.outputs :]
+        if covariates is not None:
+            pooled = keras.layers.Concatenate(dtype=self.sum_dtype)([pooled, covariates])
+        logits = self._logits(pooled)
+        if best is None:
+            return logits
+        return keras.layers.Average(dtype=self.sum_dtype)([logits, best])
+
     def save(self, path: Path) -> None:
         """Save the serving model, for any backend of Keras."""
         self.serving.save(path)
+
+    @property
+    def last_layer_share(self) -> float:
+        """Share of the last layer in the outputs; the rest is that of the scores of single patches."""
+        return 0.5 if self._adds_scores else 1.0
+
+    @property
+    def has_instances(self) -> bool:
+        """Whether single patches have a loss, see `instances`."""
+        return self._instances is not None
 
     @property
     def patch_weights(self) -> list[keras.Variable]:
@@ -267,11 +276,6 @@ class BagModel:
         """Weights used by `logits`: kernel, whose rows are pooled features and then covariates, and bias."""
         weights: list[keras.Variable] = self._logits.trainable_variables
         return weights
-
-    @property
-    def hidden_width(self) -> int:
-        """Number of hidden features of a patch, H."""
-        return _HIDDEN
 
     def patches(
         self,
@@ -298,7 +302,7 @@ class BagModel:
 
     def together(
         self, weights: Sequence[tf.Tensor], patches: Patches, seed: tf.Tensor | None
-    ) -> Together:
+    ) -> PooledBags:
         """Pool all patches of a bag by one of the `JOINT` poolings, with B = 1. Weights and seed as for `patches`."""
         assert self._joint is not None  # noqa: S101 - for mypy
         rows = tf.range(tf.shape(patches.features, tf.int64)[0])
@@ -319,14 +323,8 @@ class BagModel:
         covariates: tf.Tensor | None = None,
     ) -> tf.Tensor:
         """Return (1, C) logits from values of `last_weights`, the pooled features of a bag, and (1, K) covariates."""
-        best = None
-        if self.pooling == "dsmil":
-            pooled, best = pooled[: -self.outputs], pooled[-self.outputs :]
-        if covariates is not None:
-            pooled = tf.concat([pooled, tf.cast(covariates[0], pooled.dtype)], axis=0)
         with keras.StatelessScope(zip(self.last_weights, weights, strict=True)):
-            logits: tf.Tensor = self._logits(pooled[None])
-        return logits if best is None else (logits + best) / 2
+            return self._last_layer(pooled[None], covariates)
 
     def _using(self, weights: Sequence[tf.Tensor]) -> Any:
         return keras.StatelessScope(zip(self.patch_weights, weights, strict=True))

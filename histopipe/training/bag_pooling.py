@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from histopipe.training.bag_model import JOINT, BagModel, Patches
+from histopipe.training.bag_model import HIDDEN, JOINT, BagModel, Patches
 
 PIECE = 32_768
 """Patches computed at once: about 300 MB of activations. Larger pieces are not faster."""
@@ -24,9 +24,9 @@ class Pooled(NamedTuple):
 
     value: tf.Tensor
     """(W,) pooled hidden features, the input of the last layer."""
-    norm: tf.Tensor
-    """() logarithm of the sum of the exponentials of all attention scores."""
-    best: tf.Tensor
+    norm: tf.Tensor | None = None
+    """() logarithm of the sum of the exponentials of all attention scores, for poolings by a weighted sum."""
+    best: tf.Tensor | None = None
     """(H,) int64 rows of the maximum of each hidden feature, for max pooling."""
 
 
@@ -38,8 +38,9 @@ def pool(
     seed: tf.Tensor | None = None,
 ) -> Pooled:
     """Pool a bag, `size` patches at once. `weights` are the values of `model.patch_weights`."""
-    width = (model.hidden_width,)
-    zeros = tf.zeros(width, model.sum_dtype)
+    if model.pooling in JOINT:
+        return Pooled(model.together(weights, patches, seed).pooled[0])
+    zeros = tf.zeros((HIDDEN,), model.sum_dtype)
     lowest = tf.constant(float("-inf"), model.sum_dtype)
 
     def weighted_sum(
@@ -57,16 +58,14 @@ def pool(
         at = tf.gather(rows, tf.argmax(hidden, axis=0))
         return tf.maximum(value, highest), tf.where(highest > value, at, best)
 
-    no_rows = tf.zeros(width, tf.int64)
-    if model.pooling in JOINT:
-        return Pooled(model.together(weights, patches, seed).pooled[0], lowest, no_rows)
     if model.pooling == "max":
-        value, best = _in_pieces(patches.features, size, maximum, (zeros + lowest, no_rows))
-        return Pooled(value, lowest, best)
+        state = (zeros + lowest, tf.zeros((HIDDEN,), tf.int64))
+        value, best = _in_pieces(patches.features, size, maximum, state)
+        return Pooled(value, best=best)
     highest, total, value = _in_pieces(
         patches.features, size, weighted_sum, (lowest, zeros[0], zeros)
     )
-    return Pooled(value / total, highest + tf.math.log(total), no_rows)
+    return Pooled(value / total, norm=highest + tf.math.log(total))
 
 
 def patch_gradients(  # noqa: PLR0917 - a pure function: all inputs are arguments
@@ -79,10 +78,16 @@ def patch_gradients(  # noqa: PLR0917 - a pure function: all inputs are argument
     outer: tf.Tensor,
 ) -> list[tf.Tensor]:
     """Return the gradients of a loss for `weights`. (W,) `outer` is its gradient for `pooled.value`."""
-    if model.pooling in JOINT:
+    if pooled.norm is None:
         with tf.GradientTape() as tape:
             tape.watch(weights)
-            loss = tf.tensordot(model.together(weights, patches, seed).pooled[0], outer, 1)
+            if pooled.best is None:
+                value = model.together(weights, patches, seed).pooled[0]
+            else:
+                # Only patches with the maximum of a feature contribute.
+                chosen = tf.gather(patches.features, pooled.best)
+                value = tf.linalg.diag_part(model.patches(weights, chosen, pooled.best, seed)[0])
+            loss = tf.tensordot(value, outer, 1)
         return _gradients(tape, loss, weights)
     common = tf.tensordot(pooled.value, outer, 1)
 
@@ -96,17 +101,8 @@ def patch_gradients(  # noqa: PLR0917 - a pure function: all inputs are argument
             loss = tf.reduce_sum(shares * (along + tf.stop_gradient(along - common) * scores))
         return [a + b for a, b in zip(sums, _gradients(tape, loss, weights), strict=True)]
 
-    if model.pooling == "max":
-        # Only patches with the maximum of a feature contribute.
-        with tf.GradientTape() as tape:
-            tape.watch(weights)
-            chosen = tf.gather(patches.features, pooled.best)
-            hidden, _ = model.patches(weights, chosen, pooled.best, seed)
-            loss = tf.tensordot(tf.linalg.diag_part(hidden), outer, 1)
-        return _gradients(tape, loss, weights)
-    return list(
-        _in_pieces(patches.features, size, add_gradients, [tf.zeros_like(w) for w in weights])
-    )
+    zeros = [tf.zeros_like(weight) for weight in weights]
+    return list(_in_pieces(patches.features, size, add_gradients, zeros))
 
 
 def instance_gradients(  # noqa: PLR0917 - a pure function: all inputs are arguments
@@ -167,8 +163,10 @@ def _in_pieces(
         stop = tf.minimum(start + size, count)
         return (stop, *step(features[start:stop], tf.range(start, stop), *state))
 
-    begin = tf.zeros((), tf.int64)
-    loop_state = tf.while_loop(
-        lambda start, *_: start < count, body, (begin, *state), parallel_iterations=1
+    _, *state = tf.while_loop(
+        lambda start, *_: start < count,
+        body,
+        (tf.zeros((), tf.int64), *state),
+        parallel_iterations=1,
     )
-    return tuple(loop_state[1:])
+    return state

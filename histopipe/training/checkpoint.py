@@ -139,17 +139,16 @@ def load_state(folder: Path, variables: Sequence[Any]) -> tuple[TrainState, str 
 
 def _read(path: Path) -> tuple[TrainState, list[NDArray[Any]]]:
     whole = path.read_bytes()
-    content, digest = whole[:-_DIGEST_BYTES], whole[-_DIGEST_BYTES:]
-    if hashlib.new(_DIGEST, content).digest() != digest:
+    content = whole[:-_DIGEST_BYTES]
+    if hashlib.new(_DIGEST, content).digest() != whole[-_DIGEST_BYTES:]:
         raise ValueError("does not match its checksum")
     with np.load(io.BytesIO(content), allow_pickle=False) as saved:
         facts = json.loads(str(saved["state"]))
-        if "best_auc" in facts:  # of version 0.2.0, where -1 was undefined
-            auc = facts.pop("best_auc")
+        auc = facts.pop("best_auc", None)
+        if auc is not None:  # of version 0.2.0, where -1 was undefined
             facts["best_score"] = LOWEST if auc < 0 else auc
-        state = TrainState(**facts, values=saved["values"])
-        # All arrays except the two above.
-        return state, [saved[_name(i)] for i in range(len(saved.files) - 2)]
+        variables = [saved[_name(i)] for i in range(len(saved.files) - 2)]
+        return TrainState(**facts, values=saved["values"]), variables
 
 
 def _name(number: int) -> str:

@@ -17,6 +17,7 @@ from histopipe.splits.splits import SlideSplit, Splits
 from histopipe.splits.subsets import SUBSETS, Subset
 from histopipe.tasks.choices import EvaluationLevel
 from histopipe.tasks.predictions import Predictions
+from histopipe.tasks.survival import time_grid
 from histopipe.training.objective import Objective
 from histopipe.training.objectives import CoxObjective, DiscreteSurvival
 
@@ -27,7 +28,7 @@ def baseline_scores(
     """Fit a model to the covariates of the training bags, and return its predictions for the other subsets."""
     if isinstance(objective, CoxObjective | DiscreteSurvival):
         # Cox' regression is fitted, and the objective of the slide model keeps its own baseline.
-        objective = CoxObjective.of(splits.targets_on("train"))
+        objective = CoxObjective(time_grid(*splits.targets_on("train").T))
     slides = {
         subset: [slide for slide in splits.slides if len(slide.on(subset))] for subset in SUBSETS
     }
@@ -41,13 +42,12 @@ def baseline_scores(
     task, predictions = objective.described(splits.task), {}
     for subset in SUBSETS[1:]:
         if slides[subset]:
-            activated = objective.activate(tf.constant(logits[subset]))
-            output = objective.predictions(np.asarray(activated, np.float32))
+            output = np.asarray(objective.activate(tf.constant(logits[subset])), np.float32)
             predictions[subset] = Predictions(
                 task,
                 **_places(slides[subset]),
                 target=splits.targets_on(subset),
-                output=output,
+                output=objective.predictions(output),
                 level=level,
             )
     return predictions

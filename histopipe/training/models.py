@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
+import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,19 +42,20 @@ def set_trainable(core: keras.Model, trainable: str) -> bool:
         UsageError: the network has no attention layers for "lora", or fewer blocks than N.
     """
     kind, number = parse_trainable(trainable)
-    if kind == "head":
-        core.trainable = False
-    elif kind == "last":
-        blocks = _blocks(core)
-        if number > len(blocks):
-            raise UsageError(
-                f"--trainable {trainable}", found=f"{len(blocks)} blocks or layers in {core.name}",
-                expected="at most that many",
-            )  # fmt: skip
-        for layer in itertools.chain(*blocks[: len(blocks) - number]):
-            layer.trainable = False
-    elif kind == "lora":
-        _add_lora(core, trainable, number)
+    match kind:
+        case "head":
+            core.trainable = False
+        case "last":
+            blocks = _blocks(core)
+            if number > len(blocks):
+                raise UsageError(
+                    f"--trainable {trainable}", found=f"{len(blocks)} blocks or layers in {core.name}",
+                    expected="at most that many",
+                )  # fmt: skip
+            for layer in itertools.chain(*blocks[: len(blocks) - number]):
+                layer.trainable = False
+        case "lora":
+            _add_lora(core, trainable, number)
     return kind == "head"
 
 
@@ -65,16 +67,15 @@ def changing_state(model: keras.Model) -> list[keras.Variable]:
 
 def frozen_weights(model: keras.Model) -> list[keras.Variable]:
     """Return the weights that training does not change, including the batch statistics of frozen layers."""
-    frozen = []
+    frozen: list[keras.Variable] = []
     for layer in model._flatten_layers():
         if not isinstance(layer, keras.Model):
-            layer_weights = [
-                *layer._trainable_variables,
-                *(() if layer.trainable else layer._non_trainable_variables),
-            ]
-            frozen += [
-                weight for weight in layer_weights if not (layer.trainable and weight.trainable)
-            ]
+            weights = layer._trainable_variables
+            frozen += (
+                [weight for weight in weights if not weight.trainable]
+                if layer.trainable
+                else [*weights, *layer._non_trainable_variables]
+            )
     return frozen
 
 
@@ -120,17 +121,16 @@ def _blocks(core: keras.Model) -> list[list[keras.layers.Layer]]:
 
     A layer without a block in its name is a block, with the norm that follows. Those after the last block, such as the final norm of a Vision Transformer, are part of it.
     """
-    blocks: list[list[keras.layers.Layer]] = []
     names: list[str] = []
-    for layer in _leaves(core):
+    layers = list(_leaves(core))
+    for layer in layers:
         match = _BLOCK.match(layer.name)
-        name = match["block"] if match else layer.name
-        if names and not match and isinstance(layer, _NORMS):
-            name = names[-1]
-        if not names or names[-1] != name:
-            blocks.append([])
-            names.append(name)
-        blocks[-1].append(layer)
+        follows = names and not match and isinstance(layer, _NORMS)
+        names.append(names[-1] if follows else match["block"] if match else layer.name)
+    blocks = [
+        [layer for layer, _ in block]
+        for _, block in itertools.groupby(zip(layers, names, strict=True), operator.itemgetter(1))
+    ]
     last = max(
         (place for place, block in enumerate(blocks) if _BLOCK.match(block[0].name)), default=None
     )
@@ -231,9 +231,8 @@ def build_model(
         trained = keras.Model([image, seed], training, name="training")
         factors = rate_factors(backbone.core, trained, layer_decay) if layer_decay < 1 else ()
         saved_name = re.sub(r"\W", "_", f"model_{Path(name).stem}", flags=re.ASCII)
-        model = PatchModel(
-            trained, keras.Model(image, serving, name=saved_name), factors, backbone.facts
-        )
+        saved = keras.Model(image, serving, name=saved_name)
+        model = PatchModel(trained, saved, factors, backbone.facts)
         model.synchronize(True)
         return model
 

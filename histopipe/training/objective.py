@@ -30,6 +30,8 @@ class Objective(ABC):
     name: str
     """Name of the output of a saved model."""
     outputs: int
+    activation = "linear"
+    """Name of the function from the last layer to the outputs of a saved model."""
     joint = False
     bias: NDArray[np.float64] | None = None
     """(C,) initial bias of the last layer of slide models; None for 0."""
@@ -42,13 +44,13 @@ class Objective(ABC):
     def losses(self, part: BatchTensors, logits: tf.Tensor, smoothing: float = 0.0) -> tf.Tensor:
         """Return the (B,) losses of (B, C) values of the last layer."""
 
-    @abstractmethod
     def activate(self, logits: tf.Tensor) -> tf.Tensor:
         """Return the (B, C) outputs of a saved model."""
+        return keras.activations.get(self.activation)(logits)
 
-    @abstractmethod
     def layer(self, dtype: Any) -> keras.layers.Layer:
         """Return a stock layer that computes `activate`, for the saved model."""
+        return keras.layers.Activation(self.activation, dtype=dtype, name=self.name)
 
     def logits(self, outputs: tf.Tensor) -> tf.Tensor:
         """Return values of the last layer from (B, C) outputs of a saved model; the inverse of `activate`."""
@@ -134,7 +136,7 @@ class MultilabelObjective(Objective):
     `positive_weight` (T,) is the weight of a label's 1 in the loss.
     """
 
-    name = "probability"
+    name, activation = "probability", "sigmoid"
 
     def __init__(self, positive_weight: NDArray[np.float64]) -> None:
         self.outputs = len(positive_weight)
@@ -157,14 +159,6 @@ class MultilabelObjective(Objective):
         each = tf.nn.sigmoid_cross_entropy_with_logits(truth, logits)
         weight = 1 + truth * tf.constant(self._positive - 1, logits.dtype)
         return tf.reduce_sum(tf.where(finite, each * weight, 0.0), axis=-1) / self.outputs
-
-    def activate(self, logits: tf.Tensor) -> tf.Tensor:
-        """Return a probability per label."""
-        return tf.nn.sigmoid(logits)
-
-    def layer(self, dtype: Any) -> keras.layers.Layer:
-        """Return a sigmoid layer."""
-        return keras.layers.Activation("sigmoid", dtype=dtype, name=self.name)
 
     def logits(self, outputs: tf.Tensor) -> tf.Tensor:
         """Return the log odds of probabilities."""
@@ -199,10 +193,7 @@ class RegressionObjective(Objective):
 
     def losses(self, part: BatchTensors, logits: tf.Tensor, smoothing: float = 0.0) -> tf.Tensor:
         """Return the sum over the known columns, divided by the number of all columns."""
-        mean, scale = (
-            tf.constant(statistic, logits.dtype) for statistic in (self._mean, self._scale)
-        )
-        target = (tf.cast(part["target"], logits.dtype) - mean) / scale
+        target = self.logits(tf.cast(part["target"], logits.dtype))
         finite = tf.math.is_finite(target)
         error = tf.abs(logits - tf.where(finite, target, 0.0))
         each = error**2 / 2

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
-import keras
 import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
@@ -42,22 +41,9 @@ class CoxObjective(Objective):
         self.grid = list(times)
         self._baseline = None if baseline is None else np.array(baseline, np.float64)
 
-    @classmethod
-    def of(cls, targets: NDArray[np.float64]) -> CoxObjective:
-        """Create it from the (N, 2) times and events of the training."""
-        return cls(time_grid(*targets.T))
-
     def losses(self, part: BatchTensors, logits: tf.Tensor, smoothing: float = 0.0) -> tf.Tensor:
         """Return 0: the loss is computed for all bags together."""
         return tf.zeros_like(logits[:, 0])
-
-    def activate(self, logits: tf.Tensor) -> tf.Tensor:
-        """Return the risk."""
-        return logits
-
-    def layer(self, dtype: Any) -> keras.layers.Layer:
-        """Return a layer that changes nothing."""
-        return keras.layers.Activation("linear", dtype=dtype, name=self.name)
 
     def slopes(self, rows: NDArray[np.float32]) -> NDArray[np.float32]:
         """Return the mean loss per event, and the slope of the sum of losses for each risk."""
@@ -105,14 +91,14 @@ class CoxObjective(Objective):
 
 
 class DiscreteSurvival(Objective):
-    """Hazards of the intervals between quantiles of the event times.
+    """Hazards of the intervals between quantiles of the event times: probabilities of the event, if not yet happened.
 
     Source:
         M. Gensheimer and B. Narasimhan, "A scalable discrete-time survival model for neural networks" (2019). A censored
         patient survived an interval if the time is in its second half or later.
     """
 
-    name = "hazard"
+    name, activation = "hazard", "sigmoid"
 
     def __init__(self, times: Sequence[float], edges: Sequence[float]) -> None:
         self.grid, self._edges = list(times), np.array(edges, np.float64)
@@ -142,9 +128,8 @@ class DiscreteSurvival(Objective):
 
     def losses(self, part: BatchTensors, logits: tf.Tensor, smoothing: float = 0.0) -> tf.Tensor:
         """Return the negative log likelihood."""
-        begin, end = (
-            tf.constant(edges, logits.dtype) for edges in (self._edges[:-1], self._edges[1:])
-        )
+        edges = tf.constant(self._edges, logits.dtype)
+        begin, end = edges[:-1], edges[1:]
         target = tf.cast(part["target"], logits.dtype)
         time, happened = target[:, :1], target[:, 1:] == 1
         until = tf.where(happened, end, (begin + end) / 2)
@@ -156,14 +141,6 @@ class DiscreteSurvival(Objective):
         survived = tf.where(died > 0, 0.0, survived)
         stay = tf.nn.softplus(logits)  # -log of survival of the interval
         return tf.reduce_sum(survived * stay + died * tf.nn.softplus(-logits), axis=-1)
-
-    def activate(self, logits: tf.Tensor) -> tf.Tensor:
-        """Return the probability of the event in each interval, if it has not happened before."""
-        return tf.nn.sigmoid(logits)
-
-    def layer(self, dtype: Any) -> keras.layers.Layer:
-        """Return a sigmoid layer."""
-        return keras.layers.Activation("sigmoid", dtype=dtype, name=self.name)
 
     def predictions(self, outputs: NDArray[np.float32]) -> NDArray[np.float32]:
         """Return the risk, minus the sum of the survival at the ends of the intervals; and survival at the grid."""
@@ -254,7 +231,9 @@ def make_objective(
     if task == "regression":
         return RegressionObjective.of(targets, loss)
     if task == "survival":
-        return CoxObjective.of(targets) if loss == "cox" else DiscreteSurvival.of(targets)
+        return (
+            CoxObjective(time_grid(*targets.T)) if loss == "cox" else DiscreteSurvival.of(targets)
+        )
     return ClassObjective(classes)
 
 
