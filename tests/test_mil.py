@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import h5py
 import numpy as np
@@ -38,13 +38,13 @@ from histopipe.features.bag_statistics import feature_moments, scaling_variance
 from histopipe.features.bags import BagBatches, BagSet, read_bag
 from histopipe.features.feature_file import read_features, read_header, writing
 from histopipe.ingestion.coords import read_header as read_coords_header
-from histopipe.runs.task_config import PatchTrainConfig
+from histopipe.runs.task_config import BagPooling, PatchTrainConfig
 from histopipe.slides.slide_files import copy_groups
 from histopipe.splits.splitting import make_splits
 from histopipe.system.tensorflow import load_quietly
 
 DIMENSION = 12
-POOLINGS = ("gated", "attention", "mean", "max", "clam", "dsmil", "transformer")
+POOLINGS = get_args(BagPooling)
 
 
 def write_bag(
@@ -114,9 +114,8 @@ def test_gradients_of_micro_batches_equal_those_of_the_bag(
     import keras
     import tensorflow as tf
 
-    from histopipe.training.attention import patch_values
     from histopipe.training.bag_model import JOINT, BagModel, Patches
-    from histopipe.training.bag_pooling import patch_gradients, pool
+    from histopipe.training.bag_pooling import patch_gradients, patch_values, pool
     from histopipe.training.objective import ClassObjective
 
     keras.utils.set_random_seed(seed)
@@ -171,7 +170,7 @@ def test_gradients_of_micro_batches_equal_those_of_the_bag(
         attention, parts = patch_values(model, patches)
         assert attention.sum() == pytest.approx(1)
         # The parts of all patches and the bias are the whole.
-        bias = np.asarray(last[1]) * (0.5 if pooling == "dsmil" else 1)
+        bias = np.asarray(last[1]) * model.last_layer_share
         np.testing.assert_allclose(parts.sum(axis=0) + bias, logits[0], atol=1e-9)
         if "attention" in served:
             np.testing.assert_allclose(served["attention"][0], attention, atol=1e-6)
@@ -244,8 +243,8 @@ def test_features_are_standardised_in_the_model(precision: Any) -> None:
 
     from histopipe.training.bag_model import BagModel, Patches
     from histopipe.training.bag_pooling import pool
+    from histopipe.training.models import values_of
     from histopipe.training.objective import ClassObjective
-    from histopipe.training.train_step import values_of
 
     rng = np.random.default_rng(3)
     plain = rng.normal(size=(9, 4)).astype(np.float32)
@@ -686,7 +685,7 @@ def test_class_weights_balance_what_an_epoch_draws(
 
 
 def test_weights_of_labels_count_samples_and_not_slides() -> None:
-    from histopipe.training.objectives import make_objective
+    from histopipe.training.objective import make_objective
 
     targets = np.array([[1, 0], [0, np.nan], [np.nan, 1]])
     objective: Any = make_objective(

@@ -217,8 +217,7 @@ class _Machine:
                 pairs = (
                     self._since_mark() if name == "SETITEMS" else [stack.pop(), stack.pop()][::-1]
                 )
-                items = list(zip(pairs[::2], pairs[1::2], strict=True))
-                self._top(dict).update(self._dictionary(items))
+                self._top(dict).update(self._dictionary(zip(pairs[::2], pairs[1::2], strict=True)))
             case "GLOBAL":
                 stack.append(self._named(argument))
             case "STACK_GLOBAL":
@@ -290,8 +289,9 @@ class _Machine:
     ) -> Tensor:
         if type(size) is not tuple or type(stride) is not tuple:  # a list could be changed later
             raise ValueError("a tensor whose shape is no tuple")
-        whole = (offset, *size, *stride)
-        if not isinstance(storage, _Storage) or not all(type(n) is int and n >= 0 for n in whole):
+        if not isinstance(storage, _Storage) or not all(
+            type(n) is int and n >= 0 for n in (offset, *size, *stride)
+        ):
             raise ValueError("a tensor with negative numbers")
         if len(size) != len(stride) or len(size) > _MOST_DIMENSIONS:
             raise ValueError("a tensor with a wrong number of dimensions")

@@ -37,12 +37,16 @@ class EncodersResult(Result):
 
     def to_json(self) -> dict[str, Any]:
         """Return the presets by name."""
-        presets = {}
-        for preset in self.presets:
-            fields = asdict(preset)
-            settings = fields.pop("preprocessing")
-            presets[preset.name] = {**fields, "input": settings, "dimension": _dimension(preset)}
-        return presets
+        return {
+            preset.name: {
+                **{
+                    name: value for name, value in asdict(preset).items() if name != "preprocessing"
+                },
+                "input": asdict(preset.preprocessing),
+                "dimension": _dimension(preset),
+            }
+            for preset in self.presets
+        }
 
     def __str__(self) -> str:
         if self.detailed:
@@ -172,8 +176,7 @@ def own_file(model: str) -> Path | None:
     if model in preset_names():  # also if a folder has this name
         return None
     path = Path(model.rpartition(":")[0] if f"{_PYTHON}:" in model else model)
-    is_own = path.suffix in (KERAS, _PYTHON) or (path / SAVED_MODEL).is_file()
-    return path if is_own else None
+    return path if path.suffix in (KERAS, _PYTHON) or (path / SAVED_MODEL).is_file() else None
 
 
 def check_untrusted_model(model: str, weights: str | None) -> None:

@@ -229,8 +229,7 @@ def check_preset(preset: Preset, where: str) -> None:
     settings, network = preset.preprocessing, preset.architecture
     numbers = {"mean": (settings.mean, -math.inf), "std": (settings.std, 0), "mpp": (preset.mpp, 0)}
     if network is not None:
-        numbers["epsilon"] = ((network.epsilon,), 0)
-        for name in ("patch", "width", "depth", "heads", "hidden"):
+        for name in ("epsilon", "patch", "width", "depth", "heads", "hidden"):
             numbers[name] = ((getattr(network, name),), 0)
     for name, (values, above) in numbers.items():
         if not all(math.isfinite(value) and value > above for value in values):
@@ -244,16 +243,14 @@ def check_preset(preset: Preset, where: str) -> None:
         )  # fmt: skip
     if network is None:
         return
-    for name, size in (("size", settings.size), ("trained_size", settings.trained_size)):
-        if size % network.patch:
-            raise UsageError(
-                f"{where}: {name}", found=size,
-                expected=f"a multiple of the network's patch of {network.patch} pixels",
-            )  # fmt: skip
-    if network.width % network.heads:
-        raise UsageError(
-            f"{where}: width", found=network.width, expected=f"a multiple of heads, {network.heads}"
-        )
+    patch = f"the network's patch of {network.patch} pixels"
+    for name, number, divisor, text in (
+        ("size", settings.size, network.patch, patch),
+        ("trained_size", settings.trained_size, network.patch, patch),
+        ("width", network.width, network.heads, f"heads, {network.heads}"),
+    ):
+        if number % divisor:
+            raise UsageError(f"{where}: {name}", found=number, expected=f"a multiple of {text}")
     naming = NAMINGS[preset.naming]
     lacking = {
         "layer_scale": network.layer_scale and not naming.scale1,

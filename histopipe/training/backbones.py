@@ -60,11 +60,6 @@ def prepare(image: keras.KerasTensor, settings: Preprocessing) -> keras.KerasTen
     return layers.Rescaling(scale.tolist(), offset.tolist(), dtype=exact, name="normalize")(image)
 
 
-def as_float(image: keras.KerasTensor) -> keras.KerasTensor:
-    """Return images as floating-point numbers from 0 to 255."""
-    return layers.Rescaling(1.0, dtype=keras.config.dtype_policy().variable_dtype)(image)
-
-
 def _resized(image: keras.KerasTensor, settings: Preprocessing) -> keras.KerasTensor:
     """Resize as PIL does, bit for bit: first along rows, then along columns, each rounded to 8 bits.
 
@@ -237,6 +232,8 @@ def _own(
     }
     if preset is not None:
         return _prepared(core, preset, facts)
+    # Floating-point numbers from 0 to 255.
+    as_float = layers.Rescaling(1.0, dtype=keras.config.dtype_policy().variable_dtype)
     return Backbone(core, as_float, facts)
 
 
@@ -284,8 +281,11 @@ def _saved_model(path: Path, preset: Preset, *, training: bool) -> Backbone:
         raise UsageError(
             f"{path}: outputs", found=", ".join(features), expected="one output, the features"
         )
-    files = sorted(file for file in path.rglob("*") if file.is_file())
-    digests = {str(file.relative_to(path)): file_sha256(file) for file in files}
+    digests = {
+        str(file.relative_to(path)): file_sha256(file)
+        for file in sorted(path.rglob("*"))
+        if file.is_file()
+    }
     facts = {"file": path.name, "file_sha256": digests}
     return _prepared(keras.Model(image, outputs[0]), preset, facts)
 

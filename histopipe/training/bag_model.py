@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 import tensorflow as tf
-from keras import ops
+from keras import layers, ops
 
 from histopipe.dataset.augmentation import hash31
 from histopipe.runs.config import Precision
@@ -57,8 +57,8 @@ def dual_stream(outputs: int, dtype: Any) -> JointPooling:
     Source:
         B. Li, Y. Li and K. W. Eliceiri, "Dual-stream Multiple Instance Learning Network" (2021), equations 2 to 6.
     """
-    instances = keras.layers.Dense(outputs, dtype=dtype, name="instance_scores")
-    query = keras.layers.Dense(_QUERY, activation="tanh", name="query")
+    instances = layers.Dense(outputs, dtype=dtype, name="instance_scores")
+    query = layers.Dense(_QUERY, activation="tanh", name="query")
 
     def pool(hidden: Any, positions: Any) -> PooledBags:  # noqa: ARG001 - as all poolings
         scores = instances(hidden)
@@ -85,7 +85,6 @@ def induced_attention(outputs: int, dtype: Any) -> JointPooling:  # noqa: ARG001
         Z. Shao et al., "TransMIL" (2021): self-attention of patches with positions, in two layers; J. Lee et al., "Set
         Transformer" (2019): induced points, in place of TransMIL's approximation.
     """
-    layers = keras.layers
     place = layers.Dense(HIDDEN, use_bias=False, kernel_initializer="zeros", name="positions_in")
     blocks = [
         (
@@ -169,17 +168,19 @@ class BagModel:
         scaled: bool = False,
     ) -> None:
         self.pooling: BagPooling = pooling
-        self.batch_norms: list[keras.layers.BatchNormalization] = []
+        self.batch_norms: list[layers.BatchNormalization] = []
         self.takes_positions = pooling in WITH_POSITIONS
+        self.has_instances = pooling == "clam"
+        """Whether single patches have a loss, see `instances`."""
         self.outputs = objective.outputs
-        self.scaling: keras.layers.BatchNormalization | None = None
+        self.scaling: layers.BatchNormalization | None = None
         with dtype_policy(precision):
             if scaled:
                 # Features can exceed the range of float16 before this layer. An epsilon would shrink small features.
-                dtype = keras.config.dtype_policy().variable_dtype
-                self.scaling = keras.layers.BatchNormalization(
-                    center=False, epsilon=0.0, trainable=False, dtype=dtype, name="scaling"
-                )
+                self.scaling = layers.BatchNormalization(
+                    center=False, epsilon=0.0, trainable=False, name="scaling",
+                    dtype=keras.config.dtype_policy().variable_dtype,
+                )  # fmt: skip
             self._build(dimension, objective, dropout, covariates)
         kernel = self._logits.kernel
         rates = np.ones((kernel.shape[0], 1))
@@ -193,7 +194,7 @@ class BagModel:
     def _build(self, dimension: int, objective: Objective, dropout: float, covariates: int) -> None:
         # Sums and probabilities need more than 16 bits.
         self.sum_dtype = last = keras.config.dtype_policy().variable_dtype
-        layers, self._drop = keras.layers, SampleDropout(dropout)
+        self._drop = SampleDropout(dropout)
         inputs = {"features": keras.Input((None, dimension), name="features")}
         if covariates:
             inputs["covariates"] = keras.Input((covariates,), name="covariates")
@@ -202,23 +203,23 @@ class BagModel:
         self._hidden = layers.Dense(HIDDEN, activation="relu", name="hidden")
         hidden = layers.Dropout(dropout)(self._hidden(self._scaled(inputs["features"])))
         self._score: Any = None
-        self._instances: Any = None
         self._joint: JointPooling | None = None
-        self._adds_scores = False
+        self.last_layer_share = 1.0
+        """Share of the last layer in the outputs; the rest is that of the scores of single patches."""
         pooled, outputs = self._pool(hidden, inputs.get("positions"), last)
         self._logits = layers.Dense(objective.outputs, dtype=last, name=LOGITS)
         logits = self._last_layer(pooled, inputs.get("covariates"))
         outputs[objective.name] = objective.layer(last)(logits)
         plain = inputs if len(inputs) > 1 else inputs["features"]
         self.serving = self.training = keras.Model(plain, outputs, name=f"mil_{self.pooling}")
-        if self.pooling == "clam":
+        if self.has_instances:
             self._instances = layers.Dense(2 * self.outputs, dtype=last, name="instances")
-            training_outputs = {**outputs, "instances": self._instances(hidden)}
-            self.training = keras.Model(plain, training_outputs, name="training")
+            self.training = keras.Model(
+                plain, {**outputs, "instances": self._instances(hidden)}, name="training"
+            )
 
     def _pool(self, hidden: Any, positions: Any, last: Any) -> tuple[Any, dict[str, Any]]:
         """Return symbolic pooled features, and {"attention": …} if the pooling has one."""
-        layers = keras.layers
         if self.pooling == "mean":
             return layers.GlobalAveragePooling1D(dtype=last)(hidden), {}
         if self.pooling == "max":
@@ -226,7 +227,7 @@ class BagModel:
         if self.pooling in JOINT:
             self._joint = JOINT[self.pooling](self.outputs, last)
             joint = self._joint(hidden, positions)
-            self._adds_scores = joint.scores is not None
+            self.last_layer_share = 1.0 if joint.scores is None else 0.5
             return joint.pooled, {"attention": ops.mean(joint.shares, axis=-1)}
         self._tanh = layers.Dense(_ATTENTION, activation="tanh", name="attention_tanh")
         self._gate = None
@@ -242,28 +243,18 @@ class BagModel:
     def _last_layer(self, pooled: Any, covariates: Any) -> Any:
         """Return (B, C) logits from (B, W) pooled features and (B, K) covariates."""
         best = None
-        if self._adds_scores:
+        if self.last_layer_share < 1:
             pooled, best = pooled[:, : -self.outputs], pooled[:, -self.outputs :]
         if covariates is not None:
-            pooled = keras.layers.Concatenate(dtype=self.sum_dtype)([pooled, covariates])
+            pooled = layers.Concatenate(dtype=self.sum_dtype)([pooled, covariates])
         logits = self._logits(pooled)
         if best is None:
             return logits
-        return keras.layers.Average(dtype=self.sum_dtype)([logits, best])
+        return layers.Average(dtype=self.sum_dtype)([logits, best])
 
     def save(self, path: Path) -> None:
         """Save the serving model, for any backend of Keras."""
         self.serving.save(path)
-
-    @property
-    def last_layer_share(self) -> float:
-        """Share of the last layer in the outputs; the rest is that of the scores of single patches."""
-        return 0.5 if self._adds_scores else 1.0
-
-    @property
-    def has_instances(self) -> bool:
-        """Whether single patches have a loss, see `instances`."""
-        return self._instances is not None
 
     @property
     def patch_weights(self) -> list[keras.Variable]:
@@ -308,8 +299,9 @@ class BagModel:
         rows = tf.range(tf.shape(patches.features, tf.int64)[0])
         with self._using(weights):
             hidden = self._dropped(patches.features, rows, seed)
-            places = None if patches.positions is None else patches.positions[None]
-            return self._joint(hidden[None], places)
+            return self._joint(
+                hidden[None], None if patches.positions is None else patches.positions[None]
+            )
 
     def instances(self, weights: Sequence[tf.Tensor], hidden: tf.Tensor) -> tf.Tensor:
         """Return (n, C, 2) logits of CLAM's classifiers of single patches, from (n, H) hidden features."""

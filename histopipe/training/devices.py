@@ -142,8 +142,7 @@ def gathered(
     replicas = cluster.own_part(strategy.num_replicas_in_sync)
     # The first replica has the values, the others none.
     parts = [tf.constant(values if place == 0 else values[:, :0]) for place in range(len(replicas))]
-    each = one_per_replica(strategy, parts, replicas[0])
-    return np.asarray(strategy.gather(each, axis=1))
+    return np.asarray(strategy.gather(one_per_replica(strategy, parts, replicas[0]), axis=1))
 
 
 def assign_same(

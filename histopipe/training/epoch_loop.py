@@ -69,9 +69,11 @@ class StopSignals:
     @contextmanager
     def handled(self) -> Iterator[None]:
         """Handle signals in the main thread. Enter it after the workers connect, because TensorFlow then sets a handler."""
-        in_main = threading.current_thread() is threading.main_thread()
-        numbers = (signal.SIGTERM, signal.SIGINT) if in_main else ()
-        handlers = {number: signal.signal(number, self._stop) for number in numbers}
+        handlers = {
+            number: signal.signal(number, self._stop)
+            for number in (signal.SIGTERM, signal.SIGINT)
+            if threading.current_thread() is threading.main_thread()
+        }
         try:
             yield
         finally:
@@ -104,6 +106,7 @@ class EpochLoop:
         self._seed = seed
         self._replicas = self._strategy.num_replicas_in_sync
         self._own = self._cluster.own_part(self._replicas)
+        self._sizes = [len(self._rows_of(replica)) for replica in self._own]
         self._rows = max(len(self._rows_of(replica)) for replica in range(self._replicas))
         self.micro_batch = micro_batch(step.whole(self._rows))
         self.skipped: dict[int, str] = {}
@@ -149,17 +152,16 @@ class EpochLoop:
 
         def step(batch: Any) -> Any:
             before_step()
-            values = self.micro_batch.fit(
+            return self.micro_batch.fit(
                 lambda size: self.step.predictions(batch, self._rows, size)
-            )
-            return values, _request_nothing()
+            ), _request_nothing()
 
         self._run(batches, 0, step, title, results)
         return predictions(batches, 0, self.gathered(results))
 
     def gathered(self, results: StepResults) -> NDArray[np.float32]:
         """Return the results of all workers, (S, B, C + 2) float32. All workers must call it."""
-        rows = sum(len(self._rows_of(replica)) for replica in self._own)
+        rows = sum(self._sizes)
         values = np.asarray(results.values, np.float32).reshape(
             -1, rows, self.step.settings.objective.outputs + 2
         )
@@ -186,13 +188,12 @@ class EpochLoop:
         """Run the steps of a pass that have no results yet."""
         done = len(results.values)
         in_flight: deque[Any] = deque()
-        before = results.seconds
-        started = time.monotonic()
+        started = time.monotonic() - results.seconds
 
         def fetch(most: int) -> None:
             while len(in_flight) > most:
                 results.values.append(self._on_host(in_flight.popleft()))
-            results.seconds = before + time.monotonic() - started
+            results.seconds = time.monotonic() - started
 
         with (
             closing(
@@ -219,8 +220,7 @@ class EpochLoop:
     def _on_host(self, values: Any) -> NDArray[np.float32]:
         """Return the results of a step, by micro-batch and replica, as (B, C + 2) of this worker's rows."""
         by_replica = [np.concatenate(parts) for parts in zip(*values, strict=True)]
-        sizes = [len(self._rows_of(replica)) for replica in self._own]
-        return np.concatenate([part[:n] for part, n in zip(by_replica, sizes, strict=True)])
+        return np.concatenate([part[:n] for part, n in zip(by_replica, self._sizes, strict=True)])
 
     def _timed(self, batches: Any, first: int, last: int) -> Generator[tuple[Any, float]]:
         """Yield each step's batch, one part per replica, with the seconds spent waiting for it.

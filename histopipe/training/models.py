@@ -26,7 +26,6 @@ from histopipe.training.objective import Objective
 _BLOCK = re.compile(r"(?P<block>(conv\d+_)?block_?\d+[a-z]?)_")
 """Names of layers with their block: here, and in ResNet, DenseNet, EfficientNet, VGG and others."""
 _NORMS = (keras.layers.BatchNormalization, keras.layers.LayerNormalization)
-_LORA_LAYERS = ("query", "value")
 
 
 def set_trainable(core: keras.Model, trainable: str) -> bool:
@@ -55,7 +54,16 @@ def set_trainable(core: keras.Model, trainable: str) -> bool:
             for layer in itertools.chain(*blocks[: len(blocks) - number]):
                 layer.trainable = False
         case "lora":
-            _add_lora(core, trainable, number)
+            parts = [x for x in _leaves(core) if x.name.rpartition("_")[2] in ("query", "value")]
+            if not parts or not all(isinstance(part, keras.layers.Dense) for part in parts):
+                raise UsageError(
+                    f"--trainable {trainable}", found=f"no attention layers in {core.name}",
+                    expected="a Vision Transformer of a preset", todo="use head or last:N",
+                )  # fmt: skip
+            for weight in core.variables:
+                weight.trainable = False
+            for part in parts:
+                part.enable_lora(number)
     return kind == "head"
 
 
@@ -77,6 +85,11 @@ def frozen_weights(model: keras.Model) -> list[keras.Variable]:
                 else [*weights, *layer._non_trainable_variables]
             )
     return frozen
+
+
+def values_of(variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
+    """Return the values of variables."""
+    return [tf.convert_to_tensor(variable.value) for variable in variables]
 
 
 def digest(weights: Iterable[keras.Variable]) -> str:
@@ -147,19 +160,6 @@ def _leaves(model: keras.Model) -> Iterator[keras.layers.Layer]:
             yield layer
 
 
-def _add_lora(core: keras.Model, trainable: str, rank: int) -> None:
-    layers = [layer for layer in _leaves(core) if layer.name.rpartition("_")[2] in _LORA_LAYERS]
-    if not layers or not all(isinstance(layer, keras.layers.Dense) for layer in layers):
-        raise UsageError(
-            f"--trainable {trainable}", found=f"no attention layers in {core.name}",
-            expected="a Vision Transformer of a preset", todo="use head or last:N",
-        )  # fmt: skip
-    for weight in core.variables:
-        weight.trainable = False
-    for layer in layers:
-        layer.enable_lora(rank)
-
-
 _HASHES = 1 << 31
 _LEAST_MOMENTUM = 0.8
 LOGITS = "logits"
@@ -182,8 +182,11 @@ class PatchModel:
     @property
     def batch_norms(self) -> list[keras.layers.BatchNormalization]:
         """Batch normalization layers, including nested ones."""
-        layers = self.training._flatten_layers()
-        return [layer for layer in layers if isinstance(layer, keras.layers.BatchNormalization)]
+        return [
+            layer
+            for layer in self.training._flatten_layers()
+            if isinstance(layer, keras.layers.BatchNormalization)
+        ]
 
     def synchronize(self, synchronized: bool) -> None:
         """Compute batch statistics over all replicas, or per replica."""
@@ -231,8 +234,9 @@ def build_model(
         trained = keras.Model([image, seed], training, name="training")
         factors = rate_factors(backbone.core, trained, layer_decay) if layer_decay < 1 else ()
         saved_name = re.sub(r"\W", "_", f"model_{Path(name).stem}", flags=re.ASCII)
-        saved = keras.Model(image, serving, name=saved_name)
-        model = PatchModel(trained, saved, factors, backbone.facts)
+        model = PatchModel(
+            trained, keras.Model(image, serving, name=saved_name), factors, backbone.facts
+        )
         model.synchronize(True)
         return model
 

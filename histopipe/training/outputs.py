@@ -128,8 +128,8 @@ def located(
     if level == "patch":
         for (store, number), begin, count in zip(places, begins, counts, strict=True):
             here = slice(begin, begin + count)
-            index = sources[store].index(number)[rows[here]]
-            corners[here] = np.stack([index["x_l0"], index["y_l0"]], axis=1)
+            index = sources[store].index(number)
+            corners[here] = np.stack([index[name][rows[here]] for name in ("x_l0", "y_l0")], axis=1)
     return Predictions(
         task, tuple(slides), tuple(patient_numbers),
         slide=np.repeat(np.arange(len(places), dtype=np.int32), counts),
@@ -199,12 +199,13 @@ def _environment() -> dict[str, object]:
     """Return versions and devices, without the names of machine and user."""
     gpus = tf.config.list_physical_devices("GPU")
     details = [tf.config.experimental.get_device_details(gpu) for gpu in gpus]
-    build = tf.sysconfig.get_build_info()
     return {
         "python": sys.version.split()[0],
         "numpy": np.__version__,
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
         "cores": count_usable_cores(),
         "gpus": [str(detail.get("device_name", "unknown")) for detail in details],
-        "cuda": str(build.get("cuda_version", "none")) if gpus else "none used",
+        "cuda": str(tf.sysconfig.get_build_info().get("cuda_version", "none"))
+        if gpus
+        else "none used",
     }

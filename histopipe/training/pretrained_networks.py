@@ -99,8 +99,7 @@ def _convolution(filters: int, kernel: int, name: str, strides: int = 1) -> laye
 
 
 def _normalized(convolution: layers.Layer, x: Any) -> Any:
-    norm = layers.BatchNormalization(epsilon=1e-3, name=f"{convolution.name}_norm")
-    return norm(convolution(x))
+    return layers.BatchNormalization(epsilon=1e-3, name=f"{convolution.name}_norm")(convolution(x))
 
 
 def _activated(convolution: layers.Layer, x: Any) -> Any:
@@ -198,11 +197,12 @@ def _transformer_block(
     x = layers.Dense(network.width, name=f"{name}_projection")(x)
     tokens = layers.Add(dtype=exact, name=f"{name}_add1")([tokens, x])
     x = _norm(network, f"{name}_norm2", exact)(tokens)
-    activation = "silu" if network.gated else "gelu"
-    hidden = layers.Dense(network.hidden, activation, name=f"{name}_hidden")(x)
+    hidden = layers.Dense(
+        network.hidden, "silu" if network.gated else "gelu", name=f"{name}_hidden"
+    )(x)
     if network.gated:
-        gate = layers.Dense(network.hidden, name=f"{name}_gate")(x)
-        hidden = layers.Multiply(name=f"{name}_product")([hidden, gate])
+        gate = layers.Dense(network.hidden, name=f"{name}_gate")
+        hidden = layers.Multiply(name=f"{name}_product")([hidden, gate(x)])
     x = layers.Dense(network.width, name=f"{name}_output")(hidden)
     return layers.Add(dtype=exact, name=f"{name}_add2")([tokens, x])
 
@@ -212,16 +212,16 @@ def _norm(network: Architecture, name: str, exact: str) -> layers.LayerNormaliza
 
 
 def _pooled(network: Architecture, tokens: keras.KerasTensor, exact: str) -> keras.KerasTensor:
-    count = tokens.shape[1]
     first = layers.Flatten(dtype=exact, name="class_token")(
-        layers.Cropping1D((0, count - 1), dtype=exact)(tokens)
+        layers.Cropping1D((0, tokens.shape[1] - 1), dtype=exact)(tokens)
     )
     if network.pooling == "tokens":
         return tokens
     if network.pooling == "class":
         return first
-    patches = layers.Cropping1D((network.prefix, 0), dtype=exact)(tokens)
-    mean = layers.GlobalAveragePooling1D(dtype=exact, name="mean_token")(patches)
+    mean = layers.GlobalAveragePooling1D(dtype=exact, name="mean_token")(
+        layers.Cropping1D((network.prefix, 0), dtype=exact)(tokens)
+    )
     return layers.Concatenate(dtype=exact, name="features")([first, mean])
 
 
@@ -232,15 +232,14 @@ def assign_weights(
     model: keras.Model, network: Architecture, naming: Naming, tensors: Mapping[str, Tensor]
 ) -> None:
     """Set the weights of a `vision_transformer`, layer by layer. Positions are resized to its input size."""
-    side = model.input_shape[1] // network.patch
-    for name, weights in _layer_weights(network, naming, tensors, side):
+    for name, weights in _layer_weights(network, naming, tensors, model.input_shape[1]):
         model.get_layer(name).set_weights(weights)
 
 
 def _layer_weights(
-    network: Architecture, naming: Naming, tensors: Mapping[str, Tensor], side: int
+    network: Architecture, naming: Naming, tensors: Mapping[str, Tensor], size: int
 ) -> Iterator[tuple[str, list[WeightArray]]]:
-    """Yield the name of each layer and its weights, in the shapes of Keras. `side` is in patches."""
+    """Yield the name of each layer and its weights, in the shapes of Keras. `size` is of the input in pixels."""
 
     def linear(name: str, number: int = 0) -> list[WeightArray]:
         """Return kernel and bias. PyTorch's kernels are (outputs, inputs, ...)."""
@@ -253,7 +252,7 @@ def _layer_weights(
         return [weights * factor for weights in linear(name, number)]
 
     kernel, bias = linear(naming.patch)  # (width, height, channels, outputs)
-    embedding = _embedding_bias(network, naming, tensors, side, bias)
+    embedding = _embedding_bias(network, naming, tensors, size, bias)
     yield "embedding", [kernel.swapaxes(0, 1).reshape(-1, network.width), embedding]
     first, second = naming.gated if network.gated else naming.plain
     for number in range(network.depth):
@@ -280,7 +279,7 @@ def _embedding_bias(
     network: Architecture,
     naming: Naming,
     tensors: Mapping[str, Tensor],
-    side: int,
+    size: int,
     bias: WeightArray,
 ) -> WeightArray:
     """Return the (T, D) bias of the embedding, from the (D,) bias of the patches."""
@@ -291,5 +290,5 @@ def _embedding_bias(
     prefix[:count] += positions[:count]
     # The networks with registers resize with antialiasing, in every library.
     antialiased = naming.antialiased or network.registers > 0
-    patches = resize_positions(positions[count:], side, antialiased=antialiased)
+    patches = resize_positions(positions[count:], size // network.patch, antialiased=antialiased)
     return np.concatenate([prefix, patches + bias])

@@ -21,7 +21,7 @@ from histopipe.dataset.stain_normalization import StainNormalizer
 from histopipe.errors import UsageError
 from histopipe.training.bag_model import BagModel, Patches
 from histopipe.training.bag_pooling import PIECE, instance_gradients, patch_gradients, pool
-from histopipe.training.models import PatchModel, changing_state
+from histopipe.training.models import PatchModel, changing_state, values_of
 from histopipe.training.objective import Objective
 from histopipe.training.optimizer import LossScale
 
@@ -92,9 +92,12 @@ class TrainStep:
     @property
     def variables(self) -> list[keras.Variable]:
         """All variables that training changes: weights, batch statistics, optimizer, loss scale."""
-        scaling = self._scale.variables if self._scale is not None else []
-        model = self.model.training
-        return [*model.trainable_variables, *self._state, *self.optimizer.variables, *scaling]
+        return [
+            *self.model.training.trainable_variables,
+            *self._state,
+            *self.optimizer.variables,
+            *(self._scale.variables if self._scale is not None else ()),
+        ]
 
     @property
     def learning_rate(self) -> float:
@@ -122,8 +125,10 @@ class TrainStep:
 
     def predictions(self, batch: Any, rows: int, size: int) -> Any:
         """Predict with the serving model. Return by micro-batch and replica (size, C + 2) float32, as `gradients`."""
-        parts = (self._predict_step(batch, *piece) for piece in self._pieces(rows, size))
-        return [self.strategy.experimental_local_results(part) for part in parts]
+        return [
+            self.strategy.experimental_local_results(self._predict_step(batch, *piece))
+            for piece in self._pieces(rows, size)
+        ]
 
     def _pieces(self, rows: int, size: int) -> Iterator[tuple[tf.Tensor, Any]]:
         """Yield the first row and the size of each micro-batch; None for the size of a whole part."""
@@ -199,9 +204,10 @@ class TrainStep:
             id(variable): place for place, variable in enumerate(model.non_trainable_variables)
         }
         state_places = [places[id(variable)] for variable in self._state]
-        non_trainable = list(non_trainable)
-        for place, value in zip(state_places, state, strict=True):
-            non_trainable[place] = value
+        state_by_place = dict(zip(state_places, state, strict=True))
+        non_trainable = [
+            state_by_place.get(place, value) for place, value in enumerate(non_trainable)
+        ]
         with tf.GradientTape() as tape:
             tape.watch(values)
             logits, non_trainable = model.stateless_call(
@@ -273,11 +279,6 @@ class TrainStep:
         return part["weight"] if self.settings.row_mean else self._weight(part)
 
 
-def values_of(variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
-    """Return the values of variables."""
-    return [tf.convert_to_tensor(variable.value) for variable in variables]
-
-
 def _add_piece(
     so_far: Any, gradients: list[tf.Tensor], state: list[Any], divisor: tf.Tensor
 ) -> Any:
@@ -309,8 +310,11 @@ def _micro_batch(part: dict[str, tf.Tensor], start: tf.Tensor, size: int | None)
 
 def results(outputs: tf.Tensor, losses: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
     """Return (B, C + 2) float32: outputs, loss, weight."""
-    parts = [tf.cast(x, tf.float32) for x in (outputs, losses[:, None], weight[:, None])]
-    return tf.concat(parts, axis=1)
+    return _columns(outputs, losses[:, None], weight[:, None])
+
+
+def _columns(*parts: tf.Tensor) -> tf.Tensor:
+    return tf.concat([tf.cast(part, tf.float32) for part in parts], axis=1)
 
 
 BAG_SHARE = 0.7
@@ -351,15 +355,15 @@ class BagTrainStep(TrainStep):
     ) -> tf.Tensor:
         """Return (1, 4) float32 of a bag: output of the last layer, time, event, weight."""
         bag, logits = self._logits(part, number, size, epoch_number)
-        columns = (logits, bag["target"], bag["weight"][:, None])
-        return tf.concat([tf.cast(column, tf.float32) for column in columns], axis=1)
+        return _columns(logits, bag["target"], bag["weight"][:, None])
 
     def _joint_replica(self, parts: list[tf.Tensor]) -> tf.Tensor:
         """Return loss and slope of each bag of this replica, (rows, 2), from those of all replicas."""
         context = tf.distribute.get_replica_context()
         local_rows = tf.concat(parts, axis=0)
-        all_rows = context.all_gather(local_rows, axis=0)
-        slopes = tf.numpy_function(self.settings.objective.slopes, [all_rows], tf.float32)
+        slopes = tf.numpy_function(
+            self.settings.objective.slopes, [context.all_gather(local_rows, axis=0)], tf.float32
+        )
         begin = tf.cast(context.replica_id_in_sync_group, tf.int32) * tf.shape(local_rows)[0]
         return tf.ensure_shape(slopes, (None, 2))[begin : begin + tf.shape(local_rows)[0]]
 
@@ -398,8 +402,7 @@ class BagTrainStep(TrainStep):
                 divisor = divisor * bag["target"][:, 1]
             factor = tf.cast(bag["weight"], losses.dtype) / self.settings.batch_size
             factor *= tf.cast(self._loss_scale, losses.dtype)
-            share = BAG_SHARE if model.has_instances else 1.0
-            loss = share * tf.reduce_sum(losses * factor)
+            loss = (BAG_SHARE if model.has_instances else 1.0) * tf.reduce_sum(losses * factor)
         outer, *of_last = tape.gradient(loss, [pooled.value, *last])
         of_patches = patch_gradients(model, patch_weights, patches, size, seed, pooled, outer)
         if model.has_instances:
@@ -408,8 +411,8 @@ class BagTrainStep(TrainStep):
                 model, patch_weights, patches, size, seed, bag["label"][0], slope
             )
             of_patches = [a + b for a, b in zip(of_patches, of_instances, strict=True)]
-        weights = [*model.patch_weights, *model.last_weights]
-        by_id = dict(zip(map(id, weights), [*of_patches, *of_last], strict=True))
+        ids = map(id, [*model.patch_weights, *model.last_weights])
+        by_id = dict(zip(ids, [*of_patches, *of_last], strict=True))
         gradients = [by_id[id(weight)] for weight in model.training.trainable_variables]
         # The state is that of the stock dropout layer, which training does not use.
         so_far = _add_piece(
@@ -444,8 +447,11 @@ class BagTrainStep(TrainStep):
         place = number % count
         end = part["end"][place]
         begin = tf.where(place > 0, part["end"][place - 1], 0)
-        names = [name for name in ("label", "key", "target", "covariates") if name in part]
-        bag: dict[str, tf.Tensor] = {name: part[name][place : place + 1] for name in names}
+        bag: dict[str, tf.Tensor] = {
+            name: part[name][place : place + 1]
+            for name in ("label", "key", "target", "covariates")
+            if name in part
+        }
         for name, values in (("weight", self._weight(part)), ("divisor", self._divisor(part))):
             bag[name] = tf.where(number < count, values[place : place + 1], 0.0)
         positions = part["position"][begin:end] if "position" in part else None

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from histopipe.errors import DamagedStore, OutOfMemory, UsageError, WorkerLost
@@ -29,7 +30,7 @@ from histopipe.splits.splits import SPLITS
 from histopipe.splits.subsets import Subset
 from histopipe.system.csv_files import write_dicts
 from histopipe.system.files import atomic_write, roomy
-from histopipe.system.output import message, use_progress
+from histopipe.system.output import counted, message, use_progress
 from histopipe.training.checkpoint import TrainState, load_state, save_state
 from histopipe.training.devices import assign_same, check_same, find_cluster, make_strategy
 from histopipe.training.epoch_loop import EpochLoop, Requests, StopSignals
@@ -81,9 +82,8 @@ class Trainer:
         keras.utils.set_random_seed(config.seed)
         if config.deterministic:
             tf.config.experimental.enable_op_determinism()
-        replicas = strategy.num_replicas_in_sync
         self._batches: dict[Subset, Any] = {
-            subset: setup.batches(subset, replicas) for subset in setup.subsets
+            subset: setup.batches(subset, strategy.num_replicas_in_sync) for subset in setup.subsets
         }
         self._train_batches = self._batches["train"]
         self._step = setup.train_step(strategy, self._train_batches.steps_per_epoch)
@@ -129,8 +129,9 @@ class Trainer:
         except (tf.errors.OpError, MemoryError, OutOfMemory) as error:
             if not isinstance(error, OutOfMemory) and not is_out_of_memory(error):
                 raise
-            first = self._loop.micro_batch.first
-            raise out_of_memory(error, self._folder, first, self._report) from error
+            raise out_of_memory(
+                error, self._folder, self._loop.micro_batch.first, self._report
+            ) from error
 
     def _initialise(self) -> None:
         """Set the weights whose first values depend on the data: those of the first worker on all workers."""
@@ -158,19 +159,16 @@ class Trainer:
             self._setup.restore_former_weights(self._step)
         if damage:
             message(f"warning: {damage}; using the previous checkpoint")
-        done = f"epoch {self._state.epoch}"
-        if len(self._state.values):
-            done += f" and {len(self._state.values)} steps of the next"
-        message(f"resuming {self._folder} after {done}")
+        message(f"resuming {self._folder} after {self._state.position}")
 
     def _agree(self) -> None:
         """Wait for all workers, and check that their settings, splits and state are the same."""
-        mine = run_folder.fingerprint(
+        numbers = run_folder.fingerprint(
             self._config, self._setup.splits, self._state.epoch, len(self._state.values),
             # With shared batch statistics, all workers need the same number of pieces.
             self._loop.micro_batch.first if self._step.meets_within_gradients else 0,
         )  # fmt: skip
-        check_same(self._cluster, self._step.strategy, mine)
+        check_same(self._cluster, self._step.strategy, numbers)
 
     def _epoch(self) -> None:
         """Train one epoch, validate, and write the results."""
@@ -225,7 +223,7 @@ class Trainer:
             self._save()
         batches = self._train_batches
         outputs = predictions(batches, state.epoch * batches.steps_per_epoch, state.values)
-        return self._all_or_damaged("training", outputs)
+        return self._checked("training", outputs)
 
     def _save_and_stop(self, requests: Requests) -> None:
         """Save the state after a step of training; stop there if requested."""
@@ -263,14 +261,21 @@ class Trainer:
                 raise self._state.interrupted(self._folder)
 
         outputs = self._loop.predict(self._batches[subset], subset, before_step=stop_if_requested)
-        return self._all_or_damaged(subset, outputs)
+        return self._checked(subset, outputs)
 
-    def _all_or_damaged(self, title: str, outputs: SampleOutputs | None) -> SampleOutputs:
+    def _checked(self, title: str, outputs: SampleOutputs | None) -> SampleOutputs:
+        """Return outputs; raise an error if there are none, or if one is not finite."""
         if outputs is None:
             reason = next(iter(self._loop.skipped.values()), None)
             todo = "ingest the slides again"
             raise DamagedStore(f"{title}: every patch is damaged", found=reason, todo=todo)
-        self._setup.check_predictions(title, outputs)
+        wrong = outputs.key[~np.isfinite(outputs.output).all(axis=1)]
+        if len(wrong):
+            raise UsageError(
+                f"{title}: {counted(len(wrong), 'prediction')} not finite",
+                found=f"slides {', '.join(list(self._setup.damaged(wrong.tolist()))[:3])}",
+                todo="check their values, lower --learning-rate, or use --precision float32",
+            )
         return outputs
 
     def _finish(self) -> TrainResult:
@@ -280,8 +285,11 @@ class Trainer:
         best = keras.models.load_model(self._folder / run_folder.MODEL)
         check_weights(best.weights, run_folder.MODEL, DIVERGED)  # version 0.2 did not check them
         self._step.model.serving.set_weights(best.get_weights())
-        subsets: list[Subset] = [subset for subset in self._batches if subset != "train"]
-        by_subset = {subset: self._predict(subset, saving=False) for subset in subsets}
+        by_subset: dict[Subset, SampleOutputs] = {
+            subset: self._predict(subset, saving=False)
+            for subset in self._batches
+            if subset != "train"
+        }
         setup, splits = self._setup, self._setup.splits
         setup.objective.finish(lambda: setup.predictions(self._predict("train", saving=False)))
         predicted = {subset: setup.predictions(outputs) for subset, outputs in by_subset.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +19,6 @@ from histopipe.dataset.patch_batches import PatchBatches
 from histopipe.dataset.sampling import BatchSampler, Order, Sequential, make_order
 from histopipe.dataset.selection import SampleTable, SlideValues, select, unpack_keys
 from histopipe.dataset.stain_normalization import StainNormalizer
-from histopipe.errors import UsageError
 from histopipe.features.bag_statistics import feature_moments, scaling_variance
 from histopipe.features.bags import BagBatches, BagSet, read_positions
 from histopipe.features.feature_file import read_encoder
@@ -31,14 +31,14 @@ from histopipe.splits.slide_table import SlideEntry
 from histopipe.splits.splits import SampleSource, SlideSplit, Splits
 from histopipe.splits.subsets import SUBSETS, Subset
 from histopipe.store.store import Store
-from histopipe.system.output import counted, message
+from histopipe.system.output import message
 from histopipe.tasks.choices import EvaluationLevel
 from histopipe.tasks.predictions import Predictions
-from histopipe.training.attention import write_attention
 from histopipe.training.bag_model import WITH_POSITIONS, BagModel
+from histopipe.training.bag_pooling import write_attention
 from histopipe.training.covariate_baseline import baseline_scores, baseline_weights
 from histopipe.training.models import build_model
-from histopipe.training.objectives import make_objective
+from histopipe.training.objective import make_objective
 from histopipe.training.optimizer import make_optimizer
 from histopipe.training.outputs import (
     SampleOutputs,
@@ -48,7 +48,7 @@ from histopipe.training.outputs import (
 from histopipe.training.train_step import BagTrainStep, StepSettings, TrainStep
 
 
-class TrainingSetup:
+class TrainingSetup(ABC):
     """Data, objective and network of a training.
 
     `slides` are all slides of the sources, each with its subset or the reason of its exclusion. `max_per_slide` limits the
@@ -75,15 +75,15 @@ class TrainingSetup:
         self.facts: Mapping[str, Any] = {}
         """Facts for users of the model, written to `metrics.json`."""
         self._config, self._sources = config, sources
-        self._tables: dict[Subset, SampleTable] = {}
-        for subset in SUBSETS:
-            if subset == "test" and not any(len(slide.on(subset)) for slide in splits.slides):
-                continue
-            self._tables[subset] = SampleTable(
+        self._tables = {
+            subset: SampleTable(
                 select(sources, splits=splits, subset=subset),
                 max_per_slide=(subset == "train" and max_per_slide) or None,
                 seed=config.seed,
             )
+            for subset in SUBSETS
+            if subset != "test" or any(len(slide.on(subset)) for slide in splits.slides)
+        }
         self.subsets = tuple(self._tables)
         """Subsets that have samples."""
         self.objective = make_objective(
@@ -94,13 +94,13 @@ class TrainingSetup:
             draws=self._draws() if config.class_weights == "balanced" else None,
         )
 
+    @abstractmethod
     def batches(self, subset: Subset, replicas: int) -> BatchSampler:
         """Return the batches of a subset, with a part for each replica. Training batches are shuffled."""
-        raise NotImplementedError
 
+    @abstractmethod
     def train_step(self, strategy: tf.distribute.Strategy, steps_per_epoch: int) -> TrainStep:
         """Return the training step of a new model with its optimizer."""
-        raise NotImplementedError
 
     def initial_values(self, step: TrainStep) -> list[tuple[keras.Variable, NDArray[Any]]]:
         """Return the variables of a new model whose first values depend on the training data, with these values."""
@@ -111,8 +111,10 @@ class TrainingSetup:
         task, target = self.splits.task, targets_of(outputs, self.splits)
         predicted = self.objective.predictions(outputs.output)
         values = self.objective.described(task).epoch_metrics(target, predicted)
-        loss = self.objective.epoch_loss(outputs.loss, target, predicted)
-        return EpochMetrics(len(outputs.key), loss, values, values[next(iter(task.main))])
+        return EpochMetrics(
+            len(outputs.key), self.objective.epoch_loss(outputs.loss, target, predicted),
+            values, values[next(iter(task.main))],
+        )  # fmt: skip
 
     def predictions(self, outputs: SampleOutputs) -> Predictions:
         """Return predictions with their slides, patients and positions."""
@@ -120,16 +122,6 @@ class TrainingSetup:
             outputs, self._sources, self.splits, task=self.objective.described(self.splits.task),
             output=self.objective.predictions(outputs.output), level=self.level,
         )  # fmt: skip
-
-    def check_predictions(self, title: str, outputs: SampleOutputs) -> None:
-        """Raise a UsageError if a prediction is not finite."""
-        wrong = outputs.key[~np.isfinite(outputs.output).all(axis=1)]
-        if len(wrong):
-            raise UsageError(
-                f"{title}: {counted(len(wrong), 'prediction')} not finite",
-                found=f"slides {', '.join(list(self.damaged(wrong.tolist()))[:3])}",
-                todo="check their values, lower --learning-rate, or use --precision float32",
-            )
 
     def damaged(self, keys: Sequence[int]) -> dict[str, Counter[Subset]]:
         """Return the number of damaged patches of each slide by subset, from the keys of damaged samples."""
@@ -153,8 +145,11 @@ class TrainingSetup:
         splits = self.splits
         if splits.task.of_classes:
             return {}
-        facts = self.objective.facts()
-        return {"task": splits.task_name, "targets": splits.targets, "objective": facts}
+        return {
+            "task": splits.task_name,
+            "targets": splits.targets,
+            "objective": self.objective.facts(),
+        }
 
     @property
     def _by_slide(self) -> dict[str, SlideValues]:
@@ -178,8 +173,10 @@ class TrainingSetup:
             return {}
         return baseline_scores(self.splits, self.covariates, self.objective, self.level)
 
-    def write_more(self, folder: Path, step: TrainStep, evaluated: Sequence[SampleOutputs]) -> None:
-        """Write outputs of the evaluated samples that are not in `predictions.csv`. Patches have none."""
+    def write_more(  # noqa: B027 - patches have none
+        self, folder: Path, step: TrainStep, evaluated: Sequence[SampleOutputs]
+    ) -> None:
+        """Write outputs of the evaluated samples that are not in `predictions.csv`."""
 
     def _order(self, subset: Subset, *, shuffle_block: int = 0) -> Order:
         config, table = self._config, self._tables[subset]
@@ -233,6 +230,7 @@ class PatchTraining(TrainingSetup):
 
     holders = "complete slides"
     _config: PatchTrainConfig
+    _sources: Sequence[Store]
 
     def __init__(
         self,
@@ -242,7 +240,6 @@ class PatchTraining(TrainingSetup):
         slides: Sequence[SlideEntry] = (),
     ) -> None:
         super().__init__(config, stores, splits, slides, max_per_slide=config.max_per_slide)
-        self._stores = stores
         mpps = [r.patch_mpp for store in stores for r in store.complete.values()]
         preset = named_preset(config.model)
         if preset is not None:
@@ -254,14 +251,16 @@ class PatchTraining(TrainingSetup):
             if preset.licence:
                 message(f"the trained model contains weights of {preset.title}: {preset.licence}")
         scales = [mpp for mpp in mpps if mpp]
-        patch_mpp = statistics.median(scales) if scales else None
-        self.facts = {"spec": dict(stores[0].spec), "patch_mpp": patch_mpp}
+        self.facts = {
+            "spec": dict(stores[0].spec),
+            "patch_mpp": statistics.median(scales) if scales else None,
+        }
 
     def batches(self, subset: Subset, replicas: int) -> PatchBatches:
         """Return the batches of a subset; see `TrainingSetup`."""
         config = self._config
         return PatchBatches(
-            self._stores, self._tables[subset], batch_size=config.batch_size, replicas=replicas,
+            self._sources, self._tables[subset], batch_size=config.batch_size, replicas=replicas,
             order=self._order(subset, shuffle_block=config.shuffle_block), on_error=config.on_error,
             by_slide=self._by_slide,
         )  # fmt: skip
@@ -271,7 +270,7 @@ class PatchTraining(TrainingSetup):
         config = self._config
         with strategy.scope():
             model = build_model(
-                config.model, patch_size=self._stores[0].patch_size,
+                config.model, patch_size=self._sources[0].patch_size,
                 objective=self.objective, dropout=config.dropout, weights=config.used_weights,
                 precision=config.precision, trainable=config.trainable, layer_decay=config.layer_decay,
             )  # fmt: skip
@@ -281,7 +280,7 @@ class PatchTraining(TrainingSetup):
         settings = self._step_settings(
             normalize=None
             if config.stain_norm == "none"
-            else StainNormalizer(self._stores, config.stain_norm),
+            else StainNormalizer(self._sources, config.stain_norm),
             augmentations=config.augmentations,
             xla=config.xla,
         )
@@ -291,8 +290,7 @@ class PatchTraining(TrainingSetup):
 def print_splits(splits: Splits, sources: Sequence[SampleSource], holders: str, unit: str) -> None:
     """Print the samples per subset and class. `holders` (see `TrainingSetup`) and `unit` are plural nouns."""
     for subset, counts in splits.count().items():
-        text = splits.task.subset_text(splits.targets_on(subset), counts, unit)
-        message(f"{subset:<11}{text}")
+        message(f"{subset:<11}{splits.task.subset_text(splits.targets_on(subset), counts, unit)}")
     if splits.split_by == "patch":
         message(
             "warning: split by patch: test patches are neighbours of training patches, so test metrics"
