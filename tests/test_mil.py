@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import h5py
 import numpy as np
@@ -38,13 +38,13 @@ from histopipe.features.bag_statistics import feature_moments, scaling_variance
 from histopipe.features.bags import BagBatches, BagSet, read_bag
 from histopipe.features.feature_file import read_features, read_header, writing
 from histopipe.ingestion.coords import read_header as read_coords_header
-from histopipe.runs.task_config import PatchTrainConfig
+from histopipe.runs.task_config import BagPooling, PatchTrainConfig
 from histopipe.slides.slide_files import copy_groups
 from histopipe.splits.splitting import make_splits
 from histopipe.system.tensorflow import load_quietly
 
 DIMENSION = 12
-POOLINGS = ("gated", "attention", "mean", "max", "clam", "dsmil", "transformer")
+POOLINGS = get_args(BagPooling)
 
 
 def write_bag(
@@ -114,9 +114,8 @@ def test_gradients_of_micro_batches_equal_those_of_the_bag(
     import keras
     import tensorflow as tf
 
-    from histopipe.training.attention import patch_values
     from histopipe.training.bag_model import JOINT, BagModel, Patches
-    from histopipe.training.bag_pooling import patch_gradients, pool
+    from histopipe.training.bag_pooling import patch_gradients, patch_values, pool
     from histopipe.training.objective import ClassObjective
 
     keras.utils.set_random_seed(seed)
@@ -168,13 +167,13 @@ def test_gradients_of_micro_batches_equal_those_of_the_bag(
         np.testing.assert_allclose(
             served["probability"], tf.nn.softmax(logits), rtol=1e-4, atol=1e-6
         )
-        worth = patch_values(model, patches)
-        assert worth.attention.sum() == pytest.approx(1)
+        attention, parts = patch_values(model, patches)
+        assert attention.sum() == pytest.approx(1)
         # The parts of all patches and the bias are the whole.
-        bias = np.asarray(last[1]) * (0.5 if pooling == "dsmil" else 1)
-        np.testing.assert_allclose(worth.parts.sum(axis=0) + bias, logits[0], atol=1e-9)
+        bias = np.asarray(last[1]) * model.last_layer_share
+        np.testing.assert_allclose(parts.sum(axis=0) + bias, logits[0], atol=1e-9)
         if "attention" in served:
-            np.testing.assert_allclose(served["attention"][0], worth.attention, atol=1e-6)
+            np.testing.assert_allclose(served["attention"][0], attention, atol=1e-6)
         assert ("attention" in served) == (pooling not in ("mean", "max"))
 
 
@@ -244,8 +243,8 @@ def test_features_are_standardised_in_the_model(precision: Any) -> None:
 
     from histopipe.training.bag_model import BagModel, Patches
     from histopipe.training.bag_pooling import pool
+    from histopipe.training.models import values_of
     from histopipe.training.objective import ClassObjective
-    from histopipe.training.train_step import values_of
 
     rng = np.random.default_rng(3)
     plain = rng.normal(size=(9, 4)).astype(np.float32)
@@ -641,11 +640,11 @@ def test_features_that_are_not_finite_are_refused_by_file_and_patch(
     assert weights.tolist() == [1, 0]
 
 
-def unbalanced_problem(folder: Path, **settings: Any) -> Any:
-    """Return the problem of a store with six normal slides of 4 patches, and six of tumour with 12 each."""
+def unbalanced_training(folder: Path, **settings: Any) -> Any:
+    """Return the training on a store with six normal slides of 4 patches, and six of tumour with 12 each."""
     from histopipe.runs.training_data import new_splits, read_labelling
     from histopipe.store.store import Store
-    from histopipe.training.training_data import PatchProblem
+    from histopipe.training.training_data import PatchTraining
 
     pictures = jpegs(0, 12, 32)
     slides = {f"{'nt'[i % 2]}{i}": pictures[: (4, 12)[i % 2]] for i in range(12)}
@@ -653,7 +652,7 @@ def unbalanced_problem(folder: Path, **settings: Any) -> Any:
     config = PatchTrainConfig(
         stores=(str(store.path),), class_weights="balanced", split_by="slide", **settings
     )
-    return PatchProblem(
+    return PatchTraining(
         config, [store], new_splits(config, [store], read_labelling(config, [store]))
     )
 
@@ -667,26 +666,26 @@ def test_class_weights_balance_what_an_epoch_draws(
     from histopipe.training.objective import ClassObjective
     from histopipe.training.train_step import StepSettings
 
-    problem = unbalanced_problem(tmp_path, **options)
-    batches, weights = problem.batches("train", 1), problem.class_weights()
+    training = unbalanced_training(tmp_path, **options)
+    batches, weights = training.batches("train", 1), training.class_weights()
     located = [batches.locate(step) for step in range(12 * batches.steps_per_epoch)]
     labels = np.concatenate([part.labels[real > 0] for part, real in located])
     drawn = np.bincount(labels) * weights
     assert drawn[0] == pytest.approx(drawn[1], rel=1e-5 if options.get("balance") is None else 0.1)
     assert weights[labels].mean() == pytest.approx(1, rel=0.01)
     # A run of version 0.2 continues with weights of all patches, and with its mean.
-    counts = np.array([problem.splits.count()["train"][name] for name in problem.splits.classes])
+    counts = np.array([training.splits.count()["train"][name] for name in training.splits.classes])
     step: Any = SimpleNamespace(
         settings=StepSettings(batch_size=1, objective=ClassObjective(2), class_weight=weights)
     )
-    problem.restore_former_weights(step)
+    training.restore_former_weights(step)
     np.testing.assert_allclose(step.settings.class_weight, counts.sum() / (2 * counts), rtol=1e-6)
     assert not step.settings.row_mean
     assert np.allclose(weights, step.settings.class_weight) != former
 
 
 def test_weights_of_labels_count_samples_and_not_slides() -> None:
-    from histopipe.training.objectives import make_objective
+    from histopipe.training.objective import make_objective
 
     targets = np.array([[1, 0], [0, np.nan], [np.nan, 1]])
     objective: Any = make_objective(

@@ -20,15 +20,13 @@ from histopipe.runs.config import Precision
 from histopipe.runs.task_config import BagTrainConfig
 from histopipe.system.output import counted, message
 from histopipe.tasks.task import Task
-from histopipe.training.attention import patch_values
 from histopipe.training.backbones import build_backbone
 from histopipe.training.bag_model import BagModel, Patches
-from histopipe.training.bag_pooling import PIECE, pool
+from histopipe.training.bag_pooling import PIECE, patch_values, pool
 from histopipe.training.devices import make_strategy, one_per_replica
 from histopipe.training.memory import MicroBatch, is_out_of_memory
-from histopipe.training.models import LOGITS, check_weights, digest, dtype_policy
-from histopipe.training.objectives import recorded_objective
-from histopipe.training.train_step import values_of
+from histopipe.training.models import LOGITS, check_weights, digest, dtype_policy, values_of
+from histopipe.training.objective import recorded_objective
 
 _SEED = 1
 """Seed of untrained weights, which makes them reproducible."""
@@ -306,7 +304,7 @@ class BagNetwork:
                     None if covariates is None else tf.constant([covariates], tf.float32)
                 )
                 logits = model.logits(values_of(model.last_weights), pooled.value, covariate_row)
-                worth = patch_values(model, patches)
+                attention, parts = patch_values(model, patches)
         except (tf.errors.OpError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -317,7 +315,7 @@ class BagNetwork:
         output = objective.predictions(np.asarray(objective.activate(logits), np.float32))[0]
         if not np.isfinite(output).all():
             raise DamagedStore("the prediction is not finite", todo="check features and covariates")
-        return BagPrediction(output, worth.attention, objective.contributions(worth.parts))
+        return BagPrediction(output, attention, objective.contributions(parts))
 
 
 def load_bag_network(

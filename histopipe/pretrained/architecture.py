@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,9 +15,6 @@ from numpy.typing import NDArray
 from histopipe.errors import UsageError
 from histopipe.pretrained.checkpoints import Tensor
 from histopipe.system.output import some
-
-TokenPooling = Literal["class", "class+mean", "tokens"]
-Positions = Literal["patches", "class", "all"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,15 +40,20 @@ class Architecture:
     hidden: int
     gated: bool = False
     registers: int = 0
-    positions: Positions = "class"
+    positions: Literal["patches", "class", "all"] = "class"
     layer_scale: bool = True
     epsilon: float = 1e-6
-    pooling: TokenPooling = "class"
+    pooling: Literal["class", "class+mean", "tokens"] = "class"
 
     @property
     def prefix(self) -> int:
         """Number of tokens before the patches."""
         return 1 + self.registers
+
+    @property
+    def prefix_positions(self) -> int:
+        """Number of tokens before the patches that have a position."""
+        return {"patches": 0, "class": 1, "all": self.prefix}[self.positions]
 
     @property
     def dimension(self) -> int:
@@ -134,10 +135,9 @@ def expected_shapes(network: Architecture, naming: Naming, size: int) -> dict[st
     """Return name and shape of every weight of a checkpoint that was trained at an input size in pixels."""
     width, hidden = network.width, network.hidden
     patches = (size // network.patch) ** 2
-    positions = patches + {"patches": 0, "class": 1, "all": network.prefix}[network.positions]
     shapes: dict[str, tuple[int, ...]] = {
         naming.class_token: (1, 1, width),
-        naming.positions: (1, positions, width),
+        naming.positions: (1, network.prefix_positions + patches, width),
         **_linear(naming.patch, (width, 3, network.patch, network.patch)),
         **_linear(naming.norm, (width,)),
     }
@@ -158,11 +158,6 @@ def expected_shapes(network: Architecture, naming: Naming, size: int) -> dict[st
             block |= {naming.scale1: (width,), naming.scale2: (width,)}
         shapes |= {name.format(number): shape for name, shape in block.items()}
     return shapes
-
-
-def parameter_count(network: Architecture, naming: Naming, size: int) -> int:
-    """Return the number of weights of a checkpoint, without class and mask heads."""
-    return sum(math.prod(shape) for shape in expected_shapes(network, naming, size).values())
 
 
 def select(
@@ -207,8 +202,7 @@ def _prefix(tensors: Mapping[str, Tensor], naming: Naming, path: Path) -> str:
         for name in tensors
         if name.endswith(naming.class_token)
     ]
-    teachers = [prefix for prefix in candidates if "teacher" in prefix]
-    prefixes = teachers or candidates
+    prefixes = [prefix for prefix in candidates if "teacher" in prefix] or candidates
     if len(prefixes) > 1:
         raise UsageError(
             f"{path} has the weights of several networks",
@@ -223,7 +217,6 @@ def _linear(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
 
 
 Interpolation = Literal["bilinear", "bicubic"]
-_RADIUS = {"bilinear": 1, "bicubic": 2}
 
 
 def resampling_matrix(
@@ -234,16 +227,17 @@ def resampling_matrix(
     Antialiased: the kernel is widened when reducing, and cut off at the edges, as in PIL and timm; bicubic with a = -0.5.
     Otherwise: edges are repeated, and a = -0.75, as in PyTorch's `interpolate`.
     """
-    scale, radius = source / target, _RADIUS[interpolation]
+    scale, radius = source / target, 1 if interpolation == "bilinear" else 2
     width = max(scale, 1.0) if antialiased else 1.0
     centres = (np.arange(target) + 0.5) * scale - 0.5
     first = np.floor(centres - radius * width).astype(int)
     places = first[:, None] + np.arange(int(np.ceil(2 * radius * width)) + 2)[None, :]
     distances = np.abs(places - centres[:, None]) / width
-    if interpolation == "bilinear":
-        weights = np.maximum(1 - distances, 0)
-    else:
-        weights = _cubic(distances, -0.5 if antialiased else -0.75)
+    weights = (
+        np.maximum(1 - distances, 0)
+        if interpolation == "bilinear"
+        else _cubic(distances, -0.5 if antialiased else -0.75)
+    )
     if antialiased:
         weights = np.where((places >= 0) & (places < source), weights, 0.0)
     weights /= weights.sum(axis=1, keepdims=True)
@@ -264,8 +258,8 @@ def resize_positions(
         return values
     matrix = resampling_matrix(grid, side, "bicubic", antialiased=antialiased)
     image = values.reshape(grid, grid, -1).astype(np.float64)
-    resized = np.einsum("iy,jx,ijd->yxd", matrix, matrix, image).reshape(side * side, -1)
-    return np.asarray(resized, np.float32)
+    resized = np.einsum("iy,jx,ijd->yxd", matrix, matrix, image)
+    return np.asarray(resized.reshape(side * side, -1), np.float32)
 
 
 def _cubic(x: NDArray[np.float64], a: float) -> NDArray[np.float64]:

@@ -8,6 +8,7 @@ import pickletools
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,28 +92,13 @@ class _Storage:
     dtype: np.dtype[Any]
     count: int
 
-
-def read_torch_file(path: Path) -> Mapping[str, Any]:
-    """Return the content of a file of `torch.save`: nested dictionaries and lists with `Tensor` values, read on demand.
-
-    Raises:
-        UsageError: the file is damaged, or contains anything else than a state dict.
-    """
-    try:
-        content = _read(path)
-    except UsageError:
-        raise
-    except Exception as error:  # zipfile raises errors of many classes on damaged files
-        raise unusable(path, str(error)) from error
-    if not isinstance(content, dict):
-        raise unusable(path, f"a {type(content).__name__}")
-    return content
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.count * self.dtype.itemsize
 
 
-def _read(path: Path) -> Any:
-    with path.open("rb") as file:
-        if file.read(2) != b"PK":
-            return _read_old(path)
+def _read_zip(path: Path) -> Any:
     with zipfile.ZipFile(path) as archive:
         members = {item.filename: item for item in archive.infolist()}
         names = [name for name in members if name.count("/") == 1 and name.endswith("/data.pkl")]
@@ -144,7 +130,7 @@ def _read_old(path: Path) -> Any:
     def load(storage: _Storage) -> bytes:
         with path.open("rb") as file:
             file.seek(starts[storage.key])
-            return file.read(storage.count * storage.dtype.itemsize)
+            return file.read(storage.size)
 
     with path.open("rb") as file:
         pickles, size = io.BytesIO(file.read(_MOST_PICKLE_BYTES)), file.seek(0, io.SEEK_END)
@@ -163,14 +149,13 @@ def _read_old(path: Path) -> Any:
             if file.read(8) != storage.count.to_bytes(8, "little"):
                 raise unusable(path, f"storage {key} with another number of values")
             _check_size(storage, size - starts[key])
-            place = starts[key] + storage.count * storage.dtype.itemsize
+            place = starts[key] + storage.size
     return content
 
 
 def _check_size(storage: _Storage, size: int) -> None:
-    if size < storage.count * storage.dtype.itemsize:
-        numbers = f"{storage.count} numbers"
-        raise ValueError(f"damaged storage {storage.key}: {size} bytes for {numbers}")
+    if size < storage.size:
+        raise ValueError(f"damaged storage {storage.key}: {size} bytes for {storage.count} numbers")
 
 
 class _Machine:
@@ -202,80 +187,58 @@ class _Machine:
                 self._step(opcode.name, argument)
         except UsageError:
             raise
-        except (
-            ValueError,
-            IndexError,
-            KeyError,
-            TypeError,
-            OverflowError,
-            RecursionError,
-        ) as error:
+        except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
             raise unusable(self._path, f"a damaged pickle ({error})") from error
         raise unusable(self._path, "a truncated pickle")
 
-    def _step(self, name: str, argument: Any) -> None:
-        if not (self._push(name, argument) or self._collect(name) or self._apply(name)):
-            raise unusable(self._path, f"the pickle instruction {name}")
-
-    def _push(self, name: str, argument: Any) -> bool:
-        """Carry out an instruction that pushes or remembers a value. Return whether it is one."""
+    def _step(self, name: str, argument: Any) -> None:  # noqa: PLR0912 - a branch per instruction
         stack = self._stack
-        if name in _LITERALS:
-            stack.append(_LITERALS[name]() if argument is None else argument)
-        elif name == "MARK":
-            self._marks.append(len(stack))
-        elif name in ("BINPUT", "LONG_BINPUT"):
-            self._memo[argument] = stack[-1]
-        elif name == "MEMOIZE":
-            self._memo[len(self._memo)] = stack[-1]
-        elif name in ("BINGET", "LONG_BINGET"):
-            stack.append(self._memo[argument])
-        elif name == "GLOBAL":
-            stack.append(self._named(argument))
-        else:
-            return name in ("PROTO", "FRAME")
-        return True
-
-    def _collect(self, name: str) -> bool:
-        """Carry out an instruction that puts values into a tuple, list or dictionary. Return whether it is one."""
-        stack = self._stack
-        if name in ("TUPLE", "LIST"):
-            values = self._since_mark()
-            stack.append(tuple(values) if name == "TUPLE" else values)
-        elif name in ("TUPLE1", "TUPLE2", "TUPLE3"):
-            stack.append(tuple([stack.pop() for _ in range(int(name[-1]))][::-1]))
-        elif name in ("APPEND", "APPENDS"):
-            values = self._since_mark() if name == "APPENDS" else [stack.pop()]
-            self._top(list).extend(values)
-        elif name in ("SETITEM", "SETITEMS"):
-            values = self._since_mark() if name == "SETITEMS" else [stack.pop(), stack.pop()][::-1]
-            pairs = list(zip(values[::2], values[1::2], strict=True))
-            self._top(dict).update(self._dictionary(pairs))
-        else:
-            return False
-        return True
-
-    def _apply(self, name: str) -> bool:
-        """Carry out an instruction that makes an object. Return whether it is one."""
-        stack = self._stack
-        if name == "STACK_GLOBAL":
-            attribute, module = stack.pop(), stack.pop()
-            if type(attribute) is not str or type(module) is not str:
-                raise ValueError("a name that is no text")
-            stack.append(self._named(f"{module} {attribute}"))
-        elif name == "REDUCE":
-            arguments, function = stack.pop(), stack.pop()
-            if not callable(function) or not isinstance(arguments, tuple):
-                raise unusable(self._path, "a call of something that is no function")
-            stack.append(function(*arguments))
-        elif name == "BUILD":  # attributes of an OrderedDict, which a state dict does not need
-            stack.pop()
-            self._top(dict)
-        elif name == "BINPERSID":
-            stack.append(self._storage(stack.pop()))
-        else:
-            return False
-        return True
+        match name:
+            case "PROTO" | "FRAME":
+                pass
+            case "MARK":
+                self._marks.append(len(stack))
+            case "BINPUT" | "LONG_BINPUT":
+                self._memo[argument] = stack[-1]
+            case "MEMOIZE":
+                self._memo[len(self._memo)] = stack[-1]
+            case "BINGET" | "LONG_BINGET":
+                stack.append(self._memo[argument])
+            case "TUPLE":
+                stack.append(tuple(self._since_mark()))
+            case "TUPLE1" | "TUPLE2" | "TUPLE3":
+                stack.append(tuple([stack.pop() for _ in range(int(name[-1]))][::-1]))
+            case "LIST":
+                stack.append(self._since_mark())
+            case "APPEND" | "APPENDS":
+                values = self._since_mark() if name == "APPENDS" else [stack.pop()]
+                self._top(list).extend(values)
+            case "SETITEM" | "SETITEMS":
+                pairs = (
+                    self._since_mark() if name == "SETITEMS" else [stack.pop(), stack.pop()][::-1]
+                )
+                self._top(dict).update(self._dictionary(zip(pairs[::2], pairs[1::2], strict=True)))
+            case "GLOBAL":
+                stack.append(self._named(argument))
+            case "STACK_GLOBAL":
+                attribute, module = stack.pop(), stack.pop()
+                if type(attribute) is not str or type(module) is not str:
+                    raise ValueError("a name that is no text")
+                stack.append(self._named(f"{module} {attribute}"))
+            case "REDUCE":
+                arguments, function = stack.pop(), stack.pop()
+                if not callable(function) or not isinstance(arguments, tuple):
+                    raise unusable(self._path, "a call of something that is no function")
+                stack.append(function(*arguments))
+            case "BUILD":  # attributes of an OrderedDict, which a state dict does not need
+                stack.pop()
+                self._top(dict)
+            case "BINPERSID":
+                stack.append(self._storage(stack.pop()))
+            case _ if name in _LITERALS:
+                stack.append(_LITERALS[name]() if argument is None else argument)
+            case _:
+                raise unusable(self._path, f"the pickle instruction {name}")
 
     def _named(self, name: str) -> Any:
         if name not in self._names:
@@ -326,8 +289,9 @@ class _Machine:
     ) -> Tensor:
         if type(size) is not tuple or type(stride) is not tuple:  # a list could be changed later
             raise ValueError("a tensor whose shape is no tuple")
-        whole = (offset, *size, *stride)
-        if not isinstance(storage, _Storage) or not all(type(n) is int and n >= 0 for n in whole):
+        if not isinstance(storage, _Storage) or not all(
+            type(n) is int and n >= 0 for n in (offset, *size, *stride)
+        ):
             raise ValueError("a tensor with negative numbers")
         if len(size) != len(stride) or len(size) > _MOST_DIMENSIONS:
             raise ValueError("a tensor with a wrong number of dimensions")
@@ -355,8 +319,8 @@ _LITERALS: Mapping[str, Callable[[], Any]] = {
 
 _MOST_TENSORS = 20_000
 _LONGEST_PREFIX = 2000
-_TORCH = (b"PK", b"\x80\x02\x8a\x0a")
-"""Beginnings of PyTorch's formats: a zip archive, and before version 1.6 the pickle of a long number."""
+_TORCH_READERS = {b"PK": _read_zip, b"\x80\x02\x8a\x0a": _read_old}
+"""Readers of PyTorch's formats by their beginning: a zip archive, and before version 1.6 the pickle of a long number."""
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -365,7 +329,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     Names of nested dictionaries are joined by dots.
 
     Raises:
-        UsageError: the file cannot be read, or is no checkpoint.
+        UsageError: the file cannot be read, is damaged, or contains anything else than a state dict.
     """
     try:
         with path.open("rb") as file:
@@ -374,22 +338,27 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         raise UsageError(f"{path} cannot be read", found=str(error)) from error
     if path.suffix == ".safetensors":
         return _safetensors(path)
-    if head.startswith(_TORCH):
-        return _flat(path, read_torch_file(path))
+    for beginning, read in _TORCH_READERS.items():
+        if head.startswith(beginning):
+            return _torch_tensors(path, read)
     raise unusable(path, describe_file(path))
 
 
-def _flat(path: Path, content: Mapping[Any, Any]) -> dict[str, Tensor]:
+def _torch_tensors(path: Path, read: Callable[[Path], Any]) -> dict[str, Tensor]:
     """Return the tensors of nested dictionaries. The limits prevent endless work on references to the same objects."""
+    try:
+        content = read(path)
+    except UsageError:
+        raise
+    except Exception as error:  # zipfile raises errors of many classes on damaged files
+        raise unusable(path, str(error)) from error
+    if not isinstance(content, dict):
+        raise unusable(path, f"a {type(content).__name__}")
     tensors: dict[str, Tensor] = {}
     waiting: list[tuple[str, Mapping[Any, Any]]] = [("", content)]
     while waiting:
         prefix, values = waiting.pop()
-        if (
-            len(tensors) > _MOST_TENSORS
-            or len(prefix) > _LONGEST_PREFIX
-            or len(waiting) > _MOST_TENSORS
-        ):
+        if max(len(tensors), len(waiting)) > _MOST_TENSORS or len(prefix) > _LONGEST_PREFIX:
             raise unusable(path, "dictionaries nested too deep, or too many tensors")
         for name, value in values.items():
             if isinstance(value, Tensor):
@@ -410,23 +379,18 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
                 dtype = _SAFETENSORS_TYPES.get(part.get_dtype())
                 if dtype is None:
                     raise unusable(path, f"{name} of type {part.get_dtype()}")
-                tensors[name] = Tensor(
-                    tuple(part.get_shape()), dtype, path, _loader(path, name), name
-                )
+                load = partial(_read_safetensor, path, name)
+                tensors[name] = Tensor(tuple(part.get_shape()), dtype, path, load, name)
     except (SafetensorError, OSError, ValueError) as error:
         raise unusable(path, f"{describe_file(path)}: {error}") from error
     return tensors
 
 
-def _loader(path: Path, name: str) -> Callable[[], NDArray[Any]]:
-    def load() -> NDArray[Any]:
-        from safetensors import safe_open
+def _read_safetensor(path: Path, name: str) -> NDArray[Any]:
+    from safetensors import safe_open
 
-        with safe_open(path, framework="numpy") as file:
-            values: NDArray[Any] = file.get_tensor(name)
-            return values
-
-    return load
+    with safe_open(path, framework="numpy") as file:
+        return np.asarray(file.get_tensor(name))
 
 
 _SAFETENSORS_TYPES = {

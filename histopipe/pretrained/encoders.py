@@ -37,28 +37,32 @@ class EncodersResult(Result):
 
     def to_json(self) -> dict[str, Any]:
         """Return the presets by name."""
-        presets = {}
-        for preset in self.presets:
-            fields = asdict(preset)
-            settings = fields.pop("preprocessing")
-            presets[preset.name] = {**fields, "input": settings, "dimension": _dimension(preset)}
-        return presets
+        return {
+            preset.name: {
+                **{
+                    name: value for name, value in asdict(preset).items() if name != "preprocessing"
+                },
+                "input": asdict(preset.preprocessing),
+                "dimension": _dimension(preset),
+            }
+            for preset in self.presets
+        }
 
     def __str__(self) -> str:
         if self.detailed:
             return "\n\n".join(map(_details, self.presets))
-        rows = [("name", "features", "mpp", "licence")]
-        for preset in self.presets:
-            rows.append(
-                (
-                    preset.name,
-                    str(_dimension(preset) or ""),
-                    _scales(preset),
-                    preset.licence.partition(":")[0],
-                )
+        rows = [
+            (
+                preset.name,
+                _dimension(preset) or "",
+                _scales(preset),
+                preset.licence.partition(":")[0],
             )
+            for preset in self.presets
+        ]
         return "\n".join(
-            f"{name:<16}{count:>8}  {mpp:<18}{licence}" for name, count, mpp, licence in rows
+            f"{name:<16}{count:>8}  {mpp:<18}{licence}"
+            for name, count, mpp, licence in [("name", "features", "mpp", "licence"), *rows]
         )
 
 
@@ -123,8 +127,6 @@ def _details(preset: Preset) -> str:
     lines = [
         f"{preset.title} ({preset.name})",
         *(f"  {key:<11}{value}" for key, value in facts.items()),
-    ]
-    lines += [
         "Read the licence on the model's page, accept it there if asked, and download the weights:",
         "  pip install huggingface_hub && hf auth login",
         f"  hf download {preset.repository}{include} --local-dir {preset.name}",
@@ -174,8 +176,7 @@ def own_file(model: str) -> Path | None:
     if model in preset_names():  # also if a folder has this name
         return None
     path = Path(model.rpartition(":")[0] if f"{_PYTHON}:" in model else model)
-    is_own = path.suffix in (KERAS, _PYTHON) or (path / SAVED_MODEL).is_file()
-    return path if is_own else None
+    return path if path.suffix in (KERAS, _PYTHON) or (path / SAVED_MODEL).is_file() else None
 
 
 def check_untrusted_model(model: str, weights: str | None) -> None:
@@ -202,14 +203,14 @@ def find_weights(preset: Preset, weights: Path) -> Path:
     """
     if weights.is_file():
         return weights
-    files = [weights / name for name in preset.files if (weights / name).is_file()]
-    if not files:
+    file = next((weights / name for name in preset.files if (weights / name).is_file()), None)
+    if file is None:
         raise UsageError(
             f"no weights of {preset.name} at {weights}", found="no such file" if not weights.exists() else None,
             expected=" or ".join(preset.files) or "a file of weights",
             todo=f"see `histopipe encoders {preset.name}`" if preset.repository else "give the path of the file",
         )  # fmt: skip
-    return files[0]
+    return file
 
 
 def with_published_settings(preset: Preset, weights: Path) -> tuple[Preset, list[str]]:
@@ -252,10 +253,9 @@ def _published(path: Path) -> dict[str, Any]:
     table = timm if isinstance(timm, dict) else content
     names = {"image_mean": "mean", "image_std": "std", "resample": "interpolation"}
     settings = {names.get(name, name): value for name, value in table.items()}
-    interpolation = settings.get("interpolation")
-    settings["interpolation"] = (
-        _RESAMPLE.get(interpolation, interpolation) if type(interpolation) is int else interpolation
-    )
+    if type(settings.get("interpolation")) is int:
+        number = settings["interpolation"]
+        settings["interpolation"] = _RESAMPLE.get(number, number)
     return {
         name: settings[name]
         for name in ("mean", "std", "interpolation")

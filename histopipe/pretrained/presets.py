@@ -16,7 +16,7 @@ from histopipe.errors import UsageError
 from histopipe.pretrained.architecture import NAMINGS, Architecture, Interpolation
 
 
-def from_table(kind: type[Any], values: Mapping[str, Any], where: str) -> Any:
+def _from_table(kind: type[Any], values: Mapping[str, Any], where: str) -> Any:
     """Create a dataclass from the values of a TOML table, with checked names and types."""
     declared = {field.name: field for field in dataclasses.fields(kind)}
     unknown = sorted(values.keys() - declared.keys())
@@ -25,12 +25,13 @@ def from_table(kind: type[Any], values: Mapping[str, Any], where: str) -> Any:
         for name, field in declared.items()
         if field.default is dataclasses.MISSING and name not in values
     )
-    if unknown or missing:
-        states = (("unknown", unknown), ("missing", missing))
-        raise UsageError(
-            f"{where}: fields", found="; ".join(f"{state}: {', '.join(names)}" for state, names in states if names),
-            expected=", ".join(declared),
-        )  # fmt: skip
+    faults = [
+        f"{state}: {', '.join(names)}"
+        for state, names in (("unknown", unknown), ("missing", missing))
+        if names
+    ]
+    if faults:
+        raise UsageError(f"{where}: fields", found="; ".join(faults), expected=", ".join(declared))
     hints = typing.get_type_hints(kind)
     return kind(
         **{
@@ -46,33 +47,28 @@ def checked_value(hint: Any, value: Any, where: str) -> Any:
     if origin is types.UnionType or dataclasses.is_dataclass(hint):
         return value  # a table, already checked
     if origin is Literal:
+        expected = " or ".join(choices)
         if value in choices:
             return value
     elif origin is tuple:
-        kind, count = choices[0], None if choices[-1] is ... else len(choices)
+        kind, any_count = choices[0], choices[-1] is ...
+        expected = (
+            f"a list of {'' if any_count else f'{len(choices)} '}values of type {kind.__name__}"
+        )
         numbers = (int, float) if kind is float else (kind,)
         if (
             isinstance(value, list)
-            and count in (None, len(value))
+            and (any_count or len(value) == len(choices))
             and all(type(element) in numbers for element in value)
         ):
-            return tuple(kind(element) for element in value)
-    elif hint is int and type(value) is int and 0 <= value < 1 << 40:
-        return value
-    elif hint is float and type(value) in (int, float):
-        return float(value)
-    elif hint in (str, bool) and type(value) is hint:
-        return value
-    expected = " or ".join(map(str, choices)) if origin is Literal else _described(hint)
+            return tuple(map(kind, value))
+    else:
+        expected = f"a value of type {hint.__name__}"
+        if hint is float and type(value) in (int, float):
+            return float(value)
+        if type(value) is hint and not (hint is int and not 0 <= value < 1 << 40):
+            return value
     raise UsageError(where, found=repr(value), expected=expected)
-
-
-def _described(hint: Any) -> str:
-    choices = typing.get_args(hint)
-    if not choices:
-        return f"a value of type {hint.__name__}"
-    count = "" if choices[-1] is ... else f"{len(choices)} "
-    return f"a list of {count}values of type {choices[0].__name__}"
 
 
 FOLDER = Path(__file__).with_name("presets")
@@ -157,20 +153,17 @@ class Preset:
         problems = []
         if patch_size < resized:
             problems.append(f"patches of {patch_size} pixels would be enlarged")
-        distinct_mpps = (
-            sorted(set(mpps), key=lambda mpp: mpp or 0.0) if self.mpp and not problems else ()
-        )
-        for mpp in distinct_mpps:
-            if mpp is None:
-                problems.append("slides of unknown scale")
-                continue
-            seen = mpp * patch_size / resized
-            if not any(
-                abs(seen - trained_mpp) <= _MPP_TOLERANCE * trained_mpp for trained_mpp in self.mpp
-            ):
-                problems.append(
-                    f"{mpp:.3g} mpp, which is {seen:.3g} mpp after resizing to {resized} pixels"
-                )
+        elif self.mpp:
+            for mpp in sorted(set(mpps), key=lambda mpp: mpp or 0.0):
+                seen = (mpp or 0.0) * patch_size / resized
+                if mpp is None:
+                    problems.append("slides of unknown scale")
+                elif not any(
+                    abs(seen - trained) <= _MPP_TOLERANCE * trained for trained in self.mpp
+                ):
+                    problems.append(
+                        f"{mpp:.3g} mpp, which is {seen:.3g} mpp after resizing to {resized} pixels"
+                    )
         if not problems:
             return None
         omitted = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
@@ -205,21 +198,22 @@ def load_preset(model: str | Path) -> Preset:
             expected=f"a TOML file, or one of {', '.join(preset_names())}",
         ) from error  # fmt: skip
     fields: dict[str, Any] = {"name": path.stem}
-    tables = {"architecture": Architecture, "input": Preprocessing}
-    for table, kind in tables.items():
-        if table in values or kind is Preprocessing:
-            content = values.pop(table, {})
+    tables = {
+        "architecture": ("architecture", Architecture),
+        "input": ("preprocessing", Preprocessing),
+    }
+    for table, (field, kind) in tables.items():
+        content = values.pop(table, {} if kind is Preprocessing else None)
+        if content is not None:
             if not isinstance(content, dict):
                 raise UsageError(
                     f"{path.name}: {table}", found=repr(content), expected=f"a table [{table}]"
                 )
-            fields["preprocessing" if table == "input" else table] = from_table(
-                kind, content, f"{path.name}, [{table}]"
-            )
+            fields[field] = _from_table(kind, content, f"{path.name}, [{table}]")
     twice = fields.keys() & values.keys()
     if twice:
         raise UsageError(f"{path.name}: fields", found=f"unknown: {', '.join(sorted(twice))}")
-    preset: Preset = from_table(Preset, {**values, **fields}, path.name)
+    preset: Preset = _from_table(Preset, {**values, **fields}, path.name)
     check_preset(preset, path.name)
     return preset
 
@@ -235,8 +229,7 @@ def check_preset(preset: Preset, where: str) -> None:
     settings, network = preset.preprocessing, preset.architecture
     numbers = {"mean": (settings.mean, -math.inf), "std": (settings.std, 0), "mpp": (preset.mpp, 0)}
     if network is not None:
-        numbers["epsilon"] = ((network.epsilon,), 0)
-        for name in ("patch", "width", "depth", "heads", "hidden"):
+        for name in ("epsilon", "patch", "width", "depth", "heads", "hidden"):
             numbers[name] = ((getattr(network, name),), 0)
     for name, (values, above) in numbers.items():
         if not all(math.isfinite(value) and value > above for value in values):
@@ -250,16 +243,14 @@ def check_preset(preset: Preset, where: str) -> None:
         )  # fmt: skip
     if network is None:
         return
-    for name, size in (("size", settings.size), ("trained_size", settings.trained_size)):
-        if size % network.patch:
-            raise UsageError(
-                f"{where}: {name}", found=size,
-                expected=f"a multiple of the network's patch of {network.patch} pixels",
-            )  # fmt: skip
-    if network.width % network.heads:
-        raise UsageError(
-            f"{where}: width", found=network.width, expected=f"a multiple of heads, {network.heads}"
-        )
+    patch = f"the network's patch of {network.patch} pixels"
+    for name, number, divisor, text in (
+        ("size", settings.size, network.patch, patch),
+        ("trained_size", settings.trained_size, network.patch, patch),
+        ("width", network.width, network.heads, f"heads, {network.heads}"),
+    ):
+        if number % divisor:
+            raise UsageError(f"{where}: {name}", found=number, expected=f"a multiple of {text}")
     naming = NAMINGS[preset.naming]
     lacking = {
         "layer_scale": network.layer_scale and not naming.scale1,

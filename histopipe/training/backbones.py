@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import inspect
+import json
 import os
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -30,6 +30,7 @@ from histopipe.pretrained.encoders import (
     with_published_settings,
 )
 from histopipe.pretrained.presets import Preprocessing, Preset, preset_names
+from histopipe.runs.recipe import SMALL_CNN
 from histopipe.system.output import message
 from histopipe.training.memory import is_out_of_memory
 from histopipe.training.pretrained_networks import (
@@ -38,6 +39,7 @@ from histopipe.training.pretrained_networks import (
     STD,
     assign_weights,
     efficientnet_lite,
+    file_sha256,
     vision_transformer,
 )
 
@@ -56,11 +58,6 @@ def prepare(image: keras.KerasTensor, settings: Preprocessing) -> keras.KerasTen
     std = np.array(settings.std)
     scale, offset = 1 / (255 * std), -np.array(settings.mean) / std
     return layers.Rescaling(scale.tolist(), offset.tolist(), dtype=exact, name="normalize")(image)
-
-
-def as_float(image: keras.KerasTensor) -> keras.KerasTensor:
-    """Return images as floating-point numbers from 0 to 255."""
-    return layers.Rescaling(1.0, dtype=keras.config.dtype_policy().variable_dtype)(image)
 
 
 def _resized(image: keras.KerasTensor, settings: Preprocessing) -> keras.KerasTensor:
@@ -84,7 +81,8 @@ def _resized(image: keras.KerasTensor, settings: Preprocessing) -> keras.KerasTe
     return image
 
 
-SMALL_CNN = "small-cnn"
+_NO_FILE = ("none", "imagenet")
+"""Values of `--weights` that are not a file."""
 _ENDPOINT = "serving_default"
 
 
@@ -95,13 +93,11 @@ class Backbone:
     Attributes:
         core: network from prepared images to (B, D) features.
         prepare: stock layers from (B, H, H, 3) uint8 RGB to the input of `core`.
-        preset: None for networks that take patches of any size and scale.
         facts: preprocessing and origin of the weights, as JSON values.
     """
 
     core: keras.Model
     prepare: Callable[[keras.KerasTensor], keras.KerasTensor]
-    preset: Preset | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self, image: keras.KerasTensor, **options: Any) -> keras.KerasTensor:
@@ -138,8 +134,25 @@ def build_backbone(model: str, *, patch_size: int, weights: str, training: bool)
     return _application(model, patch_size, weights, training=training)
 
 
+@contextlib.contextmanager
+def _unusable(
+    what: str, *, most: int = 200, with_type: bool = False, **hints: Any
+) -> Iterator[None]:
+    """Report any error of a network that cannot be built or loaded as a usage error, except that memory ran out."""
+    try:
+        yield
+    except HistopipeError:
+        raise
+    except Exception as error:  # Keras, TensorFlow and the user's code raise errors of many classes
+        if is_out_of_memory(error):
+            raise
+        reason = str(error).split("\n")[0][:most]
+        reason = f"{type(error).__name__}: {reason}" if with_type else reason
+        raise UsageError(what, found=reason, **hints) from error
+
+
 def _preset(preset: Preset, weights: str, *, training: bool) -> Backbone:
-    if weights in ("none", "imagenet"):
+    if weights in _NO_FILE:
         raise UsageError(
             f"--model {preset.name} --weights {weights}", expected="--weights with the file of the weights",
             todo=f"see `histopipe encoders {preset.name}`" if preset.repository else None,
@@ -159,7 +172,7 @@ def _preset(preset: Preset, weights: str, *, training: bool) -> Backbone:
     tensors = select(read_tensors(path), network, naming, settings.trained, path)
     core = vision_transformer(network, settings.size)
     assign_weights(core, network, naming, tensors)
-    return _prepared(core, preset, {"weights": path.name, "weights_sha256": _sha256(path)})
+    return _prepared(core, preset, {"weights": path.name, "weights_sha256": file_sha256(path)})
 
 
 def _prepared(core: keras.Model, preset: Preset, facts: Mapping[str, Any]) -> Backbone:
@@ -170,44 +183,42 @@ def _prepared(core: keras.Model, preset: Preset, facts: Mapping[str, Any]) -> Ba
             f"the input of {preset.name}", found=f"shape {shape}",
             expected=f"({settings.size}, {settings.size}, 3), as in its preset",
         )  # fmt: skip
-    facts = {"preset": preset.name, "preprocessing": _facts(settings), **facts}
+    facts = {
+        "preset": preset.name,
+        "preprocessing": json.loads(json.dumps(asdict(settings))),
+        **facts,
+    }
     if preset.architecture is not None:
         facts["architecture"] = asdict(preset.architecture)
-    return Backbone(core, lambda image: prepare(image, settings), preset, facts)
+    return Backbone(core, lambda image: prepare(image, settings), facts)
 
 
 def _own(
     model: str, path: Path, preset: Preset | None, patch_size: int, weights: str, *, training: bool
 ) -> Backbone:
     if preset is not None and path.is_dir():
-        if weights not in ("none", "imagenet"):
+        if weights not in _NO_FILE:
             raise UsageError(
                 f"--weights {weights}", found=f"--model {model}, which contains weights"
             )
         return _saved_model(path, preset, training=training)
-    try:
+    with _unusable(f"--model {model} cannot be used", with_type=True):
         if path.suffix == KERAS:
             core = keras.models.load_model(path, safe_mode=True, compile=False)  # runs no code
         else:
             core = _call(model, path, preset.preprocessing.size if preset else patch_size)
-        if weights not in ("none", "imagenet"):
+        if weights not in _NO_FILE:
             core.load_weights(weights)
         shapes = core.input_shape, core.output_shape
-    except HistopipeError:
-        raise
-    except Exception as error:  # the user's code may raise anything
-        if is_out_of_memory(error):
-            raise
-        failure = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
-        raise UsageError(f"--model {model} cannot be used", found=failure) from error
-    fits = all(isinstance(shape, tuple) and None in shape[:1] for shape in shapes) and (
-        (len(shapes[0]), len(shapes[1])) == (4, 2)
+    fits = (
+        all(isinstance(shape, tuple) and None in shape[:1] for shape in shapes)
+        and (len(shapes[0]), len(shapes[1])) == (4, 2)
         and shapes[0][-1] == 3
         and type(shapes[1][1]) is int
     )
-    if fits and preset is None:
-        fits = shapes[0][1:3] in ((patch_size, patch_size), (None, None))
-    if not fits:
+    if not fits or (
+        preset is None and shapes[0][1:3] not in ((patch_size, patch_size), (None, None))
+    ):
         raise UsageError(
             f"--model {model}", found=f"input {shapes[0]}, output {shapes[1]}",
             expected=f"input (None, {patch_size}, {patch_size}, 3) and output (None, features)"
@@ -216,12 +227,14 @@ def _own(
         )  # fmt: skip
     facts = {
         "file": path.name,
-        "file_sha256": _sha256(path),
+        "file_sha256": file_sha256(path),
         "function": model.partition(".py:")[2],
     }
     if preset is not None:
         return _prepared(core, preset, facts)
-    return Backbone(core, as_float, None, facts)
+    # Floating-point numbers from 0 to 255.
+    as_float = layers.Rescaling(1.0, dtype=keras.config.dtype_policy().variable_dtype)
+    return Backbone(core, as_float, facts)
 
 
 def _call(model: str, path: Path, size: int) -> keras.Model:
@@ -260,25 +273,21 @@ def _saved_model(path: Path, preset: Preset, *, training: bool) -> Backbone:
     message(f"{path} is a SavedModel, which can run any code: use only files that you trust")
     size = preset.preprocessing.size
     image = keras.Input((size, size, 3), name="pixels")
-    try:
+    signature = f"the signature {_ENDPOINT}, from (patches, {size}, {size}, 3) to features"
+    with _unusable(f"{path} cannot be used", expected=f"a SavedModel with {signature}"):
         features = keras.layers.TFSMLayer(str(path), call_endpoint=_ENDPOINT)(image)
-    except Exception as error:  # TensorFlow raises errors of many classes
-        if is_out_of_memory(error):
-            raise
-        raise UsageError(
-            f"{path} cannot be used", found=str(error).splitlines()[0][:200],
-            expected=f"a SavedModel with the signature {_ENDPOINT}, from (patches, {size}, {size}, 3) to features",
-        ) from error  # fmt: skip
     outputs = list(features.values()) if isinstance(features, dict) else [features]
     if len(outputs) != 1:
         raise UsageError(
             f"{path}: outputs", found=", ".join(features), expected="one output, the features"
         )
-    files = sorted(file for file in path.rglob("*") if file.is_file())
-    digests = {str(file.relative_to(path)): _sha256(file) for file in files}
-    return _prepared(
-        keras.Model(image, outputs[0]), preset, {"file": path.name, "file_sha256": digests}
-    )
+    digests = {
+        str(file.relative_to(path)): file_sha256(file)
+        for file in sorted(path.rglob("*"))
+        if file.is_file()
+    }
+    facts = {"file": path.name, "file_sha256": digests}
+    return _prepared(keras.Model(image, outputs[0]), preset, facts)
 
 
 def _small_cnn(patch_size: int) -> keras.Model:
@@ -292,7 +301,17 @@ def _small_cnn(patch_size: int) -> keras.Model:
 
 def _application(model: str, patch_size: int, weights: str, *, training: bool) -> Backbone:
     build = None if model in SCALES else _find_application(model, training=training)
-    try:
+    # As documented by Keras, which has no public function for it.
+    home = Path(os.environ.get("KERAS_HOME") or Path.home() / ".keras")
+    todo = (
+        "imagenet weights are downloaded once; without a network, copy the file named above to "
+        f"{home / 'models'}, or pass it as --weights FILE"
+    )
+    with _unusable(
+        f"--model {model} --weights {weights}",
+        most=300,
+        todo=todo if weights == "imagenet" else None,
+    ):
         if build is None:
             core = efficientnet_lite(model, trained=weights == "imagenet")
         else:
@@ -303,24 +322,8 @@ def _application(model: str, patch_size: int, weights: str, *, training: bool) -
                     input_shape=(patch_size, patch_size, 3),
                     pooling="avg",
                 )
-        if weights not in ("none", "imagenet"):
+        if weights not in _NO_FILE:
             core.load_weights(weights)
-    except HistopipeError:
-        raise
-    except Exception as error:  # Keras raises a bare Exception if a download fails
-        if is_out_of_memory(error):
-            raise
-        todo = None
-        if weights == "imagenet":
-            # As documented by Keras, which has no public function for it.
-            home = Path(os.environ.get("KERAS_HOME") or Path.home() / ".keras")
-            todo = (
-                "imagenet weights are downloaded once; without a network, copy the file named above to "
-                f"{home / 'models'}, or pass it as --weights FILE"
-            )
-        raise UsageError(
-            f"--model {model} --weights {weights}", found=str(error).split("\n")[0][:300], todo=todo
-        ) from error
     if build is None:
         return Backbone(core, keras.layers.Rescaling(1 / STD, offset=-MEAN / STD))
     preprocess = sys.modules[build.__module__].preprocess_input
@@ -331,16 +334,14 @@ def _find_application(model: str, *, training: bool) -> Callable[..., keras.Mode
     plain = {n.lower(): n for n in dir(keras.applications) if n[0].isupper()}
     name = plain.get(model.lower().replace("-", "").replace("_", ""))
     if name is None:
-        alternatives = (
-            [*SCALES, SMALL_CNN]
-            if training
-            else [*SCALES, SMALL_CNN, "a run's folder", "an ONNX file", "a SavedModel folder"]
-        )
-        alternatives += ["a .keras file", "module.py:function", *preset_names()]
+        for_embedding = ("a run's folder", "an ONNX file", "a SavedModel folder")
+        alternatives = [
+            *SCALES, SMALL_CNN, *(() if training else for_embedding), "a .keras file",
+            "module.py:function", *preset_names(), *sorted(plain.values()),
+        ]  # fmt: skip
         raise UsageError(
-            f"--model {model}", found="no such model",
-            expected=", ".join([*alternatives, *sorted(plain.values())]),
-        )  # fmt: skip
+            f"--model {model}", found="no such model", expected=", ".join(alternatives)
+        )
     build: Callable[..., keras.Model] = getattr(keras.applications, name)
     return build
 
@@ -361,15 +362,3 @@ def _preprocessed(image: keras.KerasTensor, preprocess: Callable[[Any], Any]) ->
     if swapped:
         image = keras.ops.flip(image, axis=-1)
     return keras.layers.Rescaling(scale.tolist(), offset=offset.tolist())(image)
-
-
-def _facts(settings: Preprocessing) -> dict[str, Any]:
-    return {
-        name: list(value) if isinstance(value, tuple) else value
-        for name, value in asdict(settings).items()
-    }
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

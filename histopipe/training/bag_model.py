@@ -10,14 +10,14 @@ Source:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 import tensorflow as tf
-from keras import ops
+from keras import layers, ops
 
 from histopipe.dataset.augmentation import hash31
 from histopipe.runs.config import Precision
@@ -25,6 +25,8 @@ from histopipe.runs.task_config import BagPooling
 from histopipe.training.models import LOGITS, SampleDropout, dtype_policy
 from histopipe.training.objective import Objective
 
+HIDDEN, _ATTENTION = 512, 256
+"""Widths of CLAM's "small" model: hidden features of a patch, H, and attention."""
 _QUERY = 128
 """Width of DSMIL's queries."""
 _POINTS, _HEADS, _BLOCKS = 64, 8, 2
@@ -32,57 +34,50 @@ _PERIODS = tuple(2.0**power for power in range(2, 10))
 """Wavelengths of the positions: 4 to 512 patches."""
 
 
-class Together(NamedTuple):
-    """The result of pooling (B, N, H) hidden features."""
+class PooledBags(NamedTuple):
+    """The result of pooling (B, N, H) hidden features, all patches of a bag at once."""
 
     pooled: Any
-    """(B, W), the input of the last layer."""
+    """(B, W), the input of the last layer; then, with `scores`, those of the best patches (B, C)."""
     shares: Any
     """(B, N, S) attention; the sum over the patches is 1."""
     values: Any
-    """(B, N, V) features whose sum, weighted by `shares`, is pooled."""
+    """(B, N, V) features whose sum, weighted by each of the S `shares`, is pooled."""
     scores: Any = None
-    """(B, N, C) scores of single patches, in DSMIL."""
+    """(B, N, C) scores of single patches. The outputs are the mean of the last layer and of the best scores."""
 
 
-class JointPooling(Protocol):
-    """A pooling of all patches of a bag together."""
-
-    def __call__(self, hidden: Any, positions: Any) -> Together:
-        """Pool (B, N, H) hidden features. Positions are (B, N, 2), in patches; None if the pooling has no use for them."""
+JointPooling = Callable[[Any, Any], PooledBags]
+"""Pools (B, N, H) hidden features. Positions are (B, N, 2), in patches; None if the pooling has no use for them."""
 
 
-class DualStream:
-    """DSMIL: the best patch of each output, and attention by the similarity to it.
-
-    The last layer takes the attended features of all outputs; `Together.pooled` ends with the scores of the best patches.
+def dual_stream(outputs: int, dtype: Any) -> JointPooling:
+    """Return the pooling of DSMIL: the best patch of each output, and attention by the similarity to it.
 
     Source:
         B. Li, Y. Li and K. W. Eliceiri, "Dual-stream Multiple Instance Learning Network" (2021), equations 2 to 6.
     """
+    instances = layers.Dense(outputs, dtype=dtype, name="instance_scores")
+    query = layers.Dense(_QUERY, activation="tanh", name="query")
 
-    def __init__(self, outputs: int, width: int, dtype: Any) -> None:
-        self._outputs, self._width, self._dtype = outputs, width, dtype
-        self._instances = keras.layers.Dense(outputs, dtype=dtype, name="instance_scores")
-        self._query = keras.layers.Dense(_QUERY, activation="tanh", name="query")
-
-    def __call__(self, hidden: Any, positions: Any) -> Together:
-        """Pool; see `JointPooling`."""
-        scores = self._instances(hidden)
-        queries = ops.cast(self._query(hidden), self._dtype)
+    def pool(hidden: Any, positions: Any) -> PooledBags:  # noqa: ARG001 - as all poolings
+        scores = instances(hidden)
+        queries = ops.cast(query(hidden), dtype)
         best = ops.expand_dims(ops.argmax(scores, axis=1), -1)
         critical = ops.take_along_axis(queries, best, axis=1)
         near = ops.matmul(queries, ops.transpose(critical, (0, 2, 1))) / math.sqrt(_QUERY)
         shares = _shares(near)
-        values = ops.cast(hidden, self._dtype)
+        values = ops.cast(hidden, dtype)
         attended = ops.matmul(ops.transpose(shares, (0, 2, 1)), values)
-        flat = ops.reshape(attended, (-1, self._outputs * self._width))
+        flat = ops.reshape(attended, (-1, outputs * HIDDEN))
         pooled = ops.concatenate([flat, ops.max(scores, axis=1)], axis=1)
-        return Together(pooled, shares, values, scores)
+        return PooledBags(pooled, shares, values, scores)
+
+    return pool
 
 
-class InducedAttention:
-    """Self-attention between patches through 64 learned points, with sine waves of the positions.
+def induced_attention(outputs: int, dtype: Any) -> JointPooling:  # noqa: ARG001 - as all poolings
+    """Return self-attention between patches through 64 learned points, with sine waves of the positions.
 
     Work and memory grow with the number of patches, not with its square. The weights of the positions start at 0.
 
@@ -90,38 +85,42 @@ class InducedAttention:
         Z. Shao et al., "TransMIL" (2021): self-attention of patches with positions, in two layers; J. Lee et al., "Set
         Transformer" (2019): induced points, in place of TransMIL's approximation.
     """
-
-    def __init__(self, width: int, dtype: Any) -> None:
-        layers, self._dtype = keras.layers, dtype
-        self._place = layers.Dense(
-            width, use_bias=False, kernel_initializer="zeros", name="positions_in"
+    place = layers.Dense(HIDDEN, use_bias=False, kernel_initializer="zeros", name="positions_in")
+    blocks = [
+        (
+            layers.LayerNormalization(name=f"norm_{number}"),
+            layers.Dense(_POINTS, dtype=dtype, name=f"points_{number}"),
+            layers.MultiHeadAttention(_HEADS, HIDDEN // _HEADS, name=f"attention_{number}"),
         )
-        self._blocks = [
-            (
-                layers.LayerNormalization(name=f"norm_{number}"),
-                layers.Dense(_POINTS, dtype=dtype, name=f"points_{number}"),
-                layers.MultiHeadAttention(_HEADS, width // _HEADS, name=f"attention_{number}"),
-            )
-            for number in range(1, _BLOCKS + 1)
-        ]
-        self._norm = layers.LayerNormalization(dtype=dtype, name="norm_last")
-        self._score = layers.Dense(1, dtype=dtype, name="attention_score")
+        for number in range(1, _BLOCKS + 1)
+    ]
+    last_norm = layers.LayerNormalization(dtype=dtype, name="norm_last")
+    score = layers.Dense(1, dtype=dtype, name="attention_score")
 
-    def __call__(self, hidden: Any, positions: Any) -> Together:
-        """Pool; see `JointPooling`."""
+    def pool(hidden: Any, positions: Any) -> PooledBags:
         waves = [
             wave(positions * (2 * math.pi / p)) for p in _PERIODS for wave in (ops.sin, ops.cos)
         ]
-        values = hidden + self._place(ops.concatenate(waves, axis=-1))
-        for norm, toward, attend in self._blocks:
+        values = hidden + place(ops.concatenate(waves, axis=-1))
+        for norm, toward, attend in blocks:
             inner = norm(values)
             shares = ops.cast(_shares(toward(inner)), inner.dtype)
             points = ops.matmul(ops.transpose(shares, (0, 2, 1)), inner)
             values = values + attend(inner, points)
-        values = self._norm(values)
-        shares = _shares(self._score(values))
-        pooled = ops.sum(shares * values, axis=1)
-        return Together(pooled, shares, values)
+        values = last_norm(values)
+        shares = _shares(score(values))
+        return PooledBags(ops.sum(shares * values, axis=1), shares, values)
+
+    return pool
+
+
+JOINT: Mapping[BagPooling, Callable[[int, Any], JointPooling]] = {
+    "dsmil": dual_stream,
+    "transformer": induced_attention,
+}
+"""Poolings that need all patches of a bag in memory, by number of outputs and type of sums and probabilities."""
+WITH_POSITIONS: tuple[BagPooling, ...] = ("transformer",)
+"""Poolings that take the positions of the patches."""
 
 
 def _shares(scores: Any) -> Any:
@@ -129,10 +128,6 @@ def _shares(scores: Any) -> Any:
     return ops.exp(scores - ops.logsumexp(scores, axis=1, keepdims=True))
 
 
-_HIDDEN, _ATTENTION = 512, 256
-"""Widths of CLAM's "small" model."""
-JOINT = ("dsmil", "transformer")
-"""Poolings that need all patches of a bag in memory."""
 _COVARIATE_RATE = 10.0
 """Factor of the learning rate for coefficients of covariates. The 512 coefficients of pooled features change together."""
 _LIMIT = 10.0
@@ -173,17 +168,19 @@ class BagModel:
         scaled: bool = False,
     ) -> None:
         self.pooling: BagPooling = pooling
-        self.batch_norms: list[keras.layers.BatchNormalization] = []
-        self.takes_positions = pooling == "transformer"
+        self.batch_norms: list[layers.BatchNormalization] = []
+        self.takes_positions = pooling in WITH_POSITIONS
+        self.has_instances = pooling == "clam"
+        """Whether single patches have a loss, see `instances`."""
         self.outputs = objective.outputs
-        self.scaling: keras.layers.BatchNormalization | None = None
+        self.scaling: layers.BatchNormalization | None = None
         with dtype_policy(precision):
             if scaled:
                 # Features can exceed the range of float16 before this layer. An epsilon would shrink small features.
-                dtype = keras.config.dtype_policy().variable_dtype
-                self.scaling = keras.layers.BatchNormalization(
-                    center=False, epsilon=0.0, trainable=False, dtype=dtype, name="scaling"
-                )
+                self.scaling = layers.BatchNormalization(
+                    center=False, epsilon=0.0, trainable=False, name="scaling",
+                    dtype=keras.config.dtype_policy().variable_dtype,
+                )  # fmt: skip
             self._build(dimension, objective, dropout, covariates)
         kernel = self._logits.kernel
         rates = np.ones((kernel.shape[0], 1))
@@ -197,50 +194,41 @@ class BagModel:
     def _build(self, dimension: int, objective: Objective, dropout: float, covariates: int) -> None:
         # Sums and probabilities need more than 16 bits.
         self.sum_dtype = last = keras.config.dtype_policy().variable_dtype
-        layers, self._drop = keras.layers, SampleDropout(dropout)
+        self._drop = SampleDropout(dropout)
         inputs = {"features": keras.Input((None, dimension), name="features")}
         if covariates:
             inputs["covariates"] = keras.Input((covariates,), name="covariates")
         if self.takes_positions:
             inputs["positions"] = keras.Input((None, 2), name="positions")
-        self._hidden = layers.Dense(_HIDDEN, activation="relu", name="hidden")
+        self._hidden = layers.Dense(HIDDEN, activation="relu", name="hidden")
         hidden = layers.Dropout(dropout)(self._hidden(self._scaled(inputs["features"])))
         self._score: Any = None
-        self._instances: Any = None
         self._joint: JointPooling | None = None
+        self.last_layer_share = 1.0
+        """Share of the last layer in the outputs; the rest is that of the scores of single patches."""
         pooled, outputs = self._pool(hidden, inputs.get("positions"), last)
         self._logits = layers.Dense(objective.outputs, dtype=last, name=LOGITS)
-        best = None
-        if self.pooling == "dsmil":
-            pooled, best = pooled[:, : -self.outputs], pooled[:, -self.outputs :]
-        if covariates:
-            pooled = layers.Concatenate(dtype=last)([pooled, inputs["covariates"]])
-        logits = self._logits(pooled)
-        if best is not None:
-            logits = layers.Average(dtype=last)([logits, best])
+        logits = self._last_layer(pooled, inputs.get("covariates"))
         outputs[objective.name] = objective.layer(last)(logits)
         plain = inputs if len(inputs) > 1 else inputs["features"]
         self.serving = self.training = keras.Model(plain, outputs, name=f"mil_{self.pooling}")
-        if self.pooling == "clam":
+        if self.has_instances:
             self._instances = layers.Dense(2 * self.outputs, dtype=last, name="instances")
-            training_outputs = {**outputs, "instances": self._instances(hidden)}
-            self.training = keras.Model(plain, training_outputs, name="training")
+            self.training = keras.Model(
+                plain, {**outputs, "instances": self._instances(hidden)}, name="training"
+            )
 
     def _pool(self, hidden: Any, positions: Any, last: Any) -> tuple[Any, dict[str, Any]]:
         """Return symbolic pooled features, and {"attention": …} if the pooling has one."""
-        layers = keras.layers
         if self.pooling == "mean":
             return layers.GlobalAveragePooling1D(dtype=last)(hidden), {}
         if self.pooling == "max":
             return layers.GlobalMaxPooling1D(dtype=last)(hidden), {}
         if self.pooling in JOINT:
-            self._joint = (
-                DualStream(self.outputs, _HIDDEN, last)
-                if self.pooling == "dsmil"
-                else InducedAttention(_HIDDEN, last)
-            )
+            self._joint = JOINT[self.pooling](self.outputs, last)
             joint = self._joint(hidden, positions)
-            return joint.pooled, {"attention": keras.ops.mean(joint.shares, axis=-1)}
+            self.last_layer_share = 1.0 if joint.scores is None else 0.5
+            return joint.pooled, {"attention": ops.mean(joint.shares, axis=-1)}
         self._tanh = layers.Dense(_ATTENTION, activation="tanh", name="attention_tanh")
         self._gate = None
         inner = self._tanh(hidden)
@@ -251,6 +239,18 @@ class BagModel:
         shares = layers.Softmax(axis=1, dtype=last)(self._score(inner))
         pooled = layers.Flatten(dtype=last)(layers.Dot(axes=1, dtype=last)([shares, hidden]))
         return pooled, {"attention": layers.Reshape((-1,), dtype=last, name="attention")(shares)}
+
+    def _last_layer(self, pooled: Any, covariates: Any) -> Any:
+        """Return (B, C) logits from (B, W) pooled features and (B, K) covariates."""
+        best = None
+        if self.last_layer_share < 1:
+            pooled, best = pooled[:, : -self.outputs], pooled[:, -self.outputs :]
+        if covariates is not None:
+            pooled = layers.Concatenate(dtype=self.sum_dtype)([pooled, covariates])
+        logits = self._logits(pooled)
+        if best is None:
+            return logits
+        return layers.Average(dtype=self.sum_dtype)([logits, best])
 
     def save(self, path: Path) -> None:
         """Save the serving model, for any backend of Keras."""
@@ -267,11 +267,6 @@ class BagModel:
         """Weights used by `logits`: kernel, whose rows are pooled features and then covariates, and bias."""
         weights: list[keras.Variable] = self._logits.trainable_variables
         return weights
-
-    @property
-    def hidden_width(self) -> int:
-        """Number of hidden features of a patch, H."""
-        return _HIDDEN
 
     def patches(
         self,
@@ -298,14 +293,15 @@ class BagModel:
 
     def together(
         self, weights: Sequence[tf.Tensor], patches: Patches, seed: tf.Tensor | None
-    ) -> Together:
+    ) -> PooledBags:
         """Pool all patches of a bag by one of the `JOINT` poolings, with B = 1. Weights and seed as for `patches`."""
         assert self._joint is not None  # noqa: S101 - for mypy
         rows = tf.range(tf.shape(patches.features, tf.int64)[0])
         with self._using(weights):
             hidden = self._dropped(patches.features, rows, seed)
-            places = None if patches.positions is None else patches.positions[None]
-            return self._joint(hidden[None], places)
+            return self._joint(
+                hidden[None], None if patches.positions is None else patches.positions[None]
+            )
 
     def instances(self, weights: Sequence[tf.Tensor], hidden: tf.Tensor) -> tf.Tensor:
         """Return (n, C, 2) logits of CLAM's classifiers of single patches, from (n, H) hidden features."""
@@ -319,14 +315,8 @@ class BagModel:
         covariates: tf.Tensor | None = None,
     ) -> tf.Tensor:
         """Return (1, C) logits from values of `last_weights`, the pooled features of a bag, and (1, K) covariates."""
-        best = None
-        if self.pooling == "dsmil":
-            pooled, best = pooled[: -self.outputs], pooled[-self.outputs :]
-        if covariates is not None:
-            pooled = tf.concat([pooled, tf.cast(covariates[0], pooled.dtype)], axis=0)
         with keras.StatelessScope(zip(self.last_weights, weights, strict=True)):
-            logits: tf.Tensor = self._logits(pooled[None])
-        return logits if best is None else (logits + best) / 2
+            return self._last_layer(pooled[None], covariates)
 
     def _using(self, weights: Sequence[tf.Tensor]) -> Any:
         return keras.StatelessScope(zip(self.patch_weights, weights, strict=True))

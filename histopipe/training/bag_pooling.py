@@ -1,4 +1,4 @@
-"""Pooling of bags and its gradients, in pieces: memory does not grow with the size of a bag.
+"""Pooling of bags, its gradients, and attention, in pieces: memory does not grow with the size of a bag.
 
 Gradients need each piece a second time, with the pooled features of the first pass: a third more work than keeping all
 activations. Mean pooling is attention with equal scores. Only the poolings of `JOINT` need all patches at once.
@@ -7,11 +7,20 @@ activations. Mean pooling is attention with equal scores. Only the poolings of `
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import tensorflow as tf
+from numpy.typing import NDArray
 
-from histopipe.training.bag_model import JOINT, BagModel, Patches
+from histopipe.errors import DamagedStore
+from histopipe.features.bags import Bag, read_bag, read_positions
+from histopipe.predictions.tables import write_patch_values
+from histopipe.system.output import message
+from histopipe.training.bag_model import HIDDEN, JOINT, BagModel, Patches, PooledBags
+from histopipe.training.models import values_of
+from histopipe.training.objective import Objective
 
 PIECE = 32_768
 """Patches computed at once: about 300 MB of activations. Larger pieces are not faster."""
@@ -24,9 +33,9 @@ class Pooled(NamedTuple):
 
     value: tf.Tensor
     """(W,) pooled hidden features, the input of the last layer."""
-    norm: tf.Tensor
-    """() logarithm of the sum of the exponentials of all attention scores."""
-    best: tf.Tensor
+    norm: tf.Tensor | None = None
+    """() logarithm of the sum of the exponentials of all attention scores, for poolings by a weighted sum."""
+    best: tf.Tensor | None = None
     """(H,) int64 rows of the maximum of each hidden feature, for max pooling."""
 
 
@@ -38,8 +47,9 @@ def pool(
     seed: tf.Tensor | None = None,
 ) -> Pooled:
     """Pool a bag, `size` patches at once. `weights` are the values of `model.patch_weights`."""
-    width = (model.hidden_width,)
-    zeros = tf.zeros(width, model.sum_dtype)
+    if model.pooling in JOINT:
+        return Pooled(model.together(weights, patches, seed).pooled[0])
+    zeros = tf.zeros((HIDDEN,), model.sum_dtype)
     lowest = tf.constant(float("-inf"), model.sum_dtype)
 
     def weighted_sum(
@@ -57,16 +67,14 @@ def pool(
         at = tf.gather(rows, tf.argmax(hidden, axis=0))
         return tf.maximum(value, highest), tf.where(highest > value, at, best)
 
-    no_rows = tf.zeros(width, tf.int64)
-    if model.pooling in JOINT:
-        return Pooled(model.together(weights, patches, seed).pooled[0], lowest, no_rows)
     if model.pooling == "max":
-        value, best = _in_pieces(patches.features, size, maximum, (zeros + lowest, no_rows))
-        return Pooled(value, lowest, best)
+        state = (zeros + lowest, tf.zeros((HIDDEN,), tf.int64))
+        value, best = _in_pieces(patches.features, size, maximum, state)
+        return Pooled(value, best=best)
     highest, total, value = _in_pieces(
         patches.features, size, weighted_sum, (lowest, zeros[0], zeros)
     )
-    return Pooled(value / total, highest + tf.math.log(total), no_rows)
+    return Pooled(value / total, norm=highest + tf.math.log(total))
 
 
 def patch_gradients(  # noqa: PLR0917 - a pure function: all inputs are arguments
@@ -79,10 +87,16 @@ def patch_gradients(  # noqa: PLR0917 - a pure function: all inputs are argument
     outer: tf.Tensor,
 ) -> list[tf.Tensor]:
     """Return the gradients of a loss for `weights`. (W,) `outer` is its gradient for `pooled.value`."""
-    if model.pooling in JOINT:
+    if pooled.norm is None:
         with tf.GradientTape() as tape:
             tape.watch(weights)
-            loss = tf.tensordot(model.together(weights, patches, seed).pooled[0], outer, 1)
+            if pooled.best is None:
+                value = model.together(weights, patches, seed).pooled[0]
+            else:
+                # Only patches with the maximum of a feature contribute.
+                chosen = tf.gather(patches.features, pooled.best)
+                value = tf.linalg.diag_part(model.patches(weights, chosen, pooled.best, seed)[0])
+            loss = tf.tensordot(value, outer, 1)
         return _gradients(tape, loss, weights)
     common = tf.tensordot(pooled.value, outer, 1)
 
@@ -96,16 +110,8 @@ def patch_gradients(  # noqa: PLR0917 - a pure function: all inputs are argument
             loss = tf.reduce_sum(shares * (along + tf.stop_gradient(along - common) * scores))
         return [a + b for a, b in zip(sums, _gradients(tape, loss, weights), strict=True)]
 
-    if model.pooling == "max":
-        # Only patches with the maximum of a feature contribute.
-        with tf.GradientTape() as tape:
-            tape.watch(weights)
-            chosen = tf.gather(patches.features, pooled.best)
-            hidden, _ = model.patches(weights, chosen, pooled.best, seed)
-            loss = tf.tensordot(tf.linalg.diag_part(hidden), outer, 1)
-        return _gradients(tape, loss, weights)
     return list(
-        _in_pieces(patches.features, size, add_gradients, [tf.zeros_like(w) for w in weights])
+        _in_pieces(patches.features, size, add_gradients, list(map(tf.zeros_like, weights)))
     )
 
 
@@ -167,8 +173,75 @@ def _in_pieces(
         stop = tf.minimum(start + size, count)
         return (stop, *step(features[start:stop], tf.range(start, stop), *state))
 
-    begin = tf.zeros((), tf.int64)
-    loop_state = tf.while_loop(
-        lambda start, *_: start < count, body, (begin, *state), parallel_iterations=1
+    _, *state = tf.while_loop(
+        lambda start, *_: start < count,
+        body,
+        (tf.zeros((), tf.int64), *state),
+        parallel_iterations=1,
     )
-    return tuple(loop_state[1:])
+    return state
+
+
+def patch_values(
+    model: BagModel, patches: Patches
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return what the N patches of a bag are worth to a model.
+
+    Returns:
+        (N,) attention with a sum of 1; with max pooling, the share of the features that are the patch's. And (N, C) parts
+        of the last layer's values, whose sum is these values less bias and covariates.
+    """
+    weights = values_of(model.patch_weights)
+    kernel = np.asarray(values_of(model.last_weights)[0], np.float64)
+    if model.pooling in JOINT:
+        return _joint_values(model.together(weights, patches, None), kernel)
+    kernel = kernel[:HIDDEN]  # the other rows are of covariates
+    count = len(patches.features)
+    if model.pooling == "max":
+        pooled = pool(model, weights, patches, tf.constant(PIECE))
+        best = np.asarray(pooled.best)
+        parts = np.zeros((count, model.outputs))
+        np.add.at(parts, best, np.asarray(pooled.value, np.float64)[:, None] * kernel)
+        return np.bincount(best, minlength=count) / len(best), parts
+    all_scores, all_parts = [], []
+    for begin in range(0, count, PIECE):
+        piece = patches.features[begin : begin + PIECE]
+        hidden, scores = model.patches(weights, piece, np.arange(len(piece)), None)
+        all_scores.append(np.asarray(scores, np.float64))
+        all_parts.append(np.asarray(hidden, np.float64) @ kernel)
+    scores = np.concatenate(all_scores)
+    shares = np.exp(scores - scores.max())
+    shares /= shares.sum()
+    return shares, shares[:, None] * np.concatenate(all_parts)
+
+
+def _joint_values(
+    bag: PooledBags, kernel: NDArray[np.float64]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    shares, values = (np.asarray(each[0], np.float64) for each in (bag.shares, bag.values))
+    width, parts = values.shape[1], np.zeros((len(values), kernel.shape[1]))
+    # The rows of the kernel are those of the features by the first share, then by the second, and so on.
+    for number, share in enumerate(shares.T):
+        parts += share[:, None] * (values @ kernel[number * width : (number + 1) * width])
+    if bag.scores is not None:
+        scores, outputs = np.asarray(bag.scores[0], np.float64), np.arange(kernel.shape[1])
+        best = scores.argmax(axis=0)
+        parts[best, outputs] += scores[best, outputs]
+        parts /= 2
+    return shares.mean(axis=1), parts
+
+
+def write_attention(
+    folder: Path, bags: Sequence[Bag], model: BagModel, objective: Objective, names: Sequence[str]
+) -> None:
+    """Write the table of patch values of each bag. `names` are of the predictions."""
+    for bag in bags:
+        try:
+            positions = read_positions(bag) if model.takes_positions else None
+            attention, parts = patch_values(model, Patches(read_bag(bag, bag.dtype), positions))
+            write_patch_values(
+                folder, bag.id, bag.places(), names=names, attention=attention,
+                contributions=objective.contributions(parts),
+            )  # fmt: skip
+        except DamagedStore as error:  # training skipped this bag, too
+            message(f"cannot write attention of {bag.id}: {error}")

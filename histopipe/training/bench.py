@@ -33,12 +33,6 @@ _LONGEST_RUN = 1 << 40
 _CLASSES = 2
 
 
-def sample_batches(stores: Sequence[Store], batch_size: int) -> PatchBatches:
-    """Return shuffled batches of all patches of stores."""
-    table = SampleTable(select(stores))
-    return PatchBatches(stores, table, batch_size=batch_size, order=Shuffled(len(table), _SEED))
-
-
 def measure_disk(batches: PatchBatches, seconds: float, threads: int) -> float | None:
     """Measure reads of values that bypass the page cache; None if the filesystem does not support them (tmpfs)."""
     places: list[tuple[str, int, int]] = []
@@ -51,8 +45,8 @@ def measure_disk(batches: PatchBatches, seconds: float, threads: int) -> float |
         values += len(rows)
     if not places:
         return None
-    longest = max(length for _, _, length in places)
-    buffers = [mmap.mmap(-1, longest) for _ in range(threads)]  # aligned, as O_DIRECT requires
+    # Aligned, as O_DIRECT requires.
+    buffers = [mmap.mmap(-1, max(length for _, _, length in places)) for _ in range(threads)]
     files: dict[str, int] = {}
 
     def read(thread: int, turn: int) -> int:
@@ -313,9 +307,9 @@ class BenchResult(Result):
             ),
             *(("device", rate, f"training steps of {size} patches") for size, rate in sizes),
         ]
-        values = ["not measured" if rate is None else f"{rate:,.0f}" for _, rate, _ in rows]
         lines = [
-            f"{row[0]:<10} {text:>12}  {row[2]}" for row, text in zip(rows, values, strict=True)
+            f"{stage:<10} {'not measured' if rate is None else f'{rate:,.0f}':>12}  {text}"
+            for stage, rate, text in rows
         ]
         return "\n".join([f"{'stage':<10} {'patches/s':>12}", *lines, "", *self.advice])
 
@@ -360,7 +354,10 @@ def bench(
         opened = [stack.enter_context(Store(path)) for path in paths]
         check_patch_sizes(opened)
         bar = stack.enter_context(progress.bar("bench", unit="stages", total=total))
-        batches = sample_batches(opened, batch_size)
+        table = SampleTable(select(opened))
+        batches = PatchBatches(
+            opened, table, batch_size=batch_size, order=Shuffled(len(table), _SEED)
+        )
         disk = measure_disk(batches, seconds, _DISK_THREADS)
         bar.advance()
         lmdb = measure_lmdb(batches, seconds)
@@ -375,8 +372,7 @@ def bench(
         device = {}
         if model is not None:
             sizes = [max(1, batch_size // 2), batch_size, 2 * batch_size, 4 * batch_size]
-            side = opened[0].patch_size
-            device = measure_device(side, model, sizes, devices, seconds)
+            device = measure_device(opened[0].patch_size, model, sizes, devices, seconds)
             bar.advance()
     return BenchResult(
         disk, lmdb, decode, reader, device,
@@ -387,8 +383,8 @@ def bench(
 
 def _smallest_good(rates: dict[int, float]) -> int:
     """Return the smallest setting whose rate is close to the best."""
-    best = max(rates.values())
-    return min(setting for setting, rate in rates.items() if rate >= _GOOD_ENOUGH * best)
+    least = _GOOD_ENOUGH * max(rates.values())
+    return min(setting for setting, rate in rates.items() if rate >= least)
 
 
 def _available_memory() -> int:

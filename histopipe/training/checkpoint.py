@@ -24,8 +24,7 @@ from histopipe.runs.result import EpochMetrics
 from histopipe.system.files import atomic_write
 
 STATE_FILE, OLDER_FILE = "resume.npz", "resume-older.npz"
-_DIGEST = "blake2b"
-_DIGEST_BYTES = 64
+_DIGEST, _DIGEST_BYTES = "blake2b", 64
 _BETTER = 1e-4
 """Minimum increase of the metric that counts as better. For smaller differences, the lower loss is better."""
 LOWEST = -1e9
@@ -72,13 +71,17 @@ class TrainState:
         self.best_epoch, self.best_loss = self.epoch, metrics.loss
         self.best_score = LOWEST if metrics.score is None else metrics.score
 
+    @property
+    def position(self) -> str:
+        """What is done, as text."""
+        steps = f" and {len(self.values)} steps of the next" if len(self.values) else ""
+        return f"epoch {self.epoch}{steps}"
+
     def interrupted(self, folder: Path) -> Interrupted:
         """Return the error of a stopped training whose state is saved."""
-        done = len(self.values)
-        steps = f" and {done} steps of the next" if done else ""
         return Interrupted(
             "interrupted",
-            found=f"{folder} saved after epoch {self.epoch}{steps}",
+            found=f"{folder} saved after {self.position}",
             todo=f"continue with `histopipe train --resume --out {folder}`",
         )
 
@@ -139,17 +142,16 @@ def load_state(folder: Path, variables: Sequence[Any]) -> tuple[TrainState, str 
 
 def _read(path: Path) -> tuple[TrainState, list[NDArray[Any]]]:
     whole = path.read_bytes()
-    content, digest = whole[:-_DIGEST_BYTES], whole[-_DIGEST_BYTES:]
-    if hashlib.new(_DIGEST, content).digest() != digest:
+    content = whole[:-_DIGEST_BYTES]
+    if hashlib.new(_DIGEST, content).digest() != whole[-_DIGEST_BYTES:]:
         raise ValueError("does not match its checksum")
     with np.load(io.BytesIO(content), allow_pickle=False) as saved:
         facts = json.loads(str(saved["state"]))
-        if "best_auc" in facts:  # of version 0.2.0, where -1 was undefined
-            auc = facts.pop("best_auc")
+        auc = facts.pop("best_auc", None)
+        if auc is not None:  # of version 0.2.0, where -1 was undefined
             facts["best_score"] = LOWEST if auc < 0 else auc
-        state = TrainState(**facts, values=saved["values"])
-        # All arrays except the two above.
-        return state, [saved[_name(i)] for i in range(len(saved.files) - 2)]
+        variables = [saved[_name(i)] for i in range(len(saved.files) - 2)]
+        return TrainState(**facts, values=saved["values"]), variables
 
 
 def _name(number: int) -> str:

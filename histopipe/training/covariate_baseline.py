@@ -6,7 +6,6 @@ A slide model with covariates starts from this model.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -17,8 +16,8 @@ from histopipe.splits.splits import SlideSplit, Splits
 from histopipe.splits.subsets import SUBSETS, Subset
 from histopipe.tasks.choices import EvaluationLevel
 from histopipe.tasks.predictions import Predictions
-from histopipe.training.objective import Objective
-from histopipe.training.objectives import CoxObjective, DiscreteSurvival
+from histopipe.tasks.survival import time_grid
+from histopipe.training.objective import CoxObjective, DiscreteSurvival, Objective
 
 
 def baseline_scores(
@@ -27,7 +26,7 @@ def baseline_scores(
     """Fit a model to the covariates of the training bags, and return its predictions for the other subsets."""
     if isinstance(objective, CoxObjective | DiscreteSurvival):
         # Cox' regression is fitted, and the objective of the slide model keeps its own baseline.
-        objective = CoxObjective.of(splits.targets_on("train"))
+        objective = CoxObjective(time_grid(*splits.targets_on("train").T))
     slides = {
         subset: [slide for slide in splits.slides if len(slide.on(subset))] for subset in SUBSETS
     }
@@ -41,15 +40,16 @@ def baseline_scores(
     task, predictions = objective.described(splits.task), {}
     for subset in SUBSETS[1:]:
         if slides[subset]:
-            activated = objective.activate(tf.constant(logits[subset]))
-            output = objective.predictions(np.asarray(activated, np.float32))
-            predictions[subset] = Predictions(
-                task,
-                **_places(slides[subset]),
-                target=splits.targets_on(subset),
-                output=output,
-                level=level,
+            patients, patient = np.unique(
+                [slide.patient for slide in slides[subset]], return_inverse=True
             )
+            zeros = np.zeros(len(patient), np.int64)
+            output = np.asarray(objective.activate(tf.constant(logits[subset])), np.float32)
+            predictions[subset] = Predictions(
+                task, tuple(slide.id for slide in slides[subset]), tuple(patients.tolist()),
+                slide=np.arange(len(patient), dtype=np.int32), patient=patient.astype(np.int32), x_l0=zeros,
+                y_l0=zeros, target=splits.targets_on(subset), output=objective.predictions(output), level=level,
+            )  # fmt: skip
     return predictions
 
 
@@ -62,17 +62,6 @@ def baseline_weights(
 
 
 def _inputs(slides: Sequence[SlideSplit], covariates: Covariates) -> NDArray[np.float64]:
-    rows = [covariates.encode(slide.covariates) for slide in slides]
-    return np.array(rows, np.float64).reshape(len(slides), len(covariates.inputs))
-
-
-def _places(slides: Sequence[SlideSplit]) -> dict[str, Any]:
-    patients = sorted({slide.patient for slide in slides})
-    number = {name: i for i, name in enumerate(patients)}
-    zeros = np.zeros(len(slides), np.int64)
-    return {
-        "slides": tuple(slide.id for slide in slides), "patients": tuple(patients),
-        "slide": np.arange(len(slides), dtype=np.int32),
-        "patient": np.array([number[slide.patient] for slide in slides], np.int32),
-        "x_l0": zeros, "y_l0": zeros,
-    }  # fmt: skip
+    return np.array([covariates.encode(slide.covariates) for slide in slides], np.float64).reshape(
+        len(slides), len(covariates.inputs)
+    )

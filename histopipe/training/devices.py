@@ -43,9 +43,10 @@ def make_strategy(
             f"--devices cpu:{len(names)}", found=f"{len(cluster.workers)} workers",
             expected="--devices cpu: a worker has one CPU device",
         )  # fmt: skip
-    kinds = tf.distribute.experimental.CommunicationImplementation
-    options = tf.distribute.experimental.CommunicationOptions(
-        timeout_seconds=timeout, implementation=kinds[communication.upper()]
+    distribution = tf.distribute.experimental
+    options = distribution.CommunicationOptions(
+        timeout_seconds=timeout,
+        implementation=distribution.CommunicationImplementation[communication.upper()],
     )
     return tf.distribute.MultiWorkerMirroredStrategy(cluster.resolver, options)
 
@@ -68,9 +69,10 @@ def _set_up(devices: str) -> list[str]:
 def _cpus(count: int) -> list[str]:
     tf.config.set_visible_devices([], "GPU")
     if count > 1:
-        cpu = tf.config.list_physical_devices("CPU")[0]
-        logical = [tf.config.LogicalDeviceConfiguration() for _ in range(count)]
-        tf.config.set_logical_device_configuration(cpu, logical)
+        tf.config.set_logical_device_configuration(
+            tf.config.list_physical_devices("CPU")[0],
+            [tf.config.LogicalDeviceConfiguration() for _ in range(count)],
+        )
     return [f"/CPU:{number}" for number in range(count)]
 
 
@@ -120,8 +122,8 @@ def find_cluster(environment: Mapping[str, str] = os.environ) -> Cluster:
             expected="workers, with or without a chief, including this process",
         )  # fmt: skip
     chiefs = spec.get("chief", [])
-    place = index if kind == "chief" else len(chiefs) + index
-    return Cluster((*chiefs, *spec.get("worker", [])), place, resolver)
+    workers = (*chiefs, *spec.get("worker", []))
+    return Cluster(workers, index if kind == "chief" else len(chiefs) + index, resolver)
 
 
 def one_per_replica(strategy: tf.distribute.Strategy, parts: Sequence[Any], first: int) -> Any:
@@ -138,9 +140,9 @@ def gathered(
     if cluster.alone:
         return values
     replicas = cluster.own_part(strategy.num_replicas_in_sync)
-    parts = [values, *[values[:, :0]] * (len(replicas) - 1)]
-    each = one_per_replica(strategy, [tf.constant(part) for part in parts], replicas[0])
-    return np.asarray(strategy.gather(each, axis=1))
+    # The first replica has the values, the others none.
+    parts = [tf.constant(values if place == 0 else values[:, :0]) for place in range(len(replicas))]
+    return np.asarray(strategy.gather(one_per_replica(strategy, parts, replicas[0]), axis=1))
 
 
 def assign_same(

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from histopipe.dataset.augmentation import epoch_seed
 from histopipe.dataset.sampling import replica_rows
 from histopipe.dataset.tf_data import BatchFeed
-from histopipe.errors import DamagedStore
 from histopipe.runs.workers import COMPUTING, READING, Cluster
 from histopipe.system.output import default_progress
 from histopipe.training.devices import gathered, one_per_replica
@@ -39,11 +38,12 @@ def _do_nothing(*_: Any) -> None:
     pass
 
 
-class Requests(NamedTuple):
-    """Requests of a worker before the next step; above 0 for yes."""
+Requests = tuple[float, float]
+"""Requests of a worker before the next step, to save and to stop; above 0 for yes."""
 
-    save: float = 0.0
-    stop: float = 0.0
+
+def _request_nothing() -> Requests:
+    return 0.0, 0.0
 
 
 class StopSignals:
@@ -60,8 +60,7 @@ class StopSignals:
 
     def requests(self) -> Requests:
         """Return the requests before the next step."""
-        due = time.monotonic() - self._saved >= self._seconds
-        return Requests(save=float(due), stop=float(self.stopping))
+        return float(time.monotonic() - self._saved >= self._seconds), float(self.stopping)
 
     def saved(self) -> None:
         """Record that the state has just been saved."""
@@ -70,9 +69,11 @@ class StopSignals:
     @contextmanager
     def handled(self) -> Iterator[None]:
         """Handle signals in the main thread. Enter it after the workers connect, because TensorFlow then sets a handler."""
-        in_main = threading.current_thread() is threading.main_thread()
-        numbers = (signal.SIGTERM, signal.SIGINT) if in_main else ()
-        handlers = {number: signal.signal(number, self._stop) for number in numbers}
+        handlers = {
+            number: signal.signal(number, self._stop)
+            for number in (signal.SIGTERM, signal.SIGINT)
+            if threading.current_thread() is threading.main_thread()
+        }
         try:
             yield
         finally:
@@ -105,6 +106,7 @@ class EpochLoop:
         self._seed = seed
         self._replicas = self._strategy.num_replicas_in_sync
         self._own = self._cluster.own_part(self._replicas)
+        self._sizes = [len(self._rows_of(replica)) for replica in self._own]
         self._rows = max(len(self._rows_of(replica)) for replica in range(self._replicas))
         self.micro_batch = micro_batch(step.whole(self._rows))
         self.skipped: dict[int, str] = {}
@@ -117,7 +119,7 @@ class EpochLoop:
         title: str,
         results: StepResults,
         *,
-        requests: Callable[[], Requests] = Requests,
+        requests: Callable[[], Requests] = _request_nothing,
         granted: Callable[[Requests], None] = _do_nothing,
     ) -> None:
         """Train one epoch, counted from 0, or the rest of it. Results are appended to those of completed steps.
@@ -138,7 +140,7 @@ class EpochLoop:
             if self._cluster.alone:
                 return values, mine
             # Requests of the previous step: all workers have them by now without waiting for their devices.
-            return values, Requests() if before is None else Requests(*before.numpy().tolist())
+            return values, _request_nothing() if before is None else before.numpy()
 
         self._run(batches, epoch * batches.steps_per_epoch, step, title, results, granted=granted)
 
@@ -150,26 +152,19 @@ class EpochLoop:
 
         def step(batch: Any) -> Any:
             before_step()
-            values = self.micro_batch.fit(
+            return self.micro_batch.fit(
                 lambda size: self.step.predictions(batch, self._rows, size)
-            )
-            return values, Requests()
+            ), _request_nothing()
 
         self._run(batches, 0, step, title, results)
         return predictions(batches, 0, self.gathered(results))
 
-    def checked(self, title: str, outputs: SampleOutputs | None) -> SampleOutputs:
-        """Return predictions, or raise a DamagedStore if there are none."""
-        if outputs is None:
-            reason = next(iter(self.skipped.values()), None)
-            todo = "ingest the slides again"
-            raise DamagedStore(f"{title}: every patch is damaged", found=reason, todo=todo)
-        return outputs
-
     def gathered(self, results: StepResults) -> NDArray[np.float32]:
         """Return the results of all workers, (S, B, C + 2) float32. All workers must call it."""
-        rows = sum(len(self._rows_of(replica)) for replica in self._own)
-        values = np.asarray(results.values, np.float32).reshape(-1, rows, self.step.outputs + 2)
+        rows = sum(self._sizes)
+        values = np.asarray(results.values, np.float32).reshape(
+            -1, rows, self.step.settings.objective.outputs + 2
+        )
         return gathered(self._cluster, self._strategy, values)
 
     def own_rows(self, values: NDArray[np.float32]) -> list[NDArray[np.float32]]:
@@ -193,13 +188,12 @@ class EpochLoop:
         """Run the steps of a pass that have no results yet."""
         done = len(results.values)
         in_flight: deque[Any] = deque()
-        before = results.seconds
-        started = time.monotonic()
+        started = time.monotonic() - results.seconds
 
         def fetch(most: int) -> None:
             while len(in_flight) > most:
                 results.values.append(self._on_host(in_flight.popleft()))
-            results.seconds = before + time.monotonic() - started
+            results.seconds = time.monotonic() - started
 
         with (
             closing(
@@ -226,8 +220,7 @@ class EpochLoop:
     def _on_host(self, values: Any) -> NDArray[np.float32]:
         """Return the results of a step, by micro-batch and replica, as (B, C + 2) of this worker's rows."""
         by_replica = [np.concatenate(parts) for parts in zip(*values, strict=True)]
-        sizes = [len(self._rows_of(replica)) for replica in self._own]
-        return np.concatenate([part[:n] for part, n in zip(by_replica, sizes, strict=True)])
+        return np.concatenate([part[:n] for part, n in zip(by_replica, self._sizes, strict=True)])
 
     def _timed(self, batches: Any, first: int, last: int) -> Generator[tuple[Any, float]]:
         """Yield each step's batch, one part per replica, with the seconds spent waiting for it.

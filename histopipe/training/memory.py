@@ -23,19 +23,20 @@ _SIGNS = ("out of memory", "OOM when allocating", "ALLOC_FAILED", "failed to all
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error means that memory ran out, on host or device."""
-    if is_full_disk(error):  # TensorFlow's writers report it as an exhausted resource
-        return False
-    if isinstance(error, MemoryError | tf.errors.ResourceExhaustedError):
-        return True
-    return isinstance(error, tf.errors.OpError) and any(sign in str(error) for sign in _SIGNS)
+    # TensorFlow's writers report a full disk as an exhausted resource.
+    return not is_full_disk(error) and (
+        isinstance(error, MemoryError | tf.errors.ResourceExhaustedError)
+        or (isinstance(error, tf.errors.OpError) and any(sign in str(error) for sign in _SIGNS))
+    )
 
 
 def peak_bytes() -> tuple[int, int | None]:
     """Return the peak memory of this process on the host and on all its GPUs; None without a GPU."""
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    gpus = tf.config.list_logical_devices("GPU")
-    names = [gpu.name.removeprefix("/device:") for gpu in gpus]
-    peaks = [tf.config.experimental.get_memory_info(name)["peak"] for name in names]
+    peaks = [
+        tf.config.experimental.get_memory_info(gpu.name.removeprefix("/device:"))["peak"]
+        for gpu in tf.config.list_logical_devices("GPU")
+    ]
     return host, sum(peaks) if peaks else None
 
 
@@ -107,11 +108,14 @@ def out_of_memory(error: Exception, folder: Path, first: int, report: Report) ->
     """
     what, why = "memory ran out while training", str(error).split("\n")[0][:200]
     if first == 1:
-        todo = "not even single patches fit: use a smaller --model, or smaller patches"
-        return OutOfMemory(what, found=why, todo=todo)
+        return OutOfMemory(
+            what, found=why,
+            todo="not even single patches fit: use a smaller --model, or smaller patches",
+        )  # fmt: skip
     # Not half of the last size: later failures may come from fragmented memory.
     size = first // 2
     run_folder.write_micro_batch(folder, size, why)
     report("restart", size)
-    todo = f"continue with `histopipe train --resume --out {folder}`, which uses micro-batches of {counted(size, 'patch')}"
-    return OutOfMemory(what, found=why, todo=todo)
+    return OutOfMemory(
+        what, found=why, todo=f"continue with `histopipe train --resume --out {folder}`, which uses micro-batches of {counted(size, 'patch')}",
+    )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
+import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +26,6 @@ from histopipe.training.objective import Objective
 _BLOCK = re.compile(r"(?P<block>(conv\d+_)?block_?\d+[a-z]?)_")
 """Names of layers with their block: here, and in ResNet, DenseNet, EfficientNet, VGG and others."""
 _NORMS = (keras.layers.BatchNormalization, keras.layers.LayerNormalization)
-_LORA_LAYERS = ("query", "value")
 
 
 def set_trainable(core: keras.Model, trainable: str) -> bool:
@@ -41,19 +41,29 @@ def set_trainable(core: keras.Model, trainable: str) -> bool:
         UsageError: the network has no attention layers for "lora", or fewer blocks than N.
     """
     kind, number = parse_trainable(trainable)
-    if kind == "head":
-        core.trainable = False
-    elif kind == "last":
-        blocks = _blocks(core)
-        if number > len(blocks):
-            raise UsageError(
-                f"--trainable {trainable}", found=f"{len(blocks)} blocks or layers in {core.name}",
-                expected="at most that many",
-            )  # fmt: skip
-        for layer in itertools.chain(*blocks[: len(blocks) - number]):
-            layer.trainable = False
-    elif kind == "lora":
-        _add_lora(core, trainable, number)
+    match kind:
+        case "head":
+            core.trainable = False
+        case "last":
+            blocks = _blocks(core)
+            if number > len(blocks):
+                raise UsageError(
+                    f"--trainable {trainable}", found=f"{len(blocks)} blocks or layers in {core.name}",
+                    expected="at most that many",
+                )  # fmt: skip
+            for layer in itertools.chain(*blocks[: len(blocks) - number]):
+                layer.trainable = False
+        case "lora":
+            parts = [x for x in _leaves(core) if x.name.rpartition("_")[2] in ("query", "value")]
+            if not parts or not all(isinstance(part, keras.layers.Dense) for part in parts):
+                raise UsageError(
+                    f"--trainable {trainable}", found=f"no attention layers in {core.name}",
+                    expected="a Vision Transformer of a preset", todo="use head or last:N",
+                )  # fmt: skip
+            for weight in core.variables:
+                weight.trainable = False
+            for part in parts:
+                part.enable_lora(number)
     return kind == "head"
 
 
@@ -65,17 +75,21 @@ def changing_state(model: keras.Model) -> list[keras.Variable]:
 
 def frozen_weights(model: keras.Model) -> list[keras.Variable]:
     """Return the weights that training does not change, including the batch statistics of frozen layers."""
-    frozen = []
+    frozen: list[keras.Variable] = []
     for layer in model._flatten_layers():
         if not isinstance(layer, keras.Model):
-            layer_weights = [
-                *layer._trainable_variables,
-                *(() if layer.trainable else layer._non_trainable_variables),
-            ]
-            frozen += [
-                weight for weight in layer_weights if not (layer.trainable and weight.trainable)
-            ]
+            weights = layer._trainable_variables
+            frozen += (
+                [weight for weight in weights if not weight.trainable]
+                if layer.trainable
+                else [*weights, *layer._non_trainable_variables]
+            )
     return frozen
+
+
+def values_of(variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
+    """Return the values of variables."""
+    return [tf.convert_to_tensor(variable.value) for variable in variables]
 
 
 def digest(weights: Iterable[keras.Variable]) -> str:
@@ -120,17 +134,16 @@ def _blocks(core: keras.Model) -> list[list[keras.layers.Layer]]:
 
     A layer without a block in its name is a block, with the norm that follows. Those after the last block, such as the final norm of a Vision Transformer, are part of it.
     """
-    blocks: list[list[keras.layers.Layer]] = []
     names: list[str] = []
-    for layer in _leaves(core):
+    layers = list(_leaves(core))
+    for layer in layers:
         match = _BLOCK.match(layer.name)
-        name = match["block"] if match else layer.name
-        if names and not match and isinstance(layer, _NORMS):
-            name = names[-1]
-        if not names or names[-1] != name:
-            blocks.append([])
-            names.append(name)
-        blocks[-1].append(layer)
+        follows = names and not match and isinstance(layer, _NORMS)
+        names.append(names[-1] if follows else match["block"] if match else layer.name)
+    blocks = [
+        [layer for layer, _ in block]
+        for _, block in itertools.groupby(zip(layers, names, strict=True), operator.itemgetter(1))
+    ]
     last = max(
         (place for place, block in enumerate(blocks) if _BLOCK.match(block[0].name)), default=None
     )
@@ -145,19 +158,6 @@ def _leaves(model: keras.Model) -> Iterator[keras.layers.Layer]:
             yield from _leaves(layer)
         elif layer.weights:
             yield layer
-
-
-def _add_lora(core: keras.Model, trainable: str, rank: int) -> None:
-    layers = [layer for layer in _leaves(core) if layer.name.rpartition("_")[2] in _LORA_LAYERS]
-    if not layers or not all(isinstance(layer, keras.layers.Dense) for layer in layers):
-        raise UsageError(
-            f"--trainable {trainable}", found=f"no attention layers in {core.name}",
-            expected="a Vision Transformer of a preset", todo="use head or last:N",
-        )  # fmt: skip
-    for weight in core.variables:
-        weight.trainable = False
-    for layer in layers:
-        layer.enable_lora(rank)
 
 
 _HASHES = 1 << 31
@@ -182,8 +182,11 @@ class PatchModel:
     @property
     def batch_norms(self) -> list[keras.layers.BatchNormalization]:
         """Batch normalization layers, including nested ones."""
-        layers = self.training._flatten_layers()
-        return [layer for layer in layers if isinstance(layer, keras.layers.BatchNormalization)]
+        return [
+            layer
+            for layer in self.training._flatten_layers()
+            if isinstance(layer, keras.layers.BatchNormalization)
+        ]
 
     def synchronize(self, synchronized: bool) -> None:
         """Compute batch statistics over all replicas, or per replica."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import keras
 import tensorflow as tf
 
@@ -20,15 +22,13 @@ def make_optimizer(config: TrainConfig, steps_per_epoch: int) -> keras.Optimizer
         UsageError: the warm-up is longer than the training.
     """
     rate = _learning_rate(config, config.epochs * steps_per_epoch)
-    match config.optimizer:
-        case "adam":
-            return keras.optimizers.Adam(rate)
-        case "adamw":
-            return keras.optimizers.AdamW(rate, weight_decay=config.weight_decay)
-        case "adagrad":
-            return keras.optimizers.Adagrad(rate)
-        case "sgd":
-            return keras.optimizers.SGD(rate)
+    kinds = {
+        "adam": keras.optimizers.Adam,
+        "adamw": partial(keras.optimizers.AdamW, weight_decay=config.weight_decay),
+        "adagrad": keras.optimizers.Adagrad,
+        "sgd": keras.optimizers.SGD,
+    }
+    return kinds[config.optimizer](rate)
 
 
 def _learning_rate(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import platform
 import sys
 from collections import Counter
@@ -63,9 +62,8 @@ class StepResults:
 def step_losses(values: NDArray[np.float32]) -> NDArray[np.float64]:
     """Return the (S,) mean over the rows of weight times loss, from (S, B, C + 2) float32; NaN if no row has weight."""
     losses, weights = values[..., -2].astype(np.float64), values[..., -1].astype(np.float64)
-    rows = (weights > 0).sum(axis=1)
     with np.errstate(invalid="ignore"):
-        return np.asarray((losses * weights).sum(axis=1) / rows)
+        return np.asarray((losses * weights).sum(axis=1) / (weights > 0).sum(axis=1))
 
 
 def check_finite(values: NDArray[np.float32], epoch: int) -> None:
@@ -112,9 +110,35 @@ def located(
 
     `output` are (N, C) outputs of the task.
     """
-    where, order = located_rows(outputs, sources, splits, level)
-    target = targets_of(outputs, splits)[order]
-    return Predictions(task, **where, target=target, output=output[order], level=level)
+    order = np.argsort(outputs.key, kind="stable")
+    ordinals, numbers, rows = unpack_keys(outputs.key[order])
+    begins = np.unique(outputs.key[order] >> 32, return_index=True)[1]
+    places = list(zip(ordinals[begins].tolist(), numbers[begins].tolist(), strict=True))
+    counts = np.diff(begins, append=len(order))
+    ids = Counter(slide.id for slide in splits.slides)
+    slides = []
+    for store, number in places:
+        slide_id = sources[store].records[number].id
+        # Two stores may each have a slide "1".
+        slides.append(slide_id if ids[slide_id] == 1 else f"{slide_id}@{sources[store].uuid[:8]}")
+    patient_of = {(slide.store, slide.slide): slide.patient for slide in splits.slides}
+    patients = [patient_of[place] for place in places]
+    patient_numbers = {patient: n for n, patient in enumerate(dict.fromkeys(patients))}
+    corners = np.zeros((len(order), 2), np.int64)
+    if level == "patch":
+        for (store, number), begin, count in zip(places, begins, counts, strict=True):
+            here = slice(begin, begin + count)
+            index = sources[store].index(number)
+            corners[here] = np.stack([index[name][rows[here]] for name in ("x_l0", "y_l0")], axis=1)
+    return Predictions(
+        task, tuple(slides), tuple(patient_numbers),
+        slide=np.repeat(np.arange(len(places), dtype=np.int32), counts),
+        patient=np.repeat(
+            np.array([patient_numbers[patient] for patient in patients], np.int32), counts
+        ),
+        x_l0=corners[:, 0], y_l0=corners[:, 1], target=targets_of(outputs, splits)[order],
+        output=output[order], level=level,
+    )  # fmt: skip
 
 
 def targets_of(outputs: SampleOutputs, splits: Splits) -> NDArray[np.float64]:
@@ -127,47 +151,13 @@ def targets_of(outputs: SampleOutputs, splits: Splits) -> NDArray[np.float64]:
     return np.array(target, np.float64).reshape(len(target), len(splits.targets))
 
 
-def located_rows(
-    outputs: SampleOutputs, sources: Sequence[SampleSource], splits: Splits, level: EvaluationLevel
-) -> tuple[dict[str, Any], NDArray[np.intp]]:
-    """Return slides, patients and positions of outputs, as of `Predictions`, in the order of the slides; the order."""
-    order = np.argsort(outputs.key, kind="stable")
-    ordinals, slides, rows = unpack_keys(outputs.key[order])
-    patient_of = {(slide.store, slide.slide): slide.patient for slide in splits.slides}
-    begins = np.unique(outputs.key[order] >> 32, return_index=True)[1].tolist()
-    ids = Counter(slide.id for slide in splits.slides)
-    slide_names: dict[str, int] = {}
-    patient_names: dict[str, int] = {}
-    slide, patient = np.empty(len(rows), np.int32), np.empty(len(rows), np.int32)
-    corners = np.zeros((len(rows), 2), np.int64)
-    for begin, end in itertools.pairwise([*begins, len(rows)]):
-        here, place = slice(begin, end), (int(ordinals[begin]), int(slides[begin]))
-        source = sources[place[0]]
-        name = source.records[place[1]].id
-        # Two stores may each have a slide "1".
-        name = name if ids[name] == 1 else f"{name}@{source.uuid[:8]}"
-        slide[here] = slide_names.setdefault(name, len(slide_names))
-        patient[here] = patient_names.setdefault(patient_of[place], len(patient_names))
-        if level == "patch":
-            index = source.index(place[1])
-            corners[here] = np.stack([index["x_l0"][rows[here]], index["y_l0"][rows[here]]], axis=1)
-    columns = {
-        "slides": tuple(slide_names), "patients": tuple(patient_names), "slide": slide,
-        "patient": patient, "x_l0": corners[:, 0], "y_l0": corners[:, 1],
-    }  # fmt: skip
-    return columns, order
-
-
-_TENSORBOARD = "tensorboard"
-
-
 def write_tensorboard(folder: Path, row: dict[str, Any], step_losses: NDArray[np.float64]) -> None:
     """Write the metrics of a complete epoch, a row of `history.csv`, and the (S,) losses of its steps.
 
     A resumed run may write one epoch again, with the same values.
     """
     epoch = row["epoch"]
-    writer = tf.summary.create_file_writer(str(folder / _TENSORBOARD), filename_suffix=f".{epoch}")
+    writer = tf.summary.create_file_writer(str(folder / "tensorboard"), filename_suffix=f".{epoch}")
     with writer.as_default():
         for name, value in row.items():
             if name != "epoch" and value is not None:
@@ -180,8 +170,7 @@ def write_tensorboard(folder: Path, row: dict[str, Any], step_losses: NDArray[np
 
 def _write(name: str, value: float, step: int) -> None:
     """Write a scalar as `tf.summary.scalar` does, but without the TensorBoard package."""
-    kind = tf.compat.v1.SummaryMetadata.PluginData(plugin_name="scalars")
-    metadata = tf.compat.v1.SummaryMetadata(plugin_data=kind)
+    metadata = tf.compat.v1.SummaryMetadata(plugin_data={"plugin_name": "scalars"})
     tf.summary.write(name, tf.constant(value, tf.float32), step=step, metadata=metadata)
 
 
@@ -192,27 +181,31 @@ def write_results(
     facts: Mapping[str, Any],
 ) -> None:
     """Write the predictions, and then `metrics.json`, which marks the run as finished. `facts` are added to it."""
-    tables = [({"split": subset}, part) for subset, part in predicted.items()]
-    write_predictions(folder / PREDICTIONS, tables)
-    versions = {
+    write_predictions(
+        folder / PREDICTIONS, [({"split": subset}, part) for subset, part in predicted.items()]
+    )
+    content = {
         "histopipe": __version__,
         "tensorflow": tf.__version__,
         "keras": keras.__version__,
         "environment": _environment(),
+        **facts,
+        **result.to_json(),
     }
-    write_json(folder / METRICS, {**versions, **facts, **result.to_json()})
+    write_json(folder / METRICS, content)
 
 
 def _environment() -> dict[str, object]:
     """Return versions and devices, without the names of machine and user."""
     gpus = tf.config.list_physical_devices("GPU")
     details = [tf.config.experimental.get_device_details(gpu) for gpu in gpus]
-    build = tf.sysconfig.get_build_info()
     return {
         "python": sys.version.split()[0],
         "numpy": np.__version__,
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
         "cores": count_usable_cores(),
         "gpus": [str(detail.get("device_name", "unknown")) for detail in details],
-        "cuda": str(build.get("cuda_version", "none")) if gpus else "none used",
+        "cuda": str(tf.sysconfig.get_build_info().get("cuda_version", "none"))
+        if gpus
+        else "none used",
     }

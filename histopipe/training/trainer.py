@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,8 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from numpy.typing import NDArray
 
-from histopipe.errors import OutOfMemory, UsageError, WorkerLost
+from histopipe.errors import DamagedStore, OutOfMemory, UsageError, WorkerLost
 from histopipe.evaluation.breakdown import break_down_subsets
 from histopipe.evaluation.evaluate import calibrated, evaluate_subsets
 from histopipe.runs import folder as run_folder
@@ -31,7 +30,7 @@ from histopipe.splits.splits import SPLITS
 from histopipe.splits.subsets import Subset
 from histopipe.system.csv_files import write_dicts
 from histopipe.system.files import atomic_write, roomy
-from histopipe.system.output import message, use_progress
+from histopipe.system.output import counted, message, use_progress
 from histopipe.training.checkpoint import TrainState, load_state, save_state
 from histopipe.training.devices import assign_same, check_same, find_cluster, make_strategy
 from histopipe.training.epoch_loop import EpochLoop, Requests, StopSignals
@@ -42,7 +41,7 @@ from histopipe.training.memory import (
     peak_bytes,
     remembered_micro_batch,
 )
-from histopipe.training.models import check_weights, limit_momentum
+from histopipe.training.models import check_weights, digest, frozen_weights, limit_momentum
 from histopipe.training.outputs import (
     DIVERGED,
     SampleOutputs,
@@ -53,24 +52,24 @@ from histopipe.training.outputs import (
     write_results,
     write_tensorboard,
 )
-from histopipe.training.training_data import Problem, make_problem, print_splits
+from histopipe.training.training_data import TrainingSetup, make_setup, print_splits
 
 
 class Trainer:
-    """Trains the network of a problem. `report` sends messages to the supervisor."""
+    """Trains the network of a setup. `report` sends messages to the supervisor."""
 
     def __init__(
         self,
         config: TrainConfig,
         folder: Path,
         *,
-        problem: Problem,
+        setup: TrainingSetup,
         cluster: Cluster,
         report: Report,
     ) -> None:
-        self._config, self._folder, self._problem = config, folder, problem
+        self._config, self._folder, self._setup = config, folder, setup
         self._cluster, self._report = cluster, report
-        _ = problem.splits.task.with_settings(
+        _ = setup.splits.task.with_settings(
             config.evaluation_settings
         ).positive  # raises early if there is none
         report("cluster", (cluster.workers, cluster.index))
@@ -83,28 +82,23 @@ class Trainer:
         keras.utils.set_random_seed(config.seed)
         if config.deterministic:
             tf.config.experimental.enable_op_determinism()
-        replicas = strategy.num_replicas_in_sync
         self._batches: dict[Subset, Any] = {
-            subset: problem.batches(subset, replicas) for subset in problem.subsets
+            subset: setup.batches(subset, strategy.num_replicas_in_sync) for subset in setup.subsets
         }
         self._train_batches = self._batches["train"]
-        self._step = problem.train_step(strategy, self._train_batches.steps_per_epoch)
+        self._step = setup.train_step(strategy, self._train_batches.steps_per_epoch)
         self._loop = EpochLoop(
             self._step, seed=config.seed, cluster=cluster, micro_batch=self._micro_batch
         )
         self._signals = StopSignals(config.save_minutes if cluster.chief else math.inf)
         self._state, self._results = TrainState(frozen=self._frozen(), row_mean=True), StepResults()
 
-    @property
-    def history(self) -> Sequence[Mapping[str, Any]]:
-        """Rows of `history.csv`."""
-        return self._state.history
-
     def _frozen(self) -> str:
         """Return a digest of what training does not change: frozen weights, preprocessing, architecture."""
-        facts = self._problem.facts.get("backbone", {})
-        kept = {name: value for name, value in facts.items() if name not in ("weights", "file")}
-        content = json.dumps([self._step.frozen_digest, kept], sort_keys=True)
+        weights = digest(frozen_weights(self._step.model.training))
+        facts = self._setup.facts.get("backbone", {})
+        described = {name: facts[name] for name in facts if name not in ("weights", "file")}
+        content = json.dumps([weights, described], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()
 
     def _micro_batch(self, rows: int) -> MicroBatch:
@@ -119,8 +113,7 @@ class Trainer:
             if resume:
                 self._resume()
             if self._state.row_mean:  # not begun by version 0.2, which kept the momentum
-                steps = self._train_batches.steps_per_epoch
-                limit_momentum(self._step.model.batch_norms, steps)
+                limit_momentum(self._step.model.batch_norms, self._train_batches.steps_per_epoch)
             if not self._state.epoch and not len(self._state.values):
                 self._initialise()
             check_weights(
@@ -129,20 +122,22 @@ class Trainer:
             self._agree()
             self._report("started", None)
             with self._signals.handled():
-                while not self._finished():
+                patience = self._config.patience or math.inf
+                while self._state.epoch < self._config.epochs and self._state.waited < patience:
                     self._epoch()
                 return self._finish()
         except (tf.errors.OpError, MemoryError, OutOfMemory) as error:
             if not isinstance(error, OutOfMemory) and not is_out_of_memory(error):
                 raise
-            first = self._loop.micro_batch.first
-            raise out_of_memory(error, self._folder, first, self._report) from error
+            raise out_of_memory(
+                error, self._folder, self._loop.micro_batch.first, self._report
+            ) from error
 
     def _initialise(self) -> None:
         """Set the weights whose first values depend on the data: those of the first worker on all workers."""
-        assign_same(self._cluster, self._step.strategy, self._problem.initial_values(self._step))
-        if self._problem.starts_fitted:
-            self._state.keep(self._problem.metrics(self._predict("validation", saving=False)))
+        assign_same(self._cluster, self._step.strategy, self._setup.initial_values(self._step))
+        if self._setup.covariates is not None:  # the new model already predicts: epoch 0
+            self._state.keep(self._setup.metrics(self._predict("validation", saving=False)))
             self._save_model()
 
     def _save_model(self) -> None:
@@ -152,7 +147,7 @@ class Trainer:
 
     def _resume(self) -> None:
         frozen = self._state.frozen
-        self._state, problem = load_state(self._folder, self._step.variables)
+        self._state, damage = load_state(self._folder, self._step.variables)
         if self._state.frozen not in ("", frozen):
             raise UsageError(
                 "the weights or the description of the model have changed since the start of the run",
@@ -161,35 +156,27 @@ class Trainer:
             )  # fmt: skip
         self._state.frozen = frozen
         if not self._state.row_mean:
-            self._problem.restore_former_weights(self._step)
-        if problem:
-            message(f"warning: {problem}; using the previous checkpoint")
-        done = f"epoch {self._state.epoch}"
-        if len(self._state.values):
-            done += f" and {len(self._state.values)} steps of the next"
-        message(f"resuming {self._folder} after {done}")
+            self._setup.restore_former_weights(self._step)
+        if damage:
+            message(f"warning: {damage}; using the previous checkpoint")
+        message(f"resuming {self._folder} after {self._state.position}")
 
     def _agree(self) -> None:
         """Wait for all workers, and check that their settings, splits and state are the same."""
-        together = self._step.meets_within_gradients
-        mine = run_folder.fingerprint(
-            self._config, self._problem.splits, self._state.epoch, len(self._state.values),
+        numbers = run_folder.fingerprint(
+            self._config, self._setup.splits, self._state.epoch, len(self._state.values),
             # With shared batch statistics, all workers need the same number of pieces.
-            self._loop.micro_batch.first if together else 0,
+            self._loop.micro_batch.first if self._step.meets_within_gradients else 0,
         )  # fmt: skip
-        check_same(self._cluster, self._step.strategy, mine)
-
-    def _finished(self) -> bool:
-        patience, state = self._config.patience, self._state
-        return state.epoch >= self._config.epochs or bool(patience and state.waited >= patience)
+        check_same(self._cluster, self._step.strategy, numbers)
 
     def _epoch(self) -> None:
         """Train one epoch, validate, and write the results."""
         state, number = self._state, self._state.epoch + 1
         started = time.monotonic() - state.seconds
-        trained = self._train_epoch(f"epoch {number}/{self._config.epochs}")
-        training = self._problem.metrics(trained)  # from predictions before each step's update
-        metrics = self._problem.metrics(self._predict("validation", saving=True))
+        # From predictions before each step's update.
+        training = self._setup.metrics(self._train_epoch(f"epoch {number}/{self._config.epochs}"))
+        metrics = self._setup.metrics(self._predict("validation", saving=True))
         better = state.is_improved_by(metrics, self._config.monitor)
         row: dict[str, Any] = {
             "epoch": number,
@@ -209,13 +196,22 @@ class Trainer:
         if better:
             state.keep(metrics)
         if self._cluster.chief:
-            self._write_epoch(losses, better=better)
+            if better:
+                self._save_model()
+            write_dicts(self._folder / run_folder.HISTORY, state.history)
+            if self._config.tensorboard:
+                write_tensorboard(self._folder, row, losses)
+            # Last, so that the other files are never older than the state.
+            self._save()
+            message(epoch_line(row, self._config.epochs, better=better))
+            self._report("epoch", row)
 
     def _train_epoch(self, title: str) -> SampleOutputs:
         """Train one epoch, or the rest of it. Return the predictions before each update."""
         state = self._state
-        done = self._loop.own_rows(state.values)
-        self._results = StepResults(done, state.seconds, state.input_wait)
+        self._results = StepResults(
+            self._loop.own_rows(state.values), state.seconds, state.input_wait
+        )
         self._signals.saveable = True
         self._loop.train_epoch(
             self._train_batches, state.epoch, title, self._results,
@@ -225,27 +221,16 @@ class Trainer:
         if not self._cluster.alone:
             # Other workers may be stopped during validation, but only the first worker saves.
             self._save()
-        first_step = state.epoch * self._train_batches.steps_per_epoch
-        outputs = predictions(self._train_batches, first_step, state.values)
-        return self._all_or_damaged("training", outputs)
-
-    def _write_epoch(self, losses: NDArray[np.float64], *, better: bool) -> None:
-        row = self._state.history[-1]
-        if better:
-            self._save_model()
-        write_dicts(self._folder / run_folder.HISTORY, self._state.history)
-        if self._config.tensorboard:
-            write_tensorboard(self._folder, row, losses)
-        # Last, so that the other files are never older than the state.
-        self._save()
-        message(epoch_line(row, self._config.epochs, better=better))
-        self._report("epoch", row)
+        batches = self._train_batches
+        outputs = predictions(batches, state.epoch * batches.steps_per_epoch, state.values)
+        return self._checked("training", outputs)
 
     def _save_and_stop(self, requests: Requests) -> None:
         """Save the state after a step of training; stop there if requested."""
         self._update_state()
         self._save()
-        if requests.stop:
+        _, stop = requests
+        if stop:
             raise self._state.interrupted(self._folder)
 
     def _update_state(self) -> None:
@@ -276,11 +261,21 @@ class Trainer:
                 raise self._state.interrupted(self._folder)
 
         outputs = self._loop.predict(self._batches[subset], subset, before_step=stop_if_requested)
-        return self._all_or_damaged(subset, outputs)
+        return self._checked(subset, outputs)
 
-    def _all_or_damaged(self, title: str, outputs: SampleOutputs | None) -> SampleOutputs:
-        outputs = self._loop.checked(title, outputs)
-        self._problem.check_predictions(title, outputs)
+    def _checked(self, title: str, outputs: SampleOutputs | None) -> SampleOutputs:
+        """Return outputs; raise an error if there are none, or if one is not finite."""
+        if outputs is None:
+            reason = next(iter(self._loop.skipped.values()), None)
+            todo = "ingest the slides again"
+            raise DamagedStore(f"{title}: every patch is damaged", found=reason, todo=todo)
+        wrong = outputs.key[~np.isfinite(outputs.output).all(axis=1)]
+        if len(wrong):
+            raise UsageError(
+                f"{title}: {counted(len(wrong), 'prediction')} not finite",
+                found=f"slides {', '.join(list(self._setup.damaged(wrong.tolist()))[:3])}",
+                todo="check their values, lower --learning-rate, or use --precision float32",
+            )
         return outputs
 
     def _finish(self) -> TrainResult:
@@ -290,20 +285,22 @@ class Trainer:
         best = keras.models.load_model(self._folder / run_folder.MODEL)
         check_weights(best.weights, run_folder.MODEL, DIVERGED)  # version 0.2 did not check them
         self._step.model.serving.set_weights(best.get_weights())
-        subsets: list[Subset] = [subset for subset in self._batches if subset != "train"]
-        by_subset = {subset: self._predict(subset, saving=False) for subset in subsets}
-        problem = self._problem
-        problem.objective.finish(lambda: problem.predictions(self._predict("train", saving=False)))
-        predicted = {subset: problem.predictions(outputs) for subset, outputs in by_subset.items()}
+        by_subset: dict[Subset, SampleOutputs] = {
+            subset: self._predict(subset, saving=False)
+            for subset in self._batches
+            if subset != "train"
+        }
+        setup, splits = self._setup, self._setup.splits
+        setup.objective.finish(lambda: setup.predictions(self._predict("train", saving=False)))
+        predicted = {subset: setup.predictions(outputs) for subset, outputs in by_subset.items()}
         calibration = None
         if self._config.calibrate:
             predicted, calibration = calibrated(predicted, self._config.evaluation_settings)
-        splits = self._problem.splits
         evaluation_settings, leaked = self._config.evaluation_settings, leaked_patients(splits)
+        baseline = setup.baseline()
         evaluations = evaluate_subsets(predicted, evaluation_settings, leaked)
-        baseline = self._problem.baseline()
         skipped = sorted({*self._state.skipped, *self._loop.skipped})
-        slides = with_damaged(self._problem.slides, self._problem.damaged(skipped))
+        slides = with_damaged(setup.slides, setup.damaged(skipped))
         host_bytes, gpu_bytes = peak_bytes()
         seconds = sum(row["seconds"] for row in self._state.history) + time.monotonic() - began
         result = TrainResult(
@@ -313,22 +310,34 @@ class Trainer:
             breakdown=break_down_subsets(predicted, evaluations, slides, self._config.subgroup, evaluation_settings),
         )  # fmt: skip
         if self._cluster.chief:
-            self._problem.write_more(self._folder, self._step, list(by_subset.values()))
+            setup.write_more(self._folder, self._step, list(by_subset.values()))
             if skipped:
                 write_slide_table(self._folder / run_folder.SLIDES, slides)
                 message(f"{len(skipped)} damaged {self._config.unit} were skipped")
             facts = {
                 "classes": splits.classes,
-                **self._problem.task_facts,
+                **setup.task_facts,
                 "split_by": splits.split_by,
                 self._config.unit: splits.count(),
-                **self._problem.facts,
+                **setup.facts,
                 "skipped": len(skipped),
                 "replicas": self._step.strategy.num_replicas_in_sync,
                 "micro_batch": self._loop.micro_batch.size,
             }
             write_results(self._folder, predicted, result, facts)
+            self._advise(result)
         return result
+
+    def _advise(self, result: TrainResult) -> None:
+        config, splits = self._config, self._setup.splits
+        is_drawn = config.splits is None and config.split_column is None
+        advice = advise(
+            config, self._state.history, result.best_epoch,
+            patients=len({slide.patient for slide in splits.slides}),
+            shortages=list(splits.shortages(config.unit)) if is_drawn else [],
+        )  # fmt: skip
+        if advice:
+            message(advice)
 
 
 def train_here(
@@ -354,30 +363,23 @@ def train_here(
         if report is not None:
             report = one_at_a_time(report)
             stack.enter_context(use_progress(ReportedProgress(report)))
-        splits_path = folder / SPLITS if resume else config.splits
-        sources = stack.enter_context(opened_sources(config, splits_path))
+        sources = stack.enter_context(
+            opened_sources(config, folder / SPLITS if resume else config.splits)
+        )
         splits, slides = splits_and_slides(config, sources, folder, resume=resume)
-        problem = make_problem(config, sources, splits)
+        setup = make_setup(config, sources, splits, slides)
         if cluster.chief:
-            print_splits(splits, sources, problem.holders, config.unit)
+            print_splits(splits, sources, setup.holders, config.unit)
         stack.enter_context(cluster.heartbeats(folder))
         stack.enter_context(_explained(cluster, folder))
-        problem.slides = slides
         trainer = Trainer(
-            config, folder, problem=problem, cluster=cluster, report=report or (lambda *_: None)
+            config, folder, setup=setup, cluster=cluster, report=report or (lambda *_: None)
         )
         if cluster.chief:
             # All checks of the settings have passed: create the folder.
             stack.enter_context(run_folder.opened(folder, {SPLITS: splits}, config, resume=resume))
             write_slide_table(folder / run_folder.SLIDES, slides)
-        result = trainer.train(resume=resume)
-        patients = len({slide.patient for slide in splits.slides})
-        is_drawn = config.splits is None and config.split_column is None
-        shortages = list(splits.shortages(config.unit)) if is_drawn else []
-        advice = advise(config, trainer.history, result.best_epoch, patients, shortages)
-        if advice and cluster.chief:
-            message(advice)
-        return result
+        return trainer.train(resume=resume)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +19,6 @@ from histopipe.dataset.patch_batches import PatchBatches
 from histopipe.dataset.sampling import BatchSampler, Order, Sequential, make_order
 from histopipe.dataset.selection import SampleTable, SlideValues, select, unpack_keys
 from histopipe.dataset.stain_normalization import StainNormalizer
-from histopipe.errors import UsageError
 from histopipe.features.bag_statistics import feature_moments, scaling_variance
 from histopipe.features.bags import BagBatches, BagSet, read_positions
 from histopipe.features.feature_file import read_encoder
@@ -31,14 +31,14 @@ from histopipe.splits.slide_table import SlideEntry
 from histopipe.splits.splits import SampleSource, SlideSplit, Splits
 from histopipe.splits.subsets import SUBSETS, Subset
 from histopipe.store.store import Store
-from histopipe.system.output import counted, message
+from histopipe.system.output import message
 from histopipe.tasks.choices import EvaluationLevel
 from histopipe.tasks.predictions import Predictions
-from histopipe.training.attention import write_attention
-from histopipe.training.bag_model import BagModel
+from histopipe.training.bag_model import WITH_POSITIONS, BagModel
+from histopipe.training.bag_pooling import write_attention
 from histopipe.training.covariate_baseline import baseline_scores, baseline_weights
 from histopipe.training.models import build_model
-from histopipe.training.objectives import make_objective
+from histopipe.training.objective import make_objective
 from histopipe.training.optimizer import make_optimizer
 from histopipe.training.outputs import (
     SampleOutputs,
@@ -48,39 +48,44 @@ from histopipe.training.outputs import (
 from histopipe.training.train_step import BagTrainStep, StepSettings, TrainStep
 
 
-class Problem:
-    """Data and network of a training. `max_per_slide` limits the training samples of a slide per epoch; 0: no limit."""
+class TrainingSetup(ABC):
+    """Data, objective and network of a training.
+
+    `slides` are all slides of the sources, each with its subset or the reason of its exclusion. `max_per_slide` limits the
+    training samples of a slide per epoch; 0: no limit.
+    """
 
     holders: str
     """Containers of the samples in the splits, as a plural noun for messages."""
     level: EvaluationLevel = "patch"
     """Level of a sample."""
-    starts_fitted = False
-    """Whether a new model already predicts, so that its first weights are a candidate for the best: epoch 0."""
+    covariates: Covariates | None = None
+    """Inputs of the model apart from features. With them, a new model already predicts."""
 
     def __init__(
         self,
         config: TrainConfig,
         sources: Sequence[SampleSource],
         splits: Splits,
+        slides: Sequence[SlideEntry] = (),
         *,
         max_per_slide: int = 0,
     ) -> None:
-        self.splits = splits
-        self.slides: Sequence[SlideEntry] = ()
-        """All slides of the sources, each with its subset or the reason of its exclusion."""
+        self.splits, self.slides = splits, slides
         self.facts: Mapping[str, Any] = {}
         """Facts for users of the model, written to `metrics.json`."""
-        self._settings, self._sources = config, sources
-        self._tables: dict[Subset, SampleTable] = {}
-        for subset in SUBSETS:
-            if subset == "test" and not any(len(slide.on(subset)) for slide in splits.slides):
-                continue
-            chosen = select(sources, splits=splits, subset=subset)
-            cap = max_per_slide if subset == "train" else 0
-            self._tables[subset] = SampleTable(chosen, max_per_slide=cap or None, seed=config.seed)
+        self._config, self._sources = config, sources
+        self._tables = {
+            subset: SampleTable(
+                select(sources, splits=splits, subset=subset),
+                max_per_slide=(subset == "train" and max_per_slide) or None,
+                seed=config.seed,
+            )
+            for subset in SUBSETS
+            if subset != "test" or any(len(slide.on(subset)) for slide in splits.slides)
+        }
         self.subsets = tuple(self._tables)
-        """Sides that have samples."""
+        """Subsets that have samples."""
         self.objective = make_objective(
             config.task,
             config.used_loss,
@@ -89,13 +94,13 @@ class Problem:
             draws=self._draws() if config.class_weights == "balanced" else None,
         )
 
+    @abstractmethod
     def batches(self, subset: Subset, replicas: int) -> BatchSampler:
         """Return the batches of a subset, with a part for each replica. Training batches are shuffled."""
-        raise NotImplementedError
 
+    @abstractmethod
     def train_step(self, strategy: tf.distribute.Strategy, steps_per_epoch: int) -> TrainStep:
         """Return the training step of a new model with its optimizer."""
-        raise NotImplementedError
 
     def initial_values(self, step: TrainStep) -> list[tuple[keras.Variable, NDArray[Any]]]:
         """Return the variables of a new model whose first values depend on the training data, with these values."""
@@ -106,8 +111,10 @@ class Problem:
         task, target = self.splits.task, targets_of(outputs, self.splits)
         predicted = self.objective.predictions(outputs.output)
         values = self.objective.described(task).epoch_metrics(target, predicted)
-        loss = self.objective.epoch_loss(outputs.loss, target, predicted)
-        return EpochMetrics(len(outputs.key), loss, values, values[next(iter(task.main))])
+        return EpochMetrics(
+            len(outputs.key), self.objective.epoch_loss(outputs.loss, target, predicted),
+            values, values[next(iter(task.main))],
+        )  # fmt: skip
 
     def predictions(self, outputs: SampleOutputs) -> Predictions:
         """Return predictions with their slides, patients and positions."""
@@ -115,16 +122,6 @@ class Problem:
             outputs, self._sources, self.splits, task=self.objective.described(self.splits.task),
             output=self.objective.predictions(outputs.output), level=self.level,
         )  # fmt: skip
-
-    def check_predictions(self, title: str, outputs: SampleOutputs) -> None:
-        """Raise a UsageError if a prediction is not finite."""
-        wrong = outputs.key[~np.isfinite(outputs.output).all(axis=1)]
-        if len(wrong):
-            raise UsageError(
-                f"{title}: {counted(len(wrong), 'prediction')} not finite",
-                found=f"slides {', '.join(list(self.damaged(wrong.tolist()))[:3])}",
-                todo="check their values, lower --learning-rate, or use --precision float32",
-            )
 
     def damaged(self, keys: Sequence[int]) -> dict[str, Counter[Subset]]:
         """Return the number of damaged patches of each slide by subset, from the keys of damaged samples."""
@@ -148,34 +145,46 @@ class Problem:
         splits = self.splits
         if splits.task.of_classes:
             return {}
-        facts = self.objective.facts()
-        return {"task": splits.task_name, "targets": splits.targets, "objective": facts}
+        return {
+            "task": splits.task_name,
+            "targets": splits.targets,
+            "objective": self.objective.facts(),
+        }
 
     @property
     def _by_slide(self) -> dict[str, SlideValues]:
         """Fields of batches with a row per slide."""
-        if self.splits.task.of_classes:
-            return {}
-        slides = self.splits.slides
-        return {
-            "target": SlideValues(
-                {(slide.store, slide.slide): slide.target or () for slide in slides}
+        slides = {(slide.store, slide.slide): slide for slide in self.splits.slides}
+        fields = {}
+        if not self.splits.task.of_classes:
+            fields["target"] = SlideValues(
+                {place: slide.target or () for place, slide in slides.items()}
             )
-        }
+        if self.covariates is not None:
+            encode = self.covariates.encode
+            fields["covariates"] = SlideValues(
+                {place: encode(slide.covariates) for place, slide in slides.items()}
+            )
+        return fields
 
     def baseline(self) -> dict[Subset, Predictions]:
         """Return the predictions of a model of the covariates alone; empty without covariates."""
-        return {}
+        if self.covariates is None:
+            return {}
+        return baseline_scores(self.splits, self.covariates, self.objective, self.level)
 
-    def write_more(self, folder: Path, step: TrainStep, evaluated: Sequence[SampleOutputs]) -> None:
-        """Write outputs of the evaluated samples that are not in `predictions.csv`. Patches have none."""
+    def write_more(  # noqa: B027 - patches have none
+        self, folder: Path, step: TrainStep, evaluated: Sequence[SampleOutputs]
+    ) -> None:
+        """Write outputs of the evaluated samples that are not in `predictions.csv`."""
 
     def _order(self, subset: Subset, *, shuffle_block: int = 0) -> Order:
-        config, table = self._settings, self._tables[subset]
+        config, table = self._config, self._tables[subset]
         if subset != "train":
             return Sequential(len(table))
-        block = shuffle_block or None
-        return make_order(table, seed=config.seed, balance=config.balance, shuffle_block=block)
+        return make_order(
+            table, seed=config.seed, balance=config.balance, shuffle_block=shuffle_block or None
+        )
 
     def _draws(self) -> NDArray[np.float64]:
         """Return the mean number of samples that an epoch draws of each item of the training table."""
@@ -187,9 +196,9 @@ class Problem:
         Balanced weights are inverse to the frequencies of the classes among the samples that an epoch draws, and their
         mean over these is 1. With `drawn` off, they are of all samples, as in versions before 0.3.
         """
-        config, slides = self._settings, self._tables["train"].slides
+        slides = self._tables["train"].slides
         weights = np.ones(len(self.splits.classes), np.float32)
-        if config.class_weights == "balanced" and self.splits.task.of_classes:
+        if self._config.class_weights == "balanced" and self.splits.task.of_classes:
             draws = self._draws() if drawn else [slide.count for slide in slides]
             samples = np.bincount([slide.label for slide in slides], draws, len(weights))
             np.divide(
@@ -208,7 +217,7 @@ class Problem:
         )
 
     def _step_settings(self, **settings: Any) -> StepSettings:
-        config = self._settings
+        config = self._config
         return StepSettings(
             batch_size=config.batch_size, objective=self.objective, class_weight=self.class_weights(),
             label_smoothing=config.label_smoothing, clip_norm=config.clip_norm,
@@ -216,17 +225,24 @@ class Problem:
         )  # fmt: skip
 
 
-class PatchProblem(Problem):
+class PatchTraining(TrainingSetup):
     """Training on patches."""
 
     holders = "complete slides"
+    _config: PatchTrainConfig
+    _sources: Sequence[Store]
 
-    def __init__(self, config: PatchTrainConfig, stores: Sequence[Store], splits: Splits) -> None:
-        super().__init__(config, stores, splits, max_per_slide=config.max_per_slide)
-        self._config, self._stores = config, stores
+    def __init__(
+        self,
+        config: PatchTrainConfig,
+        stores: Sequence[Store],
+        splits: Splits,
+        slides: Sequence[SlideEntry] = (),
+    ) -> None:
+        super().__init__(config, stores, splits, slides, max_per_slide=config.max_per_slide)
+        mpps = [r.patch_mpp for store in stores for r in store.complete.values()]
         preset = named_preset(config.model)
         if preset is not None:
-            mpps = [r.patch_mpp for store in stores for r in store.complete.values()]
             mismatch = preset.check_patches(
                 stores[0].patch_size, mpps, allowed=config.allow_mismatch
             )
@@ -234,45 +250,47 @@ class PatchProblem(Problem):
                 message(f"warning: {mismatch}; continuing because of --allow-mismatch")
             if preset.licence:
                 message(f"the trained model contains weights of {preset.title}: {preset.licence}")
-        scales = [r.patch_mpp for store in stores for r in store.complete.values() if r.patch_mpp]
-        patch_mpp = statistics.median(scales) if scales else None
-        self.facts = {"spec": dict(stores[0].spec), "patch_mpp": patch_mpp}
+        scales = [mpp for mpp in mpps if mpp]
+        self.facts = {
+            "spec": dict(stores[0].spec),
+            "patch_mpp": statistics.median(scales) if scales else None,
+        }
 
     def batches(self, subset: Subset, replicas: int) -> PatchBatches:
-        """Return the batches of a subset; see `Problem`."""
+        """Return the batches of a subset; see `TrainingSetup`."""
         config = self._config
         return PatchBatches(
-            self._stores, self._tables[subset], batch_size=config.batch_size, replicas=replicas,
+            self._sources, self._tables[subset], batch_size=config.batch_size, replicas=replicas,
             order=self._order(subset, shuffle_block=config.shuffle_block), on_error=config.on_error,
             by_slide=self._by_slide,
         )  # fmt: skip
 
     def train_step(self, strategy: tf.distribute.Strategy, steps_per_epoch: int) -> TrainStep:
-        """Return the training step; see `Problem`."""
+        """Return the training step; see `TrainingSetup`."""
         config = self._config
         with strategy.scope():
             model = build_model(
-                config.model, patch_size=self._stores[0].patch_size,
+                config.model, patch_size=self._sources[0].patch_size,
                 objective=self.objective, dropout=config.dropout, weights=config.used_weights,
                 precision=config.precision, trainable=config.trainable, layer_decay=config.layer_decay,
             )  # fmt: skip
             optimizer = make_optimizer(config, steps_per_epoch)
         if model.facts:
             self.facts = {**self.facts, "backbone": dict(model.facts)}
-        normalize = None
-        if config.stain_norm != "none":
-            normalize = StainNormalizer(self._stores, config.stain_norm)
         settings = self._step_settings(
-            normalize=normalize, augmentations=config.augmentations, xla=config.xla
+            normalize=None
+            if config.stain_norm == "none"
+            else StainNormalizer(self._sources, config.stain_norm),
+            augmentations=config.augmentations,
+            xla=config.xla,
         )
         return TrainStep(strategy, model, optimizer, settings)
 
 
 def print_splits(splits: Splits, sources: Sequence[SampleSource], holders: str, unit: str) -> None:
-    """Print the samples per subset and class. `holders` (see `Problem`) and `unit` are plural nouns."""
+    """Print the samples per subset and class. `holders` (see `TrainingSetup`) and `unit` are plural nouns."""
     for subset, counts in splits.count().items():
-        text = splits.task.subset_text(splits.targets_on(subset), counts, unit)
-        message(f"{subset:<11}{text}")
+        message(f"{subset:<11}{splits.task.subset_text(splits.targets_on(subset), counts, unit)}")
     if splits.split_by == "patch":
         message(
             "warning: split by patch: test patches are neighbours of training patches, so test metrics"
@@ -297,38 +315,50 @@ def print_splits(splits: Splits, sources: Sequence[SampleSource], holders: str, 
             message(f"  {site:<20}" + ", ".join(f"{counts[c]} {c}" for c in splits.classes))
 
 
-def make_problem(config: TrainConfig, sources: Sequence[SampleSource], splits: Splits) -> Problem:
-    """Return the problem for a configuration, with sources from `opened_sources`.
+def make_setup(
+    config: TrainConfig,
+    sources: Sequence[SampleSource],
+    splits: Splits,
+    slides: Sequence[SlideEntry],
+) -> TrainingSetup:
+    """Return the setup for a configuration, with sources from `opened_sources`, and the table of slides.
 
     Raises:
         NothingToDo: training or validation has no data.
     """
     if isinstance(config, BagTrainConfig):
-        return BagProblem(config, cast(BagSet, sources[0]), splits)
-    return PatchProblem(cast(PatchTrainConfig, config), cast(Sequence[Store], sources), splits)
+        return BagTraining(config, cast(BagSet, sources[0]), splits, slides)
+    stores = cast(Sequence[Store], sources)
+    return PatchTraining(cast(PatchTrainConfig, config), stores, splits, slides)
 
 
-class BagProblem(Problem):
+class BagTraining(TrainingSetup):
     """Training on bags of features (multiple-instance learning)."""
 
-    def __init__(self, config: BagTrainConfig, bags: BagSet, splits: Splits) -> None:
+    _config: BagTrainConfig
+
+    def __init__(
+        self,
+        config: BagTrainConfig,
+        bags: BagSet,
+        splits: Splits,
+        slides: Sequence[SlideEntry] = (),
+    ) -> None:
         for note in bags.notes:
             message(note)
-        super().__init__(config, [bags], splits)
-        self._config, self._bags = config, bags
+        super().__init__(config, [bags], splits, slides)
+        self._bags = bags
         self.holders, self.level = f"{config.bag}s", config.bag
         self.facts = {"encoders": [read_encoder(folder) for folder in bags.folders]}
-        if config.pooling == "transformer":
+        if config.pooling in WITH_POSITIONS:
             for bag in bags.bags.values():
                 read_positions(bag)  # raises now, and not after an epoch
-        self._covariates: Covariates | None = None
         if splits.covariates:
             rows = [slide.covariates for slide in splits.slides if len(slide.on("train"))]
-            self._covariates = Covariates.of(splits.covariates, rows)
-            self.starts_fitted = True
-            self.facts = {**self.facts, "covariates": self._covariates.to_json()}
+            self.covariates = Covariates.of(splits.covariates, rows)
+            self.facts = {**self.facts, "covariates": self.covariates.to_json()}
             for slide in splits.slides:
-                for text in self._covariates.unknown(slide.covariates):
+                for text in self.covariates.unknown(slide.covariates):
                     message(
                         f"warning: slide {slide.id}, {text} is not in training: taken as missing"
                     )
@@ -337,21 +367,6 @@ class BagProblem(Problem):
         bag = self._bags.bags[slide.slide]
         return {name: part.rows for name, part in zip(bag.slides, bag.parts, strict=True)}
 
-    @property
-    def _by_slide(self) -> dict[str, SlideValues]:
-        fields = super()._by_slide
-        if self._covariates is not None:
-            encode, slides = self._covariates.encode, self.splits.slides
-            values = {(slide.store, slide.slide): encode(slide.covariates) for slide in slides}
-            fields["covariates"] = SlideValues(values)
-        return fields
-
-    def baseline(self) -> dict[Subset, Predictions]:
-        """Return the predictions of a model of the covariates alone; empty without covariates."""
-        if self._covariates is None:
-            return {}
-        return baseline_scores(self.splits, self._covariates, self.objective, self.level)
-
     def batches(self, subset: Subset, replicas: int) -> BagBatches:
         """Return the batches of a subset. Training bags are limited to `max_per_slide` patches."""
         config = self._config
@@ -359,17 +374,17 @@ class BagProblem(Problem):
             self._bags, self._tables[subset], order=self._order(subset), batch_size=config.batch_size,
             replicas=replicas, on_error=config.on_error,
             most=config.max_per_slide if subset == "train" else 0, seed=config.seed,
-            by_slide=self._by_slide, positions=config.pooling == "transformer",
+            by_slide=self._by_slide, positions=config.pooling in WITH_POSITIONS,
         )  # fmt: skip
 
     def train_step(self, strategy: tf.distribute.Strategy, steps_per_epoch: int) -> TrainStep:
-        """Return the training step; see `Problem`."""
+        """Return the training step; see `TrainingSetup`."""
         config = self._config
         with strategy.scope():
             model = BagModel(
                 config.pooling, dimension=self._bags.dimension, objective=self.objective,
                 dropout=config.dropout, precision=config.precision,
-                covariates=0 if self._covariates is None else len(self._covariates.inputs),
+                covariates=0 if self.covariates is None else len(self.covariates.inputs),
                 scaled=config.feature_scaling == "standard",
             )  # fmt: skip
             optimizer = make_optimizer(config, steps_per_epoch)
@@ -384,13 +399,12 @@ class BagProblem(Problem):
         """
         model = cast(BagModel, step.model)
         values: list[tuple[keras.Variable, NDArray[Any]]] = []
-        if self._covariates is not None:
-            rows, bias = baseline_weights(self.splits, self._covariates, self.objective)
-            # The last layer of DSMIL has half of the prediction.
-            share = 2 if model.pooling == "dsmil" else 1
+        if self.covariates is not None:
+            rows, bias = baseline_weights(self.splits, self.covariates, self.objective)
             kernel = np.zeros(model.last_weights[0].shape)
-            kernel[-len(rows) :] = share * rows
-            values += zip(model.last_weights, (kernel, share * bias), strict=True)
+            kernel[-len(rows) :] = rows
+            share = model.last_layer_share
+            values += zip(model.last_weights, (kernel / share, bias / share), strict=True)
         if model.scaling is not None:
             mean, variance = feature_moments(
                 self._bags,
@@ -403,7 +417,10 @@ class BagProblem(Problem):
 
     def write_more(self, folder: Path, step: TrainStep, evaluated: Sequence[SampleOutputs]) -> None:
         """Write attention and contributions of each patch of the evaluated bags."""
-        numbers = [n for outputs in evaluated for n in unpack_keys(outputs.key)[1].tolist()]
-        bags = [self._bags.bags[number] for number in numbers]
-        names = self.splits.task.names
-        write_attention(folder, bags, cast(BagModel, step.model), self.objective, names)
+        bags = [
+            self._bags.bags[number]
+            for outputs in evaluated
+            for number in unpack_keys(outputs.key)[1].tolist()
+        ]
+        model, names = cast(BagModel, step.model), self.splits.task.names
+        write_attention(folder, bags, model, self.objective, names)
