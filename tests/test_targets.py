@@ -29,9 +29,9 @@ from histopipe.splits.splits import SlideSplit, load_splits
 from histopipe.splits.splitting import REGION, _Plan
 from histopipe.store.store import Store
 from histopipe.tasks.multilabel import Multilabel
-from histopipe.tasks.predictions import Predictions
 from histopipe.tasks.regression import Regression
 from histopipe.tasks.survival import Survival
+from histopipe.tasks.task import Predictions
 
 DIMENSION, BAGS = 8, 60
 COLUMNS = ("slide", "patient", "time", "event", "age", "MSI", "BRAF", "share")

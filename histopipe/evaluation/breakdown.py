@@ -17,10 +17,10 @@ from histopipe.splits.subsets import Subset
 from histopipe.system.output import plural
 from histopipe.tasks.choices import TaskName
 from histopipe.tasks.intervals import Difference
-from histopipe.tasks.predictions import ModelPredictions, Predictions
+from histopipe.tasks.predictions import ModelPredictions
 from histopipe.tasks.registry import TASKS
 from histopipe.tasks.statistics import area_under_roc
-from histopipe.tasks.task import EvaluationSettings
+from histopipe.tasks.task import EvaluationSettings, Predictions
 
 _ORIGIN_CELLS = {
     "scanner", "hospital", "center", "centre", "institution", "laboratory", "lab", "batch",

@@ -35,7 +35,8 @@ from histopipe.system.files import roomy
 from histopipe.system.output import Progress
 from histopipe.tasks.choices import Aggregation, EvaluationLevel
 from histopipe.tasks.classification import Classification
-from histopipe.tasks.predictions import Predictions, scores_of
+from histopipe.tasks.predictions import scores_of
+from histopipe.tasks.task import Predictions
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

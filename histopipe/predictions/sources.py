@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,14 +37,8 @@ from histopipe.system.files import (
     write_atomically,
 )
 from histopipe.tasks.choices import Aggregation, EvaluationLevel
-from histopipe.tasks.classification import Classification
-from histopipe.tasks.predictions import (
-    Predictions,
-    ThresholdsByLevel,
-    joined_predictions,
-    scores_of,
-)
-from histopipe.tasks.task import EvaluationSettings
+from histopipe.tasks.predictions import ThresholdsByLevel, joined_predictions, scores_of
+from histopipe.tasks.task import EvaluationSettings, Predictions
 
 PATCHES = "patches"
 """Folder with the files of each slide."""
@@ -252,7 +246,7 @@ def _aggregated(
     # Without labels, so that patches with different labels are aggregated too.
     scores = joined_predictions(parts).without_targets()
     aggregated = scores_of(scores, level, how, evaluation_settings, thresholds)
-    task = cast(Classification, aggregated.task)
+    task = aggregated.task
     decided, (group, names) = task.decide(aggregated.output, aggregated.limits), scores.owner(level)
     counts = np.bincount(group, minlength=len(names))
     classes = task.classes
@@ -261,7 +255,7 @@ def _aggregated(
             int(counts[item]), classes[aggregated.output[i].argmax()], classes[decided[i]],
             *(f"{p:.9g}" for p in aggregated.output[i].tolist()),
         ]
-        for i, item in enumerate(aggregated.item.tolist())
+        for i, item in enumerate(aggregated.owner(level)[0].tolist())
     }  # fmt: skip
 
 
@@ -278,7 +272,7 @@ def _labels(slides: Sequence[PredictedSlide], level: EvaluationLevel) -> dict[st
 
 def labelled_patches(parts: Sequence[Predictions]) -> list[Predictions]:
     """Return the patches with known labels."""
-    return [labelled for part in parts if len(labelled := part.known())]
+    return [labelled for part in parts if len(labelled := part.labelled())]
 
 
 _VALUES = ("p_", "sd_", "risk", "predicted_")

@@ -17,8 +17,8 @@ from histopipe.splits.subsets import SUBSETS, Subset
 from histopipe.system.csv_files import read_columns, read_dicts, write_table
 from histopipe.system.files import path_within, reading
 from histopipe.tasks.choices import EvaluationLevel
-from histopipe.tasks.predictions import Predictions
 from histopipe.tasks.registry import task_of_header
+from histopipe.tasks.task import Predictions
 
 PREDICTIONS = "predictions.csv"
 """Name of the table of a run."""
@@ -50,9 +50,9 @@ def write_predictions(
 
 
 def _rows(predictions: Predictions) -> Iterator[list[object]]:
-    columns: dict[str, list[object]] = {
-        "slide": [predictions.slides[number] for number in predictions.slide.tolist()],
-        "patient": [predictions.patients[number] for number in predictions.patient.tolist()],
+    columns: dict[str, list[Any]] = {
+        "slide": predictions.ids("slide"),
+        "patient": predictions.ids("patient"),
         "x_l0": predictions.x_l0.tolist(),
         "y_l0": predictions.y_l0.tolist(),
     }

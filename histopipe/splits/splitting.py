@@ -22,7 +22,6 @@ from histopipe.splits.subsets import SUBSETS, SplitBy, Subset
 from histopipe.store.record import SlideRecord
 from histopipe.system.hashing import combine
 from histopipe.system.output import counted, message
-from histopipe.tasks.multilabel import Multilabel
 
 FRACTIONS = (0.7, 0.15, 0.15)
 REGION = Micrometres(250.0)
@@ -261,20 +260,10 @@ class _Plan:
 
     def _marks(self) -> tuple[NDArray[np.bool_], int]:
         """Return (N, 1 + C + R) marks of slides: always, with each class, in each range of a target; and C."""
-        task, columns, ranges = self.labelling.task, self.classes, self.classes[:0]
-        names = [{slide.label} for slide in self.slides]
-        if isinstance(task, Multilabel):
-            columns = tuple(f"{column} {value}" for column in task.columns for value in (0, 1))
-            targets = [zip(task.columns, slide.target or (), strict=True) for slide in self.slides]
-            names = [{f"{column} {value:g}" for column, value in target} for target in targets]
-        elif not task.of_classes:
-            # Names of ranges begin with their kind, such as "event, early".
-            names = [{slide.label, slide.label.split()[0]} for slide in self.slides]
-            columns, ranges = tuple(sorted({name.split()[0] for name in columns})), self.classes
-        marks = [
-            [True, *(column in of_slide for column in (*columns, *ranges))] for of_slide in names
-        ]
-        return np.array(marks, np.bool_), len(columns)
+        slides = [(slide.label, slide.target) for slide in self.slides]
+        names, needed, ranges = self.labelling.task.names_to_balance(self.classes, slides)
+        marks = [[True, *(name in of_slide for name in (*needed, *ranges))] for of_slide in names]
+        return np.array(marks, np.bool_), len(needed)
 
     def _assign(
         self, patches: NDArray[np.int64], classes: int, joined: Sequence[SlideSplit]

@@ -16,7 +16,7 @@ from histopipe.splits.labelling import Covariates
 from histopipe.splits.splits import SlideSplit, Splits
 from histopipe.splits.subsets import SUBSETS, Subset
 from histopipe.tasks.choices import EvaluationLevel
-from histopipe.tasks.predictions import Predictions
+from histopipe.tasks.task import Predictions
 from histopipe.training.objective import Objective
 from histopipe.training.objectives import CoxObjective, DiscreteSurvival
 

@@ -12,8 +12,7 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from histopipe.system.arrays import FloatArray
-from histopipe.tasks.predictions import Predictions
-from histopipe.tasks.task import Task
+from histopipe.tasks.task import Predictions, Task
 
 TINY = 1e-7
 _ABSENT = 20.0

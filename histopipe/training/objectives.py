@@ -12,9 +12,10 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from histopipe.system.arrays import FloatArray
-from histopipe.tasks.predictions import Predictions
+from histopipe.tasks.choices import TaskName
+from histopipe.tasks.registry import TASKS
 from histopipe.tasks.survival import Survival, breslow_survival, partial_likelihood, time_grid
-from histopipe.tasks.task import Task
+from histopipe.tasks.task import Predictions, Task
 from histopipe.training.objective import (
     TINY,
     BatchTensors,
@@ -231,7 +232,7 @@ def cox_weights(inputs: FloatArray, targets: FloatArray) -> FloatArray:
 
 
 def make_objective(
-    task: str,
+    task: TaskName,
     loss: str,
     targets: NDArray[np.float64],
     *,
@@ -243,35 +244,37 @@ def make_objective(
     `draws` is the number of samples per epoch with each of these targets. With it, the 1 of each label of multilabel is
     weighted by the ratio of zeros to ones among the samples.
     """
-    if task == "multilabel":
-        weights = np.ones(targets.shape[1])
-        if draws is not None:
-            ones, zeros = (
-                np.nansum(draws[:, None] * (targets == value), axis=0) for value in (1, 0)
-            )
-            np.divide(zeros, ones, out=weights, where=(ones > 0) & (zeros > 0))
-        return MultilabelObjective(weights)
-    if task == "regression":
-        return RegressionObjective.of(targets, loss)
-    if task == "survival":
-        return CoxObjective.of(targets) if loss == "cox" else DiscreteSurvival.of(targets)
-    return ClassObjective(classes)
+    if TASKS[task].of_classes:
+        return ClassObjective(classes)
+    match loss:
+        case "huber" | "squared":
+            return RegressionObjective.of(targets, loss)
+        case "cox":
+            return CoxObjective.of(targets)
+        case "discrete":
+            return DiscreteSurvival.of(targets)
+    weights = np.ones(targets.shape[1])
+    if draws is not None:
+        ones, zeros = (np.nansum(draws[:, None] * (targets == value), axis=0) for value in (1, 0))
+        np.divide(zeros, ones, out=weights, where=(ones > 0) & (zeros > 0))
+    return MultilabelObjective(weights)
 
 
 def recorded_objective(
-    task: str, loss: str, facts: Mapping[str, Any], *, outputs: int
+    task: TaskName, loss: str, facts: Mapping[str, Any], *, outputs: int
 ) -> Objective:
     """Return the objective of a finished run, from its `Objective.facts`. `outputs` is the number of classes or labels.
 
     Raises:
         KeyError, TypeError: the facts are not those of this task.
     """
-    if task == "multilabel":
-        return MultilabelObjective(np.ones(outputs))
-    if task == "regression":
-        return RegressionObjective(facts["mean"], facts["deviation"], loss)
-    if task == "survival" and loss == "cox":
-        return CoxObjective(facts["times"], facts["baseline"])
-    if task == "survival":
-        return DiscreteSurvival(facts["times"], facts["edges"])
-    return ClassObjective(outputs)
+    if TASKS[task].of_classes:
+        return ClassObjective(outputs)
+    match loss:
+        case "huber" | "squared":
+            return RegressionObjective(facts["mean"], facts["deviation"], loss)
+        case "cox":
+            return CoxObjective(facts["times"], facts["baseline"])
+        case "discrete":
+            return DiscreteSurvival(facts["times"], facts["edges"])
+    return MultilabelObjective(np.ones(outputs))

@@ -33,7 +33,7 @@ from histopipe.splits.subsets import SUBSETS, Subset
 from histopipe.store.store import Store
 from histopipe.system.output import counted, message
 from histopipe.tasks.choices import EvaluationLevel
-from histopipe.tasks.predictions import Predictions
+from histopipe.tasks.task import Predictions
 from histopipe.training.attention import write_attention
 from histopipe.training.bag_model import BagModel
 from histopipe.training.covariate_baseline import baseline_scores, baseline_weights
