@@ -31,7 +31,7 @@ from test_embedding import make_onnx
 from test_reader import a_store, jpegs
 
 import histopipe
-from histopipe.dataset.sampling import Sequential
+from histopipe.dataset.sampling import Order
 from histopipe.dataset.selection import SampleTable, select
 from histopipe.errors import DamagedStore, MachineShort, NothingToDo, UsageError
 from histopipe.features.bag_statistics import feature_moments, scaling_variance
@@ -570,7 +570,7 @@ def test_folds_tune_and_compare_work_with_bags(
 def batches_of(folder: Path, **settings: Any) -> BagBatches:
     bags = BagSet(folder)
     table = SampleTable(select([bags]))
-    return BagBatches(bags, table, batch_size=2, order=Sequential(len(table)), **settings)
+    return BagBatches(bags, table, batch_size=2, order=Order(len(table)), **settings)
 
 
 def test_batches_concatenate_bags_without_padding(bags: Path) -> None:

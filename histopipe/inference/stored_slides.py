@@ -11,7 +11,7 @@ import numpy as np
 
 from histopipe.dataset.options import OnError, PatchColumn, StainNorm
 from histopipe.dataset.patch_batches import PatchBatches
-from histopipe.dataset.sampling import Sequential
+from histopipe.dataset.sampling import Order
 from histopipe.dataset.selection import SampleRows, SampleTable, select
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.inference.classifier import PredictOptions, TrainedPatches, check_store
@@ -95,9 +95,11 @@ class StoredSlide:
     def load(self, step: int) -> PatchBatch:
         """Load a batch; see `SlidePatches`."""
         batch = self.batches.read(*self.batches.at(np.array(self._divided[step])))
-        images = batch.image if self._normalize is None else self._normalize(batch.image, batch.key)
-        corners = np.stack([batch.columns[name] for name in _CORNER], axis=1)
-        return PatchBatch(images, corners, batch.weight > 0)
+        images = batch["image"]
+        if self._normalize is not None:
+            images = self._normalize(images, batch["key"])
+        corners = np.stack([batch[name] for name in _CORNER], axis=1)
+        return PatchBatch(images, corners, batch["weight"] > 0)
 
     def predicted(self) -> PredictedSlide:
         """Describe the slide after its patches have been predicted."""
@@ -152,7 +154,7 @@ def stored_slides(
     for rows in slides:
         table = SampleTable([rows])
         batches = PatchBatches(
-            stores, table, batch_size=batch_size, order=Sequential(len(table)), on_error=on_error,
+            stores, table, batch_size=batch_size, order=Order(len(table)), on_error=on_error,
             columns=_CORNER,
         )  # fmt: skip
         readers.append(StoredSlide(stores[rows.store], rows.slide, batches, normalize, rule))

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import Any, Literal
 
@@ -48,11 +49,9 @@ def make_splits(
         NothingToDo: there are fewer than two classes, or a class is too small to be in every subset.
         UsageError: a slide has no site, for "site", no mpp, for "region", or a wrong cell in the split column.
     """
-    labelling = labelling or Labelling()
+    labelling, assignment = labelling or Labelling(), Assignment(fractions, seed)
     classes, slides = candidates(stores, labelling)
-    return _Plan(
-        stores, labelling, classes, slides, split_by, Assignment(fractions, seed), region
-    ).make()[0]
+    return _Plan(stores, labelling, classes, slides, split_by, assignment, region).make()[0]
 
 
 def make_folds(
@@ -108,34 +107,25 @@ class _Plan:
         try:
             return self._make()
         except NothingToDo as error:
-            ways = (
-                []
-                if self.labelling.split_column is not None
-                else [*islice(self._ways(), _MAX_WAYS)]
-            )
-            todo = ", or ".join([*ways, error.todo or "add slides"])
+            ways = self._ways() if self.labelling.split_column is None else ()
             raise NothingToDo(
-                error.what, found=error.found, expected=error.expected, todo=todo
-            ) from None
+                error.what, found=error.found, expected=error.expected,
+                todo=", or ".join([*islice(ways, _MAX_WAYS), error.todo or "add slides"]),
+            ) from None  # fmt: skip
 
     def _make(self) -> tuple[Splits, ...]:
         subsets: Any
+        algorithm = "balanced"
         if self.labelling.split_column is not None:
             subsets, algorithm = self._by_column()
         elif self.split_by == "patch":
             subsets, algorithm = _by_patch(self.slides, self.assignment), "random"
         elif self.split_by == "region":
             marks, classes = self._marks()
-            subsets = subsets_by_region(
-                self.slides,
-                marks,
-                self.stores,
-                self.region,
-                lambda patches: self._assign(patches, classes, self.slides),
-            )
-            algorithm = "balanced"
+            assign = partial(self._assign, classes=classes, joined=self.slides)
+            subsets = subsets_by_region(self.slides, marks, self.stores, self.region, assign)
         else:
-            subsets, algorithm = self._by_group(), "balanced"
+            subsets = self._by_group()
         return tuple(self._checked(each, algorithm) for each in subsets)
 
     def _checked(self, subsets: Any, algorithm: str) -> Splits:
@@ -230,9 +220,9 @@ class _Plan:
     def _by_group(self) -> NDArray[np.int8]:
         """Return the subset of each slide, (N,) for each fold: that of its patient, site or slide."""
         patients = [slide.patient for slide in self.slides]
-        names = patients
+        columns = [patients]
         if self.split_by == "slide":
-            names = [f"{slide.store}/{slide.id}" for slide in self.slides]
+            columns = [[f"{slide.store}/{slide.id}" for slide in self.slides]]
         elif self.split_by == "site":
             missing = [slide.id for slide in self.slides if slide.site is None]
             if missing:
@@ -242,20 +232,18 @@ class _Plan:
                     expected="a site for every slide",
                     todo="add a column site to the labels file",
                 )
-            names = [str(slide.site) for slide in self.slides]
-        contents = [slide.content for slide in self.slides]
-        groups = connected(names, *([patients] if self.split_by == "site" else []), contents)
+            columns = [[str(slide.site) for slide in self.slides], patients]
+        groups = connected(*columns, [slide.content for slide in self.slides])
         units = np.unique(groups, return_inverse=True)[1]
         marks, classes = self._marks()
         patches = np.zeros((units.max() + 1, marks.shape[1]), np.int64)
         marked = zip(self.slides, marks, strict=True)
         np.add.at(patches, units, [mark_patches(slide, row).sum(axis=0) for slide, row in marked])
-        several = Counter(unit for unit, _ in set(zip(units.tolist(), names, strict=True)))
-        joined = [
-            slide
-            for slide, unit in zip(self.slides, units.tolist(), strict=True)
-            if several[unit] > 1
-        ]
+        names_of_units = Counter(
+            unit for unit, _ in set(zip(units.tolist(), columns[0], strict=True))
+        )
+        placed = zip(self.slides, units.tolist(), strict=True)
+        joined = [slide for slide, unit in placed if names_of_units[unit] > 1]
         return self._assign(patches, classes, joined)[:, units]
 
     def _marks(self) -> tuple[NDArray[np.bool_], int]:

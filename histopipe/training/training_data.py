@@ -15,9 +15,9 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from histopipe.dataset.patch_batches import PatchBatches
-from histopipe.dataset.sampling import BatchSampler, Order, Sequential, make_order
+from histopipe.dataset.sampling import BatchSampler, Order, make_order
 from histopipe.dataset.selection import SampleTable, SlideValues, select, unpack_keys
-from histopipe.dataset.stain_normalization import StainNormalizer
+from histopipe.dataset.stain_normalization import stain_normalizer
 from histopipe.errors import UsageError
 from histopipe.features.bag_statistics import feature_moments, scaling_variance
 from histopipe.features.bags import BagBatches, BagSet, read_positions
@@ -173,7 +173,7 @@ class Problem:
     def _order(self, subset: Subset, *, shuffle_block: int = 0) -> Order:
         config, table = self._settings, self._tables[subset]
         if subset != "train":
-            return Sequential(len(table))
+            return Order(len(table))
         block = shuffle_block or None
         return make_order(table, seed=config.seed, balance=config.balance, shuffle_block=block)
 
@@ -261,7 +261,7 @@ class PatchProblem(Problem):
             self.facts = {**self.facts, "backbone": dict(model.facts)}
         normalize = None
         if config.stain_norm != "none":
-            normalize = StainNormalizer(self._stores, config.stain_norm)
+            normalize = stain_normalizer(self._stores, config.stain_norm)
         settings = self._step_settings(
             normalize=normalize, augmentations=config.augmentations, xla=config.xla
         )
