@@ -272,7 +272,7 @@ def test_pixels_equal_those_of_a_store_for_every_route(
         FileSource([folder], model, options, default_progress()) as files,
         Store(tmp_path / "patches.lmdb") as store,
     ):
-        (slide,) = files.slides(slides, PredictionsFolder(tmp_path / "out"))
+        (slide,) = files.slides(slides, PredictionsFolder(tmp_path / "out").complete)
         assert slide is not None
         assert store.records[0].route == route
         batches = [slide.load(step) for step in range(slide.steps)]

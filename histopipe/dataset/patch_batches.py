@@ -78,10 +78,6 @@ class PatchBatches(BatchSampler):
         UsageError: an option has an invalid value.
     """
 
-    parallel_calls: int | None = None
-    prefetch = 2  # enough for one slow read; a batch takes megabytes of memory
-    read_ahead: int | None = None
-
     def __init__(
         self,
         stores: Sequence[Store],

@@ -200,11 +200,11 @@ class BatchSampler(ABC):
     """
 
     fields: tuple[Field, ...]
-    parallel_calls: int | None
+    parallel_calls: int | None = None
     """Number of batches loaded in parallel; None for `default_calls`."""
-    prefetch: int
+    prefetch = 2  # enough for one slow read; a batch takes megabytes of memory
     """Number of steps to load in advance."""
-    read_ahead: int | None
+    read_ahead: int | None = None
     """See `ReadAhead`."""
     skipped: dict[int, str]
     """Reason by key of each sample that was skipped so far."""

@@ -252,14 +252,13 @@ def informative_levels(evaluation: Evaluation) -> Iterator[tuple[str, Metrics]]:
 
 def remarks(evaluation: Evaluation) -> list[str]:
     """Return remarks on an evaluation: why it has no metrics of slides or patients, and patients of the training."""
-    several = TASKS[evaluation.finest.task].several
     levels = {name.partition("_")[0] for name, _ in informative_levels(evaluation)}
     finer = {"slide": evaluation.patch, "patient": evaluation.patch or evaluation.slide}
     texts = []
     for level, metrics in (("slide", evaluation.slide), ("patient", evaluation.patient)):
         if not finer[level] or level in levels:
             continue
-        reasons = [f"each has several {several}"]
+        reasons = [f"each has several {TASKS[evaluation.finest.task].several}"]
         if metrics:
             few = metrics["mean"]
             reasons = [f"the {main_metric(few)[0]} of {few.count} is undefined"]
@@ -396,7 +395,11 @@ def tempered(probability: NDArray[np.floating], temperature: Sequence[float]) ->
 
 
 def _scaled(probability: FloatArray, temperature: FloatArray) -> FloatArray:
-    logits = np.log(np.maximum(probability, _SMALLEST)) / temperature
+    return softmax(np.log(np.maximum(probability, _SMALLEST)) / temperature)
+
+
+def softmax(logits: FloatArray) -> FloatArray:
+    """Return the (..., C) probabilities of logits."""
     power = np.exp(logits - logits.max(axis=-1, keepdims=True))
     return np.asarray(power / power.sum(axis=-1, keepdims=True), np.float64)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from collections import Counter, defaultdict
@@ -206,10 +205,6 @@ class Subgroups:
     column: str
     level: EvaluationLevel
     groups: tuple[GroupMetrics, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON-ready dict."""
-        return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Subgroups:

@@ -350,9 +350,9 @@ class BagBatches(BatchSampler):
     """
 
     # A bag may be a gigabyte, so only the next one is loaded in advance.
-    parallel_calls: int | None = 1
+    parallel_calls = 1
     prefetch = 0
-    read_ahead: int | None = 0
+    read_ahead = 0
 
     def __init__(
         self,

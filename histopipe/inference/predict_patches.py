@@ -92,7 +92,7 @@ class PatchPrediction:
         source = self.source
         run = SlideRun(self.classifier.network, "predicting", source.count, self.progress)
         with roomy(self.folder.path):
-            slides: Iterable[Any] = source.slides(run, self.folder)
+            slides: Iterable[Any] = source.slides(run, self.folder.complete)
             run.run(slides, self._write, stop=source.close)
             evaluated = self._write_tables(run)
         return PredictResult(**run.result(self.folder.path), evaluated=evaluated)

@@ -16,7 +16,7 @@ from histopipe.dataset.selection import SampleRows, SampleTable, select
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.inference.classifier import PredictOptions, TrainedPatches, check_store
 from histopipe.inference.slide_run import Normalizer, PatchBatch, SlideRun, slide_batches
-from histopipe.predictions.sources import CompleteSlides, PredictedSlide
+from histopipe.predictions.sources import FindComplete, PredictedSlide
 from histopipe.slides.tables import SlideLabel
 from histopipe.splits.labelling import Labelling, class_codes
 from histopipe.splits.slide_table import SlideEntry, table_of
@@ -189,10 +189,10 @@ class StoreSource:
         """Return all slides of the stores, excluded if they have no patches."""
         return table_of(self._stores, Labelling(labels=self._labels))
 
-    def slides(self, run: SlideRun, folder: CompleteSlides) -> Iterable[StoredSlide]:
-        """Return the slides that are not in the folder yet, and add the others to `run.kept`."""
+    def slides(self, run: SlideRun, complete: FindComplete) -> Iterable[StoredSlide]:
+        """Return the slides that are not complete yet, and add the others to `run.kept`."""
         return run.missing(
-            self._slides.values(), lambda slide: folder.complete(slide.id, slide.source) is not None
+            self._slides.values(), lambda slide: complete(slide.id, slide.source) is not None
         )
 
     def current(self, slide: PredictedSlide) -> PredictedSlide:

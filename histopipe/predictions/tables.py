@@ -35,15 +35,13 @@ def write_predictions(
     Each of the parts, at least one, has columns with one value for all rows, such as the split.
     """
     remaining = iter(parts)
-    first = next(remaining)
-    common, predictions = first
-    task = predictions.task
+    common, first = next(remaining)
     write_table(
         path,
-        [*common, *_PLACES[predictions.level], *task.target_names, *task.output_names],
+        [*common, *_PLACES[first.level], *first.task.target_names, *first.task.output_names],
         (
-            [*common.values(), *row]
-            for common, predictions in chain([first], remaining)
+            [*columns.values(), *row]
+            for columns, predictions in chain([(common, first)], remaining)
             for row in _rows(predictions)
         ),
     )
@@ -174,11 +172,14 @@ def write_patch_values(
     path.parent.mkdir(parents=True, exist_ok=True)
     header = [*_PLACE, ATTENTION, *(CONTRIBUTION + name for name in names)]
     values = zip(places, attention.tolist(), contributions.tolist(), strict=True)
-    rows = (
-        (*place, f"{share:.9g}", *(f"{value:.6g}" for value in parts))
-        for place, share, parts in values
+    write_table(
+        path,
+        header,
+        (
+            (*place, f"{share:.9g}", *(f"{value:.6g}" for value in parts))
+            for place, share, parts in values
+        ),
     )
-    write_table(path, header, rows)
 
 
 def patch_value_files(folder: Path) -> list[Path]:

@@ -70,8 +70,7 @@ def recalibration(
     odds = np.log(kept / (1 - kept))
     ones = np.ones((len(odds), 1))
     fits = [_logistic(ones, odds, event, patient)]
-    separated = odds[event].min() >= odds[~event].max() or odds[event].max() <= odds[~event].min()
-    if not separated:
+    if odds[event].min() < odds[~event].max() and odds[event].max() > odds[~event].min():
         both = np.column_stack([ones, odds])
         fits.append(_logistic(both, np.zeros(len(odds)), event, patient))
     patients = len(np.unique(patient))

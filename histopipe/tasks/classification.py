@@ -105,9 +105,9 @@ class Classification(Task):
         """Check that there are two classes."""
         numbers = np.unique(targets[np.isfinite(targets)]).astype(int).tolist()
         if len(numbers) < 2:
-            names = ", ".join(self.classes[number] for number in numbers)
             raise NothingToDo(
-                f"classes cannot be learned: {subset}", found=names or "no label",
+                f"classes cannot be learned: {subset}",
+                found="".join(self.classes[number] for number in numbers) or "no label",
                 expected="two or more classes", todo="add slides",
             )  # fmt: skip
 
@@ -159,8 +159,7 @@ class Classification(Task):
             case "mean":
                 return group_means(output, starts)
             case "majority":
-                classes = np.arange(output.shape[1])
-                most_probable = output.argmax(axis=1)[:, None] == classes
+                most_probable = output.argmax(axis=1)[:, None] == np.arange(output.shape[1])
                 return group_means(most_probable.astype(np.float64), starts)
         top = np.array([
             np.sort(group, axis=0)[-top_k:].mean(axis=0) for group in np.split(output, starts[1:])

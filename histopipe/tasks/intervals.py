@@ -185,9 +185,7 @@ def difference_interval(first: tuple[float, Interval], second: tuple[float, Inte
         (1998), method 10; Zou and Donner (2008) for other values.
     """
     (a, (low_a, high_a)), (b, (low_b, high_b)) = first, second
-    below = math.hypot(a - low_a, high_b - b)
-    above = math.hypot(high_a - a, b - low_b)
-    return a - b - below, a - b + above
+    return a - b - math.hypot(a - low_a, high_b - b), a - b + math.hypot(high_a - a, b - low_b)
 
 
 def error_interval(excess: FloatArray, count: FloatArray, weights: FloatArray) -> Interval:
@@ -231,8 +229,7 @@ def share_interval(right: NDArray[np.bool_], patient: NDArray[np.int32]) -> Inte
     share = float(right.mean())
     error = np.bincount(patient, right - share)
     variance = patients / (patients - 1) * float((error**2).sum()) / len(right) ** 2
-    several = len(right) > patients
-    return _share_interval(share, variance, patients, several=several)
+    return _share_interval(share, variance, patients, several=len(right) > patients)
 
 
 def _share_interval(share: float, variance: float, patients: int, *, several: bool) -> Interval:
@@ -269,8 +266,9 @@ def auc_interval(
         spread = 1 + other_patients * ((1 - value) / (2 - value) + value / (1 + value))
         return value * (1 - value) * spread / math.prod(of_class)
 
-    several = len(positive) > total
-    return _score_interval(area, exponential, variance, fewest, total - 1, several=several)
+    return _score_interval(
+        area, exponential, variance, fewest, total - 1, several=len(positive) > total
+    )
 
 
 def _score_interval(
@@ -332,12 +330,11 @@ def delong(
         E. R. DeLong et al., Comparing the areas under two or more correlated ROC curves, Biometrics 44 (1988), with the
         variance of clusters of N. A. Obuchowski (1997).
     """
-    ranks, class_ranks = _ranks(score), np.empty(len(score))
+    ranks, class_ranks = mean_ranks(score), np.empty(len(score))
     for rows in (positive, ~positive):
-        class_ranks[rows] = _ranks(score[rows])
+        class_ranks[rows] = mean_ranks(score[rows])
     # The share of the items of the other label that an item is on the right side of.
-    opposites = np.where(positive, (~positive).sum(), positive.sum())
-    placement = (ranks - class_ranks) / opposites
+    placement = (ranks - class_ranks) / np.where(positive, (~positive).sum(), positive.sum())
     placement[~positive] = 1 - placement[~positive]
     area = float(placement[positive].mean())
     sums = [
@@ -346,11 +343,11 @@ def delong(
     ]
     counts = [len(np.unique(patient[rows])) for rows in (positive, ~positive, slice(None))]
     pairs = [(sums[0], sums[0]), (sums[1], sums[1]), (2 * sums[0], sums[1])]
-    parts = [n / (n - 1) * float(a @ b) for n, (a, b) in zip(counts, pairs, strict=True)]
+    parts = (n / (n - 1) * float(a @ b) for n, (a, b) in zip(counts, pairs, strict=True))
     return area, max(sum(parts), 0.0)
 
 
-def _ranks(values: FloatArray) -> FloatArray:
+def mean_ranks(values: FloatArray) -> FloatArray:
     """Return ranks from 1; equal values have their mean rank."""
     _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
     return np.asarray((np.cumsum(counts) - (counts - 1) / 2)[place], np.float64)

@@ -52,8 +52,7 @@ class Multilabel(Task):
 
     def strata(self, targets: FloatArray) -> list[str]:
         """Return the rarest label of each slide; see `assignment.assign_labels`, which uses all labels."""
-        count = np.nansum(targets, axis=0)
-        order = np.argsort(count, kind="stable").tolist()
+        order = np.argsort(np.nansum(targets, axis=0), kind="stable").tolist()
         return [
             next((self.columns[i] for i in order if row[i] == 1), "none of the labels")
             for row in targets

@@ -38,20 +38,15 @@ ModelPredictions = tuple[Predictions, ThresholdsByLevel]
 
 
 def with_common_patients(parts: Sequence[Predictions]) -> list[Predictions]:
-    """Return the same predictions, with common patient numbers, and outputs in the form of the first ones."""
-    names = tuple(sorted({name for part in parts for name in part.patients}))
-    renumbered = []
-    for part in parts:
-        first = parts[0].task
-        same = type(part.task) is type(first)
-        renumbered.append(
-            replace(
-                part, patients=names, patient=_renumber(part.patient, part.patients, names),
-                task=first if same else part.task,
-                output=first.converted(part.task, part.output) if same else part.output,
-            )
-        )  # fmt: skip
-    return renumbered
+    """Return predictions of one kind of task with common patient numbers, and outputs in the form of the first ones."""
+    names, task = tuple(sorted({name for part in parts for name in part.patients})), parts[0].task
+    return [
+        replace(
+            part, patients=names, patient=_renumber(part.patient, part.patients, names),
+            task=task, output=task.converted(part.task, part.output),
+        )
+        for part in parts
+    ]  # fmt: skip
 
 
 def _renumber(

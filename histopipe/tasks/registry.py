@@ -29,6 +29,7 @@ def task_of_header(names: Sequence[str]) -> Task:
     Raises:
         ValueError: there is none.
     """
-    for header_task in filter(None, (task.of_header(names) for task in TASKS.values())):
-        return header_task
-    raise ValueError(f"unknown columns {', '.join(names)}")
+    header_task = next(filter(None, (task.of_header(names) for task in TASKS.values())), None)
+    if header_task is None:
+        raise ValueError(f"unknown columns {', '.join(names)}")
+    return header_task

@@ -156,8 +156,7 @@ class Statistics(WeightedStatistics):
         cell = (patient * classes + label) * classes + decided
         cells = np.bincount(cell, minlength=self.patients * classes**2)
         self._confusion = cells.reshape(self.patients, classes, classes).astype(np.float64)
-        truth = label[:, None] == np.arange(classes)
-        squares = (probability - truth) ** 2
+        squares = (probability - (label[:, None] == np.arange(classes))) ** 2
         brier = squares.sum(axis=1) if positive is None else squares[:, positive]
         likelihood = probability[np.arange(count), label]
         log_loss = -np.log(np.clip(likelihood, _SMALLEST, None))
@@ -273,8 +272,9 @@ def specificity(confusion: FloatArray) -> FloatArray:
 
 def _f1(confusion: FloatArray) -> FloatArray:
     """Return (R, C) F1 scores; NaN if a class neither occurs nor is decided."""
-    both = confusion.sum(axis=1) + confusion.sum(axis=2)
-    return np.asarray(2 * _correct(confusion) / both, np.float64)
+    return np.asarray(
+        2 * _correct(confusion) / (confusion.sum(axis=1) + confusion.sum(axis=2)), np.float64
+    )
 
 
 def area_under_roc(label: NDArray[np.int32], probability: NDArray[np.float32]) -> float | None:
@@ -283,7 +283,7 @@ def area_under_roc(label: NDArray[np.int32], probability: NDArray[np.float32]) -
         return None
     one = np.zeros(len(label), np.int32)
     statistics = Statistics(label, probability.astype(np.float64), one, one.astype(np.intp), None)
-    areas = statistics.areas(np.ones((1, 1)))[0][0]
+    (areas,), _ = statistics.areas(np.ones((1, 1)))
     areas = areas[np.isfinite(areas)]
     return float(areas.mean()) if len(areas) >= 2 else None
 
@@ -295,9 +295,8 @@ _GRID = np.linspace(0, 1, 101)
 
 def bootstrap_draws(patients: int, resamples: int, seed: int) -> NDArray[np.float64]:
     """Return how often each patient is drawn per resample, (R, P): as many draws as patients, with replacement."""
-    share = np.full(patients, 1 / patients)
-    draws = np.random.default_rng(seed).multinomial(patients, share, size=resamples)
-    return draws.astype(np.float64)
+    rng, share = np.random.default_rng(seed), np.full(patients, 1 / patients)
+    return rng.multinomial(patients, share, size=resamples).astype(np.float64)
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,8 +128,7 @@ class SurvivalStatistics(WeightedStatistics):
         if not len(times):
             return np.full(len(rows), math.nan)
         order = np.argsort(self._risk, kind="stable")
-        risk = self._risk[order]
-        ties = np.flatnonzero(np.append(True, np.diff(risk) > _TIE))
+        ties = np.flatnonzero(np.append(True, np.diff(self._risk[order]) > _TIE))
         survival = self._product(rows, self._event, np.zeros_like(self._event))
         areas, falls, before = [], [], np.ones(len(rows))
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -198,8 +197,7 @@ def partial_likelihood(
         count = len(tied)
         if count:
             share = np.arange(count) / count
-            tied_hazard = hazard[tied].sum()
-            denominators = totals[end - 1] - share * tied_hazard
+            denominators = totals[end - 1] - share * hazard[tied].sum()
             loss += float(np.sum(np.log(denominators) + top) - risk[tied].sum())
             common[group] = np.sum(1 / denominators)
             slopes[tied] -= 1 + hazard[tied] * np.sum(share / denominators)
@@ -227,11 +225,9 @@ def breslow_survival(
     time, happened = time[order], event[order] == 1
     hazard = np.exp(risk[order].astype(np.float64))
     at_risk = np.cumsum(hazard[::-1])[::-1]
-    first = np.searchsorted(time, time[happened], side="left")
-    steps = 1 / at_risk[first]
+    steps = 1 / at_risk[np.searchsorted(time, time[happened], side="left")]
     until = np.searchsorted(time[happened], np.asarray(grid), side="right")
-    cumulative = np.append(0.0, np.cumsum(steps))[until]
-    return np.asarray(np.exp(-cumulative), np.float64)
+    return np.asarray(np.exp(-np.append(0.0, np.cumsum(steps))[until]), np.float64)
 
 
 def time_grid(

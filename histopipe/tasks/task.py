@@ -21,7 +21,7 @@ from histopipe.system.arrays import FloatArray
 from histopipe.system.csv_files import FLAGS, cell_number, is_number
 from histopipe.system.output import listed
 from histopipe.tasks.choices import Aggregation, EvaluationLevel, TaskName, levels_of
-from histopipe.tasks.intervals import WeightedStatistics
+from histopipe.tasks.intervals import WeightedStatistics, mean_ranks
 
 Target = tuple[float, ...]
 TRUE = "true_"
@@ -366,11 +366,9 @@ def flag_cell(cell: str, where: str) -> float:
 
 def relative_ranks(values: FloatArray) -> FloatArray:
     """Return ranks from 0 to 1, equal for equal values; NaN for NaN."""
-    ordered = np.sort(values[np.isfinite(values)])
-    if not len(ordered):
-        return np.full(len(values), np.nan)
-    low, high = (np.searchsorted(ordered, values, subset) for subset in ("left", "right"))
-    return np.where(np.isfinite(values), (low + high) / (2 * len(ordered)), np.nan)
+    ranks, finite = np.full(len(values), np.nan), np.isfinite(values)
+    ranks[finite] = (mean_ranks(values[finite]) - 0.5) / max(finite.sum(), 1)
+    return ranks
 
 
 def rank_parts(ranks: FloatArray, count: int) -> list[int]:
