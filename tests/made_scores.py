@@ -11,10 +11,16 @@ from numpy.typing import NDArray
 
 from histopipe.tasks.choices import Aggregation, EvaluationLevel, TaskName
 from histopipe.tasks.classification import Classification
-from histopipe.tasks.predictions import Metrics, Predictions, metrics_of, scores_of
+from histopipe.tasks.predictions import Metrics, metrics_of, scores_of
 from histopipe.tasks.registry import make_task
 from histopipe.tasks.survival import Survival
-from histopipe.tasks.task import NO_THRESHOLDS, EvaluationSettings, Scores, Task, Thresholds
+from histopipe.tasks.task import (
+    NO_THRESHOLDS,
+    EvaluationSettings,
+    Predictions,
+    Task,
+    Thresholds,
+)
 
 NAMES = tuple("abcdefgh")
 
@@ -28,18 +34,28 @@ def class_scores(
     label: Sequence[int] | NDArray[np.integer],
     probability: Any,
     patient: Sequence[int] | NDArray[np.integer] | None = None,
-) -> Scores:
+) -> Predictions:
     """Return scores of classes; each item is a patient by default."""
     count, output = len(label), np.array(probability, np.float64)
     patients = range(count) if patient is None else patient
-    return Scores(
-        Classification(classes=NAMES[: output.shape[1]]), target_of(np.array(label)), output,
-        np.array(patients, np.int32), np.arange(count), np.empty((count, 0)),
+    task = Classification(classes=NAMES[: output.shape[1]])
+    return task_scores(task, target_of(np.array(label)), output, patients)
+
+
+def task_scores(
+    task: Task, target: Any, output: Any, patient: Any, limits: Sequence[float] = ()
+) -> Predictions:
+    """Return scores of a task, with the same thresholds for all items."""
+    count, patients = len(target), np.array(patient, np.int32)
+    names, numbers = tuple(map(str, range(count))), np.arange(count, dtype=np.int32)
+    return Predictions(
+        task, names, names, numbers, patients, numbers.astype(np.int64), numbers.astype(np.int64),
+        target, output, limits=np.tile(limits, (count, 1)),
     )  # fmt: skip
 
 
 def class_metrics(
-    scores: Scores,
+    scores: Predictions,
     classes: tuple[str, ...],
     *,
     positive: int | None,
@@ -93,7 +109,7 @@ def aggregated(
     *,
     top_k: int = 1,
     positive: int | None = None,
-) -> Scores:
+) -> Predictions:
     """Return the scores at a level."""
     name = None if positive is None else predictions.task.classes[positive]
     if len(predictions.task.classes) != 2:

@@ -21,11 +21,11 @@ from histopipe.dataset.options import AUGMENTATIONS
 from histopipe.dataset.stain_fit import TooLittleTissue, fit_pixels, fit_slide
 from histopipe.dataset.stain_normalization import (
     REFERENCE,
-    StainNormalizer,
     macenko,
     macenko_changes,
     reinhard,
     reinhard_changes,
+    stain_normalizer,
 )
 from histopipe.errors import DamagedStore, NothingToDo, UsageError
 from histopipe.store.record import SlideState, StainFit
@@ -284,7 +284,7 @@ def test_dataset_is_normalized(fitted: Path, made_store: Path) -> None:
     for method in ("macenko", "reinhard"):
         normal = histopipe.load_dataset(fitted, batch_size=32, seed=1, stain_norm=method)
         with Store(fitted) as store:
-            normalize = StainNormalizer([store], method)
+            normalize = stain_normalizer([store], method)
         for before, after in itertools.islice(zip(plain, normal, strict=True), 3):
             assert after["image"].dtype == tf.uint8
             assert after["image"].shape == before["image"].shape
@@ -318,7 +318,7 @@ def test_slides_without_stain_fit_are_reported(made_store: Path) -> None:
     ):
         histopipe.load_dataset(made_store, batch_size=4, seed=1, stain_norm="macenko")
     with Store(made_store) as store, pytest.raises(UsageError, match="found 'vahadane'"):
-        StainNormalizer([store], "vahadane")  # type: ignore[arg-type]
+        stain_normalizer([store], "vahadane")  # type: ignore[arg-type]
 
 
 def test_stains_command(tmp_path: Path, run: Run) -> None:

@@ -25,8 +25,9 @@ from histopipe.tasks.intervals import (
     precision_interval,
     share_interval,
 )
-from histopipe.tasks.predictions import Metrics, Predictions
+from histopipe.tasks.predictions import Metrics
 from histopipe.tasks.statistics import bootstrap_draws
+from histopipe.tasks.task import Predictions
 
 Floats = NDArray[np.float64]
 NO_DRAWS = np.zeros((0, 1))
@@ -198,24 +199,24 @@ def test_average_precision_equals_scikit_learn(seed: int) -> None:
 def test_intercept_and_slope_equal_scikit_learn(seed: int) -> None:
     probability, event, patient = sample(seed, 60, 3)
     odds = np.log(probability / (1 - probability))
-    fit = recalibration(probability, event, patient)
+    values, _ = recalibration(probability, event, patient)
     model = LogisticRegression(C=1e12, tol=1e-10, max_iter=1000).fit(odds[:, None], event)
-    assert fit.slope == pytest.approx(model.coef_[0, 0], abs=1e-4)
+    assert values["calibration_slope"] == pytest.approx(model.coef_[0, 0], abs=1e-4)
 
     def loss(intercept: Floats) -> float:
         return float(np.logaddexp(0, np.where(event, -1, 1) * (odds + intercept[0])).sum())
 
-    assert fit.intercept == pytest.approx(minimize(loss, [0.0]).x[0], abs=1e-4)
+    assert values["calibration_intercept"] == pytest.approx(minimize(loss, [0.0]).x[0], abs=1e-4)
 
 
 def test_true_probabilities_are_calibrated() -> None:
     rng = np.random.default_rng(1)
     probability = rng.random(200_000)
     event = rng.random(200_000) < probability
-    fit = recalibration(probability, event, np.arange(200_000, dtype=np.int32))
-    assert fit.slope == pytest.approx(1, abs=0.02)
-    assert fit.intercept == pytest.approx(0, abs=0.02)
-    low, high = fit.intervals["calibration_slope"]
+    values, intervals = recalibration(probability, event, np.arange(200_000, dtype=np.int32))
+    assert values["calibration_slope"] == pytest.approx(1, abs=0.02)
+    assert values["calibration_intercept"] == pytest.approx(0, abs=0.02)
+    low, high = intervals["calibration_slope"]
     assert low < 1 < high
 
 
@@ -223,10 +224,11 @@ def test_wrong_calibration_is_found() -> None:
     rng = np.random.default_rng(1)
     odds = rng.normal(size=100_000)
     event = rng.random(100_000) < 1 / (1 + np.exp(-(odds / 2 + 1)))
-    fit = recalibration(1 / (1 + np.exp(-odds)), event, np.arange(100_000, dtype=np.int32))
-    assert fit.slope == pytest.approx(0.5, abs=0.03)
-    assert fit.intercept is not None
-    assert fit.intercept > 0.8
+    values, _ = recalibration(1 / (1 + np.exp(-odds)), event, np.arange(100_000, dtype=np.int32))
+    assert values["calibration_slope"] == pytest.approx(0.5, abs=0.03)
+    intercept = values["calibration_intercept"]
+    assert intercept is not None
+    assert intercept > 0.8
 
 
 @pytest.mark.parametrize("exponent", [1.0, 2.0])

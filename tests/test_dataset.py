@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from test_store import RECORD, SPEC, columns_of
 
 from histopipe.dataset.patch_batches import PatchBatches, ReusedMemory, aligned_empty
-from histopipe.dataset.sampling import Sequential, Shuffled, make_order
+from histopipe.dataset.sampling import Order, Shuffled, make_order
 from histopipe.dataset.selection import SampleRows, SampleTable, pack_keys, select, unpack_keys
 from histopipe.errors import DamagedStore, NothingToDo, UnknownVersion, UsageError
 from histopipe.geometry import Micrometres
@@ -128,9 +128,9 @@ def test_batch_smaller_than_the_replicas_is_refused(store: Store) -> None:
 
 def test_batch_has_the_stored_pixels(store: Store) -> None:
     batch = batches_of(store, batch_size=20, seed=3).load(4)
-    assert batch.image.shape == (20, 128, 128, 3)
+    assert batch["image"].shape == (20, 128, 128, 3)
     classes = sorted({str(record.label) for record in store.slides})
-    for image, label, key in zip(batch.image, batch.label, batch.key, strict=True):
+    for image, label, key in zip(batch["image"], batch["label"], batch["key"], strict=True):
         _, slide, row = (int(part) for part in unpack_keys(key))
         assert (image == simplejpeg.decode_jpeg(store.value(slide, row))).all()
         assert classes[label] == store.records[slide].label
@@ -187,9 +187,7 @@ def test_patch_that_is_not_an_image_is_reported_with_its_row(tmp_path: Path) -> 
 
     one_slide(tmp_path / "s.lmdb", [b"no image", b"\xff\xd8no jpeg"]).close()
     with Store(tmp_path / "s.lmdb") as store:
-        batches = PatchBatches(
-            [store], SampleTable(select([store])), batch_size=1, order=Sequential(2)
-        )
+        batches = PatchBatches([store], SampleTable(select([store])), batch_size=1, order=Order(2))
         for step in (0, 1):
             with pytest.raises(
                 DamagedStore, match=f"slide a: patch {step}: the image cannot be decoded"

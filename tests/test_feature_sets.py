@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_mil import a_bag, write_bag
 
-from histopipe.dataset.sampling import Sequential
+from histopipe.dataset.sampling import Order
 from histopipe.dataset.selection import SampleTable, select
 from histopipe.errors import DamagedStore, NothingToDo, UsageError
 from histopipe.features.bags import BagBatches, BagSet, read_bag
@@ -125,7 +125,7 @@ def test_two_encoders_of_the_same_patches_are_concatenated(
     patients = BagSet((sets[0], other), labels=sets[0] / "labels.csv", bag="slide")
     table = SampleTable(select([patients]))
     batches = BagBatches(
-        patients, table, batch_size=2, order=Sequential(len(table)), most=10, positions=True
+        patients, table, batch_size=2, order=Order(len(table)), most=10, positions=True
     )
     features, ends, *_, positions = batches.values(0, 0)
     assert features.shape == (20, 17)

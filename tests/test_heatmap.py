@@ -37,7 +37,7 @@ from histopipe.slides.readers import open_slide
 from histopipe.splits.splitting import make_splits
 from histopipe.store.reading import decode_picture
 from histopipe.store.store import Store
-from histopipe.tasks.predictions import Predictions
+from histopipe.tasks.task import Predictions
 
 
 def heat_of(corners: list[tuple[int, int]], values: list[float], side: float, **attributes: Any) -> NamedPatchValues:  # fmt: skip

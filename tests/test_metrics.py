@@ -35,20 +35,20 @@ from histopipe.reports.failures import decisions
 from histopipe.reports.html_page import Table
 from histopipe.tasks.calibration import BINS
 from histopipe.tasks.classification import Classification
-from histopipe.tasks.predictions import Metrics, Predictions, choose_threshold, with_common_patients
+from histopipe.tasks.predictions import Metrics, choose_threshold, with_common_patients
 from histopipe.tasks.statistics import area_under_roc, bootstrap_draws, roc_of
-from histopipe.tasks.task import EvaluationSettings, Scores, Thresholds
+from histopipe.tasks.task import EvaluationSettings, Predictions, Thresholds
 
 NO_DRAWS = np.zeros((0, 1))
 
 
 def binary(
     label: Sequence[int], positive: Sequence[float], patient: Sequence[int] | None = None
-) -> Scores:
+) -> Predictions:
     return class_scores(label, [[1 - p, p] for p in positive], patient)
 
 
-def random_scores(seed: int, classes: int, count: int = 200, patients: int = 20) -> Scores:
+def random_scores(seed: int, classes: int, count: int = 200, patients: int = 20) -> Predictions:
     """Return random scores with ties: probabilities with one to five decimals."""
     rng = np.random.default_rng(seed)
     steps = 10 ** int(rng.integers(1, 6))
@@ -206,7 +206,7 @@ def test_area_under_roc_of_an_epoch() -> None:
 # Intervals.
 
 
-def clustered(rng: np.random.Generator, patients: int) -> Scores:
+def clustered(rng: np.random.Generator, patients: int) -> Predictions:
     """Return scores of ten patches per patient. Half of the patients are ill; each has a random shift."""
     ill = np.repeat(np.arange(patients) % 2, 10)
     shift = np.repeat(rng.normal(size=patients), 10) * math.sqrt(0.3)
@@ -332,7 +332,7 @@ def test_top_k_uses_the_positive_class_or_each_class() -> None:
 def test_slides_with_several_labels_are_excluded_and_counted() -> None:
     mixed = replace(SLIDES, target=np.array([[1.0], [0], [1], [1], [1], [0]]))
     slide = aggregated(mixed, "slide", "mean", top_k=2, positive=1)
-    assert (slide.item.tolist(), slide.left_out) == ([1, 2], 1)
+    assert (slide.slide.tolist(), slide.left_out) == ([1, 2], 1)
     evaluation = evaluate([(mixed, {})], EvaluationSettings(resamples=0))
     assert "1 excluded, because they have several labels" in evaluation.slide["mean"].notes
     assert evaluation.finest.notes == ()
@@ -342,7 +342,7 @@ def test_slides_with_several_labels_are_excluded_and_counted() -> None:
 # Thresholds.
 
 
-def chosen(scores: Scores, number: int, rule: str) -> tuple[float, str]:
+def chosen(scores: Predictions, number: int, rule: str) -> tuple[float, str]:
     return choose_threshold(scores.label == number, scores.output[:, number], rule)
 
 

@@ -31,7 +31,7 @@ from test_embedding import make_onnx
 from test_reader import a_store, jpegs
 
 import histopipe
-from histopipe.dataset.sampling import Sequential
+from histopipe.dataset.sampling import Order
 from histopipe.dataset.selection import SampleTable, select
 from histopipe.errors import DamagedStore, MachineShort, NothingToDo, UsageError
 from histopipe.features.bag_statistics import feature_moments, scaling_variance
@@ -569,7 +569,7 @@ def test_folds_tune_and_compare_work_with_bags(
 def batches_of(folder: Path, **settings: Any) -> BagBatches:
     bags = BagSet(folder)
     table = SampleTable(select([bags]))
-    return BagBatches(bags, table, batch_size=2, order=Sequential(len(table)), **settings)
+    return BagBatches(bags, table, batch_size=2, order=Order(len(table)), **settings)
 
 
 def test_batches_concatenate_bags_without_padding(bags: Path) -> None:
@@ -685,12 +685,10 @@ def test_class_weights_balance_what_an_epoch_draws(
 
 
 def test_weights_of_labels_count_samples_and_not_slides() -> None:
-    from histopipe.training.objective import make_objective
+    from histopipe.training.objective import MultilabelObjective
 
     targets = np.array([[1, 0], [0, np.nan], [np.nan, 1]])
-    objective: Any = make_objective(
-        "multilabel", "auto", targets, classes=0, draws=np.array([2.0, 6, 1])
-    )
+    objective: Any = MultilabelObjective.of(targets, draws=np.array([2.0, 6, 1]))
     assert objective._positive.tolist() == [3, 2]
 
 

@@ -36,7 +36,8 @@ from histopipe.slides.slide_files import SlideFile
 from histopipe.splits.splits import SlideSplit, Splits, trained_on, write_splits
 from histopipe.store.store import Store
 from histopipe.system.output import default_progress
-from histopipe.tasks.predictions import Predictions, joined_predictions
+from histopipe.tasks.predictions import joined_predictions
+from histopipe.tasks.task import Predictions
 from histopipe.tiling.spec import TilingSpec
 
 
@@ -271,7 +272,7 @@ def test_pixels_equal_those_of_a_store_for_every_route(
         FileSource([folder], model, options, default_progress()) as files,
         Store(tmp_path / "patches.lmdb") as store,
     ):
-        (slide,) = files.slides(slides, PredictionsFolder(tmp_path / "out"))
+        (slide,) = files.slides(slides, PredictionsFolder(tmp_path / "out").complete)
         assert slide is not None
         assert store.records[0].route == route
         batches = [slide.load(step) for step in range(slide.steps)]

@@ -30,7 +30,7 @@ import histopipe
 from histopipe.cli.machine import bench as bench_command
 from histopipe.dataset.options import Balance
 from histopipe.dataset.patch_batches import PatchBatches
-from histopipe.dataset.sampling import BlockShuffled, Sequential, make_order
+from histopipe.dataset.sampling import BlockShuffled, Order, make_order
 from histopipe.dataset.selection import SampleTable, class_numbers, select, unpack_keys
 from histopipe.dataset.tf_data import STEPS_AHEAD, ReadAhead, default_calls
 from histopipe.errors import DamagedStore, UsageError
@@ -150,12 +150,12 @@ def test_changed_byte_is_reported_with_store_slide_and_patch(two: list[Path], at
     flip_a_byte(two[0], 1, 3, at)
     with Store(two[0]) as store:
         table = SampleTable(select([store]))
-        batches = PatchBatches([store], table, batch_size=19, order=Sequential(19))
+        batches = PatchBatches([store], table, batch_size=19, order=Order(19))
         with pytest.raises(
             DamagedStore, match=r"a\.lmdb, slide t1: patch 3: does not match its checksum; ingest"
         ):
             batches.load(0)
-        unchecked = PatchBatches([store], table, batch_size=5, order=Sequential(19), check=False)
+        unchecked = PatchBatches([store], table, batch_size=5, order=Order(19), check=False)
         if at == -20:
             unchecked.load(3)  # decodes, so only the checksum detects the change
 
@@ -170,9 +170,9 @@ def test_swapped_values_are_detected(two: list[Path]) -> None:
                 transaction.put(key, value, db=database)
     with Store(two[0]) as store:
         batches = PatchBatches(
-            [store], SampleTable(select([store])), batch_size=19, order=Sequential(19), on_error="skip"
+            [store], SampleTable(select([store])), batch_size=19, order=Order(19), on_error="skip"
         )  # fmt: skip
-        assert batches.load(0).weight.tolist() == [1, 0, 0] + [1] * 16
+        assert batches.load(0)["weight"].tolist() == [1, 0, 0] + [1] * 16
 
 
 def test_skipped_patches_have_weight_zero_and_are_counted(
@@ -422,7 +422,7 @@ def test_spawned_process_reads_the_same(two: list[Path]) -> None:
 FORKS = """
 import os, sys, histopipe
 from pathlib import Path
-from histopipe.dataset.sampling import Sequential
+from histopipe.dataset.sampling import Order
 from histopipe.dataset.patch_batches import PatchBatches
 from histopipe.dataset.selection import SampleTable
 from histopipe.dataset.selection import select
@@ -450,11 +450,11 @@ def refused(call):
         raise AssertionError("not refused")
 
 def read():
-    assert batches.load(1).image.sum() == expected
+    assert batches.load(1)["image"].sum() == expected
     again = Store(path)
     assert again.value(0, 1) == store.value(0, 1)
     again.close()
-    assert batches.load(2).key.tolist() == [8, 9, 10, 11]
+    assert batches.load(2)["key"].tolist() == [8, 9, 10, 11]
 
 def load():
     list(histopipe.load_dataset(path, batch_size=4, seed=1))  # to the end: no read is in progress
@@ -470,8 +470,8 @@ def grandchild():
 
 path = Path(sys.argv[1])
 store = Store(path)
-batches = PatchBatches([store], SampleTable(select([store])), batch_size=4, order=Sequential(19))
-expected = batches.load(1).image.sum()
+batches = PatchBatches([store], SampleTable(select([store])), batch_size=4, order=Order(19))
+expected = batches.load(1)["image"].sum()
 fork(child)
 read()
 with store.reading() as reading:
@@ -495,14 +495,14 @@ def test_forked_process_reopens_the_store_or_is_refused(two: list[Path]) -> None
 def test_threads_share_one_environment_until_its_last_use(two: list[Path]) -> None:
     with Store(two[0]) as store:
         batches = PatchBatches(
-            [store], SampleTable(select([store])), batch_size=19, order=Sequential(19)
+            [store], SampleTable(select([store])), batch_size=19, order=Order(19)
         )
-        expected = batches.load(0).image.copy()
+        expected = batches.load(0)["image"].copy()
         results: list[bool] = []
 
         def work() -> None:
             for _ in range(50):
-                results.append(bool((batches.load(0).image == expected).all()))
+                results.append(bool((batches.load(0)["image"] == expected).all()))
                 with Store(two[0]) as other:
                     assert len(other) == 19
 
@@ -550,7 +550,7 @@ def test_slide_replaced_during_reading_is_detected(tmp_path: Path) -> None:
     path = a_store(tmp_path / "s.lmdb", {"a1": jpegs(0, 6)})
     with StoreWriter(path, SPEC) as writer, Store(path) as store:
         table = SampleTable(select([store]))
-        batches = PatchBatches([store], table, batch_size=6, order=Sequential(6))
+        batches = PatchBatches([store], table, batch_size=6, order=Order(6))
         batches.load(0)
         writer.restart(0, store.records[0])
         with pytest.raises(DamagedStore, match="slide a1: its index is missing"):
@@ -636,10 +636,10 @@ def recorder(store: Store, order: Any, size: int = 8) -> Recorder:
 
 
 def test_steps_are_requested_once_and_in_advance(large: Store) -> None:
-    requested = requested_steps(recorder(large, Sequential(360)), 5, range(3, 40))
+    requested = requested_steps(recorder(large, Order(360)), 5, range(3, 40))
     assert requested == list(range(4, 40))
-    assert requested_steps(recorder(large, Sequential(360)), 0, range(3, 40)) == []
-    again = recorder(large, Sequential(360))
+    assert requested_steps(recorder(large, Order(360)), 0, range(3, 40)) == []
+    again = recorder(large, Order(360))
     ahead = ReadAhead(again, [0], 30, 5)
     for step in (*range(30), *range(4)):  # a second iteration
         ahead.load(step, 0)
@@ -767,8 +767,8 @@ def test_file_larger_than_its_map_is_mapped_again(
     monkeypatch.setattr(handle, "_READ_ROOM", 1)
     with Store(path) as store:
         table = SampleTable(select([store]))
-        batches = PatchBatches([store], table, batch_size=20, order=Sequential(20))
-        expected = batches.load(0).image.copy()
+        batches = PatchBatches([store], table, batch_size=20, order=Order(20))
+        expected = batches.load(0)["image"].copy()
         code = (
             "import sys\n"
             "sys.path.insert(0, sys.argv[2])\n"
@@ -784,7 +784,7 @@ def test_file_larger_than_its_map_is_mapped_again(
         def work() -> None:
             while writer.poll() is None:
                 try:
-                    if not (batches.load(0).image == expected).all():
+                    if not (batches.load(0)["image"] == expected).all():
                         wrong.append("pixels")
                 except Exception as error:
                     wrong.append(error)
@@ -850,7 +850,7 @@ def test_epochs_do_not_leak_and_exit_during_iteration_does_not_hang(made_store: 
 
 
 def test_worker_requests_only_its_part(large: Store) -> None:
-    order = Sequential(360)
+    order = Order(360)
     batches = PatchBatches(
         [large], SampleTable(select([large])), batch_size=16, order=order, replicas=2
     )

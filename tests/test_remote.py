@@ -398,7 +398,7 @@ def test_predict_reads_slides_at_urls_and_removes_their_copies(
         slides = SlideRun(network, "predicting", 2, SilentProgress())
         batches = []
         with FileSource(sources, model, options, SilentProgress()) as files:
-            for slide in files.slides(slides, PredictionsFolder(tmp_path / "out")):
+            for slide in files.slides(slides, PredictionsFolder(tmp_path / "out").complete):
                 if slide is None:
                     continue
                 batches += [slide.load(step).images.tobytes() for step in range(slide.steps)]

@@ -30,7 +30,7 @@ from histopipe.reports.store_report import _cards
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
 from histopipe.tasks.statistics import roc_of
-from histopipe.tasks.task import Scores
+from histopipe.tasks.task import Predictions
 
 SLIDES = 300
 EVIL = "<img src=x onerror=document.title='evil'>&\"'"
@@ -272,7 +272,7 @@ def test_errors_of_report(trained: Path, tmp_path: Path, run: Run) -> None:
 
 
 @st.composite
-def some_scores(draw: st.DrawFn) -> Scores:
+def some_scores(draw: st.DrawFn) -> Predictions:
     count = draw(st.integers(2, 40))
     values = np.array(draw(st.lists(st.integers(0, 10), min_size=count, max_size=count))) / 10
     label = np.array(draw(st.lists(st.integers(0, 1), min_size=count, max_size=count)), np.int32)
@@ -283,7 +283,9 @@ def some_scores(draw: st.DrawFn) -> Scores:
 
 @given(some_scores(), st.integers(0, 5))
 @settings(max_examples=80)
-def test_roc_curve_equals_scikit_learn_and_its_band_is_valid(scores: Scores, seed: int) -> None:
+def test_roc_curve_equals_scikit_learn_and_its_band_is_valid(
+    scores: Predictions, seed: int
+) -> None:
     roc = roc_of(scores.label == 1, scores.output[:, 1], scores.patient, patients=6, seed=seed)
     if len(np.unique(scores.label)) < 2:
         assert roc is None

@@ -44,8 +44,8 @@ from histopipe.splits.splits import write_splits
 from histopipe.splits.splitting import make_splits
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
-from histopipe.tasks.predictions import ModelPredictions, Predictions
-from histopipe.tasks.task import EvaluationSettings, Thresholds
+from histopipe.tasks.predictions import ModelPredictions
+from histopipe.tasks.task import EvaluationSettings, Predictions, Thresholds
 
 CLASSES = ("n", "t")
 

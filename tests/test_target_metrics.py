@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made_scores import aggregated, target_predictions
+from made_scores import aggregated, target_predictions, task_scores
 from numpy.typing import NDArray
 from scipy import stats
 from sklearn import metrics as sk
@@ -24,14 +24,9 @@ from histopipe.errors import DamagedStore
 from histopipe.evaluation.evaluate import Evaluation, evaluate, evaluate_subsets, evaluation_lines
 from histopipe.predictions.tables import read_predictions, write_predictions
 from histopipe.tasks.choices import name_of
-from histopipe.tasks.multilabel import MultilabelStatistics
-from histopipe.tasks.predictions import (
-    Metrics,
-    Predictions,
-    joined_predictions,
-    with_common_patients,
-)
-from histopipe.tasks.regression import RegressionStatistics
+from histopipe.tasks.multilabel import Multilabel
+from histopipe.tasks.predictions import Metrics, joined_predictions, with_common_patients
+from histopipe.tasks.regression import Regression, RegressionStatistics
 from histopipe.tasks.survival import (
     Survival,
     SurvivalStatistics,
@@ -39,7 +34,7 @@ from histopipe.tasks.survival import (
     partial_likelihood,
     time_grid,
 )
-from histopipe.tasks.task import EvaluationSettings, Thresholds
+from histopipe.tasks.task import EvaluationSettings, Predictions, Thresholds
 
 # Of scikit-survival.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -214,7 +209,8 @@ def test_regression_metrics_equal_those_of_scikit_learn(seed: int, ties: bool) -
     target[rng.random(30) < 0.2, 1] = np.nan
     patients = np.arange(30, dtype=np.int32)
     weights = rng.integers(0, 3, 30).astype(np.float64)
-    statistics = RegressionStatistics(target, output, ("a", "b"), patients)
+    task = Regression(("a", "b"))
+    statistics = task.statistics(task_scores(task, target, output, patients))
     for weight in (np.ones(30), weights):
         metrics = compute(statistics, weight[None])
         for number, name in enumerate("ab"):
@@ -242,7 +238,7 @@ def test_regression_metrics_of_any_scale_and_offset(seed: int, scale: int, offse
     patients, weights = np.arange(20, dtype=np.int32), rng.integers(0, 3, (3, 20)).astype(float)
     plain, moved = (
         RegressionStatistics(
-            (target[:, None] + shift) * factor, (output[:, None] + shift) * factor, ("a",), patients
+            (target + shift) * factor, (output + shift) * factor, patients
         ).compute(weights)
         for shift, factor in ((0, 1.0), (10**offset, 10.0**scale))
     )  # fmt: skip
@@ -255,11 +251,9 @@ def test_regression_metrics_of_any_scale_and_offset(seed: int, scale: int, offse
 def test_constant_targets_have_no_coefficient_of_determination(value: float) -> None:
     """Also those of a resample: their mean may differ from them by rounding."""
     rng = np.random.default_rng(1)
-    target = np.append(np.full((49, 1), value), [[7.0]], axis=0)
+    target = np.append(np.full(49, value), 7.0)
     weights = np.append(rng.integers(0, 4, (20, 49)), np.zeros((20, 1)), axis=1)
-    statistics = RegressionStatistics(
-        target, rng.random((50, 1)), ("a",), np.arange(50, dtype=np.int32)
-    )
+    statistics = RegressionStatistics(target, rng.random(50), np.arange(50, dtype=np.int32))
     metrics = statistics.compute(weights.astype(float))
     assert np.isnan([metrics[name] for name in ("r2", "pearson", "spearman")]).all()
 
@@ -271,11 +265,11 @@ def test_multilabel_metrics_equal_those_of_scikit_learn(seed: int) -> None:
     target = (rng.random((60, 2)) < 0.4).astype(np.float64)
     output = np.round(rng.random((60, 2)), 2)
     target[rng.random((60, 2)) < 0.2] = np.nan
-    limits = np.array([0.5, 0.3])
+    limits = [0.5, 0.3]
     patients = np.arange(60, dtype=np.int32)
-    metrics = compute(
-        MultilabelStatistics(target, output, ("a", "b"), limits, patients), np.ones((1, 60))
-    )
+    task = Multilabel(("a", "b"))
+    scores = task_scores(task, target, output, patients, limits)
+    metrics = compute(task.statistics(scores), np.ones((1, 60)))
     for number, name in enumerate("ab"):
         finite = np.isfinite(target[:, number])
         true, p = target[finite, number], output[finite, number]

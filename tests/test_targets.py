@@ -29,9 +29,9 @@ from histopipe.splits.splits import SlideSplit, load_splits
 from histopipe.splits.splitting import REGION, _Plan
 from histopipe.store.store import Store
 from histopipe.tasks.multilabel import Multilabel
-from histopipe.tasks.predictions import Predictions
 from histopipe.tasks.regression import Regression
 from histopipe.tasks.survival import Survival
+from histopipe.tasks.task import Predictions
 
 DIMENSION, BAGS = 8, 60
 COLUMNS = ("slide", "patient", "time", "event", "age", "MSI", "BRAF", "share")
@@ -321,7 +321,7 @@ def test_a_slide_model_starts_with_the_predictions_of_the_covariates_alone(task:
                 MultilabelObjective(np.ones(2)),
             )
         case "regression":
-            targets, objective = numbers, RegressionObjective.of(numbers, "huber")
+            targets, objective = numbers, RegressionObjective.of(numbers, loss="huber")
         case "discrete":
             targets, objective = happened, DiscreteSurvival.of(happened)
         case _:
@@ -370,7 +370,7 @@ def test_missing_labels_do_not_change_the_gradients_of_others() -> None:
     missing[0, 1] = missing[2, 1] = np.nan
     for objective in (
         MultilabelObjective(np.array([2.0, 1.0])),
-        RegressionObjective.of(targets, "huber"),
+        RegressionObjective.of(targets, loss="huber"),
     ):
         gradients = []
         for target in (targets, missing):

@@ -430,7 +430,7 @@ sys.path.insert(0, sys.argv[2])
 from test_store import one_slide
 from histopipe.store.store import Store
 from histopipe.studies.compare import compare
-from histopipe.dataset.sampling import Sequential
+from histopipe.dataset.sampling import Order
 from histopipe.dataset.selection import select
 from histopipe.dataset.selection import SampleTable
 from histopipe.dataset.patch_batches import PatchBatches
@@ -439,7 +439,7 @@ import tensorflow as tf
 path = Path(sys.argv[1])
 one_slide(path, [b"no image"] * 9).close()
 with Store(path) as store:
-    source = BatchFeed(PatchBatches([store], SampleTable(select([store])), batch_size=2, order=Sequential(9)))
+    source = BatchFeed(PatchBatches([store], SampleTable(select([store])), batch_size=2, order=Order(9)))
     iterator = iter(source.dataset(0, 5))
     failed = 0
     for _ in range(5):

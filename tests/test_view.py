@@ -38,7 +38,7 @@ from histopipe.slides.readers import open_slide
 from histopipe.slides.slide_files import SlideFile, SlideHashes, pixel_hash
 from histopipe.splits.splits import load_splits
 from histopipe.store.store import Store
-from histopipe.tasks.predictions import Predictions
+from histopipe.tasks.task import Predictions
 from histopipe.viewer.pictures import OVERLAP, TILE, hatched, slide_facts
 from histopipe.viewer.view import Viewer
 

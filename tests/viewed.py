@@ -26,7 +26,7 @@ from histopipe.splits.splitting import make_splits
 from histopipe.store.store import Store
 from histopipe.system.output import SilentProgress
 from histopipe.system.settings import to_toml
-from histopipe.tasks.predictions import Predictions
+from histopipe.tasks.task import Predictions
 from histopipe.viewer.view import Viewer, view
 
 SLIDE = "CMU-1-Small-Region"

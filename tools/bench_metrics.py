@@ -24,9 +24,9 @@ from histopipe.evaluation.evaluate import fit_temperature, tempered
 from histopipe.evaluation.subgroups import subgroups
 from histopipe.splits.slide_table import SlideEntry
 from histopipe.tasks.classification import Classification
-from histopipe.tasks.predictions import Metrics, ModelPredictions, Predictions, metrics_of
+from histopipe.tasks.predictions import Metrics, ModelPredictions, metrics_of
 from histopipe.tasks.statistics import bootstrap_draws
-from histopipe.tasks.task import EvaluationSettings, Scores, Thresholds
+from histopipe.tasks.task import EvaluationSettings, Predictions, Thresholds
 
 TASK = Classification(classes=("well", "ill"))
 FIGURES = (
@@ -38,21 +38,22 @@ PATCHES = 10
 
 def synthetic_scores(
     rng: np.random.Generator, patients: int, apart: float, patches: int = PATCHES
-) -> Scores:
+) -> Predictions:
     """Draw scores whose classes differ by `apart` standard deviations."""
     # Random, so that the share of ill patients varies between samples as it varies between resamples.
     ill = np.repeat(rng.random(patients) < 0.5, patches)
     shift = np.repeat(rng.normal(size=patients), patches) * math.sqrt(1 / 3)
     value = apart * ill + shift + rng.normal(size=len(ill)) * math.sqrt(2 / 3)
     p = norm.cdf(value - apart / 2)
-    return Scores(
-        TASK, ill[:, None].astype(np.float64), np.stack([1 - p, p], axis=1),
-        np.repeat(np.arange(patients), patches).astype(np.int32), np.arange(len(ill)),
-        np.full((len(ill), 1), 0.5),
+    names, rows = tuple(map(str, range(patients))), np.repeat(np.arange(patients), patches)
+    patient, zeros = rows.astype(np.int32), np.zeros(len(ill), np.int64)
+    return Predictions(
+        TASK, names, names, patient, patient, zeros, zeros, ill[:, None].astype(np.float64),
+        np.stack([1 - p, p], axis=1), limits=np.full((len(ill), 1), 0.5),
     )  # fmt: skip
 
 
-def evaluated(scores: Scores, draws: NDArray[np.float64]) -> Metrics:
+def evaluated(scores: Predictions, draws: NDArray[np.float64]) -> Metrics:
     """Compute metrics with intervals."""
     return metrics_of(scores, draws=draws)
 
@@ -107,7 +108,7 @@ def group_coverage(patients: int, apart: tuple[float, float], samples: int) -> d
     return {name: count / samples for name, count in hits.items()}
 
 
-def _as_slides(drawn: Sequence[Scores]) -> tuple[ModelPredictions, list[SlideEntry]]:
+def _as_slides(drawn: Sequence[Predictions]) -> tuple[ModelPredictions, list[SlideEntry]]:
     """Return scores of groups as those of slides, with the threshold 0.5, and the slides, with the group as site."""
     target, output = (
         np.concatenate([getattr(scores, name) for scores in drawn]) for name in ("target", "output")

@@ -48,7 +48,7 @@ import simplejpeg
 import tensorflow as tf
 
 from histopipe.dataset.patch_batches import PatchBatches, aligned_empty
-from histopipe.dataset.sampling import Order, Sequential, Shuffled, make_order
+from histopipe.dataset.sampling import Order, Shuffled, make_order
 from histopipe.dataset.selection import SampleTable, select
 from histopipe.dataset.tf_data import BatchFeed
 from histopipe.geometry import Mpp
@@ -471,7 +471,7 @@ def bench_orders(inputs: Inputs) -> None:
         capped = SampleTable(select([store]), max_per_slide=5000, seed=1)
         orders: dict[str, tuple[SampleTable, Order]] = {
             "shuffled": (table, Shuffled(len(table), 1)),
-            "sequential": (table, Sequential(len(table))),
+            "sequential": (table, Order(len(table))),
             "balance=slide": (table, make_order(table, seed=1, balance="slide")),
             "shuffle_block=256": (table, make_order(table, seed=1, shuffle_block=256)),
             "max_per_slide=5000": (capped, Shuffled(len(capped), 1)),
@@ -547,7 +547,7 @@ def cold_child(path: str, name: str, read_ahead: str, steps: str, calls: str) ->
         table = SampleTable(select([store]))
         orders: dict[str, Order] = {
             "shuffled": Shuffled(len(table), 1),
-            "sequential": Sequential(len(table)),
+            "sequential": Order(len(table)),
             "blocks": make_order(table, seed=1, shuffle_block=256),
         }
         settings = {} if read_ahead == "-1" else {"read_ahead": int(read_ahead)}

@@ -74,11 +74,8 @@ def augment(images: tf.Tensor, seeds: tf.Tensor, steps: Sequence[Augmentation]) 
             "augmentation", found=", ".join(unknown), expected=", ".join(AUGMENTATIONS)
         )
     functions: dict[Augmentation, Callable[[tf.Tensor, tf.Tensor], tf.Tensor]] = {
-        "flips": flip_and_turn,
-        "crop": random_crop,
-        "stain": stain_jitter,
-        "colour": colour_jitter,
-    }
+        "flips": flip_and_turn, "crop": random_crop, "stain": stain_jitter, "colour": colour_jitter,
+    }  # fmt: skip
     for name in AUGMENTATIONS:
         if name in steps:
             images = functions[name](images, seeds)

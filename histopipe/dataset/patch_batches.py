@@ -7,7 +7,6 @@ import mmap
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -70,21 +69,6 @@ class ReusedMemory:
 _JPEG_START = b"\xff\xd8"
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """A batch, or a replica's part of it.
-
-    `image` is (B, H, W, 3) RGB, all others are (B,). `label` is -1 without a class. `weight` is 0 for padding and for
-    skipped patches. `columns` are the requested ones: `x_l0` and `y_l0` int32, `slide` ids as bytes.
-    """
-
-    image: NDArray[np.uint8]
-    label: NDArray[np.int32]
-    weight: NDArray[np.float32]
-    key: NDArray[np.int64]
-    columns: dict[PatchColumn, NDArray[Any]] = field(default_factory=dict)
-
-
 class PatchBatches(BatchSampler):
     """Batches of a table of patches, in a given order.
 
@@ -93,10 +77,6 @@ class PatchBatches(BatchSampler):
     Raises:
         UsageError: an option has an invalid value.
     """
-
-    parallel_calls: int | None = None
-    prefetch = 2  # enough for one slow read; a batch takes megabytes of memory
-    read_ahead: int | None = None
 
     def __init__(
         self,
@@ -123,19 +103,26 @@ class PatchBatches(BatchSampler):
         )  # fmt: skip
         self._skip, self._check, self._memory = on_error == "skip", check, ReusedMemory()
 
-    def load(self, step: int, replica: int = 0) -> Batch:
-        """Load a replica's part of a step, counted over all epochs.
+    def load(self, step: int, replica: int = 0) -> dict[str, NDArray[Any]]:
+        """Load a replica's part of a step, counted over all epochs: an array for each of the `fields`, by name.
+
+        "image" is (B, H, W, 3) RGB, all others have a row per patch. "label" is -1 without a class. "weight" is 0 for
+        padding and for skipped patches. Columns are the requested ones: "x_l0" and "y_l0", and "slide", ids as bytes.
 
         Raises:
             DamagedStore: a patch is missing, differs from its CRC or cannot be decoded, and `on_error` is "raise".
         """
         return self.read(*self.locate(step, replica))
 
-    def read(self, located: SampleLocations, weights: NDArray[np.float32]) -> Batch:
+    def read(
+        self, located: SampleLocations, weights: NDArray[np.float32]
+    ) -> dict[str, NDArray[Any]]:
         """Load a batch of located patches; see `load`."""
         keys = located.keys
         images = self._memory.empty((len(keys), self.patch_size, self.patch_size, 3))
-        columns = {name: np.empty(len(keys), _TYPES[name]) for name in self.columns}
+        columns: dict[str, NDArray[Any]] = {
+            name: np.empty(len(keys), _TYPES[name]) for name in self.columns
+        }
         order = np.argsort(keys)  # the order of LMDB: neighbours on disk are read together
         for ordinal in np.unique(located.stores).tolist():
             store, positions = self.stores[ordinal], order[located.stores[order] == ordinal]
@@ -159,14 +146,14 @@ class PatchBatches(BatchSampler):
                             raise problem from error
                         images[i], weights[i] = 0, 0
                         self._note_skipped(int(keys[i]), str(problem))
-        return Batch(images, located.labels, weights, keys, columns)
+        return {
+            "image": images, "label": located.labels, "weight": weights, "key": keys, **columns,
+            **{name: values.of(located) for name, values in self.by_slide.items()},
+        }  # fmt: skip
 
     def values(self, step: int, replica: int) -> tuple[Any, ...]:
         """Load the fields of a replica's part of a step."""
-        batch = self.load(step, replica)
-        columns = (batch.columns[name] for name in self.columns)
-        slide_values = self._slide_values(self.locate(step, replica)[0]) if self.by_slide else ()
-        return batch.image, batch.label, batch.weight, batch.key, *columns, *slide_values
+        return tuple(self.load(step, replica).values())
 
     def advise(self, steps: range, parts: Sequence[int]) -> int:
         """Request some parts of steps from the disk, without waiting, and return the number of bytes requested."""

@@ -29,8 +29,8 @@ _BLOCKS_AT_ONCE = 16
 _GROUP_DRAW, _BLOCKS, _WINDOW, _ROTATION, _CAPPED_DRAW = 101, 102, 103, 104, 105
 
 
-class Order(ABC):
-    """An order of the samples in each epoch."""
+class Order:
+    """An order of the samples in each epoch: that of the table. Others derive from it."""
 
     window = 0
     """Number of positions to request from disk together; 0 for none."""
@@ -41,21 +41,13 @@ class Order(ABC):
     def __len__(self) -> int:
         return self._count
 
-    @abstractmethod
     def __call__(self, epoch: int, places: Numbers) -> Numbers:
         """Return the (N,) sample numbers at (N,) positions of an epoch, both from 0 to the length - 1."""
+        return places
 
     def draws(self, table: SampleTable) -> NDArray[np.float64]:
         """Return the mean number of samples per epoch of each of the (S,) slides of its table."""
         return table.counts.astype(np.float64)
-
-
-class Sequential(Order):
-    """The order of the table, in every epoch."""
-
-    def __call__(self, epoch: int, places: Numbers) -> Numbers:
-        """Return sample numbers; see `Order`."""
-        return places
 
 
 class Shuffled(Order):
@@ -160,7 +152,7 @@ def make_order(
             todo="use only one of the two",
         )
     if seed is None:
-        return Sequential(len(table))
+        return Order(len(table))
     if balance != "none":
         return Balanced(table, _groups(table.slides, balance), seed)
     if shuffle_block is not None:
@@ -208,11 +200,11 @@ class BatchSampler(ABC):
     """
 
     fields: tuple[Field, ...]
-    parallel_calls: int | None
+    parallel_calls: int | None = None
     """Number of batches loaded in parallel; None for `default_calls`."""
-    prefetch: int
+    prefetch = 2  # enough for one slow read; a batch takes megabytes of memory
     """Number of steps to load in advance."""
-    read_ahead: int | None
+    read_ahead: int | None = None
     """See `ReadAhead`."""
     skipped: dict[int, str]
     """Reason by key of each sample that was skipped so far."""
@@ -264,18 +256,14 @@ class BatchSampler(ABC):
         """Return the fields with a row per slide."""
         return [Field(name, np.float32, (values.width,)) for name, values in self.by_slide.items()]
 
-    def _slide_values(self, located: SampleLocations) -> list[NDArray[np.float32]]:
-        """Return the values of these fields."""
-        return [values.of(located) for values in self.by_slide.values()]
-
     def _note_skipped(self, key: int, problem: str) -> None:
         with self._lock:
-            new = key not in self.skipped
+            is_new = key not in self.skipped
             self.skipped[key] = problem
             count = len(self.skipped)
-        if new and count <= _WARNINGS:
+        if is_new and count <= _WARNINGS:
             _log.warning("skipped: %s", problem)
-        if new and count == _WARNINGS:
+        if is_new and count == _WARNINGS:
             _log.warning("further skipped samples are counted, not logged")
 
     @abstractmethod

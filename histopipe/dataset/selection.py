@@ -19,6 +19,7 @@ from histopipe.splits.subsets import LabelsFrom, Subset
 from histopipe.store.catalog import parts_of
 from histopipe.system.csv_files import nfc
 from histopipe.system.hashing import combine, permuted
+from histopipe.system.output import some
 
 UNLABELLED = -1
 MAX_STORES = 127
@@ -175,8 +176,7 @@ def store_paths(path: Any) -> list[Path]:
     if not parts:
         raise UsageError("no store given")
     paths = [store for part in parts for store in parts_of(Path(part))]
-    count = Counter(map(os.path.realpath, paths))
-    twice = [real for real, times in count.items() if times > 1]
+    twice = [real for real, times in Counter(map(os.path.realpath, paths)).items() if times > 1]
     if twice:
         raise UsageError("a store is given twice", found=", ".join(twice))
     return paths
@@ -241,14 +241,19 @@ def select(
     complete = {(o, n): r for o, store in enumerate(stores) for n, r in store.complete.items()}
     if labels is not None:
         labels = {nfc(slide): label and nfc(label) for slide, label in labels.items()}
-        _refuse_unknown(labels, stores)
+        ids = {nfc(record.id) for store in stores for record in store.records.values()}
+        unknown = sorted(set(labels) - ids)
+        if unknown:
+            raise UsageError(
+                "labels of slides that are not in the stores", found=some(unknown, 3),
+                expected="slide ids as `histopipe info` shows them",
+            )  # fmt: skip
     elif splits is not None and classes is None:
         classes = splits.classes
-    parts = list(
-        _parts(
-            stores, complete, labels=labels, splits=splits, subset=subset, labels_from=labels_from
-        )
-    )
+    parts = (
+        list(_parts(stores, complete, labels=labels, labels_from=labels_from)) if splits is None
+        else list(_parts_of(splits, subset, complete, labels))
+    )  # fmt: skip
     numbers = class_numbers(classes, [name for _, _, name in parts if name])
     numbers = {**{nfc(name): number for name, number in numbers.items()}, **numbers}
     patients = {(s.store, s.slide): s.patient for s in splits.slides} if splits else {}
@@ -257,14 +262,14 @@ def select(
         label = numbers.get(name or "", numbers.get(nfc(name or ""), UNLABELLED))
         if label == UNLABELLED and labelled_only:
             continue
-        store, record, selected = stores[key[0]], complete[key], rows
+        store, record = stores[key[0]], complete[key]
         if patch_filter is not None and patch_filter.active:
             fit = patch_filter.fit(store.index(key[1]), where=f"{store.path}, slide {record.id}")
             kept = np.flatnonzero(fit) if rows is None else rows[fit[rows]]
-            selected = kept.astype(np.int32)
-        count = record.stored if selected is None else len(selected)
+            rows = kept.astype(np.int32)  # noqa: PLW2901
+        count = record.stored if rows is None else len(rows)
         patient = patients.get(key) or record.patient or record.id
-        chosen.append(SampleRows(*key, count, label, selected, patient))
+        chosen.append(SampleRows(*key, count, label, rows, patient))
     return chosen
 
 
@@ -272,15 +277,26 @@ _Key = tuple[int, int]
 """Position in the list of stores, and slide number."""
 
 
-def _refuse_unknown(labels: LabelById, stores: Sequence[SampleSource]) -> None:
-    ids = {nfc(record.id) for store in stores for record in store.records.values()}
-    unknown = sorted(set(labels) - ids)
-    if unknown:
-        raise UsageError(
-            "labels of slides that are not in the stores",
-            found=", ".join(unknown[:3]) + (f" and {len(unknown) - 3} more" if unknown[3:] else ""),
-            expected="slide ids as `histopipe info` shows them",
-        )  # fmt: skip
+_Part = tuple[_Key, NDArray[np.int32] | None, str | None]
+"""A slide, or a class of it: its rows, None for all to save memory; and its label."""
+
+
+def _parts_of(
+    splits: Splits,
+    subset: Subset,
+    complete: Mapping[_Key, SampleGroup],
+    labels: LabelById | None,
+) -> Iterator[_Part]:
+    """Yield the slides in a subset; with labels from annotations, each class of a slide."""
+    for slide in splits.slides:
+        key = (slide.store, slide.slide)
+        if slide.labels is not None:
+            for name, rows in splits.by_class(slide, subset).items():
+                yield key, rows, name
+        else:
+            in_subset = slide.on(subset)
+            label = slide.label if labels is None else labels.get(nfc(complete[key].id))
+            yield key, None if len(in_subset) == slide.count else in_subset, label
 
 
 def _parts(
@@ -288,21 +304,10 @@ def _parts(
     complete: Mapping[_Key, SampleGroup],
     *,
     labels: LabelById | None,
-    splits: Splits | None,
-    subset: Subset,
     labels_from: LabelsFrom,
-) -> Iterator[tuple[_Key, NDArray[np.int32] | None, str | None]]:
-    """Yield key, rows and label of each slide, or of each class of a slide. To save memory, rows are None for all."""
-    for slide in splits.slides if splits is not None else ():
-        key = (slide.store, slide.slide)
-        if splits is not None and slide.labels is not None:
-            for name, rows in splits.by_class(slide, subset).items():
-                yield key, rows, name
-        else:
-            in_subset = slide.on(subset)
-            label = slide.label if labels is None else labels.get(nfc(complete[key].id))
-            yield key, None if len(in_subset) == slide.count else in_subset, label
-    for key, record in complete.items() if splits is None else ():
+) -> Iterator[_Part]:
+    """Yield all slides; with labels from annotations, each class of a slide."""
+    for key, record in complete.items():
         store = stores[key[0]]
         if labels_from == "annotation":
             index = store.index(key[1])
@@ -310,8 +315,8 @@ def _parts(
                 of_class = np.flatnonzero((index["label"] == number) & (index["length"] > 0))
                 named = 0 <= number < len(store.classes)
                 yield key, of_class.astype(np.int32), nfc(store.classes[number]) if named else None
-            continue
-        readable = None
-        if record.stored < record.planned:  # otherwise the index is not needed
-            readable = np.flatnonzero(store.index(key[1])["length"]).astype(np.int32)
-        yield key, readable, record.label if labels is None else labels.get(nfc(record.id))
+        else:
+            readable = None
+            if record.stored < record.planned:  # otherwise the index is not needed
+                readable = np.flatnonzero(store.index(key[1])["length"]).astype(np.int32)
+            yield key, readable, record.label if labels is None else labels.get(nfc(record.id))

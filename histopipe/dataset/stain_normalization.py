@@ -6,7 +6,7 @@ average tissue. `stain_fit` measures the fits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from histopipe.dataset.stain_fit import LMS_TO_LAB, RGB_TO_LMS
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.store.record import StainFit
 from histopipe.store.store import Store
+from histopipe.system.output import some
 
 REFERENCE = StainFit(
     0,
@@ -35,31 +36,42 @@ Source:
 """
 
 
-class StainNormalizer:
-    """Normalizer of the patches of several stores to the stain of `REFERENCE`.
+Normalize = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
+"""Returns (B, H, W, 3) float32, 0 to 255, from (B, H, W, 3) uint8 and keys (B,) int64."""
+
+
+def stain_normalizer(stores: Sequence[Store], method: StainNorm) -> Normalize:
+    """Return a function that normalizes the patches of several stores to the stain of `REFERENCE`.
 
     Raises:
         UsageError: the method is unknown.
         NothingToDo: a complete slide has no stain fit.
     """
+    if method not in _METHODS:
+        raise UsageError(
+            "stain normalization", found=repr(method), expected="'reinhard' or 'macenko'"
+        )
+    change, change_of = _METHODS[method]
+    fits = {(o, n): fit for o, store in enumerate(stores) for n, fit in store.stains().items()}
+    for ordinal, store in enumerate(stores):
+        missing = [r.id for n, r in store.complete.items() if r.stored and (ordinal, n) not in fits]
+        if missing:
+            raise NothingToDo(
+                f"{store.path}: slides without a measured stain",
+                found=some(missing, 3),
+                todo=f"run `histopipe stains {store.path}`; slides without enough tissue cannot be normalized",
+            )  # fmt: skip
+    # Searched by the upper half of a key: stores and slides are in ascending order.
+    slides = tf.constant(np.array([o << 24 | n for o, n in fits], np.int64))
+    changes = tf.constant(
+        np.stack([change_of(fit, REFERENCE) for fit in fits.values()]), tf.float32
+    )
 
-    def __init__(self, stores: Sequence[Store], method: StainNorm) -> None:
-        if method not in _METHODS:
-            raise UsageError(
-                "stain normalization", found=repr(method), expected="'reinhard' or 'macenko'"
-            )
-        fits = {(o, n): fit for o, store in enumerate(stores) for n, fit in store.stains().items()}
-        _refuse_missing(stores, fits)
-        self._method, change_of = _METHODS[method]
-        # Searched by the upper half of a key: stores and slides are in ascending order.
-        self._keys = tf.constant(np.array([o << 24 | n for o, n in fits], np.int64))
-        changes = [change_of(fit, REFERENCE) for fit in fits.values()]
-        self._changes = tf.constant(np.stack(changes), tf.float32)
+    def normalize(images: tf.Tensor, keys: tf.Tensor) -> tf.Tensor:
+        position = tf.searchsorted(slides, tf.bitwise.right_shift(keys, tf.cast(32, tf.int64)))
+        return change(images, tf.gather(changes, position))
 
-    def __call__(self, images: tf.Tensor, keys: tf.Tensor) -> tf.Tensor:
-        """Return (B, H, W, 3) float32, 0 to 255, from (B, H, W, 3) uint8 and keys (B,) int64."""
-        position = tf.searchsorted(self._keys, tf.bitwise.right_shift(keys, tf.cast(32, tf.int64)))
-        return self._method(images, tf.gather(self._changes, position))
+    return normalize
 
 
 def reinhard(images: tf.Tensor, changes: tf.Tensor) -> tf.Tensor:
@@ -108,9 +120,9 @@ def slide_normalizer(fit: StainFit, method: StainNorm) -> Callable[..., NDArray[
 def store_normalizer(
     stores: Sequence[Store], method: StainNorm
 ) -> Callable[..., NDArray[np.uint8]]:
-    """Return a function that normalizes (B, H, W, 3) uint8 images with (B,) keys, as `StainNormalizer` does."""
+    """Return a function that normalizes (B, H, W, 3) uint8 images with (B,) keys, as `stain_normalizer` does."""
     with tf.device("CPU"):
-        normalizer = StainNormalizer(stores, method)
+        normalizer = stain_normalizer(stores, method)
     return _on_cpu(lambda images, keys: normalizer(images, tf.constant(keys)))
 
 
@@ -123,14 +135,3 @@ def _on_cpu(change: Callable[..., tf.Tensor]) -> Callable[..., NDArray[np.uint8]
         return pixels
 
     return normalize
-
-
-def _refuse_missing(stores: Sequence[Store], fits: Mapping[tuple[int, int], StainFit]) -> None:
-    for ordinal, store in enumerate(stores):
-        missing = [r.id for n, r in store.complete.items() if r.stored and (ordinal, n) not in fits]
-        if missing:
-            raise NothingToDo(
-                f"{store.path}: slides without a measured stain",
-                found=", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if missing[3:] else ""),
-                todo=f"run `histopipe stains {store.path}`; slides without enough tissue cannot be normalized",
-            )  # fmt: skip

@@ -29,7 +29,6 @@ from histopipe.dataset.selection import (
     UNLABELLED,
     Classes,
     LabelById,
-    SampleRows,
     SampleTable,
     select,
     store_paths,
@@ -368,8 +367,18 @@ def load_dataset(
         min_tissue=min_tissue, min_focus=min_focus, exclude_pen=exclude_pen,
         exclude_dark=exclude_dark,
     )  # fmt: skip
-    _check_selection(labels, labels_from, splits, side)
-    seed = _order_seed(shuffle, seed)
+    if labels_from == "annotation" and labels is not None:
+        raise UsageError("labels", found="labels_from='annotation'", expected="only one of the two")
+    if splits is None and side != "train":
+        raise UsageError(
+            f"side={side!r} requires splits", todo="pass splits=, the splits.json of a run"
+        )
+    if shuffle and seed is None:
+        raise UsageError(
+            "load_dataset shuffles, but has no seed",
+            todo="call load_dataset(..., seed=1), or shuffle=False to keep the order of the stores",
+        )
+    seed = seed if shuffle else None
     with ExitStack() as stack:
         stores = [stack.enter_context(Store(part)) for part in store_paths(path)]
         check_patch_sizes(stores)
@@ -382,8 +391,12 @@ def load_dataset(
             splits=None if splits is None else read_splits(Path(splits), stores),
             labels_from=labels_from, patch_filter=patch_filter,
         )  # fmt: skip
-        if as_supervised:
-            _check_labelled(chosen)
+        unlabelled = sum(slide.label == UNLABELLED for slide in chosen)
+        if as_supervised and unlabelled:  # losses do not accept label -1, even with weight 0
+            raise UsageError(
+                "as_supervised", found=f"{counted(unlabelled, 'slide')} without a label of the classes",
+                expected="a label for every patch", todo="exclude them with labelled_only=True, or label them",
+            )  # fmt: skip
         table = SampleTable(chosen, max_per_slide=max_per_slide, seed=seed)
         batches = PatchBatches(
             stores, table, batch_size=batch_size * count, replicas=count, on_error=on_error,
@@ -410,47 +423,15 @@ def load_dataset(
     return dataset
 
 
-def _order_seed(shuffle: bool, seed: int | None) -> int | None:
-    """Return the seed of the order; None for the order of the stores."""
-    if shuffle and seed is None:
-        raise UsageError(
-            "load_dataset shuffles, but has no seed",
-            todo="call load_dataset(..., seed=1), or shuffle=False to keep the order of the stores",
-        )
-    return seed if shuffle else None
-
-
-def _check_selection(
-    labels: object, labels_from: LabelsFrom, splits: str | Path | None, side: Subset
-) -> None:
-    """Check that options of the selection do not contradict each other."""
-    if labels_from == "annotation" and labels is not None:
-        raise UsageError("labels", found="labels_from='annotation'", expected="only one of the two")
-    if splits is None and side != "train":
-        raise UsageError(
-            f"side={side!r} requires splits", todo="pass splits=, the splits.json of a run"
-        )
-
-
-def _check_labelled(slides: Sequence[SampleRows]) -> None:
-    """Check that all slides have a label. Loss functions do not accept label -1, even with weight 0."""
-    unlabelled = sum(slide.label == UNLABELLED for slide in slides)
-    if unlabelled:
-        raise UsageError(
-            "as_supervised", found=f"{counted(unlabelled, 'slide')} without a label of the classes",
-            expected="a label for every patch", todo="exclude them with labelled_only=True, or label them",
-        )  # fmt: skip
-
-
 def _normalized(
     dataset: tf.data.Dataset, stores: Sequence[Store], stain_norm: StainNorm
 ) -> tf.data.Dataset:
     """Normalize the stain of the images of every batch."""
     # Imported late: they load TensorFlow.
     from histopipe.dataset.augmentation import to_uint8
-    from histopipe.dataset.stain_normalization import StainNormalizer
+    from histopipe.dataset.stain_normalization import stain_normalizer
 
-    normalize = StainNormalizer(stores, stain_norm)
+    normalize = stain_normalizer(stores, stain_norm)
     return dataset.map(
         lambda b: {**b, "image": to_uint8(normalize(b["image"], b["key"]))},
         num_parallel_calls=_PREFETCH, deterministic=True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,17 +11,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.evaluation.evaluate import Evaluation, aligned, with_ends
+from histopipe.evaluation.evaluate import Evaluation, aligned, softmax, with_ends
 from histopipe.evaluation.subgroups import AUTOMATIC, ORIGIN, Subgroups, check_subgroup, subgroups
 from histopipe.splits.slide_table import SlideEntry
 from histopipe.splits.subsets import Subset
 from histopipe.system.output import plural
 from histopipe.tasks.choices import TaskName
 from histopipe.tasks.intervals import Difference
-from histopipe.tasks.predictions import ModelPredictions, Predictions
+from histopipe.tasks.predictions import ModelPredictions
 from histopipe.tasks.registry import TASKS
 from histopipe.tasks.statistics import area_under_roc
-from histopipe.tasks.task import EvaluationSettings
+from histopipe.tasks.task import EvaluationSettings, Predictions
 
 _ORIGIN_CELLS = {
     "scanner", "hospital", "center", "centre", "institution", "laboratory", "lab", "batch",
@@ -64,10 +65,6 @@ class Shortcut:
             "The model may have learned the origin of the slides instead of the disease."
         )
 
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON-ready dict."""
-        return dataclasses.asdict(self)
-
 
 def find_shortcut(
     slides: Sequence[SlideEntry], *, model_auc: float | None, seed: int
@@ -81,10 +78,10 @@ def find_shortcut(
     Returns:
         The result; None if no column has two values, or with fewer than ten patients with one label, or one label.
     """
-    by_patient: dict[str, list[SlideEntry]] = {}
+    by_patient: dict[str, list[SlideEntry]] = defaultdict(list)
     for slide in slides:
         if slide.subsets and slide.label:
-            by_patient.setdefault(slide.patient, []).append(slide)
+            by_patient[slide.patient].append(slide)
     groups = [group for group in by_patient.values() if len({slide.label for slide in group}) == 1]
     names, label = np.unique([group[0].label for group in groups], return_inverse=True)
     if len(groups) < _FEWEST or len(names) < 2:
@@ -123,13 +120,11 @@ def _areas(
     log_odds = {name: _out_of_fold(codes, label, fold, classes) for name, codes in columns.items()}
     if len(columns) > 1:
         log_odds[_ALL] = np.sum(list(log_odds.values()), axis=0)
-    areas = {}
-    for name, values in log_odds.items():
-        power = np.exp(values - values.max(axis=1, keepdims=True))
-        probability = (power / power.sum(axis=1, keepdims=True)).astype(np.float32)
-        area = area_under_roc(label.astype(np.int32), np.round(probability, 6))
-        areas[name] = 0.5 if area is None else area
-    return areas
+    areas = {
+        name: area_under_roc(label.astype(np.int32), softmax(values).astype(np.float32).round(6))
+        for name, values in log_odds.items()
+    }
+    return {name: 0.5 if area is None else area for name, area in areas.items()}
 
 
 def _out_of_fold(codes: Codes, label: Codes, fold: Codes, classes: int) -> NDArray[np.float64]:
@@ -155,10 +150,7 @@ class Breakdown:
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dict."""
-        return {
-            "subgroups": [column.to_json() for column in self.subgroups],
-            "shortcut": None if self.shortcut is None else self.shortcut.to_json(),
-        }
+        return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Breakdown:
@@ -177,12 +169,8 @@ def breakdown_lines(
 
     `requested` are values of `--subgroup`, whose columns are always in the table.
     """
-    always = {"site", *(check_subgroup(text)[0] for text in requested or ())}
-    columns = [
-        column
-        for column in breakdown.subgroups
-        if column.column in always or column.column not in AUTOMATIC
-    ]
+    optional = {*AUTOMATIC} - {"site", *(check_subgroup(text)[0] for text in requested or ())}
+    columns = [column for column in breakdown.subgroups if column.column not in optional]
     lines: list[str] = []
     if columns:
         name, title = next(iter(TASKS[task].main.items()))
@@ -229,8 +217,7 @@ def break_down(
         settings: as for `evaluate`.
     """
     columns = dict.fromkeys(AUTOMATIC, None) | dict(map(check_subgroup, requested))
-    used = [slide for slide in slides if slide.subsets]
-    shortcut = None
+    used, shortcut = [slide for slide in slides if slide.subsets], None
     if TASKS[evaluation.finest.task].of_classes:
         highest = (
             evaluation.patient.get("mean") or evaluation.slide.get("mean") or evaluation.finest

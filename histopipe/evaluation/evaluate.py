@@ -18,7 +18,6 @@ from histopipe.tasks.choices import LEVELS, Aggregation, EvaluationLevel, TaskNa
 from histopipe.tasks.predictions import (
     Metrics,
     ModelPredictions,
-    Predictions,
     ThresholdsByLevel,
     joined_scores,
     metrics_of,
@@ -26,7 +25,7 @@ from histopipe.tasks.predictions import (
 )
 from histopipe.tasks.registry import TASKS
 from histopipe.tasks.statistics import bootstrap_draws
-from histopipe.tasks.task import NO_THRESHOLDS, EvaluationSettings, Thresholds
+from histopipe.tasks.task import NO_THRESHOLDS, EvaluationSettings, Predictions, Thresholds
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,25 +122,18 @@ def evaluate(
     """
     (first, thresholds), *rest = parts
     draws = bootstrap_draws(len(first.patients), settings.resamples, settings.seed)
-    levels: dict[EvaluationLevel, dict[Aggregation, Metrics]] = {
-        "patch": {},
-        "slide": {},
-        "patient": {},
-    }
+    levels: dict[str, dict[Aggregation, Metrics]] = {"patch": {}, "slide": {}, "patient": {}}
     for level, how in first.task.levels(first.level):
         scores, notes = joined_scores(parts, level, how, settings)
-        if len(scores.target):
+        if len(scores):
             used = NO_THRESHOLDS if rest else thresholds.get(name_of(level, how), NO_THRESHOLDS)
             levels[level][how] = metrics_of(scores, draws=draws, notes=notes, thresholds=used)
     patients = {
         part.patients[number] for part, _ in parts for number in np.unique(part.patient).tolist()
     }
     return Evaluation(
-        levels["patch"].get("mean"),
-        levels["slide"],
-        levels["patient"],
-        len(patients.intersection(leaked)),
-    )
+        levels["patch"].get("mean"), levels["slide"], levels["patient"], len(patients.intersection(leaked)),
+    )  # fmt: skip
 
 
 def mean_thresholds(models: Sequence[ThresholdsByLevel]) -> ThresholdsByLevel:
@@ -167,8 +159,8 @@ METRIC_TITLES: Mapping[str, str] = {
 def metric_title(name: str, task: TaskName) -> str:
     """Return the title of a metric, also of one column: `Brier score, age` of `brier:age`."""
     bare, _, column = name.partition(":")
-    titles = {**METRIC_TITLES, **TASKS[task].titles}
-    return titles.get(bare, bare.replace("_", " ")) + (f", {column}" if column else "")
+    titles = {bare: bare.replace("_", " "), **METRIC_TITLES, **TASKS[task].titles}
+    return titles[bare] + (f", {column}" if column else "")
 
 
 def with_ends(
@@ -177,9 +169,8 @@ def with_ends(
     """Return a value with its interval, such as `0.912 [0.872, 0.951]`, or with signs; a hyphen for None."""
     if value is None:
         return "-"
-    sign = "+" if signed else ""
-    text = f"{value:{sign}.3f}"
-    return text if ends is None else f"{text} [{ends[0]:{sign}.3f}, {ends[1]:{sign}.3f}]"
+    texts = [f"{end:{'+' if signed else ''}.3f}" for end in (value, *(ends or ()))]
+    return f"{texts[0]} [{texts[1]}, {texts[2]}]" if ends else texts[0]
 
 
 def main_metric(metrics: Metrics) -> tuple[str, float | None]:
@@ -205,15 +196,13 @@ def number(value: float | None, digits: int = 3) -> str:
 
 def interval(metrics: Metrics, name: str) -> str:
     """Return the interval of a metric, such as `[0.872, 0.951]`; empty if it has none."""
-    if name not in metrics.intervals:
-        return ""
-    low, high = metrics.intervals[name]
-    return f"[{number(low)}, {number(high)}]"
+    ends = metrics.intervals.get(name)
+    return f"[{number(ends[0])}, {number(ends[1])}]" if ends else ""
 
 
 def with_interval(metrics: Metrics, name: str) -> str:
     """Return a metric with its interval: `0.912 [0.872, 0.951]`."""
-    return f"{number(metrics.values.get(name))} {interval(metrics, name)}".rstrip()
+    return with_ends(metrics.values.get(name), metrics.intervals.get(name))
 
 
 def evaluation_lines(title: str, evaluation: Evaluation) -> list[str]:
@@ -263,14 +252,13 @@ def informative_levels(evaluation: Evaluation) -> Iterator[tuple[str, Metrics]]:
 
 def remarks(evaluation: Evaluation) -> list[str]:
     """Return remarks on an evaluation: why it has no metrics of slides or patients, and patients of the training."""
-    several = TASKS[evaluation.finest.task].several
     levels = {name.partition("_")[0] for name, _ in informative_levels(evaluation)}
     finer = {"slide": evaluation.patch, "patient": evaluation.patch or evaluation.slide}
     texts = []
     for level, metrics in (("slide", evaluation.slide), ("patient", evaluation.patient)):
         if not finer[level] or level in levels:
             continue
-        reasons = [f"each has several {several}"]
+        reasons = [f"each has several {TASKS[evaluation.finest.task].several}"]
         if metrics:
             few = metrics["mean"]
             reasons = [f"the {main_metric(few)[0]} of {few.count} is undefined"]
@@ -407,7 +395,11 @@ def tempered(probability: NDArray[np.floating], temperature: Sequence[float]) ->
 
 
 def _scaled(probability: FloatArray, temperature: FloatArray) -> FloatArray:
-    logits = np.log(np.maximum(probability, _SMALLEST)) / temperature
+    return softmax(np.log(np.maximum(probability, _SMALLEST)) / temperature)
+
+
+def softmax(logits: FloatArray) -> FloatArray:
+    """Return the (..., C) probabilities of logits."""
     power = np.exp(logits - logits.max(axis=-1, keepdims=True))
     return np.asarray(power / power.sum(axis=-1, keepdims=True), np.float64)
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -22,13 +22,12 @@ from histopipe.tasks.intervals import (
     TOO_FEW,
     Difference,
     Interval,
-    WeightedStatistics,
     difference_interval,
     intervals_of,
 )
 from histopipe.tasks.predictions import ModelPredictions, joined_scores
 from histopipe.tasks.statistics import bootstrap_draws
-from histopipe.tasks.task import EvaluationSettings, Scores, known
+from histopipe.tasks.task import EvaluationSettings, Predictions
 
 ORIGIN = ("site", "vendor", "route", "jpeg_generations", "reader", "store", "mpp")
 """Columns of `slides.csv` that no diagnosis depends on."""
@@ -84,9 +83,8 @@ def labels_columns(requested: Sequence[str]) -> tuple[str, ...]:
         UsageError: a value is wrong, or a column is given twice.
     """
     names = [check_subgroup(text)[0] for text in requested]
-    lower = [column_key(name) for name in names]
-    for number, name in enumerate(lower):
-        if name in lower[:number]:
+    for name, count in Counter(map(column_key, names)).items():
+        if count > 1:
             raise UsageError("--subgroup", found=f"{name!r} twice", expected="each column once")
     return tuple(name for name in names if name not in COLUMNS)
 
@@ -135,13 +133,11 @@ def groups_of(
             edges = np.quantile(np.unique(numbers[finite]), _THIRDS).tolist()
         places = np.clip(np.searchsorted(edges, numbers, side="right"), 1, len(edges) - 1).tolist()
         ranges = {place: _range(*edges[int(place) - 1 : int(place) + 1]) for place in places}
-    keys: list[tuple[float, float, str]] = []
-    for value, place, in_range in zip(values, places, finite.tolist(), strict=True):
-        name = group_name(value)
-        if in_range:
-            keys.append((0, place, ranges.get(place, name)))
-        else:
-            keys.append((math.inf if value is NoValue.MISSING else 1, 0, name))
+    keys = [
+        (0.0, place, ranges.get(place, group_name(value))) if in_range
+        else (math.inf if value is NoValue.MISSING else 1.0, 0.0, group_name(value))
+        for value, place, in_range in zip(values, places, finite.tolist(), strict=True)
+    ]  # fmt: skip
     groups = sorted(set(keys))
     number_of = {key: number for number, key in enumerate(groups)}
     return [name for _, _, name in groups], [number_of[key] for key in keys]
@@ -210,18 +206,14 @@ class Subgroups:
     level: EvaluationLevel
     groups: tuple[GroupMetrics, ...]
 
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON-ready dict."""
-        return dataclasses.asdict(self)
-
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Subgroups:
         """Create it from the result of `to_json`. Raise KeyError or TypeError if the value has the wrong form."""
         groups = []
         for group in value["groups"]:
             differences = {
-                name: Difference(difference["value"], _ends(difference["interval"]))
-                for name, difference in group["differences"].items()
+                name: Difference(entry["value"], entry["interval"] and tuple(entry["interval"]))
+                for name, entry in group["differences"].items()
             }
             intervals = {name: tuple(ends) for name, ends in group["intervals"].items()}
             # Earlier versions had another name of the values.
@@ -230,10 +222,6 @@ class Subgroups:
                 group["name"], group["count"], group["patients"], values, intervals, differences, group["note"]
             ))  # fmt: skip
         return cls(value["column"], value["level"], tuple(groups))
-
-
-def _ends(value: Sequence[float] | None) -> Interval | None:
-    return None if value is None else (value[0], value[1])
 
 
 def subgroups(
@@ -257,17 +245,16 @@ def subgroups(
     items = _levels(parts, settings)
     breakdowns = []
     for column, width in columns.items():
-        categories = column in CATEGORIES
         of_slide = {slide.slide: slide.value(column) for slide in slides}
-        of_patient: dict[str, set[str]] = {}
+        of_patient = defaultdict(set)
         for slide in slides:
-            of_patient.setdefault(slide.patient, set()).add(slide.value(column))
+            of_patient[slide.patient].add(slide.value(column))
         values: list[str | NoValue]
         for level, scores in items.items():
             if level != "patient":
-                values = [of_slide.get(name, "") for name in _names(parts, level, scores.item)]
+                values = [of_slide.get(name, "") for name in scores.ids(level)]
                 break
-            several = [of_patient.get(name, {""}) for name in _names(parts, level, scores.item)]
+            several = [of_patient.get(name, {""}) for name in scores.ids(level)]
             # A model of patients has no predictions of slides to compare instead.
             middle = len(items) == 1 and column in QUALITY
             values = [
@@ -278,24 +265,24 @@ def subgroups(
                 break
         else:
             continue
-        names, numbers = groups_of(values, width, categories=categories)
+        names, numbers = groups_of(values, width, categories=column in CATEGORIES)
         if len(names) > 1 or (column not in AUTOMATIC and names != [NoValue.MISSING.value]):
             used = draws[:_PATCH_RESAMPLES] if level == "patch" else draws
-            group = np.array(numbers)
-            each = tuple(_group(name, group == i, scores, used) for i, name in enumerate(names))
-            breakdowns.append(Subgroups(column, level, each))
+            groups = (
+                _group(name, np.array(numbers) == i, scores, used) for i, name in enumerate(names)
+            )
+            breakdowns.append(Subgroups(column, level, tuple(groups)))
     return tuple(breakdowns)
 
 
 def _levels(
     parts: Sequence[ModelPredictions], settings: EvaluationSettings
-) -> dict[EvaluationLevel, Scores]:
+) -> dict[EvaluationLevel, Predictions]:
     """Return the scores of each level that has one target for all of its items, the highest level first."""
-    lowest = parts[0][0].level
     levels: tuple[EvaluationLevel, ...] = ("patient", "slide", "patch")
     each = {
         level: joined_scores(parts, level, "mean", settings)[0]
-        for level in levels[: levels.index(lowest) + 1]
+        for level in levels[: levels.index(parts[0][0].level) + 1]
     }
     return {
         level: scores
@@ -304,67 +291,51 @@ def _levels(
     }
 
 
-def _names(
-    parts: Sequence[ModelPredictions], level: EvaluationLevel, item: NDArray[np.int64]
-) -> list[str]:
-    """Return the slide of each patch or slide, or the patient."""
-    names = []
-    for value in item.tolist():
-        predictions, number = parts[value >> 32][0], value & 0xFFFFFFFF
-        if level == "patch":
-            number = int(predictions.slide[number])
-        names.append(predictions.owner(level)[1][number])
-    return names
-
-
 def _group(
-    name: str, inside: NDArray[np.bool_], scores: Scores, draws: NDArray[np.float64]
+    name: str, inside: NDArray[np.bool_], scores: Predictions, draws: NDArray[np.float64]
 ) -> GroupMetrics:
     rows, rest = np.flatnonzero(inside), np.flatnonzero(~inside)
+    patients, other_patients = (len(np.unique(scores.patient[some])) for some in (rows, rest))
     statistics = scores.task.statistics(scores.rows(rows))
-    values = _values(statistics)
-    patients = [len(np.unique(scores.patient[some])) for some in (rows, rest)]
+    group = GroupMetrics(name, len(rows), patients, statistics.values(), {}, {})
     if not len(draws):
-        return GroupMetrics(name, len(rows), patients[0], values, {}, {})
-    if patients[0] < _FEWEST_PATIENTS:
-        note = f"{TOO_FEW}: {patients[0]}"
-        return GroupMetrics(name, len(rows), patients[0], values, {}, {}, note)
-    intervals, _ = intervals_of(statistics, draws[:, : statistics.patients], patients[0])
-    defined = {key: ends for key, ends in intervals.items() if values.get(key) is not None}
-    if not patients[1]:
-        note = "no difference: no other group"
-        return GroupMetrics(name, len(rows), patients[0], values, defined, {}, note)
-    if patients[1] < _FEWEST_PATIENTS:
-        note = f"no difference: only {counted(patients[1], 'patient')} in other groups"
-        return GroupMetrics(name, len(rows), patients[0], values, defined, {}, note)
+        return group
+    if patients < _FEWEST_PATIENTS:
+        return replace(group, note=f"{TOO_FEW}: {patients}")
+    intervals, _ = intervals_of(statistics, draws[:, : statistics.patients], patients)
+    defined = {key: ends for key, ends in intervals.items() if group.values.get(key) is not None}
+    group = replace(group, intervals=defined)
+    if other_patients < _FEWEST_PATIENTS:
+        reason = f"only {counted(other_patients, 'patient')} in other groups"
+        return replace(
+            group, note=f"no difference: {reason if other_patients else 'no other group'}"
+        )
     rest_statistics = scores.task.statistics(scores.rows(rest))
-    of_others, _ = intervals_of(rest_statistics, draws[:, : rest_statistics.patients], patients[1])
-    differences = _differences(values, defined, _values(rest_statistics), of_others)
-    return GroupMetrics(name, len(rows), patients[0], values, defined, differences)
+    rest_values = rest_statistics.values()
+    rest_intervals, _ = intervals_of(
+        rest_statistics, draws[:, : rest_statistics.patients], other_patients
+    )
+    differences = {
+        key: _difference(value, defined.get(key), rest_values.get(key), rest_intervals.get(key))
+        for key, value in group.values.items()
+    }
+    return replace(group, differences=differences)
 
 
-def _values(statistics: WeightedStatistics) -> dict[str, float | None]:
-    values = statistics.compute(np.ones((1, statistics.patients)))
-    return {name: known(value[0]) for name, value in values.items()}
+def _difference(
+    value: float | None,
+    interval: Interval | None,
+    other: float | None,
+    other_interval: Interval | None,
+) -> Difference:
+    """Return the metric of a group minus that of the rest.
 
-
-def _differences(
-    values: Mapping[str, float | None],
-    intervals: Mapping[str, Interval],
-    rest_values: Mapping[str, float | None],
-    of_others: Mapping[str, Interval],
-) -> dict[str, Difference]:
-    """Return the metrics of a group minus those of the others.
-
-    The intervals assume that both are independent. That makes them too wide for groups that share patients.
+    The interval assumes that both are independent. That makes it too wide for groups that share patients.
     """
-    differences = {}
-    for name, value in values.items():
-        other, interval = rest_values.get(name), None
-        if value is None or other is None:
-            differences[name] = Difference(None, None)
-            continue
-        if name in intervals and name in of_others:
-            interval = difference_interval((value, intervals[name]), (other, of_others[name]))
-        differences[name] = Difference(value - other, interval)
-    return differences
+    if value is None or other is None:
+        return Difference(None, None)
+    if interval is None or other_interval is None:
+        return Difference(value - other, None)
+    return Difference(
+        value - other, difference_interval((value, interval), (other, other_interval))
+    )

@@ -350,9 +350,9 @@ class BagBatches(BatchSampler):
     """
 
     # A bag may be a gigabyte, so only the next one is loaded in advance.
-    parallel_calls: int | None = 1
+    parallel_calls = 1
     prefetch = 0
-    read_ahead: int | None = 0
+    read_ahead = 0
 
     def __init__(
         self,
@@ -402,7 +402,7 @@ class BagBatches(BatchSampler):
                 positions.append(self._read_positions(number, rows, len(features)))
         ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
         joined_positions = (joined_rows(positions),) if self._positions else ()
-        slide_values = self._slide_values(located)
+        slide_values = [values.of(located) for values in self.by_slide.values()]
         return (
             joined_rows(parts),
             ends,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -352,7 +353,9 @@ class BagFeatures:
                 self._write_thumbnail(slide.id, slide.thumbnail)
                 return counts
 
-            run.run(source.slides(run, _Embedded(features.path)), write, stop=source.close)
+            run.run(
+                source.slides(run, partial(_find_embedded, features.path)), write, stop=source.close
+            )
             record_slides(features.path, source.slide_table(()), run.failed)
         self._add(run)
 
@@ -369,25 +372,19 @@ class BagFeatures:
             write_atomically(path, picture)
 
 
-@dataclass(frozen=True, slots=True)
-class _Embedded:
-    """A folder of features of slide files, as `CompleteSlides`."""
-
-    path: Path
-
-    def complete(self, slide: str, source: str) -> PredictedSlide | None:
-        """Return a slide if its features are complete and from the same file. Remove those of another file."""
-        path = feature_path(self.path, slide)
-        if not path.exists():
-            return None
-        try:
-            header = read_header(path)
-        except DamagedStore:
-            header = None
-        if header is not None and header.facts.get("source") == source:
-            return described(header, slide, slide, None)
-        path.unlink()
+def _find_embedded(folder: Path, slide: str, source: str) -> PredictedSlide | None:
+    """Return a slide if its features are complete and from the same file. Remove those of another file."""
+    path = feature_path(folder, slide)
+    if not path.exists():
         return None
+    try:
+        header = read_header(path)
+    except DamagedStore:
+        header = None
+    if header is not None and header.facts.get("source") == source:
+        return described(header, slide, slide, None)
+    path.unlink()
+    return None
 
 
 def _check_stores(stores: Sequence[Store], trained: Sequence[TrainedPatches]) -> None:

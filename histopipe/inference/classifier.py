@@ -259,7 +259,7 @@ def _without_network(folder: Path) -> dict[str, Any]:
     """Return what the files of a run record of its model."""
     result = read_result(folder)
     config = load_config(folder / run_folder.CONFIG)
-    if not isinstance(config, PatchTrainConfig) or config.task != "classification":
+    if not isinstance(config, PatchTrainConfig) or not config.task_type.of_classes:
         raise UsageError(
             f"the model of {folder} predicts no classes of patches", found=f"--task {config.task}",
             expected="--task classification", todo="use its model.keras, which opens in plain Keras",

@@ -27,13 +27,8 @@ from histopipe.splits.slide_table import (
 from histopipe.system.files import read_json, reading, write_json
 from histopipe.system.output import message
 from histopipe.tasks.choices import TaskName
-from histopipe.tasks.predictions import (
-    ModelPredictions,
-    Predictions,
-    ThresholdsByLevel,
-    joined_predictions,
-)
-from histopipe.tasks.task import EvaluationSettings
+from histopipe.tasks.predictions import ModelPredictions, ThresholdsByLevel, joined_predictions
+from histopipe.tasks.task import EvaluationSettings, Predictions
 
 EVALUATION = "evaluation.json"
 PARTICIPANTS = "participants.csv"

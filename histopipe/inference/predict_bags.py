@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,9 +38,8 @@ from histopipe.system.csv_files import column_key, write_table
 from histopipe.system.files import roomy
 from histopipe.system.output import Progress, slide_failure
 from histopipe.tasks.choices import EvaluationLevel, name_of
-from histopipe.tasks.classification import Classification
-from histopipe.tasks.predictions import ModelPredictions, Predictions
-from histopipe.tasks.task import NO_THRESHOLDS, Target
+from histopipe.tasks.predictions import ModelPredictions
+from histopipe.tasks.task import NO_THRESHOLDS, Predictions, Target
 
 T = TypeVar("T")
 _SPREAD = "sd_"
@@ -140,9 +139,7 @@ class BagPredictions:
             return []
         limits = mean_thresholds([model.thresholds for model in self.models])
         values = np.array(limits.get(name_of(level, "mean"), NO_THRESHOLDS).values)
-        numbers = cast(Classification, task.with_settings(self._first.evaluation_settings)).decide(
-            means, values
-        )
+        numbers = task.with_settings(self._first.evaluation_settings).decide(means, values)
         return [task.names[number] for number in numbers]
 
     def _together(self) -> NDArray[np.float32]:

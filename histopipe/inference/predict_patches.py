@@ -35,7 +35,8 @@ from histopipe.system.files import roomy
 from histopipe.system.output import Progress
 from histopipe.tasks.choices import Aggregation, EvaluationLevel
 from histopipe.tasks.classification import Classification
-from histopipe.tasks.predictions import Predictions, scores_of
+from histopipe.tasks.predictions import scores_of
+from histopipe.tasks.task import Predictions
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -91,7 +92,7 @@ class PatchPrediction:
         source = self.source
         run = SlideRun(self.classifier.network, "predicting", source.count, self.progress)
         with roomy(self.folder.path):
-            slides: Iterable[Any] = source.slides(run, self.folder)
+            slides: Iterable[Any] = source.slides(run, self.folder.complete)
             run.run(slides, self._write, stop=source.close)
             evaluated = self._write_tables(run)
         return PredictResult(**run.result(self.folder.path), evaluated=evaluated)

@@ -29,7 +29,7 @@ from histopipe.ingestion.options import IngestOptions
 from histopipe.ingestion.patch_source import Chunk, chunk_of, chunks, make_patches
 from histopipe.ingestion.planning import plan_slide, prepare
 from histopipe.ingestion.slide_job import SlideJob, SlidePlan
-from histopipe.predictions.sources import CompleteSlides, PredictedSlide
+from histopipe.predictions.sources import FindComplete, PredictedSlide
 from histopipe.slides.discovery import discover, show_links
 from histopipe.slides.scale import MppSource, equal_scales
 from histopipe.slides.slide_files import Fingerprint, SlideFile, fingerprint
@@ -204,12 +204,12 @@ class FileSource(Closing):
             self.stage = StagingArea(parent, options.stage_bytes)
         self.pool = WorkerPool(self._ingest.worker_count, prepare)
 
-    def slides(self, run: SlideRun, folder: CompleteSlides) -> Iterator[TiledSlide | None]:
-        """Plan and yield the slides that are not in the folder yet. Record the others, and failures, in `run`.
+    def slides(self, run: SlideRun, complete: FindComplete) -> Iterator[TiledSlide | None]:
+        """Plan and yield the slides that are not complete yet. Record the others, and failures, in `run`.
 
         None means that the next slide can be copied only when earlier ones are closed.
         """
-        missing = run.missing(self._files, lambda slide: self._is_complete(slide, folder))
+        missing = run.missing(self._files, lambda slide: self._is_complete(slide, complete))
         return self._planned(missing, run.fail)
 
     def current(self, slide: PredictedSlide) -> PredictedSlide:
@@ -235,13 +235,13 @@ class FileSource(Closing):
         if self.stage is not None:
             self.stage.close()
 
-    def _is_complete(self, slide: SlideFile, folder: CompleteSlides) -> bool:
+    def _is_complete(self, slide: SlideFile, complete: FindComplete) -> bool:
         """Return whether the file has been predicted at its current scale."""
         try:
             source = _source_text(fingerprint(slide))
         except SlideError:
             return False  # reported when it is planned
-        predicted = folder.complete(slide.id, source)
+        predicted = complete(slide.id, source)
         if predicted is None:
             return False
         # The header of a slide takes precedence over the default scale, but not over that of the CSV.

@@ -11,12 +11,12 @@ import numpy as np
 
 from histopipe.dataset.options import OnError, PatchColumn, StainNorm
 from histopipe.dataset.patch_batches import PatchBatches
-from histopipe.dataset.sampling import Sequential
+from histopipe.dataset.sampling import Order
 from histopipe.dataset.selection import SampleRows, SampleTable, select
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.inference.classifier import PredictOptions, TrainedPatches, check_store
 from histopipe.inference.slide_run import Normalizer, PatchBatch, SlideRun, slide_batches
-from histopipe.predictions.sources import CompleteSlides, PredictedSlide
+from histopipe.predictions.sources import FindComplete, PredictedSlide
 from histopipe.slides.tables import SlideLabel
 from histopipe.splits.labelling import Labelling, class_codes
 from histopipe.splits.slide_table import SlideEntry, table_of
@@ -95,9 +95,11 @@ class StoredSlide:
     def load(self, step: int) -> PatchBatch:
         """Load a batch; see `SlidePatches`."""
         batch = self.batches.read(*self.batches.at(np.array(self._divided[step])))
-        images = batch.image if self._normalize is None else self._normalize(batch.image, batch.key)
-        corners = np.stack([batch.columns[name] for name in _CORNER], axis=1)
-        return PatchBatch(images, corners, batch.weight > 0)
+        images = batch["image"]
+        if self._normalize is not None:
+            images = self._normalize(images, batch["key"])
+        corners = np.stack([batch[name] for name in _CORNER], axis=1)
+        return PatchBatch(images, corners, batch["weight"] > 0)
 
     def predicted(self) -> PredictedSlide:
         """Describe the slide after its patches have been predicted."""
@@ -152,7 +154,7 @@ def stored_slides(
     for rows in slides:
         table = SampleTable([rows])
         batches = PatchBatches(
-            stores, table, batch_size=batch_size, order=Sequential(len(table)), on_error=on_error,
+            stores, table, batch_size=batch_size, order=Order(len(table)), on_error=on_error,
             columns=_CORNER,
         )  # fmt: skip
         readers.append(StoredSlide(stores[rows.store], rows.slide, batches, normalize, rule))
@@ -187,10 +189,10 @@ class StoreSource:
         """Return all slides of the stores, excluded if they have no patches."""
         return table_of(self._stores, Labelling(labels=self._labels))
 
-    def slides(self, run: SlideRun, folder: CompleteSlides) -> Iterable[StoredSlide]:
-        """Return the slides that are not in the folder yet, and add the others to `run.kept`."""
+    def slides(self, run: SlideRun, complete: FindComplete) -> Iterable[StoredSlide]:
+        """Return the slides that are not complete yet, and add the others to `run.kept`."""
         return run.missing(
-            self._slides.values(), lambda slide: folder.complete(slide.id, slide.source) is not None
+            self._slides.values(), lambda slide: complete(slide.id, slide.source) is not None
         )
 
     def current(self, slide: PredictedSlide) -> PredictedSlide:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +26,7 @@ from histopipe.predictions.tables import (
     read_slide_predictions,
     write_predictions,
 )
-from histopipe.splits.splits import DROPPED, SPLITS, Splits, load_splits, patches_crc
+from histopipe.splits.splits import DROPPED, SPLITS, SlideSplit, load_splits, patches_crc
 from histopipe.splits.subsets import SUBSETS
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
@@ -37,14 +39,8 @@ from histopipe.system.files import (
     write_atomically,
 )
 from histopipe.tasks.choices import Aggregation, EvaluationLevel
-from histopipe.tasks.classification import Classification
-from histopipe.tasks.predictions import (
-    Predictions,
-    ThresholdsByLevel,
-    joined_predictions,
-    scores_of,
-)
-from histopipe.tasks.task import EvaluationSettings
+from histopipe.tasks.predictions import ThresholdsByLevel, joined_predictions, scores_of
+from histopipe.tasks.task import EvaluationSettings, Predictions
 
 PATCHES = "patches"
 """Folder with the files of each slide."""
@@ -108,19 +104,15 @@ class PredictedSlide:
             DamagedStore: the file is damaged.
         """
         with reading(path, todo="remove it, and predict again"):
-            value: dict[str, Any] = read_json(path)
-            slide = cls(**value)
+            slide = cls(**read_json(path))
             numbers = (slide.width, slide.height, *slide.bounds, slide.size_l0, slide.stride_l0)
             if len(slide.bounds) != 4 or not all(isinstance(n, int | float) for n in numbers):
                 raise TypeError("numbers expected")
             return slide
 
 
-class CompleteSlides(Protocol):
-    """A folder that knows which slides are complete."""
-
-    def complete(self, slide: str, source: str) -> PredictedSlide | None:
-        """Return a slide if its files are complete and from the same source."""
+FindComplete = Callable[[str, str], PredictedSlide | None]
+"""Returns a slide, by id and source, if its files are complete and from the same source."""
 
 
 class PredictionsFolder:
@@ -220,25 +212,30 @@ def write_level_table(
     Slides predicted by several models also have standard deviations. Slides and patients without patches are not in `parts`. Their classes and probabilities are empty.
     """
     aggregated = _aggregated(parts, level, how, evaluation_settings, thresholds) if parts else {}
-    labels = _labels(slides, level)
+    of_slides = level == "slide"
     patient = {slide.slide: slide.patient for slide in slides}
-    names = sorted({slide.slide if level == "slide" else slide.patient for slide in slides})
-    ids = ["slide", "patient"] if level == "slide" else ["patient"]
-    spread = {slide.slide: slide.spread for slide in slides if slide.spread and level == "slide"}
+    labels: dict[str, set[str | None]] = defaultdict(set)
+    for slide in slides:
+        labels[slide.slide if of_slides else slide.patient] |= {slide.label} - {None}
+    spread = {slide.slide: slide.spread for slide in slides if slide.spread and of_slides}
+    nothing = [0, "", "", *("" for _ in classes)]
+    unknown = ["" for _ in classes if spread]
+    ids = ["slide", "patient"] if of_slides else ["patient"]
     probabilities = [f"p_{name}" for name in classes] + [f"sd_{name}" for name in classes if spread]
-    nothing: list[object] = [0, "", "", *("" for _ in classes)]
-    unknown: list[object] = ["" for _ in classes if spread]
-    rows = (
-        [
-            name,
-            *([patient[name]] if level == "slide" else []),
-            labels.get(name, ""),
-            *aggregated.get(name, nothing),
-            *spread.get(name, unknown),
-        ]
-        for name in names
+    write_table(
+        path,
+        [*ids, "label", "patches", "predicted", "decided", *probabilities],
+        (
+            [
+                *([name, patient[name]] if of_slides else [name]),
+                # That of a patient if all slides of the patient have the same.
+                *(of_name if len(of_name) == 1 else [""]),
+                *aggregated.get(name, nothing),
+                *spread.get(name, unknown),
+            ]
+            for name, of_name in sorted(labels.items())
+        ),
     )
-    write_table(path, [*ids, "label", "patches", "predicted", "decided", *probabilities], rows)
 
 
 def _aggregated(
@@ -247,45 +244,32 @@ def _aggregated(
     how: Aggregation,
     evaluation_settings: EvaluationSettings,
     thresholds: ThresholdsByLevel,
-) -> dict[str, list[object]]:
+) -> dict[str, list[Any]]:
     """Return the number of patches, predicted and decided class, and probabilities by slide or patient."""
     # Without labels, so that patches with different labels are aggregated too.
-    scores = joined_predictions(parts).without_targets()
-    aggregated = scores_of(scores, level, how, evaluation_settings, thresholds)
-    task = cast(Classification, aggregated.task)
-    decided, (group, names) = task.decide(aggregated.output, aggregated.limits), scores.owner(level)
-    counts = np.bincount(group, minlength=len(names))
-    classes = task.classes
+    patches = joined_predictions(parts).without_targets()
+    scores = scores_of(patches, level, how, evaluation_settings, thresholds)
+    counts, classes = Counter(patches.ids(level)), scores.task.classes
+    decided = scores.task.decide(scores.output, scores.limits)
     return {
-        names[item]: [
-            int(counts[item]), classes[aggregated.output[i].argmax()], classes[decided[i]],
-            *(f"{p:.9g}" for p in aggregated.output[i].tolist()),
+        name: [
+            counts[name], classes[probability.argmax()], classes[number],
+            *(f"{p:.9g}" for p in probability.tolist()),
         ]
-        for i, item in enumerate(aggregated.item.tolist())
+        for name, number, probability in zip(scores.ids(level), decided, scores.output, strict=True)
     }  # fmt: skip
-
-
-def _labels(slides: Sequence[PredictedSlide], level: EvaluationLevel) -> dict[str, str]:
-    """Return labels by slide, or by patient if all slides of the patient have the same label."""
-    by_name: dict[str, set[str]] = {}
-    for slide in slides:
-        if slide.label is not None:
-            by_name.setdefault(slide.slide if level == "slide" else slide.patient, set()).add(
-                slide.label
-            )
-    return {name: labels.pop() for name, labels in by_name.items() if len(labels) == 1}
 
 
 def labelled_patches(parts: Sequence[Predictions]) -> list[Predictions]:
     """Return the patches with known labels."""
-    return [labelled for part in parts if len(labelled := part.known())]
+    return [labelled for part in parts if len(labelled := part.labelled())]
 
 
 _VALUES = ("p_", "sd_", "risk", "predicted_")
 """Beginnings of the columns of values in a table of slides."""
 
 
-class PredictionSource:
+class PredictionSource(ABC):
     """The predictions of a folder. Threads may share it; files are read when they are needed.
 
     Attributes:
@@ -310,17 +294,17 @@ class PredictionSource:
         """Return size and scale of a slide; None if they are not recorded with the predictions."""
         return None
 
+    @abstractmethod
     def slide_ids(self) -> Collection[str]:
         """Return the slides that may have predictions of patches, sorted."""
-        raise NotImplementedError
 
+    @abstractmethod
     def predictions(self, slide: str) -> Predictions | None:
         """Return the predictions of a slide's patches; None if there are none."""
-        raise NotImplementedError
 
+    @abstractmethod
     def by_slide(self) -> dict[str, dict[str, float | str]]:
         """Return values of each slide: the mean of each output, the predicted class, and the share of correct patches."""
-        raise NotImplementedError
 
     def attention(self, slide: str) -> NDArray[np.float64] | None:
         """Return (N, 4) x, y, attention and side of a slide's patches in level-0 pixels; None if there is none."""
@@ -332,23 +316,22 @@ class PredictionSource:
         return read_patch_values(patch_value_files(self.folder))
 
     @cached_property
-    def _splits(self) -> Splits | None:
+    def _split_slides(self) -> dict[tuple[str, int], SlideSplit]:
+        """Slides of the splits by store and number; empty if there are none, or the file is damaged."""
         with suppress(UsageError, DamagedStore):
-            return load_splits(self.folder / SPLITS)
-        return None
+            splits = load_splits(self.folder / SPLITS)
+            return {(splits.uuids[slide.store], slide.slide): slide for slide in splits.slides}
+        return {}
 
     def split(self, store: Store, slide: int) -> NDArray[np.int8] | None:
         """Return the subset of each patch of a stored slide: 0, 1, 2 for train, validation, test, -1 for none."""
-        splits = self._splits
-        for entry in splits.slides if splits else ():
-            if splits and entry.slide == slide and splits.uuids[entry.store] == store.uuid:
-                return entry.subsets if entry.crc == patches_crc(store, slide) else None
-        return None
+        entry = self._split_slides.get((store.uuid, slide))
+        return entry.subsets if entry and entry.crc == patches_crc(store, slide) else None
 
     def split_by_slide(self) -> dict[str, str]:
         """Return the subset of each slide; "several" if its patches are in several subsets."""
         names = {}
-        for slide in self._splits.slides if self._splits else ():
+        for slide in self._split_slides.values():
             subsets = set(slide.subsets.tolist()) - {DROPPED}
             names[slide.id] = SUBSETS[subsets.pop()] if len(subsets) == 1 else "several"
         return names
@@ -381,11 +364,12 @@ class RunSource(PredictionSource):
     @cached_property
     def _rows_read(self) -> tuple[Predictions, Mapping[str, NDArray[np.intp]]]:
         predictions = joined_predictions([*read_predictions(self.folder / PREDICTIONS).values()])
+        if not predictions.task.of_classes:
+            return predictions, {}
         order = np.argsort(predictions.slide, kind="stable")
         numbers, starts = np.unique(predictions.slide[order], return_index=True)
         names = [predictions.slides[number] for number in numbers.tolist()]
-        rows = dict(zip(names, np.split(order, starts[1:]), strict=True))
-        return predictions, rows if predictions.task.of_classes else {}
+        return predictions, dict(zip(names, np.split(order, starts[1:]), strict=True))
 
     @property
     def _read(self) -> tuple[Predictions, Mapping[str, NDArray[np.intp]]]:

@@ -17,8 +17,8 @@ from histopipe.splits.subsets import SUBSETS, Subset
 from histopipe.system.csv_files import read_columns, read_dicts, write_table
 from histopipe.system.files import path_within, reading
 from histopipe.tasks.choices import EvaluationLevel
-from histopipe.tasks.predictions import Predictions
 from histopipe.tasks.registry import task_of_header
+from histopipe.tasks.task import Predictions
 
 PREDICTIONS = "predictions.csv"
 """Name of the table of a run."""
@@ -35,24 +35,22 @@ def write_predictions(
     Each of the parts, at least one, has columns with one value for all rows, such as the split.
     """
     remaining = iter(parts)
-    first = next(remaining)
-    common, predictions = first
-    task = predictions.task
+    common, first = next(remaining)
     write_table(
         path,
-        [*common, *_PLACES[predictions.level], *task.target_names, *task.output_names],
+        [*common, *_PLACES[first.level], *first.task.target_names, *first.task.output_names],
         (
-            [*common.values(), *row]
-            for common, predictions in chain([first], remaining)
+            [*columns.values(), *row]
+            for columns, predictions in chain([(common, first)], remaining)
             for row in _rows(predictions)
         ),
     )
 
 
 def _rows(predictions: Predictions) -> Iterator[list[object]]:
-    columns: dict[str, list[object]] = {
-        "slide": [predictions.slides[number] for number in predictions.slide.tolist()],
-        "patient": [predictions.patients[number] for number in predictions.patient.tolist()],
+    columns: dict[str, list[Any]] = {
+        "slide": predictions.ids("slide"),
+        "patient": predictions.ids("patient"),
         "x_l0": predictions.x_l0.tolist(),
         "y_l0": predictions.y_l0.tolist(),
     }
@@ -174,11 +172,14 @@ def write_patch_values(
     path.parent.mkdir(parents=True, exist_ok=True)
     header = [*_PLACE, ATTENTION, *(CONTRIBUTION + name for name in names)]
     values = zip(places, attention.tolist(), contributions.tolist(), strict=True)
-    rows = (
-        (*place, f"{share:.9g}", *(f"{value:.6g}" for value in parts))
-        for place, share, parts in values
+    write_table(
+        path,
+        header,
+        (
+            (*place, f"{share:.9g}", *(f"{value:.6g}" for value in parts))
+            for place, share, parts in values
+        ),
     )
-    write_table(path, header, rows)
 
 
 def patch_value_files(folder: Path) -> list[Path]:

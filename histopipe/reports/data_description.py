@@ -29,7 +29,7 @@ from histopipe.system.csv_files import FLAGS, cell_number, is_number, read_dicts
 from histopipe.system.files import read_json_object, reading
 from histopipe.system.output import counted, listed
 from histopipe.tasks.choices import TaskName
-from histopipe.tasks.predictions import Predictions
+from histopipe.tasks.task import Predictions, Task
 
 SUBSET_NAMES: Mapping[Subset, str] = {
     "train": "training",
@@ -211,29 +211,29 @@ def _participants_by_label(run: RunData) -> str | None:
             if subset in slide.subsets:
                 patients.setdefault(slide.patient, []).append(slide)
         if patients:
-            outcomes = _outcomes(run.config, list(patients.values()))
+            outcomes = _outcomes(run.evaluated.task, list(patients.values()))
             if outcomes is None:
                 return None
             texts.append(f"{SUBSET_NAMES[subset]} {outcomes}")
     return f"Patients: {'; '.join(texts)}." if texts else None
 
 
-def _outcomes(config: TrainConfig, patients: Sequence[Sequence[SlideEntry]]) -> str | None:
+def _outcomes(task: Task, patients: Sequence[Sequence[SlideEntry]]) -> str | None:
     """Return the number of patients by class, or of all with the number of events or of each label."""
-    if config.task == "classification":
+    if task.of_classes:
         labels = [{slide.label for slide in slides} for slides in patients]
         counts = Counter(
             next(iter(patient_labels)) if len(patient_labels) == 1 else "several labels"
             for patient_labels in labels
         )
         return listed([f"{counts[name]:,} {name}" for name in sorted(counts)])
-    if config.task == "regression":
-        return f"{len(patients):,}"
-    columns = [str(config.event)] if config.task == "survival" else list(config.target_columns)
-    if not all(name in slide.cells for slides in patients for slide in slides for name in columns):
+    if not all(
+        name in slide.cells for slides in patients for slide in slides for name in task.flags
+    ):
         return None
     cells = {
-        name: [[slide.cells[name] for slide in slides] for slides in patients] for name in columns
+        name: [[slide.cells[name] for slide in slides] for slides in patients]
+        for name in task.flags
     }
     happened = {
         name: sum(
@@ -242,9 +242,7 @@ def _outcomes(config: TrainConfig, patients: Sequence[Sequence[SlideEntry]]) -> 
         )
         for name, each in cells.items()
     }
-    if config.task == "survival":
-        return f"{len(patients):,} with {counted(happened[columns[0]], 'event')}"
-    return f"{len(patients):,} with {listed([f'{count:,} {name}' for name, count in happened.items()])}"
+    return " with ".join(filter(None, (f"{len(patients):,}", task.flag_counts(happened))))
 
 
 def _characteristics(run: RunData) -> str | None:

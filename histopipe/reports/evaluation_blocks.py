@@ -32,9 +32,9 @@ from histopipe.system.output import plural
 from histopipe.tasks.calibration import Bin
 from histopipe.tasks.choices import EvaluationLevel
 from histopipe.tasks.intervals import TOO_FEW, Difference
-from histopipe.tasks.predictions import Metrics, ModelPredictions, Predictions, scores_of
+from histopipe.tasks.predictions import Metrics, ModelPredictions, scores_of
 from histopipe.tasks.statistics import Roc, precision_recall_of, roc_of
-from histopipe.tasks.task import EvaluationSettings, Scores, Task
+from histopipe.tasks.task import EvaluationSettings, Predictions, Task
 
 _METRICS = (
     "auc", "average_precision", "balanced_accuracy", "accuracy", "sensitivity", "specificity", "f1", "brier",
@@ -196,7 +196,7 @@ def _changed(calibration: Calibration) -> set[str]:
 
 def _events(
     evaluated: EvaluatedPredictions,
-) -> Iterator[tuple[str, str, NDArray[np.bool_], NDArray[np.float64], Scores, int]]:
+) -> Iterator[tuple[str, str, NDArray[np.bool_], NDArray[np.float64], Predictions, int]]:
     """Yield title of the level, name of the curve, (N,) events and probabilities, scores, and number of patients.
 
     For two classes there is one curve per split, else one per class on the main split.

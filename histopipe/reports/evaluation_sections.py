@@ -28,10 +28,11 @@ from histopipe.splits.slide_table import SlideEntry
 from histopipe.splits.subsets import Subset
 from histopipe.tasks.calibration import Bin, reliability_of
 from histopipe.tasks.choices import TaskName
-from histopipe.tasks.predictions import Predictions, scores_of
+from histopipe.tasks.predictions import scores_of
 from histopipe.tasks.registry import TASKS
 from histopipe.tasks.statistics import Roc, precision_recall_of, roc_of
 from histopipe.tasks.survival import RiskGroup
+from histopipe.tasks.task import Predictions
 
 _MOST_ROWS = 5000
 
@@ -164,13 +165,10 @@ def target_table(run: RunData) -> Table | None:
     )  # fmt: skip
     rows = []
     for subset, scores in subsets:
-        means, (_, ids) = (
-            scores_of(scores, level, "mean", run.evaluated.evaluation_settings),
-            scores.owner(level),
-        )
-        for i, item in enumerate(means.item.tolist()):
+        means = scores_of(scores, level, "mean", run.evaluated.evaluation_settings)
+        for i, name in enumerate(means.ids(level)):
             rows.append(Row([
-                Cell(ids[item], tone="id"), Cell(scores.patients[means.patient[i]]), Cell(subset),
+                Cell(name, tone="id"), Cell(scores.patients[means.patient[i]]), Cell(subset),
                 *map(_value, means.target[i].tolist()), *map(_value, means.output[i, : len(names)].tolist()),
             ]))  # fmt: skip
     title = "Slides (mean over patches)" if first.level == "patch" else "Bags"

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,8 +29,8 @@ from histopipe.slides.thumbnail import resize_image
 from histopipe.splits.slide_table import SlideEntry
 from histopipe.splits.subsets import SUBSETS, Subset
 from histopipe.store.store import Store
-from histopipe.tasks.classification import Classification
-from histopipe.tasks.predictions import ModelPredictions, Predictions, scores_of
+from histopipe.tasks.predictions import ModelPredictions, scores_of
+from histopipe.tasks.task import Predictions
 
 _MOST = 20
 _PATCHES = 8
@@ -104,10 +103,10 @@ def decisions(evaluated: EvaluatedPredictions, subset: Subset) -> Iterator[Decid
             thresholds,
         )
         classes = evaluated.task.classes
-        decided = cast(Classification, scores.task).decide(scores.output, scores.limits)
+        decided = scores.task.decide(scores.output, scores.limits)
         group, names = predictions.owner(predictions.unit)
         right, label = _decided_patches(evaluated, part) == predictions.label, predictions.label
-        for i, item in enumerate(scores.item.tolist()):
+        for i, item in enumerate(scores.owner(predictions.unit)[0].tolist()):
             members = np.flatnonzero(group == item)
             numbers, counts = np.unique(label[members], return_counts=True)
             labels = [classes[number] for number in numbers.tolist()]
@@ -165,7 +164,7 @@ def _slide_errors(
 def _decided_patches(evaluated: EvaluatedPredictions, part: ModelPredictions) -> NDArray[np.intp]:
     """Return the (N,) decided classes of patches."""
     scores = scores_of(part[0], "patch", "mean", evaluated.evaluation_settings, part[1])
-    return cast(Classification, scores.task).decide(scores.output, scores.limits)
+    return scores.task.decide(scores.output, scores.limits)
 
 
 def _patch_errors(evaluated: EvaluatedPredictions, stores: Sequence[Store]) -> Iterator[Table]:
@@ -214,7 +213,7 @@ def _target_errors(evaluated: EvaluatedPredictions) -> Iterator[Table]:
     """Yield the largest differences between predictions and targets; none for survival, where errors are not defined."""
     subset, _ = evaluated.main
     parts = [predictions for predictions, _ in _parts(evaluated, subset)]
-    if evaluated.task.name == "survival" or not parts:
+    if not evaluated.task.of_values or not parts:
         return
     differences = [
         difference for predictions in parts for difference in _differences(predictions, evaluated)
@@ -242,7 +241,7 @@ def _differences(
 ) -> Iterator[tuple[float, str, str, str, float, float, float]]:
     """Yield size in standard deviations, slide or patient, patient, column, true and predicted value, and difference."""
     means = scores_of(predictions, predictions.unit, "mean", evaluated.evaluation_settings)
-    _, names = predictions.owner(predictions.unit)
+    names = means.ids(predictions.unit)
     for i, column in enumerate(predictions.task.columns):
         true, predicted = means.target[:, i], means.output[:, i]
         rows = np.flatnonzero(np.isfinite(true))
@@ -250,7 +249,7 @@ def _differences(
         for row in rows.tolist():
             difference = float(predicted[row] - true[row])
             yield (
-                abs(difference) / deviation, names[int(means.item[row])], predictions.patients[means.patient[row]], column,
+                abs(difference) / deviation, names[row], predictions.patients[means.patient[row]], column,
                 float(true[row]), float(predicted[row]), difference,
             )  # fmt: skip
 

@@ -35,7 +35,7 @@ from histopipe.slides.readers import open_slide
 from histopipe.slides.thumbnail import ASSUMED_MPP, read_thumbnail
 from histopipe.store.reading import decode_picture
 from histopipe.store.store import Store
-from histopipe.tasks.predictions import Predictions
+from histopipe.tasks.task import Predictions
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,7 +136,7 @@ def _imbalance(run: RunData) -> str | None:
 
 def _threshold(run: RunData) -> str | None:
     config, task = run.config, run.evaluated.task
-    if config.task == "multilabel" or task.positive is not None:
+    if task.has_thresholds:
         rule, _, value = config.threshold.partition(":")
         if rule == "youden":
             return "The decision threshold has the highest sum of sensitivity and specificity on the validation set."
@@ -169,7 +169,7 @@ def _intervals(run: RunData) -> str | None:
     if not resamples:
         return None
     resampled = f"{resamples:,} bootstrap resamples of the patients"
-    if run.config.task not in ("classification", "multilabel"):
+    if not run.evaluated.task.probabilities:
         return f"95 % confidence intervals come from {resampled}."
     return (
         "95 % confidence intervals have patients as units: score intervals for AUC (Newcombe 2006), average precision "

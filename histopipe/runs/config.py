@@ -14,7 +14,7 @@ from histopipe.system.settings import check_settings, declared_settings, setting
 from histopipe.tasks.choices import LOSSES, Loss, TaskName
 
 if TYPE_CHECKING:
-    from histopipe.tasks.task import EvaluationSettings
+    from histopipe.tasks.task import EvaluationSettings, Task
 
 Precision = Literal["float32", "mixed_bfloat16", "mixed_float16", "float64"]
 
@@ -259,15 +259,14 @@ class TrainConfig:
     def _check_task(self) -> None:
         """Check that the settings of the task are complete, and that no others are set."""
         task = f"--task {self.task}"
-        survival = self.task == "survival"
-        by_columns = self.task in ("multilabel", "regression")
-        for name, needed in (("target", by_columns), ("time", survival), ("event", survival)):
+        for name in ("target", "time", "event"):
+            needed = name in self.task_type.settings
             if bool(getattr(self, name)) != needed:
                 raise UsageError(
                     f"--{name}", found="no column" if needed else task,
                     expected=f"a column of --labels for {task}" if needed else "another --task",
                 )  # fmt: skip
-        if self.task == "classification":
+        if self.task_type.of_classes:
             if self.loss != "auto":
                 raise UsageError("--loss", found=task, expected="--task regression or survival")
             return
@@ -292,7 +291,7 @@ class TrainConfig:
 
     def _check_probabilities(self, task: str) -> None:
         """Check that no setting of probabilities is set for a task without them."""
-        if self.task != "multilabel":
+        if not self.task_type.probabilities:
             if self.calibrate:
                 raise UsageError("--calibrate", found=task, expected="a task with probabilities")
             for name in ("class_weights", "balance"):
@@ -301,6 +300,14 @@ class TrainConfig:
                         f"--{name.replace('_', '-')} {getattr(self, name)}", found=task,
                         expected="a task with classes",
                     )  # fmt: skip
+
+    @property
+    def task_type(self) -> type[Task]:
+        """Class of the task."""
+        # Imported late: `--help` does not need NumPy.
+        from histopipe.tasks.registry import TASKS
+
+        return TASKS[self.task]
 
     @property
     def target_columns(self) -> tuple[str, ...]:
@@ -323,7 +330,7 @@ class TrainConfig:
     @property
     def used_loss(self) -> str:
         """The loss, if `loss` is auto the default of the task; empty for tasks with one loss."""
-        return self.loss if self.loss != "auto" else next(iter(LOSSES[self.task]), "")
+        return chosen_loss(self.task, self.loss)
 
     @property
     def evaluation_settings(self) -> EvaluationSettings:
@@ -339,6 +346,11 @@ class TrainConfig:
     def values(self) -> dict[str, Any]:
         """Return the settings by name."""
         return {name: getattr(self, name) for name in declared_settings(type(self))}
+
+
+def chosen_loss(task: TaskName, loss: str) -> str:
+    """Return a loss, that of a task for "auto"; empty for tasks with one loss, and for unknown tasks."""
+    return loss if loss != "auto" else next(iter(LOSSES.get(task, ())), "")
 
 
 _DEVICES = re.compile(r"auto|cpu(:(?P<cpus>[1-9]\d*))?|gpu(:(?P<gpus>\d+(,\d+)*))?")

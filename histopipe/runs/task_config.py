@@ -19,6 +19,7 @@ from histopipe.runs.config import (
     SAMPLING,
     SPLITS,
     TrainConfig,
+    chosen_loss,
 )
 from histopipe.splits.subsets import LabelsFrom
 from histopipe.system.settings import (
@@ -128,9 +129,9 @@ class PatchTrainConfig(TrainConfig):
     def _check_together(self) -> None:
         # With slots, `super()` without arguments finds another class.
         super(PatchTrainConfig, self)._check_together()
-        if self.task == "survival":
-            raise UsageError("--task survival", found="patches", expected="--mil with features")
-        if self.task != "classification" and self.labels_from == "annotation":
+        if not self.task_type.of_patches:
+            raise UsageError(f"--task {self.task}", found="patches", expected="--mil with features")
+        if not self.task_type.of_classes and self.labels_from == "annotation":
             raise UsageError(
                 "--labels-from annotation", found=f"--task {self.task}",
                 expected="--task classification",
@@ -228,7 +229,7 @@ class BagTrainConfig(TrainConfig):
                 "--batch-size", found=self.batch_size,
                 expected="2 or more: the Cox loss compares the bags of a batch", todo="use 16 or more",
             )  # fmt: skip
-        if self.pooling == "clam" and self.task != "classification":
+        if self.pooling == "clam" and not self.task_type.of_classes:
             todo = "use --pooling gated, the same model without a loss of single patches"
             raise UsageError(
                 "--pooling clam", found=f"--task {self.task}", expected="classes", todo=todo
@@ -267,11 +268,7 @@ def make_config(settings: Mapping[str, Any]) -> TrainConfig:
     values = _plain_values(settings)
     on_bags = values.get("mil") is not None
     kind, other = CONFIGS[::-1] if on_bags else CONFIGS
-    if (
-        on_bags
-        and values.get("task") == "survival"
-        and values.get("loss", "auto") in ("auto", "cox")
-    ):
+    if on_bags and chosen_loss(values.get("task", ""), values.get("loss", "auto")) == "cox":
         values.setdefault("batch_size", _COX_BATCH)
     declared, foreign = declared_settings(kind), declared_settings(other)
     for name in values.keys() - declared.keys():

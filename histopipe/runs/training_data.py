@@ -50,7 +50,7 @@ def opened_sources(
                 for name in config.further_columns
                 if name not in (*config.covariates, config.split_column)
             ],
-            with_label=config.task == "classification",
+            with_label=config.task_type.of_classes,
             allow_extra=config.allow_extra_rows,
             na=config.na,
             on_error=config.on_error,
@@ -91,7 +91,7 @@ def read_labelling(
         try:
             labels = read_slide_labels(
                 config.labels, sources, columns=config.target_columns, groups=config.further_columns,
-                with_label=config.task == "classification", allow_extra=config.allow_extra_rows,
+                with_label=config.task_type.of_classes, allow_extra=config.allow_extra_rows,
                 na=config.na, notify=notify if required else SilentProgress().message,
             )  # fmt: skip
         except UsageError as error:

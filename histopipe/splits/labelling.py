@@ -72,13 +72,13 @@ class Covariate:
         values = [f"{self.name}={category}" for category in self.categories] or [self.name]
         return (*values, f"{self.name} missing")
 
-    def known(self, cell: str) -> bool:
+    def accepts(self, cell: str) -> bool:
         """Return whether a cell has a value that the training set could have."""
         return cell in self.categories if self.categories else is_number(cell)
 
     def encode(self, cell: str) -> list[float]:
         """Return the `inputs` of a cell. Unknown categories are missing."""
-        if not self.known(cell):
+        if not self.accepts(cell):
             return [0.0] * (len(self.inputs) - 1) + [1.0]
         if self.categories:
             return [*(float(cell == category) for category in self.categories), 0.0]
@@ -94,10 +94,8 @@ class Covariates:
     @classmethod
     def of(cls, names: Sequence[str], rows: Iterable[Sequence[str]]) -> Covariates:
         """Return the covariates with the rows of cells of the training set. Raise as `Covariate.of`."""
-        columns = list(zip(*rows, strict=True))
-        return cls(
-            tuple(Covariate.of(name, cells) for name, cells in zip(names, columns, strict=True))
-        )
+        columns = zip(names, zip(*rows, strict=True), strict=True)
+        return cls(tuple(Covariate.of(name, cells) for name, cells in columns))
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -114,30 +112,19 @@ class Covariates:
         return [
             f"column {column.name}: {cell!r}"
             for column, cell in zip(self.columns, cells, strict=True)
-            if cell and not column.known(cell)
+            if cell and not column.accepts(cell)
         ]
 
     def to_json(self) -> list[dict[str, Any]]:
         """Return a JSON-ready list."""
-        return [
-            {
-                "name": column.name,
-                "categories": column.categories,
-                "mean": column.mean,
-                "deviation": column.deviation,
-            }
-            for column in self.columns
-        ]
+        return [asdict(column) for column in self.columns]
 
     @classmethod
     def from_json(cls, value: Sequence[Mapping[str, Any]]) -> Covariates:
         """Return covariates from the result of `to_json`."""
         return cls(
             tuple(
-                Covariate(
-                    entry["name"], tuple(entry["categories"]), entry["mean"], entry["deviation"]
-                )
-                for entry in value
+                Covariate(**{**entry, "categories": tuple(entry["categories"])}) for entry in value
             )
         )
 
@@ -175,7 +162,7 @@ class PatchFilter:
     @property
     def active(self) -> bool:
         """Whether any bound is set."""
-        return self != _NO_FILTER
+        return self != PatchFilter()
 
     def fit(self, index: Mapping[str, NDArray[Any]], *, where: str) -> NDArray[np.bool_]:
         """Return a mask (N,) bool of the patches within the bounds, from the columns of a slide; messages name `where`.
@@ -201,9 +188,6 @@ class PatchFilter:
         return kept
 
 
-_NO_FILTER = PatchFilter()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Labelling:
     """Source of the labels, and filter of the patches. `labels`, by slide id, replace the recorded ones.
@@ -218,6 +202,18 @@ class Labelling:
     covariates: tuple[str, ...] = ()
     split_column: str | None = None
     patch_filter: PatchFilter = field(default_factory=PatchFilter)
+
+    def label_of(self, record: SampleGroup) -> SlideLabel:
+        """Return label, patient and site of a slide, and the cells of its further columns.
+
+        Without a labels file, the label is the recorded one; so are a patient and a site that the file does not have.
+        """
+        row = SlideLabel(record.label, cells=getattr(record, "cells", {}))
+        if self.labels is not None:
+            row = self.labels.get(record.id, SlideLabel(None))
+        return replace(
+            row, patient=row.patient or record.patient or record.id, site=row.site or record.site
+        )
 
 
 def read_slide_labels(
@@ -326,7 +322,8 @@ def given_parts(
         UsageError: a cell is no subset, or no whole number.
     """
     column = str(labelling.split_column)
-    cells = [_labels_of(stores[slide.store], slide.slide, labelling)[1][column] for slide in slides]
+    records = [stores[slide.store].records[slide.slide] for slide in slides]
+    cells = [labelling.label_of(record).cells[column] for record in records]
     parts = [
         cell_number(cell) if folds else SUBSET_SPELLINGS.get(cell.lower(), math.nan)
         for cell in cells
@@ -345,61 +342,46 @@ def given_parts(
     return np.array(parts, np.int64)
 
 
-def _labels_of(
-    store: SampleSource, number: int, labelling: Labelling
-) -> tuple[SlideLabel | SampleGroup, Mapping[str, str]]:
-    """Return label, patient and site of a slide, and the cells of its further columns, by name."""
-    source: SlideLabel | SampleGroup = store.records[number]
-    if labelling.labels is not None:
-        source = labelling.labels.get(store.records[number].id, SlideLabel(None))
-    return source, getattr(source, "cells", {})
-
-
 def _candidate(
     ordinal: int, store: SampleSource, number: int, labelling: Labelling, classes: Sequence[str]
 ) -> SlideSplit | None:
     """Return a slide; None if it is unlabelled or empty."""
-    record, (slide_label, cells) = store.records[number], _labels_of(store, number, labelling)
-    label = slide_label.label
-    codes = None
+    record = store.records[number]
+    row = labelling.label_of(record)
+    label, cells, codes, target = row.label, row.cells, None, None
     if labelling.labels_from == "annotation":
         # Slides without annotations are skipped before their index is read.
         label = nfc(max(record.patch_labels, key=record.patch_labels.__getitem__, default=""))
         codes = class_codes(store, number, classes) if label else None
-    target = None
     if not labelling.task.of_classes:
         target = labelling.task.target(cells, f"slide {record.id}") if cells else None
-        label = "" if target is None else _UNKNOWN
+        label = None if target is None else _UNKNOWN
     left_out = labelling.split_column is not None and not cells.get(labelling.split_column)
     if not label or not record.stored or left_out:
         return None
-    fit = np.ones(record.planned, np.bool_)
-    if codes is not None:
-        fit &= codes != NO_CLASS
+    fit = np.ones(record.planned, np.bool_) if codes is None else codes != NO_CLASS
     if record.stored < record.planned:
         fit &= store.index(number)["length"] > 0
     if labelling.patch_filter.active:
         where = f"{store.path}, slide {record.id}"
         fit &= labelling.patch_filter.fit(store.index(number), where=where)
     return SlideSplit(
-        ordinal, number, record.id, label, slide_label.patient or record.patient or record.id,
-        slide_label.site or record.site, None, record.planned, patches_crc(store, number),
-        np.where(fit, 0, DROPPED).astype(np.int8), codes, target,
+        ordinal, number, record.id, label, row.patient or record.id, row.site, None, record.planned,
+        patches_crc(store, number), np.where(fit, 0, DROPPED).astype(np.int8), codes, target,
         tuple(cells[name] for name in labelling.covariates),
     )  # fmt: skip
 
 
 def _too_few_classes(classes: Sequence[str], labels_from: LabelsFrom) -> NothingToDo:
+    expected = "labelled slides of two or more classes"
+    todo = (
+        "pass --labels labels.csv (columns slide,label), or ingest again with the slides of each class in a folder "
+        "with its name; for annotated classes, use --labels-from annotation"
+    )
     if labels_from == "annotation":
         expected = "annotated patches of two or more classes"
         todo = "run `histopipe annotate STORE ANNOTATIONS` first"
-    else:
-        expected = "labelled slides of two or more classes"
-        todo = (
-            "pass --labels labels.csv (columns slide,label), or ingest again with the slides of each class in a folder "
-            "with its name; for annotated classes, use --labels-from annotation"
-        )
-    actual = f"labels {', '.join(classes) or 'none'}"
     return NothingToDo(
-        "cannot train with fewer than two classes", found=actual, expected=expected, todo=todo
-    )
+        "cannot train with fewer than two classes", found=f"labels {', '.join(classes) or 'none'}",
+        expected=expected, todo=todo,
+    )  # fmt: skip

@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.slides.slide_files import copy_groups
-from histopipe.slides.tables import SlideLabel
 from histopipe.splits.labelling import Labelling
 from histopipe.splits.splits import DROPPED, SampleGroup, SampleSource, SlideSplit, Splits
 from histopipe.splits.subsets import SUBSETS, Subset
@@ -206,23 +205,21 @@ def missing_from(splits: Splits, slide: SlideEntry, *, from_file: bool) -> Exclu
 def _entry(source: SampleSource, number: int, labelling: Labelling) -> SlideEntry:
     """Return a slide that is not used yet, with the reason if it has no usable patches."""
     record = source.records[number]
-    row = None
-    if labelling.labels is not None:
-        row = labelling.labels.get(record.id, SlideLabel(None))
-    label = (record if row is None else row).label or ""
+    row = labelling.label_of(record)
+    label_source = "folder or import" if labelling.labels is None else "labels file"
     measured: dict[str, Any] = {}
     if isinstance(record, SlideRecord) and isinstance(source, Store):
         measured = _measured(source, number, record)
     return SlideEntry(
         slide=record.id,
-        patient=(row.patient if row else None) or record.patient or record.id,
-        site=(row.site if row else None) or record.site or "",
-        label=label,
-        label_source="" if not label else "folder or import" if row is None else "labels file",
+        patient=row.patient or record.id,
+        site=row.site or "",
+        label=row.label or "",
+        label_source=label_source if row.label else "",
         store=source.path.name,
         reason=exclusion_of(record),
         planned=record.planned,
-        cells=dict(row.cells) if row else {},
+        cells=dict(row.cells),
         **measured,
     )
 
@@ -234,11 +231,10 @@ def _used(
     counts: dict[str, Any] = _patch_counts(
         source, number, split, labelling, unreadable=source.records[number].stored < entry.planned
     )
-    reason = None
-    if not any(counts[subset] for subset in SUBSETS):
-        reason = _UNUSED[max(_UNUSED, key=counts.__getitem__)][1]
+    used = any(counts[subset] for subset in SUBSETS)
     return replace(
-        entry, patient=split.patient, label=split.label, reason=reason,
+        entry, patient=split.patient, label=split.label,
+        reason=None if used else _UNUSED[max(_UNUSED, key=counts.__getitem__)][1],
         label_source=entry.label_source if split.labels is None else "annotation", **counts,
     )  # fmt: skip
 
@@ -246,13 +242,12 @@ def _used(
 def exclusion_of(record: SampleGroup) -> Exclusion | None:
     """Return why a slide has no usable patches; None if it has."""
     state = getattr(record, "state", SlideState.COMPLETE)
-    if state is SlideState.FAILED:
-        return Exclusion.INGEST_FAILED
     if state is not SlideState.COMPLETE:
-        return Exclusion.NOT_INGESTED
-    if not record.planned:
-        return Exclusion.NO_PATCHES
-    return None if record.stored else Exclusion.NO_READABLE_PATCH
+        failed = state is SlideState.FAILED
+        return Exclusion.INGEST_FAILED if failed else Exclusion.NOT_INGESTED
+    if record.planned:
+        return None if record.stored else Exclusion.NO_READABLE_PATCH
+    return Exclusion.NO_PATCHES
 
 
 def with_damaged(
@@ -275,42 +270,39 @@ def _patch_counts(
     source: SampleSource, number: int, split: SlideSplit, labelling: Labelling, *, unreadable: bool
 ) -> dict[str, int]:
     """Return the number of patches by subset, or by the first reason why they are not used."""
-    dropped = split.subsets < 0
-    counts: dict[str, int] = {subset: len(split.on(subset)) for subset in SUBSETS}
-    index = source.index(number) if dropped.any() else {}
-    reasons: list[tuple[str, NDArray[np.bool_]]] = []
+    rest = split.subsets < 0
+    counts = dict.fromkeys(_COUNTS[1:], 0) | {subset: len(split.on(subset)) for subset in SUBSETS}
+    index = source.index(number) if rest.any() else {}
+    reasons: dict[str, NDArray[np.bool_]] = {}
     if unreadable and "length" in index:
-        reasons.append(("unreadable", index["length"] == 0))
+        reasons["unreadable"] = index["length"] == 0
     if split.labels is not None:
-        reasons.append(("no_class", split.labels < 0))
-    if labelling.patch_filter.active and dropped.any():
-        fit = labelling.patch_filter.fit(index, where=f"slide {split.id}")
-        reasons.append(("filtered", ~fit))
-    rest = dropped
-    for name, rows in reasons:
+        reasons["no_class"] = split.labels < 0
+    if labelling.patch_filter.active and rest.any():
+        reasons["filtered"] = ~labelling.patch_filter.fit(index, where=f"slide {split.id}")
+    for name, rows in reasons.items():
         counts[name] = int((rest & rows).sum())
         rest = rest & ~rows
-    return {**dict.fromkeys(_COUNTS[1:], 0), **counts, "left_out": int(rest.sum())}
+    return counts | {"left_out": int(rest.sum())}
 
 
 def _measured(store: Store, number: int, record: SlideRecord) -> dict[str, str]:
     """Return how a slide was read, and the medians of its measures."""
     if record.state is not SlideState.COMPLETE:
         return {}
-    facts = {name: getattr(record, name) or "" for name in ("route", "reader", "vendor")}
+    measured = {name: getattr(record, name) or "" for name in ("route", "reader", "vendor")}
     if record.route:
         once_more = record.route != "copy" and store.spec.get("codec") != "png"
-        facts["jpeg_generations"] = str(1 + once_more)
+        measured["jpeg_generations"] = str(1 + once_more)
     if record.mpp is not None:
-        facts["mpp"] = f"{record.mpp:.4g}"
-    if record.planned:
-        index = store.index(number)
-        for name in _MEASURES:
-            values = index.get(name, np.empty(0))
-            finite_values = values[np.isfinite(values)]
-            if len(finite_values):
-                facts[name] = f"{float(np.median(finite_values)):.6g}"
-    return facts
+        measured["mpp"] = f"{record.mpp:.4g}"
+    index = store.index(number) if record.planned else {}
+    for name in _MEASURES:
+        values = index.get(name, np.empty(0))
+        finite_values = values[np.isfinite(values)]
+        if len(finite_values):
+            measured[name] = f"{float(np.median(finite_values)):.6g}"
+    return measured
 
 
 def _with_copies(slides: list[SlideEntry], sources: Sequence[SampleSource]) -> list[SlideEntry]:
@@ -326,12 +318,14 @@ def write_slide_table(path: Path, slides: Iterable[SlideEntry]) -> None:
     """Write `slides.csv` by one rename."""
     slides = list(slides)
     cells = list(dict.fromkeys(name for slide in slides for name in slide.cells))
-    header = [*COLUMNS, *(f"{_OF_LABELS}{name}" if name in COLUMNS else name for name in cells)]
-    rows = (
-        [*map(slide.value, COLUMNS), *(slide.cells.get(name, "") for name in cells)]
-        for slide in slides
+    write_table(
+        path,
+        [*COLUMNS, *(f"{_OF_LABELS}{name}" if name in COLUMNS else name for name in cells)],
+        (
+            [*map(slide.value, COLUMNS), *(slide.cells.get(name, "") for name in cells)]
+            for slide in slides
+        ),
     )
-    write_table(path, header, rows)
 
 
 def read_slide_table(path: Path) -> list[SlideEntry]:

@@ -285,7 +285,22 @@ def read_splits(path: Path, stores: Sequence[SampleSource]) -> Splits:
         UnknownVersion: the file has an unknown version.
     """
     splits = load_splits(path)
-    _check_against_stores(splits, stores, path)
+    uuids = tuple(store.uuid for store in stores)
+    if uuids != splits.uuids:
+        raise DamagedStore(
+            f"{path} belongs to other stores", found=", ".join(uuids),
+            expected=", ".join(splits.uuids), todo="train on the same stores, in the same order",
+        )  # fmt: skip
+    for slide in splits.slides:
+        store = stores[slide.store]
+        record = store.complete.get(slide.slide)
+        actual = record and (record.planned, patches_crc(store, slide.slide))
+        if actual != (slide.count, slide.crc):
+            raise DamagedStore(
+                f"slide {slide.id} of {store.path} does not match {path}",
+                found="different patches" if record else "no complete slide with this number",
+                todo="start a new run",
+            )
     return splits
 
 
@@ -351,34 +366,17 @@ def _from_json(value: Mapping[str, Any], path: Path) -> Splits:
         raise TypeError("a name or the seed has the wrong type")
     for slide in splits.slides:
         highest = -1 if slide.labels is None else int(slide.labels.max(initial=-1))
-        if slide.label not in splits.classes or highest >= len(splits.classes):
-            raise ValueError(f"slide {slide.id}: unknown class")
-        if len(slide.target or ()) != len(splits.targets):
-            raise ValueError(f"slide {slide.id}: {len(slide.target or ())} targets")
-        if len(slide.covariates) != len(splits.covariates):
-            raise ValueError(f"slide {slide.id}: {len(slide.covariates)} covariates")
-        if slide.store >= len(splits.uuids):
-            raise ValueError(f"slide {slide.id}: store {slide.store} of {len(splits.uuids)}")
+        targets, covariates = len(slide.target or ()), len(slide.covariates)
+        problems = {
+            "unknown class": slide.label not in splits.classes or highest >= len(splits.classes),
+            f"{targets} targets": targets != len(splits.targets),
+            f"{covariates} covariates": covariates != len(splits.covariates),
+            f"store {slide.store} of {len(splits.uuids)}": slide.store >= len(splits.uuids),
+        }
+        for problem, is_wrong in problems.items():
+            if is_wrong:
+                raise ValueError(f"slide {slide.id}: {problem}")
     return splits
-
-
-def _check_against_stores(splits: Splits, stores: Sequence[SampleSource], path: Path) -> None:
-    uuids = tuple(store.uuid for store in stores)
-    if uuids != splits.uuids:
-        raise DamagedStore(
-            f"{path} belongs to other stores", found=", ".join(uuids),
-            expected=", ".join(splits.uuids), todo="train on the same stores, in the same order",
-        )  # fmt: skip
-    for slide in splits.slides:
-        store = stores[slide.store]
-        record = store.complete.get(slide.slide)
-        actual = record and (record.planned, patches_crc(store, slide.slide))
-        if actual != (slide.count, slide.crc):
-            raise DamagedStore(
-                f"slide {slide.id} of {store.path} does not match {path}",
-                found="different patches" if record else "no complete slide with this number",
-                todo="start a new run",
-            )
 
 
 def _slide_to_json(slide: SlideSplit) -> dict[str, Any]:
@@ -403,16 +401,15 @@ def _slide_from_json(value: Mapping[str, Any]) -> SlideSplit:
     count = value["count"]
     if not 0 <= count <= _MAX_PATCHES or value["store"] < 0:
         raise ValueError(f"{count} patches of store {value['store']}")
-    if "side" in value:
-        subsets = np.full(count, SUBSETS.index(value["side"]), np.int8)
-    else:
-        subsets = _decode_array(value["sides"], np.int8, count)
-    labels = _decode_array(value["labels"], np.int16, count) if "labels" in value else None
-    target = None
-    if "target" in value:
-        target = tuple(math.nan if number is None else float(number) for number in value["target"])
+    subsets = (
+        np.full(count, SUBSETS.index(value["side"]), np.int8) if "side" in value
+        else _decode_array(value["sides"], np.int8, count)
+    )  # fmt: skip
     return SlideSplit(
-        **{name: value[name] for name in _FIELDS}, subsets=subsets, labels=labels, target=target,
+        **{name: value[name] for name in _FIELDS}, subsets=subsets,
+        labels=_decode_array(value["labels"], np.int16, count) if "labels" in value else None,
+        target=tuple(math.nan if number is None else float(number) for number in value["target"])
+        if "target" in value else None,
         covariates=tuple(map(str, value.get("covariates", ()))),
     )  # fmt: skip
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import Any, Literal
 
@@ -22,7 +23,6 @@ from histopipe.splits.subsets import SUBSETS, SplitBy, Subset
 from histopipe.store.record import SlideRecord
 from histopipe.system.hashing import combine
 from histopipe.system.output import counted, message
-from histopipe.tasks.multilabel import Multilabel
 
 FRACTIONS = (0.7, 0.15, 0.15)
 REGION = Micrometres(250.0)
@@ -49,11 +49,9 @@ def make_splits(
         NothingToDo: there are fewer than two classes, or a class is too small to be in every subset.
         UsageError: a slide has no site, for "site", no mpp, for "region", or a wrong cell in the split column.
     """
-    labelling = labelling or Labelling()
+    labelling, assignment = labelling or Labelling(), Assignment(fractions, seed)
     classes, slides = candidates(stores, labelling)
-    return _Plan(
-        stores, labelling, classes, slides, split_by, Assignment(fractions, seed), region
-    ).make()[0]
+    return _Plan(stores, labelling, classes, slides, split_by, assignment, region).make()[0]
 
 
 def make_folds(
@@ -109,34 +107,25 @@ class _Plan:
         try:
             return self._make()
         except NothingToDo as error:
-            ways = (
-                []
-                if self.labelling.split_column is not None
-                else [*islice(self._ways(), _MAX_WAYS)]
-            )
-            todo = ", or ".join([*ways, error.todo or "add slides"])
+            ways = self._ways() if self.labelling.split_column is None else ()
             raise NothingToDo(
-                error.what, found=error.found, expected=error.expected, todo=todo
-            ) from None
+                error.what, found=error.found, expected=error.expected,
+                todo=", or ".join([*islice(ways, _MAX_WAYS), error.todo or "add slides"]),
+            ) from None  # fmt: skip
 
     def _make(self) -> tuple[Splits, ...]:
         subsets: Any
+        algorithm = "balanced"
         if self.labelling.split_column is not None:
             subsets, algorithm = self._by_column()
         elif self.split_by == "patch":
             subsets, algorithm = _by_patch(self.slides, self.assignment), "random"
         elif self.split_by == "region":
             marks, classes = self._marks()
-            subsets = subsets_by_region(
-                self.slides,
-                marks,
-                self.stores,
-                self.region,
-                lambda patches: self._assign(patches, classes, self.slides),
-            )
-            algorithm = "balanced"
+            assign = partial(self._assign, classes=classes, joined=self.slides)
+            subsets = subsets_by_region(self.slides, marks, self.stores, self.region, assign)
         else:
-            subsets, algorithm = self._by_group(), "balanced"
+            subsets = self._by_group()
         return tuple(self._checked(each, algorithm) for each in subsets)
 
     def _checked(self, subsets: Any, algorithm: str) -> Splits:
@@ -231,9 +220,9 @@ class _Plan:
     def _by_group(self) -> NDArray[np.int8]:
         """Return the subset of each slide, (N,) for each fold: that of its patient, site or slide."""
         patients = [slide.patient for slide in self.slides]
-        names = patients
+        columns = [patients]
         if self.split_by == "slide":
-            names = [f"{slide.store}/{slide.id}" for slide in self.slides]
+            columns = [[f"{slide.store}/{slide.id}" for slide in self.slides]]
         elif self.split_by == "site":
             missing = [slide.id for slide in self.slides if slide.site is None]
             if missing:
@@ -243,38 +232,26 @@ class _Plan:
                     expected="a site for every slide",
                     todo="add a column site to the labels file",
                 )
-            names = [str(slide.site) for slide in self.slides]
-        contents = [slide.content for slide in self.slides]
-        groups = connected(names, *([patients] if self.split_by == "site" else []), contents)
+            columns = [[str(slide.site) for slide in self.slides], patients]
+        groups = connected(*columns, [slide.content for slide in self.slides])
         units = np.unique(groups, return_inverse=True)[1]
         marks, classes = self._marks()
         patches = np.zeros((units.max() + 1, marks.shape[1]), np.int64)
         marked = zip(self.slides, marks, strict=True)
         np.add.at(patches, units, [mark_patches(slide, row).sum(axis=0) for slide, row in marked])
-        several = Counter(unit for unit, _ in set(zip(units.tolist(), names, strict=True)))
-        joined = [
-            slide
-            for slide, unit in zip(self.slides, units.tolist(), strict=True)
-            if several[unit] > 1
-        ]
+        names_of_units = Counter(
+            unit for unit, _ in set(zip(units.tolist(), columns[0], strict=True))
+        )
+        placed = zip(self.slides, units.tolist(), strict=True)
+        joined = [slide for slide, unit in placed if names_of_units[unit] > 1]
         return self._assign(patches, classes, joined)[:, units]
 
     def _marks(self) -> tuple[NDArray[np.bool_], int]:
         """Return (N, 1 + C + R) marks of slides: always, with each class, in each range of a target; and C."""
-        task, columns, ranges = self.labelling.task, self.classes, self.classes[:0]
-        names = [{slide.label} for slide in self.slides]
-        if isinstance(task, Multilabel):
-            columns = tuple(f"{column} {value}" for column in task.columns for value in (0, 1))
-            targets = [zip(task.columns, slide.target or (), strict=True) for slide in self.slides]
-            names = [{f"{column} {value:g}" for column, value in target} for target in targets]
-        elif not task.of_classes:
-            # Names of ranges begin with their kind, such as "event, early".
-            names = [{slide.label, slide.label.split()[0]} for slide in self.slides]
-            columns, ranges = tuple(sorted({name.split()[0] for name in columns})), self.classes
-        marks = [
-            [True, *(column in of_slide for column in (*columns, *ranges))] for of_slide in names
-        ]
-        return np.array(marks, np.bool_), len(columns)
+        slides = [(slide.label, slide.target) for slide in self.slides]
+        names, needed, ranges = self.labelling.task.names_to_balance(self.classes, slides)
+        marks = [[True, *(name in of_slide for name in (*needed, *ranges))] for of_slide in names]
+        return np.array(marks, np.bool_), len(needed)
 
     def _assign(
         self, patches: NDArray[np.int64], classes: int, joined: Sequence[SlideSplit]

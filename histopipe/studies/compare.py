@@ -33,13 +33,13 @@ from histopipe.tasks.intervals import (
 )
 from histopipe.tasks.predictions import (
     ModelPredictions,
-    Predictions,
-    joined_scores,
+    joined_predictions,
+    scores_of,
     with_common_patients,
 )
 from histopipe.tasks.registry import TASKS
 from histopipe.tasks.statistics import bootstrap_draws
-from histopipe.tasks.task import EvaluationSettings, Scores
+from histopipe.tasks.task import EvaluationSettings, Predictions
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class TestedItems:
     __test__ = False  # pytest must not collect this class
 
     keys: list[tuple[Any, ...]]
-    scores: Scores
+    scores: Predictions
 
     @property
     def repeats(self) -> bool:
@@ -73,9 +73,13 @@ def tested_items(
 
     With `by_patches`, slides and patients are equal if their patches are equal, otherwise if their names are equal.
     """
-    part_keys = [_keys(part, level, by_patches=by_patches) for part, _ in parts]
-    scores, _ = joined_scores(parts, level, how, evaluation_settings)
-    keys = [part_keys[item >> 32][item & 0xFFFFFFFF] for item in scores.item.tolist()]
+    keys, each = [], []
+    for part, thresholds in parts:
+        part_keys = _keys(part, level, by_patches=by_patches)
+        each.append(scores_of(part, level, how, evaluation_settings, thresholds))
+        items = range(len(part)) if level == "patch" else each[-1].owner(level)[0].tolist()
+        keys += [part_keys[item] for item in items]
+    scores = joined_predictions(each)
     order = sorted(range(len(keys)), key=keys.__getitem__)
     return TestedItems([keys[i] for i in order], scores.rows(np.array(order, np.intp)))
 

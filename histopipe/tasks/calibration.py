@@ -14,6 +14,8 @@ BINS = 10
 _LIMIT = 1e-6
 """Probabilities are at least this far from 0 and 1, so that their log odds are finite."""
 _STEPS = 50
+CALIBRATION = ("calibration_intercept", "calibration_slope")
+"""Metrics of `recalibration`."""
 _NET_BENEFIT_AT = tuple(round(0.02 * step, 2) for step in range(1, 50))
 
 
@@ -33,18 +35,14 @@ class Bin:
 
 def reliability_of(probability: FloatArray, event: NDArray[np.bool_]) -> tuple[Bin, ...]:
     """Return the bins of (N,) probabilities of events."""
-    number_of = bin_numbers(probability)
-    bins = []
-    for number in range(BINS):
-        in_bin = number_of == number
-        count = int(in_bin.sum())
-        means = (
-            (float(probability[in_bin].mean()), float(event[in_bin].mean()))
-            if count
-            else (None, None)
+    in_bins = bin_numbers(probability) == np.arange(BINS)[:, None]
+    return tuple(
+        Bin(
+            number / BINS, (number + 1) / BINS, int(rows.sum()),
+            *(float(values[rows].mean()) if rows.any() else None for values in (probability, event)),
         )
-        bins.append(Bin(number / BINS, (number + 1) / BINS, count, *means))
-    return tuple(bins)
+        for number, rows in enumerate(in_bins)
+    )  # fmt: skip
 
 
 def bin_numbers(probability: FloatArray) -> NDArray[np.intp]:
@@ -52,53 +50,38 @@ def bin_numbers(probability: FloatArray) -> NDArray[np.intp]:
     return np.minimum((probability * BINS).astype(np.intp), BINS - 1)
 
 
-@dataclass(frozen=True, slots=True)
-class Recalibration:
-    """Intercept and slope of the log odds of an event against those of its probability; None if undefined.
-
-    Attributes:
-        intercept: with a slope of 1: above 0 if the probabilities are too low ("calibration in the large").
-        slope: below 1 if the probabilities are too extreme.
-        intervals: 95 % confidence intervals, with the variance between patients.
-    """
-
-    intercept: float | None
-    slope: float | None
-    intervals: dict[str, Interval]
-
-
 def recalibration(
     probability: FloatArray, event: NDArray[np.bool_], patient: NDArray[np.int32]
-) -> Recalibration:
-    """Return intercept and slope for (N,) probabilities, events and patients.
+) -> tuple[dict[str, float | None], dict[str, Interval]]:
+    """Return intercept and slope of the log odds of (N,) events against those of their probabilities, and intervals.
 
-    Both are undefined with one outcome only; the slope also if probabilities separate the outcomes, or are all equal.
+    The calibration intercept, with a slope of 1, is above 0 if the probabilities are too low ("calibration in the large").
+    The slope is below 1 if the probabilities are too extreme. Both are None with one outcome only; the slope also if
+    probabilities separate the outcomes, or are all equal. The 95 % confidence intervals have the variance between patients.
 
     Source:
         B. Van Calster et al., Calibration: the Achilles heel of predictive analytics, BMC Medicine 17 (2019).
     """
+    values: dict[str, float | None] = dict.fromkeys(CALIBRATION)
+    intervals: dict[str, Interval] = {}
+    if event.all() or not event.any():
+        return values, intervals
     kept = np.clip(probability, _LIMIT, 1 - _LIMIT)
     odds = np.log(kept / (1 - kept))
-    if event.all() or not event.any():
-        return Recalibration(None, None, {})
     ones = np.ones((len(odds), 1))
-    large = _logistic(ones, odds, event, patient)
-    separated = odds[event].min() >= odds[~event].max() or odds[event].max() <= odds[~event].min()
-    both = None
-    if not separated:
-        both = _logistic(np.column_stack([ones, odds]), np.zeros(len(odds)), event, patient)
-    fits = {"calibration_intercept": (large, 0), "calibration_slope": (both, 1)}
+    fits = [_logistic(ones, odds, event, patient)]
+    if odds[event].min() < odds[~event].max() and odds[event].max() > odds[~event].min():
+        both = np.column_stack([ones, odds])
+        fits.append(_logistic(both, np.zeros(len(odds)), event, patient))
     patients = len(np.unique(patient))
-    intervals = {}
-    for name, (fit, place) in fits.items():
-        if fit is not None and patients >= FEWEST_PATIENTS:
-            value, error = fit[0][place], fit[1][place]
-            half = t_quantile(patients - 1) * error
-            intervals[name] = (float(value - half), float(value + half))
-    return Recalibration(
-        None if large is None else float(large[0][0]), None if both is None else float(both[0][1]),
-        intervals,
-    )  # fmt: skip
+    for place, (name, fit) in enumerate(zip(CALIBRATION, fits, strict=False)):
+        if fit is not None:
+            value, error = float(fit[0][place]), float(fit[1][place])
+            values[name] = value
+            if patients >= FEWEST_PATIENTS:
+                half = t_quantile(patients - 1) * error
+                intervals[name] = (value - half, value + half)
+    return values, intervals
 
 
 def _logistic(
@@ -148,9 +131,13 @@ def decision_curve(probability: FloatArray, event: NDArray[np.bool_]) -> Decisio
     Source:
         A. J. Vickers and E. B. Elkin, Decision curve analysis, Medical Decision Making 26 (2006).
     """
-    model, treat_all = [], []
-    for limit in _NET_BENEFIT_AT:
-        odds, treated = limit / (1 - limit), probability >= limit
-        model.append(float((treated & event).mean() - (treated & ~event).mean() * odds))
-        treat_all.append(float(event.mean() - (~event).mean() * odds))
-    return DecisionCurve(_NET_BENEFIT_AT, tuple(model), tuple(treat_all))
+
+    def net_benefit(limit: float, treated: NDArray[np.bool_]) -> float:
+        odds = limit / (1 - limit)
+        return float((treated & event).mean() - (treated & ~event).mean() * odds)
+
+    everyone = np.ones(len(event), np.bool_)
+    return DecisionCurve(
+        _NET_BENEFIT_AT, tuple(net_benefit(limit, probability >= limit) for limit in _NET_BENEFIT_AT),
+        tuple(net_benefit(limit, everyone) for limit in _NET_BENEFIT_AT),
+    )  # fmt: skip

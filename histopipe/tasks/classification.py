@@ -13,32 +13,28 @@ from numpy.typing import NDArray
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.system.arrays import FloatArray
 from histopipe.system.csv_files import nfc
-from histopipe.system.output import listed
-from histopipe.tasks.calibration import Recalibration, decision_curve, recalibration, reliability_of
+from histopipe.tasks.calibration import CALIBRATION, decision_curve, recalibration, reliability_of
 from histopipe.tasks.choices import AGGREGATIONS, Aggregation
-from histopipe.tasks.intervals import WeightedStatistics
+from histopipe.tasks.intervals import finite_or_none
 from histopipe.tasks.predictions import ClassMetrics, choose_threshold
 from histopipe.tasks.statistics import (
     Statistics,
     area_under_roc,
-    certainty,
+    confidence_of,
     sensitivity,
     specificity,
 )
 from histopipe.tasks.task import (
     NO_THRESHOLDS,
-    Details,
     EvaluationSettings,
-    Scores,
+    Predictions,
     Target,
     Task,
     Thresholds,
     group_means,
-    known,
     labels_of,
 )
 
-_PROBABILITY = "p_"
 _TRUTH = ("label", "predicted")
 
 
@@ -47,6 +43,7 @@ class Classification(Task):
     """One of several classes. `positive_class` is the positive one of two; None for the last."""
 
     name = "classification"
+    settings = ()
     aggregations = AGGREGATIONS
     main: ClassVar[Mapping[str, str]] = {"auc": "AUC", "balanced_accuracy": "bal. acc."}
     plain: ClassVar[Mapping[str, str]] = {
@@ -55,9 +52,11 @@ class Classification(Task):
     }  # fmt: skip
     by_subgroup = ("auc", "average_precision", "sensitivity", "specificity", "calibration_error")
     compared = ("auc", "balanced_accuracy", "brier")
-    of_classes = True
+    of_classes = probabilities = True
     several = "labels"
     undefined = "lack a class"
+    outcome_text = "The outcome is the class {}."
+    predicted_text = "a probability for each class ({}); they sum to 1"
     columns: tuple[str, ...] = ("label",)
     classes: tuple[str, ...] = ()
     positive_class: str | None = None
@@ -96,13 +95,19 @@ class Classification(Task):
         """Return the classes."""
         return [self.classes[number] for number in labels_of(targets).tolist()]
 
+    def names_to_balance(
+        self, strata: Sequence[str], slides: Sequence[tuple[str, Target | None]]
+    ) -> tuple[list[set[str]], tuple[str, ...], tuple[str, ...]]:
+        """Return the class of each slide, and all classes."""
+        return [{name} for name, _ in slides], tuple(strata), ()
+
     def check(self, targets: FloatArray, subset: str) -> None:
         """Check that there are two classes."""
         numbers = np.unique(targets[np.isfinite(targets)]).astype(int).tolist()
         if len(numbers) < 2:
-            names = ", ".join(self.classes[number] for number in numbers)
             raise NothingToDo(
-                f"classes cannot be learned: {subset}", found=names or "no label",
+                f"classes cannot be learned: {subset}",
+                found="".join(self.classes[number] for number in numbers) or "no label",
                 expected="two or more classes", todo="add slides",
             )  # fmt: skip
 
@@ -115,16 +120,6 @@ class Classification(Task):
         """Return the number of patches or bags of each class."""
         return ", ".join(f"{counts[name]} {name}" for name in self.classes)
 
-    @property
-    def outcome(self) -> str:
-        """A sentence on what is predicted."""
-        return f"The outcome is the class {listed(self.classes, last='or')}."
-
-    @property
-    def predicted(self) -> str:
-        """What the model returns."""
-        return f"a probability for each class ({listed(self.classes)}); they sum to 1"
-
     # Tables of predictions.
 
     @classmethod
@@ -132,12 +127,7 @@ class Classification(Task):
         """Return the task with the classes of the columns `p_CLASS` after label and prediction."""
         if tuple(names[:2]) != _TRUTH:
             return None
-        return cls(classes=tuple(name.removeprefix(_PROBABILITY) for name in names[2:]))
-
-    @property
-    def output_names(self) -> tuple[str, ...]:
-        """Columns of the probabilities."""
-        return tuple(_PROBABILITY + name for name in self.classes)
+        return cls(classes=tuple(name.removeprefix(cls.prefix) for name in names[2:]))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -169,11 +159,11 @@ class Classification(Task):
             case "mean":
                 return group_means(output, starts)
             case "majority":
-                classes = np.arange(output.shape[1])
-                most_probable = output.argmax(axis=1)[:, None] == classes
+                most_probable = output.argmax(axis=1)[:, None] == np.arange(output.shape[1])
                 return group_means(most_probable.astype(np.float64), starts)
-        groups = np.split(output, starts[1:])
-        top = np.array([np.sort(group, axis=0)[-top_k:].mean(axis=0) for group in groups])
+        top = np.array([
+            np.sort(group, axis=0)[-top_k:].mean(axis=0) for group in np.split(output, starts[1:])
+        ])  # fmt: skip
         positive = self.positive
         if positive is not None:
             top[:, 1 - positive] = 1 - top[:, positive]
@@ -187,7 +177,7 @@ class Classification(Task):
             return np.asarray(np.argmax(output, axis=1), np.intp)
         return np.where(output[:, positive] >= limits[..., 0], positive, 1 - positive)
 
-    def statistics(self, scores: Scores) -> Statistics:
+    def statistics(self, scores: Predictions) -> Statistics:
         """Return the metrics of classes."""
         decided = self.decide(scores.output, scores.limits)
         return Statistics(scores.label, scores.output, scores.patient, decided, self.positive)
@@ -200,7 +190,7 @@ class Classification(Task):
         accuracy = float((output.argmax(axis=1) == label).mean())
         return {"accuracy": accuracy, "auc": area_under_roc(label, output)}
 
-    def thresholds(self, scores: Scores, rule: str) -> Thresholds:
+    def thresholds(self, scores: Predictions, rule: str) -> Thresholds:
         """Return the threshold of the positive class. More than two classes have none."""
         positive = self.positive
         if positive is None:
@@ -208,59 +198,36 @@ class Classification(Task):
         value, note = choose_threshold(scores.label == positive, scores.output[:, positive], rule)
         return Thresholds((value,), note)
 
-    def details(self, scores: Scores, statistics: WeightedStatistics) -> Details:
+    def details(self, scores: Predictions, statistics: Statistics) -> dict[str, Any]:
         """Return confusion matrix, metrics of each class, reliability and calibration, and the decision curve."""
-        assert isinstance(statistics, Statistics)  # noqa: S101 - for mypy
         label, positive = scores.label, self.positive
-        recalibrated = [
+        weights = np.ones((1, statistics.patients))
+        confusion = statistics.confusion(weights)
+        (areas,), (precisions,) = statistics.areas(weights)
+        calibrations = [
             recalibration(scores.output[:, number], label == number, scores.patient)
             for number in range(len(self.classes))
         ]
-        weights = np.ones((1, statistics.patients))
-        confusion = statistics.confusion(weights)
-        details = Details(fields={
-            "confusion": tuple(map(tuple, confusion[0].astype(int).tolist())),
-            "classes": self._by_class(statistics, confusion, weights, recalibrated),
-            "reliability": reliability_of(*certainty(label, scores.output, positive)),
-        })  # fmt: skip
-        if positive is not None:
-            of_positive = recalibrated[positive]
-            details.values = {
-                "calibration_intercept": of_positive.intercept, "calibration_slope": of_positive.slope,
-            }  # fmt: skip
-            details.intervals = of_positive.intervals
-            event = label == positive
-            details.fields["decision_curve"] = decision_curve(scores.output[:, positive], event)
-        else:
-            details.values = dict.fromkeys(("calibration_intercept", "calibration_slope"))
-        missing = [name for number, name in enumerate(self.classes) if number not in label]
-        if missing:
-            details.complete = False
-            details.remarks = [f"missing class{'es' if missing[1:] else ''}: {', '.join(missing)}"]
-        return details
-
-    def _by_class(
-        self,
-        statistics: Statistics,
-        confusion: FloatArray,
-        weights: FloatArray,
-        recalibrated: Sequence[Recalibration],
-    ) -> dict[str, ClassMetrics]:
-        areas, precisions = (values[0] for values in statistics.areas(weights))
-        rates = sensitivity(confusion)[0], specificity(confusion)[0]
-        counts = confusion[0].sum(axis=1).astype(int).tolist()
         columns: Any = zip(
-            self.classes, counts, areas, *rates, precisions, recalibrated, strict=True
-        )
-        return {
-            name: ClassMetrics(
-                count,
-                known(area),
-                known(true),
-                known(false),
-                known(precision),
-                fit.intercept,
-                fit.slope,
-            )
-            for name, count, area, true, false, precision, fit in columns
+            self.classes, confusion[0].astype(int).sum(axis=1).tolist(), areas, sensitivity(confusion)[0],
+            specificity(confusion)[0], precisions, calibrations, strict=True,
+        )  # fmt: skip
+        classes = {
+            name: ClassMetrics(count, *map(finite_or_none, metrics), **calibration)
+            for name, count, *metrics, (calibration, _) in columns
         }
+        details: dict[str, Any] = {
+            "confusion": tuple(map(tuple, confusion[0].astype(int).tolist())),
+            "classes": classes,
+            "reliability": reliability_of(*confidence_of(label, scores.output, positive)),
+            "values": dict.fromkeys(CALIBRATION),
+        }
+        if positive is not None:
+            details["values"], details["intervals"] = calibrations[positive]
+            details["decision_curve"] = decision_curve(
+                scores.output[:, positive], label == positive
+            )
+        missing = [name for name, metrics in classes.items() if not metrics.count]
+        if missing:
+            details["notes"] = [f"missing class{'es' if missing[1:] else ''}: {', '.join(missing)}"]
+        return details

@@ -57,6 +57,16 @@ class WeightedStatistics(Protocol):
         """
         return {}
 
+    def values(self) -> dict[str, float | None]:
+        """Return the metrics without weights; None if undefined."""
+        metric_values = self.compute(np.ones((1, self.patients)))
+        return {name: finite_or_none(value[0]) for name, value in metric_values.items()}
+
+
+def finite_or_none(value: float) -> float | None:
+    """Return a metric; None if it is not finite, and so undefined."""
+    return float(value) if math.isfinite(value) else None
+
 
 def patients_notes(patients: int) -> list[str]:
     """Return why intervals of this number of patients are missing or unreliable; empty if they are neither."""
@@ -127,6 +137,18 @@ def mean_interval(each: Sequence[Interval | None]) -> Interval | None:
     return float(low), float(high)
 
 
+def column_intervals(
+    metrics: Sequence[str], columns: Mapping[str, Mapping[str, Interval]]
+) -> dict[str, Interval]:
+    """Return the intervals of the means of metrics over the columns, and of each column, as `metric:column`."""
+    intervals: dict[str, Interval | None] = {}
+    for metric in metrics:
+        of_columns = {name: of_column.get(metric) for name, of_column in columns.items()}
+        intervals[metric] = mean_interval(list(of_columns.values()))
+        intervals |= {f"{metric}:{name}": ends for name, ends in of_columns.items()}
+    return {name: ends for name, ends in intervals.items() if ends is not None}
+
+
 def t_quantile(freedom: float) -> float:
     """Return the 97.5 % quantile of Student's t distribution."""
     from scipy.special import stdtrit
@@ -163,9 +185,7 @@ def difference_interval(first: tuple[float, Interval], second: tuple[float, Inte
         (1998), method 10; Zou and Donner (2008) for other values.
     """
     (a, (low_a, high_a)), (b, (low_b, high_b)) = first, second
-    below = math.hypot(a - low_a, high_b - b)
-    above = math.hypot(high_a - a, b - low_b)
-    return a - b - below, a - b + above
+    return a - b - math.hypot(a - low_a, high_b - b), a - b + math.hypot(high_a - a, b - low_b)
 
 
 def error_interval(excess: FloatArray, count: FloatArray, weights: FloatArray) -> Interval:
@@ -209,11 +229,13 @@ def share_interval(right: NDArray[np.bool_], patient: NDArray[np.int32]) -> Inte
     share = float(right.mean())
     error = np.bincount(patient, right - share)
     variance = patients / (patients - 1) * float((error**2).sum()) / len(right) ** 2
+    return _share_interval(share, variance, patients, several=len(right) > patients)
 
+
+def _share_interval(share: float, variance: float, patients: int, *, several: bool) -> Interval:
     def binomial(value: float) -> float:
         return value * (1 - value) / patients
 
-    several = len(right) > patients
     return _score_interval(share, binomial, variance, patients, patients, several=several)
 
 
@@ -233,19 +255,20 @@ def auc_interval(
         Biometrics 53 (1997).
     """
     of_class = [len(np.unique(patient[rows])) for rows in (positive, ~positive)]
-    if min(of_class) < 2:
+    fewest, total = min(of_class), sum(of_class)
+    if fewest < 2:
         return None
     area, variance = delong(positive, score, patient)
     # The mean of both numbers of patients makes the interval that of the exchanged classes, mirrored.
-    other_patients = sum(of_class) / 2 - 1
+    other_patients = total / 2 - 1
 
     def exponential(value: float) -> float:
         spread = 1 + other_patients * ((1 - value) / (2 - value) + value / (1 + value))
         return value * (1 - value) * spread / math.prod(of_class)
 
-    several = len(positive) > sum(of_class)
-    fewest, total = min(of_class), sum(of_class)
-    return _score_interval(area, exponential, variance, fewest, total - 1, several=several)
+    return _score_interval(
+        area, exponential, variance, fewest, total - 1, several=len(positive) > total
+    )
 
 
 def _score_interval(
@@ -295,13 +318,7 @@ def precision_interval(
         with a score interval instead of a logit interval, which does not exist at 1.
     """
     defined = resampled[np.isfinite(resampled)]
-
-    def binomial(value: float) -> float:
-        return value * (1 - value) / positives
-
-    return _score_interval(
-        estimate, binomial, float(defined.var()), positives, positives, several=several
-    )
+    return _share_interval(estimate, float(defined.var()), positives, several=several)
 
 
 def delong(
@@ -313,29 +330,24 @@ def delong(
         E. R. DeLong et al., Comparing the areas under two or more correlated ROC curves, Biometrics 44 (1988), with the
         variance of clusters of N. A. Obuchowski (1997).
     """
-    ranks, class_ranks = _ranks(score), np.empty(len(score))
+    ranks, class_ranks = mean_ranks(score), np.empty(len(score))
     for rows in (positive, ~positive):
-        class_ranks[rows] = _ranks(score[rows])
+        class_ranks[rows] = mean_ranks(score[rows])
     # The share of the items of the other label that an item is on the right side of.
-    opposites = np.where(positive, (~positive).sum(), positive.sum())
-    placement = (ranks - class_ranks) / opposites
+    placement = (ranks - class_ranks) / np.where(positive, (~positive).sum(), positive.sum())
     placement[~positive] = 1 - placement[~positive]
     area = float(placement[positive].mean())
     sums = [
         np.bincount(patient[rows], placement[rows] - area, int(patient.max()) + 1) / rows.sum()
         for rows in (positive, ~positive)
     ]
-    patients = [len(np.unique(patient[rows])) for rows in (positive, ~positive)]
-    everyone = len(np.unique(patient))
-    own_parts = [
-        n / (n - 1) * float(deviations @ deviations)
-        for n, deviations in zip(patients, sums, strict=True)
-    ]
-    common = 2 * everyone / (everyone - 1) * float(sums[0] @ sums[1])
-    return area, max(sum(own_parts) + common, 0.0)
+    counts = [len(np.unique(patient[rows])) for rows in (positive, ~positive, slice(None))]
+    pairs = [(sums[0], sums[0]), (sums[1], sums[1]), (2 * sums[0], sums[1])]
+    parts = (n / (n - 1) * float(a @ b) for n, (a, b) in zip(counts, pairs, strict=True))
+    return area, max(sum(parts), 0.0)
 
 
-def _ranks(values: FloatArray) -> FloatArray:
+def mean_ranks(values: FloatArray) -> FloatArray:
     """Return ranks from 1; equal values have their mean rank."""
     _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
     return np.asarray((np.cumsum(counts) - (counts - 1) / 2)[place], np.float64)

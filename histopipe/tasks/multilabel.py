@@ -1,147 +1,35 @@
-"""Several labels, each 0 or 1 or missing: the task, and metrics for many weightings of the patients at once."""
+"""Several labels, each 0 or 1 or missing."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from histopipe.errors import NothingToDo
 from histopipe.system.arrays import FloatArray
-from histopipe.system.output import listed
-from histopipe.tasks.calibration import Recalibration, recalibration
-from histopipe.tasks.intervals import Interval, WeightedStatistics, mean_interval
+from histopipe.tasks.calibration import CALIBRATION, recalibration
+from histopipe.tasks.intervals import column_intervals
 from histopipe.tasks.predictions import choose_threshold
-from histopipe.tasks.statistics import Statistics
-from histopipe.tasks.task import (
-    ColumnTask,
-    Details,
-    Scores,
-    Target,
-    Thresholds,
-    few_patients,
-    flag_cell,
-)
+from histopipe.tasks.statistics import ColumnStatistics, Statistics
+from histopipe.tasks.task import Predictions, Target, Task, Thresholds, flag_cell
 
 METRICS = (
     "auc", "average_precision", "balanced_accuracy", "sensitivity", "specificity", "f1", "brier", "calibration_error",
 )  # fmt: skip
 
 
-class MultilabelStatistics(WeightedStatistics):
-    """Metrics as functions of (R, P) weights of the patients, for each label and their mean.
-
-    Args:
-        target: (N, T) 0, 1, or NaN, which is left out.
-        output: (N, T) probabilities.
-        columns: names of the labels.
-        thresholds: (N, T) or (T,) lowest probabilities for which a label is decided.
-        patient: (N,) numbers of the patients.
-    """
-
-    def __init__(
-        self,
-        target: NDArray[np.float64],
-        output: NDArray[np.float64],
-        columns: Sequence[str],
-        thresholds: NDArray[np.float64],
-        patient: NDArray[np.int32],
-    ) -> None:
-        self.patients = int(patient.max()) + 1
-        self._names = tuple(columns)
-        limits = np.broadcast_to(thresholds, output.shape)
-        self._labels: list[Statistics | None] = []
-        for number in range(len(columns)):
-            labelled = np.isfinite(target[:, number])
-            label, probability = target[labelled, number].astype(np.int32), output[labelled, number]
-            both = np.stack([1 - probability, probability], axis=1).astype(np.float64)
-            decided = (probability >= limits[labelled, number]).astype(np.intp)
-            self._labels.append(
-                Statistics(label, both, patient[labelled], decided, 1) if labelled.any() else None
-            )
-
-    def compute(self, weights: FloatArray) -> dict[str, FloatArray]:
-        """Return (R,) means of each metric over the labels, and of each label as `metric:label`; NaN if undefined."""
-        undefined = dict.fromkeys(METRICS, np.full(len(weights), np.nan))
-        each = [
-            undefined if label is None else label.compute(weights[:, : label.patients])
-            for label in self._labels
-        ]
-        metric_values = {
-            name: np.mean([label_values[name] for label_values in each], axis=0) for name in METRICS
-        }
-        for name, values in zip(self._names, each, strict=True):
-            metric_values |= {f"{metric}:{name}": values[metric] for metric in METRICS}
-        return metric_values
-
-    def better_intervals(
-        self, weights: FloatArray, values: Mapping[str, FloatArray]
-    ) -> dict[str, Interval]:
-        """Return intervals of each label, and of the means over the labels; see `Statistics.better_intervals`."""
-        each: list[Mapping[str, Interval]] = []
-        for name, label in zip(self._names, self._labels, strict=True):
-            label_values = {title: values[f"{title}:{name}"] for title in METRICS}
-            each.append(
-                {}
-                if label is None
-                else label.better_intervals(weights[:, : label.patients], label_values)
-            )
-        all_intervals = {}
-        for metric in METRICS:
-            mean = mean_interval([intervals.get(metric) for intervals in each])
-            if mean is not None:
-                all_intervals[metric] = mean
-            for name, intervals in zip(self._names, each, strict=True):
-                if metric in intervals:
-                    all_intervals[f"{metric}:{name}"] = intervals[metric]
-        return all_intervals
-
-
-def recalibrated_labels(
-    target: NDArray[np.float64],
-    output: NDArray[np.float64],
-    columns: Sequence[str],
-    patient: NDArray[np.int32],
-) -> tuple[dict[str, float | None], dict[str, Interval]]:
-    """Return calibration intercept and slope of each label and their means, and intervals; see `recalibration`.
-
-    Means are undefined if the value of a label is. For the arguments see `MultilabelStatistics`.
-    """
-    each: dict[str, Recalibration] = {}
-    for number, name in enumerate(columns):
-        labelled = np.isfinite(target[:, number])
-        if labelled.any():
-            each[name] = recalibration(
-                output[labelled, number], target[labelled, number] == 1, patient[labelled]
-            )
-    metric_values: dict[str, float | None] = {}
-    intervals: dict[str, Interval] = {}
-    for metric in ("calibration_intercept", "calibration_slope"):
-        by_label = {
-            name: getattr(fit, metric.removeprefix("calibration_")) for name, fit in each.items()
-        }
-        values = [by_label.get(name) for name in columns]
-        metric_values[metric] = None if None in values else float(np.mean(values))  # type: ignore[arg-type]
-        mean = mean_interval([fit.intervals.get(metric) for fit in each.values()])
-        if mean is not None and metric_values[metric] is not None:
-            intervals[metric] = mean
-        for name in columns:
-            metric_values[f"{metric}:{name}"] = by_label.get(name)
-            if name in each and metric in each[name].intervals:
-                intervals[f"{metric}:{name}"] = each[name].intervals[metric]
-    return metric_values, intervals
-
-
 @dataclass(frozen=True, slots=True)
-class Multilabel(ColumnTask):
+class Multilabel(Task):
     """Several labels, each 0 or 1 or missing."""
 
     name = "multilabel"
-    prefix = "p_"
+    read_cell = staticmethod(flag_cell)
+    probabilities = True
+    outcome_text = "The outcomes are the labels {}."
+    predicted_text = "a probability for each label ({})"
     main: ClassVar[Mapping[str, str]] = {"auc": "AUC", "balanced_accuracy": "bal. acc."}
     plain: ClassVar[Mapping[str, str]] = {
         "sensitivity": "sens.",
@@ -152,19 +40,36 @@ class Multilabel(ColumnTask):
     by_subgroup = ("auc", "average_precision", "calibration_error")
     compared = ("auc", "balanced_accuracy", "brier")
 
-    def target(self, cells: Mapping[str, str], where: str) -> Target | None:
-        """Return 0, 1 or NaN for each label; None if all are missing."""
-        values = tuple(flag_cell(cells[name], f"{where}: {name}") for name in self.columns)
-        return None if all(map(math.isnan, values)) else values
+    @property
+    def has_thresholds(self) -> bool:
+        """True."""
+        return True
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """All columns."""
+        return self.columns
 
     def strata(self, targets: FloatArray) -> list[str]:
         """Return the rarest label of each slide; see `assignment.assign_labels`, which uses all labels."""
-        count = np.nansum(targets, axis=0)
-        order = np.argsort(count, kind="stable").tolist()
+        order = np.argsort(np.nansum(targets, axis=0), kind="stable").tolist()
         return [
             next((self.columns[i] for i in order if row[i] == 1), "none of the labels")
             for row in targets
         ]
+
+    def names_to_balance(
+        self, strata: Sequence[str], slides: Sequence[tuple[str, Target | None]]
+    ) -> tuple[list[set[str]], tuple[str, ...], tuple[str, ...]]:
+        """Return the values of the labels of each slide, and all values of all labels."""
+        names = [
+            {
+                f"{column} {value:g}"
+                for column, value in zip(self.columns, target or (), strict=True)
+            }
+            for _, target in slides
+        ]
+        return names, tuple(f"{column} {value}" for column in self.columns for value in (0, 1)), ()
 
     def check(self, targets: FloatArray, subset: str) -> None:
         """Check that each label has both values."""
@@ -187,24 +92,23 @@ class Multilabel(ColumnTask):
             for name, a, b in zip(self.columns, positives, labelled, strict=True)
         )
 
-    @property
-    def outcome(self) -> str:
-        """A sentence on what is predicted."""
-        return f"The outcomes are the labels {listed(self.columns)}."
-
-    @property
-    def predicted(self) -> str:
-        """What the model returns."""
-        return f"a probability for each label ({listed(self.columns)})"
-
-    def statistics(self, scores: Scores) -> WeightedStatistics:
+    def statistics(self, scores: Predictions) -> ColumnStatistics:
         """Return the metrics of labels."""
-        limits = scores.limits if scores.limits.shape[1] else np.full(len(self.columns), 0.5)
-        return MultilabelStatistics(
-            scores.target, scores.output, self.columns, limits, scores.patient
-        )
+        limits = scores.limits if scores.limits.shape[1] else np.full(scores.output.shape, 0.5)
+        labels: dict[str, Statistics | None] = {}
+        for number, name in enumerate(self.columns):
+            rows = np.isfinite(scores.target[:, number])
+            label, probability = scores.target[rows, number], scores.output[rows, number]
+            both = np.stack([1 - probability, probability], axis=1).astype(np.float64)
+            decided = (probability >= limits[rows, number]).astype(np.intp)
+            labels[name] = (
+                Statistics(label.astype(np.int32), both, scores.patient[rows], decided, 1)
+                if rows.any()
+                else None
+            )
+        return ColumnStatistics(labels, METRICS, METRICS, int(scores.patient.max()) + 1)
 
-    def thresholds(self, scores: Scores, rule: str) -> Thresholds:
+    def thresholds(self, scores: Predictions, rule: str) -> Thresholds:
         """Return a threshold for each label."""
         return Thresholds(tuple(
             choose_threshold(label[rows] == 1, output[rows], rule)[0]
@@ -212,9 +116,19 @@ class Multilabel(ColumnTask):
             for rows in (np.isfinite(label),)
         ))  # fmt: skip
 
-    def details(self, scores: Scores, statistics: WeightedStatistics) -> Details:
-        """Return calibration intercepts and slopes."""
-        values, intervals = recalibrated_labels(
-            scores.target, scores.output, self.columns, scores.patient
-        )
-        return Details(values, intervals, few=few_patients(self.columns, scores))
+    def details(self, scores: Predictions, statistics: ColumnStatistics) -> dict[str, Any]:
+        """Return calibration intercept and slope of each label, and their means; undefined if the value of a label is."""
+        values: dict[str, float | None] = {}
+        calibrations = [
+            recalibration(scores.output[rows, number], scores.target[rows, number] == 1, scores.patient[rows])
+            for number, rows in enumerate(np.isfinite(scores.target).T)
+        ]  # fmt: skip
+        for metric in CALIBRATION:
+            by_label = [of_label[metric] for of_label, _ in calibrations]
+            values[metric] = None if None in by_label else float(np.mean(by_label))  # type: ignore[arg-type]
+            values |= {
+                f"{metric}:{name}": value
+                for name, value in zip(self.columns, by_label, strict=True)
+            }
+        by_column = {name: ends for name, (_, ends) in zip(self.columns, calibrations, strict=True)}
+        return {"values": values, "intervals": column_intervals(CALIBRATION, by_column)}

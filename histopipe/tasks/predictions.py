@@ -1,4 +1,4 @@
-"""Predictions of patches, slides and patients as arrays: joined, and aggregated to scores."""
+"""Predictions of patches, slides and patients: joined, and aggregated to scores, with thresholds and metrics."""
 
 from __future__ import annotations
 
@@ -15,75 +15,22 @@ from numpy.typing import NDArray
 from histopipe.errors import UsageError
 from histopipe.tasks.calibration import Bin, DecisionCurve
 from histopipe.tasks.choices import Aggregation, EvaluationLevel, TaskName, name_of
-from histopipe.tasks.intervals import TOO_FEW, intervals_of, patients_notes, stored_intervals
+from histopipe.tasks.intervals import (
+    FEWEST_PATIENTS,
+    TOO_FEW,
+    intervals_of,
+    patients_notes,
+    stored_intervals,
+)
 from histopipe.tasks.survival import RiskGroup
 from histopipe.tasks.task import (
+    ARRAYS,
     NO_THRESHOLDS,
     EvaluationSettings,
-    Scores,
-    Task,
+    Predictions,
     Thresholds,
-    known,
-    labels_of,
 )
 
-
-@dataclass(frozen=True, slots=True)
-class Predictions:
-    """Predictions of patches; of slides or patients if the model takes bags.
-
-    Attributes:
-        task: what is predicted.
-        slides, patients: slide ids and patients, by number.
-        slide, patient: (N,) int32, slide and patient of each row.
-        x_l0, y_l0: (N,) int64, top left corner, level-0 pixels; 0 if a row is not a patch.
-        target: (N, T) float64, NaN for missing values.
-        output: (N, C) float32.
-        level: level of the rows; in rows of patients, `slide` is the patient.
-    """
-
-    task: Task
-    slides: tuple[str, ...]
-    patients: tuple[str, ...]
-    slide: NDArray[np.int32]
-    patient: NDArray[np.int32]
-    x_l0: NDArray[np.int64]
-    y_l0: NDArray[np.int64]
-    target: NDArray[np.float64]
-    output: NDArray[np.float32]
-    level: EvaluationLevel = "patch"
-
-    @property
-    def label(self) -> NDArray[np.int32]:
-        """(N,) class numbers of a classification; -1 for none."""
-        return labels_of(self.target)
-
-    def __len__(self) -> int:
-        return len(self.target)
-
-    def rows(self, rows: NDArray[Any]) -> Predictions:
-        """Return some of the rows."""
-        return replace(self, **{name: getattr(self, name)[rows] for name in _ARRAYS})
-
-    def known(self) -> Predictions:
-        """Return the rows of which a target is known."""
-        return self.rows(np.flatnonzero(np.isfinite(self.target).any(axis=1)))
-
-    def without_targets(self) -> Predictions:
-        """Return the same predictions as of unknown targets, so that none is left out when they are aggregated."""
-        return replace(self, target=np.full_like(self.target, np.nan))
-
-    def owner(self, level: EvaluationLevel) -> tuple[NDArray[np.int32], tuple[str, ...]]:
-        """Return the (N,) slide or patient of each row, and their names."""
-        return (self.patient, self.patients) if level == "patient" else (self.slide, self.slides)
-
-    @property
-    def unit(self) -> EvaluationLevel:
-        """The level of a table of slides: patients if these were predicted."""
-        return "patient" if self.level == "patient" else "slide"
-
-
-_ARRAYS = ("slide", "patient", "x_l0", "y_l0", "target", "output")
 ThresholdsByLevel = Mapping[str, Thresholds]
 """Thresholds by name of the level, such as "slide_mean"."""
 ModelPredictions = tuple[Predictions, ThresholdsByLevel]
@@ -91,35 +38,39 @@ ModelPredictions = tuple[Predictions, ThresholdsByLevel]
 
 
 def with_common_patients(parts: Sequence[Predictions]) -> list[Predictions]:
-    """Return the same predictions, with common patient numbers, and outputs in the form of the first ones."""
-    names = tuple(sorted({name for part in parts for name in part.patients}))
-    number = {name: i for i, name in enumerate(names)}
-    renumbered = []
-    for part in parts:
-        new = np.array([number[name] for name in part.patients], np.int32)
-        first = parts[0].task
-        same = type(part.task) is type(first)
-        renumbered.append(
-            replace(
-                part, patients=names, patient=new[part.patient], task=first if same else part.task,
-                output=first.converted(part.task, part.output) if same else part.output,
-            )
-        )  # fmt: skip
-    return renumbered
+    """Return predictions of one kind of task with common patient numbers, and outputs in the form of the first ones."""
+    names, task = tuple(sorted({name for part in parts for name in part.patients})), parts[0].task
+    return [
+        replace(
+            part, patients=names, patient=_renumber(part.patient, part.patients, names),
+            task=task, output=task.converted(part.task, part.output),
+        )
+        for part in parts
+    ]  # fmt: skip
+
+
+def _renumber(
+    numbers: NDArray[np.int32], names: Sequence[str], new_names: Sequence[str]
+) -> NDArray[np.int32]:
+    """Return the (N,) places in new names of (N,) places in names."""
+    new = {name: number for number, name in enumerate(new_names)}
+    return np.array([new[name] for name in names], np.int32)[numbers]
 
 
 def joined_predictions(parts: Sequence[Predictions]) -> Predictions:
     """Concatenate predictions, at least one, of the same task and level."""
-    slides = sorted({name for part in parts for name in part.slides})
-    number = {name: i for i, name in enumerate(slides)}
-    renumbered = [
-        replace(part, slide=np.array([number[name] for name in part.slides], np.int32)[part.slide])
-        for part in with_common_patients(parts)
-    ]
+    parts = with_common_patients(parts)
+    slides = tuple(sorted({name for part in parts for name in part.slides}))
+    parts = [replace(part, slide=_renumber(part.slide, part.slides, slides)) for part in parts]
     arrays: dict[str, Any] = {
-        name: np.concatenate([getattr(part, name) for part in renumbered]) for name in _ARRAYS
+        name: np.concatenate([getattr(part, name) for part in parts]) for name in ARRAYS
     }
-    return replace(renumbered[0], slides=tuple(slides), **arrays)
+    width = min(part.limits.shape[1] for part in parts)  # 0 if a model has no threshold
+    return replace(
+        parts[0], slides=slides, **arrays,
+        limits=np.concatenate([part.limits[:, :width] for part in parts]),
+        left_out=sum(part.left_out for part in parts),
+    )  # fmt: skip
 
 
 def scores_of(
@@ -128,31 +79,32 @@ def scores_of(
     how: Aggregation,
     settings: EvaluationSettings,
     thresholds: ThresholdsByLevel = MappingProxyType({}),
-) -> Scores:
-    """Return the scores of predictions, or aggregate them to slides or patients with one target.
+) -> Predictions:
+    """Return predictions for an evaluation, or aggregate them to slides or patients with one target, in their order.
 
     "mean": mean output. "top_k": for two classes, the mean of the `top_k` highest probabilities of the positive class; for
     more, the same for each class, scaled to a sum of 1. "majority": share of patches for which a class is the most probable.
     """
-    task, target = predictions.task.with_settings(settings), predictions.target
-    output, patient = predictions.output.astype(np.float64), predictions.patient
+    task, output = predictions.task.with_settings(settings), predictions.output.astype(np.float64)
     limits = np.array(thresholds.get(name_of(level, how), NO_THRESHOLDS).values)
     if level == "patch":
-        items = np.arange(len(target))
-        return Scores(task, target, output, patient, items, np.tile(limits, (len(target), 1)))
+        return replace(
+            predictions, task=task, output=output, limits=np.tile(limits, (len(output), 1))
+        )
     group, _ = predictions.owner(level)
     order = np.argsort(group, kind="stable")
-    items, starts = np.unique(group[order], return_index=True)
+    starts = np.unique(group[order], return_index=True)[1]
     # NaN is the same target as NaN.
-    ordered = np.nan_to_num(target[order], nan=np.inf)
+    ordered = np.nan_to_num(predictions.target[order], nan=np.inf)
     lowest, highest = (
         reduction.reduceat(ordered, starts, axis=0) for reduction in (np.minimum, np.maximum)
     )
     one = (lowest == highest).all(axis=1)
-    return Scores(
-        task, np.where(np.isinf(lowest), np.nan, lowest)[one],
-        task.aggregate(output[order], starts, how, settings.top_k)[one], patient[order][starts][one],
-        items[one].astype(np.int64), np.tile(limits, (int(one.sum()), 1)), int((~one).sum()),
+    return replace(
+        predictions.rows(order[starts][one]), task=task, level=level,
+        target=np.where(np.isinf(lowest), np.nan, lowest)[one],
+        output=task.aggregate(output[order], starts, how, settings.top_k)[one],
+        limits=np.tile(limits, (int(one.sum()), 1)), left_out=int((~one).sum()),
     )  # fmt: skip
 
 
@@ -161,21 +113,16 @@ def joined_scores(
     level: EvaluationLevel,
     how: Aggregation,
     settings: EvaluationSettings,
-) -> tuple[Scores, tuple[str, ...]]:
-    """Return the scores of all parts at one level, and notes on their thresholds. Items are numbered part << 32 | item."""
+) -> tuple[Predictions, tuple[str, ...]]:
+    """Return the scores of all parts at one level, and notes on their thresholds.
+
+    All parts have the same numbering of patients.
+    """
     each = [scores_of(part, level, how, settings, thresholds) for part, thresholds in parts]
-    chosen = [thresholds.get(name_of(level, how), NO_THRESHOLDS) for _, thresholds in parts]
-    width = min(scores.limits.shape[1] for scores in each)  # 0 if a model has no threshold
-    joined = Scores(
-        each[0].task,
-        np.concatenate([scores.target for scores in each]),
-        np.concatenate([scores.output for scores in each]),
-        np.concatenate([scores.patient for scores in each]),
-        np.concatenate([scores.item + (number << 32) for number, scores in enumerate(each)]),
-        np.concatenate([scores.limits[:, :width] for scores in each]),
-        sum(scores.left_out for scores in each),
-    )
-    return joined, tuple(sorted({limits.note for limits in chosen if limits.note}))
+    notes = {thresholds.get(name_of(level, how), NO_THRESHOLDS).note for _, thresholds in parts}
+    # The numbers of patients in a single part stay unchanged, since resamples depend on them.
+    scores = each[0] if len(each) == 1 else joined_predictions(each)
+    return scores, tuple(sorted(notes - {""}))
 
 
 RULE = re.compile(
@@ -329,15 +276,22 @@ class Metrics:
         fields["reliability"] = tuple(Bin(**place) for place in value.get("reliability", ()))
         curve = value.get("decision_curve")
         if curve is not None:
-            fields["decision_curve"] = DecisionCurve(
-                **{name: tuple(values) for name, values in curve.items()}
-            )
-        fields["groups"] = tuple(map(RiskGroup.from_json, value.get("groups", ())))
+            fields["decision_curve"] = DecisionCurve(**_with_tuples(curve))
+        fields["groups"] = tuple(
+            RiskGroup(**_with_tuples(group)) for group in value.get("groups", ())
+        )
         return cls(**fields)
 
 
+def _with_tuples(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an object of JSON with tuples for lists."""
+    return {
+        name: tuple(entry) if isinstance(entry, list) else entry for name, entry in value.items()
+    }
+
+
 def metrics_of(
-    scores: Scores,
+    scores: Predictions,
     *,
     draws: NDArray[np.float64],
     notes: tuple[str, ...] = (),
@@ -346,32 +300,35 @@ def metrics_of(
     """Compute all metrics of at least one score. `draws` are from `bootstrap_draws`; `notes` come first."""
     task = scores.task
     statistics = task.statistics(scores)
-    values = statistics.compute(np.ones((1, statistics.patients)))
     details = task.details(scores, statistics)
-    metric_values = {name: known(value[0]) for name, value in values.items()} | details.values
+    values = statistics.values() | details.pop("values", {})
     patients = len(np.unique(scores.patient))
     intervals, undefined = intervals_of(statistics, draws[:, : statistics.patients], patients)
-    remarks = [*notes, *details.remarks]
+    further = details.pop("intervals", {})
+    remarks = [*notes, *details.pop("notes", ())]
     if scores.left_out:
         remarks.append(f"{scores.left_out} excluded, because they have several {task.several}")
-    if (
-        details.complete
-        and metric_values[next(iter(task.main))] is not None
-        and undefined > _MAX_UNDEFINED
-    ):
+    has_all_classes = all(of_class.count for of_class in details.get("classes", {}).values())
+    has_main = values[next(iter(task.main))] is not None
+    if has_all_classes and has_main and undefined > _MAX_UNDEFINED:
         remarks.append(
             f"{undefined:.0%} of the resamples {task.undefined}: excluded from the intervals"
         )
+    few = [
+        name
+        for name, rows in zip(task.columns, np.isfinite(scores.target).T, strict=True)
+        if len(np.unique(scores.patient[rows])) < FEWEST_PATIENTS
+    ]
     if len(draws):
-        intervals |= details.intervals
-        remarks += patients_notes(patients) or [f"{name}: {TOO_FEW}" for name in details.few]
+        intervals |= further
+        remarks += patients_notes(patients) or [f"{name}: {TOO_FEW}" for name in few]
     # The means over the columns have no interval, too, if a column has none.
-    without = ["", *details.few] if details.few else []
+    without = ["", *few] if few else []
     return Metrics(
-        task.name, len(scores.target), patients, metric_values,
+        task.name, len(scores), patients, values,
         {
             name: ends for name, ends in intervals.items()
-            if metric_values[name] is not None and name.partition(":")[2] not in without
+            if values[name] is not None and name.partition(":")[2] not in without
         },
-        thresholds, tuple(remarks), **details.fields,
+        thresholds, tuple(remarks), **details,
     )  # fmt: skip

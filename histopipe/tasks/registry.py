@@ -18,7 +18,7 @@ TASKS: Mapping[TaskName, type[Task]] = {
 
 def make_task(name: TaskName, columns: Sequence[str], classes: Sequence[str] = ()) -> Task:
     """Return the task of a name, with the columns of its target, or with its classes."""
-    if name == "classification":
+    if TASKS[name].of_classes:
         return Classification(classes=tuple(classes))
     return TASKS[name](tuple(columns))
 
@@ -29,8 +29,7 @@ def task_of_header(names: Sequence[str]) -> Task:
     Raises:
         ValueError: there is none.
     """
-    for task in TASKS.values():
-        header_task = task.of_header(names)
-        if header_task is not None:
-            return header_task
-    raise ValueError(f"unknown columns {', '.join(names)}")
+    header_task = next(filter(None, (task.of_header(names) for task in TASKS.values())), None)
+    if header_task is None:
+        raise ValueError(f"unknown columns {', '.join(names)}")
+    return header_task

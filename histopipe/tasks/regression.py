@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -12,18 +11,9 @@ from numpy.typing import NDArray
 
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.system.arrays import FloatArray
-from histopipe.system.output import listed
 from histopipe.tasks.intervals import WeightedStatistics
-from histopipe.tasks.task import (
-    ColumnTask,
-    Details,
-    Scores,
-    Target,
-    few_patients,
-    numeric_cell,
-    rank_parts,
-    relative_ranks,
-)
+from histopipe.tasks.statistics import ColumnStatistics
+from histopipe.tasks.task import Predictions, Task, rank_parts, relative_ranks
 
 _ROUNDING = 64
 """Values are equal if they vary by at most this number of units in the last place of their mean."""
@@ -34,50 +24,20 @@ METRICS = ("r2", "pearson", "spearman", "mae", "rmse")
 
 
 class RegressionStatistics(WeightedStatistics):
-    """Metrics as functions of (R, P) weights of the patients, for each column and their mean.
+    """Metrics of one column as functions of (R, P) weights of the patients.
 
     Args:
-        target, output: (N, T) true and predicted values; NaN targets are left out.
-        columns: names of the columns.
+        target, output: (N,) true and predicted values.
         patient: (N,) numbers of the patients.
     """
 
-    def __init__(
-        self,
-        target: NDArray[np.float64],
-        output: NDArray[np.float64],
-        columns: Sequence[str],
-        patient: NDArray[np.int32],
-    ) -> None:
-        self.patients = int(patient.max()) + 1
-        finite = np.isfinite(target)
-        self._columns = [
-            _TargetStatistics(target[rows, i], output[rows, i], patient[rows])
-            for i, rows in enumerate(finite.T)
-        ]
-        self._names = tuple(columns)
-
-    def compute(self, weights: FloatArray) -> dict[str, FloatArray]:
-        """Return (R,) values of each metric; NaN if undefined. With several columns, also of each, as `metric:column`."""
-        each = [column.compute(weights) for column in self._columns]
-        if len(each) == 1:
-            return each[0]
-        # Errors in different units have no mean.
-        metric_values = {
-            name: np.mean([column_values[name] for column_values in each], axis=0)
-            for name in METRICS[:3]
-        }
-        for name, values in zip(self._names, each, strict=True):
-            metric_values |= {f"{metric}:{name}": value for metric, value in values.items()}
-        return metric_values
-
-
-class _TargetStatistics:
     def __init__(self, target: FloatArray, output: FloatArray, patient: NDArray[np.int32]) -> None:
+        self.patients = int(patient.max()) + 1
         self._target, self._output, self._patient = target, output, patient
-        self._orders = [_Ranks(values) for values in (target, output)]
+        self._ranked = [_ranked(values) for values in (target, output)]
 
     def compute(self, weights: FloatArray) -> dict[str, FloatArray]:
+        """Return (R,) values of each metric; NaN if undefined."""
         rows = weights[:, self._patient]
         error = self._output - self._target
         squares = _mean(rows, error**2)
@@ -85,27 +45,23 @@ class _TargetStatistics:
             return {
                 "r2": 1 - squares / _centred(rows, self._target[None])[1],
                 "pearson": _correlation(rows, self._target[None], self._output[None]),
-                "spearman": _correlation(rows, *(order.of(rows) for order in self._orders)),
+                "spearman": _correlation(rows, *(ranks(rows) for ranks in self._ranked)),
                 "mae": _mean(rows, np.abs(error)),
                 "rmse": np.sqrt(squares),
             }
 
 
-class _Ranks:
-    """Ranks of values, as functions of weights: the mean rank of equal values."""
+def _ranked(values: FloatArray) -> Callable[[FloatArray], FloatArray]:
+    """Return a function from (R, N) weights to the (R, N) ranks of (N,) values: the mean rank of equal values."""
+    place = np.unique(values, return_inverse=True)[1]
+    order = np.argsort(place, kind="stable")
+    starts = np.flatnonzero(np.append(True, np.diff(place[order]) > 0))
 
-    def __init__(self, values: FloatArray) -> None:
-        _, self._place = np.unique(values, return_inverse=True)
-        self._order = np.argsort(self._place, kind="stable")
-        ordered = self._place[self._order]
-        self._starts = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1]))[: len(values)]
+    def ranks(rows: FloatArray) -> FloatArray:
+        sums = np.add.reduceat(rows[:, order], starts, axis=1)
+        return np.asarray((np.cumsum(sums, axis=1) - sums / 2)[:, place], np.float64)
 
-    def of(self, rows: FloatArray) -> FloatArray:
-        """Return the (R, N) ranks for (R, N) weights."""
-        if not len(self._place):
-            return rows
-        sums = np.add.reduceat(rows[:, self._order], self._starts, axis=1)
-        return np.asarray((np.cumsum(sums, axis=1) - sums / 2)[:, self._place], np.float64)
+    return ranks
 
 
 def _correlation(rows: FloatArray, a: FloatArray, b: FloatArray) -> FloatArray:
@@ -131,20 +87,17 @@ def _mean(rows: FloatArray, values: FloatArray) -> FloatArray:
 
 
 @dataclass(frozen=True, slots=True)
-class Regression(ColumnTask):
+class Regression(Task):
     """One or several numbers."""
 
     name = "regression"
     prefix = "predicted_"
+    outcome_text = "The outcomes are the numbers {}."
+    predicted_text = "a number for each column ({})"
     main: ClassVar[Mapping[str, str]] = {"r2": "R²", "pearson": "Pearson"}
     plain: ClassVar[Mapping[str, str]] = {"spearman": "Spearman", "mae": "MAE", "rmse": "RMSE"}
     by_subgroup = ("r2", "mae")
     compared = ("r2", "pearson", "rmse")
-
-    def target(self, cells: Mapping[str, str], where: str) -> Target | None:
-        """Return a number or NaN for each column; None if all are missing."""
-        values = tuple(numeric_cell(cells[name], f"{where}: {name}") for name in self.columns)
-        return None if all(map(math.isnan, values)) else values
 
     def strata(self, targets: FloatArray) -> list[str]:
         """Return the quarter of each slide, by the mean rank over the columns."""
@@ -179,20 +132,14 @@ class Regression(ColumnTask):
                 parts.append(f"{name} {finite_values.mean():.4g} ± {finite_values.std():.3g}")
         return ", ".join(parts)
 
-    @property
-    def outcome(self) -> str:
-        """A sentence on what is predicted."""
-        return f"The outcomes are the numbers {listed(self.columns)}."
-
-    @property
-    def predicted(self) -> str:
-        """What the model returns."""
-        return f"a number for each column ({listed(self.columns)})"
-
-    def statistics(self, scores: Scores) -> WeightedStatistics:
-        """Return the metrics of numbers."""
-        return RegressionStatistics(scores.target, scores.output, self.columns, scores.patient)
-
-    def details(self, scores: Scores, statistics: WeightedStatistics) -> Details:
-        """Return the columns with few patients."""
-        return Details(few=few_patients(self.columns, scores))
+    def statistics(self, scores: Predictions) -> WeightedStatistics:
+        """Return the metrics of numbers. Errors in different units have no mean."""
+        columns = {
+            name: RegressionStatistics(scores.target[rows, i], scores.output[rows, i], scores.patient[rows])
+            if rows.any() else None
+            for i, (name, rows) in enumerate(zip(self.columns, np.isfinite(scores.target).T, strict=True))
+        }  # fmt: skip
+        first, *further = columns.values()
+        if first is not None and not further:
+            return first
+        return ColumnStatistics(columns, METRICS, METRICS[:3], int(scores.patient.max()) + 1)

@@ -6,7 +6,7 @@ metrics except the AUC are first summed by patient. Weights of 1 give the unweig
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,7 @@ from histopipe.tasks.intervals import (
     Interval,
     WeightedStatistics,
     auc_interval,
+    column_intervals,
     error_interval,
     independent_mean_interval,
     mean_interval,
@@ -29,32 +30,30 @@ from histopipe.tasks.intervals import (
 _SMALLEST = np.finfo(np.float64).eps
 
 
-@dataclass(frozen=True, slots=True)
-class _RankedScores:
-    """(N,) patients and labels of scores, by decreasing probability of one class, and the last of each equal scores."""
+def _rank(values: FloatArray) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Return the order of decreasing values, and the places of the last of each equal values: the steps of a curve."""
+    order = np.argsort(-values, kind="stable")
+    values = values[order]
+    return order, np.append(np.flatnonzero(values[1:] != values[:-1]), len(values) - 1)
 
-    patient: NDArray[np.int32]
-    positive: FloatArray
-    ends: NDArray[np.intp] | None
-    """None if no scores are equal."""
 
-    @classmethod
-    def of(
-        cls, event: NDArray[np.bool_], values: FloatArray, patient: NDArray[np.int32]
-    ) -> _RankedScores:
-        order = np.argsort(-values, kind="stable")
-        values = values[order]
-        ends = np.append(np.flatnonzero(values[1:] != values[:-1]), len(values) - 1)
-        positive = event[order].astype(np.float64)
-        return cls(patient[order], positive, ends if len(ends) < len(values) else None)
+def _ranked_areas(
+    event: NDArray[np.bool_], values: FloatArray, patient: NDArray[np.int32]
+) -> Callable[[FloatArray], tuple[float, float]]:
+    """Return a function of (P,) weights that returns the areas under the curves of (N,) events and their probabilities.
 
-    def areas(self, weights: NDArray[np.float64]) -> tuple[float, float]:
-        """Return the area under the ROC curve, where ties count half, and the average precision, for (P,) weights."""
-        weight = weights[self.patient]
-        positives = weight * self.positive
+    These are the area under the ROC curve, where ties count half, and the average precision. Scores are sorted once.
+    """
+    order, ends = _rank(values)
+    patient, positive = patient[order], event[order].astype(np.float64)
+    has_ties = len(ends) < len(values)
+
+    def areas(weights: FloatArray) -> tuple[float, float]:
+        weight = weights[patient]
+        positives = weight * positive
         true, chosen = np.cumsum(positives), np.cumsum(weight)
-        if self.ends is not None:
-            true, chosen = true[self.ends], chosen[self.ends]
+        if has_ties:
+            true, chosen = true[ends], chosen[ends]
             positives, weight = np.diff(true, prepend=0.0), np.diff(chosen, prepend=0.0)
         all_true, all_false = true[-1], chosen[-1] - true[-1]
         if not all_true * all_false:
@@ -62,18 +61,72 @@ class _RankedScores:
         # Pairs with a lower score of another class; equal scores count half.
         lower = all_false - (chosen - true) + (weight - positives) / 2
         precision = np.divide(true, chosen, out=np.zeros_like(true), where=chosen > 0)
-        return float(positives @ lower / (all_true * all_false)), float(
-            positives @ precision / all_true
-        )
+        area, average_precision = positives @ lower / (all_true * all_false), positives @ precision
+        return float(area), float(average_precision / all_true)
+
+    return areas
 
 
-def certainty(
+def confidence_of(
     label: NDArray[np.int32], probability: FloatArray, positive: int | None
 ) -> tuple[FloatArray, NDArray[np.bool_]]:
     """Return (N,) probabilities, and whether they came true: of the positive class, or else of the most probable one."""
     if positive is not None:
         return probability[:, positive], label == positive
     return probability.max(axis=1), probability.argmax(axis=1) == label
+
+
+class ColumnStatistics(WeightedStatistics):
+    """Metrics of several columns as `metric:column`, and their means over the columns, as functions of weights.
+
+    Args:
+        columns: statistics by column; None for a column without values, whose metrics are undefined.
+        metrics: metrics of each column.
+        means: those that also have a mean.
+        patients: number of patients. The last ones may have no values of a column.
+    """
+
+    def __init__(
+        self,
+        columns: Mapping[str, WeightedStatistics | None],
+        metrics: Sequence[str],
+        means: Sequence[str],
+        patients: int,
+    ) -> None:
+        self._columns, self._metrics, self._means = columns, metrics, means
+        self.patients = patients
+
+    def compute(self, weights: FloatArray) -> dict[str, FloatArray]:
+        """Return (R,) means of metrics over the columns, and the metrics of each column; NaN if undefined."""
+        undefined = dict.fromkeys(self._metrics, np.full(len(weights), np.nan))
+        each = {
+            name: undefined if column is None else column.compute(weights[:, : column.patients])
+            for name, column in self._columns.items()
+        }
+        means = {
+            metric: np.mean([values[metric] for values in each.values()], axis=0)
+            for metric in self._means
+        }
+        return means | {
+            f"{metric}:{name}": values[metric]
+            for name, values in each.items()
+            for metric in self._metrics
+        }
+
+    def better_intervals(
+        self, weights: FloatArray, values: Mapping[str, FloatArray]
+    ) -> dict[str, Interval]:
+        """Return intervals of each column, and of the means over the columns; see `Statistics.better_intervals`."""
+        each = {
+            name: column.better_intervals(
+                weights[:, : column.patients],
+                {metric: values[f"{metric}:{name}"] for metric in self._metrics},
+            )
+            if column is not None
+            else {}
+            for name, column in self._columns.items()
+        }
+        return column_intervals(self._metrics, each)
 
 
 class Statistics(WeightedStatistics):
@@ -103,8 +156,7 @@ class Statistics(WeightedStatistics):
         cell = (patient * classes + label) * classes + decided
         cells = np.bincount(cell, minlength=self.patients * classes**2)
         self._confusion = cells.reshape(self.patients, classes, classes).astype(np.float64)
-        truth = label[:, None] == np.arange(classes)
-        squares = (probability - truth) ** 2
+        squares = (probability - (label[:, None] == np.arange(classes))) ** 2
         brier = squares.sum(axis=1) if positive is None else squares[:, positive]
         likelihood = probability[np.arange(count), label]
         log_loss = -np.log(np.clip(likelihood, _SMALLEST, None))
@@ -112,15 +164,15 @@ class Statistics(WeightedStatistics):
             [np.bincount(patient, values, self.patients) for values in (brier, log_loss)]
         )
         # (P, bins) number of scores, and sum of what probabilities exceed outcomes by.
-        confidence, event = certainty(label, probability, positive)
+        confidence, event = confidence_of(label, probability, positive)
         place = patient * BINS + bin_numbers(confidence)
         excess = np.bincount(place, confidence - event, self.patients * BINS)
         self._excess = excess.reshape(self.patients, BINS).astype(np.float64)
         occurs = self._confusion.sum(axis=(0, 2))
         self._present = occurs > 0  # (C,) bool
-        against_rest = np.flatnonzero(self._present & (occurs < count)).tolist()
         self._curves = {
-            n: _RankedScores.of(label == n, probability[:, n], patient) for n in against_rest
+            n: _ranked_areas(label == n, probability[:, n], patient)
+            for n in np.flatnonzero(self._present & (occurs < count)).tolist()
         }
 
     def confusion(self, weights: FloatArray) -> FloatArray:
@@ -131,13 +183,13 @@ class Statistics(WeightedStatistics):
         """Return (R, C) areas under the ROC curve of each class against the rest, and average precision; NaN if undefined."""
         areas = np.full((2, len(weights), self._confusion.shape[1]), np.nan)
         for number, curve in self._curves.items():
-            areas[:, :, number] = np.array([curve.areas(row) for row in weights]).reshape(-1, 2).T
+            areas[:, :, number] = np.array([curve(row) for row in weights]).reshape(-1, 2).T
         return areas[0], areas[1]
 
     def compute(self, weights: FloatArray) -> dict[str, FloatArray]:
         """Return (R,) values of each metric; NaN if undefined."""
         confusion = self.confusion(weights)
-        areas, precisions = self._areas(weights)
+        areas, precisions = map(self._of_positive, self.areas(weights))
         counts = weights @ self._confusion.sum(axis=(1, 2))
         with np.errstate(invalid="ignore", divide="ignore"):
             return {
@@ -181,7 +233,7 @@ class Statistics(WeightedStatistics):
         ])  # fmt: skip
         if self.positive is not None and self.positive in self._curves:
             of_class = label == self.positive
-            _, precision = self._curves[self.positive].areas(np.ones(self.patients))
+            _, precision = self._curves[self.positive](np.ones(self.patients))
             positives = len(np.unique(patient[of_class]))
             if positives > 1:
                 by_metric["average_precision"] = precision_interval(
@@ -192,14 +244,6 @@ class Statistics(WeightedStatistics):
         if (count > 0).sum() > 1:
             by_metric["calibration_error"] = error_interval(self._excess, count, weights)
         return {name: interval for name, interval in by_metric.items() if interval is not None}
-
-    def _areas(self, weights: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """Return (R,) areas and average precisions of the positive class, or their means over the classes."""
-        numbers = list(self._curves) if self.positive is None else [self.positive]
-        if not self._curves:
-            return np.full(len(weights), np.nan), np.full(len(weights), np.nan)
-        areas, precisions = (values[:, numbers].mean(axis=1) for values in self.areas(weights))
-        return areas, precisions
 
     def _of_positive(self, by_class: FloatArray) -> FloatArray:
         """Return values of the positive class; for more than two classes, the mean over those that occur."""
@@ -228,8 +272,9 @@ def specificity(confusion: FloatArray) -> FloatArray:
 
 def _f1(confusion: FloatArray) -> FloatArray:
     """Return (R, C) F1 scores; NaN if a class neither occurs nor is decided."""
-    both = confusion.sum(axis=1) + confusion.sum(axis=2)
-    return np.asarray(2 * _correct(confusion) / both, np.float64)
+    return np.asarray(
+        2 * _correct(confusion) / (confusion.sum(axis=1) + confusion.sum(axis=2)), np.float64
+    )
 
 
 def area_under_roc(label: NDArray[np.int32], probability: NDArray[np.float32]) -> float | None:
@@ -238,7 +283,7 @@ def area_under_roc(label: NDArray[np.int32], probability: NDArray[np.float32]) -
         return None
     one = np.zeros(len(label), np.int32)
     statistics = Statistics(label, probability.astype(np.float64), one, one.astype(np.intp), None)
-    areas = statistics.areas(np.ones((1, 1)))[0][0]
+    (areas,), _ = statistics.areas(np.ones((1, 1)))
     areas = areas[np.isfinite(areas)]
     return float(areas.mean()) if len(areas) >= 2 else None
 
@@ -250,8 +295,7 @@ _GRID = np.linspace(0, 1, 101)
 
 def bootstrap_draws(patients: int, resamples: int, seed: int) -> NDArray[np.float64]:
     """Return how often each patient is drawn per resample, (R, P): as many draws as patients, with replacement."""
-    rng = np.random.default_rng(seed)
-    share = np.full(patients, 1 / patients)
+    rng, share = np.random.default_rng(seed), np.full(patients, 1 / patients)
     return rng.multinomial(patients, share, size=resamples).astype(np.float64)
 
 
@@ -283,11 +327,9 @@ def roc_of(
     """Return the ROC curve of (N,) events by their probability; None if all items, or none, are events."""
     if positive.all() or not positive.any():
         return None
-    order = np.argsort(-probability, kind="stable")
-    positive, patient, values = positive[order], patient[order], probability[order]
-    # Equal scores form one step of the curve.
-    ends = np.append(np.flatnonzero(values[1:] != values[:-1]), len(values) - 1)
-    rates = _rates(positive, ends, np.ones(len(values)))
+    order, ends = _rank(probability)
+    positive, patient = positive[order], patient[order]
+    rates = _rates(positive, ends, np.ones(len(positive)))
     low = high = None
     if len(np.unique(patient)) >= FEWEST_PATIENTS:
         curves = []
@@ -307,10 +349,8 @@ def precision_recall_of(
     """Return (K,) recall and precision of events at decreasing thresholds; None if all items, or none, are events."""
     if positive.all() or not positive.any():
         return None
-    order = np.argsort(-probability, kind="stable")
-    values, positive = probability[order], positive[order]
-    ends = np.append(np.flatnonzero(values[1:] != values[:-1]), len(values) - 1)
-    true_positives = np.cumsum(positive)[ends]
+    order, ends = _rank(probability)
+    true_positives = np.cumsum(positive[order])[ends]
     return true_positives / positive.sum(), true_positives / (ends + 1)
 
 

@@ -13,17 +13,15 @@ from numpy.typing import NDArray
 
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.system.arrays import FloatArray
+from histopipe.system.output import counted
 from histopipe.tasks.intervals import WeightedStatistics
 from histopipe.tasks.task import (
     TRUE,
-    Details,
-    Scores,
+    Predictions,
     Target,
     Task,
     Thresholds,
-    few_patients,
     flag_cell,
-    numeric_cell,
     rank_parts,
     relative_ranks,
 )
@@ -65,10 +63,12 @@ class SurvivalStatistics(WeightedStatistics):
         rows = weights[:, self._patient]
         inverse = self._inverse_censoring(rows)
         harrell, uno = self._concordance(rows, inverse)
-        values = {"c_index": harrell, "c_index_uno": uno}
-        values["auc"] = self._mean_auc(rows, inverse, self._inside)
-        values["brier"] = self._brier(rows, inverse, self._inside)
-        return values
+        return {
+            "c_index": harrell,
+            "c_index_uno": uno,
+            "auc": self._mean_auc(rows, inverse, self._inside),
+            "brier": self._brier(rows, inverse, self._inside),
+        }
 
     def remarks(self) -> list[str]:
         """Return remarks on the events and times that metrics leave out."""
@@ -118,10 +118,8 @@ class SurvivalStatistics(WeightedStatistics):
             value = np.where(np.abs(lead) <= _TIE, 0.5, lead > 0) * comparable
             pairs, concordant = rows @ comparable.T, rows @ value.T
             harrell, uno = rows[:, block], weight[:, block]
-            sums[0] += (harrell * concordant).sum(axis=1)
-            sums[1] += (harrell * pairs).sum(axis=1)
-            sums[2] += (uno * concordant).sum(axis=1)
-            sums[3] += (uno * pairs).sum(axis=1)
+            products = (harrell * concordant, harrell * pairs, uno * concordant, uno * pairs)
+            sums += [product.sum(axis=1) for product in products]
         with np.errstate(divide="ignore", invalid="ignore"):
             return sums[0] / sums[1], sums[2] / sums[3]
 
@@ -130,8 +128,7 @@ class SurvivalStatistics(WeightedStatistics):
         if not len(times):
             return np.full(len(rows), math.nan)
         order = np.argsort(self._risk, kind="stable")
-        risk = self._risk[order]
-        ties = np.flatnonzero(np.append(True, np.diff(risk) > _TIE))
+        ties = np.flatnonzero(np.append(True, np.diff(self._risk[order]) > _TIE))
         survival = self._product(rows, self._event, np.zeros_like(self._event))
         areas, falls, before = [], [], np.ones(len(rows))
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -200,8 +197,7 @@ def partial_likelihood(
         count = len(tied)
         if count:
             share = np.arange(count) / count
-            tied_hazard = hazard[tied].sum()
-            denominators = totals[end - 1] - share * tied_hazard
+            denominators = totals[end - 1] - share * hazard[tied].sum()
             loss += float(np.sum(np.log(denominators) + top) - risk[tied].sum())
             common[group] = np.sum(1 / denominators)
             slopes[tied] -= 1 + hazard[tied] * np.sum(share / denominators)
@@ -229,21 +225,17 @@ def breslow_survival(
     time, happened = time[order], event[order] == 1
     hazard = np.exp(risk[order].astype(np.float64))
     at_risk = np.cumsum(hazard[::-1])[::-1]
-    first = np.searchsorted(time, time[happened], side="left")
-    steps = 1 / at_risk[first]
+    steps = 1 / at_risk[np.searchsorted(time, time[happened], side="left")]
     until = np.searchsorted(time[happened], np.asarray(grid), side="right")
-    cumulative = np.append(0.0, np.cumsum(steps))[until]
-    return np.asarray(np.exp(-cumulative), np.float64)
+    return np.asarray(np.exp(-np.append(0.0, np.cumsum(steps))[until]), np.float64)
 
 
 def time_grid(
     time: NDArray[np.float64], event: NDArray[np.float64], count: int = 10
 ) -> list[float]:
     """Return up to `count` increasing times between the 10th and 90th percentile of the events."""
-    times = time[event == 1]
-    return [
-        float(quantile) for quantile in np.unique(np.quantile(times, np.linspace(0.1, 0.9, count)))
-    ]
+    quantiles = np.quantile(time[event == 1], np.linspace(0.1, 0.9, count))
+    return list(np.unique(quantiles).tolist())
 
 
 _RISK, _SURVIVAL = "risk", "survival_"
@@ -276,15 +268,6 @@ class RiskGroup:
     at_risk_times: tuple[float, ...]
     at_risk: tuple[int, ...]
 
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> RiskGroup:
-        """Create a group from JSON, where tuples are lists."""
-        fields: dict[str, Any] = {
-            name: tuple(entry) if isinstance(entry, list) else entry
-            for name, entry in value.items()
-        }
-        return cls(**fields)
-
 
 @dataclass(frozen=True, slots=True)
 class Survival(Task):
@@ -294,6 +277,10 @@ class Survival(Task):
     """
 
     name = "survival"
+    settings = ("time", "event")
+    of_patches = of_values = False
+    outcome_text = "The outcome is the time until an event (columns {})."
+    predicted_text = "a risk, and the probability of survival at several times"
     main: ClassVar[Mapping[str, str]] = {"c_index": "C-index", "auc": "AUC(t)"}
     plain: ClassVar[Mapping[str, str]] = {"c_index_uno": "Uno's C", "brier": "int. Brier"}
     titles: ClassVar[Mapping[str, str]] = {
@@ -309,7 +296,7 @@ class Survival(Task):
         time_name, event_name = self.columns
         if not cells[time_name] and not cells[event_name]:
             return None
-        time = numeric_cell(cells[time_name], f"{where}: {time_name}")
+        time = self.read_cell(cells[time_name], f"{where}: {time_name}")
         if not time >= 0:
             raise UsageError(
                 f"{where}: {time_name}",
@@ -328,11 +315,10 @@ class Survival(Task):
         """Return event or censored, in the earlier or later half of these."""
         names = np.empty(len(targets), object)
         for value, name in ((1, "event"), (0, "censored")):
-            rows = np.flatnonzero(targets[:, 1] == value)
+            rows = targets[:, 1] == value
             halves = rank_parts(relative_ranks(targets[rows, 0]), 2)
-            for row, half in zip(rows, halves, strict=True):
-                names[row] = f"{name}, {('early', 'late')[half - 1]}"
-        return [str(name) for name in names]
+            names[rows] = [f"{name}, {('early', 'late')[half - 1]}" for half in halves]
+        return list(names)
 
     def check(self, targets: FloatArray, subset: str) -> None:
         """Check that there is an event that is not the last time."""
@@ -353,14 +339,13 @@ class Survival(Task):
         return f"{int(targets[:, 1].sum())} events, median time {np.median(targets[:, 0]):.4g}"
 
     @property
-    def outcome(self) -> str:
-        """A sentence on what is predicted."""
-        return f"The outcome is the time until an event (columns {self.columns[0]} and {self.columns[1]})."
+    def flags(self) -> tuple[str, ...]:
+        """The column of the event."""
+        return self.columns[1:]
 
-    @property
-    def predicted(self) -> str:
-        """What the model returns."""
-        return "a risk, and the probability of survival at several times"
+    def flag_counts(self, counts: Mapping[str, int]) -> str:
+        """Return the number of patients with the event as text."""
+        return counted(counts[self.columns[1]], "event")
 
     @classmethod
     def of_header(cls, names: Sequence[str]) -> Self | None:
@@ -393,26 +378,22 @@ class Survival(Task):
         survival = np.array(rows, np.float32).reshape(len(rows), len(self.grid))
         return np.concatenate([output[:, :1], survival], axis=1)
 
-    def statistics(self, scores: Scores) -> WeightedStatistics:
+    def statistics(self, scores: Predictions) -> SurvivalStatistics:
         """Return concordance, AUC over time, and Brier score."""
         time, event = scores.target.T
         return SurvivalStatistics(time, event, scores.output, self.grid, scores.patient)
 
-    def thresholds(self, scores: Scores, rule: str) -> Thresholds:
+    def thresholds(self, scores: Predictions, rule: str) -> Thresholds:
         """Return the median risk, which divides the risk groups."""
-        return Thresholds((float(np.median(scores.output[:, 0])),) if len(scores.output) else ())
+        return Thresholds((float(np.median(scores.output[:, 0])),) if len(scores) else ())
 
-    def details(self, scores: Scores, statistics: WeightedStatistics) -> Details:
+    def details(self, scores: Predictions, statistics: SurvivalStatistics) -> dict[str, Any]:
         """Return the risk groups, and remarks on times and events that are left out."""
-        assert isinstance(statistics, SurvivalStatistics)  # noqa: S101 - for mypy
         groups, log_rank = _risk_groups(scores)
-        return Details(
-            fields={"groups": groups, "log_rank": log_rank}, remarks=statistics.remarks(),
-            few=few_patients(self.columns, scores),
-        )  # fmt: skip
+        return {"groups": groups, "log_rank": log_rank, "notes": statistics.remarks()}
 
 
-def _risk_groups(scores: Scores) -> tuple[tuple[RiskGroup, ...], float | None]:
+def _risk_groups(scores: Predictions) -> tuple[tuple[RiskGroup, ...], float | None]:
     """Return the groups of high and low risk, and the p value of their difference."""
     # Without a threshold, no patient of validation has one time for all slides.
     if not scores.limits.shape[1]:

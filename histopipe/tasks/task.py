@@ -1,4 +1,4 @@
-"""What a model predicts: a task with its targets, and scores of it to evaluate.
+"""What a model predicts: a task with its targets, and predictions of it.
 
 A target is a tuple of floats per slide or patient, NaN where it is missing. That of a classification is the number of
 the class.
@@ -10,6 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -18,8 +19,9 @@ from numpy.typing import NDArray
 from histopipe.errors import UsageError
 from histopipe.system.arrays import FloatArray
 from histopipe.system.csv_files import FLAGS, cell_number, is_number
+from histopipe.system.output import listed
 from histopipe.tasks.choices import Aggregation, EvaluationLevel, TaskName, levels_of
-from histopipe.tasks.intervals import FEWEST_PATIENTS, Interval, WeightedStatistics
+from histopipe.tasks.intervals import WeightedStatistics, mean_ranks
 
 Target = tuple[float, ...]
 TRUE = "true_"
@@ -61,25 +63,32 @@ NO_THRESHOLDS = Thresholds()
 
 
 @dataclass(frozen=True, slots=True)
-class Scores:
-    """Predictions of patches, slides or patients for the evaluation.
+class Predictions:
+    """Predictions of patches, slides or patients: of a model, or aggregated to a level for an evaluation.
 
     Attributes:
-        task: the task, with the positive class of the evaluation.
+        task: what is predicted; of an evaluation with its positive class.
+        slides, patients: slide ids and patients, by number.
+        slide, patient: (N,) int32, slide and patient of each row; the patient is the unit of resampling.
+        x_l0, y_l0: (N,) int64, top left corner, level-0 pixels; 0 if a row is not a patch.
         target: (N, T) float64, NaN for missing values.
-        output: (N, C) float64.
-        patient: (N,) int32; the unit of resampling.
-        item: (N,) int64, number of the patch, slide or patient.
-        limits: (N, L) float64, the thresholds of the model of each item.
+        output: (N, C) float32; float64 if aggregated.
+        level: level of the rows. Of rows of patients, `slide` is the patient, or the first of the aggregated slides.
+        limits: (N, L) float64, the thresholds of the model of each row; L is 0 without thresholds.
         left_out: number of slides or patients left out because their patches have different targets.
     """
 
     task: Task
-    target: FloatArray
-    output: FloatArray
+    slides: tuple[str, ...]
+    patients: tuple[str, ...]
+    slide: NDArray[np.int32]
     patient: NDArray[np.int32]
-    item: NDArray[np.int64]
-    limits: FloatArray
+    x_l0: NDArray[np.int64]
+    y_l0: NDArray[np.int64]
+    target: FloatArray
+    output: NDArray[Any]
+    level: EvaluationLevel = "patch"
+    limits: FloatArray = field(default_factory=partial(np.empty, (0, 0)))
     left_out: int = 0
 
     @property
@@ -87,50 +96,66 @@ class Scores:
         """(N,) class numbers of a classification; -1 for none."""
         return labels_of(self.target)
 
-    def rows(self, rows: NDArray[np.intp]) -> Scores:
-        """Return some of the items."""
-        return replace(
-            self, target=self.target[rows], output=self.output[rows], patient=self.patient[rows],
-            item=self.item[rows], limits=self.limits[rows],
-        )  # fmt: skip
+    def __len__(self) -> int:
+        return len(self.target)
+
+    def rows(self, rows: NDArray[Any]) -> Predictions:
+        """Return some of the rows."""
+        limits = self.limits[rows] if self.limits.size else self.limits
+        return replace(self, limits=limits, **{name: getattr(self, name)[rows] for name in ARRAYS})
+
+    def labelled(self) -> Predictions:
+        """Return the rows that have a target."""
+        return self.rows(np.flatnonzero(np.isfinite(self.target).any(axis=1)))
+
+    def without_targets(self) -> Predictions:
+        """Return the same predictions as of unknown targets, so that none is left out when they are aggregated."""
+        return replace(self, target=np.full_like(self.target, np.nan))
+
+    def owner(self, level: EvaluationLevel) -> tuple[NDArray[np.int32], tuple[str, ...]]:
+        """Return the (N,) slide or patient of each row, and their names."""
+        return (self.patient, self.patients) if level == "patient" else (self.slide, self.slides)
+
+    def ids(self, level: EvaluationLevel) -> list[str]:
+        """Return the name of the slide or patient of each row."""
+        numbers, names = self.owner(level)
+        return [names[number] for number in numbers.tolist()]
+
+    @property
+    def unit(self) -> EvaluationLevel:
+        """The level of a table of slides: patients if these were predicted."""
+        return "patient" if self.level == "patient" else "slide"
 
 
-@dataclass(slots=True)
-class Details:
-    """What a task adds to the metrics of its statistics.
-
-    Attributes:
-        values, intervals: more metrics.
-        fields: more attributes of `Metrics`.
-        remarks: notes.
-        complete: whether resamples with an undefined metric are worth a note.
-        few: columns with too few patients for intervals.
-    """
-
-    values: dict[str, float | None] = field(default_factory=dict)
-    intervals: dict[str, Interval] = field(default_factory=dict)
-    fields: dict[str, Any] = field(default_factory=dict)
-    remarks: list[str] = field(default_factory=list)
-    complete: bool = True
-    few: Sequence[str] = ()
+ARRAYS = ("slide", "patient", "x_l0", "y_l0", "target", "output")
+"""Attributes of predictions with a row for each prediction."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task(ABC):
     """A kind of prediction. `columns` are those of the labels file that hold the target.
 
+    By default there is an output for each column, in columns of tables that begin with `prefix`.
+
     Class attributes:
+        settings: settings of a training that name the columns.
         aggregations: from patches to slides and patients; the first is the default.
         main: titles of the metrics in a table that have intervals, by name; the first is the main metric.
         plain: those of further metrics in a table.
         titles: titles that differ from those of other tasks.
         of_classes: whether each item has one of several classes: its label, or an annotation.
+        of_patches: whether models of patches can predict it.
+        of_values: whether an output minus the target is an error.
+        probabilities: whether the outputs are probabilities.
         by_subgroup, compared: metrics of subgroups, and of differences between runs.
         several: what a slide has whose patches have different targets.
         undefined: what resamples do for which a metric is undefined.
+        outcome_text, predicted_text: sentence on what is predicted, and noun phrase on what the model returns, with a
+            place for the classes or columns.
     """
 
     name: ClassVar[TaskName]
+    settings: ClassVar[tuple[str, ...]] = ("target",)
     aggregations: ClassVar[tuple[Aggregation, ...]] = ("mean",)
     main: ClassVar[Mapping[str, str]]
     plain: ClassVar[Mapping[str, str]]
@@ -138,8 +163,14 @@ class Task(ABC):
     by_subgroup: ClassVar[tuple[str, ...]]
     compared: ClassVar[tuple[str, ...]]
     of_classes: ClassVar[bool] = False
+    of_patches: ClassVar[bool] = True
+    of_values: ClassVar[bool] = True
+    probabilities: ClassVar[bool] = False
     several: ClassVar[str] = "targets"
     undefined: ClassVar[str] = "are undefined"
+    outcome_text: ClassVar[str]
+    predicted_text: ClassVar[str]
+    prefix: ClassVar[str] = "p_"
     columns: tuple[str, ...]
 
     @property
@@ -152,19 +183,43 @@ class Task(ABC):
         """Number of the positive class of two; None for others."""
         return None
 
+    @property
+    def has_thresholds(self) -> bool:
+        """Whether classes or labels are decided by thresholds."""
+        return self.positive is not None
+
     # Targets.
 
-    @abstractmethod
     def target(self, cells: Mapping[str, str], where: str) -> Target | None:
         """Return the target in the cells of a slide, by column; None if it is missing. `where` is for messages.
 
         Raises:
             UsageError: a cell has a wrong value.
         """
+        values = tuple(self.read_cell(cells[name], f"{where}: {name}") for name in self.columns)
+        return None if all(map(math.isnan, values)) else values
+
+    @staticmethod
+    def read_cell(cell: str, where: str) -> float:
+        """Return a number of the target, or NaN for an empty cell. Raise UsageError for a text."""
+        if cell and not is_number(cell):
+            raise UsageError(where, found=repr(cell), expected="a number, or an empty cell")
+        return cell_number(cell)
 
     @abstractmethod
     def strata(self, targets: FloatArray) -> list[str]:
         """Return a name for each of (N, T) targets. Splits put an equal share of each name in every subset."""
+
+    def names_to_balance(
+        self, strata: Sequence[str], slides: Sequence[tuple[str, Target | None]]
+    ) -> tuple[list[set[str]], tuple[str, ...], tuple[str, ...]]:
+        """Return names for each slide, from stratum and target, of which splits put an equal share in every subset.
+
+        Then the names of which every subset should have slides, and the other names. `strata` are those of all slides.
+        """
+        # Names of ranges begin with their kind, such as "event, early".
+        kinds = tuple(sorted({name.split()[0] for name in strata}))
+        return [{name, name.split()[0]} for name, _ in slides], kinds, tuple(strata)
 
     @abstractmethod
     def check(self, targets: FloatArray, subset: str) -> None:
@@ -183,34 +238,44 @@ class Task(ABC):
         total = sum(counts.values())
         return f"{total} {unit}: {self.summary(targets)}" if len(targets) else "none"
 
+    def flag_counts(self, counts: Mapping[str, int]) -> str:
+        """Return numbers of patients with 1 in each of the columns `flags`, as text; empty without such columns."""
+        return listed([f"{counts[name]:,} {name}" for name in self.flags])
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Columns of the target with 0 or 1."""
+        return ()
+
     # Sentences of the methods.
 
     @property
-    @abstractmethod
     def outcome(self) -> str:
         """A sentence on what is predicted."""
+        return self.outcome_text.format(listed(self.classes, last="or") or listed(self.columns))
 
     @property
-    @abstractmethod
     def predicted(self) -> str:
         """What the model returns, as a noun phrase."""
+        return self.predicted_text.format(listed(self.classes or self.columns))
 
     # Tables of predictions.
 
     @classmethod
-    @abstractmethod
     def of_header(cls, names: Sequence[str]) -> Self | None:
         """Return the task of a table with these columns after those of the places; None if they are of another one."""
-
-    @property
-    @abstractmethod
-    def output_names(self) -> tuple[str, ...]:
-        """Columns of the outputs."""
+        task = cls(tuple(name.removeprefix(TRUE) for name in names if name.startswith(TRUE)))
+        return task if (*task.target_names, *task.output_names) == tuple(names) else None
 
     @property
     def names(self) -> tuple[str, ...]:
         """A name for each number that a user sees, such as the risk alone."""
         return self.columns
+
+    @property
+    def output_names(self) -> tuple[str, ...]:
+        """Columns of the outputs."""
+        return tuple(self.prefix + name for name in self.names)
 
     @property
     def target_names(self) -> tuple[str, ...]:
@@ -247,55 +312,35 @@ class Task(ABC):
         """Return (G, C) outputs of the groups of (N, C) rows that begin at `starts`: their means."""
         return group_means(output, starts)
 
+    def decide(self, output: FloatArray, limits: FloatArray) -> NDArray[np.intp]:
+        """Return (N,) decided class numbers: by (N, L) or (L,) thresholds of the positive class, or the most probable one."""
+        return np.asarray(np.argmax(output, axis=1), np.intp)
+
     @abstractmethod
-    def statistics(self, scores: Scores) -> WeightedStatistics:
+    def statistics(self, scores: Predictions) -> WeightedStatistics:
         """Return the metrics of scores as functions of weights."""
 
     def epoch_metrics(
         self, target: FloatArray, output: NDArray[np.float32]
     ) -> dict[str, float | None]:
         """Return metrics of an epoch by name: the main one, and perhaps others."""
-        numbers = np.arange(len(target))
-        values = self.statistics(
-            Scores(
-                self, target, output.astype(np.float64), np.zeros(len(target), np.int32), numbers,
-                np.empty((len(target), 0)),
-            )
-        ).compute(np.ones((1, 1)))  # fmt: skip
+        zeros: Any = np.zeros(len(target), np.int32)
+        scores = Predictions(
+            self, (), (), zeros, zeros, zeros, zeros, target, output.astype(np.float64)
+        )
         name = next(iter(self.main))
-        return {name: known(values[name][0])}
+        return {name: self.statistics(scores).values()[name]}
 
-    def thresholds(self, scores: Scores, rule: str) -> Thresholds:
+    def thresholds(self, scores: Predictions, rule: str) -> Thresholds:
         """Return the thresholds that a rule chooses on validation data."""
         return NO_THRESHOLDS
 
-    def details(self, scores: Scores, statistics: WeightedStatistics) -> Details:
-        """Return more than metrics; `statistics` are those of the scores."""
-        return Details()
+    def details(self, scores: Predictions, statistics: Any) -> dict[str, Any]:
+        """Return further fields of `Metrics`; `values`, `intervals` and `notes` are added to those of the statistics.
 
-
-class ColumnTask(Task):
-    """A task with one output for each column of its target, in columns that begin with `prefix`."""
-
-    prefix: ClassVar[str]
-    __slots__ = ()
-
-    @classmethod
-    def of_header(cls, names: Sequence[str]) -> Self | None:
-        """Return the task of the columns `true_NAME` and `prefixNAME`."""
-        task = cls(tuple(name.removeprefix(TRUE) for name in names if name.startswith(TRUE)))
-        return task if (*task.target_names, *task.output_names) == tuple(names) else None
-
-    @property
-    def output_names(self) -> tuple[str, ...]:
-        """Columns of the outputs."""
-        return tuple(self.prefix + name for name in self.columns)
-
-
-def few_patients(columns: Sequence[str], scores: Scores) -> list[str]:
-    """Return the columns with values of too few patients for an interval."""
-    patients = [len(np.unique(scores.patient[rows])) for rows in np.isfinite(scores.target).T]
-    return [name for name, count in zip(columns, patients, strict=True) if count < FEWEST_PATIENTS]
+        `statistics` is the result of the method `statistics` for the scores.
+        """
+        return {}
 
 
 def labels_of(target: FloatArray) -> NDArray[np.int32]:
@@ -307,18 +352,6 @@ def group_means(values: FloatArray, starts: NDArray[np.intp]) -> FloatArray:
     """Return (G, C) means of the groups of (N, C) rows that begin at `starts`."""
     sizes = np.diff(starts, append=len(values))
     return np.asarray(np.add.reduceat(values, starts, axis=0) / sizes[:, None], np.float64)
-
-
-def known(value: float) -> float | None:
-    """Return a metric; None if it is not finite, and so undefined."""
-    return float(value) if math.isfinite(value) else None
-
-
-def numeric_cell(cell: str, where: str) -> float:
-    """Return a number, or NaN for an empty cell. Raise UsageError for a text."""
-    if cell and not is_number(cell):
-        raise UsageError(where, found=repr(cell), expected="a number, or an empty cell")
-    return cell_number(cell)
 
 
 def flag_cell(cell: str, where: str) -> float:
@@ -333,14 +366,12 @@ def flag_cell(cell: str, where: str) -> float:
 
 def relative_ranks(values: FloatArray) -> FloatArray:
     """Return ranks from 0 to 1, equal for equal values; NaN for NaN."""
-    ordered = np.sort(values[np.isfinite(values)])
-    if not len(ordered):
-        return np.full(len(values), np.nan)
-    low, high = (np.searchsorted(ordered, values, subset) for subset in ("left", "right"))
-    return np.where(np.isfinite(values), (low + high) / (2 * len(ordered)), np.nan)
+    ranks, finite = np.full(len(values), np.nan), np.isfinite(values)
+    ranks[finite] = (mean_ranks(values[finite]) - 0.5) / max(finite.sum(), 1)
+    return ranks
 
 
 def rank_parts(ranks: FloatArray, count: int) -> list[int]:
     """Return the part of each rank from 0 to 1, counted from 1 to `count`."""
     numbers = np.minimum(np.nan_to_num(ranks) * count, count - 1).astype(int) + 1
-    return [int(number) for number in numbers]
+    return list(numbers.tolist())

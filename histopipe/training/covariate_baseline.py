@@ -15,18 +15,16 @@ from histopipe.splits.labelling import Covariates
 from histopipe.splits.splits import SlideSplit, Splits
 from histopipe.splits.subsets import SUBSETS, Subset
 from histopipe.tasks.choices import EvaluationLevel
-from histopipe.tasks.predictions import Predictions
-from histopipe.tasks.survival import time_grid
-from histopipe.training.objective import CoxObjective, DiscreteSurvival, Objective
+from histopipe.tasks.task import Predictions
+from histopipe.training.objective import Objective
 
 
 def baseline_scores(
     splits: Splits, covariates: Covariates, objective: Objective, level: EvaluationLevel
 ) -> dict[Subset, Predictions]:
     """Fit a model to the covariates of the training bags, and return its predictions for the other subsets."""
-    if isinstance(objective, CoxObjective | DiscreteSurvival):
-        # Cox' regression is fitted, and the objective of the slide model keeps its own baseline.
-        objective = CoxObjective(time_grid(*splits.targets_on("train").T))
+    targets = splits.targets_on("train")
+    objective = objective.for_covariates(targets)  # that of the slide model keeps its baseline
     slides = {
         subset: [slide for slide in splits.slides if len(slide.on(subset))] for subset in SUBSETS
     }
@@ -35,8 +33,7 @@ def baseline_scores(
         subset: _inputs(of_subset, covariates) @ kernel + bias
         for subset, of_subset in slides.items()
     }
-    if isinstance(objective, CoxObjective):
-        objective.fit_baseline(logits["train"][:, 0], splits.targets_on("train"))
+    objective.fit_baseline(logits["train"][:, 0], targets)
     task, predictions = objective.described(splits.task), {}
     for subset in SUBSETS[1:]:
         if slides[subset]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import keras
 import numpy as np
@@ -13,9 +13,8 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from histopipe.system.arrays import FloatArray
-from histopipe.tasks.predictions import Predictions
 from histopipe.tasks.survival import Survival, breslow_survival, partial_likelihood, time_grid
-from histopipe.tasks.task import Task
+from histopipe.tasks.task import Predictions, Task
 
 TINY = 1e-7
 _ABSENT = 20.0
@@ -41,6 +40,27 @@ class Objective(ABC):
     joint = False
     bias: NDArray[np.float64] | None = None
     """(C,) initial bias of the last layer of slide models; None for 0."""
+
+    @classmethod
+    @abstractmethod
+    def of(
+        cls,
+        targets: FloatArray,
+        *,
+        loss: str = "",
+        classes: int = 0,
+        draws: FloatArray | None = None,
+    ) -> Self:
+        """Return the objective of (N, T) training targets. `draws` is the number of samples per epoch of each target."""
+
+    @classmethod
+    @abstractmethod
+    def recorded(cls, facts: Mapping[str, Any], *, loss: str, outputs: int) -> Self:
+        """Return the objective of a finished run, from its `facts`. `outputs` is the number of classes or labels.
+
+        Raises:
+            KeyError, TypeError: the facts are not those of this objective.
+        """
 
     @abstractmethod
     def fit_linear(self, inputs: FloatArray, targets: FloatArray) -> tuple[FloatArray, FloatArray]:
@@ -86,6 +106,13 @@ class Objective(ABC):
         """Return the loss of an epoch from the mean over its samples, and their (N, T) targets and (N, C) outputs."""
         return loss
 
+    def for_covariates(self, targets: FloatArray) -> Objective:
+        """Return the objective of a model of the covariates alone, from its (N, T) training targets."""
+        return self
+
+    def fit_baseline(self, risk: FloatArray, targets: FloatArray) -> None:  # noqa: B027 - see `finish`
+        """Compute what predictions need from (N,) first values of the last layer and (N, T) targets of the training."""
+
     def finish(self, predict_train: Callable[[], Predictions]) -> None:  # noqa: B027 - for most, nothing
         """Compute what predictions need from those of the training, with the best model."""
 
@@ -97,6 +124,23 @@ class ClassObjective(Objective):
 
     def __init__(self, classes: int) -> None:
         self.outputs = classes
+
+    @classmethod
+    def of(
+        cls,
+        targets: FloatArray,
+        *,
+        loss: str = "",
+        classes: int = 0,
+        draws: FloatArray | None = None,
+    ) -> Self:
+        """Return the objective of `classes` classes."""
+        return cls(classes)
+
+    @classmethod
+    def recorded(cls, facts: Mapping[str, Any], *, loss: str, outputs: int) -> Self:
+        """Return the objective of a finished run."""
+        return cls(outputs)
 
     def fit_linear(self, inputs: FloatArray, targets: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Fit a logistic regression. Classes without a sample are nearly impossible."""
@@ -148,6 +192,29 @@ class MultilabelObjective(Objective):
         self.outputs = len(positive_weight)
         self._positive = positive_weight
 
+    @classmethod
+    def of(
+        cls,
+        targets: FloatArray,
+        *,
+        loss: str = "",
+        classes: int = 0,
+        draws: FloatArray | None = None,
+    ) -> Self:
+        """With `draws`, weight the 1 of each label by the ratio of zeros to ones among the samples."""
+        weights = np.ones(targets.shape[1])
+        if draws is not None:
+            ones, zeros = (
+                np.nansum(draws[:, None] * (targets == value), axis=0) for value in (1, 0)
+            )
+            np.divide(zeros, ones, out=weights, where=(ones > 0) & (zeros > 0))
+        return cls(weights)
+
+    @classmethod
+    def recorded(cls, facts: Mapping[str, Any], *, loss: str, outputs: int) -> Self:
+        """Return the objective of a finished run."""
+        return cls(np.ones(outputs))
+
     def fit_linear(self, inputs: FloatArray, targets: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Fit a logistic regression of each label."""
         from sklearn.linear_model import LogisticRegression
@@ -191,8 +258,20 @@ class RegressionObjective(Objective):
         return _fit_columns(Ridge, inputs, np.asarray(self.logits(tf.constant(targets))))
 
     @classmethod
-    def of(cls, targets: NDArray[np.float64], loss: str) -> RegressionObjective:
-        """Create it from training targets."""
+    def recorded(cls, facts: Mapping[str, Any], *, loss: str, outputs: int) -> Self:
+        """Return the objective of a finished run."""
+        return cls(facts["mean"], facts["deviation"], loss)
+
+    @classmethod
+    def of(
+        cls,
+        targets: FloatArray,
+        *,
+        loss: str = "",
+        classes: int = 0,
+        draws: FloatArray | None = None,
+    ) -> Self:
+        """Standardise by these targets."""
         deviation = np.nanstd(targets, axis=0)
         scale = np.where(deviation > 0, deviation, 1.0)
         return cls(np.nanmean(targets, axis=0).tolist(), scale.tolist(), loss)
@@ -246,6 +325,23 @@ class CoxObjective(Objective):
         self.grid = list(times)
         self._baseline = None if baseline is None else np.array(baseline, np.float64)
 
+    @classmethod
+    def recorded(cls, facts: Mapping[str, Any], *, loss: str, outputs: int) -> Self:
+        """Return the objective of a finished run."""
+        return cls(facts["times"], facts["baseline"])
+
+    @classmethod
+    def of(
+        cls,
+        targets: FloatArray,
+        *,
+        loss: str = "",
+        classes: int = 0,
+        draws: FloatArray | None = None,
+    ) -> Self:
+        """Predict at times of the (N, 2) times and events of the training."""
+        return cls(time_grid(*targets.T))
+
     def losses(self, part: BatchTensors, logits: tf.Tensor, smoothing: float = 0.0) -> tf.Tensor:
         """Return 0: the loss is computed for all bags together."""
         return tf.zeros_like(logits[:, 0])
@@ -256,6 +352,10 @@ class CoxObjective(Objective):
         loss, gradient = partial_likelihood(risk, time, event, weight)
         events = max((event * (weight > 0)).sum(), 1)
         return np.stack([np.full(len(rows), loss / events), gradient], axis=1).astype(np.float32)
+
+    def for_covariates(self, targets: FloatArray) -> Objective:
+        """Return Cox' regression, with the baseline of these covariates."""
+        return CoxObjective.of(targets)
 
     def fit_linear(self, inputs: FloatArray, targets: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Fit Cox' regression."""
@@ -311,8 +411,20 @@ class DiscreteSurvival(Objective):
         self.outputs = len(self._edges) - 1
 
     @classmethod
-    def of(cls, targets: NDArray[np.float64]) -> DiscreteSurvival:
-        """Create it from the (N, 2) times and events of the training."""
+    def recorded(cls, facts: Mapping[str, Any], *, loss: str, outputs: int) -> Self:
+        """Return the objective of a finished run."""
+        return cls(facts["times"], facts["edges"])
+
+    @classmethod
+    def of(
+        cls,
+        targets: FloatArray,
+        *,
+        loss: str = "",
+        classes: int = 0,
+        draws: FloatArray | None = None,
+    ) -> Self:
+        """Choose the intervals by the (N, 2) times and events of the training."""
         time, event = targets.T
         inner = np.quantile(time[event == 1], np.linspace(0, 1, _INTERVALS + 1)[1:-1])
         last = max(time.max(), inner[-1] * (1 + 1e-6))
@@ -356,6 +468,10 @@ class DiscreteSurvival(Objective):
         # Constant hazards within the intervals.
         survival = np.exp([np.interp(self.grid, self._edges, row) for row in steps])
         return np.concatenate([risk, survival.reshape(len(ends), -1)], axis=1).astype(np.float32)
+
+    def for_covariates(self, targets: FloatArray) -> Objective:
+        """Return Cox' regression, with the baseline of these covariates."""
+        return CoxObjective.of(targets)
 
     def fit_linear(self, inputs: FloatArray, targets: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Fit Cox' regression: the same ratio of hazards in all intervals."""
@@ -422,52 +538,16 @@ def cox_weights(inputs: FloatArray, targets: FloatArray) -> FloatArray:
     return weights
 
 
-def make_objective(
-    task: str,
-    loss: str,
-    targets: NDArray[np.float64],
-    *,
-    classes: int,
-    draws: NDArray[np.float64] | None,
-) -> Objective:
-    """Return the objective of a task, from the (N, T) training targets.
-
-    `draws` is the number of samples per epoch with each of these targets. With it, the 1 of each label of multilabel is
-    weighted by the ratio of zeros to ones among the samples.
-    """
-    match task, loss:
-        case "multilabel", _:
-            weights = np.ones(targets.shape[1])
-            if draws is not None:
-                ones, zeros = (
-                    np.nansum(draws[:, None] * (targets == value), axis=0) for value in (1, 0)
-                )
-                np.divide(zeros, ones, out=weights, where=(ones > 0) & (zeros > 0))
-            return MultilabelObjective(weights)
-        case "regression", _:
-            return RegressionObjective.of(targets, loss)
-        case "survival", "cox":
-            return CoxObjective(time_grid(*targets.T))
-        case "survival", _:
-            return DiscreteSurvival.of(targets)
-    return ClassObjective(classes)
+OBJECTIVES: Mapping[str, type[Objective]] = {
+    "classification": ClassObjective,
+    "multilabel": MultilabelObjective,
+    "regression": RegressionObjective,
+    "survival": DiscreteSurvival,
+    "cox": CoxObjective,
+}
+"""The objective of each task, or of a loss that has another one."""
 
 
-def recorded_objective(
-    task: str, loss: str, facts: Mapping[str, Any], *, outputs: int
-) -> Objective:
-    """Return the objective of a finished run, from its `Objective.facts`. `outputs` is the number of classes or labels.
-
-    Raises:
-        KeyError, TypeError: the facts are not those of this task.
-    """
-    match task, loss:
-        case "multilabel", _:
-            return MultilabelObjective(np.ones(outputs))
-        case "regression", _:
-            return RegressionObjective(facts["mean"], facts["deviation"], loss)
-        case "survival", "cox":
-            return CoxObjective(facts["times"], facts["baseline"])
-        case "survival", _:
-            return DiscreteSurvival(facts["times"], facts["edges"])
-    return ClassObjective(outputs)
+def objective_class(task: str, loss: str) -> type[Objective]:
+    """Return the class of the objective of a task with this loss."""
+    return OBJECTIVES.get(loss) or OBJECTIVES[task]

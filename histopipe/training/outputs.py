@@ -26,8 +26,7 @@ from histopipe.splits.subsets import Subset
 from histopipe.system.files import write_json
 from histopipe.system.worker_pool import count_usable_cores
 from histopipe.tasks.choices import EvaluationLevel
-from histopipe.tasks.predictions import Predictions
-from histopipe.tasks.task import Task
+from histopipe.tasks.task import Predictions, Task
 
 DIVERGED = "lower --learning-rate, or clip the gradients (--clip-norm 1)"
 """What to do if losses or weights are not finite."""

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from histopipe.dataset.augmentation import augment, sample_seeds, to_uint8
 from histopipe.dataset.options import Augmentation
-from histopipe.dataset.stain_normalization import StainNormalizer
+from histopipe.dataset.stain_normalization import Normalize
 from histopipe.errors import UsageError
 from histopipe.training.bag_model import BagModel, Patches
 from histopipe.training.bag_pooling import PIECE, instance_gradients, patch_gradients, pool
@@ -36,7 +36,7 @@ class StepSettings:
     class_weight: NDArray[np.float32]
     """(C,) weight of each class in the loss."""
     augmentations: Sequence[Augmentation] = ()
-    normalize: StainNormalizer | None = None
+    normalize: Normalize | None = None
     label_smoothing: float = 0.0
     """Share of each label that is spread over all classes."""
     clip_norm: float = 0.0

@@ -16,9 +16,9 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from histopipe.dataset.patch_batches import PatchBatches
-from histopipe.dataset.sampling import BatchSampler, Order, Sequential, make_order
+from histopipe.dataset.sampling import BatchSampler, Order, make_order
 from histopipe.dataset.selection import SampleTable, SlideValues, select, unpack_keys
-from histopipe.dataset.stain_normalization import StainNormalizer
+from histopipe.dataset.stain_normalization import stain_normalizer
 from histopipe.features.bag_statistics import feature_moments, scaling_variance
 from histopipe.features.bags import BagBatches, BagSet, read_positions
 from histopipe.features.feature_file import read_encoder
@@ -33,12 +33,12 @@ from histopipe.splits.subsets import SUBSETS, Subset
 from histopipe.store.store import Store
 from histopipe.system.output import message
 from histopipe.tasks.choices import EvaluationLevel
-from histopipe.tasks.predictions import Predictions
+from histopipe.tasks.task import Predictions
 from histopipe.training.bag_model import WITH_POSITIONS, BagModel
 from histopipe.training.bag_pooling import write_attention
 from histopipe.training.covariate_baseline import baseline_scores, baseline_weights
 from histopipe.training.models import build_model
-from histopipe.training.objective import make_objective
+from histopipe.training.objective import objective_class
 from histopipe.training.optimizer import make_optimizer
 from histopipe.training.outputs import (
     SampleOutputs,
@@ -86,10 +86,9 @@ class TrainingSetup(ABC):
         }
         self.subsets = tuple(self._tables)
         """Subsets that have samples."""
-        self.objective = make_objective(
-            config.task,
-            config.used_loss,
+        self.objective = objective_class(config.task, config.used_loss).of(
             splits.targets_on("train"),
+            loss=config.used_loss,
             classes=len(splits.classes),
             draws=self._draws() if config.class_weights == "balanced" else None,
         )
@@ -181,10 +180,9 @@ class TrainingSetup(ABC):
     def _order(self, subset: Subset, *, shuffle_block: int = 0) -> Order:
         config, table = self._config, self._tables[subset]
         if subset != "train":
-            return Sequential(len(table))
-        return make_order(
-            table, seed=config.seed, balance=config.balance, shuffle_block=shuffle_block or None
-        )
+            return Order(len(table))
+        block = shuffle_block or None
+        return make_order(table, seed=config.seed, balance=config.balance, shuffle_block=block)
 
     def _draws(self) -> NDArray[np.float64]:
         """Return the mean number of samples that an epoch draws of each item of the training table."""
@@ -280,7 +278,7 @@ class PatchTraining(TrainingSetup):
         settings = self._step_settings(
             normalize=None
             if config.stain_norm == "none"
-            else StainNormalizer(self._sources, config.stain_norm),
+            else stain_normalizer(self._sources, config.stain_norm),
             augmentations=config.augmentations,
             xla=config.xla,
         )

@@ -182,7 +182,7 @@ def _errors(source: PredictionSource, count: int) -> Iterator[dict[str, Any]]:
         predictions = source.predictions(slide)
         if predictions is None:
             continue
-        predictions = predictions.known()
+        predictions = predictions.labelled()
         label = predictions.label
         p_true = predictions.output[np.arange(len(label)), label]
         predicted = predictions.output.argmax(axis=1)
