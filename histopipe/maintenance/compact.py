@@ -12,7 +12,7 @@ from pathlib import Path
 
 from histopipe.errors import DamagedStore, HistopipeError, MachineShort, UsageError
 from histopipe.maintenance.verify import check_untrusted
-from histopipe.store.claims import WriteLease
+from histopipe.store.claims import lock_for_writing
 from histopipe.store.data_file import page_faults
 from histopipe.store.environment import open_environment
 from histopipe.store.handle import mapped_errors
@@ -139,7 +139,7 @@ def in_place_of(store: Path) -> Iterator[Path]:
             f"{store} is a mount point and cannot be replaced by a copy",
             todo="write the copy to another path (histopipe compact --out), or mount the parent folder",
         )
-    with WriteLease(store, alone=True):
+    with lock_for_writing(store, alone=True):
         try:
             with replacing(real) as part:
                 yield part

@@ -169,8 +169,7 @@ def _check_space(
         if record.planned and record.id not in existing:
             average = np.array([record.stored_bytes / record.planned])
             size += int(stored_size(average)[0]) * record.planned
-    disk = next(path for path in (out, *out.absolute().parents) if path.exists())
-    free = free_bytes(disk) + reusable
+    free = free_bytes(out) + reusable
     if free < size * _SPARE:
         raise MachineShort(
             f"not enough disk space in {out} for {counted(len(slides), 'slide')}",

@@ -6,10 +6,9 @@ Source:
 
 from __future__ import annotations
 
-import contextlib
 import struct
 from collections.abc import Iterator, Set
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +17,8 @@ from lmdb.verify import VerifyError
 from lmdb.verify import verify as verify_pages
 
 from histopipe.errors import DamagedStore
-from histopipe.store.claims import WriteLease
+from histopipe.store.claims import lock_for_writing
+from histopipe.store.format import SLIDE_KEY_BYTES, slide_number
 from histopipe.store.handle import mapped_errors, open_handle
 from histopipe.system.files import Closing
 
@@ -79,18 +79,18 @@ def make_readable(store: Path) -> int:
         meta is not None and meta.length <= _MAX_GROWTH * length + _MAX_GROWTH_BYTES
         for meta in metas
     ]
-    good = metas[usable.index(True)] if any(usable) else None
-    if good is None or (all(usable) and length >= max(m.length for m in metas if m)):
+    good = [meta for meta, is_usable in zip(metas, usable, strict=True) if meta and is_usable]
+    needed = max((meta.length for meta in good), default=0)
+    if not good or (len(good) == len(metas) and length >= needed):
         return length
-    with WriteLease(store, alone=True), data.open("r+b") as file:
-        if not all(usable):
-            number = usable.index(False)
-            file.seek((1 - number) * good.page_size)
-            page = file.read(good.page_size)
-            file.seek(number * good.page_size)
+    with lock_for_writing(store, alone=True), data.open("r+b") as file:
+        if len(good) < len(metas):
+            number, page_size = usable.index(False), good[0].page_size
+            file.seek((1 - number) * page_size)
+            page = file.read(page_size)
+            file.seek(number * page_size)
             file.write(number.to_bytes(8, "little") + page[8:])
-        lengths = [m.length for m, is_usable in zip(metas, usable, strict=True) if m and is_usable]
-        file.truncate(max(length, *lengths))
+        file.truncate(max(length, needed))
     return length
 
 
@@ -132,13 +132,8 @@ def page_faults(store: Path, keep_state: bool) -> list[str]:
     """
     with ExitStack() as stack:
         if keep_state:
-            with (
-                contextlib.suppress(DamagedStore),
-                mapped_errors(store),
-            ):  # the verifier reports the reason
-                handle, _ = open_handle(store, write=False)
-                stack.callback(handle.close)
-                stack.enter_context(handle.begin())
+            with suppress(DamagedStore):  # the verifier reports the reason
+                stack.enter_context(RawStore(store))
         for _ in range(_ATTEMPTS):
             before = _newest_meta(store / "data.mdb").transaction
             faults = _verifier_faults(store) + _order_faults(store / "data.mdb")
@@ -166,8 +161,8 @@ def _verifier_faults(store: Path) -> list[str]:
         return [f"LMDB's verifier cannot read the pages: {error!r}"]
 
 
-_NUMBER, _LONGEST_KEY = 4, 511
-"""Bytes of the slide number at the start of a key, and of the longest key that LMDB allows."""
+_LONGEST_KEY = 511
+"""Bytes of the longest key that LMDB allows."""
 
 
 class RawStore(Closing):
@@ -234,8 +229,9 @@ class RawStore(Closing):
                     if key <= previous and previous:
                         raise DamagedStore(f"keys of {database.decode()!r} are out of order")
                     previous = key
-                    if len(key) >= _NUMBER and int.from_bytes(key[:_NUMBER], "big") in skip:
-                        has_entry = cursor.set_range(key[:_NUMBER].ljust(_LONGEST_KEY, b"\xff"))
+                    if len(key) >= SLIDE_KEY_BYTES and slide_number(key) in skip:
+                        last = key[:SLIDE_KEY_BYTES].ljust(_LONGEST_KEY, b"\xff")
+                        has_entry = cursor.set_range(last)
                     else:
                         yield key
                         has_entry = cursor.next()

@@ -21,7 +21,7 @@ from histopipe.errors import (
     UsageError,
 )
 from histopipe.store.format import DATABASES, META
-from histopipe.system.files import PASSING, full_disk_error, is_full_disk
+from histopipe.system.files import PASSING, free_bytes, full_disk_error, is_full_disk
 
 _WRITE_MAP = 1 << 44
 """A writer's map: 16 TiB of address space. It only limits the file, which grows with its contents."""
@@ -156,11 +156,10 @@ def _databases(handle: lmdb.Environment, *, create: bool) -> dict[bytes, Any]:
     if databases[META] is None:
         return databases  # not a histopipe store
     with handle.begin() as transaction, transaction.cursor() as cursor:
-        names = [bytes(name) for name in islice(cursor.iternext(values=False), _MAX_DATABASES)]
-    for name in names:
-        if name not in databases:
-            with suppress(lmdb.IncompatibleError, lmdb.NotFoundError):  # not a database
-                databases[name] = handle.open_db(name, create=False)
+        names = {bytes(name) for name in islice(cursor.iternext(values=False), _MAX_DATABASES)}
+    for name in names - databases.keys():
+        with suppress(lmdb.IncompatibleError, lmdb.NotFoundError):  # not a database
+            databases[name] = handle.open_db(name, create=False)
     return databases
 
 
@@ -174,12 +173,12 @@ def mapped_errors(path: Path) -> Iterator[None]:
 
 
 def _mapped(error: lmdb.Error, path: Path) -> HistopipeError:
-    full = _disk_is_full(path)
-    text = str(error)
-    if full and (isinstance(error, lmdb.DiskError) or _mentions(text, errno.EIO, errno.ENOSPC)):
+    free, text = free_bytes(path), str(error)
+    may_be_full = isinstance(error, lmdb.DiskError) or _mentions(text, errno.EIO, errno.ENOSPC)
+    if free < _FREE_LOW and may_be_full:
         return MachineShort(
             f"the disk that holds {path} is full",
-            found=full,
+            found=f"{free >> 20} MB free",
             todo="free disk space and run the same command again: complete slides are kept",
         )
     causes: tuple[tuple[int, type[HistopipeError], str], ...] = (
@@ -203,10 +202,3 @@ def _mapped(error: lmdb.Error, path: Path) -> HistopipeError:
 
 def _mentions(text: str, *numbers: int) -> bool:
     return any(os.strerror(number) in text for number in numbers)
-
-
-def _disk_is_full(path: Path) -> str | None:
-    existing = next(p for p in (path, *path.absolute().parents) if p.exists())
-    stat = os.statvfs(existing)
-    free = stat.f_bavail * stat.f_frsize
-    return f"{free >> 20} MB free" if free < _FREE_LOW else None

@@ -7,7 +7,7 @@ import io
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import lmdb
 import numpy as np
@@ -21,8 +21,10 @@ from histopipe.store.format import (
     KNOWN_FEATURES,
     META,
     PATCHES,
+    SLIDE_KEY_BYTES,
     SLIDES,
     VERSION,
+    Columns,
     decode_index,
     from_json,
     patch_key,
@@ -36,29 +38,17 @@ from histopipe.tiling.spec import MAX_PATCH_SIZE
 LARGEST_SIDE = 1 << 14
 """Maximum width and height of a picture, pixels. Thumbnails have a few thousand, patches at most 8,192."""
 _NODE_HEADER, _PAGE_HEADER = 8, 16
+_NODE = ctypes.c_uint16 * 4
 _BIG_DATA = 0x01
 """LMDB's flag for a value on separate pages."""
 
 
-class _Node(ctypes.Structure):
-    _fields_ = (("fields", ctypes.c_uint16 * 4),)
+ColumnCache = dict[int, tuple[tuple[int, int], int, Columns]]
+"""Columns of slides by number, as views of LMDB's map.
 
-
-class CachedColumn(NamedTuple):
-    """A column of a slide's index, (N,), as a view of LMDB's map.
-
-    It is valid in transactions with the same id, and for one generation of the map. `patches_crc` is the CRC-32 of the
-    CRCs of the slide's patches.
-    """
-
-    generation: int
-    transaction: int
-    patches_crc: int
-    values: NDArray[Any]
-
-
-ColumnCache = dict[tuple[int, str], CachedColumn]
-"""Cached columns by slide and name."""
+They are valid for one generation of the map, in transactions with one id: the first two numbers. The third is the CRC-32
+of the CRCs of the slide's patches.
+"""
 
 
 class Reading:
@@ -74,7 +64,7 @@ class Reading:
         self._environment, self._transaction = environment, transaction
         self._records, self._columns = records, columns
         self._patches = environment.databases[PATCHES]
-        self._id = int(transaction.id())
+        self._state = environment.generation, int(transaction.id())
 
     def value(self, slide: int, row: int) -> memoryview:
         """Return the file of a patch; empty if the patch was unreadable. Reads its pages from disk without the GIL.
@@ -95,21 +85,19 @@ class Reading:
         Raises:
             DamagedStore: as `index`; or the slide was replaced after its columns were first read.
         """
-        generation = self._environment.generation
-        cached = self._columns.get((slide, name))
-        if cached is not None and cached[:2] == (generation, self._id):
-            return cached.values
-        columns = self.index(slide, copied=False)
-        patches_crc = zlib.crc32(columns["crc"].tobytes())
-        if cached is not None and cached.patches_crc != patches_crc:
-            raise DamagedStore(
-                f"{self.where(slide)}: its patches were replaced after the store was opened",
-                todo="open the store again",
-            )
-        self._columns[slide, name] = CachedColumn(generation, self._id, patches_crc, columns[name])
+        state, cached_crc, columns = self._columns.get(slide, (None, None, {}))
+        if state != self._state:
+            columns = self.index(slide, copied=False)
+            patches_crc = zlib.crc32(columns["crc"].tobytes())
+            if cached_crc not in (None, patches_crc):
+                raise DamagedStore(
+                    f"{self.where(slide)}: its patches were replaced after the store was opened",
+                    todo="open the store again",
+                )
+            self._columns[slide] = self._state, patches_crc, columns
         return columns[name]
 
-    def index(self, slide: int, *, copied: bool = True) -> dict[str, NDArray[Any]]:
+    def index(self, slide: int, *, copied: bool = True) -> Columns:
         """Return the columns of a slide's index by name, (N,) each: copies, or views of LMDB's map.
 
         Raises:
@@ -142,9 +130,9 @@ class Reading:
         """
         packed = [patch_key(*key) for key in keys]
         ranges = sorted(_page_ranges(self._transaction, self._patches, packed))
-        extents = np.array(ranges, np.int64).reshape(-1, 2)
-        if not len(extents):
-            return extents
+        if not ranges:
+            return np.zeros((0, 2), np.int64)
+        extents = np.array(ranges, np.int64)
         page_size = int(self._transaction.stat(self._patches)["psize"])
         first = extents[:, 0] * page_size
         end = first + -(-extents[:, 1] // page_size) * page_size
@@ -174,7 +162,7 @@ def _page_ranges(
     with transaction.cursor(db=database) as cursor:
         for key in cursor.getmulti(keys, values=False):  # a view of the key in the mapped page
             address = np.frombuffer(key, np.uint8).__array_interface__["data"][0]
-            low, high, flags, length = _Node.from_address(address - _NODE_HEADER).fields
+            low, high, flags, length = _NODE.from_address(address - _NODE_HEADER)
             if flags & _BIG_DATA and length == len(key):
                 page = ctypes.c_uint64.from_address(address + length).value
                 yield page, (high << 16 | low) + _PAGE_HEADER
@@ -278,7 +266,7 @@ def read_records(
     records = {}
     with transaction.cursor(db=databases[SLIDES]) as cursor:
         for key, value in cursor:
-            if len(key) != 4:
+            if len(key) != SLIDE_KEY_BYTES:
                 raise DamagedStore(f"{path}: a key of `slides`", found=bytes(key))
             number = slide_number(bytes(key))
             records[number] = SlideRecord.from_bytes(number, value, where=f"{path}, slide {number}")

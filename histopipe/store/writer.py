@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import uuid
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -27,6 +28,7 @@ from histopipe.store.format import (
     STAINS,
     THUMBNAILS,
     VERSION,
+    Columns,
     decode_index,
     encode_index,
     patch_key,
@@ -36,13 +38,12 @@ from histopipe.store.format import (
     to_json,
     value_crc,
 )
-from histopipe.store.reading import read_meta, read_record, read_records
+from histopipe.store.reading import meta_entries, read_meta, read_record, read_records
 from histopipe.store.record import SlideRecord, SlideState, StainFit
-from histopipe.system.files import Closing
+from histopipe.system.files import Closing, closed_on_error
 from histopipe.tiling.spec import TilingSpec, differences
 
-_BEGUN_FILES = ("data.mdb", "lock.mdb", "ingest.lock")
-_OWN_FILES = {*_BEGUN_FILES, "ingest.log", "ingest.csv"}
+_OWN_FILES = {"data.mdb", "lock.mdb", "ingest.lock", "ingest.log", "ingest.csv"}
 
 
 def open_for_change(path: Path) -> Environment:
@@ -54,12 +55,8 @@ def open_for_change(path: Path) -> Environment:
     """
     open_environment(path).close()  # do not create a store at a wrong path
     environment = open_environment(path, write=True)
-    try:
-        with environment.read() as transaction:
-            read_meta(transaction, environment.databases, "format", dict, path)
-    except BaseException:
-        environment.close()
-        raise
+    with closed_on_error(environment), environment.read() as transaction:
+        meta_entries(transaction, environment.databases, path)
     return environment
 
 
@@ -70,9 +67,7 @@ def open_or_make(path: Path, spec: Mapping[str, Any]) -> Environment:
         environment = open_environment(path, write=True)
     except MachineShort:
         if is_new:
-            for name in _BEGUN_FILES:
-                (path / name).unlink(missing_ok=True)
-            path.rmdir()
+            shutil.rmtree(path)
         raise
 
     def work(transaction: lmdb.Transaction) -> None:
@@ -80,14 +75,21 @@ def open_or_make(path: Path, spec: Mapping[str, Any]) -> Environment:
         if transaction.stat(databases[META])["entries"]:
             check_spec(read_meta(transaction, databases, "spec", dict, path), spec, path)
             return
-        for name, value in _new_meta(spec).items():
+        new_meta = {
+            "format": {"name": FORMAT_NAME, "version": VERSION},
+            "required_features": [],
+            "uuid": str(uuid.uuid4()),
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "histopipe_version": __version__,
+            "spec": dict(spec),
+            "classes": [],
+            "next_number": 0,
+        }
+        for name, value in new_meta.items():
             transaction.put(name.encode(), to_json(value), db=databases[META])
 
-    try:
+    with closed_on_error(environment):
         environment.change(work)
-    except BaseException:
-        environment.close()
-        raise
     return environment
 
 
@@ -99,19 +101,6 @@ def check_spec(stored: Mapping[str, Any], requested: Mapping[str, Any], path: Pa
             found="; ".join(differences(stored, requested)),
             todo="use the store's settings, or another --out",
         )
-
-
-def _new_meta(spec: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "format": {"name": FORMAT_NAME, "version": VERSION},
-        "required_features": [],
-        "uuid": str(uuid.uuid4()),
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "histopipe_version": __version__,
-        "spec": dict(spec),
-        "classes": [],
-        "next_number": 0,
-    }
 
 
 def _make_folder(path: Path) -> bool:
@@ -139,7 +128,7 @@ def _make_folder(path: Path) -> bool:
     with environment, environment.read() as transaction:
         if environment.databases[META] is not None:
             if transaction.stat(environment.databases[META])["entries"]:
-                read_meta(transaction, environment.databases, "format", dict, path)
+                meta_entries(transaction, environment.databases, path)
         elif transaction.stat()["entries"]:
             raise UsageError(
                 f"{path} is an LMDB environment of another program", todo="choose another --out"
@@ -173,11 +162,8 @@ class StoreWriter(Closing):
             spec_json = spec.to_json() if isinstance(spec, TilingSpec) else spec
             self._environment = open_or_make(path, spec_json)
         if alone:
-            try:
+            with closed_on_error(self):
                 self._cached = self.records()
-            except BaseException:
-                self.close()
-                raise
 
     def records(self) -> dict[int, SlideRecord]:
         """Return the records of all slides by number."""
@@ -194,7 +180,7 @@ class StoreWriter(Closing):
         cached = None if self._cached is None else dict(self._cached)
 
         def work(transaction: lmdb.Transaction) -> dict[str, int]:  # runs again if the map is full
-            existing = cached if cached is not None else self._records(transaction)
+            existing = self._records(transaction) if cached is None else cached
             numbers = {r.id: n for n, r in existing.items()}
             next_number = read_meta(transaction, self._db, "next_number", int, self.path)
             number = max([next_number, *(n + 1 for n in existing)])  # never overwrite a record
@@ -247,7 +233,7 @@ class StoreWriter(Closing):
         self,
         slide: int,
         record: SlideRecord,
-        columns: Mapping[str, NDArray[Any]],
+        columns: Columns,
         thumbnails: Mapping[str, bytes],
         further: Mapping[tuple[bytes, bytes], bytes] = MappingProxyType({}),
     ) -> None:
@@ -277,7 +263,7 @@ class StoreWriter(Closing):
     def put_columns(
         self,
         slide: int,
-        columns: Mapping[str, NDArray[Any]],
+        columns: Columns,
         *,
         crc: NDArray[np.integer],
         **facts: Any,
