@@ -374,7 +374,7 @@ def killed_at(function: str, store: Path, slides: Path) -> None:
 def test_repair_killed_before_and_after_rebuild(drawn: Path, damaged: Path) -> None:
     expected = as_ingested(damaged)
     damage_patch_page(damaged)
-    killed_at("rebuild:carry_files", damaged, drawn / "slides")
+    killed_at("repair:carry_files", damaged, drawn / "slides")
     assert verify(damaged).is_structural  # not yet rebuilt
     killed_at("reingest:set_aside", damaged, drawn / "slides")
     assert not verify(damaged).is_structural

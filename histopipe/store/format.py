@@ -94,7 +94,7 @@ def value_crc(key: bytes, value: bytes | memoryview) -> int:
     return zlib.crc32(value, zlib.crc32(key))
 
 
-def stored_size(lengths: NDArray[Any]) -> NDArray[np.int64]:
+def stored_size(lengths: NDArray[Any] | float) -> NDArray[np.int64]:
     """Return the bytes that values of these lengths occupy in data.mdb: whole pages, with headers and keys."""
     return np.asarray(-(-(lengths + _PAGE_HEADER) // _PAGE) * _PAGE + _PAGE_SHARE, np.int64)
 

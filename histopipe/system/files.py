@@ -250,6 +250,15 @@ def _remove(part: Path) -> None:
     part.unlink(missing_ok=True)
 
 
+def flush_to_disk(path: Path) -> None:
+    """Write a file or a folder to the disk, so that it survives a power failure."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
 def shortened(name: str) -> str:
     """Return a file name. If it is longer than file systems allow, its end is replaced by a hash."""
     data = os.fsencode(name)
