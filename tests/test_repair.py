@@ -26,7 +26,7 @@ from test_verify import edited, patched
 
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.ingestion.ingest_slides import ingest_slides
-from histopipe.maintenance.findings import FindingKind
+from histopipe.maintenance.checks import FindingKind
 from histopipe.maintenance.reingest import _has_scan
 from histopipe.maintenance.repair import RepairResult
 from histopipe.maintenance.repair import repair as repair_store

@@ -26,7 +26,7 @@ from histopipe.cli.parameters import _check_untrusted
 from histopipe.dataset.patch_batches import decode
 from histopipe.errors import DamagedStore, SlideUnreadable, UsageError
 from histopipe.features.feature_file import check_coords, check_features, writing
-from histopipe.maintenance.findings import FindingKind
+from histopipe.maintenance.checks import FindingKind
 from histopipe.maintenance.verify import check_untrusted, verify
 from histopipe.measure.quality import _measures
 from histopipe.store.format import patch_key

@@ -13,9 +13,8 @@ from pathlib import Path
 from histopipe.errors import DamagedStore, HistopipeError, MachineShort, UsageError
 from histopipe.maintenance.verify import check_untrusted
 from histopipe.store.claims import lock_for_writing
-from histopipe.store.data_file import page_faults
+from histopipe.store.data_file import mapped_errors, page_faults
 from histopipe.store.environment import open_environment
-from histopipe.store.handle import mapped_errors
 from histopipe.store.reading import read_meta
 from histopipe.system.files import atomic_write, flush_to_disk, free_bytes, replacing, roomy
 from histopipe.system.folders import DATA

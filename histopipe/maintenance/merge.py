@@ -193,9 +193,8 @@ def _copy_slide(slide: SlideToCopy, target: StoreWriter, number: int, bar: Bar) 
         bar.advance(sum(map(len, values)))
     index["crc"] = crcs  # the checksums include the new keys
     index["label"] = _renumbered(index["label"], slide.store.classes, target)
-    target.complete(
-        number, slide.record, index, _thumbnails(slide), dict(_other_entries(slide, number))
-    )
+    further = dict(_other_entries(slide, number))
+    target.complete(number, slide.record, index, _thumbnails(slide), further=further)
 
 
 def _values(slide: SlideToCopy, rows: Sequence[int], index: Columns) -> list[bytes]:

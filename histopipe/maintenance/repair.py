@@ -17,9 +17,8 @@ from histopipe.annotations.rules import AnnotationRules, Origin
 from histopipe.errors import DamagedStore, ExitCode, UsageError
 from histopipe.ingestion.ingest_slides import refuse_network
 from histopipe.ingestion.options import IngestOptions
-from histopipe.maintenance.checks import Examination
+from histopipe.maintenance.checks import Examination, FindingKind
 from histopipe.maintenance.compact import carry_files, in_place_of
-from histopipe.maintenance.findings import FindingKind
 from histopipe.maintenance.reingest import Reingestion
 from histopipe.maintenance.verify import examine
 from histopipe.slides.discovery import discover

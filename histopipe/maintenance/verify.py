@@ -18,12 +18,14 @@ from zlib import crc32
 from histopipe.errors import DamagedStore, NothingToDo, UnknownVersion
 from histopipe.maintenance.checks import (
     Examination,
+    Finding,
+    FindingKind,
+    VerifyResult,
     WrongValue,
     check_slides,
     check_store,
     find_orphans,
 )
-from histopipe.maintenance.findings import Finding, FindingKind, VerifyResult
 from histopipe.store.catalog import no_store
 from histopipe.store.data_file import check_length, newest_transaction, page_faults
 from histopipe.store.format import patch_key

@@ -22,9 +22,8 @@ import lmdb
 from histopipe.errors import MachineShort, UsageError
 from histopipe.store.catalog import no_store
 from histopipe.store.claims import lock_for_writing
-from histopipe.store.data_file import check_length
+from histopipe.store.data_file import check_length, mapped_errors, open_handle, read_map_size
 from histopipe.store.format import META, SLIDES, slide_key
-from histopipe.store.handle import mapped_errors, open_handle, read_map_size
 from histopipe.system.files import Closing
 
 T = TypeVar("T")
