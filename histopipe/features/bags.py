@@ -18,7 +18,6 @@ from histopipe.dataset.selection import SampleTable, SlideValues
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.features import BagOf
 from histopipe.features.feature_file import (
-    ENCODER,
     SLIDES,
     FeatureHeader,
 )
@@ -30,6 +29,7 @@ from histopipe.splits.splits import Splits
 from histopipe.splits.subsets import SUBSETS
 from histopipe.system.csv_files import NA_VALUES, nfc
 from histopipe.system.files import read_json
+from histopipe.system.folders import ENCODER
 from histopipe.system.hashing import combine, permuted
 from histopipe.system.output import counted, message
 

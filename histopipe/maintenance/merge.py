@@ -35,7 +35,7 @@ from histopipe.store.record import SlideRecord, SlideState, describe_copies
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
 from histopipe.system.files import free_bytes
-from histopipe.system.folders import DATA
+from histopipe.system.folders import DATA, FolderKind, folder_kind
 from histopipe.system.output import Bar, Progress, Result, counted, default_progress, some
 from histopipe.tiling.spec import differences
 
@@ -131,7 +131,7 @@ def copy_slides(
         refuse_network(out)
     copied, already = [], []
     records = [slide.record for slide in slides]
-    if not (out / DATA).exists():
+    if folder_kind(out) is not FolderKind.STORE:
         _check_space(records, out, set(), 0)  # before the store is created
     with StoreWriter(out, spec) as writer, Claims(out) as claims:
         existing = {r.id for r in writer.records().values() if r.state is SlideState.COMPLETE}
@@ -318,7 +318,7 @@ def find_stores(sources: Sequence[Path], out: Path) -> list[Path]:
     """
     paths: dict[Path, Path] = {}
     for source in sources:
-        if (source / DATA).exists():
+        if folder_kind(source) is FolderKind.STORE:
             if source.resolve() == out.resolve():
                 raise UsageError(f"{out} is one of the stores to merge", expected="another store")
             inside = [source]

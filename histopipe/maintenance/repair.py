@@ -42,7 +42,7 @@ from histopipe.store.reading import read_record, read_records
 from histopipe.store.record import SlideRecord, SlideState, corrected_record
 from histopipe.store.writer import open_for_change
 from histopipe.system.files import locked
-from histopipe.system.folders import DATA
+from histopipe.system.folders import DATA, FolderKind, folder_kind
 from histopipe.system.output import Bar, Progress, Result, counted, default_progress, some
 from histopipe.system.worker_pool import WorkerPool, results_of, silence
 
@@ -231,7 +231,7 @@ def repair(
     progress = progress or default_progress()
     notes: list[str] = []
     check = partial(examine, real, full=full, workers=workers, progress=progress)
-    if not (real / DATA).is_file():
+    if folder_kind(real) is not FolderKind.STORE:
         raise no_store(real)
     with _exclusive(real):
         length = make_readable(real)

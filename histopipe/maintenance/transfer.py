@@ -28,7 +28,7 @@ from histopipe.store.catalog import parts_of, read_catalog
 from histopipe.store.store import Store
 from histopipe.system.download import write_at
 from histopipe.system.files import locked, path_within, roomy, shortened
-from histopipe.system.folders import DATA
+from histopipe.system.folders import FolderKind, folder_kind
 from histopipe.system.object_storage import (
     RemoteFile,
     delete_file,
@@ -278,7 +278,7 @@ def _uuid(folder: Path) -> str:
     Raises:
         NothingToDo, DamagedStore: there is no store, or it cannot be read.
     """
-    catalog = None if (folder / DATA).exists() else read_catalog(folder)
+    catalog = None if folder_kind(folder) is FolderKind.STORE else read_catalog(folder)
     if catalog is not None:
         return catalog.uuid
     with Store(folder) as store:

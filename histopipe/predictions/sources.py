@@ -36,6 +36,7 @@ from histopipe.system.files import (
     record_or_check,
     write_atomically,
 )
+from histopipe.system.folders import PREDICT_SETTINGS
 from histopipe.tasks.choices import Aggregation, EvaluationLevel
 from histopipe.tasks.classification import Classification
 from histopipe.tasks.predictions import (
@@ -48,7 +49,7 @@ from histopipe.tasks.task import EvaluationSettings
 
 PATCHES = "patches"
 """Folder with the files of each slide."""
-SETTINGS = "predict.json"
+SETTINGS = PREDICT_SETTINGS
 SLIDES, PATIENTS = "slides.csv", "patients.csv"
 
 

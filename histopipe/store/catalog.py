@@ -19,7 +19,7 @@ from typing import Any, TypeGuard
 from histopipe.errors import DamagedStore, NothingToDo, UnknownVersion
 from histopipe.store.record import SlideRecord
 from histopipe.system.files import atomic_write, read_json
-from histopipe.system.folders import CATALOG, DATA, find_catalog
+from histopipe.system.folders import CATALOG, FolderKind, find_catalog, folder_kind
 
 _VERSION = 1
 _SUFFIX = ".lmdb"
@@ -79,7 +79,7 @@ def _are_parts(slides: Any) -> TypeGuard[dict[str, str]]:
 
 def no_store(path: Path) -> NothingToDo:
     """Return the error for a path that is not a store. Only commands that read data sets accept a folder of parts."""
-    if find_catalog(path) is not None:
+    if folder_kind(path) is FolderKind.PARTS:
         return NothingToDo(
             f"no store at {path}", found="a folder of parts", expected="one store",
             todo="pass one of its parts, or merge them into one store with `histopipe merge`",
@@ -93,7 +93,7 @@ def no_store(path: Path) -> NothingToDo:
 
 def parts_of(path: Path) -> list[Path]:
     """Return the parts of a folder that has a catalog, or the path itself."""
-    catalog = None if (path / DATA).exists() else read_catalog(path)
+    catalog = None if folder_kind(path) is FolderKind.STORE else read_catalog(path)
     return [path] if catalog is None else catalog.parts
 
 

@@ -15,7 +15,7 @@ CONFIG = "config.toml"
 FOLD_SPLITS = "splits"
 """Subfolder of a cross-validation with the splits of each fold."""
 STUDY_ID = "study.id"
-PREDICTIONS = "predict.json"
+PREDICT_SETTINGS = "predict.json"
 ENCODER = "features.json"
 """Describes the encoder that computed all features of a folder."""
 
@@ -33,9 +33,10 @@ class FolderKind(StrEnum):
 
 
 _KINDS = {
-    STUDY_ID: FolderKind.SEARCH,
-    PREDICTIONS: FolderKind.PREDICTIONS,
     DATA: FolderKind.STORE,
+    CONFIG: FolderKind.RUN,
+    STUDY_ID: FolderKind.SEARCH,
+    PREDICT_SETTINGS: FolderKind.PREDICTIONS,
     ENCODER: FolderKind.FEATURES,
 }
 """Kind of the folder in which a file is."""
@@ -43,10 +44,9 @@ _KINDS = {
 
 def folder_kind(folder: Path) -> FolderKind | None:
     """Return the kind of a folder; None if it is of another kind, or does not exist."""
-    if (folder / CONFIG).exists():
-        is_run = not (folder / FOLD_SPLITS).is_dir()
-        return FolderKind.RUN if is_run else FolderKind.CROSS_VALIDATION
     kind = next((kind for name, kind in _KINDS.items() if (folder / name).exists()), None)
+    if kind is FolderKind.RUN and (folder / FOLD_SPLITS).is_dir():
+        return FolderKind.CROSS_VALIDATION
     return FolderKind.PARTS if kind is None and find_catalog(folder) is not None else kind
 
 
