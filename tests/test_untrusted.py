@@ -251,7 +251,7 @@ def test_settings_files_and_runs_name_untrusted_input(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checked: list[str] = []
-    for module in ("maintenance.verify.check_untrusted", "features.untrusted.check_features"):
+    for module in ("maintenance.verify.check_untrusted", "features.feature_file.check_features"):
         monkeypatch.setattr(f"histopipe.{module}", lambda path: checked.append(path.name))
     for name in ("a.lmdb", "b.lmdb", "c.lmdb", "bags", "more"):
         (tmp_path / name).mkdir()

@@ -30,6 +30,7 @@ from histopipe.errors import (
 from histopipe.store.claims import lock_for_writing
 from histopipe.store.format import DATABASES, META, SLIDE_KEY_BYTES, slide_number
 from histopipe.system.files import PASSING, Closing, free_bytes, full_disk_error, is_full_disk
+from histopipe.system.folders import DATA
 
 _MAGIC, _VERSION = 0xBEEFC0DE, 1
 _META = struct.Struct("<10xH4x II16x I92x QQ")
@@ -81,9 +82,8 @@ def make_readable(store: Path) -> int:
     Raises:
         UsageError: a process has the store open for writing.
     """
-    data = store / "data.mdb"
-    length = data.stat().st_size
-    metas = _meta_pages(data)
+    data = store / DATA
+    length, metas = data.stat().st_size, _meta_pages(data)
     usable = [
         meta is not None and meta.length <= _MAX_GROWTH * length + _MAX_GROWTH_BYTES
         for meta in metas
@@ -106,8 +106,10 @@ def make_readable(store: Path) -> int:
 def _newest_meta(data: Path) -> _MetaPage:
     pages = list(filter(None, _meta_pages(data)))
     if not pages:
-        size = data.stat().st_size
-        raise DamagedStore(f"{data} is not an LMDB file", found=f"{size} bytes without a meta page")
+        raise DamagedStore(
+            f"{data} is not an LMDB file",
+            found=f"{data.stat().st_size} bytes without a meta page",
+        )
     return max(pages, key=lambda meta: meta.transaction)
 
 
@@ -233,7 +235,7 @@ def _allocate_lock(path: Path) -> None:
 
 
 def _open(path: Path, *, write: bool, readahead: bool) -> lmdb.Environment:
-    size = _WRITE_MAP if write else read_map_size((path / "data.mdb").stat().st_size)
+    size = _WRITE_MAP if write else read_map_size((path / DATA).stat().st_size)
     while True:
         try:
             return lmdb.open(
@@ -303,9 +305,9 @@ def _mapped(error: lmdb.Error, path: Path) -> HistopipeError:
         (errno.EFBIG, MachineShort, "is larger than its filesystem or `ulimit -f` allows"),
         *((number, MachineShort, "cannot be used now") for number in PASSING),
     )
-    for number, cause, what in causes:
+    for number, kind, what in causes:
         if _mentions(text, number):
-            return cause(f"the store {path} {what}", found=text)
+            return kind(f"the store {path} {what}", found=text)
     kind, what = ERRORS.get(type(error), (DamagedStore, "LMDB cannot use it"))
     return kind(f"the store {path}: {what}", found=text)
 
@@ -325,9 +327,9 @@ def page_faults(store: Path, keep_state: bool) -> list[str]:
             with suppress(DamagedStore):  # the verifier reports the reason
                 stack.enter_context(RawStore(store))
         for _ in range(_ATTEMPTS):
-            before = _newest_meta(store / "data.mdb").transaction
-            faults = _verifier_faults(store) + _order_faults(store / "data.mdb")
-            if not faults or _newest_meta(store / "data.mdb").transaction == before:
+            before = newest_transaction(store / DATA)
+            faults = _verifier_faults(store) + _order_faults(store / DATA)
+            if not faults or newest_transaction(store / DATA) == before:
                 break  # otherwise, a writer extended the file while its length was read
         return faults
 
@@ -365,7 +367,7 @@ class RawStore(Closing):
     """
 
     def __init__(self, path: Path) -> None:
-        check_length(path / "data.mdb")
+        check_length(path / DATA)
         self._path = path
         with mapped_errors(path):
             self._handle, databases = open_handle(path, write=False, readahead=True)
@@ -420,8 +422,9 @@ class RawStore(Closing):
                         raise DamagedStore(f"keys of {database.decode()!r} are out of order")
                     previous = key
                     if len(key) >= SLIDE_KEY_BYTES and slide_number(key) in skip:
-                        last = key[:SLIDE_KEY_BYTES].ljust(_LONGEST_KEY, b"\xff")
-                        has_entry = cursor.set_range(last)
+                        has_entry = cursor.set_range(
+                            key[:SLIDE_KEY_BYTES].ljust(_LONGEST_KEY, b"\xff")
+                        )
                     else:
                         yield key
                         has_entry = cursor.next()

@@ -25,6 +25,7 @@ from histopipe.store.claims import lock_for_writing
 from histopipe.store.data_file import check_length, mapped_errors, open_handle, read_map_size
 from histopipe.store.format import META, SLIDES, slide_key
 from histopipe.system.files import Closing
+from histopipe.system.folders import DATA
 
 T = TypeVar("T")
 
@@ -163,7 +164,7 @@ class Environment(Closing):
 
     @property
     def _data(self) -> Path:
-        return Path(self.real_path) / "data.mdb"
+        return Path(self.real_path) / DATA
 
     def _end_read(self) -> None:
         with self._idle:
@@ -232,7 +233,7 @@ def open_environment(path: Path, *, write: bool = False) -> Environment:
 
 
 def _open(path: Path, real_path: str, *, write: bool) -> Environment:
-    data = path / "data.mdb"
+    data = path / DATA
     try:
         # The file is empty if a writer has just started, or was killed.
         begun = data.exists() and data.stat().st_size > 0

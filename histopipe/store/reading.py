@@ -128,16 +128,30 @@ class Reading:
         `keys` are slide and row of each patch, best in ascending order. Returns (N, 2) offset and length in bytes,
         ascending; adjacent ranges are joined.
         """
-        packed = [patch_key(*key) for key in keys]
-        ranges = sorted(_page_ranges(self._transaction, self._patches, packed))
+        ranges = sorted(self._page_ranges([patch_key(*key) for key in keys]))
         if not ranges:
             return np.zeros((0, 2), np.int64)
-        extents = np.array(ranges, np.int64)
         page_size = int(self._transaction.stat(self._patches)["psize"])
-        first = extents[:, 0] * page_size
-        end = first + -(-extents[:, 1] // page_size) * page_size
+        pages, lengths = np.array(ranges, np.int64).T
+        first = pages * page_size
+        end = first + -(-lengths // page_size) * page_size
         starts = np.flatnonzero(np.append(True, first[1:] > end[:-1]))
         return np.stack([first[starts], np.maximum.reduceat(end, starts) - first[starts]], axis=1)
+
+    def _page_ranges(self, keys: Sequence[bytes]) -> Iterator[tuple[int, int]]:
+        """Yield first page and length in bytes, with the page header, of each value on separate pages.
+
+        Source:
+            LMDB 0.9, mdb.c: the node of a value in a leaf page has 2 × 16 bits of size, 16 of flags, 16 of the key's
+            length, the key, and then, if the flag F_BIGDATA is set, the number of the value's first page.
+        """
+        with self._transaction.cursor(db=self._patches) as cursor:
+            for key in cursor.getmulti(keys, values=False):  # a view of the key in the mapped page
+                address = np.frombuffer(key, np.uint8).__array_interface__["data"][0]
+                low, high, flags, length = _NODE.from_address(address - _NODE_HEADER)
+                if flags & _BIG_DATA and length == len(key):
+                    page = ctypes.c_uint64.from_address(address + length).value
+                    yield page, (high << 16 | low) + _PAGE_HEADER
 
     def where(self, slide: int) -> str:
         """Return the store and id of a slide, for messages.
@@ -148,24 +162,6 @@ class Reading:
         if slide not in self._records:
             raise UsageError(f"{self._environment.path} has no slide number {slide!r}")
         return f"{self._environment.path}, slide {self._records[slide].id}"
-
-
-def _page_ranges(
-    transaction: lmdb.Transaction, database: Any, keys: Sequence[bytes]
-) -> Iterator[tuple[int, int]]:
-    """Yield first page and length in bytes, with the page header, of each value on separate pages.
-
-    Source:
-        LMDB 0.9, mdb.c: the node of a value in a leaf page has 2 × 16 bits of size, 16 of flags, 16 of the key's
-        length, the key, and then, if the flag F_BIGDATA is set, the number of the value's first page.
-    """
-    with transaction.cursor(db=database) as cursor:
-        for key in cursor.getmulti(keys, values=False):  # a view of the key in the mapped page
-            address = np.frombuffer(key, np.uint8).__array_interface__["data"][0]
-            low, high, flags, length = _NODE.from_address(address - _NODE_HEADER)
-            if flags & _BIG_DATA and length == len(key):
-                page = ctypes.c_uint64.from_address(address + length).value
-                yield page, (high << 16 | low) + _PAGE_HEADER
 
 
 def decode_picture(
@@ -303,8 +299,7 @@ def check_format(stored: Stored, path: Path) -> None:
             expected=VERSION,
             todo="use the histopipe version that wrote it, or a later one",
         )
-    features = entry(stored, "required_features", list, path)
-    unknown = sorted({str(feature) for feature in features} - KNOWN_FEATURES)
+    unknown = sorted(set(map(str, entry(stored, "required_features", list, path))) - KNOWN_FEATURES)
     if unknown:
         raise UnknownVersion(
             f"{path} needs a feature that this version does not have",
@@ -343,8 +338,11 @@ def read_spec(stored: Stored, path: Path) -> dict[str, Any]:
     """Return the spec of a store; DamagedStore if a setting that readers need is missing or out of range."""
     spec = entry(stored, "spec", dict, path)
     if _READ_SETTINGS.keys() - spec.keys():
-        expected = "settings " + ", ".join(sorted(_READ_SETTINGS))
-        raise DamagedStore(f"{path}, meta 'spec'", found=repr(spec)[:120], expected=expected)
+        raise DamagedStore(
+            f"{path}, meta 'spec'",
+            found=repr(spec)[:120],
+            expected="settings " + ", ".join(sorted(_READ_SETTINGS)),
+        )
     for name, is_right in _READ_SETTINGS.items():
         if not is_right(spec[name]):
             raise DamagedStore(f"{path}, meta 'spec': {name}", found=repr(spec[name])[:80])

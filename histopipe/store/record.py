@@ -228,8 +228,8 @@ def _check(record: SlideRecord, where: str) -> None:
     ):
         if getattr(record, name) < 0:
             raise DamagedStore(f"{where}: field {name!r}", found=getattr(record, name))
-    whole = record.planned == record.stored + record.unreadable
-    if record.planned >= _MOST_PATCHES or (record.state is SlideState.COMPLETE and not whole):
+    is_whole = record.planned == record.stored + record.unreadable
+    if record.planned >= _MOST_PATCHES or (record.state is SlideState.COMPLETE and not is_whole):
         raise DamagedStore(
             f"{where}: its counts are inconsistent",
             found=f"{record.planned} planned, {record.stored} stored, {record.unreadable} unreadable",

@@ -42,9 +42,10 @@ from histopipe.store.format import (
 from histopipe.store.reading import meta_entries, read_meta, read_record, read_records
 from histopipe.store.record import SlideRecord, SlideState, StainFit
 from histopipe.system.files import Closing, closed_on_error
+from histopipe.system.folders import DATA
 from histopipe.tiling.spec import TilingSpec, differences
 
-_OWN_FILES = {"data.mdb", "lock.mdb", "ingest.lock", "ingest.log", "ingest.csv"}
+_OWN_FILES = {DATA, "lock.mdb", "ingest.lock", "ingest.log", "ingest.csv"}
 
 
 def open_for_change(path: Path) -> Environment:
@@ -108,7 +109,7 @@ def _make_folder(path: Path) -> bool:
     """Create the folder of a store; return False if it exists. Nothing is written into a folder with other contents."""
     if path.is_dir():
         contents = [p.name for p in path.iterdir() if p.name not in _OWN_FILES]
-        if contents and not (path / "data.mdb").exists():
+        if contents and not (path / DATA).exists():
             raise UsageError(
                 f"{path} is not a store, and not empty",
                 found=", ".join(sorted(contents)[:3]),
@@ -127,10 +128,10 @@ def _make_folder(path: Path) -> bool:
             raise UsageError(f"{path} cannot be created", found=str(error)) from error
         return is_new
     with environment, environment.read() as transaction:
-        if environment.databases[META] is not None:
-            if transaction.stat(environment.databases[META])["entries"]:
-                meta_entries(transaction, environment.databases, path)
-        elif transaction.stat()["entries"]:
+        meta = environment.databases[META]
+        if meta is not None and transaction.stat(meta)["entries"]:
+            meta_entries(transaction, environment.databases, path)
+        elif meta is None and transaction.stat()["entries"]:
             raise UsageError(
                 f"{path} is an LMDB environment of another program", todo="choose another --out"
             )
@@ -189,8 +190,9 @@ class StoreWriter(Closing):
         if spec is None:
             self.environment = open_for_change(path)
         else:
-            spec_json = spec.to_json() if isinstance(spec, TilingSpec) else spec
-            self.environment = open_or_make(path, spec_json)
+            self.environment = open_or_make(
+                path, spec.to_json() if isinstance(spec, TilingSpec) else spec
+            )
         if alone:
             with closed_on_error(self):
                 self.cached = self.records()
@@ -273,8 +275,8 @@ class StoreWriter(Closing):
             key = thumbnail_key(slide, kind)
             checksums[kind] = value_crc(key, picture)
             transaction.put(key, picture, db=self._db[THUMBNAILS])
-        index = encode_index(slide_key(slide), columns)
-        transaction.put(slide_key(slide), index, db=self._db[INDEX])
+        key = slide_key(slide)
+        transaction.put(key, encode_index(key, columns), db=self._db[INDEX])
         for (database, key), value in further.items():
             transaction.put(key, value, db=self.environment.database(database, transaction))
         complete = dataclasses.replace(record, state=SlideState.COMPLETE, thumbnail_crc=checksums)
@@ -352,8 +354,7 @@ class StoreWriter(Closing):
 
     def reusable_bytes(self) -> int:
         """Return the bytes inside the file that are free after deletions."""
-        length = (self.path / "data.mdb").stat().st_size
-        return max(0, length - self.environment.used_bytes())
+        return max(0, (self.path / DATA).stat().st_size - self.environment.used_bytes())
 
     def close(self) -> None:
         """Close the store."""
