@@ -29,9 +29,10 @@ from histopipe.errors import (
 from histopipe.ingestion.cluster.cluster_ingest import parts_locked
 from histopipe.ingestion.cluster.dask_cluster import DaskCluster, connected
 from histopipe.maintenance.verify import verify
-from histopipe.store.catalog import CATALOG, Catalog, parts_of, read_catalog
+from histopipe.store.catalog import Catalog, parts_of, read_catalog
 from histopipe.store.store import Store, recorded
 from histopipe.system.files import atomic_write
+from histopipe.system.folders import CATALOG
 
 DASK = [sys.executable, "-m", "dask"]
 SLIDES = 8

@@ -18,7 +18,7 @@ from histopipe.errors import (
     SlideUnreadable,
     UsageError,
 )
-from histopipe.store.handle import ERRORS
+from histopipe.store.data_file import ERRORS
 from histopipe.system.files import atomic_write, remove_parts, shortened
 from histopipe.system.output import slide_failure
 from histopipe.system.worker_pool import WorkerDied

@@ -37,7 +37,7 @@ from histopipe.errors import DamagedStore, UsageError
 from histopipe.ingestion.patch_source import png
 from histopipe.splits.splits import write_splits
 from histopipe.splits.splitting import make_splits
-from histopipe.store import environment, handle
+from histopipe.store import data_file, environment
 from histopipe.store.data_file import check_length
 from histopipe.store.format import patch_key
 from histopipe.store.store import Store
@@ -763,8 +763,8 @@ def test_file_larger_than_its_map_is_mapped_again(
 ) -> None:
     """Eight threads read while another process makes the file larger than their map."""
     path = a_store(tmp_path / "s.lmdb", {"a1": jpegs(0, 20)})
-    monkeypatch.setattr(handle, "_READ_MAP", 1 << 20)
-    monkeypatch.setattr(handle, "_READ_ROOM", 1)
+    monkeypatch.setattr(data_file, "_READ_MAP", 1 << 20)
+    monkeypatch.setattr(data_file, "_READ_ROOM", 1)
     with Store(path) as store:
         table = SampleTable(select([store]))
         batches = PatchBatches([store], table, batch_size=20, order=Order(20))

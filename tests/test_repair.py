@@ -26,7 +26,7 @@ from test_verify import edited, patched
 
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.ingestion.ingest_slides import ingest_slides
-from histopipe.maintenance.findings import FindingKind
+from histopipe.maintenance.checks import FindingKind
 from histopipe.maintenance.reingest import _has_scan
 from histopipe.maintenance.repair import RepairResult
 from histopipe.maintenance.repair import repair as repair_store
@@ -374,7 +374,7 @@ def killed_at(function: str, store: Path, slides: Path) -> None:
 def test_repair_killed_before_and_after_rebuild(drawn: Path, damaged: Path) -> None:
     expected = as_ingested(damaged)
     damage_patch_page(damaged)
-    killed_at("rebuild:carry_files", damaged, drawn / "slides")
+    killed_at("repair:carry_files", damaged, drawn / "slides")
     assert verify(damaged).is_structural  # not yet rebuilt
     killed_at("reingest:set_aside", damaged, drawn / "slides")
     assert not verify(damaged).is_structural

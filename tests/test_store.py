@@ -36,7 +36,7 @@ from histopipe.errors import (
 from histopipe.geometry import Mpp
 from histopipe.maintenance.merge import merge
 from histopipe.store import data_file
-from histopipe.store.catalog import CATALOG, Catalog, parts_of
+from histopipe.store.catalog import Catalog, parts_of
 from histopipe.store.environment import open_environment
 from histopipe.store.format import (
     INDEX_COLUMNS,
@@ -49,6 +49,7 @@ from histopipe.store.format import (
 from histopipe.store.record import SlideRecord, SlideState
 from histopipe.store.store import Store, StoreSet, open_store
 from histopipe.store.writer import StoreWriter
+from histopipe.system.folders import CATALOG
 from histopipe.system.output import SilentProgress
 from histopipe.tiling.spec import TilingSpec
 

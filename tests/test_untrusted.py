@@ -26,7 +26,7 @@ from histopipe.cli.parameters import _check_untrusted
 from histopipe.dataset.patch_batches import decode
 from histopipe.errors import DamagedStore, SlideUnreadable, UsageError
 from histopipe.features.feature_file import check_coords, check_features, writing
-from histopipe.maintenance.findings import FindingKind
+from histopipe.maintenance.checks import FindingKind
 from histopipe.maintenance.verify import check_untrusted, verify
 from histopipe.measure.quality import _measures
 from histopipe.store.format import patch_key
@@ -251,7 +251,7 @@ def test_settings_files_and_runs_name_untrusted_input(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checked: list[str] = []
-    for module in ("maintenance.verify.check_untrusted", "features.untrusted.check_features"):
+    for module in ("maintenance.verify.check_untrusted", "features.feature_file.check_features"):
         monkeypatch.setattr(f"histopipe.{module}", lambda path: checked.append(path.name))
     for name in ("a.lmdb", "b.lmdb", "c.lmdb", "bags", "more"):
         (tmp_path / name).mkdir()

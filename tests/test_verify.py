@@ -22,7 +22,7 @@ from test_reader import a_store, flip_a_byte, jpegs
 from test_store import SPEC
 
 from histopipe.errors import DamagedStore, NothingToDo, UnknownVersion
-from histopipe.maintenance.findings import FindingKind, VerifyResult
+from histopipe.maintenance.checks import FindingKind, VerifyResult
 from histopipe.maintenance.verify import verify
 from histopipe.store.format import DATABASES, patch_key, slide_key
 from histopipe.store.store import Store

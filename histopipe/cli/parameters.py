@@ -230,9 +230,10 @@ def _check_untrusted(
     """Check the input that flags, settings files or a run to be resumed name."""
     from histopipe.features.feature_file import check_coords, check_features
     from histopipe.pretrained.encoders import check_untrusted_model
+    from histopipe.system.folders import CONFIG
     from histopipe.system.settings import read_toml
 
-    resumed = values.get("resume") and values.get("out") and Path(values["out"]) / "config.toml"
+    resumed = values.get("resume") and values.get("out") and Path(values["out"]) / CONFIG
     files = [Path(file) for file in (values.get("config"), values.get("space"), resumed) if file]
     tables = [values, *(read_toml(file) for file in files if file.is_file())]
     if "stores" in stores and not any(table.get("stores") for table in tables):
@@ -261,8 +262,10 @@ def _check_stores(path: Path) -> None:
     """Check a store, or the stores and the feature files of a folder."""
     from histopipe.features.feature_file import check_features
     from histopipe.maintenance.verify import check_untrusted
+    from histopipe.system.folders import FolderKind, folder_kind
 
-    for store in [path] if (path / "data.mdb").exists() else sorted(path.glob("[!.]*.lmdb")):
+    is_store = folder_kind(path) is FolderKind.STORE
+    for store in [path] if is_store else sorted(path.glob("[!.]*.lmdb")):
         check_untrusted(store)
     if any(path.glob("*.h5")):
         check_features(path)

@@ -109,13 +109,15 @@ def report(paths: tuple[Path, ...], no_pictures: bool, **options: Any) -> None:
     Submit:  histopipe report runs/first --checklist tripod-ai --out tripod.docx
     """
     from histopipe.maintenance.info import store_info
+    from histopipe.system.folders import FolderKind, folder_kind
 
     result = histopipe.report(paths, pictures=not no_pictures, **options)
     path = paths[0]
     then: tuple[object, ...] = ()
-    if (path / "data.mdb").exists():
+    kind = folder_kind(path)
+    if kind is FolderKind.STORE:
         then = store_info(path).then
-    elif (path / "config.toml").exists() and not paths[1:]:
+    elif kind in {FolderKind.RUN, FolderKind.CROSS_VALIDATION} and not paths[1:]:
         then = ("predict", path, "SLIDES", "--out", "predictions")
     show(result, then=then)
 

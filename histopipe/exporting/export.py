@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -19,6 +20,7 @@ from histopipe.exporting.patches import ExportResult, PatchFormat, export_patche
 from histopipe.geometry import Mpp, PointL0, RegionL0, Size
 from histopipe.reports.tissue import write_table_and_page
 from histopipe.runs import folder as run_folder
+from histopipe.store.format import Columns
 from histopipe.store.reading import decode_picture
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
@@ -120,8 +122,6 @@ _OF_PATCH = (
 )  # fmt: skip
 _GROUP_ROWS = 100_000
 """Minimum number of rows in a Parquet row group. Readers load a whole row group."""
-
-IndexColumns = dict[str, Any]
 
 
 @dataclass(frozen=True, repr=False)
@@ -238,7 +238,7 @@ def export_index(
     return IndexResult(out, count)
 
 
-def _slides(stores: Sequence[Store], bar: Bar) -> Iterator[tuple[IndexColumns, IndexColumns]]:
+def _slides(stores: Sequence[Store], bar: Bar) -> Iterator[tuple[dict[str, Any], Columns]]:
     """Yield for each slide the values that are the same in all its rows, and the other columns, (N,) each."""
     for store in stores:
         for number, record in store.complete.items():
@@ -249,7 +249,7 @@ def _slides(stores: Sequence[Store], bar: Bar) -> Iterator[tuple[IndexColumns, I
             bar.advance()
 
 
-def _columns(store: Store, number: int, record: SlideRecord) -> IndexColumns:
+def _columns(store: Store, number: int, record: SlideRecord) -> Columns:
     index, count = store.index(number), record.planned
     side = round((record.read_size or 0) * (record.downsample or 0))
     names = np.array([*store.classes, None], object)  # None for -1 and for unknown numbers
@@ -265,10 +265,9 @@ def _columns(store: Store, number: int, record: SlideRecord) -> IndexColumns:
     return {name: columns[name] if name in columns else index[name] for name in _OF_PATCH}
 
 
-def _rows(slides: Iterator[tuple[IndexColumns, IndexColumns]]) -> Iterator[list[object]]:
+def _rows(slides: Iterator[tuple[dict[str, Any], Columns]]) -> Iterator[list[object]]:
     for common, columns in slides:
-        cells = [_cells(values) for values in columns.values()]
-        for row in zip(*cells, strict=True):
+        for row in zip(*map(_cells, columns.values()), strict=True):
             yield [*common.values(), *row]
 
 
@@ -279,7 +278,7 @@ def _cells(values: NDArray[Any]) -> list[Any]:
     return list(values.tolist())
 
 
-def _write_parquet(path: Path, slides: Iterator[tuple[IndexColumns, IndexColumns]]) -> None:
+def _write_parquet(path: Path, slides: Iterator[tuple[dict[str, Any], Columns]]) -> None:
     try:
         import pyarrow as pa  # late: the extra [parquet]
         from pyarrow import parquet
@@ -288,7 +287,16 @@ def _write_parquet(path: Path, slides: Iterator[tuple[IndexColumns, IndexColumns
             "Parquet needs pyarrow, which is not installed", found=str(error),
             todo="pip install 'histopipe[parquet]', or use --index csv",
         ) from error  # fmt: skip
-    writer, waiting = None, []
+    groups = _row_groups(slides, pa)
+    first = next(groups)
+    with parquet.ParquetWriter(path, first.schema) as writer:
+        for table in chain([first], groups):
+            writer.write_table(table, row_group_size=len(table))
+
+
+def _row_groups(slides: Iterator[tuple[dict[str, Any], Columns]], pa: Any) -> Iterator[Any]:
+    """Yield Parquet tables of at least `_GROUP_ROWS` rows, except for the last one."""
+    waiting: list[Any] = []
     for common, columns in slides:
         count = len(columns["patch"])
         arrays = {}
@@ -300,16 +308,7 @@ def _write_parquet(path: Path, slides: Iterator[tuple[IndexColumns, IndexColumns
             arrays[name] = pa.array(values, kind, from_pandas=True)
         waiting.append(pa.table(arrays))
         if sum(map(len, waiting)) >= _GROUP_ROWS:
-            writer = _append(writer, path, waiting, pa, parquet)
+            yield pa.concat_tables(waiting).unify_dictionaries()
             waiting = []
     if waiting:
-        writer = _append(writer, path, waiting, pa, parquet)
-    if writer is not None:
-        writer.close()
-
-
-def _append(writer: Any, path: Path, tables: Sequence[Any], pa: Any, parquet: Any) -> Any:
-    table = pa.concat_tables(tables).unify_dictionaries()
-    writer = writer or parquet.ParquetWriter(path, table.schema)
-    writer.write_table(table, row_group_size=len(table))
-    return writer
+        yield pa.concat_tables(waiting).unify_dictionaries()

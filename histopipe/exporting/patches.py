@@ -5,15 +5,15 @@ from __future__ import annotations
 import io
 import json
 import os
-import shutil
 import tarfile
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 from histopipe.dataset.options import check_whole
 from histopipe.errors import (
@@ -75,7 +75,7 @@ class UrlFolder(ExportFolder):
 
     def __init__(self, path: Path, url: str) -> None:
         super().__init__(path)
-        self._url = url.rstrip("/")
+        self._url, self._there = url.rstrip("/"), set[str]()
 
     @property
     def place(self) -> Path | str:
@@ -84,7 +84,8 @@ class UrlFolder(ExportFolder):
 
     def open(self) -> AbstractContextManager[object]:
         """Fetch the settings of an earlier export."""
-        self._there = self._listed()
+        with suppress(RemoteMissing):
+            self._there = {file.url for file in list_files(f"{self._url}/")}
         settings = f"{self._url}/{SETTINGS}"
         if settings in self._there:
             download(remote_file(settings), self.path / SETTINGS)
@@ -104,11 +105,6 @@ class UrlFolder(ExportFolder):
 
     def _target(self, path: Path) -> str:
         return f"{self._url}/{path.relative_to(self.path).as_posix()}"
-
-    def _listed(self) -> set[str]:
-        with suppress(RemoteMissing):
-            return {file.url for file in list_files(f"{self._url}/")}
-        return set()
 
 
 def record_settings(
@@ -205,8 +201,7 @@ class Patch:
 
     def to_json(self) -> dict[str, Any]:
         """Return slide, position and measurements as a JSON-ready dict."""
-        x, y = self.corner
-        record = self.record
+        (x, y), record = self.corner, self.record
         fields = {
             "slide": record.id, "patient": record.patient, "site": record.site, "label": record.label,
             "patch": self.row, "x_l0": x, "y_l0": y, "size_l0": self.side_l0, "mpp": record.patch_mpp,
@@ -253,8 +248,7 @@ def write_tar(path: Path, patches: Iterable[Patch]) -> None:
 
 def write_folder(path: Path, patches: Iterable[Patch]) -> None:
     """Write a folder with `X_Y.jpg` for each patch. X and Y are its corner; a repeated corner gets `X_Y_ROW.jpg`."""
-    shutil.rmtree(path, ignore_errors=True)  # left by a killed process
-    path.mkdir(parents=True)
+    path.mkdir()
     for patch in patches:
         x, y = patch.corner
         file = path / f"{x}_{y}.{patch.suffix}"
@@ -270,11 +264,8 @@ WRITERS: Mapping[str, Callable[[Path, Iterable[Patch]], None]] = {
 }
 
 
-class _File(NamedTuple):
-    """A file or slide folder to write: the slide numbers, and the rows of each slide."""
-
-    path: Path
-    rows: Sequence[tuple[int, range]]
+ExportFile = tuple[Path, Sequence[tuple[int, range]]]
+"""A file or slide folder to write: its path, and the number and the rows of each slide in it."""
 
 
 def export_patches(
@@ -302,83 +293,77 @@ def _export(
         if not slides:
             raise NothingToDo("no patch to export", todo="see `histopipe info`")
         files = list(_files(out, slides, to, shard_patches))
-        if len({file.path for file in files}) < len(files):
+        if len({path for path, _ in files}) < len(files):
             raise UsageError(
                 "two slides would use the same file", todo="use --to webdataset, or rename a slide"
             )
         record_settings(out, opened, slides, to, shard_patches)
-        return _Export(opened, folder, WRITERS[to], progress).run(files)
+        return _write_files(opened, folder, files, WRITERS[to], progress)
 
 
-class _Export:
-    def __init__(
-        self, store: Store, folder: ExportFolder, write: Callable[..., None], progress: Progress
-    ) -> None:
-        self._store, self._folder, self._write = store, folder, write
-        self._progress = progress
-        self._damaged: list[str] = []
-        self._failed: dict[str, str] = {}
-        self._patches = 0
+def _write_files(
+    store: Store,
+    folder: ExportFolder,
+    files: Sequence[ExportFile],
+    write: Callable[[Path, Iterable[Patch]], None],
+    progress: Progress,
+) -> ExportResult:
+    done = folder.complete([path for path, _ in files])
+    missing = [(path, rows) for path, rows in files if path not in done]
+    total, kept = len(files), len(files) - len(missing)
+    damaged: list[str] = []
+    failed: dict[str, str] = {}
+    patches: Counter[str] = Counter()
 
-    def run(self, files: Sequence[_File]) -> ExportResult:
-        done = self._folder.complete([file.path for file in files])
-        missing = [file for file in files if file.path not in done]
-        total, kept = len(files), len(files) - len(missing)
-        bar = self._progress.bar("exporting", unit="files", total=total, done=kept, detail=True)
-        try:
-            with bar, roomy(self._folder.path, "run the same command again"):
-                for folder in {file.path.parent for file in missing}:
-                    remove_parts(folder)
-                for file in missing:
-                    before = self._patches
-                    try:
-                        self._write_file(file)
-                    except Exception as error:  # noqa: BLE001 - `slide_failure` raises what concerns all slides
-                        name = file.path.relative_to(self._folder.path).as_posix()
-                        self._failed[name], self._patches = slide_failure(error), before
-                        bar.item(f"failed {name}: {self._failed[name]}", problem=True)
-                    else:
-                        done.add(file.path)
-                    bar.advance()
-        except KeyboardInterrupt:
-            raise Interrupted(
-                "interrupted", found=f"{len(done)} of {total} files complete",
-                todo="run the same command again to write the others",
-            ) from None  # fmt: skip
-        return ExportResult(
-            self._folder.place, len(missing) - len(self._failed), kept, self._patches,
-            tuple(self._damaged), self._failed,
-        )  # fmt: skip
-
-    def _write_file(self, file: _File) -> None:
-        file.path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(file.path) as part:
-            self._write(part, self._patches_of(file))
-        self._folder.finish(file.path)
-
-    def _patches_of(self, file: _File) -> Iterator[Patch]:
-        """Yield the patches of a file. Damaged patches are reported and skipped."""
-        for number, rows in file.rows:
-            record, index = self._store.records[number], self._store.index(number)
-            lengths, crcs = index["length"], index["crc"]
+    def read_patches(name: str, slides: Sequence[tuple[int, range]]) -> Iterator[Patch]:
+        """Yield the patches of a file, and count them. Damaged patches are reported and skipped."""
+        for number, rows in slides:
+            record, index = store.records[number], store.index(number)
             for row in rows:
-                if not lengths[row]:
+                if not index["length"][row]:
                     continue
                 try:
-                    value = self._store.value(number, row)
-                    if value_crc(patch_key(number, row), value) != crcs[row]:
+                    value = store.value(number, row)
+                    if value_crc(patch_key(number, row), value) != index["crc"][row]:
                         raise DamagedStore("does not match its checksum")  # noqa: TRY301 - handled below
                 except DamagedStore as error:
-                    self._damaged.append(f"{record.id}: patch {row}: {error}")
-                    self._progress.message(f"skipped: {self._damaged[-1]}")
+                    damaged.append(f"{record.id}: patch {row}: {error}")
+                    progress.message(f"skipped: {damaged[-1]}")
                     continue
-                self._patches += 1
+                patches[name] += 1
                 yield Patch(record, row, value, {name: index[name][row] for name in Patch.COLUMNS})
+
+    bar = progress.bar("exporting", unit="files", total=total, done=kept, detail=True)
+    try:
+        with bar, roomy(folder.path, "run the same command again"):
+            for parent in {path.parent for path, _ in missing}:
+                remove_parts(parent)
+            for path, rows in missing:
+                name = path.relative_to(folder.path).as_posix()
+                try:
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    with atomic_write(path) as part:
+                        write(part, read_patches(name, rows))
+                    folder.finish(path)
+                    done.add(path)
+                except Exception as error:  # noqa: BLE001 - `slide_failure` raises what concerns all slides
+                    failed[name] = slide_failure(error)
+                    del patches[name]
+                    bar.item(f"failed {name}: {failed[name]}", problem=True)
+                bar.advance()
+    except KeyboardInterrupt:
+        raise Interrupted(
+            "interrupted", found=f"{len(done)} of {total} files complete",
+            todo="run the same command again to write the others",
+        ) from None  # fmt: skip
+    return ExportResult(
+        folder.place, len(missing) - len(failed), kept, patches.total(), tuple(damaged), failed
+    )
 
 
 def _files(
     folder: Path, slides: dict[int, SlideRecord], to: PatchFormat, shard_patches: int
-) -> Iterator[_File]:
+) -> Iterator[ExportFile]:
     for number, record in slides.items():
         name = record.id
         if to == "tfrecord":
@@ -387,12 +372,11 @@ def _files(
             name = f"{_flat(record.label or 'unlabelled')}/{_flat(name)}"
         path = path_within(folder, name)  # also checks the names in tar files
         if to != "webdataset":
-            yield _File(path, [(number, range(record.planned))])
+            yield path, [(number, range(record.planned))]
     total = sum(record.planned for record in slides.values()) if to == "webdataset" else 0
     for shard in range(-(-total // shard_patches)):
         first, last = shard * shard_patches, min(total, (shard + 1) * shard_patches)
-        path = folder / f"patches-{shard:06d}.tar"
-        yield _File(path, list(_rows_between(slides, first, last)))
+        yield folder / f"patches-{shard:06d}.tar", list(_rows_between(slides, first, last))
 
 
 def _rows_between(

@@ -18,11 +18,10 @@ from histopipe.dataset.selection import SampleTable, SlideValues
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.features import BagOf
 from histopipe.features.feature_file import (
-    ENCODER,
     SLIDES,
     FeatureHeader,
 )
-from histopipe.features.feature_sets import FeatureSets, SlideFeatures
+from histopipe.features.feature_sets import SlideFeatures, join_feature_sets
 from histopipe.slides.slide_files import SlideHashes
 from histopipe.slides.tables import SlideLabel, SlideNames, patient_of, read_labels
 from histopipe.splits.slide_table import Exclusion, SlideEntry, missing_from, read_slide_table
@@ -30,6 +29,7 @@ from histopipe.splits.splits import Splits
 from histopipe.splits.subsets import SUBSETS
 from histopipe.system.csv_files import NA_VALUES, nfc
 from histopipe.system.files import read_json
+from histopipe.system.folders import ENCODER
 from histopipe.system.hashing import combine, permuted
 from histopipe.system.output import counted, message
 
@@ -120,11 +120,11 @@ class BagSet:
     ) -> None:
         self.folders = (folder,) if isinstance(folder, Path) else tuple(folder)
         self.path = self.folders[0]
-        sets = FeatureSets.of(self.folders, on_error)
-        headers, parts, self.failed = sets.headers, sets.parts, sets.failed
+        headers, parts, self.failed, notes = join_feature_sets(self.folders, on_error)
         self._recorded = _recorded_slides(self.path, headers)
-        self.dimension = sum(sets.dimensions)
-        self.uuid = "+".join(map(_identity, self.folders, sets.dimensions))
+        dimensions = [header.dimension for header in next(iter(parts.values())).headers]
+        self.dimension = sum(dimensions)
+        self.uuid = "+".join(map(_identity, self.folders, dimensions))
         rows = None
         if labels is not None:
             recorded_names = self._recorded.keys() | self.failed.keys()
@@ -162,8 +162,9 @@ class BagSet:
         self.bags = self.records = self.complete = dict(sorted(bags.items()))
         self.empty = tuple(name for name, header in headers.items() if not header.rows)
         """Slides without patches."""
-        ignored = f"ignored: {counted(len(self.empty), 'feature file')} without patches"
-        self.notes = (*sets.notes, *((ignored,) if self.empty else ()))
+        if self.empty:
+            notes.append(f"ignored: {counted(len(self.empty), 'feature file')} without patches")
+        self.notes = tuple(notes)
 
     def found_slides(self) -> list[SlideEntry]:
         """Return all slides that have a feature file or failed before, excluded, with a reason if they have no patches."""
@@ -201,18 +202,14 @@ class BagSet:
                 reason = missing_from(splits, entry, from_file=from_file)
                 entries.append(replace(entry, reason=reason))
             else:
+                bag = self.bags[number]
                 # Joined sets may have fewer patches than the first one.
-                rows = self.rows_of(number, entry.slide)
+                rows = bag.parts[bag.slides.index(entry.slide)].rows
                 counts: dict[str, Any] = {name: rows for name in SUBSETS if len(split.on(name))}
                 left_out = entry.planned - entry.unreadable - (rows if counts else 0)
                 excluded = None if counts else Exclusion.LEFT_OUT
                 entries.append(replace(entry, reason=excluded, left_out=left_out, **counts))
         return entries
-
-    def rows_of(self, number: int, slide: str) -> int:
-        """Return the number of patches of a slide in a bag."""
-        bag = self.bags[number]
-        return bag.parts[bag.slides.index(slide)].rows
 
     def index(self, slide: int) -> Mapping[str, NDArray[Any]]:
         """Return the columns of a bag, with one row."""
@@ -266,8 +263,7 @@ def _text(value: Any) -> str | None:
 
 def _hashes(header: FeatureHeader) -> SlideHashes:
     """Return the hashes that `histopipe embed` recorded; earlier versions recorded the `content` only."""
-    names = (field.name for field in fields(SlideHashes))
-    return SlideHashes(**{name: _text(header.facts.get(name)) for name in names})
+    return SlideHashes(*(_text(header.facts.get(f.name)) for f in fields(SlideHashes)))
 
 
 def _by_patient(
@@ -309,19 +305,19 @@ def read_bag(
     Raises:
         DamagedStore: a file is damaged.
     """
-    parts = [
-        part.read(part_rows).astype(dtype, copy=False) for part, part_rows in _by_part(bag, rows)
-    ]
-    return joined_rows(parts)
+    return joined_rows(
+        [part.read(part_rows).astype(dtype, copy=False) for part, part_rows in _by_part(bag, rows)]
+    )
 
 
 def read_positions(bag: Bag, rows: NDArray[np.int64] | None = None) -> NDArray[np.float32]:
     """Return the (R, 2) positions of (R,) sorted rows of a bag, or of all; see `SlideFeatures.positions`."""
-    parts = [
-        part.positions() if part_rows is None else part.positions()[part_rows]
-        for part, part_rows in _by_part(bag, rows)
-    ]
-    return joined_rows(parts)
+    return joined_rows(
+        [
+            part.positions() if part_rows is None else part.positions()[part_rows]
+            for part, part_rows in _by_part(bag, rows)
+        ]
+    )
 
 
 def _by_part(
@@ -393,24 +389,22 @@ class BagBatches(BatchSampler):
         for i, number in enumerate(located.slides.tolist()):
             rows = self._draw_rows(number, step // self.steps_per_epoch)
             features = self._read(number, rows, keys[i]) if weights[i] else None
-            if features is None:
-                # A bag of weight 0 is not read.
-                weights[i], rows = 0, np.zeros(0, np.int64)
+            if features is None:  # a bag of weight 0 is not read
+                weights[i] = 0
                 features = np.zeros((1, self._bags.dimension), self.dtype)
+                positions.append(np.zeros((1, 2), np.float32))
+            elif self._positions:
+                positions.append(read_positions(self._bags.bags[number], rows))
             parts.append(features)
-            if self._positions:
-                positions.append(self._read_positions(number, rows, len(features)))
         ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
-        joined_positions = (joined_rows(positions),) if self._positions else ()
-        slide_values = [values.of(located) for values in self.by_slide.values()]
         return (
             joined_rows(parts),
             ends,
             located.labels,
             weights,
             keys,
-            *slide_values,
-            *joined_positions,
+            *(values.of(located) for values in self.by_slide.values()),
+            *([joined_rows(positions)] if self._positions else []),
         )
 
     def _read(
@@ -423,14 +417,6 @@ class BagBatches(BatchSampler):
                 raise
             self._note_skipped(int(key), str(error))
             return None
-
-    def _read_positions(
-        self, number: int, rows: NDArray[np.int64] | None, count: int
-    ) -> NDArray[np.float32]:
-        """Return (count, 2) positions; zeros for a bag that is not read."""
-        if rows is not None and not len(rows):
-            return np.zeros((count, 2), np.float32)
-        return read_positions(self._bags.bags[number], rows)
 
     def _draw_rows(self, number: int, epoch: int) -> NDArray[np.int64] | None:
         """Return the rows of a bag in an epoch, sorted; None for all."""

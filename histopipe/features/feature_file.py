@@ -35,13 +35,12 @@ from histopipe.system.files import (
     roomy,
     write_atomically,
 )
+from histopipe.system.folders import ENCODER, FolderKind, folder_kind
 from histopipe.system.worker_pool import WorkerPool
 
 FORMAT = "histopipe-features version 1"
 FEATURES, COORDS = "features", "coords"
 SUFFIX = ".h5"
-ENCODER = "features.json"
-"""Describes the encoder that computed all features of a folder."""
 SLIDES = "slides.csv"
 """File with all slides of which features were to be computed, next to `ENCODER`."""
 _IGNORED = (
@@ -331,7 +330,7 @@ def stores_of_features(folders: Iterable[str | Path]) -> list[Path]:
         recorded = (read_encoder(folder) or {}).get("stores")
         for text in names if recorded is None else recorded:
             places = (Path(text), folder.parent / Path(text).name)
-            existing = [path for path in places if (path / "data.mdb").exists()]
+            existing = [path for path in places if folder_kind(path) is FolderKind.STORE]
             if recorded and not existing:
                 raise UsageError(
                     f"the store of the features {folder} has moved", found=f"no store at {text}",

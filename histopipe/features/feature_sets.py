@@ -26,8 +26,6 @@ from histopipe.system.output import counted
 _SIDE = "patch_size_level0"
 _CHECKED_ROWS = 256
 """Rows that are checked at once: a block that fits into the cache, since a bag may be a gigabyte."""
-_AT_ONCE = 4
-"""Cells of a grid, of the patch side, that can hold the corner of a patch around a point."""
 
 
 def covering(
@@ -37,32 +35,22 @@ def covering(
 
     If several contain it, the one with the nearest centre is taken, and of these the first. Corners are (N, 2) and (M, 2).
     """
-    covering_rows, nearest = np.full(len(corners), -1, np.int64), np.full(len(corners), np.inf)
+    # Late: only joined sets need it.
+    from scipy.spatial import KDTree
+
+    covering_rows = np.full(len(corners), -1, np.int64)
     if not len(corners) or not len(other_corners):
         return covering_rows
-    centres = corners + side / 2
-    cells = np.floor(other_corners / other_side).astype(np.int64)
-    low = cells.min(axis=0)
-    width = int(cells[:, 0].max() - low[0]) + 3
-    key = (cells[:, 1] - low[1]) * width + cells[:, 0] - low[0]
-    order = np.argsort(key, kind="stable")
-    ordered = key[order]
-    centre_cells = np.floor(centres / other_side).astype(np.int64) - low
-    for number in range(_AT_ONCE):
-        # The corner of a patch around a point is in the point's cell, or in the one before it.
-        cell = centre_cells - (number % 2, number // 2)
-        inside = ((cell >= 0) & (cell < (width, np.iinfo(np.int32).max))).all(axis=1)
-        cell_keys = np.where(inside, cell[:, 1] * width + cell[:, 0], -1)
-        begin, end = (np.searchsorted(ordered, cell_keys, side) for side in ("left", "right"))
-        for step in range(int((end - begin).max())):
-            rows = np.flatnonzero(begin + step < end)
-            other = order[begin[rows] + step]
-            offset = centres[rows] - other_corners[other]
-            away = ((offset - other_side / 2) ** 2).sum(axis=1)
-            within = ((offset >= 0) & (offset < other_side)).all(axis=1)
-            before = nearest[rows]
-            better = within & ((away < before) | ((away == before) & (other < covering_rows[rows])))
-            covering_rows[rows[better]], nearest[rows[better]] = other[better], away[better]
+    centres, half = corners + side / 2, other_side / 2
+    near = KDTree(other_corners + half).query_ball_point(centres, half + 1, p=np.inf)
+    rows = np.repeat(np.arange(len(corners)), [len(each) for each in near])
+    other = np.concatenate(near).astype(np.int64)
+    offset = centres[rows] - other_corners[other]
+    within = np.flatnonzero(((offset >= 0) & (offset < other_side)).all(axis=1))
+    rows, other, away = rows[within], other[within], ((offset[within] - half) ** 2).sum(axis=1)
+    order = np.lexsort((other, away, rows))
+    covered, first = np.unique(rows[order], return_index=True)
+    covering_rows[covered] = other[order[first]]
     return covering_rows
 
 
@@ -80,11 +68,6 @@ class SlideFeatures:
     def rows(self) -> int:
         """Number of patches."""
         return self.headers[0].rows if self.chosen is None else len(self.chosen[0])
-
-    @property
-    def left_out(self) -> int:
-        """Number of patches of the first set that another set does not cover."""
-        return self.headers[0].rows - self.rows
 
     @property
     def fingerprint(self) -> object:
@@ -204,45 +187,31 @@ Headers = Mapping[str, FeatureHeader]
 """Headers of feature files by slide id."""
 
 
-@dataclass(frozen=True, slots=True)
-class FeatureSets:
-    """The features of slides in one folder, or in several that are joined.
+def join_feature_sets(
+    folders: Sequence[Path], on_error: OnError = "raise"
+) -> tuple[Headers, dict[str, SlideFeatures], dict[str, str], list[str]]:
+    """Open the feature files of one folder, or of several, and join those of each slide. Raises as `BagSet`.
 
-    Attributes:
-        headers: those of all files of the first folder.
-        parts: joined features of the slides that have some.
-        dimensions: features per patch of each set.
-        notes: what was left out.
-        failed: why the header of a file cannot be read, by slide; only if damage is skipped.
+    Returns the headers of all files of the first folder, the features of slides that have some, why the header of a file
+    cannot be read (only if damage is skipped), each by slide; and notes about what was left out.
     """
-
-    headers: Headers
-    parts: Mapping[str, SlideFeatures]
-    dimensions: tuple[int, ...]
-    notes: tuple[str, ...]
-    failed: Mapping[str, str]
-
-    @classmethod
-    def of(cls, folders: Sequence[Path], on_error: OnError = "raise") -> FeatureSets:
-        """Open the feature files of folders. Raises as `BagSet`."""
-        notes: list[str] = []
-        failed: dict[str, str] = {}
-        first = folders[0]
-        headers = _headers(first, on_error, failed)
-        by_name = {nfc(name): name for name in headers}
-        other_sets = [
-            {
-                name if name in headers else by_name.get(nfc(name), name): other[name]
-                for name in other
-            }
-            for other in _other_headers(folders, on_error, failed)
-        ]
-        dimensions = [
-            _common_dimension(feature_set) for feature_set in (_filled(first, headers), *other_sets)
-        ]
-        parts = _parts(headers, other_sets, folders, notes)
-        notes += [f"left out: {reason}" for reason in failed.values()]
-        return cls(headers, parts, tuple(dimensions), tuple(notes), failed)
+    failed: dict[str, str] = {}
+    headers = _headers(folders[0], on_error, failed)
+    filled = _filled(folders[0], headers)
+    if len({folder.resolve() for folder in folders}) < len(folders):
+        raise UsageError("--mil: a folder is given twice", found=", ".join(map(str, folders)))
+    by_name = {nfc(name): name for name in headers}
+    other_sets = []
+    for folder in folders[1:]:
+        other = _filled(folder, _headers(folder, on_error, failed))
+        names = (
+            (name, name if name in headers else by_name.get(nfc(name), name)) for name in other
+        )
+        other_sets.append({of_first: other[name] for name, of_first in names})
+    for feature_set in (filled, *other_sets):
+        _check_dimensions(feature_set)
+    parts, notes = _join_slides(filled, other_sets, folders)
+    return headers, parts, failed, [*notes, *(f"left out: {reason}" for reason in failed.values())]
 
 
 def _headers(folder: Path, on_error: OnError, failed: dict[str, str]) -> dict[str, FeatureHeader]:
@@ -273,51 +242,38 @@ def _filled(folder: Path, headers: Headers) -> Headers:
     return filled
 
 
-def _other_headers(
-    folders: Sequence[Path], on_error: OnError, failed: dict[str, str]
-) -> list[Headers]:
-    """Return the headers of all folders but the first."""
-    if len({folder.resolve() for folder in folders}) < len(folders):
-        raise UsageError("--mil: a folder is given twice", found=", ".join(map(str, folders)))
-    return [_filled(folder, _headers(folder, on_error, failed)) for folder in folders[1:]]
-
-
-def _parts(
-    headers: Headers, other_sets: Sequence[Headers], folders: Sequence[Path], notes: list[str]
-) -> dict[str, SlideFeatures]:
-    """Join the sets of each slide. Add to `notes` what is left out."""
-    parts: dict[str, SlideFeatures] = {}
-    lost: list[str] = []
-    for name, header in headers.items():
-        if not header.rows:
-            continue
-        if not all(name in other for other in other_sets):
-            lost.append(name)
-            continue
-        part = join([header, *(other[name] for other in other_sets)])
-        if part.rows:
-            parts[name] = part
-        else:
-            lost.append(name)
+def _join_slides(
+    headers: Headers, other_sets: Sequence[Headers], folders: Sequence[Path]
+) -> tuple[dict[str, SlideFeatures], list[str]]:
+    """Join the sets of each slide. Return the features of slides that have some, and notes about what is left out."""
+    parts = {
+        name: join([header, *(other[name] for other in other_sets)])
+        for name, header in headers.items()
+        if all(name in other for other in other_sets)
+    }
+    parts = {name: part for name, part in parts.items() if part.rows}
+    lost = [name for name in headers if name not in parts]
     names = " and ".join(map(str, folders))
     if not parts:
         raise NothingToDo(
             f"no slide has patches in all of {names}", found=f"such as {lost[0]}",
             expected="features of the same slides, with overlapping patches",
         )  # fmt: skip
+    notes = []
     if lost:
         notes.append(
             f"{counted(len(lost), 'slide')} without common patches in {names} left out: {', '.join(lost[:3])}"
         )
-    patches = sum(part.left_out for part in parts.values())
+    patches = sum(part.headers[0].rows - part.rows for part in parts.values())
     if patches:
         notes.append(
             f"{counted(patches, 'patch')} of {folders[0]} left out: another set does not cover them"
         )
-    return parts
+    return parts, notes
 
 
-def _common_dimension(headers: Mapping[str, FeatureHeader]) -> int:
+def _check_dimensions(headers: Headers) -> None:
+    """Check that all files of a set have the same number of features."""
     first, *rest = headers.values()
     for header in rest:
         if header.dimension != first.dimension:
@@ -326,4 +282,3 @@ def _common_dimension(headers: Mapping[str, FeatureHeader]) -> int:
                 expected=f"{first.dimension}, as in {first.path}",
                 todo="use one folder per encoder",
             )  # fmt: skip
-    return first.dimension

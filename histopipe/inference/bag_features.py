@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from histopipe.dataset.selection import store_paths
 from histopipe.errors import DamagedStore, NothingToDo, UsageError
 from histopipe.features.feature_file import (
-    ENCODER,
     SUFFIX,
     feature_path,
     read_encoder,
@@ -38,6 +37,7 @@ from histopipe.splits.labelling import Covariates
 from histopipe.store.store import Store
 from histopipe.system.csv_files import nfc
 from histopipe.system.files import PathLike, read_json, write_atomically
+from histopipe.system.folders import ENCODER, FolderKind, folder_kind
 from histopipe.system.object_storage import is_url
 from histopipe.system.output import Progress, message
 from histopipe.system.tensorflow import load_quietly
@@ -166,7 +166,6 @@ def check_alike(models: Sequence[TrainedBags]) -> None:
 
 
 SourceKind = Literal["stores", "features", "slides"]
-_DATA = "data.mdb"
 
 
 def read_sources(
@@ -211,7 +210,7 @@ def kind_of(paths: Sequence[Path]) -> SourceKind:
 
 
 def _kind(path: Path) -> SourceKind:
-    if (path / _DATA).exists():
+    if folder_kind(path) is FolderKind.STORE:
         return "stores"
     if path.is_dir() and ((path / ENCODER).exists() or any(path.rglob(f"*{SUFFIX}"))):
         return "features"

@@ -14,7 +14,6 @@ from histopipe.dataset.selection import store_paths
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.features import StoredType
 from histopipe.features.feature_file import (
-    ENCODER,
     SLIDES,
     FeatureHeader,
     feature_path,
@@ -50,6 +49,7 @@ from histopipe.splits.slide_table import (
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
 from histopipe.system.files import roomy
+from histopipe.system.folders import ENCODER
 from histopipe.system.output import Progress, default_progress
 from histopipe.system.settings import make_settings
 

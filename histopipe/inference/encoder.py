@@ -99,7 +99,7 @@ class EncoderChoice:
 
     @property
     def _is_run(self) -> bool:
-        return (Path(self.model) / run_folder.CONFIG).exists()
+        return run_folder.has_begun(Path(self.model))
 
     def load(self, patch_size: int, *, devices: str, batch_size: int | Literal["auto"]) -> Encoder:
         """Load the encoder onto its devices.

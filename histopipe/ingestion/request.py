@@ -37,7 +37,7 @@ from histopipe.slides.tables import (
     select_listed,
     urls_in_list,
 )
-from histopipe.store.catalog import read_catalog
+from histopipe.store.catalog import parts_of
 from histopipe.store.store import Store, recorded
 from histopipe.system.csv_files import NA_VALUES, nfc
 from histopipe.system.files import PathLike
@@ -363,9 +363,8 @@ def read_tissue(
 
 def _recorded_spec(store: Path) -> Mapping[str, Any] | None:
     """Return the spec of a store, or of the first part of a folder of parts; None without a store."""
-    catalog = read_catalog(store)
     with suppress(NothingToDo):
-        for part in [store] if catalog is None else catalog.parts[:1]:
+        for part in parts_of(store)[:1]:
             with Store(part) as opened:
                 return opened.spec
     return None

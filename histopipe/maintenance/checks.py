@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache
+from enum import StrEnum
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
-from histopipe.errors import DamagedStore, NothingToDo, UnknownVersion
-from histopipe.maintenance.findings import Finding, FindingKind, VerifyResult, entry_of
+from histopipe.errors import DamagedStore, ExitCode, NothingToDo, UnknownVersion
 from histopipe.store.data_file import RawStore
 from histopipe.store.format import (
     DATABASES,
@@ -24,9 +23,11 @@ from histopipe.store.format import (
     META,
     PATCHES,
     SET_ASIDE,
+    SLIDE_KEY_BYTES,
     SLIDES,
     STAINS,
     THUMBNAILS,
+    Columns,
     decode_index,
     patch_key,
     slide_key,
@@ -35,12 +36,106 @@ from histopipe.store.format import (
 )
 from histopipe.store.reading import check_format, decode_picture, entry, read_classes, read_spec
 from histopipe.store.record import SlideRecord, SlideState, read_fits
-from histopipe.system.output import some
+from histopipe.system.output import Result, counted, some
 
-_NUMBER = 4
-"""Bytes of the slide number at the start of a key."""
 
-CheckedColumns = dict[str, NDArray[Any]]
+class FindingKind(StrEnum):
+    """Kind of a finding. docs/how-to/stores.md describes the kinds."""
+
+    STRUCTURE = "structure"
+    FORMAT = "format"
+    RECORD = "record"
+    INDEX = "index"
+    VALUE = "value"
+    SWAPPED = "swapped"
+    HOLE = "hole"
+    ORPHAN = "orphan"
+    COUNT = "count"
+    THUMBNAIL = "thumbnail"
+    STAIN = "stain"
+    IMAGE = "image"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One fault in a store, and the damaged slide, if any.
+
+    `entry` is the database and the key, in hexadecimal digits, of a single unexpected entry.
+    """
+
+    kind: FindingKind
+    what: str
+    slide: str | None = None
+    number: int | None = None
+    entry: tuple[str, str] | None = None
+
+    def __str__(self) -> str:
+        name = self.slide or (f"slide number {self.number}" if self.number is not None else "")
+        return f"{self.kind}: {name + ': ' if name else ''}{self.what}"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class VerifyResult(Result):
+    """Result of `verify`.
+
+    Attributes:
+        store: path of the store.
+        full: whether every value was also decoded.
+        slides, patches: number of verified slides, and of patches of complete slides.
+        file_bytes: length of data.mdb.
+        seconds: duration.
+        findings: faults; empty for an intact store.
+    """
+
+    store: str
+    full: bool
+    slides: int
+    patches: int
+    file_bytes: int
+    seconds: float
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """The exit code of the command."""
+        return ExitCode.DAMAGED if self.findings else ExitCode.DONE
+
+    @property
+    def damaged_slides(self) -> dict[int, str]:
+        """Ids of the damaged slides by number."""
+        ids = {
+            f.number: f.slide or f"slide number {f.number}"
+            for f in self.findings
+            if f.number is not None
+        }
+        return dict(sorted(ids.items()))
+
+    @property
+    def is_structural(self) -> bool:
+        """Whether the file itself is damaged, so that LMDB may crash on it."""
+        return any(finding.kind is FindingKind.STRUCTURE for finding in self.findings)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the result as a JSON-ready dict."""
+        return Result.to_json(self) | {"damaged_slides": list(self.damaged_slides.values())}
+
+    def __str__(self) -> str:
+        checked = (
+            f"{counted(self.slides, 'slide')}, {counted(self.patches, 'patch')}, "
+            f"{self.file_bytes / 1e6:,.1f} MB in {self.seconds:.1f} s"
+        )
+        if not self.findings:
+            decoded = ", every patch decoded" if self.full else ""
+            return f"{self.store} is intact: {checked}{decoded}"
+        counts = f"{len(self.findings)} findings, {len(self.damaged_slides)} damaged slides"
+        return "\n".join(
+            [*map(str, self.findings), "", f"{self.store} is damaged: {counts}; {checked}"]
+        )
+
+
+def entry_of(database: bytes, key: bytes) -> tuple[str, str]:
+    """Return a database and a key in the form of `Finding.entry`."""
+    return database.decode("ascii", "replace"), key.hex()
 
 
 class WrongValue(NamedTuple):
@@ -55,105 +150,123 @@ class WrongValue(NamedTuple):
 
 
 @dataclass(slots=True)
-class SlideCheck:
-    """Result for one slide. A damaged record is None, and its bytes are in `damaged_record`."""
+class Examination:
+    """Findings about a store or some of its slides, and the entries that could be read.
 
-    number: int
-    record: SlideRecord | None = None
-    damaged_record: bytes = b""
-    value_bytes: int = 0
+    Attributes:
+        spec, next_number: entries of `meta`, as far as they can be read.
+        slides: numbers of all slides; all possible numbers if slides cannot be listed.
+        records: readable records by slide number; `damaged_records` has the bytes of the others.
+        without_record: slide numbers with entries, but no record.
+        wrong, value_bytes: patches that differ from their index, and the size of all patches.
+        transaction: number of the last transaction before the store was verified.
+    """
+
+    spec: Mapping[str, Any] | None = None
+    next_number: int = 0
+    databases: set[bytes] = field(default_factory=set)
+    slides: list[int] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
+    records: dict[int, SlideRecord] = field(default_factory=dict)
+    damaged_records: dict[int, bytes] = field(default_factory=dict)
+    without_record: set[int] = field(default_factory=set)
     wrong: list[WrongValue] = field(default_factory=list)
+    value_bytes: int = 0
+    transaction: int = 0
+    result: VerifyResult = field(init=False)
 
-    def add(self, kind: FindingKind, what: str, entry: tuple[str, str] | None = None) -> None:
-        """Add a finding."""
-        name = self.record.id if self.record else None
-        self.findings.append(Finding(kind, what, name, self.number, entry))
+    def add(
+        self,
+        kind: FindingKind,
+        what: str,
+        number: int | None = None,
+        entry: tuple[str, str] | None = None,
+    ) -> None:
+        """Add a finding, of the slide with this number, if any."""
+        record = None if number is None else self.records.get(number)
+        self.findings.append(Finding(kind, what, record.id if record else None, number, entry))
+
+    def add_slides(self, other: Examination) -> None:
+        """Add the results of other slides."""
+        self.findings += other.findings
+        self.records |= other.records
+        self.damaged_records |= other.damaged_records
+        self.wrong += other.wrong
 
 
 def check_slides(
     store: Path, numbers: Sequence[int], *, side: int | None = None, records_only: bool = False
-) -> list[SlideCheck]:
+) -> Examination:
     """Check slides, each in one transaction. Slides that another process has removed have no result.
 
     `side` is the patch size in pixels: every patch and picture is also decoded. If it is 0 (unknown), only pictures
     are. `records_only` is for slides whose patches kill a worker.
     """
-    checks = []
+    check = Examination()
     with RawStore(store) as raw:
         for number in numbers:
             raw.refresh()
-            check = _read_record(raw, number)
-            if check is None:
+            key = slide_key(number)
+            try:
+                value = raw.get(SLIDES, key)
+                if value is None:
+                    continue
+                record = SlideRecord.from_bytes(number, value, where="its record")
+            except DamagedStore as error:
+                check.damaged_records[number] = b""
+                with suppress(DamagedStore):
+                    check.damaged_records[number] = bytes(raw.get(SLIDES, key) or b"")
+                check.add(FindingKind.RECORD, str(error), number)
                 continue
-            checks.append(check)
-            record = check.record
-            if record and record.state is SlideState.COMPLETE and not records_only:
-                _check_complete(raw, check, record, side)
-    return checks
-
-
-def _read_record(raw: RawStore, number: int) -> SlideCheck | None:
-    check, key = SlideCheck(number), slide_key(number)
-    try:
-        value = raw.get(SLIDES, key)
-        if value is None:
-            return None
-        check.record = SlideRecord.from_bytes(number, value, where="its record")
-    except DamagedStore as error:
-        with contextlib.suppress(DamagedStore):
-            check.damaged_record = bytes(raw.get(SLIDES, key) or b"")
-        check.add(FindingKind.RECORD, str(error))
+            check.records[number] = record
+            if record.state is SlideState.COMPLETE and not records_only:
+                _check_complete(raw, check, number, side)
     return check
 
 
-def _check_complete(
-    raw: RawStore, check: SlideCheck, record: SlideRecord, side: int | None
-) -> None:
-    key = slide_key(check.number)
+def _check_complete(raw: RawStore, check: Examination, number: int, side: int | None) -> None:
+    key = slide_key(number)
     try:
         block = raw.get(INDEX, key)
         if block is None:
-            check.add(FindingKind.HOLE, "its index is missing")
+            check.add(FindingKind.HOLE, "its index is missing", number)
         else:
             columns = decode_index(key, bytes(block), where="index")
-            _check_counts(raw, check, record, columns)
-            _check_patches(raw, check, columns, side)
+            _check_counts(raw, check, number, columns)
+            _check_patches(raw, check, number, columns, side)
     except DamagedStore as error:
-        check.add(FindingKind.INDEX, str(error))
-    _check_thumbnails(raw, check, record, is_full=side is not None)
+        check.add(FindingKind.INDEX, str(error), number)
+    _check_thumbnails(raw, check, number, is_full=side is not None)
     try:
         value = raw.get(STAINS, key)
         if value is not None:
-            read_fits({check.number: bytes(value)}, where="its stains")
+            read_fits({number: bytes(value)}, where="its stains")
     except DamagedStore as error:
-        check.add(FindingKind.STAIN, str(error), entry_of(STAINS, key))
+        check.add(FindingKind.STAIN, str(error), number, entry_of(STAINS, key))
 
 
-def _check_counts(
-    raw: RawStore, check: SlideCheck, record: SlideRecord, columns: CheckedColumns
-) -> None:
-    length, labels = columns["length"], columns["label"]
+def _check_counts(raw: RawStore, check: Examination, number: int, columns: Columns) -> None:
+    record, length, labels = check.records[number], columns["length"], columns["label"]
     stored = int(np.count_nonzero(length))
-    for what, expected, actual in (
-        ("planned", record.planned, len(length)),
-        ("stored", record.stored, stored),
-        ("unreadable", record.unreadable, len(length) - stored),
-        ("stored_bytes", record.stored_bytes, int(length.sum(dtype=np.int64))),
+    for name, actual in (
+        ("planned", len(length)),
+        ("stored", stored),
+        ("unreadable", len(length) - stored),
+        ("stored_bytes", int(length.sum(dtype=np.int64))),
     ):
+        expected = getattr(record, name)
         if expected != actual:
-            check.add(FindingKind.COUNT, f"{what}: {expected} in its record, {actual} in its index")
-    with contextlib.suppress(DamagedStore, ValueError, TypeError):  # reported as damage of `meta`
+            what = f"{name}: {expected} in its record, {actual} in its index"
+            check.add(FindingKind.COUNT, what, number)
+    with suppress(DamagedStore, ValueError, TypeError):  # reported as damage of `meta`
         classes = len(json.loads(bytes(raw.get(META, b"classes") or b"")))
         if len(labels) and not -1 <= labels.min() <= labels.max() < classes:
-            check.add(
-                FindingKind.INDEX,
-                f"labels from {labels.min()} to {labels.max()}, but there are {classes} classes",
-            )
+            what = f"labels from {labels.min()} to {labels.max()}, but there are {classes} classes"
+            check.add(FindingKind.INDEX, what, number)
 
 
 def _check_patches(
-    raw: RawStore, check: SlideCheck, columns: CheckedColumns, side: int | None
+    raw: RawStore, check: Examination, number: int, columns: Columns, side: int | None
 ) -> None:
     """Look up every patch as a reader does, and compare it with its CRC. With `side`, also decode it."""
     pixels = None
@@ -168,7 +281,7 @@ def _check_patches(
     faults: dict[int, str] = {}
     undecodable: dict[int, str] = {}
     for row, (length, crc) in enumerate(zip(lengths, crcs, strict=True)):
-        key = patch_key(check.number, row)
+        key = patch_key(number, row)
         try:
             value = raw.get(PATCHES, key)
         except DamagedStore as error:
@@ -181,7 +294,7 @@ def _check_patches(
         actual = value_crc(key, value) if size else 0
         check.value_bytes += size
         if size != length or actual != crc:
-            check.wrong.append(WrongValue(check.number, row, size, actual, length, crc))
+            check.wrong.append(WrongValue(number, row, size, actual, length, crc))
         elif pixels is not None and size:
             try:
                 decode(value, pixels)
@@ -189,102 +302,71 @@ def _check_patches(
                 undecodable[row] = str(error)
     if faults:
         texts = some(sorted(set(faults.values())))
-        check.add(FindingKind.STRUCTURE, f"cannot read patches {some(faults)}: {texts}")
+        check.add(FindingKind.STRUCTURE, f"cannot read patches {some(faults)}: {texts}", number)
     missing = sorted(set(range(len(crcs))) - reached - faults.keys())
     if missing:
-        check.add(
-            FindingKind.HOLE, f"{len(missing)} of {len(crcs)} patches are missing: {some(missing)}"
-        )
+        what = f"{len(missing)} of {len(crcs)} patches are missing: {some(missing)}"
+        check.add(FindingKind.HOLE, what, number)
     if undecodable:
         reason = next(iter(undecodable.values()))
-        check.add(FindingKind.IMAGE, f"cannot decode patches {some(undecodable)}: {reason}")
-    _check_patch_keys(raw, check, len(crcs), reached)
+        check.add(FindingKind.IMAGE, f"cannot decode patches {some(undecodable)}: {reason}", number)
+    _check_patch_keys(raw, check, number, len(crcs), reached)
 
 
-def _check_patch_keys(raw: RawStore, check: SlideCheck, planned: int, reached: set[int]) -> None:
+def _check_patch_keys(
+    raw: RawStore, check: Examination, number: int, planned: int, reached: set[int]
+) -> None:
     """Check that there are no other patches, and that a lookup reaches all patches in the tree."""
     beyond, unreached = [], []
     try:
-        for key in raw.keys(PATCHES, slide_key(check.number)):
-            if len(key) != 2 * _NUMBER:
-                entry = entry_of(PATCHES, key)
-                check.add(FindingKind.ORPHAN, f"patches: unexpected key {key.hex()}", entry)
-                continue
-            row = int.from_bytes(key[_NUMBER:], "big")
-            if row >= planned:
+        for key in raw.keys(PATCHES, slide_key(number)):
+            row = slide_number(key[SLIDE_KEY_BYTES:])
+            if not _is_usual(PATCHES, key):
+                what = f"patches: unexpected key {key.hex()}"
+                check.add(FindingKind.ORPHAN, what, number, entry_of(PATCHES, key))
+            elif row >= planned:
                 beyond.append(row)
             elif row not in reached:
                 unreached.append(row)
     except DamagedStore as error:
-        check.add(FindingKind.STRUCTURE, str(error))
+        check.add(FindingKind.STRUCTURE, str(error), number)
     if beyond:
-        check.add(FindingKind.ORPHAN, f"patches {some(beyond)} are not in its index of {planned}")
+        what = f"patches {some(beyond)} are not in its index of {planned}"
+        check.add(FindingKind.ORPHAN, what, number)
     if unreached:
-        check.add(FindingKind.STRUCTURE, f"a lookup does not reach patches {some(unreached)}")
+        what = f"a lookup does not reach patches {some(unreached)}"
+        check.add(FindingKind.STRUCTURE, what, number)
 
 
-def _check_thumbnails(
-    raw: RawStore, check: SlideCheck, record: SlideRecord, *, is_full: bool
-) -> None:
+def _check_thumbnails(raw: RawStore, check: Examination, number: int, *, is_full: bool) -> None:
+    checksums = check.records[number].thumbnail_crc
     kinds = set()
     try:
-        for key in list(raw.keys(THUMBNAILS, slide_key(check.number))):
-            kind = key[_NUMBER:].decode("utf-8", "replace")
+        for key in list(raw.keys(THUMBNAILS, slide_key(number))):
+            kind = key[SLIDE_KEY_BYTES:].decode("utf-8", "replace")
             if not kind:
                 continue  # `find_orphans` reports it
             kinds.add(kind)
             value = bytes(raw.get(THUMBNAILS, key) or b"")
             crc = value_crc(key, value)
-            if record.thumbnail_crc.get(kind, crc) != crc:
-                check.add(
-                    FindingKind.THUMBNAIL, f"its picture {kind!r} does not match its checksum"
-                )
+            if checksums.get(kind, crc) != crc:
+                what = f"its picture {kind!r} does not match its checksum"
+                check.add(FindingKind.THUMBNAIL, what, number)
             elif is_full:
                 try:
                     decode_picture(value, "it")
                 except DamagedStore as error:
-                    check.add(FindingKind.THUMBNAIL, f"its picture {kind!r}: {error}")
+                    check.add(FindingKind.THUMBNAIL, f"its picture {kind!r}: {error}", number)
     except DamagedStore as error:
-        check.add(FindingKind.STRUCTURE, f"its pictures: {error}")
+        check.add(FindingKind.STRUCTURE, f"its pictures: {error}", number)
         return
-    for kind in sorted(record.thumbnail_crc.keys() - kinds):
-        check.add(FindingKind.HOLE, f"its picture {kind!r} is missing")
+    for kind in sorted(checksums.keys() - kinds):
+        check.add(FindingKind.HOLE, f"its picture {kind!r} is missing", number)
 
 
 T = TypeVar("T")
 
-_PATCH = 8
-"""Bytes of the slide number at the start of a key, and of the key of a patch."""
 _FAILED = f'"state":"{SlideState.FAILED}"'.encode()
-_NO_RECORD = "which has no record"
-
-
-@dataclass(slots=True)
-class Examination:
-    """Findings about a store, and the entries that could be read.
-
-    Attributes:
-        spec, next_number: entries of `meta`, as far as they can be read.
-        slides: numbers of all slides; all possible numbers if slides cannot be listed.
-        records: readable records by slide number; `damaged_records` has the bytes of the others.
-        without_record: slide numbers with entries, but no record.
-        transaction: number of the last transaction before the store was verified.
-    """
-
-    spec: Mapping[str, Any] | None = None
-    next_number: int = 0
-    databases: set[bytes] = field(default_factory=set)
-    slides: list[int] = field(default_factory=list)
-    findings: list[Finding] = field(default_factory=list)
-    records: dict[int, SlideRecord] = field(default_factory=dict)
-    damaged_records: dict[int, bytes] = field(default_factory=dict)
-    without_record: set[int] = field(default_factory=set)
-    transaction: int = 0
-    result: VerifyResult = field(init=False)
-
-    def add(self, kind: FindingKind, what: str, entry: tuple[str, str] | None = None) -> None:
-        """Add a finding."""
-        self.findings.append(Finding(kind, what, entry=entry))
 
 
 def check_store(store: Path) -> Examination:
@@ -302,7 +384,7 @@ def check_store(store: Path) -> Examination:
                 f"{store} is empty: an ingest has just started, or was stopped at its start"
             )
         for database in DATABASES:
-            if database not in raw.databases and database != STAINS:
+            if database not in {*raw.databases, STAINS}:
                 check.add(FindingKind.FORMAT, f"the database {database.decode()!r} is missing")
         _check_meta(raw, check, store)
         try:
@@ -327,12 +409,9 @@ def _is_empty(raw: RawStore, database: bytes) -> bool:
 
 
 def _check_meta(raw: RawStore, check: Examination, store: Path) -> None:
-    def stored(key: bytes) -> memoryview | None:
-        return raw.get(META, key)
-
     def read(reader: Callable[..., T], *what: Any) -> T | None:
         try:
-            return reader(stored, *what, store)
+            return reader(partial(raw.get, META), *what, store)
         except UnknownVersion:
             raise
         except DamagedStore as error:
@@ -353,22 +432,20 @@ def _check_meta(raw: RawStore, check: Examination, store: Path) -> None:
 def _slides(raw: RawStore, check: Examination) -> list[int]:
     numbers = []
     for key in raw.keys(SLIDES):
-        if len(key) == _NUMBER:
+        if len(key) == SLIDE_KEY_BYTES:
             numbers.append(slide_number(key))
         else:
-            check.add(
-                FindingKind.ORPHAN, f"slides: unexpected key {key.hex()}", entry_of(SLIDES, key)
-            )
+            what = f"slides: unexpected key {key.hex()}"
+            check.add(FindingKind.ORPHAN, what, entry=entry_of(SLIDES, key))
     return numbers
 
 
-def find_orphans(store: Path, complete: set[int]) -> tuple[list[Finding], set[int]]:
+def find_orphans(store: Path, complete: set[int]) -> Examination:
     """Find entries whose slide has no record or has failed. The patches of `complete` slides are not listed.
 
     Returns one finding per entry, or per slide number for patches, and the numbers that have entries but no record.
     """
-    findings: list[Finding] = []
-    without_record: set[int] = set()
+    check = Examination()
     patches: Counter[int] = Counter()
     with RawStore(store) as raw:
 
@@ -376,38 +453,37 @@ def find_orphans(store: Path, complete: set[int]) -> tuple[list[Finding], set[in
         def orphan_reason(number: int) -> str | None:
             record = raw.get(SLIDES, slide_key(number)) if number <= MAX_SLIDE_NUMBER else None
             if record is None:
-                without_record.add(number)
-                return _NO_RECORD
+                check.without_record.add(number)
+                return "which has no record"
             return "which failed" if _FAILED in bytes(record) else None
 
         for database in sorted(raw.databases - {META, SLIDES, SET_ASIDE}):
             name = database.decode("ascii", "replace")
             try:
                 for key in raw.keys(database, skip=complete if database == PATCHES else set()):
-                    entry = entry_of(database, key)
+                    entry, number = entry_of(database, key), slide_number(key)
                     if not _is_usual(database, key):
                         what = f"{name}: unexpected key {key.hex()}"
-                        findings.append(Finding(FindingKind.ORPHAN, what, entry=entry))
+                        check.add(FindingKind.ORPHAN, what, entry=entry)
                         continue
-                    number = slide_number(key[:_NUMBER])
                     reason = orphan_reason(number)
                     if reason is not None and database == PATCHES:
                         patches[number] += 1
                     elif reason is not None:
                         what = f"{name}: an entry of slide number {number}, {reason}"
-                        findings.append(Finding(FindingKind.ORPHAN, what, None, number, entry))
+                        check.add(FindingKind.ORPHAN, what, number, entry)
             except DamagedStore as error:
-                findings.append(Finding(FindingKind.STRUCTURE, f"{name}: {error}"))
+                check.add(FindingKind.STRUCTURE, f"{name}: {error}")
         for number, count in patches.items():
             what = f"{count} patches of slide number {number}, {orphan_reason(number)}"
-            findings.append(Finding(FindingKind.ORPHAN, what, None, number))
-    return findings, without_record
+            check.add(FindingKind.ORPHAN, what, number)
+    return check
 
 
 def _is_usual(database: bytes, key: bytes) -> bool:
     """Return whether a key has the form of the keys of its database."""
     if database == PATCHES:
-        return len(key) == _PATCH
+        return len(key) == len(patch_key(0, 0))
     if database in (INDEX, STAINS):
-        return len(key) == _NUMBER
-    return len(key) > _NUMBER if database == THUMBNAILS else len(key) >= _NUMBER
+        return len(key) == SLIDE_KEY_BYTES
+    return len(key) >= SLIDE_KEY_BYTES + (database == THUMBNAILS)

@@ -12,17 +12,17 @@ from pathlib import Path
 
 from histopipe.errors import DamagedStore, HistopipeError, MachineShort, UsageError
 from histopipe.maintenance.verify import check_untrusted
-from histopipe.store.claims import WriteLease
-from histopipe.store.data_file import page_faults
+from histopipe.store.claims import lock_for_writing
+from histopipe.store.data_file import mapped_errors, page_faults
 from histopipe.store.environment import open_environment
-from histopipe.store.handle import mapped_errors
 from histopipe.store.reading import read_meta
-from histopipe.system.files import atomic_write, free_bytes, replacing, roomy
+from histopipe.system.files import atomic_write, flush_to_disk, free_bytes, replacing, roomy
+from histopipe.system.folders import DATA
 from histopipe.system.output import Bar, Progress, Result, default_progress
 from histopipe.system.worker_pool import WorkerDied, WorkerPool, result_of, silence
 
 _SPARE_BYTES = 16 << 20
-_NOT_COPIED = ("data.mdb", "lock.mdb", "ingest.lock")
+_NOT_COPIED = (DATA, "lock.mdb", "ingest.lock")
 """Files that the copy already has, or creates when it is opened."""
 
 
@@ -74,7 +74,7 @@ def compact(
         with environment.read() as transaction:
             read_meta(transaction, environment.databases, "format", dict, store)
         size = environment.used_bytes()
-    before = (store / "data.mdb").stat().st_size
+    before = (store / DATA).stat().st_size
     if out is not None and (out.exists() or out.absolute().is_relative_to(store.absolute())):
         raise UsageError(f"{out} already exists, or is in the store", todo="choose another --out")
     target = (out or store.resolve()).absolute()
@@ -89,29 +89,27 @@ def compact(
                 todo="free disk space, or pass --out with a path on another disk",
             )
         with (
-            in_place_of(store) if out is None else _new_folder(out) as part,
+            in_place_of(store) if out is None else atomic_write(out) as part,
             progress.bar("compact", unit="bytes", total=size) as bar,
         ):
+            part.mkdir(exist_ok=True)
             _copy(store, part, size, bar)
             carry_files(store, part)
-            after = (part / "data.mdb").stat().st_size
+            after = (part / DATA).stat().st_size
     return CompactResult(str(out or store), before, after)
 
 
 def carry_files(store: Path, part: Path) -> None:
     """Copy the other files of a store's folder, such as `ingest.log`, and the owner and permissions of data.mdb."""
     for path in store.iterdir():
-        if path.name in _NOT_COPIED or path == part:
-            continue
         if path.is_dir() and not path.is_symlink():
             shutil.copytree(path, part / path.name, symlinks=True)
-        else:
+        elif path.name not in _NOT_COPIED:
             shutil.copy2(path, part / path.name, follow_symlinks=False)
-    data = store / "data.mdb"
-    shutil.copymode(data, part / "data.mdb")
+    shutil.copymode(store / DATA, part / DATA)
     with suppress(PermissionError):  # only root can change the owner
-        os.chown(part / "data.mdb", data.stat().st_uid, data.stat().st_gid)
-        os.chown(part, store.stat().st_uid, store.stat().st_gid)
+        for source, copy in ((store / DATA, part / DATA), (store, part)):
+            os.chown(copy, source.stat().st_uid, source.stat().st_gid)
 
 
 @contextmanager
@@ -139,7 +137,7 @@ def in_place_of(store: Path) -> Iterator[Path]:
             f"{store} is a mount point and cannot be replaced by a copy",
             todo="write the copy to another path (histopipe compact --out), or mount the parent folder",
         )
-    with WriteLease(store, alone=True):
+    with lock_for_writing(store, alone=True):
         try:
             with replacing(real) as part:
                 yield part
@@ -153,18 +151,9 @@ def in_place_of(store: Path) -> Iterator[Path]:
             ) from error
 
 
-@contextmanager
-def _new_folder(path: Path) -> Iterator[Path]:
-    """Yield an empty folder that is renamed to `path` at the end."""
-    with atomic_write(path) as part:
-        shutil.rmtree(part, ignore_errors=True)  # left by a killed process
-        part.mkdir()
-        yield part
-
-
 def _copy(store: Path, part: Path, size: int, bar: Bar) -> None:
     """Copy in a worker process, which can be interrupted at any time. A damaged store may kill it."""
-    copy = part / "data.mdb"
+    copy = part / DATA
     try:
         with WorkerPool(1, silence) as pool:
             copied = pool.submit(_copy_compacted, store, part)
@@ -187,9 +176,5 @@ def _copy_compacted(store: Path, folder: Path) -> None:
         raise DamagedStore(
             f"{store} cannot be copied", found=faults[0], todo="see `histopipe verify`"
         )
-    for path in (folder / "data.mdb", folder):
-        file = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(file)
-        finally:
-            os.close(file)
+    for path in (folder / DATA, folder):
+        flush_to_disk(path)

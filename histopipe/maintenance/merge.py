@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from histopipe.store.catalog import read_catalog
 from histopipe.store.claims import Claims
 from histopipe.store.format import (
     DATABASES,
+    SLIDE_KEY_BYTES,
     STAINS,
     THUMBNAILS,
+    Columns,
     patch_key,
     seal,
     slide_key,
@@ -32,6 +35,7 @@ from histopipe.store.record import SlideRecord, SlideState, describe_copies
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
 from histopipe.system.files import free_bytes
+from histopipe.system.folders import DATA, FolderKind, folder_kind
 from histopipe.system.output import Bar, Progress, Result, counted, default_progress, some
 from histopipe.tiling.spec import differences
 
@@ -94,8 +98,8 @@ def open_stores(
         for path in paths:
             check_untrusted(path, progress=progress)
     stores = [stack.enter_context(Store(path)) for path in paths]
-    first = stores[0]
-    for other in stores[1:]:
+    first, *rest = stores
+    for other in rest:
         if other.spec != first.spec:
             places = f"in {other.path}", f"in {first.path}"
             raise SpecMismatch(
@@ -126,18 +130,17 @@ def copy_slides(
     if not allow_network:
         refuse_network(out)
     copied, already = [], []
-    if not (out / "data.mdb").exists():
-        _check_space(slides, out, set(), 0)  # before the store is created
+    records = [slide.record for slide in slides]
+    if folder_kind(out) is not FolderKind.STORE:
+        _check_space(records, out, set(), 0)  # before the store is created
     with StoreWriter(out, spec) as writer, Claims(out) as claims:
         existing = {r.id for r in writer.records().values() if r.state is SlideState.COMPLETE}
-        _check_space(slides, out, existing, writer.reusable_bytes())
-        records = [slide.record for slide in slides]
-        pending = [
-            SlideRecord(id=r.id, path=r.path, resolved_path=r.resolved_path) for r in records
-        ]
-        numbers = writer.register(pending)
-        for slide in slides:
-            record, number = slide.record, numbers[slide.record.id]
+        _check_space(records, out, existing, writer.reusable_bytes())
+        numbers = writer.register(
+            [SlideRecord(id=r.id, path=r.path, resolved_path=r.resolved_path) for r in records]
+        )
+        for slide, record in zip(slides, records, strict=True):
+            number = numbers[record.id]
             if not claims.take(number):
                 raise UsageError(
                     f"slide {record.id} of {out} is in use by another process",
@@ -157,23 +160,22 @@ def copy_slides(
             claims.release(number)
         for store in {id(slide.store): slide.store for slide in slides}.values():
             writer.add_meta(store.further_meta())
-    return CopyResult(str(out), copied, already, sum(slide.record.planned for slide in slides))
+    return CopyResult(str(out), copied, already, sum(record.planned for record in records))
 
 
 def _check_space(
-    slides: Sequence[SlideToCopy], out: Path, existing: set[str], reusable: int
+    records: Sequence[SlideRecord], out: Path, existing: set[str], reusable: int
 ) -> None:
     """Check that there is enough disk space, before slides are copied."""
-    size = 0
-    for record in (slide.record for slide in slides):
-        if record.planned and record.id not in existing:
-            average = np.array([record.stored_bytes / record.planned])
-            size += int(stored_size(average)[0]) * record.planned
-    disk = next(path for path in (out, *out.absolute().parents) if path.exists())
-    free = free_bytes(disk) + reusable
+    size = sum(
+        int(stored_size(record.stored_bytes / record.planned)) * record.planned
+        for record in records
+        if record.planned and record.id not in existing
+    )
+    free = free_bytes(out) + reusable
     if free < size * _SPARE:
         raise MachineShort(
-            f"not enough disk space in {out} for {counted(len(slides), 'slide')}",
+            f"not enough disk space in {out} for {counted(len(records), 'slide')}",
             found=f"{free >> 20} MB free",
             expected=f"about {int(size * _SPARE) >> 20} MB",
             todo="free disk space, or choose another --out",
@@ -191,12 +193,11 @@ def _copy_slide(slide: SlideToCopy, target: StoreWriter, number: int, bar: Bar) 
         bar.advance(sum(map(len, values)))
     index["crc"] = crcs  # the checksums include the new keys
     index["label"] = _renumbered(index["label"], slide.store.classes, target)
-    target.complete(
-        number, slide.record, index, _thumbnails(slide), dict(_other_entries(slide, number))
-    )
+    further = dict(_other_entries(slide, number))
+    target.complete(number, slide.record, index, _thumbnails(slide), further=further)
 
 
-def _values(slide: SlideToCopy, rows: Sequence[int], index: dict[str, NDArray[Any]]) -> list[bytes]:
+def _values(slide: SlideToCopy, rows: Sequence[int], index: Columns) -> list[bytes]:
     length, crc = index["length"][rows].tolist(), index["crc"][rows].tolist()
     with slide.store.reading() as reading:
         values = [bytes(reading.value(slide.number, row)) for row in rows]
@@ -212,10 +213,10 @@ def _values(slide: SlideToCopy, rows: Sequence[int], index: dict[str, NDArray[An
 
 def _thumbnails(slide: SlideToCopy) -> dict[str, bytes]:
     """Return the pictures of a slide by name."""
-    pictures, checksums = {}, slide.record.thumbnail_crc
+    pictures = {}
     for key, value in slide.store.entries(THUMBNAILS, slide.number):
-        name, crc = key[len(slide_key(slide.number)) :].decode(), value_crc(key, value)
-        if checksums.get(name, crc) != crc:
+        name, crc = key[SLIDE_KEY_BYTES:].decode(), value_crc(key, value)
+        if slide.record.thumbnail_crc.get(name, crc) != crc:
             raise DamagedStore(f"{slide}: picture {name!r} does not match its checksum")
         pictures[name] = value
     return pictures
@@ -228,7 +229,7 @@ def _other_entries(slide: SlideToCopy, number: int) -> Iterator[tuple[tuple[byte
         yield (STAINS, slide_key(number)), seal(slide_key(number), stain)
     for database in slide.store.databases - set(DATABASES):
         for key, value in slide.store.entries(database, slide.number):
-            yield (database, slide_key(number) + key[4:]), value
+            yield (database, slide_key(number) + key[SLIDE_KEY_BYTES:]), value
 
 
 def _renumbered(
@@ -255,9 +256,6 @@ def _chunks(lengths: NDArray[np.integer]) -> Iterator[list[int]]:
         size += length
     if rows:
         yield rows
-
-
-_COMPARED = ("x_l0", "y_l0", "length")
 
 
 def merge(
@@ -292,11 +290,11 @@ def merge(
     with ExitStack() as stack:
         paths = find_stores([Path(source) for source in sources], out)
         stores = open_stores(paths, stack, untrusted=untrusted, progress=progress)
-        existing: list[SlideToCopy] = []
+        existing: list[SlideRecord] = []
         try:
             with Store(out) as before:
                 chosen, notes = choose(stores, before)
-                existing = [slide for slide in chosen if slide.store is before]
+                existing = [slide.record for slide in chosen if slide.store is before]
                 chosen = [slide for slide in chosen if slide.store is not before]
         except NothingToDo:
             chosen, notes = choose(stores)
@@ -305,8 +303,8 @@ def merge(
         result = copy_slides(chosen, out, stores[0].spec, allow_network=allow_network, bar=bar)
     return replace(
         result,
-        already=[*result.already, *(slide.record.id for slide in existing)],
-        patches=result.patches + sum(slide.record.planned for slide in existing),
+        already=[*result.already, *(record.id for record in existing)],
+        patches=result.patches + sum(record.planned for record in existing),
         notes=notes,
     )
 
@@ -320,13 +318,13 @@ def find_stores(sources: Sequence[Path], out: Path) -> list[Path]:
     """
     paths: dict[Path, Path] = {}
     for source in sources:
-        if (source / "data.mdb").exists():
+        if folder_kind(source) is FolderKind.STORE:
             if source.resolve() == out.resolve():
                 raise UsageError(f"{out} is one of the stores to merge", expected="another store")
             inside = [source]
         else:
             catalog = read_catalog(source)
-            stores = (path.parent for path in source.glob("[!.]*.lmdb/data.mdb"))
+            stores = (path.parent for path in source.glob(f"[!.]*.lmdb/{DATA}"))
             inside = sorted(stores) if catalog is None else catalog.parts
         if not inside:
             raise NothingToDo(
@@ -348,9 +346,7 @@ def choose(
     """
     chosen: dict[str, SlideToCopy] = {}
     twice: dict[tuple[Path, Path], list[str]] = defaultdict(list)
-    notes: list[str] = []
-    unequal: list[str] = []
-    pending: list[tuple[str, Path]] = []
+    notes, unequal, pending = [], [], []
     for store in [*([out] if out else []), *stores]:
         for number, record in store.records.items():
             slide, first = SlideToCopy(store, number), chosen.get(record.id)
@@ -393,21 +389,24 @@ def choose(
 
 def _contradictions(one: SlideRecord, other: SlideRecord) -> str:
     """List the labels, patients and sites in which two records differ."""
-    texts = []
-    for name in ("label", "patient", "site"):
-        first, second = _given(one, name), _given(other, name)
-        if None not in (first, second) and first != second:
-            texts.append(f"{name} {first!r} and {second!r}")
-    return ", ".join(texts)
+    names = ("label", "patient", "site")
+    values = ((name, _set_value(one, name), _set_value(other, name)) for name in names)
+    return ", ".join(
+        f"{name} {first!r} and {second!r}"
+        for name, first, second in values
+        if None not in (first, second) and first != second
+    )
 
 
 def _has_more(one: SlideRecord, other: SlideRecord) -> bool:
     """Return whether a record has a label, patient, site or measurement that the other record does not have."""
     names = ("label", "patient", "site", "annotations", "quality")
-    return any(_given(other, name) is None and _given(one, name) is not None for name in names)
+    return any(
+        _set_value(other, name) is None and _set_value(one, name) is not None for name in names
+    )
 
 
-def _given(record: SlideRecord, name: str) -> str | None:
+def _set_value(record: SlideRecord, name: str) -> str | None:
     """Return a field of a record; None for a patient that equals the slide id, which is the default of ingest."""
     value: str | None = getattr(record, name)
     return None if name == "patient" and value == record.id else value
@@ -415,11 +414,13 @@ def _given(record: SlideRecord, name: str) -> str | None:
 
 def _is_same(one: SlideToCopy, other: SlideToCopy) -> bool:
     """Return whether two stores have the same patches of the same scan. Their values are not read."""
+    fields = attrgetter(
+        "quickhash", "tile_hash", "width", "height", "planned", "stored", "stored_bytes"
+    )
     first, second = one.record, other.record
-    names = ("quickhash", "tile_hash", "width", "height", "planned", "stored", "stored_bytes")
-    if not first.hashes.agree(second.hashes) or any(
-        getattr(first, name) != getattr(second, name) for name in names
-    ):
+    if not first.hashes.agree(second.hashes) or fields(first) != fields(second):
         return False
     columns, other_columns = one.store.index(one.number), other.store.index(other.number)
-    return all(np.array_equal(columns[name], other_columns[name]) for name in _COMPARED)
+    return all(
+        np.array_equal(columns[name], other_columns[name]) for name in ("x_l0", "y_l0", "length")
+    )

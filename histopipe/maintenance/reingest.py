@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore, SlideError
 from histopipe.geometry import Mpp, Size
@@ -34,8 +33,10 @@ from histopipe.store.format import (
     META,
     PATCHES,
     SET_ASIDE,
+    SLIDE_KEY_BYTES,
     SLIDES,
     THUMBNAILS,
+    Columns,
     decode_index,
     encode_index,
     slide_key,
@@ -50,14 +51,10 @@ from histopipe.tiling.spec import spec_of_store
 
 _MIN_UNREADABLE = 0.01
 _OPENING_SECONDS = 120.0
-_NUMBER = 4
-"""Bytes of the slide number at the start of a key."""
 _NOT_SET_ASIDE = {META, PATCHES, THUMBNAILS, SET_ASIDE}
 """Databases that an ingest writes again, or that belong to no slide."""
 _OF_CLASSES = {"label", "covered"}
 _MEASURED = {*_OF_CLASSES, "focus", "pen", "dark"}
-
-PatchColumns = dict[str, NDArray[Any]]
 
 
 @dataclass(slots=True)
@@ -105,7 +102,7 @@ class Reingestion:
                 [key for key, _ in entries_with(transaction, kept, b"")] if kept is not None else []
             )
         begun = {}
-        for number in sorted({int.from_bytes(key[1:_NUMBER], "big") for key in keys}):
+        for number in sorted({int.from_bytes(key[1:SLIDE_KEY_BYTES], "big") for key in keys}):
             record = records.get(number)
             if record is not None and record.state is not SlideState.COMPLETE:
                 begun[number] = record
@@ -208,7 +205,7 @@ def set_aside(
             if database is None or name in _NOT_SET_ASIDE:
                 continue
             for key, entry in list(entries_with(transaction, database, slide)):
-                transaction.put(_kept_key(number, name) + key[_NUMBER:], entry, db=kept)
+                transaction.put(_kept_key(number, name) + key[SLIDE_KEY_BYTES:], entry, db=kept)
         transaction.put(slide, pending.to_bytes(number), db=databases[SLIDES])
         return True
 
@@ -240,7 +237,7 @@ def restore(environment: Environment, number: int) -> str | None:
                 transaction.put(key, encode_index(key, {**index, **columns}), db=databases[INDEX])
             transaction.put(key, record.to_bytes(number), db=databases[SLIDES])
         for kept_key, entry in entries.items():
-            name, _, rest = kept_key[_NUMBER:].partition(b"\0")
+            name, _, rest = kept_key[SLIDE_KEY_BYTES:].partition(b"\0")
             if now is not None and name not in (SLIDES, INDEX):
                 transaction.put(key + rest, entry, db=environment.database(name, transaction))
             transaction.delete(kept_key, db=kept)
@@ -251,7 +248,7 @@ def restore(environment: Environment, number: int) -> str | None:
 
 def _kept_key(number: int, database: bytes | None = None) -> bytes:
     """Return the prefix of a slide's keys in `set-aside`, or of those of one database. It is no slide number."""
-    prefix = b"\xff" + number.to_bytes(_NUMBER - 1, "big")
+    prefix = b"\xff" + number.to_bytes(SLIDE_KEY_BYTES - 1, "big")
     return prefix if database is None else prefix + database + b"\0"
 
 
@@ -261,14 +258,14 @@ def _decoded(number: int, value: bytes | memoryview | None) -> SlideRecord | Non
     return None
 
 
-def _index(number: int, block: bytes | memoryview | None) -> PatchColumns:
+def _index(number: int, block: bytes | memoryview | None) -> Columns:
     """Return the columns of an index block; empty if it is missing or damaged."""
     with suppress(DamagedStore):
         return decode_index(slide_key(number), bytes(block or b""), where=f"slide {number}")
     return {}
 
 
-def _still_valid(old: PatchColumns, new: PatchColumns, classes: int) -> PatchColumns:
+def _still_valid(old: Columns, new: Columns, classes: int) -> Columns:
     """Return the columns that were measured or labelled after the ingest, if the patch coordinates are equal."""
     if not (old and new and all(np.array_equal(old[name], new[name]) for name in ("x_l0", "y_l0"))):
         return {}

@@ -17,9 +17,8 @@ from histopipe.annotations.rules import AnnotationRules, Origin
 from histopipe.errors import DamagedStore, ExitCode, UsageError
 from histopipe.ingestion.ingest_slides import refuse_network
 from histopipe.ingestion.options import IngestOptions
-from histopipe.maintenance.checks import Examination
+from histopipe.maintenance.checks import Examination, FindingKind
 from histopipe.maintenance.compact import carry_files, in_place_of
-from histopipe.maintenance.findings import FindingKind
 from histopipe.maintenance.reingest import Reingestion
 from histopipe.maintenance.verify import examine
 from histopipe.slides.discovery import discover
@@ -43,6 +42,7 @@ from histopipe.store.reading import read_record, read_records
 from histopipe.store.record import SlideRecord, SlideState, corrected_record
 from histopipe.store.writer import open_for_change
 from histopipe.system.files import locked
+from histopipe.system.folders import DATA, FolderKind, folder_kind
 from histopipe.system.output import Bar, Progress, Result, counted, default_progress, some
 from histopipe.system.worker_pool import WorkerPool, results_of, silence
 
@@ -56,12 +56,7 @@ RebuiltEntry = tuple[bytes, bytes, bool]
 
 
 def rebuild(
-    store: Path,
-    examination: Examination,
-    records: Mapping[int, SlideRecord],
-    *,
-    next_number: int,
-    progress: Progress,
+    store: Path, examination: Examination, records: Mapping[int, SlideRecord], progress: Progress
 ) -> None:
     """Copy the readable entries of a store into a new file that replaces the old one by one rename.
 
@@ -75,7 +70,7 @@ def rebuild(
         progress.bar(f"rebuild {store}", unit="slides", total=len(records)) as bar,
         in_place_of(store) as part,
     ):
-        if newest_transaction(store / "data.mdb") != examination.transaction:
+        if newest_transaction(store / DATA) != examination.transaction:
             raise UsageError(
                 f"{store} was written after it was verified", todo="run the same command again"
             )
@@ -86,7 +81,8 @@ def rebuild(
                 # An item that kills the worker cannot be read, and is skipped.
                 deque(results_of(pool, _SECONDS, task, [batch]), maxlen=0)
         entries = {(SLIDES, slide_key(n)): record.to_bytes(n) for n, record in records.items()}
-        _put(part, entries | {(META, b"next_number"): to_json(next_number)})
+        next_number = to_json(_next_number(examination, records))
+        _put(part, entries | {(META, b"next_number"): next_number})
         carry_files(store, part)
     try:
         Path.cwd()
@@ -130,10 +126,9 @@ def _copy_items(store: Path, part: Path, items: list[RebuiltEntry]) -> None:
 
 def _keys(raw: RawStore, database: bytes, prefix: bytes) -> list[bytes]:
     """Return the keys that begin with a prefix, as far as they can be listed."""
-    keys = []
+    keys: list[bytes] = []
     with suppress(DamagedStore):
-        for key in raw.keys(database, prefix):
-            keys.append(key)  # not list(), to keep the keys before an error
+        keys.extend(raw.keys(database, prefix))  # keeps the keys before an error
     return keys
 
 
@@ -225,9 +220,8 @@ def repair(
     )  # fmt: skip
     outlines: Mapping[str, Path] = {}
     if annotations is not None:
-        outlines = find_annotations(
-            Path(annotations), SlideNames(s.id for s in slide_files)
-        ).by_slide
+        names = SlideNames(slide.id for slide in slide_files)
+        outlines = find_annotations(Path(annotations), names).by_slide
     if not allow_network:
         refuse_network(Path(store))
     options = IngestOptions(
@@ -237,7 +231,7 @@ def repair(
     progress = progress or default_progress()
     notes: list[str] = []
     check = partial(examine, real, full=full, workers=workers, progress=progress)
-    if not (real / "data.mdb").is_file():
+    if folder_kind(real) is not FolderKind.STORE:
         raise no_store(real)
     with _exclusive(real):
         length = make_readable(real)
@@ -248,8 +242,13 @@ def repair(
             notes.append(f"the stain fits of {stains} slides are damaged: run `histopipe stains`")
         records = _known_records(examination)
         if examination.result.is_structural:
-            _rebuild(real, examination, records, length, progress)
-            notes.append(f"{real / 'data.mdb'} was rebuilt from its readable entries")
+            try:
+                _refuse_lost_meta(examination)
+            except DamagedStore:
+                os.truncate(real / DATA, length)  # as before `make_readable`
+                raise
+            rebuild(real, examination, records, progress)
+            notes.append(f"{real / DATA} was rebuilt from its readable entries")
     with _exclusive(real):  # lock again, since the rebuild has replaced the folder
         if before.result.is_structural:
             examination = check()
@@ -279,28 +278,6 @@ def _exclusive(store: Path) -> Iterator[None]:
                 f"another repair of {store} is running", todo="wait until it has finished"
             )
         yield
-
-
-def _rebuild(
-    store: Path,
-    examination: Examination,
-    records: Mapping[int, SlideRecord],
-    length: int,
-    progress: Progress,
-) -> None:
-    """Rebuild the file. If that is impossible because `meta` is lost, restore the original length of the file."""
-    try:
-        _refuse_lost_meta(examination)
-    except DamagedStore:
-        os.truncate(store / "data.mdb", length)
-        raise
-    rebuild(
-        store,
-        examination,
-        records,
-        next_number=_next_number(examination, records),
-        progress=progress,
-    )
 
 
 def _refuse_lost_meta(examination: Examination) -> None:
@@ -363,12 +340,10 @@ def _delete_orphans(
 
 def _is_in_use(environment: Environment, number: int) -> bool:
     """Return whether a number now has a slide that has not failed."""
-    try:
-        with environment.read() as transaction:
-            record = read_record(transaction, environment.databases, number, environment.path)
-    except DamagedStore:
-        return False
-    return record.state is not SlideState.FAILED
+    with suppress(DamagedStore), environment.read() as transaction:
+        record = read_record(transaction, environment.databases, number, environment.path)
+        return record.state is not SlideState.FAILED
+    return False
 
 
 def _lost(

@@ -28,6 +28,7 @@ from histopipe.store.catalog import parts_of, read_catalog
 from histopipe.store.store import Store
 from histopipe.system.download import write_at
 from histopipe.system.files import locked, path_within, roomy, shortened
+from histopipe.system.folders import FolderKind, folder_kind
 from histopipe.system.object_storage import (
     RemoteFile,
     delete_file,
@@ -83,10 +84,6 @@ class Manifest:
         starts = range(0, file.size_bytes, self.block_bytes)
         sizes = (min(self.block_bytes, file.size_bytes - start) for start in starts)
         return list(zip(starts, file.blocks, sizes, strict=True))
-
-    def write(self, url: str) -> None:
-        """Write the manifest of the store at a URL."""
-        write_file(block_url(url, MANIFEST), self.to_bytes())
 
     def to_bytes(self) -> bytes:
         """Return the manifest as JSON."""
@@ -218,24 +215,26 @@ def push(
     if not 0.001 <= block_mb <= 1000:
         raise UsageError("--block-mb", found=block_mb, expected="from 0.001 to 1000")
     identity = _uuid(folder)
-    before: Manifest | None = None
     with suppress(NothingToDo):
-        before = read_manifest(url)
-    if before is not None and before.uuid != identity:
-        raise UsageError(
-            f"{public_url(url)} holds another store", found=before.uuid, expected=identity,
-            todo="choose another URL, or delete it",
-        )  # fmt: skip
+        before = read_manifest(url).uuid
+        if before != identity:
+            raise UsageError(
+                f"{public_url(url)} holds another store", found=before, expected=identity,
+                todo="choose another URL, or delete it",
+            )  # fmt: skip
     there = _blocks_at(url)
     paths = [path for path in sorted(folder.rglob("*")) if _is_copied(path)]
     states = [_state(path) for path in paths]
-    size = int(block_mb * 1e6)
+    size, files, sent_bytes = int(block_mb * 1e6), [], 0
     with progress.bar("push", unit="bytes", total=sum(length for length, _ in states)) as bar:
-        sending = _Sending(url, there, size, bar.advance)
-        files = [
-            StoredFile(path.relative_to(folder).as_posix(), length, sending.send(path, length))
-            for path, (length, _) in zip(paths, states, strict=True)
-        ]
+        for path, (length, _) in zip(paths, states, strict=True):
+            send = partial(
+                _send_block, path, url=url, there=there, block_bytes=size, advance=bar.advance
+            )
+            sent = parallel(send, range(0, length, size))
+            name = path.relative_to(folder).as_posix()
+            files.append(StoredFile(name, length, tuple(sha for sha, _ in sent)))
+            sent_bytes += sum(count for _, count in sent)
     if [_state(path) for path in paths] != states:
         raise UsageError(
             f"{folder} was written during the transfer", todo="run the same command again when nothing writes to it"
@@ -247,37 +246,30 @@ def push(
             f"{public_url(url)}: {counted(len(missing), 'block')} missing or of another size after the transfer",
             todo="run the same command again",
         )  # fmt: skip
-    manifest.write(url)
+    write_file(block_url(url, MANIFEST), manifest.to_bytes())
     parallel(lambda sha: delete_file(block_url(url, sha)), there.keys() - manifest.blocks.keys())
-    return PushResult(public_url(url), manifest.size_bytes, sending.sent_bytes)
+    return PushResult(public_url(url), manifest.size_bytes, sent_bytes)
 
 
-@dataclass(slots=True)
-class _Sending:
-    """Writes the blocks of files to a URL, apart from those that are `there`."""
-
-    url: str
-    there: Mapping[str, int]
-    block_bytes: int
-    advance: Callable[[int], object]
-    sent_bytes: int = 0
-
-    def send(self, path: Path, length: int) -> tuple[str, ...]:
-        """Send the blocks of a file, and return the SHA-256 of each."""
-        sent = parallel(partial(self._send_block, path), range(0, length, self.block_bytes))
-        self.sent_bytes += sum(count for _, count in sent)
-        return tuple(sha for sha, _ in sent)
-
-    def _send_block(self, path: Path, start: int) -> tuple[str, int]:
-        with path.open("rb") as file:
-            file.seek(start)
-            block = file.read(self.block_bytes)
-        sha = hashlib.sha256(block).hexdigest()
-        present = self.there.get(sha) == len(block)
-        if not present:
-            write_file(block_url(self.url, sha), block)
-        self.advance(len(block))
-        return sha, 0 if present else len(block)
+def _send_block(
+    path: Path,
+    start: int,
+    *,
+    url: str,
+    there: Mapping[str, int],
+    block_bytes: int,
+    advance: Callable[[int], object],
+) -> tuple[str, int]:
+    """Write a block of a file to a URL, unless it is there. Return its SHA-256, and the number of bytes sent."""
+    with path.open("rb") as file:
+        file.seek(start)
+        block = file.read(block_bytes)
+    sha = hashlib.sha256(block).hexdigest()
+    advance(len(block))
+    if there.get(sha) == len(block):
+        return sha, 0
+    write_file(block_url(url, sha), block)
+    return sha, len(block)
 
 
 def _uuid(folder: Path) -> str:
@@ -286,7 +278,7 @@ def _uuid(folder: Path) -> str:
     Raises:
         NothingToDo, DamagedStore: there is no store, or it cannot be read.
     """
-    catalog = None if (folder / "data.mdb").exists() else read_catalog(folder)
+    catalog = None if folder_kind(folder) is FolderKind.STORE else read_catalog(folder)
     if catalog is not None:
         return catalog.uuid
     with Store(folder) as store:

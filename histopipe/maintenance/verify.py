@@ -11,19 +11,21 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import cache, partial
+from operator import attrgetter
 from pathlib import Path
 from zlib import crc32
 
 from histopipe.errors import DamagedStore, NothingToDo, UnknownVersion
 from histopipe.maintenance.checks import (
     Examination,
-    SlideCheck,
+    Finding,
+    FindingKind,
+    VerifyResult,
     WrongValue,
     check_slides,
     check_store,
     find_orphans,
 )
-from histopipe.maintenance.findings import Finding, FindingKind, VerifyResult
 from histopipe.store.catalog import no_store
 from histopipe.store.data_file import check_length, newest_transaction, page_faults
 from histopipe.store.format import patch_key
@@ -185,23 +187,23 @@ def _examine(
         for i in range(0, len(examination.slides), batch_size)
     ]
     side = (examination.spec or {}).get("patch_size", 0) if full else None
-    checks = _check_slides(pool, partial(check_slides, store, side=side), batches, seconds, bar)
-    examination.records = {c.number: c.record for c in checks if c.record is not None}
-    examination.damaged_records = {c.number: c.damaged_record for c in checks if c.record is None}
+    slides = _check_slides(pool, partial(check_slides, store, side=side), batches, seconds, bar)
+    examination.records = dict(sorted(slides.records.items()))
+    examination.damaged_records = slides.damaged_records
     complete = {n for n, r in examination.records.items() if r.state is SlideState.COMPLETE}
     try:
-        task = pool.submit_within(seconds, find_orphans, store, complete)
-        orphans, examination.without_record = result_of(task)
+        orphans = result_of(pool.submit_within(seconds, find_orphans, store, complete))
     except (WorkerDied, DamagedStore) as error:
-        orphans = [_structural(f"LMDB cannot list the keys: {error}")]
-    examination.findings = [
-        *_page_findings(pages()),
-        *examination.findings,
-        *(finding for check in checks for finding in check.findings),
-        *_duplicate_ids(examination),
-        *_wrong_values(examination, [value for check in checks for value in check.wrong]),
-        *orphans,
-    ]
+        orphans = Examination()
+        orphans.add(FindingKind.STRUCTURE, f"LMDB cannot list the keys: {error}")
+    examination.without_record = orphans.without_record
+    in_order = sorted(slides.findings, key=attrgetter("number"))
+    examination.findings = [*_page_findings(pages()), *examination.findings, *in_order]
+    for name, count in Counter(record.id for record in examination.records.values()).items():
+        if count > 1:
+            examination.add(FindingKind.RECORD, f"{count} slides have the id {name!r}")
+    _add_wrong_values(examination, sorted(slides.wrong))
+    examination.findings += orphans.findings
     return examination
 
 
@@ -230,41 +232,33 @@ def _links(store: Path) -> list[Finding]:
 
 def _check_slides(
     pool: WorkerPool,
-    task: Callable[..., list[SlideCheck]],
+    task: Callable[..., Examination],
     batches: Iterable[list[int]],
     seconds: float,
     bar: Bar,
-) -> list[SlideCheck]:
+) -> Examination:
     """Check slides by number. For a slide that kills its worker, check only the record."""
-    checks: list[SlideCheck] = []
+    slides = Examination()
     died: dict[int, WorkerDied] = {}
     for batch, result in results_of(pool, seconds, task, batches):
         if isinstance(result, WorkerDied):
             died[batch[0]] = result
-            continue
-        checks += result
-        bar.advance(sum(check.value_bytes for check in result))
+        else:
+            slides.add_slides(result)
+            bar.advance(result.value_bytes)
     task = partial(task, records_only=True)
     for (number,), result in results_of(pool, seconds, task, [[number] for number in died]):
-        check = SlideCheck(number) if isinstance(result, WorkerDied) or not result else result[0]
+        check = Examination(damaged_records={number: b""})
+        if isinstance(result, Examination) and (result.records or result.damaged_records):
+            check = result
         what = f"LMDB crashes or hangs reading this slide: {died[number]}"
-        check.add(FindingKind.STRUCTURE, what)
-        checks.append(check)
-    return sorted(checks, key=lambda check: check.number)
+        check.add(FindingKind.STRUCTURE, what, number)
+        slides.add_slides(check)
+    return slides
 
 
-def _duplicate_ids(examination: Examination) -> list[Finding]:
-    names = Counter(record.id for record in examination.records.values())
-    return [
-        Finding(FindingKind.RECORD, f"{count} slides have the id {name!r}")
-        for name, count in names.items()
-        if count > 1
-    ]
-
-
-def _wrong_values(examination: Examination, wrong: list[WrongValue]) -> list[Finding]:
-    """Return findings of wrong values by slide. If there are few, also find values that were swapped."""
-    findings: list[Finding] = []
+def _add_wrong_values(examination: Examination, wrong: list[WrongValue]) -> None:
+    """Add findings of wrong values by slide. If there are few, also find values that were swapped."""
     changed: dict[int, list[int]] = defaultdict(list)
     candidates = wrong if len(wrong) <= _MAX_COMPARED else []
     for value in wrong:
@@ -274,14 +268,11 @@ def _wrong_values(examination: Examination, wrong: list[WrongValue]) -> list[Fin
             continue
         place = "" if owner.slide == value.slide else f" of {examination.records[owner.slide].id}"
         what = f"patch {value.row} has the value of patch {owner.row}{place}"
-        name = examination.records[value.slide].id
-        findings.append(Finding(FindingKind.SWAPPED, what, name, value.slide))
+        examination.add(FindingKind.SWAPPED, what, value.slide)
     for slide, rows in changed.items():
         one = "1 patch does not match its checksum"
         text = one if len(rows) == 1 else f"{len(rows)} patches do not match their checksums"
-        what = f"{text}: {some(rows)}"
-        findings.append(Finding(FindingKind.VALUE, what, examination.records[slide].id, slide))
-    return findings
+        examination.add(FindingKind.VALUE, f"{text}: {some(rows)}", slide)
 
 
 def _is_value_of(wrong: WrongValue, other: WrongValue) -> bool:

@@ -38,13 +38,14 @@ from histopipe.system.files import (
     record_or_check,
     write_atomically,
 )
+from histopipe.system.folders import PREDICT_SETTINGS
 from histopipe.tasks.choices import Aggregation, EvaluationLevel
 from histopipe.tasks.predictions import ThresholdsByLevel, joined_predictions, scores_of
 from histopipe.tasks.task import EvaluationSettings, Predictions
 
 PATCHES = "patches"
 """Folder with the files of each slide."""
-SETTINGS = "predict.json"
+SETTINGS = PREDICT_SETTINGS
 SLIDES, PATIENTS = "slides.csv", "patients.csv"
 
 

@@ -33,6 +33,7 @@ from histopipe.slides.discovery import discover
 from histopipe.store.catalog import parts_of
 from histopipe.store.store import Store
 from histopipe.system.files import atomic_write, path_within, roomy
+from histopipe.system.folders import FolderKind, folder_kind
 from histopipe.system.output import Progress, Result, counted, default_progress, slide_failure
 
 Objects = Literal["cells", "contours"]
@@ -370,5 +371,5 @@ def _open_stores(folder: Path, stores: Sequence[str | Path], stack: ExitStack) -
     paths = store_paths(stores) if stores else []
     if not stores and config.exists():
         parts = (part for path in paths_of_stores(read_config(config)) for part in parts_of(path))
-        paths = [path for path in parts if (path / "data.mdb").exists()]
+        paths = [path for path in parts if folder_kind(path) is FolderKind.STORE]
     return [stack.enter_context(Store(path)) for path in paths]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from histopipe.errors import NothingToDo
 from histopipe.evaluation.evaluate import Evaluation, evaluation_lines, split_lines
-from histopipe.features.feature_file import ENCODER, check_features, feature_files, read_header
+from histopipe.features.feature_file import check_features, feature_files, read_header
 from histopipe.inference.external_evaluation import read_evaluation
 from histopipe.maintenance.info import StoreInfo, store_info
 from histopipe.predictions.sources import SETTINGS, SLIDES
@@ -18,11 +19,10 @@ from histopipe.runs.result import is_finished, read_result
 from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig, load_config
 from histopipe.splits.splits import SPLITS
 from histopipe.splits.subsets import SUBSETS
-from histopipe.store.catalog import read_catalog
-from histopipe.studies.study import STUDY_ID
 from histopipe.studies.tune import TRIALS_CSV
 from histopipe.system.csv_files import read_dicts
 from histopipe.system.files import read_json_object
+from histopipe.system.folders import ENCODER, FolderKind, folder_kind
 from histopipe.system.output import Progress, Result
 
 
@@ -32,7 +32,7 @@ class FolderInfo(Result):
 
     Attributes:
         path: the folder.
-        kind: "run", "cross-validation", "search", "predictions" or "features".
+        kind: kind of the folder: a run, a cross-validation, a search, predictions or features.
         finished: whether the command that wrote the folder has finished.
         facts: contents of the folder, by name.
         table: lines of metrics, if there are any.
@@ -40,7 +40,7 @@ class FolderInfo(Result):
     """
 
     path: str
-    kind: str
+    kind: FolderKind
     finished: bool
     facts: dict[str, Any]
     table: tuple[str, ...]
@@ -73,19 +73,12 @@ def info(
         1204
     """
     folder = Path(path)
-    if run_folder.is_cross_validation(folder):
-        return _cross_validation(folder)
-    if run_folder.has_begun(folder):
-        return _run(folder)
-    if (folder / STUDY_ID).is_file():
-        return _search(folder)
-    if (folder / SETTINGS).is_file():
-        return _predictions(folder)
-    if not (folder / "data.mdb").exists() and (folder / ENCODER).is_file():
-        if untrusted:
+    kind = folder_kind(folder)
+    if kind in _READERS:
+        if untrusted and kind is FolderKind.FEATURES:
             check_features(folder)
-        return _features(folder)
-    if not (folder / "data.mdb").exists() and read_catalog(folder) is None:
+        return _READERS[kind](folder)
+    if kind is None:
         raise NothingToDo(
             f"nothing to show in {folder}",
             found="a folder" if folder.is_dir() else "no folder",
@@ -101,11 +94,11 @@ def _run(folder: Path) -> FolderInfo:
         done = len(_rows(folder / run_folder.HISTORY))
         facts["epochs"] = f"{done} of {load_config(folder / run_folder.CONFIG).epochs}"
         todo = ("train", "--resume", "--out", str(folder))
-        return FolderInfo(str(folder), "run", False, facts, (), todo)
+        return FolderInfo(str(folder), FolderKind.RUN, False, facts, (), todo)
     result = read_result(folder)
     facts["epochs"] = f"{result.epochs} (best: {result.best_epoch})"
     lines = tuple(split_lines(result.metrics))
-    return FolderInfo(str(folder), "run", True, facts, lines, ("report", str(folder)))
+    return FolderInfo(str(folder), FolderKind.RUN, True, facts, lines, ("report", str(folder)))
 
 
 def _training_facts(folder: Path) -> dict[str, Any]:
@@ -126,7 +119,7 @@ def _training_facts(folder: Path) -> dict[str, Any]:
 
 
 def _cross_validation(folder: Path) -> FolderInfo:
-    runs = [path for path in sorted(folder.glob("fold-*")) if (path / run_folder.CONFIG).exists()]
+    runs = [path for path in sorted(folder.glob("fold-*")) if run_folder.has_begun(path)]
     done = [path for path in runs if is_finished(path)]
     folds = len(list((folder / run_folder.FOLD_SPLITS).iterdir()))
     facts: dict[str, Any] = {"folds": f"{folds}, {len(done)} finished"}
@@ -143,7 +136,7 @@ def _cross_validation(folder: Path) -> FolderInfo:
     finished = len(done) == folds
     resume = ("train", "--resume", "--out", str(folder))
     todo = ("compare", str(folder), "OTHER") if finished else resume
-    return FolderInfo(str(folder), "cross-validation", finished, facts, tuple(lines), todo)
+    return FolderInfo(str(folder), FolderKind.CROSS_VALIDATION, finished, facts, tuple(lines), todo)
 
 
 def _search(folder: Path) -> FolderInfo:
@@ -154,7 +147,7 @@ def _search(folder: Path) -> FolderInfo:
         facts["values"] = f"{min(values):.4f} to {max(values):.4f}"
     best = folder / "best.toml"
     todo = ("train", "--config", str(best)) if best.exists() else ()
-    return FolderInfo(str(folder), "search", bool(trials), facts, (), todo)
+    return FolderInfo(str(folder), FolderKind.SEARCH, bool(trials), facts, (), todo)
 
 
 def _predictions(folder: Path) -> FolderInfo:
@@ -172,7 +165,7 @@ def _predictions(folder: Path) -> FolderInfo:
         lines = evaluation_lines("labelled", external.evaluation)
     finished = (folder / SLIDES).exists()
     return FolderInfo(
-        str(folder), "predictions", finished, facts, tuple(lines), ("heatmap", str(folder))
+        str(folder), FolderKind.PREDICTIONS, finished, facts, tuple(lines), ("heatmap", str(folder))
     )
 
 
@@ -188,7 +181,17 @@ def _features(folder: Path) -> FolderInfo:
         "patches": sum(header.rows for header in headers),
     }
     todo = ("train", "--mil", str(folder))
-    return FolderInfo(str(folder), "features", bool(headers), facts, (), todo)
+    return FolderInfo(str(folder), FolderKind.FEATURES, bool(headers), facts, (), todo)
+
+
+_READERS: Mapping[FolderKind | None, Callable[[Path], FolderInfo]] = {
+    FolderKind.RUN: _run,
+    FolderKind.CROSS_VALIDATION: _cross_validation,
+    FolderKind.SEARCH: _search,
+    FolderKind.PREDICTIONS: _predictions,
+    FolderKind.FEATURES: _features,
+}
+"""Function that reads a folder of each kind."""
 
 
 def _rows(path: Path) -> list[dict[str, str]]:

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.inference.external_evaluation import read_evaluation
-from histopipe.predictions.sources import SETTINGS
 from histopipe.reports.checklist import MODEL_CARD, fill, write_checklist, write_model_card
 from histopipe.reports.cross_validation_report import (
     SUMMARY,
@@ -28,6 +27,7 @@ from histopipe.runs import folder as run_folder
 from histopipe.runs.result import read_result
 from histopipe.splits.slide_table import Flow, flow_from_json
 from histopipe.system.files import read_json, reading, roomy
+from histopipe.system.folders import FolderKind, folder_kind
 from histopipe.system.output import Progress, Result, default_progress
 
 REPORT = "report.html"
@@ -133,18 +133,19 @@ class _Options(NamedTuple):
 
 
 def _is_run(folder: Path) -> bool:
-    return (folder / run_folder.CONFIG).exists() and not run_folder.is_cross_validation(folder)
+    return folder_kind(folder) is FolderKind.RUN
 
 
 def _page(folder: Path, options: _Options) -> Page:
     stores, pictures, untrusted, progress = options
-    if (folder / SETTINGS).is_file():
+    kind = folder_kind(folder)
+    if kind is FolderKind.PREDICTIONS:
         return predictions_page(folder, stores=stores, pictures=pictures)
-    if run_folder.is_cross_validation(folder):
+    if kind is FolderKind.CROSS_VALIDATION:
         return cross_validation_page(folder, stores=stores, pictures=pictures, follow=not untrusted)
-    if _is_run(folder):
+    if kind is FolderKind.RUN:
         return run_page(folder, stores=stores, pictures=pictures, follow=not untrusted)
-    if (folder / "data.mdb").exists():
+    if kind is FolderKind.STORE:
         if stores:
             raise UsageError(
                 "--store", found=f"a report of the store {folder}", expected="a report of a run"
@@ -175,7 +176,7 @@ def _checklist(paths: Sequence[Path], name: str, out: Path | None) -> ReportResu
 
 def _flow_in(folder: Path) -> Flow:
     """Return the participant flow of a run, a cross-validation or predictions; empty if there is none."""
-    if (folder / SETTINGS).is_file():
+    if folder_kind(folder) is FolderKind.PREDICTIONS:
         external = read_evaluation(folder)
         return {} if external is None else external.flow
     if _is_run(folder):
@@ -195,7 +196,7 @@ def _flow_figure(folder: Path, file: Path) -> ReportResult:
         )  # fmt: skip
     with roomy(file.parent), run_folder.writable(file.parent):
         file.parent.mkdir(parents=True, exist_ok=True)
-        read = "Predicted" if (folder / SETTINGS).is_file() else "Ingested"
+        read = "Predicted" if folder_kind(folder) is FolderKind.PREDICTIONS else "Ingested"
         write_flow(flow, file, read=read)
     return ReportResult(file, file.stat().st_size)
 

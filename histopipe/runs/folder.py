@@ -13,6 +13,7 @@ import numpy as np
 from histopipe.errors import UsageError
 from histopipe.runs.config import TrainConfig
 from histopipe.splits.splits import SPLITS, Splits, write_splits
+from histopipe.system import folders
 from histopipe.system.files import (
     is_full_disk,
     locked,
@@ -22,14 +23,14 @@ from histopipe.system.files import (
     write_atomically,
     write_json,
 )
+from histopipe.system.folders import FolderKind, folder_kind
 from histopipe.system.settings import declared_settings, to_toml
 
-CONFIG, HISTORY = "config.toml", "history.csv"
+CONFIG, HISTORY = folders.CONFIG, "history.csv"
 SLIDES = "slides.csv"
 MODEL = "model.keras"
 MEMORY = "memory.json"
-FOLD_SPLITS = "splits"
-"""Subfolder of a cross-validation with the splits of each fold."""
+FOLD_SPLITS = folders.FOLD_SPLITS
 _UNLOCK_SECONDS = 5.0
 """Time for which a killed training may keep the lock on its folder."""
 
@@ -60,7 +61,7 @@ def check(folder: Path, *, resume: bool, ignored: Collection[str] = ()) -> None:
 
 def has_begun(folder: Path) -> bool:
     """Return whether a folder contains a run that can be resumed."""
-    return (folder / CONFIG).exists()
+    return folder_kind(folder) in {FolderKind.RUN, FolderKind.CROSS_VALIDATION}
 
 
 def clear_leftovers(folder: Path) -> None:
@@ -152,7 +153,7 @@ def write_micro_batch(folder: Path, size: int, why: str) -> None:
 
 def is_cross_validation(folder: Path) -> bool:
     """Return whether a folder contains a cross-validation."""
-    return has_begun(folder) and (folder / FOLD_SPLITS).is_dir()
+    return folder_kind(folder) is FolderKind.CROSS_VALIDATION
 
 
 def check_one_run(folder: Path) -> None:

@@ -19,10 +19,8 @@ from typing import Any, TypeGuard
 from histopipe.errors import DamagedStore, NothingToDo, UnknownVersion
 from histopipe.store.record import SlideRecord
 from histopipe.system.files import atomic_write, read_json
+from histopipe.system.folders import CATALOG, FolderKind, find_catalog, folder_kind
 
-CATALOG = "histopipe-catalog.json"
-_OLD_CATALOG = "catalog.json"
-"""Name of the catalog up to version 0.1. Other tools, for example STAC, also use this name."""
 _VERSION = 1
 _SUFFIX = ".lmdb"
 
@@ -55,7 +53,7 @@ def read_catalog(folder: Path) -> Catalog | None:
     Raises:
         DamagedStore, UnknownVersion: the catalog cannot be read, or a later version wrote it.
     """
-    path = _catalog_file(folder)
+    path = find_catalog(folder)
     if path is None:
         return None
     try:
@@ -71,19 +69,6 @@ def read_catalog(folder: Path) -> Catalog | None:
     return Catalog(folder, identity, dict(slides))
 
 
-def _catalog_file(folder: Path) -> Path | None:
-    """Return the path of the catalog; None if there is none, or another tool wrote it."""
-    path, old = folder / CATALOG, folder / _OLD_CATALOG
-    if path.is_file():
-        return path
-    try:
-        content = read_json(old)
-    except (OSError, ValueError):
-        return None
-    is_ours = isinstance(content, dict) and content.keys() == {"version", "uuid", "slides"}
-    return old if is_ours else None
-
-
 def _are_parts(slides: Any) -> TypeGuard[dict[str, str]]:
     """Check that each slide has the name of a part in the folder."""
     return isinstance(slides, dict) and all(
@@ -94,7 +79,7 @@ def _are_parts(slides: Any) -> TypeGuard[dict[str, str]]:
 
 def no_store(path: Path) -> NothingToDo:
     """Return the error for a path that is not a store. Only commands that read data sets accept a folder of parts."""
-    if _catalog_file(path) is not None:
+    if folder_kind(path) is FolderKind.PARTS:
         return NothingToDo(
             f"no store at {path}", found="a folder of parts", expected="one store",
             todo="pass one of its parts, or merge them into one store with `histopipe merge`",
@@ -108,30 +93,19 @@ def no_store(path: Path) -> NothingToDo:
 
 def parts_of(path: Path) -> list[Path]:
     """Return the parts of a folder that has a catalog, or the path itself."""
-    if (path / "data.mdb").exists():
-        return [path]
-    catalog = read_catalog(path)
+    catalog = None if folder_kind(path) is FolderKind.STORE else read_catalog(path)
     return [path] if catalog is None else catalog.parts
 
 
 def seen_in(store: Path, records: dict[int, SlideRecord]) -> dict[int, SlideRecord]:
     """Return the records of a part, without slides that the catalog in its folder assigns to another part."""
-    ids = _catalog_ids(store.resolve())
-    if ids is None:
+    real = store.resolve()
+    path = find_catalog(real.parent) if real.name.endswith(_SUFFIX) else None
+    if path is None:
         return records
-    return {number: record for number, record in records.items() if record.id in ids}
-
-
-def _catalog_ids(store: Path) -> frozenset[str] | None:
-    if not store.name.endswith(_SUFFIX):
-        return None
-    for name in (CATALOG, _OLD_CATALOG):
-        try:
-            stat = (store.parent / name).stat()
-        except OSError:
-            continue
-        return _by_part(store.parent, stat.st_ino, stat.st_mtime_ns).get(store.name)
-    return None
+    stat = path.stat()
+    ids = _by_part(real.parent, stat.st_ino, stat.st_mtime_ns).get(real.name)
+    return {n: record for n, record in records.items() if ids is None or record.id in ids}
 
 
 @functools.lru_cache(maxsize=4)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import os
 import struct
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from histopipe.errors import UsageError
@@ -27,76 +28,66 @@ class Claims(Closing):
     """Claims of one run on slides of a store. Closing releases all of them."""
 
     def __init__(self, store: Path) -> None:
-        self._file = _open(store)
+        self._path = store / _LOCK
+        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
     def take(self, slide: int) -> bool:
         """Claim a slide. Return False if another process is ingesting it."""
-        return _lock(self._file, fcntl.F_WRLCK, slide)
+        return self._lock(fcntl.F_WRLCK, slide)
 
     def release(self, slide: int) -> None:
         """Release the claim on a slide."""
-        _lock(self._file, fcntl.F_UNLCK, slide)
+        self._lock(fcntl.F_UNLCK, slide)
+
+    def take_file(self, *, alone: bool) -> bool:
+        """Claim the store's file, shared or exclusive. Return False if another process holds a conflicting claim."""
+        return self._lock(fcntl.F_WRLCK if alone else fcntl.F_RDLCK, _WRITERS)
+
+    def is_current(self) -> bool:
+        """Return whether the store is still the one of these claims, and was not replaced by another process."""
+        try:
+            return os.path.samestat(os.fstat(self._file), self._path.stat())
+        except FileNotFoundError:
+            return False
 
     def close(self) -> None:
         """Release all claims."""
         os.close(self._file)
 
+    def _lock(self, kind: int, byte: int) -> bool:
+        """Lock or unlock a byte; return False if another process has locked it."""
+        try:
+            fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0))
+        except (BlockingIOError, PermissionError):  # EAGAIN or EACCES, by POSIX
+            return False
+        return True
 
-class WriteLease(Closing):
-    """Lock for writing a store, shared or exclusive (`alone`); held until it is closed.
+
+def lock_for_writing(store: Path, *, alone: bool = False) -> AbstractContextManager[object]:
+    """Lock a store for writing, shared or exclusive (`alone`), until the result is closed.
 
     If the lock file cannot be created, nothing is locked: LMDB then reports that the store cannot be written.
 
     Raises:
         UsageError: another process holds an exclusive lock; with `alone`, another process holds any lock.
     """
-
-    def __init__(self, store: Path, *, alone: bool = False) -> None:
-        self._file = -1
-        while True:
-            try:
-                store.mkdir(exist_ok=True)
-                self._file = _open(store)
-            except OSError as error:
-                if alone:
-                    raise UsageError(f"{store} cannot be written", found=error.strerror) from error
-                return
-            try:
-                free = _lock(self._file, fcntl.F_WRLCK if alone else fcntl.F_RDLCK, _WRITERS)
-            except OSError:
-                return  # a filesystem without locks
-            if not free:
-                self.close()
-                doing = "written" if alone else "rewritten"
-                raise UsageError(
-                    f"{store} is being {doing} by another process",
-                    todo="wait until that process has finished",
-                )
-            if self._is_in(store):
-                return
-            self.close()  # another process has just replaced the store
-
-    def close(self) -> None:
-        """Release the lock."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
-
-    def _is_in(self, store: Path) -> bool:
+    while True:
         try:
-            return os.path.samestat(os.fstat(self._file), (store / _LOCK).stat())
-        except FileNotFoundError:
-            return False
-
-
-def _open(store: Path) -> int:
-    return os.open(store / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-
-
-def _lock(file: int, kind: int, byte: int) -> bool:
-    """Lock or unlock a byte; return False if another process has locked it."""
-    try:
-        fcntl.fcntl(file, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0))
-    except (BlockingIOError, PermissionError):  # EAGAIN or EACCES, by POSIX
-        return False
-    return True
+            store.mkdir(exist_ok=True)
+            claims = Claims(store)
+        except OSError as error:
+            if alone:
+                raise UsageError(f"{store} cannot be written", found=error.strerror) from error
+            return nullcontext()
+        try:
+            is_free = claims.take_file(alone=alone)
+        except OSError:
+            return claims  # a filesystem without locks
+        if is_free and claims.is_current():
+            return claims
+        claims.close()  # if it is free, another process has just replaced the store
+        if not is_free:
+            raise UsageError(
+                f"{store} is being {'written' if alone else 'rewritten'} by another process",
+                todo="wait until that process has finished",
+            )

@@ -11,7 +11,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,11 +21,11 @@ import lmdb
 
 from histopipe.errors import MachineShort, UsageError
 from histopipe.store.catalog import no_store
-from histopipe.store.claims import WriteLease
-from histopipe.store.data_file import check_length
+from histopipe.store.claims import lock_for_writing
+from histopipe.store.data_file import check_length, mapped_errors, open_handle, read_map_size
 from histopipe.store.format import META, SLIDES, slide_key
-from histopipe.store.handle import mapped_errors, open_handle, read_map_size
 from histopipe.system.files import Closing
+from histopipe.system.folders import DATA
 
 T = TypeVar("T")
 
@@ -51,14 +51,14 @@ class Environment(Closing):
     real_path: str
     writable: bool
     handle: lmdb.Environment
-    databases: dict[bytes, Any] = field(default_factory=dict)
+    databases: dict[bytes, Any]
+    _resources: ExitStack
     users: int = 1
     pid: int = field(default_factory=os.getpid)
     generation: int = 0
     _readers: int = 0
     _idle: threading.Condition = field(default_factory=threading.Condition)
     _descriptor: int = -1
-    _lease: WriteLease | None = None
 
     @property
     def descriptor(self) -> int:
@@ -66,6 +66,7 @@ class Environment(Closing):
         with _registry_lock:
             if self._descriptor < 0:
                 self._descriptor = os.open(self._data, os.O_RDONLY | os.O_CLOEXEC)
+                self._resources.callback(os.close, self._descriptor)
             return self._descriptor
 
     @contextmanager
@@ -109,9 +110,9 @@ class Environment(Closing):
 
     def used_bytes(self) -> int:
         """Return the bytes of the pages in use. The rest of the file is free."""
-        databases = [database for database in self.databases.values() if database is not None]
         with self.read() as transaction:
-            stats = [transaction.stat(), *(transaction.stat(database) for database in databases)]
+            databases = filter(None, self.databases.values())
+            stats = [transaction.stat(), *map(transaction.stat, databases)]
         pages = sum(s["branch_pages"] + s["leaf_pages"] + s["overflow_pages"] for s in stats)
         return int(pages * stats[0]["psize"])
 
@@ -123,8 +124,7 @@ class Environment(Closing):
 
     def slide_databases(self) -> list[Any]:
         """Return the databases with entries of slides, except for `slides`. All their keys begin with slide numbers."""
-        databases = self.databases.items()
-        return [db for name, db in databases if db is not None and name not in (META, SLIDES)]
+        return [db for name, db in self.databases.items() if db and name not in (META, SLIDES)]
 
     def close(self) -> None:
         """Release the environment. The call of the last user closes it."""
@@ -132,11 +132,7 @@ class Environment(Closing):
             self.users -= 1
             if self.users == 0 and self.pid == os.getpid():
                 _registry.pop(self.real_path, None)
-                self.handle.close()
-                if self._descriptor >= 0:
-                    os.close(self._descriptor)
-                if self._lease is not None:
-                    self._lease.close()
+                self._resources.close()
 
     def close_later(self) -> None:
         """Close it at the next `open_environment`. For finalisers, which may run in a thread that holds the lock."""
@@ -168,7 +164,7 @@ class Environment(Closing):
 
     @property
     def _data(self) -> Path:
-        return Path(self.real_path) / "data.mdb"
+        return Path(self.real_path) / DATA
 
     def _end_read(self) -> None:
         with self._idle:
@@ -232,13 +228,12 @@ def open_environment(path: Path, *, write: bool = False) -> Environment:
                 )
             shared.users += 1
             return shared
-        environment = _open(path, real_path, write=write)
-        _registry[real_path] = environment
+        _registry[real_path] = environment = _open(path, real_path, write=write)
         return environment
 
 
 def _open(path: Path, real_path: str, *, write: bool) -> Environment:
-    data = path / "data.mdb"
+    data = path / DATA
     try:
         # The file is empty if a writer has just started, or was killed.
         begun = data.exists() and data.stat().st_size > 0
@@ -248,15 +243,13 @@ def _open(path: Path, real_path: str, *, write: bool) -> Environment:
         raise UsageError(f"{data} cannot be read", found=error.strerror) from error
     if not begun and not write:
         raise no_store(path)
-    lease = WriteLease(path) if write else None
-    try:
+    with ExitStack() as resources:
+        if write:
+            resources.enter_context(lock_for_writing(path))
         with mapped_errors(path):
             handle, databases = open_handle(path, write=write)
-    except BaseException:
-        if lease is not None:
-            lease.close()
-        raise
-    return Environment(path, real_path, write, handle, databases, _lease=lease)
+        resources.callback(handle.close)
+        return Environment(path, real_path, write, handle, databases, resources.pop_all())
 
 
 def entries_with(

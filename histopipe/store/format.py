@@ -11,7 +11,7 @@ import re
 import struct
 import zlib
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,8 @@ VERSION = 1
 KNOWN_FEATURES: frozenset[str] = frozenset()
 """Features that `meta.required_features` may contain: none yet. A store with another one is refused."""
 
+SLIDE_KEY_BYTES = 4
+"""Bytes of the slide number at the start of a key."""
 MAX_SLIDE_NUMBER = (1 << 24) - 1
 MAX_JSON = 1 << 20
 """Maximum bytes of a JSON value. Records have a few thousand."""
@@ -39,6 +41,8 @@ META_NAMES = frozenset(
 )
 """Keys of `meta`."""
 
+Columns = dict[str, NDArray[Any]]
+"""Columns of an index block by name, (N,) each, with one row per patch."""
 INDEX_COLUMNS: Mapping[str, str] = {
     "x_l0": "<i4",
     "y_l0": "<i4",
@@ -63,17 +67,16 @@ _PAGE_SHARE = 64
 """Bytes of the key and the page number of a value, and its share of the pages above it in the tree."""
 _HEADER_LENGTH = struct.Struct("<Q")
 _PATCH_KEY = struct.Struct(">II")
-_SLIDE_KEY = struct.Struct(">I")
 
 
 def slide_key(number: int) -> bytes:
     """Return the number of a slide as 4 bytes, big-endian, so that LMDB sorts by number."""
-    return _SLIDE_KEY.pack(number)
+    return number.to_bytes(SLIDE_KEY_BYTES, "big")
 
 
 def slide_number(key: bytes) -> int:
-    """Return the slide number of a key from `slide_key`."""
-    return cast(int, _SLIDE_KEY.unpack(key)[0])
+    """Return the slide number at the start of a key."""
+    return int.from_bytes(key[:SLIDE_KEY_BYTES], "big")
 
 
 def patch_key(slide: int, patch: int) -> bytes:
@@ -91,7 +94,7 @@ def value_crc(key: bytes, value: bytes | memoryview) -> int:
     return zlib.crc32(value, zlib.crc32(key))
 
 
-def stored_size(lengths: NDArray[Any]) -> NDArray[np.int64]:
+def stored_size(lengths: NDArray[Any] | float) -> NDArray[np.int64]:
     """Return the bytes that values of these lengths occupy in data.mdb: whole pages, with headers and keys."""
     return np.asarray(-(-(lengths + _PAGE_HEADER) // _PAGE) * _PAGE + _PAGE_SHARE, np.int64)
 
@@ -171,31 +174,23 @@ def encode_index(key: bytes, columns: Mapping[str, NDArray[Any]]) -> bytes:
 
     The checksum includes the key. Columns with unknown names keep their types.
     """
-    arrays = {
-        name: np.ascontiguousarray(
-            values, _KNOWN_COLUMNS.get(name) or values.dtype.newbyteorder("<")
-        )
-        for name, values in columns.items()
-    }
     # The header contains offsets, which depend on its length. So its size is fixed per column.
-    header_size = _aligned(_HEADER_LENGTH.size + 96 * len(arrays) + 64)
-    offset, described = header_size, []
-    for name, array in arrays.items():
+    header_size = _aligned(_HEADER_LENGTH.size + 96 * len(columns) + 64)
+    block, described = bytearray(header_size), []
+    for name, values in columns.items():
+        dtype = np.dtype(_KNOWN_COLUMNS.get(name) or values.dtype.newbyteorder("<"))
         described.append(
-            {"name": name, "dtype": array.dtype.str, "offset": offset, "count": len(array)}
+            {"name": name, "dtype": dtype.str, "offset": len(block), "count": len(values)}
         )
-        offset = _aligned(offset + array.nbytes)
-    block = bytearray(offset)
-    for column, array in zip(described, arrays.values(), strict=True):
-        start = cast(int, column["offset"])
-        block[start : start + array.nbytes] = array.tobytes()
+        block += values.astype(dtype, copy=False).tobytes()
+        block += bytes(_aligned(len(block)) - len(block))
     crc = _index_crc(key, described, memoryview(block)[header_size:])
     header = to_json({"columns": described, "crc": crc}).ljust(header_size - _HEADER_LENGTH.size)
     block[:header_size] = _HEADER_LENGTH.pack(len(header)) + header
     return bytes(block)
 
 
-def decode_index(key: bytes, block: bytes | memoryview, *, where: str) -> dict[str, NDArray[Any]]:
+def decode_index(key: bytes, block: bytes | memoryview, *, where: str) -> Columns:
     """Return all columns of a block, as views of it; DamagedStore if it is damaged."""
     block = memoryview(block)
     try:

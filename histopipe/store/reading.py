@@ -7,7 +7,7 @@ import io
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import lmdb
 import numpy as np
@@ -21,8 +21,10 @@ from histopipe.store.format import (
     KNOWN_FEATURES,
     META,
     PATCHES,
+    SLIDE_KEY_BYTES,
     SLIDES,
     VERSION,
+    Columns,
     decode_index,
     from_json,
     patch_key,
@@ -36,29 +38,17 @@ from histopipe.tiling.spec import MAX_PATCH_SIZE
 LARGEST_SIDE = 1 << 14
 """Maximum width and height of a picture, pixels. Thumbnails have a few thousand, patches at most 8,192."""
 _NODE_HEADER, _PAGE_HEADER = 8, 16
+_NODE = ctypes.c_uint16 * 4
 _BIG_DATA = 0x01
 """LMDB's flag for a value on separate pages."""
 
 
-class _Node(ctypes.Structure):
-    _fields_ = (("fields", ctypes.c_uint16 * 4),)
+ColumnCache = dict[int, tuple[tuple[int, int], int, Columns]]
+"""Columns of slides by number, as views of LMDB's map.
 
-
-class CachedColumn(NamedTuple):
-    """A column of a slide's index, (N,), as a view of LMDB's map.
-
-    It is valid in transactions with the same id, and for one generation of the map. `patches_crc` is the CRC-32 of the
-    CRCs of the slide's patches.
-    """
-
-    generation: int
-    transaction: int
-    patches_crc: int
-    values: NDArray[Any]
-
-
-ColumnCache = dict[tuple[int, str], CachedColumn]
-"""Cached columns by slide and name."""
+They are valid for one generation of the map, in transactions with one id: the first two numbers. The third is the CRC-32
+of the CRCs of the slide's patches.
+"""
 
 
 class Reading:
@@ -74,7 +64,7 @@ class Reading:
         self._environment, self._transaction = environment, transaction
         self._records, self._columns = records, columns
         self._patches = environment.databases[PATCHES]
-        self._id = int(transaction.id())
+        self._state = environment.generation, int(transaction.id())
 
     def value(self, slide: int, row: int) -> memoryview:
         """Return the file of a patch; empty if the patch was unreadable. Reads its pages from disk without the GIL.
@@ -95,21 +85,19 @@ class Reading:
         Raises:
             DamagedStore: as `index`; or the slide was replaced after its columns were first read.
         """
-        generation = self._environment.generation
-        cached = self._columns.get((slide, name))
-        if cached is not None and cached[:2] == (generation, self._id):
-            return cached.values
-        columns = self.index(slide, copied=False)
-        patches_crc = zlib.crc32(columns["crc"].tobytes())
-        if cached is not None and cached.patches_crc != patches_crc:
-            raise DamagedStore(
-                f"{self.where(slide)}: its patches were replaced after the store was opened",
-                todo="open the store again",
-            )
-        self._columns[slide, name] = CachedColumn(generation, self._id, patches_crc, columns[name])
+        state, cached_crc, columns = self._columns.get(slide, (None, None, {}))
+        if state != self._state:
+            columns = self.index(slide, copied=False)
+            patches_crc = zlib.crc32(columns["crc"].tobytes())
+            if cached_crc not in (None, patches_crc):
+                raise DamagedStore(
+                    f"{self.where(slide)}: its patches were replaced after the store was opened",
+                    todo="open the store again",
+                )
+            self._columns[slide] = self._state, patches_crc, columns
         return columns[name]
 
-    def index(self, slide: int, *, copied: bool = True) -> dict[str, NDArray[Any]]:
+    def index(self, slide: int, *, copied: bool = True) -> Columns:
         """Return the columns of a slide's index by name, (N,) each: copies, or views of LMDB's map.
 
         Raises:
@@ -140,16 +128,30 @@ class Reading:
         `keys` are slide and row of each patch, best in ascending order. Returns (N, 2) offset and length in bytes,
         ascending; adjacent ranges are joined.
         """
-        packed = [patch_key(*key) for key in keys]
-        ranges = sorted(_page_ranges(self._transaction, self._patches, packed))
-        extents = np.array(ranges, np.int64).reshape(-1, 2)
-        if not len(extents):
-            return extents
+        ranges = sorted(self._page_ranges([patch_key(*key) for key in keys]))
+        if not ranges:
+            return np.zeros((0, 2), np.int64)
         page_size = int(self._transaction.stat(self._patches)["psize"])
-        first = extents[:, 0] * page_size
-        end = first + -(-extents[:, 1] // page_size) * page_size
+        pages, lengths = np.array(ranges, np.int64).T
+        first = pages * page_size
+        end = first + -(-lengths // page_size) * page_size
         starts = np.flatnonzero(np.append(True, first[1:] > end[:-1]))
         return np.stack([first[starts], np.maximum.reduceat(end, starts) - first[starts]], axis=1)
+
+    def _page_ranges(self, keys: Sequence[bytes]) -> Iterator[tuple[int, int]]:
+        """Yield first page and length in bytes, with the page header, of each value on separate pages.
+
+        Source:
+            LMDB 0.9, mdb.c: the node of a value in a leaf page has 2 × 16 bits of size, 16 of flags, 16 of the key's
+            length, the key, and then, if the flag F_BIGDATA is set, the number of the value's first page.
+        """
+        with self._transaction.cursor(db=self._patches) as cursor:
+            for key in cursor.getmulti(keys, values=False):  # a view of the key in the mapped page
+                address = np.frombuffer(key, np.uint8).__array_interface__["data"][0]
+                low, high, flags, length = _NODE.from_address(address - _NODE_HEADER)
+                if flags & _BIG_DATA and length == len(key):
+                    page = ctypes.c_uint64.from_address(address + length).value
+                    yield page, (high << 16 | low) + _PAGE_HEADER
 
     def where(self, slide: int) -> str:
         """Return the store and id of a slide, for messages.
@@ -160,24 +162,6 @@ class Reading:
         if slide not in self._records:
             raise UsageError(f"{self._environment.path} has no slide number {slide!r}")
         return f"{self._environment.path}, slide {self._records[slide].id}"
-
-
-def _page_ranges(
-    transaction: lmdb.Transaction, database: Any, keys: Sequence[bytes]
-) -> Iterator[tuple[int, int]]:
-    """Yield first page and length in bytes, with the page header, of each value on separate pages.
-
-    Source:
-        LMDB 0.9, mdb.c: the node of a value in a leaf page has 2 × 16 bits of size, 16 of flags, 16 of the key's
-        length, the key, and then, if the flag F_BIGDATA is set, the number of the value's first page.
-    """
-    with transaction.cursor(db=database) as cursor:
-        for key in cursor.getmulti(keys, values=False):  # a view of the key in the mapped page
-            address = np.frombuffer(key, np.uint8).__array_interface__["data"][0]
-            low, high, flags, length = _Node.from_address(address - _NODE_HEADER).fields
-            if flags & _BIG_DATA and length == len(key):
-                page = ctypes.c_uint64.from_address(address + length).value
-                yield page, (high << 16 | low) + _PAGE_HEADER
 
 
 def decode_picture(
@@ -278,7 +262,7 @@ def read_records(
     records = {}
     with transaction.cursor(db=databases[SLIDES]) as cursor:
         for key, value in cursor:
-            if len(key) != 4:
+            if len(key) != SLIDE_KEY_BYTES:
                 raise DamagedStore(f"{path}: a key of `slides`", found=bytes(key))
             number = slide_number(bytes(key))
             records[number] = SlideRecord.from_bytes(number, value, where=f"{path}, slide {number}")
@@ -315,8 +299,7 @@ def check_format(stored: Stored, path: Path) -> None:
             expected=VERSION,
             todo="use the histopipe version that wrote it, or a later one",
         )
-    features = entry(stored, "required_features", list, path)
-    unknown = sorted({str(feature) for feature in features} - KNOWN_FEATURES)
+    unknown = sorted(set(map(str, entry(stored, "required_features", list, path))) - KNOWN_FEATURES)
     if unknown:
         raise UnknownVersion(
             f"{path} needs a feature that this version does not have",
@@ -355,8 +338,11 @@ def read_spec(stored: Stored, path: Path) -> dict[str, Any]:
     """Return the spec of a store; DamagedStore if a setting that readers need is missing or out of range."""
     spec = entry(stored, "spec", dict, path)
     if _READ_SETTINGS.keys() - spec.keys():
-        expected = "settings " + ", ".join(sorted(_READ_SETTINGS))
-        raise DamagedStore(f"{path}, meta 'spec'", found=repr(spec)[:120], expected=expected)
+        raise DamagedStore(
+            f"{path}, meta 'spec'",
+            found=repr(spec)[:120],
+            expected="settings " + ", ".join(sorted(_READ_SETTINGS)),
+        )
     for name, is_right in _READ_SETTINGS.items():
         if not is_right(spec[name]):
             raise DamagedStore(f"{path}, meta 'spec': {name}", found=repr(spec[name])[:80])

@@ -6,10 +6,11 @@ import dataclasses
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import NoneType, UnionType
-from typing import Any, Self, get_args, get_type_hints
+from typing import Any, Self, get_args, get_origin, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
@@ -153,9 +154,7 @@ class SlideRecord:
 
     def to_json(self) -> dict[str, Any]:
         """Return the record as a JSON-ready dict."""
-        values = {f.name: _shown(getattr(self, f.name)) for f in dataclasses.fields(self)}
-        unknown = values.pop("unknown")
-        return {**unknown, **values}
+        return {**self.unknown, **{name: _shown(getattr(self, name)) for name in _TYPES}}
 
     @classmethod
     def from_json(cls, value: object, *, where: str) -> SlideRecord:
@@ -163,10 +162,8 @@ class SlideRecord:
         if not isinstance(value, dict):
             raise DamagedStore(f"{where} is not a slide record", found=type(value).__name__)
         values: dict[str, Any] = {
-            name: value[name]
-            if _plain(name, value[name])
-            else _checked(where, name, value[name], hint)
-            for name, hint in _HINTS.items()
+            name: value[name] if _plain(name, value[name]) else _checked(where, name, value[name])
+            for name in _TYPES
             if name in value
         }
         missing = [name for name in ("id", "path", "resolved_path", "state") if name not in values]
@@ -178,7 +175,7 @@ class SlideRecord:
         }
         if values.get("patient") == values["id"] and "TCGA" not in values["id"]:
             values["patient"] = patient_of(values["id"])
-        record = cls(**values, unknown={k: v for k, v in value.items() if k not in _HINTS})
+        record = cls(**values, unknown={k: v for k, v in value.items() if k not in _TYPES})
         _check(record, where)
         return record
 
@@ -215,17 +212,24 @@ def describe_copies(records: Iterable[SlideRecord]) -> list[str]:
     ]
 
 
-_COUNTS = ("size_bytes", "width", "height", "planned", "stored", "unreadable", "stored_bytes")
 _MOST_PATCHES = 1 << 32
 
 
 def _check(record: SlideRecord, where: str) -> None:
     """Refuse counts and ids that no ingest writes. Readers allocate arrays by counts, and name files by ids."""
-    for name in _COUNTS:
+    for name in (
+        "size_bytes",
+        "width",
+        "height",
+        "planned",
+        "stored",
+        "unreadable",
+        "stored_bytes",
+    ):
         if getattr(record, name) < 0:
             raise DamagedStore(f"{where}: field {name!r}", found=getattr(record, name))
-    whole = record.planned == record.stored + record.unreadable
-    if record.planned >= _MOST_PATCHES or (record.state is SlideState.COMPLETE and not whole):
+    is_whole = record.planned == record.stored + record.unreadable
+    if record.planned >= _MOST_PATCHES or (record.state is SlideState.COMPLETE and not is_whole):
         raise DamagedStore(
             f"{where}: its counts are inconsistent",
             found=f"{record.planned} planned, {record.stored} stored, {record.unreadable} unreadable",
@@ -238,14 +242,13 @@ def _check(record: SlideRecord, where: str) -> None:
         )  # fmt: skip
 
 
-def _options(hint: Any) -> tuple[Any, ...]:
-    return get_args(hint) if isinstance(hint, UnionType) else (hint,)
-
-
-_HINTS = {k: v for k, v in get_type_hints(SlideRecord).items() if k != "unknown"}
-_PLAIN = {
-    name: {str, int, bool, NoneType}.intersection(_options(hint)) for name, hint in _HINTS.items()
+_TYPES = {
+    name: get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    for name, hint in get_type_hints(SlideRecord).items()
+    if name != "unknown"
 }
+"""Types of each field."""
+_PLAIN = {name: {str, int, bool, NoneType}.intersection(types) for name, types in _TYPES.items()}
 
 
 def _plain(name: str, value: Any) -> bool:
@@ -262,28 +265,23 @@ def _shown(value: Any) -> Any:
     return value
 
 
-def _checked(where: str, name: str, value: Any, hint: Any) -> Any:
+def _checked(where: str, name: str, value: Any) -> Any:
     if _shown(value) != value:
         raise DamagedStore(
             f"{where}: field {name!r} of the slide record", found="control characters"
         )
-    for kind in _options(hint):
-        if isinstance(kind, type) and issubclass(kind, StrEnum):
-            if value in list(kind):
-                return kind(value)
-        elif kind is float and type(value) in (int, float) and abs(value) <= sys.float_info.max:
+    for kind in _TYPES[name]:
+        if isinstance(kind, type) and issubclass(kind, StrEnum) and value in list(kind):
+            return kind(value)
+        if kind is float and type(value) in (int, float) and abs(value) <= sys.float_info.max:
             return float(value)
-        elif kind is NoneType and value is None:
-            return None
-        elif getattr(kind, "__origin__", None) is list:
-            item = get_args(kind)[0]
-            if isinstance(value, list) and all(type(v) is item for v in value):
+        if get_origin(kind) is type(
+            value
+        ):  # a list, or a dict, whose keys are always texts in JSON
+            items = value.values() if isinstance(value, dict) else value
+            if all(type(item) is get_args(kind)[-1] for item in items):
                 return value
-        elif getattr(kind, "__origin__", None) is dict:
-            item = get_args(kind)[1]  # JSON keys are always texts
-            if isinstance(value, dict) and all(type(v) is item for v in value.values()):
-                return value
-        elif type(value) is kind:
+        if kind is not float and type(value) is kind:
             return value
     raise DamagedStore(f"{where}: field {name!r} of the slide record", found=repr(value)[:80])
 
@@ -291,12 +289,9 @@ def _checked(where: str, name: str, value: Any, hint: Any) -> Any:
 def corrected_record(number: int, data: bytes) -> SlideRecord | None:
     """Correct one wrong byte of a record with its checksum; None if more bytes are wrong, or there is no checksum."""
     body = corrected(slide_key(number), data)
-    if body is None:
-        return None
-    try:
-        return SlideRecord.from_bytes(number, body, where="record")
-    except DamagedStore:
-        return None
+    with suppress(DamagedStore):
+        return None if body is None else SlideRecord.from_bytes(number, body, where="record")
+    return None
 
 
 ALGORITHM = "stain-1"

@@ -19,6 +19,7 @@ from histopipe.store.format import (
     META_NAMES,
     STAINS,
     THUMBNAILS,
+    Columns,
     patch_key,
     slide_key,
     thumbnail_key,
@@ -35,6 +36,7 @@ from histopipe.store.reading import (
     read_spec,
 )
 from histopipe.store.record import NumberedSlides, SlideRecord, SlideState, StainFit, read_fits
+from histopipe.system.files import closed_on_error
 from histopipe.system.settings import check_type
 
 
@@ -64,19 +66,15 @@ class Store(NumberedSlides):
         self.path = path = Path(path)
         self._opened: Environment = open_environment(path)
         self._columns: ColumnCache = {}
-        try:
-            with self._environment.read() as transaction:
-                databases = self._environment.databases
-                stored = meta_entries(transaction, databases, path)
-                self.uuid = entry(stored, "uuid", str, path)
-                self.spec: Mapping[str, Any] = read_spec(stored, path)
-                self.classes = read_classes(stored, path)
-                self.created = entry(stored, "created", str, path)
-                records = read_records(transaction, databases, path)
+        with closed_on_error(self), self._environment.read() as transaction:
+            databases = self._environment.databases
+            stored = meta_entries(transaction, databases, path)
+            self.uuid = entry(stored, "uuid", str, path)
+            self.spec: Mapping[str, Any] = read_spec(stored, path)
+            self.classes = read_classes(stored, path)
+            self.created = entry(stored, "created", str, path)
+            records = read_records(transaction, databases, path)
             self.records = records if hidden else seen_in(path, records)
-        except BaseException:
-            self.close()
-            raise
 
     @property
     def patch_size(self) -> int:
@@ -96,7 +94,7 @@ class Store(NumberedSlides):
                 raise UsageError(f"slide {slide_id!r} of {self.path} is {record.state}")
         raise UsageError(f"{self.path} has no slide {slide_id!r}")
 
-    def index(self, slide: int) -> dict[str, NDArray[Any]]:
+    def index(self, slide: int) -> Columns:
         """Return the index columns of a slide, (N,) each, one row per patch.
 
         Raises:
@@ -166,9 +164,8 @@ class Store(NumberedSlides):
     def thumbnail(self, slide: int, kind: str = "thumb") -> bytes | None:
         """Return the `thumb` (JPEG) or `mask` (PNG) file of a slide; None if there is none."""
         with self._environment.read() as transaction:
-            value = transaction.get(
-                thumbnail_key(slide, kind), db=self._environment.databases[THUMBNAILS]
-            )
+            database = self._environment.databases[THUMBNAILS]
+            value = transaction.get(thumbnail_key(slide, kind), db=database)
             return None if value is None else bytes(value)
 
     @property
@@ -178,18 +175,11 @@ class Store(NumberedSlides):
 
     def entries(self, database: bytes, slide: int) -> list[tuple[bytes, bytes]]:
         """Return the keys and values of a slide in a database whose keys begin with slide numbers."""
-        opened = self._environment.databases[database]
-        with self._environment.read() as transaction:
-            return list(entries_with(transaction, opened, slide_key(slide)))
+        return self._entries(database, slide_key(slide))
 
     def further_meta(self) -> dict[bytes, bytes]:
         """Return the entries of `meta` that this version does not know."""
-        with (
-            self._environment.read() as transaction,
-            transaction.cursor(db=self._environment.databases[META]) as cursor,
-        ):
-            entries = {bytes(key): bytes(value) for key, value in cursor}
-        return {key: value for key, value in entries.items() if key not in META_NAMES}
+        return {key: value for key, value in self._entries(META) if key not in META_NAMES}
 
     def stains(self) -> dict[int, StainFit]:
         """Return the stain fits of complete slides by number, as far as there are any.
@@ -201,9 +191,8 @@ class Store(NumberedSlides):
             database = self._environment.databases[STAINS]
             if database is None:
                 return {}
-            keys = {number: slide_key(number) for number in self.complete}
-            entries = {n: transaction.get(key, db=database) for n, key in keys.items()}
-            fits = {n: bytes(entry) for n, entry in entries.items() if entry is not None}
+            values = {n: transaction.get(slide_key(n), db=database) for n in self.complete}
+            fits = {n: bytes(value) for n, value in values.items() if value is not None}
         return read_fits(fits, where=str(self.path))
 
     def close(self) -> None:
@@ -213,6 +202,11 @@ class Store(NumberedSlides):
     def close_later(self) -> None:
         """Close it when a store is opened next. For finalisers, which may run at any point of a program."""
         self._opened.close_later()
+
+    def _entries(self, database: bytes, prefix: bytes = b"") -> list[tuple[bytes, bytes]]:
+        environment = self._environment
+        with environment.read() as transaction:
+            return list(entries_with(transaction, environment.databases[database], prefix))
 
     @property
     def _environment(self) -> Environment:
@@ -237,13 +231,10 @@ class StoreSet(NumberedSlides):
         if not paths:
             raise UsageError("no store given")
         self.stores: list[Store] = []
-        try:
+        with closed_on_error(self):
             for path in paths:
                 self.stores.append(Store(path))
             check_patch_sizes(self.stores)
-        except BaseException:
-            self.close()
-            raise
         self._slides = [(store, number) for store in self.stores for number in store.records]
         self.records = {i: store.records[n] for i, (store, n) in enumerate(self._slides)}
 
@@ -265,7 +256,7 @@ class StoreSet(NumberedSlides):
             )
         return numbers[0]
 
-    def index(self, slide: int) -> dict[str, NDArray[Any]]:
+    def index(self, slide: int) -> Columns:
         """Return the index columns of a slide by its number in `records`, as `Store.index`."""
         if slide not in self.records:
             raise UsageError(f"the stores have no slide number {slide!r}", found=len(self.records))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import shutil
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import lmdb
 import numpy as np
@@ -27,6 +29,7 @@ from histopipe.store.format import (
     STAINS,
     THUMBNAILS,
     VERSION,
+    Columns,
     decode_index,
     encode_index,
     patch_key,
@@ -36,13 +39,13 @@ from histopipe.store.format import (
     to_json,
     value_crc,
 )
-from histopipe.store.reading import read_meta, read_record, read_records
+from histopipe.store.reading import meta_entries, read_meta, read_record, read_records
 from histopipe.store.record import SlideRecord, SlideState, StainFit
-from histopipe.system.files import Closing
+from histopipe.system.files import Closing, closed_on_error
+from histopipe.system.folders import DATA
 from histopipe.tiling.spec import TilingSpec, differences
 
-_BEGUN_FILES = ("data.mdb", "lock.mdb", "ingest.lock")
-_OWN_FILES = {*_BEGUN_FILES, "ingest.log", "ingest.csv"}
+_OWN_FILES = {DATA, "lock.mdb", "ingest.lock", "ingest.log", "ingest.csv"}
 
 
 def open_for_change(path: Path) -> Environment:
@@ -54,12 +57,8 @@ def open_for_change(path: Path) -> Environment:
     """
     open_environment(path).close()  # do not create a store at a wrong path
     environment = open_environment(path, write=True)
-    try:
-        with environment.read() as transaction:
-            read_meta(transaction, environment.databases, "format", dict, path)
-    except BaseException:
-        environment.close()
-        raise
+    with closed_on_error(environment), environment.read() as transaction:
+        meta_entries(transaction, environment.databases, path)
     return environment
 
 
@@ -70,9 +69,7 @@ def open_or_make(path: Path, spec: Mapping[str, Any]) -> Environment:
         environment = open_environment(path, write=True)
     except MachineShort:
         if is_new:
-            for name in _BEGUN_FILES:
-                (path / name).unlink(missing_ok=True)
-            path.rmdir()
+            shutil.rmtree(path)
         raise
 
     def work(transaction: lmdb.Transaction) -> None:
@@ -80,14 +77,21 @@ def open_or_make(path: Path, spec: Mapping[str, Any]) -> Environment:
         if transaction.stat(databases[META])["entries"]:
             check_spec(read_meta(transaction, databases, "spec", dict, path), spec, path)
             return
-        for name, value in _new_meta(spec).items():
+        new_meta = {
+            "format": {"name": FORMAT_NAME, "version": VERSION},
+            "required_features": [],
+            "uuid": str(uuid.uuid4()),
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "histopipe_version": __version__,
+            "spec": dict(spec),
+            "classes": [],
+            "next_number": 0,
+        }
+        for name, value in new_meta.items():
             transaction.put(name.encode(), to_json(value), db=databases[META])
 
-    try:
+    with closed_on_error(environment):
         environment.change(work)
-    except BaseException:
-        environment.close()
-        raise
     return environment
 
 
@@ -101,24 +105,11 @@ def check_spec(stored: Mapping[str, Any], requested: Mapping[str, Any], path: Pa
         )
 
 
-def _new_meta(spec: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "format": {"name": FORMAT_NAME, "version": VERSION},
-        "required_features": [],
-        "uuid": str(uuid.uuid4()),
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "histopipe_version": __version__,
-        "spec": dict(spec),
-        "classes": [],
-        "next_number": 0,
-    }
-
-
 def _make_folder(path: Path) -> bool:
     """Create the folder of a store; return False if it exists. Nothing is written into a folder with other contents."""
     if path.is_dir():
         contents = [p.name for p in path.iterdir() if p.name not in _OWN_FILES]
-        if contents and not (path / "data.mdb").exists():
+        if contents and not (path / DATA).exists():
             raise UsageError(
                 f"{path} is not a store, and not empty",
                 found=", ".join(sorted(contents)[:3]),
@@ -137,14 +128,37 @@ def _make_folder(path: Path) -> bool:
             raise UsageError(f"{path} cannot be created", found=str(error)) from error
         return is_new
     with environment, environment.read() as transaction:
-        if environment.databases[META] is not None:
-            if transaction.stat(environment.databases[META])["entries"]:
-                read_meta(transaction, environment.databases, "format", dict, path)
-        elif transaction.stat()["entries"]:
+        meta = environment.databases[META]
+        if meta is not None and transaction.stat(meta)["entries"]:
+            meta_entries(transaction, environment.databases, path)
+        elif meta is None and transaction.stat()["entries"]:
             raise UsageError(
                 f"{path} is an LMDB environment of another program", todo="choose another --out"
             )
     return False
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _in_transaction(
+    method: Callable[Concatenate[StoreWriter, lmdb.Transaction, P], T],
+) -> Callable[Concatenate[StoreWriter, P], T]:
+    """Decorate a method: run it in one write transaction, its first argument, and again if the map is full."""
+
+    @functools.wraps(method)
+    def run(writer: StoreWriter, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        def work(transaction: lmdb.Transaction) -> tuple[T, dict[int, SlideRecord]]:
+            writer.written = {}
+            return method(writer, transaction, *args, **kwargs), writer.written
+
+        result, written = writer.environment.change(work)
+        if writer.cached is not None:
+            writer.cached |= written
+        return result
+
+    return run
 
 
 class StoreWriter(Closing):
@@ -160,74 +174,76 @@ class StoreWriter(Closing):
         SpecMismatch: the store has another spec.
         UnknownVersion, DamagedStore, MachineShort: the store cannot be used.
         UsageError: the path is not a store.
+
+    Attributes:
+        environment: the store's environment.
+        cached: records of all slides, if no other process writes.
+        written: records that the current transaction has written.
     """
 
     def __init__(
         self, path: Path, spec: TilingSpec | Mapping[str, Any] | None = None, *, alone: bool = False
     ) -> None:
         self.path = path
-        self._cached: dict[int, SlideRecord] | None = None
+        self.cached: dict[int, SlideRecord] | None = None
+        self.written: dict[int, SlideRecord] = {}
         if spec is None:
-            self._environment = open_for_change(path)
+            self.environment = open_for_change(path)
         else:
-            spec_json = spec.to_json() if isinstance(spec, TilingSpec) else spec
-            self._environment = open_or_make(path, spec_json)
+            self.environment = open_or_make(
+                path, spec.to_json() if isinstance(spec, TilingSpec) else spec
+            )
         if alone:
-            try:
-                self._cached = self.records()
-            except BaseException:
-                self.close()
-                raise
+            with closed_on_error(self):
+                self.cached = self.records()
 
     def records(self) -> dict[int, SlideRecord]:
         """Return the records of all slides by number."""
-        with self._environment.read() as transaction:
+        with self.environment.read() as transaction:
             return self._records(transaction)
 
     def record(self, slide: int) -> SlideRecord:
         """Return the record of a slide."""
-        with self._environment.read() as transaction:
+        with self.environment.read() as transaction:
             return read_record(transaction, self._db, slide, self.path)
 
-    def register(self, records: Sequence[SlideRecord]) -> dict[str, int]:
+    @_in_transaction
+    def register(
+        self, transaction: lmdb.Transaction, records: Sequence[SlideRecord]
+    ) -> dict[str, int]:
         """Store the records of new slides under numbers never used before; return the numbers of all slides by id."""
-        cached = None if self._cached is None else dict(self._cached)
+        existing = self._records(transaction)
+        numbers = {r.id: n for n, r in existing.items()}
+        next_number = read_meta(transaction, self._db, "next_number", int, self.path)
+        number = max([next_number, *(n + 1 for n in existing)])  # never overwrite a record
+        for record in records:
+            if record.id in numbers:
+                continue
+            if number > MAX_SLIDE_NUMBER:
+                raise UsageError(f"{self.path} has no slide number left", found=number)
+            numbers[record.id] = number
+            self._put_record(transaction, number, record)
+            number += 1
+        transaction.put(b"next_number", to_json(number), db=self._db[META])
+        return numbers
 
-        def work(transaction: lmdb.Transaction) -> dict[str, int]:  # runs again if the map is full
-            existing = cached if cached is not None else self._records(transaction)
-            numbers = {r.id: n for n, r in existing.items()}
-            next_number = read_meta(transaction, self._db, "next_number", int, self.path)
-            number = max([next_number, *(n + 1 for n in existing)])  # never overwrite a record
-            for record in records:
-                if record.id in numbers:
-                    continue
-                if number > MAX_SLIDE_NUMBER:
-                    raise UsageError(f"{self.path} has no slide number left", found=number)
-                numbers[record.id] = number
-                self._put_record(transaction, number, record)
-                number += 1
-            transaction.put(b"next_number", to_json(number), db=self._db[META])
-            return numbers
-
-        return self._environment.change(work)
-
-    def class_numbers(self, names: Sequence[str]) -> dict[str, int]:
+    @_in_transaction
+    def class_numbers(self, transaction: lmdb.Transaction, names: Sequence[str]) -> dict[str, int]:
         """Return the number of each patch class. New classes are added after the known ones."""
-        if not names:
-            return {}
+        classes = read_meta(transaction, self._db, "classes", list, self.path)
+        new = [name for name in names if name not in classes]
+        if new:
+            classes = [*classes, *new]
+            transaction.put(b"classes", to_json(classes), db=self._db[META])
+        return {name: classes.index(name) for name in names}
 
-        def work(transaction: lmdb.Transaction) -> dict[str, int]:
-            classes = read_meta(transaction, self._db, "classes", list, self.path)
-            new = [name for name in names if name not in classes]
-            if new:
-                classes = [*classes, *new]
-                transaction.put(b"classes", to_json(classes), db=self._db[META])
-            return {name: classes.index(name) for name in names}
-
-        return self._environment.change(work)
-
+    @_in_transaction
     def put_patches(
-        self, slide: int, rows: Sequence[int], values: Sequence[bytes | None]
+        self,
+        transaction: lmdb.Transaction,
+        slide: int,
+        rows: Sequence[int],
+        values: Sequence[bytes | None],
     ) -> NDArray[np.uint32]:
         """Store the files of patches, best in ascending order. None is an unreadable patch, stored as an empty value.
 
@@ -235,49 +251,44 @@ class StoreWriter(Closing):
         """
         # An empty value marks an unreadable patch; a missing patch has no value.
         items = [(patch_key(slide, r), v or b"") for r, v in zip(rows, values, strict=True)]
-
-        def work(transaction: lmdb.Transaction) -> None:
-            with transaction.cursor(db=self._db[PATCHES]) as cursor:
-                cursor.putmulti(items)
-
-        self._environment.change(work)
+        with transaction.cursor(db=self._db[PATCHES]) as cursor:
+            cursor.putmulti(items)
         return np.array([value_crc(k, v) if v else 0 for k, v in items], np.uint32)
 
+    @_in_transaction
     def complete(
         self,
+        transaction: lmdb.Transaction,
         slide: int,
         record: SlideRecord,
-        columns: Mapping[str, NDArray[Any]],
+        columns: Columns,
         thumbnails: Mapping[str, bytes],
+        *,
         further: Mapping[tuple[bytes, bytes], bytes] = MappingProxyType({}),
     ) -> None:
         """Make a slide visible: write record, index and all else in one transaction, after its last patch.
 
         `columns` are (N,) each. `further` are values by database and key, also of databases unknown to this version.
         """
-        index = encode_index(slide_key(slide), columns)
-        pictures = {thumbnail_key(slide, kind): picture for kind, picture in thumbnails.items()}
-        checksums = map(value_crc, pictures, pictures.values())
-        record = dataclasses.replace(
-            record,
-            state=SlideState.COMPLETE,
-            thumbnail_crc=dict(zip(thumbnails, checksums, strict=True)),
-        )
+        checksums = {}
+        for kind, picture in thumbnails.items():
+            key = thumbnail_key(slide, kind)
+            checksums[kind] = value_crc(key, picture)
+            transaction.put(key, picture, db=self._db[THUMBNAILS])
+        key = slide_key(slide)
+        transaction.put(key, encode_index(key, columns), db=self._db[INDEX])
+        for (database, key), value in further.items():
+            transaction.put(key, value, db=self.environment.database(database, transaction))
+        complete = dataclasses.replace(record, state=SlideState.COMPLETE, thumbnail_crc=checksums)
+        self._put_record(transaction, slide, complete)
 
-        def work(transaction: lmdb.Transaction) -> None:
-            transaction.put(slide_key(slide), index, db=self._db[INDEX])
-            for picture_key, picture in pictures.items():
-                transaction.put(picture_key, picture, db=self._db[THUMBNAILS])
-            for (database, key), value in further.items():
-                transaction.put(key, value, db=self._environment.database(database, transaction))
-            self._put_record(transaction, slide, record)
-
-        self._environment.change(work)
-
+    @_in_transaction
     def put_columns(
         self,
+        transaction: lmdb.Transaction,
+        /,
         slide: int,
-        columns: Mapping[str, NDArray[Any]],
+        columns: Columns,
         *,
         crc: NDArray[np.integer],
         **facts: Any,
@@ -288,30 +299,25 @@ class StoreWriter(Closing):
             DamagedStore: the checksums of the stored patches differ from `crc`, (N,).
         """
         key, where = slide_key(slide), f"{self.path}, slide {slide}"
+        block = transaction.get(key, db=self._db[INDEX])
+        old = decode_index(key, bytes(block), where=where) if block is not None else {}
+        if not np.array_equal(old.get("crc", ()), crc):
+            raise DamagedStore(
+                f"{where} was ingested again at the same time",
+                todo="run the same command again",
+            )
+        transaction.put(key, encode_index(key, {**old, **columns}), db=self._db[INDEX])
+        self._change_record(transaction, slide, facts)
 
-        def work(transaction: lmdb.Transaction) -> None:
-            block = transaction.get(key, db=self._db[INDEX])
-            old = decode_index(key, bytes(block), where=where) if block is not None else {}
-            if not np.array_equal(old.get("crc", ()), crc):
-                raise DamagedStore(
-                    f"{where} was ingested again at the same time",
-                    todo="run the same command again",
-                )
-            record = read_record(transaction, self._db, slide, self.path)
-            transaction.put(key, encode_index(key, {**old, **columns}), db=self._db[INDEX])
-            self._put_record(transaction, slide, dataclasses.replace(record, **facts))
-
-        self._environment.change(work)
-
-    def put_stain(self, slide: int, fit: StainFit) -> None:
+    @_in_transaction
+    def put_stain(self, transaction: lmdb.Transaction, slide: int, fit: StainFit) -> None:
         """Add or replace the stain fit of a slide."""
         key = slide_key(slide)
-        value = seal(key, fit.to_json())
-        self._environment.change(lambda t: t.put(key, value, db=self._db[STAINS]))
+        transaction.put(key, seal(key, fit.to_json()), db=self._db[STAINS])
 
     def fail(self, slide: int, record: SlideRecord) -> None:
         """Delete the entries of a slide, then write the record of its failure."""
-        delete_entries(self._environment, slide)
+        delete_entries(self.environment, slide)
         self.update(slide, record)
 
     def restart(self, slide: int, record: SlideRecord) -> None:
@@ -320,60 +326,55 @@ class StoreWriter(Closing):
             record, state=SlideState.PENDING, error=None, error_kind=None, error_option=None
         )
         self.update(slide, pending)
-        delete_entries(self._environment, slide)
+        delete_entries(self.environment, slide)
 
-    def remove(self, slide: int) -> None:
+    @_in_transaction
+    def remove(self, transaction: lmdb.Transaction, slide: int) -> None:
         """Delete a slide and all its entries in one transaction. Its number is not used again."""
+        for database in [*self.environment.slide_databases(), self._db[SLIDES]]:
+            delete_slide(transaction, database, slide)
+        if self.cached is not None:
+            self.cached.pop(slide, None)
 
-        def work(transaction: lmdb.Transaction) -> None:
-            for database in [*self._environment.slide_databases(), self._db[SLIDES]]:
-                delete_slide(transaction, database, slide)
-
-        self._environment.change(work)
-        if self._cached is not None:
-            self._cached.pop(slide, None)
-
-    def add_meta(self, entries: Mapping[bytes, bytes]) -> None:
+    @_in_transaction
+    def add_meta(self, transaction: lmdb.Transaction, entries: Mapping[bytes, bytes]) -> None:
         """Add entries to `meta`. Existing ones are not replaced."""
+        for name, value in entries.items():
+            transaction.put(name, value, db=self._db[META], overwrite=False)
 
-        def work(transaction: lmdb.Transaction) -> None:
-            for name, value in entries.items():
-                transaction.put(name, value, db=self._db[META], overwrite=False)
-
-        self._environment.change(work)
-
-    def update(self, slide: int, record: SlideRecord) -> None:
+    @_in_transaction
+    def update(self, transaction: lmdb.Transaction, slide: int, record: SlideRecord) -> None:
         """Replace the record of a slide."""
-        self._environment.change(lambda transaction: self._put_record(transaction, slide, record))
+        self._put_record(transaction, slide, record)
 
-    def change(self, slide: int, **facts: Any) -> None:
+    @_in_transaction
+    def change(self, transaction: lmdb.Transaction, /, slide: int, **facts: Any) -> None:
         """Change some fields of a record, and keep the current values of the others."""
-
-        def work(transaction: lmdb.Transaction) -> None:
-            record = read_record(transaction, self._db, slide, self.path)
-            self._put_record(transaction, slide, dataclasses.replace(record, **facts))
-
-        self._environment.change(work)
+        self._change_record(transaction, slide, facts)
 
     def reusable_bytes(self) -> int:
         """Return the bytes inside the file that are free after deletions."""
-        length = (self.path / "data.mdb").stat().st_size
-        return max(0, length - self._environment.used_bytes())
+        return max(0, (self.path / DATA).stat().st_size - self.environment.used_bytes())
 
     def close(self) -> None:
         """Close the store."""
-        self._environment.close()
+        self.environment.close()
 
     @property
     def _db(self) -> Mapping[bytes, Any]:
-        return self._environment.databases
+        return self.environment.databases
 
     def _records(self, transaction: lmdb.Transaction) -> dict[int, SlideRecord]:
-        if self._cached is not None:
-            return dict(self._cached)
+        if self.cached is not None:
+            return dict(self.cached)
         return read_records(transaction, self._db, self.path)
 
     def _put_record(self, transaction: lmdb.Transaction, number: int, record: SlideRecord) -> None:
         transaction.put(slide_key(number), record.to_bytes(number), db=self._db[SLIDES])
-        if self._cached is not None:  # if the transaction fails, this writer is closed
-            self._cached[number] = record
+        self.written[number] = record
+
+    def _change_record(
+        self, transaction: lmdb.Transaction, number: int, fields: Mapping[str, Any]
+    ) -> None:
+        record = read_record(transaction, self._db, number, self.path)
+        self._put_record(transaction, number, dataclasses.replace(record, **fields))

@@ -39,6 +39,7 @@ from histopipe.runs.task_config import CONFIGS
 from histopipe.studies.search_space import SearchSpace
 from histopipe.studies.settings import StudySettings
 from histopipe.system.files import locked, network_filesystem
+from histopipe.system.folders import STUDY_ID
 from histopipe.system.hashing import combine
 from histopipe.system.output import Progress
 from histopipe.system.settings import declared_settings
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
 
 TRIALS, JOURNAL = "trials", "study.journal"
 _HOME, _SETTINGS = "home", "settings"
-_LOCK, STUDY_ID = "study.lock", "study.id"
+_LOCK = "study.lock"
 _POLL_SECONDS = 1.0
 
 

@@ -104,8 +104,8 @@ def reading_error(error: BaseException, path: Path) -> HistopipeError | None:
 
 
 def free_bytes(path: Path) -> int:
-    """Return the free space for users on the disk of an existing path."""
-    stat = os.statvfs(path)
+    """Return the free space for users on the disk of a path, which need not exist."""
+    stat = os.statvfs(next(place for place in (path, *path.absolute().parents) if place.exists()))
     return stat.f_bavail * stat.f_frsize
 
 
@@ -161,6 +161,16 @@ class Closing:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+@contextmanager
+def closed_on_error(resource: Closing) -> Iterator[None]:
+    """Close a resource if the block fails."""
+    try:
+        yield
+    except BaseException:
+        resource.close()
+        raise
 
 
 class RecordingFile(io.FileIO):
@@ -238,6 +248,15 @@ def _remove(part: Path) -> None:
     if part.is_dir():
         shutil.rmtree(part)
     part.unlink(missing_ok=True)
+
+
+def flush_to_disk(path: Path) -> None:
+    """Write a file or a folder to the disk, so that it survives a power failure."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
 
 
 def shortened(name: str) -> str:

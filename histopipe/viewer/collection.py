@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from histopipe.errors import HistopipeError, NothingToDo, UsageError
-from histopipe.features.feature_file import ENCODER, feature_files, paths_of_stores
+from histopipe.features.feature_file import feature_files, paths_of_stores
 from histopipe.predictions.sources import (
-    SETTINGS,
     FolderSource,
     PredictedSlide,
     PredictionSource,
@@ -20,10 +19,11 @@ from histopipe.predictions.sources import (
 from histopipe.runs import folder as run_folder
 from histopipe.runs.task_config import load_config
 from histopipe.slides.discovery import discover
-from histopipe.store.catalog import parts_of, read_catalog
+from histopipe.store.catalog import parts_of
 from histopipe.store.record import SlideRecord, SlideState
 from histopipe.store.store import Store
-from histopipe.system.files import Closing
+from histopipe.system.files import Closing, closed_on_error
+from histopipe.system.folders import FolderKind, folder_kind
 
 
 @dataclass(slots=True)
@@ -104,11 +104,8 @@ def open_collection(
         DamagedStore: a store or predictions cannot be read.
     """
     collection = Collection()
-    try:
+    with closed_on_error(collection):
         _open(collection, paths, stores, features, untrusted=untrusted)
-    except BaseException:
-        collection.close()
-        raise
     return collection
 
 
@@ -124,13 +121,14 @@ def _open(
     store_paths: list[Path] = []
     slides: list[Path] = []
     for path in paths:
-        if run_folder.is_cross_validation(path):
+        kind = folder_kind(path)
+        if kind is FolderKind.CROSS_VALIDATION:
             runs += [fold for fold in sorted(path.glob("fold-*")) if run_folder.has_begun(fold)]
-        elif run_folder.has_begun(path) or (path / SETTINGS).is_file():
+        elif kind in {FolderKind.RUN, FolderKind.PREDICTIONS}:
             runs.append(path)
-        elif (path / "data.mdb").exists() or read_catalog(path) is not None:
+        elif kind in {FolderKind.STORE, FolderKind.PARTS}:
             store_paths.append(path)
-        elif (path / ENCODER).is_file():
+        elif kind is FolderKind.FEATURES:
             raise UsageError(
                 f"{path} has features, which are no pictures",
                 todo=f"pass the store, with --features {path}",
@@ -159,7 +157,7 @@ def _open(
 
 def _open_predictions(path: Path, name: str) -> PredictionSource:
     """Open a run, or a folder of `histopipe predict`, which must have slides."""
-    if not (path / SETTINGS).is_file():
+    if folder_kind(path) is FolderKind.RUN:
         return RunSource(path, name)
     source = FolderSource(path, name)
     if not source.slides():

@@ -41,6 +41,7 @@ from histopipe.store.record import SlideRecord, SlideState, describe_copies
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter, check_spec
 from histopipe.system.files import locked, network_filesystem
+from histopipe.system.folders import FolderKind, folder_kind
 from histopipe.system.output import LogProgress, Progress
 from histopipe.system.worker_pool import WorkerDied
 from histopipe.tiling.spec import TilingSpec
@@ -102,7 +103,7 @@ def parts_locked(out: Path) -> Iterator[None]:
     Raises:
         UsageError: it is a store, another run has locked it, or it cannot be created.
     """
-    if (out / "data.mdb").exists() or out.suffix == ".lmdb":
+    if folder_kind(out) is FolderKind.STORE or out.suffix == ".lmdb":
         raise UsageError(
             f"{out} is a store, or has the name of one", expected="with --cluster: a folder for parts",
             todo="choose another --out; `histopipe merge` merges the parts into one store",

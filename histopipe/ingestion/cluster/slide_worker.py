@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import os
 import re
 import shutil
 import socket
@@ -28,7 +27,13 @@ from histopipe.ingestion.report import SlideOutcome
 from histopipe.ingestion.slide_job import SlideJob
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
-from histopipe.system.files import atomic_write, full_disk_error, is_full_disk, locked
+from histopipe.system.files import (
+    atomic_write,
+    flush_to_disk,
+    full_disk_error,
+    is_full_disk,
+    locked,
+)
 from histopipe.system.output import Bar, Progress, SilentProgress
 from histopipe.system.worker_pool import WorkerPool
 from histopipe.tiling.spec import TilingSpec
@@ -159,11 +164,7 @@ def _move(store: Path, target: Path) -> None:
             shutil.rmtree(part, ignore_errors=True)  # left by a process that was killed
             shutil.copytree(store, part, ignore=shutil.ignore_patterns(*_OWN))
             for path in (*part.iterdir(), part):
-                file = os.open(path, os.O_RDONLY)
-                try:
-                    os.fsync(file)
-                finally:
-                    os.close(file)
+                flush_to_disk(path)
     except OSError as error:
         if is_full_disk(error):
             raise full_disk_error(error, target.parent, "run the same command again") from error
