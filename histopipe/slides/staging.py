@@ -26,10 +26,10 @@ import numpy as np
 
 from histopipe.errors import (
     MachineShort,
+    OptionUnfit,
     RemoteError,
     SlideError,
     SlideUnreadable,
-    StageUnfit,
     UsageError,
 )
 from histopipe.slides.slide_files import Fingerprint, SlideFile, fingerprint
@@ -111,7 +111,7 @@ class StagingArea(Closing):
         try:
             before = fingerprint(slide)
             if before.size_bytes > self._limit:
-                raise StageUnfit(
+                raise OptionUnfit(
                     f"{slide.location} is too large to be staged", found=f"{before.size_bytes / 1e9:.3f} GB",
                     expected=f"at most --stage-gb {self._limit / 1e9:g}", todo="increase --stage-gb",
                 )  # fmt: skip
