@@ -77,7 +77,7 @@ def choose_route(
     if obstacle is not None and requested == "copy":
         raise _unfit(name, requested, obstacle)
     reduction, scaling = _scaling(plan, spec, tiles)
-    reason = "; ".join(filter(None, [obstacle or "requested", scaling, str(check)]))
+    reason = "; ".join(filter(None, [obstacle or "requested", scaling, check]))
     return RouteChoice("decode", reason, native, reduction)
 
 

@@ -6,13 +6,13 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from histopipe.errors import RemoteError
 from histopipe.system.object_storage import (
     RemoteFile,
     filesystem,
+    parallel,
     read_range,
     remote_file,
     try_action,
@@ -50,21 +50,13 @@ def download(
 def _download_parts(
     file: RemoteFile, out: int, stop: threading.Event, advance: Callable[[int], object]
 ) -> None:
-    failed = threading.Event()
-
     def fetch(start: int) -> None:
-        if stop.is_set() or failed.is_set():
-            return
-        try:
+        if not stop.is_set():
             data = read_range(file, start, min(start + PART_BYTES, file.size_bytes))
-        except BaseException:
-            failed.set()
-            raise
-        write_at(out, data, start)
-        advance(len(data))
+            write_at(out, data, start)
+            advance(len(data))
 
-    with ThreadPoolExecutor(_THREADS, "histopipe-download") as pool:
-        list(pool.map(fetch, range(0, file.size_bytes, PART_BYTES)))
+    parallel(fetch, range(0, file.size_bytes, PART_BYTES), _THREADS)
     if stop.is_set():
         raise RemoteError(f"{file.location}: the download was stopped")
 

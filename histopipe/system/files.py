@@ -243,9 +243,8 @@ _LONGEST_NAME = 255
 def shortened(name: str) -> str:
     """Return a file name. If it is longer than file systems allow, its end is replaced by a hash."""
     data = os.fsencode(name)
-    if len(data) <= _LONGEST_NAME:
-        return name
-    return f"{os.fsdecode(data[: _LONGEST_NAME - 9])}-{zlib.crc32(data):08x}"
+    hashed = f"{os.fsdecode(data[: _LONGEST_NAME - 9])}-{zlib.crc32(data):08x}"
+    return name if len(data) <= _LONGEST_NAME else hashed
 
 
 @contextmanager
@@ -262,18 +261,13 @@ def replacing(folder: Path) -> Iterator[Path]:
     try:
         yield part
         shutil.copystat(folder, part)
-        _exchange(part, folder)
+        # renameat2(2) with RENAME_EXCHANGE, which Python does not provide.
+        rename, here, exchange = ctypes.CDLL(None, use_errno=True).renameat2, -100, 2
+        if rename(here, os.fsencode(part), here, os.fsencode(folder), exchange) != 0:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number), str(folder))
     finally:
         shutil.rmtree(part)
-
-
-def _exchange(one: Path, other: Path) -> None:
-    """Exchange two paths by renameat2(2) with RENAME_EXCHANGE, which Python does not provide."""
-    here, exchange = -100, 2
-    paths = os.fsencode(one), os.fsencode(other)
-    if ctypes.CDLL(None, use_errno=True).renameat2(here, paths[0], here, paths[1], exchange) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number), str(other))
 
 
 def to_storable_text(text: str) -> str:
@@ -418,9 +412,8 @@ def locked(path: Path, *, wait_seconds: float = 0.0) -> Iterator[bool]:
         OSError: the path cannot be opened.
     """
     flags = os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT
-    fd = os.open(path, flags | os.O_CLOEXEC, 0o666)
+    fd, until = os.open(path, flags | os.O_CLOEXEC, 0o666), time.monotonic() + wait_seconds
     try:
-        until = time.monotonic() + wait_seconds
         while not (free := _lock_if_free(fd)) and time.monotonic() < until:
             time.sleep(_POLL_SECONDS)
         yield free

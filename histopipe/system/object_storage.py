@@ -124,9 +124,8 @@ def _reason(error: BaseException) -> tuple[str, type[RemoteError]]:
         permanent = 400 <= status < 500 and status not in _WAITABLE
         with suppress(ValueError):
             reason = f"{status} {HTTPStatus(status).phrase}"
-            if status == HTTPStatus.NOT_FOUND:
-                return reason, RemoteMissing
-            return reason, RemoteRefused if permanent else RemoteError
+            kind = RemoteMissing if status == HTTPStatus.NOT_FOUND else RemoteRefused
+            return reason, kind if permanent else RemoteError
     if isinstance(error, FileNotFoundError):
         if error.__cause__ is None or isinstance(error.__cause__, FileNotFoundError):
             return "no such file", RemoteMissing
@@ -189,11 +188,6 @@ class RemoteFile:
     def location(self) -> str:
         """The URL without secrets."""
         return public_url(self.url)
-
-    @property
-    def version(self) -> tuple[int, int, str | None]:
-        """Values that change when the file is replaced."""
-        return self.size_bytes, self.mtime_ns, self.etag
 
 
 def list_files(url: str) -> list[RemoteFile]:
@@ -275,9 +269,9 @@ def write_file(url: str, content: bytes) -> None:
     _write_and_check(url, lambda: system.pipe_file(path, content), len(content), md5)
 
 
-def parallel(function: Callable[[T], R], items: Iterable[T]) -> list[R]:
+def parallel(function: Callable[[T], R], items: Iterable[T], threads: int = _TRANSFERS) -> list[R]:
     """Return the results of a function for all items, in order. After an error, no further item is started."""
-    with ThreadPoolExecutor(_TRANSFERS, "histopipe-transfer") as pool:
+    with ThreadPoolExecutor(threads, "histopipe-transfer") as pool:
         return list(pool.map(function, items))
 
 

@@ -294,9 +294,8 @@ def default_progress() -> Progress:
         return _used
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     notebook = type(shell).__name__ == "ZMQInteractiveShell"
-    if notebook or sys.stderr.isatty():
-        return BarProgress(sys.stderr, notebook=notebook)
-    return LineProgress(sys.stderr)
+    has_bars = notebook or sys.stderr.isatty()
+    return BarProgress(sys.stderr, notebook=notebook) if has_bars else LineProgress(sys.stderr)
 
 
 def message(text: str) -> None:

@@ -21,7 +21,7 @@ import numbers
 import sys
 import tomllib
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -55,12 +55,8 @@ _NUMBERS: Mapping[Any, type] = types.MappingProxyType({int: numbers.Integral, fl
 def checked(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that raises a UsageError for an argument that its annotation does not allow."""
     signature = inspect.signature(function)
-    # Settings of an `Unpack` are checked where they are read. Their class may be imported for type checkers only.
-    annotations = {
-        name: text
-        for name, text in function.__annotations__.items()
-        if name != "return" and not text.startswith("Unpack")
-    }
+    # The class of the result may be imported for type checkers only.
+    annotations = {k: text for k, text in function.__annotations__.items() if k != "return"}
     hints = get_type_hints(types.SimpleNamespace(__annotations__=annotations), function.__globals__)
     for name, parameter in signature.parameters.items():
         if parameter.kind is parameter.VAR_POSITIONAL:
@@ -69,26 +65,16 @@ def checked(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
-        _check_arguments(bound.arguments, hints)
+        # Values without an annotation are not checked.
+        for name in bound.arguments.keys() & hints.keys():
+            value = bound.arguments[name] = plain_value(bound.arguments[name])
+            check_type(name, value, hints[name])
+            if name == "workers" and value is not None and value < 1:
+                raise UsageError(name, found=value, expected="a whole number, 1 or more")
         return function(*bound.args, **bound.kwargs)
 
     call.__module__ = "histopipe"  # for pickle, which finds it by module and name
     return call
-
-
-def _check_arguments(values: MutableMapping[str, Any], hints: Mapping[str, Any]) -> None:
-    """Check that values have the types and choices of annotations, by name, and convert them by `plain_value`.
-
-    Values without an annotation are not checked.
-
-    Raises:
-        UsageError: the message has the name, the value, and what is allowed.
-    """
-    for name in values.keys() & hints.keys():
-        value = values[name] = plain_value(values[name])
-        check_type(name, value, hints[name])
-        if name == "workers" and value is not None and value < 1:
-            raise UsageError(name, found=value, expected="a whole number, 1 or more")
 
 
 def check_type(name: str, value: object, hint: Any) -> None:
@@ -247,8 +233,9 @@ class Setting:
 
 def setting(default: Any, help: str, *, group: str, **options: Any) -> Any:
     """Declare a setting. `options` are attributes of `Setting`. The default `dataclasses.MISSING` makes it required."""
-    declared = Setting(help=help, group=group, **options)
-    return dataclasses.field(default=default, metadata={_SETTING: declared})
+    return dataclasses.field(
+        default=default, metadata={_SETTING: Setting(help=help, group=group, **options)}
+    )
 
 
 def _first_type(kind: Any) -> Any:

@@ -129,14 +129,13 @@ class WorkerPool(Executor):
     def _start(self) -> _Worker:
         ours, theirs = multiprocessing.Pipe()
         command = [sys.executable, "-P", "-m", "histopipe.system.worker_process"]
-        path = os.pathsep.join(filter(None, sys.path))
-        environment = {**_ENVIRONMENT, **os.environ, "PYTHONPATH": path}
+        path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         # Block SIGINT until the worker ignores it.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             process = subprocess.Popen(
                 [*command, str(theirs.fileno()), str(os.getpid())], stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()], env=environment,
+                pass_fds=[theirs.fileno()], env={**_ENVIRONMENT, **os.environ, **path},
             )  # fmt: skip
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -193,9 +192,9 @@ class WorkerPool(Executor):
                         worker.pipe.send_bytes(message)
 
     def _receive_results(self) -> None:
-        first = min(self._latest, *(worker.deadline for worker in self._workers))
+        first = min(self._latest, *(worker.deadline for worker in self._workers)) - time.monotonic()
         # The kernel's timers are limited to a few weeks.
-        timeout = min(max(0.0, first - time.monotonic()), _LONGEST_WAIT_SECONDS)
+        timeout = min(max(0.0, first), _LONGEST_WAIT_SECONDS)
         ready = wait([self._woken, *(worker.pipe for worker in self._workers)], timeout)
         if self._woken in ready:
             self._woken.recv_bytes()
