@@ -6,7 +6,7 @@ A message contains what failed, what was found, what was expected and what to do
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Any, ClassVar
+from typing import ClassVar
 
 
 class ExitCode(IntEnum):
@@ -47,28 +47,14 @@ class HistopipeError(Exception):
 
     def __str__(self) -> str:
         pairs = (("found", self.found), ("expected", self.expected))
-        facts = ", ".join(f"{name} {value}" for name, value in pairs if value is not None)
-        return self.what + (facts and f": {facts}") + (f"; {self.todo}" if self.todo else "")
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # The default pickling loses keyword-only arguments.
-        return (_rebuild, (type(self), self.what, self.found, self.expected, self.todo))
-
-
-def _rebuild(
-    kind: type[HistopipeError], what: str, actual: object, expected: object, todo: str | None
-) -> HistopipeError:
-    return kind(what, found=actual, expected=expected, todo=todo)
+        values = ", ".join(f"{name} {value}" for name, value in pairs if value is not None)
+        return self.what + (values and f": {values}") + (f"; {self.todo}" if self.todo else "")
 
 
 class UsageError(HistopipeError, ValueError):
     """The command line, a configuration or a CSV file is invalid."""
 
     exit_code = ExitCode.USAGE
-
-
-class SpecMismatch(UsageError):
-    """An existing store was written with other tiling or encoding settings."""
 
 
 class SlideError(HistopipeError):
@@ -81,24 +67,16 @@ class SlideUnreadable(SlideError, OSError):
     """The file is not a slide, is damaged, or changed while it was read."""
 
 
-class ScaleError(SlideError, ValueError):
+class OptionUnfit(SlideError, ValueError):
+    """A slide does not fit an option, such as the requested route, or has no annotations although they are required."""
+
+
+class ScaleError(OptionUnfit):
     """The scale of a slide is unknown, implausible, or does not fit the options."""
 
 
-class RouteUnfit(SlideError, ValueError):
-    """The requested route cannot produce the patches of a slide."""
-
-
-class AnnotationsUnfit(SlideError, ValueError):
-    """The annotations of a slide cannot be read, or are required and missing."""
-
-
-class MaskUnfit(SlideError, ValueError):
+class MaskUnfit(OptionUnfit):
     """The tissue mask of a slide is missing, or is not a mask of this slide."""
-
-
-class StageUnfit(SlideError, ValueError):
-    """A slide is larger than all copies of slides may be together."""
 
 
 class NothingToDo(HistopipeError, LookupError):

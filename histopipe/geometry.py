@@ -22,6 +22,8 @@ SquareMicrometres = NewType("SquareMicrometres", float)
 
 SCALE_TOLERANCE = 0.02
 """Scales that differ by no more than 2 % count as the same."""
+_ROUNDING = 1e-2
+"""The downsample in a file is rounded, so edges on whole pixels come out slightly off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,24 +87,12 @@ class Level:
             >>> level.inside(RegionL0(PointL0(3, 0), Size(20, 100)))
             RegionLevel(x=2, y=0, size=Size(width=9, height=40))
         """
-        left = _ceil(region.origin.x / self.downsample)
-        top = _ceil(region.origin.y / self.downsample)
-        right = _floor((region.origin.x + region.size.width) / self.downsample)
-        bottom = _floor((region.origin.y + region.size.height) / self.downsample)
-        right, bottom = min(right, self.size.width), min(bottom, self.size.height)
-        return RegionLevel(left, top, Size(max(0, right - left), max(0, bottom - top)))
-
-
-# The downsample in a file is rounded, so edges on whole pixels come out slightly off.
-_ROUNDING = 1e-2
-
-
-def _ceil(value: float) -> int:
-    return math.ceil(value - _ROUNDING)
-
-
-def _floor(value: float) -> int:
-    return math.floor(value + _ROUNDING)
+        scale, origin, size = self.downsample, region.origin, region.size
+        left, top = math.ceil(origin.x / scale - _ROUNDING), math.ceil(origin.y / scale - _ROUNDING)
+        right = math.floor((origin.x + size.width) / scale + _ROUNDING)
+        bottom = math.floor((origin.y + size.height) / scale + _ROUNDING)
+        width, height = min(right, self.size.width) - left, min(bottom, self.size.height) - top
+        return RegionLevel(left, top, Size(max(0, width), max(0, height)))
 
 
 def same_scale(a: Mpp, b: Mpp) -> bool:

@@ -24,7 +24,6 @@ from histopipe.cli import COMMANDS, training
 from histopipe.cli import histopipe as cli
 from histopipe.cli.parameters import show_json, show_text
 from histopipe.errors import ExitCode
-from histopipe.slides.tiles.check import TileCheck
 from histopipe.system.output import counted
 
 
@@ -290,4 +289,3 @@ def test_plurals() -> None:
         "1 tile",
         "1,000 classes",
     ]
-    assert str(TileCheck(1, 0.0)) == "1 tile equal to OpenSlide's"

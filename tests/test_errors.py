@@ -31,11 +31,9 @@ KINDS = [
 BUILTINS = {
     errors.UsageError: ValueError,
     errors.SlideUnreadable: OSError,
+    errors.OptionUnfit: ValueError,
     errors.ScaleError: ValueError,
-    errors.RouteUnfit: ValueError,
-    errors.AnnotationsUnfit: ValueError,
     errors.MaskUnfit: ValueError,
-    errors.StageUnfit: ValueError,
     errors.RemoteError: ConnectionError,
     errors.NothingToDo: LookupError,
     errors.DamagedStore: ValueError,
@@ -45,14 +43,11 @@ BUILTINS = {
 }
 CODES = {
     errors.UsageError: 2,
-    errors.SpecMismatch: 2,
     errors.SlideError: 3,
     errors.SlideUnreadable: 3,
     errors.ScaleError: 3,
-    errors.RouteUnfit: 3,
-    errors.AnnotationsUnfit: 3,
+    errors.OptionUnfit: 3,
     errors.MaskUnfit: 3,
-    errors.StageUnfit: 3,
     errors.NothingToDo: 4,
     errors.DamagedStore: 5,
     errors.UnknownVersion: 5,

@@ -40,8 +40,8 @@ from histopipe.slides.tiles import check as native_check
 from histopipe.slides.tiles.check import find_native
 from histopipe.slides.tiles.native import (
     NativeLevel,
+    NativeTiles,
     NotPlain,
-    TileFormat,
     declared_colour,
     frame_of,
 )
@@ -455,12 +455,20 @@ def jpeg(**save: Any) -> bytes:
     return buffer.getvalue()
 
 
+def plain(tile: bytes) -> bytes:
+    none = np.zeros((0, 0), np.int64)
+    size = Size(32, 16)
+    level = NativeLevel(Path("/dev/null"), 0, 0, size, size, "ycbcr", b"", none, none)
+    with NativeTiles(level) as tiles:
+        return tiles.plain(tile)
+
+
 def test_frames_are_read_from_headers() -> None:
     assert str(frame_of(jpeg(subsampling=2))) == "32×16 of 8 bits, sampling 2×2, 1×1, 1×1"
     # Any number of fill bytes may precede a marker.
     filled = jpeg(subsampling=0).replace(b"\xff\xc0\x00\x11", b"\xff\xff\xff\xc0\x00\x11")
     assert frame_of(filled).sampling == ((1, 1),) * 3
-    assert (pillow(TileFormat(b"", "ycbcr").plain(filled)) == pillow(filled)).all()
+    assert (pillow(plain(filled)) == pillow(filled)).all()
 
 
 @pytest.mark.parametrize(
@@ -478,7 +486,7 @@ def test_frames_are_read_from_headers() -> None:
 )
 def test_reason_if_tile_is_not_plain_jpeg(tile: bytes, why: str) -> None:
     with pytest.raises(NotPlain, match=why):
-        TileFormat(b"", "ycbcr").plain(tile)
+        plain(tile)
 
 
 def tile_without_markers(tile: bytes) -> bytes:

@@ -26,7 +26,7 @@ from histopipe.runs.task_config import (
 )
 from histopipe.runs.train import advise
 from histopipe.studies.settings import FoldSettings, StudySettings
-from histopipe.system.settings import DeclaredSetting, declared_settings, to_toml
+from histopipe.system.settings import Setting, declared_settings, to_toml
 
 ALL = declared_settings(*CONFIGS, FoldSettings, StudySettings)
 
@@ -95,13 +95,13 @@ def test_every_training_setting_has_a_flag_with_its_help_text() -> None:
     for name, declared in declared_settings(*CONFIGS, FoldSettings).items():
         if name != "stores":  # the argument
             assert declared.flag in options[name].opts
-            assert declared.about.help in (options[name].help or "")
+            assert declared.help in (options[name].help or "")
             assert options[name].is_flag == (declared.item_type is bool)
 
 
 @pytest.mark.parametrize("declared", ALL.values(), ids=lambda setting: setting.name)
-def test_defaults_are_valid_and_wrong_types_are_refused(declared: DeclaredSetting) -> None:
-    assert declared.about.help.endswith((".", ")"))
+def test_defaults_are_valid_and_wrong_types_are_refused(declared: Setting) -> None:
+    assert declared.help.endswith((".", ")"))
     if declared.default is not MISSING:
         declared.check(declared.default)
     with pytest.raises(UsageError, match=f"^{declared.name}: found <object"):

@@ -22,7 +22,7 @@ from conftest import COMMAND, Run, make_slides, small_disk
 from inline import in_process
 from test_ingest import contents
 
-from histopipe.errors import MachineShort, SlideUnreadable, StageUnfit, UsageError
+from histopipe.errors import MachineShort, OptionUnfit, SlideUnreadable, UsageError
 from histopipe.slides import staging
 from histopipe.slides.discovery import discover
 from histopipe.slides.slide_files import SlideFile, fingerprint
@@ -137,7 +137,7 @@ def test_slide_above_the_limit_and_missing_slide_fail_alone(tmp_path: Path) -> N
     slides[1].path.unlink()
     with StagingArea(tmp_path / "stage", 1000) as stage:
         outcomes = [item[1] for item in filter(None, staged(stage, slides, lambda slide: slide))]
-    assert isinstance(outcomes[0], StageUnfit)
+    assert isinstance(outcomes[0], OptionUnfit)
     assert "--stage-gb" in str(outcomes[0])
     assert isinstance(outcomes[1], SlideUnreadable)
     assert isinstance(outcomes[2], StagedSlide)

@@ -29,7 +29,6 @@ from histopipe.errors import (
     DamagedStore,
     MachineShort,
     NothingToDo,
-    SpecMismatch,
     UnknownVersion,
     UsageError,
 )
@@ -205,7 +204,7 @@ def test_slide_numbers_are_ascending_and_not_reused(tmp_path: Path) -> None:
 
 def test_other_spec_is_refused_with_differences(tmp_path: Path) -> None:
     StoreWriter(tmp_path / "s.lmdb", SPEC).close()
-    with pytest.raises(SpecMismatch, match="patch_size: 16 in the store, 32 asked for"):
+    with pytest.raises(UsageError, match="patch_size: 16 in the store, 32 asked for"):
         StoreWriter(tmp_path / "s.lmdb", TilingSpec(mpp=Mpp(0.5), patch_size=32))
     StoreWriter(tmp_path / "s.lmdb", SPEC).close()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from histopipe.cli.parameters import default_text
 from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig
 from histopipe.studies.settings import FoldSettings, StudySettings
-from histopipe.system.settings import DeclaredSetting, declared_settings
+from histopipe.system.settings import Setting, declared_settings
 
 PATH = Path(__file__).parents[1] / "docs" / "reference" / "settings.md"
 _HEAD = """# Settings
@@ -38,17 +38,17 @@ def settings_page() -> str:
         uses = {
             "patches": name not in bags,
             "bags": name not in patches,
-            "resume": declared.about.resume,
-            "search": declared.about.search,
+            "resume": declared.resume,
+            "search": declared.search,
         }
         use = ", ".join(text for text, applies in uses.items() if applies)
-        cells = [f"`{name}`", _values(declared), default, use, declared.about.help]
-        groups.setdefault(declared.about.group, []).append(_row(cells))
+        cells = [f"`{name}`", _values(declared), default, use, declared.help]
+        groups.setdefault(declared.group, []).append(_row(cells))
     head = ["setting", "values", "default", "use", "description"]
     parts = [_HEAD] + [_section(group, head, rows) for group, rows in groups.items()]
     for kind, title in ((FoldSettings, "Cross-validation"), (StudySettings, "Search")):
         rows = [
-            _row([f"`{name}`", _values(setting), _default(setting), setting.about.help])
+            _row([f"`{name}`", _values(setting), _default(setting), setting.help])
             for name, setting in declared_settings(kind).items()
         ]
         parts.append(_section(title, ["setting", "values", "default", "description"], rows))
@@ -63,17 +63,17 @@ def _row(cells: list[str]) -> str:
     return f"|{'|'.join(cells)}|"
 
 
-def _values(declared: DeclaredSetting) -> str:
+def _values(declared: Setting) -> str:
     if declared.choices:
         return ", ".join(declared.choices)
     kinds = {bool: "flag", int: "whole number", float: "number", str: "text"}
-    kind = declared.about.format or kinds[declared.item_type]
+    kind = declared.format or kinds[declared.item_type]
     kind = f"list of {kind}s" if declared.is_list else kind
     kind = f"{kind}, {declared.range_text}" if declared.range_text else kind
     return kind if declared.word is None else f"{kind}; or {declared.word}"
 
 
-def _default(declared: DeclaredSetting) -> str:
+def _default(declared: Setting) -> str:
     return default_text(declared) or "-"
 
 

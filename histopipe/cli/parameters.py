@@ -19,7 +19,7 @@ from click.core import ParameterSource
 
 from histopipe.errors import ExitCode
 from histopipe.system.object_storage import is_url
-from histopipe.system.settings import DeclaredSetting, declared_settings
+from histopipe.system.settings import Setting, declared_settings
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _DURATION = re.compile(r"(\d+\.?\d*|\.\d+)\s*([smhd]?)")
@@ -317,7 +317,7 @@ def setting_options(*classes: type, skip: Collection[str] = ()) -> Callable[[F],
     )
 
 
-def _option(declared: DeclaredSetting, classes: tuple[type, ...]) -> Callable[[F], F]:
+def _option(declared: Setting, classes: tuple[type, ...]) -> Callable[[F], F]:
     settings = [declared_settings(kind).get(declared.name) for kind in classes]
     defaults = "; on bags: ".join(
         dict.fromkeys(default_text(setting) for setting in settings if setting is not None)
@@ -327,32 +327,32 @@ def _option(declared: DeclaredSetting, classes: tuple[type, ...]) -> Callable[[F
         kind = {
             "type": _type(declared),
             "multiple": declared.is_repeated,
-            "metavar": declared.about.metavar,
+            "metavar": declared.metavar,
         }
     return click.option(
-        declared.flag, cls=SettingOption, group=declared.about.group, show_default=False,
-        help=declared.about.help + (f"  [default: {defaults}]" if defaults else ""), **kind,
+        declared.flag, cls=SettingOption, group=declared.group, show_default=False,
+        help=declared.help + (f"  [default: {defaults}]" if defaults else ""), **kind,
     )  # fmt: skip
 
 
-def _type(declared: DeclaredSetting) -> Any:
+def _type(declared: Setting) -> Any:
     if declared.is_list and not declared.is_repeated:
         return fractions if declared.item_type is float else names
     if declared.word is not None:
         return NumberOr(declared.word)
     if declared.choices:
         return click.Choice(declared.choices)
-    return _FORMATS.get(declared.about.format, declared.item_type)
+    return _FORMATS.get(declared.format, declared.item_type)
 
 
-def default_text(declared: DeclaredSetting) -> str:
+def default_text(declared: Setting) -> str:
     """Return the default of a setting as text for `--help`, empty for none."""
     value = declared.default
-    if declared.about.default_text is not None:
-        return declared.about.default_text
+    if declared.default_text is not None:
+        return declared.default_text
     if value is None or value is MISSING or value is False:
         return ""
-    if declared.about.format == "share":
+    if declared.format == "share":
         return f"{value:.0%}"
     if isinstance(value, tuple):
         return ",".join(map(str, value))

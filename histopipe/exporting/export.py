@@ -19,13 +19,12 @@ from histopipe.errors import ExitCode, MachineShort, NothingToDo, UsageError
 from histopipe.exporting.patches import ExportResult, PatchFormat, export_patches
 from histopipe.geometry import Mpp, PointL0, RegionL0, Size
 from histopipe.reports.tissue import write_table_and_page
-from histopipe.runs import folder as run_folder
 from histopipe.store.format import Columns
 from histopipe.store.reading import decode_picture
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
 from histopipe.system.csv_files import write_table
-from histopipe.system.files import atomic_write, roomy
+from histopipe.system.files import atomic_write, held, roomy, writable
 from histopipe.system.object_storage import is_url, public_url
 from histopipe.system.output import Bar, Progress, Result, counted, default_progress, slide_failure
 from histopipe.tiling.spec import recorded_tissue
@@ -56,7 +55,7 @@ def export_masks(store: Path, *, out: Path, progress: Progress) -> TissueReport:
         )
     result = TissueReport(out)
     pictures: dict[str, NDArray[np.uint8]] = {}
-    with Store(store) as opened, run_folder.held(out), roomy(out):
+    with Store(store) as opened, held(out), roomy(out):
         total = len(opened.complete)
         if not total:
             raise NothingToDo(f"{store} has no complete slide", todo="see `histopipe info`")
@@ -219,7 +218,7 @@ def export_index(
     """
     if out.exists():
         raise UsageError(f"{out} exists", todo="remove it, or choose another --out")
-    with run_folder.writable(out.parent):
+    with writable(out.parent):
         out.parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         opened = [stack.enter_context(Store(one)) for one in stores]

@@ -24,7 +24,6 @@ from histopipe.errors import (
     RemoteMissing,
     UsageError,
 )
-from histopipe.runs import folder as run_folder
 from histopipe.splits.splits import patches_crc
 from histopipe.store.format import patch_key, value_crc
 from histopipe.store.record import SlideRecord
@@ -32,6 +31,7 @@ from histopipe.store.store import Store
 from histopipe.system.download import download
 from histopipe.system.files import (
     atomic_write,
+    held,
     path_within,
     read_json,
     reading,
@@ -60,7 +60,7 @@ class ExportFolder:
 
     def open(self) -> AbstractContextManager[object]:
         """Lock the folder."""
-        return run_folder.held(self.path)
+        return held(self.path)
 
     def complete(self, paths: Sequence[Path]) -> set[Path]:
         """Return the files that are complete."""

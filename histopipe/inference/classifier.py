@@ -187,7 +187,7 @@ class PredictOptions(PredictSettings):
     def check_for_stores(self) -> None:
         """Raise a UsageError if an option is given that applies to slide files only."""
         for name, declared in declared_settings(PredictSettings).items():
-            if declared.about.group == SLIDE_FILES and getattr(self, name) != declared.default:
+            if declared.group == SLIDE_FILES and getattr(self, name) != declared.default:
                 raise UsageError(
                     declared.flag, found="a store", expected="slides",
                     todo="remove the option: the patches of a store are already tiled",

@@ -35,7 +35,6 @@ from histopipe.inference.slide_run import (
 )
 from histopipe.inference.stored_slides import StoredSlide, slides_with_patches, stored_slides
 from histopipe.predictions.sources import PredictedSlide
-from histopipe.runs import folder as run_folder
 from histopipe.runs.recipe import LITE, SMALLEST_TRAINED, default_model
 from histopipe.slides.scale import MAGNIFICATION_MPP
 from histopipe.splits.labelling import Labelling
@@ -48,7 +47,7 @@ from histopipe.splits.slide_table import (
 )
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
-from histopipe.system.files import roomy
+from histopipe.system.files import held, roomy
 from histopipe.system.folders import ENCODER
 from histopipe.system.output import Progress, default_progress
 from histopipe.system.settings import make_settings
@@ -255,7 +254,7 @@ def embed(
         # Loaded first, because the encoder must configure the devices before anything else uses TensorFlow.
         encoder = choice.load(size, devices=options.devices, batch_size=options.batch_size)
         stain = options.stain_norm or choice.stain_norm()
-        stack.enter_context(run_folder.held(folder))
+        stack.enter_context(held(folder))
         facts = {"mismatch": mismatch} if mismatch else {}
         record = encoder_record(
             choice, encoder, opened, **facts, stain_norm=stain, dtype=options.dtype

@@ -27,6 +27,7 @@ from histopipe.runs import folder as run_folder
 from histopipe.runs.result import read_result
 from histopipe.runs.task_config import BagTrainConfig, load_config
 from histopipe.store.store import Store
+from histopipe.system.files import held
 from histopipe.system.output import Progress, default_progress
 from histopipe.system.settings import make_settings
 
@@ -84,7 +85,7 @@ def predict(
                 )
             models = [load_bags(folder, devices=options.devices) for folder in runs]
             check_alike(models)
-            stack.enter_context(run_folder.held(target.path))
+            stack.enter_context(held(target.path))
             features = BagFeatures(models[0], target, paths, kind, options, display, urls=urls)
             return BagsPrediction(models, target, features, options, display).run()
         if kind == "features":
@@ -94,7 +95,7 @@ def predict(
         if options.encoder or options.encoder_weights:
             raise UsageError("--encoder", found="a model of patches", expected="a slide model")
         classifier = load_classifier(runs, devices=options.devices, batch_size=options.batch_size)
-        stack.enter_context(run_folder.held(target.path))
+        stack.enter_context(held(target.path))
         source: StoreSource | FileSource
         if kind == "stores":
             options.check_for_stores()

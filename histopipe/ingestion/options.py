@@ -161,6 +161,6 @@ INGEST_SETTINGS = declared_settings(*SETTING_CLASSES)
 IMPORT_SETTINGS = {
     name: declared
     for name, declared in INGEST_SETTINGS.items()
-    if declared.about.group not in (PATCHES, TISSUE)
+    if declared.group not in (PATCHES, TISSUE)
 }
 """Options of `import_coords`, which finds patch size, scale and tissue in the coordinates."""

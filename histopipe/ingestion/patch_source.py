@@ -18,7 +18,7 @@ import simplejpeg
 from numpy.typing import NDArray
 from PIL import Image
 
-from histopipe.errors import RouteUnfit, SlideUnreadable
+from histopipe.errors import OptionUnfit, SlideUnreadable
 from histopipe.geometry import PointL0, RegionLevel, Size
 from histopipe.ingestion.options import AskedRoute, RouteName
 from histopipe.slides.readers import open_slide
@@ -58,7 +58,7 @@ def choose_route(
     """Choose the fastest route that yields the same pixels as OpenSlide, or the route that the user requested.
 
     Raises:
-        RouteUnfit: the requested route cannot be used.
+        OptionUnfit: the requested route cannot be used.
     """
     if requested == "openslide":
         return RouteChoice("openslide", "requested")
@@ -77,7 +77,7 @@ def choose_route(
     if obstacle is not None and requested == "copy":
         raise _unfit(name, requested, obstacle)
     reduction, scaling = _scaling(plan, spec, tiles)
-    reason = "; ".join(filter(None, [obstacle or "requested", scaling, str(check)]))
+    reason = "; ".join(filter(None, [obstacle or "requested", scaling, check]))
     return RouteChoice("decode", reason, native, reduction)
 
 
@@ -115,8 +115,8 @@ def _missing(native: NativeLevel, plan: TilingPlan, thumbnail: Thumbnail) -> Mas
     return absent[np.ix_(*inside)]
 
 
-def _unfit(name: str, requested: str, why: str) -> RouteUnfit:
-    return RouteUnfit(
+def _unfit(name: str, requested: str, why: str) -> OptionUnfit:
+    return OptionUnfit(
         f"{name} cannot use --route {requested}", found=why, todo="use --route auto for such slides"
     )
 

@@ -17,9 +17,7 @@ from histopipe.annotations.patch_labels import (
 )
 from histopipe.annotations.regions import Regions, read_regions, source_text
 from histopipe.errors import (
-    AnnotationsUnfit,
-    MaskUnfit,
-    RouteUnfit,
+    OptionUnfit,
     ScaleError,
     SlideError,
     SlideUnreadable,
@@ -117,7 +115,7 @@ def plan_slide(
         )
         labels = label_patches(regions, *corners, threshold=threshold) if regions else None
         columns = {"pen": cell_shares(plan, thumbnail, pen_mask(thumbnail.pixels))}
-    except (ScaleError, RouteUnfit, AnnotationsUnfit, MaskUnfit) as error:
+    except OptionUnfit as error:
         # The notes name the scale that was not used, for example.
         return record.with_failure("; ".join([str(error), *notes]), FailureKind.OPTION)
     except SlideError as error:
@@ -135,12 +133,12 @@ def _regions(
     """Return the annotations of a slide; None if it has no annotation file.
 
     Raises:
-        AnnotationsUnfit: the file cannot be read, or the region of interest is missing.
+        OptionUnfit: the file cannot be read, or the region of interest is missing.
     """
     roi = spec.roi
     if slide.annotations is None:
         if roi is not None:
-            raise AnnotationsUnfit(
+            raise OptionUnfit(
                 f"{slide.id} has no annotation file", expected=f"one with the region {roi!r} (--roi)",
                 todo="add it and run the same command again, or exclude the slide (--slide-list)",
             )  # fmt: skip
@@ -148,11 +146,11 @@ def _regions(
     try:
         regions = read_regions(slide.annotations, options.rules, size=info.size, bounds=info.bounds)
     except UsageError as error:
-        raise AnnotationsUnfit(
+        raise OptionUnfit(
             error.what, found=error.found, expected=error.expected, todo=error.todo
         ) from error
     if roi is not None and not regions.draws(roi):
-        raise AnnotationsUnfit(
+        raise OptionUnfit(
             f"{slide.annotations} has no region {roi!r}", found=", ".join(regions.classes) or "no class",
             todo="correct --roi or the file",
         )  # fmt: skip

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.errors import DamagedStore, MachineShort, NothingToDo, SpecMismatch, UsageError
+from histopipe.errors import DamagedStore, MachineShort, NothingToDo, UsageError
 from histopipe.ingestion.ingest_slides import refuse_network
 from histopipe.maintenance.verify import check_untrusted
 from histopipe.store.catalog import read_catalog
@@ -90,7 +90,7 @@ def open_stores(
     """Open stores of one spec, which the stack closes. Untrusted stores are verified first.
 
     Raises:
-        SpecMismatch: the stores have different specs.
+        UsageError: the stores have different specs.
     """
     if not paths:
         raise UsageError("no store given")
@@ -102,7 +102,7 @@ def open_stores(
     for other in rest:
         if other.spec != first.spec:
             places = f"in {other.path}", f"in {first.path}"
-            raise SpecMismatch(
+            raise UsageError(
                 f"{other.path} was created with other settings than {first.path}",
                 found="; ".join(differences(other.spec, first.spec, places)),
                 expected="equal settings",
@@ -123,7 +123,7 @@ def copy_slides(
     Each slide becomes visible by one transaction. After an interruption, the same call continues. `bar` counts bytes.
 
     Raises:
-        SpecMismatch, UsageError: the store has another spec, `out` is not a store, or another process uses a slide.
+        UsageError: the store has another spec, `out` is not a store, or another process uses a slide.
         DamagedStore: a slide does not match its checksums; those before it are copied.
         MachineShort: there is not enough free space.
     """
@@ -281,7 +281,7 @@ def merge(
 
     Raises:
         NothingToDo: there is no store.
-        SpecMismatch: the stores have different specs.
+        UsageError: the stores have different specs.
         UsageError: slides with the same id differ.
         DamagedStore: a slide does not match its checksums.
         MachineShort: there is not enough free space.

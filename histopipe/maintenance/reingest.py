@@ -82,7 +82,7 @@ class Reingestion:
         """Ingest the slides whose files are available, and restore the data that was set aside.
 
         Raises:
-            SpecMismatch: this version cannot tile slides with the settings of the store.
+            UsageError: this version cannot tile slides with the settings of the store.
         """
         numbers = {f.number for f in self.examination.findings if f.entry is None}
         records = self.examination.records.items()

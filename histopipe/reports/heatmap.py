@@ -32,7 +32,7 @@ from histopipe.runs.task_config import read_config
 from histopipe.slides.discovery import discover
 from histopipe.store.catalog import parts_of
 from histopipe.store.store import Store
-from histopipe.system.files import atomic_write, path_within, roomy
+from histopipe.system.files import atomic_write, path_within, roomy, writable
 from histopipe.system.folders import FolderKind, folder_kind
 from histopipe.system.output import Progress, Result, counted, default_progress, slide_failure
 
@@ -322,7 +322,7 @@ def heatmap(
             predicted if predicted.exists else None,
         )
         bar = stack.enter_context(closing(display.bar("drawing", unit="slides", detail=True)))
-        with run_folder.writable(target):
+        with writable(target):
             target.mkdir(parents=True, exist_ok=True)
         stack.enter_context(roomy(target))
 

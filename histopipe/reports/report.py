@@ -23,10 +23,9 @@ from histopipe.reports.predictions_report import predictions_page
 from histopipe.reports.run_description import facts_of
 from histopipe.reports.run_report import run_page
 from histopipe.reports.store_report import store_page
-from histopipe.runs import folder as run_folder
 from histopipe.runs.result import read_result
 from histopipe.splits.slide_table import Flow, flow_from_json
-from histopipe.system.files import read_json, reading, roomy
+from histopipe.system.files import read_json, reading, roomy, writable
 from histopipe.system.folders import FolderKind, folder_kind
 from histopipe.system.output import Progress, Result, default_progress
 
@@ -113,7 +112,7 @@ def report(
         raise UsageError("--out", found=str(file), expected="a file ending in .html")
     options = _Options([Path(store) for store in stores], pictures, untrusted, progress)
     page = comparison_page(paths) if len(paths) > 1 else _page(folder, options)
-    with roomy(file.parent), run_folder.writable(file.parent):
+    with roomy(file.parent), writable(file.parent):
         file.parent.mkdir(parents=True, exist_ok=True)
         page.write(file)
     card = folder / MODEL_CARD if _is_run(folder) and len(paths) == 1 else None
@@ -168,7 +167,7 @@ def _checklist(paths: Sequence[Path], name: str, out: Path | None) -> ReportResu
     with ExitStack() as stack:
         filled = fill(name, facts_of(read_run(paths[0], (), stack, follow=False)))
     file = paths[0] / f"{name}.html" if out is None else out
-    with roomy(file.parent), run_folder.writable(file.parent):
+    with roomy(file.parent), writable(file.parent):
         file.parent.mkdir(parents=True, exist_ok=True)
         write_checklist(filled, file, title=paths[0].resolve().name)
     return ReportResult(file, file.stat().st_size)
@@ -194,7 +193,7 @@ def _flow_figure(folder: Path, file: Path) -> ReportResult:
         raise UsageError(
             f"{folder} has no participant flow", expected="a finished run, or predictions of slides with labels"
         )  # fmt: skip
-    with roomy(file.parent), run_folder.writable(file.parent):
+    with roomy(file.parent), writable(file.parent):
         file.parent.mkdir(parents=True, exist_ok=True)
         read = "Predicted" if folder_kind(folder) is FolderKind.PREDICTIONS else "Ingested"
         write_flow(flow, file, read=read)
@@ -205,5 +204,5 @@ def _write_card(folder: Path, card: Path) -> None:
     """Write the model card of a run."""
     with ExitStack() as stack:
         facts = facts_of(read_run(folder, (), stack, follow=False))
-    with roomy(folder), run_folder.writable(folder):
+    with roomy(folder), writable(folder):
         write_model_card(card, facts, name=folder.resolve().name)

@@ -24,10 +24,9 @@ from histopipe.reports.html_page import (
     Table,
     number,
 )
-from histopipe.runs import folder as run_folder
 from histopipe.slides.discovery import discover, show_links
 from histopipe.slides.tables import SlideNames, read_mpps
-from histopipe.system.files import PathLike, roomy
+from histopipe.system.files import PathLike, roomy, writable
 from histopipe.system.output import Progress, counted, default_progress
 from histopipe.system.settings import make_settings
 from histopipe.system.worker_pool import (
@@ -91,7 +90,7 @@ def tissue(
     fields, masks, network = read_tissue({"tissue": options.tissue}, None, names, display)
     method = fields["tissue"]
     mpps = {} if options.mpp_csv is None else read_mpps(Path(options.mpp_csv), names)
-    with run_folder.writable(folder):
+    with writable(folder):
         folder.mkdir(parents=True, exist_ok=True)
     tasks = [
         MaskTask(

@@ -15,11 +15,11 @@ from histopipe.runs.config import TrainConfig
 from histopipe.splits.splits import SPLITS, Splits, write_splits
 from histopipe.system import folders
 from histopipe.system.files import (
-    is_full_disk,
-    locked,
+    held,
     read_json,
     reading,
     remove_parts,
+    writable,
     write_atomically,
     write_json,
 )
@@ -31,8 +31,7 @@ SLIDES = "slides.csv"
 MODEL = "model.keras"
 MEMORY = "memory.json"
 FOLD_SPLITS = folders.FOLD_SPLITS
-_UNLOCK_SECONDS = 5.0
-"""Time for which a killed training may keep the lock on its folder."""
+"""Subfolder of a cross-validation with the splits of each fold."""
 
 
 def check(folder: Path, *, resume: bool, ignored: Collection[str] = ()) -> None:
@@ -93,43 +92,13 @@ def opened(
         yield
 
 
-@contextmanager
-def held(folder: Path) -> Iterator[None]:
-    """Create a folder if it is missing, and lock it.
-
-    Raises:
-        UsageError: it cannot be created, or another process has locked it.
-    """
-    with writable(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    with locked(folder, wait_seconds=_UNLOCK_SECONDS) as free:
-        if not free:
-            raise UsageError(
-                f"{folder} is in use by another process",
-                todo="wait until it ends, or choose another --out",
-            )
-        remove_parts(folder)
-        yield
-
-
-@contextmanager
-def writable(folder: Path) -> Iterator[None]:
-    """Report a folder that cannot be created or written to as a usage error."""
-    try:
-        yield
-    except OSError as error:
-        if is_full_disk(error):
-            raise
-        raise UsageError(f"cannot create or write to {folder}", found=str(error)) from error
-
-
 def fingerprint(config: TrainConfig, splits: Splits, *position: int) -> list[int]:
     """Return sixteen numbers below 65,536 that differ if settings, splits or the position in a training differ.
 
     Settings that may differ between workers, such as the paths of their stores, are ignored.
     """
     declared = declared_settings(type(config))
-    facts = {k: v for k, v in config.values().items() if not declared[k].about.per_worker}
+    facts = {k: v for k, v in config.values().items() if not declared[k].per_worker}
     digest = hashlib.sha256(repr((facts, splits.uuids, splits.classes, position)).encode())
     for slide in splits.slides:
         digest.update(repr((slide.id, slide.label, slide.crc)).encode() + slide.subsets.tobytes())

@@ -326,10 +326,10 @@ def resumed_config(recorded: Mapping[str, Any], changes: Mapping[str, Any]) -> T
     refused = [
         "STORES" if name == "stores" else flag(name)
         for name, value in _plain_values(changes).items()
-        if not declared[name].about.resume and value != before.get(name)
+        if not declared[name].resume and value != before.get(name)
     ]
     if refused:
-        allowed = [entry.flag for entry in declared.values() if entry.about.resume]
+        allowed = [entry.flag for entry in declared.values() if entry.resume]
         raise UsageError(
             "--resume continues with the settings of the run", found=", ".join(refused),
             expected="only --out and " + ", ".join(allowed),

@@ -4,29 +4,30 @@ from __future__ import annotations
 
 import os
 import stat
-from collections import Counter
+import unicodedata
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from urllib.parse import unquote
 
 from histopipe.errors import NothingToDo, RemoteError, RemoteRefused, UsageError
 from histopipe.slides.readers import is_image
 from histopipe.slides.slide_files import (
+    FOLDER_SUFFIX,
     IMAGE_SUFFIXES,
-    LARGEST_INDEX,
     SUFFIXES,
     TIFF_SUFFIXES,
     SlideFile,
-    assembled,
     has_image_name,
     has_slide_name,
     is_slide_folder,
-    storable_name,
 )
 from histopipe.system.object_storage import (
     RemoteFile,
     is_url,
+    is_web,
     list_files,
     open_remote,
     public_url,
@@ -34,9 +35,117 @@ from histopipe.system.object_storage import (
 )
 from histopipe.system.output import Progress, counted, message
 
+_LARGEST_INDEX = 1 << 20
+"""Most bytes that are read of a VMS file, which has a few kB."""
 
-def slides_of_urls(
-    urls: Sequence[str], is_slide_name: Callable[[Path], bool] = has_slide_name
+
+class _LocalFiles:
+    """Access to files on a disk."""
+
+    def inside(self, folder: Path) -> Sequence[Path]:
+        """Return the files in a folder; an empty sequence if there is no such folder."""
+        return sorted(folder.iterdir()) if folder.is_dir() else []
+
+    def below(self, folder: Path) -> Sequence[Path]:
+        """Return all files in a folder and its sub-folders."""
+        return sorted(path for path in folder.rglob("*") if path.is_file())
+
+    def read(self, path: Path) -> bytes:
+        """Return the content of a small file. Raise OSError if it cannot be read."""
+        with path.open("rb") as file:
+            return file.read(_LARGEST_INDEX)
+
+    def series(self, path: Path) -> str | None:
+        """Return the series of a DICOM file; None if its header cannot be read."""
+        from histopipe.slides.tiles.dicom import read_text  # late: most folders have no DICOM files
+
+        return read_text(path, "SeriesInstanceUID")
+
+
+class _RemoteFiles(_LocalFiles):
+    """Access to listed files in object storage."""
+
+    def __init__(self, listing: dict[Path, RemoteFile]) -> None:
+        self._listing = listing
+
+    def inside(self, folder: Path) -> Sequence[Path]:
+        return sorted(path for path in self._listing if path.parent == folder)
+
+    def below(self, folder: Path) -> Sequence[Path]:
+        return sorted(path for path in self._listing if folder in path.parents)
+
+    def read(self, path: Path) -> bytes:
+        file = self._listing[path]
+        return read_range(file, 0, min(_LARGEST_INDEX, file.size_bytes))
+
+    def series(self, path: Path) -> str | None:
+        from histopipe.slides.tiles.dicom import read_text  # late: as above
+
+        try:
+            with open_remote(self._listing[path]) as file:
+                return read_text(file, "SeriesInstanceUID")
+        except RemoteError:
+            return None
+
+
+def _assemble_slides(paths: Iterable[Path], base: Path, reader: _LocalFiles) -> Iterator[SlideFile]:
+    """Yield the slides of slide files, with all files of each. Ids are relative to `base`.
+
+    A DICOM series in a folder is one slide, which is what OpenSlide opens.
+    """
+    series: dict[tuple[Path, str], list[Path]] = defaultdict(list)
+    for path in paths:
+        if path.suffix.lower() == ".dcm":
+            # If a header is damaged, opening the slide reports the reason.
+            series[path.parent, reader.series(path) or path.name].append(path)
+        else:
+            yield _slide(path, base, _files_of(path, reader))
+    large = Counter(folder for (folder, _), files in series.items() if len(files) > 1)
+    for (folder, _), files in series.items():
+        slide = _slide(files[0], base, tuple(files))
+        if len(files) > 1 and large[folder] == 1:
+            name = folder.name if folder == base else folder.relative_to(base).as_posix()
+            slide = replace(slide, id=storable_name(name or folder.resolve().name)[0])
+        yield slide
+
+
+def _files_of(path: Path, reader: _LocalFiles) -> tuple[Path, ...]:
+    """Return the files of a slide: also those in the folder of a MIRAX slide, and those that a VMS file names."""
+    kind = path.suffix.lower()
+    if kind == ".mrxs":
+        return (path, *reader.inside(path.with_suffix("")))
+    if kind == FOLDER_SUFFIX:
+        return tuple(reader.below(path))
+    if kind == ".vsi":
+        folders = reader.inside(path.with_name(f"_{path.stem}_"))
+        return (path, *(file for folder in folders for file in reader.inside(folder)))
+    if kind in (".vms", ".vmu"):
+        with suppress(OSError):  # opening the slide reports the reason
+            text = reader.read(path).decode("utf-8", "replace")
+            names = {line.partition("=")[2].strip() for line in text.splitlines()} - {path.name}
+            return (path, *(file for file in reader.inside(path.parent) if file.name in names))
+    return (path,)
+
+
+def _slide(path: Path, base: Path, files: tuple[Path, ...]) -> SlideFile:
+    relative = PurePosixPath(path.relative_to(base).as_posix())
+    name, problem = storable_name(relative.with_suffix("").as_posix())
+    subfolder = storable_name(relative.parts[0])[0] if len(relative.parts) > 1 else None
+    return SlideFile(name, path, files, subfolder, problem)
+
+
+def storable_name(name: str) -> tuple[str, str | None]:
+    """Return a name that can be stored, and its problem, if any: Unicode NFC, with undecodable bytes escaped."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        escaped = os.fsencode(name).decode("utf-8", "backslashreplace")
+        return escaped, f"its file name is not UTF-8 ({escaped}); rename it"
+    return unicodedata.normalize("NFC", name), None
+
+
+def _slides_of_urls(
+    urls: Sequence[str], is_slide_name: Callable[[Path], bool]
 ) -> Iterator[tuple[str | None, list[SlideFile]]]:
     """Yield for each URL the name of its folder, None for a single file, and the slides behind it.
 
@@ -54,56 +163,26 @@ def slides_of_urls(
         listing = {_path(file.url): file for file in files}
         single = len(files) == 1 and files[0].location.rstrip("/") == public_url(url).rstrip("/")
         base = _path(url).parent if single else _path(url)
-        named = [
+        named = (
             path
             for path in sorted(listing)
-            if single or (is_slide_name(path) and not _is_hidden(path, base))
-        ]
+            if single
+            or (
+                is_slide_name(path)
+                and not any(part.startswith(".") for part in path.relative_to(base).parts)
+            )
+        )
         slides = [
             replace(slide, remote=tuple(listing[path] for path in slide.files))
-            for slide in assembled(named, base, _RemoteFiles(listing))
+            for slide in _assemble_slides(named, base, _RemoteFiles(listing))
         ]
         yield None if single else base.name, slides
 
 
-class _RemoteFiles:
-    """Access to the listed files, as a `FileReader`."""
-
-    def __init__(self, listing: dict[Path, RemoteFile]) -> None:
-        self._listing = listing
-
-    def inside(self, folder: Path) -> Sequence[Path]:
-        return sorted(path for path in self._listing if path.parent == folder)
-
-    def below(self, folder: Path) -> Sequence[Path]:
-        return sorted(path for path in self._listing if folder in path.parents)
-
-    def read(self, path: Path) -> bytes:
-        file = self._listing[path]
-        return read_range(file, 0, min(LARGEST_INDEX, file.size_bytes))
-
-    def series(self, path: Path) -> str | None:
-        from histopipe.slides.tiles.dicom import read_text  # late: few slides are DICOM files
-
-        try:
-            with open_remote(self._listing[path]) as file:
-                return read_text(file, "SeriesInstanceUID")
-        except RemoteError:
-            return None
-
-
-def _is_hidden(path: Path, base: Path) -> bool:
-    return any(part.startswith(".") for part in path.relative_to(base).parts)
-
-
 def _path(url: str) -> Path:
     """Return the path of a URL in its storage: bucket or host, then folders and name."""
-    place = public_url(url)
-    path = place.partition("://")[2]
-    return Path(unquote(path) if place.startswith("http") else path)
-
-
-_NOT_BOTH = "it is an image, and the other files are slides; pass --images to take images only"
+    path = public_url(url).partition("://")[2]
+    return Path(unquote(path) if is_web(url) else path)
 
 
 def discover(arguments: Iterable[Path | str], *, images: bool = False) -> list[SlideFile]:
@@ -130,11 +209,10 @@ def discover(arguments: Iterable[Path | str], *, images: bool = False) -> list[S
                 found=error.strerror,
                 todo="check the path, and that its disk is mounted",
             ) from error
-    slides = _slides_or_images(roots, urls, images=images)
-    by_path: dict[str, list[SlideFile]] = {}
-    for slide in sorted(slides, key=lambda slide: slide.id):
-        by_path.setdefault(slide.resolve(), []).append(slide)
-    slides = _distinct(
+    by_path: dict[str, list[SlideFile]] = defaultdict(list)
+    for slide in sorted(_slides_or_images(roots, urls, images=images), key=lambda slide: slide.id):
+        by_path[slide.resolve()].append(slide)
+    slides = _with_distinct_ids(
         [
             replace(
                 first,
@@ -158,8 +236,9 @@ def discover(arguments: Iterable[Path | str], *, images: bool = False) -> list[S
             todo="pass the folder that contains the slides",
         )
     for root in roots:
-        names = (path for slide in slides for path in (slide.path, *slide.links))
-        if root.is_dir() and not any(path.is_relative_to(root) for path in names):
+        if root.is_dir() and not any(
+            path.is_relative_to(root) for slide in slides for path in (slide.path, *slide.links)
+        ):
             message(f"{root} has no slide: found {_contents([root])}")
     return sorted(slides, key=lambda slide: slide.id)
 
@@ -170,8 +249,11 @@ def _slides_or_images(
     slides = _named(roots, urls, images=False)
     scans = [slide for slide in slides if not has_image_name(slide.path)]
     if not images and scans:
+        problem = (
+            "it is an image, and the other files are slides; pass --images to take images only"
+        )
         return [
-            replace(slide, problem=_NOT_BOTH) if has_image_name(slide.path) else slide
+            replace(slide, problem=problem) if has_image_name(slide.path) else slide
             for slide in slides
         ]
     parts = {file for slide in scans for file in slide.files if file != slide.path}
@@ -212,15 +294,11 @@ def show_links(slides: Iterable[SlideFile], progress: Progress) -> None:
 
 def _named(roots: Sequence[Path], urls: Sequence[str], *, images: bool) -> list[SlideFile]:
     """Return the files with names of slides, or of images and TIFF files. Ids in several folders begin with its name."""
-    by_root: list[tuple[str | None, Iterable[SlideFile]]] = [
-        (
-            _folder_name(root) if root.is_dir() and not is_slide_folder(root) else None,
-            _slides_of(root, images=images),
-        )
-        for root in roots
+    is_slide_name = _is_image_name if images else has_slide_name
+    by_root = [
+        *(_slides_of(root, is_slide_name, images=images) for root in roots),
+        *_slides_of_urls(urls, is_slide_name),
     ]
-    if urls:
-        by_root += slides_of_urls(urls, _is_image_name if images else has_slide_name)
     several = sum(name is not None for name, _ in by_root) > 1
     return [
         replace(slide, id=f"{name}/{slide.id}") if several and name is not None else slide
@@ -230,37 +308,20 @@ def _named(roots: Sequence[Path], urls: Sequence[str], *, images: bool) -> list[
 
 
 def _is_image_name(path: Path) -> bool:
-    is_tiff = path.suffix.lower() in TIFF_SUFFIXES and has_slide_name(path)
-    return is_tiff or has_image_name(path)
+    return has_image_name(path) or (path.suffix.lower() in TIFF_SUFFIXES and has_slide_name(path))
 
 
-def _slides_of(root: Path, *, images: bool) -> Iterator[SlideFile]:
-    if is_slide_folder(root) and not images:
-        yield from assembled([root], root.parent, _LocalFiles())
-        return
-    paths = sorted(_walk(root)) if root.is_dir() else [root]
-    candidates = [path for path in paths if _is_candidate(path, images=images)]
-    if root.is_file() and not candidates and not images:
-        candidates = [root]  # the user chose this file: try it with any suffix
-    base = root if root.is_dir() else root.parent
-    yield from assembled(candidates, base, _LocalFiles())
-
-
-class _LocalFiles:
-    def inside(self, folder: Path) -> Sequence[Path]:
-        return sorted(folder.iterdir()) if folder.is_dir() else []
-
-    def below(self, folder: Path) -> Sequence[Path]:
-        return sorted(path for path in folder.rglob("*") if path.is_file())
-
-    def read(self, path: Path) -> bytes:
-        with path.open("rb") as file:
-            return file.read(LARGEST_INDEX)
-
-    def series(self, path: Path) -> str | None:
-        from histopipe.slides.tiles.dicom import read_text  # late: most folders have no DICOM files
-
-        return read_text(path, "SeriesInstanceUID")
+def _slides_of(
+    root: Path, is_slide_name: Callable[[Path], bool], *, images: bool
+) -> tuple[str | None, Iterable[SlideFile]]:
+    """Return the name of a folder, None for a single slide, and the slides in it."""
+    if root.is_dir() and (images or not is_slide_folder(root)):
+        paths = [path for path in sorted(_walk(root)) if is_slide_name(path) and _is_readable(path)]
+        name = None if is_slide_folder(root) else storable_name(root.name or root.resolve().name)[0]
+        return name, _assemble_slides(paths, root, _LocalFiles())
+    # The user chose this file: it is taken with any suffix, unless only images are.
+    taken = _is_readable(root) and (not images or is_slide_name(root))
+    return None, _assemble_slides([root] * taken, root.parent, _LocalFiles())
 
 
 def _walk(root: Path) -> Iterator[Path]:
@@ -285,18 +346,14 @@ def _refuse(error: OSError) -> None:
     ) from error
 
 
-def _is_candidate(path: Path, *, images: bool) -> bool:
-    if not (_is_image_name(path) if images else has_slide_name(path)):
-        return False
-    try:
-        if is_slide_folder(path):
-            return True
-        return stat.S_ISREG(path.stat().st_mode)  # reading a named pipe would never end
-    except OSError:
-        return True  # for example a broken link, which the ingest reports
+def _is_readable(path: Path) -> bool:
+    """Return False for files such as named pipes, whose reading would never end."""
+    with suppress(OSError):  # for example a broken link, which the ingest reports
+        return is_slide_folder(path) or stat.S_ISREG(path.stat().st_mode)
+    return True
 
 
-def _distinct(slides: list[SlideFile]) -> list[SlideFile]:
+def _with_distinct_ids(slides: list[SlideFile]) -> list[SlideFile]:
     count = Counter(slide.id for slide in slides)
     slides = [
         replace(slide, id=slide.id + slide.path.suffix) if count[slide.id] > 1 else slide
@@ -312,10 +369,6 @@ def _distinct(slides: list[SlideFile]) -> list[SlideFile]:
             )
         paths[slide.id] = slide.path
     return slides
-
-
-def _folder_name(folder: Path) -> str:
-    return storable_name(folder.name or folder.resolve().name)[0]
 
 
 def _contents(roots: list[Path]) -> str:

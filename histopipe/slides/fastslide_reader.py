@@ -52,8 +52,8 @@ class FastSlideReader(Slide):
         if min(width, height) <= 0:
             return out
         try:
-            image = self._handle.read_region((left, top), level, (width, height)).to_interleaved()
-            pixels = np.asarray(image.numpy())
+            image = self._handle.read_region((left, top), level, (width, height))
+            pixels = np.asarray(image.to_interleaved().numpy())
         except Exception as error:  # the library raises RuntimeError and others
             raise SlideUnreadable(
                 f"{self.path}: level {level} cannot be read at ({origin.x}, {origin.y})",
@@ -122,7 +122,6 @@ def _info(path: Path, handle: Any) -> SlideInfo:
 def _bounds(handle: Any, size: Size) -> RegionL0:
     (x, y), (width, height) = handle.bounds
     x, y = max(0, int(x)), max(0, int(y))
-    region = Size(min(int(width), size.width - x), min(int(height), size.height - y))
-    if min(region.width, region.height) <= 0:
-        return RegionL0(PointL0(0, 0), size)
-    return RegionL0(PointL0(x, y), region)
+    part = Size(min(int(width), size.width - x), min(int(height), size.height - y))
+    is_empty = min(part.width, part.height) <= 0
+    return RegionL0(PointL0(0, 0), size) if is_empty else RegionL0(PointL0(x, y), part)

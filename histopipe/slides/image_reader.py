@@ -104,22 +104,30 @@ def _info(path: Path, image: Image.Image) -> SlideInfo:
 
 def _check_pixels(path: Path, image: Image.Image) -> None:
     """Refuse pixels that Pillow would convert with a loss, and files of several images."""
-    fault, todo = "", "convert it to 8-bit RGB"
-    if image.mode not in ("RGB", "L", "P", "RGBA", "LA", "PA"):
-        fault = f"mode {image.mode}"
-    if image.format == "PNG" and ";16" in str(getattr(image, "tile", "")):
-        # Pillow keeps the upper 8 bits, which may all be equal.
-        fault, todo = "16 bits per sample", f"scale its values to 0 to 255, and {todo}"
-    if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":  # MPO: a photo and its previews
-        fault, todo = (
-            f"an animation of {getattr(image, 'n_frames', 1)} images",
+    frames = getattr(image, "n_frames", 1)
+    # MPO: a photo and its previews. Of 16 bits, Pillow keeps the upper 8, which may all be equal.
+    for fault, is_present, todo in (
+        (
+            f"an animation of {frames} images",
+            frames > 1 and image.format != "MPO",
             "save one of them as a file",
-        )
-    if fault:
-        raise SlideUnreadable(
-            f"{path} has pixels that cannot be used", found=fault, expected="one image of 8-bit RGB, grey or palette",
-            todo=todo,
-        )  # fmt: skip
+        ),
+        (
+            "16 bits per sample",
+            image.format == "PNG" and ";16" in str(getattr(image, "tile", "")),
+            "scale its values to 0 to 255, and convert it to 8-bit RGB",
+        ),
+        (
+            f"mode {image.mode}",
+            image.mode not in ("RGB", "L", "P", "RGBA", "LA", "PA"),
+            "convert it to 8-bit RGB",
+        ),
+    ):
+        if is_present:
+            raise SlideUnreadable(
+                f"{path} has pixels that cannot be used", found=fault, expected="one image of 8-bit RGB, grey or palette",
+                todo=todo,
+            )  # fmt: skip
 
 
 def _orientation(image: Image.Image) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -32,8 +32,8 @@ class OpenSlideReader(Slide):
     def __init__(self, path: Path) -> None:
         self.path = path
         self._handle: openslide.OpenSlide | None = _open(path)
-        properties = self._handle.properties
-        self._background = _colour(properties.get(openslide.PROPERTY_NAME_BACKGROUND_COLOR))
+        colour = self._handle.properties.get(openslide.PROPERTY_NAME_BACKGROUND_COLOR, "")
+        self._background = tuple(bytes.fromhex(colour)) if len(colour) == 6 else WHITE
         self.info = _info(path, self._handle)
 
     def read_bgrx(self, origin: PointL0, level: int, size: Size) -> NDArray[np.uint8]:
@@ -112,14 +112,7 @@ def _bounds(properties: Mapping[str, str], size: Size) -> RegionL0:
     )
 
 
-def _colour(text: str | None) -> tuple[int, int, int]:
-    if text is None or len(text) != 6:
-        return WHITE
-    red, green, blue = bytes.fromhex(text)
-    return red, green, blue
-
-
-def _on_background(bgra: NDArray[np.uint8], colour: tuple[int, int, int]) -> NDArray[np.uint8]:
+def _on_background(bgra: NDArray[np.uint8], colour: Sequence[int]) -> NDArray[np.uint8]:
     """Composite (H, W, 4) uint8 pixels with premultiplied alpha over a colour."""
     # Alpha is the highest byte of a little-endian word: all pixels are opaque if the smallest word is large enough.
     if bgra.size == 0 or bgra.view(np.dtype("<u4")).min() >= 0xFF000000:
@@ -127,8 +120,7 @@ def _on_background(bgra: NDArray[np.uint8], colour: tuple[int, int, int]) -> NDA
     height, width = bgra.shape[:2]
     image = Image.frombuffer("RGBA", (width, height), bgra, "raw", "BGRa", 0, 1)
     ground = Image.new("RGBA", image.size, (*colour, 255))
-    rgba = np.asarray(Image.alpha_composite(ground, image))
-    return rgba[..., [2, 1, 0, 3]]
+    return np.asarray(Image.alpha_composite(ground, image))[..., [2, 1, 0, 3]]
 
 
 _VENDORS = (
@@ -145,8 +137,9 @@ def openslide_formats() -> tuple[str, list[str]]:
     maps = Path("/proc/self/maps").read_text(errors="surrogateescape")
     library = re.search(r"(/\S*libopenslide\S*)$", maps, re.MULTILINE)
     content = Path(library[1]).read_bytes() if library else b""
-    vendors = [name for name in _VENDORS if b"\0" + name.encode() + b"\0" in content]
-    return openslide.__library_version__, vendors
+    return openslide.__library_version__, [
+        name for name in _VENDORS if b"\0" + name.encode() + b"\0" in content
+    ]
 
 
 def detected_format(path: Path) -> str | None:

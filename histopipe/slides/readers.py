@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
 
 from histopipe.errors import SlideUnreadable
 from histopipe.slides.openslide_reader import OpenSlideReader, detected_format
-from histopipe.slides.options import ReaderName
 from histopipe.slides.slide import Slide
 from histopipe.slides.slide_files import (
     FASTSLIDE_SUFFIXES,
@@ -18,9 +17,8 @@ from histopipe.slides.slide_files import (
     has_fastslide,
     has_image_name,
 )
+from histopipe.system.files import TIFF_SIGNS
 
-READERS: tuple[ReaderName, ...] = get_args(ReaderName)
-_TIFF_SIGNS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 _GENERIC = (None, "generic-tiff")
 """Formats by OpenSlide's detection of files that tifffile may read instead: it knows nothing else about them."""
 
@@ -42,8 +40,7 @@ def open_slide(path: Path, reader: str | None = "auto") -> Slide:
         return _opener("fastslide")(path)
     if has_image_name(path):
         return _opener("pillow")(path)
-    is_tiff = _is_tiff(path)
-    generic = is_tiff and detected_format(path) in _GENERIC
+    generic = _is_tiff(path) and detected_format(path) in _GENERIC
     if generic and _is_ome(path):
         return _opener("tifffile")(path)
     try:
@@ -52,7 +49,9 @@ def open_slide(path: Path, reader: str | None = "auto") -> Slide:
         first = error
     # The advice of the last reader is the best: it knows more about the file than that it is no slide.
     reasons, todo = [str(SlideUnreadable(first.what, found=first.found))], first.todo
-    for other, fits in (("tifffile", generic), ("fastslide", _may_be_fastslides(path))):
+    # Of the formats of OpenSlide, fastslide reads more files of only this one.
+    is_czi = path.suffix.lower() == ".czi" and has_fastslide()
+    for other, fits in (("tifffile", generic), ("fastslide", is_czi)):
         if fits:
             try:
                 return _opener(other)(path)
@@ -74,12 +73,11 @@ def is_image(slide: SlideFile) -> bool | None:
         return has_image_name(path)
     import tifffile  # late: as above
 
-    try:
-        with tifffile.TiffFile(path) as tiff:
-            scan = tiff.is_ome or tiff.is_svs or tiff.pages.first.is_tiled
-            return not scan and len(tiff.pages) == 1
-    except Exception:  # noqa: BLE001 - on a damaged header, tifffile may raise any exception
-        return None
+    # On a damaged header, tifffile may raise any exception.
+    with suppress(Exception), tifffile.TiffFile(path) as tiff:
+        scan = tiff.is_ome or tiff.is_svs or tiff.pages.first.is_tiled
+        return not scan and len(tiff.pages) == 1
+    return None
 
 
 def _opener(name: str) -> Callable[[Path], Slide]:
@@ -110,25 +108,17 @@ def _open_with_openslide(path: Path) -> Slide:
     return slide
 
 
-def _may_be_fastslides(path: Path) -> bool:
-    """Return whether fastslide is installed and reads more files of this kind than OpenSlide."""
-    return path.suffix.lower() == ".czi" and has_fastslide()
-
-
 def _is_tiff(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            return file.read(4) in _TIFF_SIGNS
-    except OSError:
-        return False
+    with suppress(OSError), path.open("rb") as file:
+        return file.read(4) in TIFF_SIGNS
+    return False
 
 
 def _is_ome(path: Path) -> bool:
     """Return whether the description of the first image is OME-XML."""
     import tifffile  # late: as above
 
-    try:
-        with tifffile.TiffFile(path) as tiff:
-            return bool(tiff.is_ome)
-    except Exception:  # noqa: BLE001 - on a damaged header, tifffile may raise any exception
-        return False
+    # On a damaged header, tifffile may raise any exception.
+    with suppress(Exception), tifffile.TiffFile(path) as tiff:
+        return bool(tiff.is_ome)
+    return False

@@ -93,8 +93,7 @@ def _from_properties(
     if not values:
         return None, None
     for value in values:
-        why = _implausible(value)
-        if why is not None:
+        if why := _implausible(value):
             return None, f"{value:g} mpp in its header, rejected: {why}"
     if not same_scale(Mpp(values[0]), Mpp(values[-1])):
         if from_csv is not None:

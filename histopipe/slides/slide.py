@@ -70,7 +70,7 @@ class Slide(Closing):
 
 def rgb_image(bgrx: NDArray[np.uint8]) -> Image.Image:
     """Return an RGB image of the pixels that `Slide.read_bgrx` returns."""
-    height, width = bgrx.shape[:2]
+    size = bgrx.shape[1], bgrx.shape[0]
     if bgrx.size == 0:
-        return Image.new("RGB", (width, height))
-    return Image.frombuffer("RGB", (width, height), np.ascontiguousarray(bgrx), "raw", "BGRX", 0, 1)
+        return Image.new("RGB", size)
+    return Image.frombuffer("RGB", size, np.ascontiguousarray(bgrx), "raw", "BGRX", 0, 1)

@@ -6,14 +6,12 @@ import functools
 import hashlib
 import importlib.util
 import os
-import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
 from itertools import combinations_with_replacement
-from pathlib import Path, PurePosixPath
-from typing import Protocol
+from pathlib import Path
 
 import numpy as np
 
@@ -33,9 +31,8 @@ IMAGE_SUFFIXES = frozenset((".bmp", ".jpeg", ".jpg", ".png", ".webp"))
 """File name suffixes of images that Pillow reads. Next to slides, they are masks, thumbnails, or parts of a slide."""
 TIFF_SUFFIXES = (".tif", ".tiff")
 """A TIFF file may be a slide, or one image."""
-_FOLDER_SUFFIX = ".zarr"
-LARGEST_INDEX = 1 << 20
-"""Most bytes that are read of a VMS file, which has a few kB."""
+FOLDER_SUFFIX = ".zarr"
+"""Suffix of the format in which a folder is one slide."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +65,8 @@ class SlideFile:
 
 def has_slide_name(path: Path) -> bool:
     """Return whether a file name is that of a slide, in a format that an installed library reads."""
-    kind = path.suffix.lower()
-    is_readable = kind in SUFFIXES or (kind in FASTSLIDE_SUFFIXES and has_fastslide())
-    return is_readable and not path.name.startswith(".")
+    suffixes = SUFFIXES | FASTSLIDE_SUFFIXES if has_fastslide() else SUFFIXES
+    return path.suffix.lower() in suffixes and not path.name.startswith(".")
 
 
 def has_image_name(path: Path) -> bool:
@@ -80,94 +76,13 @@ def has_image_name(path: Path) -> bool:
 
 def is_slide_folder(path: Path) -> bool:
     """Return whether a folder is one slide, in a format that an installed library reads: OME-Zarr."""
-    return path.suffix.lower() == _FOLDER_SUFFIX and has_slide_name(path) and path.is_dir()
+    return path.suffix.lower() == FOLDER_SUFFIX and has_slide_name(path) and path.is_dir()
 
 
 @functools.cache
 def has_fastslide() -> bool:
     """Return whether fastslide is installed."""
     return importlib.util.find_spec("fastslide") is not None
-
-
-class FileReader(Protocol):
-    """Access to files on a disk or in object storage."""
-
-    def inside(self, folder: Path) -> Sequence[Path]:
-        """Return the files in a folder; an empty sequence if there is no such folder."""
-
-    def below(self, folder: Path) -> Sequence[Path]:
-        """Return all files in a folder and its sub-folders."""
-
-    def read(self, path: Path) -> bytes:
-        """Return the content of a small file. Raise OSError if it cannot be read."""
-
-    def series(self, path: Path) -> str | None:
-        """Return the series of a DICOM file; None if its header cannot be read."""
-
-
-def assembled(paths: Sequence[Path], base: Path, reader: FileReader) -> Iterator[SlideFile]:
-    """Yield the slides of slide files, with all files of each. Ids are relative to `base`."""
-    for path in paths:
-        if path.suffix.lower() != ".dcm":
-            files = () if path.suffix.lower() == _FOLDER_SUFFIX else (path,)
-            yield _slide(path, base, (*files, *_companions(path, reader)))
-    yield from _dicom_slides(
-        [file for file in paths if file.suffix.lower() == ".dcm"], base, reader
-    )
-
-
-def _companions(path: Path, reader: FileReader) -> tuple[Path, ...]:
-    """Return the other files of a slide: those in the folder of a MIRAX slide, and those that a VMS file names."""
-    kind = path.suffix.lower()
-    if kind == ".mrxs":
-        return tuple(reader.inside(path.with_suffix("")))
-    if kind == _FOLDER_SUFFIX:
-        return tuple(reader.below(path))
-    if kind == ".vsi":
-        folders = reader.inside(path.with_name(f"_{path.stem}_"))
-        return tuple(file for folder in folders for file in reader.inside(folder))
-    if kind not in (".vms", ".vmu"):
-        return ()
-    try:
-        text = reader.read(path).decode("utf-8", "replace")
-    except OSError:
-        return ()  # opening the slide reports the reason
-    values = {line.partition("=")[2].strip() for line in text.splitlines()}
-    return tuple(
-        file for file in reader.inside(path.parent) if file.name in values and file != path
-    )
-
-
-def _dicom_slides(paths: list[Path], base: Path, reader: FileReader) -> Iterator[SlideFile]:
-    """Yield one slide per DICOM series and folder, which is what OpenSlide opens."""
-    series: dict[tuple[Path, str], list[Path]] = defaultdict(list)
-    for path in paths:
-        # If a header is damaged, opening the slide reports the reason.
-        series[path.parent, reader.series(path) or path.name].append(path)
-    large = Counter(folder for (folder, _), files in series.items() if len(files) > 1)
-    for (folder, _), files in series.items():
-        slide = _slide(files[0], base, tuple(files))
-        if len(files) > 1 and large[folder] == 1:
-            name = folder.name if folder == base else folder.relative_to(base).as_posix()
-            slide = replace(slide, id=storable_name(name or folder.resolve().name)[0])
-        yield slide
-
-
-def _slide(path: Path, base: Path, files: tuple[Path, ...]) -> SlideFile:
-    relative = PurePosixPath(path.relative_to(base).as_posix())
-    name, problem = storable_name(relative.with_suffix("").as_posix())
-    subfolder = storable_name(relative.parts[0])[0] if len(relative.parts) > 1 else None
-    return SlideFile(name, path, files, subfolder, problem)
-
-
-def storable_name(name: str) -> tuple[str, str | None]:
-    """Return a name that can be stored, and its problem, if any: Unicode NFC, with undecodable bytes escaped."""
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        escaped = os.fsencode(name).decode("utf-8", "backslashreplace")
-        return escaped, f"its file name is not UTF-8 ({escaped}); rename it"
-    return unicodedata.normalize("NFC", name), None
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,20 +121,16 @@ def tile_hash(path: Path) -> str | None:
     """
     import tifffile  # late: few slides need it
 
-    digest = hashlib.sha256()
-    try:
-        with tifffile.TiffFile(path) as tiff:
-            page = tiff.pages.first
-            counts = np.asarray(page.databytecounts, dtype="<u8")
-            offsets = np.asarray(page.dataoffsets, dtype="<u8")
-            digest.update(counts.tobytes())
-            chosen = np.unique(np.linspace(0, len(counts) - 1, 64).astype(int))
-            for index in chosen:
-                tiff.filehandle.seek(int(offsets[index]))
-                digest.update(tiff.filehandle.read(int(counts[index])))
-    except Exception:  # noqa: BLE001 - on a damaged header, tifffile may raise any exception
-        return None
-    return digest.hexdigest()
+    # On a damaged header, tifffile may raise any exception.
+    with suppress(Exception), tifffile.TiffFile(path) as tiff:
+        page = tiff.pages.first
+        counts = np.asarray(page.databytecounts, dtype="<u8")
+        digest = hashlib.sha256(counts.tobytes())
+        for index in np.unique(np.linspace(0, len(counts) - 1, 64).astype(int)):
+            tiff.filehandle.seek(int(page.dataoffsets[index]))
+            digest.update(tiff.filehandle.read(int(counts[index])))
+        return digest.hexdigest()
+    return None
 
 
 _BLOCKS, _BLOCK_BYTES, _FINER = 64, 1 << 14, 64
@@ -227,7 +138,6 @@ _PIXEL_FILES = {".mrxs": {".dat"}, ".vms": {".jpg"}, ".vmu": {".ngr"}, ".vsi": {
 """Suffixes of the files with the pixels of a slide that has several files. The others have names and other metadata."""
 _Places = tuple[Size, Sequence[Path], Sequence[int], Sequence[int]]
 """Size of level 0, 0 if the format does not state it in one place; and file, offset and length of each tile."""
-_KINDS = ("content", "tile_hash", "pixel_hash")
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +155,7 @@ class SlideHashes:
 
     def kinds(self) -> frozenset[str]:
         """Return the names of the hashes that are known."""
-        return frozenset(name for name in _KINDS if getattr(self, name) is not None)
+        return frozenset(name for name, value in asdict(self).items() if value is not None)
 
     def agree(self, other: SlideHashes) -> bool:
         """Return whether all hashes that both slides have are equal."""
@@ -309,8 +219,9 @@ def copy_names(slides: Sequence[Sequence[SlideHashes]]) -> list[str | None]:
     uses, names = Counter(contents.values()), {}
     for group, content in contents.items():
         texts = ((scan.pixel_hash or "") + (scan.tile_hash or "") for scan in members[group])
-        strong = filter(None, texts)
-        names[group] = content if content and uses[content] == 1 else min(strong, default=content)
+        names[group] = (
+            content if content and uses[content] == 1 else min(filter(None, texts), default=content)
+        )
     return [names[group] for group in groups]
 
 
@@ -369,22 +280,20 @@ def _stored_pixels(slide: SlideFile, size: Size) -> _Places:
         if (path.suffix.lower() in suffixes if suffixes else path.suffix != ".json" and path.name[0] != ".")
     ]  # fmt: skip
     # The folder of the files may have the slide's name. Within it, names are fixed.
-    files.sort(key=lambda file: file[0].relative_to(slide.path.parent).parts[1:])
-    return _whole(files)
+    return _whole(sorted(files, key=lambda file: file[0].relative_to(slide.path.parent).parts[1:]))
 
 
 def _tiff_tiles(path: Path) -> _Places | None:
     """Return the tiles or strips of the largest image of a TIFF file; None for other files."""
     import tifffile  # late: it takes 0.1 s
 
-    try:
-        with tifffile.TiffFile(path) as tiff:
-            pages = [page for page in tiff.pages if isinstance(page, tifffile.TiffPage)]
-            page = max(pages, key=lambda page: page.imagewidth * page.imagelength)
-            size = Size(page.imagewidth, page.imagelength)
-            return size, [path] * len(page.dataoffsets), page.dataoffsets, page.databytecounts
-    except Exception:  # noqa: BLE001 - on a damaged header, tifffile may raise any exception
-        return None
+    # On a damaged header, tifffile may raise any exception.
+    with suppress(Exception), tifffile.TiffFile(path) as tiff:
+        pages = [page for page in tiff.pages if isinstance(page, tifffile.TiffPage)]
+        page = max(pages, key=lambda page: page.imagewidth * page.imagelength)
+        size = Size(page.imagewidth, page.imagelength)
+        return size, [path] * len(page.dataoffsets), page.dataoffsets, page.databytecounts
+    return None
 
 
 def _whole(files: Sequence[tuple[Path, int]], size: Size | None = None) -> _Places:

@@ -26,10 +26,10 @@ import numpy as np
 
 from histopipe.errors import (
     MachineShort,
+    OptionUnfit,
     RemoteError,
     SlideError,
     SlideUnreadable,
-    StageUnfit,
     UsageError,
 )
 from histopipe.slides.slide_files import Fingerprint, SlideFile, fingerprint
@@ -65,7 +65,8 @@ class StagedSlide:
 class StagingArea(Closing):
     """Copies slides into a local folder, one after the other, at most `limit_bytes` at once.
 
-    `advance` is called with the number of bytes that were copied.
+    `advance` is called with the number of bytes that were copied. `starved` is whether copying waits until a slide is
+    released.
 
     Raises:
         UsageError: the folder cannot be created, or is on a network filesystem.
@@ -83,25 +84,19 @@ class StagingArea(Closing):
         self._held: dict[Path, int] = {}
         self._complete: set[Path] = set()
         self._changed, self._stop = threading.Condition(), threading.Event()
-        self._numbers = itertools.count()
-        self._starved = False
+        self._numbers, self.starved = itertools.count(), False
         try:
             parent.mkdir(parents=True, exist_ok=True)
             with ExitStack() as stack:
                 # While another run creates its folder, that folder is not locked yet.
                 stack.enter_context(locked(parent, wait_seconds=_LOCK_SECONDS))
-                remove_leftovers(parent)
+                _remove_leftovers(parent)
                 self.folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent)).absolute()
                 self._locks = ExitStack()
                 self._locks.enter_context(locked(self.folder))
         except OSError as error:
             raise UsageError(f"--stage {parent} cannot be used", found=error.strerror) from error
         self._copier = ThreadPoolExecutor(1, "histopipe-stage")
-
-    @property
-    def starved(self) -> bool:
-        """Whether copying waits until a slide is released."""
-        return self._starved
 
     def start(self, slide: SlideFile) -> Future[StagedSlide] | None:
         """Start to copy a slide. Return None if other slides must be released first.
@@ -111,7 +106,7 @@ class StagingArea(Closing):
         try:
             before = fingerprint(slide)
             if before.size_bytes > self._limit:
-                raise StageUnfit(
+                raise OptionUnfit(
                     f"{slide.location} is too large to be staged", found=f"{before.size_bytes / 1e9:.3f} GB",
                     expected=f"at most --stage-gb {self._limit / 1e9:g}", todo="increase --stage-gb",
                 )  # fmt: skip
@@ -152,7 +147,8 @@ class StagingArea(Closing):
 
     def _copy(self, slide: SlideFile, before: Fingerprint, folder: Path) -> StagedSlide:
         try:
-            self._wait_for_room(slide, before.size_bytes)
+            while free_bytes(self.folder) < before.size_bytes + _SPARE_BYTES:
+                self._wait(slide, before.size_bytes)
             while True:
                 try:
                     return self._copied(slide, before, folder)
@@ -172,10 +168,6 @@ class StagingArea(Closing):
                 f"{slide.location} cannot be copied to {self.folder.parent}", found=str(error)
             ) from error
 
-    def _wait_for_room(self, slide: SlideFile, size: int) -> None:
-        while free_bytes(self.folder) < size + _SPARE_BYTES:
-            self._wait(slide, size)
-
     def _wait(self, slide: SlideFile, size: int) -> None:
         """Wait until another slide is released.
 
@@ -191,10 +183,10 @@ class StagingArea(Closing):
                     expected=f"{(size + _SPARE_BYTES) / 1e6:,.0f} MB",
                     todo="free disk space, or pass another --stage, and run the same command again",
                 )  # fmt: skip
-            self._starved = True
+            self.starved = True
             while complete <= self._complete and not self._stop.is_set():
                 self._changed.wait()
-            self._starved = False
+            self.starved = False
 
     def _copied(self, slide: SlideFile, before: Fingerprint, folder: Path) -> StagedSlide:
         """Copy all files of a slide, and check that the original did not change."""
@@ -220,7 +212,7 @@ class StagingArea(Closing):
 
     def _copy_file(self, source: Path, target: Path) -> None:
         """Copy a file by large sequential reads."""
-        with source.open("rb", buffering=0) as read, target.open("xb", buffering=0) as write:
+        with source.open("rb", buffering=0) as read, target.open("xb") as write:
             size = os.fstat(read.fileno()).st_size
             os.posix_fadvise(read.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
             if size:
@@ -229,9 +221,7 @@ class StagingArea(Closing):
             while copied < size and (count := read.readinto(buffer)):
                 if self._stop.is_set():
                     raise SlideUnreadable(f"{source}: the copy was stopped")
-                written = 0
-                while written < count:
-                    written += write.write(buffer[written:count])
+                write.write(buffer[:count])
                 copied += count
                 self._advance(count)
         if copied != size:
@@ -282,7 +272,7 @@ def stage_folder(folder: str | Path | None, slides: Iterable[SlideFile]) -> Path
     return Path(tempfile.gettempdir() if folder is None else folder).absolute()
 
 
-def remove_leftovers(parent: Path) -> None:
+def _remove_leftovers(parent: Path) -> None:
     """Remove the staging folders of runs that were killed. Those of running processes and other users are kept."""
     for folder in parent.glob(f"{_PREFIX}*"):
         with suppress(OSError), ExitStack() as stack:
@@ -317,8 +307,8 @@ class SourceSpeed:
     @property
     def gain(self) -> float:
         """How many times as fast slides are read by sequential copies as in place."""
-        in_place = self.workers * _RANDOM_BYTES / 1e3 / self.random_ms  # bytes per µs are MB/s
-        return self.sequential_mb_s / in_place
+        # Bytes per µs are MB/s.
+        return self.sequential_mb_s / (self.workers * _RANDOM_BYTES / 1e3 / self.random_ms)
 
     @property
     def staging_pays(self) -> bool:
@@ -350,20 +340,17 @@ def measure_source(slides: Sequence[SlideFile], workers: int) -> SourceSpeed | N
 
 def _random_ms(path: Path, size: int) -> float:
     """Return the median time of reads at random places of a file that are not cached."""
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)
-        places = np.random.default_rng(0).integers(0, size - _RANDOM_BYTES, _RANDOM_READS)
-        times, until = [], time.monotonic() + _LONGEST_SECONDS
+    places = np.random.default_rng(0).integers(0, size - _RANDOM_BYTES, _RANDOM_READS)
+    times, until = list[float](), time.monotonic() + _LONGEST_SECONDS
+    with path.open("rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
         for place in places.tolist():
             started = time.monotonic()
-            os.pread(file, _RANDOM_BYTES, place)
-            times.append(time.monotonic() - started)
-            if time.monotonic() > until:
+            if started > until:
                 break
-    finally:
-        os.close(file)
+            os.pread(file.fileno(), _RANDOM_BYTES, place)
+            times.append(time.monotonic() - started)
     return max(1e-3, 1000 * statistics.median(times))
 
 
@@ -374,9 +361,10 @@ def _sequential(path: Path, size: int) -> float:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         file.seek(max(0, min(size // 4, size - _SEQUENTIAL_BYTES)))
         started, count, buffer = time.monotonic(), 0, bytearray(4 << 20)
-        while count < _SEQUENTIAL_BYTES and time.monotonic() - started < _LONGEST_SECONDS:
-            read = file.readinto(buffer)
-            if not read:
-                break
+        while (
+            count < _SEQUENTIAL_BYTES
+            and time.monotonic() - started < _LONGEST_SECONDS
+            and (read := file.readinto(buffer))
+        ):
             count += read
     return count / 1e6 / max(1e-6, time.monotonic() - started)

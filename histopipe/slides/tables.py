@@ -56,7 +56,7 @@ class TableRow:
     cells: dict[str, str]
 
 
-def refuse_control_characters(
+def _refuse_control_characters(
     path: Path, rows: Iterable[TableRow], columns: Iterable[str] = ()
 ) -> None:
     """Refuse names that no record can hold, such as those with a line break."""
@@ -71,7 +71,7 @@ def refuse_control_characters(
                 )  # fmt: skip
 
 
-def clear_missing(
+def _clear_missing(
     path: Path,
     rows: Iterable[TableRow],
     columns: Iterable[str],
@@ -92,20 +92,20 @@ def clear_missing(
         notify(f"{path}: missing values: {'; '.join(texts)}{hint}")
 
 
-def check_numbers(path: Path, rows: Sequence[TableRow], column: str) -> None:
+def _check_numbers(path: Path, rows: Iterable[TableRow], column: str) -> None:
     """Refuse a column of numbers with decimal commas, or with a cell that would turn them into categories."""
     filled = [row for row in rows if row.cells[column]]
     odd = [row for row in filled if not is_number(row.cells[column])]
     numbers = {cell for row in filled if is_number(cell := row.cells[column])}
     commas = [row for row in odd if has_decimal_comma(row.cells[column])]
-    numeric = len(filled) - len(odd) + len(commas)
-    mostly = numeric >= NUMERIC_SHARE * len(filled) and (bool(commas) or len(numbers) > _MOST_CODES)
+    count = len(filled) - len(odd)
+    mostly = count + len(commas) >= NUMERIC_SHARE * len(filled)
     odd = commas or odd
-    if odd and mostly:
+    if odd and mostly and (commas or len(numbers) > _MOST_CODES):
         raise UsageError(
             f"{path}, line {odd[0].line}: column {column}", found=repr(odd[0].cells[column]),
             expected="a number with a decimal point" if commas else
-            f"a number, as in {len(filled) - len(odd)} of {len(filled)} cells",
+            f"a number, as in {count} of {len(filled)} cells",
             todo="write 3.5 for 3,5" if commas else
             "correct the cell; if it is a missing value, leave it empty or name it with --na",
         )  # fmt: skip
@@ -123,7 +123,7 @@ SUBSET_SPELLINGS = {
 """Cells of a split column in lower case, and their subsets."""
 
 
-def warn_of_similar(
+def _warn_of_similar(
     path: Path, rows: Iterable[TableRow], columns: Iterable[str], notify: Callable[[str], None]
 ) -> None:
     """Warn of values that may be one, such as "Tumour" and "tumour"."""
@@ -137,7 +137,7 @@ def warn_of_similar(
             notify(f"warning: {path}: column {column}: {text}")
 
 
-def refuse_regression(path: Path, labels: Iterable[str]) -> None:
+def _refuse_regression(path: Path, labels: Iterable[str]) -> None:
     """Refuse labels of which nearly all are numbers, and some have decimals: they are no classes."""
     values = [label for label in labels if label]
     numbers = [
@@ -187,7 +187,7 @@ def patient_of(slide_id: str) -> str:
         ('TCGA-A1-A0SB', 'TCGA-A1-A0SB')
     """
     barcode = _TCGA_PATIENT.match(PurePosixPath(slide_id).name)
-    return barcode.group().upper() if barcode else slide_id
+    return barcode[0].upper() if barcode else slide_id
 
 
 class SlideNames:
@@ -199,14 +199,13 @@ class SlideNames:
     def __init__(self, ids: Iterable[str], fallback_ids: Iterable[str] = ()) -> None:
         self.ids = frozenset(ids)
         self._fallback = SlideNames(fallback_ids) if fallback_ids else None
-        self._ids: dict[str, set[str]] = defaultdict(set)
-        self._last: dict[str, set[str]] = defaultdict(set)
-        self._stripped: dict[str, set[str]] = defaultdict(set)
+        # Ids by their forms: in full, their last part, and without blanks at the ends.
+        self._tables = [defaultdict[str, set[str]](set) for _ in range(3)]
         for name in self.ids:
             for form in {nfc(name), nfc(_bare(name))}:
-                self._ids[form].add(name)
-                self._last[PurePosixPath(form).name].add(name)
-                self._stripped[form.strip()].add(name)
+                forms = form, PurePosixPath(form).name, form.strip()
+                for table, key in zip(self._tables, forms, strict=True):
+                    table[key].add(name)
 
     def restrict(self, ids: Iterable[str]) -> SlideNames:
         """Return the names of only some of the slides, without `fallback_ids`."""
@@ -221,10 +220,8 @@ class SlideNames:
             UsageError: several slides match.
         """
         written = nfc(written)
-        stripped = (
-            written.strip()
-        )  # names of files may have blanks at their ends, which tables lose
-        for table in (self._ids, self._last, self._stripped):
+        stripped = written.strip()  # file names may have blanks at their ends, which tables lose
+        for table in self._tables:
             for form in (written, _bare(written), stripped, _bare(stripped)):
                 ids = table.get(form, set()) & self.ids
                 if len(ids) > 1:
@@ -240,9 +237,9 @@ class SlideNames:
 
     def nearest(self, written: str) -> str:
         """Return the most similar id, as a hint."""
-        forms = [form for form, ids in self._ids.items() if ids & self.ids]
+        forms = sorted(form for form, ids in self._tables[0].items() if ids & self.ids)
         near = difflib.get_close_matches(written, forms, n=1, cutoff=0.3)
-        return near[0] if near else next(iter(sorted(forms)), "none")
+        return next(iter([*near, *forms]), "none")
 
 
 def read_labels(
@@ -271,20 +268,19 @@ def read_labels(
         raise UsageError(
             f"{path}: column slide", found="its use for values", expected="another column"
         )
-    required = ("slide", *labelled, *cell_columns)
-    rows = _rows(path, required=required, optional=("patient", "site"))
+    rows = _rows(path, required=("slide", *labelled, *cell_columns), optional=("patient", "site"))
     if not rows:
         raise UsageError(f"{path} has no rows", found="only a header", expected="one row per slide")
     matched = _matched(path, rows, names, allow_extra=allow_extra)
     used = list(dict.fromkeys([*labelled, "patient", "site", *cell_columns]))
-    refuse_control_characters(path, matched.values(), used)
-    clear_missing(path, matched.values(), used, missing_cells(na), notify)
+    _refuse_control_characters(path, matched.values(), used)
+    _clear_missing(path, matched.values(), used, missing_cells(na), notify)
     # Runs of earlier versions have no list: such a cell was a category of their covariate.
     for column in columns if na else ():
-        check_numbers(path, list(matched.values()), column_key(column))
+        _check_numbers(path, matched.values(), column_key(column))
     if with_label:
-        refuse_regression(path, [row.cells["label"] for row in matched.values()])
-    warn_of_similar(path, matched.values(), used, notify)
+        _refuse_regression(path, [row.cells["label"] for row in matched.values()])
+    _warn_of_similar(path, matched.values(), used, notify)
     return {
         name: SlideLabel(
             label=(row.cells["label"] or None) if with_label else None,
@@ -313,7 +309,15 @@ def read_mpps(path: Path, names: SlideNames, *, allow_extra: bool = False) -> di
     """
     rows = _rows(path, required=("slide", "mpp"), extra_columns=False)
     matched = _matched(path, rows, names, allow_extra=allow_extra)
-    return {name: _mpp(path, row) for name, row in matched.items()}
+    low, high = PLAUSIBLE_MPP
+    for row in matched.values():
+        if not low <= cell_number(row.cells["mpp"]) <= high:
+            raise UsageError(
+                f"{path}, line {row.line}: mpp of {row.slide}",
+                found=repr(row.cells["mpp"]),
+                expected=f"a number from {low:g} to {high:g}",
+            )
+    return {name: Mpp(cell_number(row.cells["mpp"])) for name, row in matched.items()}
 
 
 def read_slide_list(path: Path, names: SlideNames, *, allow_extra: bool = False) -> set[str]:
@@ -322,8 +326,7 @@ def read_slide_list(path: Path, names: SlideNames, *, allow_extra: bool = False)
     Raises:
         UsageError: the file is invalid.
     """
-    rows = _rows(path, required=("slide",))
-    named = [row for row in rows if not is_url(row.slide)]
+    named = [row for row in _rows(path, required=("slide",)) if not is_url(row.slide)]
     return set(_matched(path, named, names, allow_extra=allow_extra))
 
 
@@ -333,8 +336,8 @@ def urls_in_list(path: Path) -> list[str]:
     Raises:
         UsageError: the file is invalid.
     """
-    rows = _rows(path, required=("slide",))
-    return list(dict.fromkeys(row.slide for row in rows if is_url(row.slide)))
+    names = (row.slide for row in _rows(path, required=("slide",)))
+    return list(dict.fromkeys(filter(is_url, names)))
 
 
 def select_listed(
@@ -348,11 +351,12 @@ def select_listed(
     if path is None:
         return slides
     listed_ids = read_slide_list(path, names, allow_extra=allow_extra)
-    urls = [public_url(url) for url in urls_in_list(path)]
+    # A slide is the file at a URL, or below this prefix.
+    prefixes = tuple(public_url(url).rstrip("/") + "/" for url in urls_in_list(path))
     chosen = [
         slide
         for slide in slides
-        if slide.id in listed_ids or any(_is_behind(slide, url) for url in urls)
+        if slide.id in listed_ids or (slide.remote and f"{slide.location}/".startswith(prefixes))
     ]
     if not chosen:
         raise UsageError(
@@ -361,20 +365,15 @@ def select_listed(
     return chosen
 
 
-def _is_behind(slide: SlideFile, url: str) -> bool:
-    """Return whether a slide is the file at a URL, or below this prefix."""
-    return bool(slide.remote) and f"{slide.location}/".startswith(url.rstrip("/") + "/")
-
-
 def _rows(
     path: Path, *, required: Sequence[str], optional: Sequence[str] = (), extra_columns: bool = True
 ) -> list[TableRow]:
     """Return the rows of a file with `required` and `optional` columns, and with other ones if `extra_columns`."""
     header, lines = read_csv(path)
     _check_header(path, header, required=required, optional=optional, extra_columns=extra_columns)
-    named = [(line, dict(zip(header, cells, strict=True))) for line, cells in lines]
+    named = ((line, dict(zip(header, cells, strict=True))) for line, cells in lines)
     rows = [TableRow(line, cells.pop("slide"), cells) for line, cells in named]
-    refuse_control_characters(path, rows)
+    _refuse_control_characters(path, rows)
     return rows
 
 
@@ -403,8 +402,12 @@ def _check_header(
     elif not missing and len(set(header)) < len(header):
         hint = "give each column a different name"
     expected = ",".join(required) + "".join(f"[,{n}]" for n in optional if n not in required)
-    columns = ",".join(header) or "an empty file"
-    raise UsageError(f"{path}: wrong header", found=columns, expected=expected, todo=hint)
+    raise UsageError(
+        f"{path}: wrong header",
+        found=",".join(header) or "an empty file",
+        expected=expected,
+        todo=hint,
+    )
 
 
 def _is_like_patient(column: str) -> bool:
@@ -442,18 +445,6 @@ def _matched(
             todo="correct the name, or pass --allow-extra-rows to ignore such rows",
         )
     return matched
-
-
-def _mpp(path: Path, row: TableRow) -> Mpp:
-    low, high = PLAUSIBLE_MPP
-    value = cell_number(row.cells["mpp"])
-    if low <= value <= high:
-        return Mpp(value)
-    raise UsageError(
-        f"{path}, line {row.line}: mpp of {row.slide}",
-        found=repr(row.cells["mpp"]),
-        expected=f"a number from {low:g} to {high:g}",
-    )
 
 
 def _bare(name: str) -> str:

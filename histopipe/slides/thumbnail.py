@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import simplejpeg
@@ -55,8 +56,7 @@ class Thumbnail:
 
 def thumbnail_level(levels: tuple[Level, ...], mpp: Mpp | None, at: Mpp = THUMBNAIL_MPP) -> Level:
     """Return the coarsest level that is fine enough for a thumbnail of about scale `at`; `mpp` is that of level 0."""
-    scale = mpp or ASSUMED_MPP
-    fine = [level for level in levels if scale * level.downsample <= at * 1.1]
+    fine = [level for level in levels if (mpp or ASSUMED_MPP) * level.downsample <= at * 1.1]
     return max(fine, key=lambda level: level.downsample) if fine else levels[0]
 
 
@@ -83,62 +83,47 @@ def read_thumbnail(
     reduction = max(1, int(at / level_mpp + 0.05), math.ceil(smallest))
     shape = (-(-area.size.height // reduction), -(-area.size.width // reduction))
     pixels, lost = np.full((*shape, 3), 255, np.uint8), np.zeros(shape, np.bool_)
-    canvas = _Canvas(slide, tiles, level, area, reduction, pixels)
-    for square in _blocks(area, slide.natural_block, reduction):
-        if canvas.paint(square) is not None:
+    read = partial(_read_block, slide, tiles, level, reduction)
+    for block in _blocks(area, slide.natural_block, reduction):
+        try:
+            pixels[_place(block, area, reduction)] = read(block)
+        except SlideUnreadable:
             # The damage may be only one tile: read the rest of the block.
-            for small in _blocks(square, _SMALL_BLOCK, reduction):
-                reason = canvas.paint(small)
-                lost[canvas.place(small)] |= reason is not None
+            for small in _blocks(block, _SMALL_BLOCK, reduction):
+                place = _place(small, area, reduction)
+                try:
+                    pixels[place] = read(small)
+                except SlideUnreadable as error:
+                    lost[place], reason = True, error.found or error
     if lost.size and lost.all():
         raise SlideUnreadable(
             f"{slide.path}: no part of level {level.number} can be read", found=reason
         )
-    missing = lost if lost.any() else None
-    scale = Mpp(level_mpp * reduction)
+    scale, missing = Mpp(level_mpp * reduction), lost if lost.any() else None
     return Thumbnail(pixels, level, area.x, area.y, reduction, scale, missing)
 
 
-@dataclass(frozen=True, slots=True)
-class _Canvas:
-    """A thumbnail of an area that is filled block by block."""
+def _read_block(
+    slide: Slide, tiles: NativeTiles | None, level: Level, reduction: int, block: RegionLevel
+) -> NDArray[np.uint8]:
+    """Return the reduced pixels of a block, of native tiles if possible."""
+    pixels, reduced = None, 1
+    if tiles is not None:
+        x, y = block.x - tiles.native.x_level, block.y - tiles.native.y_level
+        sides = x, y, block.size.width, block.size.height
+        reduced = math.gcd(*sides, reduction_of(tiles.native, reduction))
+        pixels = tiles.pixels(block, reduced)
+    if pixels is None:
+        x, y = level.to_l0(np.array([block.x, block.y], np.int64)).tolist()
+        pixels, reduced = slide.read_region(PointL0(x, y), level.number, block.size), 1
+    return np.asarray(Image.fromarray(pixels).reduce(reduction // reduced))
 
-    slide: Slide
-    tiles: NativeTiles | None
-    level: Level
-    area: RegionLevel
-    reduction: int
-    pixels: NDArray[np.uint8]
 
-    def paint(self, square: RegionLevel) -> object:
-        """Read a block and add it to the thumbnail; return the reason if it cannot be read, else None."""
-        try:
-            part, reduced = self._read(square)
-        except SlideUnreadable as error:
-            return error.found or error
-        small = Image.fromarray(part).reduce(self.reduction // reduced)
-        self.pixels[self.place(square)] = np.asarray(small)
-        return None
-
-    def _read(self, region: RegionLevel) -> tuple[NDArray[np.uint8], int]:
-        """Return the pixels of a region, and the factor by which they are already reduced."""
-        if self.tiles is not None:
-            x, y = region.x - self.tiles.native.x_level, region.y - self.tiles.native.y_level
-            sides = math.gcd(x, y, region.size.width, region.size.height)
-            reduced = math.gcd(sides, reduction_of(self.tiles.native, self.reduction))
-            pixels = self.tiles.pixels(region, reduced)
-            if pixels is not None:
-                return pixels, reduced
-        x, y = self.level.to_l0(np.array([region.x, region.y], np.int64)).tolist()
-        return self.slide.read_region(PointL0(x, y), self.level.number, region.size), 1
-
-    def place(self, square: RegionLevel) -> tuple[slice, slice]:
-        """Return the rows and columns of the thumbnail for a block."""
-        x = (square.x - self.area.x) // self.reduction
-        y = (square.y - self.area.y) // self.reduction
-        width = -(-square.size.width // self.reduction)
-        height = -(-square.size.height // self.reduction)
-        return slice(y, y + height), slice(x, x + width)
+def _place(block: RegionLevel, area: RegionLevel, reduction: int) -> tuple[slice, slice]:
+    """Return the rows and columns of the thumbnail of an area for a block."""
+    x, y = (block.x - area.x) // reduction, (block.y - area.y) // reduction
+    width, height = -(-block.size.width // reduction), -(-block.size.height // reduction)
+    return slice(y, y + height), slice(x, x + width)
 
 
 def colour_note(pixels: NDArray[np.uint8]) -> str | None:

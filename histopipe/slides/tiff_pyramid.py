@@ -37,47 +37,35 @@ _UM = {
 """Micrometres per unit of a physical size. Other units, such as `pixel`, are no lengths."""
 
 
-@dataclass(frozen=True, slots=True)
-class OmeImage:
-    """One image of an OME-XML: µm per pixel and magnification as text, and the names of the channels.
-
-    `samples` is the number of samples per pixel of all channels together, 3 for an RGB image.
-    """
-
-    mpp_x: str | None = None
-    mpp_y: str | None = None
-    objective_power: str | None = None
-    channels: tuple[str, ...] = ()
-    samples: int = 1
+_NO_OME: tuple[None, None, None, list[str]] = None, None, None, []
 
 
-def read_ome(text: str, page: int) -> OmeImage:
+def read_ome(text: str, page: int) -> tuple[str | None, str | None, str | None, list[str]]:
     """Read the image of an OME-XML whose pixels begin at a page of the TIFF file.
 
-    A text that cannot be parsed, or has several images, none of which begins there, has no values.
+    Returns:
+        µm per pixel horizontally and vertically, magnification, and names of the channels. There are none for a text
+        that cannot be parsed, or has several images, none of which begins there.
     """
     try:
         root: Any = ElementTree.fromstring(text)
     except (ElementTree.ParseError, DefusedXmlException, ValueError):
-        return OmeImage()
+        return _NO_OME
     space = root.tag.partition("}")[0] + "}" if root.tag.startswith("{") else ""
     images = root.findall(f"{space}Image[{space}Pixels]")
     chosen = [image for image in images if _first_page(image, space) == page] or images
     if not chosen or (len(images) > 1 and chosen is images):
-        return OmeImage()
+        return _NO_OME
     pixels = chosen[0].find(f"{space}Pixels")
-    channels = pixels.findall(f"{space}Channel")
     names = [
         channel.get("Name") or channel.get("Fluor") or f"channel {n}"
-        for n, channel in enumerate(channels, 1)
+        for n, channel in enumerate(pixels.findall(f"{space}Channel"), 1)
     ]
-    counts = [channel.get("SamplesPerPixel", "1") for channel in channels]
-    return OmeImage(
-        _size(pixels.get("PhysicalSizeX"), pixels.get("PhysicalSizeXUnit", "")),
-        _size(pixels.get("PhysicalSizeY"), pixels.get("PhysicalSizeYUnit", "")),
-        _magnification(root, chosen[0], space),
-        tuple(names), sum(int(count) if count.isdecimal() else 1 for count in counts) or 1,
-    )  # fmt: skip
+    mpp_x, mpp_y = (
+        _length(pixels.get(f"PhysicalSize{axis}"), pixels.get(f"PhysicalSize{axis}Unit", ""))
+        for axis in "XY"
+    )
+    return mpp_x, mpp_y, _magnification(root, chosen[0], space), names
 
 
 def _first_page(image: Any, space: str) -> int:
@@ -96,7 +84,7 @@ def _magnification(root: Any, image: Any, space: str) -> str | None:
     return powers.pop() if len(powers) == 1 else None
 
 
-def _size(value: str | None, unit: str) -> str | None:
+def _length(value: str | None, unit: str) -> str | None:
     try:
         return None if value is None else f"{float(value) * _UM[unit]:.9g}"
     except (ValueError, KeyError):
@@ -154,30 +142,27 @@ class TiffImage:
     @property
     def is_raw(self) -> bool:
         """Whether segments are uncompressed, and so large that only parts of them are read."""
-        large = self.segment.area * self.samples > _RAW_BYTES
-        return large and int(self.page.compression) == 1 and not self.planar
+        return (
+            self.segment.area * self.samples > _RAW_BYTES
+            and int(self.page.compression) == 1
+            and not self.planar
+        )
 
     def planes_of(self, index: int) -> list[int]:
         """Return the numbers of a segment in the file: one for each colour plane."""
-        count = self.samples if self.planar else 1
-        return [index + plane * self.across * self.down for plane in range(count)]
+        segments = self.across * self.down
+        return [index + segments * plane for plane in range(self.samples if self.planar else 1)]
 
     def segments_in(self, left: int, top: int, size: Size) -> Iterator[tuple[int, int, int]]:
         """Yield number, x and y of the segments that overlap a region."""
-        right, bottom = (
-            min(left + size.width, self.size.width),
-            min(top + size.height, self.size.height),
-        )
+        right = min(left + size.width, self.size.width)
+        bottom = min(top + size.height, self.size.height)
         left, top = max(0, left), max(0, top)
-        if left >= right or top >= bottom:
-            return
-        for row in range(top // self.segment.height, -(-bottom // self.segment.height)):
-            for column in range(left // self.segment.width, -(-right // self.segment.width)):
-                yield (
-                    row * self.across + column,
-                    column * self.segment.width,
-                    row * self.segment.height,
-                )
+        if left < right and top < bottom:
+            width, height = self.segment.width, self.segment.height
+            for row in range(top // height, -(-bottom // height)):
+                for column in range(left // width, -(-right // width)):
+                    yield row * self.across + column, column * width, row * height
 
 
 def read_pyramid(path: Path, tiff: tifffile.TiffFile) -> tuple[list[TiffImage], SlideInfo]:
@@ -193,15 +178,16 @@ def read_pyramid(path: Path, tiff: tifffile.TiffFile) -> tuple[list[TiffImage], 
         key=lambda image: image.shape[image.axes.index("Y")] * image.shape[image.axes.index("X")],
     )
     page = series.keyframe.index
-    ome = read_ome(tiff.ome_metadata or "", page) if tiff.is_ome else OmeImage()
-    _check_axes(path, series, ome)
+    mpp_x, mpp_y, power, channels = (
+        read_ome(tiff.ome_metadata or "", page) if tiff.is_ome else _NO_OME
+    )
+    _check_axes(path, series, channels)
     images = [_image(path, level) for level in series.levels]
     page, size = images[0].page, images[0].size
     levels = tuple(
         Level(n, image.size, (size.width / image.size.width + size.height / image.size.height) / 2)
         for n, image in enumerate(images)
     )
-    mpp_x, mpp_y, power = ome.mpp_x, ome.mpp_y, ome.objective_power
     if tiff.is_svs:
         text = page.description
         mpp_x = mpp_y = _number_after("MPP", text)
@@ -213,9 +199,8 @@ def read_pyramid(path: Path, tiff: tifffile.TiffFile) -> tuple[list[TiffImage], 
         mpp_x, mpp_y = (_mpp(page, name, units) for name in ("XResolution", "YResolution"))
     turned = page.tags.valueof("Orientation", 1)
     notes = (f"its orientation {turned} is not applied",) if turned != 1 else ()
-    kind = "ome-tiff" if tiff.is_ome else "aperio" if tiff.is_svs else "tiff"
     return images, SlideInfo(
-        vendor=kind, levels=levels, bounds=RegionL0(PointL0(0, 0), size), mpp_x=mpp_x, mpp_y=mpp_y,
+        vendor="ome-tiff" if tiff.is_ome else "aperio" if tiff.is_svs else "tiff", levels=levels, bounds=RegionL0(PointL0(0, 0), size), mpp_x=mpp_x, mpp_y=mpp_y,
         objective_power=power, quickhash=None, has_icc_profile=_ICC_PROFILE in page.tags,
         reader=f"tifffile {tifffile.__version__}", notes=notes + _other_images([(one.name, one.keyframe) for one in tiff.series], series.keyframe),
     )  # fmt: skip
@@ -243,7 +228,7 @@ def _other_images(images: Iterable[tuple[str, Any]], read: Any) -> tuple[str, ..
     return (note + ", ".join(unread[:5]),) if unread else ()
 
 
-def _check_axes(path: Path, series: Any, ome: OmeImage) -> None:
+def _check_axes(path: Path, series: Any, channels: Sequence[str]) -> None:
     """Refuse images with several channels, focal planes or time points, which are not slides of three colours."""
     axes = series.axes
     if axes in _AXES:
@@ -253,7 +238,7 @@ def _check_axes(path: Path, series: Any, ome: OmeImage) -> None:
         for axis, count in zip(axes, series.shape, strict=True)
         if axis not in "YXS"
     ]
-    names = f": {', '.join(ome.channels)}" if "C" in axes and ome.channels else ""
+    names = f": {', '.join(channels)}" if "C" in axes and channels else ""
     raise SlideUnreadable(
         f"{path} is a multi-channel image or a stack",
         found=", ".join(counts) + names if counts else f"axes {axes}",
@@ -276,15 +261,14 @@ def _image(path: Path, level: Any) -> TiffImage:
         )
     key = level.keyframe
     _check_pixels(path, key)
-    samples, planar = (
-        int(key.samplesperpixel),
-        int(key.planarconfig) == 2 and key.samplesperpixel > 1,
-    )
+    samples = int(key.samplesperpixel)
+    planar = int(key.planarconfig) == 2 and samples > 1
     size = Size(int(key.imagewidth), int(key.imagelength))
-    if key.is_tiled:
-        segment = Size(int(key.tilewidth), int(key.tilelength))
-    else:
-        segment = Size(size.width, min(int(key.rowsperstrip), size.height))
+    segment = (
+        Size(int(key.tilewidth), int(key.tilelength))
+        if key.is_tiled
+        else Size(size.width, min(int(key.rowsperstrip), size.height))
+    )
     image = TiffImage(
         key, key.decode, size, segment, bool(key.is_tiled), samples, planar, int(key.photometric) == 0,
         tuple(page.dataoffsets), tuple(page.databytecounts), page.jpegtables,

@@ -118,13 +118,13 @@ class TiffReader(Slide):
         pixels, _, _ = image.decode(data, number, jpegtables=image.tables)
         if pixels is None:
             return None
-        plane: NDArray[np.uint8] = np.asarray(pixels)
-        if plane.ndim != 4 or plane.shape[0] != 1 or plane.dtype != np.uint8:
-            raise ValueError(f"pixels of shape {plane.shape}, {plane.dtype}")
-        plane = plane[0]
+        planes = np.asarray(pixels)
+        if planes.ndim != 4 or planes.shape[0] != 1 or planes.dtype != np.uint8:
+            raise ValueError(f"pixels of shape {planes.shape}, {planes.dtype}")
         width = min(image.segment.width, image.size.width)
-        if plane.shape[1] < min(width, image.segment.width) and not image.is_tiled:
-            raise ValueError(f"a strip of {plane.shape[1]} pixels, expected {width}")
+        if planes.shape[2] < width and not image.is_tiled:
+            raise ValueError(f"a strip of {planes.shape[2]} pixels, expected {width}")
+        plane: NDArray[np.uint8] = planes[0]
         return np.subtract(255, plane, dtype=np.uint8) if image.inverted else plane
 
     def _raw(

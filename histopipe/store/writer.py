@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe._version import __version__
-from histopipe.errors import DamagedStore, MachineShort, NothingToDo, SpecMismatch, UsageError
+from histopipe.errors import DamagedStore, MachineShort, NothingToDo, UsageError
 from histopipe.store.environment import Environment, delete_entries, delete_slide, open_environment
 from histopipe.store.format import (
     FORMAT_NAME,
@@ -96,9 +96,9 @@ def open_or_make(path: Path, spec: Mapping[str, Any]) -> Environment:
 
 
 def check_spec(stored: Mapping[str, Any], requested: Mapping[str, Any], path: Path) -> None:
-    """Raise SpecMismatch if the spec of a store differs from the requested one."""
+    """Raise UsageError if the spec of a store differs from the requested one."""
     if stored != requested:
-        raise SpecMismatch(
+        raise UsageError(
             f"{path} was created with other settings",
             found="; ".join(differences(stored, requested)),
             todo="use the store's settings, or another --out",
@@ -171,7 +171,7 @@ class StoreWriter(Closing):
 
     Raises:
         NothingToDo: there is no store, and `spec` is None.
-        SpecMismatch: the store has another spec.
+        UsageError: the store has another spec.
         UnknownVersion, DamagedStore, MachineShort: the store cannot be used.
         UsageError: the path is not a store.
 

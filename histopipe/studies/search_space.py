@@ -100,7 +100,7 @@ def space_of(values: Mapping[str, Any], where: str = "the search space") -> Sear
             searched[name] = _choice(what, name, value)
         else:
             fixed[name] = settings_of({name: _checked(what, name, value)})[name]
-    refused = sorted(name for name in searched if not _DECLARED[name].about.search)
+    refused = sorted(name for name in searched if not _DECLARED[name].search)
     if refused:
         raise UsageError(
             f"{where}: {', '.join(refused)} cannot be searched",

@@ -32,13 +32,12 @@ from histopipe.errors import (
 )
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
-from histopipe.runs.folder import writable
 from histopipe.runs.result import TrainResult
 from histopipe.runs.supervision import Supervision, supervise
 from histopipe.runs.task_config import CONFIGS
 from histopipe.studies.search_space import SearchSpace
 from histopipe.studies.settings import StudySettings
-from histopipe.system.files import locked, network_filesystem
+from histopipe.system.files import locked, network_filesystem, writable
 from histopipe.system.folders import STUDY_ID
 from histopipe.system.hashing import combine
 from histopipe.system.output import Progress

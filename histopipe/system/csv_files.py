@@ -158,13 +158,12 @@ def cell_number(cell: str) -> float:
         >>> cell_number("1.5e3"), cell_number("1_20")
         (1500.0, nan)
     """
-    finite = _NUMBER.fullmatch(cell) and math.isfinite(float(cell))
-    return float(cell) if finite else math.nan
+    return float(cell) if is_number(cell) else math.nan
 
 
 def is_number(cell: str) -> bool:
     """Return whether a cell is a finite number."""
-    return math.isfinite(cell_number(cell))
+    return _NUMBER.fullmatch(cell) is not None and math.isfinite(float(cell))
 
 
 has_decimal_comma = re.compile(r"[+-]?\d*,\d+", re.ASCII).fullmatch

@@ -6,11 +6,17 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from histopipe.errors import RemoteError
-from histopipe.system.object_storage import RemoteFile, filesystem, read_range, remote_file, tried
+from histopipe.system.object_storage import (
+    RemoteFile,
+    filesystem,
+    parallel,
+    read_range,
+    remote_file,
+    try_action,
+)
 
 PART_BYTES = 8 << 20
 """Bytes per request. A part whose connection breaks is requested again, the others are kept."""
@@ -36,32 +42,21 @@ def download(
     with path.open("xb", buffering=0) as out:
         if file.size_bytes:
             os.posix_fallocate(out.fileno(), 0, file.size_bytes)
-        if file.ranges:
-            _download_parts(file, out.fileno(), stop or threading.Event(), advance)
-        else:
-            _download_stream(file, out.fileno(), stop or threading.Event(), advance)
-    check_download(file, path)
+        fetch = _download_parts if file.ranges else _download_stream
+        fetch(file, out.fileno(), stop or threading.Event(), advance)
+    _check_download(file, path)
 
 
 def _download_parts(
     file: RemoteFile, out: int, stop: threading.Event, advance: Callable[[int], object]
 ) -> None:
-    failed = threading.Event()
-
     def fetch(start: int) -> None:
-        if stop.is_set() or failed.is_set():
-            return
-        try:
+        if not stop.is_set():
             data = read_range(file, start, min(start + PART_BYTES, file.size_bytes))
-        except BaseException:
-            failed.set()
-            raise
-        write_at(out, data, start)
-        advance(len(data))
+            write_at(out, data, start)
+            advance(len(data))
 
-    with ThreadPoolExecutor(_THREADS, "histopipe-download") as pool:
-        for _ in pool.map(fetch, range(0, file.size_bytes, PART_BYTES)):
-            pass
+    parallel(fetch, range(0, file.size_bytes, PART_BYTES), _THREADS)
     if stop.is_set():
         raise RemoteError(f"{file.location}: the download was stopped")
 
@@ -90,25 +85,23 @@ def _download_stream(
         if place != file.size_bytes:
             raise OSError(f"{place:,} bytes received, {file.size_bytes:,} expected")
 
-    tried(file.url, read)
+    try_action(file.url, read)
     advance(file.size_bytes)
 
 
-def check_download(file: RemoteFile, path: Path) -> None:
+def _check_download(file: RemoteFile, path: Path) -> None:
     """Check the size, version and MD5 of a downloaded file.
 
     Raises:
         RemoteError: one of them differs.
     """
     now = remote_file(file.url)
-    same = now.size_bytes == file.size_bytes
     if None not in (now.etag, file.etag):
-        same = same and now.etag == file.etag
-    elif (
-        now.mtime_ns and file.mtime_ns
-    ):  # listings and single requests may differ in fractions of a second
-        same = same and now.mtime_ns // 10**9 == file.mtime_ns // 10**9
-    if not same:
+        same = now.etag == file.etag
+    else:  # listings and single requests may differ in fractions of a second
+        times = now.mtime_ns // 10**9, file.mtime_ns // 10**9
+        same = times[0] == times[1] or 0 in times
+    if not same or now.size_bytes != file.size_bytes:
         raise RemoteError(
             f"{file.location} changed while it was being downloaded",
             found=f"{now.size_bytes:,} bytes, {file.size_bytes:,} before", todo="run the same command again",

@@ -1,4 +1,4 @@
-"""Write files atomically by a rename, read untrusted files, and lock files and folders."""
+"""Write files atomically by a rename, read untrusted files, and create and lock files and folders."""
 
 from __future__ import annotations
 
@@ -48,11 +48,9 @@ def error_number(error: BaseException) -> int | None:
     if isinstance(error, OSError) and error.errno:
         return error.errno
     text = str(error)
-    number = _NUMBER.search(text)
-    if number is not None:
+    if number := _NUMBER.search(text):
         return int(number[1])
-    numbers = (*_FULL, *_REFUSED, *PASSING)
-    return next((number for number in numbers if os.strerror(number) in text), None)
+    return next((n for n in (*_FULL, *_REFUSED, *PASSING) if os.strerror(n) in text), None)
 
 
 def is_full_disk(error: BaseException) -> bool:
@@ -94,13 +92,13 @@ def reading_error(error: BaseException, path: Path) -> HistopipeError | None:
             found=os.strerror(number),
             todo="check its path and its permissions",
         )
-    if number is None or number not in PASSING:
-        return None
-    return MachineShort(
-        f"{path} cannot be read now",
-        found=os.strerror(number),
-        todo="the file may be intact: check the filesystem and the limits of this machine, and run the command again",
-    )
+    if number in PASSING:
+        return MachineShort(
+            f"{path} cannot be read now",
+            found=os.strerror(number),
+            todo="the file may be intact: check the filesystem and the limits of this machine, and run the command again",
+        )
+    return None
 
 
 def free_bytes(path: Path) -> int:
@@ -123,8 +121,7 @@ def filesystem_of(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> st
     Source:
         proc_pid_mountinfo(5): the mount point is the fifth field, the type the first one after a single hyphen.
     """
-    real = path.resolve()
-    best, kind = -1, ""
+    real, best, kind = path.resolve(), -1, ""
     for entry in mounts.read_text(errors="surrogateescape").splitlines():
         before, _, after = entry.partition(" - ")
         point = _OCTAL.sub(lambda match: chr(int(match[1], 8)), before.split(" ")[4])
@@ -139,6 +136,9 @@ def network_filesystem(path: Path, mounts: Path = Path("/proc/self/mountinfo")) 
     kind = filesystem_of(path, mounts)
     return kind if _NETWORK_FILESYSTEMS.fullmatch(kind) else None
 
+
+TIFF_SIGNS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
+"""First bytes of TIFF files."""
 
 PathLike = str | Path
 
@@ -201,10 +201,6 @@ class RecordingFile(io.FileIO):
             return size or 0
 
 
-_LONGEST_NAME = 255
-"""Most bytes of a file name on usual file systems."""
-
-
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
     """Yield a temporary path for a file or folder, which is renamed to `path` at the end, or removed after an error.
@@ -259,12 +255,15 @@ def flush_to_disk(path: Path) -> None:
         os.close(file)
 
 
+_LONGEST_NAME = 255
+"""Most bytes of a file name on usual file systems."""
+
+
 def shortened(name: str) -> str:
     """Return a file name. If it is longer than file systems allow, its end is replaced by a hash."""
     data = os.fsencode(name)
-    if len(data) <= _LONGEST_NAME:
-        return name
-    return f"{os.fsdecode(data[: _LONGEST_NAME - 9])}-{zlib.crc32(data):08x}"
+    hashed = f"{os.fsdecode(data[: _LONGEST_NAME - 9])}-{zlib.crc32(data):08x}"
+    return name if len(data) <= _LONGEST_NAME else hashed
 
 
 @contextmanager
@@ -281,18 +280,13 @@ def replacing(folder: Path) -> Iterator[Path]:
     try:
         yield part
         shutil.copystat(folder, part)
-        _exchange(part, folder)
+        # renameat2(2) with RENAME_EXCHANGE, which Python does not provide.
+        rename, here, exchange = ctypes.CDLL(None, use_errno=True).renameat2, -100, 2
+        if rename(here, os.fsencode(part), here, os.fsencode(folder), exchange) != 0:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number), str(folder))
     finally:
         shutil.rmtree(part)
-
-
-def _exchange(one: Path, other: Path) -> None:
-    """Exchange two paths by renameat2(2) with RENAME_EXCHANGE, which Python does not provide."""
-    here, exchange = -100, 2
-    paths = os.fsencode(one), os.fsencode(other)
-    if ctypes.CDLL(None, use_errno=True).renameat2(here, paths[0], here, paths[1], exchange) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number), str(other))
 
 
 def to_storable_text(text: str) -> str:
@@ -392,9 +386,7 @@ def read_record(path: Path) -> dict[str, Any] | None:
     Raises:
         DamagedStore: the file cannot be read.
     """
-    if not path.exists():
-        return None
-    return read_json_object(path)
+    return read_json_object(path) if path.exists() else None
 
 
 def record_or_check(
@@ -412,10 +404,8 @@ def record_or_check(
     if recorded is None:
         write_atomically(path, json.dumps(settings, indent=2) + "\n")
         return
-    names = sorted({*recorded, *settings})
-    differing = [
-        name for name in names if name not in ignored and recorded.get(name) != settings.get(name)
-    ]
+    names = sorted({*recorded, *settings} - {*ignored})
+    differing = [name for name in names if recorded.get(name) != settings.get(name)]
     if differing:
         raise UsageError(
             f"{path.parent} contains {contents} computed with other settings",
@@ -441,9 +431,8 @@ def locked(path: Path, *, wait_seconds: float = 0.0) -> Iterator[bool]:
         OSError: the path cannot be opened.
     """
     flags = os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT
-    fd = os.open(path, flags | os.O_CLOEXEC, 0o666)
+    fd, until = os.open(path, flags | os.O_CLOEXEC, 0o666), time.monotonic() + wait_seconds
     try:
-        until = time.monotonic() + wait_seconds
         while not (free := _lock_if_free(fd)) and time.monotonic() < until:
             time.sleep(_POLL_SECONDS)
         yield free
@@ -459,7 +448,38 @@ def _lock_if_free(fd: int) -> bool:
     return True
 
 
-_GIT_LFS = b"version https://git-lfs"
+@contextmanager
+def writable(folder: Path) -> Iterator[None]:
+    """Report a folder that cannot be created or written to as a usage error."""
+    try:
+        yield
+    except OSError as error:
+        if is_full_disk(error):
+            raise
+        raise UsageError(f"cannot create or write to {folder}", found=str(error)) from error
+
+
+_UNLOCK_SECONDS = 5.0
+"""Time for which a killed training may keep the lock on its folder."""
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Create a folder if it is missing, and lock it.
+
+    Raises:
+        UsageError: it cannot be created, or another process has locked it.
+    """
+    with writable(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder, wait_seconds=_UNLOCK_SECONDS) as free:
+        if not free:
+            raise UsageError(
+                f"{folder} is in use by another process",
+                todo="wait until it ends, or choose another --out",
+            )
+        remove_parts(folder)
+        yield
 
 
 def describe_file(path: Path) -> str:
@@ -469,11 +489,12 @@ def describe_file(path: Path) -> str:
             head = file.read(200)
     except OSError as error:
         return str(error)
-    tiff = head[:4] in (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
     signs = {
         "an empty file": not head,
-        "a Git LFS pointer (fetch the file itself with `git lfs pull`)": head.startswith(_GIT_LFS),
-        "a TIFF that is not a tiled slide": tiff,
+        "a Git LFS pointer (fetch the file itself with `git lfs pull`)": head.startswith(
+            b"version https://git-lfs"
+        ),
+        "a TIFF that is not a tiled slide": head[:4] in TIFF_SIGNS,
         "an HTML or XML page": head.lstrip().startswith(b"<"),
         "a text file": b"\0" not in head and head.isascii(),
     }

@@ -52,11 +52,9 @@ def public_url(url: str) -> str:
         'https://host/a.svs'
     """
     scheme, _, rest = url.partition("://")
-    query = (
-        "[?#]" if is_web(url) else r"\?(?=[^/]*=)"
-    )  # elsewhere, names may contain these characters
-    rest = re.split(query, rest)[0]
-    host, slash, path = rest.partition("/")
+    # Except on the web, names may contain these characters.
+    query = "[?#]" if is_web(url) else r"\?(?=[^/]*=)"
+    host, slash, path = re.split(query, rest)[0].partition("/")
     if is_web(url) or ":" in host.partition("@")[0]:
         host = host.rpartition("@")[2]
     return f"{scheme}://{host}{slash}{path}"
@@ -72,21 +70,22 @@ def without_secrets(text: str) -> str:
 
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 _TRIES = 6
 _FIRST_WAIT_SECONDS = 0.3
 """Wait after the first failure. It doubles with each failure: 10 to 20 s for all six tries."""
 _WAITABLE = (408, 425, 429)
 """HTTP status codes from 400 to 499 that another try may resolve: timeout, too early, too many requests."""
-_PERMANENT = (
+_PERMANENT = {
     "NoCredentialsError",
     "PartialCredentialsError",
     "DefaultCredentialsError",
     "ClientAuthenticationError",
-)
+}
 
 
-def tried(url: str, action: Callable[[], T], done: str = "read") -> T:
+def try_action(url: str, action: Callable[[], T], done: str = "read") -> T:
     """Call a function, several times if it fails for a reason that may pass. `done` is what it does with the URL.
 
     Raises:
@@ -120,15 +119,13 @@ def _reason(error: BaseException) -> tuple[str, type[RemoteError]]:
     """Return the reason of a failure without secrets, and the error to raise."""
     status = next(filter(None, map(_status, _causes(error))), None)
     names = {type(cause).__name__ for cause in _causes(error)}
-    permanent = isinstance(error, PermissionError | IsADirectoryError)
-    permanent = permanent or not names.isdisjoint(_PERMANENT)
+    permanent = isinstance(error, PermissionError | IsADirectoryError) or bool(names & _PERMANENT)
     if status is not None:
         permanent = 400 <= status < 500 and status not in _WAITABLE
         with suppress(ValueError):
             reason = f"{status} {HTTPStatus(status).phrase}"
-            if status == HTTPStatus.NOT_FOUND:
-                return reason, RemoteMissing
-            return reason, RemoteRefused if permanent else RemoteError
+            kind = RemoteMissing if status == HTTPStatus.NOT_FOUND else RemoteRefused
+            return reason, kind if permanent else RemoteError
     if isinstance(error, FileNotFoundError):
         if error.__cause__ is None or isinstance(error.__cause__, FileNotFoundError):
             return "no such file", RemoteMissing
@@ -137,11 +134,10 @@ def _reason(error: BaseException) -> tuple[str, type[RemoteError]]:
     return text[:300], RemoteRefused if permanent else RemoteError
 
 
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    seen: BaseException | None = error
-    while seen is not None:
-        yield seen
-        seen = seen.__cause__
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__
 
 
 def _status(error: BaseException) -> int | None:
@@ -150,20 +146,27 @@ def _status(error: BaseException) -> int | None:
     if isinstance(response, Mapping):
         status: int | None = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
         return status
-    for name in ("status", "status_code", "code"):
-        if name == "code" and not type(error).__module__.startswith("gcsfs"):
-            continue  # aiohttp's errors about a broken answer have the code 400
-        value = getattr(error, name, None)
-        if isinstance(value, int) and 300 <= value < 600:
-            return value
-    return None
+    # Of gcsfs only: aiohttp's errors about a broken answer have the code 400.
+    code = ("code",) if type(error).__module__.startswith("gcsfs") else ()
+    values = (getattr(error, name, None) for name in ("status", "status_code", *code))
+    return next((n for n in values if isinstance(n, int) and 300 <= n < 600), None)
 
-
-R = TypeVar("R")
 
 _TRANSFERS = 4
 """Number of blocks that are sent or received at once."""
 _CONNECT_SECONDS, _READ_SECONDS = 15.0, 60.0
+_WEB = ("http", "https")
+_OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "s3": {
+        "config_kwargs": {
+            "connect_timeout": _CONNECT_SECONDS,
+            "read_timeout": _READ_SECONDS,
+            "retries": {"max_attempts": 0},
+        }
+    },
+    "file": {"auto_mkdir": True},
+}
+"""Options of fsspec's filesystems, by scheme."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,11 +189,6 @@ class RemoteFile:
         """The URL without secrets."""
         return public_url(self.url)
 
-    @property
-    def version(self) -> tuple[int, int, str | None]:
-        """Values that change when the file is replaced."""
-        return self.size_bytes, self.mtime_ns, self.etag
-
 
 def list_files(url: str) -> list[RemoteFile]:
     """Return the file behind a URL, or all files under a prefix, sorted by URL.
@@ -204,14 +202,13 @@ def list_files(url: str) -> list[RemoteFile]:
     if is_web(url):
         return [remote_file(url)]
 
-    def find() -> Mapping[str, Any]:
+    def find() -> Any:
         system.invalidate_cache()
-        files: Mapping[str, Any] = system.find(path, detail=True)
-        return files or {path: system.info(path)}
+        return system.find(path, detail=True) or {path: system.info(path)}
 
-    files = tried(url, find)
     scheme = url.partition("://")[0]
-    return [_described(f"{scheme}://{name}", info) for name, info in sorted(files.items())]
+    files = sorted(try_action(url, find).items())
+    return [_described(f"{scheme}://{name}", info) for name, info in files]
 
 
 def remote_file(url: str) -> RemoteFile:
@@ -222,16 +219,14 @@ def remote_file(url: str) -> RemoteFile:
     """
     system, path = filesystem(url)
 
-    def info() -> Mapping[str, Any]:
+    def info() -> Any:
         if url.startswith("s3://"):
             bucket, key, _ = system.split_path(path)
-            head: Mapping[str, Any] = system.call_s3("head_object", Bucket=bucket, Key=key)
-            return head
+            return system.call_s3("head_object", Bucket=bucket, Key=key)
         system.invalidate_cache()
-        details: Mapping[str, Any] = system.info(path)
-        return details
+        return system.info(path)
 
-    return _described(url, tried(url, info))
+    return _described(url, try_action(url, info))
 
 
 def read_range(file: RemoteFile, start: int, stop: int) -> bytes:
@@ -248,7 +243,7 @@ def read_range(file: RemoteFile, start: int, stop: int) -> bytes:
             raise OSError(f"{len(data):,} bytes received, {stop - start:,} expected")
         return data
 
-    return tried(file.url, read)
+    return try_action(file.url, read)
 
 
 def open_remote(file: RemoteFile) -> BinaryIO:
@@ -258,11 +253,11 @@ def open_remote(file: RemoteFile) -> BinaryIO:
         RemoteRefused, RemoteError: it cannot be opened.
     """
     system, path = filesystem(file.url)
-    opened: BinaryIO = tried(file.url, lambda: system.open(path, "rb", block_size=1 << 16))
+    opened: BinaryIO = try_action(file.url, lambda: system.open(path, "rb", block_size=1 << 16))
     return opened
 
 
-def write_file(url: str, content: bytes) -> RemoteFile:
+def write_file(url: str, content: bytes) -> None:
     """Write a file, and check its size and MD5.
 
     Raises:
@@ -270,21 +265,13 @@ def write_file(url: str, content: bytes) -> RemoteFile:
         RemoteError: it cannot be written.
     """
     system, path = filesystem(url)
-
-    def write() -> RemoteFile:
-        system.pipe_file(path, content)
-        file = remote_file(url)
-        md5 = hashlib.md5(content, usedforsecurity=False).hexdigest()
-        if file.size_bytes != len(content) or file.md5 not in (None, md5):
-            raise OSError("the file differs from what was sent")
-        return file
-
-    return tried(url, write, "written")
+    md5 = hashlib.md5(content, usedforsecurity=False).hexdigest()
+    _write_and_check(url, lambda: system.pipe_file(path, content), len(content), md5)
 
 
-def parallel(function: Callable[[T], R], items: Iterable[T]) -> list[R]:
+def parallel(function: Callable[[T], R], items: Iterable[T], threads: int = _TRANSFERS) -> list[R]:
     """Return the results of a function for all items, in order. After an error, no further item is started."""
-    with ThreadPoolExecutor(_TRANSFERS, "histopipe-transfer") as pool:
+    with ThreadPoolExecutor(threads, "histopipe-transfer") as pool:
         return list(pool.map(function, items))
 
 
@@ -296,13 +283,19 @@ def upload(path: Path, url: str) -> None:
         RemoteError: it cannot be written.
     """
     system, target = filesystem(url)
+    _write_and_check(url, lambda: system.put_file(str(path), target), path.stat().st_size)
 
+
+def _write_and_check(
+    url: str, send: Callable[[], object], size_bytes: int, md5: str | None = None
+) -> None:
     def write() -> None:
-        system.put_file(str(path), target)
-        if remote_file(url).size_bytes != path.stat().st_size:
+        send()
+        file = remote_file(url)
+        if file.size_bytes != size_bytes or (md5 and file.md5 and file.md5 != md5):
             raise OSError("the file differs from what was sent")
 
-    tried(url, write, "written")
+    try_action(url, write, "written")
 
 
 def delete_file(url: str) -> None:
@@ -312,7 +305,7 @@ def delete_file(url: str) -> None:
         RemoteRefused, RemoteError: it cannot be deleted.
     """
     system, path = filesystem(url)
-    tried(url, lambda: system.rm_file(path), "deleted")
+    try_action(url, lambda: system.rm_file(path), "deleted")
 
 
 def filesystem(url: str) -> tuple[Any, str]:
@@ -322,18 +315,17 @@ def filesystem(url: str) -> tuple[Any, str]:
         UsageError: the scheme is unknown, or its library is not installed.
     """
     scheme = url.partition("://")[0].lower()
-    return _filesystem_of(scheme), _path(scheme, url)
+    system = _filesystem_of(scheme)
+    return system, url if scheme in _WEB else str(system._strip_protocol(url))
 
 
 @functools.cache
 def _filesystem_of(scheme: str) -> Any:
     try:
         import fsspec  # late: an extra
-    except ImportError as error:
-        raise _not_installed(scheme, "fsspec is not installed") from error
-    options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
-    try:
-        if scheme in ("http", "https"):
+
+        options = {**_OPTIONS.get(scheme, {})}
+        if scheme in _WEB:
             import aiohttp  # late: as above
 
             # The default is five minutes for a whole file, and none for a connection that sends nothing.
@@ -341,16 +333,15 @@ def _filesystem_of(scheme: str) -> Any:
                 total=None, sock_connect=_CONNECT_SECONDS, sock_read=_READ_SECONDS
             )
             options["client_kwargs"] = {"timeout": timeout}
-        elif scheme == "s3":
-            options["config_kwargs"] = {
-                "connect_timeout": _CONNECT_SECONDS, "read_timeout": _READ_SECONDS,
-                "retries": {"max_attempts": 0},
-            }  # fmt: skip
-        elif scheme == "file":
-            options["auto_mkdir"] = True
-        system = fsspec.filesystem(scheme, **options)
+        system = fsspec.filesystem(
+            scheme, use_listings_cache=False, skip_instance_cache=True, **options
+        )
     except ImportError as error:
-        raise _not_installed(scheme, str(error)) from error
+        raise UsageError(
+            f"URLs of the kind {scheme}:// need further libraries",
+            found="fsspec is not installed" if error.name == "fsspec" else str(error),
+            todo="install them with pip install 'histopipe[remote]'",
+        ) from error
     except ValueError as error:
         if scheme in fsspec.available_protocols():
             raise UsageError(
@@ -361,19 +352,8 @@ def _filesystem_of(scheme: str) -> Any:
             f"{scheme}:// is an unknown kind of URL", expected="s3://, gs://, az://, https:// or http://"
         ) from error  # fmt: skip
     if scheme == "s3":
-        system.retries = 1  # `tried` tries again
+        system.retries = 1  # `try_action` tries again
     return system
-
-
-def _path(scheme: str, url: str) -> str:
-    return url if scheme in ("http", "https") else str(_filesystem_of(scheme)._strip_protocol(url))
-
-
-def _not_installed(scheme: str, reason: str) -> UsageError:
-    return UsageError(
-        f"URLs of the kind {scheme}:// need further libraries", found=reason,
-        todo="install them with pip install 'histopipe[remote]'",
-    )  # fmt: skip
 
 
 def _described(url: str, info: Mapping[str, Any]) -> RemoteFile:
@@ -411,12 +391,9 @@ def _md5(url: str, info: Mapping[str, Any]) -> str | None:
         plain = "ContentLength" in info and not encrypted and "--x-s3/" not in url
         return etag if plain and re.fullmatch("[0-9a-f]{32}", etag) else None
     digest = info.get("md5Hash") or info.get("Content-MD5")
-    settings = info.get("content_settings")
-    if isinstance(settings, Mapping):
+    if isinstance(settings := info.get("content_settings"), Mapping):
         digest = settings.get("content_md5")
     if isinstance(digest, str):
         with suppress(ValueError):
             digest = base64.b64decode(digest, validate=True)
-    return (
-        bytes(digest).hex() if isinstance(digest, bytes | bytearray) and len(digest) == 16 else None
-    )
+    return digest.hex() if isinstance(digest, bytes | bytearray) and len(digest) == 16 else None

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import logging
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol, TextIO, runtime_checkable
 
@@ -67,9 +67,7 @@ def listed(names: Sequence[object], most: int = 12, *, last: str = "and") -> str
 
 def exit_code_of(failed: int, succeeded: int) -> ExitCode:
     """Return the exit code of a command from the number of failed slides and of slides with results."""
-    if not failed:
-        return ExitCode.DONE
-    return ExitCode.PARTLY if succeeded else ExitCode.NOTHING
+    return ExitCode.DONE if not failed else ExitCode.PARTLY if succeeded else ExitCode.NOTHING
 
 
 def slide_failure(error: Exception) -> str:
@@ -145,17 +143,14 @@ class Progress(Protocol):
             done: number of items that are already finished.
             detail: the bar is part of a larger task. `LineProgress` does not show it.
         """
+        return Bar()
 
     def message(self, text: str) -> None:
         """Show a line of text."""
 
 
-class SilentProgress:
+class SilentProgress(Progress):
     """Progress that shows nothing."""
-
-    def bar(self, title: str, **_: Any) -> Bar:
-        """Return a bar that shows nothing."""
-        return Bar()
 
     def message(self, text: str) -> None:
         """Show nothing."""
@@ -256,27 +251,22 @@ class _LineBar(Bar):
         )
 
 
-class _QuietFile(logging.FileHandler):
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
-        """Ignore errors of the log, such as a full disk."""
-
-
 class LogProgress(SilentProgress, Closing):
     """Progress that appends every message, with the time, to a file. A full disk does not stop the work."""
 
     def __init__(self, path: Path) -> None:
-        self._handler = _QuietFile(path, encoding="utf-8", errors="backslashreplace")
-        self._handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-        self._logger = logging.Logger("histopipe")  # not in the tree of loggers: no other handlers
-        self._logger.addHandler(self._handler)
+        self._file = path.open("a", encoding="utf-8", errors="backslashreplace", buffering=1)
 
     def message(self, text: str) -> None:
         """Append a line."""
-        self._logger.info("%s", text)
+        now = datetime.now().isoformat(" ", "milliseconds").replace(".", ",")
+        with suppress(OSError):
+            self._file.write(f"{now} {text}\n")
 
     def close(self) -> None:
         """Close the file."""
-        self._handler.close()
+        with suppress(OSError):
+            self._file.close()
 
     def __exit__(self, *error: object) -> None:
         if error[1] is not None:
@@ -302,17 +292,12 @@ def default_progress() -> Progress:
     """Return the progress set by `use_progress`; else bars in a notebook or on a terminal, and lines elsewhere."""
     if _used is not None:
         return _used
-    notebook = _in_notebook()
-    if notebook or sys.stderr.isatty():
-        return BarProgress(sys.stderr, notebook=notebook)
-    return LineProgress(sys.stderr)
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    notebook = type(shell).__name__ == "ZMQInteractiveShell"
+    has_bars = notebook or sys.stderr.isatty()
+    return BarProgress(sys.stderr, notebook=notebook) if has_bars else LineProgress(sys.stderr)
 
 
 def message(text: str) -> None:
     """Show a line of text with the default progress."""
     default_progress().message(text)
-
-
-def _in_notebook() -> bool:
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    return type(shell).__name__ == "ZMQInteractiveShell"

@@ -21,14 +21,13 @@ import numbers
 import sys
 import tomllib
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 from typing import (
     Any,
     Literal,
-    NamedTuple,
     TypeVar,
     Union,
     get_args,
@@ -56,12 +55,8 @@ _NUMBERS: Mapping[Any, type] = types.MappingProxyType({int: numbers.Integral, fl
 def checked(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that raises a UsageError for an argument that its annotation does not allow."""
     signature = inspect.signature(function)
-    # Settings of an `Unpack` are checked where they are read. Their class may be imported for type checkers only.
-    annotations = {
-        name: text
-        for name, text in function.__annotations__.items()
-        if name != "return" and not text.startswith("Unpack")
-    }
+    # The class of the result may be imported for type checkers only.
+    annotations = {k: text for k, text in function.__annotations__.items() if k != "return"}
     hints = get_type_hints(types.SimpleNamespace(__annotations__=annotations), function.__globals__)
     for name, parameter in signature.parameters.items():
         if parameter.kind is parameter.VAR_POSITIONAL:
@@ -70,26 +65,16 @@ def checked(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
-        check_arguments(bound.arguments, hints)
+        # Values without an annotation are not checked.
+        for name in bound.arguments.keys() & hints.keys():
+            value = bound.arguments[name] = plain_value(bound.arguments[name])
+            check_type(name, value, hints[name])
+            if name == "workers" and value is not None and value < 1:
+                raise UsageError(name, found=value, expected="a whole number, 1 or more")
         return function(*bound.args, **bound.kwargs)
 
     call.__module__ = "histopipe"  # for pickle, which finds it by module and name
     return call
-
-
-def check_arguments(values: MutableMapping[str, Any], hints: Mapping[str, Any]) -> None:
-    """Check that values have the types and choices of annotations, by name, and convert them by `plain_value`.
-
-    Values without an annotation are not checked.
-
-    Raises:
-        UsageError: the message has the name, the value, and what is allowed.
-    """
-    for name in values.keys() & hints.keys():
-        value = values[name] = plain_value(values[name])
-        check_type(name, value, hints[name])
-        if name == "workers" and value is not None and value < 1:
-            raise UsageError(name, found=value, expected="a whole number, 1 or more")
 
 
 def check_type(name: str, value: object, hint: Any) -> None:
@@ -118,9 +103,9 @@ def has_type(value: Any, hint: Any) -> bool:
         listed = isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)
         return listed and all(has_type(item, parts[0]) for item in value)
     hint = getattr(hint, "__supertype__", hint)
-    kind = _NUMBERS.get(hint, origin or hint)
-    is_number = isinstance(value, bool) and hint in _NUMBERS
-    return kind is Any or (isinstance(value, kind) and not is_number)
+    if hint in _NUMBERS:
+        return isinstance(value, _NUMBERS[hint]) and not isinstance(value, bool)
+    return hint is Any or isinstance(value, origin or hint)
 
 
 def type_text(hint: Any) -> str:
@@ -147,9 +132,10 @@ SettingsT = TypeVar("SettingsT")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """The declaration of a setting, except its type and default.
+    """The declaration of a setting.
 
     Attributes:
+        name, type, default: name, resolved type and default of its field.
         help: description, one line.
         group: heading under which it is listed.
         at_least, at_most, above, below: bounds of a number.
@@ -160,6 +146,9 @@ class Setting:
         per_worker: the value may differ between the workers of a training.
     """
 
+    name: str = ""
+    type: Any = None
+    default: Any = None
     help: str
     group: str
     at_least: float | None = None
@@ -172,21 +161,6 @@ class Setting:
     resume: bool = False
     search: bool = True
     per_worker: bool = False
-
-
-def setting(default: Any, help: str, *, group: str, **options: Any) -> Any:
-    """Declare a setting. `options` are attributes of `Setting`. The default `dataclasses.MISSING` makes it required."""
-    about = Setting(help=help, group=group, **options)
-    return dataclasses.field(default=default, metadata={_SETTING: about})
-
-
-class DeclaredSetting(NamedTuple):
-    """A declared setting of a class, with the name, the resolved type and the default of its field."""
-
-    name: str
-    type: Any
-    default: Any
-    about: Setting
 
     @property
     def flag(self) -> str:
@@ -206,12 +180,12 @@ class DeclaredSetting(NamedTuple):
     @property
     def is_path_list(self) -> bool:
         """Whether its value is a list of paths: one text stands for one path."""
-        return self.is_list and self.about.format == "path"
+        return self.is_list and self.format == "path"
 
     @property
     def is_repeated(self) -> bool:
         """Whether its flag may be repeated, once for each item of a list."""
-        return self.is_list and self.about.format in ("path", "repeated")
+        return self.is_list and self.format in ("path", "repeated")
 
     @property
     def item_type(self) -> Any:
@@ -234,12 +208,11 @@ class DeclaredSetting(NamedTuple):
         check_type(self.name, value, self.type)
         if not isinstance(value, int | float) or isinstance(value, bool):
             return
-        about = self.about
         inside = (
-            (about.at_least is None or value >= about.at_least)
-            and (about.at_most is None or value <= about.at_most)
-            and (about.above is None or value > about.above)
-            and (about.below is None or value < about.below)
+            (self.at_least is None or value >= self.at_least)
+            and (self.at_most is None or value <= self.at_most)
+            and (self.above is None or value > self.above)
+            and (self.below is None or value < self.below)
             and abs(value) < inf
         )
         if not inside:
@@ -248,15 +221,21 @@ class DeclaredSetting(NamedTuple):
     @property
     def range_text(self) -> str:
         """The allowed range of a number, such as "1 or more"; empty if there is none."""
-        about = self.about
-        if about.above is not None:
-            most = "" if about.at_most is None else f", up to {about.at_most:g}"
-            return f"more than {about.above:g}{most}"
-        if about.below is not None:
-            return f"from {about.at_least:g} to below {about.below:g}"
-        if about.at_most is not None:
-            return f"from {about.at_least:g} to {about.at_most:.10g}"
-        return "" if about.at_least is None else f"{about.at_least:g} or more"
+        if self.above is not None:
+            most = "" if self.at_most is None else f", up to {self.at_most:g}"
+            return f"more than {self.above:g}{most}"
+        if self.below is not None:
+            return f"from {self.at_least:g} to below {self.below:g}"
+        if self.at_most is not None:
+            return f"from {self.at_least:g} to {self.at_most:.10g}"
+        return "" if self.at_least is None else f"{self.at_least:g} or more"
+
+
+def setting(default: Any, help: str, *, group: str, **options: Any) -> Any:
+    """Declare a setting. `options` are attributes of `Setting`. The default `dataclasses.MISSING` makes it required."""
+    return dataclasses.field(
+        default=default, metadata={_SETTING: Setting(help=help, group=group, **options)}
+    )
 
 
 def _first_type(kind: Any) -> Any:
@@ -266,21 +245,23 @@ def _first_type(kind: Any) -> Any:
     return getattr(kind, "__supertype__", kind)
 
 
-def declared_settings(*classes: type) -> Mapping[str, DeclaredSetting]:
+def declared_settings(*classes: type) -> Mapping[str, Setting]:
     """Return the declared settings of classes, by name. If several classes declare a setting, the first wins."""
     return _settings_of(classes)
 
 
 @functools.cache
-def _settings_of(classes: tuple[Any, ...]) -> Mapping[str, DeclaredSetting]:
-    declared: dict[str, DeclaredSetting] = {}
+def _settings_of(classes: tuple[Any, ...]) -> Mapping[str, Setting]:
+    declared: dict[str, Setting] = {}
     for kind in classes:
         hints = get_type_hints(kind)
         for field in dataclasses.fields(kind):
-            about = field.metadata.get(_SETTING)
-            if about is not None and field.name not in declared:
-                declared[field.name] = DeclaredSetting(
-                    field.name, hints[field.name], field.default, about
+            if _SETTING in field.metadata and field.name not in declared:
+                declared[field.name] = dataclasses.replace(
+                    field.metadata[_SETTING],
+                    name=field.name,
+                    type=hints[field.name],
+                    default=field.default,
                 )
     return types.MappingProxyType(declared)
 
@@ -304,8 +285,7 @@ def check_known(
 
 def select_settings(values: Mapping[str, Any], *classes: type) -> dict[str, Any]:
     """Return those of some values that the classes declare."""
-    declared = declared_settings(*classes)
-    return {name: value for name, value in values.items() if name in declared}
+    return {name: values[name] for name in values if name in declared_settings(*classes)}
 
 
 def split_settings(
@@ -316,9 +296,7 @@ def split_settings(
     return declared, {name: value for name, value in values.items() if name not in declared}
 
 
-def read_arguments(
-    values: Mapping[str, Any], declared: Mapping[str, DeclaredSetting]
-) -> dict[str, Any]:
+def read_arguments(values: Mapping[str, Any], declared: Mapping[str, Setting]) -> dict[str, Any]:
     """Return the arguments of a Python function by name, without those that are None.
 
     None is allowed where the type allows it, and where the default depends on the data.
@@ -329,7 +307,7 @@ def read_arguments(
     check_known(values, declared, "unknown options")
     arguments = {name: plain_value(value) for name, value in values.items()}
     for name, value in arguments.items():
-        if value is not None or declared[name].about.default_text is None:
+        if value is not None or declared[name].default_text is None:
             declared[name].check(value)
     return {name: value for name, value in arguments.items() if value is not None}
 
@@ -345,8 +323,11 @@ def read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(read_text(path))
     except (OSError, ValueError, RecursionError) as error:
         deep = isinstance(error, RecursionError)
-        reason = "its brackets are nested too deep" if deep else str(error)
-        raise UsageError(f"{path} cannot be read", found=reason, expected="TOML") from error
+        raise UsageError(
+            f"{path} cannot be read",
+            found="its brackets are nested too deep" if deep else str(error),
+            expected="TOML",
+        ) from error
 
 
 def read_settings(path: Path, *classes: type) -> dict[str, Any]:
@@ -369,9 +350,9 @@ def to_toml(*groups: Any) -> str:
     # Imported late: tomli-w is optional.
     import tomli_w
 
-    values: dict[str, Any] = {}
-    for group in groups:
-        values |= {name: getattr(group, name) for name in declared_settings(type(group))}
+    values = {
+        name: getattr(group, name) for group in groups for name in declared_settings(type(group))
+    }
     return tomli_w.dumps({name: value for name, value in values.items() if value is not None})
 
 

@@ -20,12 +20,9 @@ _KERAS = {"image_data_format": "channels_last", "floatx": "float32", "epsilon": 
 """Settings of Keras, which it also reads from `keras.json`, as the backend."""
 
 
-def _is_shown(record: logging.LogRecord) -> bool:
-    """Return False for TensorFlow's advice to trace our functions less often: each training in a process traces its own."""
-    return not re.search(r"(TrainStep|KerasNetwork)\..*tf\.function retracing", record.getMessage())
-
-
-logging.getLogger("tensorflow").addFilter(_is_shown)
+# Leave out TensorFlow's advice to trace our functions less often: each training in a process traces its own.
+_ADVICE = re.compile(r"(TrainStep|KerasNetwork)\..*tf\.function retracing")
+logging.getLogger("tensorflow").addFilter(lambda record: not _ADVICE.search(record.getMessage()))
 
 
 def load_quietly(module: str, *, lean: bool = False) -> Any:
@@ -42,9 +39,7 @@ def load_quietly(module: str, *, lean: bool = False) -> Any:
         with _quiet(), _without(_OPTIONAL if lean else ()):
             imported = importlib.import_module(module)
     except (ImportError, ValueError, AssertionError, AttributeError) as error:
-        is_missing = isinstance(
-            error, ImportError
-        )  # else Keras stops at a wrong value in keras.json
+        is_missing = isinstance(error, ImportError)  # else, keras.json has a wrong value
         raise MachineShort(
             "this needs TensorFlow, which is not installed or cannot be loaded", found=str(error) or repr(error),
             todo="run pip install 'histopipe[train]' (CPU) or 'histopipe[gpu]'" if is_missing

@@ -58,18 +58,11 @@ class TookTooLong(WorkerDied):
 
 
 @dataclass(slots=True)
-class _SubmittedCall:
-    future: Future[Any]
-    message: bytes
-    seconds: float
-
-
-@dataclass(slots=True)
 class _Worker:
     process: subprocess.Popen[bytes]
     pipe: Connection
     ready: bool = False
-    call: _SubmittedCall | None = None
+    future: Future[Any] | None = None
     deadline: float = math.inf
 
 
@@ -86,14 +79,13 @@ class WorkerPool(Executor):
 
     def __init__(self, workers: int, prepare: Callable[[], None] | None = None) -> None:
         self._prepare = pickle.dumps(prepare, protocol=5)
-        self._waiting: deque[_SubmittedCall] = deque()
-        self._lock = threading.Lock()
+        # Future, pickled call and time limit of each call that no worker has.
+        self._waiting = deque[tuple[Future[Any], bytes, float]]()
+        self._lock, self._started = threading.Lock(), threading.Event()
         self._ending, self._latest = False, math.inf
         self._false_starts = 0
         self._woken, self._wake = multiprocessing.Pipe(duplex=False)
-        self._count = workers
-        self._workers: list[_Worker] = []
-        self._started = threading.Event()
+        self._count, self._workers = workers, list[_Worker]()
         self._thread = threading.Thread(target=self._serve, name="worker-pool", daemon=True)
         self._thread.start()
         self._started.wait()  # otherwise the caller's imports would keep Python's lock from the thread
@@ -106,14 +98,13 @@ class WorkerPool(Executor):
         self, seconds: float, fn: Callable[..., T], /, *args: Any, **kwargs: Any
     ) -> Future[T]:
         """Call `fn` in a worker. If it takes longer, the worker is killed, and the future raises TookTooLong."""
-        message = pickle.dumps((fn, args, kwargs), protocol=5)
-        call = _SubmittedCall(Future(), message, seconds)
+        message, future = pickle.dumps((fn, args, kwargs), protocol=5), Future[T]()
         with self._lock:
             if self._ending:
                 raise RuntimeError("the pool has been shut down")
-            self._waiting.append(call)
+            self._waiting.append((future, message, seconds))
         self._notify()
-        return call.future
+        return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Wait for all calls, then end the workers. With `cancel_futures`, cancel waiting calls and end within 10 s."""
@@ -121,8 +112,8 @@ class WorkerPool(Executor):
             self._ending = True
             if cancel_futures:
                 self._latest = time.monotonic() + _GRACE_SECONDS
-        for call in self._take_waiting() if cancel_futures else ():
-            call.future.cancel()
+        for future in self._take_waiting() if cancel_futures else ():
+            future.cancel()
         self._notify()
         if wait:
             self._thread.join()
@@ -138,21 +129,18 @@ class WorkerPool(Executor):
     def _start(self) -> _Worker:
         ours, theirs = multiprocessing.Pipe()
         command = [sys.executable, "-P", "-m", "histopipe.system.worker_process"]
-        path = os.pathsep.join(filter(None, sys.path))
-        environment = {**_ENVIRONMENT, **os.environ, "PYTHONPATH": path}
+        path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         # Block SIGINT until the worker ignores it.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             process = subprocess.Popen(
                 [*command, str(theirs.fileno()), str(os.getpid())], stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()], env=environment,
+                pass_fds=[theirs.fileno()], env={**_ENVIRONMENT, **os.environ, **path},
             )  # fmt: skip
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             theirs.close()  # the last copy is the worker's, so the pipe closes when the worker ends
-        with contextlib.suppress(
-            OSError
-        ):  # the worker has ended; receiving from the pipe detects it
+        with contextlib.suppress(OSError):  # the worker has ended, which `_receive` detects
             ours.send_bytes(self._prepare)
         return _Worker(process, ours)
 
@@ -163,14 +151,14 @@ class WorkerPool(Executor):
         except BaseException as error:  # noqa: BLE001 - the futures raise it
             with self._lock:
                 self._ending = True
-            running = [worker.call for worker in self._workers if worker.call is not None]
-            for call in [*self._take_waiting(), *running]:
-                call.future.set_exception(error)
+            running = (worker.future for worker in self._workers if worker.future is not None)
+            for future in (*self._take_waiting(), *running):
+                future.set_exception(error)
         finally:
             self._started.set()
             for worker in self._workers:
                 worker.pipe.close()  # this ends an idle worker
-                if worker.call is not None or not worker.ready:
+                if worker.future is not None or not worker.ready:
                     worker.process.kill()
             for worker in self._workers:
                 worker.process.wait()
@@ -185,30 +173,28 @@ class WorkerPool(Executor):
         while True:
             self._send_calls()
             with self._lock:
-                idle = not self._waiting and all(worker.call is None for worker in self._workers)
+                idle = not self._waiting and all(worker.future is None for worker in self._workers)
                 if self._ending and idle:
                     return
             self._receive_results()
 
     def _send_calls(self) -> None:
         for worker in self._workers:
-            while worker.ready and worker.call is None:
+            while worker.ready and worker.future is None:
                 with self._lock:
-                    call = self._waiting.popleft() if self._waiting else None
-                if call is None:
-                    return
-                if not call.future.set_running_or_notify_cancel():
-                    continue
-                worker.call = call
-                worker.deadline = time.monotonic() + call.seconds
-                # If the worker died while idle, sending may fail. `_receive_results` then detects that it has ended.
-                with contextlib.suppress(OSError):
-                    worker.pipe.send_bytes(call.message)
+                    if not self._waiting:
+                        return
+                    future, message, seconds = self._waiting.popleft()
+                if future.set_running_or_notify_cancel():
+                    worker.future, worker.deadline = future, time.monotonic() + seconds
+                    # If the worker died while idle, sending may fail. `_receive_results` then detects that it has ended.
+                    with contextlib.suppress(OSError):
+                        worker.pipe.send_bytes(message)
 
     def _receive_results(self) -> None:
-        first = min(self._latest, *(worker.deadline for worker in self._workers))
+        first = min(self._latest, *(worker.deadline for worker in self._workers)) - time.monotonic()
         # The kernel's timers are limited to a few weeks.
-        timeout = min(max(0.0, first - time.monotonic()), _LONGEST_WAIT_SECONDS)
+        timeout = min(max(0.0, first), _LONGEST_WAIT_SECONDS)
         ready = wait([self._woken, *(worker.pipe for worker in self._workers)], timeout)
         if self._woken in ready:
             self._woken.recv_bytes()
@@ -216,7 +202,7 @@ class WorkerPool(Executor):
             if worker.pipe in ready:
                 if not self._receive(worker):
                     self._replace(index, WorkerDied(_exit_reason(worker)))
-            elif worker.call and min(worker.deadline, self._latest) <= time.monotonic():
+            elif worker.future and min(worker.deadline, self._latest) <= time.monotonic():
                 worker.process.kill()
                 self._replace(index, TookTooLong("the task exceeded its time limit"))
 
@@ -231,9 +217,9 @@ class WorkerPool(Executor):
         except Exception as error:  # noqa: BLE001 - the future raises it
             done, value = False, error
         worker.ready, self._false_starts = True, 0
-        call, worker.call, worker.deadline = worker.call, None, math.inf
-        if call is not None:
-            (call.future.set_result if done else call.future.set_exception)(value)
+        future, worker.future, worker.deadline = worker.future, None, math.inf
+        if future is not None:
+            (future.set_result if done else future.set_exception)(value)
         return True
 
     def _replace(self, index: int, error: WorkerDied) -> None:
@@ -243,27 +229,29 @@ class WorkerPool(Executor):
         self._false_starts += not worker.ready
         if self._false_starts >= _FALSE_STARTS:
             self._false_starts = 0
-            for call in self._take_waiting():
-                call.future.set_exception(
+            for future in self._take_waiting():
+                future.set_exception(
                     MachineShort("worker processes end before they are ready", found=str(error))
                 )
         self._workers[index] = self._start()
-        if worker.call is not None:
-            worker.call.future.set_exception(error)
+        if worker.future is not None:
+            worker.future.set_exception(error)
 
-    def _take_waiting(self) -> list[_SubmittedCall]:
-        """Remove and return all waiting calls."""
+    def _take_waiting(self) -> list[Future[Any]]:
+        """Remove all waiting calls, and return their futures."""
         with self._lock:
-            calls, self._waiting = list(self._waiting), deque()
-        return calls
+            calls, self._waiting = self._waiting, deque()
+        return [future for future, _, _ in calls]
 
 
 def _exit_reason(worker: _Worker) -> str:
     code = worker.process.wait()
-    if code < 0:
-        has_name = -code in {*signal.Signals}
-        return f"killed by {signal.Signals(-code).name if has_name else f'signal {-code}'}"
-    return f"ended with exit code {code}"
+    names = {-number: number.name for number in signal.Signals}
+    return (
+        f"ended with exit code {code}"
+        if code >= 0
+        else f"killed by {names.get(code, f'signal {-code}')}"
+    )
 
 
 def silence() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from histopipe.errors import SpecMismatch, UsageError
+from histopipe.errors import UsageError
 from histopipe.geometry import Mpp
 from histopipe.slides.scale import MAGNIFICATION_MPP, PLAUSIBLE_MPP
 from histopipe.system.settings import check_settings, check_type, setting
@@ -151,18 +151,18 @@ def spec_of_store(value: Mapping[str, Any]) -> TilingSpec:
     """Return the spec that reproduces the patches of a store with this spec in `meta`.
 
     Raises:
-        SpecMismatch: this version of histopipe creates other patches, or another tool has chosen them.
+        UsageError: this version of histopipe creates other patches, or another tool has chosen them.
     """
     names = {field.name for field in dataclasses.fields(TilingSpec)} - {"grid"}
     values = {**value, "tissue": recorded_tissue(value)}
     spec = TilingSpec(**{name: _listed(values[name]) for name in names & value.keys()})
     if spec.tissue in ("masks", "model") or spec.exclude:
-        raise SpecMismatch(
+        raise UsageError(
             "the patches of the store cannot be reproduced without its tissue masks",
             todo="ingest its slides again into a new store, with the same --tissue and --exclude",
         )
     if spec.to_json() != value:
-        raise SpecMismatch(
+        raise UsageError(
             "the patches of the store cannot be reproduced with this version of histopipe",
             found="; ".join(differences(value, spec.to_json())),
             todo="ingest its slides into a new store",

@@ -70,7 +70,7 @@ def ingest_on_cluster(
     Raises:
         UsageError: `out` is a store or used by another run, a worker cannot find the files, or scales would be mixed.
         MachineShort: the scheduler is lost, or a worker's disk or memory ran out. Complete slides are kept.
-        SpecMismatch: the parts in the folder have another spec.
+        UsageError: the parts in the folder have another spec.
     """
     started = time.monotonic()
     out = Path(os.path.realpath(out))

@@ -7,7 +7,7 @@ the difference must be small, and smallest without a shift of the tiles.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -33,42 +33,26 @@ LEAST_PSNR = 40.0
 _SHIFTS = [(dx, dy) for dy in (-1, 0, 1) for dx in (-1, 0, 1)]
 
 
-@dataclass(frozen=True, slots=True)
-class TileCheck:
-    """Number of tiles compared, and the mean absolute difference of their pixels, 0 to 255."""
-
-    tiles: int
-    difference: float
-
-    def __str__(self) -> str:
-        if self.difference == 0:
-            return f"{counted(self.tiles, 'tile')} equal to OpenSlide's"
-        return (
-            f"approximate: OpenSlide interpolates this level; tiles differ from it "
-            f"by {self.difference:.2g} of 255"
-        )
-
-
 class NativeLevels(Closing):
     """Native tiles of the levels of an open slide, from all of its files. Each level is located and checked once."""
 
     def __init__(self, slide: Slide, files: tuple[Path, ...]) -> None:
         self._slide, self._files = slide, files
-        self._known: dict[int, tuple[NativeTiles, TileCheck] | NotNative] = {}
+        self._checked: dict[int, tuple[NativeTiles, str] | NotNative] = {}
 
-    def get(self, level: Level) -> tuple[NativeTiles, TileCheck]:
-        """Return the tiles of a level.
+    def get(self, level: Level) -> tuple[NativeTiles, str]:
+        """Return the tiles of a level, and how they compare with OpenSlide's pixels.
 
         Raises:
             NotNative: they cannot be used directly, or differ from OpenSlide's pixels.
         """
-        if level.number not in self._known:
+        if level.number not in self._checked:
             try:
                 tiles = NativeTiles(find_native(self._files, self._slide.info, level))
-                self._known[level.number] = tiles, check(self._slide, level, tiles)
+                self._checked[level.number] = tiles, check(self._slide, level, tiles)
             except NotNative as error:
-                self._known[level.number] = error
-        entry = self._known[level.number]
+                self._checked[level.number] = error
+        entry = self._checked[level.number]
         if isinstance(entry, NotNative):
             raise entry
         return entry
@@ -82,7 +66,7 @@ class NativeLevels(Closing):
 
     def close(self) -> None:
         """Close the files and free the decoded tiles."""
-        for entry in self._known.values():
+        for entry in self._checked.values():
             if not isinstance(entry, NotNative):
                 entry[0].close()
 
@@ -105,8 +89,8 @@ def find_native(files: tuple[Path, ...], info: SlideInfo, level: Level) -> Nativ
     return tiff.find_tiles(files, info, level)
 
 
-def check(slide: Slide, level: Level, tiles: NativeTiles) -> TileCheck:
-    """Compare sampled tiles with OpenSlide.
+def check(slide: Slide, level: Level, tiles: NativeTiles) -> str:
+    """Compare sampled tiles with OpenSlide, and return the result as text.
 
     Raises:
         NotNative: they differ, or none could be compared.
@@ -114,17 +98,16 @@ def check(slide: Slide, level: Level, tiles: NativeTiles) -> TileCheck:
     places = sampled(tiles.native)
     if not level.downsample.is_integer():
         places = places[:: _SAMPLED_TILES // _INTERPOLATED_TILES]
-    pairs = (_pair(slide, level, tiles, row, column) for row, column in places)
-    compared = [pair for pair in pairs if pair is not None]
+    compared = [pair for place in places if (pair := _pair(slide, level, tiles, *place))]
     if not compared:
         raise NotNative(
             "none of its sampled tiles can be read" if places else "no tile is completely inside it"
         )
     zero = float(np.mean([_difference(a, b) for a, b in compared]))
-    if level.downsample.is_integer():
-        if zero:
-            raise NotNative(f"its tiles differ from OpenSlide's pixels, by {zero:.2g} of 255")
-        return TileCheck(len(compared), 0.0)
+    if level.downsample.is_integer() and zero:
+        raise NotNative(f"its tiles differ from OpenSlide's pixels, by {zero:.2g} of 255")
+    if zero == 0:
+        return f"{counted(len(compared), 'tile')} equal to OpenSlide's"
     shifted = {
         shift: np.mean([_difference(a[1:-1, 1:-1], _shift(b, *shift)) for a, b in compared])
         for shift in _SHIFTS
@@ -135,7 +118,9 @@ def check(slide: Slide, level: Level, tiles: NativeTiles) -> TileCheck:
             f"its tiles differ from OpenSlide's pixels, by {zero:.2g} of 255, "
             f"least when shifted by {best}"
         )
-    return TileCheck(len(compared), zero)
+    return (
+        f"approximate: OpenSlide interpolates this level; tiles differ from it by {zero:.2g} of 255"
+    )
 
 
 def scaled_psnr(tiles: NativeTiles, reduction: int) -> float:
@@ -143,13 +128,11 @@ def scaled_psnr(tiles: NativeTiles, reduction: int) -> float:
     squares = []
     for row, column in sampled(tiles.native):
         region = tiles.native.region(row, column)
-        try:
+        with suppress(SlideUnreadable):
             full, small = tiles.pixels(region), tiles.pixels(region, reduction)
-        except SlideUnreadable:
-            continue
-        if full is not None and small is not None:
-            truth = np.asarray(Image.fromarray(full).reduce(reduction), np.float32)
-            squares.append(np.mean((truth - small) ** 2))
+            if full is not None and small is not None:
+                truth = np.asarray(Image.fromarray(full).reduce(reduction), np.float32)
+                squares.append(np.mean((truth - small) ** 2))
     mean = float(np.mean(squares)) if squares else np.inf
     return float(10 * np.log10(255**2 / mean)) if mean else np.inf
 

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 import pydicom
@@ -49,8 +49,8 @@ def pydicom_warnings() -> Iterator[list[str]]:
         try:
             yield messages
         finally:
-            texts = (str(warning.message).partition("\n")[0] for warning in caught)
-            messages.extend(dict.fromkeys(text[:200] for text in texts))
+            texts = (str(warning.message).partition("\n")[0][:200] for warning in caught)
+            messages.extend(dict.fromkeys(texts))
 
 
 def read_header(file: Path | BinaryIO, *names: str) -> pydicom.Dataset:
@@ -73,8 +73,7 @@ def read_text(path: Path | BinaryIO, name: str) -> str | None:
     """Return a value of a file's header as text; None if it is missing, or the header cannot be read."""
     with pydicom_warnings():
         try:
-            value: Any = read_header(path, name).get(name, "")
-            return str(value) or None
+            return str(read_header(path, name).get(name, "")) or None
         except ValueError:
             return None
 
@@ -93,11 +92,10 @@ def find_tiles(files: tuple[Path, ...], level: Level) -> NativeLevel:
                     f"{len(matches)} of its files have images of {level.size}, expected 1"
                 )
             return with_frame(_native(matches[0], level.size))
-    except NotNative as error:
-        raise NotNative(_with_damage(str(error), damage), error.native) from error
     except Exception as error:
-        reason = f"its frames cannot be found: {error}"
-        raise NotNative(_with_damage(reason, damage)) from error
+        unknown = "" if isinstance(error, NotNative) else "its frames cannot be found: "
+        headers = f" (damaged header: {'; '.join(damage[:2])})" if damage else ""
+        raise NotNative(f"{unknown}{error}{headers}", getattr(error, "native", None)) from error
 
 
 def find_pixel_data(files: tuple[Path, ...], size: Size) -> list[tuple[Path, int]]:
@@ -110,13 +108,9 @@ def find_pixel_data(files: tuple[Path, ...], size: Size) -> list[tuple[Path, int
         for path in files:
             if _shows(path, size):
                 with path.open("rb") as file:
-                    header = read_header(file, "SOPInstanceUID")
-                    parts.append((str(header.get("SOPInstanceUID")), path, file.tell()))
+                    uid = str(read_header(file, "SOPInstanceUID").get("SOPInstanceUID"))
+                    parts.append((uid, path, file.tell()))
     return [(path, start) for _, path, start in sorted(parts)]
-
-
-def _with_damage(reason: str, damage: list[str]) -> str:
-    return f"{reason} (damaged header: {'; '.join(damage[:2])})" if damage else reason
 
 
 def _shows(path: Path, size: Size) -> bool:

@@ -67,54 +67,6 @@ class JpegFrame:
         return f"{self.size} of {self.bits} bits, sampling {factors}"
 
 
-class TileFormat:
-    """Converts the tiles of an image to plain JPEG files.
-
-    `tables` are those that all tiles share, as in TIFF's `JPEGTables`; empty if each tile contains its tables. `colour`
-    is from the slide's header. If `frame` is given, tiles with another frame are refused.
-    """
-
-    def __init__(self, tables: bytes, colour: Colour, frame: JpegFrame | None = None) -> None:
-        kept = (tables[s:e] for marker, s, e in _segments(tables) if marker in _KEPT)
-        self._begin = SOI + _ADOBE.get(colour, b"") + b"".join(kept)
-        self._frame = frame
-        # Most tiles of an image begin with the same bytes, so these are parsed only once.
-        self._known: tuple[bytes, bytes] | None = None
-
-    def plain(self, tile: bytes) -> bytes:
-        """Return a tile as a JPEG file; its compressed data is unchanged.
-
-        Raises:
-            OtherFrame: the tile has another frame than `frame`.
-            NotPlain: the tile is truncated, or not a JPEG.
-        """
-        end = _end(tile)
-        if self._known is None or not tile.startswith(self._known[0]):
-            self._known = self._header(tile)
-        raw, header = self._known
-        return b"".join((header, memoryview(tile)[len(raw) : end]))
-
-    def _header(self, tile: bytes) -> tuple[bytes, bytes]:
-        """Return the bytes of a tile before the compressed data, and the bytes that replace them."""
-        if tile[:2] != SOI:
-            raise NotPlain(
-                f"{tile[:2].hex(' ') or 'no bytes'} at its start, not the JPEG start marker"
-            )
-        kept, stop = [], 0
-        for marker, start, stop in _segments(tile):
-            if marker in _KEPT:
-                kept.append(tile[start:stop])
-        header = self._begin + b"".join(kept)
-        frame = frame_of(header)
-        if self._frame is not None and frame != self._frame:
-            raise OtherFrame(f"{frame}, the other tiles are {self._frame}")
-        markers = {marker for marker, _, _ in _segments(header)}
-        for marker, name in ((_DQT, "quantisation"), (_DHT, "Huffman")):
-            if marker not in markers:
-                raise NotPlain(f"no {name} tables, neither in the tile nor shared")
-        return tile[:stop], header
-
-
 def frame_of(jpeg: bytes) -> JpegFrame:
     """Return the frame of a JPEG header.
 
@@ -126,8 +78,7 @@ def frame_of(jpeg: bytes) -> JpegFrame:
         if marker in _SOF:
             body = jpeg[start + 4 : stop]
             height, width = int.from_bytes(body[1:3]), int.from_bytes(body[3:5])
-            factors = body[7 : 6 + 3 * body[5] : 3]
-            sampling = tuple((factor >> 4, factor & 15) for factor in factors)
+            sampling = tuple((n >> 4, n & 15) for n in body[7 : 6 + 3 * body[5] : 3])
             return JpegFrame(Size(width, height), sampling, body[0])
     raise OtherFrame("no baseline or progressive frame")
 
@@ -262,7 +213,7 @@ class NativeLevel:
 
 
 class NativeTiles(Closing):
-    """Reads the native tiles of a level.
+    """Reads the native tiles of a level, as plain JPEG files or as pixels. Tiles with another frame are refused.
 
     Raises:
         SlideUnreadable: the file cannot be opened.
@@ -271,7 +222,10 @@ class NativeTiles(Closing):
     def __init__(self, native: NativeLevel) -> None:
         self.native = native
         self._file = -1
-        self._format = TileFormat(native.tables, native.colour, native.frame)
+        kept = (native.tables[s:e] for marker, s, e in _segments(native.tables) if marker in _KEPT)
+        self._begin = SOI + _ADOBE.get(native.colour, b"") + b"".join(kept)
+        # Most tiles of an image begin with the same bytes, so these are parsed only once.
+        self._parsed: tuple[bytes, bytes] | None = None
         self._decoded: dict[int, Callable[[int, int], NDArray[np.uint8] | None]] = {}
         try:
             self._file = os.open(native.path, os.O_RDONLY | os.O_CLOEXEC)
@@ -286,21 +240,15 @@ class NativeTiles(Closing):
         Raises:
             SlideUnreadable: the tile is damaged.
         """
-        native = self.native
-        length, offset = int(native.lengths[row, column]), int(native.offsets[row, column])
-        return self._jpeg(row, column, length, offset)
+        place = row, column
+        return self._jpeg(*place, int(self.native.lengths[place]), int(self.native.offsets[place]))
 
     def jpegs(
         self, rows: NDArray[np.int64], columns: NDArray[np.int64]
     ) -> Iterator[bytes | SlideUnreadable | None]:
         """Yield tiles like `jpeg`, with the error in place of a damaged tile; `rows` and `columns` are (N,)."""
-        places = (
-            rows,
-            columns,
-            self.native.lengths[rows, columns],
-            self.native.offsets[rows, columns],
-        )
-        for place in zip(*(values.tolist() for values in places), strict=True):
+        lengths, offsets = self.native.lengths[rows, columns], self.native.offsets[rows, columns]
+        for place in np.stack([rows, columns, lengths, offsets], axis=1).tolist():
             try:
                 yield self._jpeg(*place)
             except SlideUnreadable as error:
@@ -312,12 +260,43 @@ class NativeTiles(Closing):
         try:
             data = os.pread(self._file, length, offset)
             if len(data) == length:
-                return self._format.plain(data)
+                return self.plain(data)
         except OtherFrame:
             return None
         except (NotPlain, OSError) as error:
             raise self.unreadable(row, column, str(error)) from error
         raise self.unreadable(row, column, f"{len(data)} of {length} bytes: the file is truncated")
+
+    def plain(self, tile: bytes) -> bytes:
+        """Return a tile as a JPEG file; its compressed data is unchanged.
+
+        Raises:
+            OtherFrame: the tile has another frame than the other tiles.
+            NotPlain: the tile is truncated, or not a JPEG.
+        """
+        end = _end(tile)
+        if self._parsed is None or not tile.startswith(self._parsed[0]):
+            self._parsed = self._header(tile)
+        raw, header = self._parsed
+        return b"".join((header, memoryview(tile)[len(raw) : end]))
+
+    def _header(self, tile: bytes) -> tuple[bytes, bytes]:
+        """Return the bytes of a tile before the compressed data, and the bytes that replace them."""
+        if tile[:2] != SOI:
+            raise NotPlain(
+                f"{tile[:2].hex(' ') or 'no bytes'} at its start, not the JPEG start marker"
+            )
+        segments = list(_segments(tile))
+        kept = (tile[start:stop] for marker, start, stop in segments if marker in _KEPT)
+        header = self._begin + b"".join(kept)
+        frame = frame_of(header)
+        if self.native.frame is not None and frame != self.native.frame:
+            raise OtherFrame(f"{frame}, the other tiles are {self.native.frame}")
+        markers = {marker for marker, _, _ in _segments(header)}
+        for marker, name in ((_DQT, "quantisation"), (_DHT, "Huffman")):
+            if marker not in markers:
+                raise NotPlain(f"no {name} tables, neither in the tile nor shared")
+        return tile[: max((stop for _, _, stop in segments), default=0)], header
 
     def pixels(self, region: RegionLevel, reduction: int = 1) -> NDArray[np.uint8] | None:
         """Return a region of the image as a new (H / reduction, W / reduction, 3) uint8 RGB array.
