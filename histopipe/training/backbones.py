@@ -301,8 +301,8 @@ def _small_cnn(patch_size: int) -> keras.Model:
 
 def _application(model: str, patch_size: int, weights: str, *, training: bool) -> Backbone:
     build = None if model in SCALES else _find_application(model, training=training)
-    # As documented by Keras, which has no public function for it.
-    home = Path(os.environ.get("KERAS_HOME") or Path.home() / ".keras")
+    # As documented by Keras, which has no public function for it. `Path.home` would fail without a home.
+    home = Path(os.environ.get("KERAS_HOME") or os.path.expanduser("~/.keras"))  # noqa: PTH111
     todo = (
         "imagenet weights are downloaded once; without a network, copy the file named above to "
         f"{home / 'models'}, or pass it as --weights FILE"
