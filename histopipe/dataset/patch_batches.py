@@ -164,8 +164,8 @@ class PatchBatches(BatchSampler):
         requested = 0
         for ordinal in np.unique(ordinals).tolist():
             in_store = ordinals == ordinal
-            positions = zip(slides[in_store].tolist(), rows[in_store].tolist(), strict=True)
-            requested += self.stores[ordinal].advise(list(positions))
+            places = zip(slides[in_store].tolist(), rows[in_store].tolist(), strict=True)
+            requested += self.stores[ordinal].advise(list(places))
         return requested
 
     def _read(

@@ -116,8 +116,8 @@ class Balanced(Order):
 
     def __call__(self, epoch: int, places: Numbers) -> Numbers:
         """Return sample numbers; see `Order`."""
-        mixed = permuted(places, len(self), combine(self._seed, epoch))
-        draw, group = np.divmod(mixed, len(self._sizes))
+        shuffled = permuted(places, len(self), combine(self._seed, epoch))
+        draw, group = np.divmod(shuffled, len(self._sizes))
         sizes = self._sizes[group]
         # With `max_per_slide` the samples change with the epoch, so an epoch cannot continue the last one.
         before = 0 if self._capped else epoch * self._draws

@@ -224,21 +224,20 @@ class ReadAhead:
             end = min(self._last, max(end, self._end_of_window(begin)))
             self._next = end
         if begin < end:
-            with contextlib.suppress(
-                RuntimeError
-            ):  # closed in the meantime, so no requests are needed
+            # If it has been closed in the meantime, no requests are needed.
+            with contextlib.suppress(RuntimeError):
                 # An error in the thread is raised again when the step is loaded.
                 thread.submit(self._batches.advise, range(begin, end), self._parts)
 
     def _end_of_window(self, step: int) -> int:
         """Return the first step after a step's window: neighbours on disk are requested together."""
-        window = self._batches.order.window
+        batches, window = self._batches, self._batches.order.window
         if not window:
             return 0
-        epoch, step = divmod(step, self._batches.steps_per_epoch)
-        end = (step * self._batches.batch_size // window + 1) * window
-        steps = -(-end // self._batches.batch_size)
-        return epoch * self._batches.steps_per_epoch + min(steps, self._batches.steps_per_epoch)
+        epoch, step = divmod(step, batches.steps_per_epoch)
+        end = (step * batches.batch_size // window + 1) * window
+        steps = -(-end // batches.batch_size)
+        return epoch * batches.steps_per_epoch + min(steps, batches.steps_per_epoch)
 
 
 def _major_faults() -> int:

@@ -197,8 +197,8 @@ def break_down_subsets(
 ) -> Breakdown:
     """Return the breakdown of the test set, or of validation if there is none. `evaluations` is the result of `evaluate_subsets`."""
     subset: Subset = "test" if "test" in evaluations else "validation"
-    part = (predictions[subset], evaluations[subset].thresholds)
-    return break_down([part], evaluations[subset], slides, requested, settings)
+    parts = [(predictions[subset], evaluations[subset].thresholds)]
+    return break_down(parts, evaluations[subset], slides, requested, settings)
 
 
 def break_down(

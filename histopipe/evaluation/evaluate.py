@@ -182,11 +182,10 @@ def main_metric(metrics: Metrics) -> tuple[str, float | None]:
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return rows of cells as lines: the first column left-aligned, the others right-aligned."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = []
-    for first, *rest in rows:
-        cells = (cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True))
-        lines.append("  ".join([first.ljust(widths[0]), *cells]).rstrip())
-    return lines
+    return [
+        "  ".join([first.ljust(widths[0]), *map(str.rjust, rest, widths[1:])]).rstrip()
+        for first, *rest in rows
+    ]
 
 
 def number(value: float | None, digits: int = 3) -> str:
@@ -219,11 +218,12 @@ def evaluation_lines(title: str, evaluation: Evaluation) -> list[str]:
         )
         if level == "patient" and same_as_slides(evaluation, cast(Aggregation, how)):
             continue
-        for column in ("", *_columns_of(metrics)):
+        columns = dict.fromkeys(key[key.index(":") :] for key in metrics.values if ":" in key)
+        for column in ("", *columns):
             cells = [with_interval(metrics, name + column) for name in with_intervals]
             cells += [number(metrics.values.get(name + column)) for name in plain]
-            first = f"    {column[1:]}" if column else f"  {label}"
-            rows.append([first, "" if column else str(metrics.count), *cells])
+            first = [f"    {column[1:]}", ""] if column else [f"  {label}", str(metrics.count)]
+            rows.append([*first, *cells])
         for note in metrics.notes:
             notes.setdefault(note, []).append(label)
     levels = sum(bool(row[1]) for row in rows) - 1
@@ -232,9 +232,8 @@ def evaluation_lines(title: str, evaluation: Evaluation) -> list[str]:
         for note, where in notes.items()
     ]
     lines += [f"  {remark}" for remark in remarks(evaluation)]
-    levels_shown = {row[0].split()[0] for row in rows}
-    same = same_as_slides(evaluation, "mean")
-    if same and "slide" in levels_shown and "patient" not in levels_shown:
+    in_rows = {row[0].split()[0] for row in rows}
+    if same_as_slides(evaluation, "mean") and "slide" in in_rows and "patient" not in in_rows:
         lines.append("  patients: same as slides, because each patient has one slide")
     return aligned(rows) + lines
 
@@ -279,12 +278,6 @@ def same_as_slides(evaluation: Evaluation, how: Aggregation) -> bool:
     return (
         slide is not None and patient is not None and slide.count == slide.patients == patient.count
     )
-
-
-def _columns_of(metrics: Metrics) -> list[str]:
-    """Return the endings of the metrics of single columns, such as `:age`."""
-    endings = dict.fromkeys(name.partition(":")[2] for name in metrics.values)
-    return [f":{name}" for name in endings if name]
 
 
 def split_lines(evaluations: Mapping[Subset, Evaluation]) -> list[str]:
@@ -345,7 +338,10 @@ def calibrated(
             predictions, replace(settings, resamples=0)
         ).items()
     }
-    scaled = {subset: with_temperature(part, temperature) for subset, part in predictions.items()}
+    scaled = {
+        subset: replace(part, output=tempered(part.output, temperature).astype(np.float32))
+        for subset, part in predictions.items()
+    }
     return scaled, Calibration(temperature, before)
 
 
@@ -402,9 +398,3 @@ def softmax(logits: FloatArray) -> FloatArray:
     """Return the (..., C) probabilities of logits."""
     power = np.exp(logits - logits.max(axis=-1, keepdims=True))
     return np.asarray(power / power.sum(axis=-1, keepdims=True), np.float64)
-
-
-def with_temperature(predictions: Predictions, temperature: Sequence[float]) -> Predictions:
-    """Return predictions with the probabilities of `tempered`."""
-    scaled = tempered(predictions.output, temperature)
-    return replace(predictions, output=scaled.astype(np.float32))

@@ -121,13 +121,15 @@ def groups_of(
     numeric = bool(finite.any()) and int(finite.sum()) >= NUMERIC_SHARE * sum(
         isinstance(value, str) for value in values
     )
+    whole = (numbers[finite] % 1 == 0).all()
+    most = _MOST_VALUES if whole else min(_MOST_VALUES, _LARGEST_SHARE * finite.sum())
     places: Sequence[float] = numbers.tolist()
     ranges: dict[float, str] = {}
     if width:
         # Rounded, because 0.3 / 0.1 is below 3.
         places = np.floor(np.round(numbers / width, 9)).tolist()
         ranges = {place: _range(place * width, (place + 1) * width) for place in places}
-    elif numeric and _is_divided(numbers[finite]):
+    elif numeric and len(np.unique(numbers[finite])) > max(most, 1):
         edges = np.unique(np.quantile(numbers[finite], _THIRDS)).tolist()
         if len(edges) < 3:  # most values are equal
             edges = np.quantile(np.unique(numbers[finite]), _THIRDS).tolist()
@@ -149,21 +151,10 @@ def median_text(values: Iterable[str]) -> str:
     return f"{float(np.median(numbers)):.6g}" if numbers else ""
 
 
-def _is_divided(numbers: NDArray[np.float64]) -> bool:
-    """Return whether numbers are divided into thirds."""
-    whole = bool((numbers % 1 == 0).all())
-    most = min(_MOST_VALUES, math.inf if whole else _LARGEST_SHARE * len(numbers))
-    return len(np.unique(numbers)) > max(most, 1)
-
-
 def _range(low: float, high: float) -> str:
-    return f"{_text(low)} to {_text(high)}"
-
-
-def _text(value: float) -> str:
-    """Return a number without exponent."""
-    text = f"{value:.6g}"
-    return f"{value:.0f}" if "e+" in text else text
+    """Return a range of numbers without exponents."""
+    texts = [f"{end:.0f}" if "e+" in f"{end:.6g}" else f"{end:.6g}" for end in (low, high)]
+    return " to ".join(texts)
 
 
 _FEWEST_PATIENTS = 10

@@ -163,11 +163,13 @@ class PredictionsFolder:
 
     def complete(self, slide: str, source: str) -> PredictedSlide | None:
         """Return a slide if its predictions are complete and from the same source."""
+        predicted = self.find(slide)
+        return predicted if predicted is not None and predicted.source == source else None
+
+    def find(self, slide: str) -> PredictedSlide | None:
+        """Return a slide if its predictions are complete."""
         path = self.json(slide)
-        if not path.exists():
-            return None
-        predicted = PredictedSlide.read(path)
-        return predicted if predicted.source == source else None
+        return PredictedSlide.read(path) if path.exists() else None
 
     def write(
         self, slide: PredictedSlide, scores: Predictions, thumbnail: bytes | None = None
@@ -420,8 +422,7 @@ class FolderSource(PredictionSource):
         return self._slides
 
     def described(self, slide: str) -> PredictedSlide | None:  # noqa: D102
-        path = self._folder.json(slide)
-        return PredictedSlide.read(path) if path.exists() else None
+        return self._folder.find(slide)
 
     def slide_ids(self) -> Collection[str]:  # noqa: D102
         return () if self.of_bags else self._folder.names()
@@ -432,15 +433,16 @@ class FolderSource(PredictionSource):
 
     def by_slide(self) -> dict[str, dict[str, float | str]]:  # noqa: D102
         path = self.folder / SLIDES
-        values: dict[str, dict[str, float | str]] = {}
         with suppress(FileNotFoundError), reading(path):
-            for row in read_dicts(path):
-                values[row["slide"]] = {
+            return {
+                row["slide"]: {
                     name.removeprefix("p_"): cell if name == "predicted" else float(cell)
                     for name, cell in row.items()
                     if name == "predicted" or (cell and name.startswith(_VALUES))
                 }
-        return values
+                for row in read_dicts(path)
+            }
+        return {}
 
     def thumbnail(self, slide: str) -> Path:
         """Return the path of a slide's thumbnail, which may not exist."""

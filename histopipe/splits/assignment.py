@@ -77,8 +77,7 @@ class Assignment:
         if self.folds:
             return [self._in_fold(fold, shuffled) for fold in range(self.folds)]
         ends = np.round(np.cumsum(self.shares) * len(shuffled)).astype(int)
-        subsets = np.searchsorted(ends, shuffled, side="right")
-        return [np.minimum(subsets, _TEST).astype(np.int8)]
+        return [np.minimum(np.searchsorted(ends, shuffled, side="right"), _TEST).astype(np.int8)]
 
     def _in_fold(self, fold: int, shuffled: NDArray[np.intp]) -> NDArray[np.int8]:
         count = len(shuffled)

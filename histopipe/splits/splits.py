@@ -184,14 +184,10 @@ class Splits:
         """Count the patches by subset and class."""
         counts: dict[Subset, Counter[str]] = {subset: Counter() for subset in SUBSETS}
         for slide in self.slides:
-            # Column 0 is for patches that are left out, or have no class.
             names = [slide.label] if slide.labels is None else self.classes
-            codes = 1 if slide.labels is None else slide.labels + 1
-            place = (slide.subsets + 1) * (len(names) + 1) + codes
-            table = np.bincount(place, minlength=4 * (len(names) + 1)).reshape(4, -1)[1:, 1:]
-            for subset, row in zip(SUBSETS, table.tolist(), strict=True):
-                for name, count in zip(names, row, strict=True):
-                    counts[subset][name] += count
+            for subset in SUBSETS:
+                rows = self.by_class(slide, subset)
+                counts[subset].update({name: len(rows.get(name, ())) for name in names})
         return counts
 
     def by_class(self, slide: SlideSplit, subset: Subset) -> dict[str, NDArray[np.int32]]:
@@ -251,14 +247,14 @@ class Splits:
 
 def write_splits(splits: Splits, path: Path) -> None:
     """Write `splits.json` atomically."""
-    per_patch = any(slide.labels is not None for slide in splits.slides)
-    version = _WITH_LABELS if per_patch else _PLAIN
-    task_fields: dict[str, Any] = {}
+    version, task_fields = _PLAIN, dict[str, Any]()
     if splits.targets or splits.covariates:
         version = _WITH_TARGETS
         task_fields = {
             "task": splits.task_name, "targets": splits.targets, "covariates": splits.covariates
         }  # fmt: skip
+    elif any(slide.labels is not None for slide in splits.slides):
+        version = _WITH_LABELS
     value = {
         "format": _NAME,
         "version": version,
@@ -327,8 +323,7 @@ def trained_on(path: Path) -> set[tuple[str, str]]:
     """Return ("slide", id) and ("patient", name) of training and validation, in NFC; empty if the file is unreadable."""
     with suppress(FileNotFoundError, DamagedStore), reading(path):
         slides = map(_slide_from_json, read_json(path)["slides"])
-        seen = (SUBSETS.index("train"), SUBSETS.index("validation"))
-        used = (slide for slide in slides if np.isin(slide.subsets, seen).any())
+        used = [slide for slide in slides if len(slide.on("train")) or len(slide.on("validation"))]
         return {pair for slide in used for pair in names_of(slide.id, slide.patient)}
     return set()
 

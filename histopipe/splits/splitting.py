@@ -206,10 +206,12 @@ class _Plan:
         for fold, subsets in enumerate(fold_subsets):
             rows = np.flatnonzero(subsets == _TRAIN).tolist()
             if _VALIDATION not in subsets and len(rows):
-                seed = int(combine(self.assignment.seed, fold))
-                assignment = Assignment(self.assignment.without_test, seed)
-                slides, algorithm = [self.slides[row] for row in rows], "balanced"
-                (subsets[rows],) = replace(self, slides=slides, assignment=assignment)._by_group()
+                seed, algorithm = int(combine(self.assignment.seed, fold)), "balanced"
+                training = replace(
+                    self, slides=[self.slides[row] for row in rows],
+                    assignment=Assignment(self.assignment.without_test, seed),
+                )  # fmt: skip
+                (subsets[rows],) = training._by_group()
         if not folds and algorithm == "balanced":
             message(
                 f"column {self.labelling.split_column} has no validation: "
@@ -308,11 +310,11 @@ def _by_patch(
     slides: Sequence[SlideSplit], assignment: Assignment
 ) -> list[tuple[NDArray[np.int8], ...]]:
     """Return random subsets of the patches of each slide, for each fold. Copies of one slide get the same subsets."""
-    subsets = []
-    for slide in slides:
-        name = slide.content or slide.id
-        rng = np.random.default_rng([assignment.seed, *name.encode()])
-        subsets.append(assignment.assign_patches(rng.permutation(slide.count)))
+    seeds = ([assignment.seed, *(slide.content or slide.id).encode()] for slide in slides)
+    subsets = [
+        assignment.assign_patches(np.random.default_rng(seed).permutation(slide.count))
+        for slide, seed in zip(slides, seeds, strict=True)
+    ]
     return list(zip(*subsets, strict=True))
 
 
@@ -359,11 +361,11 @@ def _subsets_apart(
 ) -> NDArray[np.int8]:
     """Return the subsets of the patches of a slide, `DROPPED` for those near another subset."""
     patch_subsets = _subsets_of(position, key, subsets)
-    nearby_subsets = [_subsets_of(points, key, subsets) for points in nearby]
     # A square without patches is in no subset, so patches need no distance from it.
-    mixed = np.any(
-        [(other != patch_subsets) & (other != DROPPED) for other in nearby_subsets], axis=0
-    )
+    mixed = np.any([
+        (other != patch_subsets) & (other != DROPPED)
+        for other in (_subsets_of(points, key, subsets) for points in nearby)
+    ], axis=0)  # fmt: skip
     return np.where(mixed, DROPPED, patch_subsets).astype(np.int8)
 
 
@@ -398,8 +400,7 @@ def _squares(
     width = record.read_size * record.downsample
     corners = np.stack([index["x_l0"], index["y_l0"]], axis=1).astype(np.float64)
     position = np.floor((corners + width / 2) / side).astype(np.int64)
-    points = max(4, int(np.ceil(3 * width / side)) + 1)
-    offsets = np.linspace(-width, 2 * width, points)
+    offsets = np.linspace(-width, 2 * width, max(4, int(np.ceil(3 * width / side)) + 1))
     nearby = [
         np.floor((corners + np.array([dx, dy])) / side).astype(np.int64)
         for dx in offsets

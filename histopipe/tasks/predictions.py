@@ -20,7 +20,6 @@ from histopipe.tasks.intervals import (
     TOO_FEW,
     intervals_of,
     patients_notes,
-    stored_intervals,
 )
 from histopipe.tasks.survival import RiskGroup
 from histopipe.tasks.task import (
@@ -257,7 +256,13 @@ class Metrics:
             KeyError, TypeError: the value has the wrong form.
         """
         names = {field.name for field in dataclasses.fields(cls)}
-        fields = {name: value[name] for name in names & value.keys()} | stored_intervals(value)
+        fields = {name: value[name] for name in names & value.keys()}
+        fields["intervals"] = {name: tuple(ends) for name, ends in value["intervals"].items()}
+        fields["notes"] = tuple(value["notes"])
+        if fields["intervals"] and value["patients"] < FEWEST_PATIENTS:
+            # Earlier versions had intervals of two patients and more.
+            kept = (note for note in value["notes"] if "intervals" not in note)
+            fields |= {"intervals": {}, "notes": (*kept, *patients_notes(value["patients"]))}
         # Earlier versions had the metrics of other tasks than classification in a field.
         by_name = {
             name: metric for name, metric in value.items() if name not in {*names, "threshold"}

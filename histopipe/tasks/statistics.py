@@ -215,26 +215,27 @@ class Statistics(WeightedStatistics):
         calibration error are biased.
         """
         label, decided, patient = self._label, self._decided, self._patient
-        right = decided == label
-        numbers = [self.positive] if self.positive is not None else np.flatnonzero(self._present)
-        each: dict[str, list[Interval | None]] = {"auc": [], "sensitivity": [], "specificity": []}
-        for number in numbers:
-            of_class = label == number
-            each["auc"].append(auc_interval(of_class, self._probability[:, number], patient))
-            each["sensitivity"].append(share_interval(right[of_class], patient[of_class]))
-            each["specificity"].append(
-                share_interval(decided[~of_class] != number, patient[~of_class])
-            )
-        by_metric = {name: mean_interval(intervals) for name, intervals in each.items()}
-        by_metric["accuracy"] = share_interval(right, patient)
-        by_metric["balanced_accuracy"] = independent_mean_interval([
-            (float(right[of_class].mean()), share_interval(right[of_class], patient[of_class]))
-            for of_class in (label == number for number in np.flatnonzero(self._present))
-        ])  # fmt: skip
+        right, present = decided == label, np.flatnonzero(self._present).tolist()
+        numbers = present if self.positive is None else [self.positive]
+        by_metric = {
+            "auc": mean_interval(
+                [auc_interval(label == n, self._probability[:, n], patient) for n in numbers]
+            ),
+            "sensitivity": mean_interval(
+                [share_interval(right[label == n], patient[label == n]) for n in numbers]
+            ),
+            "specificity": mean_interval(
+                [share_interval(decided[label != n] != n, patient[label != n]) for n in numbers]
+            ),
+            "accuracy": share_interval(right, patient),
+            "balanced_accuracy": independent_mean_interval([
+                (float(right[label == n].mean()), share_interval(right[label == n], patient[label == n]))
+                for n in present
+            ]),
+        }  # fmt: skip
         if self.positive is not None and self.positive in self._curves:
-            of_class = label == self.positive
             _, precision = self._curves[self.positive](np.ones(self.patients))
-            positives = len(np.unique(patient[of_class]))
+            positives = len(np.unique(patient[label == self.positive]))
             if positives > 1:
                 by_metric["average_precision"] = precision_interval(
                     precision, values["average_precision"], positives,

@@ -111,15 +111,16 @@ class SurvivalStatistics(WeightedStatistics):
         size = max(1, _BLOCK // max(len(self._time), 1))
         for begin in range(0, len(events), size):
             block = events[begin : begin + size]
-            later = self._time[None] > self._time[block, None]
-            same = (self._time[None] == self._time[block, None]) & ~self._event[None]
-            comparable = (later | same).astype(np.float64)
+            lag = self._time[None] - self._time[block, None]
+            comparable = ((lag > 0) | ((lag == 0) & ~self._event[None])).astype(np.float64)
             lead = self._risk[block, None] - self._risk[None]
             value = np.where(np.abs(lead) <= _TIE, 0.5, lead > 0) * comparable
             pairs, concordant = rows @ comparable.T, rows @ value.T
-            harrell, uno = rows[:, block], weight[:, block]
-            products = (harrell * concordant, harrell * pairs, uno * concordant, uno * pairs)
-            sums += [product.sum(axis=1) for product in products]
+            sums += [
+                (of_events * of_others).sum(axis=1)
+                for of_events in (rows[:, block], weight[:, block])
+                for of_others in (concordant, pairs)
+            ]
         with np.errstate(divide="ignore", invalid="ignore"):
             return sums[0] / sums[1], sums[2] / sums[3]
 
