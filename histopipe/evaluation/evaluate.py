@@ -238,15 +238,15 @@ def evaluation_lines(title: str, evaluation: Evaluation) -> list[str]:
     return aligned(rows) + lines
 
 
-def informative_levels(evaluation: Evaluation) -> Iterator[tuple[str, Metrics]]:
-    """Yield the metrics of each level that has a main metric. Without one at the finest level, yield all levels.
+def informative_levels(evaluation: Evaluation) -> list[tuple[str, Metrics]]:
+    """Return the metrics of each level that has a main metric; without one at the finest level, of all levels.
 
     Most slides of a study with annotations have several labels. Those with one label often have the same.
     """
-    all_levels = main_metric(evaluation.finest)[1] is None
-    for name, metrics in evaluation.named():
-        if all_levels or main_metric(metrics)[1] is not None:
-            yield name, metrics
+    levels = list(evaluation.named())
+    if main_metric(evaluation.finest)[1] is None:
+        return levels
+    return [(name, metrics) for name, metrics in levels if main_metric(metrics)[1] is not None]
 
 
 def remarks(evaluation: Evaluation) -> list[str]:
@@ -255,14 +255,13 @@ def remarks(evaluation: Evaluation) -> list[str]:
     finer = {"slide": evaluation.patch, "patient": evaluation.patch or evaluation.slide}
     texts = []
     for level, metrics in (("slide", evaluation.slide), ("patient", evaluation.patient)):
-        if not finer[level] or level in levels:
-            continue
-        reasons = [f"each has several {TASKS[evaluation.finest.task].several}"]
-        if metrics:
-            few = metrics["mean"]
-            reasons = [f"the {main_metric(few)[0]} of {few.count} is undefined"]
-            reasons += [note for note in few.notes if "excluded" in note]
-        texts.append(f"{level}s: not evaluated, because {'; '.join(reasons)}")
+        if finer[level] and level not in levels:
+            reasons = [f"each has several {TASKS[evaluation.finest.task].several}"]
+            if metrics:
+                few = metrics["mean"]
+                reasons = [f"the {main_metric(few)[0]} of {few.count} is undefined"]
+                reasons += [note for note in few.notes if "excluded" in note]
+            texts.append(f"{level}s: not evaluated, because {'; '.join(reasons)}")
     if evaluation.in_training:
         texts.append(
             f"used in the training, too: {evaluation.in_training} of "

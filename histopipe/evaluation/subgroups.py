@@ -200,18 +200,20 @@ class Subgroups:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Subgroups:
         """Create it from the result of `to_json`. Raise KeyError or TypeError if the value has the wrong form."""
-        groups = []
-        for group in value["groups"]:
-            differences = {
-                name: Difference(entry["value"], entry["interval"] and tuple(entry["interval"]))
-                for name, entry in group["differences"].items()
-            }
-            intervals = {name: tuple(ends) for name, ends in group["intervals"].items()}
-            # Earlier versions had another name of the values.
-            values = group["values"] if "values" in group else group["figures"]
-            groups.append(GroupMetrics(
-                group["name"], group["count"], group["patients"], values, intervals, differences, group["note"]
-            ))  # fmt: skip
+        groups = (
+            GroupMetrics(
+                group["name"], group["count"], group["patients"],
+                # Earlier versions had another name of the values.
+                group["values"] if "values" in group else group["figures"],
+                {name: tuple(ends) for name, ends in group["intervals"].items()},
+                {
+                    name: Difference(entry["value"], entry["interval"] and tuple(entry["interval"]))
+                    for name, entry in group["differences"].items()
+                },
+                group["note"],
+            )
+            for group in value["groups"]
+        )  # fmt: skip
         return cls(value["column"], value["level"], tuple(groups))
 
 

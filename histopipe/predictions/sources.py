@@ -190,8 +190,11 @@ class PredictionsFolder:
     def names(self) -> list[str]:
         """Return the ids of all complete slides, sorted."""
         folder = self.path / PATCHES
-        paths = (path for path in folder.rglob("*.json") if not path.name.startswith("."))
-        return sorted(path.relative_to(folder).as_posix().removesuffix(".json") for path in paths)
+        return sorted(
+            path.relative_to(folder).as_posix().removesuffix(".json")
+            for path in folder.rglob("*.json")
+            if not path.name.startswith(".")
+        )
 
     def read(self, slide: str) -> Predictions:
         """Read the predictions of a slide."""
@@ -394,8 +397,8 @@ class RunSource(PredictionSource):
             of_slide: dict[str, float | str] = dict(zip(self.classes, mean.tolist(), strict=True))
             of_slide["predicted"] = self.classes[int(mean.argmax())]
             if (label >= 0).any():
-                labelled = output[label >= 0].argmax(axis=1) == label[label >= 0]
-                of_slide["correct"] = float(labelled.mean())
+                correct = output.argmax(axis=1) == label
+                of_slide["correct"] = float(correct[label >= 0].mean())
             values[slide] = of_slide
         return values
 

@@ -212,8 +212,8 @@ def read_patch_values(
             for row in read_dicts(path):
                 if row["x_l0"]:
                     corner = int(row["x_l0"]), int(row["y_l0"])
-                    values = float(row[column]), float(row["size_l0"] or 0)
-                    rows.setdefault(row["slide"], []).append((*corner, *values))
+                    values = (*corner, float(row[column]), float(row["size_l0"] or 0))
+                    rows.setdefault(row["slide"], []).append(values)
         tables |= {slide: np.array(values, np.float64) for slide, values in rows.items()}
     return tables
 

@@ -93,8 +93,8 @@ class Covariates:
     @classmethod
     def of(cls, names: Sequence[str], rows: Iterable[Sequence[str]]) -> Covariates:
         """Return the covariates with the rows of cells of the training set. Raise as `Covariate.of`."""
-        columns = zip(names, zip(*rows, strict=True), strict=True)
-        return cls(tuple(Covariate.of(name, cells) for name, cells in columns))
+        columns = zip(*rows, strict=True)
+        return cls(tuple(map(Covariate.of, names, columns)))
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -103,8 +103,11 @@ class Covariates:
 
     def encode(self, cells: Sequence[str]) -> list[float]:
         """Return the numbers for the cells of a slide."""
-        pairs = zip(self.columns, cells, strict=True)
-        return [value for column, cell in pairs for value in column.encode(cell)]
+        return [
+            value
+            for column, cell in zip(self.columns, cells, strict=True)
+            for value in column.encode(cell)
+        ]
 
     def unknown(self, cells: Sequence[str]) -> list[str]:
         """Return a text for each cell with a value that training never saw, which counts as missing."""
@@ -176,13 +179,12 @@ class PatchFilter:
             ("pen", self.exclude_pen, 1.0, "run `histopipe quality` on the store"),
             ("dark", self.exclude_dark, 1.0, "run `histopipe quality` on the store"),
         ):
-            if bound == off:
-                continue
-            values = index.get(column)
-            if values is None or (np.isnan(values).all() and (index["length"] > 0).any()):
-                raise UsageError(f"{where}: {column} has not been measured", todo=command)
-            # Damaged patches have NaN, which is outside of every bound.
-            kept &= (values >= bound) if off == 0 else (values <= bound)
+            if bound != off:
+                values = index.get(column)
+                if values is None or (np.isnan(values).all() and (index["length"] > 0).any()):
+                    raise UsageError(f"{where}: {column} has not been measured", todo=command)
+                # Damaged patches have NaN, which is outside of every bound.
+                kept &= (values >= bound) if off == 0 else (values <= bound)
         return kept
 
 

@@ -282,8 +282,8 @@ def _measured(source: SampleSource, number: int) -> dict[str, str]:
         return {}
     measured = {name: getattr(record, name) or "" for name in ("route", "reader", "vendor")}
     if record.route:
-        once_more = record.route != "copy" and source.spec.get("codec") != "png"
-        measured["jpeg_generations"] = str(1 + once_more)
+        encoded_again = record.route != "copy" and source.spec.get("codec") != "png"
+        measured["jpeg_generations"] = str(1 + encoded_again)
     if record.mpp is not None:
         measured["mpp"] = f"{record.mpp:.4g}"
     index = source.index(number) if record.planned else {}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import json
-import math
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -309,8 +308,7 @@ def load_splits(path: Path) -> Splits:
 def recorded_numbers(path: Path) -> dict[str, int]:
     """Return slide numbers by id from a `splits.json`; empty if it cannot be read, which `read_splits` reports."""
     with suppress(FileNotFoundError, DamagedStore), reading(path):
-        slides = read_json(path)["slides"]
-        return {str(slide["id"]): int(slide["slide"]) for slide in slides}
+        return {str(slide["id"]): int(slide["slide"]) for slide in read_json(path)["slides"]}
     return {}
 
 
@@ -379,7 +377,7 @@ def _slide_to_json(slide: SlideSplit) -> dict[str, Any]:
     if slide.labels is not None:
         value["labels"] = _encode_array(slide.labels)
     if slide.target is not None:
-        value["target"] = [None if math.isnan(number) else number for number in slide.target]
+        value["target"] = [None if np.isnan(number) else number for number in slide.target]
     if slide.covariates:
         value["covariates"] = slide.covariates
     subsets = set(slide.subsets.tolist())
@@ -403,15 +401,15 @@ def _slide_from_json(value: Mapping[str, Any]) -> SlideSplit:
     return SlideSplit(
         **{name: value[name] for name in _FIELDS}, subsets=subsets,
         labels=_decode_array(value["labels"], np.int16, count) if "labels" in value else None,
-        target=tuple(math.nan if number is None else float(number) for number in value["target"])
+        target=tuple(np.nan if number is None else float(number) for number in value["target"])
         if "target" in value else None,
         covariates=tuple(map(str, value.get("covariates", ()))),
     )  # fmt: skip
 
 
 def _encode_array(values: NDArray[Any]) -> str:
-    little_endian = np.ascontiguousarray(values, values.dtype.newbyteorder("<"))
-    return base64.b64encode(zlib.compress(little_endian.tobytes())).decode()
+    little_endian = values.astype(values.dtype.newbyteorder("<")).tobytes()
+    return base64.b64encode(zlib.compress(little_endian)).decode()
 
 
 def _decode_array(text: str, dtype: Any, count: int) -> NDArray[Any]:

@@ -19,14 +19,13 @@ from histopipe.slides.slide_files import connected
 from histopipe.splits.assignment import Assignment, copies_note, mark_patches
 from histopipe.splits.labelling import Labelling, candidates, given_parts
 from histopipe.splits.splits import DROPPED, SampleSource, SlideSplit, Splits
-from histopipe.splits.subsets import SUBSETS, SplitBy, Subset
+from histopipe.splits.subsets import SUBSETS, TEST, TRAIN, VALIDATION, SplitBy, Subset
 from histopipe.store.record import SlideRecord
 from histopipe.system.hashing import combine
 from histopipe.system.output import counted, message
 
 FRACTIONS = (0.7, 0.15, 0.15)
 REGION = Micrometres(250.0)
-_TRAIN, _VALIDATION, _TEST = range(len(SUBSETS))
 _MAX_WAYS = 3
 """Maximum number of flags that a refusal lists."""
 
@@ -163,7 +162,7 @@ class _Plan:
 
     def _ways(self) -> Iterator[str]:
         """Yield flags or changes with which the slides can be split."""
-        assignment, share = self.assignment, round(self.assignment.without_test[_VALIDATION], 2)
+        assignment, share = self.assignment, round(self.assignment.without_test[VALIDATION], 2)
         by_label = self.labelling.task.of_classes and self.labelling.labels_from == "slide"
         options: list[dict[str, dict[str, Any]]] = [
             {
@@ -202,10 +201,10 @@ class _Plan:
         parts = given_parts(self.slides, self.stores, self.labelling, folds=folds > 0)
         fold_subsets = [parts]
         if folds:
-            fold_subsets = [np.where(parts == part, _TEST, _TRAIN) for part in np.unique(parts)]
+            fold_subsets = [np.where(parts == part, TEST, TRAIN) for part in np.unique(parts)]
         for fold, subsets in enumerate(fold_subsets):
-            rows = np.flatnonzero(subsets == _TRAIN).tolist()
-            if _VALIDATION not in subsets and len(rows):
+            rows = np.flatnonzero(subsets == TRAIN).tolist()
+            if VALIDATION not in subsets and len(rows):
                 seed, algorithm = int(combine(self.assignment.seed, fold)), "balanced"
                 training = replace(
                     self, slides=[self.slides[row] for row in rows],
@@ -215,7 +214,7 @@ class _Plan:
         if not folds and algorithm == "balanced":
             message(
                 f"column {self.labelling.split_column} has no validation: "
-                f"{counted(int((parts == _VALIDATION).sum()), 'training slide')} drawn for it at random, by {self.split_by}"
+                f"{counted(int((parts == VALIDATION).sum()), 'training slide')} drawn for it at random, by {self.split_by}"
             )
         return fold_subsets, algorithm
 
@@ -401,9 +400,5 @@ def _squares(
     corners = np.stack([index["x_l0"], index["y_l0"]], axis=1).astype(np.float64)
     position = np.floor((corners + width / 2) / side).astype(np.int64)
     offsets = np.linspace(-width, 2 * width, max(4, int(np.ceil(3 * width / side)) + 1))
-    nearby = [
-        np.floor((corners + np.array([dx, dy])) / side).astype(np.int64)
-        for dx in offsets
-        for dy in offsets
-    ]
-    return position, nearby
+    shifts = (np.array([dx, dy]) for dx in offsets for dy in offsets)
+    return position, [np.floor((corners + shift) / side).astype(np.int64) for shift in shifts]

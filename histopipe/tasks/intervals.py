@@ -307,8 +307,8 @@ def precision_interval(
         K. Boyd et al., Area under the precision-recall curve: point estimates and confidence intervals, ECML PKDD (2013),
         with a score interval instead of a logit interval, which does not exist at 1.
     """
-    defined = resampled[np.isfinite(resampled)]
-    return _share_interval(estimate, float(defined.var()), positives, several=several)
+    variance = float(resampled[np.isfinite(resampled)].var())
+    return _share_interval(estimate, variance, positives, several=several)
 
 
 def delong(

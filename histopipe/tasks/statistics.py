@@ -158,15 +158,14 @@ class Statistics(WeightedStatistics):
         self._confusion = cells.reshape(self.patients, classes, classes).astype(np.float64)
         squares = (probability - (label[:, None] == np.arange(classes))) ** 2
         brier = squares.sum(axis=1) if positive is None else squares[:, positive]
-        likelihood = probability[np.arange(count), label]
-        log_loss = -np.log(np.clip(likelihood, _SMALLEST, None))
+        log_loss = -np.log(np.clip(probability[np.arange(count), label], _SMALLEST, None))
         self._sums = np.stack(
             [np.bincount(patient, values, self.patients) for values in (brier, log_loss)]
         )
         # (P, bins) number of scores, and sum of what probabilities exceed outcomes by.
         confidence, event = confidence_of(label, probability, positive)
-        place = patient * BINS + bin_numbers(confidence)
-        excess = np.bincount(place, confidence - event, self.patients * BINS)
+        bins = patient * BINS + bin_numbers(confidence)
+        excess = np.bincount(bins, confidence - event, self.patients * BINS)
         self._excess = excess.reshape(self.patients, BINS).astype(np.float64)
         occurs = self._confusion.sum(axis=(0, 2))
         self._present = occurs > 0  # (C,) bool
@@ -333,12 +332,12 @@ def roc_of(
     rates = _rates(positive, ends, np.ones(len(positive)))
     low = high = None
     if len(np.unique(patient)) >= FEWEST_PATIENTS:
-        curves = []
-        for draw in bootstrap_draws(patients, _RESAMPLES, seed):
-            weight = draw[patient]
-            if weight[positive].any() and weight[~positive].any():
-                false_rate, true_rate = _rates(positive, ends, weight)
-                curves.append(_at(_GRID, false_rate, true_rate))
+        weights = (draw[patient] for draw in bootstrap_draws(patients, _RESAMPLES, seed))
+        curves = [
+            _at(_GRID, *_rates(positive, ends, weight))
+            for weight in weights
+            if weight[positive].any() and weight[~positive].any()
+        ]
         if len(curves) > _RESAMPLES // 2:
             low, high = np.percentile(curves, _BAND, axis=0)
     return Roc(*rates, _GRID, low, high)
