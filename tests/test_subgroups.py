@@ -71,7 +71,7 @@ def cohort(
     slide_list = [
         SlideEntry(
             slide=f"s{i}", patient=f"p{i // slides}", site=f"site {site[i // slides]}",
-            label=CLASSES[label[i // slides]], planned=10, test=10, route="copy",
+            label=CLASSES[label[i // slides]], planned=10, test=10, measured={"route": "copy"},
             cells={"age": str(40 + i // slides), "scanner": "ab"[i % 2]},
         )
         for i in range(count)
@@ -282,7 +282,10 @@ def test_quality_of_patients_with_several_slides_is_the_median() -> None:
         x_l0=scores.x_l0[first], y_l0=scores.y_l0[first], target=scores.target[first],
         output=scores.output[first], level="patient",
     )  # fmt: skip
-    measured = [dataclasses.replace(slide, focus=f"{i + 0.5}") for i, slide in enumerate(slides)]
+    measured = [
+        dataclasses.replace(slide, measured={**slide.measured, "focus": f"{i + 0.5}"})
+        for i, slide in enumerate(slides)
+    ]
     (by_focus,) = subgroups(
         [(of_patients, part[1])], measured, {"focus": None}, EvaluationSettings(resamples=0)
     )
@@ -340,7 +343,8 @@ def test_false_alarms_are_rare() -> None:
         slides = [
             SlideEntry(
                 slide=f"s{i}", patient=f"p{i}", label=CLASSES[rng.integers(2)], train=1,
-                site=str(rng.integers(4)), route=str(rng.integers(2)), vendor=str(rng.integers(3)),
+                site=str(rng.integers(4)),
+                measured={"route": str(rng.integers(2)), "vendor": str(rng.integers(3))},
             )
             for i in range(60)
         ]  # fmt: skip

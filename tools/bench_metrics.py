@@ -135,7 +135,8 @@ def false_alarms(data_sets: int) -> float:
         slides = [
             SlideEntry(
                 slide=f"s{i}", patient=f"p{i}", label="nt"[rng.integers(2)], train=1,
-                site=str(rng.integers(4)), route=str(rng.integers(2)), vendor=str(rng.integers(3)),
+                site=str(rng.integers(4)),
+                measured={"route": str(rng.integers(2)), "vendor": str(rng.integers(3))},
             )
             for i in range(80)
         ]  # fmt: skip

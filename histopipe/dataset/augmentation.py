@@ -141,8 +141,7 @@ def stain_jitter(
     draws = 2 * uniform(seeds, 6, 7) - 1
     factors, shifts = 1 + factor * draws[:, :3], shift * draws[:, 3:]
     # One matrix per image combines unmixing, scaling and mixing.
-    unmix = np.linalg.inv(stains)
-    matrices = tf.einsum("cs,bs,sd->bcd", unmix, factors, stains)
+    matrices = tf.einsum("cs,bs,sd->bcd", np.linalg.inv(stains), factors, stains)
     density = tf.einsum("bhwc,bcd->bhwd", to_density(images), matrices)
     return from_density(density + tf.matmul(shifts, stains)[:, None, None, :])
 

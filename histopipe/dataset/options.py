@@ -27,8 +27,9 @@ def check_whole(least: int, **values: Any) -> None:
     for name, value in values.items():
         most = _MAX_SEED if name == "seed" else _MAX_COUNT
         if type(value) is not int or not least <= value <= most:
-            expected = f"a whole number, {least} to {most:,}"
-            raise UsageError(name, found=repr(value), expected=expected)
+            raise UsageError(
+                name, found=repr(value), expected=f"a whole number, {least} to {most:,}"
+            )
 
 
 def check_whole_or_none(least: int, **values: Any) -> None:

@@ -161,12 +161,11 @@ class PatchBatches(BatchSampler):
             np.concatenate([self.locate(step, part)[0].keys for step in steps for part in parts])
         )
         ordinals, slides, rows = unpack_keys(keys)
-        requested = 0
-        for ordinal in np.unique(ordinals).tolist():
-            in_store = ordinals == ordinal
-            positions = zip(slides[in_store].tolist(), rows[in_store].tolist(), strict=True)
-            requested += self.stores[ordinal].advise(list(positions))
-        return requested
+        places = np.stack([slides, rows], axis=1)
+        return sum(
+            self.stores[ordinal].advise(list(map(tuple, places[ordinals == ordinal].tolist())))
+            for ordinal in np.unique(ordinals).tolist()
+        )
 
     def _read(
         self, reading: Reading, slide: int, row: int, crc: int, out: NDArray[np.uint8]

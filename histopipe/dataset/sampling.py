@@ -116,8 +116,8 @@ class Balanced(Order):
 
     def __call__(self, epoch: int, places: Numbers) -> Numbers:
         """Return sample numbers; see `Order`."""
-        mixed = permuted(places, len(self), combine(self._seed, epoch))
-        draw, group = np.divmod(mixed, len(self._sizes))
+        shuffled = permuted(places, len(self), combine(self._seed, epoch))
+        draw, group = np.divmod(shuffled, len(self._sizes))
         sizes = self._sizes[group]
         # With `max_per_slide` the samples change with the epoch, so an epoch cannot continue the last one.
         before = 0 if self._capped else epoch * self._draws
@@ -206,8 +206,6 @@ class BatchSampler(ABC):
     """Number of steps to load in advance."""
     read_ahead: int | None = None
     """See `ReadAhead`."""
-    skipped: dict[int, str]
-    """Reason by key of each sample that was skipped so far."""
 
     def __init__(
         self,
@@ -225,7 +223,8 @@ class BatchSampler(ABC):
                 expected=f"{replicas} or more: one patch per replica",
             )
         self.table, self.order, self.by_slide = table, order, by_slide or {}
-        self.skipped = {}
+        self.skipped: dict[int, str] = {}
+        """Reason by key of each sample that was skipped so far."""
         self._lock = threading.Lock()
         self.batch_size, self.replicas = batch_size, replicas
         self.steps_per_epoch = -(-len(order) // batch_size)

@@ -63,18 +63,14 @@ class SlideValues:
 
     def __init__(self, values: Mapping[tuple[int, int], Sequence[float]]) -> None:
         places = sorted(values)
-        self._keys = np.array([_slide_key(*place) for place in places], np.int64)
+        self._keys = np.array([store << 24 | slide for store, slide in places], np.int64)
         self._values = np.array([values[place] for place in places], np.float32)
         self.width = int(self._values.shape[1])
 
     def of(self, located: SampleLocations) -> NDArray[np.float32]:
         """Return the (N, W) values of the slides of samples."""
-        rows = np.searchsorted(self._keys, _slide_key(located.stores, located.slides))
+        rows = np.searchsorted(self._keys, located.stores << 24 | located.slides)
         return np.asarray(self._values[rows], np.float32)
-
-
-def _slide_key(stores: Any, slides: Any) -> Any:
-    return stores << 24 | slides
 
 
 class SampleTable:
@@ -114,8 +110,9 @@ class SampleTable:
         self._stores = np.array([slide.store for slide in self.slides], np.int64)
         self._numbers = np.array([slide.slide for slide in self.slides], np.int64)
         self._labels = np.array([slide.label for slide in self.slides], np.int32)
-        chosen = ((i, slide.rows) for i, slide in enumerate(self.slides))
-        self._chosen = {i: rows for i, rows in chosen if rows is not None}
+        self._chosen = {
+            i: slide.rows for i, slide in enumerate(self.slides) if slide.rows is not None
+        }
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -142,8 +139,8 @@ class SampleTable:
             return rows * sizes // counts
         # A round of epochs goes through one permutation. Its last epoch continues at the start of the permutation.
         rounds, number = np.divmod(epoch, -(-sizes // counts))
-        index = (number * counts + rows) % sizes
-        return permuted(index, sizes, combine(self._seed, _CAP_DRAW, position, rounds))
+        keys = combine(self._seed, _CAP_DRAW, position, rounds)
+        return permuted((number * counts + rows) % sizes, sizes, keys)
 
 
 def pack_keys(

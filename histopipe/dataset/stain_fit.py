@@ -45,8 +45,8 @@ def fit_slide(store: Store, slide: int) -> StainFit:
         DamagedStore: the slide's index is damaged.
     """
     record = store.records[slide]
-    count = min(PATCHES, record.planned)
-    rows = permuted(np.arange(count), max(1, record.planned), combine(_SEED, slide))
+    sample = np.arange(min(PATCHES, record.planned))
+    rows = permuted(sample, max(1, record.planned), combine(_SEED, slide))
     samples = [np.empty((0, 3), np.uint8)]
     for row in np.sort(rows).tolist():
         with contextlib.suppress(DamagedStore, UsageError):  # damaged, or unreadable at ingest
@@ -72,8 +72,7 @@ def fit_pixels(pixels: NDArray[np.uint8], *, where: str) -> StainFit:
             f"{where}: pixels of stained tissue", found=int(tissue.sum()),
             expected=f"at least {_MIN_PIXELS:,}",
         )  # fmt: skip
-    light = (pixels[tissue].astype(np.float64) + 1) @ RGB_TO_LMS.T
-    lab = np.log10(light) @ LMS_TO_LAB.T
+    lab = np.log10((pixels[tissue].astype(np.float64) + 1) @ RGB_TO_LMS.T) @ LMS_TO_LAB.T
     stains, maximum = _macenko(density[tissue])
     values = (lab.mean(axis=0), lab.std(axis=0), stains, maximum)
     return StainFit(int(tissue.sum()), *(value.astype(np.float32) for value in values))

@@ -81,8 +81,8 @@ def reinhard(images: tf.Tensor, changes: tf.Tensor) -> tf.Tensor:
     lab = tf.matmul(tf.math.log(light) / log10, LMS_TO_LAB.T.astype(np.float32))
     lab = lab * changes[:, None, None, 0] + changes[:, None, None, 1]
     light = tf.exp(tf.matmul(lab, np.linalg.inv(LMS_TO_LAB).T.astype(np.float32)) * log10)
-    pixels = tf.matmul(light, np.linalg.inv(RGB_TO_LMS).T.astype(np.float32)) - 1
-    return tf.clip_by_value(pixels, 0, 255)
+    pixels = tf.matmul(light, np.linalg.inv(RGB_TO_LMS).T.astype(np.float32))
+    return tf.clip_by_value(pixels - 1, 0, 255)
 
 
 def macenko(images: tf.Tensor, changes: tf.Tensor) -> tf.Tensor:

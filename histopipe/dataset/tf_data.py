@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import resource
 import threading
 import time
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -224,21 +223,20 @@ class ReadAhead:
             end = min(self._last, max(end, self._end_of_window(begin)))
             self._next = end
         if begin < end:
-            with contextlib.suppress(
-                RuntimeError
-            ):  # closed in the meantime, so no requests are needed
+            # If it has been closed in the meantime, no requests are needed.
+            with suppress(RuntimeError):
                 # An error in the thread is raised again when the step is loaded.
                 thread.submit(self._batches.advise, range(begin, end), self._parts)
 
     def _end_of_window(self, step: int) -> int:
         """Return the first step after a step's window: neighbours on disk are requested together."""
-        window = self._batches.order.window
+        batches, window = self._batches, self._batches.order.window
         if not window:
             return 0
-        epoch, step = divmod(step, self._batches.steps_per_epoch)
-        end = (step * self._batches.batch_size // window + 1) * window
-        steps = -(-end // self._batches.batch_size)
-        return epoch * self._batches.steps_per_epoch + min(steps, self._batches.steps_per_epoch)
+        epoch, step = divmod(step, batches.steps_per_epoch)
+        end = (step * batches.batch_size // window + 1) * window
+        steps = -(-end // batches.batch_size)
+        return epoch * batches.steps_per_epoch + min(steps, batches.steps_per_epoch)
 
 
 def _major_faults() -> int:
@@ -250,9 +248,8 @@ def _refuse_fork() -> None:
     """Refuse a process forked after TensorFlow ran: its threads are not copied, so TensorFlow would hang."""
     from tensorflow.python.eager import context  # nothing public shows whether it has run
 
-    running = context.context()._initialized
     names = (path.read_text() for path in Path("/proc/self/task").glob("*/comm"))
-    if running and not any(name.startswith("tf_") for name in names):
+    if context.context()._initialized and not any(name.startswith("tf_") for name in names):
         raise UsageError(
             "TensorFlow ran before this process was forked, and would wait forever for its threads",
             todo="start processes with spawn or forkserver: multiprocessing.get_context('spawn')",
@@ -367,17 +364,21 @@ def load_dataset(
         min_tissue=min_tissue, min_focus=min_focus, exclude_pen=exclude_pen,
         exclude_dark=exclude_dark,
     )  # fmt: skip
-    if labels_from == "annotation" and labels is not None:
-        raise UsageError("labels", found="labels_from='annotation'", expected="only one of the two")
-    if splits is None and side != "train":
-        raise UsageError(
-            f"side={side!r} requires splits", todo="pass splits=, the splits.json of a run"
-        )
-    if shuffle and seed is None:
-        raise UsageError(
+    contradictions = (
+        (labels_from == "annotation" and labels is not None, UsageError(
+            "labels", found="labels_from='annotation'", expected="only one of the two",
+        )),
+        (splits is None and side != "train", UsageError(
+            f"side={side!r} requires splits", todo="pass splits=, the splits.json of a run",
+        )),
+        (shuffle and seed is None, UsageError(
             "load_dataset shuffles, but has no seed",
             todo="call load_dataset(..., seed=1), or shuffle=False to keep the order of the stores",
-        )
+        )),
+    )  # fmt: skip
+    for is_wrong, error in contradictions:
+        if is_wrong:
+            raise error
     seed = seed if shuffle else None
     with ExitStack() as stack:
         stores = [stack.enter_context(Store(part)) for part in store_paths(path)]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -86,15 +85,16 @@ def find_shortcut(
     names, label = np.unique([group[0].label for group in groups], return_inverse=True)
     if len(groups) < _FEWEST or len(names) < 2:
         return None
-    columns: dict[str, Codes] = {}
     cells = dict.fromkeys(name for group in groups for slide in group for name in slide.cells)
-    for column in (*ORIGIN, *(name for name in cells if name.lower() in _ORIGIN_CELLS)):
-        values = [
-            " and ".join(sorted({slide.value(column) for slide in group})) for group in groups
-        ]
-        distinct, codes = np.unique(values, return_inverse=True)
-        if len(distinct) > 1:
-            columns[column] = codes
+    values = {
+        column: [" and ".join(sorted({slide.value(column) for slide in group})) for group in groups]
+        for column in (*ORIGIN, *(name for name in cells if name.lower() in _ORIGIN_CELLS))
+    }
+    columns = {
+        column: np.unique(of_column, return_inverse=True)[1]
+        for column, of_column in values.items()
+        if len(set(of_column)) > 1
+    }
     if not columns:
         return None
     rng = np.random.default_rng(seed)
@@ -150,15 +150,14 @@ class Breakdown:
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dict."""
-        return dataclasses.asdict(self)
+        return asdict(self)
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Breakdown:
         """Create it from the result of `to_json`. Raise KeyError or TypeError if the value has the wrong form."""
-        shortcut = value["shortcut"]
         return cls(
-            tuple(Subgroups.from_json(entry) for entry in value["subgroups"]),
-            None if shortcut is None else Shortcut(**shortcut),
+            tuple(map(Subgroups.from_json, value["subgroups"])),
+            value["shortcut"] and Shortcut(**value["shortcut"]),
         )
 
 
@@ -197,8 +196,8 @@ def break_down_subsets(
 ) -> Breakdown:
     """Return the breakdown of the test set, or of validation if there is none. `evaluations` is the result of `evaluate_subsets`."""
     subset: Subset = "test" if "test" in evaluations else "validation"
-    part = (predictions[subset], evaluations[subset].thresholds)
-    return break_down([part], evaluations[subset], slides, requested, settings)
+    parts = [(predictions[subset], evaluations[subset].thresholds)]
+    return break_down(parts, evaluations[subset], slides, requested, settings)
 
 
 def break_down(

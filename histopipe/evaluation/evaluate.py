@@ -182,11 +182,10 @@ def main_metric(metrics: Metrics) -> tuple[str, float | None]:
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return rows of cells as lines: the first column left-aligned, the others right-aligned."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = []
-    for first, *rest in rows:
-        cells = (cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True))
-        lines.append("  ".join([first.ljust(widths[0]), *cells]).rstrip())
-    return lines
+    return [
+        "  ".join([first.ljust(widths[0]), *map(str.rjust, rest, widths[1:])]).rstrip()
+        for first, *rest in rows
+    ]
 
 
 def number(value: float | None, digits: int = 3) -> str:
@@ -219,11 +218,12 @@ def evaluation_lines(title: str, evaluation: Evaluation) -> list[str]:
         )
         if level == "patient" and same_as_slides(evaluation, cast(Aggregation, how)):
             continue
-        for column in ("", *_columns_of(metrics)):
+        columns = dict.fromkeys(key[key.index(":") :] for key in metrics.values if ":" in key)
+        for column in ("", *columns):
             cells = [with_interval(metrics, name + column) for name in with_intervals]
             cells += [number(metrics.values.get(name + column)) for name in plain]
-            first = f"    {column[1:]}" if column else f"  {label}"
-            rows.append([first, "" if column else str(metrics.count), *cells])
+            first = [f"    {column[1:]}", ""] if column else [f"  {label}", str(metrics.count)]
+            rows.append([*first, *cells])
         for note in metrics.notes:
             notes.setdefault(note, []).append(label)
     levels = sum(bool(row[1]) for row in rows) - 1
@@ -232,22 +232,21 @@ def evaluation_lines(title: str, evaluation: Evaluation) -> list[str]:
         for note, where in notes.items()
     ]
     lines += [f"  {remark}" for remark in remarks(evaluation)]
-    levels_shown = {row[0].split()[0] for row in rows}
-    same = same_as_slides(evaluation, "mean")
-    if same and "slide" in levels_shown and "patient" not in levels_shown:
+    in_rows = {row[0].split()[0] for row in rows}
+    if same_as_slides(evaluation, "mean") and "slide" in in_rows and "patient" not in in_rows:
         lines.append("  patients: same as slides, because each patient has one slide")
     return aligned(rows) + lines
 
 
-def informative_levels(evaluation: Evaluation) -> Iterator[tuple[str, Metrics]]:
-    """Yield the metrics of each level that has a main metric. Without one at the finest level, yield all levels.
+def informative_levels(evaluation: Evaluation) -> list[tuple[str, Metrics]]:
+    """Return the metrics of each level that has a main metric; without one at the finest level, of all levels.
 
     Most slides of a study with annotations have several labels. Those with one label often have the same.
     """
-    all_levels = main_metric(evaluation.finest)[1] is None
-    for name, metrics in evaluation.named():
-        if all_levels or main_metric(metrics)[1] is not None:
-            yield name, metrics
+    levels = list(evaluation.named())
+    if main_metric(evaluation.finest)[1] is None:
+        return levels
+    return [(name, metrics) for name, metrics in levels if main_metric(metrics)[1] is not None]
 
 
 def remarks(evaluation: Evaluation) -> list[str]:
@@ -256,14 +255,13 @@ def remarks(evaluation: Evaluation) -> list[str]:
     finer = {"slide": evaluation.patch, "patient": evaluation.patch or evaluation.slide}
     texts = []
     for level, metrics in (("slide", evaluation.slide), ("patient", evaluation.patient)):
-        if not finer[level] or level in levels:
-            continue
-        reasons = [f"each has several {TASKS[evaluation.finest.task].several}"]
-        if metrics:
-            few = metrics["mean"]
-            reasons = [f"the {main_metric(few)[0]} of {few.count} is undefined"]
-            reasons += [note for note in few.notes if "excluded" in note]
-        texts.append(f"{level}s: not evaluated, because {'; '.join(reasons)}")
+        if finer[level] and level not in levels:
+            reasons = [f"each has several {TASKS[evaluation.finest.task].several}"]
+            if metrics:
+                few = metrics["mean"]
+                reasons = [f"the {main_metric(few)[0]} of {few.count} is undefined"]
+                reasons += [note for note in few.notes if "excluded" in note]
+            texts.append(f"{level}s: not evaluated, because {'; '.join(reasons)}")
     if evaluation.in_training:
         texts.append(
             f"used in the training, too: {evaluation.in_training} of "
@@ -279,12 +277,6 @@ def same_as_slides(evaluation: Evaluation, how: Aggregation) -> bool:
     return (
         slide is not None and patient is not None and slide.count == slide.patients == patient.count
     )
-
-
-def _columns_of(metrics: Metrics) -> list[str]:
-    """Return the endings of the metrics of single columns, such as `:age`."""
-    endings = dict.fromkeys(name.partition(":")[2] for name in metrics.values)
-    return [f":{name}" for name in endings if name]
 
 
 def split_lines(evaluations: Mapping[Subset, Evaluation]) -> list[str]:
@@ -345,7 +337,10 @@ def calibrated(
             predictions, replace(settings, resamples=0)
         ).items()
     }
-    scaled = {subset: with_temperature(part, temperature) for subset, part in predictions.items()}
+    scaled = {
+        subset: replace(part, output=tempered(part.output, temperature).astype(np.float32))
+        for subset, part in predictions.items()
+    }
     return scaled, Calibration(temperature, before)
 
 
@@ -402,9 +397,3 @@ def softmax(logits: FloatArray) -> FloatArray:
     """Return the (..., C) probabilities of logits."""
     power = np.exp(logits - logits.max(axis=-1, keepdims=True))
     return np.asarray(power / power.sum(axis=-1, keepdims=True), np.float64)
-
-
-def with_temperature(predictions: Predictions, temperature: Sequence[float]) -> Predictions:
-    """Return predictions with the probabilities of `tempered`."""
-    scaled = tempered(predictions.output, temperature)
-    return replace(predictions, output=scaled.astype(np.float32))

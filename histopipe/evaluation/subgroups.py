@@ -121,13 +121,15 @@ def groups_of(
     numeric = bool(finite.any()) and int(finite.sum()) >= NUMERIC_SHARE * sum(
         isinstance(value, str) for value in values
     )
+    whole = (numbers[finite] % 1 == 0).all()
+    most = _MOST_VALUES if whole else min(_MOST_VALUES, _LARGEST_SHARE * finite.sum())
     places: Sequence[float] = numbers.tolist()
     ranges: dict[float, str] = {}
     if width:
         # Rounded, because 0.3 / 0.1 is below 3.
         places = np.floor(np.round(numbers / width, 9)).tolist()
         ranges = {place: _range(place * width, (place + 1) * width) for place in places}
-    elif numeric and _is_divided(numbers[finite]):
+    elif numeric and len(np.unique(numbers[finite])) > max(most, 1):
         edges = np.unique(np.quantile(numbers[finite], _THIRDS)).tolist()
         if len(edges) < 3:  # most values are equal
             edges = np.quantile(np.unique(numbers[finite]), _THIRDS).tolist()
@@ -149,21 +151,10 @@ def median_text(values: Iterable[str]) -> str:
     return f"{float(np.median(numbers)):.6g}" if numbers else ""
 
 
-def _is_divided(numbers: NDArray[np.float64]) -> bool:
-    """Return whether numbers are divided into thirds."""
-    whole = bool((numbers % 1 == 0).all())
-    most = min(_MOST_VALUES, math.inf if whole else _LARGEST_SHARE * len(numbers))
-    return len(np.unique(numbers)) > max(most, 1)
-
-
 def _range(low: float, high: float) -> str:
-    return f"{_text(low)} to {_text(high)}"
-
-
-def _text(value: float) -> str:
-    """Return a number without exponent."""
-    text = f"{value:.6g}"
-    return f"{value:.0f}" if "e+" in text else text
+    """Return a range of numbers without exponents."""
+    texts = [f"{end:.0f}" if "e+" in f"{end:.6g}" else f"{end:.6g}" for end in (low, high)]
+    return " to ".join(texts)
 
 
 _FEWEST_PATIENTS = 10
@@ -209,18 +200,20 @@ class Subgroups:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Subgroups:
         """Create it from the result of `to_json`. Raise KeyError or TypeError if the value has the wrong form."""
-        groups = []
-        for group in value["groups"]:
-            differences = {
-                name: Difference(entry["value"], entry["interval"] and tuple(entry["interval"]))
-                for name, entry in group["differences"].items()
-            }
-            intervals = {name: tuple(ends) for name, ends in group["intervals"].items()}
-            # Earlier versions had another name of the values.
-            values = group["values"] if "values" in group else group["figures"]
-            groups.append(GroupMetrics(
-                group["name"], group["count"], group["patients"], values, intervals, differences, group["note"]
-            ))  # fmt: skip
+        groups = (
+            GroupMetrics(
+                group["name"], group["count"], group["patients"],
+                # Earlier versions had another name of the values.
+                group["values"] if "values" in group else group["figures"],
+                {name: tuple(ends) for name, ends in group["intervals"].items()},
+                {
+                    name: Difference(entry["value"], entry["interval"] and tuple(entry["interval"]))
+                    for name, entry in group["differences"].items()
+                },
+                group["note"],
+            )
+            for group in value["groups"]
+        )  # fmt: skip
         return cls(value["column"], value["level"], tuple(groups))
 
 

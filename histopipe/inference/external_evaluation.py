@@ -85,7 +85,7 @@ def slides_of_files(
             SlideEntry(
                 slide=name, patient=row.patient or (slide.patient if slide else None) or name,
                 site=row.site or "", label=label, label_source="labels file" if label else "",
-                mpp="" if slide is None or slide.mpp is None else f"{slide.mpp:.4g}",
+                measured={} if slide is None or slide.mpp is None else {"mpp": f"{slide.mpp:.4g}"},
                 cells=dict(row.cells),
             )
         )  # fmt: skip

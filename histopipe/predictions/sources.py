@@ -164,11 +164,13 @@ class PredictionsFolder:
 
     def complete(self, slide: str, source: str) -> PredictedSlide | None:
         """Return a slide if its predictions are complete and from the same source."""
+        predicted = self.find(slide)
+        return predicted if predicted is not None and predicted.source == source else None
+
+    def find(self, slide: str) -> PredictedSlide | None:
+        """Return a slide if its predictions are complete."""
         path = self.json(slide)
-        if not path.exists():
-            return None
-        predicted = PredictedSlide.read(path)
-        return predicted if predicted.source == source else None
+        return PredictedSlide.read(path) if path.exists() else None
 
     def write(
         self, slide: PredictedSlide, scores: Predictions, thumbnail: bytes | None = None
@@ -189,8 +191,11 @@ class PredictionsFolder:
     def names(self) -> list[str]:
         """Return the ids of all complete slides, sorted."""
         folder = self.path / PATCHES
-        paths = (path for path in folder.rglob("*.json") if not path.name.startswith("."))
-        return sorted(path.relative_to(folder).as_posix().removesuffix(".json") for path in paths)
+        return sorted(
+            path.relative_to(folder).as_posix().removesuffix(".json")
+            for path in folder.rglob("*.json")
+            if not path.name.startswith(".")
+        )
 
     def read(self, slide: str) -> Predictions:
         """Read the predictions of a slide."""
@@ -393,8 +398,8 @@ class RunSource(PredictionSource):
             of_slide: dict[str, float | str] = dict(zip(self.classes, mean.tolist(), strict=True))
             of_slide["predicted"] = self.classes[int(mean.argmax())]
             if (label >= 0).any():
-                labelled = output[label >= 0].argmax(axis=1) == label[label >= 0]
-                of_slide["correct"] = float(labelled.mean())
+                correct = output.argmax(axis=1) == label
+                of_slide["correct"] = float(correct[label >= 0].mean())
             values[slide] = of_slide
         return values
 
@@ -421,8 +426,7 @@ class FolderSource(PredictionSource):
         return self._slides
 
     def described(self, slide: str) -> PredictedSlide | None:  # noqa: D102
-        path = self._folder.json(slide)
-        return PredictedSlide.read(path) if path.exists() else None
+        return self._folder.find(slide)
 
     def slide_ids(self) -> Collection[str]:  # noqa: D102
         return () if self.of_bags else self._folder.names()
@@ -433,15 +437,16 @@ class FolderSource(PredictionSource):
 
     def by_slide(self) -> dict[str, dict[str, float | str]]:  # noqa: D102
         path = self.folder / SLIDES
-        values: dict[str, dict[str, float | str]] = {}
         with suppress(FileNotFoundError), reading(path):
-            for row in read_dicts(path):
-                values[row["slide"]] = {
+            return {
+                row["slide"]: {
                     name.removeprefix("p_"): cell if name == "predicted" else float(cell)
                     for name, cell in row.items()
                     if name == "predicted" or (cell and name.startswith(_VALUES))
                 }
-        return values
+                for row in read_dicts(path)
+            }
+        return {}
 
     def thumbnail(self, slide: str) -> Path:
         """Return the path of a slide's thumbnail, which may not exist."""

@@ -54,9 +54,12 @@ def _rows(predictions: Predictions) -> Iterator[list[object]]:
         "x_l0": predictions.x_l0.tolist(),
         "y_l0": predictions.y_l0.tolist(),
     }
-    places = zip(*(columns[name] for name in _PLACES[predictions.level]), strict=True)
-    cells = predictions.task.target_cells(predictions.target, predictions.output)
-    for place, target, output in zip(places, cells, predictions.output.tolist(), strict=True):
+    rows = zip(
+        zip(*(columns[name] for name in _PLACES[predictions.level]), strict=True),
+        predictions.task.target_cells(predictions.target, predictions.output),
+        predictions.output.tolist(), strict=True,
+    )  # fmt: skip
+    for place, target, output in rows:
         # Nine digits are enough to read back the same float32.
         yield [*place, *target, *(f"{value:.9g}" for value in output)]
 
@@ -209,8 +212,8 @@ def read_patch_values(
             for row in read_dicts(path):
                 if row["x_l0"]:
                     corner = int(row["x_l0"]), int(row["y_l0"])
-                    values = float(row[column]), float(row["size_l0"] or 0)
-                    rows.setdefault(row["slide"], []).append((*corner, *values))
+                    values = (*corner, float(row[column]), float(row["size_l0"] or 0))
+                    rows.setdefault(row["slide"], []).append(values)
         tables |= {slide: np.array(values, np.float64) for slide, values in rows.items()}
     return tables
 

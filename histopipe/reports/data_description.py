@@ -156,7 +156,7 @@ def _scanners(run: RunData) -> str | None:
 
 
 def _scale(run: RunData) -> str | None:
-    scales = sorted({float(slide.mpp) for slide in run.slides if slide.mpp})
+    scales = sorted({float(slide.value("mpp")) for slide in run.slides if slide.value("mpp")})
     if not scales:
         return None
     ends = f"{scales[0]:g}" if len(scales) == 1 else f"{scales[0]:g} to {scales[-1]:g}"
@@ -316,7 +316,7 @@ def _tiling(run: RunData) -> str | None:
 
 def _encoding(run: RunData) -> str | None:
     spec = run.metrics_file.get("spec")
-    routes = {slide.route for slide in run.slides if slide.route}
+    routes = {slide.value("route") for slide in run.slides} - {""}
     if not isinstance(spec, dict) or not routes:
         return None
     if spec.get("codec") == "png":

@@ -14,10 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.splits.splits import DROPPED, SlideSplit
-from histopipe.splits.subsets import SUBSETS
+from histopipe.splits.subsets import TEST, TRAIN, VALIDATION
 from histopipe.system.hashing import combine
 
-_TRAIN, _VALIDATION, _TEST = range(len(SUBSETS))
 _MISSING = 1e4
 """Cost of a part that lacks a class: more than that of any other difference."""
 _FLOOR = 0.02
@@ -53,8 +52,8 @@ class Assignment:
     @property
     def without_test(self) -> tuple[float, float, float]:
         """Shares of training and validation in the units that are not in the test set, and 0."""
-        both = self.shares[_TRAIN] + self.shares[_VALIDATION]
-        return self.shares[_TRAIN] / both, self.shares[_VALIDATION] / both, 0.0
+        both = self.shares[TRAIN] + self.shares[VALIDATION]
+        return self.shares[TRAIN] / both, self.shares[VALIDATION] / both, 0.0
 
     @property
     def needed(self) -> int:
@@ -66,7 +65,7 @@ class Assignment:
         if not self.folds:
             return balanced_parts(patches, classes, self.shares, self.seed).astype(np.int8)[None]
         parts = balanced_parts(patches, classes, [1 / self.folds] * self.folds, self.seed)
-        subsets = np.full((self.folds, len(parts)), _TEST, np.int8)
+        subsets = np.full((self.folds, len(parts)), TEST, np.int8)
         for fold, of_fold in enumerate(subsets):
             rest, seed = parts != fold, int(combine(self.seed, fold))
             of_fold[rest] = balanced_parts(patches[rest], classes, self.without_test, seed)
@@ -77,8 +76,7 @@ class Assignment:
         if self.folds:
             return [self._in_fold(fold, shuffled) for fold in range(self.folds)]
         ends = np.round(np.cumsum(self.shares) * len(shuffled)).astype(int)
-        subsets = np.searchsorted(ends, shuffled, side="right")
-        return [np.minimum(subsets, _TEST).astype(np.int8)]
+        return [np.minimum(np.searchsorted(ends, shuffled, side="right"), TEST).astype(np.int8)]
 
     def _in_fold(self, fold: int, shuffled: NDArray[np.intp]) -> NDArray[np.int8]:
         count = len(shuffled)
@@ -87,10 +85,10 @@ class Assignment:
         # Distance from the end of the test fold, in folds. The patches that follow it are for validation.
         distance = ((shuffled + begin) * self.folds / max(count, 1) - fold - 1) % self.folds
         is_test = distance >= self.folds - 1
-        count_validation = round(self.without_test[_VALIDATION] * np.count_nonzero(~is_test))
-        subsets = np.full(count, _TRAIN, np.int8)
-        subsets[np.argsort(distance, kind="stable")[:count_validation]] = _VALIDATION
-        subsets[is_test] = _TEST
+        count_validation = round(self.without_test[VALIDATION] * np.count_nonzero(~is_test))
+        subsets = np.full(count, TRAIN, np.int8)
+        subsets[np.argsort(distance, kind="stable")[:count_validation]] = VALIDATION
+        subsets[is_test] = TEST
         return subsets
 
 
@@ -182,8 +180,7 @@ def mark_patches(slide: SlideSplit, marks: NDArray[np.bool_]) -> NDArray[np.bool
     """Return (N, 1 + C) marks of the patches of a slide, of its annotated classes or else its `marks`; false if left out."""
     used = (slide.subsets != DROPPED)[:, None]
     if slide.labels is not None:
-        of_classes = slide.labels[:, None] == np.arange(len(marks) - 1)
-        return np.hstack([used, used & of_classes])
+        return np.hstack([used, used & (slide.labels[:, None] == np.arange(len(marks) - 1))])
     return np.asarray(used & marks, np.bool_)
 
 

@@ -57,8 +57,7 @@ class Covariate:
             )  # fmt: skip
         numbers = [cell_number(cell) for cell in entries]
         if all(map(math.isfinite, numbers)):
-            deviation = float(np.std(numbers))
-            return cls(name, mean=float(np.mean(numbers)), deviation=deviation or 1.0)
+            return cls(name, mean=float(np.mean(numbers)), deviation=float(np.std(numbers)) or 1.0)
         if len(values) > _MOST_CATEGORIES:
             raise UsageError(
                 f"--covariates: column {name}", found=f"{len(values)} categories, such as {values[0]!r}",
@@ -94,8 +93,8 @@ class Covariates:
     @classmethod
     def of(cls, names: Sequence[str], rows: Iterable[Sequence[str]]) -> Covariates:
         """Return the covariates with the rows of cells of the training set. Raise as `Covariate.of`."""
-        columns = zip(names, zip(*rows, strict=True), strict=True)
-        return cls(tuple(Covariate.of(name, cells) for name, cells in columns))
+        columns = zip(*rows, strict=True)
+        return cls(tuple(map(Covariate.of, names, columns)))
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -104,8 +103,11 @@ class Covariates:
 
     def encode(self, cells: Sequence[str]) -> list[float]:
         """Return the numbers for the cells of a slide."""
-        pairs = zip(self.columns, cells, strict=True)
-        return [value for column, cell in pairs for value in column.encode(cell)]
+        return [
+            value
+            for column, cell in zip(self.columns, cells, strict=True)
+            for value in column.encode(cell)
+        ]
 
     def unknown(self, cells: Sequence[str]) -> list[str]:
         """Return a text for each cell with a value that training never saw, which counts as missing."""
@@ -177,14 +179,12 @@ class PatchFilter:
             ("pen", self.exclude_pen, 1.0, "run `histopipe quality` on the store"),
             ("dark", self.exclude_dark, 1.0, "run `histopipe quality` on the store"),
         ):
-            if bound == off:
-                continue
-            values = index.get(column)
-            readable = index["length"] > 0
-            if values is None or (np.isnan(values).all() and readable.any()):
-                raise UsageError(f"{where}: {column} has not been measured", todo=command)
-            # Damaged patches have NaN, which is outside of every bound.
-            kept &= (values >= bound) if off == 0 else (values <= bound)
+            if bound != off:
+                values = index.get(column)
+                if values is None or (np.isnan(values).all() and (index["length"] > 0).any()):
+                    raise UsageError(f"{where}: {column} has not been measured", todo=command)
+                # Damaged patches have NaN, which is outside of every bound.
+                kept &= (values >= bound) if off == 0 else (values <= bound)
         return kept
 
 
@@ -246,11 +246,8 @@ def candidates(
         NothingToDo: the labels have fewer than two classes, or there is no target.
         UsageError: a bound is on a column that has not been measured, or a target has a wrong value.
     """
-    by_annotation = labelling.labels_from == "annotation"
-    classes: tuple[str, ...] = ()
-    if by_annotation:
-        records = (record for store in stores for record in store.complete.values())
-        classes = tuple(sorted({nfc(name) for record in records for name in record.patch_labels}))
+    records = (record for store in stores for record in store.complete.values())
+    classes = tuple(sorted({nfc(name) for record in records for name in record.patch_labels}))
     slides = [
         slide
         for ordinal, store in enumerate(stores)
@@ -261,7 +258,7 @@ def candidates(
     slides = [replace(slide, content=name) for slide, name in zip(slides, names, strict=True)]
     if not labelling.task.of_classes:
         slides = _with_strata(slides, labelling.task)
-    if not by_annotation:
+    if labelling.labels_from == "slide":
         classes = tuple(sorted({slide.label for slide in slides}))
     if len(classes) < 2 and labelling.task.of_classes:
         raise _too_few_classes(classes, labelling.labels_from)
@@ -276,9 +273,8 @@ def candidates(
 def _with_strata(slides: Sequence[SlideSplit], task: Task) -> list[SlideSplit]:
     """Return the slides with the stratum of their target as label."""
     if not slides:
-        columns = " and ".join(task.columns)
         raise NothingToDo(
-            f"no slide has a value in {columns}",
+            f"no slide has a value in {' and '.join(task.columns)}",
             todo="fill the columns of the labels file, or name others",
         )
     _warn_of_different_targets(slides, task)
@@ -304,9 +300,9 @@ def class_codes(store: SampleSource, slide: int, classes: Sequence[str]) -> NDAr
     """Return the annotated class of each patch of a slide, (N,) int16 index in `classes`; -1 if it has none of them."""
     number = {name: place for place, name in enumerate(classes)}
     numbers = [number.get(name, number.get(nfc(name), NO_CLASS)) for name in store.classes]
-    table = np.array([*numbers, NO_CLASS], np.int16)
     label = store.index(slide)["label"]
-    return table[np.where((label >= 0) & (label < len(store.classes)), label, -1)]
+    places = np.where((label >= 0) & (label < len(store.classes)), label, -1)
+    return np.array([*numbers, NO_CLASS], np.int16)[places]
 
 
 def given_parts(
@@ -322,8 +318,10 @@ def given_parts(
         UsageError: a cell is no subset, or no whole number.
     """
     column = str(labelling.split_column)
-    records = [stores[slide.store].records[slide.slide] for slide in slides]
-    cells = [labelling.label_of(record).cells[column] for record in records]
+    cells = [
+        labelling.label_of(stores[slide.store].records[slide.slide]).cells[column]
+        for slide in slides
+    ]
     parts = [
         cell_number(cell) if folds else SUBSET_SPELLINGS.get(cell.lower(), math.nan)
         for cell in cells
@@ -363,8 +361,9 @@ def _candidate(
     if record.stored < record.planned:
         fit &= store.index(number)["length"] > 0
     if labelling.patch_filter.active:
-        where = f"{store.path}, slide {record.id}"
-        fit &= labelling.patch_filter.fit(store.index(number), where=where)
+        fit &= labelling.patch_filter.fit(
+            store.index(number), where=f"{store.path}, slide {record.id}"
+        )
     return SlideSplit(
         ordinal, number, record.id, label, row.patient or record.id, row.site, None, record.planned,
         patches_crc(store, number), np.where(fit, 0, DROPPED).astype(np.int8), codes, target,

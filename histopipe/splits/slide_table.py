@@ -26,6 +26,11 @@ from histopipe.system.csv_files import read_dicts, write_table
 from histopipe.system.files import reading
 
 _MEASURES = ("tissue", "focus", "pen", "dark")
+MEASURED = ("route", "jpeg_generations", "reader", "vendor", "mpp", *_MEASURES)
+"""Columns of `slides.csv` on how patches were read (see the slide record), and medians over the patches.
+
+`jpeg_generations`: how often pixels were JPEG-encoded, including the slide itself.
+"""
 _EXCLUDED = "excluded"
 """Status in `slides.csv` of a slide that is in no subset."""
 READ, LABELLED, SELECTED = range(3)
@@ -67,8 +72,7 @@ class Exclusion(StrEnum):
     @property
     def step(self) -> int:
         """Step of the exclusion: `READ`, `LABELLED` or `SELECTED`."""
-        order = list(Exclusion)
-        ends = (Exclusion.UNREADABLE, Exclusion.NO_PATCH_WITH_CLASS)
+        order, ends = list(Exclusion), (Exclusion.UNREADABLE, Exclusion.NO_PATCH_WITH_CLASS)
         return sum(order.index(self) > order.index(end) for end in ends)
 
 
@@ -93,9 +97,7 @@ class SlideEntry:
         copy_of: first slide of its group of copies. All are used, in one subset.
         planned: patches of its grid; unreadable, no_class, filtered, left_out, damaged (found when they were read):
             those not used, by the first reason; train, validation, test: those in each subset.
-        route, jpeg_generations, reader, vendor, mpp: how its patches were read; see the slide record.
-            `jpeg_generations`: how often pixels were JPEG-encoded, including the slide itself.
-        tissue, focus, pen, dark: medians over its patches; empty if not measured.
+        measured: columns `MEASURED`, without those that are unknown.
         cells: further columns of the labels file.
     """
 
@@ -116,15 +118,7 @@ class SlideEntry:
     train: int = 0
     validation: int = 0
     test: int = 0
-    route: str = ""
-    jpeg_generations: str = ""
-    reader: str = ""
-    vendor: str = ""
-    mpp: str = ""
-    tissue: str = ""
-    focus: str = ""
-    pen: str = ""
-    dark: str = ""
+    measured: Mapping[str, str] = field(default_factory=dict)
     cells: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -139,14 +133,14 @@ class SlideEntry:
 
     def value(self, column: str) -> str:
         """Return the text in a column of `slides.csv`, or else of the labels file; empty if it is missing."""
-        if column not in COLUMNS:
-            return self.cells.get(column, "")
+        if column not in COLUMNS or column in MEASURED:
+            return (self.measured if column in MEASURED else self.cells).get(column, "")
         value = getattr(self, column)
         return "" if value is None else str(value)
 
 
-_FIELDS = [attribute.name for attribute in fields(SlideEntry) if attribute.name != "cells"]
-COLUMNS = (*_FIELDS[:6], "status", *_FIELDS[6:])
+_FIELDS = [attribute.name for attribute in fields(SlideEntry)][:-2]
+COLUMNS = (*_FIELDS[:6], "status", *_FIELDS[6:], *MEASURED)
 """Columns of `slides.csv` that are not from the labels file."""
 _COUNTS = ("planned", *_UNUSED, *SUBSETS)
 _OF_LABELS = "labels:"
@@ -207,9 +201,6 @@ def _entry(source: SampleSource, number: int, labelling: Labelling) -> SlideEntr
     record = source.records[number]
     row = labelling.label_of(record)
     label_source = "folder or import" if labelling.labels is None else "labels file"
-    measured: dict[str, Any] = {}
-    if isinstance(record, SlideRecord) and isinstance(source, Store):
-        measured = _measured(source, number, record)
     return SlideEntry(
         slide=record.id,
         patient=row.patient or record.id,
@@ -220,7 +211,7 @@ def _entry(source: SampleSource, number: int, labelling: Labelling) -> SlideEntr
         reason=exclusion_of(record),
         planned=record.planned,
         cells=dict(row.cells),
-        **measured,
+        measured=_measured(source, number),
     )
 
 
@@ -228,9 +219,7 @@ def _used(
     entry: SlideEntry, source: SampleSource, number: int, split: SlideSplit, labelling: Labelling
 ) -> SlideEntry:
     """Return the slide with its patient, label and patches in a split."""
-    counts: dict[str, Any] = _patch_counts(
-        source, number, split, labelling, unreadable=source.records[number].stored < entry.planned
-    )
+    counts: dict[str, Any] = _patch_counts(source, number, split, labelling)
     used = any(counts[subset] for subset in SUBSETS)
     return replace(
         entry, patient=split.patient, label=split.label,
@@ -245,9 +234,9 @@ def exclusion_of(record: SampleGroup) -> Exclusion | None:
     if state is not SlideState.COMPLETE:
         failed = state is SlideState.FAILED
         return Exclusion.INGEST_FAILED if failed else Exclusion.NOT_INGESTED
-    if record.planned:
-        return None if record.stored else Exclusion.NO_READABLE_PATCH
-    return Exclusion.NO_PATCHES
+    if record.stored:
+        return None
+    return Exclusion.NO_READABLE_PATCH if record.planned else Exclusion.NO_PATCHES
 
 
 def with_damaged(
@@ -267,14 +256,14 @@ def _without(slide: SlideEntry, lost: Mapping[Subset, int]) -> SlideEntry:
 
 
 def _patch_counts(
-    source: SampleSource, number: int, split: SlideSplit, labelling: Labelling, *, unreadable: bool
+    source: SampleSource, number: int, split: SlideSplit, labelling: Labelling
 ) -> dict[str, int]:
     """Return the number of patches by subset, or by the first reason why they are not used."""
     rest = split.subsets < 0
     counts = dict.fromkeys(_COUNTS[1:], 0) | {subset: len(split.on(subset)) for subset in SUBSETS}
     index = source.index(number) if rest.any() else {}
     reasons: dict[str, NDArray[np.bool_]] = {}
-    if unreadable and "length" in index:
+    if source.records[number].stored < split.count and "length" in index:
         reasons["unreadable"] = index["length"] == 0
     if split.labels is not None:
         reasons["no_class"] = split.labels < 0
@@ -286,17 +275,18 @@ def _patch_counts(
     return counts | {"left_out": int(rest.sum())}
 
 
-def _measured(store: Store, number: int, record: SlideRecord) -> dict[str, str]:
-    """Return how a slide was read, and the medians of its measures."""
-    if record.state is not SlideState.COMPLETE:
+def _measured(source: SampleSource, number: int) -> dict[str, str]:
+    """Return how a complete slide of a store was read, and the medians of its measures; nothing of others."""
+    record = source.complete.get(number)
+    if not isinstance(record, SlideRecord) or not isinstance(source, Store):
         return {}
     measured = {name: getattr(record, name) or "" for name in ("route", "reader", "vendor")}
     if record.route:
-        once_more = record.route != "copy" and store.spec.get("codec") != "png"
-        measured["jpeg_generations"] = str(1 + once_more)
+        encoded_again = record.route != "copy" and source.spec.get("codec") != "png"
+        measured["jpeg_generations"] = str(1 + encoded_again)
     if record.mpp is not None:
         measured["mpp"] = f"{record.mpp:.4g}"
-    index = store.index(number) if record.planned else {}
+    index = source.index(number) if record.planned else {}
     for name in _MEASURES:
         values = index.get(name, np.empty(0))
         finite_values = values[np.isfinite(values)]
@@ -345,6 +335,7 @@ def _from_row(row: dict[str, str]) -> SlideEntry:
     values |= {name: int(values[name]) for name in _COUNTS if name in values}
     values["reason"] = Exclusion(values["reason"]) if values.get("reason") else None
     values.pop("status", None)  # its patches show it
+    values["measured"] = {name: values.pop(name) for name in MEASURED if name in values}
     cells = {name.removeprefix(_OF_LABELS): cell for name, cell in row.items()}
     return SlideEntry(**values, cells=cells)
 

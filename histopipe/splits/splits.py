@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import json
-import math
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -184,14 +183,10 @@ class Splits:
         """Count the patches by subset and class."""
         counts: dict[Subset, Counter[str]] = {subset: Counter() for subset in SUBSETS}
         for slide in self.slides:
-            # Column 0 is for patches that are left out, or have no class.
             names = [slide.label] if slide.labels is None else self.classes
-            codes = 1 if slide.labels is None else slide.labels + 1
-            place = (slide.subsets + 1) * (len(names) + 1) + codes
-            table = np.bincount(place, minlength=4 * (len(names) + 1)).reshape(4, -1)[1:, 1:]
-            for subset, row in zip(SUBSETS, table.tolist(), strict=True):
-                for name, count in zip(names, row, strict=True):
-                    counts[subset][name] += count
+            for subset in SUBSETS:
+                rows = self.by_class(slide, subset)
+                counts[subset].update({name: len(rows.get(name, ())) for name in names})
         return counts
 
     def by_class(self, slide: SlideSplit, subset: Subset) -> dict[str, NDArray[np.int32]]:
@@ -251,14 +246,14 @@ class Splits:
 
 def write_splits(splits: Splits, path: Path) -> None:
     """Write `splits.json` atomically."""
-    per_patch = any(slide.labels is not None for slide in splits.slides)
-    version = _WITH_LABELS if per_patch else _PLAIN
-    task_fields: dict[str, Any] = {}
+    version, task_fields = _PLAIN, dict[str, Any]()
     if splits.targets or splits.covariates:
         version = _WITH_TARGETS
         task_fields = {
             "task": splits.task_name, "targets": splits.targets, "covariates": splits.covariates
         }  # fmt: skip
+    elif any(slide.labels is not None for slide in splits.slides):
+        version = _WITH_LABELS
     value = {
         "format": _NAME,
         "version": version,
@@ -313,8 +308,7 @@ def load_splits(path: Path) -> Splits:
 def recorded_numbers(path: Path) -> dict[str, int]:
     """Return slide numbers by id from a `splits.json`; empty if it cannot be read, which `read_splits` reports."""
     with suppress(FileNotFoundError, DamagedStore), reading(path):
-        slides = read_json(path)["slides"]
-        return {str(slide["id"]): int(slide["slide"]) for slide in slides}
+        return {str(slide["id"]): int(slide["slide"]) for slide in read_json(path)["slides"]}
     return {}
 
 
@@ -327,8 +321,7 @@ def trained_on(path: Path) -> set[tuple[str, str]]:
     """Return ("slide", id) and ("patient", name) of training and validation, in NFC; empty if the file is unreadable."""
     with suppress(FileNotFoundError, DamagedStore), reading(path):
         slides = map(_slide_from_json, read_json(path)["slides"])
-        seen = (SUBSETS.index("train"), SUBSETS.index("validation"))
-        used = (slide for slide in slides if np.isin(slide.subsets, seen).any())
+        used = [slide for slide in slides if len(slide.on("train")) or len(slide.on("validation"))]
         return {pair for slide in used for pair in names_of(slide.id, slide.patient)}
     return set()
 
@@ -384,7 +377,7 @@ def _slide_to_json(slide: SlideSplit) -> dict[str, Any]:
     if slide.labels is not None:
         value["labels"] = _encode_array(slide.labels)
     if slide.target is not None:
-        value["target"] = [None if math.isnan(number) else number for number in slide.target]
+        value["target"] = [None if np.isnan(number) else number for number in slide.target]
     if slide.covariates:
         value["covariates"] = slide.covariates
     subsets = set(slide.subsets.tolist())
@@ -408,15 +401,15 @@ def _slide_from_json(value: Mapping[str, Any]) -> SlideSplit:
     return SlideSplit(
         **{name: value[name] for name in _FIELDS}, subsets=subsets,
         labels=_decode_array(value["labels"], np.int16, count) if "labels" in value else None,
-        target=tuple(math.nan if number is None else float(number) for number in value["target"])
+        target=tuple(np.nan if number is None else float(number) for number in value["target"])
         if "target" in value else None,
         covariates=tuple(map(str, value.get("covariates", ()))),
     )  # fmt: skip
 
 
 def _encode_array(values: NDArray[Any]) -> str:
-    little_endian = np.ascontiguousarray(values, values.dtype.newbyteorder("<"))
-    return base64.b64encode(zlib.compress(little_endian.tobytes())).decode()
+    little_endian = values.astype(values.dtype.newbyteorder("<")).tobytes()
+    return base64.b64encode(zlib.compress(little_endian)).decode()
 
 
 def _decode_array(text: str, dtype: Any, count: int) -> NDArray[Any]:

@@ -19,14 +19,13 @@ from histopipe.slides.slide_files import connected
 from histopipe.splits.assignment import Assignment, copies_note, mark_patches
 from histopipe.splits.labelling import Labelling, candidates, given_parts
 from histopipe.splits.splits import DROPPED, SampleSource, SlideSplit, Splits
-from histopipe.splits.subsets import SUBSETS, SplitBy, Subset
+from histopipe.splits.subsets import SUBSETS, TEST, TRAIN, VALIDATION, SplitBy, Subset
 from histopipe.store.record import SlideRecord
 from histopipe.system.hashing import combine
 from histopipe.system.output import counted, message
 
 FRACTIONS = (0.7, 0.15, 0.15)
 REGION = Micrometres(250.0)
-_TRAIN, _VALIDATION, _TEST = range(len(SUBSETS))
 _MAX_WAYS = 3
 """Maximum number of flags that a refusal lists."""
 
@@ -163,7 +162,7 @@ class _Plan:
 
     def _ways(self) -> Iterator[str]:
         """Yield flags or changes with which the slides can be split."""
-        assignment, share = self.assignment, round(self.assignment.without_test[_VALIDATION], 2)
+        assignment, share = self.assignment, round(self.assignment.without_test[VALIDATION], 2)
         by_label = self.labelling.task.of_classes and self.labelling.labels_from == "slide"
         options: list[dict[str, dict[str, Any]]] = [
             {
@@ -202,18 +201,20 @@ class _Plan:
         parts = given_parts(self.slides, self.stores, self.labelling, folds=folds > 0)
         fold_subsets = [parts]
         if folds:
-            fold_subsets = [np.where(parts == part, _TEST, _TRAIN) for part in np.unique(parts)]
+            fold_subsets = [np.where(parts == part, TEST, TRAIN) for part in np.unique(parts)]
         for fold, subsets in enumerate(fold_subsets):
-            rows = np.flatnonzero(subsets == _TRAIN).tolist()
-            if _VALIDATION not in subsets and len(rows):
-                seed = int(combine(self.assignment.seed, fold))
-                assignment = Assignment(self.assignment.without_test, seed)
-                slides, algorithm = [self.slides[row] for row in rows], "balanced"
-                (subsets[rows],) = replace(self, slides=slides, assignment=assignment)._by_group()
+            rows = np.flatnonzero(subsets == TRAIN).tolist()
+            if VALIDATION not in subsets and len(rows):
+                seed, algorithm = int(combine(self.assignment.seed, fold)), "balanced"
+                training = replace(
+                    self, slides=[self.slides[row] for row in rows],
+                    assignment=Assignment(self.assignment.without_test, seed),
+                )  # fmt: skip
+                (subsets[rows],) = training._by_group()
         if not folds and algorithm == "balanced":
             message(
                 f"column {self.labelling.split_column} has no validation: "
-                f"{counted(int((parts == _VALIDATION).sum()), 'training slide')} drawn for it at random, by {self.split_by}"
+                f"{counted(int((parts == VALIDATION).sum()), 'training slide')} drawn for it at random, by {self.split_by}"
             )
         return fold_subsets, algorithm
 
@@ -308,11 +309,11 @@ def _by_patch(
     slides: Sequence[SlideSplit], assignment: Assignment
 ) -> list[tuple[NDArray[np.int8], ...]]:
     """Return random subsets of the patches of each slide, for each fold. Copies of one slide get the same subsets."""
-    subsets = []
-    for slide in slides:
-        name = slide.content or slide.id
-        rng = np.random.default_rng([assignment.seed, *name.encode()])
-        subsets.append(assignment.assign_patches(rng.permutation(slide.count)))
+    seeds = ([assignment.seed, *(slide.content or slide.id).encode()] for slide in slides)
+    subsets = [
+        assignment.assign_patches(np.random.default_rng(seed).permutation(slide.count))
+        for slide, seed in zip(slides, seeds, strict=True)
+    ]
     return list(zip(*subsets, strict=True))
 
 
@@ -359,11 +360,11 @@ def _subsets_apart(
 ) -> NDArray[np.int8]:
     """Return the subsets of the patches of a slide, `DROPPED` for those near another subset."""
     patch_subsets = _subsets_of(position, key, subsets)
-    nearby_subsets = [_subsets_of(points, key, subsets) for points in nearby]
     # A square without patches is in no subset, so patches need no distance from it.
-    mixed = np.any(
-        [(other != patch_subsets) & (other != DROPPED) for other in nearby_subsets], axis=0
-    )
+    mixed = np.any([
+        (other != patch_subsets) & (other != DROPPED)
+        for other in (_subsets_of(points, key, subsets) for points in nearby)
+    ], axis=0)  # fmt: skip
     return np.where(mixed, DROPPED, patch_subsets).astype(np.int8)
 
 
@@ -398,11 +399,6 @@ def _squares(
     width = record.read_size * record.downsample
     corners = np.stack([index["x_l0"], index["y_l0"]], axis=1).astype(np.float64)
     position = np.floor((corners + width / 2) / side).astype(np.int64)
-    points = max(4, int(np.ceil(3 * width / side)) + 1)
-    offsets = np.linspace(-width, 2 * width, points)
-    nearby = [
-        np.floor((corners + np.array([dx, dy])) / side).astype(np.int64)
-        for dx in offsets
-        for dy in offsets
-    ]
-    return position, nearby
+    offsets = np.linspace(-width, 2 * width, max(4, int(np.ceil(3 * width / side)) + 1))
+    shifts = (np.array([dx, dy]) for dx in offsets for dy in offsets)
+    return position, [np.floor((corners + shift) / side).astype(np.int64) for shift in shifts]

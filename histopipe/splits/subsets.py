@@ -12,3 +12,5 @@ SplitBy = Literal["patient", "site", "slide", "region", "patch"]
 LabelsFrom = Literal["slide", "annotation"]
 
 SUBSETS: tuple[Subset, ...] = get_args(Subset)
+TRAIN, VALIDATION, TEST = range(len(SUBSETS))
+"""Numbers of the subsets, as in arrays."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
@@ -147,7 +146,7 @@ class Classification(Task):
 
     def read_target(self, cells: Sequence[str]) -> Iterable[float]:
         """Return the number of the class. Raise ValueError if it is none of the classes."""
-        return (float(self.classes.index(cells[0])) if cells[0] else math.nan,)
+        return (float(self.classes.index(cells[0])) if cells[0] else np.nan,)
 
     # Evaluation.
 

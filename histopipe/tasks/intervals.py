@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,16 +74,6 @@ def patients_notes(patients: int) -> list[str]:
         return [f"{TOO_FEW}: {patients}, expected at least {FEWEST_PATIENTS}"]
     few = patients < _RELIABLE_PATIENTS
     return [f"confidence intervals are unreliable: only {patients} patients"] if few else []
-
-
-def stored_intervals(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `intervals` and `notes` of stored metrics. Earlier versions had intervals of two patients and more."""
-    intervals = {name: tuple(ends) for name, ends in metrics["intervals"].items()}
-    notes = tuple(metrics["notes"])
-    if intervals and metrics["patients"] < FEWEST_PATIENTS:
-        kept = (note for note in notes if "intervals" not in note)
-        return {"intervals": {}, "notes": (*kept, *patients_notes(metrics["patients"]))}
-    return {"intervals": intervals, "notes": notes}
 
 
 def interval_of(values: FloatArray, patients: int) -> Interval | None:
@@ -317,8 +307,8 @@ def precision_interval(
         K. Boyd et al., Area under the precision-recall curve: point estimates and confidence intervals, ECML PKDD (2013),
         with a score interval instead of a logit interval, which does not exist at 1.
     """
-    defined = resampled[np.isfinite(resampled)]
-    return _share_interval(estimate, float(defined.var()), positives, several=several)
+    variance = float(resampled[np.isfinite(resampled)].var())
+    return _share_interval(estimate, variance, positives, several=several)
 
 
 def delong(

@@ -73,8 +73,7 @@ class Multilabel(Task):
 
     def check(self, targets: FloatArray, subset: str) -> None:
         """Check that each label has both values."""
-        for number, name in enumerate(self.columns):
-            values = targets[:, number]
+        for name, values in zip(self.columns, targets.T, strict=True):
             finite_values = values[np.isfinite(values)]
             if not ((finite_values == 0).any() and (finite_values == 1).any()):
                 raise NothingToDo(
@@ -85,11 +84,9 @@ class Multilabel(Task):
 
     def summary(self, targets: FloatArray) -> str:
         """Return the number of slides with each label."""
-        labelled = np.isfinite(targets).sum(axis=0)
-        positives = np.nansum(targets, axis=0).astype(int)
         return ", ".join(
-            f"{name} {a} of {b}"
-            for name, a, b in zip(self.columns, positives, labelled, strict=True)
+            f"{name} {int(np.nansum(values))} of {np.isfinite(values).sum()}"
+            for name, values in zip(self.columns, targets.T, strict=True)
         )
 
     def statistics(self, scores: Predictions) -> ColumnStatistics:

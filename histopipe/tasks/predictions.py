@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -20,7 +19,6 @@ from histopipe.tasks.intervals import (
     TOO_FEW,
     intervals_of,
     patients_notes,
-    stored_intervals,
 )
 from histopipe.tasks.survival import RiskGroup
 from histopipe.tasks.task import (
@@ -232,7 +230,7 @@ class Metrics:
     thresholds: Thresholds = NO_THRESHOLDS
     notes: tuple[str, ...] = ()
     confusion: tuple[tuple[int, ...], ...] = ()
-    classes: Mapping[str, ClassMetrics] = dataclasses.field(default_factory=dict)
+    classes: Mapping[str, ClassMetrics] = field(default_factory=dict)
     reliability: tuple[Bin, ...] = ()
     decision_curve: DecisionCurve | None = None
     groups: tuple[RiskGroup, ...] = ()
@@ -246,7 +244,7 @@ class Metrics:
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dict, with the metrics by name at the same level as the other fields."""
-        value = dataclasses.asdict(self)
+        value = asdict(self)
         return {**value.pop("values"), **value}
 
     @classmethod
@@ -256,31 +254,38 @@ class Metrics:
         Raises:
             KeyError, TypeError: the value has the wrong form.
         """
-        names = {field.name for field in dataclasses.fields(cls)}
-        fields = {name: value[name] for name in names & value.keys()} | stored_intervals(value)
+        names = {attribute.name for attribute in fields(cls)}
+        intervals = {name: tuple(ends) for name, ends in value["intervals"].items()}
+        notes = tuple(value["notes"])
+        if intervals and value["patients"] < FEWEST_PATIENTS:
+            # Earlier versions had intervals of two patients and more.
+            kept = (note for note in notes if "intervals" not in note)
+            intervals, notes = {}, (*kept, *patients_notes(value["patients"]))
+        limits: Any = value["thresholds"] if "thresholds" in value else [value["threshold"]]
+        if "values" not in limits:  # of an earlier version
+            note = next((text for text in value["notes"] if text.startswith(FALLBACK)), "")
+            limits = {"values": [limit for limit in limits if limit is not None], "note": note}
         # Earlier versions had the metrics of other tasks than classification in a field.
         by_name = {
             name: metric for name, metric in value.items() if name not in {*names, "threshold"}
         }
-        fields["values"] = value.get("figures", by_name)
-        fields.setdefault("task", "classification")
-        limits = value["thresholds"] if "thresholds" in value else [value["threshold"]]
-        if isinstance(limits, list):  # of an earlier version
-            note = next((text for text in value["notes"] if text.startswith(FALLBACK)), "")
-            limits = {"values": [limit for limit in limits if limit is not None], "note": note}
-        fields["thresholds"] = Thresholds(tuple(limits["values"]), limits["note"])
-        fields["confusion"] = tuple(map(tuple, value.get("confusion", ())))
-        fields["classes"] = {
-            name: ClassMetrics(**metrics) for name, metrics in value.get("classes", {}).items()
-        }
-        fields["reliability"] = tuple(Bin(**place) for place in value.get("reliability", ()))
         curve = value.get("decision_curve")
-        if curve is not None:
-            fields["decision_curve"] = DecisionCurve(**_with_tuples(curve))
-        fields["groups"] = tuple(
-            RiskGroup(**_with_tuples(group)) for group in value.get("groups", ())
-        )
-        return cls(**fields)
+        arguments = {
+            "task": "classification",
+            **{name: value[name] for name in names & value.keys()},
+            "values": value.get("figures", by_name),
+            "intervals": intervals,
+            "thresholds": Thresholds(tuple(limits["values"]), limits["note"]),
+            "notes": notes,
+            "confusion": tuple(map(tuple, value.get("confusion", ()))),
+            "classes": {
+                name: ClassMetrics(**metrics) for name, metrics in value.get("classes", {}).items()
+            },
+            "reliability": tuple(Bin(**place) for place in value.get("reliability", ())),
+            "decision_curve": curve and DecisionCurve(**_with_tuples(curve)),
+            "groups": tuple(RiskGroup(**_with_tuples(group)) for group in value.get("groups", ())),
+        }
+        return cls(**arguments)
 
 
 def _with_tuples(value: Mapping[str, Any]) -> dict[str, Any]:

@@ -106,8 +106,8 @@ class Regression(Task):
 
     def check(self, targets: FloatArray, subset: str) -> None:
         """Check that each column has several values."""
-        for number, name in enumerate(self.columns):
-            finite_values = targets[np.isfinite(targets[:, number]), number]
+        for name, values in zip(self.columns, targets.T, strict=True):
+            finite_values = values[np.isfinite(values)]
             if len(np.unique(finite_values)) < 2:
                 raise NothingToDo(
                     f"column {name} cannot be learned: {subset}",

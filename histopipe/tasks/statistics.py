@@ -158,15 +158,14 @@ class Statistics(WeightedStatistics):
         self._confusion = cells.reshape(self.patients, classes, classes).astype(np.float64)
         squares = (probability - (label[:, None] == np.arange(classes))) ** 2
         brier = squares.sum(axis=1) if positive is None else squares[:, positive]
-        likelihood = probability[np.arange(count), label]
-        log_loss = -np.log(np.clip(likelihood, _SMALLEST, None))
+        log_loss = -np.log(np.clip(probability[np.arange(count), label], _SMALLEST, None))
         self._sums = np.stack(
             [np.bincount(patient, values, self.patients) for values in (brier, log_loss)]
         )
         # (P, bins) number of scores, and sum of what probabilities exceed outcomes by.
         confidence, event = confidence_of(label, probability, positive)
-        place = patient * BINS + bin_numbers(confidence)
-        excess = np.bincount(place, confidence - event, self.patients * BINS)
+        bins = patient * BINS + bin_numbers(confidence)
+        excess = np.bincount(bins, confidence - event, self.patients * BINS)
         self._excess = excess.reshape(self.patients, BINS).astype(np.float64)
         occurs = self._confusion.sum(axis=(0, 2))
         self._present = occurs > 0  # (C,) bool
@@ -215,26 +214,27 @@ class Statistics(WeightedStatistics):
         calibration error are biased.
         """
         label, decided, patient = self._label, self._decided, self._patient
-        right = decided == label
-        numbers = [self.positive] if self.positive is not None else np.flatnonzero(self._present)
-        each: dict[str, list[Interval | None]] = {"auc": [], "sensitivity": [], "specificity": []}
-        for number in numbers:
-            of_class = label == number
-            each["auc"].append(auc_interval(of_class, self._probability[:, number], patient))
-            each["sensitivity"].append(share_interval(right[of_class], patient[of_class]))
-            each["specificity"].append(
-                share_interval(decided[~of_class] != number, patient[~of_class])
-            )
-        by_metric = {name: mean_interval(intervals) for name, intervals in each.items()}
-        by_metric["accuracy"] = share_interval(right, patient)
-        by_metric["balanced_accuracy"] = independent_mean_interval([
-            (float(right[of_class].mean()), share_interval(right[of_class], patient[of_class]))
-            for of_class in (label == number for number in np.flatnonzero(self._present))
-        ])  # fmt: skip
+        right, present = decided == label, np.flatnonzero(self._present).tolist()
+        numbers = present if self.positive is None else [self.positive]
+        by_metric = {
+            "auc": mean_interval(
+                [auc_interval(label == n, self._probability[:, n], patient) for n in numbers]
+            ),
+            "sensitivity": mean_interval(
+                [share_interval(right[label == n], patient[label == n]) for n in numbers]
+            ),
+            "specificity": mean_interval(
+                [share_interval(decided[label != n] != n, patient[label != n]) for n in numbers]
+            ),
+            "accuracy": share_interval(right, patient),
+            "balanced_accuracy": independent_mean_interval([
+                (float(right[label == n].mean()), share_interval(right[label == n], patient[label == n]))
+                for n in present
+            ]),
+        }  # fmt: skip
         if self.positive is not None and self.positive in self._curves:
-            of_class = label == self.positive
             _, precision = self._curves[self.positive](np.ones(self.patients))
-            positives = len(np.unique(patient[of_class]))
+            positives = len(np.unique(patient[label == self.positive]))
             if positives > 1:
                 by_metric["average_precision"] = precision_interval(
                     precision, values["average_precision"], positives,
@@ -332,12 +332,12 @@ def roc_of(
     rates = _rates(positive, ends, np.ones(len(positive)))
     low = high = None
     if len(np.unique(patient)) >= FEWEST_PATIENTS:
-        curves = []
-        for draw in bootstrap_draws(patients, _RESAMPLES, seed):
-            weight = draw[patient]
-            if weight[positive].any() and weight[~positive].any():
-                false_rate, true_rate = _rates(positive, ends, weight)
-                curves.append(_at(_GRID, false_rate, true_rate))
+        weights = (draw[patient] for draw in bootstrap_draws(patients, _RESAMPLES, seed))
+        curves = [
+            _at(_GRID, *_rates(positive, ends, weight))
+            for weight in weights
+            if weight[positive].any() and weight[~positive].any()
+        ]
         if len(curves) > _RESAMPLES // 2:
             low, high = np.percentile(curves, _BAND, axis=0)
     return Roc(*rates, _GRID, low, high)

@@ -111,15 +111,16 @@ class SurvivalStatistics(WeightedStatistics):
         size = max(1, _BLOCK // max(len(self._time), 1))
         for begin in range(0, len(events), size):
             block = events[begin : begin + size]
-            later = self._time[None] > self._time[block, None]
-            same = (self._time[None] == self._time[block, None]) & ~self._event[None]
-            comparable = (later | same).astype(np.float64)
+            lag = self._time[None] - self._time[block, None]
+            comparable = ((lag > 0) | ((lag == 0) & ~self._event[None])).astype(np.float64)
             lead = self._risk[block, None] - self._risk[None]
             value = np.where(np.abs(lead) <= _TIE, 0.5, lead > 0) * comparable
             pairs, concordant = rows @ comparable.T, rows @ value.T
-            harrell, uno = rows[:, block], weight[:, block]
-            products = (harrell * concordant, harrell * pairs, uno * concordant, uno * pairs)
-            sums += [product.sum(axis=1) for product in products]
+            sums += [
+                (of_events * of_others).sum(axis=1)
+                for of_events in (rows[:, block], weight[:, block])
+                for of_others in (concordant, pairs)
+            ]
         with np.errstate(divide="ignore", invalid="ignore"):
             return sums[0] / sums[1], sums[2] / sums[3]
 
@@ -130,7 +131,9 @@ class SurvivalStatistics(WeightedStatistics):
         order = np.argsort(self._risk, kind="stable")
         ties = np.flatnonzero(np.append(True, np.diff(self._risk[order]) > _TIE))
         survival = self._product(rows, self._event, np.zeros_like(self._event))
-        areas, falls, before = [], [], np.ones(len(rows))
+        places = np.searchsorted(self._unique, times, side="right") - 1
+        fall = -np.diff(survival[:, places], prepend=1.0, axis=1).T
+        areas = []
         with np.errstate(divide="ignore", invalid="ignore"):
             of_cases = rows * self._event * inverse[:, self._place]
             for time in times:
@@ -140,10 +143,6 @@ class SurvivalStatistics(WeightedStatistics):
                 below = np.cumsum(controls, axis=1) - controls / 2
                 pairs = cases.sum(axis=1) * controls.sum(axis=1)
                 areas.append((cases * below).sum(axis=1) / pairs)
-                now = survival[:, np.searchsorted(self._unique, time, side="right") - 1]
-                falls.append(before - now)
-                before = now
-            fall = np.array(falls)
             used = fall > 0
             total = np.where(used, np.array(areas) * fall, 0).sum(axis=0)
             return np.asarray(total / np.where(used, fall, 0).sum(axis=0), np.float64)
@@ -316,8 +315,10 @@ class Survival(Task):
         names = np.empty(len(targets), object)
         for value, name in ((1, "event"), (0, "censored")):
             rows = targets[:, 1] == value
-            halves = rank_parts(relative_ranks(targets[rows, 0]), 2)
-            names[rows] = [f"{name}, {('early', 'late')[half - 1]}" for half in halves]
+            names[rows] = [
+                f"{name}, {('early', 'late')[half - 1]}"
+                for half in rank_parts(relative_ranks(targets[rows, 0]), 2)
+            ]
         return list(names)
 
     def check(self, targets: FloatArray, subset: str) -> None:
@@ -353,8 +354,8 @@ class Survival(Task):
         if _RISK not in names:
             return None
         columns = tuple(name.removeprefix(TRUE) for name in names if name.startswith(TRUE))
-        outputs = names[len(columns) + 1 :]
-        return cls(columns, tuple(float(name.removeprefix(_SURVIVAL)) for name in outputs))
+        times = (name.removeprefix(_SURVIVAL) for name in names[len(columns) + 1 :])
+        return cls(columns, tuple(map(float, times)))
 
     @property
     def output_names(self) -> tuple[str, ...]:
@@ -373,8 +374,7 @@ class Survival(Task):
         """
         if task.grid == self.grid:
             return output
-        curves = np.concatenate([np.ones((len(output), 1)), output[:, 1:]], axis=1)
-        rows = [np.interp(self.grid, (0.0, *task.grid), row) for row in curves]
+        rows = [np.interp(self.grid, (0.0, *task.grid), (1.0, *row)) for row in output[:, 1:]]
         survival = np.array(rows, np.float32).reshape(len(rows), len(self.grid))
         return np.concatenate([output[:, :1], survival], axis=1)
 

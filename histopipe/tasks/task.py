@@ -350,8 +350,8 @@ def labels_of(target: FloatArray) -> NDArray[np.int32]:
 
 def group_means(values: FloatArray, starts: NDArray[np.intp]) -> FloatArray:
     """Return (G, C) means of the groups of (N, C) rows that begin at `starts`."""
-    sizes = np.diff(starts, append=len(values))
-    return np.asarray(np.add.reduceat(values, starts, axis=0) / sizes[:, None], np.float64)
+    sizes = np.diff(starts, append=len(values))[:, None]
+    return np.asarray(np.add.reduceat(values, starts, axis=0) / sizes, np.float64)
 
 
 def flag_cell(cell: str, where: str) -> float:
@@ -373,5 +373,4 @@ def relative_ranks(values: FloatArray) -> FloatArray:
 
 def rank_parts(ranks: FloatArray, count: int) -> list[int]:
     """Return the part of each rank from 0 to 1, counted from 1 to `count`."""
-    numbers = np.minimum(np.nan_to_num(ranks) * count, count - 1).astype(int) + 1
-    return list(numbers.tolist())
+    return list((np.minimum(np.nan_to_num(ranks) * count, count - 1).astype(int) + 1).tolist())
