@@ -15,7 +15,7 @@ from histopipe.maintenance.verify import check_untrusted
 from histopipe.store.claims import lock_for_writing
 from histopipe.store.data_file import mapped_errors, page_faults
 from histopipe.store.environment import open_environment
-from histopipe.store.reading import read_meta
+from histopipe.store.reading import meta_entries
 from histopipe.system.files import atomic_write, flush_to_disk, free_bytes, replacing, roomy
 from histopipe.system.folders import DATA
 from histopipe.system.output import Bar, Progress, Result, default_progress
@@ -72,7 +72,7 @@ def compact(
         check_untrusted(store, progress=progress)
     with open_environment(store) as environment:
         with environment.read() as transaction:
-            read_meta(transaction, environment.databases, "format", dict, store)
+            meta_entries(transaction, environment.databases, store)
         size = environment.used_bytes()
     before = (store / DATA).stat().st_size
     if out is not None and (out.exists() or out.absolute().is_relative_to(store.absolute())):
