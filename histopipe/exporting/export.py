@@ -56,12 +56,11 @@ def export_masks(store: Path, *, out: Path, progress: Progress) -> TissueReport:
     result = TissueReport(out)
     pictures: dict[str, NDArray[np.uint8]] = {}
     with Store(store) as opened, held(out), roomy(out):
-        total = len(opened.complete)
-        if not total:
+        complete = opened.complete
+        if not complete:
             raise NothingToDo(f"{store} has no complete slide", todo="see `histopipe info`")
-        source = str(recorded_tissue(opened.spec))
-        with progress.bar("exporting masks", unit="slides", total=total) as bar:
-            for slide, record in opened.complete.items():
+        with progress.bar("exporting masks", unit="slides", total=len(complete)) as bar:
+            for slide, record in complete.items():
                 where = f"{store}, slide {record.id}"
                 thumbnail, mask = opened.thumbnail(slide), opened.thumbnail(slide, "mask")
                 try:
@@ -76,10 +75,9 @@ def export_masks(store: Path, *, out: Path, progress: Progress) -> TissueReport:
                     result.failed[record.id] = slide_failure(error)
                 else:
                     mpp = None if record.mpp is None else Mpp(record.mpp)
+                    source = record.mask or str(recorded_tissue(opened.spec))
                     notes = record.notes if exact else [*record.notes, _INEXACT]
-                    result.slides.append(
-                        measure_mask(slide_mask, mpp, record.mask or source, notes)
-                    )
+                    result.slides.append(measure_mask(slide_mask, mpp, source, notes))
                 bar.advance()
         write_table_and_page(result, pictures)
     return result
@@ -95,19 +93,18 @@ def _grid(record: SlideRecord, grid: Grid | None, mask: NDArray[np.bool_]) -> tu
     if grid is not None:
         return grid, True
     size, bounds = Size(mask.shape[1], mask.shape[0]), _bounds(record)
-    origin = bounds.origin
+    side = _side(bounds.size, size)
     slide = Size(record.width, record.height)
-    return Grid(origin.x, origin.y, _side(bounds, size), size, slide), False
+    return Grid(bounds.origin.x, bounds.origin.y, side, size, slide), False
 
 
-def _side(bounds: RegionL0, size: Size) -> float:
-    """Return the side of a pixel of a thumbnail, in level-0 pixels, of which only the sizes are known."""
-    longer = max(bounds.size.width, bounds.size.height)
-    count = max(size.width, size.height, 1)
+def _side(region: Size, thumbnail: Size) -> float:
+    """Return the side of a pixel of a thumbnail of a region, in level-0 pixels, of which only the sizes are known."""
+    longer = max(region.width, region.height)
+    count = max(thumbnail.width, thumbnail.height, 1)
     # Usually a whole number: the last pixel is only in part inside the slide.
     for side in range(max(1, longer // count), math.ceil(longer / max(1, count - 1)) + 1):
-        shape = (-(-bounds.size.width // side), -(-bounds.size.height // side))
-        if shape == (size.width, size.height):
+        if Size(-(-region.width // side), -(-region.height // side)) == thumbnail:
             return float(side)
     return longer / count
 
@@ -228,8 +225,7 @@ def export_index(
         total = sum(len(store.complete) for store in opened)
         bar = progress.bar("exporting", unit="slides", total=total, detail=True)
         slides = _slides(opened, stack.enter_context(bar))
-        stack.enter_context(roomy(out.parent))
-        with atomic_write(out) as part:
+        with roomy(out.parent), atomic_write(out) as part:
             if kind == "csv":
                 write_table(part, [*_OF_SLIDE, *_OF_PATCH], _rows(slides))
             else:

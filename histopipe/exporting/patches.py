@@ -167,10 +167,12 @@ class ExportResult(Result):
 
     def __str__(self) -> str:
         written = f"{counted(self.patches, 'patch')} in {counted(self.files, 'file')}"
-        count = f"{written}, {self.kept} already done"
-        failed = [f"failed: {name}: {reason}" for name, reason in self.failed.items()]
-        skipped = [f"skipped: {patch}" for patch in self.damaged]
-        return "\n".join([f"{count}: {self.folder}", *skipped, *failed])
+        lines = [
+            f"{written}, {self.kept} already done: {self.folder}",
+            *(f"skipped: {patch}" for patch in self.damaged),
+            *(f"failed: {name}: {reason}" for name, reason in self.failed.items()),
+        ]
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True, slots=True)

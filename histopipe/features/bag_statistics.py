@@ -37,8 +37,8 @@ def feature_moments(
     with closing(default_progress().bar("feature scaling", unit="bags", total=len(chosen))) as bar:
         for number in chosen:
             bag = bags.bags[number]
-            rows = _spaced(bag.rows, _ROWS) if bag.rows > _ROWS else None
             try:
+                rows = _spaced(bag.rows, _ROWS) if bag.rows > _ROWS else None
                 values = read_bag(bag, bag.dtype, rows).astype(np.float64)
             except DamagedStore:
                 if on_error == "raise" or (number == chosen[-1] and not moments):

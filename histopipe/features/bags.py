@@ -127,10 +127,9 @@ class BagSet:
         self.uuid = "+".join(map(_identity, self.folders, dimensions))
         rows = None
         if labels is not None:
-            recorded_names = self._recorded.keys() | self.failed.keys()
-            names = SlideNames(headers, recorded_names - headers.keys())
+            without = (self._recorded.keys() | self.failed.keys()) - headers.keys()
             rows = read_labels(
-                labels, names, columns=columns, groups=more_columns, with_label=with_label,
+                labels, SlideNames(headers, without), columns=columns, groups=more_columns, with_label=with_label,
                 allow_extra=allow_extra, na=na, notify=notify,
             )  # fmt: skip
         self.label_source = "folder or import" if labels is None else "labels file"
@@ -146,8 +145,8 @@ class BagSet:
         if bag == "patient":
             groups = _by_patient(labelled, columns, unlabelled=unlabelled)
         # Known bags keep their numbers, so that a new slide does not change them.
-        numbering = dict(numbers or {})
-        numbering = {nfc(name): number for name, number in numbering.items()} | numbering
+        numbering = {nfc(name): number for name, number in (numbers or {}).items()}
+        numbering |= numbers or {}
         free = itertools.count(max(numbering.values(), default=-1) + 1)
         bags = {}
         for name, slides in groups.items():
@@ -227,8 +226,8 @@ def _identity(folder: Path, dimension: int) -> str:
 
 def _recorded_slides(folder: Path, names: Iterable[str]) -> dict[str, SlideEntry]:
     """Return the slides that `histopipe embed` found, by the name of the file; empty for folders of other tools."""
-    entries = read_slide_table(folder / SLIDES) if (folder / ENCODER).exists() else []
     by_name = {nfc(name): name for name in names}
+    entries = read_slide_table(folder / SLIDES) if (folder / ENCODER).exists() else []
     return {by_name.get(nfc(slide.slide), slide.slide): slide for slide in entries}
 
 
@@ -247,9 +246,9 @@ def _slide_labels(
             for key in ("label", "patient", "site")
         )
         row = SlideLabel(label) if rows is None else rows.get(name, SlideLabel(None))
-        # Earlier versions recorded no patient of lower-case TCGA barcodes.
-        unknown = patient == name and "TCGA" not in name
-        patient = row.patient or (None if unknown else patient) or patient_of(name)
+        if patient == name and "TCGA" not in name:
+            patient = None  # earlier versions recorded no patient of lower-case TCGA barcodes
+        patient = row.patient or patient or patient_of(name)
         labels[name] = SlideLabel(row.label, patient, row.site or site, row.cells)
     return labels
 
@@ -278,13 +277,12 @@ def _by_patient(
         if unlabelled or label.label or any(map(label.cells.get, columns)):
             groups.setdefault(str(label.patient), []).append(name)
     for patient, slides in groups.items():
-        patient_labels = [labels[slide] for slide in slides]
         texts = [
             {
                 **({} if unlabelled else {"labels": str(label.label)}),
                 **{name: label.cells.get(name, "") for name in columns},
             }
-            for label in patient_labels
+            for label in (labels[slide] for slide in slides)
         ]
         for column in texts[0]:
             values = sorted({text[column] or "empty" for text in texts})
@@ -323,11 +321,10 @@ def read_positions(bag: Bag, rows: NDArray[np.int64] | None = None) -> NDArray[n
 def _by_part(
     bag: Bag, rows: NDArray[np.int64] | None
 ) -> Iterator[tuple[SlideFeatures, NDArray[np.int64] | None]]:
-    begin = 0
-    for part in bag.parts:
-        end = begin + part.rows
+    ends = itertools.accumulate(part.rows for part in bag.parts)
+    for part, end in zip(bag.parts, ends, strict=True):
+        begin = end - part.rows
         yield part, None if rows is None else rows[(rows >= begin) & (rows < end)] - begin
-        begin = end
 
 
 def joined_rows(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:

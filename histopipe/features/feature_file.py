@@ -144,8 +144,9 @@ def read_header(path: Path) -> FeatureHeader:
                 f"{path} contains no features", found=", ".join(file) or "nothing",
                 expected=f"a dataset {FEATURES!r} of shape (patches, features)",
             )  # fmt: skip
-        shape = _plain_shape(features.shape)
-        if shape is None or features.dtype not in _DTYPES:
+        # Some tools write (1, N, D).
+        shape = features.shape[1:] if features.shape[:-2] == (1,) else features.shape
+        if len(shape) != 2 or shape[1] == 0 or features.dtype not in _DTYPES:
             raise UsageError(
                 f"{path}: features", found=f"{features.shape} {features.dtype}",
                 expected="(patches, features) float32 or float16",
@@ -162,7 +163,7 @@ def read_header(path: Path) -> FeatureHeader:
             values = features[0, sampled] if features.ndim == 3 else features[sampled]
             sample = zlib.crc32(np.ascontiguousarray(values).data)
         return FeatureHeader(
-            path, *shape, features.dtype, features.id.get_offset(), dict(file.attrs),
+            path, shape[0], shape[1], features.dtype, features.id.get_offset(), dict(file.attrs),
             {} if coords is None else dict(coords.attrs), sample,
         )  # fmt: skip
 
@@ -244,23 +245,14 @@ def _with_path(path: Path) -> Iterator[None]:
     """Raise errors of reading a file with its path: as DamagedStore, unless the operating system cannot read it."""
     try:
         yield
+    except HistopipeError:
+        raise
     except (OSError, KeyError, RuntimeError, ValueError) as error:
-        if isinstance(error, UsageError | DamagedStore):
-            raise
-        unread = reading_error(error, path)
-        if unread is not None:
-            raise unread from error
-        raise DamagedStore(
+        damaged = DamagedStore(
             f"{path} cannot be read", found=str(error).split("\n")[0][:200],
             todo="compute it again with `histopipe embed`",
-        ) from error  # fmt: skip
-
-
-def _plain_shape(shape: tuple[int, ...]) -> tuple[int, int] | None:
-    """Return (N, D) for a shape (N, D) or (1, N, D), which some tools write; else None."""
-    if len(shape) == 3 and shape[0] == 1:
-        shape = shape[1:]
-    return (shape[0], shape[1]) if len(shape) == 2 and shape[1] > 0 else None
+        )  # fmt: skip
+        raise (reading_error(error, path) or damaged) from error
 
 
 def feature_path(folder: Path, slide_id: str) -> Path:
@@ -307,7 +299,7 @@ def record_encoder(folder: Path, encoder: Mapping[str, Any]) -> None:
 
 def record_stores(folder: Path, stores: Iterable[Store]) -> None:
     """Add the paths of stores to the record of a folder, so that heatmaps find the slides of its features."""
-    record = read_record(folder / ENCODER) or {}
+    record = read_encoder(folder) or {}
     paths = [*record.get("stores", ()), *(str(store.path.absolute()) for store in stores)]
     record["stores"] = list(dict.fromkeys(paths))
     write_atomically(folder / ENCODER, json.dumps(record, indent=2) + "\n")
@@ -324,11 +316,9 @@ def stores_of_features(folders: Iterable[str | Path]) -> list[Path]:
     """
     stores: list[Path] = []
     for folder in map(Path, folders):
-        names = dict.fromkeys(
-            entry.store for entry in read_slide_table(folder / SLIDES) if entry.store
-        )
+        names = [entry.store for entry in read_slide_table(folder / SLIDES) if entry.store]
         recorded = (read_encoder(folder) or {}).get("stores")
-        for text in names if recorded is None else recorded:
+        for text in dict.fromkeys(names) if recorded is None else recorded:
             places = (Path(text), folder.parent / Path(text).name)
             existing = [path for path in places if folder_kind(path) is FolderKind.STORE]
             if recorded and not existing:

@@ -125,8 +125,7 @@ class VerifyResult(Result):
             f"{self.file_bytes / 1e6:,.1f} MB in {self.seconds:.1f} s"
         )
         if not self.findings:
-            decoded = ", every patch decoded" if self.full else ""
-            return f"{self.store} is intact: {checked}{decoded}"
+            return f"{self.store} is intact: {checked}{', every patch decoded' * self.full}"
         counts = f"{len(self.findings)} findings, {len(self.damaged_slides)} damaged slides"
         return "\n".join(
             [*map(str, self.findings), "", f"{self.store} is damaged: {counts}; {checked}"]
@@ -305,8 +304,11 @@ def _check_patches(
         check.add(FindingKind.STRUCTURE, f"cannot read patches {some(faults)}: {texts}", number)
     missing = sorted(set(range(len(crcs))) - reached - faults.keys())
     if missing:
-        what = f"{len(missing)} of {len(crcs)} patches are missing: {some(missing)}"
-        check.add(FindingKind.HOLE, what, number)
+        check.add(
+            FindingKind.HOLE,
+            f"{len(missing)} of {len(crcs)} patches are missing: {some(missing)}",
+            number,
+        )
     if undecodable:
         reason = next(iter(undecodable.values()))
         check.add(FindingKind.IMAGE, f"cannot decode patches {some(undecodable)}: {reason}", number)
@@ -331,11 +333,13 @@ def _check_patch_keys(
     except DamagedStore as error:
         check.add(FindingKind.STRUCTURE, str(error), number)
     if beyond:
-        what = f"patches {some(beyond)} are not in its index of {planned}"
-        check.add(FindingKind.ORPHAN, what, number)
+        check.add(
+            FindingKind.ORPHAN, f"patches {some(beyond)} are not in its index of {planned}", number
+        )
     if unreached:
-        what = f"a lookup does not reach patches {some(unreached)}"
-        check.add(FindingKind.STRUCTURE, what, number)
+        check.add(
+            FindingKind.STRUCTURE, f"a lookup does not reach patches {some(unreached)}", number
+        )
 
 
 def _check_thumbnails(raw: RawStore, check: Examination, number: int, *, is_full: bool) -> None:
@@ -388,7 +392,12 @@ def check_store(store: Path) -> Examination:
                 check.add(FindingKind.FORMAT, f"the database {database.decode()!r} is missing")
         _check_meta(raw, check, store)
         try:
-            check.slides = _slides(raw, check)
+            for key in raw.keys(SLIDES):
+                if len(key) == SLIDE_KEY_BYTES:
+                    check.slides.append(slide_number(key))
+                else:
+                    what, entry = f"slides: unexpected key {key.hex()}", entry_of(SLIDES, key)
+                    check.add(FindingKind.ORPHAN, what, entry=entry)
         except DamagedStore as error:
             check.add(FindingKind.STRUCTURE, f"slides: {error}")
             check.slides = list(range(check.next_number))
@@ -402,10 +411,9 @@ def check_store(store: Path) -> Examination:
 
 
 def _is_empty(raw: RawStore, database: bytes) -> bool:
-    try:
+    with suppress(DamagedStore):
         return next(raw.keys(database), None) is None
-    except DamagedStore:
-        return False
+    return False
 
 
 def _check_meta(raw: RawStore, check: Examination, store: Path) -> None:
@@ -427,17 +435,6 @@ def _check_meta(raw: RawStore, check: Examination, store: Path) -> None:
     if not 0 <= check.next_number <= MAX_SLIDE_NUMBER + 1:
         check.add(FindingKind.COUNT, f"meta 'next_number' is {check.next_number}")
         check.next_number = 0
-
-
-def _slides(raw: RawStore, check: Examination) -> list[int]:
-    numbers = []
-    for key in raw.keys(SLIDES):
-        if len(key) == SLIDE_KEY_BYTES:
-            numbers.append(slide_number(key))
-        else:
-            what = f"slides: unexpected key {key.hex()}"
-            check.add(FindingKind.ORPHAN, what, entry=entry_of(SLIDES, key))
-    return numbers
 
 
 def find_orphans(store: Path, complete: set[int]) -> Examination:

@@ -15,7 +15,7 @@ from histopipe.maintenance.verify import check_untrusted
 from histopipe.store.claims import lock_for_writing
 from histopipe.store.data_file import mapped_errors, page_faults
 from histopipe.store.environment import open_environment
-from histopipe.store.reading import read_meta
+from histopipe.store.reading import meta_entries
 from histopipe.system.files import atomic_write, flush_to_disk, free_bytes, replacing, roomy
 from histopipe.system.folders import DATA
 from histopipe.system.output import Bar, Progress, Result, default_progress
@@ -72,23 +72,24 @@ def compact(
         check_untrusted(store, progress=progress)
     with open_environment(store) as environment:
         with environment.read() as transaction:
-            read_meta(transaction, environment.databases, "format", dict, store)
+            meta_entries(transaction, environment.databases, store)
         size = environment.used_bytes()
     before = (store / DATA).stat().st_size
     if out is not None and (out.exists() or out.absolute().is_relative_to(store.absolute())):
         raise UsageError(f"{out} already exists, or is in the store", todo="choose another --out")
     target = (out or store.resolve()).absolute()
-    with _file_errors(target):
+    free = free_bytes(target.parent)
+    if free < size + _SPARE_BYTES:
+        raise MachineShort(
+            f"not enough disk space in {target.parent} for a copy of {store}",
+            found=f"{free >> 20} MB free",
+            expected=f"{size >> 20} MB",
+            todo="free disk space, or pass --out with a path on another disk",
+        )
+    try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        free = free_bytes(target.parent)
-        if free < size + _SPARE_BYTES:
-            raise MachineShort(
-                f"not enough disk space in {target.parent} for a copy of {store}",
-                found=f"{free >> 20} MB free",
-                expected=f"{size >> 20} MB",
-                todo="free disk space, or pass --out with a path on another disk",
-            )
         with (
+            roomy(target.parent),
             in_place_of(store) if out is None else atomic_write(out) as part,
             progress.bar("compact", unit="bytes", total=size) as bar,
         ):
@@ -96,6 +97,12 @@ def compact(
             _copy(store, part, size, bar)
             carry_files(store, part)
             after = (part / DATA).stat().st_size
+    except HistopipeError:
+        raise
+    except OSError as error:
+        raise UsageError(
+            f"{target} cannot be written", found=error.strerror or str(error)
+        ) from error
     return CompactResult(str(out or store), before, after)
 
 
@@ -110,18 +117,6 @@ def carry_files(store: Path, part: Path) -> None:
     with suppress(PermissionError):  # only root can change the owner
         for source, copy in ((store / DATA, part / DATA), (store, part)):
             os.chown(copy, source.stat().st_uid, source.stat().st_gid)
-
-
-@contextmanager
-def _file_errors(path: Path) -> Iterator[None]:
-    """Convert errors of a folder that cannot be written, and of a full disk."""
-    try:
-        with roomy(path.parent):
-            yield
-    except HistopipeError:
-        raise
-    except OSError as error:
-        raise UsageError(f"{path} cannot be written", found=error.strerror or str(error)) from error
 
 
 @contextmanager

@@ -134,9 +134,8 @@ def _counts(counts: Mapping[str, int]) -> str:
 
 def _slide_line(slide: Mapping[str, Any]) -> str:
     mpp = f"{slide['mpp']:.4g}" if slide["mpp"] else "-"
-    reason = slide["error"] or slide["route_reason"]
-    texts = "; ".join(filter(None, [reason, *slide["notes"], *slide["annotation_notes"]]))
+    notes = [slide["error"] or slide["route_reason"], *slide["notes"], *slide["annotation_notes"]]
     return (
         f"{slide['id']:<40} {slide['state']:<9} {slide['stored']:>9,} {mpp:>8}  "
-        f"{slide['label'] or '-':<12} {slide['route'] or '-':<9} {texts}".rstrip()
+        f"{slide['label'] or '-':<12} {slide['route'] or '-':<9} {'; '.join(filter(None, notes))}".rstrip()
     )

@@ -193,8 +193,9 @@ def _copy_slide(slide: SlideToCopy, target: StoreWriter, number: int, bar: Bar) 
         bar.advance(sum(map(len, values)))
     index["crc"] = crcs  # the checksums include the new keys
     index["label"] = _renumbered(index["label"], slide.store.classes, target)
-    further = dict(_other_entries(slide, number))
-    target.complete(number, slide.record, index, _thumbnails(slide), further=further)
+    target.complete(
+        number, slide.record, index, _thumbnails(slide), further=dict(_other_entries(slide, number))
+    )
 
 
 def _values(slide: SlideToCopy, rows: Sequence[int], index: Columns) -> list[bytes]:
@@ -288,7 +289,7 @@ def merge(
     """
     out, progress = Path(out), progress or default_progress()
     with ExitStack() as stack:
-        paths = find_stores([Path(source) for source in sources], out)
+        paths = find_stores(list(map(Path, sources)), out)
         stores = open_stores(paths, stack, untrusted=untrusted, progress=progress)
         existing: list[SlideRecord] = []
         try:
@@ -356,7 +357,9 @@ def choose(
                 chosen[record.id] = slide
             elif record.state is SlideState.FAILED:
                 continue
-            elif _is_same(first, slide):
+            elif not _is_same(first, slide):
+                unequal.append(f"{record.id} in {first.store.path} and in {store.path}")
+            else:
                 twice[first.store.path, store.path].append(record.id)
                 contradictions = _contradictions(first.record, record)
                 if contradictions:
@@ -368,8 +371,6 @@ def choose(
                         f"{record.id}: its record in {store.path} has more fields than in "
                         f"{first.store.path}, but was not copied"
                     )
-            else:
-                unequal.append(f"{record.id} in {first.store.path} and in {store.path}")
     if unequal:
         raise UsageError(
             "slides with the same id differ",
@@ -389,8 +390,10 @@ def choose(
 
 def _contradictions(one: SlideRecord, other: SlideRecord) -> str:
     """List the labels, patients and sites in which two records differ."""
-    names = ("label", "patient", "site")
-    values = ((name, _set_value(one, name), _set_value(other, name)) for name in names)
+    values = (
+        (name, _set_value(one, name), _set_value(other, name))
+        for name in ("label", "patient", "site")
+    )
     return ", ".join(
         f"{name} {first!r} and {second!r}"
         for name, first, second in values
@@ -400,9 +403,9 @@ def _contradictions(one: SlideRecord, other: SlideRecord) -> str:
 
 def _has_more(one: SlideRecord, other: SlideRecord) -> bool:
     """Return whether a record has a label, patient, site or measurement that the other record does not have."""
-    names = ("label", "patient", "site", "annotations", "quality")
     return any(
-        _set_value(other, name) is None and _set_value(one, name) is not None for name in names
+        _set_value(other, name) is None and _set_value(one, name) is not None
+        for name in ("label", "patient", "site", "annotations", "quality")
     )
 
 

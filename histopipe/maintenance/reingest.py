@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,125 +57,120 @@ _OF_CLASSES = {"label", "covered"}
 _MEASURED = {*_OF_CLASSES, "focus", "pen", "dark"}
 
 
-@dataclass(slots=True)
-class Reingestion:
-    """A repeated ingest of the damaged slides of a store. The store's file must be intact.
+def reingest(
+    store: Path,
+    examination: Examination,
+    slides: Sequence[SlideFile],
+    options: IngestOptions,
+    *,
+    annotations: Mapping[str, Path],
+    progress: Progress,
+) -> tuple[list[str], dict[str, str], list[str]]:
+    """Ingest the damaged slides whose files are available, and restore the data that was set aside.
 
-    Attributes:
-        annotations: annotation files by slide id.
-        done: ids of slides that are complete again, by number.
-        left: reasons why slides were not ingested, by id.
-        notes: notes for the user.
+    The store's file must be intact. `annotations` are files by slide id.
+
+    Returns the ids of slides that are complete again, the reasons why others were not ingested, by id, and notes for the
+    user.
+
+    Raises:
+        SpecMismatch: this version cannot tile slides with the settings of the store.
     """
-
-    store: Path
-    examination: Examination
-    slides: Sequence[SlideFile]
-    options: IngestOptions
-    annotations: Mapping[str, Path]
-    progress: Progress
-    done: dict[int, str] = field(default_factory=dict)
-    left: dict[str, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-
-    def run(self) -> None:
-        """Ingest the slides whose files are available, and restore the data that was set aside.
-
-        Raises:
-            UsageError: this version cannot tile slides with the settings of the store.
-        """
-        numbers = {f.number for f in self.examination.findings if f.entry is None}
-        records = self.examination.records.items()
-        damaged = {n: r for n, r in records if n in numbers and r.state is SlideState.COMPLETE}
-        with open_for_change(self.store) as environment:
-            begun = self._restore(environment)
-            if damaged or begun:
-                self._ingest(environment, damaged, [*{**damaged, **begun}.values()])
-                self._restore(environment)
-
-    def _restore(self, environment: Environment) -> dict[int, SlideRecord]:
-        """Restore data to complete slides, delete that of removed ones, and return the records of all others."""
-        with environment.read() as transaction:
-            records = read_records(transaction, environment.databases, self.store)
-            kept = environment.databases.get(SET_ASIDE)
-            keys = (
-                [key for key, _ in entries_with(transaction, kept, b"")] if kept is not None else []
-            )
-        begun = {}
-        for number in sorted({int.from_bytes(key[1:SLIDE_KEY_BYTES], "big") for key in keys}):
-            record = records.get(number)
-            if record is not None and record.state is not SlideState.COMPLETE:
-                begun[number] = record
-                continue
-            note = restore(environment, number)
-            self.notes += [note] if note else []
-            if record is not None:
-                self.done[number] = record.id
-        return begun
-
-    def _ingest(
-        self,
-        environment: Environment,
-        damaged: Mapping[int, SlideRecord],
-        records: Sequence[SlideRecord],
-    ) -> None:
-        """Ingest the wanted slides: damaged ones, and those that an interrupted repair has left."""
-        spec = spec_of_store(self.examination.spec or {})
-        files = self._files(records)
+    numbers = {f.number for f in examination.findings if f.entry is None}
+    damaged = {
+        number: record
+        for number, record in examination.records.items()
+        if number in numbers and record.state is SlideState.COMPLETE
+    }
+    left: dict[str, str] = {}
+    with open_for_change(store) as environment:
+        done, begun, notes = _restore_all(environment)
+        records = [*{**damaged, **begun}.values()]
+        if not records:
+            return list(done.values()), left, notes
+        spec = spec_of_store(examination.spec or {})
+        ids = {r.resolved_path: r.id for r in examination.records.values()}
+        files, left = _matching_files(with_recorded_ids(slides, ids), records, options.worker_count)
         for number, record in damaged.items():
             file = files.get(record.id)
-            if file is not None and not self._set_aside(environment, number, record, file):
-                self.left[record.id] = "it was changed during the repair"
+            if file is not None and not _set_aside(environment, number, record, file):
+                left[record.id] = "it was changed during the repair"
                 del files[record.id]
-        if not files:
-            return
-        shares = [r.unreadable / r.planned for r in damaged.values() if r.planned]
-        options = replace(
-            self.options,
-            rules=replace(self.options.rules, roi=spec.roi),
-            max_unreadable=max([_MIN_UNREADABLE, *shares]),
-        )
-        mpps = {r.id: Mpp(r.mpp) for r in records if r.mpp}
-        jobs = [
-            SlideJob(file, mpp=mpps.get(name), annotations=self.annotations.get(name))
-            for name, file in files.items()
-        ]
-        report = ingest_slides(jobs, self.store, spec, options, progress=self.progress)
-        self.left |= report.failed
+        if files:
+            shares = [r.unreadable / r.planned for r in damaged.values() if r.planned]
+            options = replace(
+                options,
+                rules=replace(options.rules, roi=spec.roi),
+                max_unreadable=max([_MIN_UNREADABLE, *shares]),
+            )
+            mpps = {r.id: Mpp(r.mpp) for r in records if r.mpp}
+            jobs = [
+                SlideJob(file, mpp=mpps.get(name), annotations=annotations.get(name))
+                for name, file in files.items()
+            ]
+            left |= ingest_slides(jobs, store, spec, options, progress=progress).failed
+        now_done, _, more_notes = _restore_all(environment)
+    return [*(done | now_done).values()], left, notes + more_notes
 
-    def _files(self, records: Sequence[SlideRecord]) -> dict[str, SlideFile]:
-        """Return the files of slides by id, if they were given and contain the same scan."""
-        ids = {r.resolved_path: r.id for r in self.examination.records.values()}
-        by_id = {slide.id: slide for slide in with_recorded_ids(self.slides, ids)}
-        scans = {record.id: record for record in records}
-        self.left |= {
-            name: "its file is not among the given slides" for name in scans if name not in by_id
-        }
-        files = {name: by_id[name] for name in scans if name in by_id}
-        with WorkerPool(self.options.worker_count) as pool:
-            tasks = [(slide, scans[name]) for name, slide in files.items()]
-            for (slide, _), future in map_in_pool(pool, _has_scan, tasks, seconds=_OPENING_SECONDS):
-                try:
-                    if result_of(future):
-                        continue
-                    self.left[slide.id] = f"{slide.path} is now another scan"
-                except (WorkerDied, SlideError) as error:
-                    self.left[slide.id] = f"its file cannot be opened: {error}"
-                del files[slide.id]
-        return files
 
-    def _set_aside(
-        self, environment: Environment, number: int, record: SlideRecord, file: SlideFile
-    ) -> bool:
-        pending = replace(
-            record,
-            state=SlideState.PENDING,
-            path=to_storable_text(str(file.path)),
-            resolved_path=file.resolve(),
-            annotations=None,  # otherwise, the ingest adds a note that the patch labels are lost
-        )
-        with Claims(self.store) as claims:
-            return claims.take(number) and set_aside(environment, number, record, pending)
+def _restore_all(
+    environment: Environment,
+) -> tuple[dict[int, str], dict[int, SlideRecord], list[str]]:
+    """Restore data to complete slides, and delete that of removed ones.
+
+    Returns the ids of the complete slides, the records of slides that are not complete, both by number, and notes.
+    """
+    with environment.read() as transaction:
+        records = read_records(transaction, environment.databases, environment.path)
+        kept = environment.databases.get(SET_ASIDE)
+        entries = entries_with(transaction, kept, b"") if kept is not None else ()
+        numbers = {int.from_bytes(key[1:SLIDE_KEY_BYTES], "big") for key, _ in entries}
+    done: dict[int, str] = {}
+    begun: dict[int, SlideRecord] = {}
+    notes: list[str] = []
+    for number in sorted(numbers):
+        record = records.get(number)
+        if record is not None and record.state is not SlideState.COMPLETE:
+            begun[number] = record
+            continue
+        note = restore(environment, number)
+        notes += [note] if note else []
+        if record is not None:
+            done[number] = record.id
+    return done, begun, notes
+
+
+def _matching_files(
+    slides: Sequence[SlideFile], records: Sequence[SlideRecord], workers: int
+) -> tuple[dict[str, SlideFile], dict[str, str]]:
+    """Return the files of recorded slides that contain the same scan, and why the others have none, by id."""
+    by_id = {slide.id: slide for slide in slides}
+    scans = {record.id: record for record in records}
+    left = {name: "its file is not among the given slides" for name in scans if name not in by_id}
+    files = {name: by_id[name] for name in scans if name in by_id}
+    with WorkerPool(workers) as pool:
+        tasks = [(slide, scans[name]) for name, slide in files.items()]
+        for (slide, _), future in map_in_pool(pool, _has_scan, tasks, seconds=_OPENING_SECONDS):
+            try:
+                if result_of(future):
+                    continue
+                left[slide.id] = f"{slide.path} is now another scan"
+            except (WorkerDied, SlideError) as error:
+                left[slide.id] = f"its file cannot be opened: {error}"
+            del files[slide.id]
+    return files, left
+
+
+def _set_aside(environment: Environment, number: int, record: SlideRecord, file: SlideFile) -> bool:
+    pending = replace(
+        record,
+        state=SlideState.PENDING,
+        path=to_storable_text(str(file.path)),
+        resolved_path=file.resolve(),
+        annotations=None,  # otherwise, the ingest adds a note that the patch labels are lost
+    )
+    with Claims(environment.path) as claims:
+        return claims.take(number) and set_aside(environment, number, record, pending)
 
 
 def _has_scan(task: tuple[SlideFile, SlideRecord]) -> bool:

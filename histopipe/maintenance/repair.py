@@ -19,7 +19,7 @@ from histopipe.ingestion.ingest_slides import refuse_network
 from histopipe.ingestion.options import IngestOptions
 from histopipe.maintenance.checks import Examination, FindingKind
 from histopipe.maintenance.compact import carry_files, in_place_of
-from histopipe.maintenance.reingest import Reingestion
+from histopipe.maintenance.reingest import reingest
 from histopipe.maintenance.verify import examine
 from histopipe.slides.discovery import discover
 from histopipe.slides.slide_files import SlideFile
@@ -257,16 +257,13 @@ def repair(
             _delete_orphans(real, examination, records)
             if examination.damaged_records or examination.without_record:
                 examination = check()
-        ingest = Reingestion(real, examination, slide_files, options, outlines, progress)
-        ingest.run()
-    left = ingest.left | _lost(before, records, slide_files, examination)
-    remaining = []
-    if count or ingest.done:
-        findings = check().findings
-        remaining = [str(f).partition(": ")[2] for f in findings if f.slide not in left]
-    return RepairResult(
-        str(store), count, list(ingest.done.values()), left, notes + ingest.notes, remaining
-    )
+        done, left, ingest_notes = reingest(
+            real, examination, slide_files, options, annotations=outlines, progress=progress
+        )
+    left |= _lost(before, records, slide_files, examination)
+    findings = check().findings if count or done else []
+    remaining = [str(f).partition(": ")[2] for f in findings if f.slide not in left]
+    return RepairResult(str(store), count, done, left, notes + ingest_notes, remaining)
 
 
 @contextmanager
@@ -331,9 +328,9 @@ def _delete_orphans(
             for number, record in changed.items():
                 transaction.put(slide_key(number), record.to_bytes(number), db=slides)
             # An ingest may have registered slides after the store was verified.
-            now = read_records(transaction, environment.databases, store)
-            next_number = _next_number(examination, [*records, *now])
-            transaction.put(b"next_number", to_json(next_number), db=meta)
+            numbers = [*records, *read_records(transaction, environment.databases, store)]
+            next_number = to_json(_next_number(examination, numbers))
+            transaction.put(b"next_number", next_number, db=meta)
 
         environment.change(work)
 
@@ -353,9 +350,11 @@ def _lost(
     examination: Examination,
 ) -> dict[str, str]:
     """Return reasons, by id, for slides whose records are lost and for files without a slide in the store."""
-    reason = "its record is lost: add its file with `histopipe ingest`, delete the rest with `histopipe remove`"
-    placeholders = (r for n, r in records.items() if n not in before.records and not r.path)
-    lost = {r.id: reason for r in placeholders if r.state is SlideState.PENDING}
+    lost = {
+        record.id: "its record is lost: add its file with `histopipe ingest`, delete the rest with `histopipe remove`"
+        for number, record in records.items()
+        if number not in before.records and not record.path and record.state is SlideState.PENDING
+    }
     pages = [f.what for f in before.findings if f.kind is FindingKind.STRUCTURE]
     if lost or any("slides" in what or "main DB" in what for what in pages):
         stored = {record.resolved_path for record in examination.records.values()}

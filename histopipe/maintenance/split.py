@@ -57,16 +57,14 @@ def split(
     """
     splits, out, progress = Path(splits), Path(out), progress or default_progress()
     with ExitStack() as stack:
-        paths = store_paths(sources)
-        stores = open_stores(paths, stack, untrusted=untrusted, progress=progress)
+        stores = open_stores(store_paths(sources), stack, untrusted=untrusted, progress=progress)
         spec = stores[0].spec
-        sides = _sides(read_splits(splits, stores).slides, splits)
-        if not sides:
-            raise NothingToDo(f"{splits} has no slide on any side")
         slides = {
             side: [SlideToCopy(stores[slide.store], slide.slide) for slide in of_side]
-            for side, of_side in sides.items()
+            for side, of_side in _sides(read_splits(splits, stores).slides, splits).items()
         }
+        if not slides:
+            raise NothingToDo(f"{splits} has no slide on any side")
         targets = {side: out / f"{side}.lmdb" for side in slides}
         for side, of_side in slides.items():
             _refuse_others(targets[side], {slide.record.id for slide in of_side})

@@ -30,6 +30,7 @@ from histopipe.store.catalog import no_store
 from histopipe.store.data_file import check_length, newest_transaction, page_faults
 from histopipe.store.format import patch_key
 from histopipe.store.record import SlideState
+from histopipe.system.folders import DATA
 from histopipe.system.output import Bar, Progress, default_progress, some
 from histopipe.system.worker_pool import (
     WorkerDied,
@@ -113,7 +114,7 @@ def examine(
 ) -> Examination:
     """Verify a store as `verify` does, and return the findings with the readable entries."""
     started = time.monotonic()
-    data = store / "data.mdb"
+    data = store / DATA
     if not data.is_file() or data.stat().st_size == 0:
         raise no_store(store)
     size, transaction = data.stat().st_size, 0
@@ -121,7 +122,7 @@ def examine(
         check_length(data)
         transaction = newest_transaction(data)
     except DamagedStore as error:
-        examination = Examination(findings=[_structural(error)])
+        examination = Examination(findings=[Finding(FindingKind.STRUCTURE, str(error))])
     else:
         progress = progress or default_progress()
         count = 1 if size < _SMALL_BYTES else workers or count_usable_cores()
@@ -133,9 +134,10 @@ def examine(
                 store, pool, size, full=full, untrusted=untrusted, pages_first=count > 1, bar=bar
             )
     examination.transaction = transaction
-    complete = [r for r in examination.records.values() if r.state is SlideState.COMPLETE]
+    records = examination.records.values()
     examination.result = VerifyResult(
-        str(store), full, len(examination.records), sum(record.planned for record in complete),
+        str(store), full, len(records),
+        sum(record.planned for record in records if record.state is SlideState.COMPLETE),
         size, round(time.monotonic() - started, 3), examination.findings,
     )  # fmt: skip
     return examination
@@ -178,14 +180,13 @@ def _examine(
     except UnknownVersion:
         raise
     except (WorkerDied, DamagedStore) as error:
-        failure = _structural(f"LMDB cannot read `meta` and `slides`: {error}")
-        return Examination(findings=[*_page_findings(pages()), failure])
-    average = max(1, size // max(1, len(examination.slides)))
-    batch_size = min(_BATCH_SLIDES, max(1, _BATCH_BYTES // average))
-    batches = [
-        examination.slides[i : i + batch_size]
-        for i in range(0, len(examination.slides), batch_size)
-    ]
+        examination = Examination(findings=_page_findings(pages()))
+        examination.add(FindingKind.STRUCTURE, f"LMDB cannot read `meta` and `slides`: {error}")
+        return examination
+    numbers = examination.slides
+    average = max(1, size // max(1, len(numbers)))
+    step = min(_BATCH_SLIDES, max(1, _BATCH_BYTES // average))
+    batches = [numbers[i : i + step] for i in range(0, len(numbers), step)]
     side = (examination.spec or {}).get("patch_size", 0) if full else None
     slides = _check_slides(pool, partial(check_slides, store, side=side), batches, seconds, bar)
     examination.records = dict(sorted(slides.records.items()))
@@ -197,8 +198,11 @@ def _examine(
         orphans = Examination()
         orphans.add(FindingKind.STRUCTURE, f"LMDB cannot list the keys: {error}")
     examination.without_record = orphans.without_record
-    in_order = sorted(slides.findings, key=attrgetter("number"))
-    examination.findings = [*_page_findings(pages()), *examination.findings, *in_order]
+    examination.findings = [
+        *_page_findings(pages()),
+        *examination.findings,
+        *sorted(slides.findings, key=attrgetter("number")),
+    ]
     for name, count in Counter(record.id for record in examination.records.values()).items():
         if count > 1:
             examination.add(FindingKind.RECORD, f"{count} slides have the id {name!r}")
@@ -207,24 +211,21 @@ def _examine(
     return examination
 
 
-def _structural(what: object) -> Finding:
-    return Finding(FindingKind.STRUCTURE, str(what))
-
-
 def _page_findings(pages: Future[list[str]]) -> list[Finding]:
     """Return the findings of LMDB's verifier."""
     try:
-        return [_structural(fault) for fault in result_of(pages)]
+        faults = result_of(pages)
     except WorkerDied as error:
-        return [_structural(f"LMDB's verifier crashes or hangs: {error}")]
+        faults = [f"LMDB's verifier crashes or hangs: {error}"]
     except DamagedStore as error:
-        return [_structural(error)]
+        faults = [str(error)]
+    return [Finding(FindingKind.STRUCTURE, fault) for fault in faults]
 
 
 def _links(store: Path) -> list[Finding]:
     """Return findings for links and devices in the folder, since other files would be read or written."""
     return [
-        _structural(f"{path.name} is a link or a device, not a regular file")
+        Finding(FindingKind.STRUCTURE, f"{path.name} is a link or a device, not a regular file")
         for path in sorted(store.iterdir())
         if path.is_symlink() or not (path.is_file() or path.is_dir())
     ]
@@ -251,8 +252,11 @@ def _check_slides(
         check = Examination(damaged_records={number: b""})
         if isinstance(result, Examination) and (result.records or result.damaged_records):
             check = result
-        what = f"LMDB crashes or hangs reading this slide: {died[number]}"
-        check.add(FindingKind.STRUCTURE, what, number)
+        check.add(
+            FindingKind.STRUCTURE,
+            f"LMDB crashes or hangs reading this slide: {died[number]}",
+            number,
+        )
         slides.add_slides(check)
     return slides
 
@@ -270,8 +274,11 @@ def _add_wrong_values(examination: Examination, wrong: list[WrongValue]) -> None
         what = f"patch {value.row} has the value of patch {owner.row}{place}"
         examination.add(FindingKind.SWAPPED, what, value.slide)
     for slide, rows in changed.items():
-        one = "1 patch does not match its checksum"
-        text = one if len(rows) == 1 else f"{len(rows)} patches do not match their checksums"
+        text = (
+            "1 patch does not match its checksum"
+            if len(rows) == 1
+            else f"{len(rows)} patches do not match their checksums"
+        )
         examination.add(FindingKind.VALUE, f"{text}: {some(rows)}", slide)
 
 

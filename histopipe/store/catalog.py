@@ -10,8 +10,8 @@ import functools
 import json
 import os
 import uuid
-from collections import defaultdict
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -104,18 +104,16 @@ def seen_in(store: Path, records: dict[int, SlideRecord]) -> dict[int, SlideReco
     if path is None:
         return records
     stat = path.stat()
-    ids = _by_part(real.parent, stat.st_ino, stat.st_mtime_ns).get(real.name)
-    return {n: record for n, record in records.items() if ids is None or record.id in ids}
+    part_of = _read_parts(real.parent, stat.st_ino, stat.st_mtime_ns)
+    if real.name not in part_of.values():
+        return records
+    return {n: record for n, record in records.items() if part_of.get(record.id) == real.name}
 
 
 @functools.lru_cache(maxsize=4)
-def _by_part(folder: Path, _inode: int, _time: int) -> Mapping[str, frozenset[str]]:
-    """Return the slide ids of each part, cached until the file changes. A damaged catalog counts as empty."""
-    try:
+def _read_parts(folder: Path, _inode: int, _time: int) -> Mapping[str, str]:
+    """Return the part of each slide, cached until the catalog changes. A damaged catalog counts as empty."""
+    with suppress(DamagedStore):
         catalog = read_catalog(folder)
-    except DamagedStore:
-        return {}
-    members: dict[str, set[str]] = defaultdict(set)
-    for slide, part in (catalog.slides if catalog else {}).items():
-        members[part].add(slide)
-    return {part: frozenset(slides) for part, slides in members.items()}
+        return catalog.slides if catalog else {}
+    return {}
