@@ -44,7 +44,7 @@ class TiffReader(Slide):
                 found=f"{type(error).__name__}: {error}"[:200],
             ) from error
         first = self._images[0]
-        if not first.is_tiled:
+        if not first.page.is_tiled:
             rows = max(first.segment.height, _BLOCK_PIXELS // first.size.width)
             self.natural_block = Size(first.size.width, rows)
 
@@ -122,17 +122,17 @@ class TiffReader(Slide):
         if planes.ndim != 4 or planes.shape[0] != 1 or planes.dtype != np.uint8:
             raise ValueError(f"pixels of shape {planes.shape}, {planes.dtype}")
         width = min(image.segment.width, image.size.width)
-        if planes.shape[2] < width and not image.is_tiled:
+        if planes.shape[2] < width and not image.page.is_tiled:
             raise ValueError(f"a strip of {planes.shape[2]} pixels, expected {width}")
         plane: NDArray[np.uint8] = planes[0]
-        return np.subtract(255, plane, dtype=np.uint8) if image.inverted else plane
+        return np.subtract(255, plane, dtype=np.uint8) if image.page.photometric == 0 else plane
 
     def _raw(
         self, image: TiffImage, index: int, columns: tuple[int, int], rows: tuple[int, int]
     ) -> NDArray[np.uint8]:
         """Read some rows of an uncompressed strip or tile."""
         samples, first = image.samples, image.offsets[index]
-        wide = image.segment.width if image.is_tiled else image.size.width
+        wide = image.segment.width if image.page.is_tiled else image.size.width
         count = (columns[1] - columns[0]) * samples
         out = np.empty((rows[1] - rows[0], count), np.uint8)
         for number, row in enumerate(range(*rows)):
@@ -142,4 +142,4 @@ class TiffReader(Slide):
                 raise ValueError("the file is truncated")
             out[number] = np.frombuffer(data, np.uint8)
         pixels = out.reshape(len(out), -1, samples)
-        return np.subtract(255, pixels, dtype=np.uint8) if image.inverted else pixels
+        return np.subtract(255, pixels, dtype=np.uint8) if image.page.photometric == 0 else pixels

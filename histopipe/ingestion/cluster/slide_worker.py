@@ -29,7 +29,7 @@ from histopipe.ingestion.slide_job import SlideJob
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
 from histopipe.system.files import atomic_write, full_disk_error, is_full_disk, locked
-from histopipe.system.output import Bar, Progress, SilentProgress
+from histopipe.system.output import Bar, Progress
 from histopipe.system.worker_pool import WorkerPool
 from histopipe.tiling.spec import TilingSpec
 
@@ -248,7 +248,7 @@ def _check(settings: ClusterSettings) -> None:
         )
 
 
-class _EventProgress(SilentProgress):
+class _EventProgress(Progress):
     def __init__(self, send: SendEvent) -> None:
         self._send = send
 

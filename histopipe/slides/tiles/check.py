@@ -8,6 +8,7 @@ the difference must be small, and smallest without a shift of the tiles.
 from __future__ import annotations
 
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -29,8 +30,6 @@ LARGEST_DIFFERENCE = 8.0
 
 LEAST_PSNR = 40.0
 """Least PSNR of scaled decoding against decoding and averaging, in decibels. Compression at quality 90 has 31 to 37."""
-
-_SHIFTS = [(dx, dy) for dy in (-1, 0, 1) for dx in (-1, 0, 1)]
 
 
 class NativeLevels(Closing):
@@ -109,8 +108,8 @@ def check(slide: Slide, level: Level, tiles: NativeTiles) -> str:
     if zero == 0:
         return f"{counted(len(compared), 'tile')} equal to OpenSlide's"
     shifted = {
-        shift: np.mean([_difference(a[1:-1, 1:-1], _shift(b, *shift)) for a, b in compared])
-        for shift in _SHIFTS
+        (dx, dy): np.mean([_difference(a[1:-1, 1:-1], _shift(b, dx, dy)) for a, b in compared])
+        for dy, dx in product((-1, 0, 1), repeat=2)
     }
     best = min(shifted, key=shifted.__getitem__)
     if zero > LARGEST_DIFFERENCE or shifted[best] < shifted[0, 0]:
