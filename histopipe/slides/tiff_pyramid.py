@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +123,6 @@ class TiffImage:
     planar: bool
     offsets: Sequence[int]
     lengths: Sequence[int]
-    tables: bytes | None
 
     @property
     def across(self) -> int:
@@ -172,9 +172,8 @@ def read_pyramid(path: Path, tiff: tifffile.TiffFile) -> tuple[list[TiffImage], 
         tiff.series,
         key=lambda image: image.shape[image.axes.index("Y")] * image.shape[image.axes.index("X")],
     )
-    page = series.keyframe.index
     mpp_x, mpp_y, power, channels = (
-        read_ome(tiff.ome_metadata or "", page) if tiff.is_ome else _NO_OME
+        read_ome(tiff.ome_metadata or "", series.keyframe.index) if tiff.is_ome else _NO_OME
     )
     _check_axes(path, series, channels)
     images = [_image(path, level) for level in series.levels]
@@ -265,8 +264,8 @@ def _image(path: Path, level: Any) -> TiffImage:
         else Size(size.width, min(int(key.rowsperstrip), size.height))
     )
     image = TiffImage(
-        key, key.decode, size, segment, samples, planar,
-        tuple(page.dataoffsets), tuple(page.databytecounts), page.jpegtables,
+        key, partial(key.decode, jpegtables=page.jpegtables), size, segment, samples, planar,
+        tuple(page.dataoffsets), tuple(page.databytecounts),
     )  # fmt: skip
     expected = image.across * image.down * (samples if planar else 1)
     if min(size.width, size.height, segment.width, segment.height) < 1 or not (

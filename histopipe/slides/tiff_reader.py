@@ -45,8 +45,8 @@ class TiffReader(Slide):
             ) from error
         first = self._images[0]
         if not first.page.is_tiled:
-            rows = max(first.segment.height, _BLOCK_PIXELS // first.size.width)
-            self.natural_block = Size(first.size.width, rows)
+            width = first.size.width
+            self.natural_block = Size(width, max(first.segment.height, _BLOCK_PIXELS // width))
 
     def read_bgrx(self, origin: PointL0, level: int, size: Size) -> NDArray[np.uint8]:
         """Return the pixels of a region; see `Slide`. A region between two pixels of the level takes the nearest."""
@@ -115,7 +115,7 @@ class TiffReader(Slide):
         data = os.pread(self._file, length, image.offsets[number])
         if len(data) < length:
             raise ValueError(f"{len(data)} of {length} bytes: the file is truncated")
-        pixels, _, _ = image.decode(data, number, jpegtables=image.tables)
+        pixels, _, _ = image.decode(data, number)
         if pixels is None:
             return None
         planes = np.asarray(pixels)

@@ -108,7 +108,12 @@ def check(slide: Slide, level: Level, tiles: NativeTiles) -> str:
     if zero == 0:
         return f"{counted(len(compared), 'tile')} equal to OpenSlide's"
     shifted = {
-        (dx, dy): np.mean([_difference(a[1:-1, 1:-1], _shift(b, dx, dy)) for a, b in compared])
+        (dx, dy): np.mean(
+            [
+                _difference(a[1:-1, 1:-1], np.roll(b, (-dy, -dx), (0, 1))[1:-1, 1:-1])
+                for a, b in compared
+            ]
+        )
         for dy, dx in product((-1, 0, 1), repeat=2)
     }
     best = min(shifted, key=shifted.__getitem__)
@@ -153,8 +158,11 @@ def _pair(
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]] | None:
     """Return the pixels of a tile and those of OpenSlide; None if either cannot be read, which the ingest records."""
     region = tiles.native.region(row, column)
-    if not level.downsample.is_integer():
-        region = _middle(region)
+    width, height = region.size.width // 2, region.size.height // 2
+    if not level.downsample.is_integer() and min(width, height) >= _LEAST_SIDE:
+        # Only its middle: for a whole tile that is between the pixels of a level, OpenSlide decodes four tiles. A wrong
+        # colour, place or size of tiles shows in their middle, too.
+        region = RegionLevel(region.x + width // 2, region.y + height // 2, Size(width, height))
     x, y = level.to_l0(np.array([region.x, region.y], np.int64)).tolist()
     try:
         tile = tiles.pixels(region)
@@ -164,23 +172,5 @@ def _pair(
     return None if tile is None else (tile, truth)
 
 
-def _middle(region: RegionLevel) -> RegionLevel:
-    """Return the middle of a region, half as wide and high.
-
-    For a whole tile that is between the pixels of a level, OpenSlide decodes four tiles. A wrong colour, place or size
-    of tiles shows in their middle, too.
-    """
-    width, height = region.size.width // 2, region.size.height // 2
-    if min(width, height) < _LEAST_SIDE:
-        return region
-    return RegionLevel(region.x + width // 2, region.y + height // 2, Size(width, height))
-
-
 def _difference(a: NDArray[np.uint8], b: NDArray[np.uint8]) -> float:
     return float(np.mean(np.maximum(a, b) - np.minimum(a, b)))  # a - b would wrap around in uint8
-
-
-def _shift(pixels: NDArray[np.uint8], dx: int, dy: int) -> NDArray[np.uint8]:
-    """Return pixels without a margin of one pixel, shifted by up to one pixel."""
-    height, width = pixels.shape[:2]
-    return pixels[1 + dy : height - 1 + dy, 1 + dx : width - 1 + dx]

@@ -77,8 +77,10 @@ def _native(path: Path, page: tifffile.TiffPage, x: int, y: int) -> NativeLevel:
     if len(page.dataoffsets) != shape[0] * shape[1]:
         raise NotNative(f"it has {len(page.dataoffsets)} tiles, not {shape[0]} by {shape[1]}")
     tile, tables = Size(page.tilewidth, page.tilelength), page.jpegtables or b""
-    offsets = np.array(page.dataoffsets, np.int64).reshape(shape)
-    lengths = np.array(page.databytecounts, np.int64).reshape(shape)
+    offsets, lengths = (
+        np.array(values, np.int64).reshape(shape)
+        for values in (page.dataoffsets, page.databytecounts)
+    )
     native = NativeLevel(path, x, y, _size(page), tile, colour, tables, offsets, lengths)
     if compression == tifffile.COMPRESSION.JPEG:
         return native
