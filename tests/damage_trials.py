@@ -26,7 +26,7 @@ from histopipe.errors import DamagedStore, HistopipeError
 from histopipe.maintenance.verify import verify
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
-from histopipe.system.output import SilentProgress
+from histopipe.system.output import Progress
 from histopipe.system.worker_pool import WorkerDied, WorkerPool, silence
 
 Damage = Callable[[bytearray, Pages, random.Random], None]
@@ -168,7 +168,7 @@ def run_trials(folder: Path, count: int, seed: int = 0) -> tuple[Counter[str], l
             (store / "data.mdb").write_bytes(data)
             started = time.monotonic()
             try:
-                result = verify(store, progress=SilentProgress())
+                result = verify(store, progress=Progress())
                 is_found = bool(result.findings)
                 assert int(result.exit_code) == (5 if is_found else 0)
             except DamagedStore as error:  # also UnknownVersion

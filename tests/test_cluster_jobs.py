@@ -27,7 +27,7 @@ from histopipe.ingestion.slide_job import SlideJob
 from histopipe.slides.discovery import discover
 from histopipe.store.catalog import read_catalog
 from histopipe.store.store import recorded
-from histopipe.system.output import SilentProgress
+from histopipe.system.output import Progress
 from histopipe.tiling.spec import TilingSpec
 
 FLAGS = ("--patch-size", "64", "--tissue", "none", "--scratch", "scratch")
@@ -229,7 +229,7 @@ def test_slide_that_kills_every_worker_fails(
         report = ingest_on_cluster(
             [SlideJob(file) for file in discover([slides])], tmp_path / "parts",
             TilingSpec(patch_size=64, mpp=Mpp(0.5), tissue="none"), IngestOptions(), cluster="local:1",
-            scratch=tmp_path / "scratch", part_bytes=1 << 30, progress=SilentProgress(),
+            scratch=tmp_path / "scratch", part_bytes=1 << 30, progress=Progress(),
         )  # fmt: skip
     (failed,) = report.of(SlideStatus.FAILED)
     assert failed.id == "slide-002"

@@ -40,7 +40,7 @@ from histopipe.inference.slide_run import (
     slide_batches,
 )
 from histopipe.store.store import Store
-from histopipe.system.output import SilentProgress
+from histopipe.system.output import Progress
 
 NETWORK = ["--model", "mobilenet", "--weights", "none"]
 SIZE = 24
@@ -448,7 +448,7 @@ def test_results_that_are_not_finite_fail_their_slide_only(tmp_path: Path) -> No
         def close(self) -> None:
             pass
 
-    slides = SlideRun(Means(), "embedding", 3, SilentProgress())
+    slides = SlideRun(Means(), "embedding", 3, Progress())
 
     def write(slide: Any, results: Any) -> tuple[int, int]:
         with writing(tmp_path / f"{slide.id}.h5", 8, 1, "float32") as writer:

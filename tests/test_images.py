@@ -31,12 +31,12 @@ from histopipe.slides.scale import resolve_mpp
 from histopipe.splits.splits import DROPPED
 from histopipe.splits.splitting import make_splits
 from histopipe.store.store import Store
-from histopipe.system.output import SilentProgress
+from histopipe.system.output import Progress
 from histopipe.tiling.plan import cell_starts
 from histopipe.tiling.spec import Edge, TilingSpec, spec_from_json, spec_of_store
 
 Pixels = NDArray[np.uint8]
-SILENT = SilentProgress()
+SILENT = Progress()
 
 
 @pytest.fixture

@@ -39,7 +39,7 @@ from histopipe.store.claims import Claims
 from histopipe.store.record import FailureKind, SlideRecord, SlideState
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
-from histopipe.system.output import SilentProgress
+from histopipe.system.output import Progress
 from histopipe.tiling.spec import TilingSpec
 
 CMU, TCGA = "CMU-1-Small-Region", "TCGA-CR-7395-01A-01-TS1"
@@ -436,7 +436,7 @@ def test_slide_changed_during_ingest_fails(
         pipeline = Pipeline(
             writer=writer, submit_within=ChangingPool(lambda: change(path)).submit_within, spec=spec,
             options=IngestOptions(route=route, workers=1), claims=claims,
-            progress=IngestProgress(1, SilentProgress()),
+            progress=IngestProgress(1, Progress()),
         )  # fmt: skip
         (outcome,) = pipeline.run([job])
         claims.close()
@@ -474,7 +474,7 @@ def test_next_slides_are_planned_while_others_are_copied(
             job.number = numbers[job.id]
         pipeline = Pipeline(
             writer=writer, submit_within=submit, spec=spec, options=IngestOptions(workers=workers),
-            claims=claims, progress=IngestProgress(len(names), SilentProgress()),
+            claims=claims, progress=IngestProgress(len(names), Progress()),
         )  # fmt: skip
         outcomes = list(pipeline.run(jobs))
     close_all()

@@ -23,10 +23,10 @@ from histopipe.ingestion.request import import_coords, ingest
 from histopipe.measure.annotate import annotate
 from histopipe.measure.quality import quality
 from histopipe.measure.stains import StainsResult, stains
-from histopipe.system.output import SilentProgress
+from histopipe.system.output import Progress
 from histopipe.system.settings import declared_settings
 
-SILENT = SilentProgress()
+SILENT = Progress()
 NOT_PARAMETERS = {"as_json", "plan_only", "untrusted"}
 
 

@@ -29,7 +29,7 @@ from histopipe.slides.readers import open_slide
 from histopipe.slides.tables import SlideNames
 from histopipe.slides.thumbnail import read_thumbnail
 from histopipe.store.store import Store
-from histopipe.system.output import SilentProgress
+from histopipe.system.output import Progress
 from histopipe.tiling.spec import TilingSpec, resolved_tissue, spec_of_store
 from histopipe.tissue_masks import NEWEST
 from histopipe.tissue_masks.algorithms import FINDERS
@@ -38,7 +38,7 @@ from histopipe.tissue_masks.mask_files import identify_mask_file, read_mask, wri
 from histopipe.tissue_masks.network import find_by_network, load_network, read_segmenter
 
 otsu1, otsu2, otsu3 = (FINDERS[name] for name in ("otsu-1", "otsu-2", "otsu-3"))
-SILENT = SilentProgress()
+SILENT = Progress()
 Cells = dict[tuple[int, int], float]
 
 

@@ -24,7 +24,7 @@ from histopipe.measure.quality import COLUMNS, dark_mask, focus_of, pen_mask, qu
 from histopipe.slides.readers import open_slide
 from histopipe.slides.thumbnail import read_thumbnail
 from histopipe.store.store import Store
-from histopipe.system.output import SilentProgress
+from histopipe.system.output import Progress
 
 REAL = {"CMU-1-Small-Region.svs": 0.499, "TCGA-CR-7395-01A-01-TS1.svs": 0.25}
 INKS = {
@@ -169,7 +169,7 @@ def test_pen_at_ingest_agrees_with_quality(marked: Path, run: Run) -> None:
 
 def test_damaged_patch_has_no_values(marked: Path) -> None:
     flip_a_byte(marked, 0, 5)
-    result = quality(marked, progress=SilentProgress())
+    result = quality(marked, progress=Progress())
     assert (result.damaged, list(result.done)) == (1, ["marked"])
     assert "1 slide measured, 0 already measured, 0 failed" in repr(result)
     focus = columns(marked)["focus"]

@@ -34,7 +34,7 @@ from histopipe.system import download as download_module
 from histopipe.system import object_storage
 from histopipe.system.download import download
 from histopipe.system.object_storage import list_files, public_url, without_secrets
-from histopipe.system.output import SilentProgress
+from histopipe.system.output import Progress
 from histopipe.tiling.spec import TilingSpec
 
 CMU = "CMU-1-Small-Region.svs"
@@ -395,9 +395,9 @@ def test_predict_reads_slides_at_urls_and_removes_their_copies(
             batch_size=7, default_mpp=Mpp(0.5), workers=1, stage_gb=stage_gb,
             stage=None if stage_gb == 50 else tmp_path / "stage",
         )  # fmt: skip
-        slides = SlideRun(network, "predicting", 2, SilentProgress())
+        slides = SlideRun(network, "predicting", 2, Progress())
         batches = []
-        with FileSource(sources, model, options, SilentProgress()) as files:
+        with FileSource(sources, model, options, Progress()) as files:
             for slide in files.slides(slides, PredictionsFolder(tmp_path / "out").complete):
                 if slide is None:
                     continue

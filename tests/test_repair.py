@@ -35,12 +35,12 @@ from histopipe.slides.discovery import discover
 from histopipe.store.format import encode_index, patch_key, seal, slide_key, value_crc
 from histopipe.store.record import SlideRecord, SlideState, corrected_record
 from histopipe.store.store import Store
-from histopipe.system.output import Bar, SilentProgress
+from histopipe.system.output import Bar, Progress
 
 FLAGS = ("--patch-size", "64", "--tissue", "none")
 
-repair = partial(repair_store, progress=SilentProgress(), workers=2)
-verify = partial(verify_store, progress=SilentProgress())
+repair = partial(repair_store, progress=Progress(), workers=2)
+verify = partial(verify_store, progress=Progress())
 
 
 @pytest.fixture(scope="module")
@@ -243,7 +243,7 @@ def test_readable_patches_stay_until_slide_file_is_given(drawn: Path, damaged: P
     assert int(repair(damaged, drawn / "slides").exit_code) == 0
 
 
-class OnBar(SilentProgress):
+class OnBar(Progress):
     """A progress that runs an action once, when a bar with a given title starts."""
 
     def __init__(self, title: str, action: Callable[[], object]) -> None:

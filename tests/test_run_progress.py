@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from histopipe.runs.fork_server import ProgressRelay, ReportedProgress, one_at_a_time
-from histopipe.system.output import Bar, default_progress, message, use_progress
+from histopipe.system.output import Bar, Progress, default_progress, message, use_progress
 from histopipe.system.tensorflow import load_quietly
 
 
-class Recorded:
+class Recorded(Progress):
     """A progress that records its events."""
 
     def __init__(self) -> None:

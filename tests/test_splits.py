@@ -26,7 +26,7 @@ from histopipe.splits.splits import load_splits, write_splits
 from histopipe.splits.splitting import FRACTIONS, make_folds, make_splits
 from histopipe.splits.subsets import SUBSETS
 from histopipe.studies.cross_validation import _make_folds, cross_validate
-from histopipe.system.output import SilentProgress, use_progress
+from histopipe.system.output import Progress, use_progress
 
 
 def load_tool() -> Any:
@@ -166,9 +166,9 @@ def split(small_store: Path, tmp_path: Path) -> Callable[..., Any]:
         values = {"stores": [str(small_store)], "labels": str(table), "split_column": "Set"}
         folds = settings.pop("folds", 0)
         config = make_config(values | settings)
-        with use_progress(SilentProgress()), opened_sources(config) as sources:
+        with use_progress(Progress()), opened_sources(config) as sources:
             if folds:
-                return _make_folds(config, folds, SilentProgress())
+                return _make_folds(config, folds, Progress())
             return splits_and_slides(config, sources, tmp_path, resume=False)
 
     return run
@@ -265,7 +265,7 @@ def test_column_of_bags(tmp_path: Path) -> None:
         "split_column": "Set",
     }
     config = make_config(settings)
-    with use_progress(SilentProgress()), opened_sources(config) as sources:
+    with use_progress(Progress()), opened_sources(config) as sources:
         splits, slides = splits_and_slides(config, sources, tmp_path, resume=False)
     assert list(sides_of(splits).values()) == cells[:-1]
     assert [slide.reason for slide in slides] == [None] * 5 + ["no value in the split column"]
@@ -299,7 +299,7 @@ def test_folds_of_an_earlier_version_go_on(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("histopipe.studies.study.supervise", fake)
     monkeypatch.setattr("histopipe.studies.study.count_gpus", lambda: 0)
-    cross_validate(out=folder, resume=True, progress=SilentProgress())
+    cross_validate(out=folder, resume=True, progress=Progress())
     assert fake.attempts == ["fold-2"]
     assert {path.name: path.read_bytes() for path in (folder / "splits").iterdir()} == before
     assert load_splits(folder / "splits" / "fold-2.json").algorithm == "stratified"

@@ -61,7 +61,7 @@ def copies(
     for item in staged(stage, slides, lambda slide: slide):
         if item is None:
             while held:
-                stage.release(held.pop())
+                stage.release(held.pop().folder)
             continue
         slide, copy = item
         assert isinstance(copy, StagedSlide)
@@ -124,7 +124,7 @@ def test_copies_never_exceed_the_limit_and_keep_their_order(tmp_path: Path, seed
             seen.append(slide)
             sizes.append(bytes_in(tmp_path / "stage"))  # the watcher may be late on a busy machine
             if numbers.random() < 0.5:
-                stage.release(held.pop(0))
+                stage.release(held.pop(0).folder)
     ended.set()
     watcher.join()
     assert seen == slides

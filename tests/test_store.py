@@ -49,7 +49,7 @@ from histopipe.store.record import SlideRecord, SlideState
 from histopipe.store.store import Store, StoreSet, open_store
 from histopipe.store.writer import StoreWriter
 from histopipe.system.folders import CATALOG
-from histopipe.system.output import SilentProgress
+from histopipe.system.output import Progress
 from histopipe.tiling.spec import TilingSpec
 
 SPEC = TilingSpec(mpp=Mpp(0.5), patch_size=16)
@@ -541,6 +541,6 @@ def test_folder_of_parts_is_opened_by_catalog(tmp_path: Path, name: str) -> None
     (tmp_path / CATALOG).rename(tmp_path / name)
     assert parts_of(tmp_path) == [tmp_path / "part-b.lmdb"]
     merged = tmp_path / "all.lmdb"  # next to the parts, but not in the catalog
-    assert merge([tmp_path], merged, progress=SilentProgress()).slides == ["a"]
+    assert merge([tmp_path], merged, progress=Progress()).slides == ["a"]
     with Store(merged) as store:
         assert len(store) == 1

@@ -34,7 +34,7 @@ from histopipe.slides.tables import (
 from histopipe.splits.labelling import Labelling, candidates
 from histopipe.store.record import SlideRecord
 from histopipe.system.csv_files import NA_VALUES, cell_number, read_csv
-from histopipe.system.output import SilentProgress
+from histopipe.system.output import Progress
 from histopipe.tasks.registry import make_task
 
 NAMES = SlideNames(["a", "x/b", "y/b", "x/c", "d.svs", "d.tif"])
@@ -192,7 +192,7 @@ def test_labels_file_takes_precedence_over_subfolders(tmp_path: Path) -> None:
         (tmp_path / f"{name}.svs").touch()
 
     def labels() -> dict[str, SlideLabel | None]:
-        slides, _, _ = read_request(tmp_path, tmp_path / "s.lmdb", {}, SilentProgress())
+        slides, _, _ = read_request(tmp_path, tmp_path / "s.lmdb", {}, Progress())
         return {slide.id: slide.label for slide in slides}
 
     assert labels()["x/1"] == SlideLabel("x")

@@ -25,9 +25,9 @@ from histopipe.maintenance.transfer import MANIFEST, pull, push, read_manifest
 from histopipe.maintenance.verify import verify
 from histopipe.store.store import Store
 from histopipe.system import object_storage
-from histopipe.system.output import SilentProgress
+from histopipe.system.output import Progress
 
-QUIET = SilentProgress()
+QUIET = Progress()
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from histopipe.runs.training_data import read_labelling, split_options
 from histopipe.splits.splits import SPLITS, Splits, write_splits
 from histopipe.splits.splitting import make_splits
 from histopipe.store.store import Store
-from histopipe.system.output import SilentProgress
+from histopipe.system.output import Progress
 from histopipe.system.settings import to_toml
 from histopipe.tasks.task import Predictions
 from histopipe.viewer.view import Viewer, view
@@ -131,7 +131,7 @@ def _write_predictions(folder: Path, record: Any, rng: np.random.Generator) -> N
     predictions.write(PredictedSlide(**facts), scores)
 
 
-class Notes(SilentProgress):
+class Notes(Progress):
     """Collects the messages."""
 
     def __init__(self) -> None:
@@ -145,7 +145,7 @@ class Notes(SilentProgress):
 @contextmanager
 def viewing(*paths: Path, **options: Any) -> Iterator[Viewer]:
     """Run a viewer with one worker."""
-    defaults = {"port": 0, "browser": False, "workers": 1, "progress": SilentProgress()}
+    defaults = {"port": 0, "browser": False, "workers": 1, "progress": Progress()}
     with view(*paths, **{**defaults, **options}) as viewer:
         yield viewer
 

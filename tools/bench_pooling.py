@@ -25,7 +25,7 @@ import numpy as np
 
 import histopipe
 from histopipe.features.feature_file import record_encoder, writing
-from histopipe.system.output import SilentProgress, use_progress
+from histopipe.system.output import Progress, use_progress
 
 DIMENSION = 32
 _SHARE, _STAIN = 0.05, 0.1
@@ -58,7 +58,7 @@ def main() -> None:
     options = parser.parse_args()
     chosen = options.only.split(",") if options.only else list(MODELS)
     aucs: dict[str, list[float]] = {name: [] for name in chosen}
-    with use_progress(SilentProgress()):
+    with use_progress(Progress()):
         for seed in range(options.seeds):
             with tempfile.TemporaryDirectory() as name:
                 folder = Path(name)

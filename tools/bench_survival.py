@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 import histopipe
 from histopipe.features.feature_file import record_encoder, writing
 from histopipe.predictions.tables import read_predictions
-from histopipe.system.output import SilentProgress, use_progress
+from histopipe.system.output import Progress, use_progress
 from histopipe.tasks.survival import SurvivalStatistics
 
 DIMENSION = 32
@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--null-seeds", type=int, default=100)
     options = parser.parse_args()
     rows = []
-    with use_progress(SilentProgress()):
+    with use_progress(Progress()):
         for censored in CENSORED:
             for model in MODELS:
                 for seed in range(options.seeds):

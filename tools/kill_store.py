@@ -29,7 +29,7 @@ from histopipe.errors import NothingToDo
 from histopipe.maintenance.verify import verify
 from histopipe.store.format import patch_key
 from histopipe.store.store import Store
-from histopipe.system.output import SilentProgress
+from histopipe.system.output import Progress
 
 HERE = Path(__file__).parent
 COMMAND = [sys.executable, "-P", "-m", "histopipe"]
@@ -100,7 +100,7 @@ def killed(victim: Victim, seconds: float) -> bool:
 def checked(store: Path, expected: Slides, damaged: frozenset[str] = frozenset()) -> str:
     """Check that only the damaged slides have findings, and return the number of slides as text."""
     try:
-        result = verify(store, progress=SilentProgress())
+        result = verify(store, progress=Progress())
     except NothingToDo:
         return "no slides yet"
     if {finding.slide for finding in result.findings} - damaged:

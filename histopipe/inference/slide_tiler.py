@@ -99,7 +99,7 @@ class TiledSlide:
     def close(self) -> None:
         """Remove the local copy of the slide, if it was staged."""
         if self.job.staged is not None and self.files.stage is not None:
-            self.files.stage.release(self.job.staged)
+            self.files.stage.release(self.job.staged.folder)
 
     def predicted(self) -> PredictedSlide:
         """Describe the slide after its patches have been predicted. Raise SlideUnreadable if the file has changed."""
@@ -280,7 +280,7 @@ class FileSource(Closing):
                 reason = slide_failure(error)
                 fail(job.id, job.with_original_paths(reason))
                 if job.staged is not None and self.stage is not None:
-                    self.stage.release(job.staged)
+                    self.stage.release(job.staged.folder)
             else:
                 yield slide
 

@@ -226,7 +226,7 @@ class Pipeline:
         self._in_flight.pop(job.number, None)  # a slide that could not be copied is not in flight
         plan = job.finish()
         if self.stage is not None and job.staged is not None:
-            self.stage.release(job.staged)
+            self.stage.release(job.staged.folder)
         if plan is None:
             self.writer.fail(job.number, job.record)
         else:

@@ -239,7 +239,7 @@ def _plan_all(
             except Exception as error:  # noqa: BLE001 - `slide_failure` raises what concerns all slides
                 job.fail(slide_failure(error))
             if stage is not None and job.staged is not None:
-                stage.release(job.staged)
+                stage.release(job.staged.folder)
             yield _preview(job, events)
 
 

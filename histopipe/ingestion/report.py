@@ -19,7 +19,6 @@ from histopipe.system.output import (
     Bar,
     Progress,
     Result,
-    SilentProgress,
     counted,
     exit_code_of,
     some,
@@ -243,7 +242,7 @@ class IngestProgress(Closing):
     """Shows a bar for the run, a bar for each slide in flight and a line for each finished slide; logs every event."""
 
     def __init__(self, slides: int, progress: Progress, log: Progress | None = None) -> None:
-        self._count, self._shown, self._log = slides, progress, log or SilentProgress()
+        self._count, self._shown, self._log = slides, progress, log or Progress()
         self._slides: dict[str, tuple[Bar, int, int]] = {}
         self._causes: dict[str, str] = {}
         self._ended = self._planned = self._stored = 0

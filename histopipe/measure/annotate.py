@@ -21,7 +21,6 @@ from histopipe.store.store import Store
 from histopipe.system.output import (
     Progress,
     Result,
-    SilentProgress,
     counted,
     default_progress,
     exit_code_of,
@@ -154,7 +153,7 @@ def annotate_slides(
             patches.update(record.patch_labels)
         else:
             measures[number] = partial(_label_slide, file, rules)
-    display = progress or SilentProgress()
+    display = progress or Progress()
     with display.bar("annotate", unit="slides", total=len(measures)) as bar:
         for number, outcome in measure_slides(store, measures, seconds=_SECONDS, workers=workers):
             name = complete[number].id

@@ -296,7 +296,7 @@ def one_at_a_time(report: Report) -> Report:
     return send
 
 
-class ReportedProgress:
+class ReportedProgress(Progress):
     """Progress in the process of a training, sent to its supervisor."""
 
     def __init__(self, report: Report) -> None:

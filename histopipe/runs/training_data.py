@@ -21,7 +21,7 @@ from histopipe.splits.splits import SPLITS, SampleSource, Splits, read_splits, r
 from histopipe.splits.splitting import make_splits
 from histopipe.store.store import StoreSet
 from histopipe.system.csv_files import NA_VALUES, nfc, similar_values
-from histopipe.system.output import SilentProgress, message
+from histopipe.system.output import Progress, message
 from histopipe.tasks.registry import make_task
 
 
@@ -55,7 +55,7 @@ def opened_sources(
             na=config.na,
             on_error=config.on_error,
             # An existing split has its labels: the training that made it has reported on the file.
-            notify=message if splits is None else SilentProgress().message,
+            notify=message if splits is None else Progress().message,
             numbers=None if splits is None else recorded_numbers(Path(splits)),
         )
         yield [bags]
@@ -86,13 +86,13 @@ def read_labelling(
         covariates=getattr(config, "covariates", ()), split_column=config.split_column,
     )  # fmt: skip
     if config.labels is None:
-        _warn_of_recorded(sources, notify if required else SilentProgress().message)
+        _warn_of_recorded(sources, notify if required else Progress().message)
     elif isinstance(config, PatchTrainConfig):
         try:
             labels = read_slide_labels(
                 config.labels, sources, columns=config.target_columns, groups=config.further_columns,
                 with_label=config.task_type.of_classes, allow_extra=config.allow_extra_rows,
-                na=config.na, notify=notify if required else SilentProgress().message,
+                na=config.na, notify=notify if required else Progress().message,
             )  # fmt: skip
         except UsageError as error:
             if required:

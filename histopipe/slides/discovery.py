@@ -275,8 +275,7 @@ def with_recorded_ids(slides: Sequence[SlideFile], ids: Mapping[str, str]) -> li
     named = [replace(slide, id=ids.get(slide.resolve(), slide.id)) for slide in slides]
     locations: dict[str, str] = {}
     for slide in named:
-        other = locations.setdefault(slide.id, slide.location)
-        if other != slide.location:
+        if (other := locations.setdefault(slide.id, slide.location)) != slide.location:
             raise UsageError(
                 f"two slides would both have the id {slide.id!r}",
                 found=f"{other}, which has this id in the store, and {slide.location}",
@@ -361,13 +360,12 @@ def _with_distinct_ids(slides: list[SlideFile]) -> list[SlideFile]:
     ]
     paths: dict[str, Path] = {}
     for slide in slides:
-        if slide.id in paths:
+        if (first := paths.setdefault(slide.id, slide.path)) is not slide.path:
             raise UsageError(
                 f"two slides would have the same id {slide.id!r}",
-                found=f"{paths[slide.id]} and {slide.path}",
+                found=f"{first} and {slide.path}",
                 todo="pass their common parent folder instead, or rename one",
             )
-        paths[slide.id] = slide.path
     return slides
 
 

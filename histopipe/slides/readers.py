@@ -26,9 +26,10 @@ _GENERIC = (None, "generic-tiff")
 def open_slide(path: Path, reader: str | None = "auto") -> Slide:
     """Open a slide.
 
-    With "auto", Pillow opens images by the suffix of their names; OpenSlide opens the formats of scanners; tifffile opens OME-TIFF, and other TIFF files that OpenSlide
-    refuses; fastslide, if it is installed, files that both refuse. `reader` may also be the `reader` of a slide's
-    record, whose version is ignored; None is "openslide", the only one of earlier versions.
+    With "auto", Pillow opens images by the suffix of their names; OpenSlide opens the formats of scanners; tifffile
+    opens OME-TIFF, and other TIFF files that OpenSlide refuses; fastslide, if it is installed, files that both refuse.
+    `reader` may also be the `reader` of a slide's record, whose version is ignored; None is "openslide", the only one
+    of earlier versions.
 
     Raises:
         SlideUnreadable: the file is not a slide, or is damaged.

@@ -121,20 +121,8 @@ class StagingArea(Closing):
             self._held[folder] = before.size_bytes
         return self._copier.submit(self._copy, slide, before, folder)
 
-    def release(self, staged: StagedSlide) -> None:
-        """Remove the copy of a slide."""
-        self._forget(staged.folder)
-
-    def close(self) -> None:
-        """Stop copying, and remove all copies."""
-        self._stop.set()
-        with self._changed:
-            self._changed.notify_all()
-        self._copier.shutdown(cancel_futures=True)
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self._locks.close()
-
-    def _forget(self, folder: Path) -> None:
+    def release(self, folder: Path) -> None:
+        """Remove the copy of a slide, in a folder of this area."""
         for path in folder.rglob("*"):
             # Workers may still have the files open, which would keep their space.
             with suppress(OSError):
@@ -144,6 +132,15 @@ class StagingArea(Closing):
             self._held.pop(folder, None)
             self._complete.discard(folder)
             self._changed.notify_all()
+
+    def close(self) -> None:
+        """Stop copying, and remove all copies."""
+        self._stop.set()
+        with self._changed:
+            self._changed.notify_all()
+        self._copier.shutdown(cancel_futures=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self._locks.close()
 
     def _copy(self, slide: SlideFile, before: Fingerprint, folder: Path) -> StagedSlide:
         try:
@@ -159,7 +156,7 @@ class StagingArea(Closing):
                 shutil.rmtree(folder, ignore_errors=True)
                 self._wait(slide, before.size_bytes)
         except BaseException as error:
-            self._forget(folder)
+            self.release(folder)
             if isinstance(error, MachineShort | SlideError) or not isinstance(error, OSError):
                 raise
             if isinstance(error, RemoteError):
@@ -190,22 +187,19 @@ class StagingArea(Closing):
 
     def _copied(self, slide: SlideFile, before: Fingerprint, folder: Path) -> StagedSlide:
         """Copy all files of a slide, and check that the original did not change."""
-        base, targets = slide.path.parent, []
-        for number, path in enumerate(slide.files):
-            target = folder / path.relative_to(base)
+        base = slide.path.parent
+        files = tuple(folder / path.relative_to(base) for path in slide.files)
+        for number, target in enumerate(files):
             target.parent.mkdir(parents=True, exist_ok=True)
             if slide.remote:
                 download(slide.remote[number], target, stop=self._stop, advance=self._advance)
             else:
-                self._copy_file(path, target)
-            targets.append(target)
+                self._copy_file(slide.files[number], target)
         if fingerprint(slide) != before:
             raise SlideUnreadable(
                 f"{slide.location} changed while it was being copied", todo="ingest it again when nothing writes to it"
             )  # fmt: skip
-        local = replace(
-            slide, path=folder / slide.path.relative_to(base), files=tuple(targets), remote=()
-        )
+        local = replace(slide, path=folder / slide.path.relative_to(base), files=files, remote=())
         with self._changed:
             self._complete.add(folder)
         return StagedSlide(local, slide, before, folder)

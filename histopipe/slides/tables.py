@@ -166,9 +166,6 @@ _ID_WORDS = {
 """Words of columns that are probably meant as `patient`. To ignore them would put a patient in several subsets of the split."""
 
 
-_TCGA_PATIENT = re.compile(r"TCGA-\w{2}-\w{4}(?=-|$)", re.IGNORECASE)
-
-
 @dataclass(frozen=True, slots=True)
 class SlideLabel:
     """Row of a labels file; None for empty cells and missing columns. `cells` are those of other columns, by name."""
@@ -186,7 +183,7 @@ def patient_of(slide_id: str) -> str:
         >>> patient_of("brca/TCGA-A1-A0SB-01Z-00-DX1"), patient_of("tcga-a1-a0sb-01z")
         ('TCGA-A1-A0SB', 'TCGA-A1-A0SB')
     """
-    barcode = _TCGA_PATIENT.match(PurePosixPath(slide_id).name)
+    barcode = re.match(r"(?i)TCGA-\w{2}-\w{4}(?=-|$)", PurePosixPath(slide_id).name)
     return barcode[0].upper() if barcode else slide_id
 
 

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +70,8 @@ def read_ome(text: str, page: int) -> tuple[str | None, str | None, str | None, 
 
 
 def _first_page(image: Any, space: str) -> int:
-    pages = [data.get("IFD", "0") for data in image.iterfind(f"{space}Pixels/{space}TiffData")]
-    return min((int(number) for number in pages if number.isdecimal()), default=0)
+    pages = (data.get("IFD", "0") for data in image.iterfind(f"{space}Pixels/{space}TiffData"))
+    return min(map(int, filter(str.isdecimal, pages)), default=0)
 
 
 def _magnification(root: Any, image: Any, space: str) -> str | None:
@@ -95,9 +96,7 @@ _LARGEST_SEGMENT = 256 << 20
 """Most bytes of a decoded tile or strip."""
 _RAW_BYTES = 1 << 20
 """Uncompressed strips above this size are read row by row instead of completely."""
-_AXES = ("YXS", "YX", "SYX")
 _CHANNEL_AXES = {"C": "channels", "Z": "focal planes", "T": "time points"}
-_ICC_PROFILE = 34675
 _KINDS = ((0, 1), (1, 1), (2, 3), (6, 3))
 """Photometric interpretation and samples per pixel: white is zero, black is zero, RGB, YCbCr."""
 _OPENSLIDE_KINDS = (*_KINDS, (3, 1), (2, 4, 1), (2, 4, 2))
@@ -107,7 +106,6 @@ _JPEGS = (6, 7, 34892, 33007)
 _SMALL_IMAGE = 50
 """Images of less than this fraction of the largest one are overviews, or show no tissue."""
 _NO_TISSUE = re.compile("label|macro|overview|thumbnail", re.IGNORECASE)
-_PER_CM, _PER_INCH, _NO_UNIT = 3, 2, 1
 _MICROMETRES = ("micron", "microns", "um", "µm", "\\u00B5m")
 """Names of the unit in the description of an ImageJ file, whose resolution tags have no unit."""
 
@@ -121,13 +119,10 @@ class TiffImage:
     """tifffile's decoder of the page. It must be made while the file is open."""
     size: Size
     segment: Size
-    is_tiled: bool
     samples: int
     planar: bool
-    inverted: bool
     offsets: Sequence[int]
     lengths: Sequence[int]
-    tables: bytes | None
 
     @property
     def across(self) -> int:
@@ -177,9 +172,8 @@ def read_pyramid(path: Path, tiff: tifffile.TiffFile) -> tuple[list[TiffImage], 
         tiff.series,
         key=lambda image: image.shape[image.axes.index("Y")] * image.shape[image.axes.index("X")],
     )
-    page = series.keyframe.index
     mpp_x, mpp_y, power, channels = (
-        read_ome(tiff.ome_metadata or "", page) if tiff.is_ome else _NO_OME
+        read_ome(tiff.ome_metadata or "", series.keyframe.index) if tiff.is_ome else _NO_OME
     )
     _check_axes(path, series, channels)
     images = [_image(path, level) for level in series.levels]
@@ -193,15 +187,15 @@ def read_pyramid(path: Path, tiff: tifffile.TiffFile) -> tuple[list[TiffImage], 
         mpp_x = mpp_y = _number_after("MPP", text)
         power = _number_after("AppMag", text)
     elif not tiff.is_ome:
-        units = {_PER_CM: 1e4, _PER_INCH: 25400.0}
+        units: dict[int, float] = {tifffile.RESUNIT.CENTIMETER: 1e4, tifffile.RESUNIT.INCH: 25400.0}
         if (tiff.imagej_metadata or {}).get("unit") in _MICROMETRES:
-            units[_NO_UNIT] = 1.0
+            units[tifffile.RESUNIT.NONE] = 1.0
         mpp_x, mpp_y = (_mpp(page, name, units) for name in ("XResolution", "YResolution"))
     turned = page.tags.valueof("Orientation", 1)
     notes = (f"its orientation {turned} is not applied",) if turned != 1 else ()
     return images, SlideInfo(
         vendor="ome-tiff" if tiff.is_ome else "aperio" if tiff.is_svs else "tiff", levels=levels, bounds=RegionL0(PointL0(0, 0), size), mpp_x=mpp_x, mpp_y=mpp_y,
-        objective_power=power, quickhash=None, has_icc_profile=_ICC_PROFILE in page.tags,
+        objective_power=power, quickhash=None, has_icc_profile="InterColorProfile" in page.tags,
         reader=f"tifffile {tifffile.__version__}", notes=notes + _other_images([(one.name, one.keyframe) for one in tiff.series], series.keyframe),
     )  # fmt: skip
 
@@ -231,7 +225,7 @@ def _other_images(images: Iterable[tuple[str, Any]], read: Any) -> tuple[str, ..
 def _check_axes(path: Path, series: Any, channels: Sequence[str]) -> None:
     """Refuse images with several channels, focal planes or time points, which are not slides of three colours."""
     axes = series.axes
-    if axes in _AXES:
+    if axes in ("YXS", "YX", "SYX"):
         return
     counts = [
         f"{count} {_CHANNEL_AXES.get(axis, 'images')}"
@@ -270,8 +264,8 @@ def _image(path: Path, level: Any) -> TiffImage:
         else Size(size.width, min(int(key.rowsperstrip), size.height))
     )
     image = TiffImage(
-        key, key.decode, size, segment, bool(key.is_tiled), samples, planar, int(key.photometric) == 0,
-        tuple(page.dataoffsets), tuple(page.databytecounts), page.jpegtables,
+        key, partial(key.decode, jpegtables=page.jpegtables), size, segment, samples, planar,
+        tuple(page.dataoffsets), tuple(page.databytecounts),
     )  # fmt: skip
     expected = image.across * image.down * (samples if planar else 1)
     if min(size.width, size.height, segment.width, segment.height) < 1 or not (
@@ -282,7 +276,7 @@ def _image(path: Path, level: Any) -> TiffImage:
         )  # fmt: skip
     if segment.area * samples > _LARGEST_SEGMENT and not image.is_raw:
         raise SlideUnreadable(
-            f"{path}: its {'tiles' if image.is_tiled else 'strips'} are too large to decode for a few patches",
+            f"{path}: its {'tiles' if key.is_tiled else 'strips'} are too large to decode for a few patches",
             found=f"{segment} pixels", expected=f"at most {_LARGEST_SEGMENT >> 20} MB",
             todo="convert it to a tiled pyramid, for example with `vips tiffsave --tile --pyramid`",
         )  # fmt: skip
@@ -355,7 +349,7 @@ def _mpp(page: Any, name: str, units: Mapping[int, float]) -> str | None:
     """Return µm per pixel of a resolution tag; None if it has none of the units, whose lengths are in µm."""
     unit = page.tags.get("ResolutionUnit")
     tag = page.tags.get(name)
-    um = units.get(int(unit.value) if unit is not None else _PER_INCH)
+    um = units.get(int(unit.value) if unit is not None else tifffile.RESUNIT.INCH)
     if tag is None or um is None:
         return None
     above, below = tag.value

@@ -44,9 +44,9 @@ class TiffReader(Slide):
                 found=f"{type(error).__name__}: {error}"[:200],
             ) from error
         first = self._images[0]
-        if not first.is_tiled:
-            rows = max(first.segment.height, _BLOCK_PIXELS // first.size.width)
-            self.natural_block = Size(first.size.width, rows)
+        if not first.page.is_tiled:
+            width = first.size.width
+            self.natural_block = Size(width, max(first.segment.height, _BLOCK_PIXELS // width))
 
     def read_bgrx(self, origin: PointL0, level: int, size: Size) -> NDArray[np.uint8]:
         """Return the pixels of a region; see `Slide`. A region between two pixels of the level takes the nearest."""
@@ -115,24 +115,24 @@ class TiffReader(Slide):
         data = os.pread(self._file, length, image.offsets[number])
         if len(data) < length:
             raise ValueError(f"{len(data)} of {length} bytes: the file is truncated")
-        pixels, _, _ = image.decode(data, number, jpegtables=image.tables)
+        pixels, _, _ = image.decode(data, number)
         if pixels is None:
             return None
         planes = np.asarray(pixels)
         if planes.ndim != 4 or planes.shape[0] != 1 or planes.dtype != np.uint8:
             raise ValueError(f"pixels of shape {planes.shape}, {planes.dtype}")
         width = min(image.segment.width, image.size.width)
-        if planes.shape[2] < width and not image.is_tiled:
+        if planes.shape[2] < width and not image.page.is_tiled:
             raise ValueError(f"a strip of {planes.shape[2]} pixels, expected {width}")
         plane: NDArray[np.uint8] = planes[0]
-        return np.subtract(255, plane, dtype=np.uint8) if image.inverted else plane
+        return np.subtract(255, plane, dtype=np.uint8) if image.page.photometric == 0 else plane
 
     def _raw(
         self, image: TiffImage, index: int, columns: tuple[int, int], rows: tuple[int, int]
     ) -> NDArray[np.uint8]:
         """Read some rows of an uncompressed strip or tile."""
         samples, first = image.samples, image.offsets[index]
-        wide = image.segment.width if image.is_tiled else image.size.width
+        wide = image.segment.width if image.page.is_tiled else image.size.width
         count = (columns[1] - columns[0]) * samples
         out = np.empty((rows[1] - rows[0], count), np.uint8)
         for number, row in enumerate(range(*rows)):
@@ -142,4 +142,4 @@ class TiffReader(Slide):
                 raise ValueError("the file is truncated")
             out[number] = np.frombuffer(data, np.uint8)
         pixels = out.reshape(len(out), -1, samples)
-        return np.subtract(255, pixels, dtype=np.uint8) if image.inverted else pixels
+        return np.subtract(255, pixels, dtype=np.uint8) if image.page.photometric == 0 else pixels

@@ -39,8 +39,6 @@ PASSING = (
     errno.EREMOTEIO,
 )
 """Limits of a process, locks that a filesystem lacks or another process has, and failures of a disk or a server."""
-_OCTAL = re.compile(r"\\(\d{3})")
-_NUMBER = re.compile(r"errno = (\d+)")
 
 
 def error_number(error: BaseException) -> int | None:
@@ -48,7 +46,7 @@ def error_number(error: BaseException) -> int | None:
     if isinstance(error, OSError) and error.errno:
         return error.errno
     text = str(error)
-    if number := _NUMBER.search(text):
+    if number := re.search(r"errno = (\d+)", text):
         return int(number[1])
     return next((n for n in (*_FULL, *_REFUSED, *PASSING) if os.strerror(n) in text), None)
 
@@ -124,7 +122,7 @@ def filesystem_of(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> st
     real, best, kind = path.resolve(), -1, ""
     for entry in mounts.read_text(errors="surrogateescape").splitlines():
         before, _, after = entry.partition(" - ")
-        point = _OCTAL.sub(lambda match: chr(int(match[1], 8)), before.split(" ")[4])
+        point = re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), before.split(" ")[4])
         # If several filesystems are mounted at one point, the last one is visible.
         if real.is_relative_to(point) and len(point) >= best:
             best, kind = len(point), after.split(" ")[0]
@@ -294,12 +292,9 @@ def to_storable_text(text: str) -> str:
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-
-
 def shown(text: str) -> str:
     """Return a text that is safe to print on a terminal: control characters are written as \\xNN."""
-    return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 _LARGEST_TEXT = 1 << 28
@@ -417,9 +412,6 @@ def record_or_check(
         )
 
 
-_POLL_SECONDS = 0.05
-
-
 @contextmanager
 def locked(path: Path, *, wait_seconds: float = 0.0) -> Iterator[bool]:
     """Lock a folder, or a file, which is created if missing. Yield whether this process has the lock.
@@ -434,7 +426,7 @@ def locked(path: Path, *, wait_seconds: float = 0.0) -> Iterator[bool]:
     fd, until = os.open(path, flags | os.O_CLOEXEC, 0o666), time.monotonic() + wait_seconds
     try:
         while not (free := _lock_if_free(fd)) and time.monotonic() < until:
-            time.sleep(_POLL_SECONDS)
+            time.sleep(0.05)
         yield free
     finally:
         os.close(fd)

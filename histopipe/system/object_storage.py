@@ -31,7 +31,6 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
 _SECRETS = re.compile(
     "ACCESS_KEY|SECRET|TOKEN|ACCOUNT_KEY|STORAGE_KEY|CONNECTION_STRING|PASSWORD|CREDENTIAL"
 )
-_SHORTEST_SECRET = 8
 
 
 def is_web(url: str) -> bool:
@@ -64,7 +63,7 @@ def without_secrets(text: str) -> str:
     """Return a text in which all URLs are public, and values of environment variables with secrets are replaced."""
     text = _URL.sub(lambda match: public_url(match[0]), text)
     for name, value in os.environ.items():
-        if len(value) >= _SHORTEST_SECRET and _SECRETS.search(name):
+        if len(value) >= 8 and _SECRETS.search(name):  # a shorter value may be in any word
             text = text.replace(value, "***")
     return text
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol, TextIO, runtime_checkable
+from typing import Any, TextIO
 
 from histopipe.errors import (
     DamagedStore,
@@ -96,7 +96,7 @@ class Bar(Closing):
     """Counts the finished items of a task. This base class shows nothing.
 
     Example:
-        >>> with SilentProgress().bar("verify", unit="slides", total=3) as bar:
+        >>> with Progress().bar("verify", unit="slides", total=3) as bar:
         ...     bar.advance()
     """
 
@@ -121,9 +121,8 @@ class Bar(Closing):
         """Remove the bar."""
 
 
-@runtime_checkable
-class Progress(Protocol):
-    """Interface to show the progress of a function."""
+class Progress:
+    """Shows the progress of a function. This base class shows nothing."""
 
     def bar(
         self,
@@ -149,14 +148,7 @@ class Progress(Protocol):
         """Show a line of text."""
 
 
-class SilentProgress(Progress):
-    """Progress that shows nothing."""
-
-    def message(self, text: str) -> None:
-        """Show nothing."""
-
-
-class BarProgress:
+class BarProgress(Progress):
     """Bars by tqdm on a terminal, or in a notebook if ipywidgets is installed, with messages above the bars."""
 
     def __init__(self, stream: TextIO, *, notebook: bool = False) -> None:
@@ -206,7 +198,7 @@ class _TqdmBar(Bar):
         self._bar.close()
 
 
-class LineProgress:
+class LineProgress(Progress):
     """Plain lines: every message, and a line every 30 seconds for each bar that is not a detail."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -251,7 +243,7 @@ class _LineBar(Bar):
         )
 
 
-class LogProgress(SilentProgress, Closing):
+class LogProgress(Progress, Closing):
     """Progress that appends every message, with the time, to a file. A full disk does not stop the work."""
 
     def __init__(self, path: Path) -> None:

@@ -206,16 +206,14 @@ class Setting:
     def check(self, value: Any) -> None:
         """Raise a UsageError unless type, choice and bounds of a value are allowed."""
         check_type(self.name, value, self.type)
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            return
-        inside = (
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_number and not (
             (self.at_least is None or value >= self.at_least)
             and (self.at_most is None or value <= self.at_most)
             and (self.above is None or value > self.above)
             and (self.below is None or value < self.below)
             and abs(value) < inf
-        )
-        if not inside:
+        ):
             raise UsageError(self.flag, found=value, expected=self.range_text or "a finite number")
 
     @property

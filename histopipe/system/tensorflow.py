@@ -36,7 +36,7 @@ def load_quietly(module: str, *, lean: bool = False) -> Any:
     """
     loaded = "keras" in sys.modules
     try:
-        with _quiet(), _without(_OPTIONAL if lean else ()):
+        with _quiet(_OPTIONAL if lean else ()):
             imported = importlib.import_module(module)
     except (ImportError, ValueError, AssertionError, AttributeError) as error:
         is_missing = isinstance(error, ImportError)  # else, keras.json has a wrong value
@@ -72,34 +72,27 @@ def check_keras() -> None:
 
 
 @contextmanager
-def _without(packages: Sequence[str]) -> Iterator[None]:
-    """Make imports of packages fail, unless they are already loaded."""
-    hidden = [name for name in packages if name not in sys.modules]
-    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None makes an import fail
-    try:
-        yield
-    finally:
-        for name in hidden:
-            del sys.modules[name]
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
+def _quiet(packages: Sequence[str]) -> Iterator[None]:
     """Discard standard error: TensorFlow's libraries write to it while they load, and no setting prevents it.
 
-    Keras gets the backend TensorFlow, which cannot be changed later.
+    Keras gets the backend TensorFlow, which cannot be changed later. Imports of `packages` fail, unless they are
+    already loaded.
     """
+    hidden = [name for name in packages if name not in sys.modules]
     sys.stderr.flush()
     # TensorFlow and Keras read these variables once; child processes must not inherit them.
     before = {name: os.environ.get(name) for name in ("TF_CPP_MIN_LOG_LEVEL", "KERAS_BACKEND")}
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     os.environ["KERAS_BACKEND"] = "tensorflow"
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None makes an import fail
     kept = os.dup(2)
     try:
         with Path(os.devnull).open("wb") as nowhere:
             os.dup2(nowhere.fileno(), 2)
         yield
     finally:
+        for name in hidden:
+            del sys.modules[name]
         for name, value in before.items():
             del os.environ[name]
             os.environ.update({} if value is None else {name: value})

@@ -128,13 +128,13 @@ class WorkerPool(Executor):
 
     def _start(self) -> _Worker:
         ours, theirs = multiprocessing.Pipe()
-        command = [sys.executable, "-P", "-m", "histopipe.system.worker_process"]
+        module = "histopipe.system.worker_process"
         path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         # Block SIGINT until the worker ignores it.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             process = subprocess.Popen(
-                [*command, str(theirs.fileno()), str(os.getpid())], stdin=subprocess.DEVNULL,
+                [sys.executable, "-P", "-m", module, str(theirs.fileno()), str(os.getpid())], stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()], env={**_ENVIRONMENT, **os.environ, **path},
             )  # fmt: skip
         finally:

@@ -34,7 +34,7 @@ from histopipe.system.files import (
     is_full_disk,
     locked,
 )
-from histopipe.system.output import Bar, Progress, SilentProgress
+from histopipe.system.output import Bar, Progress
 from histopipe.system.worker_pool import WorkerPool
 from histopipe.tiling.spec import TilingSpec
 
@@ -249,7 +249,7 @@ def _check(settings: ClusterSettings) -> None:
         )
 
 
-class _EventProgress(SilentProgress):
+class _EventProgress(Progress):
     def __init__(self, send: SendEvent) -> None:
         self._send = send
 

@@ -8,6 +8,7 @@ the difference must be small, and smallest without a shift of the tiles.
 from __future__ import annotations
 
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -29,8 +30,6 @@ LARGEST_DIFFERENCE = 8.0
 
 LEAST_PSNR = 40.0
 """Least PSNR of scaled decoding against decoding and averaging, in decibels. Compression at quality 90 has 31 to 37."""
-
-_SHIFTS = [(dx, dy) for dy in (-1, 0, 1) for dx in (-1, 0, 1)]
 
 
 class NativeLevels(Closing):
@@ -109,8 +108,13 @@ def check(slide: Slide, level: Level, tiles: NativeTiles) -> str:
     if zero == 0:
         return f"{counted(len(compared), 'tile')} equal to OpenSlide's"
     shifted = {
-        shift: np.mean([_difference(a[1:-1, 1:-1], _shift(b, *shift)) for a, b in compared])
-        for shift in _SHIFTS
+        (dx, dy): np.mean(
+            [
+                _difference(a[1:-1, 1:-1], np.roll(b, (-dy, -dx), (0, 1))[1:-1, 1:-1])
+                for a, b in compared
+            ]
+        )
+        for dy, dx in product((-1, 0, 1), repeat=2)
     }
     best = min(shifted, key=shifted.__getitem__)
     if zero > LARGEST_DIFFERENCE or shifted[best] < shifted[0, 0]:
@@ -154,8 +158,11 @@ def _pair(
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]] | None:
     """Return the pixels of a tile and those of OpenSlide; None if either cannot be read, which the ingest records."""
     region = tiles.native.region(row, column)
-    if not level.downsample.is_integer():
-        region = _middle(region)
+    width, height = region.size.width // 2, region.size.height // 2
+    if not level.downsample.is_integer() and min(width, height) >= _LEAST_SIDE:
+        # Only its middle: for a whole tile that is between the pixels of a level, OpenSlide decodes four tiles. A wrong
+        # colour, place or size of tiles shows in their middle, too.
+        region = RegionLevel(region.x + width // 2, region.y + height // 2, Size(width, height))
     x, y = level.to_l0(np.array([region.x, region.y], np.int64)).tolist()
     try:
         tile = tiles.pixels(region)
@@ -165,23 +172,5 @@ def _pair(
     return None if tile is None else (tile, truth)
 
 
-def _middle(region: RegionLevel) -> RegionLevel:
-    """Return the middle of a region, half as wide and high.
-
-    For a whole tile that is between the pixels of a level, OpenSlide decodes four tiles. A wrong colour, place or size
-    of tiles shows in their middle, too.
-    """
-    width, height = region.size.width // 2, region.size.height // 2
-    if min(width, height) < _LEAST_SIDE:
-        return region
-    return RegionLevel(region.x + width // 2, region.y + height // 2, Size(width, height))
-
-
 def _difference(a: NDArray[np.uint8], b: NDArray[np.uint8]) -> float:
     return float(np.mean(np.maximum(a, b) - np.minimum(a, b)))  # a - b would wrap around in uint8
-
-
-def _shift(pixels: NDArray[np.uint8], dx: int, dy: int) -> NDArray[np.uint8]:
-    """Return pixels without a margin of one pixel, shifted by up to one pixel."""
-    height, width = pixels.shape[:2]
-    return pixels[1 + dy : height - 1 + dy, 1 + dx : width - 1 + dx]

@@ -141,8 +141,9 @@ def _native(path: Path, size: Size) -> NativeLevel:
     offsets, lengths = _frames(path)
     if len(offsets) != shape[0] * shape[1]:
         raise NotNative(f"it has {len(offsets)} fragments, not {shape[0]} by {shape[1]} tiles")
-    offsets, lengths = offsets.reshape(shape), lengths.reshape(shape)
-    native = NativeLevel(path, 0, 0, size, tile, colour, b"", offsets, lengths)
+    native = NativeLevel(
+        path, 0, 0, size, tile, colour, b"", offsets.reshape(shape), lengths.reshape(shape)
+    )
     if is_jpeg_2000:
         transformed = True if declared in ("YBR_ICT", "YBR_RCT") else None
         raise NotNative(

@@ -240,25 +240,11 @@ class NativeTiles(Closing):
         Raises:
             SlideUnreadable: the tile is damaged.
         """
-        place = row, column
-        return self._jpeg(*place, int(self.native.lengths[place]), int(self.native.offsets[place]))
-
-    def jpegs(
-        self, rows: NDArray[np.int64], columns: NDArray[np.int64]
-    ) -> Iterator[bytes | SlideUnreadable | None]:
-        """Yield tiles like `jpeg`, with the error in place of a damaged tile; `rows` and `columns` are (N,)."""
-        lengths, offsets = self.native.lengths[rows, columns], self.native.offsets[rows, columns]
-        for place in np.stack([rows, columns, lengths, offsets], axis=1).tolist():
-            try:
-                yield self._jpeg(*place)
-            except SlideUnreadable as error:
-                yield error
-
-    def _jpeg(self, row: int, column: int, length: int, offset: int) -> bytes | None:
+        length = int(self.native.lengths[row, column])
         if length == 0:
             return None
         try:
-            data = os.pread(self._file, length, offset)
+            data = os.pread(self._file, length, int(self.native.offsets[row, column]))
             if len(data) == length:
                 return self.plain(data)
         except OtherFrame:
@@ -266,6 +252,16 @@ class NativeTiles(Closing):
         except (NotPlain, OSError) as error:
             raise self.unreadable(row, column, str(error)) from error
         raise self.unreadable(row, column, f"{len(data)} of {length} bytes: the file is truncated")
+
+    def jpegs(
+        self, rows: NDArray[np.int64], columns: NDArray[np.int64]
+    ) -> Iterator[bytes | SlideUnreadable | None]:
+        """Yield tiles like `jpeg`, with the error in place of a damaged tile; `rows` and `columns` are (N,)."""
+        for place in zip(rows.tolist(), columns.tolist(), strict=True):
+            try:
+                yield self.jpeg(*place)
+            except SlideUnreadable as error:
+                yield error
 
     def plain(self, tile: bytes) -> bytes:
         """Return a tile as a JPEG file; its compressed data is unchanged.
@@ -407,9 +403,8 @@ def with_transform(native: NativeLevel, header: str, transformed: bool | None) -
 
     `transformed` is whether the header declares a component transform; None if it declares nothing.
     """
-    first = int(native.lengths.argmax())
     with native.path.open("rb") as file:
-        file.seek(int(native.offsets.flat[first]))
+        file.seek(int(native.offsets.flat[native.lengths.argmax()]))
         present = has_component_transform(file.read(_JPEG_2000_HEADER))
     if None in (present, transformed) or present == transformed:
         return native

@@ -15,7 +15,6 @@ from histopipe.geometry import Level, Size
 from histopipe.slides.slide import SlideInfo
 from histopipe.slides.tiles.native import Colour, NativeLevel, NotNative, with_frame, with_transform
 
-_JPEG, _JPEG_2000_YCBCR = 7, 33003
 _COMPRESSIONS = {
     1: "not compressed",
     6: "old-style JPEG (TIFF compression 6), which stores its tables separately",
@@ -66,7 +65,7 @@ def _size(page: tifffile.TiffPage) -> Size:
 def _native(path: Path, page: tifffile.TiffPage, x: int, y: int) -> NativeLevel:
     compression = int(page.compression)
     colour = _COLOURS.get(int(page.photometric))
-    if compression != _JPEG:
+    if compression != tifffile.COMPRESSION.JPEG:
         colour = colour or "rgb"
     elif colour is None or page.bitspersample != 8 or page.samplesperpixel not in (1, 3):
         raise NotNative(
@@ -78,12 +77,14 @@ def _native(path: Path, page: tifffile.TiffPage, x: int, y: int) -> NativeLevel:
     if len(page.dataoffsets) != shape[0] * shape[1]:
         raise NotNative(f"it has {len(page.dataoffsets)} tiles, not {shape[0]} by {shape[1]}")
     tile, tables = Size(page.tilewidth, page.tilelength), page.jpegtables or b""
-    offsets = np.array(page.dataoffsets, np.int64).reshape(shape)
-    lengths = np.array(page.databytecounts, np.int64).reshape(shape)
+    offsets, lengths = (
+        np.array(values, np.int64).reshape(shape)
+        for values in (page.dataoffsets, page.databytecounts)
+    )
     native = NativeLevel(path, x, y, _size(page), tile, colour, tables, offsets, lengths)
-    if compression == _JPEG:
+    if compression == tifffile.COMPRESSION.JPEG:
         return native
-    if compression == _JPEG_2000_YCBCR:
+    if compression == tifffile.COMPRESSION.APERIO_JP2000_YCBC:
         native = with_transform(native, "YCbCr pixels", transformed=False)
     name = getattr(page.compression, "name", str(compression)).lower().replace("_", " ")
     raise NotNative(
