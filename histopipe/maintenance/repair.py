@@ -225,9 +225,7 @@ def repair(
     )  # fmt: skip
     outlines: Mapping[str, Path] = {}
     if annotations is not None:
-        outlines = find_annotations(
-            Path(annotations), SlideNames(s.id for s in slide_files)
-        ).by_slide
+        outlines, _ = find_annotations(Path(annotations), SlideNames(s.id for s in slide_files))
     if not allow_network:
         refuse_network(Path(store))
     options = IngestOptions(
