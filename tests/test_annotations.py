@@ -26,7 +26,12 @@ from numpy.typing import NDArray
 
 from histopipe.annotations.annotation_files import find_annotations, read_annotations
 from histopipe.annotations.outline import Outline, Outlines
-from histopipe.annotations.patch_labels import PatchLabels, label_patches, roi_shares
+from histopipe.annotations.patch_labels import (
+    PatchLabels,
+    annotation_notes,
+    label_patches,
+    roi_shares,
+)
 from histopipe.annotations.regions import Regions, read_regions, regions_of
 from histopipe.annotations.rules import AnnotationRules
 from histopipe.errors import UsageError
@@ -254,8 +259,8 @@ def test_region_of_interest_is_not_a_class() -> None:
     assert labels.classes == ("gland",)
     shares = roi_shares(regions, np.array([0, 100, 200]), np.array([0, 0, 0]), 100)
     assert shares.tolist() == pytest.approx([0.75, 0.5, 0])
-    assert regions.draws("roi")
-    assert not labels_of(("gland", square(0, 0, 60)), roi="roi")[0].draws("roi")
+    assert "roi" in {outline.name for outline in regions.roi or ()}
+    assert labels_of(("gland", square(0, 0, 60)), roi="roi")[0].roi == ()
 
 
 def test_slide_without_patches_has_no_labels() -> None:
@@ -303,7 +308,8 @@ def test_notes_name_repaired_and_left_out_features(tmp_path: Path) -> None:
     assert f"feature f2 left out: it is {where}" in notes
     assert "feature f3 is partly outside the slide of 2220×2967 pixels" in notes
     assert [outline.excluded for outline in regions.outlines] == [True, False, False]
-    assert regions.note_texts(path) == [f"a.geojson: {notes}"]
+    no_patches = PatchLabels((), np.zeros(0, np.int32), np.zeros(0, np.float32))
+    assert annotation_notes(path, regions, no_patches) == [f"a.geojson: {notes}"]
 
 
 def test_geometry_types_of_geojson(tmp_path: Path) -> None:
@@ -415,7 +421,7 @@ def test_regions_of_halo(tmp_path: Path) -> None:
         + "".join(regions)
         + "</Regions></Annotation></Annotations>"
     )
-    assert find_annotations(tmp_path, SlideNames(["s"])).by_slide == {"s": path}
+    assert find_annotations(tmp_path, SlideNames(["s"])) == ({"s": path}, [])
     outlines = read_annotations(path)
     assert (outlines.frame, {outline.name for outline in outlines.entries}) == ("slide", {"Tumor"})
     areas = [outline.area.area for outline in outlines.entries]
@@ -508,15 +514,15 @@ def test_annotation_files_match_slide_names(tmp_path: Path) -> None:
     names = SlideNames(["x/one", "two", "three.more"])
     for name in ("one.geojson", "two.asap.xml", "three.more.json", ".hidden.xml", "four.xml"):
         (tmp_path / name).write_text("")
-    files = find_annotations(tmp_path, names)
-    assert {slide: path.name for slide, path in files.by_slide.items()} == {
+    files, notes = find_annotations(tmp_path, names)
+    assert {slide: path.name for slide, path in files.items()} == {
         "x/one": "one.geojson", "two": "two.asap.xml", "three.more": "three.more.json",
     }  # fmt: skip
-    assert files.notes == ("1 annotation files match no slide: four.xml",)
+    assert notes == ["1 annotation files match no slide: four.xml"]
     (tmp_path / "two.xml").write_text("")
-    again = find_annotations(tmp_path, names)
-    assert again.by_slide["two"].name == "two.xml"
-    assert "two.asap.xml is not used: two.xml has the exact name" in again.notes[1]
+    files, notes = find_annotations(tmp_path, names)
+    assert files["two"].name == "two.xml"
+    assert "two.asap.xml is not used: two.xml has the exact name" in notes[1]
     (tmp_path / "two.json").write_text("")
     with pytest.raises(UsageError, match="two annotation files for slide two"):
         find_annotations(tmp_path, names)

@@ -505,8 +505,7 @@ def test_images_smaller_than_a_patch_are_padded_or_named(tmp_path: Path, run: Ru
     counts: dict[Edge, int] = {"drop": 0, "shift": 0, "pad": 1}
     for edge, patches in counts.items():
         preview = plan(tmp_path, patch_size=64, edge=edge, progress=SILENT)
-        record = preview.slides[0].record
-        assert record is not None
+        (record,) = preview.records.values()
         assert record.planned == patches
         text = "1 patch partly beyond the edge: blank there" if patches else "no patch fits"
         assert text in " ".join(record.notes)

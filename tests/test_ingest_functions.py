@@ -80,8 +80,8 @@ def test_store_from_functions_only(tmp_path: Path, run: Run) -> None:
     assert list(report.failed) == ["bad"]
     assert report.exit_code is ExitCode.PARTLY
     assert "ingested           2" in repr(report) and "failed bad: " in repr(report)
-    assert sum(s.patches for s in report.slides) == sum(
-        s.record.planned for s in planned.slides if s.record
+    assert sum(slide.patches for slide in report.slides) == sum(
+        record.planned for record in planned.records.values()
     )
     labels = annotate(store, tmp_path / "in", progress=SILENT)
     assert (labels.same, labels.exit_code) == (["slide-000", "slide-001"], ExitCode.DONE)

@@ -69,7 +69,7 @@ def patches(
     recipe = planned.recipe
     values: dict[int, PatchFile] = {}
     with PatchSource(recipe) as source:
-        for chunk in chunks(planned.plan, recipe.route.name, recipe.spec.patch_size):
+        for chunk in chunks(planned.plan, recipe.route, recipe.spec.patch_size):
             values |= zip(chunk.rows.tolist(), source.values(chunk), strict=True)
     assert sorted(values) == list(range(len(planned.plan)))
     return planned, [values[row] for row in range(len(values))]

@@ -146,10 +146,10 @@ def stage(workers: Executor, path: Path, plan: SlidePlan, spec: TilingSpec, out:
             job.planned(plan)
             tasks = [
                 workers.submit(store_chunk, out, 0, plan.recipe, chunk)
-                for chunk in chunks(plan.plan, plan.recipe.route.name, spec.patch_size)
+                for chunk in chunks(plan.plan, plan.recipe.route, spec.patch_size)
             ]
             for task in tasks:
-                job.chunk_stored(task.result())
+                job.chunk_stored(*task.result())
             job.finish()
             if job.failed or job.record.unreadable:
                 raise SystemExit(f"{path}: {job.record.error or job.record.notes}")
@@ -234,7 +234,7 @@ def against_baseline(
     """Compare a route with the baseline on one slide, and return the median seconds."""
     plan = planned(path, spec, route)
     show(
-        f"{what}: {path.name}, {plan.record.width}×{plan.record.height}, route {plan.recipe.route.name} ({plan.recipe.route.reason})"
+        f"{what}: {path.name}, {plan.record.width}×{plan.record.height}, route {plan.recipe.route} ({plan.recipe.reason})"
     )
     times = bench.compare(
         ("ours", lambda out: stage(pool(), path, plan, spec, out)),
@@ -305,7 +305,7 @@ def bench_threads(bench: Bench) -> None:
             ("threads", lambda out: by_threads(path, plan, spec, out)),  # noqa: B023
         )
         show_ratio(
-            f"processes compared with threads, {plan.recipe.route.name}",
+            f"processes compared with threads, {plan.recipe.route}",
             len(plan.plan),
             times["processes"],
             times["threads"],
@@ -322,10 +322,10 @@ def bench_whole(bench: Bench) -> None:
     spec = TilingSpec(mpp=Mpp(0.5))
     slides = [(path, planned(path, spec)) for path in paths]
     patches = sum(len(plan.plan) for _, plan in slides)
-    stored = sum(plan.estimate.stored_bytes for _, plan in slides)
+    stored = sum(plan.stored_bytes for _, plan in slides)
     show(
         f"{SLIDES} slides of {sum(path.stat().st_size for path in paths) / 1e6:,.0f} MB, {patches} patches of about "
-        f"{stored / patches / 1000:.1f} kB, route {slides[0][1].recipe.route.name}"
+        f"{stored / patches / 1000:.1f} kB, route {slides[0][1].recipe.route}"
     )
     start = bench.compare(("start", lambda _: timed(command, "--version")))["start"]
     times = bench.compare(

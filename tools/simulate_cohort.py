@@ -34,7 +34,6 @@ from histopipe.demo.synthetic_slides import SlideSettings, make_slide
 from histopipe.geometry import Mpp, Size
 from histopipe.ingestion.cluster.slide_worker import (
     ClusterSettings,
-    PartFolders,
     ingest_slide,
     publish,
 )
@@ -117,8 +116,8 @@ def measure_worker(
         return outcome
 
     def settings_of(dataset: str) -> ClusterSettings:
-        folders = PartFolders(out, work / "stage-scratch", dataset)
-        return ClusterSettings(folders, SPEC, IngestOptions(workers=1), 1 << 40)
+        scratch = work / "stage-scratch"
+        return ClusterSettings(out, scratch, dataset, SPEC, IngestOptions(workers=1), 1 << 40)
 
     settings = settings_of("cold")
     read = []

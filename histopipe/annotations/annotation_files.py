@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import xml.etree.ElementTree as ET
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import defusedxml
 import defusedxml.ElementTree
+import numpy as np
 import shapely
 import shapely.affinity
 import shapely.geometry
 
-from histopipe.annotations.outline import Outline, Outlines, Point, Ring, polygonal
+from histopipe.annotations.outline import Outlines, Point, Ring, polygonal
 from histopipe.errors import UsageError
 from histopipe.slides.tables import SlideNames
 
@@ -40,9 +40,8 @@ def read_geojson(data: bytes, class_property: str | None = None) -> Outlines:
     outlines = Outlines("bounds")
     left_out = 0
     for number, feature in enumerate(_features(_parsed(data)), 1):
-        properties = feature.get("properties")
+        properties, name = feature.get("properties"), feature.get("id", number)
         properties = properties if isinstance(properties, Mapping) else {}
-        name = feature.get("id", number)
         kind = properties.get("objectType", properties.get("object_type"))
         if name in _OLD_RESULTS or (isinstance(kind, str) and kind.lower() != "annotation"):
             left_out += 1
@@ -70,12 +69,13 @@ def geojson_features(outlines: Outlines, corner: tuple[int, int]) -> list[dict[s
     features = []
     for outline in outlines.entries:
         name = _IGNORED if outline.excluded else outline.name
-        properties: dict[str, Any] = {"objectType": "annotation"}
-        if name:
-            properties["classification"] = {"name": name}
+        properties = {
+            "objectType": "annotation", **({"classification": {"name": name}} if name else {}),
+        }  # fmt: skip
         area = shapely.affinity.translate(outline.area, -left, -top)
-        geometry = shapely.geometry.mapping(area)
-        features.append({"type": "Feature", "geometry": geometry, "properties": properties})
+        features.append({
+            "type": "Feature", "geometry": shapely.geometry.mapping(area), "properties": properties,
+        })  # fmt: skip
     return features
 
 
@@ -84,8 +84,7 @@ def _class_name(properties: Mapping[str, Any], key: str) -> str | None:
     value = properties.get(key)
     if isinstance(value, Mapping):
         names = value.get("names")
-        several = ": ".join(map(str, names)) if isinstance(names, list) else None
-        value = value.get("name") or several
+        value = value.get("name") or (isinstance(names, list) and ": ".join(map(str, names)))
     if isinstance(value, int) and not isinstance(value, bool):
         value = str(value)
     return value.strip() or None if isinstance(value, str) else None
@@ -107,10 +106,8 @@ def _refuse_constant(name: str) -> None:
 
 
 def _features(value: Any) -> Iterator[Mapping[str, Any]]:
-    if isinstance(value, Mapping) and value.get("type") == "FeatureCollection":
-        value = value.get("features")
-    elif isinstance(value, Mapping):
-        value = [value]
+    if isinstance(value, Mapping):
+        value = value.get("features") if value.get("type") == "FeatureCollection" else [value]
     if not isinstance(value, list):
         raise UsageError(
             "not GeoJSON", found=type(value).__name__,
@@ -154,21 +151,15 @@ def _rings(value: Sequence[Any]) -> list[Ring]:
     return [[(float(point[0]), float(point[1])) for point in ring] for ring in value]
 
 
-Element = ET.Element
 _MOST_DEPTH = 32
 
 _ASAP = "ASAP_Annotations"
-_AREAS = ("polygon", "spline", "rectangle")
-_CAMELYON = {"_0": "tumor", "_1": "tumor"}
-_EXCLUDED = ("_2", "exclusion")
-_NO_GROUP = ("", "none")
 
 _LAYERS = "Annotations"
 """Root element of files of ImageScope and of HALO."""
 _ELLIPSES, _RECTANGLES = ("2", "ellipse"), ("1", "rectangle")
 _NO_AREA = ("3", "4", "arrow", "ruler", "pin")
 """Types of regions: numbers in ImageScope, names in HALO."""
-_CORNERS = 2
 _ELLIPSE_POINTS = 128
 
 
@@ -181,19 +172,18 @@ def read_xml(data: bytes, class_property: str | None = None) -> Outlines:
         UsageError: the content is not such XML, is truncated, or a coordinate is missing or not a number.
     """
     root = _root_of(data)
-    if root.tag == _ASAP:
-        return _read_asap(root, class_property)
-    if root.tag == _LAYERS:
-        return _read_layers(root, class_property)
-    raise UsageError(
-        "XML of an unknown tool", found=f"<{root.tag[:60]}>",
-        expected=f"<{_ASAP}> (ASAP) or <{_LAYERS}> (Aperio ImageScope, HALO)",
-    )  # fmt: skip
+    readers = {_ASAP: _read_asap, _LAYERS: _read_layers}
+    if root.tag not in readers:
+        raise UsageError(
+            "XML of an unknown tool", found=f"<{root.tag[:60]}>",
+            expected=f"<{_ASAP}> (ASAP) or <{_LAYERS}> (Aperio ImageScope, HALO)",
+        )  # fmt: skip
+    return readers[root.tag](root, class_property)
 
 
-def _root_of(data: bytes) -> Element:
+def _root_of(data: bytes) -> ET.Element:
     depth = 0
-    root: Element | None = None
+    root: ET.Element | None = None
     try:
         for event, element in defusedxml.ElementTree.iterparse(
             io.BytesIO(data), events=("start", "end"), forbid_dtd=True
@@ -217,7 +207,7 @@ def _root_of(data: bytes) -> Element:
     return root
 
 
-def _coordinate(element: Element, feature: str) -> Point:
+def _coordinate(element: ET.Element, feature: str) -> Point:
     try:
         return float(element.attrib["X"]), float(element.attrib["Y"])
     except (KeyError, ValueError) as error:
@@ -226,18 +216,21 @@ def _coordinate(element: Element, feature: str) -> Point:
         ) from error
 
 
-def _property(name: str, *elements: Element) -> str | None:
+def _first_text(texts: Iterable[str | None]) -> str | None:
+    """Return the first text that is not blank, without blanks around it; None if there is none."""
+    return next((text.strip() for text in texts if text and text.strip()), None)
+
+
+def _property(name: str, *elements: ET.Element) -> str | None:
     """Return the value of an attribute, or of an entry of <Attributes>, of the first element that has it."""
+    texts: list[str | None] = []
     for element in elements:
         entries = element.iterfind("Attributes/Attribute")
-        values = [entry.get("Value") for entry in entries if entry.get("Name") == name]
-        for value in (element.get(name), *values):
-            if value and value.strip():
-                return value.strip()
-    return None
+        texts += [element.get(name), *(e.get("Value") for e in entries if e.get("Name") == name)]
+    return _first_text(texts)
 
 
-def _read_asap(root: Element, class_property: str | None) -> Outlines:
+def _read_asap(root: ET.Element, class_property: str | None) -> Outlines:
     """Return the outlines of an ASAP file, the format of CAMELYON16 and 17. A spline becomes the polygon of its points.
 
     Source:
@@ -248,14 +241,16 @@ def _read_asap(root: Element, class_property: str | None) -> Outlines:
         group = annotation.get("PartOfGroup", "").strip()
         feature = annotation.get("Name") or f"annotation {number}"
         kind = annotation.get("Type", "").lower()
-        if kind not in _AREAS:
+        if kind not in ("polygon", "spline", "rectangle"):
             outlines.leave_out(feature, f"{kind or 'no type'} has no area")
             continue
-        points = [
-            _coordinate(coordinate, feature) for coordinate in _coordinates_in_order(annotation)
-        ]
-        excluded = group.lower() in _EXCLUDED
-        name = None if excluded or group.lower() in _NO_GROUP else _CAMELYON.get(group, group)
+        points = [_coordinate(element, feature) for element in _coordinates_in_order(annotation)]
+        excluded = group.lower() in ("_2", "exclusion")
+        name = (
+            None
+            if excluded or group.lower() in ("", "none")
+            else {"_0": "tumor", "_1": "tumor"}.get(group, group)
+        )
         if class_property is not None and not excluded:
             name = _property(class_property, annotation)
         if name is None and annotation.get("Name"):
@@ -264,7 +259,7 @@ def _read_asap(root: Element, class_property: str | None) -> Outlines:
     return outlines
 
 
-def _coordinates_in_order(annotation: Element) -> list[Element]:
+def _coordinates_in_order(annotation: ET.Element) -> list[ET.Element]:
     coordinates = list(annotation.iter("Coordinate"))
     try:
         return sorted(coordinates, key=lambda coordinate: int(float(coordinate.attrib["Order"])))
@@ -272,7 +267,7 @@ def _coordinates_in_order(annotation: Element) -> list[Element]:
         return coordinates  # in the order of the file
 
 
-def _read_layers(root: Element, class_property: str | None) -> Outlines:
+def _read_layers(root: ET.Element, class_property: str | None) -> Outlines:
     """Return the outlines of a file of Aperio ImageScope or HALO.
 
     The class of a layer (`Annotation`) is its name; else the value of its attribute "Description", which ImageScope
@@ -289,17 +284,14 @@ def _read_layers(root: Element, class_property: str | None) -> Outlines:
             feature = f"layer {layer.get('Id', number)}, region {region.get('Id', '?')}"
             into = negative if region.get("NegativeROA") == "1" else positive
             kind, name = region.get("Type", "").lower(), _class_of(layer)
-            points = [
-                _coordinate(vertex, feature)
-                for vertex in region.iter()
-                if vertex.tag in ("Vertex", "V")
-            ]
+            vertices = (vertex for vertex in region.iter() if vertex.tag in ("Vertex", "V"))
+            points = [_coordinate(vertex, feature) for vertex in vertices]
             if kind in _NO_AREA:
                 into.leave_out(feature, "an arrow, a ruler or a pin has no area")
                 continue
-            if kind in _ELLIPSES and len(points) == _CORNERS:
+            if kind in _ELLIPSES and len(points) == 2:
                 points = _ellipse(*points)
-            elif kind in _RECTANGLES and len(points) == _CORNERS:
+            elif kind in _RECTANGLES and len(points) == 2:
                 (x0, y0), (x1, y1) = points
                 points = [(x0, y0), (x1, y0), (x1, y1), (x0, y1)]
             if class_property is not None:
@@ -308,47 +300,31 @@ def _read_layers(root: Element, class_property: str | None) -> Outlines:
                 outlines.properties.add("Text")
             into.add(feature, name, [[points]])
         outlines.notes += positive.notes + negative.notes
-        left = _without(positive.entries, [outline.area for outline in negative.entries])
-        removed = {outline.feature for outline in positive.entries} - {
-            outline.feature for outline in left
-        }
-        for feature in sorted(removed):
+        hole = shapely.union_all([outline.area for outline in negative.entries])
+        cut = [
+            replace(outline, area=polygonal(shapely.difference(outline.area, hole)))
+            for outline in positive.entries
+        ]
+        left = [outline for outline in cut if not outline.area.is_empty]
+        for feature in sorted({o.feature for o in cut} - {o.feature for o in left}):
             outlines.leave_out(feature, "negative regions cover it completely")
         outlines.entries += left
     return outlines
 
 
-def _without(outlines: list[Outline], holes: list[shapely.Geometry]) -> list[Outline]:
-    hole = shapely.union_all(holes)
-    cut = ((outline, polygonal(shapely.difference(outline.area, hole))) for outline in outlines)
-    return [
-        Outline(outline.feature, outline.name, area) for outline, area in cut if not area.is_empty
-    ]
-
-
-def _class_of(layer: Element) -> str | None:
-    attributes = [
-        attribute for attribute in layer.iterfind("Attributes/Attribute") if attribute.get("Name")
-    ]
-    described = [
-        attribute.get("Value") for attribute in attributes if attribute.get("Name") == "Description"
-    ]
-    other_names = [
-        attribute.get("Name") for attribute in attributes if attribute.get("Name") != "Description"
-    ]
-    for name in (layer.get("Name"), *described, *other_names):
-        if name and name.strip():
-            return name.strip()
-    return None
+def _class_of(layer: ET.Element) -> str | None:
+    entries = [(e.get("Name"), e.get("Value")) for e in layer.iterfind("Attributes/Attribute")]
+    described = [value for name, value in entries if name == "Description"]
+    other_names = [name for name, _ in entries if name != "Description"]
+    return _first_text([layer.get("Name"), *described, *other_names])
 
 
 def _ellipse(first: Point, second: Point) -> list[Point]:
     """Return points of an ellipse from two opposite corners of its bounding rectangle."""
-    (left, top), (right, bottom) = first, second
-    x, y = (left + right) / 2, (top + bottom) / 2
-    half_width, half_height = (right - left) / 2, (bottom - top) / 2
-    turns = (2 * math.pi * i / _ELLIPSE_POINTS for i in range(_ELLIPSE_POINTS))
-    return [(x + half_width * math.cos(t), y + half_height * math.sin(t)) for t in turns]
+    centre, half = np.add(first, second) / 2, np.subtract(second, first) / 2
+    turns = 2 * np.pi * np.arange(_ELLIPSE_POINTS) / _ELLIPSE_POINTS
+    points = centre + half * np.stack([np.cos(turns), np.sin(turns)], axis=1)
+    return [(x, y) for x, y in points.tolist()]
 
 
 GEOJSON, XML = (".geojson", ".json"), (".xml", ".annotations")
@@ -361,18 +337,13 @@ _PARSER_ERRORS = (
 """Errors of parsers for unusual files: unknown encodings, numbers with too many digits."""
 
 
-@dataclass(frozen=True, slots=True)
-class AnnotationFiles:
-    """Annotation files by slide id, and notes on files that are not used."""
-
-    by_slide: dict[str, Path]
-    notes: tuple[str, ...]
-
-
-def find_annotations(path: Path, names: SlideNames) -> AnnotationFiles:
+def find_annotations(path: Path, names: SlideNames) -> tuple[dict[str, Path], list[str]]:
     """Find the files of `SUFFIXES` in a folder, such as `SLIDE.geojson`, or match one file with its slide.
 
     `SLIDE.more.xml` is used if there is no `SLIDE.xml`; likewise for the other suffixes.
+
+    Returns:
+        The files by slide id, and notes on files that are not used.
 
     Raises:
         UsageError: there is no file, no file matches a slide, or two match the same slide.
@@ -390,21 +361,22 @@ def find_annotations(path: Path, names: SlideNames) -> AnnotationFiles:
             f"{path}: no annotation file has the name of a slide", found=unmatched[0],
             expected=f"a name such as {names.nearest(PurePosixPath(unmatched[0]).stem)}{SUFFIXES[0]}",
         )  # fmt: skip
-    notes = []
-    if unmatched:
-        listed = ", ".join(unmatched[:3]) + (", …" if unmatched[3:] else "")
-        notes.append(f"{len(unmatched)} annotation files match no slide: {listed}")
+    listed = ", ".join(unmatched[:3]) + ", …" * (len(unmatched) > 3)
+    notes = [f"{len(unmatched)} annotation files match no slide: {listed}"] * bool(unmatched)
     notes += [
         f"{file.name} is not used: {exact[slide].name} has the exact name of the slide"
         for slide, file in loose.items()
         if slide in exact
     ]
-    return AnnotationFiles(loose | exact, tuple(notes))
+    return loose | exact, notes
 
 
-def annotation_files(folder: Path) -> list[Path]:
+def annotation_files(folder: Path, suffixes: Collection[str] = SUFFIXES) -> list[Path]:
     """Return all annotation files of a folder, sorted."""
-    return sorted(filter(_is_annotation, folder.rglob("*")))
+    return sorted(
+        path for path in folder.rglob("*")
+        if path.suffix.lower() in suffixes and not path.name.startswith(".") and path.is_file()
+    )  # fmt: skip
 
 
 def match_files(
@@ -422,10 +394,9 @@ def match_files(
     loose: dict[str, Path] = {}
     unmatched = []
     for file in files:
-        stem = file.relative_to(root).with_suffix("").as_posix()
-        shorter = PurePosixPath(stem).with_suffix("").as_posix()
-        for matches, name in ((exact, stem), (loose, shorter)):
-            slide = names.find(name, where=str(file))
+        stem = file.relative_to(root).with_suffix("")
+        for matches, name in ((exact, stem), (loose, stem.with_suffix(""))):
+            slide = names.find(name.as_posix(), where=str(file))
             if slide is None:
                 continue
             if slide in matches:
@@ -449,9 +420,8 @@ def read_annotations(path: Path, class_property: str | None = None) -> Outlines:
         UsageError: the file cannot be read, or has another format. The message contains the path.
     """
     try:
-        data = file_bytes(path)
         read = read_geojson if path.suffix.lower() in GEOJSON else read_xml
-        return read(data, class_property)
+        return read(file_bytes(path), class_property)
     except OSError as error:
         raise UsageError(f"{path} cannot be read", found=error.strerror or str(error)) from error
     except UsageError as error:
@@ -474,7 +444,3 @@ def file_bytes(path: Path) -> bytes:
             todo="export annotations without detections and cells",
         )  # fmt: skip
     return path.read_bytes()
-
-
-def _is_annotation(path: Path) -> bool:
-    return path.suffix.lower() in SUFFIXES and not path.name.startswith(".") and path.is_file()

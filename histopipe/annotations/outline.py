@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Literal
 
 import numpy as np
@@ -14,9 +15,6 @@ from shapely.geometry.base import BaseGeometry
 from histopipe.errors import UsageError
 from histopipe.system.csv_files import nfc
 from histopipe.system.files import shown
-
-OutlineFrame = Literal["bounds", "slide"]
-"""Origin of a file's coordinates: the corner of the scanned area ("bounds", as in QuPath), or of level 0 ("slide")."""
 
 Point = tuple[float, float]
 Ring = Sequence[Point]
@@ -45,11 +43,13 @@ class Outline:
 class Outlines:
     """Outlines of a file, in file order, and notes on what was repaired or left out.
 
+    `frame` is the origin of the file's coordinates: the corner of the scanned area ("bounds", as in QuPath), or of level
+    0 ("slide").
     `invalid` are the notes on outlines that cross themselves or have no area. `properties` are the names of properties
     that may be the class of outlines without a class.
     """
 
-    frame: OutlineFrame
+    frame: Literal["bounds", "slide"]
     entries: list[Outline] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     invalid: list[str] = field(default_factory=list)
@@ -72,20 +72,17 @@ class Outlines:
         parts = []
         for rings in polygons:
             shell, *holes = rings or [()]
-            for ring in rings:
-                _check_numbers(ring, feature)
+            _check_numbers(rings, feature)
             if len(set(shell)) >= _LEAST_POINTS:
                 parts.append(
                     shapely.Polygon(shell, [h for h in holes if len(set(h)) >= _LEAST_POINTS])
                 )
         drawn = parts[0] if len(parts) == 1 else shapely.MultiPolygon(parts)
-        if not drawn.is_valid and any(_crosses_too_often(part) for part in parts):
-            self.leave_out(feature, "its outline crosses itself too often")
-            self.invalid.append(self.notes[-1])
-            return
-        area = polygonal(drawn)
-        if area.is_empty:
-            self.leave_out(feature, "it has no area")
+        tangled = not drawn.is_valid and any(_crosses_too_often(part) for part in parts)
+        area = drawn if tangled else polygonal(drawn)
+        if tangled or area.is_empty:
+            why = "its outline crosses itself too often" if tangled else "it has no area"
+            self.leave_out(feature, why)
             self.invalid.append(self.notes[-1])
             return
         if not drawn.is_valid:
@@ -122,14 +119,13 @@ def _crosses_too_often(polygon: shapely.Polygon) -> bool:
         lines = np.asarray(shapely.linestrings(np.stack([points[:-1], points[1:]], axis=1)), object)
         tree = shapely.STRtree(lines)
         sample = np.unique(np.linspace(0, len(lines) - 1, _SAMPLED).astype(int))
-        crossings = [len(tree.query(lines[i])) for i in sample.tolist()]
-        if np.mean(crossings) > _MOST_CROSSINGS:
+        if sum(len(tree.query(line)) for line in lines[sample]) > _MOST_CROSSINGS * len(sample):
             return True
     return False
 
 
-def _check_numbers(ring: Ring, feature: str) -> None:
-    for point in ring:
+def _check_numbers(rings: Iterable[Ring], feature: str) -> None:
+    for point in chain.from_iterable(rings):
         if not all(math.isfinite(value) and abs(value) <= MOST_COORDINATE for value in point):
             raise UsageError(
                 f"{feature}: invalid coordinate", found=point, expected="pixels of level 0"

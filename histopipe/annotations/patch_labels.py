@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from threading import local
 
@@ -13,13 +14,12 @@ import shapely
 from numpy.typing import NDArray
 
 from histopipe.annotations.outline import Outline
-from histopipe.annotations.regions import Regions
+from histopipe.annotations.regions import MOST_NOTES, Regions
 from histopipe.system.worker_pool import count_usable_cores
 
 NO_CLASS = -1
 NO_LABELS = "labels no patch"
 """Part of the note on a file that labels no patch."""
-_MOST_CLASSES = 5
 _ROUNDING = 1e-6
 """Tolerance of shares: the share of a completely covered patch may be slightly below 1."""
 _MOST_POINTS = 256
@@ -55,14 +55,16 @@ class PatchLabels:
 
 def annotation_notes(path: Path, regions: Regions, labels: PatchLabels) -> list[str]:
     """Return the notes on a slide's annotation file for its record, first whether it labels no patch."""
-    notes = regions.note_texts(path)
-    if regions.classes or regions.roi is None:
-        classes = ", ".join(regions.classes[:_MOST_CLASSES])
+    notes = []
+    if (regions.classes or regions.roi is None) and len(labels.label) and not labels.counts():
+        classes = ", ".join(regions.classes[:5])
         reason = (
             f"too little of them is covered by {classes}" if classes else "no outline has a class"
         )
-        if len(labels.label) and not labels.counts():
-            notes.insert(0, f"{path.name} {NO_LABELS} of {len(labels.label)}: {reason}")
+        notes.append(f"{path.name} {NO_LABELS} of {len(labels.label)}: {reason}")
+    if regions.notes:
+        omitted, texts = len(regions.notes) - MOST_NOTES, "; ".join(regions.notes[:MOST_NOTES])
+        notes.append(f"{path.name}: {texts}" + f" and {omitted} more" * (omitted > 0))
     return notes
 
 
@@ -81,15 +83,13 @@ def label_patches(
     classes = regions.classes
     label = np.full(len(x_l0), NO_CLASS, np.int32)
     covered = np.zeros(len(x_l0), np.float32)
-    if not classes:
-        return PatchLabels(classes, label, covered)
-    batches = [
-        (shares.argmax(axis=1), shares.max(axis=1))
-        for shares in Coverage(regions.outlines, classes).shares(x_l0, y_l0, side_l0)
-    ]
-    label[:] = np.concatenate([batch[0] for batch in batches])
-    covered[:] = np.concatenate([batch[1] for batch in batches])
-    label[covered < threshold - _ROUNDING] = NO_CLASS
+    if classes:
+        best = [
+            (shares.argmax(axis=1), shares.max(axis=1))
+            for shares in Coverage(regions.outlines, classes).shares(x_l0, y_l0, side_l0)
+        ]
+        label[:], covered[:] = map(np.concatenate, zip(*best, strict=True))
+        label[covered < threshold - _ROUNDING] = NO_CLASS
     return PatchLabels(classes, label, covered)
 
 
@@ -101,28 +101,21 @@ def roi_shares(
     names = sorted({outline.name for outline in outlines if outline.name is not None})
     if not names:
         return np.zeros(len(x_l0), np.float32)
-    shares = [batch[:, 0] for batch in Coverage(outlines, names).shares(x_l0, y_l0, side_l0)]
-    return np.concatenate(shares).astype(np.float32)
+    shares = np.concatenate(list(Coverage(outlines, names).shares(x_l0, y_l0, side_l0)))
+    return shares[:, 0].astype(np.float32)
 
 
 class Coverage:
     """Shares of patches that each of `classes` covers. A point belongs to the first outline that contains it."""
 
     def __init__(self, outlines: Sequence[Outline], classes: Sequence[str]) -> None:
-        self._classes = len(classes)
+        self._classes, self._local = len(classes), local()
         number = {name: i for i, name in enumerate(classes)}
         # Outlines of no class still hide those after them; their area is counted in an extra last column.
-        self._class = np.array(
-            [number.get(outline.name or "", len(classes)) for outline in outlines], int
-        )
-        pieces = [
-            (rank, piece)
-            for rank, outline in enumerate(outlines)
-            for piece in _pieces(outline.area)
-        ]
-        self._rank = np.array([rank for rank, _ in pieces], np.int64)
-        self._stored = shapely.to_wkb(np.array([piece for _, piece in pieces], object))
-        self._local = local()
+        self._class = np.array([number.get(o.name or "", len(classes)) for o in outlines], int)
+        pieces = [list(_pieces(outline.area)) for outline in outlines]
+        self._rank = np.repeat(np.arange(len(outlines)), [len(part) for part in pieces])
+        self._stored = shapely.to_wkb(np.array(list(chain.from_iterable(pieces)), object))
 
     def shares(
         self, x: NDArray[np.integer], y: NDArray[np.integer], side: float
@@ -222,9 +215,9 @@ def _pieces(area: shapely.Geometry) -> Iterator[shapely.Geometry]:
             yield part
             continue
         left, top, right, bottom = part.bounds
-        across = right - left >= bottom - top
-        middle = (left + right) / 2 if across else (top + bottom) / 2
-        low = (middle, bottom) if across else (right, middle)
-        high = (middle, top) if across else (left, middle)
-        for half in (shapely.box(left, top, *low), shapely.box(*high, right, bottom)):
-            waiting.extend(shapely.get_parts(shapely.intersection(part, half)))
+        x, y = (left + right) / 2, (top + bottom) / 2
+        if right - left >= bottom - top:
+            halves = [shapely.box(left, top, x, bottom), shapely.box(x, top, right, bottom)]
+        else:
+            halves = [shapely.box(left, top, right, y), shapely.box(left, y, right, bottom)]
+        waiting.extend(shapely.get_parts(shapely.intersection(part, halves)))

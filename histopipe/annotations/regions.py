@@ -20,7 +20,8 @@ from histopipe.annotations.outline import Outline, Outlines, plain
 from histopipe.annotations.rules import AnnotationRules
 from histopipe.geometry import RegionL0, Size
 
-_MOST_NOTES = 10
+MOST_NOTES = 10
+"""Maximum number of notes on a file in a slide's record, and of properties in a note."""
 _PART = 10
 """Outlines that are all inside the first tenth of the slide's width and height were probably drawn at another level."""
 
@@ -37,25 +38,12 @@ class Regions:
     roi: tuple[Outline, ...] | None
     notes: tuple[str, ...]
 
-    def draws(self, name: str) -> bool:
-        """Return whether the region of interest has an outline with this name."""
-        return any(outline.name == name for outline in self.roi or ())
-
     @property
     def classes(self) -> tuple[str, ...]:
         """Names of the classes, sorted."""
         return tuple(
             sorted({outline.name for outline in self.outlines if outline.name is not None})
         )
-
-    def note_texts(self, path: Path) -> list[str]:
-        """Return at most ten notes, as one text, for a slide's record."""
-        if not self.notes:
-            return []
-        omitted = (
-            f" and {len(self.notes) - _MOST_NOTES} more" if len(self.notes) > _MOST_NOTES else ""
-        )
-        return [f"{path.name}: {'; '.join(self.notes[:_MOST_NOTES])}{omitted}"]
 
 
 def source_text(path: Path, rules: AnnotationRules) -> str:
@@ -70,8 +58,7 @@ def read_regions(path: Path, rules: AnnotationRules, *, size: Size, bounds: Regi
     Raises:
         UsageError: the file cannot be used. The message contains the path.
     """
-    outlines = read_annotations(path, rules.class_property)
-    return regions_of(outlines, rules, size=size, bounds=bounds)
+    return regions_of(read_annotations(path, rules.class_property), rules, size=size, bounds=bounds)
 
 
 def regions_of(
@@ -84,15 +71,13 @@ def regions_of(
     named = _named(outlines, rules.unclassified, notes)
     placed = _placed(named, shift, size, notes)
     notes = [*_frame_notes(len(named), placed, size, bounds), *notes]
-    later_first = placed[::-1]  # the sort is stable: of equal sizes, the later one comes first
-    ordered = sorted(later_first, key=lambda outline: (not outline.excluded, outline.area.area))
-    of_roi = [outline for outline in ordered if outline.excluded or outline.name == rules.roi]
-    rest = [
-        outline
-        for outline in ordered
-        if outline.excluded or rules.roi is None or outline.name != rules.roi
-    ]
-    return Regions(tuple(rest), None if rules.roi is None else tuple(of_roi), tuple(notes))
+    placed.reverse()  # the sort is stable: of equal sizes, the later one comes first
+    ordered = tuple(sorted(placed, key=lambda o: (not o.excluded, o.area.area)))
+    if rules.roi is None:
+        return Regions(ordered, None, tuple(notes))
+    rest = tuple(outline for outline in ordered if outline.excluded or outline.name != rules.roi)
+    of_roi = tuple(outline for outline in ordered if outline.excluded or outline.name == rules.roi)
+    return Regions(rest, of_roi, tuple(notes))
 
 
 def _frame_notes(count: int, placed: Sequence[Outline], size: Size, bounds: RegionL0) -> list[str]:
@@ -104,16 +89,15 @@ def _frame_notes(count: int, placed: Sequence[Outline], size: Size, bounds: Regi
         return []
     _, _, right, bottom = shapely.total_bounds([outline.area for outline in placed])
     origin, scanned = bounds.origin, bounds.size
-    if right < origin.x + scanned.width / _PART and bottom < origin.y + scanned.height / _PART:
-        return [f"all outlines are in the first tenth of the slide's width and height: {advice}"]
-    return []
+    small = right < origin.x + scanned.width / _PART and bottom < origin.y + scanned.height / _PART
+    note = f"all outlines are in the first tenth of the slide's width and height: {advice}"
+    return [note] if small else []
 
 
 def _named(outlines: Outlines, unclassified: str | None, notes: list[str]) -> list[Outline]:
     """Return the outlines that have a class or are excluded; the others get the class `unclassified`, if given."""
-    entries = outlines.entries
-    nameless = [outline for outline in entries if outline.name is None and not outline.excluded]
-    properties = " or ".join(map(plain, sorted(outlines.properties)[:_MOST_NOTES]))
+    nameless = [o for o in outlines.entries if o.name is None and not o.excluded]
+    properties = " or ".join(map(plain, sorted(outlines.properties)[:MOST_NOTES]))
     if nameless and unclassified is None:
         notes.append(
             f"{len(nameless)} outlines without a class left out, such as {nameless[0].feature}; "
@@ -122,7 +106,7 @@ def _named(outlines: Outlines, unclassified: str | None, notes: list[str]) -> li
         )
     return [
         outline if outline.excluded else replace(outline, name=outline.name or unclassified)
-        for outline in entries
+        for outline in outlines.entries
         if outline.name or outline.excluded or unclassified is not None
     ]
 

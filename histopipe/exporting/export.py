@@ -29,12 +29,10 @@ from histopipe.system.object_storage import is_url, public_url
 from histopipe.system.output import Bar, Progress, Result, counted, default_progress, slide_failure
 from histopipe.tiling.spec import recorded_tissue
 from histopipe.tissue_masks.finding import (
-    SlideMask,
     TissueReport,
-    measure_mask,
     write_slide_mask,
 )
-from histopipe.tissue_masks.mask import Grid
+from histopipe.tissue_masks.mask import Grid, TissueMask
 from histopipe.tissue_masks.mask_files import read_png_grid
 
 _INEXACT = "outlines may be off by a pixel: an older version wrote the store"
@@ -69,15 +67,14 @@ def export_masks(store: Path, *, out: Path, progress: Progress) -> TissueReport:
                     pixels = decode_picture(mask, f"{where}: tissue mask", mode="L") > 0
                     grid, exact = _grid(record, read_png_grid(bytes(mask)), pixels)
                     picture = decode_picture(thumbnail, where)
-                    slide_mask = SlideMask(record.id, pixels, grid, _bounds(record), picture)
-                    pictures[record.id] = write_slide_mask(out, slide_mask)
+                    row, pictures[record.id] = write_slide_mask(
+                        out, record.id, TissueMask(pixels), grid, bounds=_bounds(record), thumbnail=picture,
+                        mpp=None if record.mpp is None else Mpp(record.mpp), source=record.mask or str(recorded_tissue(opened.spec)),
+                        notes=record.notes if exact else [*record.notes, _INEXACT],
+                    )  # fmt: skip
+                    result.slides.append(row)
                 except Exception as error:  # noqa: BLE001 - `slide_failure` raises what concerns all slides
                     result.failed[record.id] = slide_failure(error)
-                else:
-                    mpp = None if record.mpp is None else Mpp(record.mpp)
-                    source = record.mask or str(recorded_tissue(opened.spec))
-                    notes = record.notes if exact else [*record.notes, _INEXACT]
-                    result.slides.append(measure_mask(slide_mask, mpp, source, notes))
                 bar.advance()
         write_table_and_page(result, pictures)
     return result

@@ -300,7 +300,7 @@ class FileSource(Closing):
                 todo="name it with --default-mpp or --mpp-csv",
             )  # fmt: skip
         check_scale(planned.record, self.trained)
-        route = planned.recipe.route.name
+        route = planned.recipe.route
         parts = [c.rows for c in chunks(planned.plan, route, self.spec.patch_size)]
         order = np.concatenate(parts) if parts else np.empty(0, np.int64)
         return TiledSlide(self, job, planned, order)

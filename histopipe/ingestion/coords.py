@@ -15,7 +15,8 @@ from histopipe.geometry import SCALE_TOLERANCE, Level, Mpp
 from histopipe.slides.slide import SlideInfo
 from histopipe.slides.tables import SlideNames
 from histopipe.system.files import reading_error
-from histopipe.tiling.plan import LevelChoice, TilingPlan
+from histopipe.system.output import Progress
+from histopipe.tiling.plan import LevelChoice, Resampling, TilingPlan
 from histopipe.tiling.spec import TilingSpec, magnification_to_mpp
 
 SUFFIX = ".h5"
@@ -41,12 +42,13 @@ class CoordsFile:
 
 
 def find_coords(
-    folder: Path, names: SlideNames, *, allow_extra: bool
-) -> tuple[dict[str, CoordsFile], list[str]]:
-    """Return the coordinate files of a folder by slide id, and the names of files that match no slide.
+    folder: Path, names: SlideNames, progress: Progress, *, allow_extra: bool
+) -> dict[str, CoordsFile]:
+    """Return the coordinate files of a folder by slide id, and show how many slides and files are skipped.
 
     Raises:
-        UsageError: there is no file, a file matches no slide, two match the same slide, or a file has no coordinates.
+        UsageError: there is no file, a file matches no slide, none does, two match the same slide, or a file has no
+            coordinates.
     """
     paths = sorted(folder.rglob(f"*{SUFFIX}")) if folder.is_dir() else []
     if not paths:
@@ -57,14 +59,16 @@ def find_coords(
     files: dict[str, CoordsFile] = {}
     unmatched = []
     for path in paths:
-        written = path.relative_to(folder).with_suffix("").as_posix()
-        bare = written.removesuffix(_TRIDENT_SUFFIX)
-        slide = names.find(written, where=str(path)) or names.find(bare, where=str(path))
+        name = path.relative_to(folder).with_suffix("").as_posix()
+        slide = names.find(name, where=str(path)) or names.find(
+            name.removesuffix(_TRIDENT_SUFFIX), where=str(path)
+        )
         if slide is None:
             unmatched.append(path.name)
         elif slide in files:
-            both = f"{files[slide].path} and {path}"
-            raise UsageError(f"two coordinate files for slide {slide}", found=both)
+            raise UsageError(
+                f"two coordinate files for slide {slide}", found=f"{files[slide].path} and {path}"
+            )
         else:
             files[slide] = read_header(path)
     if unmatched and not allow_extra:
@@ -72,7 +76,15 @@ def find_coords(
             "coordinate files match no slide", found=", ".join(unmatched[:3]) + ("…" if unmatched[3:] else ""),
             todo="pass all slides, or --allow-extra-rows",
         )  # fmt: skip
-    return files, unmatched
+    for count, what in (
+        (len(names.ids) - len(files), "slides have no coordinates"),
+        (len(unmatched), "coordinate files match no slide"),
+    ):
+        if count:
+            progress.message(f"{count} {what}: skipped")
+    if not files:
+        raise UsageError(f"{folder} has no coordinates for any of the slides")
+    return files
 
 
 def spec_of(files: Iterable[CoordsFile], **encoding: Any) -> TilingSpec:
@@ -125,10 +137,11 @@ def read_header(path: Path) -> CoordsFile:
         size = int(attributes["patch_size"])
         if {"level0_magnification", "target_magnification"} <= set(attributes):
             magnification = float(attributes["target_magnification"])
-            ratio = float(attributes["level0_magnification"]) / magnification
-            side = int(attributes.get("patch_size_level0", round(size * ratio)))
-            overlap = int(attributes.get("overlap", 0))
-            return CoordsFile(path, size, side, None, magnification, overlap)
+            side_l0 = round(size * (float(attributes["level0_magnification"]) / magnification))
+            return CoordsFile(
+                path, size, side_l0=int(attributes.get("patch_size_level0", side_l0)), level=None,
+                magnification=magnification, overlap=int(attributes.get("overlap", 0)),
+            )  # fmt: skip
         if int(attributes.get("custom_downsample", 1)) != 1:
             raise UsageError(
                 f"{path}: custom_downsample", found=attributes["custom_downsample"], expected="none"
@@ -187,26 +200,27 @@ def plan_imported(name: str, info: SlideInfo, mpp: Mpp | None, coords: CoordsFil
             expected=f"within {info.size}", todo="check that the file belongs to this slide",
         )  # fmt: skip
     level = np.rint(corners / choice.level.downsample).astype(np.int64)
-    (x_level, y_level), (x_l0, y_l0) = level.T, corners.T
     unmeasured = np.full(len(corners), np.nan, np.float32)
-    notes = (f"coordinates from {coords.path.name}",)
-    return TilingPlan(choice, x_level, y_level, x_l0, y_l0, unmeasured, notes)
+    (x_level, y_level), (x_l0, y_l0) = level.T, corners.T
+    return TilingPlan(
+        choice, x_level, y_level, x_l0, y_l0, unmeasured, (f"coordinates from {coords.path.name}",)
+    )
 
 
 def count_outside(plan: TilingPlan, info: SlideInfo) -> int:
     """Return the number of patches that extend beyond the scanned area: native tiles do not have all of their pixels."""
-    corners, area = np.stack([plan.x_l0, plan.y_l0], axis=1), plan.choice.level.inside(info.bounds)
-    starts_level = np.stack([plan.x_level, plan.y_level], axis=1)
+    area, side = plan.choice.level.inside(info.bounds), plan.choice.read_size
     outside = (
-        (corners < 0)
-        | (corners + plan.side_l0 > (info.size.width, info.size.height))
-        | (starts_level < (area.x, area.y))
-        | (
-            starts_level + plan.choice.read_size
-            > (area.x + area.size.width, area.y + area.size.height)
-        )
+        (plan.x_l0 < 0)
+        | (plan.y_l0 < 0)
+        | (plan.x_l0 + plan.side_l0 > info.size.width)
+        | (plan.y_l0 + plan.side_l0 > info.size.height)
+        | (plan.x_level < area.x)
+        | (plan.y_level < area.y)
+        | (plan.x_level + side > area.x + area.size.width)
+        | (plan.y_level + side > area.y + area.size.height)
     )
-    return int(outside.any(axis=1).sum())
+    return int(outside.sum())
 
 
 def _choice(
@@ -221,17 +235,17 @@ def _choice(
         level = levels[number]
         scale = None if mpp is None else Mpp(mpp * level.downsample)
         return LevelChoice(level, size, size, "none", scale)
-    reduction = coords.side_l0 / size
-    fine = [level for level in levels if level.downsample <= reduction * (1 + SCALE_TOLERANCE)]
+    coarsest = coords.side_l0 / size * (1 + SCALE_TOLERANCE)
+    fine = [level for level in levels if level.downsample <= coarsest]
     if not fine:
         raise ScaleError(
             f"{name}: patches of {coords.side_l0} level-0 pixels",
             expected=f"at least {size}: patches are never upsampled",
         )
     level = max(fine, key=lambda level: level.downsample)
+    scale = None if mpp is None else Mpp(mpp * coords.side_l0 / size)
     read_size = round(coords.side_l0 / level.downsample)
     if abs(read_size - size) <= SCALE_TOLERANCE * size:
-        read_size = size
-    resampling = "none" if read_size == size else "area" if read_size % size == 0 else "lanczos"
-    scale = None if mpp is None else Mpp(mpp * coords.side_l0 / size)
-    return LevelChoice(level, read_size, read_size, resampling, scale)  # type: ignore[arg-type]  # a Resampling
+        return LevelChoice(level, size, size, "none", scale)
+    resampling: Resampling = "area" if read_size % size == 0 else "lanczos"
+    return LevelChoice(level, read_size, read_size, resampling, scale)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import cast
 
@@ -21,6 +22,7 @@ from histopipe.ingestion.report import (
     SUMMARY,
     IngestProgress,
     IngestReport,
+    SendEvent,
     SlideOutcome,
     SlideStatus,
 )
@@ -42,8 +44,6 @@ from histopipe.tiling.plan import choose_level
 from histopipe.tiling.spec import TilingSpec
 from histopipe.tissue_masks.mask_files import identify_mask_file
 
-_OPENING_SECONDS = 120.0
-
 
 def ingest_slides(
     jobs: Sequence[SlideJob],
@@ -54,11 +54,12 @@ def ingest_slides(
     progress: Progress,
     pool: WorkerPool | None = None,
     writer: StoreWriter | None = None,
+    send: SendEvent = lambda _: None,
 ) -> IngestReport:
     """Tile slides into a store, which is created if missing.
 
     Slide ids must be unique: `with_recorded_ids` assigns the ids of the store. A given pool or writer stays open. The
-    processes of a given pool must have run `prepare`.
+    processes of a given pool must have run `prepare`. `send` is called with the events of `IngestProgress`.
 
     Raises:
         UsageError: the store has another spec or is on a network filesystem, or `--level` would mix scales.
@@ -71,24 +72,20 @@ def ingest_slides(
         writer = writer or stack.enter_context(StoreWriter(store, spec))
         log = stack.enter_context(LogProgress(store / LOG))
         log.message(f"histopipe {__version__}, {spec}, {options}")
-        events = stack.enter_context(IngestProgress(len(jobs), progress, log))
-        new = (SlideRecord.new(job.file) for job in jobs)
-        writer.register(sorted(new, key=lambda record: record.id))
-        sorted_slides = sort_slides(jobs, writer.records(), options)
-        for outcome in sorted_slides.outcomes:
+        events = stack.enter_context(IngestProgress(len(jobs), progress, log, send))
+        writer.register(sorted((SlideRecord.new(job.file) for job in jobs), key=attrgetter("id")))
+        pending, outcomes, relabelled = sort_slides(jobs, writer.records(), options)
+        for outcome in outcomes:
             events.finished(outcome)
-        write_labels(writer, sorted_slides.relabelled)
-        outcomes = list(sorted_slides.outcomes)
-        if sorted_slides.pending:
+        write_labels(writer, relabelled)
+        if pending:
             claims = stack.enter_context(Claims(store))
-            stage = None
-            if options.stage is not None:
-                opened = StagingArea(Path(options.stage), options.stage_bytes, events.copied)
-                stage = stack.enter_context(opened)
+            stage = open_stage(options, events, stack)
             pool = pool or stack.enter_context(WorkerPool(options.worker_count, prepare))
-            pipeline = Pipeline(writer, pool.submit_within, spec, options, claims, events, stage)
-            outcomes += pipeline.run(sorted_slides.pending)
-        outcomes.sort(key=lambda outcome: outcome.id)
+            outcomes += Pipeline(
+                writer, pool.submit_within, spec, options, claims, events, stage
+            ).run(pending)
+        outcomes.sort(key=attrgetter("id"))
         warnings = describe_copies(writer.records().values())
         report = IngestReport(str(store), time.monotonic() - started, outcomes, warnings)
         for text in [*warnings, *report.summary_lines()]:
@@ -98,27 +95,29 @@ def ingest_slides(
     return report
 
 
-@dataclass(frozen=True, slots=True)
-class SortedSlides:
-    """Slides to ingest, and outcomes of slides that need no ingest or cannot be ingested.
-
-    `relabelled` has the new records, by number, of complete slides whose label, patient or site has changed.
-    """
-
-    pending: list[SlideJob]
-    outcomes: list[SlideOutcome]
-    relabelled: dict[int, SlideRecord]
+def open_stage(
+    options: IngestOptions, events: IngestProgress, stack: ExitStack
+) -> StagingArea | None:
+    """Return the staging area of an ingest, which is closed with the stack; None if slides are read in place."""
+    if options.stage is None:
+        return None
+    stage = StagingArea(Path(options.stage), options.stage_bytes, events.copied)
+    return stack.enter_context(stage)
 
 
 def sort_slides(
     jobs: Sequence[SlideJob], records: Mapping[int, SlideRecord], options: IngestOptions
-) -> SortedSlides:
+) -> tuple[list[SlideJob], list[SlideOutcome], dict[int, SlideRecord]]:
     """Separate slides to ingest from others, and set their numbers and records.
 
     `records` has the records of a store; a new slide has the number -1.
+
+    Returns:
+        The slides to ingest; the outcomes of slides that need no ingest or cannot be ingested; and the new records, by
+        number, of complete slides whose label, patient or site has changed.
     """
     recorded_slides = {record.id: (number, record) for number, record in records.items()}
-    sorted_slides = SortedSlides([], [], {})
+    pending, outcomes, relabelled = [], [], {}
     for job in jobs:
         job.number, before = recorded_slides.get(job.id) or (-1, SlideRecord.new(job.file))
         job.record = before.with_label(job.label, job.patient)
@@ -126,26 +125,26 @@ def sort_slides(
         if outcome is None:
             job.again = job.record.state is SlideState.COMPLETE
             job.record = job.record.without_results(job.file)
-            sorted_slides.pending.append(job)
-            continue
-        sorted_slides.outcomes.append(outcome)
-        if job.record != before and outcome.status is SlideStatus.SKIPPED:
-            sorted_slides.relabelled[job.number] = job.record
-    return sorted_slides
+            pending.append(job)
+        else:
+            outcomes.append(outcome)
+            if job.record != before and outcome.status is SlideStatus.SKIPPED:
+                relabelled[job.number] = job.record
+    return pending, outcomes, relabelled
 
 
 def find_early_outcome(job: SlideJob, options: IngestOptions) -> SlideOutcome | None:
     """Return the outcome of a slide that is not to be ingested; None if it is to be ingested."""
     file, record = job.file, job.record
     # If the recorded file does not exist, the slide was moved.
-    recorded_path = record.resolved_path
-    there = file.remote if is_url(recorded_path) else Path(recorded_path).exists()
-    if recorded_path != file.resolve() and there:
-        problem = (
-            f"{file.location}: another slide, {record.path}, has the id {record.id!r} in the store; "
-            "ingest their common parent folder into a new store, or rename one"
+    path = record.resolved_path
+    if path != file.resolve() and (file.remote if is_url(path) else Path(path).exists()):
+        return SlideOutcome.of(
+            record.with_failure(
+                f"{file.location}: another slide, {record.path}, has the id {record.id!r} in the store; "
+                "ingest their common parent folder into a new store, or rename one"
+            )
         )
-        return SlideOutcome.of(record.with_failure(problem))
     if record.state is SlideState.PENDING:
         return None
     try:
@@ -153,36 +152,33 @@ def find_early_outcome(job: SlideJob, options: IngestOptions) -> SlideOutcome | 
     except SlideError:
         return None  # planning fails with the same reason, and records it
     if record.state is SlideState.FAILED:
-        limits = (None, options.timeout_text, options.unreadable_text)
         retry = (
             options.retry_failed
             or changed
-            or record.error_option not in limits  # the limit that it exceeded has changed
+            # The limit that it exceeded has changed.
+            or record.error_option not in (None, options.timeout_text, options.unreadable_text)
             or record.error_kind is FailureKind.OPTION
         )
         return None if retry else SlideOutcome.of(record)
-    changed = changed or _mask_change(job)
-    scale = _scale_change(job, options)
+    changed, scale = changed or _mask_change(job), _scale_change(job, options)
     # --force also imports coordinates again: they may have changed.
     if options.force and (changed or scale or job.coords is not None):
         return None
     if changed:
-        problem = (
+        record = record.with_failure(
             f"{file.location} {changed} since it was ingested; pass --force to ingest it again"
         )
-        record = record.with_failure(problem)
     outcome = SlideOutcome.of(record, SlideStatus.SKIPPED)
     return replace(outcome, notes=(*outcome.notes, scale)) if scale else outcome
 
 
 def _file_change(now: Fingerprint, record: SlideRecord) -> str | None:
-    if now.size_bytes != record.size_bytes:
-        return f"changed ({now.size_bytes:,} bytes, {record.size_bytes:,} before)"
-    if now.mtime_ns != record.mtime_ns:
-        return "was modified (its modification time has changed)"
-    if None not in (now.etag, record.etag) and now.etag != record.etag:
-        return "was modified (its ETag has changed)"
-    return None
+    changes = {
+        f"changed ({now.size_bytes:,} bytes, {record.size_bytes:,} before)": now.size_bytes != record.size_bytes,
+        "was modified (its modification time has changed)": now.mtime_ns != record.mtime_ns,
+        "was modified (its ETag has changed)": None not in (now.etag, record.etag) and now.etag != record.etag,
+    }  # fmt: skip
+    return next((change for change, applies in changes.items() if applies), None)
 
 
 def _mask_change(job: SlideJob) -> str | None:
@@ -191,17 +187,15 @@ def _mask_change(job: SlideJob) -> str | None:
         now = None if job.mask is None else identify_mask_file(job.mask)
     except MaskUnfit as error:
         return f"has a mask that cannot be read ({error})"
-    if now == before:
-        return None
-    return f"was assigned another mask ({now or 'none'}, {before or 'none'} before)"
+    change = f"was assigned another mask ({now or 'none'}, {before or 'none'} before)"
+    return change if now != before else None
 
 
 def _scale_change(job: SlideJob, options: IngestOptions) -> str | None:
     """Return a note if the options give another scale than the slide was ingested with."""
-    record = job.record
-    # The default applies only to slides without another scale.
-    default = options.default_mpp if record.mpp_source in (None, MppSource.DEFAULT) else None
-    used = job.mpp or default
+    record, used = job.record, job.mpp
+    if record.mpp_source in (None, MppSource.DEFAULT):
+        used = used or options.default_mpp
     if used is None or (record.mpp is not None and equal_scales(used, Mpp(record.mpp))):
         return None
     before = (
@@ -228,30 +222,27 @@ def annotate_skipped(
     Returns:
         The report. Slides that cannot be labelled are marked as failed. A warning names slides without a labelled patch.
     """
-    ids = {job.id for job in jobs}
-    complete = report.of(SlideStatus.COMPLETE)
-    notes = {slide.id: list(slide.notes) for slide in complete if slide.id in ids}
+    notes = {slide.id: list(slide.notes) for slide in report.of(SlideStatus.COMPLETE)}
+    notes = {job.id: notes[job.id] for job in jobs if job.id in notes}
     skipped = {slide.id for slide in report.of(SlideStatus.SKIPPED)}
     files = {job.id: job.annotations for job in jobs if job.annotations and job.id in skipped}
-    outcomes = report.slides
     if files:
-        labelled = annotate_slides(
-            store, files, options.rules, only=files.keys(), workers=options.worker_count
-        )
+        labelled = annotate_slides(store, files, options.rules, workers=options.worker_count)
         notes |= labelled.unlabelled
-        outcomes = [
+        slides = [
             replace(slide, status=SlideStatus.FAILED, reason=labelled.failed[slide.id])
             if slide.id in labelled.failed
             else slide
             for slide in report.slides
         ]
+        report = replace(report, slides=slides)
     names = sorted(
         name for name, texts in notes.items() if any(NO_LABELS in text for text in texts)
     )
+    if not names:
+        return report
     warning = f"the annotations of {counted(len(names), 'slide')} label no patch: {some(names, 3)}"
-    return replace(
-        report, slides=outcomes, warnings=[*report.warnings, *([warning] if names else [])]
-    )
+    return replace(report, warnings=[*report.warnings, warning])
 
 
 def check_ingest(
@@ -283,16 +274,16 @@ def check_ingest(
     if not scales:
         return
     ordered = sorted((mpp, name) for name, mpp in scales.items())
+    (finest, fine), (coarsest, coarse) = ordered[0], ordered[-1]
     unknown = [name for name in unknown if options.force or name not in complete]
     if unknown:
         raise UsageError(
             f"--level {spec.level} would mix scales",
-            found=f"{ordered[0][0]:g} mpp ({ordered[0][1]}), and {counted(len(unknown), 'slide')} without a scale "
+            found=f"{finest:g} mpp ({fine}), and {counted(len(unknown), 'slide')} without a scale "
             f"({some(unknown, 3)})",
             expected="the scale of every slide, or of none",
             todo="name it with --default-mpp or --mpp-csv, or pass --allow-mixed-mpp",
         )
-    (finest, fine), (coarsest, coarse) = ordered[0], ordered[-1]
     if not same_scale(finest, coarsest):
         raise UsageError(
             f"--level {spec.level} would mix scales",
@@ -339,9 +330,7 @@ def _scales_at_level(
     scales: dict[str, Mpp] = {}
     unknown = []
     with WorkerPool(options.worker_count) as pool:
-        tasks = [
-            pool.submit_within(_OPENING_SECONDS, scale_at_level, job, spec, options) for job in jobs
-        ]
+        tasks = [pool.submit_within(120.0, scale_at_level, job, spec, options) for job in jobs]
         for job, task in zip(jobs, tasks, strict=True):
             with suppress(Exception):  # the ingest reports the reason
                 try:

@@ -117,9 +117,8 @@ class IngestOptions(PatchReadingOptions):
 
     @property
     def _timeout(self) -> tuple[float, float]:
-        if self.slide_timeout is None:
-            return _BASE_SECONDS, _SECONDS_PER_PATCH
-        return self.slide_timeout, 0.0
+        limit = self.slide_timeout
+        return (_BASE_SECONDS, _SECONDS_PER_PATCH) if limit is None else (limit, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)

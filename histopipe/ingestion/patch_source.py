@@ -10,7 +10,8 @@ import io
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +30,7 @@ from histopipe.slides.tiles.native import NativeLevel, NativeTiles, NotNative, r
 from histopipe.store.writer import StoreWriter
 from histopipe.system.files import Closing
 from histopipe.system.output import counted
-from histopipe.tiling.plan import LevelChoice, Resampling, TilingPlan, cell_shares
+from histopipe.tiling.plan import Resampling, TilingPlan, cell_shares
 from histopipe.tiling.spec import TilingSpec
 from histopipe.tissue_masks.mask import Mask
 
@@ -40,28 +41,33 @@ _LARGEST_TILE = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class RouteChoice:
-    """Route of a slide's patches, and the reason for it.
+class PatchRecipe:
+    """How the patches of a slide are made; picklable. `reason` is the reason for the route.
 
     `native` is None for the route openslide. Tiles are decoded at 1/`reduction` of their size.
     """
 
-    name: RouteName
-    reason: str
+    path: Path
+    reader: str
+    spec: TilingSpec
+    route: RouteName = "openslide"
+    reason: str = "requested"
     native: NativeLevel | None = None
     reduction: int = 1
 
 
 def choose_route(
-    name: str, plan: TilingPlan, spec: TilingSpec, requested: AskedRoute, levels: NativeLevels
-) -> RouteChoice:
-    """Choose the fastest route that yields the same pixels as OpenSlide, or the route that the user requested.
+    recipe: PatchRecipe, name: str, plan: TilingPlan, requested: AskedRoute, levels: NativeLevels
+) -> PatchRecipe:
+    """Return the recipe with the fastest route that yields the same pixels as OpenSlide, or with the requested route.
+
+    `recipe` is one for OpenSlide; `name` is for messages.
 
     Raises:
         OptionUnfit: the requested route cannot be used.
     """
     if requested == "openslide":
-        return RouteChoice("openslide", "requested")
+        return recipe
     try:
         tiles, check = levels.get(plan.choice.level)
         native = tiles.native
@@ -69,16 +75,18 @@ def choose_route(
             raise NotNative(f"its tiles are {native.tile}, too large to decode for a few patches")  # noqa: TRY301
     except NotNative as error:
         if requested == "auto":
-            return RouteChoice("openslide", str(error))
+            return replace(recipe, reason=str(error))
         raise _unfit(name, requested, str(error)) from error
-    obstacle = _not_copied(plan, spec, native)
+    obstacle = _not_copied(plan, recipe.spec, native)
     if obstacle is None and requested != "decode":
-        return RouteChoice("copy", f"patches are native tiles; {check}", native)
+        return replace(
+            recipe, route="copy", reason=f"patches are native tiles; {check}", native=native
+        )
     if obstacle is not None and requested == "copy":
         raise _unfit(name, requested, obstacle)
-    reduction, scaling = _scaling(plan, spec, tiles)
+    reduction, scaling = _scaling(plan, recipe.spec, tiles)
     reason = "; ".join(filter(None, [obstacle or "requested", scaling, check]))
-    return RouteChoice("decode", reason, native, reduction)
+    return replace(recipe, route="decode", reason=reason, native=native, reduction=reduction)
 
 
 def pixel_notes(
@@ -91,10 +99,11 @@ def pixel_notes(
     native = levels.located(plan.choice.level)
     notes = [colour_note(thumbnail.pixels), native.conflict if native else None]
     if native is not None and not native.lengths.all():
-        missing = chosen & _missing(native, plan, thumbnail)
-        count = int((cell_shares(plan, thumbnail, missing) > _MISSING).sum())
-        text = "partly in tiles that the file does not contain: they are blank there"
-        notes += [f"{counted(count, 'patch')} {text}"] if count else []
+        missing = cell_shares(plan, thumbnail, chosen & _missing(native, plan, thumbnail))
+        count = int((missing > _MISSING).sum())
+        notes += [
+            f"{counted(count, 'patch')} partly in tiles that the file does not contain: they are blank there"
+        ] * bool(count)
     return [note for note in notes if note]
 
 
@@ -123,19 +132,16 @@ def _unfit(name: str, requested: str, why: str) -> OptionUnfit:
 
 def _not_copied(plan: TilingPlan, spec: TilingSpec, native: NativeLevel) -> str | None:
     """Return the reason why patches cannot be copies of native tiles; None if they can."""
-    choice, tile = plan.choice, native.tile
-    if spec.codec != "auto":
-        return f"--codec {spec.codec} re-encodes patches"
-    if choice.resampling != "none":
-        return f"patches are reduced from {choice.read_size} to {spec.patch_size} pixels"
-    if (tile.width, tile.height) != (spec.patch_size, spec.patch_size):
-        return f"patches are {spec.patch_size} pixels, native tiles {tile}"
-    if native.colour == "grey":
-        return "native tiles are grey, patches RGB"
+    choice, tile, side = plan.choice, native.tile, spec.patch_size
     x, y = plan.x_level - native.x_level, plan.y_level - native.y_level
-    if (x % tile.width).any() or (y % tile.height).any():
-        return "patches are not aligned with native tiles"
-    return None
+    obstacles = {
+        f"--codec {spec.codec} re-encodes patches": spec.codec != "auto",
+        f"patches are reduced from {choice.read_size} to {side} pixels": choice.resampling != "none",
+        f"patches are {side} pixels, native tiles {tile}": (tile.width, tile.height) != (side, side),
+        "native tiles are grey, patches RGB": native.colour == "grey",
+        "patches are not aligned with native tiles": (x % tile.width).any() or (y % tile.height).any(),
+    }  # fmt: skip
+    return next((reason for reason, applies in obstacles.items() if applies), None)
 
 
 def _scaling(plan: TilingPlan, spec: TilingSpec, tiles: NativeTiles) -> tuple[int, str]:
@@ -144,9 +150,9 @@ def _scaling(plan: TilingPlan, spec: TilingSpec, tiles: NativeTiles) -> tuple[in
     # An error of 40 dB is small compared with that of JPEG encoding, but PNG is lossless.
     if choice.resampling != "area" or spec.resample == "exact" or spec.codec == "png":
         return 1, ""
-    corners = (plan.x_level - native.x_level, plan.y_level - native.y_level)
     largest = reduction_of(native, choice.read_size // spec.patch_size)
-    reduction = math.gcd(largest, *(int(v) for axis in corners for v in set(axis.tolist())))
+    corners = np.concatenate([plan.x_level - native.x_level, plan.y_level - native.y_level])
+    reduction = math.gcd(largest, *np.unique(corners).tolist())
     if reduction == 1:
         return 1, ""
     psnr = scaled_psnr(tiles, reduction)
@@ -175,25 +181,6 @@ handle with a cache of 32 MB, and 48 MB of decoded tiles."""
 
 
 @dataclass(frozen=True, slots=True)
-class PatchRecipe:
-    """Settings for making the patches of a slide; picklable."""
-
-    path: Path
-    choice: LevelChoice
-    route: RouteChoice
-    spec: TilingSpec
-    reader: str = "auto"
-
-
-@dataclass(frozen=True, slots=True)
-class PatchPlace:
-    """Position of one patch."""
-
-    region: RegionLevel
-    origin: PointL0
-
-
-@dataclass(frozen=True, slots=True)
 class Chunk:
     """Patches of a plan that are made in one task and stored in one transaction, in this order.
 
@@ -202,17 +189,6 @@ class Chunk:
 
     rows: NDArray[np.int64]
     plan: TilingPlan
-
-    def place(self, number: int) -> PatchPlace:
-        """Return the position of a patch, counted within the chunk."""
-        plan, side = self.plan, self.plan.choice.read_size
-        x, y = int(plan.x_level[number]), int(plan.y_level[number])
-        origin = PointL0(int(plan.x_l0[number]), int(plan.y_l0[number]))
-        return PatchPlace(RegionLevel(x, y, Size(side, side)), origin)
-
-    def places(self) -> Iterator[PatchPlace]:
-        """Yield the position of each patch."""
-        return map(self.place, range(len(self.plan)))
 
 
 def chunk_of(plan: TilingPlan, rows: NDArray[np.int64]) -> Chunk:
@@ -233,105 +209,81 @@ def chunks(plan: TilingPlan, route: RouteName, patch_size: int) -> Iterator[Chun
     size = max(1, min(_MOST_PATCHES, _CHUNK_PIXELS // side**2))
     count = -(-len(rows) // size)
     # Equal lengths, and a multiple of 4 chunks, so that two or four workers end at the same time.
-    for part in np.array_split(rows, max(1, count if count == 1 else -(-count // 4) * 4)):
-        if len(part):
-            yield chunk_of(plan, part)
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkResult:
-    """Numbers, lengths in bytes and checksums of the patches of a chunk, (N,) each, and the worker time in seconds.
-
-    The length of an unreadable patch is 0. `problem` is the reason for the first unreadable patch.
-    """
-
-    rows: NDArray[np.int64]
-    length: NDArray[np.uint32]
-    crc: NDArray[np.uint32]
-    problem: str | None
-    seconds: float
+    parts = np.array_split(rows, max(1, count if count == 1 else -(-count // 4) * 4))
+    return (chunk_of(plan, part) for part in parts if len(part))
 
 
 class PatchSource(Closing):
     """Makes a slide's patches, with files and decoders kept open between chunks."""
 
     def __init__(self, recipe: PatchRecipe) -> None:
-        self._recipe, native = recipe, recipe.route.native
-        self._tiles = None if native is None else NativeTiles(native)
+        self._recipe = recipe
+        self._tiles = None if recipe.native is None else NativeTiles(recipe.native)
         self._slide: Slide | None = None
 
     def values(self, chunk: Chunk) -> list[PatchFile]:
         """Return the patches of a chunk, in its order, with an error for each patch that cannot be read."""
         if self._tiles is None:
-            return [value for run in self._runs(chunk) for value in self._read(run)]
-        if self._recipe.route.name != "copy":
-            return [self._decoded(self._tiles, place) for place in chunk.places()]
+            return [value for run in _runs(chunk.plan) for value in self._read(chunk, run)]
+        if self._recipe.route != "copy":
+            return [self._decoded(self._tiles, chunk, i) for i in range(len(chunk.plan))]
         tiles = self._tiles.native.tile_at(chunk.plan.x_level, chunk.plan.y_level)
-        jpegs = enumerate(self._tiles.jpegs(*tiles))
-        return [self._one(chunk.place(i)) if tile is None else tile for i, tile in jpegs]
+        return [
+            self._one(chunk, i) if tile is None else tile
+            for i, tile in enumerate(self._tiles.jpegs(*tiles))
+        ]
 
     def close(self) -> None:
         """Close files and free decoded tiles."""
-        if self._tiles is not None:
-            self._tiles.close()
-        if self._slide is not None:
-            self._slide.close()
+        for opened in filter(None, (self._tiles, self._slide)):
+            opened.close()
 
-    def _decoded(self, tiles: NativeTiles, place: PatchPlace) -> PatchFile:
+    def _decoded(self, tiles: NativeTiles, chunk: Chunk, number: int) -> PatchFile:
+        plan, side = chunk.plan, chunk.plan.choice.read_size
+        x, y = int(plan.x_level[number]), int(plan.y_level[number])
         try:
-            pixels = tiles.pixels(place.region, self._recipe.route.reduction)
+            pixels = tiles.pixels(RegionLevel(x, y, Size(side, side)), self._recipe.reduction)
         except SlideUnreadable as error:
             return error
-        return self._one(place) if pixels is None else self._encoded(pixels)
+        return self._one(chunk, number) if pixels is None else self._encoded(pixels, chunk)
 
-    def _runs(self, chunk: Chunk) -> Iterator[list[PatchPlace]]:
-        """Yield neighbours along a row, which can be read together.
-
-        Patches are joined only if the level's pixels coincide with whole pixels of level 0. Otherwise OpenSlide
-        interpolates from the corner of the region, and a patch's pixels would depend on its neighbours.
-        """
-        run: list[PatchPlace] = []
-        for place in chunk.places():
-            if run and not self._continues(run, place):
-                yield run
-                run = []
-            run.append(place)
-        if run:
-            yield run
-
-    def _continues(self, run: list[PatchPlace], place: PatchPlace) -> bool:
-        first, last, choice = run[0].region, run[-1].region, self._recipe.choice
-        return (
-            choice.level.downsample.is_integer()
-            and place.region.y == last.y
-            and place.region.x == last.x + choice.stride
-            and place.region.x + place.region.size.width - first.x <= _RUN
-        )
-
-    def _read(self, run: list[PatchPlace]) -> Iterator[PatchFile]:
+    def _read(self, chunk: Chunk, run: range) -> Iterator[PatchFile]:
         """Read the patches of a run through OpenSlide. If the run is damaged, read each patch separately."""
-        first, last = run[0].region, run[-1].region
-        side = first.size.height
-        size = Size(last.x + side - first.x, side)
+        plan, choice = chunk.plan, chunk.plan.choice
+        offsets = plan.x_level[run.start : run.stop] - plan.x_level[run.start]
+        size = Size(int(offsets[-1]) + choice.read_size, choice.read_size)
+        origin = PointL0(int(plan.x_l0[run.start]), int(plan.y_l0[run.start]))
         try:
-            self._slide = self._slide or open_slide(
-                self._recipe.path, self._recipe.reader
-            )  # late: copying needs none
-            pixels = self._slide.read_bgrx(run[0].origin, self._recipe.choice.level.number, size)
+            # Opened here, since copying needs no slide.
+            self._slide = self._slide or open_slide(self._recipe.path, self._recipe.reader)
+            pixels = self._slide.read_bgrx(origin, choice.level.number, size)
         except SlideUnreadable as error:
-            yield from (error,) if len(run) == 1 else map(self._one, run)
+            yield from (error,) if len(run) == 1 else (self._one(chunk, number) for number in run)
             return
-        for place in run:
-            left = place.region.x - first.x
-            yield self._encoded(pixels[:, left : left + side])
+        for left in offsets.tolist():
+            yield self._encoded(pixels[:, left : left + choice.read_size], chunk)
 
-    def _one(self, place: PatchPlace) -> PatchFile:
+    def _one(self, chunk: Chunk, number: int) -> PatchFile:
         """Read a patch through OpenSlide, which may use the pixels of a finer level where tiles are missing."""
-        return next(self._read([place]))
+        return next(self._read(chunk, range(number, number + 1)))
 
-    def _encoded(self, pixels: NDArray[np.uint8]) -> bytes:
-        spec, resampling = self._recipe.spec, self._recipe.choice.resampling
-        return encode(reduced(pixels, spec.patch_size, resampling), spec)
+    def _encoded(self, pixels: NDArray[np.uint8], chunk: Chunk) -> bytes:
+        spec = self._recipe.spec
+        return encode(reduced(pixels, spec.patch_size, chunk.plan.choice.resampling), spec)
+
+
+def _runs(plan: TilingPlan) -> Iterator[range]:
+    """Yield the numbers of neighbours along a row, which can be read together.
+
+    Patches are joined only if the level's pixels coincide with whole pixels of level 0. Otherwise OpenSlide
+    interpolates from the corner of the region, and a patch's pixels would depend on its neighbours.
+    """
+    choice, joined = plan.choice, plan.choice.level.downsample.is_integer()
+    most = max(1, (_RUN - choice.read_size) // choice.stride + 1) if joined else 1
+    apart = (np.diff(plan.x_level) != choice.stride) | (np.diff(plan.y_level) != 0)
+    for start, end in pairwise([0, *(np.flatnonzero(apart) + 1).tolist(), len(plan)]):
+        for first in range(start, end, most):
+            yield range(first, min(first + most, end))
 
 
 def reduced(pixels: NDArray[np.uint8], size: int, resampling: Resampling) -> NDArray[np.uint8]:
@@ -341,22 +293,25 @@ def reduced(pixels: NDArray[np.uint8], size: int, resampling: Resampling) -> NDA
         return pixels
     mode = "RGB" if pixels.shape[2] == 3 else "RGBX"  # the order of the channels is kept
     image = Image.frombuffer(mode, (side, side), np.ascontiguousarray(pixels))
-    if resampling == "area":
-        return np.asarray(image.reduce(side // size))
-    return np.asarray(image.resize((size, size), Image.Resampling.LANCZOS))
+    return np.asarray(
+        image.reduce(side // size)
+        if resampling == "area"
+        else image.resize((size, size), Image.Resampling.LANCZOS)
+    )
 
 
 def encode(pixels: NDArray[np.uint8], spec: TilingSpec) -> bytes:
     """Return a patch, (H, W, 3 or 4) uint8 RGB or BGRX, as a plain JPEG or PNG file."""
     if spec.codec == "png":
         return png(pixels if pixels.shape[2] == 3 else np.asarray(rgb_image(pixels)))
-    jpeg = simplejpeg.encode_jpeg(
-        np.ascontiguousarray(pixels),
-        quality=spec.quality,
-        colorspace="RGB" if pixels.shape[2] == 3 else "BGRX",
-        colorsubsampling=spec.subsampling,
+    return bytes(
+        simplejpeg.encode_jpeg(
+            np.ascontiguousarray(pixels),
+            quality=spec.quality,
+            colorspace="RGB" if pixels.shape[2] == 3 else "BGRX",
+            colorsubsampling=spec.subsampling,
+        )
     )
-    return bytes(jpeg)
 
 
 def png(pixels: NDArray[np.uint8] | NDArray[np.bool_]) -> bytes:
@@ -366,37 +321,40 @@ def png(pixels: NDArray[np.uint8] | NDArray[np.bool_]) -> bytes:
     return buffer.getvalue()
 
 
-def store_chunk(store: Path, number: int, recipe: PatchRecipe, chunk: Chunk) -> ChunkResult:
-    """Make and store the readable patches of a chunk; `number` is the number of the slide in the store."""
-    started = time.monotonic()
-    writer = _writer(store, recipe.spec)
+def store_chunk(
+    store: Path, number: int, recipe: PatchRecipe, chunk: Chunk
+) -> tuple[NDArray[np.int64], NDArray[np.uint32], str | None, float]:
+    """Make and store the readable patches of a chunk; `number` is the number of the slide in the store.
+
+    Returns:
+        The (N,) patch numbers, their lengths in bytes and CRCs, (2, N), the reason for the first unreadable patch, and
+        the worker time in seconds. The length of an unreadable patch is 0.
+    """
+    started, writer = time.monotonic(), _writer(store, recipe.spec)
     values = _source(store, number, recipe).values(chunk)
     order = np.argsort(chunk.rows)  # LMDB fills its pages if keys are written in order
     rows, values = chunk.rows[order], [values[position] for position in order.tolist()]
     stored = [value if isinstance(value, bytes) else None for value in values]
     crc = writer.put_patches(number, rows.tolist(), stored)
-    problems = [str(value) for value in values if not isinstance(value, bytes)]
-    return ChunkResult(
-        rows=rows,
-        length=np.array([len(value or b"") for value in stored], np.uint32),
-        crc=crc,
-        problem=problems[0] if problems else None,
-        seconds=time.monotonic() - started,
-    )
+    lengths = np.array([len(value or b"") for value in stored], np.uint32)
+    problem = next((str(value) for value in values if not isinstance(value, bytes)), None)
+    return rows, np.stack([lengths, crc]), problem, time.monotonic() - started
 
 
 def make_patches(number: int, recipe: PatchRecipe, chunk: Chunk) -> list[bytes | str]:
     """Return the image files of a chunk's patches, or the reason if unreadable; `number` is any number of the slide."""
-    values = _source(None, number, recipe).values(chunk)
-    return [value if isinstance(value, bytes) else str(value) for value in values]
+    return [
+        value if isinstance(value, bytes) else str(value)
+        for value in _source(None, number, recipe).values(chunk)
+    ]
 
 
 def close_all() -> None:
     """Close all sources and writers that this process keeps open. Needed if tasks run in the caller's process."""
-    while _sources:
-        _sources.popitem()[1].close()
-    while _writers:
-        _writers.popitem()[1].close()
+    for opened in (*_sources.values(), *_writers.values()):
+        opened.close()
+    _sources.clear()
+    _writers.clear()
 
 
 _sources: dict[tuple[Path | None, int], PatchSource] = {}
@@ -405,7 +363,7 @@ _sources: dict[tuple[Path | None, int], PatchSource] = {}
 def _source(store: Path | None, number: int, recipe: PatchRecipe) -> PatchSource:
     key = store, number
     if key not in _sources:
-        while len(_sources) >= _SOURCES_KEPT:
+        if len(_sources) == _SOURCES_KEPT:
             _sources.pop(next(iter(_sources))).close()
         _sources[key] = PatchSource(recipe)
     return _sources[key]

@@ -16,19 +16,18 @@ from typing import Any
 
 from histopipe.errors import HistopipeError, MachineShort, SlideError
 from histopipe.ingestion.options import IngestOptions
-from histopipe.ingestion.patch_source import Chunk, ChunkResult, chunks, store_chunk
+from histopipe.ingestion.patch_source import Chunk, chunks, store_chunk
 from histopipe.ingestion.planning import plan_slide
 from histopipe.ingestion.report import IngestProgress, SlideOutcome, SlideStatus
-from histopipe.ingestion.slide_job import SlideJob, SlidePlan
+from histopipe.ingestion.slide_job import SlideJob
 from histopipe.slides.staging import StagedSlide, StagingArea
 from histopipe.store.claims import Claims
-from histopipe.store.record import FailureKind, SlideRecord, SlideState
+from histopipe.store.record import FailureKind, SlideState
 from histopipe.store.writer import StoreWriter
 from histopipe.system.files import free_bytes
 from histopipe.system.worker_pool import TookTooLong, WorkerDied
 from histopipe.tiling.spec import TilingSpec
 
-_CLAIM_POLL_SECONDS = 0.5
 _LEAST_COPIED = 4
 """Least number of slides that are claimed and copied in advance; more with many workers."""
 _SPARE_BYTES = 2 << 20
@@ -63,7 +62,13 @@ class Pipeline:
             MachineShort: disk or memory ran out. Complete slides are kept.
         """
         self._waiting.extend(slides)
-        while self._unfinished:
+        while (
+            self._waiting
+            or self._claimed_elsewhere
+            or self._copying
+            or self._copied
+            or self._in_flight
+        ):
             self._copy_ahead()
             self._submit_tasks()
             if self._futures or self._copying:
@@ -71,8 +76,8 @@ class Pipeline:
                 for future in done & self._copying.keys():
                     yield from self._receive_copy(self._copying.pop(future), future)
                 for future in done & self._futures.keys():
-                    job, task = self._futures.pop(future)
-                    self._receive(job, task, future)
+                    job, chunk = self._futures.pop(future)
+                    self._receive(job, chunk, future)
                     if job.ended and job not in self._without_room:
                         yield self._record(job)
             elif self._without_room:
@@ -82,16 +87,6 @@ class Pipeline:
                     yield self._record(job)
             else:
                 yield from self._retry_claims()
-
-    @property
-    def _unfinished(self) -> bool:
-        return bool(
-            self._waiting
-            or self._claimed_elsewhere
-            or self._copying
-            or self._copied
-            or self._in_flight
-        )
 
     def _copy_ahead(self) -> None:
         """Start to copy the next slides, as far as they fit into the staging folder."""
@@ -119,16 +114,14 @@ class Pipeline:
 
     def _submit_tasks(self) -> None:
         """Submit tasks so that no worker is idle."""
-        while len(self._futures) < 2 * self.options.worker_count:
-            job = self._next()
-            if job is None:
-                return
+        while len(self._futures) < 2 * self.options.worker_count and (job := self._next()):
             chunk = job.tasks.popleft()
             job.running += 1
-            if chunk is None or job.plan is None:
-                task: tuple[Any, ...] = plan_slide, job, self.spec, self.options
-            else:
-                task = store_chunk, self.writer.path, job.number, job.plan.recipe, chunk
+            task = (
+                (plan_slide, job, self.spec, self.options)
+                if chunk is None or job.plan is None
+                else (store_chunk, self.writer.path, job.number, job.plan.recipe, chunk)
+            )
             self._futures[self.submit_within(job.seconds_left, *task)] = job, chunk
 
     def _next(self) -> SlideJob | None:
@@ -147,10 +140,8 @@ class Pipeline:
         """Begin the next slide; None if there is none, or the disk of the store has no space."""
         if self._without_room:
             return None
-        if self.stage is None:
-            job = self._claim_next()
-        else:
-            job = self._copied.popleft() if self._copied else None
+        copied = self._copied.popleft() if self._copied else None
+        job = copied if self.stage is not None else self._claim_next()
         if job is None:
             return None
         job.begin(self.options)
@@ -162,24 +153,23 @@ class Pipeline:
         """Claim the next slide that no other run has claimed or completed; None if there is none."""
         while self._waiting:
             job = self._waiting.popleft()
-            claimed = self.claims.take(job.number)
-            complete = claimed and self.writer.record(job.number).state is SlideState.COMPLETE
-            if claimed and (job.again or not complete):
-                return job
-            if claimed:
+            if self.claims.take(job.number):
+                if job.again or self.writer.record(job.number).state is not SlideState.COMPLETE:
+                    return job
                 self.claims.release(job.number)
             self._claimed_elsewhere.append(job)
         return None
 
-    def _receive(self, job: SlideJob, task: Chunk | None, future: Future[Any]) -> None:
+    def _receive(self, job: SlideJob, chunk: Chunk | None, future: Future[Any]) -> None:
+        """Receive the result of a task: the plan of a slide, or a stored chunk."""
         job.running -= 1
         try:
-            result: SlidePlan | SlideRecord | ChunkResult = future.result()
+            result = future.result()
         except TookTooLong:
             job.timed_out()
         except WorkerDied as error:
             self.progress.message(f"worker process for {job.id} died: {error}")
-            job.worker_died(task, error)
+            job.worker_died(chunk, error)
         except SlideError as error:
             job.task_failed(error)
         except HistopipeError:
@@ -188,9 +178,9 @@ class Pipeline:
             self.progress.message("".join(traceback.format_exception(error)))
             job.task_failed(error)
         else:
-            if isinstance(result, ChunkResult):
-                job.chunk_stored(result)
-                self.progress.advanced(job.id, len(result.rows))
+            if chunk is not None:
+                job.chunk_stored(*result)
+                self.progress.advanced(job.id, len(chunk.rows))
                 return
             job.planned(result)
             if job.plan is not None:
@@ -206,12 +196,11 @@ class Pipeline:
         """
         if job.plan is None:
             return
-        with_room = [other for other in self._in_flight.values() if other not in self._without_room]
-        needed = sum(other.bytes_to_come for other in {*with_room, job}) + _SPARE_BYTES
+        with_room = {*self._in_flight.values()} - {*self._without_room} | {job}
+        needed = sum(other.bytes_to_come for other in with_room) + _SPARE_BYTES
         free = free_bytes(self.writer.path) + self.writer.reusable_bytes()
         if needed <= free:
-            route = job.plan.recipe.route.name
-            job.tasks.extend(chunks(job.plan.plan, route, self.spec.patch_size))
+            job.tasks.extend(chunks(job.plan.plan, job.plan.recipe.route, self.spec.patch_size))
         elif not last_chance:
             self._without_room.append(job)
         else:
@@ -230,8 +219,7 @@ class Pipeline:
         if plan is None:
             self.writer.fail(job.number, job.record)
         else:
-            classes = self.writer.class_numbers(list(job.record.patch_labels))
-            columns = job.columns(plan, classes)
+            columns = job.columns(plan, self.writer.class_numbers(list(job.record.patch_labels)))
             self.writer.complete(job.number, job.record, columns, plan.thumbnails)
         outcome = SlideOutcome.of(job.record, seconds=job.seconds)
         job.release()
@@ -241,13 +229,12 @@ class Pipeline:
 
     def _retry_claims(self) -> Iterator[SlideOutcome]:
         """Check the slides that another run claimed: skip complete ones, take over those that are free again."""
-        time.sleep(_CLAIM_POLL_SECONDS)
+        time.sleep(0.5)
         records = self.writer.records()
         for _ in range(len(self._claimed_elsewhere)):
             job = self._claimed_elsewhere.popleft()
-            record = records[job.number]
-            if record.state is SlideState.COMPLETE:
-                outcome = SlideOutcome.of(record, SlideStatus.SKIPPED)
+            if records[job.number].state is SlideState.COMPLETE:
+                outcome = SlideOutcome.of(records[job.number], SlideStatus.SKIPPED)
                 self.progress.finished(outcome)
                 yield outcome
             elif self.claims.take(job.number):

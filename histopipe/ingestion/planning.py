@@ -18,7 +18,6 @@ from histopipe.annotations.patch_labels import (
 from histopipe.annotations.regions import Regions, read_regions, source_text
 from histopipe.errors import (
     OptionUnfit,
-    ScaleError,
     SlideError,
     SlideUnreadable,
     UsageError,
@@ -28,15 +27,14 @@ from histopipe.ingestion.options import IngestOptions
 from histopipe.ingestion.patch_source import (
     PatchRecipe,
     PatchSource,
-    RouteChoice,
     choose_route,
     chunk_of,
     pixel_notes,
 )
-from histopipe.ingestion.slide_job import Estimate, SlideJob, SlidePlan
+from histopipe.ingestion.slide_job import SlideJob, SlidePlan
 from histopipe.measure.quality import pen_mask
 from histopipe.slides.readers import open_slide
-from histopipe.slides.scale import ResolvedMpp, resolve_mpp
+from histopipe.slides.scale import ResolvedMpp
 from histopipe.slides.slide import SlideInfo
 from histopipe.slides.slide_files import SlideFile, fingerprint, pixel_hash, tile_hash
 from histopipe.slides.thumbnail import encode_thumbnail
@@ -46,11 +44,14 @@ from histopipe.store.record import FailureKind, SlideRecord
 from histopipe.system.output import counted
 from histopipe.tiling.plan import TilingPlan, cell_shares, choose_level, plan_tiles
 from histopipe.tiling.spec import TilingSpec
-from histopipe.tissue_masks.finding import TissueSource, find_tissue, read_tissue_thumbnail
+from histopipe.tissue_masks.finding import (
+    TissueSource,
+    find_tissue,
+    read_tissue_thumbnail,
+    resolve_scale,
+)
 from histopipe.tissue_masks.mask import Grid
 from histopipe.tissue_masks.mask_files import encode_png
-
-_SAMPLED_PATCHES = 8
 
 
 def prepare() -> None:
@@ -67,8 +68,8 @@ def plan_slide(
     Returns:
         The plan, or the record of the slide with its failure.
     """
-    started, file, record = time.monotonic(), slide.readable, slide.record
-    notes: list[str] = []
+    started, record, notes = time.monotonic(), slide.record, list[str]()
+    file = slide.staged.file if slide.staged else slide.file
     try:
         if file.problem is not None:
             raise SlideUnreadable(f"{slide.id}: {file.problem}")
@@ -77,7 +78,9 @@ def plan_slide(
         with open_slide(file.path, options.reader) as opened:
             info = opened.info
             record = _described(record, info, file)
-            scale, notes = _scale(slide, spec, options, info)
+            scale, notes = resolve_scale(
+                slide.id, info, slide.mpp, options.default_mpp, required=spec.level is None
+            )
             mpp = scale.mpp if scale else None
             regions = _regions(slide, spec, options, info)
             with NativeLevels(opened, file.files) as levels:
@@ -100,30 +103,37 @@ def plan_slide(
                 plan = _within(plan, regions, spec)
                 may_extend = slide.coords is not None or spec.edge == "pad"
                 outside = count_outside(plan, info) if may_extend else 0
-                route = choose_route(
-                    slide.id, plan, spec, "openslide" if outside else options.route, levels
-                )
+                recipe = choose_route(
+                    PatchRecipe(file.path, info.reader, spec), slide.id, plan,
+                    "openslide" if outside else options.route, levels,
+                )  # fmt: skip
                 tissue = np.ones(thumbnail.pixels.shape[:2], bool) if mask is None else mask.pixels
                 notes += [*info.notes, *pixel_notes(levels, plan, thumbnail, tissue)]
                 if outside and spec.edge == "pad":
                     notes.append(f"{counted(outside, 'patch')} partly beyond the edge: blank there")
-        recipe = PatchRecipe(file.path, plan.choice, route, spec, info.reader)
-        estimate = _estimate(recipe, plan)
-        corners, threshold = (
-            (plan.x_l0, plan.y_l0, plan.side_l0),
-            options.rules.annotation_threshold,
+        stored_bytes, storing_seconds = _estimate(recipe, plan)
+        labels = (
+            None
+            if regions is None
+            else label_patches(
+                regions,
+                plan.x_l0,
+                plan.y_l0,
+                plan.side_l0,
+                threshold=options.rules.annotation_threshold,
+            )
         )
-        labels = label_patches(regions, *corners, threshold=threshold) if regions else None
         columns = {"pen": cell_shares(plan, thumbnail, pen_mask(thumbnail.pixels))}
     except OptionUnfit as error:
         # The notes name the scale that was not used, for example.
         return record.with_failure("; ".join([str(error), *notes]), FailureKind.OPTION)
     except SlideError as error:
         return record.with_failure(str(error))
-    record = _with_plan(record, scale, plan, route, [*notes, *plan.notes])
+    record = _with_plan(record, scale, plan, recipe, [*notes, *plan.notes])
     record = _with_labels(record, slide, options, regions, labels)
     return SlidePlan(
-        record, plan, recipe, pictures, before, estimate, time.monotonic() - started, labels, columns
+        record, plan, recipe, pictures, before, stored_bytes, storing_seconds,
+        time.monotonic() - started, labels, columns,
     )  # fmt: skip
 
 
@@ -149,7 +159,7 @@ def _regions(
         raise OptionUnfit(
             error.what, found=error.found, expected=error.expected, todo=error.todo
         ) from error
-    if roi is not None and not regions.draws(roi):
+    if roi is not None and all(outline.name != roi for outline in regions.roi or ()):
         raise OptionUnfit(
             f"{slide.annotations} has no region {roi!r}", found=", ".join(regions.classes) or "no class",
             todo="correct --roi or the file",
@@ -157,42 +167,29 @@ def _regions(
     return regions
 
 
-def _scale(
-    slide: SlideJob, spec: TilingSpec, options: IngestOptions, info: SlideInfo
-) -> tuple[ResolvedMpp | None, list[str]]:
-    """Return the slide's scale and notes. With `--level`, an unknown scale is only a note."""
-    try:
-        scale = resolve_mpp(slide.id, info, from_csv=slide.mpp, default=options.default_mpp)
-    except ScaleError as error:
-        if spec.level is None:
-            raise
-        return None, [f"scale unknown: {error.what}"]
-    return scale, [scale.note] if scale.note else []
-
-
 def _within(plan: TilingPlan, regions: Regions | None, spec: TilingSpec) -> TilingPlan:
     """Return the plan with only the cells in the region of interest, if there is one."""
     if regions is None or spec.roi is None:
         return plan
     shares = roi_shares(regions, plan.x_l0, plan.y_l0, plan.side_l0)
-    none = f"no patch has {spec.roi_threshold:.0%} of its area in {spec.roi!r}"
-    return plan.only(shares >= spec.roi_threshold, none)
+    note = f"no patch has {spec.roi_threshold:.0%} of its area in {spec.roi!r}"
+    return plan.only(shares >= spec.roi_threshold, note)
 
 
-def _estimate(recipe: PatchRecipe, plan: TilingPlan) -> Estimate:
+def _estimate(recipe: PatchRecipe, plan: TilingPlan) -> tuple[int, float]:
+    """Estimate from eight patches their bytes in the store, and the seconds of one worker to store them."""
     if not len(plan):
-        return Estimate()
-    rows = np.array(sorted({*np.linspace(0, len(plan) - 1, _SAMPLED_PATCHES).astype(int).tolist()}))
+        return 0, 0.0
+    rows = np.unique(np.linspace(0, len(plan) - 1, 8).astype(int))
     started = time.monotonic()
     with PatchSource(recipe) as source:
         values = source.values(chunk_of(plan, rows))
     seconds = (time.monotonic() - started) / len(rows) * len(plan)
     lengths = np.array([len(value) for value in values if isinstance(value, bytes)] or [0])
-    native = recipe.route.native
-    if native is not None and recipe.route.name == "copy":
-        tiles = native.lengths[native.tile_at(plan.x_level, plan.y_level)]
+    if recipe.native is not None and recipe.route == "copy":
+        tiles = recipe.native.lengths[recipe.native.tile_at(plan.x_level, plan.y_level)]
         lengths = tiles + max(0, int(lengths.max() - tiles.max()))
-    return Estimate(int(stored_size(lengths).mean() * len(plan)), seconds)
+    return int(stored_size(lengths).mean() * len(plan)), seconds
 
 
 def _described(record: SlideRecord, info: SlideInfo, file: SlideFile) -> SlideRecord:
@@ -237,7 +234,7 @@ def _with_plan(
     record: SlideRecord,
     scale: ResolvedMpp | None,
     plan: TilingPlan,
-    route: RouteChoice,
+    recipe: PatchRecipe,
     notes: list[str],
 ) -> SlideRecord:
     choice = plan.choice
@@ -250,9 +247,9 @@ def _with_plan(
         downsample=choice.level.downsample,
         read_size=choice.read_size,
         stride=choice.stride,
-        resampling=choice.resampling if route.reduction == 1 else "dct",
-        route=route.name,
-        route_reason=route.reason,
+        resampling=choice.resampling if recipe.reduction == 1 else "dct",
+        route=recipe.route,
+        route_reason=recipe.reason,
         planned=len(plan),
         notes=notes,
     )

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from histopipe.errors import ExitCode, NothingToDo, SlideError
-from histopipe.ingestion.ingest_slides import check_ingest, sort_slides
+from histopipe.ingestion.ingest_slides import check_ingest, open_stage, sort_slides
 from histopipe.ingestion.options import IngestOptions
 from histopipe.ingestion.planning import plan_slide, prepare
 from histopipe.ingestion.report import (
@@ -21,8 +22,8 @@ from histopipe.ingestion.report import (
     reason_without_patches,
 )
 from histopipe.ingestion.request import read_request
-from histopipe.ingestion.slide_job import Estimate, SlideJob, SlidePlan
-from histopipe.slides.staging import SourceSpeed, StagedSlide, StagingArea, measure_source, staged
+from histopipe.ingestion.slide_job import SlideJob, SlidePlan
+from histopipe.slides.staging import SourceSpeed, StagedSlide, measure_source, staged
 from histopipe.store.record import SlideRecord, describe_copies
 from histopipe.store.store import Store
 from histopipe.store.writer import check_spec
@@ -39,54 +40,6 @@ from histopipe.system.worker_pool import WorkerPool, run_tasks
 from histopipe.tiling.spec import TilingSpec
 
 
-@dataclass(frozen=True, slots=True)
-class SlidePreview:
-    """Preview of one slide.
-
-    Attributes:
-        status, reason: as in `SlideOutcome`; `planned` for a slide that would be ingested.
-        record: the record that it would get; None if it would not be ingested.
-        estimate: estimated bytes and time to store it.
-    """
-
-    id: str
-    status: str
-    reason: str
-    record: SlideRecord | None = None
-    estimate: Estimate = field(default_factory=Estimate)
-
-    @property
-    def reason_without_patches(self) -> str:
-        """Why no patches would be stored; empty if there would be patches, or there are."""
-        if self.record is None or self.record.planned:
-            return self.reason
-        return reason_without_patches(self.record.notes)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the preview as a JSON-ready dict."""
-        names = ("level", "downsample", "mpp", "patch_mpp", "read_size", "resampling", "route", "route_reason",
-                 "planned", "notes")  # fmt: skip
-        return {
-            "id": self.id,
-            "status": self.status,
-            "reason": self.reason,
-            **{name: getattr(self.record, name) if self.record else None for name in names},
-            **asdict(self.estimate),
-        }
-
-    def __str__(self) -> str:
-        """Return the preview as a row of a table."""
-        record = self.record
-        if record is None:
-            return f"{self.id:<40} {self.status}{': ' * bool(self.reason)}{self.reason}"
-        why = "; ".join(filter(None, [record.route_reason, *record.notes]))
-        return (
-            f"{self.id:<40} {record.level!s:>5} {record.read_size!s:>5} {record.resampling!s:<10} "
-            f"{record.route!s:<9} {record.planned:>9,} {self.estimate.stored_bytes / 1e6:>9,.1f} "
-            f"{self.estimate.seconds:>8,.1f}  {why}"
-        )
-
-
 @dataclass(frozen=True, slots=True, repr=False)
 class IngestPreview(Result):
     """Preview of an ingest.
@@ -94,7 +47,8 @@ class IngestPreview(Result):
     Attributes:
         store: path of the store.
         workers: number of processes assumed in the estimated time.
-        slides: the preview of each slide, sorted by id.
+        slides: the expected outcome of each slide, sorted by id, with estimated bytes and worker time of planned slides.
+        records: the records that the planned slides would get, by slide id.
         warnings: warnings about several slides, such as copies.
         stored_bytes, seconds: estimates for all slides together.
         free_bytes: free space on the disk of the store.
@@ -103,7 +57,8 @@ class IngestPreview(Result):
 
     store: str
     workers: int
-    slides: list[SlidePreview]
+    slides: list[SlideOutcome]
+    records: dict[str, SlideRecord]
     warnings: list[str]
     stored_bytes: int
     seconds: float
@@ -118,7 +73,22 @@ class IngestPreview(Result):
 
     def to_json(self) -> dict[str, Any]:
         """Return the preview as a JSON-ready dict."""
-        return Result.to_json(self) | {"slides": [slide.to_json() for slide in self.slides]}
+        names = ("level", "downsample", "mpp", "patch_mpp", "read_size", "resampling", "route", "route_reason",
+                 "planned", "notes")  # fmt: skip
+        slides = [
+            {
+                "id": slide.id,
+                "status": str(slide.status),
+                "reason": slide.reason,
+                **{name: getattr(self.records.get(slide.id), name, None) for name in names},
+                "stored_bytes": slide.stored_bytes if slide.id in self.records else 0,
+                "seconds": slide.seconds if slide.id in self.records else 0.0,
+            }
+            for slide in self.slides
+        ]
+        values = Result.to_json(self) | {"slides": slides}
+        del values["records"]
+        return values
 
     def __str__(self) -> str:
         """Return a table with a row for each slide, then totals."""
@@ -126,13 +96,15 @@ class IngestPreview(Result):
             f"{'slide':<40} {'level':>5} {'read':>5} {'resampling':<10} {'route':<9} {'patches':>9} "
             f"{'MB':>9} {'worker s':>8}  why"
         ]
-        rows = {slide.id: slide for slide in self.slides}
-        lines += lines_of_slides(
-            {name: slide.reason_without_patches for name, slide in rows.items()},
-            lambda name: str(rows[name]),
-        )
+        slides = {slide.id: slide for slide in self.slides}
+        reasons = {slide.id: slide.reason for slide in self.slides} | {
+            name: reason_without_patches(record.notes)
+            for name, record in self.records.items()
+            if not record.planned
+        }
+        lines += lines_of_slides(reasons, lambda name: self._row(slides[name]))
         lines += [f"warning: {text}" for text in self.warnings]
-        patches = sum(slide.record.planned for slide in self.slides if slide.record)
+        patches = sum(record.planned for record in self.records.values())
         lines.append(
             f"{self.store}: {counted(patches, 'patch')}, about {self.stored_bytes / 1e6:,.1f} MB and "
             f"{self.seconds:,.1f} s with {counted(self.workers, 'worker')}; {self.free_bytes / 1e6:,.0f} MB free"
@@ -142,6 +114,17 @@ class IngestPreview(Result):
         if self.stored_bytes > self.free_bytes:
             lines.append("not enough disk space: free some, or choose another --out")
         return "\n".join(lines)
+
+    def _row(self, slide: SlideOutcome) -> str:
+        record = self.records.get(slide.id)
+        if record is None:
+            return f"{slide.id:<40} {slide.status}{': ' * bool(slide.reason)}{slide.reason}"
+        why = "; ".join(filter(None, [record.route_reason, *record.notes]))
+        return (
+            f"{slide.id:<40} {record.level!s:>5} {record.read_size!s:>5} {record.resampling!s:<10} "
+            f"{record.route!s:<9} {record.planned:>9,} {slide.stored_bytes / 1e6:>9,.1f} "
+            f"{slide.seconds:>8,.1f}  {why}"
+        )
 
 
 def plan(
@@ -171,24 +154,23 @@ def plan(
     check_ingest(jobs, store, spec, options)
     source = measure_source([job.file for job in jobs], options.worker_count)
     store_records = _known(store, spec)
-    sorted_slides = sort_slides(jobs, store_records, options)
-    previews = [SlidePreview(o.id, str(o.status), o.reason) for o in sorted_slides.outcomes]
+    pending, outcomes, _ = sort_slides(jobs, store_records, options)
     with IngestProgress(len(jobs), progress) as events:
-        for outcome in sorted_slides.outcomes:
+        for outcome in outcomes:
             events.finished(outcome)
-        previews += _plan_all(sorted_slides.pending, spec, options, events)
-    previews.sort(key=lambda preview: preview.id)
-    records = [preview.record for preview in previews if preview.record is not None]
-    unplanned = [r for r in store_records.values() if r.id not in {record.id for record in records}]
-    existing = next(p for p in (store, *store.absolute().parents) if p.exists())
+        outcomes += _plan_all(pending, spec, options, events)
+    planned = {outcome.id: outcome for outcome in outcomes if outcome.status is SlideStatus.PLANNED}
+    records = {job.id: job.record for job in pending if job.id in planned}
+    unplanned = (record for record in store_records.values() if record.id not in records)
     return IngestPreview(
         store=str(store),
         workers=options.worker_count,
-        slides=previews,
-        warnings=describe_copies([*unplanned, *records]),
-        stored_bytes=sum(preview.estimate.stored_bytes for preview in previews),
-        seconds=sum(preview.estimate.seconds for preview in previews) / options.worker_count,
-        free_bytes=free_bytes(existing),
+        slides=sorted(outcomes, key=attrgetter("id")),
+        records=records,
+        warnings=describe_copies([*unplanned, *records.values()]),
+        stored_bytes=sum(outcome.stored_bytes for outcome in planned.values()),
+        seconds=sum(outcome.seconds for outcome in planned.values()) / options.worker_count,
+        free_bytes=free_bytes(next(p for p in (store, *store.absolute().parents) if p.exists())),
         source=source,
     )
 
@@ -204,22 +186,16 @@ def _known(store: Path, spec: TilingSpec) -> dict[int, SlideRecord]:
 
 
 def _plan_all(
-    jobs: Sequence[SlideJob],
-    spec: TilingSpec,
-    options: IngestOptions,
-    events: IngestProgress,
-) -> Iterator[SlidePreview]:
+    jobs: Sequence[SlideJob], spec: TilingSpec, options: IngestOptions, events: IngestProgress
+) -> Iterator[SlideOutcome]:
+    """Plan slides in worker processes; show and yield the outcome of each."""
     if not jobs:
         return
     with ExitStack() as stack:
-        stage = None
-        if options.stage is not None:
-            stage = stack.enter_context(
-                StagingArea(Path(options.stage), options.stage_bytes, events.copied)
-            )
+        stage = open_stage(options, events, stack)
         pool = stack.enter_context(WorkerPool(options.worker_count, prepare))
 
-        def plan(
+        def start(
             item: tuple[SlideJob, StagedSlide | SlideError | None],
         ) -> Future[SlidePlan | SlideRecord]:
             job, copy = item
@@ -232,7 +208,7 @@ def _plan_all(
             return pool.submit_within(job.seconds_left, plan_slide, job, spec, options)
 
         copies = staged(stage, jobs, lambda job: job.file)
-        tasks = run_tasks(plan, copies, limit=options.worker_count + 1, in_order=False)
+        tasks = run_tasks(start, copies, limit=options.worker_count + 1, in_order=False)
         for (job, _), future in filter(None, tasks):
             try:
                 job.planned(future.result())
@@ -240,17 +216,12 @@ def _plan_all(
                 job.fail(slide_failure(error))
             if stage is not None and job.staged is not None:
                 stage.release(job.staged.folder)
-            yield _preview(job, events)
-
-
-def _preview(job: SlideJob, events: IngestProgress) -> SlidePreview:
-    """Show the result of a slide, and return its preview."""
-    record, plan = job.record, job.plan
-    job.release()
-    if plan is None or job.failed:
-        outcome = SlideOutcome.of(record)
-        events.finished(outcome)
-        return SlidePreview(record.id, str(outcome.status), outcome.reason)
-    patches, route = len(plan.plan), record.route
-    events.finished(SlideOutcome(record.id, record.path, SlideStatus.PLANNED, patches, route=route))
-    return SlidePreview(record.id, str(SlideStatus.PLANNED), "", record, plan.estimate)
+            outcome, planned = SlideOutcome.of(job.record), job.plan
+            if planned is not None and not job.failed:
+                outcome = replace(
+                    outcome, status=SlideStatus.PLANNED, patches=job.patches, notes=(),
+                    stored_bytes=planned.stored_bytes, seconds=planned.storing_seconds,
+                )  # fmt: skip
+            job.release()
+            events.finished(outcome)
+            yield outcome

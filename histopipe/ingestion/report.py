@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
+import socket
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 from histopipe.errors import ExitCode
 from histopipe.store.record import SlideRecord, SlideState
@@ -26,7 +27,6 @@ from histopipe.system.output import (
 
 LOG, SUMMARY = "ingest.log", "ingest.csv"
 """Files that an ingest writes into the store's folder; LMDB ignores them."""
-_REASONS = 10
 _NAMES = 3
 _REMEDIES = {
     "no tissue found": "check it with `histopipe tissue`, or use --tissue none to take all patches",
@@ -82,8 +82,10 @@ class SlideOutcome:
     ) -> SlideOutcome:
         """Return the outcome of a slide with a complete or failed record; `status` is that of a complete one."""
         if record.state is SlideState.FAILED:
-            reason = record.error or "unknown reason"
-            return cls(record.id, record.path, SlideStatus.FAILED, seconds=seconds, reason=reason)
+            return cls(
+                record.id, record.path, SlideStatus.FAILED, seconds=seconds,
+                reason=record.error or "unknown reason",
+            )  # fmt: skip
         return cls(
             id=record.id, path=record.path, status=status, patches=record.stored,
             unreadable=record.unreadable, stored_bytes=record.stored_bytes, route=record.route,
@@ -110,9 +112,9 @@ def lines_of_slides(reasons: Mapping[str, str], line: Callable[[str], str]) -> l
 
     `reasons` has the reasons why slides have no patches, by id; an empty text for slides with patches.
     """
-    groups: dict[str, list[str]] = {}
+    groups = defaultdict(list)
     for name, reason in reasons.items():
-        groups.setdefault(_cause(name, reason) if reason else name, []).append(name)
+        groups[_cause(name, reason) if reason else name].append(name)
     return [
         text
         for names in groups.values()
@@ -169,30 +171,30 @@ class IngestReport(Result):
         The speed of a route is its number of patches divided by the wall time of the whole run.
         """
         done = self.of(SlideStatus.COMPLETE)
-        routes = sorted({slide.route or "none" for slide in done})
-        rows = [("ingested", done)]
-        rows += [
-            (f"  {route}", [s for s in done if (s.route or "none") == route]) for route in routes
+        by_route = defaultdict(list)
+        for slide in done:
+            by_route[f"  {slide.route or 'none'}"].append(slide)
+        rows = [
+            ("ingested", done),
+            *sorted(by_route.items()),
+            *((str(s), self.of(s)) for s in (SlideStatus.SKIPPED, SlideStatus.FAILED)),
         ]
-        rows += [
-            (str(status), self.of(status)) for status in (SlideStatus.SKIPPED, SlideStatus.FAILED)
+        lines = [
+            f"{'':<12}{'slides':>8}{'patches':>13}{'unreadable':>12}{'MB':>11}{'patches/s':>11}",
+            *(_row(name, slides, self.seconds) for name, slides in rows),
         ]
-        header = (
-            f"{'':<12}{'slides':>8}{'patches':>13}{'unreadable':>12}{'MB':>11}{'patches/s':>11}"
-        )
-        lines = [header, *(_row(name, slides, self.seconds) for name, slides in rows)]
         # The user may want to change an option that slows down many slides.
         reasons = Counter(f"{s.route}: {s.route_reason}" for s in done if s.route != "copy")
-        lines += [f"{count} × {reason}" for reason, count in reasons.most_common(_REASONS)]
+        lines += [f"{count} × {reason}" for reason, count in reasons.most_common(10)]
         return [*lines, self._numbers_of_slides()]
 
     def _numbers_of_slides(self) -> str:
         """Return how many slides have patches, and why others have none."""
-        empty: dict[str, list[str]] = {}
+        empty = defaultdict(list)
         for slide in self.slides:
             if not slide.patches and slide.status is not SlideStatus.FAILED:
                 reason = re.split("[:;]", reason_without_patches(slide.notes))[0]
-                empty.setdefault(reason, []).append(slide.id)
+                empty[reason].append(slide.id)
         without, failed = sum(map(len, empty.values())), len(self.failed)
         reasons = "; ".join(f"{reason}: {some(names, _NAMES)}" for reason, names in empty.items())
         return (
@@ -211,19 +213,19 @@ class IngestReport(Result):
 
         A failure is only shown, since the slides are stored.
         """
-        columns = [field.name for field in dataclasses.fields(SlideOutcome)]
         try:
-            rows = [
-                dataclasses.asdict(slide) | {"notes": "; ".join(slide.notes)}
-                for slide in self.slides
-            ]
-            write_table(path, columns, [[row[name] for name in columns] for row in rows])
+            rows = (asdict(slide) | {"notes": "; ".join(slide.notes)} for slide in self.slides)
+            write_table(
+                path,
+                [column.name for column in fields(SlideOutcome)],
+                [list(row.values()) for row in rows],
+            )
         except OSError as error:
             progress.message(f"{path} cannot be written: {error.strerror}")
 
     def __str__(self) -> str:
         """Return the store, the summary and the failed slides as text."""
-        failed = (f"failed {line}" for line in self.failed_lines())
+        failed = [f"failed {line}" for line in self.failed_lines()]
         return "\n".join([self.store, *self.summary_lines(), *failed])
 
 
@@ -238,16 +240,30 @@ def _row(name: str, slides: Sequence[SlideOutcome], seconds: float) -> str:
     return sums if name == SlideStatus.SKIPPED else f"{sums}{patches / seconds:>11,.0f}"
 
 
-class IngestProgress(Closing):
-    """Shows a bar for the run, a bar for each slide in flight and a line for each finished slide; logs every event."""
+SendEvent = Callable[[tuple[Any, ...]], object]
+"""Function that sends the name of a method of `IngestProgress` and its arguments to the process that submitted a slide."""
 
-    def __init__(self, slides: int, progress: Progress, log: Progress | None = None) -> None:
+
+class IngestProgress(Closing):
+    """Shows a bar for the run, a bar for each slide in flight and a line for each finished slide; logs every event.
+
+    `send` is called with the events of planned slides, stored patches and messages.
+    """
+
+    def __init__(
+        self,
+        slides: int,
+        progress: Progress,
+        log: Progress | None = None,
+        send: SendEvent = lambda _: None,
+    ) -> None:
         self._count, self._shown, self._log = slides, progress, log or Progress()
+        self._send = send
         self._slides: dict[str, tuple[Bar, int, int]] = {}
         self._causes: dict[str, str] = {}
         self._ended = self._planned = self._stored = 0
         self._log.message(f"start: {counted(slides, 'slide')}")
-        self._run = progress.bar(self._title(), unit="patches", total=0)
+        self._run = progress.bar(f"slides 0/{slides}", unit="patches", total=0)
         self._copy: Bar | None = None
         self._copy_lock = threading.Lock()
 
@@ -259,6 +275,7 @@ class IngestProgress(Closing):
         if patches:
             bar = self._shown.bar(slide, unit="patches", total=patches, detail=True)
             self._slides[slide] = bar, patches, 0
+            self._send(("planned", slide, patches))
         self._update(planned=patches)
 
     def advanced(self, slide: str, patches: int) -> None:
@@ -267,6 +284,7 @@ class IngestProgress(Closing):
             bar, planned, stored = self._slides[slide]
             patches = min(patches, planned - stored)
             bar.advance(patches)
+            self._send(("advanced", slide, patches))
             self._slides[slide] = bar, planned, stored + patches
             self._update(stored=patches)
 
@@ -277,7 +295,7 @@ class IngestProgress(Closing):
             bar.close()
             self._update(planned=stored - planned)  # negative if the slide failed before its end
         self._ended += 1
-        self._run.retitle(self._title())
+        self._run.retitle(f"slides {self._ended}/{self._count}")
         text, failed = str(outcome), outcome.status is SlideStatus.FAILED
         self._log.message(text)
         first = self._causes.setdefault(_cause(outcome.id, outcome.reason), outcome.id)
@@ -296,19 +314,15 @@ class IngestProgress(Closing):
         """Show a line, and write it to the log."""
         self._log.message(text)
         self._shown.message(text)
+        self._send(("message", f"{socket.gethostname()}: {text}"))
 
     def close(self) -> None:
         """Remove all bars."""
-        for bar, _, _ in self._slides.values():
+        slides = (bar for bar, _, _ in self._slides.values())
+        for bar in filter(None, (*slides, self._copy, self._run)):
             bar.close()
-        if self._copy is not None:
-            self._copy.close()
-        self._run.close()
 
     def _update(self, *, planned: int = 0, stored: int = 0) -> None:
         self._planned += planned
         self._stored += stored
         self._run.update(self._stored, self._planned)
-
-    def _title(self) -> str:
-        return f"slides {self._ended}/{self._count}"

@@ -156,12 +156,9 @@ def _prepare() -> None:
     importlib.import_module("histopipe.ingestion.planning").prepare()
 
 
-_DEFAULT_MAGNIFICATION = 20.0
 _MOST_SIDE = 256
 _SMALLER = 20
 """At most one of so many images may be smaller than a patch: a few small ones must not make all patches small."""
-_SLIDES_PER_CLASS = 2
-"""Least number of slides in each sub-folder, if the names of the sub-folders are labels."""
 
 
 def read_request(
@@ -185,16 +182,14 @@ def read_request(
     slide_list = None if options.slide_list is None else Path(options.slide_list)
     paths, urls = _sources(slides, slide_list)
     records = recorded(store).values()
-    slide_files = discover([*paths, *urls], images=options.images)
-    slide_files = with_recorded_ids(slide_files, {r.resolved_path: r.id for r in records})
+    slide_files = with_recorded_ids(
+        discover([*paths, *urls], images=options.images), {r.resolved_path: r.id for r in records}
+    )
     show_links(slide_files, progress)
     names = SlideNames([slide.id for slide in slide_files], [r.id for r in records])
     extra = options.allow_extra_rows
     chosen = select_listed(slide_files, slide_list, names, allow_extra=extra)
     chosen_names = names.restrict(slide.id for slide in chosen)
-    files: dict[str, CoordsFile] = {}
-    masks: dict[str, Path] = {}
-    network: Path | None = None
     mpps = (
         {}
         if options.mpp_csv is None
@@ -204,8 +199,10 @@ def read_request(
         settings = _with_image_defaults(settings, chosen, _recorded_spec(store), mpps, progress)
         tissue, masks, network = read_tissue(settings, store, chosen_names, progress)
         spec = _spec(settings, tissue)
+        files: dict[str, CoordsFile] = {}
     else:
-        files = _coords_files(coords, chosen_names, progress, allow_extra=extra)
+        masks, network = {}, None
+        files = find_coords(coords, chosen_names, progress, allow_extra=extra)
         chosen = [slide for slide in chosen if slide.id in files]
         spec = spec_of(files.values(), **select_settings(settings, TilingSpec))
     rules = AnnotationRules(**select_settings(settings, AnnotationRules), roi=settings.get("roi"))
@@ -234,8 +231,7 @@ def _sources(
     arguments = [slides] if isinstance(slides, str | Path) else slides
     urls = [argument for argument in arguments if isinstance(argument, str) and is_url(argument)]
     paths = [Path(argument) for argument in arguments if argument not in urls]
-    if slide_list is not None:
-        urls += urls_in_list(slide_list)
+    urls += [] if slide_list is None else urls_in_list(slide_list)
     if not paths and not urls:
         raise UsageError(
             "no slides", expected="files, folders or URLs, or a --slide-list with URLs"
@@ -259,22 +255,18 @@ def _with_image_defaults(
     # Both stop at the first file that decides: opening TIFF files takes time.
     if any(is_image(slide) is False for slide in slides) or not any(map(is_image, slides)):
         return settings
-    scale: dict[str, Any] = {"level": 0}
-    defaults: dict[str, Any] = {"tissue": "none", "edge": "shift"}
+    defaults: dict[str, Any] = {"tissue": "none", "edge": "shift", "level": 0}
     if recorded is not None:
-        scale = {
-            name: recorded[name] for name in ("mpp", "level") if recorded.get(name) is not None
-        }
-        tissue = "none" if recorded_tissue(recorded) == "none" else "otsu"
         defaults = {
             "edge": recorded.get("edge", "drop"),
-            "tissue": tissue,
+            "tissue": "none" if recorded_tissue(recorded) == "none" else "otsu",
             "patch_size": recorded["patch_size"],
+            **{name: recorded[name] for name in ("mpp", "level") if recorded.get(name) is not None},
         }
     elif "patch_size" not in settings:
         defaults["patch_size"] = _usual_side(slides, settings, mpps)
-    if not {"mpp", "mag", "level"} & settings.keys():
-        defaults |= scale
+    if {"mpp", "mag", "level"} & settings.keys():
+        defaults = {k: v for k, v in defaults.items() if k not in ("mpp", "level")}
     unnamed = [name for name in defaults if name not in settings]
     if recorded is None and unnamed:
         flags = " ".join(f"--{name.replace('_', '-')} {defaults[name]}" for name in sorted(unnamed))
@@ -315,23 +307,23 @@ def read_tissue(
     store_spec = None if store is None else _recorded_spec(store)
     fields: dict[str, Any] = {"exclude": exclude}
     masks: dict[str, Path] = {}
-    network = None
-    path = Path(asked)
+    path, network = Path(asked), None
     if asked in ("otsu", "none", *FINDER_NAMES):
         fields["tissue"] = resolved_tissue(str(asked), store_spec)
     elif path.is_dir():
         masks, fields["tissue"] = find_masks(path, names), "masks"
     elif path.suffix.lower() in SUFFIXES:
-        network, fields["tissue"] = path, "model"
-        fields["tissue_model"] = identify_network(path)
+        network = path
+        fields |= {"tissue": "model", "tissue_model": identify_network(path)}
         with WorkerPool(1) as pool:  # a separate process: it may load TensorFlow, or crash
             try:
                 result_of(pool.submit(check_network, path))
             except HistopipeError:
                 raise
             except Exception as error:  # Keras raises errors of many classes
-                reason = str(error).split("\n")[0][:200]
-                raise UsageError(f"{path} cannot be run", found=reason) from error
+                raise UsageError(
+                    f"{path} cannot be run", found=str(error).split("\n")[0][:200]
+                ) from error
     else:
         raise UsageError(
             "--tissue", found=repr(str(asked)), expected=f"otsu, {', '.join(FINDER_NAMES)}, none, a folder of masks, "
@@ -380,27 +372,11 @@ def _spec(settings: Mapping[str, Any], tissue: Mapping[str, Any]) -> TilingSpec:
         )
     mpp = settings.get("mpp")
     if scales in ([], ["mag"]):
-        mpp = magnification_to_mpp(settings["mag"] if scales else _DEFAULT_MAGNIFICATION)
+        mpp = magnification_to_mpp(settings["mag"] if scales else 20.0)
     tiling = select_settings(settings, TilingSpec) | {"mpp": mpp, **tissue}
     if "annotation_threshold" in settings:
         tiling["roi_threshold"] = settings["annotation_threshold"]
     return TilingSpec(**tiling)
-
-
-def _coords_files(
-    folder: Path, names: SlideNames, progress: Progress, *, allow_extra: bool
-) -> dict[str, CoordsFile]:
-    """Return the coordinate files by slide id, and show how many slides and files are skipped."""
-    files, unused = find_coords(folder, names, allow_extra=allow_extra)
-    for count, what in (
-        (len(names.ids) - len(files), "slides have no coordinates"),
-        (len(unused), "coordinate files match no slide"),
-    ):
-        if count:
-            progress.message(f"{count} {what}: skipped")
-    if not files:
-        raise UsageError(f"{folder} has no coordinates for any of the slides")
-    return files
 
 
 def _annotations(
@@ -411,10 +387,10 @@ def _annotations(
         if roi is not None:
             raise UsageError("--roi", found="no --annotations", expected="a folder of annotations")
         return {}
-    files = find_annotations(Path(options.annotations), names)
-    for note in files.notes:
+    files, notes = find_annotations(Path(options.annotations), names)
+    for note in notes:
         progress.message(note)
-    return files.by_slide
+    return files
 
 
 def _patients(regex: str | None, slides: list[SlideFile]) -> dict[str, str]:
@@ -459,11 +435,8 @@ def _labels(
         if (folder / "labels.csv").is_file():
             # labels.csv of a folder names the slides of this folder. The user may have given only some of these files.
             below = names.restrict(s.id for s in slides if s.path.is_relative_to(folder))
-            further = extra or folder not in arguments
-            rows.update(read(folder / "labels.csv", below, allow_extra=further))
-    if rows:
-        return rows
-    return label_by_subfolder(slides)
+            rows |= read(folder / "labels.csv", below, allow_extra=extra or folder not in arguments)
+    return rows or label_by_subfolder(slides)
 
 
 def label_by_subfolder(slides: Sequence[SlideFile]) -> dict[str, SlideLabel]:
@@ -472,6 +445,6 @@ def label_by_subfolder(slides: Sequence[SlideFile]) -> dict[str, SlideLabel]:
     A download with one folder per slide, as from GDC, gets no labels.
     """
     count = Counter(slide.subfolder for slide in slides)
-    if None in count or len(count) < 2 or min(count.values(), default=0) < _SLIDES_PER_CLASS:
+    if None in count or len(count) < 2 or min(count.values(), default=0) < 2:
         return {}
     return {slide.id: SlideLabel(slide.subfolder) for slide in slides}

@@ -18,7 +18,7 @@ from histopipe.errors import SlideError, SlideUnreadable
 from histopipe.geometry import Mpp
 from histopipe.ingestion.coords import CoordsFile
 from histopipe.ingestion.options import IngestOptions
-from histopipe.ingestion.patch_source import Chunk, ChunkResult, PatchRecipe
+from histopipe.ingestion.patch_source import Chunk, PatchRecipe
 from histopipe.slides.slide_files import Fingerprint, SlideFile, fingerprint
 from histopipe.slides.staging import StagedSlide
 from histopipe.slides.tables import SlideLabel
@@ -29,24 +29,14 @@ from histopipe.tiling.plan import TilingPlan
 _TRIES = 2
 """Number of worker deaths after which a slide fails. One death may have another cause than the slide."""
 
-PLAN = None
-"""First task of a slide. All other tasks are chunks."""
-
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """Estimated bytes of a slide in the store and seconds of one worker, from a sample of its patches."""
-
-    stored_bytes: int = 0
-    seconds: float = 0.0
-
 
 @dataclass(frozen=True, slots=True)
 class SlidePlan:
     """Plan of a slide whose patches can be stored.
 
     `thumbnails` are JPEG and PNG files by name. The fingerprint was taken before the files were read. `seconds` is the
-    worker time of planning. `columns` are additional columns of the index, (N,) each.
+    worker time of planning. `columns` are additional columns of the index, (N,) each. `stored_bytes` and
+    `storing_seconds`, of one worker, are estimates from a sample of the patches.
     """
 
     record: SlideRecord
@@ -54,14 +44,15 @@ class SlidePlan:
     recipe: PatchRecipe
     thumbnails: dict[str, bytes]
     fingerprint: Fingerprint
-    estimate: Estimate
+    stored_bytes: int
+    storing_seconds: float
     seconds: float
     labels: PatchLabels | None = None
     columns: dict[str, NDArray[Any]] = field(default_factory=dict)
 
 
-def _no_values() -> NDArray[np.uint32]:
-    return np.zeros(0, np.uint32)
+def _no_patches() -> NDArray[np.uint32]:
+    return np.zeros((2, 0), np.uint32)
 
 
 @dataclass(slots=True, eq=False)
@@ -78,7 +69,7 @@ class SlideJob:
         record: current record. It is failed as soon as the slide has failed, and complete after `finish`.
         again: whether the slide was complete and is ingested again.
         options: options of the ingest, from `begin`.
-        tasks: tasks to be submitted: `PLAN`, or chunks.
+        tasks: tasks to be submitted: None to plan the slide, or chunks.
         running: number of submitted tasks that have not ended. A failed slide is recorded when none is left.
         plan: plan of the slide, from planning until `release`.
     """
@@ -101,9 +92,8 @@ class SlideJob:
     _begun: float | None = field(init=False, default=None)
     _dead_workers: int = field(init=False, default=0)
     _worker_seconds: float = field(init=False, default=0.0)
-    _length: NDArray[np.uint32] = field(init=False, default_factory=_no_values)
-    _crc: NDArray[np.uint32] = field(init=False, default_factory=_no_values)
-    _done: int = field(init=False, default=0)
+    _stored: NDArray[np.uint32] = field(init=False, default_factory=_no_patches)
+    """Length in bytes and CRC of each patch, (2, N)."""
     _unreadable: int = field(init=False, default=0)
     _problem: str | None = field(init=False, default=None)
 
@@ -114,11 +104,6 @@ class SlideJob:
     def id(self) -> str:
         """Slide id."""
         return self.file.id
-
-    @property
-    def readable(self) -> SlideFile:
-        """The files to be read: the local copy, or the slide's own."""
-        return self.file if self.staged is None else self.staged.file
 
     def with_original_paths(self, text: str) -> str:
         """Return a text, such as an error message, with the paths of the original in place of those of a copy."""
@@ -152,22 +137,21 @@ class SlideJob:
     @property
     def bytes_to_come(self) -> int:
         """Estimated bytes of the patches that are not stored yet."""
-        if self.plan is None or not self.patches:
-            return 0
-        return int((1 - self._done / self.patches) * self.plan.estimate.stored_bytes)
+        left = self.patches - np.count_nonzero(self._stored[0]) - self._unreadable
+        return int(left / max(1, self.patches) * self.plan.stored_bytes) if self.plan else 0
 
     # Events. Each may add tasks or fail the slide.
 
     def begin(self, options: IngestOptions) -> None:
         """Begin the ingest of the slide with its planning."""
         self.options, self._begun = options, time.monotonic()
-        self.tasks.append(PLAN)
+        self.tasks.append(None)
 
     def planned(self, result: SlidePlan | SlideRecord) -> None:
         """Receive the plan, or the record of the failure. The pipeline adds the chunks when they fit on the disk."""
         if isinstance(result, SlideRecord):
-            reason = to_storable_text(self.with_original_paths(result.error or ""))
-            self.record = replace(result, error=reason)
+            reason = self.with_original_paths(result.error or "")
+            self.record = replace(result, error=to_storable_text(reason))
             return
         self.plan, record = result, result.record
         self.record = replace(
@@ -175,16 +159,21 @@ class SlideJob:
             notes=list(map(self.with_original_paths, record.notes)),
         )  # fmt: skip
         self._worker_seconds += result.seconds
-        self._length, self._crc = np.zeros((2, self.patches), np.uint32)
+        self._stored = np.zeros((2, self.patches), np.uint32)
         self._check_time()
 
-    def chunk_stored(self, result: ChunkResult) -> None:
-        """Receive the result of a stored chunk."""
-        self._length[result.rows], self._crc[result.rows] = result.length, result.crc
-        self._done += len(result.rows)
-        self._worker_seconds += result.seconds
-        self._unreadable += int((result.length == 0).sum())
-        self._problem = self._problem or result.problem
+    def chunk_stored(
+        self,
+        rows: NDArray[np.int64],
+        stored: NDArray[np.uint32],
+        problem: str | None,
+        seconds: float,
+    ) -> None:
+        """Receive the result of `store_chunk`."""
+        self._stored[:, rows] = stored
+        self._worker_seconds += seconds
+        self._unreadable += int((stored[0] == 0).sum())
+        self._problem = self._problem or problem
         if self._too_many_unreadable:
             self.tasks.clear()  # the slide fails when the running chunks are stored
         elif self.tasks:
@@ -195,11 +184,11 @@ class SlideJob:
         self._dead_workers += 1
         if self._dead_workers < _TRIES and not self.failed:
             self.tasks.appendleft(task)
-            return
-        self._fail_task(
-            f"{self.file.location}: worker processes died while reading it ({error}); the file is probably "
-            "damaged and crashes its decoder, or memory ran out"
-        )
+        else:
+            self._fail_task(
+                f"{self.file.location}: worker processes died while reading it ({error}); the file is probably "
+                "damaged and crashes its decoder, or memory ran out"
+            )
 
     def timed_out(self) -> None:
         """Fail the slide because its time limit is exceeded."""
@@ -211,17 +200,14 @@ class SlideJob:
 
     def task_failed(self, error: Exception) -> None:
         """Fail the slide because a task raised an error."""
-        if isinstance(error, SlideError):  # the file may be gone since planning
-            self._fail_task(str(error))
-        elif isinstance(error, MemoryError):
-            self._fail_task(
-                f"{self.file.location}: memory ran out while reading it; use fewer --workers"
-            )
-        else:
-            self._fail_task(
-                f"{self.file.location}: {type(error).__name__}: {error}; this is a bug in histopipe: "
-                "please report it with the lines about this slide in ingest.log"
-            )
+        reason = (
+            f"{type(error).__name__}: {error}; this is a bug in histopipe: "
+            "please report it with the lines about this slide in ingest.log"
+        )
+        if isinstance(error, MemoryError):
+            reason = "memory ran out while reading it; use fewer --workers"
+        is_complete = isinstance(error, SlideError)  # for example, the file is gone since planning
+        self._fail_task(str(error) if is_complete else f"{self.file.location}: {reason}")
 
     def fail(
         self, reason: str, kind: FailureKind = FailureKind.FILE, option: str | None = None
@@ -238,21 +224,16 @@ class SlideJob:
         plan = self.plan
         if plan is not None and not self.failed:
             self._check_result(plan)
-        if self.failed:
+        if plan is None or self.failed:
             return None
-        if plan is None:
-            raise RuntimeError(f"{self.id} ended without a plan or a failure")
         lost = f"{self._unreadable} unreadable patches, first: {self._problem}"
         self.record = replace(
             self.record,
             state=SlideState.COMPLETE,
             stored=self.patches - self._unreadable,
             unreadable=self._unreadable,
-            stored_bytes=int(self._length.sum()),
-            notes=[
-                *self.record.notes,
-                *([self.with_original_paths(lost)] if self._unreadable else []),
-            ],
+            stored_bytes=int(self._stored[0].sum()),
+            notes=self.record.notes + [self.with_original_paths(lost)] * bool(self._unreadable),
         )
         return plan
 
@@ -262,8 +243,8 @@ class SlideJob:
         columns = {
             **{name: getattr(cells, name) for name in ("x_l0", "y_l0", "x_level", "y_level", "tissue")},
             "focus": np.full(len(cells), np.nan, np.float32),  # `quality` measures it later
-            "length": self._length,
-            "crc": self._crc,
+            "length": self._stored[0],
+            "crc": self._stored[1],
             "label": np.full(len(cells), -1, np.int32),  # from annotations; the slide's label is in its record
             **plan.columns,
         }  # fmt: skip
@@ -273,7 +254,7 @@ class SlideJob:
 
     def release(self) -> None:
         """Free the plan and the arrays of a recorded slide, since the jobs of all slides are kept until the end."""
-        self.plan, self._length, self._crc = None, _no_values(), _no_values()
+        self.plan, self._stored = None, _no_patches()
 
     @property
     def _too_many_unreadable(self) -> bool:

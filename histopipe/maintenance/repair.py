@@ -221,7 +221,7 @@ def repair(
     outlines: Mapping[str, Path] = {}
     if annotations is not None:
         names = SlideNames(slide.id for slide in slide_files)
-        outlines = find_annotations(Path(annotations), names).by_slide
+        outlines, _ = find_annotations(Path(annotations), names)
     if not allow_network:
         refuse_network(Path(store))
     options = IngestOptions(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -25,8 +25,6 @@ from histopipe.system.output import (
     default_progress,
     exit_code_of,
 )
-
-_SECONDS = 3600.0
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -55,8 +53,7 @@ class AnnotateResult(Result):
     def exit_code(self) -> ExitCode:
         """0 if no slide failed, 3 if some did, 4 if all did or if no slide is labelled."""
         labelled = len(self.done) + len(self.same)
-        failed = len(self.failed) if labelled else len(self.failed) + len(self.unlabelled)
-        return exit_code_of(failed, labelled)
+        return exit_code_of(len(self.failed) + len(self.unlabelled) * (not labelled), labelled)
 
     def __str__(self) -> str:
         """Number of slides, and number of patches per class."""
@@ -111,16 +108,16 @@ def annotate(
     with Store(path) as opened:
         names = SlideNames(record.id for record in opened.slides)
         complete = {record.id for record in opened.complete.values()}
-    files = find_annotations(Path(annotations), names)
+    files, notes = find_annotations(Path(annotations), names)
     result = annotate_slides(
-        path, files.by_slide, rules, workers=workers, progress=progress or default_progress()
+        path, files, rules, workers=workers, progress=progress or default_progress()
     )
-    unused = [
+    notes += [
         f"{file.name} is not used: slide {slide} is not complete"
-        for slide, file in sorted(files.by_slide.items())
+        for slide, file in sorted(files.items())
         if slide not in complete
     ]
-    return replace(result, notes=[*files.notes, *unused])
+    return replace(result, notes=notes)
 
 
 def annotate_slides(
@@ -128,20 +125,15 @@ def annotate_slides(
     files: Mapping[str, Path],
     rules: AnnotationRules,
     *,
-    only: Collection[str] | None = None,
     workers: int | None = None,
     progress: Progress | None = None,
 ) -> AnnotateResult:
-    """Label the patches of slides from files by slide id; only those of the slides `only`, if given.
+    """Label the patches of slides from files by slide id.
 
     The region of interest is that of the store; that of the rules is ignored. Without `progress`, nothing is shown.
     """
     with Store(store) as opened:
-        complete = {
-            number: record
-            for number, record in opened.complete.items()
-            if only is None or record.id in only
-        }
+        complete = opened.complete
         rules = replace(rules, roi=opened.spec.get("roi"))
     result, measures, patches = AnnotateResult(), {}, Counter[str]()
     for number, record in complete.items():
@@ -153,18 +145,13 @@ def annotate_slides(
             patches.update(record.patch_labels)
         else:
             measures[number] = partial(_label_slide, file, rules)
-    display = progress or Progress()
-    with display.bar("annotate", unit="slides", total=len(measures)) as bar:
-        for number, outcome in measure_slides(store, measures, seconds=_SECONDS, workers=workers):
-            name = complete[number].id
-            bar.advance()
-            if isinstance(outcome, str):
-                result.failed[name] = outcome
-                display.message(f"{name}: failed: {outcome}")
-            else:
-                labelled = result.done if outcome.facts["patch_labels"] else result.unlabelled
-                labelled[name] = outcome.facts["annotation_notes"]
-                patches.update(outcome.facts["patch_labels"])
+    for record, slide_columns in measure_slides(
+        store, measures, result.failed, title="annotate", progress=progress or Progress(),
+        seconds=3600.0, workers=workers,
+    ):  # fmt: skip
+        labelled = result.done if slide_columns.facts["patch_labels"] else result.unlabelled
+        labelled[record.id] = slide_columns.facts["annotation_notes"]
+        patches.update(slide_columns.facts["patch_labels"])
     return replace(result, patches=dict(patches))
 
 

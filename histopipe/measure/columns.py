@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from histopipe.annotations.patch_labels import PatchLabels
 from histopipe.errors import UsageError
+from histopipe.store.record import SlideRecord
 from histopipe.store.writer import StoreWriter
-from histopipe.system.output import slide_failure
+from histopipe.system.output import Progress, slide_failure
 from histopipe.system.worker_pool import TookTooLong, WorkerPool, count_usable_cores, map_in_pool
 
 _TASKS_PER_WORKER = 4
@@ -40,25 +41,44 @@ SlideMeasure = Callable[[Path, int], SlideColumns]
 
 
 def measure_slides(
-    store: Path, measures: Mapping[int, SlideMeasure], *, seconds: float, workers: int | None = None
-) -> Iterator[tuple[int, SlideColumns | str]]:
+    store: Path,
+    measures: Mapping[int, SlideMeasure],
+    failed: dict[str, str],
+    *,
+    title: str,
+    progress: Progress,
+    seconds: float,
+    workers: int | None = None,
+) -> Iterator[tuple[SlideRecord, SlideColumns]]:
     """Measure slides by number, and add the results to the store slide by slide. An interruption keeps added results.
 
     The store must not be open as `Store` in this process. `seconds` limits each slide. `workers=None`: one per core.
+    The reasons of slides that fail are shown, and added to `failed` by slide id. `title` is that of the bar.
 
     Yields:
-        The number of each slide, and its measurements once they are stored, or the reason of its failure.
+        The earlier record of each slide, and its measurements once they are stored.
 
     Raises:
         NothingToDo, DamagedStore, UsageError, MachineShort: the store cannot be written.
     """
     count = min(workers or count_usable_cores(), max(1, len(measures)))
-    with StoreWriter(store) as writer, WorkerPool(count) as pool:
+    with (
+        progress.bar(title, unit="slides", total=len(measures)) as bar,
+        StoreWriter(store) as writer,
+        WorkerPool(count) as pool,
+    ):
         for (slide, _), done in map_in_pool(
             pool, partial(_measure, store), measures.items(),
             seconds=seconds, limit=_TASKS_PER_WORKER * count, in_order=False,
         ):  # fmt: skip
-            yield slide, _stored(writer, slide, done, seconds)
+            record = writer.record(slide)
+            outcome = _stored(writer, slide, done, seconds)
+            bar.advance()
+            if isinstance(outcome, SlideColumns):
+                yield record, outcome
+            else:
+                failed[record.id] = outcome
+                progress.message(f"{record.id}: failed: {outcome}")
 
 
 def _measure(store: Path, task: tuple[int, SlideMeasure]) -> SlideColumns:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,12 @@ from histopipe.store.format import patch_key, value_crc
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
 from histopipe.system.output import Progress, Result, counted, default_progress, exit_code_of
+from histopipe.tissue_masks.mask import coloured_ink
 
 COLOUR_MPP = Mpp(8.0)
 FOCUS_MPP = Mpp(1.0)
 ALGORITHMS: Mapping[str, str] = {"focus": "focus-1", "pen": "pen-1", "dark": "dark-1"}
 
-_LEAST_DENSITY = 0.6
-"""Least density of ink, as the sum of the three channels. Glass has 0.1, pale eosin 0.3."""
 _FOLD_DENSITY = 2.4
 """Least density of folds, as the sum of channels at 8 µm. A layer of stained tissue has 0.6 to 1.8; layers add up."""
 _DENSITY: NDArray[np.float32] = -np.log10((np.arange(256) + 1) / 256).astype(np.float32)
@@ -36,20 +36,13 @@ _DENSITY: NDArray[np.float32] = -np.log10((np.arange(256) + 1) / 256).astype(np.
 def pen_mask(rgb: NDArray[np.uint8]) -> NDArray[np.bool_]:
     """Find blue, green and red felt-tip ink, (H, W) bool, in (H, W, 3) uint8 of about 8 µm per pixel.
 
-    Haematoxylin absorbs red and green light, eosin green; mixtures and blood are between these. Blue ink absorbs far
-    more red than green. Green ink absorbs green least. Red ink absorbs blue as much as green, and almost no red. A
-    large area of bright blood may be detected as red ink. `dark_mask` finds black ink.
+    A large area of bright blood may be detected as red ink. `dark_mask` finds black ink.
     """
     if not rgb.size:
         return np.zeros(rgb.shape[:2], np.bool_)
     if len(rgb) > 64:  # parts that fit into the processor's cache take half of the time or less
         return np.concatenate([pen_mask(rgb[top : top + 64]) for top in range(0, len(rgb), 64)])
-    red, green, blue = cv2.split(cv2.LUT(rgb, _DENSITY))
-    strong = red + green + blue > _LEAST_DENSITY
-    is_blue = (red > 1.3 * green) & (red > 1.5 * blue)
-    is_green = (red > 1.3 * green) & (blue > 1.15 * green)
-    is_red = (green > 4 * red) & (blue > 0.8 * green)
-    return np.asarray(strong & (is_blue | is_green | is_red))
+    return coloured_ink(np.asarray(cv2.LUT(rgb, _DENSITY), np.float32))
 
 
 def dark_mask(rgb: NDArray[np.uint8]) -> NDArray[np.bool_]:
@@ -77,7 +70,6 @@ def reduction_to(target_mpp: Mpp, mpp: float | None, side: int) -> int:
 
 COLUMNS = ("focus", "pen", "dark")
 
-_SECONDS = 24 * 3600.0
 _SCALES = (8, 4, 2)
 """Reductions by which libjpeg can decode."""
 _JPEG_START = b"\xff\xd8"
@@ -110,8 +102,8 @@ class QualityResult(Result):
         """Table of the medians, then totals."""
         lines = [f"{'slide':<40} {'focus':>8} {'pen':>6} {'dark':>6}"] if self.done else []
         for name, medians in sorted(self.done.items()):
-            focus, pen, dark = (medians.get(column) for column in COLUMNS)
-            if focus is not None and pen is not None and dark is not None:
+            if medians.keys() >= {*COLUMNS}:
+                focus, pen, dark = (medians[column] for column in COLUMNS)
                 lines.append(f"{name:<40} {focus:>8.1f} {pen:>6.1%} {dark:>6.1%}")
         lines.append(
             f"{counted(len(self.done), 'slide')} measured, {len(self.same)} already measured, "
@@ -146,8 +138,7 @@ def quality(
         >>> quality("patches.lmdb").patches  # doctest: +SKIP
         1204
     """
-    path, display = Path(store), progress or default_progress()
-    with Store(path) as opened:
+    with Store(Path(store)) as opened:
         complete, size = opened.complete, opened.patch_size
     result, measures, patches, damaged = QualityResult(), {}, 0, 0
     for number, record in complete.items():
@@ -155,27 +146,23 @@ def quality(
             result.same.append(record.id)
         else:
             measures[number] = _measure_slide
-    with display.bar("quality", unit="slides", total=len(measures)) as bar:
-        for number, outcome in measure_slides(path, measures, seconds=_SECONDS, workers=workers):
-            record = complete[number]
-            bar.advance()
-            if isinstance(outcome, str):
-                result.failed[record.id] = outcome
-                display.message(f"{record.id}: failed: {outcome}")
-                continue
-            finite = {name: values[np.isfinite(values)] for name, values in outcome.columns.items()}
-            result.done[record.id] = {
-                name: float(np.median(values)) for name, values in finite.items() if len(values)
-            }
-            patches += record.stored
-            damaged += record.stored - len(finite["focus"])
+    for record, slide_columns in measure_slides(
+        Path(store), measures, result.failed, title="quality", progress=progress or default_progress(),
+        seconds=24 * 3600.0, workers=workers,
+    ):  # fmt: skip
+        finite = {name: v[np.isfinite(v)] for name, v in slide_columns.columns.items()}
+        result.done[record.id] = {
+            name: float(np.median(values)) for name, values in finite.items() if len(values)
+        }
+        patches += record.stored
+        damaged += record.stored - len(finite["focus"])
     return replace(result, patches=patches, damaged=damaged)
 
 
 def _reductions(record: SlideRecord, side: int) -> tuple[int, int]:
     """Return the reductions of a slide's patches to measure focus and colour."""
-    focus, colour = (reduction_to(mpp, record.patch_mpp, side) for mpp in (FOCUS_MPP, COLOUR_MPP))
-    return focus, colour
+    focus = reduction_to(FOCUS_MPP, record.patch_mpp, side)
+    return focus, reduction_to(COLOUR_MPP, record.patch_mpp, side)
 
 
 def _method(focus: int, colour: int) -> str:
@@ -187,21 +174,18 @@ def _measure_slide(store: Path, slide: int) -> SlideColumns:
     """Measure the patches of a slide; damaged ones get no values. This is a `SlideMeasure`."""
     with Store(store) as opened:
         record, index = opened.records[slide], opened.index(slide)
-        columns = {name: np.full(record.planned, np.nan, np.float32) for name in COLUMNS}
+        values = np.full((len(COLUMNS), record.planned), np.nan, np.float32)
         focus, colour = _reductions(record, opened.patch_size)
-        crcs = index["crc"].tolist()
         with opened.reading() as reading:
             for row in np.flatnonzero(index["length"]).tolist():
                 value = reading.value(slide, row)
-                if value_crc(patch_key(slide, row), value) != crcs[row]:
+                if value_crc(patch_key(slide, row), value) != index["crc"][row]:
                     continue
-                try:
-                    measures = _measures(value, opened.patch_size, focus, colour)
-                except DamagedStore:
-                    continue
-                for name, measure in zip(COLUMNS, measures, strict=True):
-                    columns[name][row] = measure
-    return SlideColumns(index["crc"], columns, {"quality": _method(focus, colour)})
+                with suppress(DamagedStore):
+                    values[:, row] = _measures(value, opened.patch_size, focus, colour)
+    return SlideColumns(
+        index["crc"], dict(zip(COLUMNS, values, strict=True)), {"quality": _method(focus, colour)}
+    )
 
 
 def _measures(value: memoryview, side: int, focus: int, colour: int) -> tuple[float, float, float]:
@@ -209,8 +193,11 @@ def _measures(value: memoryview, side: int, focus: int, colour: int) -> tuple[fl
     scale = next((s for s in _SCALES if focus % s == 0), 1) if value[:2] == _JPEG_START else 1
     fine = Image.fromarray(_decoded(value, side, scale)).reduce(focus // scale)
     coarse = np.asarray(fine.reduce(max(1, colour // focus)))
-    grey = np.asarray(fine.convert("L"))
-    return focus_of(grey), float(pen_mask(coarse).mean()), float(dark_mask(coarse).mean())
+    return (
+        focus_of(np.asarray(fine.convert("L"))),
+        float(pen_mask(coarse).mean()),
+        float(dark_mask(coarse).mean()),
+    )
 
 
 def _decoded(value: memoryview, side: int, scale: int) -> NDArray[np.uint8]:
@@ -223,13 +210,12 @@ def _decoded(value: memoryview, side: int, scale: int) -> NDArray[np.uint8]:
     try:
         size = simplejpeg.decode_jpeg_header(value, strict=False)[:2]
         # Check the size first: a file of a few kB may claim gigapixels.
-        small: NDArray[np.uint8] | None = None
         if size == (side, side):
-            small = simplejpeg.decode_jpeg(
+            small: NDArray[np.uint8] = simplejpeg.decode_jpeg(
                 value, colorspace="RGB", min_height=small_side, min_width=small_side, strict=False
             )
+            if small.shape == (small_side, small_side, 3):
+                return small
     except ValueError as error:
         raise DamagedStore("it cannot be decoded", found=str(error)) from error
-    if small is None or small.shape != (small_side, small_side, 3):
-        raise DamagedStore("its size", found=size, expected=(side, side))
-    return small
+    raise DamagedStore("its size", found=size, expected=(side, side))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,6 @@ from histopipe.system.worker_pool import (
 )
 from histopipe.tissue_masks.finding import (
     PAGE,
-    MaskTask,
     SlideTissue,
     TissueReport,
     TissueSource,
@@ -93,13 +93,17 @@ def tissue(
     with writable(folder):
         folder.mkdir(parents=True, exist_ok=True)
     tasks = [
-        MaskTask(
-            file, mpps.get(file.id), options.default_mpp,
+        (
+            file,
+            mpps.get(file.id),
             TissueSource(file.id, method, mask=masks.get(file.id), network=network),
-            str(fields.get("tissue_model", method)), folder, options.force,
         )
         for file in files
-    ]  # fmt: skip
+    ]
+    write = partial(
+        write_one_mask, folder=folder, default_mpp=options.default_mpp,
+        method=str(fields.get("tissue_model", method)), force=options.force,
+    )  # fmt: skip
     result = TissueReport(folder)
     pictures: dict[str, NDArray[np.uint8]] = {}
     with (
@@ -107,13 +111,13 @@ def tissue(
         WorkerPool(options.worker_count, prepare) as pool,
         display.bar("finding tissue", unit="slides", total=len(tasks)) as bar,
     ):
-        for task, future in map_in_pool(pool, write_one_mask, tasks, seconds=_SECONDS):
+        for (file, _, _), future in map_in_pool(pool, write, tasks, seconds=_SECONDS):
             try:
-                row, pictures[task.file.id] = result_of(future)
+                row, pictures[file.id] = result_of(future)
                 result.slides.append(row)
             except (WorkerDied, SlideError) as error:
-                result.failed[task.file.id] = str(error)
-                bar.item(f"failed {task.file.id}: {error}", problem=True)
+                result.failed[file.id] = str(error)
+                bar.item(f"failed {file.id}: {error}", problem=True)
             bar.advance()
         write_table_and_page(result, pictures)
     return result

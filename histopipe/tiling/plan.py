@@ -57,27 +57,25 @@ def choose_level(
         raise ScaleError(
             f"{name} has no mpp", todo="give one with --mpp-csv or --default-mpp, or use --level"
         )
-    target_mpp = spec.mpp
-    fine = [
-        level for level in levels if mpp * level.downsample <= target_mpp * (1 + SCALE_TOLERANCE)
-    ]
+    coarsest = spec.mpp * (1 + SCALE_TOLERANCE)
+    fine = [level for level in levels if mpp * level.downsample <= coarsest]
     if not fine:
         finest = mpp * levels[0].downsample
         raise ScaleError(
             f"{name} is too coarse",
             found=f"{finest:g} mpp at its finest",
-            expected=f"at most {target_mpp:g}",
+            expected=f"at most {spec.mpp:g}",
             todo=f"leave it out, or use a larger --mpp, such as {finest:.3g} (patches are never enlarged)",
         )
     level = max(fine, key=lambda level: level.downsample)
     level_mpp = mpp * level.downsample
-    reduction = target_mpp / level_mpp
+    reduction = spec.mpp / level_mpp
     if reduction <= 1 + SCALE_TOLERANCE:
         return _unscaled(level, Mpp(level_mpp), spec)
     # The same tolerance applies to whole reductions: a "40×" scan of 0.252 mpp needs no filter, and its tiles can be
     # decoded at half size.
     whole = round(reduction)
-    if same_scale(Mpp(level_mpp * whole), target_mpp):
+    if same_scale(Mpp(level_mpp * whole), spec.mpp):
         reduction = whole
     read_size = round(spec.patch_size * reduction)
     return LevelChoice(
@@ -148,23 +146,24 @@ def plan_tiles(
 ) -> TilingPlan:
     """Plan the patches of one slide from a tissue mask of its thumbnail; without a mask, use every cell."""
     area = choice.level.inside(info.bounds)
-    cell = choice.read_size, choice.stride, spec.edge
-    xs = cell_starts(area.x, area.size.width, *cell)
-    ys = cell_starts(area.y, area.size.height, *cell)
-    x_level, y_level = (axis.ravel() for axis in np.meshgrid(xs, ys))
+    starts = (
+        cell_starts(first, extent, choice.read_size, choice.stride, spec.edge)
+        for first, extent in ((area.x, area.size.width), (area.y, area.size.height))
+    )
+    x_level, y_level = (axis.ravel() for axis in np.meshgrid(*starts))
     x_l0, y_l0 = choice.level.to_l0(x_level), choice.level.to_l0(y_level)
     unmeasured = np.full(len(x_level), np.nan, np.float32)
     plan = TilingPlan(choice, x_level, y_level, x_l0, y_l0, unmeasured)
     if not len(plan):
-        needed = Size(choice.read_size, choice.read_size)
         where = f"level {choice.level.number} has {area.size} scanned pixels"
-        note = f"no patch fits: {where}, a patch needs {needed}"
-        return replace(plan, notes=(note,))
+        needed = Size(choice.read_size, choice.read_size)
+        return replace(plan, notes=(f"no patch fits: {where}, a patch needs {needed}",))
     if mask is None:
         return plan
     tissue = cell_shares(plan, thumbnail, mask.pixels)
-    note = "; ".join(["no tissue found", *mask.notes])
-    plan = replace(plan, tissue=tissue).only(tissue >= spec.tissue_threshold, note)
+    plan = replace(plan, tissue=tissue).only(
+        tissue >= spec.tissue_threshold, "; ".join(["no tissue found", *mask.notes])
+    )
     return plan if plan.notes else replace(plan, notes=mask.notes)
 
 
@@ -192,8 +191,10 @@ def cell_shares(
     # Pixels of the plan's level per pixel of the thumbnail's level, and per pixel of the thumbnail.
     step = thumbnail.level.downsample / plan.choice.level.downsample
     scale = step * thumbnail.reduction
-    x = (plan.x_level - thumbnail.x_level * step) / scale
-    y = (plan.y_level - thumbnail.y_level * step) / scale
+    x, y = (
+        (starts - first * step) / scale
+        for starts, first in ((plan.x_level, thumbnail.x_level), (plan.y_level, thumbnail.y_level))
+    )
     return covered_squares(mask, x, y, plan.choice.read_size / scale)
 
 
@@ -211,8 +212,10 @@ def covered_squares(
         left = np.minimum(column.astype(np.int64), mask.shape[1] - 1)
         top = np.minimum(row.astype(np.int64), mask.shape[0] - 1)
         right_share, low_share = column - left, row - top
-        upper = sums[top, left] * (1 - right_share) + sums[top, left + 1] * right_share
-        lower = sums[top + 1, left] * (1 - right_share) + sums[top + 1, left + 1] * right_share
+        upper, lower = (
+            sums[line, left] * (1 - right_share) + sums[line, left + 1] * right_share
+            for line in (top, top + 1)
+        )
         return np.asarray(upper * (1 - low_share) + lower * low_share)
 
     areas = up_to(x + side, y + side) - up_to(x, y + side) - up_to(x + side, y) + up_to(x, y)

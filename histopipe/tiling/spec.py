@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 from histopipe.errors import UsageError
@@ -13,10 +12,6 @@ from histopipe.slides.scale import MAGNIFICATION_MPP, PLAUSIBLE_MPP
 from histopipe.system.settings import check_settings, check_type, setting
 from histopipe.tissue_masks import FINDER_NAMES, NEWEST, Finder, Tissue
 
-Codec = Literal["auto", "jpeg", "png"]
-Subsampling = Literal["444", "422", "420"]
-Resample = Literal["fast", "exact"]
-GridKind = Literal["regular", "imported"]
 Edge = Literal["drop", "shift", "pad"]
 
 PATCHES, TISSUE, ENCODING = "Patches", "Tissue", "Encoding"
@@ -73,19 +68,21 @@ class TilingSpec:
     tissue_threshold: float = setting(
         0.5, "Minimum share of tissue in a patch.", group=TISSUE, at_least=0, at_most=1
     )
-    codec: Codec = setting(
+    codec: Literal["auto", "jpeg", "png"] = setting(
         "auto",
         "Encoding of patches. auto copies the slide's own JPEG tiles if they match the patches, else encodes JPEG.",
         group=ENCODING,
     )
     quality: int = setting(90, "Quality of encoded JPEG.", group=ENCODING, at_least=1, at_most=100)
-    subsampling: Subsampling = setting("444", "Chroma subsampling of encoded JPEG.", group=ENCODING)
-    resample: Resample = setting(
+    subsampling: Literal["444", "422", "420"] = setting(
+        "444", "Chroma subsampling of encoded JPEG.", group=ENCODING
+    )
+    resample: Literal["fast", "exact"] = setting(
         "fast",
         "fast decodes JPEG tiles at 1/2, 1/4 or 1/8 scale if possible; exact decodes all pixels and averages.",
         group=ENCODING,
     )
-    grid: GridKind = "regular"
+    grid: Literal["regular", "imported"] = "regular"
     roi: str | None = setting(
         None, "Keep only patches in outlines of this class of --annotations.", group=PATCHES
     )
@@ -113,16 +110,13 @@ class TilingSpec:
 
     def to_json(self) -> dict[str, Any]:
         """Return the spec with the versions of its algorithms, as stored in `meta`."""
-        settings = dataclasses.asdict(self)
+        settings = asdict(self)
         # Newer settings are left out if they are not used, so that the specs of old stores stay equal.
         changed = {"grid": "imported-1"} if settings.pop("grid") == "imported" else {}
         if self.tissue in FINDER_NAMES:
             settings["tissue"], changed["tissue"] = "otsu", self.tissue
         elif self.tissue != "none":
             changed["tissue"] = f"{self.tissue}-1"
-        for name in ("tissue_fallback", "tissue_model", "exclude"):
-            if not settings[name]:
-                del settings[name]
         if self.edge == "drop":
             del settings["edge"]
         else:
@@ -131,7 +125,11 @@ class TilingSpec:
             del settings["roi"], settings["roi_threshold"]
         else:
             changed["roi"] = "cut-1"
-        settings = {k: list(v) if isinstance(v, tuple) else v for k, v in settings.items()}
+        settings = {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in settings.items()
+            if value or name not in ("tissue_fallback", "tissue_model", "exclude")
+        }
         return {**settings, "algorithms": {**ALGORITHMS, **changed}}
 
 
@@ -141,10 +139,21 @@ def spec_from_json(value: Mapping[str, Any], **changes: Any) -> TilingSpec:
     Raises:
         UsageError: a value is out of range.
     """
-    left_out = {"grid", "roi", "exclude", "tissue_model", "tissue_fallback"}
-    names = {field.name for field in dataclasses.fields(TilingSpec)} - left_out
-    values = {**value, "tissue": recorded_tissue(value), **changes}
-    return TilingSpec(**{k: _listed(v) for k, v in values.items() if k in names})
+    return _spec_without(
+        {"grid", "roi", "exclude", "tissue_model", "tissue_fallback"},
+        {**value, "tissue": recorded_tissue(value), **changes},
+    )
+
+
+def _spec_without(left_out: set[str], values: Mapping[str, Any]) -> TilingSpec:
+    """Return the spec with values of JSON, without some fields and unknown ones."""
+    names = {field.name for field in fields(TilingSpec)} - left_out
+    settings: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in values.items()
+        if name in names
+    }
+    return TilingSpec(**settings)
 
 
 def spec_of_store(value: Mapping[str, Any]) -> TilingSpec:
@@ -153,9 +162,7 @@ def spec_of_store(value: Mapping[str, Any]) -> TilingSpec:
     Raises:
         UsageError: this version of histopipe creates other patches, or another tool has chosen them.
     """
-    names = {field.name for field in dataclasses.fields(TilingSpec)} - {"grid"}
-    values = {**value, "tissue": recorded_tissue(value)}
-    spec = TilingSpec(**{name: _listed(values[name]) for name in names & value.keys()})
+    spec = _spec_without({"grid"}, {**value, "tissue": recorded_tissue(value)})
     if spec.tissue in ("masks", "model") or spec.exclude:
         raise UsageError(
             "the patches of the store cannot be reproduced without its tissue masks",
@@ -189,11 +196,6 @@ def resolved_tissue(asked: str, recorded: Mapping[str, Any] | None) -> str:
     return algorithm if algorithm in FINDER_NAMES else NEWEST
 
 
-def _listed(value: Any) -> Any:
-    """Return a value of JSON with tuples for lists, as in a spec."""
-    return tuple(value) if isinstance(value, list) else value
-
-
 def magnification_to_mpp(magnification: float) -> Mpp:
     """Return the scale of a magnification: 20× is 0.5 µm per pixel, 40× is 0.25.
 
@@ -212,9 +214,8 @@ def differences(
 ) -> list[str]:
     """Return the differences of two specs, each as a text: `mpp: 0.5 in the store, 0.25 asked for`."""
     first, second = ({"edge": "drop", **spec} for spec in (first, second))
-    keys = sorted(first.keys() | second.keys())
     return [
         f"{key}: {first.get(key)} {places[0]}, {second.get(key)} {places[1]}"
-        for key in keys
+        for key in sorted(first.keys() | second.keys())
         if first.get(key) != second.get(key)
     ]

@@ -41,12 +41,14 @@ from histopipe.tissue_masks import NEWEST
 from histopipe.tissue_masks.mask import (
     BRIGHT,
     LARGEST_HOLE,
+    LEAST_INK,
     WHITE,
     Components,
     Mask,
     TissueMask,
     brightest,
     cleaned,
+    coloured_ink,
     darkest,
     densities,
     find_glass,
@@ -86,10 +88,7 @@ _LEAST_WEAK, _LEAST_COLOUR, _LEAST_FINE = 0.012, 0.008, 0.015
 """Least density and least chroma of weak tissue, and least density inside the outline."""
 _OUTLINE = 0.4
 """An outline is drawn at this share of the density of the tissue nearby."""
-_SMALLEST_STRONG = SquareMicrometres(5_000.0)
 _DARK_BELOW, _DARK_SHARE = 60, 0.5
-_INK = 0.6
-"""Least density of ink, as the sum of the channels."""
 
 
 def find_by_saturation(rgb: NDArray[np.uint8], mpp: Mpp) -> TissueMask:
@@ -97,8 +96,8 @@ def find_by_saturation(rgb: NDArray[np.uint8], mpp: Mpp) -> TissueMask:
     # The median removes single pixels of JPEG noise.
     saturation, value = saturation_and_value(np.asarray(cv2.medianBlur(rgb, 3), np.uint8))
     black = value < _BLACK_BELOW
-    counts = np.bincount(saturation[~black], minlength=256)
-    threshold = int(np.clip(otsu_threshold(counts), *SATURATION_BOUNDS))
+    threshold = otsu_threshold(np.bincount(saturation[~black], minlength=256))
+    threshold = int(np.clip(threshold, *SATURATION_BOUNDS))
     tissue = cleaned((saturation > threshold) & ~black, mpp, connectivity=4)
     notes = ("dark background: try --tissue otsu-3 or none",) if black.mean() > _DARK_SHARE else ()
     # Filling holes may have added pen marks and coverslip edges.
@@ -125,8 +124,8 @@ def find_by_density(rgb: NDArray[np.uint8], mpp: Mpp, *, requires_glass: bool = 
         return TissueMask(np.zeros(rgb.shape[:2], np.bool_))
     factor = max(1, round(_COARSE_MPP / mpp))
     height, width = rgb.shape[:2]
-    below, right = -height % factor, -width % factor
-    whole = cv2.copyMakeBorder(rgb, 0, below, 0, right, cv2.BORDER_REPLICATE)
+    margins = (0, -height % factor, 0, -width % factor)
+    whole = cv2.copyMakeBorder(rgb, *margins, cv2.BORDER_REPLICATE)
     smooth = np.asarray(cv2.medianBlur(whole, 3), np.uint8)
     size = (smooth.shape[1] // factor, smooth.shape[0] // factor)
     coarse = np.asarray(cv2.resize(smooth, size, interpolation=cv2.INTER_AREA), np.uint8)
@@ -153,14 +152,13 @@ def _bright_field(
     counts = np.bincount(np.clip(density * 400, 0, 255).astype(np.uint8).ravel(), minlength=256)
     low, high = (max(limit, _STRONG * noise) for limit in _LIMITS)
     threshold = float(np.clip(otsu_threshold(counts) / 800, low, high))
-    no_shadow = (density > _SHADOW) | (chroma > _LEAST_COLOUR)
-    dense = (density > threshold) & no_shadow
+    dense = (density > threshold) & ((density > _SHADOW) | (chroma > _LEAST_COLOUR))
     nothing = TissueMask(np.zeros(smooth.shape[:2], np.bool_), threshold)
     if not dense.any():
         return nothing
     artefacts = _artefacts(colours, density, chroma, threshold, coarse_mpp)
     artefacts |= (brightest(coarse) < _BLACK_BELOW) & (chroma < 0.3 * density)
-    strong = larger_than(dense & ~artefacts, _SMALLEST_STRONG, coarse_mpp)
+    strong = larger_than(dense & ~artefacts, SquareMicrometres(5_000.0), coarse_mpp)
     if not strong.any():
         return nothing
     colours[artefacts] = 0  # their blur is not weak tissue
@@ -212,7 +210,9 @@ def _artefacts(
     # The edge of a coverslip may touch tissue, and its shadow is wider than the edge.
     core = density > threshold
     lines = Components(core & grey & ~_opened(core, radius))
-    drawn_lines = _dilated(lines.pixels_of(_is_long(lines, mpp)), 2) & (grey | ~core)
+    longer = lines.boxes()[1].max(axis=1) * mpp
+    is_line = (longer > _LONG) & (lines.areas * mpp * mpp / longer < _THIN + 6 * mpp)
+    drawn_lines = _dilated(lines.pixels_of(is_line), 2) & (grey | ~core)
     uniform = Components(grey & ~narrow)
     return (
         small.pixels_of(is_dust)
@@ -221,12 +221,6 @@ def _artefacts(
         | uniform.pixels_of(_is_frame(uniform, density))
         | _dilated(_ink(colours), 1)
     )
-
-
-def _is_long(parts: Components, mpp: Mpp) -> Mask:
-    """Return which parts are long and thin, (N,)."""
-    longer = parts.boxes()[1].max(axis=1) * mpp
-    return np.asarray((longer > _LONG) & (parts.areas * mpp * mpp / longer < _THIN + 6 * mpp))
 
 
 def _is_frame(parts: Components, density: NDArray[np.float32]) -> Mask:
@@ -243,12 +237,8 @@ def _is_frame(parts: Components, density: NDArray[np.float32]) -> Mask:
 def _ink(colours: NDArray[np.float32]) -> Mask:
     """Return blue, green, red and yellow ink. Purple ink has the colour of tissue, and is not found."""
     red, green, blue = cv2.split(colours)
-    is_blue = (red > 1.3 * green) & (red > 1.5 * blue)
-    is_green = (red > 1.3 * green) & (blue > 1.15 * green)
-    is_red = (green > 4 * red) & (blue > 0.8 * green)
-    is_yellow = (blue > 1.6 * green) & (green > 3 * red)
-    strong = red + green + blue > _INK
-    return np.asarray(strong & (is_blue | is_green | is_red | is_yellow))
+    is_yellow = (blue > 1.6 * green) & (green > 3 * red) & (red + green + blue > LEAST_INK)
+    return np.asarray(coloured_ink(colours) | is_yellow)
 
 
 def _noise(density: NDArray[np.float32]) -> float:
@@ -261,8 +251,8 @@ def _local_mean(density: NDArray[np.float32], tissue: Mask, mpp: Mpp) -> NDArray
     """Return the mean density of the tissue near each pixel; 0 where there is none."""
     side = 2 * max(1, round(_NEIGHBOURHOOD / mpp)) + 1
     weight = tissue.astype(np.float32)
-    share = cv2.blur(weight, (side, side))
-    return np.asarray(cv2.blur(density * weight, (side, side)) / np.maximum(share, 1e-3))
+    share = np.maximum(cv2.blur(weight, (side, side)), 1e-3)
+    return np.asarray(cv2.blur(density * weight, (side, side)) / share)
 
 
 def _is_fluorescence(coarse: NDArray[np.uint8]) -> bool:
@@ -273,8 +263,7 @@ def _is_fluorescence(coarse: NDArray[np.uint8]) -> bool:
     counts = np.bincount(value[value >= _DARK_BELOW], minlength=256)
     most = int(counts.argmax())
     near = counts[max(0, most - 6) : most + 7].sum()
-    glass = most >= BRIGHT and near > max(0.3 * counts.sum(), 0.01 * value.size)
-    return not glass
+    return most < BRIGHT or bool(near <= max(0.3 * counts.sum(), 0.01 * value.size))
 
 
 def _fluorescence(smooth: NDArray[np.uint8], mpp: Mpp) -> TissueMask:
@@ -284,31 +273,29 @@ def _fluorescence(smooth: NDArray[np.uint8], mpp: Mpp) -> TissueMask:
     counts = np.bincount(levels.ravel(), minlength=256)
     # At least 1.4 times as bright as the background: on a blank slide, Otsu's threshold separates noise.
     threshold = max(otsu_threshold(counts), int(counts.argmax()) + 12)
-    tissue = cleaned(levels > threshold, mpp)
-    return TissueMask(tissue, round(2 ** (threshold / 25) - 4, 1), ("fluorescence",))
-
-
-def _disk(radius: int) -> NDArray[np.uint8]:
-    side = 2 * radius + 1
-    return np.asarray(cv2.getStructuringElement(cv2.MORPH_ELLIPSE, (side, side)), np.uint8)
+    brightness = round(2 ** (threshold / 25) - 4, 1)
+    return TissueMask(cleaned(levels > threshold, mpp), brightness, ("fluorescence",))
 
 
 def _dilated(mask: Mask, radius: int) -> Mask:
-    return cv2.dilate(mask.view(np.uint8), _disk(radius)).view(np.bool_)
+    return _morphed(np.pad(mask.view(np.uint8), radius), cv2.MORPH_DILATE, radius)
 
 
 def _opened(mask: Mask, radius: int) -> Mask:
     """Return a mask without parts that a disk does not fit into. Beyond the border, it continues as at the border."""
-    padded = np.pad(mask.view(np.uint8), radius, mode="edge")
-    opened = cv2.morphologyEx(padded, cv2.MORPH_OPEN, _disk(radius))
-    return opened[radius:-radius, radius:-radius].view(np.bool_)
+    return _morphed(np.pad(mask.view(np.uint8), radius, mode="edge"), cv2.MORPH_OPEN, radius)
 
 
 def _closed(mask: Mask, radius: int) -> Mask:
     """Return a mask with narrow gaps filled. There is nothing beyond the border."""
-    padded = np.pad(mask.view(np.uint8), radius)
-    closed = cv2.morphologyEx(padded, cv2.MORPH_CLOSE, _disk(radius))
-    return closed[radius:-radius, radius:-radius].view(np.bool_)
+    return _morphed(np.pad(mask.view(np.uint8), radius), cv2.MORPH_CLOSE, radius)
+
+
+def _morphed(padded: NDArray[np.uint8], operation: int, radius: int) -> Mask:
+    side = 2 * radius + 1
+    disk = cv2.getStructuringElement(cv2.MORPH_ELLIPSE, (side, side))
+    morphed = cv2.morphologyEx(padded, operation, disk)
+    return morphed[radius:-radius, radius:-radius].view(np.bool_)
 
 
 FINDERS: Mapping[str, Callable[[NDArray[np.uint8], Mpp], TissueMask]] = {

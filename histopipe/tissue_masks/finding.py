@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 import cv2
@@ -23,8 +22,8 @@ from histopipe.errors import (
 )
 from histopipe.geometry import Mpp, RegionL0
 from histopipe.slides.readers import open_slide
-from histopipe.slides.scale import resolve_mpp
-from histopipe.slides.slide import Slide
+from histopipe.slides.scale import ResolvedMpp, resolve_mpp
+from histopipe.slides.slide import Slide, SlideInfo
 from histopipe.slides.slide_files import SlideFile
 from histopipe.slides.thumbnail import (
     THUMBNAIL_MPP,
@@ -67,6 +66,23 @@ class TissueSource:
     regions: Regions | None = None
 
 
+def resolve_scale(
+    name: str, info: SlideInfo, from_csv: Mpp | None, default: Mpp | None, *, required: bool
+) -> tuple[ResolvedMpp | None, list[str]]:
+    """Return the scale of a slide, and notes. If it is not required, an unknown scale is only a note.
+
+    Raises:
+        ScaleError: the scale is unknown, and required.
+    """
+    try:
+        scale = resolve_mpp(name, info, from_csv=from_csv, default=default)
+    except ScaleError as error:
+        if required:
+            raise
+        return None, [f"scale unknown: {error.what}"]
+    return scale, [scale.note] if scale.note else []
+
+
 def read_tissue_thumbnail(
     slide: Slide,
     mpp: Mpp | None,
@@ -81,8 +97,7 @@ def read_tissue_thumbnail(
     """
     small = patch_um is not None and patch_um < _USUAL_PATCH_UM
     fine = small or "otsu-1" in (source.method, source.fallback)
-    at = THUMBNAIL_MPP if fine else usual_mpp(slide, mpp)
-    tiles = None
+    at, tiles = THUMBNAIL_MPP if fine else usual_mpp(slide, mpp), None
     with suppress(NotNative):
         tiles, _ = levels.get(thumbnail_level(slide.info.levels, mpp, at))
     return read_thumbnail(slide, mpp, tiles, at)
@@ -100,8 +115,7 @@ def find_tissue(
         MaskUnfit: the slide has no mask, or it cannot be used.
         ScaleError: the slide is too coarse for the network.
     """
-    grid, name = Grid.of(thumbnail, slide.info.size), source.slide
-    mask, origin = None, None
+    grid, name, mask, origin = Grid.of(thumbnail, slide.info.size), source.slide, None, None
     if source.method == "masks" and source.mask is not None:
         origin = identify_mask_file(source.mask)
         mask = TissueMask(read_mask(source.mask, name, grid, slide.info.bounds, source.exclude))
@@ -117,15 +131,12 @@ def find_tissue(
         mask = find_on_thumbnail(thumbnail, source.fallback or source.method)
     if source.exclude and source.regions is not None:
         mask = mask or TissueMask(np.ones(thumbnail.pixels.shape[:2], np.bool_))
-        cut = grid.covered(
-            outline.area for outline in source.regions.outlines if outline.name in source.exclude
-        )
-        mask = replace(mask, pixels=mask.pixels & ~cut)
+        cut = (o.area for o in source.regions.outlines if o.name in source.exclude)
+        mask = replace(mask, pixels=mask.pixels & ~grid.covered(cut))
     return mask, origin
 
 
 TABLE, PAGE = "masks.csv", "index.html"
-_EDGE, _OUTSIDE = (0, 150, 80), 0.4
 _PAGE_SIDE = 300
 """Longer side of a picture on the page."""
 
@@ -171,54 +182,59 @@ class TissueReport(Result):
 
     def __str__(self) -> str:
         blank = sum(not slide.pieces for slide in self.slides)
-        without = f", {blank} without tissue" if blank else ""
+        without = f", {blank} without tissue" * bool(blank)
         lines = [f"masks of {counted(len(self.slides), 'slide')}{without}: {self.folder / PAGE}"]
         return "\n".join([*lines, *(f"failed {name}: {why}" for name, why in self.failed.items())])
 
 
-@dataclass(frozen=True, slots=True)
-class SlideMask:
-    """The mask of a slide, (H, W) bool, its place on the slide, and the (H, W, 3) uint8 thumbnail of the same grid."""
+def write_slide_mask(
+    folder: Path,
+    slide: str,
+    mask: TissueMask,
+    grid: Grid,
+    *,
+    bounds: RegionL0,
+    thumbnail: NDArray[np.uint8],
+    mpp: Mpp | None,
+    source: str,
+    notes: Sequence[str],
+    outlines: bool = True,
+) -> tuple[SlideTissue, NDArray[np.uint8]]:
+    """Write the mask of a slide and a picture of it. Return its numbers, and the picture, reduced for the page.
 
-    slide: str
-    pixels: Mask
-    grid: Grid
-    bounds: RegionL0
-    thumbnail: NDArray[np.uint8]
-
-
-def measure_mask(
-    mask: SlideMask, mpp: Mpp | None, source: str, notes: Sequence[str]
-) -> SlideTissue:
-    """Return areas and pieces of a mask; `mpp` is that of level 0."""
-    pixels, scale = mask.pixels, None if mpp is None else mpp * mask.grid.side
-    pieces, _ = cv2.connectedComponents(pixels.view(np.uint8), connectivity=8)
-    count = (int(pixels.sum()), pixels.size)
-    tissue, scanned = (None if scale is None else n * scale**2 / 1e6 for n in count)
-    share = float(pixels.mean()) if pixels.size else 0.0
-    return SlideTissue(
-        mask.slide, tissue, scanned, share, pieces - 1, None, scale, source, tuple(notes)
-    )
-
-
-def write_slide_mask(folder: Path, mask: SlideMask, *, outlines: bool = True) -> NDArray[np.uint8]:
-    """Write the mask of a slide and a picture of it, and return the picture, reduced for the page.
-
-    Without `outlines`, the GeoJSON file is kept.
+    `bounds` is the scanned part of the slide, `thumbnail` has the (H, W, 3) uint8 pixels of the mask's grid, and `mpp` is
+    that of level 0. Without `outlines`, the GeoJSON file is kept.
     """
-    write_mask(folder, mask.slide, mask.pixels, mask.grid, mask.bounds, outlines=outlines)
-    picture = draw_overlay(mask.thumbnail, mask.pixels)
-    write_atomically(folder / f"{mask.slide}-overlay.jpg", encode_thumbnail(picture))
-    return resize_image(picture, _PAGE_SIDE)
+    pixels, scale = mask.pixels, None if mpp is None else mpp * grid.side
+    pieces, _ = cv2.connectedComponents(pixels.view(np.uint8), connectivity=8)
+    tissue, scanned = (
+        None if scale is None else count * scale**2 / 1e6
+        for count in (int(pixels.sum()), pixels.size)
+    )
+    share = float(pixels.mean()) if pixels.size else 0.0
+    row = SlideTissue(
+        slide,
+        tissue,
+        scanned,
+        share,
+        pieces - 1,
+        mask.threshold,
+        scale,
+        source,
+        (*notes, *mask.notes),
+    )
+    write_mask(folder, slide, pixels, grid, bounds, outlines=outlines)
+    picture = draw_overlay(thumbnail, pixels)
+    write_atomically(folder / f"{slide}-overlay.jpg", encode_thumbnail(picture))
+    return row, resize_image(picture, _PAGE_SIDE)
 
 
 def draw_overlay(thumbnail: NDArray[np.uint8], mask: Mask) -> NDArray[np.uint8]:
     """Return a thumbnail, (H, W, 3) uint8, with the edge of a mask; areas outside are paler."""
-    pale = (255 - _OUTSIDE * (255 - thumbnail.astype(np.float32))).astype(np.uint8)
+    pale = (255 - 0.4 * (255 - thumbnail.astype(np.float32))).astype(np.uint8)
     picture = np.where(mask[..., None], thumbnail, pale)
-    kernel = np.ones((3, 3), np.uint8)
-    edge = cv2.morphologyEx(mask.view(np.uint8), cv2.MORPH_GRADIENT, kernel)
-    picture[edge.view(np.bool_)] = _EDGE
+    edge = cv2.morphologyEx(mask.view(np.uint8), cv2.MORPH_GRADIENT, np.ones((3, 3), np.uint8))
+    picture[edge.view(np.bool_)] = (0, 150, 80)
     return picture
 
 
@@ -229,80 +245,57 @@ def write_mask_table(result: TissueReport) -> None:
         NothingToDo: no slide has a mask.
     """
     if not result.slides:
-        reasons = "; ".join(result.failed.values()) or None
-        raise NothingToDo("no tissue mask was written", found=reasons)
+        raise NothingToDo(
+            "no tissue mask was written", found="; ".join(result.failed.values()) or None
+        )
     result.slides.sort(key=lambda slide: slide.slide)
-    names = [column.name for column in dataclasses.fields(SlideTissue)]
-    rows = []
-    for slide in result.slides:
-        values = dataclasses.asdict(slide) | {"notes": "; ".join(slide.notes)}
-        cells = (values[name] for name in names)
-        rows.append([round(cell, 4) if isinstance(cell, float) else cell for cell in cells])
-    write_table(result.folder / TABLE, names, rows)
+    rows = (asdict(slide) | {"notes": "; ".join(slide.notes)} for slide in result.slides)
+    cells = [[round(v, 4) if isinstance(v, float) else v for v in row.values()] for row in rows]
+    write_table(result.folder / TABLE, [column.name for column in fields(SlideTissue)], cells)
 
 
-@dataclass(frozen=True, slots=True)
-class MaskTask:
-    """A slide whose mask is to be written; pickled for a worker process.
-
-    `mpp` is its scale in a table, `method` the recorded name of the algorithm or network. `force` replaces a mask that
-    exists.
-    """
-
-    file: SlideFile
-    mpp: Mpp | None
-    default_mpp: Mpp | None
-    source: TissueSource
-    method: str
-    folder: Path
-    force: bool
-
-
-def write_one_mask(task: MaskTask) -> tuple[SlideTissue, NDArray[np.uint8]]:
+def write_one_mask(
+    task: tuple[SlideFile, Mpp | None, TissueSource],
+    *,
+    folder: Path,
+    default_mpp: Mpp | None,
+    method: str,
+    force: bool,
+) -> tuple[SlideTissue, NDArray[np.uint8]]:
     """Write the mask of a slide, and return its numbers and a small picture; a task for a worker process.
+
+    Args:
+        task: the slide, its scale in a table, and how its tissue is found.
+        folder: folder of the masks.
+        default_mpp: scale of slides without one.
+        method: recorded name of the algorithm or network.
+        force: replace a mask that exists.
 
     Raises:
         SlideError: it failed.
     """
+    file, mpp, source = task
     try:
-        return _write_mask_of(task)
+        if file.problem is not None:
+            raise SlideUnreadable(f"{file.id}: {file.problem}")  # noqa: TRY301
+        with open_slide(file.path) as slide:
+            info = slide.info
+            scale, notes = resolve_scale(file.id, info, mpp, default_mpp, required=False)
+            mpp = scale.mpp if scale else None
+            with NativeLevels(slide, file.files) as levels:
+                thumbnail = read_tissue_thumbnail(slide, mpp, levels, source)
+            grid, path = Grid.of(thumbnail, info.size), folder / f"{file.id}.geojson"
+            kept = path.exists() and not force
+            mask, origin = (
+                (TissueMask(read_mask(path, file.id, grid, info.bounds)), path.name)
+                if kept
+                else find_tissue(slide, mpp, thumbnail, source)
+            )
+        mask = mask or TissueMask(np.ones(thumbnail.pixels.shape[:2], np.bool_))
+        return write_slide_mask(
+            folder, file.id, mask, grid, bounds=info.bounds, thumbnail=thumbnail.pixels, mpp=mpp,
+            source=origin or method, outlines=not kept,
+            notes=[*notes, *info.notes, *filter(None, [colour_note(thumbnail.pixels)])],
+        )  # fmt: skip
     except Exception as error:  # `slide_failure` raises what concerns all slides
         raise SlideError(slide_failure(error)) from error
-
-
-def _write_mask_of(task: MaskTask) -> tuple[SlideTissue, NDArray[np.uint8]]:
-    if task.file.problem is not None:
-        raise SlideUnreadable(f"{task.file.id}: {task.file.problem}")
-    with open_slide(task.file.path) as slide:
-        info, notes, mpp = slide.info, [], None
-        try:
-            scale = resolve_mpp(task.file.id, info, from_csv=task.mpp, default=task.default_mpp)
-            mpp, notes = scale.mpp, [scale.note] if scale.note else []
-        except ScaleError as error:
-            notes.append(f"scale unknown: {error.what}")
-        with NativeLevels(slide, task.file.files) as levels:
-            thumbnail = read_tissue_thumbnail(slide, mpp, levels, task.source)
-        notes += [*info.notes, *filter(None, [colour_note(thumbnail.pixels)])]
-        mask, origin, kept = _mask_of(task, slide, mpp, thumbnail)
-        grid = Grid.of(thumbnail, info.size)
-    source = origin or task.method
-    slide_mask = SlideMask(task.file.id, mask.pixels, grid, info.bounds, thumbnail.pixels)
-    row = measure_mask(slide_mask, mpp, source, [*notes, *mask.notes])
-    picture = write_slide_mask(task.folder, slide_mask, outlines=not kept)
-    return dataclasses.replace(row, threshold=mask.threshold), picture
-
-
-def _mask_of(
-    task: MaskTask, slide: Slide, mpp: Mpp | None, thumbnail: Thumbnail
-) -> tuple[TissueMask, str | None, bool]:
-    """Return the mask of a slide, the file that it was read from, and whether that is a mask of the folder."""
-    mask_path = task.folder / f"{task.file.id}.geojson"
-    if mask_path.exists() and not task.force:
-        grid = Grid.of(thumbnail, slide.info.size)
-        return (
-            TissueMask(read_mask(mask_path, task.file.id, grid, slide.info.bounds)),
-            mask_path.name,
-            True,
-        )
-    mask, origin = find_tissue(slide, mpp, thumbnail, task.source)
-    return mask or TissueMask(np.ones(thumbnail.pixels.shape[:2], np.bool_)), origin, False

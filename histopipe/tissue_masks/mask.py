@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any
 
 import cv2
@@ -48,8 +48,8 @@ def otsu_threshold(counts: NDArray[Any]) -> int:
     """
     if np.count_nonzero(counts) < 2:
         return 0
-    bins = np.arange(len(counts))
-    below, sums = np.cumsum(counts, dtype=np.float64), np.cumsum(counts * bins, dtype=np.float64)
+    below = np.cumsum(counts, dtype=np.float64)
+    sums = np.cumsum(counts * np.arange(len(counts)), dtype=np.float64)
     above = below[-1] - below
     with np.errstate(divide="ignore", invalid="ignore"):
         distance = sums / below - (sums[-1] - sums) / above
@@ -77,29 +77,29 @@ class Components:
     @cached_property
     def areas(self) -> NDArray[np.int64]:
         """Number of pixels of each part, (N,)."""
-        lengths = self._lengths * (self._run_parts > 0)
-        return np.bincount(self._run_parts, lengths, self._count).astype(np.int64)
+        weights = self._lengths * (self._run_parts > 0)
+        return np.bincount(self._run_parts, weights, self._count).astype(np.int64)
 
     @cached_property
-    def _places(self) -> NDArray[np.int64]:
-        return np.flatnonzero(self._mask)
-
-    @cached_property
-    def _parts(self) -> NDArray[np.int32]:
-        return self._labels[self._places]
+    def _pixels(self) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+        """Positions of the pixels of all parts in the flat mask, and the part of each, (P,) each."""
+        places = np.flatnonzero(self._mask)
+        return places, self._labels[places]
 
     def means(self, values: NDArray[Any]) -> NDArray[np.float64]:
         """Return the mean of values, (H, W), over each part, (N,)."""
-        sums = np.bincount(self._parts, values.ravel()[self._places], self._count)
+        places, parts = self._pixels
+        sums = np.bincount(parts, values.ravel()[places], self._count)
         return np.asarray(sums / np.maximum(self.areas, 1))
 
     def boxes(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the top left corners of the parts and their extents, (N, 2) each, y first."""
         first, last = np.zeros((2, self._count, 2), np.int64)
         first[1:] = max(self._mask.shape)
-        for axis, values in enumerate(np.divmod(self._places, self._mask.shape[1])):
-            np.minimum.at(first[:, axis], self._parts, values)
-            np.maximum.at(last[:, axis], self._parts, values)
+        places, parts = self._pixels
+        for axis, values in enumerate(np.divmod(places, self._mask.shape[1])):
+            np.minimum.at(first[:, axis], parts, values)
+            np.maximum.at(last[:, axis], parts, values)
         return first, last - first + 1
 
     def pixels_of(self, kept: Mask) -> Mask:
@@ -150,40 +150,38 @@ class Grid:
         """Return the grid from `to_text`; ValueError, KeyError or TypeError if the text is another."""
         value = json.loads(text)
         x, y, side = (float(value[name]) for name in ("x", "y", "side"))
-        size, slide = (
-            Size(int(value[name]["width"]), int(value[name]["height"]))
-            for name in ("size", "slide")
-        )
-        return cls(x, y, side, size, slide)
+        sizes = (value[name] for name in ("size", "slide"))
+        return cls(x, y, side, *(Size(int(s["width"]), int(s["height"])) for s in sizes))
 
     def outlines(self, mask: Mask) -> list[shapely.Polygon]:
         """Return the outlines of a mask, (H, W) bool, in level-0 pixels: they follow the edges of its pixels."""
         edges = np.diff(np.pad(mask.view(np.int8), ((0, 0), (1, 1))), axis=1)
         rows, starts = np.nonzero(edges == 1)
         _, ends = np.nonzero(edges == -1)
-        runs = shapely.box(starts, rows, ends, rows + 1)
-        joined = shapely.simplify(shapely.union_all(runs), 0)  # without points on straight edges
+        runs = shapely.union_all(shapely.box(starts, rows, ends, rows + 1))
+        joined = shapely.simplify(runs, 0)  # without points on straight edges
         placed = shapely.transform(joined, lambda points: points * self.side + (self.x, self.y))
         return [part for part in shapely.get_parts(placed) if isinstance(part, shapely.Polygon)]
 
     def covered(self, areas: Iterable[BaseGeometry]) -> Mask:
         """Return which pixels have their centre in one of the areas, (H, W) bool. Areas are polygons of level 0."""
         mask = np.zeros((self.size.height, self.size.width), np.bool_)
-        for area in areas:
-            for polygon in shapely.get_parts(area):
-                mask |= self._inside(polygon)
+        for polygon in shapely.get_parts(list(areas)):
+            mask |= self._inside(polygon)
         return mask
 
     def _inside(self, polygon: shapely.Polygon) -> Mask:
         """Return the pixels with their centre in a polygon: those with an odd number of edges on their left."""
         crossings = np.zeros((self.size.height, self.size.width + 1), np.bool_)
         for ring in (polygon.exterior, *polygon.interiors):
-            # In units of pixels, with the centres at whole numbers.
+            # In units of pixels, with the centres at whole numbers. Edges of pixels of another grid are slightly off.
             points = (shapely.get_coordinates(ring) - (self.x, self.y)) / self.side - 0.5
-            points = np.round(points, 6)  # edges of pixels of another grid are slightly off
+            points = np.round(points, 6)
             (x0, y0), (x1, y1) = points[:-1].T, points[1:].T
-            first = np.clip(np.ceil(np.minimum(y0, y1)), 0, self.size.height).astype(np.int64)
-            last = np.clip(np.ceil(np.maximum(y0, y1)), 0, self.size.height).astype(np.int64)
+            first, last = (
+                np.clip(np.ceil(ends), 0, self.size.height).astype(np.int64)
+                for ends in (np.minimum(y0, y1), np.maximum(y0, y1))
+            )
             count = np.maximum(last - first, 0)
             edge = np.repeat(np.arange(len(count)), count)
             row = np.arange(len(edge)) - np.repeat(np.cumsum(count) - count, count) + first[edge]
@@ -206,8 +204,9 @@ class Grid:
         pixels = np.zeros((self.size.height, self.size.width), np.bool_)
         height, width = mask.shape
         ok_rows, ok_columns = (rows >= 0) & (rows < height), (columns >= 0) & (columns < width)
-        part = mask[np.ix_(rows[ok_rows].astype(int), columns[ok_columns].astype(int))]
-        pixels[np.ix_(ok_rows, ok_columns)] = part
+        pixels[np.ix_(ok_rows, ok_columns)] = mask[
+            np.ix_(rows[ok_rows].astype(int), columns[ok_columns].astype(int))
+        ]
         return pixels
 
 
@@ -267,8 +266,7 @@ def glass_colour(coarse: NDArray[np.uint8]) -> NDArray[np.float64]:
     counts = np.bincount(value[bright], minlength=256).astype(np.float64)
     if not counts.any():
         return np.full(3, 255.0)
-    lightest = int(np.searchsorted(counts.cumsum(), 0.95 * counts.sum()))
-    low = max(0, lightest - 25)
+    low = max(0, int(np.searchsorted(counts.cumsum(), 0.95 * counts.sum())) - 25)
     most = low + int(np.convolve(counts, np.ones(5), "same")[low:].argmax())
     near = bright & cv2.inRange(value, most - 4, most + 4).view(np.bool_)
     return np.asarray(np.median(coarse[near], axis=0))
@@ -291,11 +289,26 @@ def mean_and_chroma(
 
 def brightest(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Return the brightest channel of each pixel. NumPy takes ten times as long for such short axes."""
-    red, green, blue = cv2.split(pixels)
-    return np.asarray(cv2.max(cv2.max(red, green), blue), np.uint8)
+    return np.asarray(reduce(cv2.max, cv2.split(pixels)), np.uint8)
 
 
 def darkest(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Return the darkest channel of each pixel."""
-    red, green, blue = cv2.split(pixels)
-    return np.asarray(cv2.min(cv2.min(red, green), blue), np.uint8)
+    return np.asarray(reduce(cv2.min, cv2.split(pixels)), np.uint8)
+
+
+LEAST_INK = 0.6
+"""Least density of ink, as the sum of the three channels. Glass has 0.1, pale eosin 0.3."""
+
+
+def coloured_ink(colours: NDArray[np.float32]) -> Mask:
+    """Return blue, green and red ink, (H, W) bool, from optical densities, (H, W, 3).
+
+    Haematoxylin absorbs red and green light, eosin green; mixtures and blood are between these. Blue ink absorbs far
+    more red than green. Green ink absorbs green least. Red ink absorbs blue as much as green, and almost no red.
+    """
+    red, green, blue = cv2.split(colours)
+    is_blue = (red > 1.3 * green) & (red > 1.5 * blue)
+    is_green = (red > 1.3 * green) & (blue > 1.15 * green)
+    is_red = (green > 4 * red) & (blue > 0.8 * green)
+    return np.asarray((red + green + blue > LEAST_INK) & (is_blue | is_green | is_red))

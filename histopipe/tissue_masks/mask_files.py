@@ -10,6 +10,7 @@ import io
 import json
 import zlib
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from shapely.geometry.base import BaseGeometry
 
 from histopipe.annotations.annotation_files import (
     GEOJSON,
+    annotation_files,
     file_bytes,
     match_files,
     read_annotations,
@@ -37,7 +39,6 @@ TISSUE = "Tissue"
 PNG = ".png"
 _KEY = "histopipe"
 """Key of the grid in a PNG file and in GeoJSON."""
-_COLOUR = [0, 160, 90]
 _MOST_PIXELS = 400_000_000
 _PART = 8
 """Outlines inside the first eighth of the slide's width and height are not in pixels of level 0, or almost never."""
@@ -49,18 +50,16 @@ def find_masks(folder: Path, names: SlideNames) -> dict[str, Path]:
     Raises:
         UsageError: there is no mask, no mask has the name of a slide, or two match the same slide.
     """
-    files = sorted(
-        path for path in folder.rglob("*")
-        if path.suffix.lower() in (*GEOJSON, PNG) and not path.name.startswith(".") and path.is_file()
-    )  # fmt: skip
+    files = annotation_files(folder, (*GEOJSON, PNG))
     if not files:
         raise UsageError(
             f"{folder} contains no masks", expected=f"files SLIDE{GEOJSON[0]} or SLIDE{PNG}"
         )
     masks: dict[str, Path] = {}
     for suffixes in ((PNG,), GEOJSON):  # GeoJSON last: it replaces the PNG file of the same slide
-        some = (path for path in files if path.suffix.lower() in suffixes)
-        exact, loose, _ = match_files(some, folder, names)
+        exact, loose, _ = match_files(
+            (path for path in files if path.suffix.lower() in suffixes), folder, names
+        )
         masks |= loose | exact
     if not masks:
         raise UsageError(
@@ -119,10 +118,7 @@ def read_outlines(path: Path, slide: str, bounds: RegionL0) -> list[Outline]:
             path, slide, outlines.invalid[0], todo="correct the outline, in QuPath for example"
         )
     moved = (bounds.origin.x, bounds.origin.y) if outlines.frame == "bounds" else (0, 0)
-    return [
-        Outline(outline.feature, outline.name, translate(outline.area, *moved), outline.excluded)
-        for outline in outlines.entries
-    ]
+    return [replace(outline, area=translate(outline.area, *moved)) for outline in outlines.entries]
 
 
 def write_mask(
@@ -131,8 +127,7 @@ def write_mask(
     """Write `SLIDE.png` and, with `outlines`, `SLIDE.geojson`, each by one rename. A slide id may have folders."""
     files = {PNG: encode_png(mask, grid)}
     if outlines:
-        origin = (bounds.origin.x, bounds.origin.y)
-        files[GEOJSON[0]] = _geojson(grid.outlines(mask), grid, origin)
+        files[GEOJSON[0]] = _geojson(grid.outlines(mask), grid, (bounds.origin.x, bounds.origin.y))
     for suffix, data in files.items():
         path = path_within(folder, f"{slide}{suffix}")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -154,13 +149,14 @@ def read_png_grid(data: bytes) -> Grid | None:
 
 
 def _geojson(outlines: Sequence[shapely.Polygon], grid: Grid, origin: tuple[int, int]) -> bytes:
-    features = []
-    for outline in outlines:
-        placed = shapely.transform(outline, lambda points: np.round(points - origin, 2))
-        features.append({
-            "type": "Feature", "geometry": shapely.geometry.mapping(placed),
-            "properties": {"objectType": "annotation", "classification": {"name": TISSUE, "color": _COLOUR}},
-        })  # fmt: skip
+    properties = {
+        "objectType": "annotation",
+        "classification": {"name": TISSUE, "color": [0, 160, 90]},
+    }
+    features = [
+        {"type": "Feature", "geometry": shapely.geometry.mapping(area), "properties": properties}
+        for area in shapely.transform(list(outlines), lambda points: np.round(points - origin, 2))
+    ]
     value = {"type": "FeatureCollection", "features": features, _KEY: grid.to_text()}
     return json.dumps(value, separators=(",", ":")).encode()
 
@@ -170,7 +166,8 @@ def _read_areas(
 ) -> tuple[Sequence[BaseGeometry], Sequence[BaseGeometry]]:
     """Return the areas of tissue, and those that are cut out."""
     outlines = read_outlines(path, slide, bounds)
-    written = _grid(_member(path))
+    collection = json.loads(path.read_bytes().decode("utf-8-sig"))  # was read before
+    written = _grid(collection.get(_KEY) if isinstance(collection, dict) else None)
     if written is not None:
         _check_size(path, slide, written, grid.slide)
     cut = [outline.area for outline in outlines if outline.excluded or outline.name in exclude]
@@ -233,8 +230,7 @@ def _read_png(path: Path, slide: str, grid: Grid, bounds: RegionL0) -> Mask:
         side = whole.width / size.width
         # The tool that reduced the slide may have rounded both sides.
         if abs(whole.height / side - size.height) <= 1.5 + size.height / size.width:
-            source = Grid(x, y, side, size, grid.slide)
-            return grid.resampled(mask, source)
+            return grid.resampled(mask, Grid(x, y, side, size, grid.slide))
     raise _unfit(path, slide, f"{size} pixels", f"the shape of the slide, which has {grid.slide}",
                  "check that it is the mask of this slide, and covers all of it")  # fmt: skip
 
@@ -243,12 +239,6 @@ def _check_size(path: Path, slide: str, written: Grid, size: Size) -> None:
     if written.slide != size:
         raise _unfit(path, slide, f"the mask of a slide of {written.slide} pixels", f"one of {size} pixels",
                      "check that the file has the name of its slide")  # fmt: skip
-
-
-def _member(path: Path) -> Any:
-    """Return the text of the grid in a GeoJSON file that was read before; None if there is none."""
-    value = json.loads(path.read_bytes().decode("utf-8-sig"))
-    return value.get(_KEY) if isinstance(value, dict) else None
 
 
 def _grid(text: Any) -> Grid | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -46,7 +46,6 @@ class Segmenter:
     has one map, or one per class; `class_index` is the tissue. `output` "logits" are converted to probabilities.
     """
 
-    path: Path
     mpp: Mpp
     size: int
     layout: Layout
@@ -103,7 +102,7 @@ def read_segmenter(path: Path) -> Segmenter:
         k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()
     }
     settings["class_index"] = settings.pop("class", 1)
-    return Segmenter(path=path, **{**settings, "mpp": check_mpp("mpp", float(fields["mpp"]))})
+    return Segmenter(**{**settings, "mpp": check_mpp("mpp", float(fields["mpp"]))})
 
 
 def is_colour(value: Any) -> bool:
@@ -144,10 +143,9 @@ def load_network(path: Path, _modified: int) -> Callable[[NDArray[np.uint8]], ND
         channels = (
             maps if network.layout == "NCHW" or maps.shape[1] == 1 else maps.transpose(0, 3, 1, 2)
         )
-        shape = (len(pixels), network.size, network.size)
         if (
             channels.ndim != 4
-            or channels[:, 0].shape != shape
+            or channels[:, 0].shape != (len(pixels), network.size, network.size)
             or (channels.shape[1] > 1 and network.class_index >= channels.shape[1])
         ):
             raise UsageError(
@@ -202,9 +200,9 @@ def _onnx(path: Path) -> Callable[[NDArray[np.float32]], NDArray[np.float32]]:
 
     def call(values: NDArray[np.float32]) -> NDArray[np.float32]:
         # One by one: many networks are exported with a batch of one.
-        inputs = [{name: np.ascontiguousarray(one[None])} for one in values]
+        inputs = (np.ascontiguousarray(one[None]) for one in values)
         try:
-            return np.concatenate([np.asarray(session.run(None, one)[0]) for one in inputs])
+            return np.concatenate([np.asarray(session.run(None, {name: x})[0]) for x in inputs])
         except Exception as error:  # as above
             raise UsageError(
                 f"{path} cannot be run", found=str(error).split("\n")[0][:200]
@@ -255,19 +253,19 @@ def find_by_network(
         )
     probabilities = np.zeros((size.height, size.width), np.uint8)
     run = load_network(path, path.stat().st_mtime_ns)
-    waiting: list[tuple[int, int, NDArray[np.uint8]]] = []
-    places = list(_places(size, network))
-    for number, (x, y) in enumerate(places):
-        try:
-            waiting.append((x, y, _tile(slide, network, mpp, x, y)))
-        except SlideUnreadable:
-            # It may be tissue: its patches are planned, and recorded as unreadable if reading fails again.
-            _keep(probabilities, np.ones((network.size, network.size), np.float32), x, y, network)
-        if waiting and (len(waiting) == _BATCH or number == len(places) - 1):
-            maps = run(np.stack([pixels for _, _, pixels in waiting]))
-            for (left, top, _), probability in zip(waiting, maps, strict=True):
-                _keep(probabilities, probability, left, top, network)
-            waiting = []
+    places = _places(size, network)
+    for start in range(0, len(places), _BATCH):
+        tiles = {}
+        for place in places[start : start + _BATCH]:
+            try:
+                tiles[place] = _tile(slide, network, mpp, *place)
+            except SlideUnreadable:
+                # It may be tissue: its patches are planned, and recorded as unreadable if reading fails again.
+                probability = np.ones((network.size, network.size), np.float32)
+                _keep(probabilities, probability, *place, network)
+        if tiles:
+            for place, probability in zip(tiles, run(np.stack([*tiles.values()])), strict=True):
+                _keep(probabilities, probability, *place, network)
     source = Grid(bounds.origin.x, bounds.origin.y, scale, size, grid.slide)
     tissue = _at(probabilities, source, grid) >= network.threshold * 255
     if thumbnail.lost is not None:
@@ -275,12 +273,11 @@ def find_by_network(
     return TissueMask(tissue, network.threshold)
 
 
-def _places(size: Size, network: Segmenter) -> Iterator[tuple[int, int]]:
-    """Yield the corners of tiles that cover an image; the first ones begin outside, so that each border is inside one."""
+def _places(size: Size, network: Segmenter) -> list[tuple[int, int]]:
+    """Return the corners of tiles that cover an image; the first ones begin outside, so that each border is inside one."""
     margin = (network.size - network.step) // 2
-    for y in range(-margin, size.height - margin, network.step):
-        for x in range(-margin, size.width - margin, network.step):
-            yield x, y
+    columns = range(-margin, size.width - margin, network.step)
+    return [(x, y) for y in range(-margin, size.height - margin, network.step) for x in columns]
 
 
 def _tile(slide: Slide, network: Segmenter, mpp: Mpp, x: int, y: int) -> NDArray[np.uint8]:
@@ -290,17 +287,14 @@ def _tile(slide: Slide, network: Segmenter, mpp: Mpp, x: int, y: int) -> NDArray
     left, top = max(0.0, x * scale), max(0.0, y * scale)
     right = min(float(bounds.size.width), (x + network.size) * scale)
     bottom = min(float(bounds.size.height), (y + network.size) * scale)
-    size = Size(
-        max(1, round((right - left) / level.downsample)),
-        max(1, round((bottom - top) / level.downsample)),
-    )
+    extent = (right - left, bottom - top)
+    size = Size(*(max(1, round(length / level.downsample)) for length in extent))
     origin = PointL0(bounds.origin.x + round(left), bounds.origin.y + round(top))
+    inner = [max(1, round(length / scale)) for length in extent]
     pixels = slide.read_region(origin, level.number, size)
-    inner = max(1, round((right - left) / scale)), max(1, round((bottom - top) / scale))
     small = cv2.resize(pixels, inner, interpolation=cv2.INTER_AREA)
     before, above = max(0, -x), max(0, -y)
-    after = max(0, network.size - before - inner[0])
-    below = max(0, network.size - above - inner[1])
+    after, below = max(0, network.size - before - inner[0]), max(0, network.size - above - inner[1])
     whole = cv2.copyMakeBorder(small, above, below, before, after, cv2.BORDER_REPLICATE)
     return np.asarray(whole[: network.size, : network.size], np.uint8)
 
@@ -322,11 +316,10 @@ def _keep(
 
 def _at(probabilities: NDArray[np.uint8], source: Grid, grid: Grid) -> NDArray[np.uint8]:
     """Return probabilities on the grid of the thumbnail: averaged if it is coarser, else interpolated."""
-    columns, rows = (
-        grid.size.width * grid.side / source.side,
-        grid.size.height * grid.side / source.side,
+    width, height = (
+        max(1, round(count * grid.side / source.side))
+        for count in (grid.size.width, grid.size.height)
     )
-    width, height = max(1, round(columns)), max(1, round(rows))
     fitted = np.pad(
         probabilities[:height, :width],
         ((0, max(0, height - probabilities.shape[0])), (0, max(0, width - probabilities.shape[1]))), mode="edge",

@@ -18,7 +18,7 @@ from typing import Any
 from histopipe._version import __version__
 from histopipe.errors import UsageError
 from histopipe.ingestion.cluster.dask_cluster import DaskCluster, connected
-from histopipe.ingestion.cluster.slide_worker import ClusterSettings, PartFolders
+from histopipe.ingestion.cluster.slide_worker import ClusterSettings
 from histopipe.ingestion.ingest_slides import (
     annotate_skipped,
     check_ingest,
@@ -81,10 +81,11 @@ def ingest_on_cluster(
         catalog.write()
         with LogProgress(out / LOG) as log, IngestProgress(len(jobs), progress, log) as events:
             log.message(f"histopipe {__version__}, {spec}, {options}, {cluster}")
-            folders = PartFolders(out, scratch.absolute(), catalog.uuid)
             # The scales of all slides are checked above. A worker could check one slide only.
-            for_workers = replace(options, allow_mixed_mpp=True)
-            settings = ClusterSettings(folders, spec, for_workers, part_bytes)
+            options = replace(options, allow_mixed_mpp=True)
+            settings = ClusterSettings(
+                out, scratch.absolute(), catalog.uuid, spec, options, part_bytes
+            )
             run = _ClusterIngest(workers, catalog, settings, events)
             outcomes = run.ingest(jobs)
             warnings = describe_copies(record for _, record in run.parts.values())
@@ -145,12 +146,12 @@ class _ClusterIngest:
         """Return the outcome of each slide, sorted by id."""
         self._publish_parts()
         records = dict(enumerate(record for _, record in self.parts.values()))
-        sorted_slides = sort_slides(jobs, records, self.settings.options)
-        for outcome in sorted_slides.outcomes:
+        pending, outcomes, relabelled = sort_slides(jobs, records, self.settings.options)
+        for outcome in outcomes:
             self._finish(outcome)
-        self._relabel(sorted_slides.relabelled.values())
+        self._relabel(relabelled.values())
         for _ in range(_ROUNDS):
-            missing = [job for job in sorted_slides.pending if job.id not in self._outcomes]
+            missing = [job for job in pending if job.id not in self._outcomes]
             if not missing:
                 break
             try:
@@ -164,24 +165,27 @@ class _ClusterIngest:
             self._publish_parts()
             for job in missing:
                 self._settle(job)
-        for job in sorted_slides.pending:
+        for job in pending:
             if job.id not in self._outcomes:
-                lost = "the workers that ingested it were lost with their disks; run the same command again"
-                job.fail(f"{job.file.location}: {lost}")
+                job.fail(
+                    f"{job.file.location}: the workers that ingested it were lost with their disks; "
+                    "run the same command again"
+                )
                 self._finish(SlideOutcome.of(job.record))
         return sorted(self._outcomes.values(), key=lambda outcome: outcome.id)
 
     def annotate_skipped(self, report: IngestReport, jobs: Sequence[SlideJob]) -> IngestReport:
         """Label the patches of slides that an earlier run ingested, where their annotations have changed."""
-        skipped = {slide.id for slide in report.of(SlideStatus.SKIPPED)}
+        skipped = {slide.id for slide in report.of(SlideStatus.SKIPPED)} & self.parts.keys()
         by_part: dict[str, list[SlideJob]] = defaultdict(list)
         for job in jobs:
-            if job.annotations is not None and job.id in skipped and job.id in self.parts:
+            if job.annotations is not None and job.id in skipped:
                 by_part[self.parts[job.id][0]].append(job)
         if by_part and self._may_change("annotations"):
             for part, of_part in by_part.items():
-                folder = self.catalog.folder / part
-                report = annotate_skipped(report, of_part, folder, self.settings.options)
+                report = annotate_skipped(
+                    report, of_part, self.catalog.folder / part, self.settings.options
+                )
         return report
 
     def _settle(self, job: SlideJob) -> None:
@@ -213,9 +217,9 @@ class _ClusterIngest:
                     job.label = SlideLabel(record.label, record.patient, record.site)
                     running[self.cluster.submit(self.settings, job)] = job
                 for future in self.cluster.wait(running):
-                    if not self._receive(running[future], future):
-                        waiting.append(running[future])
-                    del running[future]
+                    job = running.pop(future)
+                    if not self._receive(job, future):
+                        waiting.append(job)
                 self._show_events()
         finally:
             for future in running:
@@ -223,22 +227,21 @@ class _ClusterIngest:
 
     def _receive(self, job: SlideJob, future: Any) -> bool:
         """Receive the result of a slide; return False if it was lost."""
-        name = job.id
         try:
             ingested = self.cluster.result(future)
         except WorkerDied as error:
             # Dask also reports slides that only waited on a worker that died. These are submitted again.
-            if name not in self._suspected:
-                self._suspected.add(name)
+            if job.id not in self._suspected:
+                self._suspected.add(job.id)
                 return False
             job.fail(f"{job.file.location}: every worker that ingested it died: {error}")
             ingested = SlideOutcome.of(job.record), ""
         if ingested is None:
             return False
-        self._ingested[name] = ingested
+        self._ingested[job.id] = ingested
         self._show_events()
-        if name not in self._shown:
-            self._shown.add(name)
+        if job.id not in self._shown:
+            self._shown.add(job.id)
             self.progress.finished(ingested[0])
         return True
 
@@ -265,25 +268,25 @@ class _ClusterIngest:
     def _chosen(self, slide: str, parts: list[tuple[str, SlideRecord]]) -> tuple[str, SlideRecord]:
         """Return the part to use: that of this run, else that of the catalog, else one where the slide is complete."""
         _, ingested_part = self._ingested.get(slide, (None, None))
-        complete = [entry for entry in parts if entry[1].state is SlideState.COMPLETE]
-        usable = dict(complete or parts if ingested_part is None else parts)
+        best = [entry for entry in parts if entry[1].state is SlideState.COMPLETE] or parts
+        usable = dict(best if ingested_part is None else parts)
         for part in (ingested_part, self.catalog.slides.get(slide)):
             if part in usable:
                 return part, usable[part]
-        return (complete or parts)[0]
+        return best[0]
 
     def _relabel(self, records: Collection[SlideRecord]) -> None:
         """Write the labels, patients and sites that have changed."""
         if not records or not self._may_change(f"labels of {', '.join(r.id for r in records)}"):
             return
-        by_part: dict[str, dict[str, SlideRecord]] = defaultdict(dict)
+        by_part: dict[str, list[SlideRecord]] = defaultdict(list)
         for record in records:
-            by_part[self.parts[record.id][0]][record.id] = record
+            by_part[self.parts[record.id][0]].append(record)
         for part, changed in by_part.items():
             with StoreWriter(self.catalog.folder / part, self.settings.spec) as writer:
                 numbers = {record.id: number for number, record in writer.records().items()}
-                write_labels(writer, {numbers[name]: record for name, record in changed.items()})
-            self.parts.update({name: (part, record) for name, record in changed.items()})
+                write_labels(writer, {numbers[record.id]: record for record in changed})
+            self.parts |= {record.id: (part, record) for record in changed}
 
     def _may_change(self, what: str) -> bool:
         """Return whether published parts can be changed; if not, show a message."""
@@ -296,6 +299,7 @@ class _ClusterIngest:
         return False
 
     def _finish(self, outcome: SlideOutcome) -> None:
+        """Show the final outcome of a slide. It may differ from that of a worker, if its part was lost."""
         self._outcomes[outcome.id] = outcome
         self._shown.add(outcome.id)
         self.progress.finished(outcome)

@@ -30,7 +30,6 @@ _SECONDS = 30.0
 _WAIT_SECONDS, _POLL_SECONDS = 0.5, 0.02
 _SUBMIT_SECONDS = 5.0
 """Minimum time between two submissions of Slurm jobs."""
-_LOGGERS = ("distributed", "distributed.client", "tornado.application", "asyncio")
 
 
 @contextmanager
@@ -59,7 +58,7 @@ def connected(cluster: str) -> Iterator[DaskCluster]:
             todo="set distributed.comm.tls.client.cert in Dask's configuration",
         )  # fmt: skip
     # Errors in Dask's callbacks are raised again when their result is read.
-    for name in _LOGGERS:
+    for name in ("distributed", "distributed.client", "tornado.application", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     with ExitStack() as stack:
         target = _start(kind)
@@ -84,8 +83,7 @@ def run_slide(settings: ClusterSettings, job: SlideJob, topic: str) -> tuple[Sli
     from distributed import get_worker
 
     worker = get_worker()
-    send = partial(worker.log_event, topic)
-    return ingest_slide(settings, job, worker.state.nthreads, send)
+    return ingest_slide(settings, job, worker.state.nthreads, partial(worker.log_event, topic))
 
 
 class DaskCluster:
@@ -119,9 +117,8 @@ class DaskCluster:
             if self._jobs is not None:
                 self._jobs.renew(str(worker["name"]) for worker in workers.values())
             return list(workers)
-        now = time.monotonic()
-        self._silent_since = self._silent_since or now
-        if self._client.status == "closed" or now - self._silent_since > _SECONDS:
+        self._silent_since = self._silent_since or time.monotonic()
+        if self._client.status == "closed" or time.monotonic() - self._silent_since > _SECONDS:
             raise MachineShort(
                 f"the scheduler at {self._name} is lost",
                 todo="restart it and its workers, then run the same command: ingested slides are on the workers' disks",
@@ -168,12 +165,11 @@ class DaskCluster:
             for address in self.workers()
         }
         while running:
-            done = self.wait(running.values())
-            connected_now = set(self.workers())
+            done, workers = self.wait(running.values()), self.workers()
             for address, future in list(running.items()):
                 if future in done:
                     self.result(running.pop(address))
-                elif address not in connected_now:
+                elif address not in workers:
                     running.pop(address).cancel()
 
     def events(self) -> Iterator[Sequence[Any]]:
@@ -187,16 +183,14 @@ class _SlurmJobs:
         self._slurm, self._count = slurm, count
         self._alive: set[Any] = set()
         self._submitted = time.monotonic()
-        self._check_script()
-        slurm.scale(jobs=count)
-
-    def _check_script(self) -> None:
-        """Check the job script with Slurm: Dask would only log an error."""
-        command = ["sbatch", "--test-only"]
-        script = self._slurm.job_script()
+        command = ["sbatch", "--test-only"]  # Dask would only log an error of the job script
         try:
             checked = subprocess.run(
-                command, input=script, capture_output=True, text=True, check=False
+                command,
+                input=slurm.job_script(),
+                capture_output=True,
+                text=True,
+                check=False,
             )
         except OSError as error:
             raise MachineShort(
@@ -208,6 +202,7 @@ class _SlurmJobs:
                 "--cluster slurm: sbatch rejects the job", found=" ".join(checked.stderr.split())[:300],
                 todo="change ~/.config/dask/jobqueue.yaml (docs/how-to/slurm.md)",
             )  # fmt: skip
+        slurm.scale(jobs=count)
 
     def renew(self, workers: Iterable[str]) -> None:
         """Submit new jobs to replace those that have lost their workers, for example at their time limit."""
@@ -227,15 +222,14 @@ def _start(kind: re.Match[str]) -> Any:
     if kind["local"]:
         from distributed import LocalCluster
 
-        # A terminal sends Ctrl-C to all processes, but only this process may handle it.
-        ignore_interrupt = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
         try:
             return LocalCluster(
                 n_workers=int(kind["local"]),
                 threads_per_worker=1,
                 dashboard_address="127.0.0.1:0",
                 silence_logs=logging.CRITICAL,
-                preload=[ignore_interrupt],
+                # A terminal sends Ctrl-C to all processes, but only this process may handle it.
+                preload=["import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"],
             )
         except (RuntimeError, OSError) as error:
             raise WorkerLost(

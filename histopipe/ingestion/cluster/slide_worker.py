@@ -13,17 +13,15 @@ import shutil
 import socket
 import threading
 import uuid
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from histopipe._version import __version__
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.ingestion.ingest_slides import ingest_slides
 from histopipe.ingestion.options import IngestOptions
 from histopipe.ingestion.planning import prepare
-from histopipe.ingestion.report import SlideOutcome
+from histopipe.ingestion.report import SendEvent, SlideOutcome
 from histopipe.ingestion.slide_job import SlideJob
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
@@ -34,108 +32,105 @@ from histopipe.system.files import (
     is_full_disk,
     locked,
 )
-from histopipe.system.output import Bar, Progress
+from histopipe.system.output import Progress
 from histopipe.system.worker_pool import WorkerPool
 from histopipe.tiling.spec import TilingSpec
 
-_OWN = ("lock.mdb", "ingest.lock", "ingest.csv")
-"""Files of a store that are not copied."""
-
 
 @dataclass(frozen=True, slots=True)
-class PartFolders:
-    """Folders in which the parts of a data set are filled and published. `dataset` is the uuid of the catalog.
+class ClusterSettings:
+    """Settings that are the same for every slide of a run.
 
     `out`, the folder of parts, has the same path on all machines. `scratch` is on a local disk of each machine.
+    `dataset` is the uuid of the catalog. A part of at least `part_bytes` is published, and a new part is started.
+    `version` is the version of the process that submits slides.
     """
 
     out: Path
     scratch: Path
     dataset: str
+    spec: TilingSpec
+    options: IngestOptions
+    part_bytes: int
+    version: str = __version__
 
     @property
     def folder(self) -> Path:
         """Folder on this machine in which parts of this data set are filled."""
         return self.scratch / f"histopipe-{self.dataset}"
 
-    def publish_abandoned(self) -> None:
-        """Publish the parts of this machine whose process has ended."""
-        for folder in sorted(self.folder.glob("part-*/")):
-            # Another worker on this machine may publish it at the same time.
-            with contextlib.suppress(FileNotFoundError), locked(folder) as free:
-                if free:
-                    self.publish(folder)
 
-    def publish(self, folder: Path) -> None:
-        """Move a part into the folder of parts if it has slides, and remove its scratch folder."""
-        store = folder / f"{folder.name}.lmdb"
-        target = self.out / store.name
-        # The target exists if a process was killed after it had moved the part.
-        if _has_slides(store) and not target.exists():
-            _move(store, target)
-        shutil.rmtree(folder)
-        with contextlib.suppress(OSError):  # other parts are in it
-            self.folder.rmdir()
+def _publish_folder(folder: Path, out: Path) -> None:
+    """Move a part into the folder of parts if it has slides, and remove its scratch folder."""
+    store = folder / f"{folder.name}.lmdb"
+    target = out / store.name
+    # The target exists if a process was killed after it had moved the part.
+    if _has_slides(store) and not target.exists():
+        _move(store, target)
+    shutil.rmtree(folder)
+    with contextlib.suppress(OSError):  # other parts are in it
+        folder.parent.rmdir()
 
 
-_parts: dict[PartFolders, PartStore] = {}
-"""Part of this process for each data set."""
+_parts: dict[tuple[Path, Path], PartStore] = {}
+"""Part of this process by the folder of parts and the scratch folder of the data set."""
 _beginning = threading.Lock()
 
 
 class PartStore:
     """A store that this process fills with a pool of processes. `busy` is locked by the thread that writes to it."""
 
-    def __init__(self, folders: PartFolders, workers: int) -> None:
-        self._folders, self.busy = folders, threading.Lock()
+    def __init__(self, settings: ClusterSettings, workers: int) -> None:
+        self._out, self.busy = settings.out, threading.Lock()
         self._writer: StoreWriter | None = None
         self._lock = contextlib.ExitStack()
         host = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())[:40]
-        folder = folders.folder / f"part-{host}-{uuid.uuid4().hex[:8]}"
-        hidden = folder.with_name(f".{folder.name}")  # not visible before it is locked
+        self._folder = settings.folder / f"part-{host}-{uuid.uuid4().hex[:8]}"
+        hidden = self._folder.with_name(f".{self._folder.name}")  # not visible before it is locked
         try:
             hidden.mkdir(parents=True)
             self._lock.enter_context(locked(hidden))
-            hidden.rename(folder)
+            hidden.rename(self._folder)
         except OSError as error:
             raise UsageError(
-                f"the scratch folder {folders.scratch} cannot be written on {socket.gethostname()}",
+                f"the scratch folder {settings.scratch} cannot be written on {socket.gethostname()}",
                 found=error.strerror, todo="choose another folder with --scratch",
             ) from error  # fmt: skip
-        self.store = folder / f"{folder.name}.lmdb"
+        self.store = self._folder / f"{self._folder.name}.lmdb"
         self.pool = WorkerPool(workers, prepare)
         atexit.register(self.close)
 
     def ingest(
-        self, job: SlideJob, spec: TilingSpec, options: IngestOptions, progress: Progress
+        self, job: SlideJob, spec: TilingSpec, options: IngestOptions, send: SendEvent
     ) -> SlideOutcome:
         """Ingest a slide. The writer stays open unless an error occurs: opening a store of many slides takes time."""
         self._writer = self._writer or StoreWriter(self.store, spec, alone=True)
         try:
-            report = ingest_slides(
-                [job], self.store, spec, options, progress=progress, pool=self.pool, writer=self._writer
-            )  # fmt: skip
+            return ingest_slides(
+                [job], self.store, spec, options, progress=Progress(), pool=self.pool,
+                writer=self._writer, send=send,
+            ).slides[0]  # fmt: skip
         except BaseException:
             self._close_writer()
             raise
-        return report.slides[0]
 
     def publish(self) -> None:
         """Move the part into the folder of parts and end the processes, unless another thread has done so."""
-        if _parts.get(self._folders) is self:
+        key = self._out, self._folder.parent
+        if _parts.get(key) is self:
             self._close_writer()
-            self._folders.publish(self.store.parent)
+            _publish_folder(self._folder, self._out)
             self.close()
             atexit.unregister(self.close)
-            del _parts[self._folders]
+            del _parts[key]
 
     def close(self) -> None:
         """End the processes. The part stays in scratch, and the next process publishes it."""
         self.pool.shutdown(cancel_futures=True)
         self._close_writer()
         with contextlib.suppress(OSError):  # raised if slides or other parts are in them
-            self.store.parent.rmdir()
-            self._folders.folder.rmdir()
+            self._folder.rmdir()
+            self._folder.parent.rmdir()
         self._lock.close()
 
     def _close_writer(self) -> None:
@@ -162,7 +157,9 @@ def _move(store: Path, target: Path) -> None:
     try:
         with atomic_write(target) as part:
             shutil.rmtree(part, ignore_errors=True)  # left by a process that was killed
-            shutil.copytree(store, part, ignore=shutil.ignore_patterns(*_OWN))
+            shutil.copytree(
+                store, part, ignore=shutil.ignore_patterns("lock.mdb", "ingest.lock", "ingest.csv")
+            )
             for path in (*part.iterdir(), part):
                 flush_to_disk(path)
     except OSError as error:
@@ -172,24 +169,6 @@ def _move(store: Path, target: Path) -> None:
             f"{target} cannot be written from {socket.gethostname()}", found=error.strerror,
             todo="make the folder of parts writable on every machine",
         ) from error  # fmt: skip
-
-
-SendEvent = Callable[[tuple[Any, ...]], None]
-"""Function that sends a method name of `IngestProgress` and its arguments to the process that submitted the slide."""
-
-
-@dataclass(frozen=True, slots=True)
-class ClusterSettings:
-    """Settings that are the same for every slide of a run. `version` is the version of the process that submits slides.
-
-    A part of at least `part_bytes` is published, and a new part is started.
-    """
-
-    folders: PartFolders
-    spec: TilingSpec
-    options: IngestOptions
-    part_bytes: int
-    version: str = __version__
 
 
 def ingest_slide(
@@ -211,15 +190,14 @@ def ingest_slide(
             todo="make the slides available under the same path on all machines",
         )
     options = replace(settings.options, workers=workers)
+    key = settings.out, settings.folder
     while True:
         with _beginning:
-            if settings.folders not in _parts:
-                _parts[settings.folders] = PartStore(settings.folders, workers)
-            part = _parts[settings.folders]
+            part = _parts[key] = _parts.get(key) or PartStore(settings, workers)
         with part.busy:
-            if _parts.get(settings.folders) is not part:
+            if _parts.get(key) is not part:
                 continue  # the part was published while this thread waited
-            outcome = part.ingest(job, settings.spec, options, _EventProgress(send))
+            outcome = part.ingest(job, settings.spec, options, send)
             if (part.store / "data.mdb").stat().st_size >= settings.part_bytes:
                 part.publish()
             return outcome, part.store.name
@@ -228,11 +206,15 @@ def ingest_slide(
 def publish(settings: ClusterSettings) -> None:
     """Publish this process's part, and the parts of ended processes on this machine."""
     _check(settings)
-    part = _parts.get(settings.folders)
+    part = _parts.get((settings.out, settings.folder))
     if part is not None:
         with part.busy:
             part.publish()
-    settings.folders.publish_abandoned()
+    for folder in sorted(settings.folder.glob("part-*/")):
+        # Another worker on this machine may publish it at the same time.
+        with contextlib.suppress(FileNotFoundError), locked(folder) as free:
+            if free:
+                _publish_folder(folder, settings.out)
 
 
 def _check(settings: ClusterSettings) -> None:
@@ -242,31 +224,8 @@ def _check(settings: ClusterSettings) -> None:
             f"the worker on {host} has another version of histopipe", found=__version__, expected=settings.version,
             todo="install the same version on all machines",
         )  # fmt: skip
-    if not settings.folders.out.is_dir():
+    if not settings.out.is_dir():
         raise UsageError(
-            f"the worker on {host} cannot find {settings.folders.out}",
+            f"the worker on {host} cannot find {settings.out}",
             todo="use a shared folder that has the same path on all machines",
         )
-
-
-class _EventProgress(Progress):
-    def __init__(self, send: SendEvent) -> None:
-        self._send = send
-
-    def bar(self, title: str, **options: Any) -> Bar:
-        # Only the bar of a slide is a detail that counts patches; its title is the id.
-        if not options.get("detail") or options["unit"] != "patches":
-            return Bar()
-        self._send(("planned", title, options["total"]))
-        return _EventBar(title, self._send)
-
-    def message(self, text: str) -> None:
-        self._send(("message", f"{socket.gethostname()}: {text}"))
-
-
-class _EventBar(Bar):
-    def __init__(self, slide: str, send: SendEvent) -> None:
-        self._slide, self._send = slide, send
-
-    def advance(self, count: int = 1) -> None:
-        self._send(("advanced", self._slide, count))
