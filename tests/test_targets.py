@@ -273,7 +273,7 @@ def test_cox_regression_of_covariates_equals_that_of_scikit_survival() -> None:
     from sksurv.linear_model import CoxPHSurvivalAnalysis
     from sksurv.util import Surv
 
-    from histopipe.training.objective import PENALTY, cox_weights
+    from histopipe.training.objectives import PENALTY, cox_weights
 
     rng = np.random.default_rng(1)
     inputs = rng.normal(size=(90, 3)) * (1, 10, 0.01) + (0, 50, 1)
@@ -296,12 +296,11 @@ def test_a_slide_model_starts_with_the_predictions_of_the_covariates_alone(task:
     from histopipe.training.covariate_baseline import baseline_weights
     from histopipe.training.objective import (
         ClassObjective,
-        DiscreteSurvival,
         MultilabelObjective,
         Objective,
         RegressionObjective,
-        cox_weights,
     )
+    from histopipe.training.objectives import DiscreteSurvival, cox_weights
 
     rng = np.random.default_rng(2)
     ages = rng.normal(60, 10, 50)
@@ -392,7 +391,7 @@ def test_discrete_survival_is_a_likelihood(seed: int) -> None:
     """The loss is -log of the probability of what happened, and the survival falls from 1."""
     import tensorflow as tf
 
-    from histopipe.training.objective import DiscreteSurvival
+    from histopipe.training.objectives import DiscreteSurvival
 
     rng = np.random.default_rng(seed)
     targets = np.stack([rng.exponential(1, 50), np.ones(50)], axis=1)

@@ -38,7 +38,7 @@ from histopipe.training.bag_model import WITH_POSITIONS, BagModel
 from histopipe.training.bag_pooling import write_attention
 from histopipe.training.covariate_baseline import baseline_scores, baseline_weights
 from histopipe.training.models import build_model
-from histopipe.training.objective import objective_class
+from histopipe.training.objectives import objective_class
 from histopipe.training.optimizer import make_optimizer
 from histopipe.training.outputs import (
     SampleOutputs,
