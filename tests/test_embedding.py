@@ -32,8 +32,8 @@ from histopipe.features.feature_file import (
     stores_of_features,
     writing,
 )
+from histopipe.inference.options import BATCHES
 from histopipe.inference.slide_run import (
-    BATCHES,
     PatchBatch,
     SlideRun,
     batch_rule,
@@ -420,7 +420,7 @@ def test_results_that_are_not_finite_fail_their_slide_only(tmp_path: Path) -> No
     """The network computes the mean of a patch, and NaN for black patches."""
 
     class Means:
-        dimension, identity = 1, {"encoder": "means"}
+        dimension, batch_size, identity = 1, 3, {"encoder": "means"}
 
         def prepare(self, images: np.ndarray) -> np.ndarray:
             return images
@@ -457,7 +457,8 @@ def test_results_that_are_not_finite_fail_their_slide_only(tmp_path: Path) -> No
             writer.finish({}, {})
         return 8, 0
 
-    slides.run([Patches("a", -1), Patches("b", 4), Patches("c", -1)], write)
+    patches: Any = [Patches("a", -1), Patches("b", 4), Patches("c", -1)]
+    slides.run(patches, write)
     assert slides.done == ["a", "c"]
     assert list(slides.failed) == ["b"]
     assert "found nan for the patch at x, y [8, 5]" in slides.failed["b"]

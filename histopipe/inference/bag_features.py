@@ -13,23 +13,28 @@ from histopipe.errors import DamagedStore, NothingToDo, UsageError
 from histopipe.features.feature_file import (
     ENCODER,
     SUFFIX,
-    feature_path,
     read_encoder,
-    read_header,
     record_encoder,
 )
-from histopipe.inference.classifier import PredictOptions, TrainedPatches, check_store
-from histopipe.inference.embed import FeatureFolder, described, embed_stores, record_slides
+from histopipe.inference.classifier import PatchRequirements, check_store
+from histopipe.inference.embed import FeatureFolder, embed_stores, record_slides
 from histopipe.inference.encoder import (
-    Encoder,
+    COMPARED,
     EncoderChoice,
     check_encoder,
-    encoder_facts,
     trained_patches,
 )
-from histopipe.inference.slide_run import BATCHES, Results, SlideRun, SlideRunResult, batch_rule
-from histopipe.inference.slide_tiler import FileSource, TiledSlide
-from histopipe.predictions.sources import PredictedSlide, PredictionsFolder
+from histopipe.inference.options import BATCHES, PredictOptions
+from histopipe.inference.slide_run import (
+    Network,
+    Results,
+    SlidePatches,
+    SlideRun,
+    SlideRunResult,
+    batch_rule,
+)
+from histopipe.inference.slide_tiler import FileSource
+from histopipe.predictions.sources import PredictionsFolder
 from histopipe.runs import folder as run_folder
 from histopipe.runs.result import METRICS, is_finished, read_result
 from histopipe.runs.task_config import BagTrainConfig, load_config
@@ -42,7 +47,7 @@ from histopipe.system.output import Progress, message
 from histopipe.system.tensorflow import load_quietly
 from histopipe.tasks.predictions import ThresholdsByLevel
 from histopipe.tasks.registry import make_task
-from histopipe.tasks.task import EvaluationSettings, Task
+from histopipe.tasks.task import Task
 
 if TYPE_CHECKING:
     from histopipe.inference.networks import BagNetwork
@@ -69,11 +74,6 @@ class TrainedBags:
     def targets(self) -> tuple[str, ...]:
         """Columns of the labels file with the target; none for classification."""
         return () if self.task.of_classes else self.task.columns
-
-    @property
-    def evaluation_settings(self) -> EvaluationSettings:
-        """Settings of the evaluation."""
-        return self.config.evaluation_settings
 
 
 def run_folders(folder: Path) -> list[Path]:
@@ -120,7 +120,8 @@ def load_bags(folder: Path, *, devices: str) -> TrainedBags:
             covariates=0 if covariates is None else len(covariates.inputs),
         )  # fmt: skip
         return TrainedBags(
-            folder, config, network, network.described(task), covariates, _encoders(metrics, config),
+            folder, config, network, network.described(task), covariates,
+            tuple(metrics.get("encoders") or [None] * len(config.mil)),
             result.metrics["validation"].thresholds,
             result.calibration.temperature if result.calibration else (),
         )  # fmt: skip
@@ -129,15 +130,6 @@ def load_bags(folder: Path, *, devices: str) -> TrainedBags:
             f"{folder / METRICS} is damaged, or of an earlier version", found=repr(error)[:200],
             todo=f"evaluate the model again with `histopipe train --resume --out {folder}`",
         ) from error  # fmt: skip
-
-
-def _encoders(
-    metrics: Mapping[str, Any], config: BagTrainConfig
-) -> tuple[Mapping[str, Any] | None, ...]:
-    encoders: Sequence[Mapping[str, Any] | None] = metrics.get("encoders") or [None] * len(
-        config.mil
-    )
-    return tuple(encoders)
 
 
 def check_alike(models: Sequence[TrainedBags]) -> None:
@@ -181,32 +173,19 @@ def read_sources(
     urls = [entry for entry in entries if isinstance(entry, str) and is_url(entry)]
     rest = [entry for entry in entries if entry not in urls]
     paths = store_paths(rest) if rest or not urls else []
-    kind = kind_of(paths) if paths else "slides"
-    if urls and kind != "slides":
+    for path in paths:
+        if not path.exists():
+            raise NothingToDo(f"{path} does not exist", todo="check the path")
+    kinds = sorted({_kind(path) for path in paths}) or ["slides"]
+    mixed: list[str] = [*kinds]
+    if urls and kinds in (["features"], ["stores"]):
+        mixed.append("slides at URLs")
+    if len(mixed) > 1:
         raise UsageError(
-            f"{kind} and slides at URLs are mixed", expected="stores, features or slides",
+            f"{' and '.join(mixed)} are mixed", expected="stores, features or slides",
             todo="predict them separately, with different --out",
         )  # fmt: skip
-    return paths, urls, kind
-
-
-def kind_of(paths: Sequence[Path]) -> SourceKind:
-    """Return the kind of all paths.
-
-    Raises:
-        NothingToDo: a path does not exist.
-        UsageError: the paths are of several kinds.
-    """
-    missing = [path for path in paths if not path.exists()]
-    if missing:
-        raise NothingToDo(f"{missing[0]} does not exist", todo="check the path")
-    kinds = sorted({_kind(path) for path in paths})
-    if len(kinds) > 1:
-        raise UsageError(
-            f"{' and '.join(kinds)} are mixed", expected="stores, features or slides",
-            todo="predict them separately, with different --out",
-        )  # fmt: skip
-    return kinds[0]
+    return paths, urls, kinds[0]
 
 
 def _kind(path: Path) -> SourceKind:
@@ -237,10 +216,8 @@ class BagFeatures:
     progress: Progress
     urls: Sequence[str] = ()
     """Slides at URLs, in addition to the slide files in `paths`."""
-    failed: dict[str, str] = field(default_factory=dict)
-    patches: int = 0
-    skipped: int = 0
-    input_wait: float = 0.0
+    runs: list[SlideRun | SlideRunResult] = field(default_factory=list)
+    """Runs of slides through the encoders."""
 
     def folders(self, begin: Callable[[], None]) -> Sequence[Path]:
         """Return a folder of features per feature set, after computing what is missing in it.
@@ -274,17 +251,13 @@ class BagFeatures:
     def _computed(self, begin: Callable[[], None]) -> Sequence[Path]:
         """Compute the features of stores or slide files. Return their folders."""
         records = self.first.encoders
-        unknown = [
-            name
-            for name, record in zip(self.first.config.mil, records, strict=True)
-            if record is None
-        ]
-        if unknown:
+        encoders = [record for record in records if record is not None]
+        if len(encoders) < len(records):
+            unknown = self.first.config.mil[records.index(None)]
             raise UsageError(
-                f"the encoder of {unknown[0]} is not recorded", found=self.kind,
+                f"the encoder of {unknown} is not recorded", found=self.kind,
                 expected="folders of features of the same encoder",
             )  # fmt: skip
-        encoders = [record for record in records if record is not None]
         trained = [trained_patches(record, self.first.folder) for record in encoders]
         with ExitStack() as stack:
             stores: list[Store] = []
@@ -297,8 +270,8 @@ class BagFeatures:
                 encoder = self._encoder(number, record, patches)
                 if number == 0:
                     begin()
-                name = FEATURES if len(encoders) == 1 else f"{FEATURES}-{number + 1}"
-                target = self.predictions.path / name
+                suffix = "" if len(encoders) == 1 else f"-{number + 1}"
+                target = self.predictions.path / f"{FEATURES}{suffix}"
                 target.mkdir(exist_ok=True)
                 record_encoder(target, {**record, **encoder.identity, "batches": BATCHES})
                 features = FeatureFolder(encoder, target, record.get("dtype", "float32"))
@@ -311,7 +284,9 @@ class BagFeatures:
                 folders.append(target)
         return folders
 
-    def _encoder(self, number: int, record: Mapping[str, Any], trained: TrainedPatches) -> Encoder:
+    def _encoder(
+        self, number: int, record: Mapping[str, Any], trained: PatchRequirements
+    ) -> Network:
         """Load an encoder, and check that it is that of the training."""
         choice = EncoderChoice.recorded(record)
         if self.options.encoder:
@@ -323,12 +298,12 @@ class BagFeatures:
         encoder = choice.load(
             trained.patch_size, devices=self.options.devices, batch_size=self.options.batch_size
         )
-        facts = encoder_facts(encoder)
-        check_encoder({**record, **facts}, record, f"--encoder {choice.model}")
+        identity = {name: encoder.identity.get(name) for name in COMPARED}
+        check_encoder({**record, **identity}, record, f"--encoder {choice.model}")
         return encoder
 
     def _embed_stores(
-        self, stores: Sequence[Store], features: FeatureFolder, trained: TrainedPatches
+        self, stores: Sequence[Store], features: FeatureFolder, trained: PatchRequirements
     ) -> None:
         result = embed_stores(
             stores, features, on_error=self.options.on_error, stain_norm=trained.stain_norm,
@@ -339,28 +314,22 @@ class BagFeatures:
             for number, record in store.complete.items():
                 if record.id in computed:
                     self._write_thumbnail(record.id, store.thumbnail(number))
-        self._add(result)
+        self.runs.append(result)
 
-    def _embed_files(self, features: FeatureFolder, trained: TrainedPatches) -> None:
+    def _embed_files(self, features: FeatureFolder, trained: PatchRequirements) -> None:
         rule = batch_rule(features.path / ENCODER)
         options = replace(self.options, labels=None, batch_rule=rule)  # bags have the labels
         with FileSource([*self.paths, *self.urls], trained, options, self.progress) as source:
             run = SlideRun(features.encoder, "embedding", source.count, self.progress)
 
-            def write(slide: TiledSlide, results: Iterator[Results]) -> tuple[int, int]:
+            def write(slide: SlidePatches, results: Iterator[Results]) -> tuple[int, int]:
                 counts = features.write(slide, results)
                 self._write_thumbnail(slide.id, slide.thumbnail)
                 return counts
 
-            run.run(source.slides(run, _Embedded(features.path)), write, stop=source.close)
+            run.run(source.slides(run, features), write, stop=source.close)
             record_slides(features.path, source.slide_table(()), run.failed)
-        self._add(run)
-
-    def _add(self, result: SlideRunResult | SlideRun) -> None:
-        self.failed |= result.failed
-        self.patches += result.patches
-        self.skipped += result.skipped
-        self.input_wait += result.input_wait
+        self.runs.append(run)
 
     def _write_thumbnail(self, slide: str, picture: bytes | None) -> None:
         path = self.predictions.thumbnail(slide)
@@ -369,28 +338,7 @@ class BagFeatures:
             write_atomically(path, picture)
 
 
-@dataclass(frozen=True, slots=True)
-class _Embedded:
-    """A folder of features of slide files, as `CompleteSlides`."""
-
-    path: Path
-
-    def complete(self, slide: str, source: str) -> PredictedSlide | None:
-        """Return a slide if its features are complete and from the same file. Remove those of another file."""
-        path = feature_path(self.path, slide)
-        if not path.exists():
-            return None
-        try:
-            header = read_header(path)
-        except DamagedStore:
-            header = None
-        if header is not None and header.facts.get("source") == source:
-            return described(header, slide, slide, None)
-        path.unlink()
-        return None
-
-
-def _check_stores(stores: Sequence[Store], trained: Sequence[TrainedPatches]) -> None:
+def _check_stores(stores: Sequence[Store], trained: Sequence[PatchRequirements]) -> None:
     """Check that every store has the patches of a feature set, and every set a store."""
     for store in stores:
         if len(trained) == 1:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from histopipe.dataset.options import OnError, StainNorm
 from histopipe.dataset.selection import store_paths
@@ -25,11 +25,11 @@ from histopipe.features.feature_file import (
     writing,
 )
 from histopipe.inference.encoder import EncoderChoice, encoder_record
-from histopipe.inference.options import EmbedOptions
+from histopipe.inference.options import BATCHES, EmbedOptions
 from histopipe.inference.slide_run import (
-    BATCHES,
     Network,
     Results,
+    SlidePatches,
     SlideRun,
     SlideRunResult,
     batch_rule,
@@ -47,7 +47,6 @@ from histopipe.splits.slide_table import (
     table_of,
     write_slide_table,
 )
-from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
 from histopipe.system.files import roomy
 from histopipe.system.output import Progress, default_progress
@@ -55,45 +54,6 @@ from histopipe.system.settings import make_settings
 
 _USUAL_MAGNIFICATIONS = (80, 60, 40, 20, 10, 5)
 _MAGNIFICATION_TOLERANCE = 0.15
-
-
-class SlideToEmbed(Protocol):
-    """A slide of a store, or a tiled slide file."""
-
-    @property
-    def id(self) -> str:
-        """Slide id."""
-
-    @property
-    def record(self) -> SlideRecord:
-        """Size, scale, label and patient of the slide."""
-
-    @property
-    def origin(self) -> Mapping[str, Any]:
-        """Attributes that identify the patches."""
-
-    @property
-    def rows(self) -> int:
-        """Number of patches, with those that cannot be read."""
-
-    @property
-    def patches(self) -> int:
-        """Number of patches that have been read."""
-
-    @property
-    def skipped(self) -> int:
-        """Number of patches that could not be read."""
-
-    @property
-    def patch_size(self) -> int:
-        """Side of the patches in pixels."""
-
-    @property
-    def overlap(self) -> int:
-        """Overlap of neighbouring patches in pixels."""
-
-    def predicted(self) -> PredictedSlide:
-        """Describe the slide after its patches have been computed. Raise SlideUnreadable if the file has changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,14 +64,13 @@ class FeatureFolder:
     path: Path
     dtype: StoredType
 
-    def write(self, slide: SlideToEmbed, results: Iterator[Results]) -> tuple[int, int]:
+    def write(self, slide: SlidePatches, results: Iterator[Results]) -> tuple[int, int]:
         """Write the feature file of a slide. Return the numbers of computed and skipped patches."""
         path = feature_path(self.path, slide.id)
         with writing(path, slide.rows, self.encoder.dimension, self.dtype) as writer:
             for features, corners in results:
                 writer.append(features, corners)
-            described = slide.predicted()
-            identity = self.encoder.identity
+            described, identity = slide.predicted(), self.encoder.identity
             attributes = {  # values of None are not written
                 "slide": slide.id,
                 "label": slide.record.label,
@@ -122,10 +81,22 @@ class FeatureFolder:
                 "encoder": identity["encoder"],
                 "encoder_sha256": identity.get("sha256"),
                 "geometry": json.dumps(described.geometry),
-                "skipped": slide.skipped,
+                "skipped": described.skipped,
             }
             writer.finish(attributes, _coords_attributes(slide))
-        return slide.patches, slide.skipped
+        return described.patches, described.skipped
+
+    def complete(self, slide: str, source: str) -> PredictedSlide | None:
+        """Return a slide of a slide file if its features are from the same file. Remove those of another file."""
+        path = feature_path(self.path, slide)
+        if not path.exists():
+            return None
+        with suppress(DamagedStore):
+            header = read_header(path)
+            if header.facts.get("source") == source:
+                return describe_slide(header, slide, slide, None)
+        path.unlink()
+        return None
 
 
 def record_slides(folder: Path, slides: Iterable[SlideEntry], failed: Collection[str]) -> None:
@@ -136,14 +107,14 @@ def record_slides(folder: Path, slides: Iterable[SlideEntry], failed: Collection
         slide = (
             replace(entry, reason=Exclusion.EMBEDDING_FAILED) if entry.slide in failed else entry
         )
-        before = recorded.get(slide.slide)
-        if slide.reason and before is not None and before.store != slide.store:
+        before = recorded.get(slide.slide, slide)
+        if slide.reason and before.store != slide.store:
             slide = replace(slide, slide=f"{slide.slide}@{slide.store}")  # of another store
         recorded[slide.slide] = slide
     write_slide_table(path, recorded.values())
 
 
-def described(
+def describe_slide(
     header: FeatureHeader, slide: str, patient: str, label: str | None
 ) -> PredictedSlide | None:
     """Return the slide of a feature file; None if the file does not record its geometry, like those of other tools."""
@@ -158,7 +129,7 @@ def described(
         return None
 
 
-def _coords_attributes(slide: SlideToEmbed) -> dict[str, Any]:
+def _coords_attributes(slide: SlidePatches) -> dict[str, Any]:
     """Return the attributes of the coordinates, with the names that TRIDENT and CLAM use.
 
     CLAM reads patches at `patch_level` without resampling, so it is written only if they were not resampled.
@@ -243,23 +214,21 @@ def embed(
                 found=f"none, and patches of {size} pixels",
                 expected=f"the name of an encoder, or patches of {SMALLEST_TRAINED} pixels or more",
             )
+        weights = None if options.weights is None else str(options.weights)
         choice = EncoderChoice(
-            str(options.model or LITE),
-            None if options.weights is None else str(options.weights),
-            options.precision,
-            options.xla,
-            options.allow_mismatch,
+            str(options.model or LITE), weights, options.precision, options.xla, options.allow_mismatch
+        )  # fmt: skip
+        mismatch = choice.check(
+            size, [record.patch_mpp for store in opened for record in store.complete.values()]
         )
-        mpps = [record.patch_mpp for store in opened for record in store.complete.values()]
-        mismatch = choice.check(size, mpps)
         # Loaded first, because the encoder must configure the devices before anything else uses TensorFlow.
         encoder = choice.load(size, devices=options.devices, batch_size=options.batch_size)
         stain = options.stain_norm or choice.stain_norm()
         stack.enter_context(run_folder.held(folder))
-        facts = {"mismatch": mismatch} if mismatch else {}
         record = encoder_record(
-            choice, encoder, opened, **facts, stain_norm=stain, dtype=options.dtype
-        )
+            choice, encoder, opened, **({"mismatch": mismatch} if mismatch else {}), stain_norm=stain,
+            dtype=options.dtype,
+        )  # fmt: skip
         record_encoder(folder, {**record, "batches": BATCHES})
         record_stores(folder, opened)
         features = FeatureFolder(encoder, folder, options.dtype)
@@ -279,10 +248,9 @@ def embed_stores(
     progress: Progress,
 ) -> EmbedResult:
     """Compute the features of the slides of open stores that are missing in a folder. Options as for `embed`."""
-    rows = slides_with_patches(stores)
     slides = stored_slides(
         stores,
-        rows,
+        slides_with_patches(stores),
         batch_size=batch_size,
         on_error=on_error,
         stain_norm=stain_norm,

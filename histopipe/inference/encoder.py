@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,7 @@ from histopipe.dataset.options import StainNorm
 from histopipe.dataset.sampling import replica_rows
 from histopipe.errors import DamagedStore, MachineShort, OutOfMemory, UsageError
 from histopipe.geometry import Mpp, same_scale
-from histopipe.inference.classifier import TrainedPatches
+from histopipe.inference.classifier import PatchRequirements
 from histopipe.inference.slide_run import Network, device_rows
 from histopipe.pretrained.encoders import named_preset, own_file
 from histopipe.runs import folder as run_folder
@@ -38,16 +38,8 @@ _ONNX = ".onnx"
 _ONNX_BATCH = 64
 _DEFAULT_WEIGHTS = "imagenet"
 _LIBRARIES = ("histopipe", "tensorflow", "tensorflow-cpu", "keras", "onnxruntime", "pillow")
-_COMPARED = ("encoder", "sha256", "dimension", "patch_size", "precision")
-"""Facts of a record that are shown if features of two encoders meet."""
-
-
-class Encoder(Network, Protocol):
-    """A network that computes features, with the size of its batches."""
-
-    @property
-    def batch_size(self) -> int:
-        """Patches per batch, over all devices."""
+COMPARED = ("encoder", "sha256", "dimension", "patch_size", "precision")
+"""Names in the record of an encoder that are compared, and shown if features of two encoders meet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +93,7 @@ class EncoderChoice:
     def _is_run(self) -> bool:
         return (Path(self.model) / run_folder.CONFIG).exists()
 
-    def load(self, patch_size: int, *, devices: str, batch_size: int | Literal["auto"]) -> Encoder:
+    def load(self, patch_size: int, *, devices: str, batch_size: int | Literal["auto"]) -> Network:
         """Load the encoder onto its devices.
 
         Raises:
@@ -110,49 +102,42 @@ class EncoderChoice:
         """
         path, is_run = Path(self.model), self._is_run
         is_onnx = path.suffix == _ONNX
-        if self.weights is not None and (is_onnx or is_run):
-            raise UsageError(
-                "--weights", found=f"--model {self.model}, which already contains weights",
-                expected="--model with the name of a network",
-            )  # fmt: skip
-        if (self.precision != "float32" or self.xla) and (is_onnx or is_run):
-            raise UsageError(
-                "--xla" if self.xla else f"--precision {self.precision}", found=f"--model {self.model}",
-                expected="a network that is not an ONNX file or a run",
-            )  # fmt: skip
+        if is_onnx or is_run:
+            if self.weights is not None:
+                raise UsageError(
+                    "--weights", found=f"--model {self.model}, which already contains weights",
+                    expected="--model with the name of a network",
+                )  # fmt: skip
+            if self.precision != "float32" or self.xla:
+                raise UsageError(
+                    "--xla" if self.xla else f"--precision {self.precision}", found=f"--model {self.model}",
+                    expected="a network that is not an ONNX file or a run",
+                )  # fmt: skip
         if is_onnx:
             size = _ONNX_BATCH if batch_size == "auto" else batch_size
             return OnnxEncoder(path, patch_size=patch_size, devices=devices, batch_size=size)
         untrained = named_preset(self.model) or own_file(self.model) or self.model == SMALL
-        keras_network = load_quietly("histopipe.inference.networks")
-        encoder: Encoder = keras_network.keras_encoder(
+        return cast(Network, load_quietly("histopipe.inference.networks").keras_encoder(
             path if is_run else self.model,
             weights=self.weights or ("none" if untrained else _DEFAULT_WEIGHTS),
             patch_size=patch_size, devices=devices, batch_size=batch_size,
             precision=self.precision, xla=self.xla,
-        )  # fmt: skip
-        return encoder
+        ))  # fmt: skip
 
     def stain_norm(self) -> StainNorm:
         """Return the stain normalization that a run was trained with, or "none" for other encoders."""
-        config = Path(self.model) / run_folder.CONFIG
-        if not config.exists():
+        if not self._is_run:
             return "none"
-        method: StainNorm = read_config(config).get("stain_norm", "none")
-        return method
-
-
-def encoder_facts(encoder: Encoder) -> dict[str, Any]:
-    """Return the facts of an encoder that `check_encoder` compares."""
-    return {name: encoder.identity.get(name) for name in _COMPARED}
+        config = Path(self.model) / run_folder.CONFIG
+        return cast(StainNorm, read_config(config).get("stain_norm", "none"))
 
 
 def encoder_record(
-    choice: EncoderChoice, encoder: Encoder, stores: Sequence[Store], **facts: Any
+    choice: EncoderChoice, encoder: Network, stores: Sequence[Store], **facts: Any
 ) -> dict[str, Any]:
     """Return what features depend on, for `features.json`, and how to compute features of other slides."""
-    scales = [record.patch_mpp for store in stores for record in store.complete.values()]
-    mpps = sorted(scale for scale in scales if scale)
+    records = (record for store in stores for record in store.complete.values())
+    mpps = sorted(record.patch_mpp for record in records if record.patch_mpp)
     patches = {
         "patch_size": stores[0].patch_size,
         "spec": dict(stores[0].spec),
@@ -164,7 +149,7 @@ def encoder_record(
     }  # fmt: skip
 
 
-def trained_patches(record: Mapping[str, Any], owner: Path) -> TrainedPatches:
+def trained_patches(record: Mapping[str, Any], owner: Path) -> PatchRequirements:
     """Return the patches of a record. `owner` is the folder of the run.
 
     Raises:
@@ -172,13 +157,9 @@ def trained_patches(record: Mapping[str, Any], owner: Path) -> TrainedPatches:
     """
     try:
         patches = record["patches"]
-        return TrainedPatches(
-            owner,
-            int(patches["patch_size"]),
-            patches["spec"],
-            patches["patch_mpp"],
-            record["stain_norm"],
-        )
+        return PatchRequirements(
+            owner, int(patches["patch_size"]), patches["spec"], patches["patch_mpp"], record["stain_norm"]
+        )  # fmt: skip
     except (KeyError, TypeError, ValueError) as error:
         raise DamagedStore(
             f"the record of the encoder in {owner} is damaged", found=repr(error)[:200]
@@ -191,17 +172,16 @@ def check_encoder(actual: Mapping[str, Any], expected: Mapping[str, Any], where:
     Raises:
         UsageError: they are not.
     """
-    names = (*_COMPARED, "stain_norm")
-    pairs: list[tuple[str, Any, Any]] = [
-        (name, actual.get(name), expected.get(name)) for name in names
-    ]
-    own_mpp, mpp = ((record.get("patches") or {}).get("patch_mpp") for record in (actual, expected))
-    if own_mpp and mpp and not same_scale(Mpp(own_mpp), Mpp(mpp)):
-        pairs.append(("µm per pixel", own_mpp, mpp))
-    other = [(name, value, required) for name, value, required in pairs[1:] if value != required]
-    if not other:
+    names = (*COMPARED, "stain_norm")
+    pairs = {name: (actual.get(name), expected.get(name)) for name in names}
+    mpp, mpp_of_training = (
+        (record.get("patches") or {}).get("patch_mpp") for record in (actual, expected)
+    )
+    if mpp and mpp_of_training and not same_scale(Mpp(mpp), Mpp(mpp_of_training)):
+        pairs["µm per pixel"] = mpp, mpp_of_training
+    differing = [(name, *pair) for name, pair in pairs.items() if pair[0] != pair[1]]
+    if all(name == "encoder" for name, *_ in differing):
         return  # the same weights may have another name
-    differing = [pair for pair in pairs if pair[1] != pair[2]]
     raise UsageError(
         f"{where}: other features than in the training",
         found=", ".join(f"{name} {_short(value)}" for name, value, _ in differing),
@@ -265,9 +245,8 @@ class OnnxEncoder:
         settings, side = self._preprocessing, self._preprocessing["size"]
         if images.shape[1] != side:
             filter_ = _FILTERS[settings["interpolation"]]
-            images = np.stack(
-                [np.asarray(Image.fromarray(one).resize((side, side), filter_)) for one in images]
-            )
+            resized = (Image.fromarray(one).resize((side, side), filter_) for one in images)
+            images = np.stack([np.asarray(image) for image in resized])
         std = np.array(settings["std"], np.float32)
         scale, offset = 1 / (255 * std), -np.array(settings["mean"], np.float32) / std
         values = np.empty((len(images), 3, side, side), np.float32)
@@ -309,8 +288,7 @@ class OnnxEncoder:
             values = np.asarray(session.run(None, {self._input: inputs})[0])
         except Exception as error:  # onnxruntime's errors have no other common base class
             why = str(error).split("\n")[0][:200]
-            short = isinstance(error, MemoryError)
-            if short or any(sign in str(error) for sign in _MEMORY_SIGNS):
+            if isinstance(error, MemoryError) or any(sign in str(error) for sign in _MEMORY_SIGNS):
                 raise OutOfMemory(
                     "memory ran out while embedding", found=why, todo="use a smaller --batch-size"
                 ) from error
@@ -399,9 +377,8 @@ def _check_input(session: Any, path: Path, side: int) -> tuple[str, int | None]:
     inputs = session.get_inputs()
     shape = inputs[0].shape
     fits = len(inputs) == 1 and len(shape) == 4 and inputs[0].type == "tensor(float)"
-    expected_shape = (3, side, side)
     if not fits or any(
-        isinstance(n, int) and n != w for n, w in zip(shape[1:], expected_shape, strict=True)
+        isinstance(n, int) and n != w for n, w in zip(shape[1:], (3, side, side), strict=True)
     ):
         raise UsageError(
             f"{path}: wrong inputs", found="; ".join(f"{tensor.name} {tensor.shape} {tensor.type}" for tensor in inputs),

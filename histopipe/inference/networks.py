@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, cast
 
 import keras
 import numpy as np
@@ -259,17 +259,6 @@ def _report_micro_batch(size: int, why: str) -> None:
     message(f"memory ran out ({why}): continuing with {counted(size, 'patch')} per device at once")
 
 
-class BagPrediction(NamedTuple):
-    """The prediction of a bag."""
-
-    output: NDArray[np.float32]
-    """(C,) in the form of `predictions.csv`: probabilities, values, or risk and survival."""
-    attention: NDArray[np.float64]
-    """(N,) with a sum of 1."""
-    contributions: NDArray[np.float64]
-    """(N, K) per named prediction."""
-
-
 class BagNetwork:
     """A slide model on the first of its devices, `device`."""
 
@@ -282,16 +271,19 @@ class BagNetwork:
 
     def described(self, task: Task) -> Task:
         """Return the task with the form of the predictions; see `Objective`."""
-        described: Task = self._objective.described(task)
-        return described
+        return cast(Task, self._objective.described(task))
 
     def predict(
         self,
         features: NDArray[np.floating],
         positions: NDArray[np.float32] | None,
         covariates: Sequence[float] | None,
-    ) -> BagPrediction:
+    ) -> tuple[NDArray[np.float32], NDArray[np.float64], NDArray[np.float64]]:
         """Predict a bag from (N, D) features, (N, 2) positions if the model takes them, and encoded covariates.
+
+        Returns:
+            (C,) prediction in the form of `predictions.csv`: probabilities, values, or risk and survival; (N,) attention
+            with a sum of 1; and (N, K) contributions per named prediction.
 
         Raises:
             OutOfMemory: the bag is too large.
@@ -317,7 +309,7 @@ class BagNetwork:
         output = objective.predictions(np.asarray(objective.activate(logits), np.float32))[0]
         if not np.isfinite(output).all():
             raise DamagedStore("the prediction is not finite", todo="check features and covariates")
-        return BagPrediction(output, worth.attention, objective.contributions(worth.parts))
+        return output, worth.attention, objective.contributions(worth.parts)
 
 
 def load_bag_network(

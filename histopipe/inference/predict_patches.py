@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,12 +17,17 @@ from histopipe.inference.external_evaluation import (
     ExternalEvaluation,
     evaluate_labelled,
     evaluated_slides,
-    training_warning,
+    find_in_training,
     write_evaluation,
 )
-from histopipe.inference.slide_run import BATCHES, Results, SlideRun, SlideRunResult
-from histopipe.inference.slide_tiler import FileSource, TiledSlide
-from histopipe.inference.stored_slides import StoredSlide, StoreSource
+from histopipe.inference.options import BATCHES
+from histopipe.inference.slide_run import (
+    Results,
+    SlidePatches,
+    SlideRun,
+    SlideRunResult,
+    SlideSource,
+)
 from histopipe.predictions.sources import (
     PATIENTS,
     SLIDES,
@@ -30,7 +35,6 @@ from histopipe.predictions.sources import (
     PredictionsFolder,
     write_level_table,
 )
-from histopipe.splits.splits import names_of
 from histopipe.system.files import roomy
 from histopipe.system.output import Progress
 from histopipe.tasks.choices import Aggregation, EvaluationLevel
@@ -47,7 +51,7 @@ class PredictResult(SlideRunResult):
         unit: what was predicted: "slide", or "patient" if the model takes all slides of a patient together.
     """
 
-    evaluated: ExternalEvaluation | None = field(default=None)
+    evaluated: ExternalEvaluation | None = None
     unit: EvaluationLevel = "slide"
 
     @property
@@ -57,14 +61,12 @@ class PredictResult(SlideRunResult):
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dict."""
-        facts = SlideRunResult.to_json(self)
-        del facts["evaluated"]
-        if self.evaluated is None:
-            return facts
-        evaluated = self.evaluated
-        return {
-            **facts, "metrics": evaluated.evaluation.to_json(), "breakdown": evaluated.breakdown.to_json(),
-        }  # fmt: skip
+        values = SlideRunResult.to_json(self)
+        del values["evaluated"]
+        if self.evaluated is not None:
+            values["metrics"] = self.evaluated.evaluation.to_json()
+            values["breakdown"] = self.evaluated.breakdown.to_json()
+        return values
 
     def __str__(self) -> str:
         lines = []
@@ -80,7 +82,7 @@ class PatchPrediction:
 
     classifier: Classifier
     folder: PredictionsFolder
-    source: StoreSource | FileSource
+    source: SlideSource
     aggregate: Aggregation
     subgroup: Sequence[str]
     progress: Progress
@@ -91,8 +93,7 @@ class PatchPrediction:
         source = self.source
         run = SlideRun(self.classifier.network, "predicting", source.count, self.progress)
         with roomy(self.folder.path):
-            slides: Iterable[Any] = source.slides(run, self.folder)
-            run.run(slides, self._write, stop=source.close)
+            run.run(source.slides(run, self.folder), self._write, stop=source.close)
             evaluated = self._write_tables(run)
         return PredictResult(**run.result(self.folder.path), evaluated=evaluated)
 
@@ -100,50 +101,42 @@ class PatchPrediction:
         """Record the settings of the predictions, or compare them with the recorded ones."""
         classifier = self.classifier
         settings = {
-            "histopipe": __version__, "batches": BATCHES, "run": str(classifier.folder), "sha256": classifier.sha256,
+            "histopipe": __version__, "batches": BATCHES, "run": str(classifier.folder), "sha256": classifier.network.identity["sha256"],
             "classes": list(classifier.classes), "stain_norm": classifier.patches.stain_norm,
             "patch_size": classifier.patches.patch_size, **self.source.settings,
             **({"temperature": [list(temperature) for temperature in classifier.temperatures]} if classifier.temperatures else {}),
         }  # fmt: skip
         self.folder.record(settings)
 
-    def _write(
-        self, slide: StoredSlide | TiledSlide, results: Iterator[Results]
-    ) -> tuple[int, int]:
+    def _write(self, slide: SlidePatches, results: Iterator[Results]) -> tuple[int, int]:
         """Write the predictions of a slide, sorted by row and column."""
         batches, classifier = list(results), self.classifier
-        predicted, thumbnail = self.source.current(slide.predicted()), slide.thumbnail
+        predicted = self.source.current(slide.predicted())
         probability = np.concatenate([part for part, _ in batches])
         corners = np.concatenate([part for _, part in batches])
         order = np.lexsort((corners[:, 0], corners[:, 1]))
-        probability, corners = probability[order], corners[order].astype(np.int64)
-        zeros = np.zeros(len(order), np.int32)
+        corners, zeros = corners[order].astype(np.int64), np.zeros(len(order), np.int32)
+        # All sizes are named, since a slide may be without patches.
         shape = (len(order), classifier.models, len(classifier.classes))
-        by_model = classifier.calibrated(
-            probability.reshape(shape)
-        )  # a slide may be without patches
+        by_model = classifier.calibrated(probability[order].reshape(shape))
         scores = Predictions(
             Classification(classes=classifier.classes), (predicted.slide,), (predicted.patient,),
             slide=zeros, patient=zeros, x_l0=corners[:, 0], y_l0=corners[:, 1],
             target=self._targets(predicted, corners), output=by_model.mean(axis=1),
         )  # fmt: skip
-        predicted = replace(predicted, spread=self._spread(scores, by_model))
-        self.folder.write(predicted, scores, thumbnail)
+        spread = self._spread(scores, by_model)
+        self.folder.write(replace(predicted, spread=spread), scores, slide.thumbnail)
         return predicted.patches, predicted.skipped
 
     def _spread(self, scores: Predictions, by_model: NDArray[np.float32]) -> list[float]:
         """Return the standard deviation of the slide's probabilities over the models, from (N, M, C) of its patches."""
-        models = self.classifier.models
-        if models == 1 or not len(by_model):
+        if self.classifier.models == 1 or not len(by_model):
             return []
-        unknown = scores.without_targets()
+        unknown, settings = scores.without_targets(), self.classifier.evaluation_settings
         outputs = [
-            scores_of(
-                replace(unknown, output=by_model[:, number]), "slide", self.aggregate,
-                self.classifier.evaluation_settings,
-            ).output[0]
-            for number in range(models)
-        ]  # fmt: skip
+            scores_of(replace(unknown, output=output), "slide", self.aggregate, settings).output[0]
+            for output in by_model.swapaxes(0, 1)
+        ]
         return [float(value) for value in np.std(outputs, axis=0, ddof=1)]
 
     def _targets(self, slide: PredictedSlide, corners: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -176,32 +169,23 @@ class PatchPrediction:
             for name, slide in self.folder.slides().items()
             if name not in run.failed
         ]
-        slides, classifier, path = (
-            [slide for slide, _ in entries],
-            self.classifier,
-            self.folder.path,
-        )
-        seen = {
-            slide.slide: slide.patient
-            for slide in slides
-            if names_of(slide.slide, slide.patient) & classifier.in_training
-        }
-        if seen:
-            self.progress.message(training_warning(sorted(seen), "slide"))
-        parts = [scores for _, scores in entries if len(scores)]
+        slides, parts = [slide for slide, _ in entries], [part for _, part in entries if len(part)]
+        classifier, path = self.classifier, self.folder.path
+        settings, thresholds = classifier.evaluation_settings, classifier.thresholds
+        seen = find_in_training(
+            {slide.slide: slide.patient for slide in slides}, classifier.in_training, "slide", self.progress
+        )  # fmt: skip
         tables: tuple[tuple[str, EvaluationLevel], ...] = ((SLIDES, "slide"), (PATIENTS, "patient"))
         for name, level in tables:
             write_level_table(
                 path / name, parts, slides, level, self.aggregate, classes=classifier.classes,
-                evaluation_settings=classifier.evaluation_settings, thresholds=classifier.thresholds,
+                evaluation_settings=settings, thresholds=thresholds,
             )  # fmt: skip
-        evaluated = evaluate_labelled(
-            parts, classifier.evaluation_settings, classifier.thresholds, set(seen.values())
-        )
         table = evaluated_slides(
             self.source.slide_table(slides), {slide.slide: (slide.patches, slide.skipped) for slide in slides},
             [part.slides[0] for part in parts if (part.label >= 0).any()], run.failed, classifier.classes,
         )  # fmt: skip
         return write_evaluation(
-            path, evaluated, table, subgroups=self.subgroup, settings=classifier.evaluation_settings, in_training=seen,
+            path, evaluate_labelled(parts, settings, thresholds, set(seen.values())), table,
+            subgroups=self.subgroup, settings=settings, in_training=seen,
         )  # fmt: skip

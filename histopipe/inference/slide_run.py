@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -16,6 +18,11 @@ from numpy.typing import NDArray
 
 from histopipe.dataset.sampling import replica_rows
 from histopipe.errors import Interrupted, SlideError, UsageError
+from histopipe.inference.options import BATCHES
+from histopipe.predictions.sources import CompleteSlides, PredictedSlide
+from histopipe.slides.slide_files import SlideFile
+from histopipe.splits.slide_table import SlideEntry
+from histopipe.store.record import SlideRecord
 from histopipe.system.files import Closing, read_record
 from histopipe.system.output import Bar, Progress, Result, counted, slide_failure
 from histopipe.system.worker_pool import count_usable_cores, run_tasks
@@ -41,19 +48,50 @@ class PatchBatch:
     """(B,) False for padding and for patches that cannot be read."""
 
 
-class _Named(Protocol):
+class SlidePatches(Closing, ABC):
+    """The patches of one slide, in batches. No batch mixes slides, so results do not depend on other slides.
+
+    `close` frees what the slide needs for loading, when all of its results have been used.
+
+    Attributes:
+        record: size, scale, label and patient of the slide.
+        id: slide id.
+        batch_rows, steps: rows of each batch, see `slide_batches`, and number of batches.
+        rows: number of patches, with those that cannot be read.
+        patch_size, overlap: side of the patches, and overlap of neighbours, in pixels.
+        lost: the patches that could not be read so far.
+    """
+
+    def __init__(
+        self,
+        record: SlideRecord,
+        batch_rows: Sequence[range],
+        *,
+        rows: int,
+        patch_size: int,
+        overlap: int,
+        lost: Collection[object],
+    ) -> None:
+        self.record, self.id = record, record.id
+        self.batch_rows, self.steps = batch_rows, len(batch_rows)
+        self.rows, self.patch_size, self.overlap, self.lost = rows, patch_size, overlap, lost
+
     @property
-    def id(self) -> str:
-        """Slide id."""
-
-
-class SlidePatches(_Named, Protocol):
-    """The patches of one slide, in batches."""
+    @abstractmethod
+    def origin(self) -> Mapping[str, Any]:
+        """Attributes of feature files that identify the patches."""
 
     @property
-    def steps(self) -> int:
-        """Number of batches."""
+    @abstractmethod
+    def source(self) -> str:
+        """Text that identifies the patches as the source of predictions."""
 
+    @property
+    @abstractmethod
+    def thumbnail(self) -> bytes | None:
+        """Thumbnail as a JPEG file, if there is one."""
+
+    @abstractmethod
     def load(self, step: int) -> PatchBatch:
         """Load a batch. Called from several threads.
 
@@ -61,8 +99,43 @@ class SlidePatches(_Named, Protocol):
             SlideError, DamagedStore: the slide cannot be used.
         """
 
-    def close(self) -> None:
-        """Free what the slide needs for loading. Called when all of its results have been used."""
+    def predicted(self) -> PredictedSlide:
+        """Describe the slide after its patches have been computed. Raise SlideUnreadable if the file has changed."""
+        skipped = len(self.lost)
+        return PredictedSlide.of(
+            self.record, source=self.source, patches=self.rows - skipped, skipped=skipped
+        )
+
+
+class SlideSource(Closing, ABC):
+    """The slides to be predicted. `close` ends their workers, and removes local copies. By default nothing is annotated.
+
+    Attributes:
+        count: number of slides.
+        settings: settings that affect the predictions, to be recorded.
+    """
+
+    count: int
+    settings: Mapping[str, Any] = MappingProxyType({})
+
+    @abstractmethod
+    def slides(self, run: SlideRun, folder: CompleteSlides) -> Iterable[SlidePatches | None]:
+        """Return the slides that are not in the folder yet. Record the others, and failures, in `run`.
+
+        None means that the next slide can be read only when earlier ones are closed.
+        """
+
+    @abstractmethod
+    def current(self, slide: PredictedSlide) -> PredictedSlide:
+        """Return a predicted slide with its current label and patient."""
+
+    @abstractmethod
+    def slide_table(self, predicted: Iterable[PredictedSlide]) -> list[SlideEntry]:
+        """Return all slides, and other slides that were predicted earlier, excluded if they have no patches."""
+
+    def patch_labels(self, slide: str, classes: Sequence[str]) -> dict[tuple[int, int], int]:
+        """Return the annotated class number of each patch of a slide, or -1, by its corner."""
+        return {}
 
 
 class Network(Protocol):
@@ -82,14 +155,15 @@ class Network(Protocol):
         """Number of results per patch, D."""
 
     @property
+    def batch_size(self) -> int:
+        """Patches per batch, over all devices."""
+
+    @property
     def identity(self) -> Mapping[str, Any]:
         """All properties that affect the results, as JSON values."""
 
 
-BATCHES = "remainder-1"
-"""Rule of `slide_batches`, recorded in a folder of results: its later slides follow the rule of its first."""
-
-N = TypeVar("N", bound=_Named)
+N = TypeVar("N", bound=SlidePatches | SlideFile)
 S = TypeVar("S", bound=SlidePatches)
 _LoadedBatch = tuple[PatchBatch, NDArray[Any]]
 
@@ -212,9 +286,8 @@ class _PatchStream(Closing):
         except Exception:  # the batches of the next slides are not in step any more
             self.network_failed = True
             raise
-        failure = self._failures.pop(id(slide), None)
-        if failure is not None:
-            raise failure
+        if id(slide) in self._failures:
+            raise self._failures.pop(id(slide))
 
     def _finish(self, slide: S, batch: PatchBatch, started: Any) -> Results:
         """Return the results of a batch. If one is not finite, its slide fails after its last batch."""
@@ -322,7 +395,7 @@ class SlideRun:
             self.progress.message(f"already done: {counted(len(self.kept), 'slide')}")
         start = time.monotonic()
         with (
-            closing(self.progress.bar(self.title, unit="steps", total=steps, detail=True)) as bar,
+            self.progress.bar(self.title, unit="steps", total=steps, detail=True) as bar,
             _PatchStream(self.network, bar) as stream,
         ):
             try:

@@ -18,13 +18,20 @@ from histopipe.dataset.stain_fit import PATCHES, PIXELS_A_PATCH, fit_pixels
 from histopipe.errors import DamagedStore, SlideError, SlideUnreadable
 from histopipe.geometry import Mpp
 from histopipe.inference.classifier import (
-    PredictOptions,
-    TrainedPatches,
+    PatchRequirements,
     check_scale,
     spec_for_slides,
 )
 from histopipe.inference.external_evaluation import slides_of_files
-from histopipe.inference.slide_run import Normalizer, PatchBatch, SlideRun, slide_batches
+from histopipe.inference.options import PredictOptions
+from histopipe.inference.slide_run import (
+    Normalizer,
+    PatchBatch,
+    SlidePatches,
+    SlideRun,
+    SlideSource,
+    slide_batches,
+)
 from histopipe.ingestion.options import IngestOptions
 from histopipe.ingestion.patch_source import Chunk, chunk_of, chunks, make_patches
 from histopipe.ingestion.planning import plan_slide, prepare
@@ -37,7 +44,6 @@ from histopipe.slides.staging import StagedSlide, StagingArea, stage_folder, sta
 from histopipe.slides.tables import SlideNames, read_mpps
 from histopipe.splits.slide_table import SlideEntry
 from histopipe.store.record import SlideRecord
-from histopipe.system.files import Closing
 from histopipe.system.output import Progress, slide_failure
 from histopipe.system.tensorflow import load_quietly
 from histopipe.system.worker_pool import WorkerPool, run_tasks
@@ -46,38 +52,38 @@ _SECONDS = 600.0
 """Time limit for planning a slide, or for a batch of patches."""
 
 
-class TiledSlide:
-    """A planned slide file, which implements `SlidePatches`.
-
-    `order` holds the (N,) patch numbers in the order of ingest.
-    """
+class TiledSlide(SlidePatches):
+    """A planned slide file. `order` holds the (N,) patch numbers in the order of ingest."""
 
     def __init__(
-        self,
-        files: FileSource,
-        job: SlideJob,
-        planned: SlidePlan,
-        order: NDArray[np.int64],
+        self, files: FileSource, job: SlideJob, planned: SlidePlan, order: NDArray[np.int64]
     ) -> None:
-        self.files, self.job, self.planned, self.order = files, job, planned, order
-        self.id, self.thumbnail = job.id, planned.thumbnails["thumb"]
-        self.record, self.rows = planned.record, len(order)
-        self.patch_size, self.overlap = files.spec.patch_size, files.spec.overlap
-        self.origin = {"source": _source_text(planned.fingerprint)}
         options = files.options
-        # A slide without patches has one empty batch, so that it is reported.
-        self._divided = slide_batches(len(order), options.batch_size, options.batch_rule) or [
-            range(1)
-        ]
-        self.steps = len(self._divided)
-        self.lost: list[str] = []
+        batch_rows = slide_batches(len(order), options.batch_size, options.batch_rule)
+        self.problems: list[str] = []
         """Reasons why patches could not be read."""
+        super().__init__(
+            planned.record, batch_rows or [range(1)],  # without patches, one empty batch to be reported
+            rows=len(order), patch_size=files.spec.patch_size, overlap=files.spec.overlap, lost=self.problems,
+        )  # fmt: skip
+        self.files, self.job, self.planned, self.order = files, job, planned, order
         self._normalize: Normalizer | None = None
         self._lock = threading.Lock()
 
-    def load(self, step: int) -> PatchBatch:
-        """Load a batch; see `SlidePatches`."""
-        places, side = self._divided[step], self.files.spec.patch_size
+    @property
+    def source(self) -> str:  # noqa: D102
+        return _source_text(self.planned.fingerprint)
+
+    @property
+    def origin(self) -> Mapping[str, Any]:  # noqa: D102
+        return {"source": self.source}
+
+    @property
+    def thumbnail(self) -> bytes:  # noqa: D102
+        return self.planned.thumbnails["thumb"]
+
+    def load(self, step: int) -> PatchBatch:  # noqa: D102
+        places, side = self.batch_rows[step], self.patch_size
         size, rows = len(places), self.order[places.start : places.stop]
         images = aligned_empty((size, side, side, 3))
         images[len(rows) :] = 0
@@ -86,62 +92,45 @@ class TiledSlide:
         corners[: len(rows)] = np.stack([plan.x_l0[rows], plan.y_l0[rows]], axis=1)
         for i, value in enumerate(self._values(chunk_of(plan, rows)) if len(rows) else ()):
             valid[i] = self._decode(value, images[i])
-        if len(self.lost) > self.files.options.max_unreadable * max(1, len(plan)):
+        if len(self.problems) > self.files.options.max_unreadable * max(1, len(plan)):
             job = self.job
             raise SlideUnreadable(
-                f"{job.file.location}: at least {len(self.lost)} of {len(plan)} patches cannot be read, "
-                f"first: {job.with_original_paths(self.lost[0])}"
+                f"{job.file.location}: at least {len(self.problems)} of {len(plan)} patches cannot be read, "
+                f"first: {job.with_original_paths(self.problems[0])}"
             )
-        if valid.any() and self.files.trained.stain_norm != "none":
+        if valid.any() and self.files.required.stain_norm != "none":
             images = self._normalizer()(images)
         return PatchBatch(images, corners, valid)
 
     def close(self) -> None:
         """Remove the local copy of the slide, if it was staged."""
-        if self.job.staged is not None and self.files.stage is not None:
-            self.files.stage.release(self.job.staged)
+        self.files.release(self.job)
 
-    def predicted(self) -> PredictedSlide:
-        """Describe the slide after its patches have been predicted. Raise SlideUnreadable if the file has changed."""
+    def predicted(self) -> PredictedSlide:  # noqa: D102
         job = self.job
         if job.staged is None and fingerprint(job.file) != self.planned.fingerprint:
             raise SlideUnreadable(f"{job.file.location} changed while it was being read")
-        return PredictedSlide.of(
-            self.record, source=self.origin["source"], patches=self.patches, skipped=self.skipped
-        )
-
-    @property
-    def patches(self) -> int:
-        """Number of patches, without those that could not be read so far."""
-        return self.rows - self.skipped
-
-    @property
-    def skipped(self) -> int:
-        """Number of patches that could not be read so far."""
-        return len(self.lost)
+        return super().predicted()
 
     def _values(self, chunk: Chunk) -> Sequence[bytes | str]:
         """Encode patches in a worker. A str is the reason why a patch cannot be read."""
-        done: Future[Sequence[bytes | str]] = self.files.pool.submit_within(
+        return self.files.pool.submit_within(
             _SECONDS, make_patches, self.job.number, self.planned.recipe, chunk
-        )
-        return done.result()
+        ).result()
 
     def _decode(self, value: bytes | str, out: NDArray[np.uint8]) -> bool:
         """Decode a patch. If it cannot be read, make it black and record the reason."""
-        if isinstance(value, str):
-            problem = value
-        else:
+        problem = value if isinstance(value, str) else ""
+        if isinstance(value, bytes):
             try:
                 decode(memoryview(value), out)
             except DamagedStore as error:
                 problem = str(error)
-            else:
-                return True
-        out[:] = 0
-        with self._lock:
-            self.lost.append(problem)
-        return False
+        if problem:
+            out[:] = 0
+            with self._lock:
+                self.problems.append(problem)
+        return not problem
 
     def _normalizer(self) -> Normalizer:
         """Return the stain normalizer of the slide, fitted to a sample of its patches."""
@@ -150,13 +139,15 @@ class TiledSlide:
                 rows = np.unique(np.linspace(0, len(self.order) - 1, PATCHES).astype(np.int64))
                 fit = fit_pixels(self._sample(rows), where=self.id)
                 module = load_quietly("histopipe.dataset.stain_normalization")
-                self._normalize = module.slide_normalizer(fit, self.files.trained.stain_norm)
+                self._normalize = module.slide_normalizer(fit, self.files.required.stain_norm)
             return self._normalize
 
     def _sample(self, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
         """Return the (N, 3) pixels of some patches."""
-        side = self.files.spec.patch_size
-        image, samples = aligned_empty((side, side, 3)), [np.empty((0, 3), np.uint8)]
+        image, samples = (
+            aligned_empty((self.patch_size, self.patch_size, 3)),
+            [np.empty((0, 3), np.uint8)],
+        )
         for value in self._values(chunk_of(self.planned.plan, rows)):
             if isinstance(value, bytes):
                 with suppress(
@@ -168,7 +159,7 @@ class TiledSlide:
         return np.concatenate(samples)
 
 
-class FileSource(Closing):
+class FileSource(SlideSource):
     """Slide files, tiled like the training slides in worker processes (one per core by default).
 
     Raises:
@@ -179,14 +170,14 @@ class FileSource(Closing):
     def __init__(
         self,
         paths: Sequence[Path | str],
-        trained: TrainedPatches,
+        required: PatchRequirements,
         options: PredictOptions,
         progress: Progress,
     ) -> None:
-        self.trained, self.options = trained, options
+        self.required, self.options = required, options
         self._ingest = IngestOptions(default_mpp=options.default_mpp, workers=options.workers)
-        self.spec = spec_for_slides(trained, options.tiling, progress)
-        self.settings: Mapping[str, Any] = {"spec": self.spec.to_json()}
+        self.spec = spec_for_slides(required, options.tiling, progress)
+        self.settings = {"spec": self.spec.to_json()}
         self._files = discover(paths, images=options.images)
         show_links(self._files, progress)
         self.count = len(self._files)
@@ -198,22 +189,17 @@ class FileSource(Closing):
             )
         self._ids = frozenset(ids)
         self._labels = options.read_labels(ids) or {}
-        self.stage: StagingArea | None = None
         parent = stage_folder(options.stage, self._files)
-        if parent is not None:
-            self.stage = StagingArea(parent, options.stage_bytes)
+        self._stage = None if parent is None else StagingArea(parent, options.stage_bytes)
         self.pool = WorkerPool(self._ingest.worker_count, prepare)
 
-    def slides(self, run: SlideRun, folder: CompleteSlides) -> Iterator[TiledSlide | None]:
-        """Plan and yield the slides that are not in the folder yet. Record the others, and failures, in `run`.
-
-        None means that the next slide can be copied only when earlier ones are closed.
-        """
+    def slides(  # noqa: D102
+        self, run: SlideRun, folder: CompleteSlides
+    ) -> Iterator[TiledSlide | None]:
         missing = run.missing(self._files, lambda slide: self._is_complete(slide, folder))
         return self._planned(missing, run.fail)
 
-    def current(self, slide: PredictedSlide) -> PredictedSlide:
-        """Return a predicted slide with its current label and patient."""
+    def current(self, slide: PredictedSlide) -> PredictedSlide:  # noqa: D102
         row = self._labels.get(slide.slide)
         if row is None:
             # A label that was removed from the file does not apply any more.
@@ -221,19 +207,18 @@ class FileSource(Closing):
             return replace(slide, label=None) if named else slide
         return replace(slide, label=row.label, patient=row.patient or slide.patient)
 
-    def slide_table(self, predicted: Iterable[PredictedSlide]) -> list[SlideEntry]:
-        """Return all slide files, and other slides that were predicted earlier."""
+    def slide_table(self, predicted: Iterable[PredictedSlide]) -> list[SlideEntry]:  # noqa: D102
         return slides_of_files([slide.id for slide in self._files], predicted, self._labels)
 
-    def patch_labels(self, slide: str, classes: Sequence[str]) -> dict[tuple[int, int], int]:
-        """Return an empty dict: patches of slide files have no annotated classes."""
-        return {}
-
-    def close(self) -> None:
-        """End the workers, and remove local copies of slides."""
+    def close(self) -> None:  # noqa: D102
         self.pool.shutdown(cancel_futures=True)
-        if self.stage is not None:
-            self.stage.close()
+        if self._stage is not None:
+            self._stage.close()
+
+    def release(self, job: SlideJob) -> None:
+        """Remove the local copy of a slide, if it was staged."""
+        if job.staged is not None and self._stage is not None:
+            self._stage.release(job.staged)
 
     def _is_complete(self, slide: SlideFile, folder: CompleteSlides) -> bool:
         """Return whether the file has been predicted at its current scale."""
@@ -256,7 +241,7 @@ class FileSource(Closing):
         """Yield slides in order while the next ones are planned. Call `fail` with the id and reason of each failure."""
 
         def staged_slides() -> Iterator[SlideJob | None]:
-            for item in staged(self.stage, enumerate(files), lambda numbered: numbered[1]):
+            for item in staged(self._stage, enumerate(files), lambda numbered: numbered[1]):
                 if item is None:
                     yield None
                     continue
@@ -277,10 +262,8 @@ class FileSource(Closing):
             try:
                 slide = self._tiled(job, future)
             except Exception as error:  # noqa: BLE001 - `slide_failure` raises what concerns all slides
-                reason = slide_failure(error)
-                fail(job.id, job.with_original_paths(reason))
-                if job.staged is not None and self.stage is not None:
-                    self.stage.release(job.staged)
+                fail(job.id, job.with_original_paths(slide_failure(error)))
+                self.release(job)
             else:
                 yield slide
 
@@ -291,15 +274,15 @@ class FileSource(Closing):
         return job
 
     def _tiled(self, job: SlideJob, future: Future[SlidePlan | SlideRecord]) -> TiledSlide:
-        planned = future.result()
+        planned, required = future.result(), self.required
         if isinstance(planned, SlideRecord):
             raise SlideError(planned.error or "")
-        if planned.record.patch_mpp is None and self.trained.patch_mpp is not None:
+        if planned.record.patch_mpp is None and required.patch_mpp is not None:
             raise SlideError(
-                f"{job.id}: its scale is unknown", expected=f"{self.trained.patch_mpp:g} µm per pixel, as in training",
+                f"{job.id}: its scale is unknown", expected=f"{required.patch_mpp:g} µm per pixel, as in training",
                 todo="name it with --default-mpp or --mpp-csv",
             )  # fmt: skip
-        check_scale(planned.record, self.trained)
+        check_scale(planned.record, required)
         route = planned.recipe.route.name
         parts = [c.rows for c in chunks(planned.plan, route, self.spec.patch_size)]
         order = np.concatenate(parts) if parts else np.empty(0, np.int64)

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,12 +23,13 @@ from histopipe.predictions.tables import (
     read_predictions,
     read_slide_predictions,
     write_predictions,
+    write_summary,
 )
 from histopipe.splits.splits import DROPPED, SPLITS, Splits, load_splits, patches_crc
 from histopipe.splits.subsets import SUBSETS
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
-from histopipe.system.csv_files import read_columns, read_dicts, write_table
+from histopipe.system.csv_files import read_columns, read_dicts
 from histopipe.system.files import (
     path_within,
     read_json,
@@ -36,7 +37,7 @@ from histopipe.system.files import (
     record_or_check,
     write_atomically,
 )
-from histopipe.tasks.choices import Aggregation, EvaluationLevel
+from histopipe.tasks.choices import Aggregation, EvaluationLevel, name_of
 from histopipe.tasks.classification import Classification
 from histopipe.tasks.predictions import (
     Predictions,
@@ -44,7 +45,7 @@ from histopipe.tasks.predictions import (
     joined_predictions,
     scores_of,
 )
-from histopipe.tasks.task import EvaluationSettings
+from histopipe.tasks.task import NO_THRESHOLDS, EvaluationSettings
 
 PATCHES = "patches"
 """Folder with the files of each slide."""
@@ -219,50 +220,28 @@ def write_level_table(
 
     Slides predicted by several models also have standard deviations. Slides and patients without patches are not in `parts`. Their classes and probabilities are empty.
     """
-    aggregated = _aggregated(parts, level, how, evaluation_settings, thresholds) if parts else {}
+    by_slide, of_slides = {slide.slide: slide for slide in slides}, level == "slide"
+    names = sorted(by_slide if of_slides else {slide.patient for slide in slides})
+    row_of = {name: row for row, name in enumerate(names)}
+    task = Classification(classes=tuple(classes)).with_settings(evaluation_settings)
+    output, patches = np.full((len(names), len(classes)), np.nan), np.zeros(len(names), int)
+    if parts:
+        # Without labels, so that patches with different labels are aggregated too.
+        scores = joined_predictions(parts).without_targets()
+        aggregated = scores_of(scores, level, how, evaluation_settings)
+        group, items = scores.owner(level)
+        rows = np.array([row_of[name] for name in items])
+        output[rows[aggregated.item]] = aggregated.output
+        patches[rows] = np.bincount(group, minlength=len(items))
     labels = _labels(slides, level)
-    patient = {slide.slide: slide.patient for slide in slides}
-    names = sorted({slide.slide if level == "slide" else slide.patient for slide in slides})
-    ids = ["slide", "patient"] if level == "slide" else ["patient"]
-    spread = {slide.slide: slide.spread for slide in slides if slide.spread and level == "slide"}
-    probabilities = [f"p_{name}" for name in classes] + [f"sd_{name}" for name in classes if spread]
-    nothing: list[object] = [0, "", "", *("" for _ in classes)]
-    unknown: list[object] = ["" for _ in classes if spread]
-    rows = (
-        [
-            name,
-            *([patient[name]] if level == "slide" else []),
-            labels.get(name, ""),
-            *aggregated.get(name, nothing),
-            *spread.get(name, unknown),
-        ]
-        for name in names
-    )
-    write_table(path, [*ids, "label", "patches", "predicted", "decided", *probabilities], rows)
-
-
-def _aggregated(
-    parts: Sequence[Predictions],
-    level: EvaluationLevel,
-    how: Aggregation,
-    evaluation_settings: EvaluationSettings,
-    thresholds: ThresholdsByLevel,
-) -> dict[str, list[object]]:
-    """Return the number of patches, predicted and decided class, and probabilities by slide or patient."""
-    # Without labels, so that patches with different labels are aggregated too.
-    scores = joined_predictions(parts).without_targets()
-    aggregated = scores_of(scores, level, how, evaluation_settings, thresholds)
-    task = cast(Classification, aggregated.task)
-    decided, (group, names) = task.decide(aggregated.output, aggregated.limits), scores.owner(level)
-    counts = np.bincount(group, minlength=len(names))
-    classes = task.classes
-    return {
-        names[item]: [
-            int(counts[item]), classes[aggregated.output[i].argmax()], classes[decided[i]],
-            *(f"{p:.9g}" for p in aggregated.output[i].tolist()),
-        ]
-        for i, item in enumerate(aggregated.item.tolist())
-    }  # fmt: skip
+    columns: dict[str, Sequence[object]] = {level: names}
+    if of_slides:
+        columns["patient"] = [by_slide[name].patient for name in names]
+    write_summary(
+        path, {**columns, "label": [labels.get(name) for name in names]}, patches=patches.tolist(),
+        task=task, output=output, spread=[by_slide[name].spread for name in names] if of_slides else [],
+        limits=np.array(thresholds.get(name_of(level, how), NO_THRESHOLDS).values),
+    )  # fmt: skip
 
 
 def _labels(slides: Sequence[PredictedSlide], level: EvaluationLevel) -> dict[str, str]:
