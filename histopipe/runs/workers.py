@@ -76,9 +76,9 @@ class Cluster:
         ended = threading.Event()
 
         def write_regularly() -> None:
-            while not ended.is_set():
+            self._write_heartbeat(folder)
+            while not ended.wait(_HEARTBEAT_SECONDS):
                 self._write_heartbeat(folder)
-                ended.wait(_HEARTBEAT_SECONDS)
 
         thread = threading.Thread(target=write_regularly, daemon=True, name="heartbeats")
         thread.start()
@@ -112,7 +112,7 @@ class Cluster:
             workers: dict[str, bool] = {}
             for index, address in enumerate(self.workers):
                 if index != self.index:
-                    status, alive = self._last_heartbeat(folder, index, since)
+                    status, alive = _read_heartbeat(folder, index, since)
                     workers[f"worker {index} ({address}) {status}"] = alive
             lost = [text for text, alive in workers.items() if not alive]
             if lost or time.monotonic() > until:
@@ -122,22 +122,22 @@ class Cluster:
         stuck = [text for text in workers if not text.endswith(COMPUTING)]
         return "; ".join(lost or stuck or workers)
 
-    def _last_heartbeat(self, folder: Path, index: int, since: float) -> tuple[str, bool]:
-        """Return the last state of another worker, and whether it is alive."""
-        path = folder / HEARTBEATS / f"{index}.json"
-        try:
-            written = path.stat().st_mtime
-            doing = read_json(path)["doing"]
-        except (OSError, ValueError, KeyError):
-            return "never started, or uses another run folder", False
-        age = time.time() - written
-        if written < since - _STALE_SECONDS:
-            return "never started", False
-        if doing.startswith(_FAILED):
-            return doing, False
-        if age > _STALE_SECONDS:
-            return f"had its last heartbeat {age:.0f} s ago, {doing}", False
-        return f"is alive, {doing}", True
+
+def _read_heartbeat(folder: Path, index: int, since: float) -> tuple[str, bool]:
+    """Return the last state of another worker, and whether it is alive."""
+    path = folder / HEARTBEATS / f"{index}.json"
+    try:
+        written, doing = path.stat().st_mtime, read_json(path)["doing"]
+    except (OSError, ValueError, KeyError):
+        return "never started, or uses another run folder", False
+    age = time.time() - written
+    if written < since - _STALE_SECONDS:
+        return "never started", False
+    if doing.startswith(_FAILED):
+        return doing, False
+    if age > _STALE_SECONDS:
+        return f"had its last heartbeat {age:.0f} s ago, {doing}", False
+    return f"is alive, {doing}", True
 
 
 def in_cluster(environment: Mapping[str, str] = os.environ) -> bool:

@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, cast
 
 from histopipe.errors import (
     DamagedStore,
@@ -61,14 +61,14 @@ def _are_same(recorded: str, requested: str) -> bool:
     """
     old_space, old_base, old_metric = json.loads(recorded)
     space, base, metric = json.loads(requested)
-    kinds = "mil" in base, old_base.get("mil") is not None
+    same_kind = ("mil" in base) == (old_base.get("mil") is not None)
     declared = declared_settings(*CONFIGS)
     added = {name: declared[name].default for name in base.keys() - old_base.keys()}
     added = json.loads(json.dumps(added, default=str))
     old_base = {name: value for name, value in old_base.items() if name in base} | added
     if isinstance(old_base.get("mil"), str):  # one folder, before there could be several
         old_base["mil"] = [old_base["mil"]]
-    return kinds[0] == kinds[1] and (old_space, old_base, old_metric) == (space, base, metric)
+    return same_kind and (old_space, old_base, old_metric) == (space, base, metric)
 
 
 class Study:
@@ -121,8 +121,7 @@ class Study:
 
     def trials(self) -> list[optuna.trial.FrozenTrial]:
         """Return all trials by number."""
-        trials: list[optuna.trial.FrozenTrial] = self._study.get_trials(deepcopy=False)
-        return trials
+        return cast("list[optuna.trial.FrozenTrial]", self._study.get_trials(deepcopy=False))
 
     def folder_of(self, number: int) -> Path:
         """Return the folder of a trial's run."""
@@ -163,17 +162,15 @@ class Study:
                 trial_id = self._storage.get_trial_id_from_study_id_trial_number(
                     study_id, frozen.number
                 )
-                trial: optuna.trial.Trial = self._optuna.Trial(self._study, trial_id)
-                return trial
+                return cast("optuna.trial.Trial", self._optuna.Trial(self._study, trial_id))
         return None
 
     def _new(self, held: ExitStack) -> optuna.trial.Trial | None:
         """Create and lock a trial, unless the number of trials is reached."""
         trials = self.trials()
-        waiting = [trial for trial in trials if trial.state.name == "WAITING"]
-        if len(trials) >= self.settings.trials and not waiting:
-            return None
-        if not waiting:
+        if not any(trial.state.name == "WAITING" for trial in trials):
+            if len(trials) >= self.settings.trials:
+                return None
             # The trial is created with its folder, in case this process dies immediately afterwards.
             self._study.enqueue_trial({}, user_attrs={_HOME: self._home})
         self._study.sampler = self._sampler(len(trials))
@@ -257,7 +254,14 @@ def open_storage(url: str | None, folder: Path) -> optuna.storages.BaseStorage:
             f"--storage {url}", found="a folder, or a file in a missing folder", expected="a file"
         )
     if url is not None and url.startswith("sqlite"):
-        _refuse_network(Path(url.partition(":///")[2].partition("?")[0]))
+        database = Path(url.partition(":///")[2].partition("?")[0])
+        kind = network_filesystem(database.parent)
+        if kind is not None:
+            raise UsageError(
+                "--storage: SQLite cannot be shared over a network",
+                found=f"{database} on {kind}, where its locks fail and the file becomes damaged",
+                expected="the default journal file, or a database server",
+            )
     try:
         storage: optuna.storages.BaseStorage
         if url is not None and url.startswith("redis"):
@@ -297,16 +301,6 @@ class _JournalLock:
         self._held.close()
 
 
-def _refuse_network(path: Path) -> None:
-    kind = network_filesystem(path.parent)
-    if kind is not None:
-        raise UsageError(
-            "--storage: SQLite cannot be shared over a network",
-            found=f"{path} on {kind}, where its locks fail and the file becomes damaged",
-            expected="the default journal file, or a database server",
-        )
-
-
 def _remove_partial_line(path: Path, lock: _JournalLock) -> None:
     """Remove an incomplete last line, for example after a full disk. Optuna would append to it."""
     if not path.exists() or path.read_bytes()[-1:] in (b"", b"\n"):
@@ -321,35 +315,26 @@ def _remove_partial_line(path: Path, lock: _JournalLock) -> None:
 _COUNT_GPUS = "import tensorflow as tf; print(len(tf.config.list_physical_devices('GPU')))"
 
 
-class TrainingOutcome(NamedTuple):
-    """Result or error of a training, with the duration of all attempts and the peak memory of their processes."""
-
-    result: TrainResult | None
-    error: HistopipeError | None
-    attempts: int = 0
-    seconds: float = 0.0
-    host_bytes: int = 0
-
-
 def train_with_retries(
     config: TrainConfig, folder: Path, watch: Supervision, *, retries: int, progress: Progress
-) -> TrainingOutcome:
+) -> TrainResult | HistopipeError:
     """Train, and retry after failures that may be temporary. Each attempt resumes from the last checkpoint.
 
-    An exception raised by `watch.epoch` ends the training and propagates.
+    Return the result, or the error of the last attempt. An exception raised by `watch.epoch` ends the training and
+    propagates.
     """
     start = time.monotonic()
-    for number in range(1, retries + 2):
-        result, failed = None, None
+    while True:
+        watch.attempts += 1
         run_folder.clear_leftovers(folder)
         try:
-            result = supervise(config, folder, resume=run_folder.has_begun(folder), watch=watch)
+            return supervise(config, folder, resume=run_folder.has_begun(folder), watch=watch)
         except HistopipeError as error:
-            failed = error
-        if failed is None or number > retries or not _is_temporary(failed):
-            break
-        progress.message(f"{folder}: {failed}; retry {number} of {retries}")
-    return TrainingOutcome(result, failed, number, time.monotonic() - start, watch.host_bytes)
+            if watch.attempts > retries or not _is_temporary(error):
+                return error
+            progress.message(f"{folder}: {error}; retry {watch.attempts} of {retries}")
+        finally:
+            watch.all_seconds = time.monotonic() - start
 
 
 def _is_temporary(error: HistopipeError) -> bool:

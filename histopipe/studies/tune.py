@@ -22,12 +22,11 @@ from histopipe.splits.splits import DROPPED, SPLITS, Splits, write_splits
 from histopipe.splits.subsets import SUBSETS
 from histopipe.studies.search_space import SearchSpace, read_space, settings_of, space_of
 from histopipe.studies.settings import Pruner, Sampler, SearchMetric, StudySettings
-from histopipe.studies.study import TRIALS, Study, TrainingOutcome, load_optuna, train_with_retries
+from histopipe.studies.study import TRIALS, Study, load_optuna, train_with_retries
 from histopipe.system.csv_files import read_dicts, write_dicts
 from histopipe.system.files import write_atomically
 from histopipe.system.output import Progress, default_progress
 from histopipe.system.settings import to_toml
-from histopipe.tasks.predictions import Metrics
 from histopipe.tasks.registry import TASKS
 
 if TYPE_CHECKING:
@@ -279,47 +278,47 @@ class _Search:
         folder = self._study.folder_of(trial.number)
         verb, show = "resumes" if run_folder.has_begun(folder) else "starts", self._progress.message
         show(f"trial {trial.number} of {self._study.settings.trials} {verb}: {tried}")
+        watch = Supervision(seconds=self._study.settings.trial_timeout, alone=True)
         try:
-            outcome = self._train(trial, params, folder)
+            outcome = self._train(trial, params, folder, watch)
         except load_optuna().TrialPruned:
             self._study.tell(trial, None, "PRUNED")
             show(f"trial {trial.number}: pruned")
             self._finish(folder)
             return
-        if isinstance(outcome.error, Interrupted):
+        if isinstance(outcome, Interrupted):
             summarize(self._study, self._base)
             raise Interrupted(
                 "interrupted", found=f"trial {trial.number} is running",
                 todo="run the same command again to continue it",
-            ) from outcome.error  # fmt: skip
-        value, reason = None, str(outcome.error)
-        if outcome.result is not None:
-            metrics = outcome.result.metrics["validation"].finest
-            value = self._value(outcome.result, metrics)
+            ) from outcome  # fmt: skip
+        value, reason = None, str(outcome)
+        if isinstance(outcome, TrainResult):
+            value = self._value(outcome)
             reason = (
                 "the metric is undefined: the validation samples have only one class, or no event"
             )
-        trial.set_user_attr("seconds", outcome.seconds)
+        trial.set_user_attr("seconds", watch.all_seconds)
         if value is None:
             trial.set_user_attr("reason", reason)
             self._study.tell(trial, None, "FAIL")
             show(f"trial {trial.number}: failed: {reason}")
-            self._check_settings(outcome.error, folder)
+            self._check_settings(outcome, folder)
         else:
             self._study.tell(trial, value, "COMPLETE")
             show(f"trial {trial.number}: validation {self._metric} {value:.4f}")
         self._finish(folder)
 
-    def _value(self, result: TrainResult, metrics: Metrics) -> float | None:
+    def _value(self, result: TrainResult) -> float | None:
         """Return the metric of a trial on validation."""
-        if self._metric == "loss":
-            if "log_loss" in metrics.values:
-                return metrics.values["log_loss"]
-            history = read_dicts(result.folder / run_folder.HISTORY)
-            rows = {int(row["epoch"]): float(row["val_loss"]) for row in history}
-            # Epoch 0, the covariates alone, has no row, and a loss that is lower than in all rows.
-            return rows.get(result.best_epoch, min(rows.values()))
-        return metrics.values[self._metric]
+        values = result.metrics["validation"].finest.values
+        name = "log_loss" if self._metric == "loss" else self._metric
+        if name != "log_loss" or name in values:
+            return values[name]
+        history = read_dicts(result.folder / run_folder.HISTORY)
+        rows = {int(row["epoch"]): float(row["val_loss"]) for row in history}
+        # Epoch 0, the covariates alone, has no row, and a loss that is lower than in all rows.
+        return rows.get(result.best_epoch, min(rows.values()))
 
     @property
     def _metric(self) -> str:
@@ -334,16 +333,19 @@ class _Search:
         summarize(self._study, self._base)
 
     def _train(
-        self, trial: optuna.trial.Trial, params: Mapping[str, Any], folder: Path
-    ) -> TrainingOutcome:
+        self,
+        trial: optuna.trial.Trial,
+        params: Mapping[str, Any],
+        folder: Path,
+        watch: Supervision,
+    ) -> TrainResult | HistopipeError:
         if is_finished(folder):  # its process died before it recorded the result
-            return TrainingOutcome(read_result(folder), None)
-        settings = self._study.settings
+            return read_result(folder)
         splits = str(self._study.folder / TRIALS / SPLITS)
         try:
             config = changed_config(self._base, splits=splits, **params)
         except UsageError as error:
-            return TrainingOutcome(None, error)
+            return error
         reported = set(self._study.trials()[trial.number].intermediate_values)
 
         def report(row: dict[str, Any]) -> None:
@@ -353,12 +355,11 @@ class _Search:
                 if trial.should_prune():
                     raise load_optuna().TrialPruned
 
-        watch = Supervision(seconds=settings.trial_timeout, epoch=report, alone=True)
-        return train_with_retries(
-            config, folder, watch, retries=settings.retries, progress=self._progress
-        )
+        watch.epoch = report
+        retries = self._study.settings.retries
+        return train_with_retries(config, folder, watch, retries=retries, progress=self._progress)
 
-    def _check_settings(self, error: HistopipeError | None, folder: Path) -> None:
+    def _check_settings(self, error: TrainResult | HistopipeError, folder: Path) -> None:
         """End the search if the first trials all fail because of their settings, before training."""
         if isinstance(error, UsageError | NothingToDo) and not run_folder.has_begun(folder):
             self._wrong_settings.append(error)
