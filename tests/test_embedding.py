@@ -395,7 +395,7 @@ def test_errors_are_raised_before_anything_is_written(
         (small_store, {"model": "nonsense"}, 2, "small-cnn, a run's folder, an ONNX file, a SavedModel folder"),
         (small_store, {"model": a_run, "weights": "none"}, 2, "which already contains weights"),
         (small_store, {"model": onnx_file, "devices": "gpu"}, 2, "an onnxruntime without CUDA"),
-        (small_store, {"model": onnx_file, "batch_size": 0}, 2, "batch_size"),
+        (small_store, {"model": onnx_file, "batch_size": 0}, 2, "--batch-size"),
         (small_store, UNTRAINED | {"stain_norm": "macenko"}, 4, "histopipe stains"),
         (made_store, {"model": a_run}, 2, "takes patches of another size: found 32 pixels, expected 128"),
         (tmp_path / "none.lmdb", {"model": onnx_file}, 4, "none.lmdb"),
@@ -490,7 +490,7 @@ def test_slides_cost_what_they_have_and_folders_keep_their_rule(
 ) -> None:
     """A slide of 10 patches has batches of 4, 4 and 2. In a folder of an earlier version all have 4."""
     encoder = Sums()
-    monkeypatch.setattr("histopipe.inference.encoder.EncoderChoice.load", lambda *_, **__: encoder)
+    monkeypatch.setattr("histopipe.inference.embed.load_encoder", lambda *_, **__: encoder)
     arguments: dict[str, Any] = {"model": "small-cnn", "batch_size": 4}
     histopipe.embed(small_store, out=tmp_path / "new", **arguments)
     assert encoder.sizes == [4, 4, 2] * 12
@@ -512,7 +512,7 @@ def test_stores_of_features_are_found(
     small_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the recorded path, or else next to the folder of features, where those of earlier versions are."""
-    monkeypatch.setattr("histopipe.inference.encoder.EncoderChoice.load", lambda *_, **__: Sums())
+    monkeypatch.setattr("histopipe.inference.embed.load_encoder", lambda *_, **__: Sums())
     folder = tmp_path / "features"
     histopipe.embed(small_store, model="small-cnn", out=folder)
     assert stores_of_features([folder, folder]) == [small_store]

@@ -21,8 +21,8 @@ from PIL import Image
 from histopipe.errors import SlideUnreadable, UsageError
 from histopipe.geometry import Micrometres, Mpp, PointL0, Size
 from histopipe.inference import slide_tiler
-from histopipe.inference.classifier import PatchRequirements
 from histopipe.inference.options import PredictOptions
+from histopipe.inference.stored_slides import PatchRequirements
 from histopipe.ingestion.preview import plan
 from histopipe.ingestion.request import ingest, read_request
 from histopipe.slides import image_reader

@@ -16,12 +16,13 @@ from histopipe.features.feature_file import (
     read_encoder,
     record_encoder,
 )
-from histopipe.inference.classifier import PatchRequirements, check_store
 from histopipe.inference.embed import FeatureFolder, embed_stores, record_slides
 from histopipe.inference.encoder import (
     COMPARED,
-    EncoderChoice,
     check_encoder,
+    check_patches,
+    load_encoder,
+    recorded_options,
     trained_patches,
 )
 from histopipe.inference.options import BATCHES, PredictOptions
@@ -34,6 +35,7 @@ from histopipe.inference.slide_run import (
     batch_rule,
 )
 from histopipe.inference.slide_tiler import FileSource
+from histopipe.inference.stored_slides import PatchRequirements, check_store
 from histopipe.predictions.sources import PredictionsFolder
 from histopipe.runs import folder as run_folder
 from histopipe.runs.result import METRICS, is_finished, read_result
@@ -113,8 +115,7 @@ def load_bags(folder: Path, *, devices: str) -> TrainedBags:
         )
         classes = tuple(map(nfc, metrics["classes"]))
         task = make_task(config.task, metrics.get("targets", ()), classes)
-        network_module = load_quietly("histopipe.inference.networks")
-        network = network_module.load_bag_network(
+        network = load_quietly("histopipe.inference.networks").load_bag_network(
             folder, config, metrics.get("objective", {}), devices=devices,
             outputs=len(classes if task.of_classes else task.columns),
             covariates=0 if covariates is None else len(covariates.inputs),
@@ -157,7 +158,6 @@ def check_alike(models: Sequence[TrainedBags]) -> None:
 
 
 SourceKind = Literal["stores", "features", "slides"]
-_DATA = "data.mdb"
 
 
 def read_sources(
@@ -189,7 +189,7 @@ def read_sources(
 
 
 def _kind(path: Path) -> SourceKind:
-    if (path / _DATA).exists():
+    if (path / "data.mdb").exists():
         return "stores"
     if path.is_dir() and ((path / ENCODER).exists() or any(path.rglob(f"*{SUFFIX}"))):
         return "features"
@@ -285,28 +285,28 @@ class BagFeatures:
         return folders
 
     def _encoder(
-        self, number: int, record: Mapping[str, Any], trained: PatchRequirements
+        self, number: int, record: Mapping[str, Any], required: PatchRequirements
     ) -> Network:
         """Load an encoder, and check that it is that of the training."""
-        choice = EncoderChoice.recorded(record)
+        replaced: dict[str, str] = {}
         if self.options.encoder:
-            choice = replace(choice, model=_one_of("--encoder", self.options.encoder, number))
+            replaced["model"] = _one_of("--encoder", self.options.encoder, number)
         if self.options.encoder_weights:
-            weights = _one_of("--encoder-weights", self.options.encoder_weights, number)
-            choice = replace(choice, weights=weights)
-        choice.check(trained.patch_size, [trained.patch_mpp])
-        encoder = choice.load(
-            trained.patch_size, devices=self.options.devices, batch_size=self.options.batch_size
+            replaced["weights"] = _one_of("--encoder-weights", self.options.encoder_weights, number)
+        options = recorded_options(
+            record, **replaced, devices=self.options.devices, batch_size=self.options.batch_size
         )
+        check_patches(options, required.patch_size, [required.patch_mpp])
+        encoder = load_encoder(options, required.patch_size)
         identity = {name: encoder.identity.get(name) for name in COMPARED}
-        check_encoder({**record, **identity}, record, f"--encoder {choice.model}")
+        check_encoder({**record, **identity}, record, f"--encoder {options.model}")
         return encoder
 
     def _embed_stores(
-        self, stores: Sequence[Store], features: FeatureFolder, trained: PatchRequirements
+        self, stores: Sequence[Store], features: FeatureFolder, required: PatchRequirements
     ) -> None:
         result = embed_stores(
-            stores, features, on_error=self.options.on_error, stain_norm=trained.stain_norm,
+            stores, features, on_error=self.options.on_error, stain_norm=required.stain_norm,
             batch_size=self.options.batch_size, progress=self.progress,
         )  # fmt: skip
         computed = set(result.done)
@@ -316,10 +316,10 @@ class BagFeatures:
                     self._write_thumbnail(record.id, store.thumbnail(number))
         self.runs.append(result)
 
-    def _embed_files(self, features: FeatureFolder, trained: PatchRequirements) -> None:
+    def _embed_files(self, features: FeatureFolder, required: PatchRequirements) -> None:
         rule = batch_rule(features.path / ENCODER)
         options = replace(self.options, labels=None, batch_rule=rule)  # bags have the labels
-        with FileSource([*self.paths, *self.urls], trained, options, self.progress) as source:
+        with FileSource([*self.paths, *self.urls], required, options, self.progress) as source:
             run = SlideRun(features.encoder, "embedding", source.count, self.progress)
 
             def write(slide: SlidePatches, results: Iterator[Results]) -> tuple[int, int]:
@@ -362,8 +362,6 @@ def _check_stores(stores: Sequence[Store], trained: Sequence[PatchRequirements])
 
 def _one_of(flag: str, values: Sequence[PathLike], number: int) -> str:
     """Return the value of a feature set: one value applies to all sets."""
-    if len(values) == 1:
-        return str(values[0])
-    if number >= len(values):
+    if 1 < len(values) <= number:
         raise UsageError(flag, found=f"{len(values)} times", expected="once per feature set")
-    return str(values[number])
+    return str(values[0] if len(values) == 1 else values[number])

@@ -24,7 +24,12 @@ from histopipe.features.feature_file import (
     record_stores,
     writing,
 )
-from histopipe.inference.encoder import EncoderChoice, encoder_record
+from histopipe.inference.encoder import (
+    check_patches,
+    encoder_record,
+    load_encoder,
+    read_stain_norm,
+)
 from histopipe.inference.options import BATCHES, EmbedOptions
 from histopipe.inference.slide_run import (
     Network,
@@ -214,19 +219,15 @@ def embed(
                 found=f"none, and patches of {size} pixels",
                 expected=f"the name of an encoder, or patches of {SMALLEST_TRAINED} pixels or more",
             )
-        weights = None if options.weights is None else str(options.weights)
-        choice = EncoderChoice(
-            str(options.model or LITE), weights, options.precision, options.xla, options.allow_mismatch
-        )  # fmt: skip
-        mismatch = choice.check(
-            size, [record.patch_mpp for store in opened for record in store.complete.values()]
-        )
+        options = replace(options, model=options.model or LITE)
+        mpps = [record.patch_mpp for store in opened for record in store.complete.values()]
+        mismatch = check_patches(options, size, mpps)
         # Loaded first, because the encoder must configure the devices before anything else uses TensorFlow.
-        encoder = choice.load(size, devices=options.devices, batch_size=options.batch_size)
-        stain = options.stain_norm or choice.stain_norm()
+        encoder = load_encoder(options, size)
+        stain = read_stain_norm(options)
         stack.enter_context(run_folder.held(folder))
         record = encoder_record(
-            choice, encoder, opened, **({"mismatch": mismatch} if mismatch else {}), stain_norm=stain,
+            options, encoder, opened, **({"mismatch": mismatch} if mismatch else {}), stain_norm=stain,
             dtype=options.dtype,
         )  # fmt: skip
         record_encoder(folder, {**record, "batches": BATCHES})

@@ -7,9 +7,8 @@ import importlib.metadata
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,11 +18,12 @@ from histopipe.dataset.options import StainNorm
 from histopipe.dataset.sampling import replica_rows
 from histopipe.errors import DamagedStore, MachineShort, OutOfMemory, UsageError
 from histopipe.geometry import Mpp, same_scale
-from histopipe.inference.classifier import PatchRequirements
+from histopipe.inference.options import EmbedOptions
 from histopipe.inference.slide_run import Network, device_rows
+from histopipe.inference.stored_slides import PatchRequirements
 from histopipe.pretrained.encoders import named_preset, own_file
 from histopipe.runs import folder as run_folder
-from histopipe.runs.config import Precision, parse_devices
+from histopipe.runs.config import parse_devices
 from histopipe.runs.task_config import read_config
 from histopipe.store.store import Store
 from histopipe.system.files import read_json
@@ -34,108 +34,101 @@ from histopipe.tissue_masks.network import is_colour
 
 SMALL = "small-cnn"
 """The patch model of the quick start. As an encoder it has random weights, always the same: for demos and tests."""
-_ONNX = ".onnx"
-_ONNX_BATCH = 64
-_DEFAULT_WEIGHTS = "imagenet"
+_CHOICE = ("model", "weights", "precision", "xla", "allow_mismatch")
+"""Options of `embed` that choose an encoder."""
 _LIBRARIES = ("histopipe", "tensorflow", "tensorflow-cpu", "keras", "onnxruntime", "pillow")
 COMPARED = ("encoder", "sha256", "dimension", "patch_size", "precision")
 """Names in the record of an encoder that are compared, and shown if features of two encoders meet."""
 
 
-@dataclass(frozen=True, slots=True)
-class EncoderChoice:
-    """The options of `embed` that choose an encoder."""
+def recorded_options(record: Mapping[str, Any], **options: Any) -> EmbedOptions:
+    """Return the options that choose the encoder of a record of `encoder_record`, with other options.
 
-    model: str
-    weights: str | None = None
-    precision: Precision = "float32"
-    xla: bool = False
-    allow_mismatch: bool = False
+    Raises:
+        UsageError: the record has none, because an earlier version made it.
+    """
+    try:
+        recorded = record["given"]
+        return EmbedOptions(**{**recorded, "model": recorded["model"], **options})
+    except (KeyError, TypeError) as error:
+        raise UsageError(
+            "the features of the training do not record how to load their encoder",
+            todo="predict a folder of features; or embed and train again",
+        ) from error
 
-    @classmethod
-    def recorded(cls, record: Mapping[str, Any]) -> EncoderChoice:
-        """Return the choice in a record of `encoder_record`.
 
-        Raises:
-            UsageError: the record has none, because an earlier version made it.
-        """
-        try:
-            return cls(**record["given"])
-        except (KeyError, TypeError) as error:
+def check_patches(
+    options: EmbedOptions, patch_size: int, mpps: Sequence[float | None]
+) -> str | None:
+    """Check that patches fit a preset. Return the mismatch, if it is allowed, or None.
+
+    Raises:
+        UsageError: they do not fit.
+    """
+    preset = None if _is_run(options) else named_preset(str(options.model))
+    if preset is None:
+        return None
+    mismatch = preset.check_patches(patch_size, mpps, allowed=options.allow_mismatch)
+    if mismatch:
+        message(f"warning: {mismatch}; continuing because of --allow-mismatch")
+    return mismatch
+
+
+def _is_run(options: EmbedOptions) -> bool:
+    return (Path(str(options.model)) / run_folder.CONFIG).exists()
+
+
+def load_encoder(options: EmbedOptions, patch_size: int) -> Network:
+    """Load the encoder onto its devices.
+
+    Raises:
+        UsageError: the encoder cannot be used.
+        MachineShort: a library is not installed.
+    """
+    model, is_run = str(options.model), _is_run(options)
+    is_onnx = Path(model).suffix == ".onnx"
+    if is_onnx or is_run:
+        if options.weights is not None:
             raise UsageError(
-                "the features of the training do not record how to load their encoder",
-                todo="predict a folder of features; or embed and train again",
-            ) from error
+                "--weights", found=f"--model {model}, which already contains weights",
+                expected="--model with the name of a network",
+            )  # fmt: skip
+        if options.precision != "float32" or options.xla:
+            raise UsageError(
+                "--xla" if options.xla else f"--precision {options.precision}", found=f"--model {model}",
+                expected="a network that is not an ONNX file or a run",
+            )  # fmt: skip
+    if is_onnx:
+        size = 64 if options.batch_size == "auto" else options.batch_size
+        return OnnxEncoder(
+            Path(model), patch_size=patch_size, devices=options.devices, batch_size=size
+        )
+    untrained = named_preset(model) or own_file(model) or model == SMALL
+    return cast(Network, load_quietly("histopipe.inference.networks").keras_encoder(
+        Path(model) if is_run else model,
+        weights=str(options.weights or ("none" if untrained else "imagenet")),
+        patch_size=patch_size, devices=options.devices, batch_size=options.batch_size,
+        precision=options.precision, xla=options.xla,
+    ))  # fmt: skip
 
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON-ready dict. Paths are absolute."""
-        facts = asdict(self)
-        for name in ("model", "weights"):
-            if facts[name] and Path(facts[name]).exists():
-                facts[name] = str(Path(facts[name]).absolute())
-        return facts
 
-    def check(self, patch_size: int, mpps: Sequence[float | None]) -> str | None:
-        """Check that the patches fit a preset. Return the mismatch, if it is allowed, or None.
-
-        Raises:
-            UsageError: they do not fit.
-        """
-        preset = None if self._is_run else named_preset(self.model)
-        if preset is None:
-            return None
-        mismatch = preset.check_patches(patch_size, mpps, allowed=self.allow_mismatch)
-        if mismatch:
-            message(f"warning: {mismatch}; continuing because of --allow-mismatch")
-        return mismatch
-
-    @property
-    def _is_run(self) -> bool:
-        return (Path(self.model) / run_folder.CONFIG).exists()
-
-    def load(self, patch_size: int, *, devices: str, batch_size: int | Literal["auto"]) -> Network:
-        """Load the encoder onto its devices.
-
-        Raises:
-            UsageError: the encoder cannot be used.
-            MachineShort: a library is not installed.
-        """
-        path, is_run = Path(self.model), self._is_run
-        is_onnx = path.suffix == _ONNX
-        if is_onnx or is_run:
-            if self.weights is not None:
-                raise UsageError(
-                    "--weights", found=f"--model {self.model}, which already contains weights",
-                    expected="--model with the name of a network",
-                )  # fmt: skip
-            if self.precision != "float32" or self.xla:
-                raise UsageError(
-                    "--xla" if self.xla else f"--precision {self.precision}", found=f"--model {self.model}",
-                    expected="a network that is not an ONNX file or a run",
-                )  # fmt: skip
-        if is_onnx:
-            size = _ONNX_BATCH if batch_size == "auto" else batch_size
-            return OnnxEncoder(path, patch_size=patch_size, devices=devices, batch_size=size)
-        untrained = named_preset(self.model) or own_file(self.model) or self.model == SMALL
-        return cast(Network, load_quietly("histopipe.inference.networks").keras_encoder(
-            path if is_run else self.model,
-            weights=self.weights or ("none" if untrained else _DEFAULT_WEIGHTS),
-            patch_size=patch_size, devices=devices, batch_size=batch_size,
-            precision=self.precision, xla=self.xla,
-        ))  # fmt: skip
-
-    def stain_norm(self) -> StainNorm:
-        """Return the stain normalization that a run was trained with, or "none" for other encoders."""
-        if not self._is_run:
-            return "none"
-        config = Path(self.model) / run_folder.CONFIG
-        return cast(StainNorm, read_config(config).get("stain_norm", "none"))
+def read_stain_norm(options: EmbedOptions) -> StainNorm:
+    """Return the stain normalization of the options; else that of a run, or "none" for other encoders."""
+    if options.stain_norm or not _is_run(options):
+        return options.stain_norm or "none"
+    config = read_config(Path(str(options.model)) / run_folder.CONFIG)
+    return cast(StainNorm, config.get("stain_norm", "none"))
 
 
 def encoder_record(
-    choice: EncoderChoice, encoder: Network, stores: Sequence[Store], **facts: Any
+    options: EmbedOptions, encoder: Network, stores: Sequence[Store], **settings: Any
 ) -> dict[str, Any]:
     """Return what features depend on, for `features.json`, and how to compute features of other slides."""
+    choice = {name: getattr(options, name) for name in _CHOICE}
+    for name in ("model", "weights"):  # absolute paths
+        if choice[name]:
+            path = Path(choice[name])
+            choice[name] = str(path.absolute() if path.exists() else choice[name])
     records = (record for store in stores for record in store.complete.values())
     mpps = sorted(record.patch_mpp for record in records if record.patch_mpp)
     patches = {
@@ -144,7 +137,7 @@ def encoder_record(
         "patch_mpp": mpps[len(mpps) // 2] if mpps else None,
     }
     return {
-        **encoder.identity, **facts, "libraries": _versions(), "given": choice.to_json(),
+        **encoder.identity, **settings, "libraries": _versions(), "given": choice,
         "patches": patches,
     }  # fmt: skip
 

@@ -64,19 +64,18 @@ class KerasNetwork:
         check_weights(self._model.weights, name, "use another model, or train it again")
         self.dimension = int(self._model.output_shape[-1])
         self.patch_size = int(self._model.input_shape[1])
-        self.sha256 = digest(self._model.weights)
         self.identity: Mapping[str, Any] = {
             "encoder": name, "dimension": self.dimension, "patch_size": self.patch_size,
-            "sha256": self.sha256,
+            "sha256": digest(self._model.weights),
         }  # fmt: skip
-        self._computed = (
-            tf.function(self._compute, autograph=False, jit_compile=True) if xla else self._compute
-        )
+        compute = self._compute
+        if xla:
+            compute = tf.function(compute, autograph=False, jit_compile=True)
         # One device: traced once, for batches of any size. Several devices have no such signature: traced twice.
         one = self._strategy.num_replicas_in_sync == 1
         image = tf.TensorSpec((None, self.patch_size, self.patch_size, 3), tf.uint8)
         self._step = tf.function(
-            self._run,
+            lambda batch: self._strategy.run(compute, args=(batch,)),
             input_signature=[image] if one else None,
             reduce_retracing=not one,
             autograph=False,
@@ -148,9 +147,6 @@ class KerasNetwork:
             )
             pieces.append(self._strategy.experimental_local_results(self._step(batch)))
         return pieces
-
-    def _run(self, batch: Any) -> Any:
-        return self._strategy.run(self._computed, args=(batch,))
 
     def _compute(self, images: tf.Tensor) -> tf.Tensor:
         return tf.cast(self._model(images, training=False), tf.float32)
@@ -227,19 +223,20 @@ def load_run_model(folder: Path, patch_size: int | None = None) -> keras.Model:
 
 def load_run_models(folders: Sequence[Path]) -> keras.Model:
     """Load the patch models of runs as one, with the outputs of all side by side. Raises as `load_run_model`."""
-    first, *rest = [load_run_model(folder) for folder in folders]
-    if not rest:
-        return first
-    for folder, other in zip(folders[1:], rest, strict=True):
-        if other.input_shape != first.input_shape:
+    models = [load_run_model(folder) for folder in folders]
+    if len(models) == 1:
+        return models[0]
+    shape = models[0].input_shape
+    for folder, model in zip(folders, models, strict=True):
+        if model.input_shape != shape:
             raise UsageError(
-                f"the model of {folder} takes patches of another size", found=other.input_shape[1],
-                expected=first.input_shape[1],
+                f"the model of {folder} takes patches of another size", found=model.input_shape[1],
+                expected=shape[1],
             )  # fmt: skip
-    image = keras.Input(first.input_shape[1:], dtype="uint8", name="image")
+    image = keras.Input(shape[1:], dtype="uint8", name="image")
     outputs = [
         keras.Model(model.inputs, model.outputs[0], name=f"model_{number}")(image)
-        for number, model in enumerate((first, *rest), 1)
+        for number, model in enumerate(models, 1)
     ]
     return keras.Model(image, keras.layers.Concatenate(dtype="float32")(outputs))
 
@@ -294,10 +291,8 @@ class BagNetwork:
             with tf.device(self._device):
                 patches = Patches(tf.constant(features), positions)
                 pooled = pool(model, values_of(model.patch_weights), patches, tf.constant(PIECE))
-                covariate_row = (
-                    None if covariates is None else tf.constant([covariates], tf.float32)
-                )
-                logits = model.logits(values_of(model.last_weights), pooled.value, covariate_row)
+                row = None if covariates is None else tf.constant([covariates], tf.float32)
+                logits = model.logits(values_of(model.last_weights), pooled.value, row)
                 worth = patch_values(model, patches)
         except (tf.errors.OpError, MemoryError) as error:
             if not is_out_of_memory(error):

@@ -17,10 +17,9 @@ from histopipe.inference.bag_features import (
     read_sources,
     run_folders,
 )
-from histopipe.inference.classifier import load_classifier
 from histopipe.inference.options import PredictOptions
 from histopipe.inference.predict_bags import BagPrediction
-from histopipe.inference.predict_patches import PatchPrediction, PredictResult
+from histopipe.inference.predict_patches import PatchPrediction, PredictResult, load_classifier
 from histopipe.inference.slide_run import SlideSource, batch_rule
 from histopipe.inference.slide_tiler import FileSource
 from histopipe.inference.stored_slides import StoreSource

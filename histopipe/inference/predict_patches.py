@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from histopipe._version import __version__
+from histopipe.errors import UsageError
 from histopipe.evaluation.breakdown import breakdown_lines
-from histopipe.evaluation.evaluate import Evaluation, evaluation_lines
-from histopipe.inference.classifier import Classifier
+from histopipe.evaluation.evaluate import Evaluation, evaluation_lines, mean_thresholds, tempered
 from histopipe.inference.external_evaluation import (
     ExternalEvaluation,
     evaluate_labelled,
@@ -22,12 +23,14 @@ from histopipe.inference.external_evaluation import (
 )
 from histopipe.inference.options import BATCHES
 from histopipe.inference.slide_run import (
+    Network,
     Results,
     SlidePatches,
     SlideRun,
     SlideRunResult,
     SlideSource,
 )
+from histopipe.inference.stored_slides import PatchRequirements
 from histopipe.predictions.sources import (
     PATIENTS,
     SLIDES,
@@ -35,11 +38,19 @@ from histopipe.predictions.sources import (
     PredictionsFolder,
     write_level_table,
 )
-from histopipe.system.files import roomy
+from histopipe.runs import folder as run_folder
+from histopipe.runs.result import METRICS, read_result
+from histopipe.runs.task_config import PatchTrainConfig, load_config
+from histopipe.splits.splits import SPLITS, trained_on
+from histopipe.splits.subsets import LabelsFrom
+from histopipe.system.csv_files import nfc
+from histopipe.system.files import read_json, roomy
 from histopipe.system.output import Progress
+from histopipe.system.tensorflow import load_quietly
 from histopipe.tasks.choices import Aggregation, EvaluationLevel
 from histopipe.tasks.classification import Classification
-from histopipe.tasks.predictions import Predictions, scores_of
+from histopipe.tasks.predictions import Predictions, ThresholdsByLevel, scores_of
+from histopipe.tasks.task import EvaluationSettings
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -74,6 +85,86 @@ class PredictResult(SlideRunResult):
             lines += evaluation_lines("labelled", self.evaluated.evaluation)
             lines += breakdown_lines(self.evaluated.breakdown, self.evaluated.task)
         return "\n".join([*lines, self.summary("predicted", "patches", self.unit)])
+
+
+@dataclass(frozen=True, slots=True)
+class Classifier:
+    """Patch classifier of a finished run, ready to predict."""
+
+    folder: Path
+    network: Network
+    """Maps patches to the probabilities of all models, each in the order of `classes`."""
+    models: int
+    """Number of models."""
+    classes: tuple[str, ...]
+    patches: PatchRequirements
+    labels_from: LabelsFrom
+    evaluation_settings: EvaluationSettings
+    thresholds: ThresholdsByLevel
+    """Decision thresholds, chosen on the validation patches of the run; means of several models."""
+    temperatures: tuple[tuple[float, ...], ...] = ()
+    """Temperature of each model; empty if they are not calibrated."""
+    in_training: frozenset[tuple[str, str]] = frozenset()
+    """Slides on which a model was trained or validated, and their patients."""
+
+    def calibrated(self, probability: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return (N, M, C) probabilities of the models with their temperatures."""
+        if not self.temperatures:
+            return probability
+        by_model = map(tempered, probability.swapaxes(0, 1), self.temperatures)
+        return np.stack([*by_model], axis=1).astype(np.float32)
+
+
+def load_classifier(folders: Sequence[Path], *, devices: str, batch_size: int) -> Classifier:
+    """Load the model of a run onto its devices; or those of several runs, whose probabilities are to be averaged.
+
+    Raises:
+        UsageError: a run is not finished, its model predicts no classes, or the models differ in classes or patches.
+        DamagedStore: a run cannot be read.
+        MachineShort: TensorFlow is not installed.
+    """
+    runs = [_without_network(folder) for folder in folders]
+    keras_network = load_quietly("histopipe.inference.networks")
+    network = keras_network.KerasNetwork(
+        lambda: keras_network.load_run_models(folders), name=folders[0].name, devices=devices,
+        batch_size=batch_size,
+    )  # fmt: skip
+    first, *rest = runs
+    for other in rest:
+        for name in ("classes", "spec", "patch_mpp", "stain_norm", "labels_from", "calibrate"):
+            if other[name] != first[name]:
+                raise UsageError(
+                    f"{other['folder']}: {name}", found=other[name],
+                    expected=f"{first[name]}, as in {first['folder']}",
+                )  # fmt: skip
+    return Classifier(
+        folders[0], network, len(folders), first["classes"],
+        PatchRequirements(
+            folders[0], network.patch_size, first["spec"], first["patch_mpp"], first["stain_norm"]
+        ),
+        first["labels_from"], first["evaluation_settings"], mean_thresholds([run["thresholds"] for run in runs]),
+        temperatures=tuple(run["temperature"] for run in runs if run["temperature"]),
+        in_training=frozenset().union(*(trained_on(folder / SPLITS) for folder in folders)),
+    )  # fmt: skip
+
+
+def _without_network(folder: Path) -> dict[str, Any]:
+    """Return what the files of a run record of its model."""
+    result = read_result(folder)
+    config = load_config(folder / run_folder.CONFIG)
+    if not isinstance(config, PatchTrainConfig) or config.task != "classification":
+        raise UsageError(
+            f"the model of {folder} predicts no classes of patches", found=f"--task {config.task}",
+            expected="--task classification", todo="use its model.keras, which opens in plain Keras",
+        )  # fmt: skip
+    metrics = read_json(folder / METRICS)
+    return {
+        "folder": folder, "classes": tuple(map(nfc, metrics["classes"])), "spec": metrics.get("spec"),
+        "patch_mpp": metrics.get("patch_mpp"), "stain_norm": config.stain_norm,
+        "labels_from": config.labels_from, "evaluation_settings": config.evaluation_settings,
+        "thresholds": result.metrics["validation"].thresholds, "calibrate": config.calibrate,
+        "temperature": result.calibration.temperature if result.calibration else (),
+    }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

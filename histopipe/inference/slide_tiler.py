@@ -15,13 +15,8 @@ from numpy.typing import NDArray
 
 from histopipe.dataset.patch_batches import aligned_empty, decode
 from histopipe.dataset.stain_fit import PATCHES, PIXELS_A_PATCH, fit_pixels
-from histopipe.errors import DamagedStore, SlideError, SlideUnreadable
+from histopipe.errors import DamagedStore, SlideError, SlideUnreadable, UsageError
 from histopipe.geometry import Mpp
-from histopipe.inference.classifier import (
-    PatchRequirements,
-    check_scale,
-    spec_for_slides,
-)
 from histopipe.inference.external_evaluation import slides_of_files
 from histopipe.inference.options import PredictOptions
 from histopipe.inference.slide_run import (
@@ -32,6 +27,7 @@ from histopipe.inference.slide_run import (
     SlideSource,
     slide_batches,
 )
+from histopipe.inference.stored_slides import PatchRequirements, check_scale
 from histopipe.ingestion.options import IngestOptions
 from histopipe.ingestion.patch_source import Chunk, chunk_of, chunks, make_patches
 from histopipe.ingestion.planning import plan_slide, prepare
@@ -47,6 +43,7 @@ from histopipe.store.record import SlideRecord
 from histopipe.system.output import Progress, slide_failure
 from histopipe.system.tensorflow import load_quietly
 from histopipe.system.worker_pool import WorkerPool, run_tasks
+from histopipe.tiling.spec import TilingSpec, recorded_tissue, resolved_tissue, spec_from_json
 
 _SECONDS = 600.0
 """Time limit for planning a slide, or for a batch of patches."""
@@ -287,6 +284,38 @@ class FileSource(SlideSource):
         parts = [c.rows for c in chunks(planned.plan, route, self.spec.patch_size)]
         order = np.concatenate(parts) if parts else np.empty(0, np.int64)
         return TiledSlide(self, job, planned, order)
+
+
+def spec_for_slides(
+    required: PatchRequirements, tiling: Mapping[str, Any], progress: Progress
+) -> TilingSpec:
+    """Return the tiling of the training, without the parts that do not apply to other slides.
+
+    Raises:
+        UsageError: the tiling of the training is unknown.
+    """
+    spec = required.spec
+    if spec is None:
+        raise UsageError(
+            f"{required.owner} does not record the tiling of its patches, and its store is missing",
+            todo="ingest the slides with the settings of the training, and predict the store",
+        )
+    tiling, algorithms = dict(tiling), spec.get("algorithms")
+    all_tissue = "all patches with tissue are predicted"
+    if isinstance(algorithms, Mapping) and algorithms.get("grid") == "imported-1":
+        progress.message(f"the training patches were chosen by another tool: {all_tissue}")
+        tiling.setdefault("tissue", "otsu")
+    if spec.get("roi") is not None:
+        progress.message(f"the training patches were in the region {spec['roi']!r}: {all_tissue}")
+    if recorded_tissue(spec) == "masks" or spec.get("exclude"):
+        progress.message(f"the tissue of the training was in files of masks: {all_tissue}")
+        tiling.setdefault("tissue", spec.get("tissue_fallback", "otsu"))
+    elif recorded_tissue(spec) == "model":
+        progress.message("the tissue of the training was found by a network: --tissue otsu is used")
+        tiling.setdefault("tissue", "otsu")
+    if "tissue" in tiling:
+        tiling["tissue"] = resolved_tissue(tiling["tissue"], spec)
+    return spec_from_json(spec, **tiling)
 
 
 def _source_text(file: Fingerprint) -> str:

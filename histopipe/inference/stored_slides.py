@@ -1,10 +1,11 @@
-"""Read slides from stores, for `embed` and `predict`."""
+"""Read slides from stores, for `embed` and `predict`, and check that their patches are those that a model takes."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,8 @@ from histopipe.dataset.options import OnError, PatchColumn, StainNorm
 from histopipe.dataset.patch_batches import PatchBatches
 from histopipe.dataset.sampling import Sequential
 from histopipe.dataset.selection import SampleRows, SampleTable, select
-from histopipe.errors import NothingToDo, UsageError
-from histopipe.inference.classifier import PatchRequirements, check_store
+from histopipe.errors import NothingToDo, ScaleError, UsageError
+from histopipe.geometry import Mpp, same_scale
 from histopipe.inference.options import PredictOptions
 from histopipe.inference.slide_run import (
     Normalizer,
@@ -29,10 +30,73 @@ from histopipe.slides.tables import SlideLabel
 from histopipe.splits.labelling import Labelling, class_codes
 from histopipe.splits.slide_table import SlideEntry, table_of
 from histopipe.splits.splits import patches_crc
+from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store, check_patch_sizes
 from histopipe.system.tensorflow import load_quietly
 
 _CORNER: tuple[PatchColumn, ...] = ("x_l0", "y_l0")
+
+
+@dataclass(frozen=True, slots=True)
+class PatchRequirements:
+    """The patches that a model takes: those of its training. `owner` is the folder of the run, for messages."""
+
+    owner: Path
+    patch_size: int
+    spec: Mapping[str, Any] | None
+    """Tiling of the patches; None if it is not recorded."""
+    patch_mpp: float | None
+    stain_norm: StainNorm
+
+    def fit(self, store: Store) -> bool:
+        """Return whether the patches of a store have this size and scale."""
+        try:
+            check_store(store, self)
+        except (UsageError, ScaleError):
+            return False
+        return True
+
+
+def check_scale(record: SlideRecord, required: PatchRequirements) -> None:
+    """Check that the patches of a slide have the scale of the training patches.
+
+    The scales can differ if patches were read from a pyramid level without resampling.
+
+    Raises:
+        ScaleError: the scales differ.
+    """
+    mpp, expected = record.patch_mpp, required.patch_mpp
+    if mpp is None or expected is None or same_scale(Mpp(mpp), Mpp(expected)):
+        return
+    raise ScaleError(
+        f"{record.id}: the scale of its patches differs from the training patches of {required.owner}",
+        found=f"{mpp:g} µm per pixel", expected=f"{expected:g}",
+        todo="train on patches ingested with --mpp, which selects a level for each slide",
+    )  # fmt: skip
+
+
+def check_store(store: Store, required: PatchRequirements) -> None:
+    """Check that the patches of a store have the size and scale of the training patches.
+
+    Raises:
+        UsageError, ScaleError: size or scale differ.
+    """
+    if store.patch_size != required.patch_size:
+        raise UsageError(
+            f"{store.path}: the size of its patches differs from the training patches of {required.owner}",
+            found=f"{store.patch_size} pixels", expected=f"{required.patch_size}",
+        )  # fmt: skip
+    for record in store.complete.values() if store.spec.get("level") is not None else ():
+        check_scale(record, required)
+    names = ("mpp", "level")
+    spec = required.spec
+    if spec is not None and any(store.spec.get(name) != spec.get(name) for name in names):
+        raise UsageError(
+            f"{store.path}: the scale of its patches differs from the training patches of {required.owner}",
+            found=", ".join(f"{name} {store.spec.get(name)}" for name in names),
+            expected=", ".join(f"{name} {spec.get(name)}" for name in names),
+            todo="ingest the slides with the settings of the training",
+        )  # fmt: skip
 
 
 class StoredSlide(SlidePatches):

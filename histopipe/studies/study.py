@@ -86,13 +86,19 @@ class Study:
         with writable(folder):
             (folder / TRIALS).mkdir(parents=True, exist_ok=True)
         self._check_locks()
+        pruners, home = self._optuna.pruners, folder / STUDY_ID
+        median = settings.pruner == "median"
         with self.locked():
             self._storage = open_storage(settings.storage, folder)
             self._study = self._optuna.create_study(
                 storage=self._storage, load_if_exists=True, direction=settings.direction,
-                study_name=settings.name or folder.resolve().name, pruner=self._pruner(),
+                study_name=settings.name or folder.resolve().name,
+                pruner=pruners.MedianPruner(n_startup_trials=5) if median else pruners.NopPruner(),
             )  # fmt: skip
-            self._home = self._folder_id()
+            if not home.exists():
+                home.write_text(uuid.uuid4().hex)
+            self._home = home.read_text()
+            """Id of the folder, which does not depend on the machine or path."""
 
     @property
     def recorded_base(self) -> dict[str, Any] | None:
@@ -137,10 +143,10 @@ class Study:
 
     def wait(self) -> bool:
         """Wait a short time for the trials of other processes. Return False if none is running in this folder."""
-        running = [t for t in self.trials() if not t.state.is_finished() and self._is_here(t)]
+        running = any(not t.state.is_finished() and self._is_here(t) for t in self.trials())
         if running:
             time.sleep(_POLL_SECONDS)
-        return bool(running)
+        return running
 
     def tell(self, trial: optuna.trial.Trial, value: float | None, state: str) -> None:
         """Record the final state of a trial: "COMPLETE", "PRUNED" or "FAIL"."""
@@ -155,9 +161,8 @@ class Study:
     def _abandoned(self, held: ExitStack) -> optuna.trial.Trial | None:
         """Lock and return a running trial whose process has died."""
         for frozen in self.trials():
-            if frozen.state.name != "RUNNING" or not self._is_here(frozen):
-                continue
-            if self._lock_trial(frozen.number, held):
+            is_here = frozen.state.name == "RUNNING" and self._is_here(frozen)
+            if is_here and self._lock_trial(frozen.number, held):
                 study_id = self._storage.get_study_id_from_name(self._study.study_name)
                 trial_id = self._storage.get_trial_id_from_study_id_trial_number(
                     study_id, frozen.number
@@ -200,18 +205,6 @@ class Study:
                     )
         finally:
             path.unlink(missing_ok=True)
-
-    def _folder_id(self) -> str:
-        """Return the id of the folder, which does not depend on the machine or path."""
-        path = self.folder / STUDY_ID
-        if not path.exists():
-            path.write_text(uuid.uuid4().hex)
-        return path.read_text()
-
-    def _pruner(self) -> Any:
-        if self.settings.pruner == "none":
-            return self._optuna.pruners.NopPruner()
-        return self._optuna.pruners.MedianPruner(n_startup_trials=5)
 
     def _sampler(self, number: int) -> Any:
         """Return the sampler of a trial. Each trial has another seed, so that processes do not draw equal settings."""
@@ -338,9 +331,8 @@ def train_with_retries(
 
 
 def _is_temporary(error: HistopipeError) -> bool:
-    if isinstance(error, UsageError | NothingToDo | DamagedStore | Interrupted):
-        return False
-    return not isinstance(error, MachineShort) or isinstance(error, OutOfMemory | OutOfTime)
+    lasting = UsageError | NothingToDo | DamagedStore | Interrupted | MachineShort
+    return not isinstance(error, lasting) or isinstance(error, OutOfMemory | OutOfTime)
 
 
 def share_devices(devices: str, trainings: int) -> list[str]:
@@ -349,13 +341,12 @@ def share_devices(devices: str, trainings: int) -> list[str]:
     Raises:
         UsageError: there are fewer GPUs than trainings.
     """
-    if trainings == 1 or devices.startswith("cpu"):
-        return [devices] * trainings
+    gpus: list[str] = []
     if devices.startswith("gpu:"):
         gpus = devices.removeprefix("gpu:").split(",")
-    else:
+    elif trainings > 1 and not devices.startswith("cpu"):
         gpus = [str(number) for number in range(count_gpus())]
-    if not gpus:
+    if trainings == 1 or not gpus:
         return [devices] * trainings
     if len(gpus) < trainings:
         raise UsageError(

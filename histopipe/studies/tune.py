@@ -18,7 +18,7 @@ from histopipe.runs.result import TrainResult, is_finished, read_result
 from histopipe.runs.supervision import Supervision
 from histopipe.runs.task_config import changed_config, make_config, with_stores
 from histopipe.runs.training_data import new_splits, opened_sources, read_labelling
-from histopipe.splits.splits import DROPPED, SPLITS, Splits, write_splits
+from histopipe.splits.splits import DROPPED, SPLITS, write_splits
 from histopipe.splits.subsets import SUBSETS
 from histopipe.studies.search_space import SearchSpace, read_space, settings_of, space_of
 from histopipe.studies.settings import Pruner, Sampler, SearchMetric, StudySettings
@@ -120,7 +120,15 @@ class TuneResult:
 
 def summarize(study: Study, base: TrainConfig) -> TuneResult:
     """Summarize the trials so far. Write `trials.csv`, and `best.toml` for `histopipe train --config`."""
-    result = _result(study, base)
+    trials = tuple(_trial(trial, study.folder_of(trial.number)) for trial in study.trials())
+    done = [(trial.value, trial) for trial in trials if trial.value is not None]
+    result = TuneResult(study.folder, trials, None, None)
+    if done:
+        sign = -1 if study.settings.direction == "minimize" else 1
+        # If trials are equal, the first one is the best.
+        _, best = max(done, key=lambda pair: (sign * pair[0], -pair[1].number))
+        config = _with_absolute_paths(changed_config(base, **best.settings), study.folder)
+        result = replace(result, best=best, config=config)
     with study.locked():
         write_dicts(study.folder / TRIALS_CSV, [trial.to_json() for trial in result.trials])
         if result.config is not None:
@@ -128,30 +136,16 @@ def summarize(study: Study, base: TrainConfig) -> TuneResult:
     return result
 
 
-def _result(study: Study, base: TrainConfig) -> TuneResult:
-    folder = study.folder
-    trials = tuple(_trial(trial, study.folder_of(trial.number)) for trial in study.trials())
-    done = [(trial.value, trial) for trial in trials if trial.value is not None]
-    if not done:
-        return TuneResult(folder, trials, None, None)
-    sign = -1 if study.settings.direction == "minimize" else 1
-    # If trials are equal, the first one is the best.
-    _, best = max(done, key=lambda pair: (sign * pair[0], -pair[1].number))
-    config = _with_absolute_paths(changed_config(base, **best.settings), folder)
-    return TuneResult(folder, trials, best, config)
-
-
 def _with_absolute_paths(config: TrainConfig, folder: Path) -> TrainConfig:
     """Return settings with absolute paths and the splits of the search, so that `best.toml` works in any folder."""
-    paths: dict[str, Any] = {"splits": str((folder / SPLITS).resolve())}
-    values = config.values()
-    for name in ("labels", "weights"):
+    values = config.values() | {"splits": str(folder / SPLITS)}
+    for name in ("splits", "labels", "weights"):
         value = values.get(name)
         if value is not None and (name != "weights" or Path(value).is_file()):
-            paths[name] = str(Path(value).resolve())
+            values[name] = str(Path(value).resolve())
     for name in {"stores", "mil"} & values.keys():
-        paths[name] = tuple(str(Path(path).resolve()) for path in values[name])
-    return changed_config(config, **paths)
+        values[name] = tuple(str(Path(path).resolve()) for path in values[name])
+    return make_config(values)
 
 
 def _trial(trial: optuna.trial.FrozenTrial, folder: Path) -> Trial:
@@ -173,9 +167,8 @@ def _as_text(value: Any) -> Any:
 
 
 def _short(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.3g}"
-    return "-" if value is None else str(_as_text(value))
+    text = "-" if value is None else str(_as_text(value))
+    return f"{value:.3g}" if isinstance(value, float) else text
 
 
 _LOCAL = ("devices", "communication", "worker_timeout", "save_minutes", "log_device_placement")
@@ -263,13 +256,12 @@ class _Search:
 
     def run(self) -> TuneResult:
         """Train trials until all have ended, including those of other processes."""
-        while True:
+        running = True
+        while running:
             with self._study.claimed() as trial:
                 if trial is not None:
                     self._run_trial(trial)
-                    continue
-            if not self._study.wait():
-                break
+            running = trial is not None or self._study.wait()
         return summarize(self._study, self._base)
 
     def _run_trial(self, trial: optuna.trial.Trial) -> None:
@@ -363,8 +355,8 @@ class _Search:
         """End the search if the first trials all fail because of their settings, before training."""
         if isinstance(error, UsageError | NothingToDo) and not run_folder.has_begun(folder):
             self._wrong_settings.append(error)
-        ended = [t for t in self._study.trials() if t.state.name in ("COMPLETE", "PRUNED")]
-        if not ended and len(self._wrong_settings) >= _MAX_WRONG_SETTINGS:
+        worked = any(t.state.name in ("COMPLETE", "PRUNED") for t in self._study.trials())
+        if not worked and len(self._wrong_settings) >= _MAX_WRONG_SETTINGS:
             raise self._wrong_settings[0]
 
 
@@ -376,16 +368,9 @@ def _write_splits(base: TrainConfig, folder: Path) -> None:
     with opened_sources(base, base.splits) as sources:
         labelling = read_labelling(base, sources, required=base.splits is None)
         splits = new_splits(base, sources, labelling)
-    write_splits(_without_test(splits), without_test)
+    slides, test = [], SUBSETS.index("test")
+    for slide in splits.slides:
+        subsets = np.where(slide.subsets == test, DROPPED, slide.subsets).astype(np.int8)
+        slides.append(replace(slide, subsets=subsets))
+    write_splits(replace(splits, slides=tuple(slides)), without_test)
     write_splits(splits, whole)
-
-
-def _without_test(splits: Splits) -> Splits:
-    test = SUBSETS.index("test")
-    slides = [
-        replace(
-            slide, subsets=np.where(slide.subsets == test, DROPPED, slide.subsets).astype(np.int8)
-        )
-        for slide in splits.slides
-    ]
-    return replace(splits, slides=tuple(slides))
