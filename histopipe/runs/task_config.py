@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -125,29 +125,33 @@ class PatchTrainConfig(TrainConfig):
         False, "Compile the network with XLA; the first step is slow.", group=MACHINE
     )
 
-    def _check_together(self) -> None:
+    def _conflicts(self) -> Iterator[tuple[object, UsageError]]:
         # With slots, `super()` without arguments finds another class.
-        super(PatchTrainConfig, self)._check_together()
-        if self.task == "survival":
-            raise UsageError("--task survival", found="patches", expected="--mil with features")
-        if self.task != "classification" and self.labels_from == "annotation":
-            raise UsageError(
-                "--labels-from annotation", found=f"--task {self.task}",
-                expected="--task classification",
-            )  # fmt: skip
+        yield from super(PatchTrainConfig, self)._conflicts()
+        yield (
+            self.task == "survival",
+            UsageError("--task survival", found="patches", expected="--mil with features"),
+        )
+        yield self.task != "classification" and self.labels_from == "annotation", UsageError(
+            "--labels-from annotation", found=f"--task {self.task}", expected="--task classification"
+        )  # fmt: skip
         parse_trainable(self.trainable)
-        if len(set(self.augment)) < len(self.augment) or (
-            "none" in self.augment and len(self.augment) > 1
-        ):
-            raise UsageError(
-                "--augment", found=",".join(self.augment),
+        has_none = "none" in self.augment and len(self.augment) > 1
+        yield (
+            has_none or len(set(self.augment)) < len(self.augment),
+            UsageError(
+                "--augment",
+                found=",".join(self.augment),
                 expected="none, or a list without duplicates",
-            )  # fmt: skip
-        if self.balance != "none" and self.shuffle_block:
-            raise UsageError(
+            ),
+        )
+        yield (
+            self.balance != "none" and self.shuffle_block,
+            UsageError(
                 f"--balance {self.balance} draws from all slides, but --shuffle-block reads neighbouring patches",
                 todo="use one of them",
-            )
+            ),
+        )
 
     @property
     def used_weights(self) -> str:
@@ -218,37 +222,34 @@ class BagTrainConfig(TrainConfig):
         at_least=0,
     )
 
-    def _check_together(self) -> None:
+    def _conflicts(self) -> Iterator[tuple[object, UsageError]]:
         # As above.
-        super(BagTrainConfig, self)._check_together()
-        if not self.mil:
-            raise UsageError("--mil", found="no folder", expected="a folder of features")
-        if self.used_loss == "cox" and self.batch_size < 2:
-            raise UsageError(
-                "--batch-size", found=self.batch_size,
-                expected="2 or more: the Cox loss compares the bags of a batch", todo="use 16 or more",
-            )  # fmt: skip
-        if self.pooling == "clam" and self.task != "classification":
-            todo = "use --pooling gated, the same model without a loss of single patches"
-            raise UsageError(
-                "--pooling clam", found=f"--task {self.task}", expected="classes", todo=todo
-            )
+        yield from super(BagTrainConfig, self)._conflicts()
+        yield not self.mil, UsageError("--mil", found="no folder", expected="a folder of features")
+        yield self.used_loss == "cox" and self.batch_size < 2, UsageError(
+            "--batch-size", found=self.batch_size,
+            expected="2 or more: the Cox loss compares the bags of a batch", todo="use 16 or more",
+        )  # fmt: skip
+        yield self.pooling == "clam" and self.task != "classification", UsageError(
+            "--pooling clam", found=f"--task {self.task}", expected="classes",
+            todo="use --pooling gated, the same model without a loss of single patches",
+        )  # fmt: skip
         common = set(self.covariates) & {*self.target_columns, "slide", "patient", "site"}
-        if common or len(set(self.covariates)) < len(self.covariates):
-            expected, actual = (
-                "different columns that are not predicted",
-                ", ".join(self.covariates),
-            )
-            raise UsageError("--covariates", found=actual, expected=expected)
-        if self.covariates and self.labels is None and self.splits is None:
-            raise UsageError(
-                "--covariates", found="no --labels", expected="a file with these columns"
-            )
-        if self.split_by in ("region", "patch"):
-            raise UsageError(
+        yield common or len(set(self.covariates)) < len(self.covariates), UsageError(
+            "--covariates", found=", ".join(self.covariates),
+            expected="different columns that are not predicted",
+        )  # fmt: skip
+        yield (
+            self.covariates and self.labels is None and self.splits is None,
+            UsageError("--covariates", found="no --labels", expected="a file with these columns"),
+        )
+        yield (
+            self.split_by in ("region", "patch"),
+            UsageError(
                 f"--split-by {self.split_by} divides slides, and --mil trains on whole slides",
                 todo="split by patient, site or slide",
-            )
+            ),
+        )
 
 
 CONFIGS: tuple[type[TrainConfig], ...] = (PatchTrainConfig, BagTrainConfig)
@@ -267,11 +268,8 @@ def make_config(settings: Mapping[str, Any]) -> TrainConfig:
     values = _plain_values(settings)
     on_bags = values.get("mil") is not None
     kind, other = CONFIGS[::-1] if on_bags else CONFIGS
-    if (
-        on_bags
-        and values.get("task") == "survival"
-        and values.get("loss", "auto") in ("auto", "cox")
-    ):
+    is_cox = values.get("task") == "survival" and values.get("loss", "auto") in ("auto", "cox")
+    if on_bags and is_cox:
         values.setdefault("batch_size", _COX_BATCH)
     declared, foreign = declared_settings(kind), declared_settings(other)
     for name in values.keys() - declared.keys():
@@ -361,6 +359,7 @@ def parse_trainable(trainable: str) -> tuple[str, int]:
     """
     match = _TRAINABLE.fullmatch(trainable)
     if match is None or (match["number"] is not None) != (match["kind"] in ("last", "lora")):
-        expected = "all, head, last:N or lora:R"
-        raise UsageError("--trainable", found=repr(trainable), expected=expected)
+        raise UsageError(
+            "--trainable", found=repr(trainable), expected="all, head, last:N or lora:R"
+        )
     return match["kind"], int(match["number"] or 0)

@@ -80,28 +80,27 @@ def read_labelling(
             read is only reported.
         notify: receives remarks on the labels.
     """
-    labelling = config.labelling if isinstance(config, PatchTrainConfig) else Labelling()
     labelling = replace(
-        labelling, task=make_task(config.task, config.target_columns),
+        config.labelling if isinstance(config, PatchTrainConfig) else Labelling(), task=make_task(config.task, config.target_columns),
         covariates=getattr(config, "covariates", ()), split_column=config.split_column,
     )  # fmt: skip
+    notify = notify if required else SilentProgress().message
     if config.labels is None:
-        _warn_of_recorded(sources, notify if required else SilentProgress().message)
+        _warn_of_recorded(sources, notify)
     elif isinstance(config, PatchTrainConfig):
         try:
             labels = read_slide_labels(
                 config.labels, sources, columns=config.target_columns, groups=config.further_columns,
                 with_label=config.task == "classification", allow_extra=config.allow_extra_rows,
-                na=config.na, notify=notify if required else SilentProgress().message,
+                na=config.na, notify=notify,
             )  # fmt: skip
+            return replace(labelling, labels=labels)
         except UsageError as error:
             if required:
                 raise
             message(
                 f"warning: {run_folder.SLIDES} has no further columns of the labels file: {error}"
             )
-        else:
-            labelling = replace(labelling, labels=labels)
     return labelling
 
 
@@ -131,10 +130,11 @@ def splits_and_slides(
     if not complete:
         required = config.splits is None and not resume
         labelling = read_labelling(config, sources, required=required)
-    if resume:
-        splits = read_splits(folder / SPLITS, sources)
-    else:
-        splits = new_splits(config, sources, labelling)
+    splits = (
+        read_splits(folder / SPLITS, sources)
+        if resume
+        else new_splits(config, sources, labelling)
+    )
     if complete:
         return splits, recorded
     from_file = config.splits is not None
