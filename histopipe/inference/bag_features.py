@@ -26,6 +26,7 @@ from histopipe.inference.encoder import (
     trained_patches,
 )
 from histopipe.inference.options import BATCHES, PredictOptions
+from histopipe.inference.predict_patches import check_same
 from histopipe.inference.slide_run import (
     Network,
     Results,
@@ -105,8 +106,7 @@ def load_bags(folder: Path, *, devices: str) -> TrainedBags:
         DamagedStore: the run cannot be read.
         MachineShort: TensorFlow is not installed.
     """
-    result = read_result(folder)
-    config = load_config(folder / run_folder.CONFIG)
+    result, config = read_result(folder), load_config(folder / run_folder.CONFIG)
     assert isinstance(config, BagTrainConfig)  # noqa: S101 - the caller has checked it
     metrics = read_json(folder / METRICS)
     try:
@@ -139,22 +139,14 @@ def check_alike(models: Sequence[TrainedBags]) -> None:
     Raises:
         UsageError: they differ.
     """
-    first, *rest = models
-    for other in rest:
-        for name, value, required in (
-            ("task", other.task.name, first.task.name),
-            ("classes", other.task.classes, first.task.classes),
-            ("targets", other.targets, first.targets),
-            ("--bag", other.config.bag, first.config.bag),
-            ("--covariates", other.config.covariates, first.config.covariates),
-            ("features per patch", other.network.dimension, first.network.dimension),
-        ):
-            if value != required:
-                raise UsageError(
-                    f"{other.folder}: {name}",
-                    found=value,
-                    expected=f"{required}, as in {first.folder}",
-                )
+    check_same({
+        model.folder: {
+            "task": model.task.name, "classes": model.task.classes, "targets": model.targets,
+            "--bag": model.config.bag, "--covariates": model.config.covariates,
+            "features per patch": model.network.dimension,
+        }
+        for model in models
+    })  # fmt: skip
 
 
 SourceKind = Literal["stores", "features", "slides"]
@@ -253,9 +245,8 @@ class BagFeatures:
         records = self.first.encoders
         encoders = [record for record in records if record is not None]
         if len(encoders) < len(records):
-            unknown = self.first.config.mil[records.index(None)]
             raise UsageError(
-                f"the encoder of {unknown} is not recorded", found=self.kind,
+                f"the encoder of {self.first.config.mil[records.index(None)]} is not recorded", found=self.kind,
                 expected="folders of features of the same encoder",
             )  # fmt: skip
         trained = [trained_patches(record, self.first.folder) for record in encoders]
@@ -317,8 +308,9 @@ class BagFeatures:
         self.runs.append(result)
 
     def _embed_files(self, features: FeatureFolder, required: PatchRequirements) -> None:
-        rule = batch_rule(features.path / ENCODER)
-        options = replace(self.options, labels=None, batch_rule=rule)  # bags have the labels
+        options = replace(
+            self.options, labels=None, batch_rule=batch_rule(features.path / ENCODER)
+        )  # bags have the labels
         with FileSource([*self.paths, *self.urls], required, options, self.progress) as source:
             run = SlideRun(features.encoder, "embedding", source.count, self.progress)
 

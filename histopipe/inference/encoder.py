@@ -99,9 +99,11 @@ def load_encoder(options: EmbedOptions, patch_size: int) -> Network:
                 expected="a network that is not an ONNX file or a run",
             )  # fmt: skip
     if is_onnx:
-        size = 64 if options.batch_size == "auto" else options.batch_size
         return OnnxEncoder(
-            Path(model), patch_size=patch_size, devices=options.devices, batch_size=size
+            Path(model),
+            patch_size=patch_size,
+            devices=options.devices,
+            batch_size=64 if options.batch_size == "auto" else options.batch_size,
         )
     untrained = named_preset(model) or own_file(model) or model == SMALL
     return cast(Network, load_quietly("histopipe.inference.networks").keras_encoder(
@@ -116,8 +118,10 @@ def read_stain_norm(options: EmbedOptions) -> StainNorm:
     """Return the stain normalization of the options; else that of a run, or "none" for other encoders."""
     if options.stain_norm or not _is_run(options):
         return options.stain_norm or "none"
-    config = read_config(Path(str(options.model)) / run_folder.CONFIG)
-    return cast(StainNorm, config.get("stain_norm", "none"))
+    return cast(
+        StainNorm,
+        read_config(Path(str(options.model)) / run_folder.CONFIG).get("stain_norm", "none"),
+    )
 
 
 def encoder_record(
@@ -165,8 +169,7 @@ def check_encoder(actual: Mapping[str, Any], expected: Mapping[str, Any], where:
     Raises:
         UsageError: they are not.
     """
-    names = (*COMPARED, "stain_norm")
-    pairs = {name: (actual.get(name), expected.get(name)) for name in names}
+    pairs = {name: (actual.get(name), expected.get(name)) for name in (*COMPARED, "stain_norm")}
     mpp, mpp_of_training = (
         (record.get("patches") or {}).get("patch_mpp") for record in (actual, expected)
     )
@@ -348,14 +351,12 @@ def _sessions(path: Path, devices: str) -> list[Any]:
         )  # fmt: skip
     options = ort.SessionOptions()
     options.log_severity_level = 3
-    providers: Sequence[Any]
+    providers: list[Any] = ["CPUExecutionProvider"] * int(match["cpus"] or 1)
     if has_gpu and not devices.startswith("cpu"):
-        numbers = [int(n) for n in (match["gpus"] or "0").split(",")]
-        providers = [("CUDAExecutionProvider", {"device_id": n}) for n in numbers]
+        numbers = (match["gpus"] or "0").split(",")
+        providers = [("CUDAExecutionProvider", {"device_id": int(number)}) for number in numbers]
     else:
-        count = int(match["cpus"] or 1)
-        options.intra_op_num_threads = max(1, count_usable_cores() // count)
-        providers = ["CPUExecutionProvider"] * count
+        options.intra_op_num_threads = max(1, count_usable_cores() // len(providers))
     try:
         return [ort.InferenceSession(str(path), options, providers=[one]) for one in providers]
     except Exception as error:  # onnxruntime's errors have no other common base class

@@ -11,9 +11,8 @@ from typing import Any
 from histopipe.errors import NothingToDo
 from histopipe.evaluation.breakdown import Breakdown, break_down
 from histopipe.evaluation.evaluate import Evaluation, evaluate
-from histopipe.predictions.sources import PredictedSlide, labelled_patches
+from histopipe.predictions.sources import labelled_patches
 from histopipe.predictions.tables import write_predictions
-from histopipe.slides.tables import SlideLabel
 from histopipe.splits.slide_table import (
     Exclusion,
     Flow,
@@ -92,26 +91,6 @@ def find_in_training(
             f"{names}): metrics on them are not valid for new slides"
         )
     return common
-
-
-def slides_of_files(
-    ids: Sequence[str], predicted: Iterable[PredictedSlide], labels: Mapping[str, SlideLabel]
-) -> list[SlideEntry]:
-    """Return the slides of slide files, and other predicted slides, excluded without a reason."""
-    by_name = {slide.slide: slide for slide in predicted}
-    slides = []
-    for name in dict.fromkeys([*ids, *by_name]):
-        slide, row = by_name.get(name), labels.get(name, SlideLabel(None))
-        label = row.label or (slide and slide.label) or ""
-        slides.append(
-            SlideEntry(
-                slide=name, patient=row.patient or (slide and slide.patient) or name, site=row.site or "",
-                label=label, label_source="labels file" if label else "",
-                mpp="" if slide is None or slide.mpp is None else f"{slide.mpp:.4g}",
-                cells=dict(row.cells),
-            )
-        )  # fmt: skip
-    return slides
 
 
 def evaluated_slides(

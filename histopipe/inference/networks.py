@@ -86,8 +86,10 @@ class KerasNetwork:
         self._divide(self.batch_size)
 
     def _divide(self, batch_size: int) -> None:
-        parts = device_rows(batch_size, self._strategy.num_replicas_in_sync)
-        self._micro_batch = MicroBatch(max(map(len, parts)), changed=_report_micro_batch)
+        self._micro_batch = MicroBatch(
+            max(map(len, device_rows(batch_size, self._strategy.num_replicas_in_sync))),
+            changed=_report_micro_batch,
+        )
 
     def _fastest(self) -> int:
         """Return the batch size with the highest throughput. A larger one has to be clearly faster."""
@@ -134,12 +136,12 @@ class KerasNetwork:
 
     def finish(self, started: list[Sequence[tf.Tensor]]) -> NDArray[np.float32]:
         """Wait for the (B, D) results, in the order of the batch; see `Network`."""
-        by_device = zip(*started, strict=True)
-        return np.concatenate([part.numpy() for pieces in by_device for part in pieces])
+        return np.concatenate(
+            [part.numpy() for pieces in zip(*started, strict=True) for part in pieces]
+        )
 
     def _in_pieces(self, images: NDArray[np.uint8], size: int) -> list[Sequence[tf.Tensor]]:
-        pieces = []
-        parts = device_rows(len(images), self._strategy.num_replicas_in_sync)
+        pieces, parts = [], device_rows(len(images), self._strategy.num_replicas_in_sync)
         for first in range(0, max(map(len, parts)), size):
             device_images = [images[part.start : part.stop][first : first + size] for part in parts]
             batch = one_per_replica(
@@ -263,8 +265,7 @@ class BagNetwork:
         self._model, self._objective, self._device = model, objective, device
         self.dimension = dimension
         """Features per patch."""
-        self.sha256 = digest(model.serving.weights)
-        self.takes_positions = model.takes_positions
+        self.sha256, self.takes_positions = digest(model.serving.weights), model.takes_positions
 
     def described(self, task: Task) -> Task:
         """Return the task with the form of the predictions; see `Objective`."""

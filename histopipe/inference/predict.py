@@ -70,8 +70,7 @@ def predict(
     Example:
         >>> predict("runs/first", "new-slides", out="predictions").done  # doctest: +SKIP
     """
-    options = make_settings(PredictOptions, settings)
-    display = progress or default_progress()
+    options, display = make_settings(PredictOptions, settings), progress or default_progress()
     runs = run_folders(Path(run))
     read_result(runs[0])  # raises if the run has not finished
     config = load_config(runs[0] / run_folder.CONFIG)
@@ -103,8 +102,9 @@ def predict(
         source: SlideSource
         if kind == "stores":
             options.check_for_stores()
-            stores = [stack.enter_context(Store(path)) for path in paths]
-            source = StoreSource(stores, classifier.patches, options)
+            source = StoreSource(
+                [stack.enter_context(Store(path)) for path in paths], classifier.patches, options
+            )
         else:
             source = FileSource([*paths, *urls], classifier.patches, options, display)
         stack.enter_context(source)

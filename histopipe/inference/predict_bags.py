@@ -85,14 +85,20 @@ class BagPrediction:
 
     def _record_settings(self) -> None:
         first, temperatures = self._first, [list(model.temperature) for model in self.models]
-        settings = {
-            "histopipe": __version__, "run": str(first.folder), "task": first.task.name,
-            "classes": list(first.task.classes), "targets": list(first.targets), "bag": first.config.bag,
-            "sha256": [model.network.sha256 for model in self.models], "sources": self.features.kind,
-            "tiling": dict(self.options.tiling),
-            **({"temperature": temperatures} if any(temperatures) else {}),
-        }  # fmt: skip
-        self.folder.record(settings)
+        self.folder.record(
+            {
+                "histopipe": __version__,
+                "run": str(first.folder),
+                "task": first.task.name,
+                "classes": list(first.task.classes),
+                "targets": list(first.targets),
+                "bag": first.config.bag,
+                "sha256": [model.network.sha256 for model in self.models],
+                "sources": self.features.kind,
+                "tiling": dict(self.options.tiling),
+                **({"temperature": temperatures} if any(temperatures) else {}),
+            }
+        )
 
     def _bags(self, folders: Sequence[Path]) -> BagSet:
         first, options = self._first, self.options
@@ -137,8 +143,9 @@ class BagPrediction:
                 try:
                     results.append((bag, self._predict_bag(bag)))
                 except Exception as error:  # noqa: BLE001 - `slide_failure` raises what concerns all slides
-                    large = isinstance(error, OutOfMemory)
-                    self.failed[bag.id] = str(error) if large else slide_failure(error)
+                    self.failed[bag.id] = (
+                        str(error) if isinstance(error, OutOfMemory) else slide_failure(error)
+                    )
                     progress.message(f"{bag.id}: failed: {self.failed[bag.id]}")
                 bar.advance()
         if not results:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -115,6 +115,17 @@ class Classifier:
         return np.stack([*by_model], axis=1).astype(np.float32)
 
 
+def check_same(values_of_runs: Mapping[Path, Mapping[str, object]]) -> None:
+    """Raise a UsageError if a named value differs between runs, given by the folder of each run."""
+    first, values = next(iter(values_of_runs.items()))
+    for folder, of_run in values_of_runs.items():
+        for name, value in of_run.items():
+            if value != values[name]:
+                raise UsageError(
+                    f"{folder}: {name}", found=value, expected=f"{values[name]}, as in {first}"
+                )
+
+
 def load_classifier(folders: Sequence[Path], *, devices: str, batch_size: int) -> Classifier:
     """Load the model of a run onto its devices; or those of several runs, whose probabilities are to be averaged.
 
@@ -129,14 +140,9 @@ def load_classifier(folders: Sequence[Path], *, devices: str, batch_size: int) -
         lambda: keras_network.load_run_models(folders), name=folders[0].name, devices=devices,
         batch_size=batch_size,
     )  # fmt: skip
-    first, *rest = runs
-    for other in rest:
-        for name in ("classes", "spec", "patch_mpp", "stain_norm", "labels_from", "calibrate"):
-            if other[name] != first[name]:
-                raise UsageError(
-                    f"{other['folder']}: {name}", found=other[name],
-                    expected=f"{first[name]}, as in {first['folder']}",
-                )  # fmt: skip
+    names = ("classes", "spec", "patch_mpp", "stain_norm", "labels_from", "calibrate")
+    check_same({run["folder"]: {name: run[name] for name in names} for run in runs})
+    first = runs[0]
     return Classifier(
         folders[0], network, len(folders), first["classes"],
         PatchRequirements(
@@ -150,8 +156,7 @@ def load_classifier(folders: Sequence[Path], *, devices: str, batch_size: int) -
 
 def _without_network(folder: Path) -> dict[str, Any]:
     """Return what the files of a run record of its model."""
-    result = read_result(folder)
-    config = load_config(folder / run_folder.CONFIG)
+    result, config = read_result(folder), load_config(folder / run_folder.CONFIG)
     if not isinstance(config, PatchTrainConfig) or config.task != "classification":
         raise UsageError(
             f"the model of {folder} predicts no classes of patches", found=f"--task {config.task}",
@@ -180,24 +185,19 @@ class PatchPrediction:
 
     def run(self) -> PredictResult:
         """Predict the slides that are missing, then write the tables of all slides in the folder."""
-        self._record_settings()
-        source = self.source
-        run = SlideRun(self.classifier.network, "predicting", source.count, self.progress)
+        source, classifier, patches = self.source, self.classifier, self.classifier.patches
+        temperatures = [list(temperature) for temperature in classifier.temperatures]
+        self.folder.record({
+            "histopipe": __version__, "batches": BATCHES, "run": str(classifier.folder),
+            "sha256": classifier.network.identity["sha256"], "classes": list(classifier.classes),
+            "stain_norm": patches.stain_norm, "patch_size": patches.patch_size, **source.settings,
+            **({"temperature": temperatures} if temperatures else {}),
+        })  # fmt: skip
+        run = SlideRun(classifier.network, "predicting", source.count, self.progress)
         with roomy(self.folder.path):
             run.run(source.slides(run, self.folder), self._write, stop=source.close)
             evaluated = self._write_tables(run)
         return PredictResult(**run.result(self.folder.path), evaluated=evaluated)
-
-    def _record_settings(self) -> None:
-        """Record the settings of the predictions, or compare them with the recorded ones."""
-        classifier = self.classifier
-        settings = {
-            "histopipe": __version__, "batches": BATCHES, "run": str(classifier.folder), "sha256": classifier.network.identity["sha256"],
-            "classes": list(classifier.classes), "stain_norm": classifier.patches.stain_norm,
-            "patch_size": classifier.patches.patch_size, **self.source.settings,
-            **({"temperature": [list(temperature) for temperature in classifier.temperatures]} if classifier.temperatures else {}),
-        }  # fmt: skip
-        self.folder.record(settings)
 
     def _write(self, slide: SlidePatches, results: Iterator[Results]) -> tuple[int, int]:
         """Write the predictions of a slide, sorted by row and column."""
@@ -215,8 +215,9 @@ class PatchPrediction:
             slide=zeros, patient=zeros, x_l0=corners[:, 0], y_l0=corners[:, 1],
             target=self._targets(predicted, corners), output=by_model.mean(axis=1),
         )  # fmt: skip
-        spread = self._spread(scores, by_model)
-        self.folder.write(replace(predicted, spread=spread), scores, slide.thumbnail)
+        self.folder.write(
+            replace(predicted, spread=self._spread(scores, by_model)), scores, slide.thumbnail
+        )
         return predicted.patches, predicted.skipped
 
     def _spread(self, scores: Predictions, by_model: NDArray[np.float32]) -> list[float]:
@@ -237,8 +238,7 @@ class PatchPrediction:
             annotated = self.source.patch_labels(slide.slide, classes)
             numbers = [annotated.get((x, y), -1) for x, y in corners.tolist()]
         else:
-            number = classes.index(slide.label) if slide.label in classes else -1
-            numbers = [number] * len(corners)
+            numbers = [classes.index(slide.label) if slide.label in classes else -1] * len(corners)
         target = np.array(numbers, np.float64)[:, None]
         return np.where(target < 0, np.nan, target)
 

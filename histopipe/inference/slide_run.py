@@ -218,8 +218,7 @@ class _PatchStream(Closing):
         self._network, self._bar = network, bar
         self._pool = ThreadPoolExecutor(count_usable_cores(), "histopipe-load")
         self._failures: dict[int, SlideError] = {}
-        self.network_failed = False
-        self.input_wait = 0.0
+        self.network_failed, self.input_wait = False, 0.0
         """Seconds spent waiting for patches so far."""
 
     def run(self, slides: Iterable[S | None]) -> Iterator[tuple[S, Iterator[Results]]]:
@@ -228,7 +227,13 @@ class _PatchStream(Closing):
         None in place of a slide means that the next one needs the earlier slides to be closed. The iterator
         raises SlideError if the slide cannot be used.
         """
-        loaded = self._loaded(slides)
+        # The batches of all slides in order; the next ones are loaded in the background.
+        ahead = run_tasks(
+            lambda numbered: self._pool.submit(self._load, numbered[0], numbered[1]),
+            _batches(slides),
+            limit=count_usable_cores() + 2,
+        )
+        loaded = ((slide, future) for (slide, _), future in filter(None, ahead))
         for slide, first in loaded:
             results = self._results(slide, first, loaded)
             yield slide, results
@@ -239,18 +244,6 @@ class _PatchStream(Closing):
     def close(self) -> None:
         """Cancel batches that are waiting to be loaded."""
         self._pool.shutdown(cancel_futures=True)
-
-    def _loaded(
-        self, slides: Iterable[S | None]
-    ) -> Iterator[tuple[S, Future[_LoadedBatch | None]]]:
-        """Yield the batches of all slides in order, and load the next ones in the background."""
-        ahead = run_tasks(
-            lambda numbered: self._pool.submit(self._load, numbered[0], numbered[1]),
-            _batches(slides),
-            limit=count_usable_cores() + 2,
-        )
-        for (slide, _), future in filter(None, ahead):
-            yield slide, future
 
     def _load(self, slide: S, step: int) -> _LoadedBatch | None:
         """Load a batch. Return None if a batch of its slide has failed."""

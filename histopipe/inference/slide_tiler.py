@@ -17,7 +17,6 @@ from histopipe.dataset.patch_batches import aligned_empty, decode
 from histopipe.dataset.stain_fit import PATCHES, PIXELS_A_PATCH, fit_pixels
 from histopipe.errors import DamagedStore, SlideError, SlideUnreadable, UsageError
 from histopipe.geometry import Mpp
-from histopipe.inference.external_evaluation import slides_of_files
 from histopipe.inference.options import PredictOptions
 from histopipe.inference.slide_run import (
     Normalizer,
@@ -37,7 +36,7 @@ from histopipe.slides.discovery import discover, show_links
 from histopipe.slides.scale import MppSource, equal_scales
 from histopipe.slides.slide_files import Fingerprint, SlideFile, fingerprint
 from histopipe.slides.staging import StagedSlide, StagingArea, stage_folder, staged
-from histopipe.slides.tables import SlideNames, read_mpps
+from histopipe.slides.tables import SlideLabel, SlideNames, read_mpps
 from histopipe.splits.slide_table import SlideEntry
 from histopipe.store.record import SlideRecord
 from histopipe.system.output import Progress, slide_failure
@@ -179,13 +178,10 @@ class FileSource(SlideSource):
         show_links(self._files, progress)
         self.count = len(self._files)
         ids = [slide.id for slide in self._files]
-        self._mpps: Mapping[str, Mpp] = {}
-        if options.mpp_csv is not None:
-            self._mpps = read_mpps(
-                Path(options.mpp_csv), SlideNames(ids), allow_extra=options.allow_extra_rows
-            )
-        self._ids = frozenset(ids)
-        self._labels = options.read_labels(ids) or {}
+        self._mpps: Mapping[str, Mpp] = {} if options.mpp_csv is None else read_mpps(
+            Path(options.mpp_csv), SlideNames(ids), allow_extra=options.allow_extra_rows
+        )  # fmt: skip
+        self._ids, self._labels = frozenset(ids), options.read_labels(ids) or {}
         parent = stage_folder(options.stage, self._files)
         self._stage = None if parent is None else StagingArea(parent, options.stage_bytes)
         self.pool = WorkerPool(self._ingest.worker_count, prepare)
@@ -193,8 +189,9 @@ class FileSource(SlideSource):
     def slides(  # noqa: D102
         self, run: SlideRun, folder: CompleteSlides
     ) -> Iterator[TiledSlide | None]:
-        missing = run.missing(self._files, lambda slide: self._is_complete(slide, folder))
-        return self._planned(missing, run.fail)
+        return self._planned(
+            run.missing(self._files, lambda slide: self._is_complete(slide, folder)), run.fail
+        )
 
     def current(self, slide: PredictedSlide) -> PredictedSlide:  # noqa: D102
         row = self._labels.get(slide.slide)
@@ -205,7 +202,16 @@ class FileSource(SlideSource):
         return replace(slide, label=row.label, patient=row.patient or slide.patient)
 
     def slide_table(self, predicted: Iterable[PredictedSlide]) -> list[SlideEntry]:  # noqa: D102
-        return slides_of_files([slide.id for slide in self._files], predicted, self._labels)
+        by_name, slides = {slide.slide: slide for slide in predicted}, []
+        for name in dict.fromkeys([*(file.id for file in self._files), *by_name]):
+            slide, row = by_name.get(name), self._labels.get(name, SlideLabel(None))
+            label = row.label or (slide and slide.label) or ""
+            slides.append(SlideEntry(
+                slide=name, patient=row.patient or (slide and slide.patient) or name, site=row.site or "",
+                label=label, label_source="labels file" if label else "",
+                mpp="" if slide is None or slide.mpp is None else f"{slide.mpp:.4g}", cells=dict(row.cells),
+            ))  # fmt: skip
+        return slides
 
     def close(self) -> None:  # noqa: D102
         self.pool.shutdown(cancel_futures=True)
@@ -280,8 +286,9 @@ class FileSource(SlideSource):
                 todo="name it with --default-mpp or --mpp-csv",
             )  # fmt: skip
         check_scale(planned.record, required)
-        route = planned.recipe.route.name
-        parts = [c.rows for c in chunks(planned.plan, route, self.spec.patch_size)]
+        parts = [
+            c.rows for c in chunks(planned.plan, planned.recipe.route.name, self.spec.patch_size)
+        ]
         order = np.concatenate(parts) if parts else np.empty(0, np.int64)
         return TiledSlide(self, job, planned, order)
 

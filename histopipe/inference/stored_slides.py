@@ -218,8 +218,7 @@ class StoreSource(SlideSource):
             stores, rows, batch_size=options.batch_size, on_error=options.on_error,
             stain_norm=required.stain_norm, rule=options.batch_rule,
         )  # fmt: skip
-        self._slides = {slide.id: slide for slide in slides}
-        self.count = len(slides)
+        self._slides, self.count = {slide.id: slide for slide in slides}, len(slides)
 
     def slide_table(self, predicted: Iterable[PredictedSlide]) -> list[SlideEntry]:  # noqa: D102
         return table_of(self._stores, Labelling(labels=self._labels))

@@ -259,8 +259,7 @@ class TrainConfig:
     def _conflicts_with_task(self) -> Iterator[tuple[object, UsageError]]:
         """Yield whether a setting of the task is missing, or one of another task is set, and its error."""
         task = f"--task {self.task}"
-        survival = self.task == "survival"
-        by_columns = self.task in ("multilabel", "regression")
+        survival, by_columns = self.task == "survival", self.task in ("multilabel", "regression")
         for name, needed in (("target", by_columns), ("time", survival), ("event", survival)):
             yield bool(getattr(self, name)) != needed, UsageError(
                 f"--{name}", found="no column" if needed else task,

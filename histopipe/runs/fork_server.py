@@ -309,8 +309,7 @@ class _ReportedBar(Bar):
         self._report("progress", (method, self._number, options))
 
     def update(self, done: int, total: int | None = None) -> None:
-        self._done = done
-        now = time.monotonic()
+        self._done, now = done, time.monotonic()
         if total is not None or now - self._sent >= _SECONDS_BETWEEN_UPDATES:
             self._sent = now
             self.send("update", done=done, total=total)

@@ -80,17 +80,15 @@ class TrainResult:
         return f"<TrainResult {self.folder}: epoch {self.best_epoch} of {self.epochs}{''.join(values)}>"
 
     def __str__(self) -> str:
-        place = f"model of epoch {self.best_epoch}, predictions and metrics: {self.folder}"
         lines = split_lines(self.metrics)
         for subset, evaluation in self.covariates_only.items():
             lines += evaluation_lines(f"covariates alone, {subset}", evaluation)
         if self.calibration is not None:
-            values = ", ".join(
-                number(temperature, 2) for temperature in self.calibration.temperature
-            )
-            lines.append(f"probabilities calibrated on validation: temperature {values}")
+            values = (number(temperature, 2) for temperature in self.calibration.temperature)
+            lines.append(f"probabilities calibrated on validation: temperature {', '.join(values)}")
         lines += breakdown_lines(self.breakdown, next(iter(self.metrics.values())).finest.task)
-        return "\n".join([*lines, place])
+        lines.append(f"model of epoch {self.best_epoch}, predictions and metrics: {self.folder}")
+        return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
         """Return the result in the form of `metrics.json`."""

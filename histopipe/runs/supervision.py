@@ -37,7 +37,6 @@ _POLL_SECONDS = 1.0
 _AT_ONCE = "stopped at once; the last checkpoint remains"
 _MEMORY_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT)
 """Signals that end a process when memory runs out without an exception."""
-_STDERR = 2
 
 
 @dataclass(slots=True)
@@ -80,7 +79,7 @@ class Supervision:
     def shown(self, progress: Progress | None) -> Iterator[tuple[Progress, int]]:
         """Yield the progress display, and the file descriptor for other messages: the log's, or standard error."""
         if self.log is None:
-            yield progress or default_progress(), _STDERR
+            yield progress or default_progress(), 2  # standard error
             return
         self.log.parent.mkdir(exist_ok=True)
         with self.log.open("a", encoding="utf-8") as file:
@@ -186,8 +185,11 @@ class _Process(Closing):
                 stopped_late = self.grace_ends is not None and not self._watch.stop.asked
                 if isinstance(outcome, TrainResult) or not stopped_late:
                     return outcome
-                late = f"not done within {self._watch.seconds:.0f} s"
-                return OutOfTime(late, found=outcome.found, todo=self._resume_hint())
+                return OutOfTime(
+                    f"not done within {self._watch.seconds:.0f} s",
+                    found=outcome.found,
+                    todo=self._resume_hint(),
+                )
             except KeyboardInterrupt:
                 self._request_stop()
             try:
@@ -268,8 +270,8 @@ class _Process(Closing):
         return self._lost(f"waited {self._config.worker_timeout:.0f} s for the other workers")
 
     def _interrupted(self, reason: str) -> Interrupted:
-        begun = run_folder.has_begun(self._folder)
-        todo = self._resume_hint() if begun else "run the same command again"
+        has_begun = run_folder.has_begun(self._folder)
+        todo = self._resume_hint() if has_begun else "run the same command again"
         return Interrupted("interrupted", found=reason, todo=todo)
 
     def _lost(self, what: str) -> WorkerLost:
@@ -297,5 +299,7 @@ class _Process(Closing):
             return OutOfMemory(died, todo="use a smaller --batch-size or --model")
         smaller = max(1, self._state["micro_batch"] // 2)
         run_folder.write_micro_batch(self._folder, smaller, died)
-        todo = f"{self._resume_hint()}, which uses micro-batches of {counted(smaller, 'patch')}"
-        return OutOfMemory(died, todo=todo)
+        return OutOfMemory(
+            died,
+            todo=f"{self._resume_hint()}, which uses micro-batches of {counted(smaller, 'patch')}",
+        )

@@ -165,11 +165,15 @@ class PatchTrainConfig(TrainConfig):
         # Imported late: `--help` does not need NumPy.
         from histopipe.splits.labelling import Labelling, PatchFilter
 
-        patch_filter = PatchFilter(
-            min_tissue=self.min_tissue, min_focus=self.min_focus, exclude_pen=self.exclude_pen,
-            exclude_dark=self.exclude_dark,
-        )  # fmt: skip
-        return Labelling(labels_from=self.labels_from, patch_filter=patch_filter)
+        return Labelling(
+            labels_from=self.labels_from,
+            patch_filter=PatchFilter(
+                min_tissue=self.min_tissue,
+                min_focus=self.min_focus,
+                exclude_pen=self.exclude_pen,
+                exclude_dark=self.exclude_dark,
+            ),
+        )
 
     @property
     def augmentations(self) -> tuple[Augmentation, ...]:
@@ -330,10 +334,11 @@ def resumed_config(recorded: Mapping[str, Any], changes: Mapping[str, Any]) -> T
         if not declared[name].about.resume and value != before.get(name)
     ]
     if refused:
-        allowed = [entry.flag for entry in declared.values() if entry.about.resume]
         raise UsageError(
             "--resume continues with the settings of the run", found=", ".join(refused),
-            expected="only --out and " + ", ".join(allowed),
+            expected="only --out and " + ", ".join(
+                entry.flag for entry in declared.values() if entry.about.resume
+            ),
         )  # fmt: skip
     return make_config({**FORMER, **recorded, **changes})
 

@@ -65,8 +65,10 @@ def train(
     if not in_process:
         return supervise(config, folder, resume=resume, progress=progress)
     with use_progress(progress) if progress is not None else nullcontext():
-        trainer = load_quietly("histopipe.training.trainer")
-        return cast(TrainResult, trainer.train_here(config, folder, resume=resume))
+        return cast(
+            TrainResult,
+            load_quietly("histopipe.training.trainer").train_here(config, folder, resume=resume),
+        )
 
 
 _METRICS = {"r2": (0.05, 0.5), "c_index": (0.55, 0.7), "auc": (0.6, 0.9)}
@@ -107,8 +109,7 @@ def _advice(
 ) -> Iterator[str]:
     name = next((name for name in _METRICS if name in best), "auc")
     (chance, good), trained, validated = _METRICS[name], best.get(name), best.get(f"val_{name}")
-    weak = validated is None or validated < good
-    on_patches = hasattr(config, "model")
+    weak, on_patches = validated is None or validated < good, hasattr(config, "model")
     if weak and getattr(config, "model", "") == SMALL_CNN:
         yield f"use a network with trained weights (--model {LITE}; small-cnn is for tests)"
     if patients < _FEWEST_PATIENTS:

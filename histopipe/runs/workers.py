@@ -60,8 +60,7 @@ class Cluster:
 
     def note(self, doing: str) -> None:
         """Set the current activity of this worker."""
-        self.doing = doing
-        now = time.monotonic()
+        self.doing, now = doing, time.monotonic()
         if not self.alone and now - self._last_beat > _BEAT_SECONDS:
             self._last_beat = now
             self.beat()
@@ -142,7 +141,9 @@ def _read_heartbeat(folder: Path, index: int, since: float) -> tuple[str, bool]:
 
 def in_cluster(environment: Mapping[str, str] = os.environ) -> bool:
     """Return whether the environment describes this process as one of several workers."""
-    return tf_config(environment) is not None or _slurm_tasks(environment) > 1
+    # The number of tasks of the Slurm job step of this process. A batch script has no step.
+    tasks = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
+    return tf_config(environment) is not None or tasks > 1
 
 
 def without_cluster(environment: Mapping[str, str]) -> dict[str, str]:
@@ -169,11 +170,6 @@ def tf_config(environment: Mapping[str, str]) -> dict[str, Any] | None:
             expected='{"cluster": {"worker": ["host:port", ...]}, "task": {"type": "worker", "index": 0}}',
         ) from error  # fmt: skip
     return config if len(addresses) > 1 else None
-
-
-def _slurm_tasks(environment: Mapping[str, str]) -> int:
-    """Return the number of tasks of the Slurm job step of this process. A batch script has no step."""
-    return int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
 
 
 def slurm_tasks_per_node(environment: Mapping[str, str]) -> list[int]:

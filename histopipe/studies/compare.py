@@ -154,13 +154,22 @@ class CompareResult:
         ]  # fmt: skip
         differences = [
             {
-                "folder": str(run.folder), "less": str(self.runs[0].folder), "splits": splits,
-                "notes": list(notes), **{name: _as_json(metrics) for name, metrics in levels.items()},
+                "folder": str(run.folder), "less": str(self.runs[0].folder), "splits": splits, "notes": list(notes),
+                **{
+                    level: {
+                        name: {"difference": difference.value, "interval": difference.interval}
+                        for name, difference in metrics.items()
+                    }
+                    for level, metrics in levels.items()
+                },
             }
             for run, levels, notes, splits in self._compared()
         ]  # fmt: skip
-        settings = {name: list(values) for name, values in self.settings.items()}
-        return {"runs": runs, "settings": settings, "differences": differences}
+        return {
+            "runs": runs,
+            "settings": {name: list(values) for name, values in self.settings.items()},
+            "differences": differences,
+        }
 
     def _compared(self) -> Iterator[tuple[Any, ...]]:
         """Yield every run except the first, with its differences, notes and splits."""
@@ -183,13 +192,6 @@ class CompareResult:
                 lines += aligned(_difference_rows(levels, run.test.finest.task))
             lines += [f"  not compared: {note}" for note in notes]
         return "\n".join(lines)
-
-
-def _as_json(metrics: Mapping[str, Difference]) -> dict[str, Any]:
-    return {
-        n: {"difference": difference.value, "interval": difference.interval}
-        for n, difference in metrics.items()
-    }
 
 
 def _difference_rows(

@@ -169,10 +169,11 @@ class CrossValidationResult:
 
 def summarize(config: TrainConfig, folder: Path, folds: Sequence[Fold]) -> CrossValidationResult:
     """Summarize the folds, and write `summary.csv`, `summary.json` and their pooled predictions."""
-    columns: dict[str, list[float]] = {}
-    for fold in folds:
-        for name, value in fold.metrics.items():
-            columns.setdefault(name, []).append(value)
+    metrics = [fold.metrics for fold in folds]
+    columns = {
+        name: [values[name] for values in metrics if name in values]
+        for name in dict.fromkeys(name for values in metrics for name in values)
+    }
     mean = {name: statistics.fmean(values) for name, values in columns.items()}
     deviation = {
         name: statistics.stdev(values) for name, values in columns.items() if len(values) > 1
@@ -185,10 +186,12 @@ def summarize(config: TrainConfig, folder: Path, folds: Sequence[Fold]) -> Cross
         parts, pooled, breakdown, slides = evaluate_folds(config, [*done.values()])
         result = replace(result, pooled=pooled, breakdown=breakdown, flow=flow_of(slides))
         rows.append({"fold": "pooled", **_defined_metrics(pooled)})
-        tables = zip(done, parts, strict=True)
         write_predictions(
             folder / PREDICTIONS,
-            [({"split": "test", "fold": number}, scores) for number, (scores, _) in tables],
+            [
+                ({"split": "test", "fold": number}, scores)
+                for number, (scores, _) in zip(done, parts, strict=True)
+            ],
         )
     write_dicts(folder / "summary.csv", rows)
     write_json(folder / "summary.json", result.to_json())
@@ -210,8 +213,9 @@ def read_parts(results: Sequence[TrainResult]) -> list[ModelPredictions]:
     Raises:
         DamagedStore: the predictions cannot be read.
     """
-    read = [read_predictions(result.folder / PREDICTIONS)["test"] for result in results]
-    common = with_common_patients(read)
+    common = with_common_patients(
+        [read_predictions(result.folder / PREDICTIONS)["test"] for result in results]
+    )
     return [
         (scores, result.metrics["test"].thresholds)
         for scores, result in zip(common, results, strict=True)
@@ -244,8 +248,12 @@ def evaluate_folds(
         config.evaluation_settings,
     )
     evaluation = evaluate(parts, settings, leaked_from(results))
-    breakdown = break_down(parts, evaluation, slides, config.subgroup, settings)
-    return parts, evaluation, breakdown, slides
+    return (
+        parts,
+        evaluation,
+        break_down(parts, evaluation, slides, config.subgroup, settings),
+        slides,
+    )
 
 
 def reevaluate(folder: Path, requested: TrainConfig) -> TrainResult:
@@ -254,17 +262,19 @@ def reevaluate(folder: Path, requested: TrainConfig) -> TrainResult:
     Raises:
         UsageError, DamagedStore: the files of the run cannot be read.
     """
-    result = read_result(folder)
-    scores = read_predictions(folder / PREDICTIONS)
+    result, scores = read_result(folder), read_predictions(folder / PREDICTIONS)
     recorded_config = load_config(folder / run_folder.CONFIG)
     if recorded_config.evaluation_settings == requested.evaluation_settings:
         return result
     leaked, settings = leaked_patients(load_splits(folder / SPLITS)), requested.evaluation_settings
     evaluations = evaluate_subsets(scores, settings, leaked)
-    breakdown = break_down_subsets(
-        scores, evaluations, read_slides(folder), recorded_config.subgroup, settings
+    changed = replace(
+        result,
+        metrics=evaluations,
+        breakdown=break_down_subsets(
+            scores, evaluations, read_slides(folder), recorded_config.subgroup, settings
+        ),
     )
-    changed = replace(result, metrics=evaluations, breakdown=breakdown)
     config = replace(
         recorded_config, positive=requested.positive, threshold=requested.threshold, top_k=requested.top_k,
         resamples=requested.resamples,
@@ -354,15 +364,15 @@ def _run_folds(
     config: TrainConfig, settings: FoldSettings, folder: Path, *, resume: bool, progress: Progress
 ) -> CrossValidationResult:
     """Train every fold that is not finished, then summarize."""
-    run_folder.check(folder, resume=resume, ignored=_PLANNED)
-    devices = share_devices(config.devices, settings.parallel_folds)
-    existed = folder.exists()
+    devices, existed = share_devices(config.devices, settings.parallel_folds), folder.exists()
     made = () if resume else _make_folds(config, settings.folds, progress)
     settings = replace(settings, folds=len(made) or settings.folds)
     splits = {f"{_SPLITS}/fold-{number}.json": fold for number, fold in enumerate(made, 1)}
     with run_folder.opened(folder, splits, config, settings, resume=resume):
-        numbers = range(1, int(settings.folds) + 1)
-        folds = [_existing_fold(config, folder, number, progress) for number in numbers]
+        folds = [
+            _existing_fold(config, folder, number, progress)
+            for number in range(1, int(settings.folds) + 1)
+        ]
         try:
             _train(config, settings, folds, devices, progress)
         except (UsageError, NothingToDo):

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     import optuna
 
 _DECLARED = declared_settings(*CONFIGS)
-_KEYS = {"low", "high", "log", "step"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +54,13 @@ class SearchSpace:
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dict. Equal spaces have equal dicts."""
-        searched = {
-            name: dataclasses.asdict(values) if isinstance(values, Range) else {"values": values}
-            for name, values in self.searched.items()
-        }
-        return {"searched": searched, "fixed": dict(self.fixed)}
+        return {
+            "searched": {
+                name: dataclasses.asdict(values) if isinstance(values, Range) else {"values": values}
+                for name, values in self.searched.items()
+            },
+            "fixed": dict(self.fixed),
+        }  # fmt: skip
 
 
 def settings_of(params: Mapping[str, Any]) -> dict[str, Any]:
@@ -110,8 +111,7 @@ def space_of(values: Mapping[str, Any], where: str = "the search space") -> Sear
 
 
 def _range(what: str, name: str, value: Mapping[str, Any]) -> Range:
-    unknown = sorted(set(value) - _KEYS)
-    if unknown or not {"low", "high"} <= set(value):
+    if set(value) - {"low", "high", "log", "step"} or not {"low", "high"} <= set(value):
         raise UsageError(what, found=dict(value), expected="{ low = …, high = … }, log or step")
     for key in [key for key in ("low", "high", "step") if key in value]:
         if _DECLARED[name].is_list or isinstance(value[key], str | bool):

@@ -32,7 +32,6 @@ from histopipe.errors import (
 )
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
-from histopipe.runs.folder import writable
 from histopipe.runs.result import TrainResult
 from histopipe.runs.supervision import Supervision, supervise
 from histopipe.runs.task_config import CONFIGS
@@ -83,7 +82,7 @@ class Study:
     def __init__(self, folder: Path, settings: StudySettings) -> None:
         self._optuna = load_optuna()
         self.folder, self.settings = folder, settings
-        with writable(folder):
+        with run_folder.writable(folder):
             (folder / TRIALS).mkdir(parents=True, exist_ok=True)
         self._check_locks()
         pruners, home = self._optuna.pruners, folder / STUDY_ID
@@ -264,8 +263,9 @@ def open_storage(url: str | None, folder: Path) -> optuna.storages.BaseStorage:
         else:
             lock = _JournalLock(path.with_name(f"{path.name}.flock"))
             _remove_partial_line(path, lock)
-            journal = storages.journal.JournalFileBackend(str(path), lock_obj=lock)
-            storage = storages.JournalStorage(journal)
+            storage = storages.JournalStorage(
+                storages.journal.JournalFileBackend(str(path), lock_obj=lock)
+            )
     except Exception as error:
         raise UsageError(
             "--storage cannot be opened", found=str(error).split("\n")[0],
@@ -303,9 +303,6 @@ def _remove_partial_line(path: Path, lock: _JournalLock) -> None:
         os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
     finally:
         lock.release()
-
-
-_COUNT_GPUS = "import tensorflow as tf; print(len(tf.config.list_physical_devices('GPU')))"
 
 
 def train_with_retries(
@@ -358,6 +355,10 @@ def share_devices(devices: str, trainings: int) -> list[str]:
 def count_gpus() -> int:
     """Count the GPUs that TensorFlow finds, in another process, because TensorFlow would occupy them in this one."""
     done = subprocess.run(
-        [sys.executable, "-c", _COUNT_GPUS], capture_output=True, text=True, check=False
-    )
+        [
+            sys.executable, "-c",
+            "import tensorflow as tf; print(len(tf.config.list_physical_devices('GPU')))",
+        ],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
     return int(done.stdout) if done.returncode == 0 else 0

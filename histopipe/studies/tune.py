@@ -232,11 +232,10 @@ def tune(
     base = make_config(settings)  # checks the settings before the folder is made
     if metric == "accuracy" and not TASKS[base.task].of_classes:
         raise UsageError("--metric", found=metric, expected=f"auc or loss for --task {base.task}")
-    study_settings = StudySettings(
+    study = Study(Path(out), StudySettings(
         trials=trials, metric=metric, sampler=sampler, pruner=pruner, seed=base.seed,
         storage=storage, name=name, trial_timeout=trial_timeout, retries=retries,
-    )  # fmt: skip
-    study = Study(Path(out), study_settings)
+    ))  # fmt: skip
     base = make_config(with_recipe(settings, study.recorded_base))
     study.agree(search_space, {k: v for k, v in base.values().items() if k not in _LOCAL})
     with study.locked():
@@ -307,8 +306,10 @@ class _Search:
         name = "log_loss" if self._metric == "loss" else self._metric
         if name != "log_loss" or name in values:
             return values[name]
-        history = read_dicts(result.folder / run_folder.HISTORY)
-        rows = {int(row["epoch"]): float(row["val_loss"]) for row in history}
+        rows = {
+            int(row["epoch"]): float(row["val_loss"])
+            for row in read_dicts(result.folder / run_folder.HISTORY)
+        }
         # Epoch 0, the covariates alone, has no row, and a loss that is lower than in all rows.
         return rows.get(result.best_epoch, min(rows.values()))
 
@@ -366,8 +367,9 @@ def _write_splits(base: TrainConfig, folder: Path) -> None:
     if whole.exists() and without_test.exists():
         return
     with opened_sources(base, base.splits) as sources:
-        labelling = read_labelling(base, sources, required=base.splits is None)
-        splits = new_splits(base, sources, labelling)
+        splits = new_splits(
+            base, sources, read_labelling(base, sources, required=base.splits is None)
+        )
     slides, test = [], SUBSETS.index("test")
     for slide in splits.slides:
         subsets = np.where(slide.subsets == test, DROPPED, slide.subsets).astype(np.int8)
