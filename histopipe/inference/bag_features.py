@@ -279,13 +279,15 @@ class BagFeatures:
         self, number: int, record: Mapping[str, Any], required: PatchRequirements
     ) -> Network:
         """Load an encoder, and check that it is that of the training."""
-        replaced: dict[str, str] = {}
-        if self.options.encoder:
-            replaced["model"] = _one_of("--encoder", self.options.encoder, number)
-        if self.options.encoder_weights:
-            replaced["weights"] = _one_of("--encoder-weights", self.options.encoder_weights, number)
+        places = {
+            "model": ("--encoder", self.options.encoder),
+            "weights": ("--encoder-weights", self.options.encoder_weights),
+        }
+        moved = {
+            name: _one_of(flag, values, number) for name, (flag, values) in places.items() if values
+        }
         options = recorded_options(
-            record, **replaced, devices=self.options.devices, batch_size=self.options.batch_size
+            record, **moved, devices=self.options.devices, batch_size=self.options.batch_size
         )
         check_patches(options, required.patch_size, [required.patch_mpp])
         encoder = load_encoder(options, required.patch_size)
@@ -308,9 +310,9 @@ class BagFeatures:
         self.runs.append(result)
 
     def _embed_files(self, features: FeatureFolder, required: PatchRequirements) -> None:
-        options = replace(
-            self.options, labels=None, batch_rule=batch_rule(features.path / ENCODER)
-        )  # bags have the labels
+        rule = batch_rule(features.path / ENCODER)
+        # The bags have the labels.
+        options = replace(self.options, labels=None, subgroup=(), batch_rule=rule)
         with FileSource([*self.paths, *self.urls], required, options, self.progress) as source:
             run = SlideRun(features.encoder, "embedding", source.count, self.progress)
 

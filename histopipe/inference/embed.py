@@ -220,11 +220,11 @@ def embed(
                 expected=f"the name of an encoder, or patches of {SMALLEST_TRAINED} pixels or more",
             )
         options = replace(options, model=options.model or LITE)
-        mpps = [record.patch_mpp for store in opened for record in store.complete.values()]
-        mismatch = check_patches(options, size, mpps)
+        mismatch = check_patches(
+            options, size, [record.patch_mpp for store in opened for record in store.complete.values()]
+        )  # fmt: skip
         # Loaded first, because the encoder must configure the devices before anything else uses TensorFlow.
-        encoder = load_encoder(options, size)
-        stain = read_stain_norm(options)
+        encoder, stain = load_encoder(options, size), read_stain_norm(options)
         stack.enter_context(run_folder.held(folder))
         record = encoder_record(
             options, encoder, opened, **({"mismatch": mismatch} if mismatch else {}), stain_norm=stain,
@@ -232,10 +232,9 @@ def embed(
         )  # fmt: skip
         record_encoder(folder, {**record, "batches": BATCHES})
         record_stores(folder, opened)
-        features = FeatureFolder(encoder, folder, options.dtype)
         return embed_stores(
-            opened, features, on_error=options.on_error, stain_norm=stain, batch_size=encoder.batch_size,
-            progress=display,
+            opened, FeatureFolder(encoder, folder, options.dtype), on_error=options.on_error,
+            stain_norm=stain, batch_size=encoder.batch_size, progress=display,
         )  # fmt: skip
 
 

@@ -135,14 +135,12 @@ def encoder_record(
             choice[name] = str(path.absolute() if path.exists() else choice[name])
     records = (record for store in stores for record in store.complete.values())
     mpps = sorted(record.patch_mpp for record in records if record.patch_mpp)
-    patches = {
-        "patch_size": stores[0].patch_size,
-        "spec": dict(stores[0].spec),
-        "patch_mpp": mpps[len(mpps) // 2] if mpps else None,
-    }
     return {
         **encoder.identity, **settings, "libraries": _versions(), "given": choice,
-        "patches": patches,
+        "patches": {
+            "patch_size": stores[0].patch_size, "spec": dict(stores[0].spec),
+            "patch_mpp": mpps[len(mpps) // 2] if mpps else None,
+        },
     }  # fmt: skip
 
 

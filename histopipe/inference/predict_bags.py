@@ -74,10 +74,10 @@ class BagPrediction:
                 bags = self._bags(folders)
                 self._record_settings()
                 evaluated = self._predict(bags)
-        computed = sum(run.patches for run in features.runs)
         return PredictResult(
             folder=path, done=tuple(bag.id for bag in self.done), kept=(), failed=self.failed,
-            patches=sum(bag.rows for bag in self.done) if features.kind == "features" else computed,
+            patches=sum(bag.rows for bag in self.done) if features.kind == "features"
+            else sum(run.patches for run in features.runs),
             skipped=sum(run.skipped for run in features.runs), seconds=time.monotonic() - began,
             input_wait=sum(run.input_wait for run in features.runs), unit=first.config.bag,
             evaluated=evaluated,

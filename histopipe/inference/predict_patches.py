@@ -80,11 +80,11 @@ class PredictResult(SlideRunResult):
         return values
 
     def __str__(self) -> str:
-        lines = []
-        if self.evaluated is not None:
-            lines += evaluation_lines("labelled", self.evaluated.evaluation)
-            lines += breakdown_lines(self.evaluated.breakdown, self.evaluated.task)
-        return "\n".join([*lines, self.summary("predicted", "patches", self.unit)])
+        text, evaluated = self.summary("predicted", "patches", self.unit), self.evaluated
+        if evaluated is None:
+            return text
+        breakdown = breakdown_lines(evaluated.breakdown, evaluated.evaluation.finest.task)
+        return "\n".join([*evaluation_lines("labelled", evaluated.evaluation), *breakdown, text])
 
 
 @dataclass(frozen=True, slots=True)

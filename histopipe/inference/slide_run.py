@@ -227,10 +227,17 @@ class _PatchStream(Closing):
         None in place of a slide means that the next one needs the earlier slides to be closed. The iterator
         raises SlideError if the slide cannot be used.
         """
+        numbered_batches = (
+            batch
+            for slide in slides
+            for batch in (
+                [None] if slide is None else [(slide, step) for step in range(slide.steps)]
+            )
+        )
         # The batches of all slides in order; the next ones are loaded in the background.
         ahead = run_tasks(
             lambda numbered: self._pool.submit(self._load, numbered[0], numbered[1]),
-            _batches(slides),
+            numbered_batches,
             limit=count_usable_cores() + 2,
         )
         loaded = ((slide, future) for (slide, _), future in filter(None, ahead))
@@ -295,15 +302,6 @@ class _PatchStream(Closing):
                 todo="check the weights of the network, or use --precision float32",
             )
         return values, corners
-
-
-def _batches(slides: Iterable[S | None]) -> Iterator[tuple[S, int] | None]:
-    """Yield slides with the numbers of their batches; None unchanged."""
-    for slide in slides:
-        if slide is None:
-            yield None
-        else:
-            yield from ((slide, step) for step in range(slide.steps))
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -50,11 +51,10 @@ class PatchRequirements:
 
     def fit(self, store: Store) -> bool:
         """Return whether the patches of a store have this size and scale."""
-        try:
+        with suppress(UsageError, ScaleError):
             check_store(store, self)
-        except (UsageError, ScaleError):
-            return False
-        return True
+            return True
+        return False
 
 
 def check_scale(record: SlideRecord, required: PatchRequirements) -> None:
@@ -190,11 +190,10 @@ def stored_slides(
     readers = []
     for rows in slides:
         table = SampleTable([rows])
-        batches = PatchBatches(
+        readers.append(StoredSlide(stores[rows.store], rows.slide, PatchBatches(
             stores, table, batch_size=batch_size, order=Sequential(len(table)), on_error=on_error,
             columns=_CORNER,
-        )  # fmt: skip
-        readers.append(StoredSlide(stores[rows.store], rows.slide, batches, normalize, rule))
+        ), normalize, rule))  # fmt: skip
     return readers
 
 

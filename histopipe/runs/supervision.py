@@ -270,9 +270,10 @@ class _Process(Closing):
         return self._lost(f"waited {self._config.worker_timeout:.0f} s for the other workers")
 
     def _interrupted(self, reason: str) -> Interrupted:
-        has_begun = run_folder.has_begun(self._folder)
-        todo = self._resume_hint() if has_begun else "run the same command again"
-        return Interrupted("interrupted", found=reason, todo=todo)
+        return Interrupted(
+            "interrupted", found=reason, todo=self._resume_hint()
+            if run_folder.has_begun(self._folder) else "run the same command again",
+        )  # fmt: skip
 
     def _lost(self, what: str) -> WorkerLost:
         return WorkerLost(

@@ -31,8 +31,9 @@ class Range:
     def suggest(self, trial: optuna.Trial, name: str) -> float:
         """Suggest a number to a trial: an integer if both bounds are integers."""
         if isinstance(self.low, int) and isinstance(self.high, int):
-            step = 1 if self.step is None else int(self.step)
-            return trial.suggest_int(name, self.low, self.high, step=step, log=self.log)
+            return trial.suggest_int(
+                name, self.low, self.high, step=int(self.step or 1), log=self.log
+            )
         return trial.suggest_float(name, self.low, self.high, step=self.step, log=self.log)
 
 
@@ -131,9 +132,8 @@ def _range(what: str, name: str, value: Mapping[str, Any]) -> Range:
 
 
 def _checked(what: str, name: str, value: Any) -> Any:
-    if _DECLARED[name].is_list:
-        if not isinstance(value, str):
-            raise UsageError(what, found=repr(value), expected="strings such as 'flips,crop'")
-    else:
+    if not _DECLARED[name].is_list:
         check_type(what, value, _DECLARED[name].type)
+    elif not isinstance(value, str):
+        raise UsageError(what, found=repr(value), expected="strings such as 'flips,crop'")
     return value

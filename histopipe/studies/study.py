@@ -86,13 +86,13 @@ class Study:
             (folder / TRIALS).mkdir(parents=True, exist_ok=True)
         self._check_locks()
         pruners, home = self._optuna.pruners, folder / STUDY_ID
-        median = settings.pruner == "median"
         with self.locked():
             self._storage = open_storage(settings.storage, folder)
             self._study = self._optuna.create_study(
                 storage=self._storage, load_if_exists=True, direction=settings.direction,
                 study_name=settings.name or folder.resolve().name,
-                pruner=pruners.MedianPruner(n_startup_trials=5) if median else pruners.NopPruner(),
+                pruner=pruners.NopPruner() if settings.pruner == "none"
+                else pruners.MedianPruner(n_startup_trials=5),
             )  # fmt: skip
             if not home.exists():
                 home.write_text(uuid.uuid4().hex)
