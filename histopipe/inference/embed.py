@@ -226,11 +226,13 @@ def embed(
         # Loaded first, because the encoder must configure the devices before anything else uses TensorFlow.
         encoder, stain = load_encoder(options, size), read_stain_norm(options)
         stack.enter_context(run_folder.held(folder))
-        record = encoder_record(
-            options, encoder, opened, **({"mismatch": mismatch} if mismatch else {}), stain_norm=stain,
-            dtype=options.dtype,
-        )  # fmt: skip
-        record_encoder(folder, {**record, "batches": BATCHES})
+        record_encoder(folder, {
+            **encoder_record(
+                options, encoder, opened, **({"mismatch": mismatch} if mismatch else {}), stain_norm=stain,
+                dtype=options.dtype,
+            ),
+            "batches": BATCHES,
+        })  # fmt: skip
         record_stores(folder, opened)
         return embed_stores(
             opened, FeatureFolder(encoder, folder, options.dtype), on_error=options.on_error,

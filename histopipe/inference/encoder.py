@@ -218,8 +218,7 @@ class OnnxEncoder:
 
     def __init__(self, path: Path, *, patch_size: int, devices: str, batch_size: int) -> None:
         self._path, self.batch_size = path, batch_size
-        self._preprocessing = _read_preprocessing(path)
-        self._sessions = _sessions(path, devices)
+        self._preprocessing, self._sessions = _read_preprocessing(path), _sessions(path, devices)
         self._input, self._fixed = _check_input(
             self._sessions[0], path, self._preprocessing["size"]
         )

@@ -25,7 +25,7 @@ from histopipe.splits.slide_table import (
 from histopipe.splits.splits import names_of
 from histopipe.system.files import read_json, reading, write_json
 from histopipe.system.output import Progress, message
-from histopipe.tasks.choices import EvaluationLevel, TaskName
+from histopipe.tasks.choices import EvaluationLevel
 from histopipe.tasks.predictions import (
     ModelPredictions,
     Predictions,
@@ -52,11 +52,6 @@ class ExternalEvaluation:
     """Positive class, if it is not the last one."""
     in_training: tuple[str, ...] = ()
     """Slides, or patients, that were used in the training: they make metrics too good."""
-
-    @property
-    def task(self) -> TaskName:
-        """The task that was evaluated."""
-        return self.evaluation.finest.task
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dict, in the form of the metrics of a run."""

@@ -182,9 +182,8 @@ def keras_encoder(
             return keras.Model(image, backbone(image), name="encoder")
 
     network = KerasNetwork(make, name=str(model), devices=devices, batch_size=batch_size, xla=xla)
-    name = Path(model).name
-    if not (isinstance(model, Path) or named_preset(model) or own_file(model)):
-        name = f"{model} ({weights})"
+    has_weights = isinstance(model, Path) or named_preset(model) or own_file(model)
+    name = Path(model).name if has_weights else f"{model} ({weights})"
     network.identity = {**network.identity, "encoder": name, **facts}
     return network
 

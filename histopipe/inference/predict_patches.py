@@ -201,10 +201,10 @@ class PatchPrediction:
 
     def _write(self, slide: SlidePatches, results: Iterator[Results]) -> tuple[int, int]:
         """Write the predictions of a slide, sorted by row and column."""
-        batches, classifier = list(results), self.classifier
+        classifier = self.classifier
+        probability, corners = map(np.concatenate, zip(*results, strict=True))
+        # After the results: only then it is known which patches were skipped.
         predicted = self.source.current(slide.predicted())
-        probability = np.concatenate([part for part, _ in batches])
-        corners = np.concatenate([part for _, part in batches])
         order = np.lexsort((corners[:, 0], corners[:, 1]))
         corners, zeros = corners[order].astype(np.int64), np.zeros(len(order), np.int32)
         # All sizes are named, since a slide may be without patches.

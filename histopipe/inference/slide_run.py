@@ -425,5 +425,5 @@ class SlideRun:
         }  # fmt: skip
 
     def _report(self, slide: str, text: str) -> None:
-        number = len(self.done) + len(self.failed) + len(self.kept)
-        self.progress.message(f"{number}/{self.count} {slide}: {text}")
+        ended = len(self.done) + len(self.failed) + len(self.kept)
+        self.progress.message(f"{ended}/{self.count} {slide}: {text}")

@@ -286,10 +286,9 @@ class FileSource(SlideSource):
                 todo="name it with --default-mpp or --mpp-csv",
             )  # fmt: skip
         check_scale(planned.record, required)
-        parts = [
-            c.rows for c in chunks(planned.plan, planned.recipe.route.name, self.spec.patch_size)
-        ]
-        order = np.concatenate(parts) if parts else np.empty(0, np.int64)
+        route, side = planned.recipe.route.name, self.spec.patch_size
+        parts = (chunk.rows for chunk in chunks(planned.plan, route, side))
+        order = np.concatenate([np.empty(0, np.int64), *parts])
         return TiledSlide(self, job, planned, order)
 
 

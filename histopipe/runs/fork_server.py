@@ -237,11 +237,10 @@ class _Server:
                 os.P_PID, self._running[client], os.WEXITED | os.WNOWAIT | os.WNOHANG
             )
             if exit_info is not None:
-                exited = exit_info.si_code == os.CLD_EXITED
-                status = exit_info.si_status if exited else -exit_info.si_status
+                sign = 1 if exit_info.si_code == os.CLD_EXITED else -1
                 self._reported.add(client)
                 with contextlib.suppress(OSError):  # the client may be gone
-                    client.sendall(b"%d\n" % status)
+                    client.sendall(b"%d\n" % (sign * exit_info.si_status))
 
     def _end(self, client: socket.socket) -> None:
         """Kill the training of a client that has closed its socket."""

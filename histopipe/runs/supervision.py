@@ -182,8 +182,8 @@ class _Process(Closing):
         with sigterm_interrupts():
             try:
                 outcome = self._listen()
-                stopped_late = self.grace_ends is not None and not self._watch.stop.asked
-                if isinstance(outcome, TrainResult) or not stopped_late:
+                in_time = self.grace_ends is None or self._watch.stop.asked
+                if isinstance(outcome, TrainResult) or in_time:
                     return outcome
                 return OutOfTime(
                     f"not done within {self._watch.seconds:.0f} s",

@@ -292,9 +292,8 @@ def with_stores(
     settings: dict[str, Any], stores: str | Path | Sequence[str | Path] | None
 ) -> dict[str, Any]:
     """Return settings with one or several stores; None changes nothing."""
-    if stores is None:
-        return settings
-    return settings | {"stores": (stores,) if isinstance(stores, str | Path) else tuple(stores)}
+    paths = (stores,) if isinstance(stores, str | Path) else tuple(stores or ())
+    return settings if stores is None else settings | {"stores": paths}
 
 
 def changed_config(config: TrainConfig, **changes: Any) -> TrainConfig:

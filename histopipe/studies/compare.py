@@ -287,10 +287,9 @@ def _load_folds(folder: Path) -> _RunToCompare:
     notes = (f"{missing} of {len(fold_folders)} folds are not finished",) if missing else ()
     parts, evaluation, breakdown, _ = evaluate_folds(config, done)
     run = ComparedRun(folder, settings, evaluation, notes, breakdown)
-    splits = folder / run_folder.FOLD_SPLITS
     return _RunToCompare(
         run, parts, config.evaluation_settings,
-        [load_splits(splits / f"{path.name}.json") for path in fold_folders],
+        [load_splits(folder / run_folder.FOLD_SPLITS / f"{path.name}.json") for path in fold_folders],
     )  # fmt: skip
 
 
@@ -331,9 +330,8 @@ def _compare_two(
     differences: dict[str, dict[str, Difference]] = {}
     notes: dict[EvaluationLevel, str] = {}
     units = {first_parts[0][0].level, other_parts[0][0].level}
-    task = first_parts[0][0].task
-    common_levels = [at for at in LEVELS if all(at in task.levels(unit) for unit in units)]
-    for level, how in common_levels:
+    levels_of = first_parts[0][0].task.levels
+    for level, how in [at for at in LEVELS if all(at in levels_of(unit) for unit in units)]:
         keys, scores = tested_items(
             first_parts, level, how, first.evaluation_settings, by_patches=same_stores
         )

@@ -224,8 +224,11 @@ def read_parts(results: Sequence[TrainResult]) -> list[ModelPredictions]:
 
 def leaked_from(results: Sequence[TrainResult]) -> set[str]:
     """Return the test patients of finished runs that were also used in the training."""
-    leaking = [result.folder / SPLITS for result in results if result.metrics["test"].in_training]
-    return set().union(*(leaked_patients(load_splits(path))["test"] for path in leaking))
+    return set().union(*(
+        leaked_patients(load_splits(result.folder / SPLITS))["test"]
+        for result in results
+        if result.metrics["test"].in_training
+    ))  # fmt: skip
 
 
 def tested_slides(folds: Sequence[TrainResult]) -> list[SlideEntry]:
@@ -410,8 +413,7 @@ def _remove_plan(folder: Path, *, keep: bool) -> None:
 
 def _existing_fold(config: TrainConfig, folder: Path, number: int, progress: Progress) -> Fold:
     """Return a fold as found in the folder. A finished fold is evaluated with the current settings."""
-    fold_folder = folder / f"fold-{number}"
-    result = None
+    fold_folder, result = folder / f"fold-{number}", None
     if is_finished(fold_folder):
         try:
             result = reevaluate(fold_folder, config)

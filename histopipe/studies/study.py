@@ -238,8 +238,7 @@ def open_storage(url: str | None, folder: Path) -> optuna.storages.BaseStorage:
     Raises:
         UsageError: the storage is SQLite on a network filesystem, or cannot be opened.
     """
-    storages = load_optuna().storages
-    is_url = url is not None and "://" in url
+    storages, is_url = load_optuna().storages, url is not None and "://" in url
     path = folder / JOURNAL if url is None or is_url else Path(url)
     if path.is_dir() or not path.parent.is_dir():
         raise UsageError(

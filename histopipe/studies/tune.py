@@ -122,17 +122,17 @@ def summarize(study: Study, base: TrainConfig) -> TuneResult:
     """Summarize the trials so far. Write `trials.csv`, and `best.toml` for `histopipe train --config`."""
     trials = tuple(_trial(trial, study.folder_of(trial.number)) for trial in study.trials())
     done = [(trial.value, trial) for trial in trials if trial.value is not None]
-    result = TuneResult(study.folder, trials, None, None)
-    if done:
-        sign = -1 if study.settings.direction == "minimize" else 1
-        # If trials are equal, the first one is the best.
-        _, best = max(done, key=lambda pair: (sign * pair[0], -pair[1].number))
-        config = _with_absolute_paths(changed_config(base, **best.settings), study.folder)
-        result = replace(result, best=best, config=config)
+    sign = -1 if study.settings.direction == "minimize" else 1
+    # If trials are equal, the first one is the best.
+    _, best = max(done, key=lambda pair: sign * pair[0], default=(0.0, None))
+    config = None if best is None else _with_absolute_paths(
+        changed_config(base, **best.settings), study.folder
+    )  # fmt: skip
+    result = TuneResult(study.folder, trials, best, config)
     with study.locked():
         write_dicts(study.folder / TRIALS_CSV, [trial.to_json() for trial in result.trials])
-        if result.config is not None:
-            write_atomically(study.folder / _BEST, to_toml(result.config))
+        if config is not None:
+            write_atomically(study.folder / _BEST, to_toml(config))
     return result
 
 
