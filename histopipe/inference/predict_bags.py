@@ -167,7 +167,7 @@ class BagPrediction:
         labelled_bags = [predicted[row] for row in rows]
         parts = [self._predictions(labelled_bags, targets, outputs[:, rows])] if rows else []
         evaluated = evaluate_labelled(parts, settings, thresholds, set(seen.values()))
-        labelled = () if evaluated is None else evaluated[0][0].slides
+        labelled = frozenset(() if evaluated is None else evaluated[0][0].slides)
         failed = self.failed | {
             slide: self.failed[bag.id]
             for bag in bags.bags.values()

@@ -274,7 +274,7 @@ class PatchPrediction:
             )  # fmt: skip
         table = evaluated_slides(
             self.source.slide_table(slides), {slide.slide: (slide.patches, slide.skipped) for slide in slides},
-            [part.slides[0] for part in parts if (part.label >= 0).any()], run.failed, classifier.classes,
+            {part.slides[0] for part in parts if (part.label >= 0).any()}, run.failed, classifier.classes,
         )  # fmt: skip
         return write_evaluation(
             path, evaluate_labelled(parts, settings, thresholds, set(seen.values())), table,
