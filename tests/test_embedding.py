@@ -32,8 +32,8 @@ from histopipe.features.feature_file import (
     stores_of_features,
     writing,
 )
+from histopipe.inference.options import BATCHES
 from histopipe.inference.slide_run import (
-    BATCHES,
     PatchBatch,
     SlideRun,
     batch_rule,
@@ -420,7 +420,7 @@ def test_results_that_are_not_finite_fail_their_slide_only(tmp_path: Path) -> No
     """The network computes the mean of a patch, and NaN for black patches."""
 
     class Means:
-        dimension, identity = 1, {"encoder": "means"}
+        dimension, batch_size, identity = 1, 3, {"encoder": "means"}
 
         def prepare(self, images: np.ndarray) -> np.ndarray:
             return images
@@ -457,7 +457,8 @@ def test_results_that_are_not_finite_fail_their_slide_only(tmp_path: Path) -> No
             writer.finish({}, {})
         return 8, 0
 
-    slides.run([Patches("a", -1), Patches("b", 4), Patches("c", -1)], write)
+    patches: Any = [Patches("a", -1), Patches("b", 4), Patches("c", -1)]
+    slides.run(patches, write)
     assert slides.done == ["a", "c"]
     assert list(slides.failed) == ["b"]
     assert "found nan for the patch at x, y [8, 5]" in slides.failed["b"]
@@ -489,7 +490,7 @@ def test_slides_cost_what_they_have_and_folders_keep_their_rule(
 ) -> None:
     """A slide of 10 patches has batches of 4, 4 and 2. In a folder of an earlier version all have 4."""
     encoder = Sums()
-    monkeypatch.setattr("histopipe.inference.encoder.EncoderChoice.load", lambda *_, **__: encoder)
+    monkeypatch.setattr("histopipe.inference.embed.load_encoder", lambda *_, **__: encoder)
     arguments: dict[str, Any] = {"model": "small-cnn", "batch_size": 4}
     histopipe.embed(small_store, out=tmp_path / "new", **arguments)
     assert encoder.sizes == [4, 4, 2] * 12
@@ -511,7 +512,7 @@ def test_stores_of_features_are_found(
     small_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the recorded path, or else next to the folder of features, where those of earlier versions are."""
-    monkeypatch.setattr("histopipe.inference.encoder.EncoderChoice.load", lambda *_, **__: Sums())
+    monkeypatch.setattr("histopipe.inference.embed.load_encoder", lambda *_, **__: Sums())
     folder = tmp_path / "features"
     histopipe.embed(small_store, model="small-cnn", out=folder)
     assert stores_of_features([folder, folder]) == [small_store]

@@ -21,7 +21,8 @@ from PIL import Image
 from histopipe.errors import SlideUnreadable, UsageError
 from histopipe.geometry import Micrometres, Mpp, PointL0, Size
 from histopipe.inference import slide_tiler
-from histopipe.inference.classifier import PredictOptions, TrainedPatches
+from histopipe.inference.options import PredictOptions
+from histopipe.inference.stored_slides import PatchRequirements
 from histopipe.ingestion.preview import plan
 from histopipe.ingestion.request import ingest, read_request
 from histopipe.slides import image_reader
@@ -581,7 +582,7 @@ def test_predict_tiles_images_like_the_training(
     write(tmp_path / "a.png", 40, 60)
     (tmp_path / "b.svs").write_bytes(b"not read")
     spec = TilingSpec(patch_size=32, level=0, tissue="none", edge="shift", codec="png")
-    trained = TrainedPatches(Path("run"), 32, spec.to_json(), None, "none")
+    trained = PatchRequirements(Path("run"), 32, spec.to_json(), None, "none")
     options = PredictOptions(images=True, batch_size=4)
     failed: dict[str, str] = {}
     with slide_tiler.FileSource([tmp_path], trained, options, SILENT) as source:
@@ -592,7 +593,7 @@ def test_predict_tiles_images_like_the_training(
     assert not failed
     assert batch.corners.tolist() == [[0, 0], [28, 0], [0, 8], [28, 8]]
     assert (batch.images[3] == RGB[8:, 28:]).all()
-    of_scale = TrainedPatches(Path("run"), 32, spec.to_json(), 0.5, "none")
+    of_scale = PatchRequirements(Path("run"), 32, spec.to_json(), 0.5, "none")
     with slide_tiler.FileSource([tmp_path], of_scale, options, SILENT) as source:
         assert list(source._planned(source._files, failed.__setitem__)) == []
     assert "its scale is unknown: expected 0.5 µm per pixel, as in training" in failed["a"]

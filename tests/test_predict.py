@@ -24,7 +24,7 @@ from histopipe.dataset.patch_batches import decode
 from histopipe.errors import DamagedStore, HistopipeError, UsageError
 from histopipe.evaluation.evaluate import tempered
 from histopipe.geometry import Mpp
-from histopipe.inference.classifier import PredictOptions
+from histopipe.inference.options import PredictOptions
 from histopipe.inference.predict import predict
 from histopipe.inference.slide_run import PatchBatch, Results, SlideRun
 from histopipe.inference.slide_tiler import FileSource
@@ -332,7 +332,9 @@ class FakeNetwork:
 
 def test_error_of_one_slide_leaves_the_others(capsys: pytest.CaptureFixture[str]) -> None:
     """Every other slide gets its own results. An error of the network ends the run."""
-    slides = [FakeSlide(n, {1: "load", 3: "write", 5: "complete"}.get(n, "")) for n in range(8)]
+    slides: Any = [
+        FakeSlide(n, {1: "load", 3: "write", 5: "complete"}.get(n, "")) for n in range(8)
+    ]
     network: Any = FakeNetwork()
     run = SlideRun(network, "predicting", len(slides), default_progress())
 
@@ -356,8 +358,9 @@ def test_error_of_one_slide_leaves_the_others(capsys: pytest.CaptureFixture[str]
     }  # fmt: skip
     network.broken = 2
     run = SlideRun(network, "predicting", len(slides), default_progress())
+    slides = [FakeSlide(n) for n in range(8)]
     with pytest.raises(RuntimeError, match="the device is lost"):
-        run.run([FakeSlide(n) for n in range(8)], write)
+        run.run(slides, write)
     assert run.done == ["s0", "s1"]
 
 

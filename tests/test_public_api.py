@@ -17,7 +17,7 @@ import pytest
 
 import histopipe
 from histopipe.errors import UsageError
-from histopipe.inference.options import EmbedOptions, PredictSettings
+from histopipe.inference.options import EmbedOptions, PredictOptions
 from histopipe.ingestion.options import SETTING_CLASSES, ClusterOptions, IngestOptions, MaskOptions
 from histopipe.system.settings import declared_settings
 from histopipe.viewer.options import ViewOptions
@@ -146,7 +146,7 @@ def test_wrong_arguments_are_usage_errors(function: Callable[..., Any]) -> None:
 
 SETTINGS: dict[str, tuple[type, ...]] = {
     "ingest": (*SETTING_CLASSES, ClusterOptions), "plan": SETTING_CLASSES, "import_coords": (IngestOptions,),
-    "predict": (PredictSettings,), "embed": (EmbedOptions,), "tissue": (MaskOptions,), "view": (ViewOptions,),
+    "predict": (PredictOptions,), "embed": (EmbedOptions,), "tissue": (MaskOptions,), "view": (ViewOptions,),
 }  # fmt: skip
 
 

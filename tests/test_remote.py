@@ -24,7 +24,7 @@ from test_ingest import contents
 
 from histopipe.errors import RemoteError, RemoteRefused, UsageError
 from histopipe.geometry import Mpp
-from histopipe.inference.classifier import PredictOptions
+from histopipe.inference.options import PredictOptions
 from histopipe.inference.slide_run import SlideRun
 from histopipe.inference.slide_tiler import FileSource
 from histopipe.predictions.sources import PredictionsFolder

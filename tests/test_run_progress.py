@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
-from histopipe.runs.fork_server import ProgressRelay, ReportedProgress, one_at_a_time
+from histopipe.runs.fork_server import ReportedProgress, show_progress
+from histopipe.runs.supervision import _Process
 from histopipe.system.output import Bar, Progress, default_progress, message, use_progress
 from histopipe.system.tensorflow import load_quietly
 
@@ -44,16 +46,16 @@ class RecordedBar(Bar):
 
 
 @contextmanager
-def relayed(recorded: Recorded) -> Iterator[ProgressRelay]:
-    """Send progress as messages within the block, as between two processes."""
-    relay = ProgressRelay(recorded)
+def relayed(recorded: Recorded) -> Iterator[dict[int, Bar]]:
+    """Send progress as messages within the block, as between two processes. Yield the open bars."""
+    bars: dict[int, Bar] = {}
 
     def report(name: str, value: Any) -> None:
         assert name == "progress"
-        relay.show(value)
+        show_progress(recorded, bars, value)
 
-    with use_progress(ReportedProgress(one_at_a_time(report))):
-        yield relay
+    with use_progress(ReportedProgress(report)):
+        yield bars
 
 
 def test_caller_shows_bars_and_messages_of_a_training() -> None:
@@ -76,10 +78,10 @@ def test_caller_shows_bars_and_messages_of_a_training() -> None:
 
 def test_bars_of_an_ended_process_are_closed() -> None:
     recorded = Recorded()
-    with relayed(recorded) as relay:
+    with relayed(recorded) as bars:
         for title in ("epoch", "validation"):
             default_progress().bar(title, unit="steps")
-    relay.close()
+    _Process.close(MagicMock(_bars=bars))
     assert sorted(event for event in recorded.events if event[0] == "close") == [
         ("close", "epoch"),
         ("close", "validation"),

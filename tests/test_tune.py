@@ -27,7 +27,7 @@ import histopipe
 from histopipe.errors import MachineShort, UsageError
 from histopipe.reports.info import FolderInfo
 from histopipe.runs.task_config import PatchTrainConfig
-from histopipe.studies.search_space import Choice, Range, read_space, settings_of, space_of
+from histopipe.studies.search_space import Range, read_space, settings_of, space_of
 from histopipe.studies.settings import StudySettings
 from histopipe.studies.study import JOURNAL, Study, _are_same, open_storage
 
@@ -48,7 +48,7 @@ def test_space_of_ranges_choices_and_single_values(tmp_path: Path) -> None:
     space = read_space(path)
     assert space.searched == {
         "learning_rate": Range(1e-4, 0.1, log=True),
-        "augment": Choice(("none", "flips", "flips,colour")),
+        "augment": ("none", "flips", "flips,colour"),
         "batch_size": Range(8, 32, step=8),
         "dropout": Range(0.0, 0.5),
     }

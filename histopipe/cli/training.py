@@ -24,7 +24,7 @@ from histopipe.cli.parameters import (
     untrusted_option,
 )
 from histopipe.errors import ExitCode, HistopipeError, UsageError
-from histopipe.inference.options import EmbedOptions, PredictSettings
+from histopipe.inference.options import EmbedOptions, PredictOptions
 from histopipe.runs.task_config import CONFIGS, read_config
 from histopipe.studies.settings import FoldSettings, StudySettings
 from histopipe.system.output import exit_code_of
@@ -230,7 +230,7 @@ def compare(runs: tuple[Path, ...], resamples: int, as_json: bool) -> None:
 @click.argument("run", type=PATH)
 @click.argument("sources", nargs=-1, required=True, type=SOURCE)
 @click.option("--out", type=PATH, required=True, help="Folder for the predictions.")
-@setting_options(PredictSettings)
+@setting_options(PredictOptions)
 @json_option()
 @untrusted_option("sources")
 def predict(

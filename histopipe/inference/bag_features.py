@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,23 +12,31 @@ from histopipe.dataset.selection import store_paths
 from histopipe.errors import DamagedStore, NothingToDo, UsageError
 from histopipe.features.feature_file import (
     SUFFIX,
-    feature_path,
     read_encoder,
-    read_header,
     record_encoder,
 )
-from histopipe.inference.classifier import PredictOptions, TrainedPatches, check_store
-from histopipe.inference.embed import FeatureFolder, described, embed_stores, record_slides
+from histopipe.inference.embed import FeatureFolder, embed_stores, record_slides
 from histopipe.inference.encoder import (
-    Encoder,
-    EncoderChoice,
+    COMPARED,
     check_encoder,
-    encoder_facts,
+    check_patches,
+    load_encoder,
+    recorded_options,
     trained_patches,
 )
-from histopipe.inference.slide_run import BATCHES, Results, SlideRun, SlideRunResult, batch_rule
-from histopipe.inference.slide_tiler import FileSource, TiledSlide
-from histopipe.predictions.sources import PredictedSlide, PredictionsFolder
+from histopipe.inference.options import BATCHES, PredictOptions
+from histopipe.inference.predict_patches import check_same
+from histopipe.inference.slide_run import (
+    Network,
+    Results,
+    SlidePatches,
+    SlideRun,
+    SlideRunResult,
+    batch_rule,
+)
+from histopipe.inference.slide_tiler import FileSource
+from histopipe.inference.stored_slides import PatchRequirements, check_store
+from histopipe.predictions.sources import PredictionsFolder
 from histopipe.runs import folder as run_folder
 from histopipe.runs.result import METRICS, is_finished, read_result
 from histopipe.runs.task_config import BagTrainConfig, load_config
@@ -43,7 +50,7 @@ from histopipe.system.output import Progress, message
 from histopipe.system.tensorflow import load_quietly
 from histopipe.tasks.predictions import ThresholdsByLevel
 from histopipe.tasks.registry import make_task
-from histopipe.tasks.task import EvaluationSettings, Task
+from histopipe.tasks.task import Task
 
 if TYPE_CHECKING:
     from histopipe.inference.networks import BagNetwork
@@ -70,11 +77,6 @@ class TrainedBags:
     def targets(self) -> tuple[str, ...]:
         """Columns of the labels file with the target; none for classification."""
         return () if self.task.of_classes else self.task.columns
-
-    @property
-    def evaluation_settings(self) -> EvaluationSettings:
-        """Settings of the evaluation."""
-        return self.config.evaluation_settings
 
 
 def run_folders(folder: Path) -> list[Path]:
@@ -104,8 +106,7 @@ def load_bags(folder: Path, *, devices: str) -> TrainedBags:
         DamagedStore: the run cannot be read.
         MachineShort: TensorFlow is not installed.
     """
-    result = read_result(folder)
-    config = load_config(folder / run_folder.CONFIG)
+    result, config = read_result(folder), load_config(folder / run_folder.CONFIG)
     assert isinstance(config, BagTrainConfig)  # noqa: S101 - the caller has checked it
     metrics = read_json(folder / METRICS)
     try:
@@ -114,14 +115,14 @@ def load_bags(folder: Path, *, devices: str) -> TrainedBags:
         )
         classes = tuple(map(nfc, metrics["classes"]))
         task = make_task(config.task, metrics.get("targets", ()), classes)
-        network_module = load_quietly("histopipe.inference.networks")
-        network = network_module.load_bag_network(
+        network = load_quietly("histopipe.inference.networks").load_bag_network(
             folder, config, metrics.get("objective", {}), devices=devices,
             outputs=len(classes if task.of_classes else task.columns),
             covariates=0 if covariates is None else len(covariates.inputs),
         )  # fmt: skip
         return TrainedBags(
-            folder, config, network, network.described(task), covariates, _encoders(metrics, config),
+            folder, config, network, network.described(task), covariates,
+            tuple(metrics.get("encoders") or [None] * len(config.mil)),
             result.metrics["validation"].thresholds,
             result.calibration.temperature if result.calibration else (),
         )  # fmt: skip
@@ -132,37 +133,20 @@ def load_bags(folder: Path, *, devices: str) -> TrainedBags:
         ) from error  # fmt: skip
 
 
-def _encoders(
-    metrics: Mapping[str, Any], config: BagTrainConfig
-) -> tuple[Mapping[str, Any] | None, ...]:
-    encoders: Sequence[Mapping[str, Any] | None] = metrics.get("encoders") or [None] * len(
-        config.mil
-    )
-    return tuple(encoders)
-
-
 def check_alike(models: Sequence[TrainedBags]) -> None:
     """Check that models can be averaged: the same task, outputs, inputs and encoders.
 
     Raises:
         UsageError: they differ.
     """
-    first, *rest = models
-    for other in rest:
-        for name, value, required in (
-            ("task", other.task.name, first.task.name),
-            ("classes", other.task.classes, first.task.classes),
-            ("targets", other.targets, first.targets),
-            ("--bag", other.config.bag, first.config.bag),
-            ("--covariates", other.config.covariates, first.config.covariates),
-            ("features per patch", other.network.dimension, first.network.dimension),
-        ):
-            if value != required:
-                raise UsageError(
-                    f"{other.folder}: {name}",
-                    found=value,
-                    expected=f"{required}, as in {first.folder}",
-                )
+    check_same({
+        model.folder: {
+            "task": model.task.name, "classes": model.task.classes, "targets": model.targets,
+            "--bag": model.config.bag, "--covariates": model.config.covariates,
+            "features per patch": model.network.dimension,
+        }
+        for model in models
+    })  # fmt: skip
 
 
 SourceKind = Literal["stores", "features", "slides"]
@@ -181,32 +165,19 @@ def read_sources(
     urls = [entry for entry in entries if isinstance(entry, str) and is_url(entry)]
     rest = [entry for entry in entries if entry not in urls]
     paths = store_paths(rest) if rest or not urls else []
-    kind = kind_of(paths) if paths else "slides"
-    if urls and kind != "slides":
+    for path in paths:
+        if not path.exists():
+            raise NothingToDo(f"{path} does not exist", todo="check the path")
+    kinds = sorted({_kind(path) for path in paths}) or ["slides"]
+    mixed: list[str] = [*kinds]
+    if urls and kinds in (["features"], ["stores"]):
+        mixed.append("slides at URLs")
+    if len(mixed) > 1:
         raise UsageError(
-            f"{kind} and slides at URLs are mixed", expected="stores, features or slides",
+            f"{' and '.join(mixed)} are mixed", expected="stores, features or slides",
             todo="predict them separately, with different --out",
         )  # fmt: skip
-    return paths, urls, kind
-
-
-def kind_of(paths: Sequence[Path]) -> SourceKind:
-    """Return the kind of all paths.
-
-    Raises:
-        NothingToDo: a path does not exist.
-        UsageError: the paths are of several kinds.
-    """
-    missing = [path for path in paths if not path.exists()]
-    if missing:
-        raise NothingToDo(f"{missing[0]} does not exist", todo="check the path")
-    kinds = sorted({_kind(path) for path in paths})
-    if len(kinds) > 1:
-        raise UsageError(
-            f"{' and '.join(kinds)} are mixed", expected="stores, features or slides",
-            todo="predict them separately, with different --out",
-        )  # fmt: skip
-    return kinds[0]
+    return paths, urls, kinds[0]
 
 
 def _kind(path: Path) -> SourceKind:
@@ -237,10 +208,8 @@ class BagFeatures:
     progress: Progress
     urls: Sequence[str] = ()
     """Slides at URLs, in addition to the slide files in `paths`."""
-    failed: dict[str, str] = field(default_factory=dict)
-    patches: int = 0
-    skipped: int = 0
-    input_wait: float = 0.0
+    runs: list[SlideRun | SlideRunResult] = field(default_factory=list)
+    """Runs of slides through the encoders."""
 
     def folders(self, begin: Callable[[], None]) -> Sequence[Path]:
         """Return a folder of features per feature set, after computing what is missing in it.
@@ -274,17 +243,12 @@ class BagFeatures:
     def _computed(self, begin: Callable[[], None]) -> Sequence[Path]:
         """Compute the features of stores or slide files. Return their folders."""
         records = self.first.encoders
-        unknown = [
-            name
-            for name, record in zip(self.first.config.mil, records, strict=True)
-            if record is None
-        ]
-        if unknown:
+        encoders = [record for record in records if record is not None]
+        if len(encoders) < len(records):
             raise UsageError(
-                f"the encoder of {unknown[0]} is not recorded", found=self.kind,
+                f"the encoder of {self.first.config.mil[records.index(None)]} is not recorded", found=self.kind,
                 expected="folders of features of the same encoder",
             )  # fmt: skip
-        encoders = [record for record in records if record is not None]
         trained = [trained_patches(record, self.first.folder) for record in encoders]
         with ExitStack() as stack:
             stores: list[Store] = []
@@ -297,8 +261,8 @@ class BagFeatures:
                 encoder = self._encoder(number, record, patches)
                 if number == 0:
                     begin()
-                name = FEATURES if len(encoders) == 1 else f"{FEATURES}-{number + 1}"
-                target = self.predictions.path / name
+                suffix = "" if len(encoders) == 1 else f"-{number + 1}"
+                target = self.predictions.path / f"{FEATURES}{suffix}"
                 target.mkdir(exist_ok=True)
                 record_encoder(target, {**record, **encoder.identity, "batches": BATCHES})
                 features = FeatureFolder(encoder, target, record.get("dtype", "float32"))
@@ -311,27 +275,31 @@ class BagFeatures:
                 folders.append(target)
         return folders
 
-    def _encoder(self, number: int, record: Mapping[str, Any], trained: TrainedPatches) -> Encoder:
+    def _encoder(
+        self, number: int, record: Mapping[str, Any], required: PatchRequirements
+    ) -> Network:
         """Load an encoder, and check that it is that of the training."""
-        choice = EncoderChoice.recorded(record)
-        if self.options.encoder:
-            choice = replace(choice, model=_one_of("--encoder", self.options.encoder, number))
-        if self.options.encoder_weights:
-            weights = _one_of("--encoder-weights", self.options.encoder_weights, number)
-            choice = replace(choice, weights=weights)
-        choice.check(trained.patch_size, [trained.patch_mpp])
-        encoder = choice.load(
-            trained.patch_size, devices=self.options.devices, batch_size=self.options.batch_size
+        places = {
+            "model": ("--encoder", self.options.encoder),
+            "weights": ("--encoder-weights", self.options.encoder_weights),
+        }
+        moved = {
+            name: _one_of(flag, values, number) for name, (flag, values) in places.items() if values
+        }
+        options = recorded_options(
+            record, **moved, devices=self.options.devices, batch_size=self.options.batch_size
         )
-        facts = encoder_facts(encoder)
-        check_encoder({**record, **facts}, record, f"--encoder {choice.model}")
+        check_patches(options, required.patch_size, [required.patch_mpp])
+        encoder = load_encoder(options, required.patch_size)
+        identity = {name: encoder.identity.get(name) for name in COMPARED}
+        check_encoder({**record, **identity}, record, f"--encoder {options.model}")
         return encoder
 
     def _embed_stores(
-        self, stores: Sequence[Store], features: FeatureFolder, trained: TrainedPatches
+        self, stores: Sequence[Store], features: FeatureFolder, required: PatchRequirements
     ) -> None:
         result = embed_stores(
-            stores, features, on_error=self.options.on_error, stain_norm=trained.stain_norm,
+            stores, features, on_error=self.options.on_error, stain_norm=required.stain_norm,
             batch_size=self.options.batch_size, progress=self.progress,
         )  # fmt: skip
         computed = set(result.done)
@@ -339,30 +307,23 @@ class BagFeatures:
             for number, record in store.complete.items():
                 if record.id in computed:
                     self._write_thumbnail(record.id, store.thumbnail(number))
-        self._add(result)
+        self.runs.append(result)
 
-    def _embed_files(self, features: FeatureFolder, trained: TrainedPatches) -> None:
+    def _embed_files(self, features: FeatureFolder, required: PatchRequirements) -> None:
         rule = batch_rule(features.path / ENCODER)
-        options = replace(self.options, labels=None, batch_rule=rule)  # bags have the labels
-        with FileSource([*self.paths, *self.urls], trained, options, self.progress) as source:
+        # The bags have the labels.
+        options = replace(self.options, labels=None, subgroup=(), batch_rule=rule)
+        with FileSource([*self.paths, *self.urls], required, options, self.progress) as source:
             run = SlideRun(features.encoder, "embedding", source.count, self.progress)
 
-            def write(slide: TiledSlide, results: Iterator[Results]) -> tuple[int, int]:
+            def write(slide: SlidePatches, results: Iterator[Results]) -> tuple[int, int]:
                 counts = features.write(slide, results)
                 self._write_thumbnail(slide.id, slide.thumbnail)
                 return counts
 
-            run.run(
-                source.slides(run, partial(_find_embedded, features.path)), write, stop=source.close
-            )
+            run.run(source.slides(run, features.complete), write, stop=source.close)
             record_slides(features.path, source.slide_table(()), run.failed)
-        self._add(run)
-
-    def _add(self, result: SlideRunResult | SlideRun) -> None:
-        self.failed |= result.failed
-        self.patches += result.patches
-        self.skipped += result.skipped
-        self.input_wait += result.input_wait
+        self.runs.append(run)
 
     def _write_thumbnail(self, slide: str, picture: bytes | None) -> None:
         path = self.predictions.thumbnail(slide)
@@ -371,22 +332,7 @@ class BagFeatures:
             write_atomically(path, picture)
 
 
-def _find_embedded(folder: Path, slide: str, source: str) -> PredictedSlide | None:
-    """Return a slide if its features are complete and from the same file. Remove those of another file."""
-    path = feature_path(folder, slide)
-    if not path.exists():
-        return None
-    try:
-        header = read_header(path)
-    except DamagedStore:
-        header = None
-    if header is not None and header.facts.get("source") == source:
-        return described(header, slide, slide, None)
-    path.unlink()
-    return None
-
-
-def _check_stores(stores: Sequence[Store], trained: Sequence[TrainedPatches]) -> None:
+def _check_stores(stores: Sequence[Store], trained: Sequence[PatchRequirements]) -> None:
     """Check that every store has the patches of a feature set, and every set a store."""
     for store in stores:
         if len(trained) == 1:
@@ -410,8 +356,6 @@ def _check_stores(stores: Sequence[Store], trained: Sequence[TrainedPatches]) ->
 
 def _one_of(flag: str, values: Sequence[PathLike], number: int) -> str:
     """Return the value of a feature set: one value applies to all sets."""
-    if len(values) == 1:
-        return str(values[0])
-    if number >= len(values):
+    if 1 < len(values) <= number:
         raise UsageError(flag, found=f"{len(values)} times", expected="once per feature set")
-    return str(values[number])
+    return str(values[0] if len(values) == 1 else values[number])

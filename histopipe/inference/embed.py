@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from histopipe.dataset.options import OnError, StainNorm
 from histopipe.dataset.selection import store_paths
@@ -23,12 +23,17 @@ from histopipe.features.feature_file import (
     record_stores,
     writing,
 )
-from histopipe.inference.encoder import EncoderChoice, encoder_record
-from histopipe.inference.options import EmbedOptions
+from histopipe.inference.encoder import (
+    check_patches,
+    encoder_record,
+    load_encoder,
+    read_stain_norm,
+)
+from histopipe.inference.options import BATCHES, EmbedOptions
 from histopipe.inference.slide_run import (
-    BATCHES,
     Network,
     Results,
+    SlidePatches,
     SlideRun,
     SlideRunResult,
     batch_rule,
@@ -45,7 +50,6 @@ from histopipe.splits.slide_table import (
     table_of,
     write_slide_table,
 )
-from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
 from histopipe.system.files import held, roomy
 from histopipe.system.folders import ENCODER
@@ -56,45 +60,6 @@ _USUAL_MAGNIFICATIONS = (80, 60, 40, 20, 10, 5)
 _MAGNIFICATION_TOLERANCE = 0.15
 
 
-class SlideToEmbed(Protocol):
-    """A slide of a store, or a tiled slide file."""
-
-    @property
-    def id(self) -> str:
-        """Slide id."""
-
-    @property
-    def record(self) -> SlideRecord:
-        """Size, scale, label and patient of the slide."""
-
-    @property
-    def origin(self) -> Mapping[str, Any]:
-        """Attributes that identify the patches."""
-
-    @property
-    def rows(self) -> int:
-        """Number of patches, with those that cannot be read."""
-
-    @property
-    def patches(self) -> int:
-        """Number of patches that have been read."""
-
-    @property
-    def skipped(self) -> int:
-        """Number of patches that could not be read."""
-
-    @property
-    def patch_size(self) -> int:
-        """Side of the patches in pixels."""
-
-    @property
-    def overlap(self) -> int:
-        """Overlap of neighbouring patches in pixels."""
-
-    def predicted(self) -> PredictedSlide:
-        """Describe the slide after its patches have been computed. Raise SlideUnreadable if the file has changed."""
-
-
 @dataclass(frozen=True, slots=True)
 class FeatureFolder:
     """A folder of feature files of one encoder."""
@@ -103,14 +68,13 @@ class FeatureFolder:
     path: Path
     dtype: StoredType
 
-    def write(self, slide: SlideToEmbed, results: Iterator[Results]) -> tuple[int, int]:
+    def write(self, slide: SlidePatches, results: Iterator[Results]) -> tuple[int, int]:
         """Write the feature file of a slide. Return the numbers of computed and skipped patches."""
         path = feature_path(self.path, slide.id)
         with writing(path, slide.rows, self.encoder.dimension, self.dtype) as writer:
             for features, corners in results:
                 writer.append(features, corners)
-            described = slide.predicted()
-            identity = self.encoder.identity
+            described, identity = slide.predicted(), self.encoder.identity
             attributes = {  # values of None are not written
                 "slide": slide.id,
                 "label": slide.record.label,
@@ -121,10 +85,22 @@ class FeatureFolder:
                 "encoder": identity["encoder"],
                 "encoder_sha256": identity.get("sha256"),
                 "geometry": json.dumps(described.geometry),
-                "skipped": slide.skipped,
+                "skipped": described.skipped,
             }
             writer.finish(attributes, _coords_attributes(slide))
-        return slide.patches, slide.skipped
+        return described.patches, described.skipped
+
+    def complete(self, slide: str, source: str) -> PredictedSlide | None:
+        """Return a slide of a slide file if its features are from the same file. Remove those of another file."""
+        path = feature_path(self.path, slide)
+        if not path.exists():
+            return None
+        with suppress(DamagedStore):
+            header = read_header(path)
+            if header.facts.get("source") == source:
+                return describe_slide(header, slide, slide, None)
+        path.unlink()
+        return None
 
 
 def record_slides(folder: Path, slides: Iterable[SlideEntry], failed: Collection[str]) -> None:
@@ -135,14 +111,14 @@ def record_slides(folder: Path, slides: Iterable[SlideEntry], failed: Collection
         slide = (
             replace(entry, reason=Exclusion.EMBEDDING_FAILED) if entry.slide in failed else entry
         )
-        before = recorded.get(slide.slide)
-        if slide.reason and before is not None and before.store != slide.store:
+        before = recorded.get(slide.slide, slide)
+        if slide.reason and before.store != slide.store:
             slide = replace(slide, slide=f"{slide.slide}@{slide.store}")  # of another store
         recorded[slide.slide] = slide
     write_slide_table(path, recorded.values())
 
 
-def described(
+def describe_slide(
     header: FeatureHeader, slide: str, patient: str, label: str | None
 ) -> PredictedSlide | None:
     """Return the slide of a feature file; None if the file does not record its geometry, like those of other tools."""
@@ -157,7 +133,7 @@ def described(
         return None
 
 
-def _coords_attributes(slide: SlideToEmbed) -> dict[str, Any]:
+def _coords_attributes(slide: SlidePatches) -> dict[str, Any]:
     """Return the attributes of the coordinates, with the names that TRIDENT and CLAM use.
 
     CLAM reads patches at `patch_level` without resampling, so it is written only if they were not resampled.
@@ -242,29 +218,24 @@ def embed(
                 found=f"none, and patches of {size} pixels",
                 expected=f"the name of an encoder, or patches of {SMALLEST_TRAINED} pixels or more",
             )
-        choice = EncoderChoice(
-            str(options.model or LITE),
-            None if options.weights is None else str(options.weights),
-            options.precision,
-            options.xla,
-            options.allow_mismatch,
-        )
-        mpps = [record.patch_mpp for store in opened for record in store.complete.values()]
-        mismatch = choice.check(size, mpps)
+        options = replace(options, model=options.model or LITE)
+        mismatch = check_patches(
+            options, size, [record.patch_mpp for store in opened for record in store.complete.values()]
+        )  # fmt: skip
         # Loaded first, because the encoder must configure the devices before anything else uses TensorFlow.
-        encoder = choice.load(size, devices=options.devices, batch_size=options.batch_size)
-        stain = options.stain_norm or choice.stain_norm()
+        encoder, stain = load_encoder(options, size), read_stain_norm(options)
         stack.enter_context(held(folder))
-        facts = {"mismatch": mismatch} if mismatch else {}
-        record = encoder_record(
-            choice, encoder, opened, **facts, stain_norm=stain, dtype=options.dtype
-        )
-        record_encoder(folder, {**record, "batches": BATCHES})
+        record_encoder(folder, {
+            **encoder_record(
+                options, encoder, opened, **({"mismatch": mismatch} if mismatch else {}), stain_norm=stain,
+                dtype=options.dtype,
+            ),
+            "batches": BATCHES,
+        })  # fmt: skip
         record_stores(folder, opened)
-        features = FeatureFolder(encoder, folder, options.dtype)
         return embed_stores(
-            opened, features, on_error=options.on_error, stain_norm=stain, batch_size=encoder.batch_size,
-            progress=display,
+            opened, FeatureFolder(encoder, folder, options.dtype), on_error=options.on_error,
+            stain_norm=stain, batch_size=encoder.batch_size, progress=display,
         )  # fmt: skip
 
 
@@ -278,10 +249,9 @@ def embed_stores(
     progress: Progress,
 ) -> EmbedResult:
     """Compute the features of the slides of open stores that are missing in a folder. Options as for `embed`."""
-    rows = slides_with_patches(stores)
     slides = stored_slides(
         stores,
-        rows,
+        slides_with_patches(stores),
         batch_size=batch_size,
         on_error=on_error,
         stain_norm=stain_norm,

@@ -7,9 +7,8 @@ import importlib.metadata
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,11 +18,12 @@ from histopipe.dataset.options import StainNorm
 from histopipe.dataset.sampling import replica_rows
 from histopipe.errors import DamagedStore, MachineShort, OutOfMemory, UsageError
 from histopipe.geometry import Mpp, same_scale
-from histopipe.inference.classifier import TrainedPatches
+from histopipe.inference.options import EmbedOptions
 from histopipe.inference.slide_run import Network, device_rows
+from histopipe.inference.stored_slides import PatchRequirements
 from histopipe.pretrained.encoders import named_preset, own_file
 from histopipe.runs import folder as run_folder
-from histopipe.runs.config import Precision, parse_devices
+from histopipe.runs.config import parse_devices
 from histopipe.runs.task_config import read_config
 from histopipe.store.store import Store
 from histopipe.system.files import read_json
@@ -34,137 +34,117 @@ from histopipe.tissue_masks.network import is_colour
 
 SMALL = "small-cnn"
 """The patch model of the quick start. As an encoder it has random weights, always the same: for demos and tests."""
-_ONNX = ".onnx"
-_ONNX_BATCH = 64
-_DEFAULT_WEIGHTS = "imagenet"
+_CHOICE = ("model", "weights", "precision", "xla", "allow_mismatch")
+"""Options of `embed` that choose an encoder."""
 _LIBRARIES = ("histopipe", "tensorflow", "tensorflow-cpu", "keras", "onnxruntime", "pillow")
-_COMPARED = ("encoder", "sha256", "dimension", "patch_size", "precision")
-"""Facts of a record that are shown if features of two encoders meet."""
+COMPARED = ("encoder", "sha256", "dimension", "patch_size", "precision")
+"""Names in the record of an encoder that are compared, and shown if features of two encoders meet."""
 
 
-class Encoder(Network, Protocol):
-    """A network that computes features, with the size of its batches."""
+def recorded_options(record: Mapping[str, Any], **options: Any) -> EmbedOptions:
+    """Return the options that choose the encoder of a record of `encoder_record`, with other options.
 
-    @property
-    def batch_size(self) -> int:
-        """Patches per batch, over all devices."""
+    Raises:
+        UsageError: the record has none, because an earlier version made it.
+    """
+    try:
+        recorded = record["given"]
+        return EmbedOptions(**{**recorded, "model": recorded["model"], **options})
+    except (KeyError, TypeError) as error:
+        raise UsageError(
+            "the features of the training do not record how to load their encoder",
+            todo="predict a folder of features; or embed and train again",
+        ) from error
 
 
-@dataclass(frozen=True, slots=True)
-class EncoderChoice:
-    """The options of `embed` that choose an encoder."""
+def check_patches(
+    options: EmbedOptions, patch_size: int, mpps: Sequence[float | None]
+) -> str | None:
+    """Check that patches fit a preset. Return the mismatch, if it is allowed, or None.
 
-    model: str
-    weights: str | None = None
-    precision: Precision = "float32"
-    xla: bool = False
-    allow_mismatch: bool = False
+    Raises:
+        UsageError: they do not fit.
+    """
+    preset = None if _is_run(options) else named_preset(str(options.model))
+    if preset is None:
+        return None
+    mismatch = preset.check_patches(patch_size, mpps, allowed=options.allow_mismatch)
+    if mismatch:
+        message(f"warning: {mismatch}; continuing because of --allow-mismatch")
+    return mismatch
 
-    @classmethod
-    def recorded(cls, record: Mapping[str, Any]) -> EncoderChoice:
-        """Return the choice in a record of `encoder_record`.
 
-        Raises:
-            UsageError: the record has none, because an earlier version made it.
-        """
-        try:
-            return cls(**record["given"])
-        except (KeyError, TypeError) as error:
+def _is_run(options: EmbedOptions) -> bool:
+    return run_folder.has_begun(Path(str(options.model)))
+
+
+def load_encoder(options: EmbedOptions, patch_size: int) -> Network:
+    """Load the encoder onto its devices.
+
+    Raises:
+        UsageError: the encoder cannot be used.
+        MachineShort: a library is not installed.
+    """
+    model, is_run = str(options.model), _is_run(options)
+    is_onnx = Path(model).suffix == ".onnx"
+    if is_onnx or is_run:
+        if options.weights is not None:
             raise UsageError(
-                "the features of the training do not record how to load their encoder",
-                todo="predict a folder of features; or embed and train again",
-            ) from error
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON-ready dict. Paths are absolute."""
-        facts = asdict(self)
-        for name in ("model", "weights"):
-            if facts[name] and Path(facts[name]).exists():
-                facts[name] = str(Path(facts[name]).absolute())
-        return facts
-
-    def check(self, patch_size: int, mpps: Sequence[float | None]) -> str | None:
-        """Check that the patches fit a preset. Return the mismatch, if it is allowed, or None.
-
-        Raises:
-            UsageError: they do not fit.
-        """
-        preset = None if self._is_run else named_preset(self.model)
-        if preset is None:
-            return None
-        mismatch = preset.check_patches(patch_size, mpps, allowed=self.allow_mismatch)
-        if mismatch:
-            message(f"warning: {mismatch}; continuing because of --allow-mismatch")
-        return mismatch
-
-    @property
-    def _is_run(self) -> bool:
-        return run_folder.has_begun(Path(self.model))
-
-    def load(self, patch_size: int, *, devices: str, batch_size: int | Literal["auto"]) -> Encoder:
-        """Load the encoder onto its devices.
-
-        Raises:
-            UsageError: the encoder cannot be used.
-            MachineShort: a library is not installed.
-        """
-        path, is_run = Path(self.model), self._is_run
-        is_onnx = path.suffix == _ONNX
-        if self.weights is not None and (is_onnx or is_run):
-            raise UsageError(
-                "--weights", found=f"--model {self.model}, which already contains weights",
+                "--weights", found=f"--model {model}, which already contains weights",
                 expected="--model with the name of a network",
             )  # fmt: skip
-        if (self.precision != "float32" or self.xla) and (is_onnx or is_run):
+        if options.precision != "float32" or options.xla:
             raise UsageError(
-                "--xla" if self.xla else f"--precision {self.precision}", found=f"--model {self.model}",
+                "--xla" if options.xla else f"--precision {options.precision}", found=f"--model {model}",
                 expected="a network that is not an ONNX file or a run",
             )  # fmt: skip
-        if is_onnx:
-            size = _ONNX_BATCH if batch_size == "auto" else batch_size
-            return OnnxEncoder(path, patch_size=patch_size, devices=devices, batch_size=size)
-        untrained = named_preset(self.model) or own_file(self.model) or self.model == SMALL
-        keras_network = load_quietly("histopipe.inference.networks")
-        encoder: Encoder = keras_network.keras_encoder(
-            path if is_run else self.model,
-            weights=self.weights or ("none" if untrained else _DEFAULT_WEIGHTS),
-            patch_size=patch_size, devices=devices, batch_size=batch_size,
-            precision=self.precision, xla=self.xla,
-        )  # fmt: skip
-        return encoder
-
-    def stain_norm(self) -> StainNorm:
-        """Return the stain normalization that a run was trained with, or "none" for other encoders."""
-        config = Path(self.model) / run_folder.CONFIG
-        if not config.exists():
-            return "none"
-        method: StainNorm = read_config(config).get("stain_norm", "none")
-        return method
+    if is_onnx:
+        return OnnxEncoder(
+            Path(model),
+            patch_size=patch_size,
+            devices=options.devices,
+            batch_size=64 if options.batch_size == "auto" else options.batch_size,
+        )
+    untrained = named_preset(model) or own_file(model) or model == SMALL
+    return cast(Network, load_quietly("histopipe.inference.networks").keras_encoder(
+        Path(model) if is_run else model,
+        weights=str(options.weights or ("none" if untrained else "imagenet")),
+        patch_size=patch_size, devices=options.devices, batch_size=options.batch_size,
+        precision=options.precision, xla=options.xla,
+    ))  # fmt: skip
 
 
-def encoder_facts(encoder: Encoder) -> dict[str, Any]:
-    """Return the facts of an encoder that `check_encoder` compares."""
-    return {name: encoder.identity.get(name) for name in _COMPARED}
+def read_stain_norm(options: EmbedOptions) -> StainNorm:
+    """Return the stain normalization of the options; else that of a run, or "none" for other encoders."""
+    if options.stain_norm or not _is_run(options):
+        return options.stain_norm or "none"
+    return cast(
+        StainNorm,
+        read_config(Path(str(options.model)) / run_folder.CONFIG).get("stain_norm", "none"),
+    )
 
 
 def encoder_record(
-    choice: EncoderChoice, encoder: Encoder, stores: Sequence[Store], **facts: Any
+    options: EmbedOptions, encoder: Network, stores: Sequence[Store], **settings: Any
 ) -> dict[str, Any]:
     """Return what features depend on, for `features.json`, and how to compute features of other slides."""
-    scales = [record.patch_mpp for store in stores for record in store.complete.values()]
-    mpps = sorted(scale for scale in scales if scale)
-    patches = {
-        "patch_size": stores[0].patch_size,
-        "spec": dict(stores[0].spec),
-        "patch_mpp": mpps[len(mpps) // 2] if mpps else None,
-    }
+    choice = {name: getattr(options, name) for name in _CHOICE}
+    for name in ("model", "weights"):  # absolute paths
+        if choice[name]:
+            path = Path(choice[name])
+            choice[name] = str(path.absolute() if path.exists() else choice[name])
+    records = (record for store in stores for record in store.complete.values())
+    mpps = sorted(record.patch_mpp for record in records if record.patch_mpp)
     return {
-        **encoder.identity, **facts, "libraries": _versions(), "given": choice.to_json(),
-        "patches": patches,
+        **encoder.identity, **settings, "libraries": _versions(), "given": choice,
+        "patches": {
+            "patch_size": stores[0].patch_size, "spec": dict(stores[0].spec),
+            "patch_mpp": mpps[len(mpps) // 2] if mpps else None,
+        },
     }  # fmt: skip
 
 
-def trained_patches(record: Mapping[str, Any], owner: Path) -> TrainedPatches:
+def trained_patches(record: Mapping[str, Any], owner: Path) -> PatchRequirements:
     """Return the patches of a record. `owner` is the folder of the run.
 
     Raises:
@@ -172,13 +152,9 @@ def trained_patches(record: Mapping[str, Any], owner: Path) -> TrainedPatches:
     """
     try:
         patches = record["patches"]
-        return TrainedPatches(
-            owner,
-            int(patches["patch_size"]),
-            patches["spec"],
-            patches["patch_mpp"],
-            record["stain_norm"],
-        )
+        return PatchRequirements(
+            owner, int(patches["patch_size"]), patches["spec"], patches["patch_mpp"], record["stain_norm"]
+        )  # fmt: skip
     except (KeyError, TypeError, ValueError) as error:
         raise DamagedStore(
             f"the record of the encoder in {owner} is damaged", found=repr(error)[:200]
@@ -191,17 +167,15 @@ def check_encoder(actual: Mapping[str, Any], expected: Mapping[str, Any], where:
     Raises:
         UsageError: they are not.
     """
-    names = (*_COMPARED, "stain_norm")
-    pairs: list[tuple[str, Any, Any]] = [
-        (name, actual.get(name), expected.get(name)) for name in names
-    ]
-    own_mpp, mpp = ((record.get("patches") or {}).get("patch_mpp") for record in (actual, expected))
-    if own_mpp and mpp and not same_scale(Mpp(own_mpp), Mpp(mpp)):
-        pairs.append(("µm per pixel", own_mpp, mpp))
-    other = [(name, value, required) for name, value, required in pairs[1:] if value != required]
-    if not other:
+    pairs = {name: (actual.get(name), expected.get(name)) for name in (*COMPARED, "stain_norm")}
+    mpp, mpp_of_training = (
+        (record.get("patches") or {}).get("patch_mpp") for record in (actual, expected)
+    )
+    if mpp and mpp_of_training and not same_scale(Mpp(mpp), Mpp(mpp_of_training)):
+        pairs["µm per pixel"] = mpp, mpp_of_training
+    differing = [(name, *pair) for name, pair in pairs.items() if pair[0] != pair[1]]
+    if all(name == "encoder" for name, *_ in differing):
         return  # the same weights may have another name
-    differing = [pair for pair in pairs if pair[1] != pair[2]]
     raise UsageError(
         f"{where}: other features than in the training",
         found=", ".join(f"{name} {_short(value)}" for name, value, _ in differing),
@@ -244,8 +218,7 @@ class OnnxEncoder:
 
     def __init__(self, path: Path, *, patch_size: int, devices: str, batch_size: int) -> None:
         self._path, self.batch_size = path, batch_size
-        self._preprocessing = _read_preprocessing(path)
-        self._sessions = _sessions(path, devices)
+        self._preprocessing, self._sessions = _read_preprocessing(path), _sessions(path, devices)
         self._input, self._fixed = _check_input(
             self._sessions[0], path, self._preprocessing["size"]
         )
@@ -265,9 +238,8 @@ class OnnxEncoder:
         settings, side = self._preprocessing, self._preprocessing["size"]
         if images.shape[1] != side:
             filter_ = _FILTERS[settings["interpolation"]]
-            images = np.stack(
-                [np.asarray(Image.fromarray(one).resize((side, side), filter_)) for one in images]
-            )
+            resized = (Image.fromarray(one).resize((side, side), filter_) for one in images)
+            images = np.stack([np.asarray(image) for image in resized])
         std = np.array(settings["std"], np.float32)
         scale, offset = 1 / (255 * std), -np.array(settings["mean"], np.float32) / std
         values = np.empty((len(images), 3, side, side), np.float32)
@@ -309,8 +281,7 @@ class OnnxEncoder:
             values = np.asarray(session.run(None, {self._input: inputs})[0])
         except Exception as error:  # onnxruntime's errors have no other common base class
             why = str(error).split("\n")[0][:200]
-            short = isinstance(error, MemoryError)
-            if short or any(sign in str(error) for sign in _MEMORY_SIGNS):
+            if isinstance(error, MemoryError) or any(sign in str(error) for sign in _MEMORY_SIGNS):
                 raise OutOfMemory(
                     "memory ran out while embedding", found=why, todo="use a smaller --batch-size"
                 ) from error
@@ -377,14 +348,12 @@ def _sessions(path: Path, devices: str) -> list[Any]:
         )  # fmt: skip
     options = ort.SessionOptions()
     options.log_severity_level = 3
-    providers: Sequence[Any]
+    providers: list[Any] = ["CPUExecutionProvider"] * int(match["cpus"] or 1)
     if has_gpu and not devices.startswith("cpu"):
-        numbers = [int(n) for n in (match["gpus"] or "0").split(",")]
-        providers = [("CUDAExecutionProvider", {"device_id": n}) for n in numbers]
+        numbers = (match["gpus"] or "0").split(",")
+        providers = [("CUDAExecutionProvider", {"device_id": int(number)}) for number in numbers]
     else:
-        count = int(match["cpus"] or 1)
-        options.intra_op_num_threads = max(1, count_usable_cores() // count)
-        providers = ["CPUExecutionProvider"] * count
+        options.intra_op_num_threads = max(1, count_usable_cores() // len(providers))
     try:
         return [ort.InferenceSession(str(path), options, providers=[one]) for one in providers]
     except Exception as error:  # onnxruntime's errors have no other common base class
@@ -399,9 +368,8 @@ def _check_input(session: Any, path: Path, side: int) -> tuple[str, int | None]:
     inputs = session.get_inputs()
     shape = inputs[0].shape
     fits = len(inputs) == 1 and len(shape) == 4 and inputs[0].type == "tensor(float)"
-    expected_shape = (3, side, side)
     if not fits or any(
-        isinstance(n, int) and n != w for n, w in zip(shape[1:], expected_shape, strict=True)
+        isinstance(n, int) and n != w for n, w in zip(shape[1:], (3, side, side), strict=True)
     ):
         raise UsageError(
             f"{path}: wrong inputs", found="; ".join(f"{tensor.name} {tensor.shape} {tensor.type}" for tensor in inputs),

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from histopipe.errors import NothingToDo
 from histopipe.evaluation.breakdown import Breakdown, break_down
 from histopipe.evaluation.evaluate import Evaluation, evaluate
-from histopipe.predictions.sources import PredictedSlide, labelled_patches
+from histopipe.predictions.sources import labelled_patches
 from histopipe.predictions.tables import write_predictions
-from histopipe.slides.tables import SlideLabel
 from histopipe.splits.slide_table import (
     Exclusion,
     Flow,
@@ -24,9 +22,10 @@ from histopipe.splits.slide_table import (
     flow_to_json,
     write_slide_table,
 )
+from histopipe.splits.splits import names_of
 from histopipe.system.files import read_json, reading, write_json
-from histopipe.system.output import message
-from histopipe.tasks.choices import TaskName
+from histopipe.system.output import Progress, message
+from histopipe.tasks.choices import EvaluationLevel
 from histopipe.tasks.predictions import ModelPredictions, ThresholdsByLevel, joined_predictions
 from histopipe.tasks.task import EvaluationSettings, Predictions
 
@@ -49,11 +48,6 @@ class ExternalEvaluation:
     in_training: tuple[str, ...] = ()
     """Slides, or patients, that were used in the training: they make metrics too good."""
 
-    @property
-    def task(self) -> TaskName:
-        """The task that was evaluated."""
-        return self.evaluation.finest.task
-
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dict, in the form of the metrics of a run."""
         return {
@@ -63,39 +57,36 @@ class ExternalEvaluation:
         }  # fmt: skip
 
 
-def training_warning(names: Sequence[str], unit: str) -> str:
-    """Return the warning that slides or patients, or other slides of their patients, were used in the training."""
-    return (
-        f"warning: the training used {len(names)} of these {unit}s, or slides of patients of the same name ("
-        f"{', '.join(names[:3])}{', …' if len(names) > 3 else ''}): "
-        "metrics on them are not valid for new slides"
-    )
+def find_in_training(
+    patients: Mapping[str, str | None],
+    used: Set[tuple[str, str]],
+    unit: EvaluationLevel,
+    progress: Progress,
+) -> dict[str, str]:
+    """Return the slides or patients that the training used, with their patients, and warn of them.
 
-
-def slides_of_files(
-    ids: Sequence[str], predicted: Iterable[PredictedSlide], labels: Mapping[str, SlideLabel]
-) -> list[SlideEntry]:
-    """Return the slides of slide files, and other predicted slides, excluded without a reason."""
-    by_name = {slide.slide: slide for slide in predicted}
-    slides = []
-    for name in dict.fromkeys([*ids, *by_name]):
-        slide, row = by_name.get(name), labels.get(name, SlideLabel(None))
-        label = row.label or (slide.label if slide else None) or ""
-        slides.append(
-            SlideEntry(
-                slide=name, patient=row.patient or (slide.patient if slide else None) or name,
-                site=row.site or "", label=label, label_source="labels file" if label else "",
-                measured={} if slide is None or slide.mpp is None else {"mpp": f"{slide.mpp:.4g}"},
-                cells=dict(row.cells),
-            )
-        )  # fmt: skip
-    return slides
+    Args:
+        patients: patient of each slide, or of each patient; None if unknown.
+        used: slides, and their patients, of the training.
+        unit: what the names in `patients` are.
+        progress: shows the warning.
+    """
+    common = {
+        name: patient or name for name, patient in patients.items() if names_of(name, patient) & used
+    }  # fmt: skip
+    if common:
+        names = ", ".join(sorted(common)[:3]) + (", …" if len(common) > 3 else "")
+        progress.message(
+            f"warning: the training used {len(common)} of these {unit}s, or slides of patients of the same name ("
+            f"{names}): metrics on them are not valid for new slides"
+        )
+    return common
 
 
 def evaluated_slides(
     table: Sequence[SlideEntry],
     predicted: Mapping[str, tuple[int, int]],
-    labelled: Sequence[str],
+    labelled: Collection[str],
     failed: Mapping[str, str],
     classes: Sequence[str],
 ) -> list[SlideEntry]:
@@ -108,30 +99,24 @@ def evaluated_slides(
         failed: reasons by slide.
         classes: of the model; empty for other tasks.
     """
-    labelled_ids = set(labelled)
     slides = []
     for entry in table:
         patches, skipped = predicted.get(entry.slide, (0, 0))
         planned = max(entry.planned, patches + skipped)
-        if entry.slide in failed:
-            slides.append(replace(entry, reason=Exclusion.PREDICTION_FAILED))
-        elif entry.slide not in predicted:
-            slides.append(replace(entry, reason=entry.reason or Exclusion.NO_PATCHES))
-        elif patches and entry.slide in labelled_ids:
-            counts: dict[str, Any] = {
-                "planned": planned,
-                "unreadable": planned - patches,
-                "test": patches,
-            }
-            slides.append(replace(entry, reason=None, **counts))
+        reason: Exclusion | None = None
+        counts: dict[str, Any] = {"planned": planned, "unreadable": planned - patches}
+        if entry.slide in failed or entry.slide not in predicted:
+            unpredicted = entry.reason or Exclusion.NO_PATCHES
+            reason = Exclusion.PREDICTION_FAILED if entry.slide in failed else unpredicted
+            counts = {}
+        elif not patches:
+            reason = Exclusion.NO_READABLE_PATCH if planned else Exclusion.NO_PATCHES
+        elif entry.slide in labelled:
+            counts["test"] = patches
         else:
-            reason = Exclusion.NO_LABEL
-            if not patches:
-                reason = Exclusion.NO_READABLE_PATCH if planned else Exclusion.NO_PATCHES
-            elif entry.label and classes and entry.label not in classes:
-                reason = Exclusion.NOT_A_CLASS
-            counts = {"planned": planned, "unreadable": planned - patches}
-            slides.append(replace(entry, reason=reason, **counts))
+            is_other = entry.label and classes and entry.label not in classes
+            reason = Exclusion.NOT_A_CLASS if is_other else Exclusion.NO_LABEL
+        slides.append(replace(entry, reason=reason, **counts))
     return slides
 
 
@@ -141,15 +126,17 @@ def evaluate_labelled(
     thresholds: ThresholdsByLevel,
     leaked: Collection[str],
 ) -> tuple[ModelPredictions, Evaluation] | None:
-    """Return the patches with known labels, with the thresholds, and their evaluation; None if they have fewer than two classes.
+    """Return the predictions with known targets, with the thresholds, and their evaluation.
 
-    `leaked` as for `evaluate`.
+    Return None if they cannot be evaluated, as with one class. `leaked` as for `evaluate`.
     """
     labelled = labelled_patches(parts)
     if not labelled:
         return None
     scores = joined_predictions(labelled)
-    if len(np.unique(scores.label)) < 2:
+    try:
+        scores.task.check(scores.target, "predicted")
+    except NothingToDo:
         return None
     part = scores, thresholds
     return part, evaluate([part], evaluation_settings, leaked)
@@ -172,7 +159,6 @@ def write_evaluation(
     unknown = sorted({slide.label for slide in slides if slide.reason is Exclusion.NOT_A_CLASS})
     if unknown:
         message(f"warning: labels that are no class of the model are ignored: {', '.join(unknown)}")
-    path = folder / EVALUATION
     for name in (EVALUATION, EVALUATED):
         (folder / name).unlink(missing_ok=True)
     write_slide_table(folder / PARTICIPANTS, slides)
@@ -183,20 +169,12 @@ def write_evaluation(
     part, evaluation = evaluated
     if part[0].level != "patch":
         write_predictions(folder / EVALUATED, [({"split": "test"}, part[0])])
-    breakdown = break_down([part], evaluation, slides, subgroups, settings)
+    tested = {name for slide in slides if slide.test for name in (slide.slide, slide.patient)}
     result = ExternalEvaluation(
-        evaluation,
-        breakdown,
-        flow_of(slides),
-        settings.positive,
-        tuple(
-            sorted(
-                {*in_training}
-                & {name for slide in slides if slide.test for name in (slide.slide, slide.patient)}
-            )
-        ),
-    )
-    write_json(path, result.to_json())
+        evaluation, break_down([part], evaluation, slides, subgroups, settings), flow_of(slides),
+        settings.positive, tuple(sorted(tested.intersection(in_training))),
+    )  # fmt: skip
+    write_json(folder / EVALUATION, result.to_json())
     return result
 
 

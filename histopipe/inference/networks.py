@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, cast
 
 import keras
 import numpy as np
@@ -62,19 +62,18 @@ class KerasNetwork:
         check_weights(self._model.weights, name, "use another model, or train it again")
         self.dimension = int(self._model.output_shape[-1])
         self.patch_size = int(self._model.input_shape[1])
-        self.sha256 = digest(self._model.weights)
         self.identity: Mapping[str, Any] = {
             "encoder": name, "dimension": self.dimension, "patch_size": self.patch_size,
-            "sha256": self.sha256,
+            "sha256": digest(self._model.weights),
         }  # fmt: skip
-        self._computed = (
-            tf.function(self._compute, autograph=False, jit_compile=True) if xla else self._compute
-        )
+        compute = self._compute
+        if xla:
+            compute = tf.function(compute, autograph=False, jit_compile=True)
         # One device: traced once, for batches of any size. Several devices have no such signature: traced twice.
         one = self._strategy.num_replicas_in_sync == 1
         image = tf.TensorSpec((None, self.patch_size, self.patch_size, 3), tf.uint8)
         self._step = tf.function(
-            self._run,
+            lambda batch: self._strategy.run(compute, args=(batch,)),
             input_signature=[image] if one else None,
             reduce_retracing=not one,
             autograph=False,
@@ -85,8 +84,10 @@ class KerasNetwork:
         self._divide(self.batch_size)
 
     def _divide(self, batch_size: int) -> None:
-        parts = device_rows(batch_size, self._strategy.num_replicas_in_sync)
-        self._micro_batch = MicroBatch(max(map(len, parts)), changed=_report_micro_batch)
+        self._micro_batch = MicroBatch(
+            max(map(len, device_rows(batch_size, self._strategy.num_replicas_in_sync))),
+            changed=_report_micro_batch,
+        )
 
     def _fastest(self) -> int:
         """Return the batch size with the highest throughput. A larger one has to be clearly faster."""
@@ -133,12 +134,12 @@ class KerasNetwork:
 
     def finish(self, started: list[Sequence[tf.Tensor]]) -> NDArray[np.float32]:
         """Wait for the (B, D) results, in the order of the batch; see `Network`."""
-        by_device = zip(*started, strict=True)
-        return np.concatenate([part.numpy() for pieces in by_device for part in pieces])
+        return np.concatenate(
+            [part.numpy() for pieces in zip(*started, strict=True) for part in pieces]
+        )
 
     def _in_pieces(self, images: NDArray[np.uint8], size: int) -> list[Sequence[tf.Tensor]]:
-        pieces = []
-        parts = device_rows(len(images), self._strategy.num_replicas_in_sync)
+        pieces, parts = [], device_rows(len(images), self._strategy.num_replicas_in_sync)
         for first in range(0, max(map(len, parts)), size):
             device_images = [images[part.start : part.stop][first : first + size] for part in parts]
             batch = one_per_replica(
@@ -146,9 +147,6 @@ class KerasNetwork:
             )
             pieces.append(self._strategy.experimental_local_results(self._step(batch)))
         return pieces
-
-    def _run(self, batch: Any) -> Any:
-        return self._strategy.run(self._computed, args=(batch,))
 
     def _compute(self, images: tf.Tensor) -> tf.Tensor:
         return tf.cast(self._model(images, training=False), tf.float32)
@@ -182,9 +180,8 @@ def keras_encoder(
             return keras.Model(image, backbone(image), name="encoder")
 
     network = KerasNetwork(make, name=str(model), devices=devices, batch_size=batch_size, xla=xla)
-    name = Path(model).name
-    if not (isinstance(model, Path) or named_preset(model) or own_file(model)):
-        name = f"{model} ({weights})"
+    has_weights = isinstance(model, Path) or named_preset(model) or own_file(model)
+    name = Path(model).name if has_weights else f"{model} ({weights})"
     network.identity = {**network.identity, "encoder": name, **facts}
     return network
 
@@ -225,19 +222,20 @@ def load_run_model(folder: Path, patch_size: int | None = None) -> keras.Model:
 
 def load_run_models(folders: Sequence[Path]) -> keras.Model:
     """Load the patch models of runs as one, with the outputs of all side by side. Raises as `load_run_model`."""
-    first, *rest = [load_run_model(folder) for folder in folders]
-    if not rest:
-        return first
-    for folder, other in zip(folders[1:], rest, strict=True):
-        if other.input_shape != first.input_shape:
+    models = [load_run_model(folder) for folder in folders]
+    if len(models) == 1:
+        return models[0]
+    shape = models[0].input_shape
+    for folder, model in zip(folders, models, strict=True):
+        if model.input_shape != shape:
             raise UsageError(
-                f"the model of {folder} takes patches of another size", found=other.input_shape[1],
-                expected=first.input_shape[1],
+                f"the model of {folder} takes patches of another size", found=model.input_shape[1],
+                expected=shape[1],
             )  # fmt: skip
-    image = keras.Input(first.input_shape[1:], dtype="uint8", name="image")
+    image = keras.Input(shape[1:], dtype="uint8", name="image")
     outputs = [
         keras.Model(model.inputs, model.outputs[0], name=f"model_{number}")(image)
-        for number, model in enumerate((first, *rest), 1)
+        for number, model in enumerate(models, 1)
     ]
     return keras.Model(image, keras.layers.Concatenate(dtype="float32")(outputs))
 
@@ -257,17 +255,6 @@ def _report_micro_batch(size: int, why: str) -> None:
     message(f"memory ran out ({why}): continuing with {counted(size, 'patch')} per device at once")
 
 
-class BagPrediction(NamedTuple):
-    """The prediction of a bag."""
-
-    output: NDArray[np.float32]
-    """(C,) in the form of `predictions.csv`: probabilities, values, or risk and survival."""
-    attention: NDArray[np.float64]
-    """(N,) with a sum of 1."""
-    contributions: NDArray[np.float64]
-    """(N, K) per named prediction."""
-
-
 class BagNetwork:
     """A slide model on the first of its devices, `device`."""
 
@@ -275,21 +262,23 @@ class BagNetwork:
         self._model, self._objective, self._device = model, objective, device
         self.dimension = dimension
         """Features per patch."""
-        self.sha256 = digest(model.serving.weights)
-        self.takes_positions = model.takes_positions
+        self.sha256, self.takes_positions = digest(model.serving.weights), model.takes_positions
 
     def described(self, task: Task) -> Task:
         """Return the task with the form of the predictions; see `Objective`."""
-        described: Task = self._objective.described(task)
-        return described
+        return cast(Task, self._objective.described(task))
 
     def predict(
         self,
         features: NDArray[np.floating],
         positions: NDArray[np.float32] | None,
         covariates: Sequence[float] | None,
-    ) -> BagPrediction:
+    ) -> tuple[NDArray[np.float32], NDArray[np.float64], NDArray[np.float64]]:
         """Predict a bag from (N, D) features, (N, 2) positions if the model takes them, and encoded covariates.
+
+        Returns:
+            (C,) prediction in the form of `predictions.csv`: probabilities, values, or risk and survival; (N,) attention
+            with a sum of 1; and (N, K) contributions per named prediction.
 
         Raises:
             OutOfMemory: the bag is too large.
@@ -300,10 +289,8 @@ class BagNetwork:
             with tf.device(self._device):
                 patches = Patches(tf.constant(features), positions)
                 pooled = pool(model, values_of(model.patch_weights), patches, tf.constant(PIECE))
-                covariate_row = (
-                    None if covariates is None else tf.constant([covariates], tf.float32)
-                )
-                logits = model.logits(values_of(model.last_weights), pooled.value, covariate_row)
+                row = None if covariates is None else tf.constant([covariates], tf.float32)
+                logits = model.logits(values_of(model.last_weights), pooled.value, row)
                 attention, parts = patch_values(model, patches)
         except (tf.errors.OpError, MemoryError) as error:
             if not is_out_of_memory(error):
@@ -315,7 +302,7 @@ class BagNetwork:
         output = objective.predictions(np.asarray(objective.activate(logits), np.float32))[0]
         if not np.isfinite(output).all():
             raise DamagedStore("the prediction is not finite", todo="check features and covariates")
-        return BagPrediction(output, attention, objective.contributions(parts))
+        return output, attention, objective.contributions(parts)
 
 
 def load_bag_network(

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from histopipe.dataset.options import OnError, StainNorm
+from histopipe.errors import UsageError
 from histopipe.features import StoredType
 from histopipe.slides.options import LABELS, SLIDE_FILES, PatchReadingOptions
+from histopipe.system.csv_files import NA_VALUES
 from histopipe.system.files import PathLike
-from histopipe.system.settings import setting
+from histopipe.system.settings import declared_settings, setting
 from histopipe.tasks.choices import Aggregation
 from histopipe.tissue_masks import AskedFinder
 
+if TYPE_CHECKING:
+    from histopipe.slides.tables import SlideLabel
+
+BATCHES = "remainder-1"
+"""Rule of `slide_batches`, recorded in a folder of results: its later slides follow the rule of its first."""
 NETWORK, SLIDE_MODELS = "Network", "Slide models"
 
 
@@ -65,8 +73,11 @@ class EmbedOptions(NetworkOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PredictSettings(PatchReadingOptions, NetworkOptions):
-    """Options of `predict`. Those of slide files apply to slide files only."""
+class PredictOptions(PatchReadingOptions, NetworkOptions):
+    """Options of `predict`. Those of slide files apply to slide files only.
+
+    `batch_rule` is the rule that divides the patches of a slide into batches.
+    """
 
     batch_size: int = setting(64, "Patches per batch, over all devices.", group=NETWORK, at_least=1)
     aggregate: Aggregation = setting(
@@ -99,3 +110,47 @@ class PredictSettings(PatchReadingOptions, NetworkOptions):
         (), "Weights of the encoder, if they have moved.",
         group=SLIDE_MODELS, format="repeated", default_text="as recorded",
     )  # fmt: skip
+    batch_rule: str | None = BATCHES
+
+    def __post_init__(self) -> None:
+        columns = self.subgroup_columns
+        if columns and self.labels is None:
+            raise UsageError(
+                "--subgroup", found=f"{', '.join(columns)}, but no --labels",
+                expected="a CSV file with these columns",
+            )  # fmt: skip
+
+    @property
+    def subgroup_columns(self) -> tuple[str, ...]:
+        """Columns of the labels file for subgroups."""
+        # Imported late: `--help` does not need NumPy.
+        from histopipe.evaluation.subgroups import labels_columns
+
+        return labels_columns(self.subgroup)
+
+    @property
+    def tiling(self) -> dict[str, Any]:
+        """The tiling settings that differ from those of the training."""
+        values = {name: getattr(self, name) for name in ("overlap", "tissue", "tissue_threshold")}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def check_for_stores(self) -> None:
+        """Raise a UsageError if an option is given that applies to slide files only."""
+        for name, declared in declared_settings(PredictOptions).items():
+            if declared.group == SLIDE_FILES and getattr(self, name) != declared.default:
+                raise UsageError(
+                    declared.flag, found="a store", expected="slides",
+                    todo="remove the option: the patches of a store are already tiled",
+                )  # fmt: skip
+
+    def read_labels(self, ids: Sequence[str]) -> Mapping[str, SlideLabel] | None:
+        """Read the labels file, if there is one, for slides with these ids."""
+        if self.labels is None:
+            return None
+        # Imported late, as above.
+        from histopipe.slides.tables import SlideNames, read_labels
+
+        return read_labels(
+            Path(self.labels), SlideNames(ids), groups=self.subgroup_columns,
+            allow_extra=self.allow_extra_rows, na=NA_VALUES if self.na is None else self.na,
+        )  # fmt: skip

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from histopipe.errors import UsageError
+from histopipe.evaluation.subgroups import check_subgroup
 from histopipe.inference.bag_features import (
     BagFeatures,
     check_alike,
@@ -16,17 +17,21 @@ from histopipe.inference.bag_features import (
     read_sources,
     run_folders,
 )
-from histopipe.inference.classifier import PredictOptions, load_classifier
-from histopipe.inference.predict_bags import BagsPrediction
-from histopipe.inference.predict_patches import PatchPrediction, PredictResult
-from histopipe.inference.slide_run import batch_rule
+from histopipe.inference.options import PredictOptions
+from histopipe.inference.predict_bags import BagPrediction
+from histopipe.inference.predict_patches import PatchPrediction, PredictResult, load_classifier
+from histopipe.inference.slide_run import SlideSource, batch_rule
 from histopipe.inference.slide_tiler import FileSource
 from histopipe.inference.stored_slides import StoreSource
 from histopipe.predictions.sources import SETTINGS, PredictionsFolder
 from histopipe.runs import folder as run_folder
+from histopipe.runs.config import TrainConfig
 from histopipe.runs.result import read_result
 from histopipe.runs.task_config import BagTrainConfig, load_config
+from histopipe.slides.tables import table_columns
+from histopipe.splits.slide_table import COLUMNS
 from histopipe.store.store import Store
+from histopipe.system.csv_files import column_key
 from histopipe.system.files import held
 from histopipe.system.output import Progress, default_progress
 from histopipe.system.settings import make_settings
@@ -66,17 +71,16 @@ def predict(
     Example:
         >>> predict("runs/first", "new-slides", out="predictions").done  # doctest: +SKIP
     """
-    options = make_settings(PredictOptions, settings)
-    display = progress or default_progress()
+    options, display = make_settings(PredictOptions, settings), progress or default_progress()
     runs = run_folders(Path(run))
     read_result(runs[0])  # raises if the run has not finished
     config = load_config(runs[0] / run_folder.CONFIG)
-    options, on_bags = options.completed_by(config), isinstance(config, BagTrainConfig)
+    options = complete_options(options, config)
     paths, urls, kind = read_sources(sources)
     with ExitStack() as stack:
         target = PredictionsFolder(Path(out))
         options = replace(options, batch_rule=batch_rule(target.path / SETTINGS))
-        if on_bags:
+        if isinstance(config, BagTrainConfig):
             if options.aggregate != "mean":
                 raise UsageError(
                     f"--aggregate {options.aggregate}",
@@ -87,7 +91,7 @@ def predict(
             check_alike(models)
             stack.enter_context(held(target.path))
             features = BagFeatures(models[0], target, paths, kind, options, display, urls=urls)
-            return BagsPrediction(models, target, features, options, display).run()
+            return BagPrediction(models, target, features, options, display).run()
         if kind == "features":
             raise UsageError(
                 f"{run} is a model of patches", found="features", expected="stores or slides"
@@ -96,15 +100,31 @@ def predict(
             raise UsageError("--encoder", found="a model of patches", expected="a slide model")
         classifier = load_classifier(runs, devices=options.devices, batch_size=options.batch_size)
         stack.enter_context(held(target.path))
-        source: StoreSource | FileSource
+        source: SlideSource
         if kind == "stores":
             options.check_for_stores()
-            stores = [stack.enter_context(Store(path)) for path in paths]
-            source = StoreSource(stores, classifier.patches, options)
-        else:
-            source = stack.enter_context(
-                FileSource([*paths, *urls], classifier.patches, options, display)
+            source = StoreSource(
+                [stack.enter_context(Store(path)) for path in paths], classifier.patches, options
             )
+        else:
+            source = FileSource([*paths, *urls], classifier.patches, options, display)
+        stack.enter_context(source)
         return PatchPrediction(
             classifier, target, source, options.aggregate, options.subgroup, display
         ).run()
+
+
+def complete_options(options: PredictOptions, config: TrainConfig) -> PredictOptions:
+    """Return options with missing values of the training, and its subgroups whose columns are in the labels file."""
+    columns = set(COLUMNS)
+    if options.labels is not None:
+        columns.update(table_columns(Path(options.labels)))
+    names = {
+        subgroup: column_key(check_subgroup(subgroup)[0])
+        for subgroup in (*config.subgroup, *options.subgroup)
+    }
+    additional = columns - {names[subgroup] for subgroup in options.subgroup}
+    subgroups = (subgroup for subgroup in config.subgroup if names[subgroup] in additional)
+    return replace(
+        options, subgroup=(*options.subgroup, *subgroups), na=config.na if options.na is None else options.na
+    )  # fmt: skip

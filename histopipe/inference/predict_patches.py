@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from histopipe._version import __version__
+from histopipe.errors import UsageError
 from histopipe.evaluation.breakdown import breakdown_lines
-from histopipe.evaluation.evaluate import Evaluation, evaluation_lines
-from histopipe.inference.classifier import Classifier
+from histopipe.evaluation.evaluate import Evaluation, evaluation_lines, mean_thresholds, tempered
 from histopipe.inference.external_evaluation import (
     ExternalEvaluation,
     evaluate_labelled,
     evaluated_slides,
-    training_warning,
+    find_in_training,
     write_evaluation,
 )
-from histopipe.inference.slide_run import BATCHES, Results, SlideRun, SlideRunResult
-from histopipe.inference.slide_tiler import FileSource, TiledSlide
-from histopipe.inference.stored_slides import StoredSlide, StoreSource
+from histopipe.inference.options import BATCHES
+from histopipe.inference.slide_run import (
+    Network,
+    Results,
+    SlidePatches,
+    SlideRun,
+    SlideRunResult,
+    SlideSource,
+)
+from histopipe.inference.stored_slides import PatchRequirements
 from histopipe.predictions.sources import (
     PATIENTS,
     SLIDES,
@@ -30,13 +38,19 @@ from histopipe.predictions.sources import (
     PredictionsFolder,
     write_level_table,
 )
-from histopipe.splits.splits import names_of
-from histopipe.system.files import roomy
+from histopipe.runs import folder as run_folder
+from histopipe.runs.result import METRICS, read_result
+from histopipe.runs.task_config import PatchTrainConfig, load_config
+from histopipe.splits.splits import SPLITS, trained_on
+from histopipe.splits.subsets import LabelsFrom
+from histopipe.system.csv_files import nfc
+from histopipe.system.files import read_json, roomy
 from histopipe.system.output import Progress
+from histopipe.system.tensorflow import load_quietly
 from histopipe.tasks.choices import Aggregation, EvaluationLevel
 from histopipe.tasks.classification import Classification
-from histopipe.tasks.predictions import scores_of
-from histopipe.tasks.task import Predictions
+from histopipe.tasks.predictions import ThresholdsByLevel, scores_of
+from histopipe.tasks.task import EvaluationSettings, Predictions
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -48,7 +62,7 @@ class PredictResult(SlideRunResult):
         unit: what was predicted: "slide", or "patient" if the model takes all slides of a patient together.
     """
 
-    evaluated: ExternalEvaluation | None = field(default=None)
+    evaluated: ExternalEvaluation | None = None
     unit: EvaluationLevel = "slide"
 
     @property
@@ -58,21 +72,104 @@ class PredictResult(SlideRunResult):
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dict."""
-        facts = SlideRunResult.to_json(self)
-        del facts["evaluated"]
-        if self.evaluated is None:
-            return facts
-        evaluated = self.evaluated
-        return {
-            **facts, "metrics": evaluated.evaluation.to_json(), "breakdown": evaluated.breakdown.to_json(),
-        }  # fmt: skip
+        values = SlideRunResult.to_json(self)
+        del values["evaluated"]
+        if self.evaluated is not None:
+            values["metrics"] = self.evaluated.evaluation.to_json()
+            values["breakdown"] = self.evaluated.breakdown.to_json()
+        return values
 
     def __str__(self) -> str:
-        lines = []
-        if self.evaluated is not None:
-            lines += evaluation_lines("labelled", self.evaluated.evaluation)
-            lines += breakdown_lines(self.evaluated.breakdown, self.evaluated.task)
-        return "\n".join([*lines, self.summary("predicted", "patches", self.unit)])
+        text, evaluated = self.summary("predicted", "patches", self.unit), self.evaluated
+        if evaluated is None:
+            return text
+        breakdown = breakdown_lines(evaluated.breakdown, evaluated.evaluation.finest.task)
+        return "\n".join([*evaluation_lines("labelled", evaluated.evaluation), *breakdown, text])
+
+
+@dataclass(frozen=True, slots=True)
+class Classifier:
+    """Patch classifier of a finished run, ready to predict."""
+
+    folder: Path
+    network: Network
+    """Maps patches to the probabilities of all models, each in the order of `classes`."""
+    models: int
+    """Number of models."""
+    classes: tuple[str, ...]
+    patches: PatchRequirements
+    labels_from: LabelsFrom
+    evaluation_settings: EvaluationSettings
+    thresholds: ThresholdsByLevel
+    """Decision thresholds, chosen on the validation patches of the run; means of several models."""
+    temperatures: tuple[tuple[float, ...], ...] = ()
+    """Temperature of each model; empty if they are not calibrated."""
+    in_training: frozenset[tuple[str, str]] = frozenset()
+    """Slides on which a model was trained or validated, and their patients."""
+
+    def calibrated(self, probability: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return (N, M, C) probabilities of the models with their temperatures."""
+        if not self.temperatures:
+            return probability
+        by_model = map(tempered, probability.swapaxes(0, 1), self.temperatures)
+        return np.stack([*by_model], axis=1).astype(np.float32)
+
+
+def check_same(values_of_runs: Mapping[Path, Mapping[str, object]]) -> None:
+    """Raise a UsageError if a named value differs between runs, given by the folder of each run."""
+    first, values = next(iter(values_of_runs.items()))
+    for folder, of_run in values_of_runs.items():
+        for name, value in of_run.items():
+            if value != values[name]:
+                raise UsageError(
+                    f"{folder}: {name}", found=value, expected=f"{values[name]}, as in {first}"
+                )
+
+
+def load_classifier(folders: Sequence[Path], *, devices: str, batch_size: int) -> Classifier:
+    """Load the model of a run onto its devices; or those of several runs, whose probabilities are to be averaged.
+
+    Raises:
+        UsageError: a run is not finished, its model predicts no classes, or the models differ in classes or patches.
+        DamagedStore: a run cannot be read.
+        MachineShort: TensorFlow is not installed.
+    """
+    runs = [_without_network(folder) for folder in folders]
+    keras_network = load_quietly("histopipe.inference.networks")
+    network = keras_network.KerasNetwork(
+        lambda: keras_network.load_run_models(folders), name=folders[0].name, devices=devices,
+        batch_size=batch_size,
+    )  # fmt: skip
+    names = ("classes", "spec", "patch_mpp", "stain_norm", "labels_from", "calibrate")
+    check_same({run["folder"]: {name: run[name] for name in names} for run in runs})
+    first = runs[0]
+    return Classifier(
+        folders[0], network, len(folders), first["classes"],
+        PatchRequirements(
+            folders[0], network.patch_size, first["spec"], first["patch_mpp"], first["stain_norm"]
+        ),
+        first["labels_from"], first["evaluation_settings"], mean_thresholds([run["thresholds"] for run in runs]),
+        temperatures=tuple(run["temperature"] for run in runs if run["temperature"]),
+        in_training=frozenset().union(*(trained_on(folder / SPLITS) for folder in folders)),
+    )  # fmt: skip
+
+
+def _without_network(folder: Path) -> dict[str, Any]:
+    """Return what the files of a run record of its model."""
+    result, config = read_result(folder), load_config(folder / run_folder.CONFIG)
+    if not isinstance(config, PatchTrainConfig) or not config.task_type.of_classes:
+        raise UsageError(
+            f"the model of {folder} predicts no classes of patches", found=f"--task {config.task}",
+            expected="--task classification", todo="use its model.keras, which opens in plain Keras",
+        )  # fmt: skip
+    metrics = read_json(folder / METRICS)
+    return {
+        "folder": folder, "classes": tuple(map(nfc, metrics["classes"])), "spec": metrics.get("spec"),
+        "patch_mpp": metrics.get("patch_mpp"), "stain_norm": config.stain_norm,
+        "labels_from": config.labels_from, "evaluation_settings": config.evaluation_settings,
+        "thresholds": result.metrics["validation"].thresholds, "calibrate": config.calibrate,
+        "temperature": result.calibration.temperature if result.calibration else (),
+    }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,70 +178,57 @@ class PatchPrediction:
 
     classifier: Classifier
     folder: PredictionsFolder
-    source: StoreSource | FileSource
+    source: SlideSource
     aggregate: Aggregation
     subgroup: Sequence[str]
     progress: Progress
 
     def run(self) -> PredictResult:
         """Predict the slides that are missing, then write the tables of all slides in the folder."""
-        self._record_settings()
-        source = self.source
-        run = SlideRun(self.classifier.network, "predicting", source.count, self.progress)
+        source, classifier, patches = self.source, self.classifier, self.classifier.patches
+        temperatures = [list(temperature) for temperature in classifier.temperatures]
+        self.folder.record({
+            "histopipe": __version__, "batches": BATCHES, "run": str(classifier.folder),
+            "sha256": classifier.network.identity["sha256"], "classes": list(classifier.classes),
+            "stain_norm": patches.stain_norm, "patch_size": patches.patch_size, **source.settings,
+            **({"temperature": temperatures} if temperatures else {}),
+        })  # fmt: skip
+        run = SlideRun(classifier.network, "predicting", source.count, self.progress)
         with roomy(self.folder.path):
-            slides: Iterable[Any] = source.slides(run, self.folder.complete)
-            run.run(slides, self._write, stop=source.close)
+            run.run(source.slides(run, self.folder.complete), self._write, stop=source.close)
             evaluated = self._write_tables(run)
         return PredictResult(**run.result(self.folder.path), evaluated=evaluated)
 
-    def _record_settings(self) -> None:
-        """Record the settings of the predictions, or compare them with the recorded ones."""
-        classifier = self.classifier
-        settings = {
-            "histopipe": __version__, "batches": BATCHES, "run": str(classifier.folder), "sha256": classifier.sha256,
-            "classes": list(classifier.classes), "stain_norm": classifier.patches.stain_norm,
-            "patch_size": classifier.patches.patch_size, **self.source.settings,
-            **({"temperature": [list(temperature) for temperature in classifier.temperatures]} if classifier.temperatures else {}),
-        }  # fmt: skip
-        self.folder.record(settings)
-
-    def _write(
-        self, slide: StoredSlide | TiledSlide, results: Iterator[Results]
-    ) -> tuple[int, int]:
+    def _write(self, slide: SlidePatches, results: Iterator[Results]) -> tuple[int, int]:
         """Write the predictions of a slide, sorted by row and column."""
-        batches, classifier = list(results), self.classifier
-        predicted, thumbnail = self.source.current(slide.predicted()), slide.thumbnail
-        probability = np.concatenate([part for part, _ in batches])
-        corners = np.concatenate([part for _, part in batches])
+        classifier = self.classifier
+        probability, corners = map(np.concatenate, zip(*results, strict=True))
+        # After the results: only then it is known which patches were skipped.
+        predicted = self.source.current(slide.predicted())
         order = np.lexsort((corners[:, 0], corners[:, 1]))
-        probability, corners = probability[order], corners[order].astype(np.int64)
-        zeros = np.zeros(len(order), np.int32)
+        corners, zeros = corners[order].astype(np.int64), np.zeros(len(order), np.int32)
+        # All sizes are named, since a slide may be without patches.
         shape = (len(order), classifier.models, len(classifier.classes))
-        by_model = classifier.calibrated(
-            probability.reshape(shape)
-        )  # a slide may be without patches
+        by_model = classifier.calibrated(probability[order].reshape(shape))
         scores = Predictions(
             Classification(classes=classifier.classes), (predicted.slide,), (predicted.patient,),
             slide=zeros, patient=zeros, x_l0=corners[:, 0], y_l0=corners[:, 1],
             target=self._targets(predicted, corners), output=by_model.mean(axis=1),
         )  # fmt: skip
-        predicted = replace(predicted, spread=self._spread(scores, by_model))
-        self.folder.write(predicted, scores, thumbnail)
+        self.folder.write(
+            replace(predicted, spread=self._spread(scores, by_model)), scores, slide.thumbnail
+        )
         return predicted.patches, predicted.skipped
 
     def _spread(self, scores: Predictions, by_model: NDArray[np.float32]) -> list[float]:
         """Return the standard deviation of the slide's probabilities over the models, from (N, M, C) of its patches."""
-        models = self.classifier.models
-        if models == 1 or not len(by_model):
+        if self.classifier.models == 1 or not len(by_model):
             return []
-        unknown = scores.without_targets()
+        unknown, settings = scores.without_targets(), self.classifier.evaluation_settings
         outputs = [
-            scores_of(
-                replace(unknown, output=by_model[:, number]), "slide", self.aggregate,
-                self.classifier.evaluation_settings,
-            ).output[0]
-            for number in range(models)
-        ]  # fmt: skip
+            scores_of(replace(unknown, output=output), "slide", self.aggregate, settings).output[0]
+            for output in by_model.swapaxes(0, 1)
+        ]
         return [float(value) for value in np.std(outputs, axis=0, ddof=1)]
 
     def _targets(self, slide: PredictedSlide, corners: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -154,8 +238,7 @@ class PatchPrediction:
             annotated = self.source.patch_labels(slide.slide, classes)
             numbers = [annotated.get((x, y), -1) for x, y in corners.tolist()]
         else:
-            number = classes.index(slide.label) if slide.label in classes else -1
-            numbers = [number] * len(corners)
+            numbers = [classes.index(slide.label) if slide.label in classes else -1] * len(corners)
         target = np.array(numbers, np.float64)[:, None]
         return np.where(target < 0, np.nan, target)
 
@@ -177,32 +260,23 @@ class PatchPrediction:
             for name, slide in self.folder.slides().items()
             if name not in run.failed
         ]
-        slides, classifier, path = (
-            [slide for slide, _ in entries],
-            self.classifier,
-            self.folder.path,
-        )
-        seen = {
-            slide.slide: slide.patient
-            for slide in slides
-            if names_of(slide.slide, slide.patient) & classifier.in_training
-        }
-        if seen:
-            self.progress.message(training_warning(sorted(seen), "slide"))
-        parts = [scores for _, scores in entries if len(scores)]
+        slides, parts = [slide for slide, _ in entries], [part for _, part in entries if len(part)]
+        classifier, path = self.classifier, self.folder.path
+        settings, thresholds = classifier.evaluation_settings, classifier.thresholds
+        seen = find_in_training(
+            {slide.slide: slide.patient for slide in slides}, classifier.in_training, "slide", self.progress
+        )  # fmt: skip
         tables: tuple[tuple[str, EvaluationLevel], ...] = ((SLIDES, "slide"), (PATIENTS, "patient"))
         for name, level in tables:
             write_level_table(
                 path / name, parts, slides, level, self.aggregate, classes=classifier.classes,
-                evaluation_settings=classifier.evaluation_settings, thresholds=classifier.thresholds,
+                evaluation_settings=settings, thresholds=thresholds,
             )  # fmt: skip
-        evaluated = evaluate_labelled(
-            parts, classifier.evaluation_settings, classifier.thresholds, set(seen.values())
-        )
         table = evaluated_slides(
             self.source.slide_table(slides), {slide.slide: (slide.patches, slide.skipped) for slide in slides},
-            [part.slides[0] for part in parts if (part.label >= 0).any()], run.failed, classifier.classes,
+            {part.slides[0] for part in parts if (part.label >= 0).any()}, run.failed, classifier.classes,
         )  # fmt: skip
         return write_evaluation(
-            path, evaluated, table, subgroups=self.subgroup, settings=classifier.evaluation_settings, in_training=seen,
+            path, evaluate_labelled(parts, settings, thresholds, set(seen.values())), table,
+            subgroups=self.subgroup, settings=settings, in_training=seen,
         )  # fmt: skip

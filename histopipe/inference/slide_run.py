@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -16,6 +18,11 @@ from numpy.typing import NDArray
 
 from histopipe.dataset.sampling import replica_rows
 from histopipe.errors import Interrupted, SlideError, UsageError
+from histopipe.inference.options import BATCHES
+from histopipe.predictions.sources import FindComplete, PredictedSlide
+from histopipe.slides.slide_files import SlideFile
+from histopipe.splits.slide_table import SlideEntry
+from histopipe.store.record import SlideRecord
 from histopipe.system.files import Closing, read_record
 from histopipe.system.output import Bar, Progress, Result, counted, slide_failure
 from histopipe.system.worker_pool import count_usable_cores, run_tasks
@@ -41,19 +48,50 @@ class PatchBatch:
     """(B,) False for padding and for patches that cannot be read."""
 
 
-class _Named(Protocol):
+class SlidePatches(Closing, ABC):
+    """The patches of one slide, in batches. No batch mixes slides, so results do not depend on other slides.
+
+    `close` frees what the slide needs for loading, when all of its results have been used.
+
+    Attributes:
+        record: size, scale, label and patient of the slide.
+        id: slide id.
+        batch_rows, steps: rows of each batch, see `slide_batches`, and number of batches.
+        rows: number of patches, with those that cannot be read.
+        patch_size, overlap: side of the patches, and overlap of neighbours, in pixels.
+        lost: the patches that could not be read so far.
+    """
+
+    def __init__(
+        self,
+        record: SlideRecord,
+        batch_rows: Sequence[range],
+        *,
+        rows: int,
+        patch_size: int,
+        overlap: int,
+        lost: Collection[object],
+    ) -> None:
+        self.record, self.id = record, record.id
+        self.batch_rows, self.steps = batch_rows, len(batch_rows)
+        self.rows, self.patch_size, self.overlap, self.lost = rows, patch_size, overlap, lost
+
     @property
-    def id(self) -> str:
-        """Slide id."""
-
-
-class SlidePatches(_Named, Protocol):
-    """The patches of one slide, in batches."""
+    @abstractmethod
+    def origin(self) -> Mapping[str, Any]:
+        """Attributes of feature files that identify the patches."""
 
     @property
-    def steps(self) -> int:
-        """Number of batches."""
+    @abstractmethod
+    def source(self) -> str:
+        """Text that identifies the patches as the source of predictions."""
 
+    @property
+    @abstractmethod
+    def thumbnail(self) -> bytes | None:
+        """Thumbnail as a JPEG file, if there is one."""
+
+    @abstractmethod
     def load(self, step: int) -> PatchBatch:
         """Load a batch. Called from several threads.
 
@@ -61,8 +99,43 @@ class SlidePatches(_Named, Protocol):
             SlideError, DamagedStore: the slide cannot be used.
         """
 
-    def close(self) -> None:
-        """Free what the slide needs for loading. Called when all of its results have been used."""
+    def predicted(self) -> PredictedSlide:
+        """Describe the slide after its patches have been computed. Raise SlideUnreadable if the file has changed."""
+        skipped = len(self.lost)
+        return PredictedSlide.of(
+            self.record, source=self.source, patches=self.rows - skipped, skipped=skipped
+        )
+
+
+class SlideSource(Closing, ABC):
+    """The slides to be predicted. `close` ends their workers, and removes local copies. By default nothing is annotated.
+
+    Attributes:
+        count: number of slides.
+        settings: settings that affect the predictions, to be recorded.
+    """
+
+    count: int
+    settings: Mapping[str, Any] = MappingProxyType({})
+
+    @abstractmethod
+    def slides(self, run: SlideRun, complete: FindComplete) -> Iterable[SlidePatches | None]:
+        """Return the slides that are not complete yet. Record the others, and failures, in `run`.
+
+        None means that the next slide can be read only when earlier ones are closed.
+        """
+
+    @abstractmethod
+    def current(self, slide: PredictedSlide) -> PredictedSlide:
+        """Return a predicted slide with its current label and patient."""
+
+    @abstractmethod
+    def slide_table(self, predicted: Iterable[PredictedSlide]) -> list[SlideEntry]:
+        """Return all slides, and other slides that were predicted earlier, excluded if they have no patches."""
+
+    def patch_labels(self, slide: str, classes: Sequence[str]) -> dict[tuple[int, int], int]:
+        """Return the annotated class number of each patch of a slide, or -1, by its corner."""
+        return {}
 
 
 class Network(Protocol):
@@ -82,14 +155,15 @@ class Network(Protocol):
         """Number of results per patch, D."""
 
     @property
+    def batch_size(self) -> int:
+        """Patches per batch, over all devices."""
+
+    @property
     def identity(self) -> Mapping[str, Any]:
         """All properties that affect the results, as JSON values."""
 
 
-BATCHES = "remainder-1"
-"""Rule of `slide_batches`, recorded in a folder of results: its later slides follow the rule of its first."""
-
-N = TypeVar("N", bound=_Named)
+N = TypeVar("N", bound=SlidePatches | SlideFile)
 S = TypeVar("S", bound=SlidePatches)
 _LoadedBatch = tuple[PatchBatch, NDArray[Any]]
 
@@ -144,8 +218,7 @@ class _PatchStream(Closing):
         self._network, self._bar = network, bar
         self._pool = ThreadPoolExecutor(count_usable_cores(), "histopipe-load")
         self._failures: dict[int, SlideError] = {}
-        self.network_failed = False
-        self.input_wait = 0.0
+        self.network_failed, self.input_wait = False, 0.0
         """Seconds spent waiting for patches so far."""
 
     def run(self, slides: Iterable[S | None]) -> Iterator[tuple[S, Iterator[Results]]]:
@@ -154,7 +227,20 @@ class _PatchStream(Closing):
         None in place of a slide means that the next one needs the earlier slides to be closed. The iterator
         raises SlideError if the slide cannot be used.
         """
-        loaded = self._loaded(slides)
+        numbered_batches = (
+            batch
+            for slide in slides
+            for batch in (
+                [None] if slide is None else [(slide, step) for step in range(slide.steps)]
+            )
+        )
+        # The batches of all slides in order; the next ones are loaded in the background.
+        ahead = run_tasks(
+            lambda numbered: self._pool.submit(self._load, numbered[0], numbered[1]),
+            numbered_batches,
+            limit=count_usable_cores() + 2,
+        )
+        loaded = ((slide, future) for (slide, _), future in filter(None, ahead))
         for slide, first in loaded:
             results = self._results(slide, first, loaded)
             yield slide, results
@@ -165,18 +251,6 @@ class _PatchStream(Closing):
     def close(self) -> None:
         """Cancel batches that are waiting to be loaded."""
         self._pool.shutdown(cancel_futures=True)
-
-    def _loaded(
-        self, slides: Iterable[S | None]
-    ) -> Iterator[tuple[S, Future[_LoadedBatch | None]]]:
-        """Yield the batches of all slides in order, and load the next ones in the background."""
-        ahead = run_tasks(
-            lambda numbered: self._pool.submit(self._load, numbered[0], numbered[1]),
-            _batches(slides),
-            limit=count_usable_cores() + 2,
-        )
-        for (slide, _), future in filter(None, ahead):
-            yield slide, future
 
     def _load(self, slide: S, step: int) -> _LoadedBatch | None:
         """Load a batch. Return None if a batch of its slide has failed."""
@@ -212,9 +286,8 @@ class _PatchStream(Closing):
         except Exception:  # the batches of the next slides are not in step any more
             self.network_failed = True
             raise
-        failure = self._failures.pop(id(slide), None)
-        if failure is not None:
-            raise failure
+        if id(slide) in self._failures:
+            raise self._failures.pop(id(slide))
 
     def _finish(self, slide: S, batch: PatchBatch, started: Any) -> Results:
         """Return the results of a batch. If one is not finite, its slide fails after its last batch."""
@@ -229,15 +302,6 @@ class _PatchStream(Closing):
                 todo="check the weights of the network, or use --precision float32",
             )
         return values, corners
-
-
-def _batches(slides: Iterable[S | None]) -> Iterator[tuple[S, int] | None]:
-    """Yield slides with the numbers of their batches; None unchanged."""
-    for slide in slides:
-        if slide is None:
-            yield None
-        else:
-            yield from ((slide, step) for step in range(slide.steps))
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -322,7 +386,7 @@ class SlideRun:
             self.progress.message(f"already done: {counted(len(self.kept), 'slide')}")
         start = time.monotonic()
         with (
-            closing(self.progress.bar(self.title, unit="steps", total=steps, detail=True)) as bar,
+            self.progress.bar(self.title, unit="steps", total=steps, detail=True) as bar,
             _PatchStream(self.network, bar) as stream,
         ):
             try:
@@ -361,5 +425,5 @@ class SlideRun:
         }  # fmt: skip
 
     def _report(self, slide: str, text: str) -> None:
-        number = len(self.done) + len(self.failed) + len(self.kept)
-        self.progress.message(f"{number}/{self.count} {slide}: {text}")
+        ended = len(self.done) + len(self.failed) + len(self.kept)
+        self.progress.message(f"{ended}/{self.count} {slide}: {text}")

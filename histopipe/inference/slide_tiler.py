@@ -15,16 +15,18 @@ from numpy.typing import NDArray
 
 from histopipe.dataset.patch_batches import aligned_empty, decode
 from histopipe.dataset.stain_fit import PATCHES, PIXELS_A_PATCH, fit_pixels
-from histopipe.errors import DamagedStore, SlideError, SlideUnreadable
+from histopipe.errors import DamagedStore, SlideError, SlideUnreadable, UsageError
 from histopipe.geometry import Mpp
-from histopipe.inference.classifier import (
-    PredictOptions,
-    TrainedPatches,
-    check_scale,
-    spec_for_slides,
+from histopipe.inference.options import PredictOptions
+from histopipe.inference.slide_run import (
+    Normalizer,
+    PatchBatch,
+    SlidePatches,
+    SlideRun,
+    SlideSource,
+    slide_batches,
 )
-from histopipe.inference.external_evaluation import slides_of_files
-from histopipe.inference.slide_run import Normalizer, PatchBatch, SlideRun, slide_batches
+from histopipe.inference.stored_slides import PatchRequirements, check_scale
 from histopipe.ingestion.options import IngestOptions
 from histopipe.ingestion.patch_source import Chunk, chunk_of, chunks, make_patches
 from histopipe.ingestion.planning import plan_slide, prepare
@@ -34,50 +36,50 @@ from histopipe.slides.discovery import discover, show_links
 from histopipe.slides.scale import MppSource, equal_scales
 from histopipe.slides.slide_files import Fingerprint, SlideFile, fingerprint
 from histopipe.slides.staging import StagedSlide, StagingArea, stage_folder, staged
-from histopipe.slides.tables import SlideNames, read_mpps
+from histopipe.slides.tables import SlideLabel, SlideNames, read_mpps
 from histopipe.splits.slide_table import SlideEntry
 from histopipe.store.record import SlideRecord
-from histopipe.system.files import Closing
 from histopipe.system.output import Progress, slide_failure
 from histopipe.system.tensorflow import load_quietly
 from histopipe.system.worker_pool import WorkerPool, run_tasks
+from histopipe.tiling.spec import TilingSpec, recorded_tissue, resolved_tissue, spec_from_json
 
 _SECONDS = 600.0
 """Time limit for planning a slide, or for a batch of patches."""
 
 
-class TiledSlide:
-    """A planned slide file, which implements `SlidePatches`.
-
-    `order` holds the (N,) patch numbers in the order of ingest.
-    """
+class TiledSlide(SlidePatches):
+    """A planned slide file. `order` holds the (N,) patch numbers in the order of ingest."""
 
     def __init__(
-        self,
-        files: FileSource,
-        job: SlideJob,
-        planned: SlidePlan,
-        order: NDArray[np.int64],
+        self, files: FileSource, job: SlideJob, planned: SlidePlan, order: NDArray[np.int64]
     ) -> None:
-        self.files, self.job, self.planned, self.order = files, job, planned, order
-        self.id, self.thumbnail = job.id, planned.thumbnails["thumb"]
-        self.record, self.rows = planned.record, len(order)
-        self.patch_size, self.overlap = files.spec.patch_size, files.spec.overlap
-        self.origin = {"source": _source_text(planned.fingerprint)}
         options = files.options
-        # A slide without patches has one empty batch, so that it is reported.
-        self._divided = slide_batches(len(order), options.batch_size, options.batch_rule) or [
-            range(1)
-        ]
-        self.steps = len(self._divided)
-        self.lost: list[str] = []
+        batch_rows = slide_batches(len(order), options.batch_size, options.batch_rule)
+        self.problems: list[str] = []
         """Reasons why patches could not be read."""
+        super().__init__(
+            planned.record, batch_rows or [range(1)],  # without patches, one empty batch to be reported
+            rows=len(order), patch_size=files.spec.patch_size, overlap=files.spec.overlap, lost=self.problems,
+        )  # fmt: skip
+        self.files, self.job, self.planned, self.order = files, job, planned, order
         self._normalize: Normalizer | None = None
         self._lock = threading.Lock()
 
-    def load(self, step: int) -> PatchBatch:
-        """Load a batch; see `SlidePatches`."""
-        places, side = self._divided[step], self.files.spec.patch_size
+    @property
+    def source(self) -> str:  # noqa: D102
+        return _source_text(self.planned.fingerprint)
+
+    @property
+    def origin(self) -> Mapping[str, Any]:  # noqa: D102
+        return {"source": self.source}
+
+    @property
+    def thumbnail(self) -> bytes:  # noqa: D102
+        return self.planned.thumbnails["thumb"]
+
+    def load(self, step: int) -> PatchBatch:  # noqa: D102
+        places, side = self.batch_rows[step], self.patch_size
         size, rows = len(places), self.order[places.start : places.stop]
         images = aligned_empty((size, side, side, 3))
         images[len(rows) :] = 0
@@ -86,62 +88,45 @@ class TiledSlide:
         corners[: len(rows)] = np.stack([plan.x_l0[rows], plan.y_l0[rows]], axis=1)
         for i, value in enumerate(self._values(chunk_of(plan, rows)) if len(rows) else ()):
             valid[i] = self._decode(value, images[i])
-        if len(self.lost) > self.files.options.max_unreadable * max(1, len(plan)):
+        if len(self.problems) > self.files.options.max_unreadable * max(1, len(plan)):
             job = self.job
             raise SlideUnreadable(
-                f"{job.file.location}: at least {len(self.lost)} of {len(plan)} patches cannot be read, "
-                f"first: {job.with_original_paths(self.lost[0])}"
+                f"{job.file.location}: at least {len(self.problems)} of {len(plan)} patches cannot be read, "
+                f"first: {job.with_original_paths(self.problems[0])}"
             )
-        if valid.any() and self.files.trained.stain_norm != "none":
+        if valid.any() and self.files.required.stain_norm != "none":
             images = self._normalizer()(images)
         return PatchBatch(images, corners, valid)
 
     def close(self) -> None:
         """Remove the local copy of the slide, if it was staged."""
-        if self.job.staged is not None and self.files.stage is not None:
-            self.files.stage.release(self.job.staged.folder)
+        self.files.release(self.job)
 
-    def predicted(self) -> PredictedSlide:
-        """Describe the slide after its patches have been predicted. Raise SlideUnreadable if the file has changed."""
+    def predicted(self) -> PredictedSlide:  # noqa: D102
         job = self.job
         if job.staged is None and fingerprint(job.file) != self.planned.fingerprint:
             raise SlideUnreadable(f"{job.file.location} changed while it was being read")
-        return PredictedSlide.of(
-            self.record, source=self.origin["source"], patches=self.patches, skipped=self.skipped
-        )
-
-    @property
-    def patches(self) -> int:
-        """Number of patches, without those that could not be read so far."""
-        return self.rows - self.skipped
-
-    @property
-    def skipped(self) -> int:
-        """Number of patches that could not be read so far."""
-        return len(self.lost)
+        return super().predicted()
 
     def _values(self, chunk: Chunk) -> Sequence[bytes | str]:
         """Encode patches in a worker. A str is the reason why a patch cannot be read."""
-        done: Future[Sequence[bytes | str]] = self.files.pool.submit_within(
+        return self.files.pool.submit_within(
             _SECONDS, make_patches, self.job.number, self.planned.recipe, chunk
-        )
-        return done.result()
+        ).result()
 
     def _decode(self, value: bytes | str, out: NDArray[np.uint8]) -> bool:
         """Decode a patch. If it cannot be read, make it black and record the reason."""
-        if isinstance(value, str):
-            problem = value
-        else:
+        problem = value if isinstance(value, str) else ""
+        if isinstance(value, bytes):
             try:
                 decode(memoryview(value), out)
             except DamagedStore as error:
                 problem = str(error)
-            else:
-                return True
-        out[:] = 0
-        with self._lock:
-            self.lost.append(problem)
-        return False
+        if problem:
+            out[:] = 0
+            with self._lock:
+                self.problems.append(problem)
+        return not problem
 
     def _normalizer(self) -> Normalizer:
         """Return the stain normalizer of the slide, fitted to a sample of its patches."""
@@ -150,13 +135,15 @@ class TiledSlide:
                 rows = np.unique(np.linspace(0, len(self.order) - 1, PATCHES).astype(np.int64))
                 fit = fit_pixels(self._sample(rows), where=self.id)
                 module = load_quietly("histopipe.dataset.stain_normalization")
-                self._normalize = module.slide_normalizer(fit, self.files.trained.stain_norm)
+                self._normalize = module.slide_normalizer(fit, self.files.required.stain_norm)
             return self._normalize
 
     def _sample(self, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
         """Return the (N, 3) pixels of some patches."""
-        side = self.files.spec.patch_size
-        image, samples = aligned_empty((side, side, 3)), [np.empty((0, 3), np.uint8)]
+        image, samples = (
+            aligned_empty((self.patch_size, self.patch_size, 3)),
+            [np.empty((0, 3), np.uint8)],
+        )
         for value in self._values(chunk_of(self.planned.plan, rows)):
             if isinstance(value, bytes):
                 with suppress(
@@ -168,7 +155,7 @@ class TiledSlide:
         return np.concatenate(samples)
 
 
-class FileSource(Closing):
+class FileSource(SlideSource):
     """Slide files, tiled like the training slides in worker processes (one per core by default).
 
     Raises:
@@ -179,41 +166,34 @@ class FileSource(Closing):
     def __init__(
         self,
         paths: Sequence[Path | str],
-        trained: TrainedPatches,
+        required: PatchRequirements,
         options: PredictOptions,
         progress: Progress,
     ) -> None:
-        self.trained, self.options = trained, options
+        self.required, self.options = required, options
         self._ingest = IngestOptions(default_mpp=options.default_mpp, workers=options.workers)
-        self.spec = spec_for_slides(trained, options.tiling, progress)
-        self.settings: Mapping[str, Any] = {"spec": self.spec.to_json()}
+        self.spec = spec_for_slides(required, options.tiling, progress)
+        self.settings = {"spec": self.spec.to_json()}
         self._files = discover(paths, images=options.images)
         show_links(self._files, progress)
         self.count = len(self._files)
         ids = [slide.id for slide in self._files]
-        self._mpps: Mapping[str, Mpp] = {}
-        if options.mpp_csv is not None:
-            self._mpps = read_mpps(
-                Path(options.mpp_csv), SlideNames(ids), allow_extra=options.allow_extra_rows
-            )
-        self._ids = frozenset(ids)
-        self._labels = options.read_labels(ids) or {}
-        self.stage: StagingArea | None = None
+        self._mpps: Mapping[str, Mpp] = {} if options.mpp_csv is None else read_mpps(
+            Path(options.mpp_csv), SlideNames(ids), allow_extra=options.allow_extra_rows
+        )  # fmt: skip
+        self._ids, self._labels = frozenset(ids), options.read_labels(ids) or {}
         parent = stage_folder(options.stage, self._files)
-        if parent is not None:
-            self.stage = StagingArea(parent, options.stage_bytes)
+        self._stage = None if parent is None else StagingArea(parent, options.stage_bytes)
         self.pool = WorkerPool(self._ingest.worker_count, prepare)
 
-    def slides(self, run: SlideRun, complete: FindComplete) -> Iterator[TiledSlide | None]:
-        """Plan and yield the slides that are not complete yet. Record the others, and failures, in `run`.
+    def slides(  # noqa: D102
+        self, run: SlideRun, complete: FindComplete
+    ) -> Iterator[TiledSlide | None]:
+        return self._planned(
+            run.missing(self._files, lambda slide: self._is_complete(slide, complete)), run.fail
+        )
 
-        None means that the next slide can be copied only when earlier ones are closed.
-        """
-        missing = run.missing(self._files, lambda slide: self._is_complete(slide, complete))
-        return self._planned(missing, run.fail)
-
-    def current(self, slide: PredictedSlide) -> PredictedSlide:
-        """Return a predicted slide with its current label and patient."""
+    def current(self, slide: PredictedSlide) -> PredictedSlide:  # noqa: D102
         row = self._labels.get(slide.slide)
         if row is None:
             # A label that was removed from the file does not apply any more.
@@ -221,19 +201,28 @@ class FileSource(Closing):
             return replace(slide, label=None) if named else slide
         return replace(slide, label=row.label, patient=row.patient or slide.patient)
 
-    def slide_table(self, predicted: Iterable[PredictedSlide]) -> list[SlideEntry]:
-        """Return all slide files, and other slides that were predicted earlier."""
-        return slides_of_files([slide.id for slide in self._files], predicted, self._labels)
+    def slide_table(self, predicted: Iterable[PredictedSlide]) -> list[SlideEntry]:  # noqa: D102
+        by_name, slides = {slide.slide: slide for slide in predicted}, []
+        for name in dict.fromkeys([*(file.id for file in self._files), *by_name]):
+            slide, row = by_name.get(name), self._labels.get(name, SlideLabel(None))
+            label = row.label or (slide and slide.label) or ""
+            slides.append(SlideEntry(
+                slide=name, patient=row.patient or (slide and slide.patient) or name, site=row.site or "",
+                label=label, label_source="labels file" if label else "",
+                measured={} if slide is None or slide.mpp is None else {"mpp": f"{slide.mpp:.4g}"},
+                cells=dict(row.cells),
+            ))  # fmt: skip
+        return slides
 
-    def patch_labels(self, slide: str, classes: Sequence[str]) -> dict[tuple[int, int], int]:
-        """Return an empty dict: patches of slide files have no annotated classes."""
-        return {}
-
-    def close(self) -> None:
-        """End the workers, and remove local copies of slides."""
+    def close(self) -> None:  # noqa: D102
         self.pool.shutdown(cancel_futures=True)
-        if self.stage is not None:
-            self.stage.close()
+        if self._stage is not None:
+            self._stage.close()
+
+    def release(self, job: SlideJob) -> None:
+        """Remove the local copy of a slide, if it was staged."""
+        if job.staged is not None and self._stage is not None:
+            self._stage.release(job.staged.folder)
 
     def _is_complete(self, slide: SlideFile, complete: FindComplete) -> bool:
         """Return whether the file has been predicted at its current scale."""
@@ -256,7 +245,7 @@ class FileSource(Closing):
         """Yield slides in order while the next ones are planned. Call `fail` with the id and reason of each failure."""
 
         def staged_slides() -> Iterator[SlideJob | None]:
-            for item in staged(self.stage, enumerate(files), lambda numbered: numbered[1]):
+            for item in staged(self._stage, enumerate(files), lambda numbered: numbered[1]):
                 if item is None:
                     yield None
                     continue
@@ -277,10 +266,8 @@ class FileSource(Closing):
             try:
                 slide = self._tiled(job, future)
             except Exception as error:  # noqa: BLE001 - `slide_failure` raises what concerns all slides
-                reason = slide_failure(error)
-                fail(job.id, job.with_original_paths(reason))
-                if job.staged is not None and self.stage is not None:
-                    self.stage.release(job.staged.folder)
+                fail(job.id, job.with_original_paths(slide_failure(error)))
+                self.release(job)
             else:
                 yield slide
 
@@ -291,19 +278,50 @@ class FileSource(Closing):
         return job
 
     def _tiled(self, job: SlideJob, future: Future[SlidePlan | SlideRecord]) -> TiledSlide:
-        planned = future.result()
+        planned, required = future.result(), self.required
         if isinstance(planned, SlideRecord):
             raise SlideError(planned.error or "")
-        if planned.record.patch_mpp is None and self.trained.patch_mpp is not None:
+        if planned.record.patch_mpp is None and required.patch_mpp is not None:
             raise SlideError(
-                f"{job.id}: its scale is unknown", expected=f"{self.trained.patch_mpp:g} µm per pixel, as in training",
+                f"{job.id}: its scale is unknown", expected=f"{required.patch_mpp:g} µm per pixel, as in training",
                 todo="name it with --default-mpp or --mpp-csv",
             )  # fmt: skip
-        check_scale(planned.record, self.trained)
-        route = planned.recipe.route
-        parts = [c.rows for c in chunks(planned.plan, route, self.spec.patch_size)]
-        order = np.concatenate(parts) if parts else np.empty(0, np.int64)
+        check_scale(planned.record, required)
+        parts = chunks(planned.plan, planned.recipe.route, self.spec.patch_size)
+        order = np.concatenate([np.empty(0, np.int64), *(chunk.rows for chunk in parts)])
         return TiledSlide(self, job, planned, order)
+
+
+def spec_for_slides(
+    required: PatchRequirements, tiling: Mapping[str, Any], progress: Progress
+) -> TilingSpec:
+    """Return the tiling of the training, without the parts that do not apply to other slides.
+
+    Raises:
+        UsageError: the tiling of the training is unknown.
+    """
+    spec = required.spec
+    if spec is None:
+        raise UsageError(
+            f"{required.owner} does not record the tiling of its patches, and its store is missing",
+            todo="ingest the slides with the settings of the training, and predict the store",
+        )
+    tiling, algorithms = dict(tiling), spec.get("algorithms")
+    all_tissue = "all patches with tissue are predicted"
+    if isinstance(algorithms, Mapping) and algorithms.get("grid") == "imported-1":
+        progress.message(f"the training patches were chosen by another tool: {all_tissue}")
+        tiling.setdefault("tissue", "otsu")
+    if spec.get("roi") is not None:
+        progress.message(f"the training patches were in the region {spec['roi']!r}: {all_tissue}")
+    if recorded_tissue(spec) == "masks" or spec.get("exclude"):
+        progress.message(f"the tissue of the training was in files of masks: {all_tissue}")
+        tiling.setdefault("tissue", spec.get("tissue_fallback", "otsu"))
+    elif recorded_tissue(spec) == "model":
+        progress.message("the tissue of the training was found by a network: --tissue otsu is used")
+        tiling.setdefault("tissue", "otsu")
+    if "tissue" in tiling:
+        tiling["tissue"] = resolved_tissue(tiling["tissue"], spec)
+    return spec_from_json(spec, **tiling)
 
 
 def _source_text(file: Fingerprint) -> str:

@@ -1,10 +1,12 @@
-"""Read slides from stores, for `embed` and `predict`."""
+"""Read slides from stores, for `embed` and `predict`, and check that their patches are those that a model takes."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,22 +15,92 @@ from histopipe.dataset.options import OnError, PatchColumn, StainNorm
 from histopipe.dataset.patch_batches import PatchBatches
 from histopipe.dataset.sampling import Order
 from histopipe.dataset.selection import SampleRows, SampleTable, select
-from histopipe.errors import NothingToDo, UsageError
-from histopipe.inference.classifier import PredictOptions, TrainedPatches, check_store
-from histopipe.inference.slide_run import Normalizer, PatchBatch, SlideRun, slide_batches
+from histopipe.errors import NothingToDo, ScaleError, UsageError
+from histopipe.geometry import Mpp, same_scale
+from histopipe.inference.options import PredictOptions
+from histopipe.inference.slide_run import (
+    Normalizer,
+    PatchBatch,
+    SlidePatches,
+    SlideRun,
+    SlideSource,
+    slide_batches,
+)
 from histopipe.predictions.sources import FindComplete, PredictedSlide
 from histopipe.slides.tables import SlideLabel
 from histopipe.splits.labelling import Labelling, class_codes
 from histopipe.splits.slide_table import SlideEntry, table_of
 from histopipe.splits.splits import patches_crc
+from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store, check_patch_sizes
 from histopipe.system.tensorflow import load_quietly
 
 _CORNER: tuple[PatchColumn, ...] = ("x_l0", "y_l0")
 
 
-class StoredSlide:
-    """The patches of a slide in a store. No batch mixes slides, so results do not depend on other slides."""
+@dataclass(frozen=True, slots=True)
+class PatchRequirements:
+    """The patches that a model takes: those of its training. `owner` is the folder of the run, for messages."""
+
+    owner: Path
+    patch_size: int
+    spec: Mapping[str, Any] | None
+    """Tiling of the patches; None if it is not recorded."""
+    patch_mpp: float | None
+    stain_norm: StainNorm
+
+    def fit(self, store: Store) -> bool:
+        """Return whether the patches of a store have this size and scale."""
+        with suppress(UsageError, ScaleError):
+            check_store(store, self)
+            return True
+        return False
+
+
+def check_scale(record: SlideRecord, required: PatchRequirements) -> None:
+    """Check that the patches of a slide have the scale of the training patches.
+
+    The scales can differ if patches were read from a pyramid level without resampling.
+
+    Raises:
+        ScaleError: the scales differ.
+    """
+    mpp, expected = record.patch_mpp, required.patch_mpp
+    if mpp is None or expected is None or same_scale(Mpp(mpp), Mpp(expected)):
+        return
+    raise ScaleError(
+        f"{record.id}: the scale of its patches differs from the training patches of {required.owner}",
+        found=f"{mpp:g} µm per pixel", expected=f"{expected:g}",
+        todo="train on patches ingested with --mpp, which selects a level for each slide",
+    )  # fmt: skip
+
+
+def check_store(store: Store, required: PatchRequirements) -> None:
+    """Check that the patches of a store have the size and scale of the training patches.
+
+    Raises:
+        UsageError, ScaleError: size or scale differ.
+    """
+    if store.patch_size != required.patch_size:
+        raise UsageError(
+            f"{store.path}: the size of its patches differs from the training patches of {required.owner}",
+            found=f"{store.patch_size} pixels", expected=f"{required.patch_size}",
+        )  # fmt: skip
+    for record in store.complete.values() if store.spec.get("level") is not None else ():
+        check_scale(record, required)
+    names = ("mpp", "level")
+    spec = required.spec
+    if spec is not None and any(store.spec.get(name) != spec.get(name) for name in names):
+        raise UsageError(
+            f"{store.path}: the scale of its patches differs from the training patches of {required.owner}",
+            found=", ".join(f"{name} {store.spec.get(name)}" for name in names),
+            expected=", ".join(f"{name} {spec.get(name)}" for name in names),
+            todo="ingest the slides with the settings of the training",
+        )  # fmt: skip
+
+
+class StoredSlide(SlidePatches):
+    """The patches of a slide in a store, read by `batches`."""
 
     def __init__(
         self,
@@ -38,34 +110,13 @@ class StoredSlide:
         normalize: Normalizer | None,
         rule: str | None,
     ) -> None:
-        self.store, self.number, self.batches = store, number, batches
-        self.record = store.records[number]
-        self._divided = slide_batches(self.rows, batches.batch_size, rule)
-        self.id, self.steps = self.record.id, len(self._divided)
-        self._normalize = normalize
-
-    @property
-    def origin(self) -> Mapping[str, Any]:
-        """Where the patches are from, for the attributes of feature files."""
-        return {"store": self.store.uuid, "patches_crc": self.patches_crc}
-
-    def close(self) -> None:
-        """Do nothing: the store stays open."""
-
-    @property
-    def rows(self) -> int:
-        """Number of patches in the store."""
-        return len(self.batches.table)
-
-    @property
-    def patch_size(self) -> int:
-        """Side of the patches in pixels."""
-        return self.store.patch_size
-
-    @property
-    def overlap(self) -> int:
-        """Overlap of neighbouring patches in pixels."""
-        return int(self.store.spec["overlap"])
+        rows = len(batches.table)
+        super().__init__(
+            store.records[number], slide_batches(rows, batches.batch_size, rule), rows=rows,
+            patch_size=store.patch_size, overlap=int(store.spec["overlap"]), lost=batches.skipped,
+        )  # fmt: skip
+        self.store, self.number = store, number
+        self._batches, self._normalize = batches, normalize
 
     @property
     def patches_crc(self) -> int:
@@ -73,39 +124,27 @@ class StoredSlide:
         return patches_crc(self.store, self.number)
 
     @property
-    def source(self) -> str:
-        """Text that identifies the patches as the source of predictions."""
+    def origin(self) -> Mapping[str, Any]:  # noqa: D102
+        return {"store": self.store.uuid, "patches_crc": self.patches_crc}
+
+    @property
+    def source(self) -> str:  # noqa: D102
         return f"store {self.store.uuid}, patches {self.patches_crc:08x}"
 
     @property
-    def thumbnail(self) -> bytes | None:
-        """Thumbnail as a JPEG file, if the store has one."""
+    def thumbnail(self) -> bytes | None:  # noqa: D102
         return self.store.thumbnail(self.number)
 
-    @property
-    def patches(self) -> int:
-        """Number of patches, without the damaged patches that have been skipped so far."""
-        return self.rows - self.skipped
-
-    @property
-    def skipped(self) -> int:
-        """Number of damaged patches that have been skipped so far."""
-        return len(self.batches.skipped)
-
-    def load(self, step: int) -> PatchBatch:
-        """Load a batch; see `SlidePatches`."""
-        batch = self.batches.read(*self.batches.at(np.array(self._divided[step])))
+    def load(self, step: int) -> PatchBatch:  # noqa: D102
+        batch = self._batches.read(*self._batches.at(np.array(self.batch_rows[step])))
         images = batch["image"]
         if self._normalize is not None:
             images = self._normalize(images, batch["key"])
         corners = np.stack([batch[name] for name in _CORNER], axis=1)
         return PatchBatch(images, corners, batch["weight"] > 0)
 
-    def predicted(self) -> PredictedSlide:
-        """Describe the slide after its patches have been predicted."""
-        return PredictedSlide.of(
-            self.record, source=self.source, patches=self.patches, skipped=self.skipped
-        )
+    def close(self) -> None:
+        """Do nothing: the store stays open."""
 
 
 def slides_with_patches(stores: Sequence[Store]) -> list[SampleRows]:
@@ -153,15 +192,14 @@ def stored_slides(
     readers = []
     for rows in slides:
         table = SampleTable([rows])
-        batches = PatchBatches(
+        readers.append(StoredSlide(stores[rows.store], rows.slide, PatchBatches(
             stores, table, batch_size=batch_size, order=Order(len(table)), on_error=on_error,
             columns=_CORNER,
-        )  # fmt: skip
-        readers.append(StoredSlide(stores[rows.store], rows.slide, batches, normalize, rule))
+        ), normalize, rule))  # fmt: skip
     return readers
 
 
-class StoreSource:
+class StoreSource(SlideSource):
     """The slides of open stores.
 
     Raises:
@@ -170,44 +208,41 @@ class StoreSource:
     """
 
     def __init__(
-        self, stores: Sequence[Store], trained: TrainedPatches, options: PredictOptions
+        self, stores: Sequence[Store], required: PatchRequirements, options: PredictOptions
     ) -> None:
         self._stores = stores
         self._labels = options.read_labels([r.id for s in stores for r in s.complete.values()])
         rows = slides_with_patches(stores)
         for store in stores:
-            check_store(store, trained)
+            check_store(store, required)
         slides = stored_slides(
             stores, rows, batch_size=options.batch_size, on_error=options.on_error,
-            stain_norm=trained.stain_norm, rule=options.batch_rule,
+            stain_norm=required.stain_norm, rule=options.batch_rule,
         )  # fmt: skip
-        self._slides = {slide.id: slide for slide in slides}
-        self.count = len(slides)
-        self.settings: Mapping[str, Any] = {}
+        self._slides, self.count = {slide.id: slide for slide in slides}, len(slides)
 
-    def slide_table(self, predicted: Iterable[PredictedSlide]) -> list[SlideEntry]:
-        """Return all slides of the stores, excluded if they have no patches."""
+    def slide_table(self, predicted: Iterable[PredictedSlide]) -> list[SlideEntry]:  # noqa: D102
         return table_of(self._stores, Labelling(labels=self._labels))
 
-    def slides(self, run: SlideRun, complete: FindComplete) -> Iterable[StoredSlide]:
-        """Return the slides that are not complete yet, and add the others to `run.kept`."""
+    def slides(self, run: SlideRun, complete: FindComplete) -> Iterable[StoredSlide]:  # noqa: D102
         return run.missing(
             self._slides.values(), lambda slide: complete(slide.id, slide.source) is not None
         )
 
-    def current(self, slide: PredictedSlide) -> PredictedSlide:
-        """Return a predicted slide with its current label and patient."""
+    def current(self, slide: PredictedSlide) -> PredictedSlide:  # noqa: D102
         stored = self._slides.get(slide.slide)
         if stored is None:
             return slide
-        record = PredictedSlide.of(stored.record, source=slide.source)
-        if self._labels is None:
-            return replace(slide, label=record.label, patient=record.patient)
-        row = self._labels.get(slide.slide, SlideLabel(None))
-        return replace(slide, label=row.label, patient=row.patient or record.patient)
+        record = stored.record
+        label, patient = record.label, record.patient
+        if self._labels is not None:
+            row = self._labels.get(slide.slide, SlideLabel(None))
+            label, patient = row.label, row.patient or patient
+        return replace(slide, label=label, patient=patient or record.id)
 
-    def patch_labels(self, slide: str, classes: Sequence[str]) -> dict[tuple[int, int], int]:
-        """Return the annotated class number of each patch of a slide, or -1, by its corner."""
+    def patch_labels(  # noqa: D102
+        self, slide: str, classes: Sequence[str]
+    ) -> dict[tuple[int, int], int]:
         stored = self._slides.get(slide)
         if stored is None:
             return {}

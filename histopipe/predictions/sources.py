@@ -25,12 +25,13 @@ from histopipe.predictions.tables import (
     read_predictions,
     read_slide_predictions,
     write_predictions,
+    write_summary,
 )
 from histopipe.splits.splits import DROPPED, SPLITS, SlideSplit, load_splits, patches_crc
 from histopipe.splits.subsets import SUBSETS
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
-from histopipe.system.csv_files import read_columns, read_dicts, write_table
+from histopipe.system.csv_files import read_columns, read_dicts
 from histopipe.system.files import (
     path_within,
     read_json,
@@ -39,9 +40,10 @@ from histopipe.system.files import (
     write_atomically,
 )
 from histopipe.system.folders import PREDICT_SETTINGS
-from histopipe.tasks.choices import Aggregation, EvaluationLevel
+from histopipe.tasks.choices import Aggregation, EvaluationLevel, name_of
+from histopipe.tasks.classification import Classification
 from histopipe.tasks.predictions import ThresholdsByLevel, joined_predictions, scores_of
-from histopipe.tasks.task import EvaluationSettings, Predictions
+from histopipe.tasks.task import NO_THRESHOLDS, EvaluationSettings, Predictions
 
 PATCHES = "patches"
 """Folder with the files of each slide."""
@@ -217,53 +219,31 @@ def write_level_table(
 
     Slides predicted by several models also have standard deviations. Slides and patients without patches are not in `parts`. Their classes and probabilities are empty.
     """
-    aggregated = _aggregated(parts, level, how, evaluation_settings, thresholds) if parts else {}
-    of_slides = level == "slide"
-    patient = {slide.slide: slide.patient for slide in slides}
-    labels: dict[str, set[str | None]] = defaultdict(set)
+    by_slide, of_slides = {slide.slide: slide for slide in slides}, level == "slide"
+    labels: dict[str, set[str]] = defaultdict(set)
     for slide in slides:
-        labels[slide.slide if of_slides else slide.patient] |= {slide.label} - {None}
-    spread = {slide.slide: slide.spread for slide in slides if slide.spread and of_slides}
-    nothing = [0, "", "", *("" for _ in classes)]
-    unknown = ["" for _ in classes if spread]
-    ids = ["slide", "patient"] if of_slides else ["patient"]
-    probabilities = [f"p_{name}" for name in classes] + [f"sd_{name}" for name in classes if spread]
-    write_table(
-        path,
-        [*ids, "label", "patches", "predicted", "decided", *probabilities],
-        (
-            [
-                *([name, patient[name]] if of_slides else [name]),
-                # That of a patient if all slides of the patient have the same.
-                *(of_name if len(of_name) == 1 else [""]),
-                *aggregated.get(name, nothing),
-                *spread.get(name, unknown),
-            ]
-            for name, of_name in sorted(labels.items())
-        ),
-    )
-
-
-def _aggregated(
-    parts: Sequence[Predictions],
-    level: EvaluationLevel,
-    how: Aggregation,
-    evaluation_settings: EvaluationSettings,
-    thresholds: ThresholdsByLevel,
-) -> dict[str, list[Any]]:
-    """Return the number of patches, predicted and decided class, and probabilities by slide or patient."""
-    # Without labels, so that patches with different labels are aggregated too.
-    patches = joined_predictions(parts).without_targets()
-    scores = scores_of(patches, level, how, evaluation_settings, thresholds)
-    counts, classes = Counter(patches.ids(level)), scores.task.classes
-    decided = scores.task.decide(scores.output, scores.limits)
-    return {
-        name: [
-            counts[name], classes[probability.argmax()], classes[number],
-            *(f"{p:.9g}" for p in probability.tolist()),
-        ]
-        for name, number, probability in zip(scores.ids(level), decided, scores.output, strict=True)
-    }  # fmt: skip
+        name = slide.slide if of_slides else slide.patient
+        labels[name].update([] if slide.label is None else [slide.label])
+    names = sorted(labels)
+    row_of = {name: row for row, name in enumerate(names)}
+    task = Classification(classes=tuple(classes)).with_settings(evaluation_settings)
+    output, counts = np.full((len(names), len(classes)), np.nan), Counter[str]()
+    if parts:
+        # Without labels, so that patches with different labels are aggregated too.
+        patches = joined_predictions(parts).without_targets()
+        scores = scores_of(patches, level, how, evaluation_settings)
+        counts = Counter(patches.ids(level))
+        output[[row_of[name] for name in scores.ids(level)]] = scores.output
+    columns: dict[str, Sequence[object]] = {level: names}
+    if of_slides:
+        columns["patient"] = [by_slide[name].patient for name in names]
+    # That of a patient if all slides of the patient have the same.
+    columns["label"] = [min(labels[name]) if len(labels[name]) == 1 else "" for name in names]
+    write_summary(
+        path, columns, patches=[counts[name] for name in names], task=task, output=output,
+        spread=[by_slide[name].spread for name in names] if of_slides else [],
+        limits=np.array(thresholds.get(name_of(level, how), NO_THRESHOLDS).values),
+    )  # fmt: skip
 
 
 def labelled_patches(parts: Sequence[Predictions]) -> list[Predictions]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -208,98 +209,93 @@ class TrainConfig:
         from histopipe.tasks.predictions import check_rule
 
         check_rule(self.threshold)
-        if self.further_columns and self.labels is None:
-            raise UsageError(
-                "--subgroup" if self.split_column is None else "--split-column",
-                found=f"{', '.join(self.further_columns)}, but no --labels",
-                expected="a CSV file with these columns",
-            )
-        self._check_together()
+        for is_wrong, error in self._conflicts():
+            if is_wrong:
+                raise error
 
-    def _check_together(self) -> None:
-        """Check combinations of settings."""
-        if (
-            len(self.fractions) != 3
-            or not (min(self.fractions) >= 0 and self.fractions[0] * self.fractions[1] > 0)
-            or not abs(sum(self.fractions) - 1) <= 1e-6
-        ):
-            raise UsageError(
-                "--fractions", found=self.fractions,
-                expected="train,validation,test with a sum of 1, the first two above 0",
-            )  # fmt: skip
+    def _conflicts(self) -> Iterator[tuple[object, UsageError]]:
+        """Yield whether a combination of settings is not allowed, and its error."""
+        columns, fractions = self.further_columns, self.fractions
+        yield columns and self.labels is None, UsageError(
+            "--subgroup" if self.split_column is None else "--split-column",
+            found=f"{', '.join(columns)}, but no --labels", expected="a CSV file with these columns",
+        )  # fmt: skip
+        is_split = len(fractions) == 3 and min(fractions) >= 0 and fractions[0] * fractions[1] > 0
+        yield not (is_split and abs(sum(fractions) - 1) <= 1e-6), UsageError(
+            "--fractions", found=fractions,
+            expected="train,validation,test with a sum of 1, the first two above 0",
+        )  # fmt: skip
         match = parse_devices(self.devices)
         count = int(match["cpus"] or 1) if match["gpus"] is None else match["gpus"].count(",") + 1
-        if self.batch_size < count:
-            raise UsageError(
-                "--batch-size", found=self.batch_size,
-                expected=f"at least one for each of the {count} devices of --devices {self.devices}",
-            )  # fmt: skip
-        if self.warmup_steps and self.schedule == "constant":
-            raise UsageError(
-                "--warmup-steps", found="--schedule constant", expected="--schedule cosine"
-            )
-        if self.accumulate > self.batch_size:
-            raise UsageError(
-                "--accumulate", found=self.accumulate,
-                expected=f"at most the {self.batch_size} {self.unit} of --batch-size",
-            )  # fmt: skip
-        if self.split_column is not None and self.split_by in ("region", "patch"):
-            raise UsageError(
+        yield self.batch_size < count, UsageError(
+            "--batch-size", found=self.batch_size,
+            expected=f"at least one for each of the {count} devices of --devices {self.devices}",
+        )  # fmt: skip
+        yield (
+            self.warmup_steps and self.schedule == "constant",
+            UsageError("--warmup-steps", found="--schedule constant", expected="--schedule cosine"),
+        )
+        yield self.accumulate > self.batch_size, UsageError(
+            "--accumulate", found=self.accumulate,
+            expected=f"at most the {self.batch_size} {self.unit} of --batch-size",
+        )  # fmt: skip
+        yield (
+            self.split_column is not None and self.split_by in ("region", "patch"),
+            UsageError(
                 f"--split-column {self.split_column} has a subset for each slide",
                 found=f"--split-by {self.split_by}",
                 expected="patient, site or slide, by which a missing validation set is drawn",
-            )
-        self._check_task()
-        if self.balance == "class" and self.class_weights == "balanced":
-            raise UsageError(
+            ),
+        )
+        yield from self._conflicts_with_task()
+        yield (
+            self.balance == "class" and self.class_weights == "balanced",
+            UsageError(
                 "--balance class and --class-weights balanced both correct for class frequencies",
                 todo="use one of them",
-            )
+            ),
+        )
 
-    def _check_task(self) -> None:
-        """Check that the settings of the task are complete, and that no others are set."""
+    def _conflicts_with_task(self) -> Iterator[tuple[object, UsageError]]:
+        """Yield whether a setting of the task is missing, or one of another task is set, and its error."""
         task = f"--task {self.task}"
         for name in ("target", "time", "event"):
             needed = name in self.task_type.settings
-            if bool(getattr(self, name)) != needed:
-                raise UsageError(
-                    f"--{name}", found="no column" if needed else task,
-                    expected=f"a column of --labels for {task}" if needed else "another --task",
-                )  # fmt: skip
-        if self.task_type.of_classes:
-            if self.loss != "auto":
-                raise UsageError("--loss", found=task, expected="--task regression or survival")
-            return
-        columns = self.target_columns
-        if len(set(columns)) < len(columns):
-            raise UsageError(
-                task, found=", ".join(columns), expected="columns with different names"
-            )
-        if self.labels is None and self.splits is None:
-            raise UsageError(f"{task} needs --labels", expected="a CSV file with these columns")
-        if self.loss not in ("auto", *LOSSES[self.task]):
-            raise UsageError(
-                "--loss", found=self.loss, expected=f"auto, {', '.join(LOSSES[self.task])} for {task}"
-                if LOSSES[self.task] else f"auto for {task}",
+            yield bool(getattr(self, name)) != needed, UsageError(
+                f"--{name}", found="no column" if needed else task,
+                expected=f"a column of --labels for {task}" if needed else "another --task",
             )  # fmt: skip
-        for name, off in (("label_smoothing", 0.0), ("positive", None)):
-            if getattr(self, name) != off:
-                raise UsageError(
-                    f"--{name.replace('_', '-')}", found=task, expected="--task classification"
-                )
-        self._check_probabilities(task)
-
-    def _check_probabilities(self, task: str) -> None:
-        """Check that no setting of probabilities is set for a task without them."""
-        if not self.task_type.probabilities:
-            if self.calibrate:
-                raise UsageError("--calibrate", found=task, expected="a task with probabilities")
-            for name in ("class_weights", "balance"):
-                if getattr(self, name) in ("balanced", "class"):
-                    raise UsageError(
-                        f"--{name.replace('_', '-')} {getattr(self, name)}", found=task,
-                        expected="a task with classes",
-                    )  # fmt: skip
+        if self.task_type.of_classes:
+            yield (
+                self.loss != "auto",
+                UsageError("--loss", found=task, expected="--task regression or survival"),
+            )
+            return
+        columns, losses = self.target_columns, ", ".join(("auto", *LOSSES[self.task]))
+        yield (
+            len(set(columns)) < len(columns),
+            UsageError(task, found=", ".join(columns), expected="columns with different names"),
+        )
+        yield (
+            self.labels is None and self.splits is None,
+            UsageError(f"{task} needs --labels", expected="a CSV file with these columns"),
+        )
+        yield (
+            self.loss not in ("auto", *LOSSES[self.task]),
+            UsageError("--loss", found=self.loss, expected=f"{losses} for {task}"),
+        )
+        has_probabilities = self.task_type.probabilities
+        for flag, is_set, expected in (
+            ("--label-smoothing", self.label_smoothing, "--task classification"),
+            ("--positive", self.positive is not None, "--task classification"),
+            ("--calibrate", self.calibrate and not has_probabilities, "a task with probabilities"),
+            (
+                "--class-weights balanced", self.class_weights == "balanced" and not has_probabilities,
+                "a task with classes",
+            ),
+            ("--balance class", self.balance == "class" and not has_probabilities, "a task with classes"),
+        ):  # fmt: skip
+            yield is_set, UsageError(flag, found=task, expected=expected)
 
     @property
     def task_type(self) -> type[Task]:

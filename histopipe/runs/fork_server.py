@@ -75,13 +75,10 @@ class TrainingProcess:
     def wait(self) -> int:
         """Wait for the exit status: negative for a signal, as in `subprocess`."""
         if self._status is None:
-            line = b""
-            with contextlib.suppress(ConnectionResetError):
-                line = self._socket.makefile("rb").readline()
-            if line:
-                self._status = int(line)
-            else:  # the server died, and the training with it
-                self._status = -signal.SIGKILL if self._server is None else self._server.wait()
+            with contextlib.suppress(ConnectionResetError, ValueError):
+                self._status = int(self._socket.makefile("rb").readline())
+        if self._status is None:  # the server died, and the training with it
+            self._status = -signal.SIGKILL if self._server is None else self._server.wait()
         return self._status
 
     def end(self) -> None:
@@ -93,8 +90,8 @@ class TrainingProcess:
                 pass
 
 
-_Started = tuple[subprocess.Popen[bytes], socket.socket]
-_servers: dict[frozenset[tuple[str, str]], _Started] = {}
+_servers: dict[frozenset[tuple[str, str]], tuple[subprocess.Popen[bytes], socket.socket]] = {}
+"""Process and control socket of each server that this process has started."""
 _lock = threading.Lock()
 
 
@@ -127,7 +124,9 @@ def _connect(
     return server[0], client
 
 
-def start_server(environment: Mapping[str, str], listener: socket.socket | None = None) -> _Started:
+def start_server(
+    environment: Mapping[str, str], listener: socket.socket | None = None
+) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """Start a server that ends with this process. Return its process and the control socket.
 
     Other processes can also use the server, if they connect to the listener.
@@ -162,7 +161,9 @@ class _Server:
         self._selector.register(control, selectors.EVENT_READ, self._receive)
         self._selector.register(self._woken, selectors.EVENT_READ, self._report_exits)
         if listener is not None:
-            self._selector.register(listener, selectors.EVENT_READ, self._accept)
+            self._selector.register(
+                listener, selectors.EVENT_READ, lambda _: self._fork(listener.accept()[0])
+            )
 
     def serve(self) -> NoReturn:
         """Fork trainings until the control socket closes."""
@@ -183,9 +184,6 @@ class _Server:
                 self._end(client)
             os._exit(0)
         self._fork(socket.socket(fileno=fds[0]))
-
-    def _accept(self, listener: socket.socket) -> None:
-        self._fork(listener.accept()[0])
 
     def _fork(self, client: socket.socket) -> None:
         _, fds, _, _ = socket.recv_fds(client, 1, 3)
@@ -239,11 +237,10 @@ class _Server:
                 os.P_PID, self._running[client], os.WEXITED | os.WNOWAIT | os.WNOHANG
             )
             if exit_info is not None:
-                exited = exit_info.si_code == os.CLD_EXITED
-                status = exit_info.si_status if exited else -exit_info.si_status
+                sign = 1 if exit_info.si_code == os.CLD_EXITED else -1
                 self._reported.add(client)
                 with contextlib.suppress(OSError):  # the client may be gone
-                    client.sendall(b"%d\n" % status)
+                    client.sendall(b"%d\n" % (sign * exit_info.si_status))
 
     def _end(self, client: socket.socket) -> None:
         """Kill the training of a client that has closed its socket."""
@@ -281,19 +278,8 @@ if __name__ == "__main__":
 
 
 Report = Callable[[str, Any], None]
-"""Sends a message."""
+"""Sends a message. Several threads may call it."""
 _SECONDS_BETWEEN_UPDATES = 0.1
-
-
-def one_at_a_time(report: Report) -> Report:
-    """Return a `Report` that several threads may call."""
-    lock = threading.Lock()
-
-    def send(name: str, value: Any) -> None:
-        with lock:
-            report(name, value)
-
-    return send
 
 
 class ReportedProgress(Progress):
@@ -304,9 +290,9 @@ class ReportedProgress(Progress):
 
     def bar(self, title: str, **options: Any) -> Bar:
         """Start a bar."""
-        number = next(self._numbers)
-        self._report("progress", ("bar", number, {"title": title, **options}))
-        return _ReportedBar(self._report, number, options.get("done", 0))
+        bar = _ReportedBar(self._report, next(self._numbers), options.get("done", 0))
+        bar.send("bar", title=title, **options)
+        return bar
 
     def message(self, text: str) -> None:
         """Show a line of text."""
@@ -318,39 +304,31 @@ class _ReportedBar(Bar):
         super().__init__(done)
         self._report, self._number, self._sent = report, number, 0.0
 
+    def send(self, method: str, **options: Any) -> None:
+        self._report("progress", (method, self._number, options))
+
     def update(self, done: int, total: int | None = None) -> None:
-        self._done = done
-        now = time.monotonic()
+        self._done, now = done, time.monotonic()
         if total is not None or now - self._sent >= _SECONDS_BETWEEN_UPDATES:
             self._sent = now
-            self._report("progress", ("update", self._number, {"done": done, "total": total}))
+            self.send("update", done=done, total=total)
 
     def retitle(self, title: str) -> None:
-        self._report("progress", ("retitle", self._number, {"title": title}))
+        self.send("retitle", title=title)
 
     def close(self) -> None:
-        self._report("progress", ("close", self._number, {}))
+        self.send("close")
 
 
-class ProgressRelay:
-    """Shows the progress of a training's process."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._bars: dict[int, Bar] = {}
-
-    def show(self, event: tuple[str, int, dict[str, Any]]) -> None:
-        """Show the value of a "progress" message."""
-        method, number, options = event
-        if method == "message":
-            self._progress.message(**options)
-        elif method == "bar":
-            self._bars[number] = self._progress.bar(**options)
-        elif number in self._bars:
-            bar = self._bars.pop(number) if method == "close" else self._bars[number]
-            getattr(bar, method)(**options)
-
-    def close(self) -> None:
-        """Close the bars of a process that has ended."""
-        while self._bars:
-            self._bars.popitem()[1].close()
+def show_progress(
+    progress: Progress, bars: dict[int, Bar], event: tuple[str, int, dict[str, Any]]
+) -> None:
+    """Show the value of a "progress" message. `bars` are the open bars of its process, by number."""
+    method, number, options = event
+    if method == "message":
+        progress.message(**options)
+    elif method == "bar":
+        bars[number] = progress.bar(**options)
+    elif number in bars:
+        bar = bars.pop(number) if method == "close" else bars[number]
+        getattr(bar, method)(**options)

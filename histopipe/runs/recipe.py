@@ -13,7 +13,7 @@ from histopipe.dataset.selection import store_paths
 from histopipe.runs.task_config import CONFIGS, FORMER, PatchTrainConfig
 from histopipe.store.store import Store
 from histopipe.system.output import message
-from histopipe.system.settings import declared_settings
+from histopipe.system.settings import declared_settings, select_settings
 
 LITE, SMALL_CNN = "efficientnet-lite0", "small-cnn"
 SMALLEST_TRAINED = 96
@@ -63,9 +63,8 @@ def with_recipe(
         HistopipeError: as `chosen_settings`.
     """
     if recorded is not None:
-        declared = declared_settings(CONFIGS[settings.get("mil") is not None])
-        before = {name: value for name, value in recorded.items() if name in declared}
-        return {**FORMER, **before, **settings}
+        kind = CONFIGS[settings.get("mil") is not None]
+        return {**FORMER, **select_settings(recorded, kind), **settings}
     chosen = chosen_settings(settings)
     if chosen:
         texts = [f"{name.replace('_', ' ')} {value}" for name, value in chosen.items()]

@@ -33,6 +33,8 @@ from histopipe.splits.subsets import SUBSETS, Subset
 from histopipe.system.files import read_json, reading
 
 METRICS = "metrics.json"
+_PLAIN = ("epochs", "best_epoch", "seconds", "host_bytes", "gpu_bytes")
+"""Fields of a result that are plain values in `metrics.json`."""
 _BASELINE, _CALIBRATION = "covariates_only", "calibration"
 
 
@@ -78,18 +80,15 @@ class TrainResult:
         return f"<TrainResult {self.folder}: epoch {self.best_epoch} of {self.epochs}{''.join(values)}>"
 
     def __str__(self) -> str:
-        place = f"model of epoch {self.best_epoch}, predictions and metrics: {self.folder}"
         lines = split_lines(self.metrics)
         for subset, evaluation in self.covariates_only.items():
             lines += evaluation_lines(f"covariates alone, {subset}", evaluation)
         if self.calibration is not None:
-            values = ", ".join(
-                number(temperature, 2) for temperature in self.calibration.temperature
-            )
-            lines.append(f"probabilities calibrated on validation: temperature {values}")
-        task = next(iter(self.metrics.values())).finest.task
-        lines += breakdown_lines(self.breakdown, task)
-        return "\n".join([*lines, place])
+            values = (number(temperature, 2) for temperature in self.calibration.temperature)
+            lines.append(f"probabilities calibrated on validation: temperature {', '.join(values)}")
+        lines += breakdown_lines(self.breakdown, next(iter(self.metrics.values())).finest.task)
+        lines.append(f"model of epoch {self.best_epoch}, predictions and metrics: {self.folder}")
+        return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
         """Return the result in the form of `metrics.json`."""
@@ -97,11 +96,7 @@ class TrainResult:
             subset: evaluation.to_json() for subset, evaluation in self.covariates_only.items()
         }
         return {
-            "epochs": self.epochs,
-            "best_epoch": self.best_epoch,
-            "seconds": self.seconds,
-            "host_bytes": self.host_bytes,
-            "gpu_bytes": self.gpu_bytes,
+            **{name: getattr(self, name) for name in _PLAIN},
             **{subset: evaluation.to_json() for subset, evaluation in self.metrics.items()},
             **({_BASELINE: baseline} if baseline else {}),
             "breakdown": self.breakdown.to_json(),
@@ -129,10 +124,7 @@ def read_result(folder: Path) -> TrainResult:
     )  # fmt: skip
     with reading(folder / METRICS, missing=missing, todo=f"evaluate the model again with {resume}"):
         value = read_json(folder / METRICS)
-        names = ("epochs", "best_epoch", "seconds", "host_bytes", "gpu_bytes")
-        metrics = {
-            subset: Evaluation.from_json(value[subset]) for subset in SUBSETS if subset in value
-        }
+        metrics = _read_evaluations(value)
         if any(
             evaluation.in_training is None for evaluation in metrics.values()
         ):  # of an earlier version
@@ -142,20 +134,18 @@ def read_result(folder: Path) -> TrainResult:
                     subset: replace(evaluation, in_training=len(leaked[subset]))
                     for subset, evaluation in metrics.items()
                 }
-        recorded = value.get(_BASELINE, {})
-        baseline = {
-            subset: Evaluation.from_json(recorded[subset])
-            for subset in SUBSETS
-            if subset in recorded
-        }
         fitted = value.get(_CALIBRATION)
         return TrainResult(
-            folder=folder, metrics=metrics, covariates_only=baseline,
+            folder=folder, metrics=metrics, covariates_only=_read_evaluations(value.get(_BASELINE, {})),
             breakdown=Breakdown.from_json(value["breakdown"]) if "breakdown" in value else Breakdown(),
             flow=flow_from_json(value.get("flow", {})),
             calibration=None if fitted is None else Calibration.from_json(fitted),
-            **{name: value[name] for name in names},
+            **{name: value[name] for name in _PLAIN},
         )  # fmt: skip
+
+
+def _read_evaluations(value: Mapping[str, Any]) -> dict[Subset, Evaluation]:
+    return {subset: Evaluation.from_json(value[subset]) for subset in SUBSETS if subset in value}
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,13 +21,13 @@ from histopipe.dataset.selection import store_paths
 from histopipe.errors import HistopipeError, Interrupted, OutOfMemory, OutOfTime, WorkerLost
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
-from histopipe.runs.fork_server import ProgressRelay, TrainingProcess
+from histopipe.runs.fork_server import TrainingProcess, show_progress
 from histopipe.runs.result import TrainResult
 from histopipe.runs.task_config import PatchTrainConfig
 from histopipe.runs.workers import Cluster, in_cluster, without_cluster
 from histopipe.store.catalog import no_store
 from histopipe.system.files import Closing
-from histopipe.system.output import LineProgress, Progress, counted, default_progress
+from histopipe.system.output import Bar, LineProgress, Progress, counted, default_progress
 
 _GRACE_SECONDS = 25.0
 """Time for a training to save its state after a signal: Slurm and Kubernetes allow 30 s."""
@@ -37,7 +37,6 @@ _POLL_SECONDS = 1.0
 _AT_ONCE = "stopped at once; the last checkpoint remains"
 _MEMORY_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT)
 """Signals that end a process when memory runs out without an exception."""
-_STDERR = 2
 
 
 @dataclass(slots=True)
@@ -49,7 +48,7 @@ class StopRequest:
 
 @dataclass(slots=True, kw_only=True)
 class Supervision:
-    """Limits of a training, and its measured memory.
+    """Limits of a training, and what was measured of all its attempts.
 
     Attributes:
         seconds: time limit of an attempt; 0 for none.
@@ -57,7 +56,7 @@ class Supervision:
         epoch: called with the row of each epoch in `history.csv`; an exception it raises stops the training at once.
         log: file for messages; None to show them.
         alone: ignore other workers named by the environment.
-        host_bytes: peak memory so far.
+        attempts, all_seconds, host_bytes: number and duration of the attempts, and peak memory so far.
     """
 
     seconds: float = 0.0
@@ -65,6 +64,8 @@ class Supervision:
     epoch: Callable[[dict[str, Any]], None] | None = None
     log: Path | None = None
     alone: bool = False
+    attempts: int = 0
+    all_seconds: float = 0.0
     host_bytes: int = 0
 
     def note_memory(self, pid: int) -> None:
@@ -78,7 +79,7 @@ class Supervision:
     def shown(self, progress: Progress | None) -> Iterator[tuple[Progress, int]]:
         """Yield the progress display, and the file descriptor for other messages: the log's, or standard error."""
         if self.log is None:
-            yield progress or default_progress(), _STDERR
+            yield progress or default_progress(), 2  # standard error
             return
         self.log.parent.mkdir(exist_ok=True)
         with self.log.open("a", encoding="utf-8") as file:
@@ -115,7 +116,12 @@ def supervise(
         HistopipeError: as `train`.
         OutOfTime: the time limit was reached; the state is saved.
     """
-    _check_early(config, folder, resume=resume)
+    # Frequent mistakes are detected before TensorFlow is loaded, which takes seconds.
+    if not in_cluster():
+        run_folder.check(folder, resume=resume)
+    for path in store_paths(config.stores) if isinstance(config, PatchTrainConfig) else ():
+        if not path.exists():
+            raise no_store(path)
     watch = watch or Supervision()
     ends = time.monotonic() + (watch.seconds or math.inf)
     with watch.shown(progress) as output:
@@ -128,15 +134,6 @@ def supervise(
                 raise result
             output[0].message(f"{result.what} ({result.found}): continuing in a new process")
             resume = True
-
-
-def _check_early(config: TrainConfig, folder: Path, *, resume: bool) -> None:
-    """Detect frequent mistakes before TensorFlow is loaded, which takes seconds."""
-    if not in_cluster():
-        run_folder.check(folder, resume=resume)
-    for path in store_paths(config.stores) if isinstance(config, PatchTrainConfig) else ():
-        if not path.exists():
-            raise no_store(path)
 
 
 class _Process(Closing):
@@ -153,10 +150,10 @@ class _Process(Closing):
         resume: bool,
     ) -> None:
         self._config, self._folder, self._watch, self._ends = config, folder, watch, ends
-        self.restart = False
         self.grace_ends: float | None = None
-        self._relay, self._cluster, self._started = ProgressRelay(output[0]), Cluster(), False
-        self._micro_batch: int | None = None
+        self._progress, stderr = output
+        self._bars: dict[int, Bar] = {}
+        self._cluster, self._state = Cluster(), dict[str, Any]()
         self._started_at, self._last_message = time.time(), time.monotonic()
         self._pipe, theirs = multiprocessing.Pipe()
         environment = {
@@ -164,7 +161,7 @@ class _Process(Closing):
             **(without_cluster(os.environ) if watch.alone else os.environ),
         }
         with theirs:
-            self._child = TrainingProcess(environment, pipe=theirs.fileno(), stderr=output[1])
+            self._child = TrainingProcess(environment, pipe=theirs.fileno(), stderr=stderr)
         with contextlib.suppress(BrokenPipeError):  # the process died: reported by `_died`
             self._pipe.send((config, folder, resume))
 
@@ -172,27 +169,33 @@ class _Process(Closing):
         """End the process and its progress bars."""
         self._child.end()
         self._pipe.close()
-        self._relay.close()
+        for bar in self._bars.values():
+            bar.close()
+
+    @property
+    def restart(self) -> bool:
+        """Whether the training can continue in a new process."""
+        return "restart" in self._state and self._cluster.alone
 
     def result(self) -> TrainResult | HistopipeError:
         """Wait for the result of the training, or its error."""
         with sigterm_interrupts():
             try:
-                return self._in_time(self._listen())
+                outcome = self._listen()
+                in_time = self.grace_ends is None or self._watch.stop.asked
+                if isinstance(outcome, TrainResult) or in_time:
+                    return outcome
+                return OutOfTime(
+                    f"not done within {self._watch.seconds:.0f} s",
+                    found=outcome.found,
+                    todo=self._resume_hint(),
+                )
             except KeyboardInterrupt:
                 self._request_stop()
-                try:
-                    return self._listen()
-                except KeyboardInterrupt:
-                    return self._interrupted(_AT_ONCE)
-
-    def _in_time(self, outcome: TrainResult | HistopipeError) -> TrainResult | HistopipeError:
-        """Return the result, or an OutOfTime error if the time limit stopped the training."""
-        stopped_late = self.grace_ends is not None and not self._watch.stop.asked
-        if isinstance(outcome, TrainResult) or not stopped_late:
-            return outcome
-        late = f"not done within {self._watch.seconds:.0f} s"
-        return OutOfTime(late, found=outcome.found, todo=self._resume_hint())
+            try:
+                return self._listen()
+            except KeyboardInterrupt:
+                return self._interrupted(_AT_ONCE)
 
     def _request_stop(self) -> None:
         """Ask the process to save its state and end within the grace period."""
@@ -225,6 +228,19 @@ class _Process(Closing):
                 case _:
                     self._note(name, value)
 
+    def _note(self, name: str, value: Any) -> None:
+        match name:
+            case "progress":
+                show_progress(self._progress, self._bars, value)
+            case "pid":
+                self._child.pid = value
+            case "cluster":
+                self._cluster = Cluster(*value)
+            case "epoch" if self._watch.epoch is not None:
+                self._watch.epoch(value)
+            case _:  # micro_batch, restart, started, beat
+                self._state[name] = value
+
     def _end_early(self) -> HistopipeError | None:
         """Check the time limit and stop requests. Return the reason to stop listening, or None."""
         if self._child.pid is not None:
@@ -235,23 +251,6 @@ class _Process(Closing):
             return self._interrupted(_AT_ONCE)
         return self._died() if self._child.cancelled else None
 
-    def _note(self, name: str, value: Any) -> None:
-        match name:
-            case "pid":
-                self._child.pid = value
-            case "micro_batch":
-                self._micro_batch = value
-            case "progress":
-                self._relay.show(value)
-            case "restart":
-                self.restart = self._cluster.alone
-            case "cluster":
-                self._cluster = Cluster(*value)
-            case "started":
-                self._started = True
-            case "epoch" if self._watch.epoch is not None:
-                self._watch.epoch(value)
-
     def _seconds_to_wait(self) -> float:
         """Return the seconds to wait for a message. Without other workers there is no limit: nothing else can hang."""
         if self.grace_ends is not None:
@@ -259,7 +258,7 @@ class _Process(Closing):
         elif self._cluster.alone:
             return math.inf
         else:
-            margin = _MARGIN_SECONDS if self._started else 0.0
+            margin = _MARGIN_SECONDS if "started" in self._state else 0.0
             until = self._last_message + self._config.worker_timeout + margin
         return max(0.0, until - time.monotonic())
 
@@ -271,9 +270,10 @@ class _Process(Closing):
         return self._lost(f"waited {self._config.worker_timeout:.0f} s for the other workers")
 
     def _interrupted(self, reason: str) -> Interrupted:
-        begun = run_folder.has_begun(self._folder)
-        todo = self._resume_hint() if begun else "run the same command again"
-        return Interrupted("interrupted", found=reason, todo=todo)
+        return Interrupted(
+            "interrupted", found=reason, todo=self._resume_hint()
+            if run_folder.has_begun(self._folder) else "run the same command again",
+        )  # fmt: skip
 
     def _lost(self, what: str) -> WorkerLost:
         return WorkerLost(
@@ -296,9 +296,11 @@ class _Process(Closing):
                 "the training process ended without a result", found=f"status {code}"
             )
         died = f"the training process died of {signal.Signals(-code).name}: probably out of memory"
-        if self._micro_batch is None or not run_folder.has_begun(self._folder):
+        if "micro_batch" not in self._state or not run_folder.has_begun(self._folder):
             return OutOfMemory(died, todo="use a smaller --batch-size or --model")
-        smaller = max(1, self._micro_batch // 2)
+        smaller = max(1, self._state["micro_batch"] // 2)
         run_folder.write_micro_batch(self._folder, smaller, died)
-        todo = f"{self._resume_hint()}, which uses micro-batches of {counted(smaller, 'patch')}"
-        return OutOfMemory(died, todo=todo)
+        return OutOfMemory(
+            died,
+            todo=f"{self._resume_hint()}, which uses micro-batches of {counted(smaller, 'patch')}",
+        )

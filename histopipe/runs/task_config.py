@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -126,29 +126,33 @@ class PatchTrainConfig(TrainConfig):
         False, "Compile the network with XLA; the first step is slow.", group=MACHINE
     )
 
-    def _check_together(self) -> None:
+    def _conflicts(self) -> Iterator[tuple[object, UsageError]]:
         # With slots, `super()` without arguments finds another class.
-        super(PatchTrainConfig, self)._check_together()
-        if not self.task_type.of_patches:
-            raise UsageError(f"--task {self.task}", found="patches", expected="--mil with features")
-        if not self.task_type.of_classes and self.labels_from == "annotation":
-            raise UsageError(
-                "--labels-from annotation", found=f"--task {self.task}",
-                expected="--task classification",
-            )  # fmt: skip
+        yield from super(PatchTrainConfig, self)._conflicts()
+        yield (
+            not self.task_type.of_patches,
+            UsageError(f"--task {self.task}", found="patches", expected="--mil with features"),
+        )
+        yield not self.task_type.of_classes and self.labels_from == "annotation", UsageError(
+            "--labels-from annotation", found=f"--task {self.task}", expected="--task classification"
+        )  # fmt: skip
         parse_trainable(self.trainable)
-        if len(set(self.augment)) < len(self.augment) or (
-            "none" in self.augment and len(self.augment) > 1
-        ):
-            raise UsageError(
-                "--augment", found=",".join(self.augment),
+        has_none = "none" in self.augment and len(self.augment) > 1
+        yield (
+            has_none or len(set(self.augment)) < len(self.augment),
+            UsageError(
+                "--augment",
+                found=",".join(self.augment),
                 expected="none, or a list without duplicates",
-            )  # fmt: skip
-        if self.balance != "none" and self.shuffle_block:
-            raise UsageError(
+            ),
+        )
+        yield (
+            self.balance != "none" and self.shuffle_block,
+            UsageError(
                 f"--balance {self.balance} draws from all slides, but --shuffle-block reads neighbouring patches",
                 todo="use one of them",
-            )
+            ),
+        )
 
     @property
     def used_weights(self) -> str:
@@ -162,11 +166,15 @@ class PatchTrainConfig(TrainConfig):
         # Imported late: `--help` does not need NumPy.
         from histopipe.splits.labelling import Labelling, PatchFilter
 
-        patch_filter = PatchFilter(
-            min_tissue=self.min_tissue, min_focus=self.min_focus, exclude_pen=self.exclude_pen,
-            exclude_dark=self.exclude_dark,
-        )  # fmt: skip
-        return Labelling(labels_from=self.labels_from, patch_filter=patch_filter)
+        return Labelling(
+            labels_from=self.labels_from,
+            patch_filter=PatchFilter(
+                min_tissue=self.min_tissue,
+                min_focus=self.min_focus,
+                exclude_pen=self.exclude_pen,
+                exclude_dark=self.exclude_dark,
+            ),
+        )
 
     @property
     def augmentations(self) -> tuple[Augmentation, ...]:
@@ -219,37 +227,34 @@ class BagTrainConfig(TrainConfig):
         at_least=0,
     )
 
-    def _check_together(self) -> None:
+    def _conflicts(self) -> Iterator[tuple[object, UsageError]]:
         # As above.
-        super(BagTrainConfig, self)._check_together()
-        if not self.mil:
-            raise UsageError("--mil", found="no folder", expected="a folder of features")
-        if self.used_loss == "cox" and self.batch_size < 2:
-            raise UsageError(
-                "--batch-size", found=self.batch_size,
-                expected="2 or more: the Cox loss compares the bags of a batch", todo="use 16 or more",
-            )  # fmt: skip
-        if self.pooling == "clam" and not self.task_type.of_classes:
-            todo = "use --pooling gated, the same model without a loss of single patches"
-            raise UsageError(
-                "--pooling clam", found=f"--task {self.task}", expected="classes", todo=todo
-            )
+        yield from super(BagTrainConfig, self)._conflicts()
+        yield not self.mil, UsageError("--mil", found="no folder", expected="a folder of features")
+        yield self.used_loss == "cox" and self.batch_size < 2, UsageError(
+            "--batch-size", found=self.batch_size,
+            expected="2 or more: the Cox loss compares the bags of a batch", todo="use 16 or more",
+        )  # fmt: skip
+        yield self.pooling == "clam" and not self.task_type.of_classes, UsageError(
+            "--pooling clam", found=f"--task {self.task}", expected="classes",
+            todo="use --pooling gated, the same model without a loss of single patches",
+        )  # fmt: skip
         common = set(self.covariates) & {*self.target_columns, "slide", "patient", "site"}
-        if common or len(set(self.covariates)) < len(self.covariates):
-            expected, actual = (
-                "different columns that are not predicted",
-                ", ".join(self.covariates),
-            )
-            raise UsageError("--covariates", found=actual, expected=expected)
-        if self.covariates and self.labels is None and self.splits is None:
-            raise UsageError(
-                "--covariates", found="no --labels", expected="a file with these columns"
-            )
-        if self.split_by in ("region", "patch"):
-            raise UsageError(
+        yield common or len(set(self.covariates)) < len(self.covariates), UsageError(
+            "--covariates", found=", ".join(self.covariates),
+            expected="different columns that are not predicted",
+        )  # fmt: skip
+        yield (
+            self.covariates and self.labels is None and self.splits is None,
+            UsageError("--covariates", found="no --labels", expected="a file with these columns"),
+        )
+        yield (
+            self.split_by in ("region", "patch"),
+            UsageError(
                 f"--split-by {self.split_by} divides slides, and --mil trains on whole slides",
                 todo="split by patient, site or slide",
-            )
+            ),
+        )
 
 
 CONFIGS: tuple[type[TrainConfig], ...] = (PatchTrainConfig, BagTrainConfig)
@@ -287,9 +292,8 @@ def with_stores(
     settings: dict[str, Any], stores: str | Path | Sequence[str | Path] | None
 ) -> dict[str, Any]:
     """Return settings with one or several stores; None changes nothing."""
-    if stores is None:
-        return settings
-    return settings | {"stores": (stores,) if isinstance(stores, str | Path) else tuple(stores)}
+    paths = (stores,) if isinstance(stores, str | Path) else tuple(stores or ())
+    return settings if stores is None else settings | {"stores": paths}
 
 
 def changed_config(config: TrainConfig, **changes: Any) -> TrainConfig:
@@ -329,10 +333,11 @@ def resumed_config(recorded: Mapping[str, Any], changes: Mapping[str, Any]) -> T
         if not declared[name].resume and value != before.get(name)
     ]
     if refused:
-        allowed = [entry.flag for entry in declared.values() if entry.resume]
         raise UsageError(
             "--resume continues with the settings of the run", found=", ".join(refused),
-            expected="only --out and " + ", ".join(allowed),
+            expected="only --out and " + ", ".join(
+                entry.flag for entry in declared.values() if entry.resume
+            ),
         )  # fmt: skip
     return make_config({**FORMER, **recorded, **changes})
 
@@ -358,6 +363,7 @@ def parse_trainable(trainable: str) -> tuple[str, int]:
     """
     match = _TRAINABLE.fullmatch(trainable)
     if match is None or (match["number"] is not None) != (match["kind"] in ("last", "lora")):
-        expected = "all, head, last:N or lora:R"
-        raise UsageError("--trainable", found=repr(trainable), expected=expected)
+        raise UsageError(
+            "--trainable", found=repr(trainable), expected="all, head, last:N or lora:R"
+        )
     return match["kind"], int(match["number"] or 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
@@ -65,21 +65,14 @@ def train(
     if not in_process:
         return supervise(config, folder, resume=resume, progress=progress)
     with use_progress(progress) if progress is not None else nullcontext():
-        train_here = load_quietly("histopipe.training.trainer").train_here
-        result: TrainResult = train_here(config, folder, resume=resume)
-        return result
+        return cast(
+            TrainResult,
+            load_quietly("histopipe.training.trainer").train_here(config, folder, resume=resume),
+        )
 
 
-class _AdviceMetric(NamedTuple):
-    """The metric of a task, in rows of `history.csv`: up to `chance` it shows nothing, from `good` it needs no advice."""
-
-    name: str
-    chance: float
-    good: float
-
-
-_METRICS = {"r2": _AdviceMetric("r2", 0.05, 0.5), "c_index": _AdviceMetric("c_index", 0.55, 0.7)}
-_AUC = _AdviceMetric("auc", 0.6, 0.9)
+_METRICS = {"r2": (0.05, 0.5), "c_index": (0.55, 0.7), "auc": (0.6, 0.9)}
+"""Metrics of tasks in rows of `history.csv`: up to the first value one shows nothing, from the second it needs no advice."""
 _GAP = 0.15
 """Difference between training and validation that shows overfitting."""
 _FEWEST_PATIENTS, _MOST, _PERFECT = 10, 2, 0.999
@@ -114,24 +107,23 @@ def advise(
 def _advice(
     config: TrainConfig, best: Mapping[str, Any], epochs: int, patients: int
 ) -> Iterator[str]:
-    metric = next((candidate for name, candidate in _METRICS.items() if name in best), _AUC)
-    trained, validated = best.get(metric.name), best.get(f"val_{metric.name}")
-    weak = validated is None or validated < metric.good
-    on_patches = hasattr(config, "model")
+    name = next((name for name in _METRICS if name in best), "auc")
+    (chance, good), trained, validated = _METRICS[name], best.get(name), best.get(f"val_{name}")
+    weak, on_patches = validated is None or validated < good, hasattr(config, "model")
     if weak and getattr(config, "model", "") == SMALL_CNN:
         yield f"use a network with trained weights (--model {LITE}; small-cnn is for tests)"
     if patients < _FEWEST_PATIENTS:
         yield f"use more than {counted(patients, 'patient')}, and --folds: the result depends on the split"
-    if validated is not None and validated <= metric.chance:
+    if validated is not None and validated <= chance:
         yield (
-            f"check labels and scale: validation is near chance ({metric.name} {validated:.2f})"
+            f"check labels and scale: validation is near chance ({name} {validated:.2f})"
             if on_patches
-            else f"use features of another encoder: validation is near chance ({metric.name} {validated:.2f})"
+            else f"use features of another encoder: validation is near chance ({name} {validated:.2f})"
         )
     elif trained is not None and validated is not None and trained - validated > _GAP:
         how = "--augment flips,colour" if on_patches else "--dropout 0.5"
         yield (
-            f"use more patients, or {how}: {metric.name} {trained:.2f} in training, {validated:.2f} in validation"
+            f"use more patients, or {how}: {name} {trained:.2f} in training, {validated:.2f} in validation"
         )
     elif best["epoch"] == config.epochs == epochs and (validated or 0) < _PERFECT:
         # A fold has given splits, and is not continued after its end.

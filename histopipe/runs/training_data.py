@@ -35,30 +35,31 @@ def opened_sources(
         HistopipeError: a source cannot be read, or sources do not fit together.
     """
     if isinstance(config, BagTrainConfig):
-        bags = BagSet(
-            [Path(folder) for folder in config.mil],
-            bag=config.bag,
-            labels=None if config.labels is None else Path(config.labels),
-            # All slides of a patient are in one subset, so that its bag is.
-            columns=(
-                *config.target_columns,
-                *config.covariates,
-                *filter(None, [config.split_column]),
-            ),
-            more_columns=[
-                name
-                for name in config.further_columns
-                if name not in (*config.covariates, config.split_column)
-            ],
-            with_label=config.task_type.of_classes,
-            allow_extra=config.allow_extra_rows,
-            na=config.na,
-            on_error=config.on_error,
-            # An existing split has its labels: the training that made it has reported on the file.
-            notify=message if splits is None else Progress().message,
-            numbers=None if splits is None else recorded_numbers(Path(splits)),
-        )
-        yield [bags]
+        yield [
+            BagSet(
+                [Path(folder) for folder in config.mil],
+                bag=config.bag,
+                labels=None if config.labels is None else Path(config.labels),
+                # All slides of a patient are in one subset, so that its bag is.
+                columns=(
+                    *config.target_columns,
+                    *config.covariates,
+                    *filter(None, [config.split_column]),
+                ),
+                more_columns=[
+                    name
+                    for name in config.further_columns
+                    if name not in (*config.covariates, config.split_column)
+                ],
+                with_label=config.task_type.of_classes,
+                allow_extra=config.allow_extra_rows,
+                na=config.na,
+                on_error=config.on_error,
+                # An existing split has its labels: the training that made it has reported on the file.
+                notify=message if splits is None else Progress().message,
+                numbers=None if splits is None else recorded_numbers(Path(splits)),
+            )
+        ]
     elif isinstance(config, PatchTrainConfig):
         with closing(StoreSet(store_paths(config.stores))) as opened:
             yield opened.stores
@@ -80,28 +81,34 @@ def read_labelling(
             read is only reported.
         notify: receives remarks on the labels.
     """
-    labelling = config.labelling if isinstance(config, PatchTrainConfig) else Labelling()
     labelling = replace(
-        labelling, task=make_task(config.task, config.target_columns),
+        config.labelling if isinstance(config, PatchTrainConfig) else Labelling(), task=make_task(config.task, config.target_columns),
         covariates=getattr(config, "covariates", ()), split_column=config.split_column,
     )  # fmt: skip
+    notify = notify if required else Progress().message
     if config.labels is None:
-        _warn_of_recorded(sources, notify if required else Progress().message)
+        _warn_of_recorded(sources, notify)
     elif isinstance(config, PatchTrainConfig):
         try:
-            labels = read_slide_labels(
-                config.labels, sources, columns=config.target_columns, groups=config.further_columns,
-                with_label=config.task_type.of_classes, allow_extra=config.allow_extra_rows,
-                na=config.na, notify=notify if required else Progress().message,
-            )  # fmt: skip
+            return replace(
+                labelling,
+                labels=read_slide_labels(
+                    config.labels,
+                    sources,
+                    columns=config.target_columns,
+                    groups=config.further_columns,
+                    with_label=config.task_type.of_classes,
+                    allow_extra=config.allow_extra_rows,
+                    na=config.na,
+                    notify=notify,
+                ),
+            )
         except UsageError as error:
             if required:
                 raise
             message(
                 f"warning: {run_folder.SLIDES} has no further columns of the labels file: {error}"
             )
-        else:
-            labelling = replace(labelling, labels=labels)
     return labelling
 
 
@@ -129,12 +136,10 @@ def splits_and_slides(
     # A run that has finished before has recorded damaged patches. They are counted again.
     complete = bool(recorded) and not any(slide.damaged for slide in recorded)
     if not complete:
-        required = config.splits is None and not resume
-        labelling = read_labelling(config, sources, required=required)
-    if resume:
-        splits = read_splits(folder / SPLITS, sources)
-    else:
-        splits = new_splits(config, sources, labelling)
+        labelling = read_labelling(config, sources, required=config.splits is None and not resume)
+    splits = (
+        read_splits(folder / SPLITS, sources) if resume else new_splits(config, sources, labelling)
+    )
     if complete:
         return splits, recorded
     from_file = config.splits is not None
@@ -210,8 +215,9 @@ def _check_given(
                 expected=slide.patient, todo="create new splits, or use the labels file of the split",
             )  # fmt: skip
         if labelling.patch_filter.active:
-            where = f"{source.path}, slide {slide.id}"
-            fit = labelling.patch_filter.fit(source.index(slide.slide), where=where)
+            fit = labelling.patch_filter.fit(
+                source.index(slide.slide), where=f"{source.path}, slide {slide.id}"
+            )
             lost = int(((slide.subsets >= 0) & ~fit).sum())
             if lost:
                 raise UsageError(

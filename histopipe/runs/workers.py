@@ -60,8 +60,7 @@ class Cluster:
 
     def note(self, doing: str) -> None:
         """Set the current activity of this worker."""
-        self.doing = doing
-        now = time.monotonic()
+        self.doing, now = doing, time.monotonic()
         if not self.alone and now - self._last_beat > _BEAT_SECONDS:
             self._last_beat = now
             self.beat()
@@ -76,9 +75,9 @@ class Cluster:
         ended = threading.Event()
 
         def write_regularly() -> None:
-            while not ended.is_set():
+            self._write_heartbeat(folder)
+            while not ended.wait(_HEARTBEAT_SECONDS):
                 self._write_heartbeat(folder)
-                ended.wait(_HEARTBEAT_SECONDS)
 
         thread = threading.Thread(target=write_regularly, daemon=True, name="heartbeats")
         thread.start()
@@ -112,7 +111,7 @@ class Cluster:
             workers: dict[str, bool] = {}
             for index, address in enumerate(self.workers):
                 if index != self.index:
-                    status, alive = self._last_heartbeat(folder, index, since)
+                    status, alive = _read_heartbeat(folder, index, since)
                     workers[f"worker {index} ({address}) {status}"] = alive
             lost = [text for text, alive in workers.items() if not alive]
             if lost or time.monotonic() > until:
@@ -122,27 +121,29 @@ class Cluster:
         stuck = [text for text in workers if not text.endswith(COMPUTING)]
         return "; ".join(lost or stuck or workers)
 
-    def _last_heartbeat(self, folder: Path, index: int, since: float) -> tuple[str, bool]:
-        """Return the last state of another worker, and whether it is alive."""
-        path = folder / HEARTBEATS / f"{index}.json"
-        try:
-            written = path.stat().st_mtime
-            doing = read_json(path)["doing"]
-        except (OSError, ValueError, KeyError):
-            return "never started, or uses another run folder", False
-        age = time.time() - written
-        if written < since - _STALE_SECONDS:
-            return "never started", False
-        if doing.startswith(_FAILED):
-            return doing, False
-        if age > _STALE_SECONDS:
-            return f"had its last heartbeat {age:.0f} s ago, {doing}", False
-        return f"is alive, {doing}", True
+
+def _read_heartbeat(folder: Path, index: int, since: float) -> tuple[str, bool]:
+    """Return the last state of another worker, and whether it is alive."""
+    path = folder / HEARTBEATS / f"{index}.json"
+    try:
+        written, doing = path.stat().st_mtime, read_json(path)["doing"]
+    except (OSError, ValueError, KeyError):
+        return "never started, or uses another run folder", False
+    age = time.time() - written
+    if written < since - _STALE_SECONDS:
+        return "never started", False
+    if doing.startswith(_FAILED):
+        return doing, False
+    if age > _STALE_SECONDS:
+        return f"had its last heartbeat {age:.0f} s ago, {doing}", False
+    return f"is alive, {doing}", True
 
 
 def in_cluster(environment: Mapping[str, str] = os.environ) -> bool:
     """Return whether the environment describes this process as one of several workers."""
-    return tf_config(environment) is not None or _slurm_tasks(environment) > 1
+    # The number of tasks of the Slurm job step of this process. A batch script has no step.
+    tasks = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
+    return tf_config(environment) is not None or tasks > 1
 
 
 def without_cluster(environment: Mapping[str, str]) -> dict[str, str]:
@@ -169,11 +170,6 @@ def tf_config(environment: Mapping[str, str]) -> dict[str, Any] | None:
             expected='{"cluster": {"worker": ["host:port", ...]}, "task": {"type": "worker", "index": 0}}',
         ) from error  # fmt: skip
     return config if len(addresses) > 1 else None
-
-
-def _slurm_tasks(environment: Mapping[str, str]) -> int:
-    """Return the number of tasks of the Slurm job step of this process. A batch script has no step."""
-    return int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
 
 
 def slurm_tasks_per_node(environment: Mapping[str, str]) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,17 +13,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.errors import UsageError
-from histopipe.evaluation.breakdown import Breakdown, break_down, breakdown_lines
-from histopipe.evaluation.evaluate import Evaluation, aligned, evaluate, evaluation_lines, with_ends
+from histopipe.evaluation.breakdown import Breakdown, breakdown_lines
+from histopipe.evaluation.evaluate import Evaluation, aligned, evaluation_lines, with_ends
 from histopipe.runs import folder as run_folder
 from histopipe.runs.result import is_finished, read_result
 from histopipe.runs.task_config import CONFIGS, make_config, read_config
 from histopipe.splits.splits import DROPPED, SPLITS, Splits, load_splits
-from histopipe.studies.cross_validation import leaked_from, read_parts, tested_slides
+from histopipe.studies.cross_validation import evaluate_folds, read_parts
 from histopipe.studies.settings import FoldSettings
 from histopipe.system.csv_files import nfc
 from histopipe.system.output import counted
-from histopipe.system.settings import declared_settings, read_settings
+from histopipe.system.settings import read_settings, select_settings
 from histopipe.tasks.choices import LEVELS, Aggregation, EvaluationLevel, TaskName, name_of
 from histopipe.tasks.intervals import (
     FEWEST_PATIENTS,
@@ -42,25 +42,6 @@ from histopipe.tasks.statistics import bootstrap_draws
 from histopipe.tasks.task import EvaluationSettings, Predictions
 
 
-@dataclass(frozen=True, slots=True)
-class TestedItems:
-    """Test items of a run at one level, sorted by keys that identify them across runs."""
-
-    __test__ = False  # pytest must not collect this class
-
-    keys: list[tuple[Any, ...]]
-    scores: Predictions
-
-    @property
-    def repeats(self) -> bool:
-        """Whether items share a key, such as the parts of a slide in different folds."""
-        return len(set(self.keys)) < len(self.keys)
-
-    def statistics(self, patient: NDArray[np.int32]) -> WeightedStatistics:
-        """Return the metrics as functions of weights, for (N,) numbers of the patients."""
-        return self.scores.task.statistics(replace(self.scores, patient=patient))
-
-
 def tested_items(
     parts: Sequence[ModelPredictions],
     level: EvaluationLevel,
@@ -68,8 +49,8 @@ def tested_items(
     evaluation_settings: EvaluationSettings,
     *,
     by_patches: bool,
-) -> TestedItems:
-    """Return the test items of a level.
+) -> tuple[list[tuple[Any, ...]], Predictions]:
+    """Return the test items of a level, sorted by keys that identify them across runs.
 
     With `by_patches`, slides and patients are equal if their patches are equal, otherwise if their names are equal.
     """
@@ -81,7 +62,7 @@ def tested_items(
         keys += [part_keys[item] for item in items]
     scores = joined_predictions(each)
     order = sorted(range(len(keys)), key=keys.__getitem__)
-    return TestedItems([keys[i] for i in order], scores.rows(np.array(order, np.intp)))
+    return [keys[i] for i in order], scores.rows(np.array(order, np.intp))
 
 
 def _keys(
@@ -105,16 +86,16 @@ def _keys(
 
 
 def differences_of(
-    items: TestedItems, other_items: TestedItems, draws: NDArray[np.float64]
+    scores: Predictions, other_scores: Predictions, draws: NDArray[np.float64]
 ) -> dict[str, Difference]:
-    """Return the metrics of `other_items` minus those of `items`, with intervals from resampling the same patients.
+    """Return the metrics of `other_scores` minus those of `scores`, with intervals from resampling the same patients.
 
     `draws` is (R, P): how often each patient is drawn in each resample.
     """
-    # The runs may name the patient of an item differently, so the patients of `items` are used for both.
-    patient = items.scores.patient
-    first, other = items.statistics(patient), other_items.statistics(patient)
-    patients = len(np.unique(patient))
+    # The runs may name the patient of an item differently, so the patients of `scores` are used for both.
+    other_scores = replace(other_scores, patient=scores.patient)
+    first, other = scores.task.statistics(scores), other_scores.task.statistics(other_scores)
+    patients = len(np.unique(scores.patient))
     values = _differences(other, first, np.ones((1, first.patients)))
     resampled = _differences(other, first, draws[:, : first.patients]) if len(draws) else {}
     differences = dict.fromkeys(values, Difference(None, None))
@@ -135,7 +116,6 @@ def _differences(
 
 _LOCAL = ("fold_timeout", "retries", "parallel_folds")
 """Settings that do not affect the results."""
-_TRAIN_NAMES = frozenset(declared_settings(*CONFIGS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,18 +149,35 @@ class CompareResult:
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dict."""
-        runs, differences = [], []
-        for run in self.runs:
-            test = run.test.to_json()
-            details = {"notes": list(run.notes), "breakdown": run.breakdown.to_json()}
-            runs.append({"folder": str(run.folder), "test": test, **details})
-        compared = zip(self.runs[1:], self.differences, self.notes, self.splits, strict=True)
-        for run, levels, notes, splits in compared:
-            values: dict[str, Any] = {name: _as_json(metrics) for name, metrics in levels.items()}
-            folders = {"folder": str(run.folder), "less": str(self.runs[0].folder)}
-            differences.append({**folders, "splits": splits, "notes": list(notes), **values})
-        settings = {name: list(values) for name, values in self.settings.items()}
-        return {"runs": runs, "settings": settings, "differences": differences}
+        runs = [
+            {
+                "folder": str(run.folder), "test": run.test.to_json(), "notes": list(run.notes),
+                "breakdown": run.breakdown.to_json(),
+            }
+            for run in self.runs
+        ]  # fmt: skip
+        differences = [
+            {
+                "folder": str(run.folder), "less": str(self.runs[0].folder), "splits": splits, "notes": list(notes),
+                **{
+                    level: {
+                        name: {"difference": difference.value, "interval": difference.interval}
+                        for name, difference in metrics.items()
+                    }
+                    for level, metrics in levels.items()
+                },
+            }
+            for run, levels, notes, splits in self._compared()
+        ]  # fmt: skip
+        return {
+            "runs": runs,
+            "settings": {name: list(values) for name, values in self.settings.items()},
+            "differences": differences,
+        }
+
+    def _compared(self) -> Iterator[tuple[Any, ...]]:
+        """Yield every run except the first, with its differences, notes and splits."""
+        return zip(self.runs[1:], self.differences, self.notes, self.splits, strict=True)
 
     def __repr__(self) -> str:
         names = [str(run.folder) for run in self.runs]
@@ -189,14 +186,10 @@ class CompareResult:
         lines = aligned(rows) if self.settings else ["no settings differ"]
         for run in self.runs:
             lines += ["", *evaluation_lines(str(run.folder), run.test)]
-            lines += [f"  {note}" for note in run.notes]
             subgroups = run.settings.get("subgroup", ())
-            lines += [
-                f"  {line}"
-                for line in breakdown_lines(run.breakdown, run.test.finest.task, subgroups)
-            ]
-        compared = zip(self.runs[1:], self.differences, self.notes, self.splits, strict=True)
-        for run, levels, notes, splits in compared:
+            breakdown = breakdown_lines(run.breakdown, run.test.finest.task, subgroups)
+            lines += [f"  {line}" for line in (*run.notes, *breakdown)]
+        for run, levels, notes, splits in self._compared():
             lines += ["", f"{run.folder} minus {names[0]}:"]
             lines += [] if splits is None else [f"  {splits}"]
             if levels:
@@ -205,32 +198,19 @@ class CompareResult:
         return "\n".join(lines)
 
 
-def _as_json(metrics: Mapping[str, Difference]) -> dict[str, Any]:
-    return {
-        n: {"difference": difference.value, "interval": difference.interval}
-        for n, difference in metrics.items()
-    }
-
-
 def _difference_rows(
     levels: Mapping[str, Mapping[str, Difference]], task_name: TaskName
 ) -> list[list[str]]:
     """Return a row per level, without patients if each patient has one slide."""
     task = TASKS[task_name]
-    titles = {name: {**task.main, **task.plain}[name] for name in task.compared}
-    rows = [["", *titles.values()]]
+    titles = {**task.main, **task.plain}
+    rows = [["", *(titles[name] for name in task.compared)]]
     for name, metrics in levels.items():
         level, _, how = name.partition("_")
         if level != "patient" or metrics != levels.get(f"slide_{how}"):
-            rows.append(
-                [
-                    f"  {level} {how}".rstrip(),
-                    *(
-                        with_ends(metrics[metric].value, metrics[metric].interval, signed=True)
-                        for metric in titles
-                    ),
-                ]
-            )
+            compared = (metrics[metric] for metric in task.compared)
+            cells = [with_ends(each.value, each.interval, signed=True) for each in compared]
+            rows.append([f"  {level} {how}".rstrip(), *cells])
     return rows
 
 
@@ -295,10 +275,9 @@ def _load(folder: Path) -> _RunToCompare:
         raise UsageError(f"{folder} has no test patches", todo="compare runs that have a test set")
     settings = read_config(folder / run_folder.CONFIG)
     run = ComparedRun(folder, settings, result.metrics["test"], breakdown=result.breakdown)
-    splits = [load_splits(folder / SPLITS)]
     return _RunToCompare(
-        run, read_parts([result]), make_config(settings).evaluation_settings, splits
-    )
+        run, read_parts([result]), make_config(settings).evaluation_settings, [load_splits(folder / SPLITS)]
+    )  # fmt: skip
 
 
 def _load_folds(folder: Path) -> _RunToCompare:
@@ -307,20 +286,15 @@ def _load_folds(folder: Path) -> _RunToCompare:
     done = [read_result(path) for path in fold_folders if is_finished(path)]
     if not done:
         raise UsageError(f"{folder} has no finished fold")
-    training = {name: value for name, value in settings.items() if name in _TRAIN_NAMES}
-    evaluation_settings = make_config(training).evaluation_settings
-    parts = read_parts(done)
+    config = make_config(select_settings(settings, *CONFIGS))
     missing = len(fold_folders) - len(done)
     notes = (f"{missing} of {len(fold_folders)} folds are not finished",) if missing else ()
-    evaluation = evaluate(parts, evaluation_settings, leaked_from(done))
-    slides = tested_slides(done)
-    breakdown = break_down(
-        parts, evaluation, slides, settings.get("subgroup", ()), evaluation_settings
-    )
+    parts, evaluation, breakdown, _ = evaluate_folds(config, done)
     run = ComparedRun(folder, settings, evaluation, notes, breakdown)
-    names = (f"{path.name}.json" for path in fold_folders)
-    splits = [load_splits(folder / run_folder.FOLD_SPLITS / name) for name in names]
-    return _RunToCompare(run, parts, evaluation_settings, splits)
+    return _RunToCompare(
+        run, parts, config.evaluation_settings,
+        [load_splits(folder / run_folder.FOLD_SPLITS / f"{path.name}.json") for path in fold_folders],
+    )  # fmt: skip
 
 
 def _different_splits(first: _RunToCompare, other: _RunToCompare) -> str | None:
@@ -351,34 +325,35 @@ def _compare_two(
     difference = _different_targets(first, other)
     if difference is not None:
         return {}, (difference,)
-    parts = with_common_patients([scores for scores, _ in [*first.parts, *other.parts]])
-    thresholds = [chosen for _, chosen in [*first.parts, *other.parts]]
-    paired = list(zip(parts, thresholds, strict=True))
+    both = [*first.parts, *other.parts]
+    parts = with_common_patients([scores for scores, _ in both])
+    paired = [(scores, chosen) for scores, (_, chosen) in zip(parts, both, strict=True)]
     first_parts, other_parts = paired[: len(first.parts)], paired[len(first.parts) :]
     draws = bootstrap_draws(len(parts[0].patients), resamples, seed)
     same_stores = sorted(first.splits[0].uuids) == sorted(other.splits[0].uuids)
     differences: dict[str, dict[str, Difference]] = {}
     notes: dict[EvaluationLevel, str] = {}
     units = {first_parts[0][0].level, other_parts[0][0].level}
-    task = first_parts[0][0].task
-    common_levels = [at for at in LEVELS if all(at in task.levels(unit) for unit in units)]
-    for level, how in common_levels:
-        items = tested_items(
+    levels_of = first_parts[0][0].task.levels
+    for level, how in [at for at in LEVELS if all(at in levels_of(unit) for unit in units)]:
+        keys, scores = tested_items(
             first_parts, level, how, first.evaluation_settings, by_patches=same_stores
         )
-        other_items = tested_items(
+        other_keys, other_scores = tested_items(
             other_parts, level, how, other.evaluation_settings, by_patches=same_stores
         )
+        distinct = set(keys)
         if level == "patch" and not same_stores:
             notes[level] = "patches of different stores"
-        elif items.keys != other_items.keys or items.repeats:
-            common = len(set(items.keys) & set(other_items.keys))
-            counts = f"{len(items.keys)} and {len(other_items.keys)}, {common} in common"
+        # Items share a key if, for example, parts of a slide are in different folds.
+        elif keys != other_keys or len(distinct) < len(keys):
+            common = len(distinct.intersection(other_keys))
+            counts = f"{len(keys)} and {len(other_keys)}, {common} in common"
             notes[level] = f"{level}: tested on different items ({counts})"
-        elif not np.array_equal(items.scores.target, other_items.scores.target, equal_nan=True):
+        elif not np.array_equal(scores.target, other_scores.target, equal_nan=True):
             notes[level] = f"{level}: different labels"
-        elif items.keys:
-            differences[name_of(level, how)] = differences_of(items, other_items, draws)
+        elif keys:
+            differences[name_of(level, how)] = differences_of(scores, other_scores, draws)
     return differences, tuple(notes.values())
 
 

@@ -6,7 +6,7 @@ import queue
 import shutil
 import statistics
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
+from concurrent.futures import ThreadPoolExecutor, as_completed, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -45,7 +45,7 @@ from histopipe.splits.slide_table import Flow, SlideEntry, flow_of, flow_to_json
 from histopipe.splits.splits import SPLITS, Splits, load_splits
 from histopipe.splits.splitting import make_folds
 from histopipe.studies.settings import FoldSettings
-from histopipe.studies.study import TrainingOutcome, share_devices, train_with_retries
+from histopipe.studies.study import share_devices, train_with_retries
 from histopipe.system.csv_files import write_dicts
 from histopipe.system.files import read_json, write_atomically, write_json
 from histopipe.system.output import Progress, default_progress
@@ -158,8 +158,7 @@ class CrossValidationResult:
                 f"{summary['host_mb']:.0f}", number(summary["gpu_mb"], 0),
             ])  # fmt: skip
         for title, values in (("mean", self.mean), ("sd", self.deviation)):
-            cells = [number(values.get(name)) for name in columns]
-            rows.append([title, "", *cells, "", "", ""])
+            rows.append([title, "", *(number(values.get(name)) for name in columns), "", "", ""])
         lines = aligned(rows)
         lines += [f"fold {fold.number}: {fold.reason}" for fold in self.failed]
         if self.pooled is not None:
@@ -170,40 +169,42 @@ class CrossValidationResult:
 
 def summarize(config: TrainConfig, folder: Path, folds: Sequence[Fold]) -> CrossValidationResult:
     """Summarize the folds, and write `summary.csv`, `summary.json` and their pooled predictions."""
-    columns: dict[str, list[float]] = {}
-    for fold in folds:
-        for name, value in fold.metrics.items():
-            columns.setdefault(name, []).append(value)
+    metrics = [fold.metrics for fold in folds]
+    columns = {
+        name: [values[name] for values in metrics if name in values]
+        for name in dict.fromkeys(name for values in metrics for name in values)
+    }
     mean = {name: statistics.fmean(values) for name, values in columns.items()}
     deviation = {
         name: statistics.stdev(values) for name, values in columns.items() if len(values) > 1
     }
-    parts = _pooled_parts(folder, folds)
-    done = [fold.result for fold in folds if fold.result is not None]
-    pooled = evaluate(parts, config.evaluation_settings, leaked_from(done)) if parts else None
-    slides = tested_slides(done)
-    breakdown = Breakdown()
-    if pooled is not None:
-        breakdown = break_down(parts, pooled, slides, config.subgroup, config.evaluation_settings)
-    result = CrossValidationResult(
-        folder, tuple(folds), mean, deviation, pooled, breakdown, flow_of(slides)
-    )
+    result = CrossValidationResult(folder, tuple(folds), mean, deviation, None, flow=flow_of([]))
     rows: list[dict[str, Any]] = [fold.summary() | fold.metrics for fold in folds]
     rows += [{"fold": "mean", **mean}, {"fold": "sd", **deviation}]
-    if pooled is not None:
+    done = {fold.number: fold.result for fold in folds if fold.result is not None}
+    if done:
+        parts, pooled, breakdown, slides = evaluate_folds(config, [*done.values()])
+        result = replace(result, pooled=pooled, breakdown=breakdown, flow=flow_of(slides))
         rows.append({"fold": "pooled", **_defined_metrics(pooled)})
+        write_predictions(
+            folder / PREDICTIONS,
+            [
+                ({"split": "test", "fold": number}, scores)
+                for number, (scores, _) in zip(done, parts, strict=True)
+            ],
+        )
     write_dicts(folder / "summary.csv", rows)
     write_json(folder / "summary.json", result.to_json())
     return result
 
 
 def _defined_metrics(evaluation: Evaluation) -> dict[str, float]:
-    named = {
+    return {
         f"{level}_{name}": value
         for level, metrics in evaluation.named()
         for name, value in metrics.values.items()
+        if value is not None
     }
-    return {name: value for name, value in named.items() if value is not None}
 
 
 def read_parts(results: Sequence[TrainResult]) -> list[ModelPredictions]:
@@ -212,8 +213,9 @@ def read_parts(results: Sequence[TrainResult]) -> list[ModelPredictions]:
     Raises:
         DamagedStore: the predictions cannot be read.
     """
-    read = [read_predictions(result.folder / PREDICTIONS)["test"] for result in results]
-    common = with_common_patients(read)
+    common = with_common_patients(
+        [read_predictions(result.folder / PREDICTIONS)["test"] for result in results]
+    )
     return [
         (scores, result.metrics["test"].thresholds)
         for scores, result in zip(common, results, strict=True)
@@ -222,8 +224,11 @@ def read_parts(results: Sequence[TrainResult]) -> list[ModelPredictions]:
 
 def leaked_from(results: Sequence[TrainResult]) -> set[str]:
     """Return the test patients of finished runs that were also used in the training."""
-    leaking = [result.folder / SPLITS for result in results if result.metrics["test"].in_training]
-    return set().union(*(leaked_patients(load_splits(path))["test"] for path in leaking))
+    return set().union(*(
+        leaked_patients(load_splits(result.folder / SPLITS))["test"]
+        for result in results
+        if result.metrics["test"].in_training
+    ))  # fmt: skip
 
 
 def tested_slides(folds: Sequence[TrainResult]) -> list[SlideEntry]:
@@ -236,18 +241,15 @@ def tested_slides(folds: Sequence[TrainResult]) -> list[SlideEntry]:
     return list(by_id.values())
 
 
-def _pooled_parts(folder: Path, folds: Sequence[Fold]) -> list[ModelPredictions]:
-    """Write the test predictions of all folds, and return them with the thresholds of each."""
-    done = {fold.number: fold.result for fold in folds if fold.result is not None}
-    if not done:
-        return []
-    parts = read_parts(list(done.values()))
-    tables = [
-        ({"split": "test", "fold": number}, scores)
-        for number, (scores, _) in zip(done, parts, strict=True)
-    ]
-    write_predictions(folder / PREDICTIONS, tables)
-    return parts
+def evaluate_folds(
+    config: TrainConfig, results: Sequence[TrainResult]
+) -> tuple[list[ModelPredictions], Evaluation, Breakdown, list[SlideEntry]]:
+    """Return the test predictions of finished folds, their evaluation and breakdown, and the tested slides."""
+    parts, slides = read_parts(results), tested_slides(results)
+    settings = config.evaluation_settings
+    evaluation = evaluate(parts, settings, leaked_from(results))
+    breakdown = break_down(parts, evaluation, slides, config.subgroup, settings)
+    return parts, evaluation, breakdown, slides
 
 
 def reevaluate(folder: Path, requested: TrainConfig) -> TrainResult:
@@ -256,26 +258,24 @@ def reevaluate(folder: Path, requested: TrainConfig) -> TrainResult:
     Raises:
         UsageError, DamagedStore: the files of the run cannot be read.
     """
-    result = read_result(folder)
-    scores = read_predictions(folder / PREDICTIONS)
+    result, scores = read_result(folder), read_predictions(folder / PREDICTIONS)
     recorded_config = load_config(folder / run_folder.CONFIG)
     if recorded_config.evaluation_settings == requested.evaluation_settings:
         return result
-    leaked = leaked_patients(load_splits(folder / SPLITS))
-    evaluations, slides = (
-        evaluate_subsets(scores, requested.evaluation_settings, leaked),
-        read_slides(folder),
+    leaked, settings = leaked_patients(load_splits(folder / SPLITS)), requested.evaluation_settings
+    evaluations = evaluate_subsets(scores, settings, leaked)
+    changed = replace(
+        result,
+        metrics=evaluations,
+        breakdown=break_down_subsets(
+            scores, evaluations, read_slides(folder), recorded_config.subgroup, settings
+        ),
     )
-    breakdown = break_down_subsets(
-        scores, evaluations, slides, recorded_config.subgroup, requested.evaluation_settings
-    )
-    changed = replace(result, metrics=evaluations, breakdown=breakdown)
     config = replace(
         recorded_config, positive=requested.positive, threshold=requested.threshold, top_k=requested.top_k,
         resamples=requested.resamples,
     )  # fmt: skip
-    recorded = read_json(folder / METRICS)
-    write_json(folder / METRICS, {**recorded, **changed.to_json()})
+    write_json(folder / METRICS, {**read_json(folder / METRICS), **changed.to_json()})
     # The configuration is written last: if this process dies before, the run is evaluated again.
     write_atomically(folder / run_folder.CONFIG, to_toml(config))
     return changed
@@ -360,15 +360,15 @@ def _run_folds(
     config: TrainConfig, settings: FoldSettings, folder: Path, *, resume: bool, progress: Progress
 ) -> CrossValidationResult:
     """Train every fold that is not finished, then summarize."""
-    run_folder.check(folder, resume=resume, ignored=_PLANNED)
-    devices = share_devices(config.devices, settings.parallel_folds)
-    existed = folder.exists()
+    devices, existed = share_devices(config.devices, settings.parallel_folds), folder.exists()
     made = () if resume else _make_folds(config, settings.folds, progress)
     settings = replace(settings, folds=len(made) or settings.folds)
     splits = {f"{_SPLITS}/fold-{number}.json": fold for number, fold in enumerate(made, 1)}
     with run_folder.opened(folder, splits, config, settings, resume=resume):
-        numbers = range(1, int(settings.folds) + 1)
-        folds = [_existing_fold(config, folder, number, progress) for number in numbers]
+        folds = [
+            _existing_fold(config, folder, number, progress)
+            for number in range(1, int(settings.folds) + 1)
+        ]
         try:
             _train(config, settings, folds, devices, progress)
         except (UsageError, NothingToDo):
@@ -406,8 +406,7 @@ def _remove_plan(folder: Path, *, keep: bool) -> None:
 
 def _existing_fold(config: TrainConfig, folder: Path, number: int, progress: Progress) -> Fold:
     """Return a fold as found in the folder. A finished fold is evaluated with the current settings."""
-    fold_folder = folder / f"fold-{number}"
-    result = None
+    fold_folder, result = folder / f"fold-{number}", None
     if is_finished(fold_folder):
         try:
             result = reevaluate(fold_folder, config)
@@ -439,15 +438,17 @@ def _train(
             return
         name = free.get()
         try:
-            outcome = _train_fold(replace(config, devices=name), settings, fold, stop, progress)
+            trained_fold = _train_fold(
+                replace(config, devices=name), settings, fold, stop, progress
+            )
         finally:
             free.put(name)
-        if outcome.result is None and stop.asked:
+        if trained_fold.result is None and stop.asked:
             return
-        error, begun = outcome.error, any(run_folder.has_begun(other.folder) for other in folds)
-        if isinstance(error, UsageError | NothingToDo) and not begun:
-            raise error
-        folds[fold.number - 1] = replace(fold, **outcome._asdict())
+        begun = any(run_folder.has_begun(other.folder) for other in folds)
+        if isinstance(trained_fold.error, UsageError | NothingToDo) and not begun:
+            raise trained_fold.error
+        folds[fold.number - 1] = trained_fold
 
     with ThreadPoolExecutor(settings.parallel_folds) as pool, sigterm_interrupts():
         trained = [pool.submit(train, fold) for fold in folds if fold.result is None]
@@ -455,7 +456,13 @@ def _train(
             for future in as_completed(trained):
                 future.result()
         except KeyboardInterrupt:
-            _end(stop, trained)
+            # Running folds save a checkpoint and end. A second Ctrl-C ends them immediately.
+            stop.asked += 1
+            try:
+                wait(trained)
+            except KeyboardInterrupt:
+                stop.asked += 1
+                wait(trained)
             finished = sum(fold.result is not None for fold in folds)
             raise Interrupted(
                 "interrupted", found=f"{finished} of {len(folds)} folds finished",
@@ -466,32 +473,24 @@ def _train(
             raise
 
 
-def _end(stop: StopRequest, trained: Sequence[Future[None]]) -> None:
-    """Wait until running folds have saved a checkpoint and ended. A second Ctrl-C ends them immediately."""
-    stop.asked += 1
-    try:
-        wait(trained)
-    except KeyboardInterrupt:
-        stop.asked += 1
-        wait(trained)
-
-
 def _train_fold(
     config: TrainConfig, settings: FoldSettings, fold: Fold, stop: StopRequest, progress: Progress
-) -> TrainingOutcome:
+) -> Fold:
     title, folder = f"fold {fold.number}/{settings.folds}", fold.folder
     verb = "resumes" if run_folder.has_begun(folder) else "starts"
     progress.message(f"{title}: {verb} in {folder}")
     splits = folder.parent / _SPLITS / f"{folder.name}.json"
     # On one terminal, the lines of parallel folds would be mixed.
     log = folder.parent / _LOGS / f"{folder.name}.log" if settings.parallel_folds > 1 else None
+    watch = Supervision(seconds=settings.fold_timeout, stop=stop, log=log, alone=True)
     outcome = train_with_retries(
-        replace(config, splits=str(splits)), folder,
-        Supervision(seconds=settings.fold_timeout, stop=stop, log=log, alone=True),
-        retries=settings.retries, progress=progress,
+        replace(config, splits=str(splits)), folder, watch, retries=settings.retries, progress=progress
     )  # fmt: skip
-    text = f"done in {outcome.seconds:.0f} s"
-    if outcome.error is not None:
-        text = f"{'' if stop.asked else 'failed: '}{outcome.error}"
-    progress.message(f"{title}: {text}")
-    return outcome
+    fold = replace(
+        fold, attempts=watch.attempts, seconds=watch.all_seconds, host_bytes=watch.host_bytes
+    )
+    if isinstance(outcome, TrainResult):
+        progress.message(f"{title}: done in {fold.seconds:.0f} s")
+        return replace(fold, result=outcome)
+    progress.message(f"{title}: {'' if stop.asked else 'failed: '}{outcome}")
+    return replace(fold, error=outcome)

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     import optuna
 
 _DECLARED = declared_settings(*CONFIGS)
-_KEYS = {"low", "high", "log", "step"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,41 +31,37 @@ class Range:
     def suggest(self, trial: optuna.Trial, name: str) -> float:
         """Suggest a number to a trial: an integer if both bounds are integers."""
         if isinstance(self.low, int) and isinstance(self.high, int):
-            step = 1 if self.step is None else int(self.step)
-            return trial.suggest_int(name, self.low, self.high, step=step, log=self.log)
+            return trial.suggest_int(
+                name, self.low, self.high, step=int(self.step or 1), log=self.log
+            )
         return trial.suggest_float(name, self.low, self.high, step=self.step, log=self.log)
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """One of several values. A list is a str with commas."""
-
-    values: tuple[Any, ...]
-
-    def suggest(self, trial: optuna.Trial, name: str) -> Any:
-        """Suggest one of the values to a trial."""
-        return trial.suggest_categorical(name, self.values)
-
-
-@dataclass(frozen=True, slots=True)
 class SearchSpace:
-    """Searched settings and fixed settings, by name."""
+    """Searched settings and fixed settings, by name. Choices are tuples; in one, a list is a str with commas."""
 
-    searched: Mapping[str, Range | Choice]
+    searched: Mapping[str, Range | tuple[Any, ...]]
     fixed: Mapping[str, Any] = field(default_factory=dict)
 
     def suggest(self, trial: optuna.Trial) -> dict[str, Any]:
         """Suggest settings to a trial."""
-        return settings_of(
-            {name: dimension.suggest(trial, name) for name, dimension in self.searched.items()}
-        )
+        return settings_of({
+            name: values.suggest(trial, name)
+            if isinstance(values, Range)
+            else trial.suggest_categorical(name, values)
+            for name, values in self.searched.items()
+        })  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dict. Equal spaces have equal dicts."""
-        searched = {
-            name: dataclasses.asdict(dimension) for name, dimension in self.searched.items()
-        }
-        return {"searched": searched, "fixed": dict(self.fixed)}
+        return {
+            "searched": {
+                name: dataclasses.asdict(values) if isinstance(values, Range) else {"values": values}
+                for name, values in self.searched.items()
+            },
+            "fixed": dict(self.fixed),
+        }  # fmt: skip
 
 
 def settings_of(params: Mapping[str, Any]) -> dict[str, Any]:
@@ -88,7 +83,7 @@ def read_space(path: Path) -> SearchSpace:
 
 def space_of(values: Mapping[str, Any], where: str = "the search space") -> SearchSpace:
     """Create a search space from a mapping, as `read_space` does."""
-    searched: dict[str, Range | Choice] = {}
+    searched: dict[str, Range | tuple[Any, ...]] = {}
     fixed: dict[str, Any] = {}
     for name, value in values.items():
         what = f"{where}: {name}"
@@ -97,7 +92,9 @@ def space_of(values: Mapping[str, Any], where: str = "the search space") -> Sear
         if isinstance(value, Mapping):
             searched[name] = _range(what, name, value)
         elif isinstance(value, list | tuple):
-            searched[name] = _choice(what, name, value)
+            if len(set(map(repr, value))) < max(2, len(value)):
+                raise UsageError(what, found=list(value), expected="two different values or more")
+            searched[name] = tuple(_checked(what, name, choice) for choice in value)
         else:
             fixed[name] = settings_of({name: _checked(what, name, value)})[name]
     refused = sorted(name for name in searched if not _DECLARED[name].search)
@@ -115,14 +112,12 @@ def space_of(values: Mapping[str, Any], where: str = "the search space") -> Sear
 
 
 def _range(what: str, name: str, value: Mapping[str, Any]) -> Range:
-    unknown = sorted(set(value) - _KEYS)
-    if unknown or not {"low", "high"} <= set(value):
+    if set(value) - {"low", "high", "log", "step"} or not {"low", "high"} <= set(value):
         raise UsageError(what, found=dict(value), expected="{ low = …, high = … }, log or step")
-    for key in ("low", "high", "step"):
-        if key in value and (_DECLARED[name].is_list or isinstance(value[key], str | bool)):
+    for key in [key for key in ("low", "high", "step") if key in value]:
+        if _DECLARED[name].is_list or isinstance(value[key], str | bool):
             raise UsageError(f"{what}.{key}", found=repr(value[key]), expected="a number")
-        if key in value:
-            _checked(f"{what}.{key}", name, value[key])
+        _checked(f"{what}.{key}", name, value[key])
     log, step = value.get("log", False), value.get("step")
     if not isinstance(log, bool) or (log and step is not None):
         raise UsageError(what, found=dict(value), expected="log = true, or a step, not both")
@@ -136,16 +131,9 @@ def _range(what: str, name: str, value: Mapping[str, Any]) -> Range:
     return Range(low, high, log, step)
 
 
-def _choice(what: str, name: str, values: list[Any] | tuple[Any, ...]) -> Choice:
-    if len(set(map(repr, values))) < max(2, len(values)):
-        raise UsageError(what, found=list(values), expected="two different values or more")
-    return Choice(tuple(_checked(what, name, value) for value in values))
-
-
 def _checked(what: str, name: str, value: Any) -> Any:
-    if _DECLARED[name].is_list:
-        if not isinstance(value, str):
-            raise UsageError(what, found=repr(value), expected="strings such as 'flips,crop'")
-    else:
+    if not _DECLARED[name].is_list:
         check_type(what, value, _DECLARED[name].type)
+    elif not isinstance(value, str):
+        raise UsageError(what, found=repr(value), expected="strings such as 'flips,crop'")
     return value

@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, cast
 
 from histopipe.errors import (
     DamagedStore,
@@ -61,14 +61,14 @@ def _are_same(recorded: str, requested: str) -> bool:
     """
     old_space, old_base, old_metric = json.loads(recorded)
     space, base, metric = json.loads(requested)
-    kinds = "mil" in base, old_base.get("mil") is not None
+    same_kind = ("mil" in base) == (old_base.get("mil") is not None)
     declared = declared_settings(*CONFIGS)
     added = {name: declared[name].default for name in base.keys() - old_base.keys()}
     added = json.loads(json.dumps(added, default=str))
     old_base = {name: value for name, value in old_base.items() if name in base} | added
     if isinstance(old_base.get("mil"), str):  # one folder, before there could be several
         old_base["mil"] = [old_base["mil"]]
-    return kinds[0] == kinds[1] and (old_space, old_base, old_metric) == (space, base, metric)
+    return same_kind and (old_space, old_base, old_metric) == (space, base, metric)
 
 
 class Study:
@@ -86,13 +86,19 @@ class Study:
         with writable(folder):
             (folder / TRIALS).mkdir(parents=True, exist_ok=True)
         self._check_locks()
+        pruners, home = self._optuna.pruners, folder / STUDY_ID
         with self.locked():
             self._storage = open_storage(settings.storage, folder)
             self._study = self._optuna.create_study(
                 storage=self._storage, load_if_exists=True, direction=settings.direction,
-                study_name=settings.name or folder.resolve().name, pruner=self._pruner(),
+                study_name=settings.name or folder.resolve().name,
+                pruner=pruners.NopPruner() if settings.pruner == "none"
+                else pruners.MedianPruner(n_startup_trials=5),
             )  # fmt: skip
-            self._home = self._folder_id()
+            if not home.exists():
+                home.write_text(uuid.uuid4().hex)
+            self._home = home.read_text()
+            """Id of the folder, which does not depend on the machine or path."""
 
     @property
     def recorded_base(self) -> dict[str, Any] | None:
@@ -121,8 +127,7 @@ class Study:
 
     def trials(self) -> list[optuna.trial.FrozenTrial]:
         """Return all trials by number."""
-        trials: list[optuna.trial.FrozenTrial] = self._study.get_trials(deepcopy=False)
-        return trials
+        return cast("list[optuna.trial.FrozenTrial]", self._study.get_trials(deepcopy=False))
 
     def folder_of(self, number: int) -> Path:
         """Return the folder of a trial's run."""
@@ -138,10 +143,10 @@ class Study:
 
     def wait(self) -> bool:
         """Wait a short time for the trials of other processes. Return False if none is running in this folder."""
-        running = [t for t in self.trials() if not t.state.is_finished() and self._is_here(t)]
+        running = any(not t.state.is_finished() and self._is_here(t) for t in self.trials())
         if running:
             time.sleep(_POLL_SECONDS)
-        return bool(running)
+        return running
 
     def tell(self, trial: optuna.trial.Trial, value: float | None, state: str) -> None:
         """Record the final state of a trial: "COMPLETE", "PRUNED" or "FAIL"."""
@@ -156,24 +161,21 @@ class Study:
     def _abandoned(self, held: ExitStack) -> optuna.trial.Trial | None:
         """Lock and return a running trial whose process has died."""
         for frozen in self.trials():
-            if frozen.state.name != "RUNNING" or not self._is_here(frozen):
-                continue
-            if self._lock_trial(frozen.number, held):
+            is_here = frozen.state.name == "RUNNING" and self._is_here(frozen)
+            if is_here and self._lock_trial(frozen.number, held):
                 study_id = self._storage.get_study_id_from_name(self._study.study_name)
                 trial_id = self._storage.get_trial_id_from_study_id_trial_number(
                     study_id, frozen.number
                 )
-                trial: optuna.trial.Trial = self._optuna.Trial(self._study, trial_id)
-                return trial
+                return cast("optuna.trial.Trial", self._optuna.Trial(self._study, trial_id))
         return None
 
     def _new(self, held: ExitStack) -> optuna.trial.Trial | None:
         """Create and lock a trial, unless the number of trials is reached."""
         trials = self.trials()
-        waiting = [trial for trial in trials if trial.state.name == "WAITING"]
-        if len(trials) >= self.settings.trials and not waiting:
-            return None
-        if not waiting:
+        if not any(trial.state.name == "WAITING" for trial in trials):
+            if len(trials) >= self.settings.trials:
+                return None
             # The trial is created with its folder, in case this process dies immediately afterwards.
             self._study.enqueue_trial({}, user_attrs={_HOME: self._home})
         self._study.sampler = self._sampler(len(trials))
@@ -203,18 +205,6 @@ class Study:
                     )
         finally:
             path.unlink(missing_ok=True)
-
-    def _folder_id(self) -> str:
-        """Return the id of the folder, which does not depend on the machine or path."""
-        path = self.folder / STUDY_ID
-        if not path.exists():
-            path.write_text(uuid.uuid4().hex)
-        return path.read_text()
-
-    def _pruner(self) -> Any:
-        if self.settings.pruner == "none":
-            return self._optuna.pruners.NopPruner()
-        return self._optuna.pruners.MedianPruner(n_startup_trials=5)
 
     def _sampler(self, number: int) -> Any:
         """Return the sampler of a trial. Each trial has another seed, so that processes do not draw equal settings."""
@@ -249,15 +239,21 @@ def open_storage(url: str | None, folder: Path) -> optuna.storages.BaseStorage:
     Raises:
         UsageError: the storage is SQLite on a network filesystem, or cannot be opened.
     """
-    storages = load_optuna().storages
-    is_url = url is not None and "://" in url
+    storages, is_url = load_optuna().storages, url is not None and "://" in url
     path = folder / JOURNAL if url is None or is_url else Path(url)
     if path.is_dir() or not path.parent.is_dir():
         raise UsageError(
             f"--storage {url}", found="a folder, or a file in a missing folder", expected="a file"
         )
     if url is not None and url.startswith("sqlite"):
-        _refuse_network(Path(url.partition(":///")[2].partition("?")[0]))
+        database = Path(url.partition(":///")[2].partition("?")[0])
+        kind = network_filesystem(database.parent)
+        if kind is not None:
+            raise UsageError(
+                "--storage: SQLite cannot be shared over a network",
+                found=f"{database} on {kind}, where its locks fail and the file becomes damaged",
+                expected="the default journal file, or a database server",
+            )
     try:
         storage: optuna.storages.BaseStorage
         if url is not None and url.startswith("redis"):
@@ -267,8 +263,9 @@ def open_storage(url: str | None, folder: Path) -> optuna.storages.BaseStorage:
         else:
             lock = _JournalLock(path.with_name(f"{path.name}.flock"))
             _remove_partial_line(path, lock)
-            journal = storages.journal.JournalFileBackend(str(path), lock_obj=lock)
-            storage = storages.JournalStorage(journal)
+            storage = storages.JournalStorage(
+                storages.journal.JournalFileBackend(str(path), lock_obj=lock)
+            )
     except Exception as error:
         raise UsageError(
             "--storage cannot be opened", found=str(error).split("\n")[0],
@@ -297,16 +294,6 @@ class _JournalLock:
         self._held.close()
 
 
-def _refuse_network(path: Path) -> None:
-    kind = network_filesystem(path.parent)
-    if kind is not None:
-        raise UsageError(
-            "--storage: SQLite cannot be shared over a network",
-            found=f"{path} on {kind}, where its locks fail and the file becomes damaged",
-            expected="the default journal file, or a database server",
-        )
-
-
 def _remove_partial_line(path: Path, lock: _JournalLock) -> None:
     """Remove an incomplete last line, for example after a full disk. Optuna would append to it."""
     if not path.exists() or path.read_bytes()[-1:] in (b"", b"\n"):
@@ -318,44 +305,31 @@ def _remove_partial_line(path: Path, lock: _JournalLock) -> None:
         lock.release()
 
 
-_COUNT_GPUS = "import tensorflow as tf; print(len(tf.config.list_physical_devices('GPU')))"
-
-
-class TrainingOutcome(NamedTuple):
-    """Result or error of a training, with the duration of all attempts and the peak memory of their processes."""
-
-    result: TrainResult | None
-    error: HistopipeError | None
-    attempts: int = 0
-    seconds: float = 0.0
-    host_bytes: int = 0
-
-
 def train_with_retries(
     config: TrainConfig, folder: Path, watch: Supervision, *, retries: int, progress: Progress
-) -> TrainingOutcome:
+) -> TrainResult | HistopipeError:
     """Train, and retry after failures that may be temporary. Each attempt resumes from the last checkpoint.
 
-    An exception raised by `watch.epoch` ends the training and propagates.
+    Return the result, or the error of the last attempt. An exception raised by `watch.epoch` ends the training and
+    propagates.
     """
     start = time.monotonic()
-    for number in range(1, retries + 2):
-        result, failed = None, None
+    while True:
+        watch.attempts += 1
         run_folder.clear_leftovers(folder)
         try:
-            result = supervise(config, folder, resume=run_folder.has_begun(folder), watch=watch)
+            return supervise(config, folder, resume=run_folder.has_begun(folder), watch=watch)
         except HistopipeError as error:
-            failed = error
-        if failed is None or number > retries or not _is_temporary(failed):
-            break
-        progress.message(f"{folder}: {failed}; retry {number} of {retries}")
-    return TrainingOutcome(result, failed, number, time.monotonic() - start, watch.host_bytes)
+            if watch.attempts > retries or not _is_temporary(error):
+                return error
+            progress.message(f"{folder}: {error}; retry {watch.attempts} of {retries}")
+        finally:
+            watch.all_seconds = time.monotonic() - start
 
 
 def _is_temporary(error: HistopipeError) -> bool:
-    if isinstance(error, UsageError | NothingToDo | DamagedStore | Interrupted):
-        return False
-    return not isinstance(error, MachineShort) or isinstance(error, OutOfMemory | OutOfTime)
+    lasting = UsageError | NothingToDo | DamagedStore | Interrupted | MachineShort
+    return not isinstance(error, lasting) or isinstance(error, OutOfMemory | OutOfTime)
 
 
 def share_devices(devices: str, trainings: int) -> list[str]:
@@ -364,13 +338,12 @@ def share_devices(devices: str, trainings: int) -> list[str]:
     Raises:
         UsageError: there are fewer GPUs than trainings.
     """
-    if trainings == 1 or devices.startswith("cpu"):
-        return [devices] * trainings
+    gpus: list[str] = []
     if devices.startswith("gpu:"):
         gpus = devices.removeprefix("gpu:").split(",")
-    else:
+    elif trainings > 1 and not devices.startswith("cpu"):
         gpus = [str(number) for number in range(count_gpus())]
-    if not gpus:
+    if trainings == 1 or not gpus:
         return [devices] * trainings
     if len(gpus) < trainings:
         raise UsageError(
@@ -382,6 +355,10 @@ def share_devices(devices: str, trainings: int) -> list[str]:
 def count_gpus() -> int:
     """Count the GPUs that TensorFlow finds, in another process, because TensorFlow would occupy them in this one."""
     done = subprocess.run(
-        [sys.executable, "-c", _COUNT_GPUS], capture_output=True, text=True, check=False
-    )
+        [
+            sys.executable, "-c",
+            "import tensorflow as tf; print(len(tf.config.list_physical_devices('GPU')))",
+        ],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
     return int(done.stdout) if done.returncode == 0 else 0

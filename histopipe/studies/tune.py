@@ -18,16 +18,15 @@ from histopipe.runs.result import TrainResult, is_finished, read_result
 from histopipe.runs.supervision import Supervision
 from histopipe.runs.task_config import changed_config, make_config, with_stores
 from histopipe.runs.training_data import new_splits, opened_sources, read_labelling
-from histopipe.splits.splits import DROPPED, SPLITS, Splits, write_splits
+from histopipe.splits.splits import DROPPED, SPLITS, write_splits
 from histopipe.splits.subsets import SUBSETS
 from histopipe.studies.search_space import SearchSpace, read_space, settings_of, space_of
 from histopipe.studies.settings import Pruner, Sampler, SearchMetric, StudySettings
-from histopipe.studies.study import TRIALS, Study, TrainingOutcome, load_optuna, train_with_retries
+from histopipe.studies.study import TRIALS, Study, load_optuna, train_with_retries
 from histopipe.system.csv_files import read_dicts, write_dicts
 from histopipe.system.files import write_atomically
 from histopipe.system.output import Progress, default_progress
 from histopipe.system.settings import to_toml
-from histopipe.tasks.predictions import Metrics
 from histopipe.tasks.registry import TASKS
 
 if TYPE_CHECKING:
@@ -121,38 +120,32 @@ class TuneResult:
 
 def summarize(study: Study, base: TrainConfig) -> TuneResult:
     """Summarize the trials so far. Write `trials.csv`, and `best.toml` for `histopipe train --config`."""
-    result = _result(study, base)
-    with study.locked():
-        write_dicts(study.folder / TRIALS_CSV, [trial.to_json() for trial in result.trials])
-        if result.config is not None:
-            write_atomically(study.folder / _BEST, to_toml(result.config))
-    return result
-
-
-def _result(study: Study, base: TrainConfig) -> TuneResult:
-    folder = study.folder
     trials = tuple(_trial(trial, study.folder_of(trial.number)) for trial in study.trials())
     done = [(trial.value, trial) for trial in trials if trial.value is not None]
-    if not done:
-        return TuneResult(folder, trials, None, None)
     sign = -1 if study.settings.direction == "minimize" else 1
     # If trials are equal, the first one is the best.
-    _, best = max(done, key=lambda pair: (sign * pair[0], -pair[1].number))
-    config = _with_absolute_paths(changed_config(base, **best.settings), folder)
-    return TuneResult(folder, trials, best, config)
+    _, best = max(done, key=lambda pair: sign * pair[0], default=(0.0, None))
+    config = None if best is None else _with_absolute_paths(
+        changed_config(base, **best.settings), study.folder
+    )  # fmt: skip
+    result = TuneResult(study.folder, trials, best, config)
+    with study.locked():
+        write_dicts(study.folder / TRIALS_CSV, [trial.to_json() for trial in result.trials])
+        if config is not None:
+            write_atomically(study.folder / _BEST, to_toml(config))
+    return result
 
 
 def _with_absolute_paths(config: TrainConfig, folder: Path) -> TrainConfig:
     """Return settings with absolute paths and the splits of the search, so that `best.toml` works in any folder."""
-    paths: dict[str, Any] = {"splits": str((folder / SPLITS).resolve())}
-    values = config.values()
-    for name in ("labels", "weights"):
+    values = config.values() | {"splits": str(folder / SPLITS)}
+    for name in ("splits", "labels", "weights"):
         value = values.get(name)
         if value is not None and (name != "weights" or Path(value).is_file()):
-            paths[name] = str(Path(value).resolve())
+            values[name] = str(Path(value).resolve())
     for name in {"stores", "mil"} & values.keys():
-        paths[name] = tuple(str(Path(path).resolve()) for path in values[name])
-    return changed_config(config, **paths)
+        values[name] = tuple(str(Path(path).resolve()) for path in values[name])
+    return make_config(values)
 
 
 def _trial(trial: optuna.trial.FrozenTrial, folder: Path) -> Trial:
@@ -174,9 +167,8 @@ def _as_text(value: Any) -> Any:
 
 
 def _short(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.3g}"
-    return "-" if value is None else str(_as_text(value))
+    text = "-" if value is None else str(_as_text(value))
+    return f"{value:.3g}" if isinstance(value, float) else text
 
 
 _LOCAL = ("devices", "communication", "worker_timeout", "save_minutes", "log_device_placement")
@@ -240,11 +232,10 @@ def tune(
     base = make_config(settings)  # checks the settings before the folder is made
     if metric == "accuracy" and not TASKS[base.task].of_classes:
         raise UsageError("--metric", found=metric, expected=f"auc or loss for --task {base.task}")
-    study_settings = StudySettings(
+    study = Study(Path(out), StudySettings(
         trials=trials, metric=metric, sampler=sampler, pruner=pruner, seed=base.seed,
         storage=storage, name=name, trial_timeout=trial_timeout, retries=retries,
-    )  # fmt: skip
-    study = Study(Path(out), study_settings)
+    ))  # fmt: skip
     base = make_config(with_recipe(settings, study.recorded_base))
     study.agree(search_space, {k: v for k, v in base.values().items() if k not in _LOCAL})
     with study.locked():
@@ -264,13 +255,12 @@ class _Search:
 
     def run(self) -> TuneResult:
         """Train trials until all have ended, including those of other processes."""
-        while True:
+        running = True
+        while running:
             with self._study.claimed() as trial:
                 if trial is not None:
                     self._run_trial(trial)
-                    continue
-            if not self._study.wait():
-                break
+            running = trial is not None or self._study.wait()
         return summarize(self._study, self._base)
 
     def _run_trial(self, trial: optuna.trial.Trial) -> None:
@@ -279,47 +269,49 @@ class _Search:
         folder = self._study.folder_of(trial.number)
         verb, show = "resumes" if run_folder.has_begun(folder) else "starts", self._progress.message
         show(f"trial {trial.number} of {self._study.settings.trials} {verb}: {tried}")
+        watch = Supervision(seconds=self._study.settings.trial_timeout, alone=True)
         try:
-            outcome = self._train(trial, params, folder)
+            outcome = self._train(trial, params, folder, watch)
         except load_optuna().TrialPruned:
             self._study.tell(trial, None, "PRUNED")
             show(f"trial {trial.number}: pruned")
             self._finish(folder)
             return
-        if isinstance(outcome.error, Interrupted):
+        if isinstance(outcome, Interrupted):
             summarize(self._study, self._base)
             raise Interrupted(
                 "interrupted", found=f"trial {trial.number} is running",
                 todo="run the same command again to continue it",
-            ) from outcome.error  # fmt: skip
-        value, reason = None, str(outcome.error)
-        if outcome.result is not None:
-            metrics = outcome.result.metrics["validation"].finest
-            value = self._value(outcome.result, metrics)
+            ) from outcome  # fmt: skip
+        value, reason = None, str(outcome)
+        if isinstance(outcome, TrainResult):
+            value = self._value(outcome)
             reason = (
                 "the metric is undefined: the validation samples have only one class, or no event"
             )
-        trial.set_user_attr("seconds", outcome.seconds)
+        trial.set_user_attr("seconds", watch.all_seconds)
         if value is None:
             trial.set_user_attr("reason", reason)
             self._study.tell(trial, None, "FAIL")
             show(f"trial {trial.number}: failed: {reason}")
-            self._check_settings(outcome.error, folder)
+            self._check_settings(outcome, folder)
         else:
             self._study.tell(trial, value, "COMPLETE")
             show(f"trial {trial.number}: validation {self._metric} {value:.4f}")
         self._finish(folder)
 
-    def _value(self, result: TrainResult, metrics: Metrics) -> float | None:
+    def _value(self, result: TrainResult) -> float | None:
         """Return the metric of a trial on validation."""
-        if self._metric == "loss":
-            if "log_loss" in metrics.values:
-                return metrics.values["log_loss"]
-            history = read_dicts(result.folder / run_folder.HISTORY)
-            rows = {int(row["epoch"]): float(row["val_loss"]) for row in history}
-            # Epoch 0, the covariates alone, has no row, and a loss that is lower than in all rows.
-            return rows.get(result.best_epoch, min(rows.values()))
-        return metrics.values[self._metric]
+        values = result.metrics["validation"].finest.values
+        name = "log_loss" if self._metric == "loss" else self._metric
+        if name != "log_loss" or name in values:
+            return values[name]
+        rows = {
+            int(row["epoch"]): float(row["val_loss"])
+            for row in read_dicts(result.folder / run_folder.HISTORY)
+        }
+        # Epoch 0, the covariates alone, has no row, and a loss that is lower than in all rows.
+        return rows.get(result.best_epoch, min(rows.values()))
 
     @property
     def _metric(self) -> str:
@@ -334,16 +326,19 @@ class _Search:
         summarize(self._study, self._base)
 
     def _train(
-        self, trial: optuna.trial.Trial, params: Mapping[str, Any], folder: Path
-    ) -> TrainingOutcome:
+        self,
+        trial: optuna.trial.Trial,
+        params: Mapping[str, Any],
+        folder: Path,
+        watch: Supervision,
+    ) -> TrainResult | HistopipeError:
         if is_finished(folder):  # its process died before it recorded the result
-            return TrainingOutcome(read_result(folder), None)
-        settings = self._study.settings
+            return read_result(folder)
         splits = str(self._study.folder / TRIALS / SPLITS)
         try:
             config = changed_config(self._base, splits=splits, **params)
         except UsageError as error:
-            return TrainingOutcome(None, error)
+            return error
         reported = set(self._study.trials()[trial.number].intermediate_values)
 
         def report(row: dict[str, Any]) -> None:
@@ -353,17 +348,16 @@ class _Search:
                 if trial.should_prune():
                     raise load_optuna().TrialPruned
 
-        watch = Supervision(seconds=settings.trial_timeout, epoch=report, alone=True)
-        return train_with_retries(
-            config, folder, watch, retries=settings.retries, progress=self._progress
-        )
+        watch.epoch = report
+        retries = self._study.settings.retries
+        return train_with_retries(config, folder, watch, retries=retries, progress=self._progress)
 
-    def _check_settings(self, error: HistopipeError | None, folder: Path) -> None:
+    def _check_settings(self, error: TrainResult | HistopipeError, folder: Path) -> None:
         """End the search if the first trials all fail because of their settings, before training."""
         if isinstance(error, UsageError | NothingToDo) and not run_folder.has_begun(folder):
             self._wrong_settings.append(error)
-        ended = [t for t in self._study.trials() if t.state.name in ("COMPLETE", "PRUNED")]
-        if not ended and len(self._wrong_settings) >= _MAX_WRONG_SETTINGS:
+        worked = any(t.state.name in ("COMPLETE", "PRUNED") for t in self._study.trials())
+        if not worked and len(self._wrong_settings) >= _MAX_WRONG_SETTINGS:
             raise self._wrong_settings[0]
 
 
@@ -373,18 +367,12 @@ def _write_splits(base: TrainConfig, folder: Path) -> None:
     if whole.exists() and without_test.exists():
         return
     with opened_sources(base, base.splits) as sources:
-        labelling = read_labelling(base, sources, required=base.splits is None)
-        splits = new_splits(base, sources, labelling)
-    write_splits(_without_test(splits), without_test)
-    write_splits(splits, whole)
-
-
-def _without_test(splits: Splits) -> Splits:
-    test = SUBSETS.index("test")
-    slides = [
-        replace(
-            slide, subsets=np.where(slide.subsets == test, DROPPED, slide.subsets).astype(np.int8)
+        splits = new_splits(
+            base, sources, read_labelling(base, sources, required=base.splits is None)
         )
-        for slide in splits.slides
-    ]
-    return replace(splits, slides=tuple(slides))
+    slides, test = [], SUBSETS.index("test")
+    for slide in splits.slides:
+        subsets = np.where(slide.subsets == test, DROPPED, slide.subsets).astype(np.int8)
+        slides.append(replace(slide, subsets=subsets))
+    write_splits(replace(splits, slides=tuple(slides)), without_test)
+    write_splits(splits, whole)

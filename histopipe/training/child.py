@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 import traceback
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
@@ -17,10 +18,10 @@ from histopipe.system.tensorflow import load_quietly
 def main(fd: int) -> NoReturn:
     """Receive a training through the pipe `fd`, run it, and send its messages and its result."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the client handles Ctrl-C
-    pipe = Connection(fd)
+    pipe, lock = Connection(fd), threading.Lock()
 
     def report(name: str, value: Any) -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError), lock:
             pipe.send((name, value))
 
     report("pid", os.getpid())

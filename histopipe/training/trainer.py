@@ -20,7 +20,7 @@ from histopipe.evaluation.breakdown import break_down_subsets
 from histopipe.evaluation.evaluate import calibrated, evaluate_subsets
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
-from histopipe.runs.fork_server import Report, ReportedProgress, one_at_a_time
+from histopipe.runs.fork_server import Report, ReportedProgress
 from histopipe.runs.result import TrainResult, epoch_line
 from histopipe.runs.train import advise
 from histopipe.runs.training_data import opened_sources, splits_and_slides
@@ -361,7 +361,6 @@ def train_here(
         run_folder.check(folder, resume=resume, ignored=() if cluster.alone else (HEARTBEATS,))
     with ExitStack() as stack:
         if report is not None:
-            report = one_at_a_time(report)
             stack.enter_context(use_progress(ReportedProgress(report)))
         sources = stack.enter_context(
             opened_sources(config, folder / SPLITS if resume else config.splits)
