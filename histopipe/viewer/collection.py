@@ -52,6 +52,11 @@ class Entry:
         return self.record is not None and self.record.state is SlideState.COMPLETE
 
     @property
+    def store_path(self) -> str:
+        """Path of its store; empty without one."""
+        return "" if self.store is None else str(self.store.path.resolve())
+
+    @property
     def state(self) -> str:
         """State in the store; "not ingested" without a record."""
         return str(self.record.state) if self.record else "not ingested"
@@ -169,21 +174,17 @@ def _open_predictions(path: Path, name: str) -> PredictionSource:
 
 def _names(folders: Iterable[Path]) -> dict[Path, str]:
     """Return a short name of each folder: its own, with as many parent folders as make it unique."""
-    listed = [path.resolve() for path in folders]
+    parts = {path: path.resolve().parts for path in folders}
     names = {}
-    for path, real in zip(folders, listed, strict=True):
-        forms = (folder.parts for folder in listed if folder != real)
-        other_parts = list(forms)
-        parts = real.parts
-        count = next(
-            (
-                n
-                for n in range(1, len(parts))
-                if all(form[-n:] != parts[-n:] for form in other_parts)
-            ),
-            len(parts),
-        )
-        names[path] = "/".join(parts[-count:])
+    for path, path_parts in parts.items():
+        name, count = path_parts[-1:], 1
+        while (
+            count < len(path_parts)
+            and sum(form[-count:] == name for form in set(parts.values())) > 1
+        ):
+            count += 1
+            name = path_parts[-count:]
+        names[path] = "/".join(name)
     return names
 
 
@@ -242,19 +243,17 @@ def _recorded_file(record: SlideRecord, untrusted: bool) -> Path | None:
     return next((path for path in paths if path.is_file()), None)
 
 
-def facts_of(entry: Entry) -> dict[str, Any]:
+def list_row(entry: Entry) -> dict[str, Any]:
     """Return the row of a slide in the list."""
-    record = entry.record
-    predicted = entry.predicted
+    record, predicted = entry.record, entry.predicted
     return {
         "name": entry.name,
         "id": entry.id,
         "state": entry.state,
-        "error": record.error if record else None,
-        "patient": (record.patient if record else None)
-        or (predicted.patient if predicted else None),
-        "label": (record.label if record else None) or (predicted.label if predicted else None),
-        "site": record.site if record else None,
-        "patches": record.stored if record else (predicted.patches if predicted else 0),
+        "error": getattr(record, "error", None),
+        "patient": getattr(record, "patient", None) or getattr(predicted, "patient", None),
+        "label": getattr(record, "label", None) or getattr(predicted, "label", None),
+        "site": getattr(record, "site", None),
+        "patches": record.stored if record else getattr(predicted, "patches", 0),
         "file": entry.file is not None,
     }
