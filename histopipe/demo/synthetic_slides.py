@@ -310,17 +310,21 @@ def make_slide(path: Path, kind: str, number: int, settings: SlideSettings) -> N
     `kind` is the class of its tissue. Each `number` yields a different slide.
     """
     rng, tile = np.random.default_rng((settings.seed, number)), settings.tile
-    texture = settings.texture
-    if texture is None:
-        texture = synthetic_texture(rng, kind, settings.mpp)
+    texture = (
+        settings.texture
+        if settings.texture is not None
+        else synthetic_texture(rng, kind, settings.mpp)
+    )
     outlines = random_outlines(rng, settings.size, settings.pieces)
     glass = np.clip(rng.normal(GLASS, 1.2, (tile, tile, 3)), 0, 255).astype(np.uint8)
     areas = [TexturedArea(kind, outlines, endless(texture, tile, settings.size))]
     if settings.nodules:
         within = [n for piece in outlines for n in random_nodules(rng, piece, settings.nodules)]
-        tumour = settings.tumour
-        if tumour is None:
-            tumour = synthetic_texture(rng, "tumour", settings.mpp)
+        tumour = (
+            settings.tumour
+            if settings.tumour is not None
+            else synthetic_texture(rng, "tumour", settings.mpp)
+        )
         areas.append(TexturedArea("tumour", within, endless(tumour, tile, settings.size)))
     write_slide(path, partial(paint_row, areas, glass, settings.size.width), settings)
     _write_outlines(path.with_suffix(".geojson"), areas)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -108,58 +109,45 @@ def open_collection(
         NothingToDo: there is no slide, or the stores of a run cannot be found.
         DamagedStore: a store or predictions cannot be read.
     """
-    collection = Collection()
-    try:
-        _open(collection, paths, stores, features, untrusted=untrusted)
-    except BaseException:
-        collection.close()
-        raise
+    with ExitStack() as stack:
+        collection = stack.enter_context(Collection())
+        runs: list[Path] = []
+        store_paths: list[Path] = []
+        slides: list[Path] = []
+        for path in paths:
+            if run_folder.is_cross_validation(path):
+                runs += [fold for fold in sorted(path.glob("fold-*")) if run_folder.has_begun(fold)]
+            elif run_folder.has_begun(path) or (path / SETTINGS).is_file():
+                runs.append(path)
+            elif (path / "data.mdb").exists() or read_catalog(path) is not None:
+                store_paths.append(path)
+            elif (path / ENCODER).is_file():
+                raise UsageError(
+                    f"{path} has features, which are no pictures",
+                    todo=f"pass the store, with --features {path}",
+                )
+            else:
+                slides.append(path)
+        names = _names(runs)
+        for path in runs:
+            collection.predictions.append(_open_predictions(path, names[path]))
+        for path in (*store_paths, *stores):
+            _open_store(collection, path)
+        if not untrusted:
+            _open_stores_of_runs(collection, explicit=bool(store_paths or stores))
+        files = {slide.id: slide.path for slide in discover(slides)} if slides else {}
+        collection.entries = _entries(collection, files, untrusted=untrusted)
+        if features is not None:
+            collection.features = feature_files(features)
+            if not collection.features:
+                raise UsageError(
+                    f"{features} has no features", expected="a folder of `histopipe embed`"
+                )
+        if not collection.entries:
+            inputs = ", ".join(map(str, paths))
+            raise NothingToDo(f"no slide in {inputs}", todo="pass the store of the patches, too")
+        stack.pop_all()
     return collection
-
-
-def _open(
-    collection: Collection,
-    paths: Sequence[Path],
-    more_stores: Sequence[Path],
-    features: Path | None,
-    *,
-    untrusted: bool,
-) -> None:
-    runs: list[Path] = []
-    store_paths: list[Path] = []
-    slides: list[Path] = []
-    for path in paths:
-        if run_folder.is_cross_validation(path):
-            runs += [fold for fold in sorted(path.glob("fold-*")) if run_folder.has_begun(fold)]
-        elif run_folder.has_begun(path) or (path / SETTINGS).is_file():
-            runs.append(path)
-        elif (path / "data.mdb").exists() or read_catalog(path) is not None:
-            store_paths.append(path)
-        elif (path / ENCODER).is_file():
-            raise UsageError(
-                f"{path} has features, which are no pictures",
-                todo=f"pass the store, with --features {path}",
-            )
-        else:
-            slides.append(path)
-    names = _names(runs)
-    for path in runs:
-        collection.predictions.append(_open_predictions(path, names[path]))
-    for path in (*store_paths, *more_stores):
-        _open_store(collection, path)
-    if not untrusted:
-        _open_stores_of_runs(collection, explicit=bool(store_paths or more_stores))
-    files = {slide.id: slide.path for slide in discover(slides)} if slides else {}
-    collection.entries = _entries(collection, files, untrusted=untrusted)
-    if features is not None:
-        collection.features = feature_files(features)
-        if not collection.features:
-            raise UsageError(
-                f"{features} has no features", expected="a folder of `histopipe embed`"
-            )
-    if not collection.entries:
-        inputs = ", ".join(map(str, paths))
-        raise NothingToDo(f"no slide in {inputs}", todo="pass the store of the patches, too")
 
 
 def _open_predictions(path: Path, name: str) -> PredictionSource:

@@ -19,6 +19,7 @@ from starlette.routing import Route
 
 from histopipe.errors import HistopipeError, UsageError
 from histopipe.predictions.sources import FolderSource
+from histopipe.system.csv_files import cell_number
 from histopipe.system.worker_pool import WorkerDied
 from histopipe.viewer import pictures
 from histopipe.viewer.collection import Collection, Entry
@@ -238,10 +239,7 @@ def _size(request: Request, entry: Entry) -> float:
     text = request.query_params.get("size")
     if text is None:
         return _recorded_size(entry)
-    try:
-        size = float(text)
-    except ValueError:
-        size = 0.0
+    size = cell_number(text)
     if not 1 <= size <= _MOST_SIDE:
         raise UsageError(
             "size", found=repr(text)[:50], expected=f"1 to {_MOST_SIDE} level-0 pixels"
