@@ -349,11 +349,12 @@ def _describe_patch_selection(run: RunData) -> str | None:
         (config.exclude_pen < 1, f"at most {percent(config.exclude_pen)} pen marks"),
         (config.exclude_dark < 1, f"at most {percent(config.exclude_dark)} folds or black"),
     )
-    return " ".join(chosen_texts(
-        (bool(bounds), f"Patches with {listed(bounds)} were used."),
-        (not bounds, "No patch was left out for its quality."),
-        (config.max_per_slide > 0, f"Each epoch drew at most {counted(config.max_per_slide, 'patch')} per slide."),
-    ))  # fmt: skip
+    text = f"Patches with {listed(bounds)} were used."
+    if not bounds:
+        text = "No patch was left out for its quality."
+    if config.max_per_slide:
+        text += f" Each epoch drew at most {counted(config.max_per_slide, 'patch')} per slide."
+    return text
 
 
 @statement(SPLITS)

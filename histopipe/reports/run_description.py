@@ -148,12 +148,13 @@ def _describe_imbalance(run: RunData) -> str | None:
     config = run.config
     if not run.evaluated.task.of_classes:
         return None
-    return ", and ".join(chosen_texts(
-        (config.class_weights == "none", "Classes had equal weights"),
-        (config.class_weights != "none", "Classes were weighted inversely to their frequency"),
-        (config.balance == "none", f"{config.unit} were not balanced."),
-        (config.balance != "none", f"each {config.balance} was drawn equally often."),
-    ))  # fmt: skip
+    weights = "Classes were weighted inversely to their frequency"
+    if config.class_weights == "none":
+        weights = "Classes had equal weights"
+    balance = f"each {config.balance} was drawn equally often"
+    if config.balance == "none":
+        balance = f"{config.unit} were not balanced"
+    return f"{weights}, and {balance}."
 
 
 @statement(run_folder.CONFIG)

@@ -144,7 +144,7 @@ class OpenSlides:
             if record is not None and entry.complete:
                 recorded = (record.size_bytes, record.mtime_ns, record.hashes)
             try:
-                of_file = await self.in_worker(pictures.slide_facts, str(entry.file), *recorded)
+                of_file = await self.in_worker(pictures.read_geometry, str(entry.file), *recorded)
                 geometry = {**of_file, "pixels": True}
                 notes = [of_file["warning"]]
             except (HistopipeError, WorkerDied) as error:

@@ -171,7 +171,7 @@ _SMALLEST_BLOCK = 64
 """Side of the smallest part of a tile that is tried after an error of reading, in pixels of the tile."""
 
 
-def slide_facts(
+def read_geometry(
     path: str, size_bytes: int, mtime_ns: int, hashes: SlideHashes | None
 ) -> dict[str, Any]:
     """Return size, scanned area, scale and format of a slide; and a warning if its files differ from those recorded.

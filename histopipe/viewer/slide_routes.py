@@ -1,4 +1,4 @@
-"""The viewer's answers about one slide: facts, pictures, values of patches, and similar patches.
+"""The viewer's answers about one slide: geometry, pictures, values of patches, and similar patches.
 
 Slides are addressed by number, so that no request can name a path.
 """
