@@ -203,10 +203,9 @@ def _curves(evaluated: EvaluatedPredictions) -> Iterator[Block | Table]:
 
 def _temperature_table(evaluated: EvaluatedPredictions, calibration: Calibration) -> Table:
     levels = [
-        (subset, level, before, metrics.values)
+        (subset, level, before_by_level[level], metrics.values)
         for subset, before_by_level in calibration.before.items()
         for level, metrics in shown_levels(evaluated.evaluations[subset])
-        for before in [before_by_level[level]]
     ]
     names = [
         name for name in evaluate.METRIC_TITLES if any(name in before for *_, before, _ in levels)
