@@ -8,7 +8,7 @@ import pytest
 from conftest import Run
 
 from histopipe.annotations.annotation_files import read_annotations
-from histopipe.demo import slide_demo
+from histopipe.demo import demo as demo_module
 from histopipe.demo.demo import demo
 from histopipe.demo.synthetic_slides import SlideSettings, make_slide
 from histopipe.geometry import PointL0, Size
@@ -45,13 +45,12 @@ def test_nodules_match_their_outlines(tmp_path: Path) -> None:
 
 
 def test_demo_of_slide_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slide_demo, "_SIZE", Size(768, 768))
-    monkeypatch.setattr(slide_demo, "_NEW_SLIDES", 2)
-    monkeypatch.setattr(slide_demo, "_STAINS", 1)
+    monkeypatch.setattr(demo_module, "_SIZE", Size(768, 768))
+    monkeypatch.setattr(demo_module, "_NEW_LABELLED_SLIDES", 2)
+    monkeypatch.setattr(demo_module, "_STAINS_OF_LABELLED", 1)
     result = demo(tmp_path / "demo", slides=True, count=10)
-    assert isinstance(result, slide_demo.SlideDemoResult)
     assert result.predicted.done == ("slide-010", "slide-011")
     assert result.predicted.metrics is not None
     assert len(list(result.heatmaps.glob("*.heat.png"))) == 2
-    assert result.report.exists()
+    assert result.reports[0].exists()
     assert "new slides" in str(result)

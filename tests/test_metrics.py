@@ -452,9 +452,9 @@ def test_slides_of_annotated_patches_have_no_row_without_metrics() -> None:
     )  # fmt: skip
     table, *rest = metrics_blocks(evaluated)
     assert isinstance(table, Table) and not rest
-    assert [column.name for column in table.columns] == ["metric", "validation: patch"]
+    assert [*table.columns] == ["metric", "validation: patch"]
     assert all(cell.text for row in table.rows for cell in row.cells)
-    assert [card.note for card in metric_cards(evaluated)] == ["no interval"] * 2
+    assert [note for _, _, note in metric_cards(evaluated)] == ["no interval"] * 2
     first, *_ = decisions(evaluated, "validation")
     assert (first.counts, first.right) == ({"gland": 3}, 1.0)
 
@@ -469,7 +469,7 @@ def test_cards_show_how_many_patients_are_left_out() -> None:
     evaluated = EvaluatedPredictions(
         {"validation": evaluation}, {"validation": scores}, EvaluationSettings(),
     )  # fmt: skip
-    notes = {card.name: card.note for card in metric_cards(evaluated)}
+    notes = {name: note for name, _, note in metric_cards(evaluated)}
     assert notes["AUC, patches"] == notes["AUC, slides"] == "no interval"
     assert notes["AUC, patients"] == "no interval; 1 of 4 patients left out"
 

@@ -158,7 +158,7 @@ def test_slide_names_are_escaped(browser: webdriver.Chrome, store_report: Path) 
 def test_unlabelled_slides_have_no_label(many_slides: Path) -> None:
     with Store(many_slides) as store:
         summary = replace(info_of(store), labels={"unlabelled": 7})
-    cards = {card.name: (card.value, card.note) for card in _cards(summary).cards}
+    cards = {name: (value, note) for name, value, note in _cards(summary).content}
     assert cards["labels"] == ("0", "7 unlabelled")
 
 

@@ -81,6 +81,8 @@ def test_numbers_of_a_run(trained: Path, tmp_path: Path) -> None:
         "Decision curve, patches",
         "Precision and recall, patches",
         "Metrics before and after",
+        "All settings, as in config.toml",
+        "Environment of the training",
     ):
         assert title in text
     flow = json.loads((trained / "metrics.json").read_text())["flow"]

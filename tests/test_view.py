@@ -39,7 +39,7 @@ from histopipe.slides.slide_files import SlideFile, SlideHashes, pixel_hash
 from histopipe.splits.splits import load_splits
 from histopipe.store.store import Store
 from histopipe.tasks.task import Predictions
-from histopipe.viewer.pictures import OVERLAP, TILE, hatched, slide_facts
+from histopipe.viewer.pictures import OVERLAP, TILE, hatched, read_geometry
 from histopipe.viewer.view import Viewer
 
 
@@ -247,11 +247,11 @@ def test_changed_tile_of_a_slide_has_a_warning(viewed: Path, tmp_path: Path) -> 
     recorded = SlideHashes(quickhash, None, pixels)
     warnings = []
     for hashes in (recorded, SlideHashes(quickhash)):
-        warnings.append(slide_facts(str(path), path.stat().st_size, 1, hashes)["warning"])
+        warnings.append(read_geometry(str(path), path.stat().st_size, 1, hashes)["warning"])
     with tifffile.TiffFile(path) as tiff, path.open("r+b") as file:
         file.seek(tiff.pages.first.dataoffsets[0] + 700)
         file.write(b"xyz")
-    warnings.append(slide_facts(str(path), path.stat().st_size, 1, recorded)["warning"])
+    warnings.append(read_geometry(str(path), path.stat().st_size, 1, recorded)["warning"])
     assert warnings[:2] == [None, None]
     assert "its tiles differ" in warnings[2]
 

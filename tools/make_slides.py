@@ -83,7 +83,7 @@ def make_scene(path: Path, condition: str, seed: int) -> NDArray[np.bool_]:
         mpp=SCENE_MPP / _TIMES,
         levels=(1, _TIMES),
     )
-    write_slide(path, ScenePainter(picture, _TIMES, settings.tile), settings)
+    write_slide(path, ScenePainter(picture, _TIMES, settings.tile).tile_row, settings)
     size = Size(truth.shape[1], truth.shape[0])
     path.with_suffix(".png").write_bytes(encode_png(truth, Grid(0, 0, _TIMES, size, settings.size)))
     return truth

@@ -36,12 +36,12 @@ GROUPS = MappingProxyType(
         "Training": {
             "train": ("training", "Train a model on a store or on features."),
             "tune": ("training", "Search for settings with a better validation metric."),
-            "encoders": ("inference", "List foundation models, and where to get their weights."),
-            "embed": ("inference", "Compute features of every patch of a store."),
+            "encoders": ("training", "List foundation models, and where to get their weights."),
+            "embed": ("training", "Compute features of every patch of a store."),
             "bench": ("machine", "Measure input speed and find the bottleneck of a training."),
         },
         "Analysis": {
-            "predict": ("inference", "Predict stores or slides with the model of a run."),
+            "predict": ("training", "Predict stores or slides with the model of a run."),
             "view": ("reports", "Show slides, patches and predictions in a browser."),
             "heatmap": ("reports", "Draw heatmaps of predictions or attention over slides."),
             "report": ("reports", "Write a report of a store or a run as one HTML page."),

@@ -10,10 +10,10 @@ import click
 import histopipe
 from histopipe.cli.parameters import (
     PATH,
-    SOURCE,
     SettingsCommand,
     echo,
     json_option,
+    path_or_url,
     setting_options,
     show,
     untrusted_option,
@@ -57,7 +57,7 @@ def tissue(slides: tuple[Path, ...], out: Path, *, as_json: bool, **options: Any
 
 
 @click.command(cls=SettingsCommand)
-@click.argument("slides", nargs=-1, type=SOURCE)
+@click.argument("slides", nargs=-1, type=path_or_url)
 @_store_option
 @click.option(
     "--plan",
@@ -108,7 +108,7 @@ def _show_report(report: IngestReport, *, as_json: bool) -> int:
 
 @click.command(cls=SettingsCommand)
 @click.argument("coords", type=PATH)
-@click.argument("slides", nargs=-1, type=SOURCE)
+@click.argument("slides", nargs=-1, type=path_or_url)
 @_store_option
 @setting_options(*SETTING_CLASSES, skip=INGEST_SETTINGS.keys() - IMPORT_SETTINGS.keys())
 @json_option("the result of every slide")

@@ -24,12 +24,8 @@ from histopipe.cli.parameters import (
 @click.option(
     "--slides", is_flag=True, help="Train a slide model on features, from labels of slides."
 )
-@click.option(
-    "--count",
-    type=int,
-    help="Number of synthetic slides to train on.  [default: 40]",
-)
-def demo(out: Path, slides: bool, count: int | None) -> None:
+@click.option("--count", type=int, default=40, help="Number of synthetic slides to train on.")
+def demo(out: Path, slides: bool, count: int) -> None:
     """Run the full pipeline on synthetic slides.
 
     Creates slides of tissue with outlined tumour, ingests them, trains on the outlines, predicts new slides, and writes

@@ -30,19 +30,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 PATH = click.Path(path_type=Path)
 
 
-class Source(click.ParamType[Path | str]):
-    """A path, or a URL, which stays a text."""
-
-    name = "path|url"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> Path | str:
-        """Return the path or the URL."""
-        return value if isinstance(value, Path) or is_url(value) else Path(value)
-
-
-SOURCE = Source()
+def path_or_url(text: str | Path) -> Path | str:
+    """Return a path, or a URL, which stays a text."""
+    return text if is_url(text) else Path(text)
 
 
 def duration(text: str) -> float:
@@ -81,13 +71,6 @@ def share(text: str) -> float:
     if not 0 <= number <= 1:
         raise click.BadParameter(f"{text!r} is not a share: write 1% or 0.01")
     return number
-
-
-def together(*options: Callable[[F], F]) -> Callable[[F], F]:
-    """Combine options into one decorator; `--help` lists them in this order."""
-    return lambda command: functools.reduce(
-        lambda decorated, add: add(decorated), reversed(options), command
-    )
 
 
 def store_option(help: str) -> Callable[[F], F]:
@@ -139,28 +122,24 @@ def show(
     notes: Iterable[str] = (),
     text: str | None = None,
     then: Sequence[object] = (),
+    **fields: str,
 ) -> int:
     """Print a result as JSON; or as text, with notes and the next command (`then`) on standard error.
 
-    `text` is printed in the place of the text of the result.
+    `text` is printed in the place of the text of the result. `fields` are added to its JSON.
 
     Returns:
         The exit code of the result; 0 if it has none.
     """
     if as_json:
-        show_json(result.to_json())
+        show_json({**fields, **result.to_json()})
     else:
         for note in notes:
             echo(note, err=True)
         show_text(str(result) if text is None else text)
-        suggest(*then)
+        if then:
+            echo(f"next: histopipe {shlex.join(map(str, then))}", err=True)
     return getattr(result, "exit_code", ExitCode.DONE)
-
-
-def suggest(*command: object) -> None:
-    """Print the next useful command to standard error."""
-    if command:
-        echo(f"next: histopipe {shlex.join(map(str, command))}", err=True)
 
 
 def show_json(value: Any) -> None:
@@ -312,8 +291,9 @@ def setting_options(*classes: type, skip: Collection[str] = ()) -> Callable[[F],
     If several classes declare a setting, the first declaration is used. `--help` lists the defaults of all classes.
     """
     declared = declared_settings(*classes)
-    return together(
-        *(_option(setting, classes) for name, setting in declared.items() if name not in skip)
+    options = [_option(setting, classes) for name, setting in declared.items() if name not in skip]
+    return lambda command: functools.reduce(
+        lambda decorated, add: add(decorated), reversed(options), command
     )
 
 

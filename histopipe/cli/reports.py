@@ -11,10 +11,10 @@ import click
 import histopipe
 from histopipe.cli.parameters import (
     PATH,
-    SOURCE,
     SettingsCommand,
     json_option,
     names,
+    path_or_url,
     setting_options,
     show,
     store_option,
@@ -72,12 +72,9 @@ def heatmap(predictions: Path, as_json: bool, **options: Any) -> int:
     Example: histopipe heatmap predictions --out heatmaps --to png,tiff,geojson
     """
     result = histopipe.heatmap(predictions, **options)
-    next_formats = (
-        ()
-        if "tiff" in options["formats"] or not result.files
-        else ("heatmap", predictions, "--to", "tiff,geojson")
-    )
-    show(result, as_json=as_json, then=next_formats)
+    has_other_formats = result.files and "tiff" not in options["formats"]
+    then = ("heatmap", predictions, "--to", "tiff,geojson") if has_other_formats else ()
+    show(result, as_json=as_json, then=then)
     return exit_code_of(len(result.failed), len(result.files))
 
 
@@ -160,7 +157,8 @@ def view(paths: tuple[Path, ...], no_browser: bool, as_json: bool, **options: An
 )
 @click.option(
     "--out",
-    type=SOURCE,
+    type=path_or_url,
+    metavar="PATH|URL",
     required=True,
     help="File of --index, or folder of --to; with --to tfrecord or webdataset also a URL (s3://, gs://, az://).",
 )

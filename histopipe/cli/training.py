@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -12,15 +13,12 @@ import click
 import histopipe
 from histopipe.cli.parameters import (
     PATH,
-    SOURCE,
     SettingsCommand,
     json_option,
+    path_or_url,
     setting_options,
     show,
-    show_json,
-    show_text,
     stores_argument,
-    suggest,
     untrusted_option,
 )
 from histopipe.errors import ExitCode, HistopipeError, UsageError
@@ -37,8 +35,7 @@ from histopipe.system.settings import (
 )
 
 if TYPE_CHECKING:
-    from histopipe.runs.result import TrainResult
-    from histopipe.studies.cross_validation import CrossValidationResult
+    pass
 
 
 _CLASSES = (*CONFIGS, FoldSettings)
@@ -109,13 +106,13 @@ def _new_folder(settings: dict[str, Any]) -> Path:
     with suppress(HistopipeError):  # the training reports it
         values |= chosen_settings(settings)
     kind = f"mil-{values['pooling']}" if settings.get("mil") is not None else values["model"]
-    number, suffix = 1, ""
-    while True:
+    for number in itertools.count(1):
+        suffix = "" if number == 1 else f"-{number}"
         folder = Path("runs") / f"{kind}-{datetime.now():%Y%m%d-%H%M%S}{suffix}"
         with writable(folder), suppress(FileExistsError):
             folder.mkdir(parents=True)
-            return folder
-        number, suffix = number + 1, f"-{number + 1}"
+            break
+    return folder
 
 
 def _train(folder: Path, settings: dict[str, Any], *, resume: bool, as_json: bool) -> int:
@@ -124,35 +121,22 @@ def _train(folder: Path, settings: dict[str, Any], *, resume: bool, as_json: boo
 
     if is_cross_validation(folder) if resume else settings.get("folds"):
         folds = histopipe.cross_validate(out=folder, resume=resume, **settings)
-        _show(folds, as_json=as_json)
-        if not as_json:
-            show_text(f"summary.csv, summary.json, predictions, and a run for each fold: {folder}")
-            suggest("compare", folder, "OTHER")
-        return _folds_exit_code(folds)
+        text = f"{folds}\nsummary.csv, summary.json, predictions, and a run for each fold: {folder}"
+        then = ("compare", folder, "OTHER")
+        show(folds, as_json=as_json, text=text, then=then, folder=str(folds.folder))
+        if not folds.failed:
+            return ExitCode.DONE
+        first = folds.failed[0].error
+        some = len(folds.failed) < len(folds.folds)
+        return ExitCode.PARTLY if some or first is None else first.exit_code
     written = select_settings(click.get_current_context().params, FoldSettings)
     unused = sorted(written.keys() - {"folds"})
     if unused:
         raise UsageError(flag(unused[0]), found="no --folds", expected="--folds with a number")
     _, one = split_settings(settings, FoldSettings)
-    _show(histopipe.train(out=folder, resume=resume, **one), as_json=as_json)
-    if not as_json:
-        suggest("report", folder)
+    result = histopipe.train(out=folder, resume=resume, **one)
+    show(result, as_json=as_json, then=("report", folder), folder=str(result.folder))
     return ExitCode.DONE
-
-
-def _show(result: TrainResult | CrossValidationResult, *, as_json: bool) -> None:
-    if as_json:
-        show_json({"folder": str(result.folder), **result.to_json()})
-    else:
-        show_text(str(result))
-
-
-def _folds_exit_code(result: CrossValidationResult) -> ExitCode:
-    if not result.failed:
-        return ExitCode.DONE
-    first = result.failed[0].error
-    some = len(result.failed) < len(result.folds)
-    return ExitCode.PARTLY if some or first is None else first.exit_code
 
 
 @click.command(cls=SettingsCommand)
@@ -228,7 +212,7 @@ def compare(runs: tuple[Path, ...], resamples: int, as_json: bool) -> None:
 
 @click.command(cls=SettingsCommand)
 @click.argument("run", type=PATH)
-@click.argument("sources", nargs=-1, required=True, type=SOURCE)
+@click.argument("sources", nargs=-1, required=True, type=path_or_url)
 @click.option("--out", type=PATH, required=True, help="Folder for the predictions.")
 @setting_options(PredictOptions)
 @json_option()

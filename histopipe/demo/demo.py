@@ -1,9 +1,8 @@
-"""Run the full pipeline on synthetic slides with outlines: ingest, training, prediction, heatmaps and reports."""
+"""Run the full pipeline on synthetic slides: ingest, training, prediction of new slides, heatmaps and reports."""
 
 from __future__ import annotations
 
 import importlib.util
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,21 +10,23 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from histopipe.demo.slide_demo import (
-    FRACTIONS,
-    SlideDemoResult,
-    demo_of_slide_models,
-    draw_textures,
+from histopipe.demo.synthetic_slides import (
+    SlideSettings,
+    make_slide,
+    shifted_textures,
+    synthetic_texture,
 )
-from histopipe.demo.synthetic_slides import SlideSettings, make_slide, shifted_textures
 from histopipe.errors import HistopipeError, MachineShort, UsageError
-from histopipe.evaluation.evaluate import split_lines
+from histopipe.evaluation.evaluate import evaluation_lines, split_lines
 from histopipe.geometry import Size
+from histopipe.inference.embed import embed
+from histopipe.inference.encoder import SMALL
 from histopipe.inference.predict import predict
+from histopipe.inference.predict_patches import PredictResult
 from histopipe.ingestion.request import ingest
 from histopipe.measure.quality import quality
+from histopipe.predictions.tables import PREDICTIONS, read_predictions
 from histopipe.reports import charts
-from histopipe.reports.data_description import read_run
 from histopipe.reports.heatmap import heatmap
 from histopipe.reports.html_page import plan_image
 from histopipe.reports.report import report
@@ -34,65 +35,66 @@ from histopipe.runs.result import TrainResult
 from histopipe.runs.train import train
 from histopipe.store.reading import decode_picture
 from histopipe.store.store import Store
+from histopipe.system.csv_files import write_table
 from histopipe.system.files import atomic_write
-from histopipe.system.output import Progress, default_progress
+from histopipe.system.output import Progress, Result, default_progress
 from histopipe.tasks.statistics import Roc, roc_of
 
 _SIZE, _NEW_SIZE = Size(1536, 1536), Size(3072, 3072)
+_MPP = 0.499
 _NODULES = 2
-_NEW_SLIDES = 2
-_STAINS = 5
-_SLIDES = 40
-_LEAST_SLIDES = 6
+_SLIDES, _LEAST_SLIDES = 40, 6
+_NEW_SLIDES, _NEW_LABELLED_SLIDES = 2, 10
+"""Number of slides for a patch model, which have no labels, and for a slide model."""
+_STAINS, _STAINS_OF_LABELLED = 5, 3
+_LABELS = ("normal", "tumour")
+_FRACTIONS = (0.5, 0.25, 0.25)
+"""Of 40 slides, each of one patient, validation and test have 10: enough for intervals."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class DemoResult:
+class DemoResult(Result):
     """Results of `demo`.
 
-    `slides` have outlines. `new_slides` have none and are not used for training. `reports` are those of the store and
-    of the run. `pictures` is a folder with images of the patch grid of a slide, the ROC curve and a heatmap.
+    Attributes:
+        folder: folder of all results. `slides` are for training; `new-slides` are not.
+        heatmaps: folder of the heatmaps of new slides.
+        reports: reports of the store (of a patch model only) and of the run.
+        result, predicted: results of the training, and of the prediction of new slides.
     """
 
-    slides: Path
-    new_slides: Path
-    store: Path
-    run: Path
-    predictions: Path
+    folder: Path
     heatmaps: Path
-    reports: tuple[Path, Path]
-    pictures: Path
+    reports: tuple[Path, ...]
     result: TrainResult
+    predicted: PredictResult
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the paths as a JSON-ready dict."""
-        names = ("slides", "new_slides", "store", "run", "predictions", "heatmaps", "pictures")
-        paths = {name: str(getattr(self, name)) for name in names}
-        return {**paths, "reports": [str(path) for path in self.reports]}
-
-    def __repr__(self) -> str:
-        lines = [
-            *split_lines(self.result.metrics),
-            f"heatmaps of new slides: {self.heatmaps}",
-            f"open in a browser: {self.reports[0]}",
-            f"                   {self.reports[1]}",
-        ]
-        return "\n".join(lines)
+    def __str__(self) -> str:
+        lines = split_lines(self.result.metrics)
+        if self.predicted.metrics is not None:
+            lines += evaluation_lines("new slides", self.predicted.metrics)
+        pages = "\n                   ".join(map(str, self.reports))
+        return "\n".join(
+            [*lines, f"heatmaps of new slides: {self.heatmaps}", f"open in a browser: {pages}"]
+        )
 
 
 def demo(
     out: str | Path = "demo",
     *,
     slides: bool = False,
-    count: int | None = None,
+    count: int = _SLIDES,
     progress: Progress | None = None,
-) -> DemoResult | SlideDemoResult:
+) -> DemoResult:
     """Make synthetic slides, ingest them, train on their outlines, predict new slides, and write reports.
+
+    Writes small images of the patch grid of a slide, the ROC curve and a heatmap into `pictures`.
 
     Args:
         out: folder for all results. It must be empty or missing.
-        slides: train a slide model on the labels of slides, instead of a patch model on outlines.
-        count: number of slides for training, 6 or more; by default 40.
+        slides: train a slide model on the labels of slides, instead of a patch model on outlines. Its heatmaps show what
+            each patch contributes to the class tumour.
+        count: number of slides for training, 6 or more.
         progress: shows the progress; `default_progress()` if None.
 
     Raises:
@@ -102,7 +104,6 @@ def demo(
     Example:
         >>> demo("demo").reports  # doctest: +SKIP
     """
-    count = _SLIDES if count is None else count
     if count < _LEAST_SLIDES:
         expected = f"{_LEAST_SLIDES} or more: two for each side of the split"
         raise UsageError("--count", found=count, expected=expected)
@@ -113,58 +114,89 @@ def demo(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         todo = "remove it, or choose another --out"
         raise UsageError(f"{out} exists and is not empty", todo=todo)
-    if slides:
-        return demo_of_slide_models(out, count, display)
-    labelled, new = out / "slides", out / "new-slides"
-    store, run = out / "patches.lmdb", out / "run"
-    predictions, heatmaps, pictures = out / "predictions", out / "heatmaps", out / "pictures"
+    training, new, labels = out / "slides", out / "new-slides", out / "labels.csv"
+    store, features, run = out / "patches.lmdb", out / "features", out / "run"
+    predictions, heatmaps = out / "predictions", out / "heatmaps"
 
     def step(number: int, text: str) -> None:
         display.message(f"{number}/6 {text}")
 
-    step(1, f"make {count} synthetic slides for training, and {_NEW_SLIDES} new slides")
-    _make(labelled, new, count)
-    step(2, "ingest the slides, with patch labels from their outlines")
+    new_count = _NEW_LABELLED_SLIDES if slides else _NEW_SLIDES
+    step(1, f"make {count} synthetic slides for training, and {new_count} new slides")
+    table = _make_slides(training, new, count, new_count, labelled=slides)
+    step(2, "ingest the slides" + ("" if slides else ", with patch labels from their outlines"))
     ingested = ingest(
-        labelled, store, patch_size=128, mpp=0.5, annotations=labelled, progress=display
-    )
+        training, store, patch_size=64 if slides else 128, mpp=0.5,
+        annotations=None if slides else training, progress=display,
+    )  # fmt: skip
     for name, reason in ingested.failed.items():
         raise HistopipeError(f"the synthetic slide {name} failed", found=reason)
+    if slides:
+        write_table(labels, ["slide", "label"], table)
+        step(3, "compute features with a small encoder of random weights")
+        embed(store, model=SMALL, out=features, progress=display)
+        step(4, "train a slide model on the labels of the slides")
+        result = train(
+            mil=features, labels=labels, allow_extra_rows=True, out=run, epochs=10,
+            learning_rate=5e-4, split_by="slide", fractions=_FRACTIONS,
+        )  # fmt: skip
+        step(5, "predict the new slides from their files, and draw heatmaps")
+        predicted = predict(
+            run, new, out=predictions, labels=labels, allow_extra_rows=True, progress=display
+        )
+        heatmap(
+            predictions, out=heatmaps, show="contribution", class_name=_LABELS[1], slides=[new],
+            progress=display,
+        )  # fmt: skip
+        step(6, "write a report")
+        return DemoResult(out, heatmaps, (report(run).file,), result, predicted)
     step(3, "measure focus, pen marks and folds of every patch")
     quality(store, progress=display)
     step(4, "train on the patch labels, split by slide")
     result = train(
-        store,
-        out=run,
-        model=SMALL_CNN,
-        labels_from="annotation",
-        split_by="slide",
-        fractions=FRACTIONS,
-        epochs=6,
-    )
+        store, out=run, model=SMALL_CNN, labels_from="annotation", split_by="slide",
+        fractions=_FRACTIONS, epochs=6,
+    )  # fmt: skip
     step(5, "predict the new slides, and draw heatmaps")
-    predict(run, new, out=predictions)
+    predicted = predict(run, new, out=predictions)
     heatmap(predictions, out=heatmaps, slides=[new], formats=["png", "tiff", "geojson"])
     step(6, "write reports")
     reports = report(store).file, report(run).file
-    _pictures(pictures, store, run, heatmaps)
-    return DemoResult(labelled, new, store, run, predictions, heatmaps, reports, pictures, result)
+    _write_pictures(out / "pictures", store, run, heatmaps)
+    return DemoResult(out, heatmaps, reports, result, predicted)
 
 
-def _make(labelled: Path, new: Path, count: int) -> None:
-    textures = draw_textures(_STAINS)
-    for number in range(count + _NEW_SLIDES):
-        folder = labelled if number < count else new
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"slide-{number:03d}.svs"
-        size = _SIZE if folder == labelled else _NEW_SIZE
-        shifted: dict[str, Any] = shifted_textures(textures[number % _STAINS], number)
-        make_slide(path, "normal", number, SlideSettings(size=size, nodules=_NODULES, **shifted))
-        if folder == new:
+def _make_slides(
+    training: Path, new: Path, count: int, new_count: int, *, labelled: bool
+) -> list[tuple[str, str]]:
+    """Make slides for training with outlines, and new slides; or `labelled` slides without, every second one with tumour.
+
+    Return the names and labels of all slides.
+    """
+    rng = np.random.default_rng(1)
+    textures = [
+        {"texture": synthetic_texture(rng, "normal", _MPP), "tumour": synthetic_texture(rng, "tumour", _MPP)}
+        for _ in range(_STAINS_OF_LABELLED if labelled else _STAINS)
+    ]  # fmt: skip
+    table = []
+    for number in range(count + new_count):
+        is_new, positive = number >= count, number % 2
+        path = (new if is_new else training) / f"slide-{number:03d}.svs"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Slides of both labels share textures.
+        texture = textures[(number // 2 if labelled else number) % len(textures)]
+        shifted: dict[str, Any] = shifted_textures(texture, number)
+        nodules = _NODULES * positive if labelled else _NODULES
+        size = _NEW_SIZE if is_new and not labelled else _SIZE
+        settings = SlideSettings(size=size, mpp=_MPP, nodules=nodules, **shifted)
+        make_slide(path, "normal", number, settings)
+        if is_new or labelled:
             path.with_suffix(".geojson").unlink()
+        table.append((path.stem, _LABELS[positive]))
+    return table
 
 
-def _pictures(folder: Path, store: Path, run: Path, heatmaps: Path) -> None:
+def _write_pictures(folder: Path, store: Path, run: Path, heatmaps: Path) -> None:
     """Write three small images of the results."""
     folder.mkdir(exist_ok=True)
     with Store(store) as opened:
@@ -176,16 +208,14 @@ def _pictures(folder: Path, store: Path, run: Path, heatmaps: Path) -> None:
     tissue = None if mask is None else decode_picture(mask, record.id, mode="L")
     picture = plan_image(thumbnail, tissue, corners, side, record.bounds)
     _write_png(folder / "ingest.png", Image.fromarray(picture))
-    with ExitStack() as stack:
-        run_data = read_run(run, [], stack)
-        curves: dict[str, Roc] = {}
-        for name, patches in run_data.predictions.items():
-            roc = roc_of(
-                patches.label == 1, patches.output[:, 1].astype(np.float64), patches.patient,
-                patients=len(patches.patients), seed=1,
-            )  # fmt: skip
-            if roc is not None:
-                curves[name] = roc
+    rocs = {
+        name: roc_of(
+            patches.label == 1, patches.output[:, 1].astype(np.float64), patches.patient,
+            patients=len(patches.patients), seed=1,
+        )
+        for name, patches in read_predictions(run / PREDICTIONS).items()
+    }  # fmt: skip
+    curves: dict[str, Roc] = {name: roc for name, roc in rocs.items() if roc is not None}
     charts.write_roc_png(folder / "roc.png", "ROC of patches", curves)
     with Image.open(min(heatmaps.rglob("*.png"))) as image:
         image.thumbnail((520, 520))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 import numpy as np
 import simplejpeg
@@ -146,39 +147,35 @@ def endless(texture: PixelArray, tile: int, size: Size) -> PixelArray:
     return np.pad(texture, ((0, BANK + tile), (0, BANK + tile), (0, 0)), "symmetric")
 
 
-@dataclass(frozen=True)
-class Painter:
-    """Draws level 0 of a slide."""
+def paint_row(areas: Sequence[TexturedArea], glass: PixelArray, width: int, top: int) -> PixelArray:
+    """Return a row of tiles of a slide, (tile, width rounded up to tiles, 3) uint8, with glass beyond the slide's edge.
 
-    size: Size
-    tile: int
-    areas: Sequence[TexturedArea]
-    glass: PixelArray
+    `glass` is a tile; the row begins at pixel row `top` of level 0.
+    """
+    tiles = []
+    for left in range(0, width, len(glass)):
+        tile = glass
+        for area in areas:
+            tile = _with_area(tile, area, left, top)
+        tiles.append(tile)
+    return np.hstack(tiles)
 
-    def tile_row(self, top: int) -> PixelArray:
-        """Return a row of tiles, (tile, width rounded up to tiles, 3) uint8, with glass beyond the slide's edge."""
-        tiles = []
-        for left in range(0, self.size.width, self.tile):
-            tile = self.glass
-            for area in self.areas:
-                tile = self._with_area(tile, area, left, top)
-            tiles.append(tile)
-        return np.hstack(tiles)
 
-    def _with_area(self, below: PixelArray, area: TexturedArea, left: int, top: int) -> PixelArray:
-        t = self.tile
-        depths = [o.depth(left + t / 2, top + t / 2) for o in area.outlines]
-        # Most tiles are far from every outline. Their pixels need not be tested.
-        clear = 2.0 * t
-        if max(depths, default=-np.inf) < -clear:
-            return below
-        y, x = top % (2 * BANK), left % (2 * BANK)
-        tissue = area.texture[y : y + t, x : x + t]
-        if max(depths) > clear:
-            return tissue
-        xs, ys = left + np.arange(t) + 0.5, top + np.arange(t) + 0.5
-        mask = np.logical_or.reduce([o.inside(xs, ys) for o in area.outlines])
-        return np.where(mask[..., None], tissue, below)
+def _with_area(below: PixelArray, area: TexturedArea, left: int, top: int) -> PixelArray:
+    """Return a tile with the parts of an area that are in it."""
+    t = len(below)
+    depths = [o.depth(left + t / 2, top + t / 2) for o in area.outlines]
+    # Most tiles are far from every outline. Their pixels need not be tested.
+    clear = 2.0 * t
+    if max(depths, default=-np.inf) < -clear:
+        return below
+    y, x = top % (2 * BANK), left % (2 * BANK)
+    tissue = area.texture[y : y + t, x : x + t]
+    if max(depths) > clear:
+        return tissue
+    xs, ys = left + np.arange(t) + 0.5, top + np.arange(t) + 0.5
+    mask = np.logical_or.reduce([o.inside(xs, ys) for o in area.outlines])
+    return np.where(mask[..., None], tissue, below)
 
 
 _KINDS = {"H": 3, "I": 4, "Q": 16}
@@ -312,25 +309,32 @@ def make_slide(path: Path, kind: str, number: int, settings: SlideSettings) -> N
 
     `kind` is the class of its tissue. Each `number` yields a different slide.
     """
-    rng = np.random.default_rng((settings.seed, number))
-    texture = settings.texture
-    if texture is None:
-        texture = synthetic_texture(rng, kind, settings.mpp)
+    rng, tile = np.random.default_rng((settings.seed, number)), settings.tile
+    texture = (
+        settings.texture
+        if settings.texture is not None
+        else synthetic_texture(rng, kind, settings.mpp)
+    )
     outlines = random_outlines(rng, settings.size, settings.pieces)
-    glass = np.clip(rng.normal(GLASS, 1.2, (settings.tile, settings.tile, 3)), 0, 255)
-    areas = [TexturedArea(kind, outlines, endless(texture, settings.tile, settings.size))]
+    glass = np.clip(rng.normal(GLASS, 1.2, (tile, tile, 3)), 0, 255).astype(np.uint8)
+    areas = [TexturedArea(kind, outlines, endless(texture, tile, settings.size))]
     if settings.nodules:
         within = [n for piece in outlines for n in random_nodules(rng, piece, settings.nodules)]
-        tumour = settings.tumour
-        if tumour is None:
-            tumour = synthetic_texture(rng, "tumour", settings.mpp)
-        areas.append(TexturedArea("tumour", within, endless(tumour, settings.tile, settings.size)))
-    painter = Painter(settings.size, settings.tile, areas, glass.astype(np.uint8))
-    write_slide(path, painter, settings)
+        tumour = (
+            settings.tumour
+            if settings.tumour is not None
+            else synthetic_texture(rng, "tumour", settings.mpp)
+        )
+        areas.append(TexturedArea("tumour", within, endless(tumour, tile, settings.size)))
+    write_slide(path, partial(paint_row, areas, glass, settings.size.width), settings)
     _write_outlines(path.with_suffix(".geojson"), areas)
 
 
-def _pyramid(painter: RowPainter, options: SlideSettings) -> Iterator[Iterable[bytes]]:
+DrawRow = Callable[[int], PixelArray]
+"""Draws the row of tiles that begins at a pixel row of level 0, (tile, width rounded up to tiles, 3) uint8."""
+
+
+def _pyramid(draw_row: DrawRow, options: SlideSettings) -> Iterator[Iterable[bytes]]:
     """Yield the compressed tiles of every level.
 
     Level 0 is drawn while its tiles are read. Coarser levels are averaged from it, and kept as compressed tiles.
@@ -355,10 +359,10 @@ def _pyramid(painter: RowPainter, options: SlideSettings) -> Iterator[Iterable[b
             parts[downsample] = []
 
     def level_0() -> Iterator[bytes]:
-        for top in range(0, painter.size.height, tile):
-            row = painter.tile_row(top)
+        for top in range(0, options.size.height, tile):
+            row = draw_row(top)
             yield from encoded(row)
-            seen = row[: painter.size.height - top, : painter.size.width]
+            seen = row[: options.size.height - top, : options.size.width]
             for d in coarse:
                 rows, columns = seen.shape[0] // d * d, seen.shape[1] // d * d
                 if rows and columns:
@@ -372,19 +376,8 @@ def _pyramid(painter: RowPainter, options: SlideSettings) -> Iterator[Iterable[b
     yield from coarse.values()
 
 
-class RowPainter(Protocol):
-    """Draws level 0 of a slide in rows of tiles."""
-
-    @property
-    def size(self) -> Size:
-        """Size of level 0."""
-
-    def tile_row(self, top: int) -> PixelArray:
-        """Return the row of tiles that begins at pixel row `top`, (tile, W, 3) uint8."""
-
-
-def write_slide(path: Path, painter: RowPainter, options: SlideSettings) -> None:
-    """Write a pyramidal slide of what a painter draws."""
+def write_slide(path: Path, draw_row: DrawRow, options: SlideSettings) -> None:
+    """Write a pyramidal slide."""
     levels = [Size(options.size.width // d, options.size.height // d) for d in options.levels]
     tile = Size(options.tile, options.tile)
     texts: list[str | None] = [None] * len(levels)
@@ -395,7 +388,7 @@ def write_slide(path: Path, painter: RowPainter, options: SlideSettings) -> None
     pages = (
         TiffPage(size, tile, tiles, options.subsampling, text, options.mpp * scale)
         for size, scale, tiles, text in zip(
-            levels, options.levels, _pyramid(painter, options), texts, strict=True
+            levels, options.levels, _pyramid(draw_row, options), texts, strict=True
         )
     )
     write_pyramid(path, pages)

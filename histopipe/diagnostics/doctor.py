@@ -124,12 +124,10 @@ def gpus(driver: Driver | None, result: Probe | None) -> list[Check]:
     """Return a check of each GPU, or one check with the reason why TensorFlow has no GPU."""
     checks = []
     for device in result.devices[1:] if result else ():
-        name, text = device.name[1:], f"{device.model}: "
-        if device.problem:
-            todo = "run `nvidia-smi`: it may be full or broken; CUDA_VISIBLE_DEVICES can exclude it"
-            checks.append(Check(name, text + device.problem, State.BAD, todo))
-        else:
-            checks.append(Check(name, text + _speed(device)))
+        text = f"{device.model}: {device.problem or _speed(device)}"
+        todo = "run `nvidia-smi`: it may be full or broken; CUDA_VISIBLE_DEVICES can exclude it"
+        state = (State.BAD, todo) if device.problem else ()
+        checks.append(Check(device.name[1:], text, *state))
     return checks or [_none(driver, result)]
 
 
@@ -141,30 +139,33 @@ def _none(driver: Driver | None, result: Probe | None) -> Check:
             "all, with NVIDIA's container toolkit on the host"
         )
         return Check("GPU", "none: no NVIDIA driver is loaded", State.WARNING, todo)
-    text = f"driver {driver.version}, {', '.join(driver.gpus) or 'no GPU for this process'}"
     cuda = result.cuda if result else None
     needed = _LEAST_DRIVER.get(int(cuda.split(".")[0]), (0, 0)) if cuda else (0, 0)
     old = tuple(int(part) for part in driver.version.split(".")[:2] if part.isdigit()) < needed
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
-    if driver.problem:
-        why = f"nvidia-smi: {driver.problem}"
-        todo = "restart the machine after a driver update; in a container: docker run --gpus all"
-    elif not driver.gpus:
-        why = "none is assigned"
-        todo = "in a container: docker run --gpus all; on a cluster: request one from the scheduler"
-    elif result is None:
-        why, todo = "TensorFlow does not work", _INSTALL_GPU
-    elif hidden:
-        why, todo = "CUDA_VISIBLE_DEVICES hides them", "unset CUDA_VISIBLE_DEVICES"
-    elif cuda is None:
-        why, todo = "TensorFlow is built without CUDA", _INSTALL_GPU
-    elif old:
-        least = f"driver {needed[0]}.{needed[1]} or later"
-        why = f"TensorFlow is built for CUDA {cuda}, which needs {least}"
-        todo = "update NVIDIA's driver on the host"
-    else:
-        why = f"TensorFlow finds no CUDA {cuda} libraries that it can load"
-        todo = f"{_INSTALL_GPU} installs them; LD_LIBRARY_PATH must not contain another CUDA"
+    reasons = (
+        (
+            driver.problem is not None, f"nvidia-smi: {driver.problem}",
+            "restart the machine after a driver update; in a container: docker run --gpus all",
+        ),
+        (
+            not driver.gpus, "none is assigned",
+            "in a container: docker run --gpus all; on a cluster: request one from the scheduler",
+        ),
+        (result is None, "TensorFlow does not work", _INSTALL_GPU),
+        (hidden, "CUDA_VISIBLE_DEVICES hides them", "unset CUDA_VISIBLE_DEVICES"),
+        (cuda is None, "TensorFlow is built without CUDA", _INSTALL_GPU),
+        (
+            old, f"TensorFlow is built for CUDA {cuda}, which needs driver {needed[0]}.{needed[1]} or later",
+            "update NVIDIA's driver on the host",
+        ),
+        (
+            True, f"TensorFlow finds no CUDA {cuda} libraries that it can load",
+            f"{_INSTALL_GPU} installs them; LD_LIBRARY_PATH must not contain another CUDA",
+        ),
+    )  # fmt: skip
+    why, todo = next((why, todo) for applies, why, todo in reasons if applies)
+    text = f"driver {driver.version}, {', '.join(driver.gpus) or 'no GPU for this process'}"
     return Check("GPU", f"{text}: {why}", State.BAD, todo)
 
 
@@ -179,18 +180,16 @@ def probe() -> Probe:
     for gpu in gpus:
         tf.config.experimental.set_memory_growth(gpu, True)
     models = [tf.config.experimental.get_device_details(gpu).get("device_name", "") for gpu in gpus]
+    names = {"/CPU:0": ""} | {f"/GPU:{n}": str(model) for n, model in enumerate(models)}
+    devices = tuple(_multiply(tf, name, model) for name, model in names.items())
     build = tf.sysconfig.get_build_info()
     cuda = str(build["cuda_version"]) if build.get("is_cuda_build") else None
-    devices = [_multiply(tf, "/CPU:0", "")]
-    devices += [_multiply(tf, f"/GPU:{n}", str(model)) for n, model in enumerate(models)]
-    return Probe(tf.__version__, keras.__version__, cuda, tuple(devices))
+    return Probe(tf.__version__, keras.__version__, cuda, devices)
 
 
 def _multiply(tf: Any, name: str, model: str) -> Device:
-    rng = np.random.default_rng(0)
-    a, b = rng.standard_normal((2, _SIDE, _SIDE), np.float32)
+    a, b = np.random.default_rng(0).standard_normal((2, _SIDE, _SIDE), np.float32)
     try:
-        seconds = 0.0
         for _ in range(2):  # the first one loads libraries
             started = time.perf_counter()
             with tf.device(name):
@@ -200,9 +199,8 @@ def _multiply(tf: Any, name: str, model: str) -> Device:
         return Device(name, model, problem=str(error).split("\n", maxsplit=1)[0][:300])
     expected = a @ b
     worst = float(np.abs(product - expected).max() / np.abs(expected).max())
-    if not worst <= _TOLERANCE:
-        return Device(name, model, seconds, f"a matrix product is wrong by {worst:.1%}")
-    return Device(name, model, seconds)
+    problem = None if worst <= _TOLERANCE else f"a matrix product is wrong by {worst:.1%}"
+    return Device(name, model, seconds, problem)
 
 
 _SIGNS = {State.GOOD: "ok  ", State.WARNING: "note", State.BAD: "BAD "}
@@ -243,8 +241,8 @@ def doctor(store: str | Path = "patches.lmdb", *, progress: Progress | None = No
         >>> doctor().exit_code  # doctest: +SKIP
         <ExitCode.DONE: 0>
     """
-    progress, checks = progress or default_progress(), []
-    with progress.bar("doctor", unit="checks") as bar:
+    checks = []
+    with (progress or default_progress()).bar("doctor", unit="checks") as bar:
         for check in _checks(Path(store)):
             checks.append(check)
             bar.advance()
@@ -252,18 +250,14 @@ def doctor(store: str | Path = "patches.lmdb", *, progress: Progress | None = No
 
 
 def _checks(folder: Path) -> Iterator[Check]:
-    yield machine.python()
-    yield machine.processor()
-    yield machine.memory()
-    yield machine.address_space()
+    for check in (machine.python, machine.processor, machine.memory, machine.address_space):
+        yield check()
     yield machine.disk(folder)
     yield machine.filesystem(folder)
-    yield machine.libraries()
-    yield machine.openslide()
-    yield machine.readers()
-    yield machine.jpeg()
-    check, probe = tensorflow()
-    yield check
+    for check in (machine.libraries, machine.openslide, machine.readers, machine.jpeg):
+        yield check()
+    of_tensorflow, probe = tensorflow()
+    yield of_tensorflow
     gpu_checks = gpus(find_driver(), probe)
     yield from gpu_checks
     yield machine.shared_memory(len(gpu_checks))

@@ -6,11 +6,13 @@ import contextlib
 import importlib
 import os
 import platform
+import re
 import resource
 import sys
-import time
-from dataclasses import dataclass
+import timeit
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -78,19 +80,18 @@ def python() -> Check:
 
 def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> Check:
     """Check the number of usable cores and the processor features."""
-    cores = count_usable_cores()
-    quota = _quota()
+    cores, quota = count_usable_cores(), _quota()
     text = f"{cores} cores" + (f", limited to {quota:g}" if quota else "")
     flags = _flags(cpuinfo)
     if platform.machine() != "x86_64" or not flags:
         return Check("processor", f"{text}, {platform.machine()}")
     present = [name for name in (*_NEEDED, *_USED) if name in flags]
-    description = f"{text}, {' '.join(present) or 'no AVX'}"
-    facts = {"cores": cores, "quota": quota, "features": present}
-    if not set(_NEEDED) <= flags:
-        todo = "TensorFlow's wheels need AVX: train on another machine; ingest works here"
-        return Check("processor", description, State.BAD, todo, facts)
-    return Check("processor", description, facts=facts)
+    check = Check(
+        "processor", f"{text}, {' '.join(present) or 'no AVX'}",
+        facts={"cores": cores, "quota": quota, "features": present},
+    )  # fmt: skip
+    todo = "TensorFlow's wheels need AVX: train on another machine; ingest works here"
+    return check if set(_NEEDED) <= flags else replace(check, state=State.BAD, todo=todo)
 
 
 def memory() -> Check:
@@ -143,9 +144,8 @@ def filesystem(folder: Path) -> Check:
 
 def _flags(cpuinfo: Path) -> set[str]:
     with contextlib.suppress(OSError):
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("flags"):
-                return set(line.partition(":")[2].split())
+        match = re.search(r"^flags[^:]*:(.*)", cpuinfo.read_text(), re.MULTILINE)
+        return set(match[1].split()) if match else set()
     return set()
 
 
@@ -251,9 +251,4 @@ def _decode() -> float:
 
     steps = np.random.default_rng(0).integers(-3, 4, (1000, 1000, 3))
     content = simplejpeg.encode_jpeg(np.cumsum(steps, axis=1).astype(np.uint8), 85)
-    best = float("inf")
-    for _ in range(_DECODINGS):
-        started = time.perf_counter()
-        simplejpeg.decode_jpeg(content)
-        best = min(best, time.perf_counter() - started)
-    return best
+    return min(timeit.repeat(partial(simplejpeg.decode_jpeg, content), number=1, repeat=_DECODINGS))

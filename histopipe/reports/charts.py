@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import matplotlib as mpl
 import numpy as np
@@ -37,6 +37,8 @@ _VARIABLES = {
 }  # fmt: skip
 """Placeholder colours, and the CSS variables that replace them."""
 
+_SHARES = (-0.02, 1.02)
+"""Limits of an axis of values from 0 to 1."""
 _POINTS = 2000
 """Most points of a chart."""
 ChartCurve = tuple[NDArray[np.float64], NDArray[np.float64]]
@@ -47,7 +49,7 @@ Line = tuple[str, Sequence[float], Sequence[float | None]]
 
 def lines(title: str, curves: Sequence[Line], *, x: str, y: str, mark: float | None = None) -> str:
     """Draw curves. `mark` is an x value to mark with a vertical line."""
-    with _chart(title) as (figure, axes):
+    with _chart(title) as axes:
         for name, xs, ys in curves:
             values = [np.nan if value is None else value for value in ys]
             axes.plot(xs, values, linewidth=1.6, label=name, marker="o", markersize=2.5)
@@ -56,58 +58,62 @@ def lines(title: str, curves: Sequence[Line], *, x: str, y: str, mark: float | N
         axes.set(xlabel=x, ylabel=y)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.legend()
-        return _svg(figure, f"{title}: {', '.join(name for name, _, _ in curves)}")
+        return _svg(axes, ", ".join(name for name, _, _ in curves))
 
 
 def histogram(
     title: str, values: NDArray[np.floating], *, x: str, y: str = "patches", share: bool = False
 ) -> str:
     """Draw a histogram."""
-    with _chart(title) as (figure, axes):
+    with _chart(title) as axes:
         bins = 20 if share else min(30, max(5, len(np.unique(values))))
         axes.hist(values, bins, range=(0, 1) if share else None)
         axes.set(xlabel=x, ylabel=y)
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-        span = f"from {values.min():g} to {values.max():g}"
-        return _svg(figure, f"{title}: {len(values)} values {span}")
+        return _svg(axes, f"{len(values)} values from {values.min():g} to {values.max():g}")
 
 
 def roc_chart(title: str, curves: Mapping[str, Roc]) -> str:
     """Draw ROC curves with their confidence bands."""
-    with _chart(title, square=True) as (figure, axes):
+    with _chart(title, square=True) as axes:
         _draw_roc(axes, curves)
-        return _svg(figure, f"{title}: {', '.join(curves)}")
+        return _svg(axes, ", ".join(curves))
 
 
 def _draw_roc(axes: Axes, curves: Mapping[str, Roc]) -> None:
     _draw_diagonal(axes)
     for name, roc in curves.items():
-        # A legend hides names that begin with an underscore.
-        label = f" {name}" if name.startswith("_") else name
-        (line,) = axes.plot(roc.false_positive, roc.true_positive, linewidth=1.6, label=label)
+        (line,) = axes.plot(
+            roc.false_positive, roc.true_positive, linewidth=1.6, label=_legend_label(name)
+        )
         if roc.low is not None and roc.high is not None:
             colour = line.get_color()
             axes.fill_between(roc.grid, roc.low, roc.high, color=colour, alpha=0.15, linewidth=0)
-    axes.set(xlabel="1 - specificity", ylabel="sensitivity", xlim=(-0.02, 1.02), ylim=(-0.02, 1.02))
+    axes.set(xlabel="1 - specificity", ylabel="sensitivity", xlim=_SHARES, ylim=_SHARES)
     axes.legend(loc="lower right")
+
+
+def _legend_label(name: str) -> str:
+    """Return a label that a legend shows: it hides names that begin with an underscore."""
+    return f" {name}" if name.startswith("_") else name
 
 
 def precision_chart(title: str, curves: Mapping[str, ChartCurve]) -> str:
     """Draw precision-recall curves as steps."""
-    with _chart(title, square=True) as (figure, axes):
+    with _chart(title, square=True) as axes:
         for name, (recall, precision) in curves.items():
-            label = f" {name}" if name.startswith("_") else name
             xs, ys = np.append(0.0, recall), np.append(precision[0], precision)
-            axes.step(xs, ys, where="pre", linewidth=1.6, label=label)
-        axes.set(xlabel="recall (sensitivity)", ylabel="precision (PPV)")
-        axes.set(xlim=(-0.02, 1.02), ylim=(-0.02, 1.02))
+            axes.step(xs, ys, where="pre", linewidth=1.6, label=_legend_label(name))
+        axes.set(
+            xlabel="recall (sensitivity)", ylabel="precision (PPV)", xlim=_SHARES, ylim=_SHARES
+        )
         axes.legend(loc="lower left")
-        return _svg(figure, f"{title}: {', '.join(curves)}")
+        return _svg(axes, ", ".join(curves))
 
 
 def decision_chart(title: str, curve: DecisionCurve) -> str:
     """Draw the net benefit of the model, of treating all, and of treating none."""
-    with _chart(title, square=True) as (figure, axes):
+    with _chart(title, square=True) as axes:
         for name, values in (("model", curve.model), ("treat all", curve.treat_all)):
             axes.plot(curve.probability, values, linewidth=1.6, label=name)
         axes.axhline(0, color=_INK, linewidth=0.8, linestyle=":", label="treat none")
@@ -116,74 +122,63 @@ def decision_chart(title: str, curve: DecisionCurve) -> str:
             xlabel="threshold probability", ylabel="net benefit", ylim=(-highest / 2, highest * 1.1)
         )
         axes.legend(loc="best")
-        return _svg(figure, f"{title}: model, treat all, treat none")
+        return _svg(axes, "model, treat all, treat none")
 
 
-def _draw_diagonal(axes: Axes) -> None:
+def _draw_diagonal(axes: Axes, ends: Sequence[float] = (0, 1)) -> None:
     colour = mpl.rcParams["grid.color"]
-    axes.plot([0, 1], [0, 1], color=colour, linewidth=0.8, linestyle="--")
+    axes.plot(ends, ends, color=colour, linewidth=0.8, linestyle="--")
 
 
 def calibration_chart(title: str, curves: Mapping[str, Sequence[Bin]]) -> str:
     """Draw a reliability diagram: observed frequency against predicted probability."""
-    with _chart(title, square=True) as (figure, axes):
+    with _chart(title, square=True) as axes:
         _draw_diagonal(axes)
         for name, bins in curves.items():
-            filled = [
-                point
-                for point in bins
-                if point.probability is not None and point.observed is not None
+            points = [
+                (bin_.probability, bin_.observed, bin_.count)
+                for bin_ in bins
+                if bin_.probability is not None and bin_.observed is not None
             ]
-            most = max((point.count for point in filled), default=1)
-            xs, ys = (
-                [point.probability or 0 for point in filled],
-                [point.observed or 0 for point in filled],
-            )
+            xs, ys, counts = np.reshape(points, (-1, 3)).T
             (line,) = axes.plot(xs, ys, linewidth=1, label=name)
-            sizes = [6 + 60 * point.count / most for point in filled]
-            axes.scatter(xs, ys, s=sizes, color=line.get_color())
-        axes.set(xlabel="predicted probability", ylabel="observed frequency")
-        axes.set(xlim=(-0.02, 1.02), ylim=(-0.02, 1.02))
+            axes.scatter(xs, ys, s=6 + 60 * counts / max(counts, default=1), color=line.get_color())
+        axes.set(
+            xlabel="predicted probability", ylabel="observed frequency", xlim=_SHARES, ylim=_SHARES
+        )
         axes.legend(loc="upper left")
-        return _svg(figure, f"{title}: {', '.join(curves)}")
+        return _svg(axes, ", ".join(curves))
 
 
 def survival_chart(title: str, groups: Sequence[RiskGroup]) -> str:
     """Draw Kaplan-Meier curves with their confidence bands; groups with too few patients have none."""
-    with _chart(title) as (figure, axes):
+    with _chart(title) as axes:
         for group in groups:
             name = f"{group.name} ({group.count})"
             (line,) = axes.step(
                 group.times, group.survival, where="post", linewidth=1.6, label=name
             )
-            colour = line.get_color()
             if group.count >= FEWEST_PATIENTS:
                 axes.fill_between(
-                    group.times,
-                    group.low,
-                    group.high,
-                    step="post",
-                    color=colour,
-                    alpha=0.15,
+                    group.times, group.low, group.high, step="post", color=line.get_color(), alpha=0.15,
                     linewidth=0,
-                )
-        axes.set(xlabel="time", ylabel="survival", ylim=(-0.02, 1.02))
+                )  # fmt: skip
+        axes.set(xlabel="time", ylabel="survival", ylim=_SHARES)
         axes.legend()
-        return _svg(figure, f"{title}: {', '.join(group.name for group in groups)}")
+        return _svg(axes, ", ".join(group.name for group in groups))
 
 
 def scatter_chart(title: str, true: NDArray[np.floating], predicted: NDArray[np.floating]) -> str:
     """Draw predicted against true values, with the line of equality."""
-    with _chart(title, square=True) as (figure, axes):
+    with _chart(title, square=True) as axes:
         both = np.concatenate([true, predicted])
-        ends = [float(both.min()), float(both.max())] if len(both) else [0.0, 1.0]
-        axes.plot(ends, ends, color=mpl.rcParams["grid.color"], linewidth=0.8, linestyle="--")
+        _draw_diagonal(axes, [float(both.min()), float(both.max())] if len(both) else (0, 1))
         chosen = np.linspace(0, len(true) - 1, min(len(true), _POINTS)).astype(int)
         axes.plot(
             true[chosen], predicted[chosen], linestyle="", marker="o", markersize=3, alpha=0.6
         )
         axes.set(xlabel="true", ylabel="predicted")
-        return _svg(figure, f"{title}: predicted against true values")
+        return _svg(axes, "predicted against true values")
 
 
 def _style(colours: _Colours) -> Any:
@@ -210,34 +205,32 @@ def default_style(style: Any) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def _chart(
-    title: str, *, square: bool = False, colours: _Colours = _PAGE
-) -> Iterator[tuple[Figure, Axes]]:
-    """Yield a figure and its axes in the style of the page."""
+def _chart(title: str, *, square: bool = False, colours: _Colours = _PAGE) -> Iterator[Axes]:
+    """Yield the axes of a new figure in the style of the page."""
     with default_style(_style(colours)):
         figure = Figure(figsize=(3.4, 3.4) if square else (4.2, 3.0), layout="constrained")
         axes = figure.subplots()
         axes.set_title(title, fontsize=10, loc="left")
-        yield figure, axes
+        yield axes
 
 
 def write_roc_png(path: Path, title: str, curves: Mapping[str, Roc]) -> None:
     """Write ROC curves as a PNG file, in the colours of a light page."""
-    with _chart(title, square=True, colours=_LIGHT) as (figure, axes):
+    with _chart(title, square=True, colours=_LIGHT) as axes, atomic_write(path) as part:
         _draw_roc(axes, curves)
-        with atomic_write(path) as part:
-            metadata = {"Software": None}
-            figure.savefig(part, dpi=120, format="png", facecolor="white", metadata=metadata)
+        cast(Figure, axes.figure).savefig(
+            part, dpi=120, format="png", facecolor="white", metadata={"Software": None}
+        )
 
 
-def _svg(figure: Figure, label: str) -> str:
-    """Return the figure as an SVG element."""
+def _svg(axes: Axes, description: str) -> str:
+    """Return a figure as an SVG element. Its label has the title, and the description."""
     buffer = io.StringIO()
+    figure = cast(Figure, axes.figure)
     metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
     figure.savefig(buffer, format="svg", metadata=metadata)
     text = buffer.getvalue()
-    text = text[text.index("<svg") :]
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
     # Unused ids are removed, because other charts of the page have the same ids.
     used = set(re.findall(r"(?:url\(#|href=\"#)([^)\"]+)", text))
     text = re.sub(r' id="([^"]+)"', lambda m: m[0] if m[1] in used else "", text)
@@ -245,5 +238,6 @@ def _svg(figure: Figure, label: str) -> str:
         text = text.replace(colour, variable)
     text = re.sub(r"font: ([\d.]+)px [^;\"]+", r"font: \1px system-ui, sans-serif", text)
     width, height = figure.get_size_inches() * 72
-    head = f'<svg class="chart" role="img" aria-label="{html.escape(label)}" viewBox="0 0 {width:g} {height:g}"'
+    label = html.escape(f"{axes.get_title('left')}: {description}")
+    head = f'<svg class="chart" role="img" aria-label="{label}" viewBox="0 0 {width:g} {height:g}"'
     return re.sub(r"<svg[^>]*?(?= xmlns)", head, text, count=1)

@@ -1,4 +1,4 @@
-"""Reporting checklists, filled with what a run knows: TRIPOD+AI and CLAIM.
+"""Reporting checklists and model card, filled with what a run knows: TRIPOD+AI and CLAIM.
 
 Items are in our own words, under the numbers of the published checklists, which are cited.
 
@@ -14,13 +14,15 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Literal
 
 from histopipe._version import __version__
 from histopipe.errors import MachineShort, UsageError
-from histopipe.reports.html_page import Cell, Column, Page, Row, Table, Text
-from histopipe.reports.run_description import Fact, Facts
+from histopipe.reports.data_description import Description
+from histopipe.reports.html_page import Block, Cell, Page, Row, Table
 from histopipe.system.files import atomic_write, write_atomically
 
 CHECKLISTS = ("tripod-ai", "claim")
@@ -76,13 +78,17 @@ _CITED = {
 
 @dataclass(frozen=True, slots=True)
 class ChecklistItem:
-    """An item of a checklist, with the facts of a run that answer it, or a part of it."""
+    """An item of a checklist.
+
+    `answers` are the statements about a run that answer the item or a part of it, each with its files in brackets, and an
+    empty field for what the run does not know.
+    """
 
     number: str
     section: str
     text: str
     status: ItemStatus
-    facts: tuple[Fact, ...]
+    answers: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,15 +102,11 @@ class Checklist:
     methods: str
 
     @property
-    def references(self) -> tuple[str, ...]:
+    def references(self) -> list[str]:
         """BibTeX entries of the checklist, the software, and the papers that the methods name."""
-        named = [
-            key
-            for key, name in _CITED.items()
-            if name in self.methods
-            or any(name in fact.text for item in self.items for fact in item.facts)
-        ]
-        return tuple(REFERENCES[key] for key in (self.cite, "histopipe", *named))
+        text = " ".join([self.methods, *(answer for item in self.items for answer in item.answers)])
+        named = (key for key, name in _CITED.items() if name in text)
+        return [REFERENCES[key] for key in (self.cite, "histopipe", *named)]
 
     @property
     def summary(self) -> str:
@@ -113,8 +115,8 @@ class Checklist:
         return ", ".join(f"{count} {status}" for status, count in counts.most_common())
 
 
-def fill(name: str, facts: Facts) -> Checklist:
-    """Fill a checklist with the facts of a run.
+def fill(name: str, description: Description) -> Checklist:
+    """Fill a checklist with the description of a run.
 
     An item is filled if the run knows all that it asks for; partly, if it knows some; else it is for the authors.
 
@@ -127,21 +129,23 @@ def fill(name: str, facts: Facts) -> Checklist:
     value = tomllib.loads(file.read_text(encoding="utf-8"))
     items = []
     for entry in value["item"]:
-        required, some = entry.get("run", []), entry.get("part", [])
-        answers = tuple(facts[key] for key in (*required, *some) if key in facts)
-        status: ItemStatus = "for the authors"
-        if answers:
-            status = (
-                "filled from the run"
-                if required and all(key in facts for key in required)
-                else "partly"
-            )
+        required = entry.get("run", [])
+        answers = _cite(description, (*required, *entry.get("part", [])))
+        status: ItemStatus = "partly" if answers else "for the authors"
+        if required and all(key in description for key in required):
+            status = "filled from the run"
+        else:
+            answers.append(EMPTY)
         items.append(
-            ChecklistItem(entry["number"], entry["section"], entry["text"], status, answers)
+            ChecklistItem(entry["number"], entry["section"], entry["text"], status, tuple(answers))
         )
-    return Checklist(
-        value["name"], value["title"], value["cite"], tuple(items), methods_paragraph(facts)
-    )
+    methods = " ".join(description[key][0] for key in _SENTENCES if key in description)
+    return Checklist(value["name"], value["title"], value["cite"], tuple(items), methods)
+
+
+def _cite(description: Description, keys: Sequence[str]) -> list[str]:
+    """Return the statements that a run knows, each with its files in brackets."""
+    return [f"{text} [{files}]" for text, files in (description[key] for key in keys if key in description)]  # fmt: skip
 
 
 _SENTENCES = (
@@ -149,12 +153,7 @@ _SENTENCES = (
     "weights", "training", "augmentation", "imbalance", "selection", "threshold", "calibration", "predictions",
     "metric_names", "intervals", "software", "hardware",
 )  # fmt: skip
-
-
-def methods_paragraph(facts: Facts) -> str:
-    """Return a paragraph for the section on methods, from what a run knows."""
-    return " ".join(facts[key].text for key in _SENTENCES if key in facts)
-
+"""Statements in a paragraph for the section on methods."""
 
 _TONES = {"filled from the run": "good", "partly": "", "for the authors": "bad"}
 _WIDTHS_CM = (1.4, 5.4, 2.2, 8.0)
@@ -176,47 +175,31 @@ def write_checklist(checklist: Checklist, path: Path, *, title: str) -> None:
     write(checklist, path, title)
 
 
-def _answer(item: ChecklistItem) -> list[str]:
-    """Return the lines of the answer to an item, with an empty field for what the run cannot know."""
-    lines = [f"{fact.text} [{fact.source}]" for fact in item.facts]
-    return lines if item.status == "filled from the run" else [*lines, EMPTY]
-
-
 def _write_html(checklist: Checklist, path: Path, title: str) -> None:
     page = Page(f"{checklist.name}: {title}", checklist.title)
-    page.add("Summary", Text(f"{checklist.summary}. {_CHECK}"))
+    page.add("Summary", Block("text", f"{checklist.summary}. {_CHECK}"))
     rows = [
         Row([
             Cell(item.number), Cell(item.section), Cell(item.text, tone="why"), Cell(item.status, tone=_TONES[item.status]),
-            Cell(" ".join(_answer(item)), tone="why"),
+            Cell(" ".join(item.answers), tone="why"),
         ])
         for item in checklist.items
     ]  # fmt: skip
     columns = ("item", "section", "what to report", "status", "answer [file]")
-    page.add(
-        "Items", Table("All items, in our own words", [Column(name) for name in columns], rows)
-    )
-    page.add("Methods", Text(checklist.methods))
-    page.add("References", *(Text(entry) for entry in checklist.references))
+    page.add("Items", Table("All items, in our own words", columns, rows))
+    page.add("Methods", Block("text", checklist.methods))
+    page.add("References", *(Block("text", entry) for entry in checklist.references))
     page.write(path)
 
 
 def _write_markdown(checklist: Checklist, path: Path, title: str) -> None:
-    lines = [
-        f"# {checklist.name}: {title}",
-        "",
-        checklist.title,
-        "",
-        f"{checklist.summary}. {_CHECK}",
-        "",
-    ]
-    section = ""
-    for item in checklist.items:
-        if item.section != section:
-            section = item.section
-            lines += [f"## {section}", ""]
-        lines += [f"**{item.number}** {item.text} *{item.status}*", ""]
-        lines += [*(f"- {text}" for text in _answer(item)), ""]
+    summary = f"{checklist.summary}. {_CHECK}"
+    lines = [f"# {checklist.name}: {title}", "", checklist.title, "", summary, ""]
+    for section, items in groupby(checklist.items, attrgetter("section")):
+        lines += [f"## {section}", ""]
+        for item in items:
+            lines += [f"**{item.number}** {item.text} *{item.status}*", ""]
+            lines += [*(f"- {text}" for text in item.answers), ""]
     lines += ["## Methods", "", checklist.methods, "", "## References", ""]
     lines += ["```bibtex", "\n\n".join(checklist.references), "```", ""]
     write_atomically(path, "\n".join(lines))
@@ -247,19 +230,15 @@ def _write_docx(checklist: Checklist, path: Path, title: str) -> None:
         strict=True,
     ):
         cell.paragraphs[0].add_run(text).bold = True
-    section = ""
-    for item in checklist.items:
-        if item.section != section:
-            section = item.section
-            cells = table.add_row().cells
-            heading = cells[0].merge(cells[-1]).paragraphs[0]
-            heading.add_run(section).bold = True
-            heading.paragraph_format.keep_with_next = True
+    for section, items in groupby(checklist.items, attrgetter("section")):
         cells = table.add_row().cells
-        for cell, text in zip(
-            cells, (item.number, item.text, item.status, "\n".join(_answer(item))), strict=True
-        ):
-            cell.text = text
+        heading = cells[0].merge(cells[-1]).paragraphs[0]
+        heading.add_run(section).bold = True
+        heading.paragraph_format.keep_with_next = True
+        for item in items:
+            texts = (item.number, item.text, item.status, "\n".join(item.answers))
+            for cell, text in zip(table.add_row().cells, texts, strict=True):
+                cell.text = text
     # LibreOffice reads the widths of the columns, Word those of the cells.
     for column, width in zip(table.columns, _WIDTHS_CM, strict=True):
         column.width = Cm(width)
@@ -292,18 +271,13 @@ _SECTIONS: Sequence[tuple[str, Sequence[str], bool]] = (
     ("Limits", ("limitations", "failures"), True),
     ("Licence and contact", (), True),
 )  # fmt: skip
-"""Title, facts, and whether the author has something to add."""
+"""Title, statements, and whether the author has something to add."""
 
 
-def write_model_card(path: Path, facts: Facts, *, name: str) -> None:
+def write_model_card(description: Description, path: Path, *, name: str) -> None:
     """Write the model card by one rename. Fields that a run cannot know are left empty."""
     lines = [f"# Model card: {name}", ""]
     for title, keys, open_field in _SECTIONS:
-        lines += [f"## {title}", ""]
-        for key in keys:
-            if key in facts:
-                lines.append(f"- {facts[key].text} [{facts[key].source}]")
-        if open_field:
-            lines.append(f"- For the author: {EMPTY}")
-        lines.append("")
+        entries = [*_cite(description, keys), *([f"For the author: {EMPTY}"] if open_field else [])]
+        lines += [f"## {title}", "", *(f"- {entry}" for entry in entries), ""]
     write_atomically(path, "\n".join(lines))

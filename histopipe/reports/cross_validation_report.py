@@ -10,24 +10,21 @@ from typing import Any
 
 from histopipe.errors import UsageError
 from histopipe.evaluation.breakdown import Breakdown
-from histopipe.evaluation.evaluate import Evaluation, main_metric, remarks, with_ends, with_interval
+from histopipe.evaluation.evaluate import Evaluation, main_metric, remarks, with_ends
 from histopipe.evaluation.subgroups import QUALITY
-from histopipe.reports.data_description import open_stores, plain
-from histopipe.reports.evaluation_blocks import EvaluatedPredictions, interval_cell, metric_cards
+from histopipe.reports.data_description import ONE_DATA_SET, open_stores
+from histopipe.reports.evaluation_blocks import (
+    INTERVALS,
+    EvaluatedPredictions,
+    difference_cell,
+    level_title,
+    metric_cards,
+    metric_cell,
+    sentences,
+)
 from histopipe.reports.evaluation_sections import add_analysis, add_metrics
 from histopipe.reports.heatmap_values import SlideImages
-from histopipe.reports.html_page import (
-    Cards,
-    Cell,
-    Column,
-    NameValueTable,
-    Notes,
-    Page,
-    Row,
-    Table,
-    Text,
-    number,
-)
+from histopipe.reports.html_page import Block, Cell, Page, Row, Table, number, values_block
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.result import TrainResult, read_result
@@ -39,7 +36,6 @@ from histopipe.studies.settings import FoldSettings
 from histopipe.system.files import read_json, reading
 from histopipe.system.settings import read_settings
 from histopipe.tasks.choices import LEVELS, name_of
-from histopipe.tasks.intervals import Difference
 from histopipe.tasks.predictions import joined_predictions
 from histopipe.tasks.registry import TASKS
 
@@ -76,22 +72,21 @@ def cross_validation_page(
     )
     page.add(
         "Summary",
-        Text(
-            "All test sets together, each with the thresholds of its fold. Brackets show 95 % confidence intervals, "
-            "with patients as units. Models of different folds are compared as if they were one.", "soft",
+        Block(
+            "text", f"All test sets together, each with the thresholds of its fold. {INTERVALS} "
+            "Models of different folds are compared as if they were one.", tone="soft",
         ),
-        *(Text(f"Warning: {remark}.", "bad") for remark in remarks(evaluated.evaluations["test"])),
-        Cards(metric_cards(evaluated)),
+        *(Block("text", f"Warning: {remark}.", tone="bad") for remark in remarks(evaluated.evaluations["test"])),
+        Block("cards", metric_cards(evaluated)),
     )  # fmt: skip
-    page.add("Folds", *_folds(summary, evaluated))
+    page.add("Folds", _folds(summary, evaluated))
     add_metrics(page, evaluated)
     with ExitStack() as stack:
         opened, missing = open_stores(config, stores, stack, follow=follow)
         images = SlideImages({}, opened) if pictures else None
         add_analysis(page, evaluated, tested_slides(results), images)
-    facts = [(name, plain(value)) for name, value in settings.items() if value is not None]
-    page.add("Configuration", NameValueTable("All settings, as in config.toml", facts))
-    page.add("Limitations", Notes([*_limitations(evaluated, summary), *missing]))
+    page.add("Configuration", values_block("All settings, as in config.toml", settings))
+    page.add("Limitations", Block("notes", [*_limitations(evaluated, summary), *missing]))
     return page
 
 
@@ -111,39 +106,34 @@ def _evaluated(
     )  # fmt: skip
 
 
-def _folds(summary: Mapping[str, Any], evaluated: EvaluatedPredictions) -> Iterator[Table]:
-    titles = {
-        **evaluated.task.main,
-        **{name: title for name, title in evaluated.task.plain.items() if name == "accuracy"},
-    }
-    names, reasons = list(titles), any(fold["reason"] for fold in summary["folds"])
+def _folds(summary: Mapping[str, Any], evaluated: EvaluatedPredictions) -> Table:
+    titles = {**evaluated.task.main, **evaluated.task.plain}
+    names = [name for name in titles if name in evaluated.task.main or name == "accuracy"]
+    folds = summary["folds"]
     level = next(name for name, _ in evaluated.evaluations["test"].named())
-    columns = (
-        Column("fold"), Column("status"), Column("epochs", True), Column("seconds", True),
-        *(Column(f"{level.replace('_', ', ', 1)}: {title}", True) for title in titles.values()),
-        *([Column("reason")] if reasons else []),
-    )  # fmt: skip
-    rows = []
-    for fold in summary["folds"]:
-        metrics = None
+    lines: list[tuple[list[Cell], Mapping[str, float | None], str]] = []
+    for fold in folds:
+        values: Mapping[str, float | None] = {}
         if "metrics" in fold:
-            metrics = dict(Evaluation.from_json(fold["metrics"]["test"]).named())[level]
-        values = [metrics.values[name] if metrics else None for name in names]
-        rows.append(Row([
-            Cell(str(fold["fold"])), Cell(fold["status"]), number(fold["epochs"]), number(fold["seconds"]),
-            *(number(value, 3) for value in values),
-            *([Cell(fold["reason"] or "", tone="why")] if reasons else []),
-        ]))  # fmt: skip
-    for title, metric_values in (
-        ("mean", summary["mean"]),
-        ("standard deviation", summary["deviation"]),
-    ):
-        values = [metric_values.get(f"{level}_{name}") for name in names]
-        rows.append(Row([
-            Cell(title), Cell(""), Cell(""), Cell(""), *(number(value, 3) for value in values),
-            *([Cell("")] if reasons else []),
-        ]))  # fmt: skip
-    yield Table("Test set of each fold", columns, rows)
+            values = dict(Evaluation.from_json(fold["metrics"]["test"]).named())[level].values
+        cells = [Cell(str(fold["fold"])), Cell(fold["status"]), number(fold["epochs"]), number(fold["seconds"])]  # fmt: skip
+        lines.append((cells, values, fold["reason"] or ""))
+    for title, key in (("mean", "mean"), ("standard deviation", "deviation")):
+        values = {name: summary[key].get(f"{level}_{name}") for name in names}
+        lines.append(([Cell(title), *[Cell("")] * 3], values, ""))
+    with_reasons = any(fold["reason"] for fold in folds)
+    rows = [
+        Row([
+            *cells, *(number(values.get(name), 3) for name in names),
+            *([Cell(reason, tone="why")] if with_reasons else []),
+        ])
+        for cells, values, reason in lines
+    ]  # fmt: skip
+    columns = (
+        "fold", "status", "epochs", "seconds", *(f"{level_title(level)}: {titles[name]}" for name in names),
+        *(["reason"] if with_reasons else []),
+    )  # fmt: skip
+    return Table("Test set of each fold", columns, rows)
 
 
 def _limitations(evaluated: EvaluatedPredictions, summary: Mapping[str, Any]) -> Iterator[str]:
@@ -151,11 +141,10 @@ def _limitations(evaluated: EvaluatedPredictions, summary: Mapping[str, Any]) ->
     if missing:
         yield f"Folds that are not finished: {', '.join(missing)}. Their slides are not tested."
     test = evaluated.evaluations["test"]
-    notes = sorted({*remarks(test), *test.notes})
-    yield from (f"{note[0].upper()}{note[1:]}." for note in notes)
-    title, _ = main_metric(evaluated.evaluations["test"].finest)
+    yield from sentences(sorted({*remarks(test), *test.notes}))
+    title, _ = main_metric(test.finest)
     yield f"Intervals of the {title} are for these models: variation between training sets is only shown by the folds."
-    yield "Performance on slides from another hospital, scanner or stain is unknown: only this data set was used."
+    yield ONE_DATA_SET
 
 
 def comparison_page(runs: Sequence[Path]) -> Page:
@@ -163,102 +152,72 @@ def comparison_page(runs: Sequence[Path]) -> Page:
     result = compare(list(runs))
     names = [str(run.folder) for run in result.runs]
     page = Page("Comparison", ", ".join(names))
-    page.add("Metrics", _metrics(result))
-    page.add("Differences", *_differences(result, names[0]))
-    page.add("Subgroups", *_subgroups(result))
-    settings = [
+    task = TASKS[result.runs[0].test.finest.task]
+    titles = {**task.main, **task.plain}
+    rows = [
+        Row([
+            Cell(level_title(name_of(level, how))), Cell(name), number(metrics.count),
+            *(metric_cell(metrics, metric) for metric in titles),
+        ])
+        for level, how in LEVELS
+        for name, run in zip(names, result.runs, strict=True)
+        if (metrics := run.test.at(level, how)) is not None
+    ]  # fmt: skip
+    columns = ("level", "run", "n", *titles.values())
+    page.add("Metrics", Table("Metrics of the test sets", columns, rows))
+    page.add("Differences", *_differences(result, titles))
+    page.add("Subgroups", *_subgroups(result, names, *next(iter(titles.items()))))
+    rows = [
         Row([Cell(name), *(Cell("" if value is None else str(value)) for value in values)])
         for name, values in result.settings.items()
     ]
-    columns = (Column("setting"), *(Column(name) for name in names))
     page.add(
         "Settings",
-        Table("Settings that differ", columns, settings)
-        if settings
-        else Text("No settings differ."),
-    )
-    page.add("Limitations", _comparison_limitations(result))
-    return page
-
-
-def _metrics(result: CompareResult) -> Table:
-    values = _shown(result)
-    rows = []
-    for level, how in LEVELS:
-        for run in result.runs:
-            metrics = run.test.at(level, how)
-            if metrics is not None:
-                cells = [
-                    Cell(with_interval(metrics, name), metrics.values.get(name), "n")
-                    for name in values
-                ]
-                rows.append(Row([Cell(name_of(level, how).replace("_", ", ", 1)), Cell(str(run.folder)), number(metrics.count), *cells]))  # fmt: skip
-    columns = (
-        Column("level"),
-        Column("run"),
-        Column("n", True),
-        *(Column(title, True) for title in values.values()),
-    )
-    return Table("Metrics of the test sets", columns, rows)
-
-
-def _shown(result: CompareResult) -> dict[str, str]:
-    task = TASKS[result.runs[0].test.finest.task]
-    return {**task.main, **task.plain}
-
-
-def _differences(result: CompareResult, first: str) -> Iterator[Table | Notes]:
-    values = _shown(result)
-    compared = zip(result.runs[1:], result.differences, result.notes, result.splits, strict=True)
-    for run, levels, notes, splits in compared:
-        rows = [
-            Row([
-                Cell(level.replace("_", ", ", 1)),
-                *(
-                    interval_cell(difference.value, difference.interval, signed=True)
-                    for difference in (metrics.get(name, Difference(None, None)) for name in values)
-                ),
-            ])
-            for level, metrics in levels.items()
-        ]  # fmt: skip
-        columns = (Column("level"), *(Column(title, True) for title in values.values()))
-        if rows:
-            yield Table(f"{run.folder} minus {first}, on the same patients", columns, rows)
-        texts = [] if splits is None else [f"{run.folder}: {splits}."]
-        texts += [f"{run.folder}, not compared: {note}." for note in notes]
-        if texts:
-            yield Notes(texts)
-
-
-def _subgroups(result: CompareResult) -> Iterator[Table]:
-    """Yield the main metric by subgroup, with a column for each run."""
-    name, title = next(iter(_shown(result).items()))
-    cells: dict[tuple[str, str], dict[int, str]] = {}
-    for place, run in enumerate(result.runs):
-        for subgroups in run.breakdown.subgroups:
-            for group in subgroups.groups if subgroups.column not in QUALITY else ():
-                text = with_ends(group.values.get(name), group.intervals.get(name))
-                cells.setdefault((subgroups.column, group.name), {})[place] = (
-                    f"{text}  (n = {group.count})"
-                )
-    rows = [
-        Row([Cell(column), Cell(group), *(Cell(texts.get(i, "")) for i in range(len(result.runs)))])
-        for (column, group), texts in cells.items()
-    ]
-    columns = (Column("column"), Column("group"), *(Column(str(run.folder)) for run in result.runs))
-    if rows:
-        yield Table(f"{title} by subgroup", columns, rows)
-
-
-def _comparison_limitations(result: CompareResult) -> Notes:
+        Table("Settings that differ", ("setting", *names), rows) if rows else Block("text", "No settings differ."),
+    )  # fmt: skip
     notes = [
         f"{run.folder}: {note}."
         for run in result.runs
         for note in (*remarks(run.test), *run.test.notes, *run.notes)
     ]
-    return Notes(
-        [
-            *notes,
-            "Differences are for these models: variation between seeds and splits is not in the intervals.",
+    models = "Differences are for these models: variation between seeds and splits is not in the intervals."
+    page.add("Limitations", Block("notes", [*notes, models]))
+    return page
+
+
+def _differences(result: CompareResult, titles: Mapping[str, str]) -> Iterator[Table | Block]:
+    first, *other_runs = result.runs
+    compared = zip(other_runs, result.differences, result.notes, result.splits, strict=True)
+    for run, levels, notes, splits in compared:
+        rows = [
+            Row(
+                [Cell(level_title(level)), *(difference_cell(metrics.get(name)) for name in titles)]
+            )
+            for level, metrics in levels.items()
         ]
-    )
+        if rows:
+            title = f"{run.folder} minus {first.folder}, on the same patients"
+            yield Table(title, ("level", *titles.values()), rows)
+        texts = [] if splits is None else [f"{run.folder}: {splits}."]
+        texts += [f"{run.folder}, not compared: {note}." for note in notes]
+        if texts:
+            yield Block("notes", texts)
+
+
+def _subgroups(
+    result: CompareResult, names: Sequence[str], metric: str, title: str
+) -> Iterator[Table]:
+    """Yield a metric by subgroup, with a column for each run."""
+    cells: dict[tuple[str, str], dict[int, str]] = {}
+    for place, run in enumerate(result.runs):
+        for subgroups in run.breakdown.subgroups:
+            for group in subgroups.groups if subgroups.column not in QUALITY else ():
+                text = with_ends(group.values.get(metric), group.intervals.get(metric))
+                texts = cells.setdefault((subgroups.column, group.name), {})
+                texts[place] = f"{text}  (n = {group.count})"
+    rows = [
+        Row([Cell(column), Cell(group), *(Cell(texts.get(i, "")) for i in range(len(names)))])
+        for (column, group), texts in cells.items()
+    ]
+    if rows:
+        yield Table(f"{title} by subgroup", ("column", "group", *names), rows)

@@ -1,4 +1,4 @@
-"""Shares, settings and names as text, for facts of a run."""
+"""A finished run with the contents of its files, and sentences about its data. None: the run does not know."""
 
 from __future__ import annotations
 
@@ -36,15 +36,17 @@ SUBSET_NAMES: Mapping[Subset, str] = {
     "validation": "validation",
     "test": "test",
 }
+_STRATA: dict[TaskName, str] = {
+    "classification": "class", "multilabel": "label", "regression": "value", "survival": "event and time",
+}  # fmt: skip
+ONE_DATA_SET = "Performance on slides from another hospital, scanner or stain is unknown: only one data set was used."
+_MOST = 12
+"""Most different values of a column that are listed."""
 
 
-def plain(value: object) -> str:
-    """Return a setting as text: `a, b` of a list, `a = 1, b = 2` of a mapping."""
-    if isinstance(value, Mapping):
-        return ", ".join(f"{name} = {plain(entry)}" for name, entry in value.items())
-    if isinstance(value, list | tuple):
-        return ", ".join(map(plain, value))
-    return str(value)
+def chosen_texts(*texts: tuple[bool, str]) -> list[str]:
+    """Return the texts that apply."""
+    return [text for applies, text in texts if applies]
 
 
 def percent(share: float) -> str:
@@ -96,13 +98,11 @@ def read_run(
         DamagedStore: the run cannot be read.
     """
     run_folder.check_one_run(folder)
-    result = read_result(folder)
     config = load_config(folder / run_folder.CONFIG)
     opened, missing = open_stores(config, stores, stack, follow=follow)
     return RunData(
-        folder, config, result, read_json_object(folder / METRICS),
-        read_json_object(folder / SPLITS),
-        _history(folder / run_folder.HISTORY),
+        folder, config, read_result(folder), read_json_object(folder / METRICS),
+        read_json_object(folder / SPLITS), _history(folder / run_folder.HISTORY),
         read_predictions(folder / PREDICTIONS), opened, missing, read_slides(folder),
     )  # fmt: skip
 
@@ -111,20 +111,20 @@ def open_stores(
     config: TrainConfig, stores: Sequence[Path], stack: ExitStack, *, follow: bool
 ) -> tuple[list[Store], list[str]]:
     """Open `stores`, or else with `follow` those of the run or of its features. Return them, and what is missing for pictures."""
-    opened: list[Store] = []
     if not follow and not stores:
         return [], ["No pictures of patches and slides: use --store to name the stores."]
-    paths, missing, on_bags = list(stores), [], isinstance(config, BagTrainConfig)
+    opened: list[Store] = []
+    missing: list[str] = []
     try:
-        paths = paths or paths_of_stores(config.values())
+        paths = list(stores) or paths_of_stores(config.values())
     except HistopipeError as error:
-        missing.append(f"No pictures of patches and slides: {error}.")
+        return [], [f"No pictures of patches and slides: {error}."]
     for path in paths:
         try:
             opened += [stack.enter_context(Store(part)) for part in parts_of(path)]
         except HistopipeError as error:
             missing.append(f"No pictures of patches and slides: {error}.")
-    if on_bags and not opened and not missing:
+    if isinstance(config, BagTrainConfig) and not opened and not missing:
         missing.append("No heatmaps of attention: use --store to name the store of the patches.")
     return opened, missing
 
@@ -137,46 +137,55 @@ def _history(path: Path) -> list[dict[str, float | None]]:
         ]
 
 
-_STRATA: dict[TaskName, str] = {
-    "classification": "class", "multilabel": "label", "regression": "value", "survival": "event and time",
-}  # fmt: skip
-
-_MOST = 12
-"""Most different values of a column that are listed."""
-
-
-def _sites(run: RunData) -> str | None:
-    sites = _counted(run, "site")
-    return None if sites is None else f"Slides found by site: {sites}."
+Description = Mapping[str, tuple[str, str]]
+"""Statements about a run by name, each with the file or files that it comes from."""
+Describe = Callable[[RunData], str | None]
+"""Returns sentences about a run; None or "" if the run does not know."""
+STATEMENTS: dict[str, tuple[Describe, str]] = {}
+"""Functions by name of the statement, with the files that they use."""
 
 
-def _scanners(run: RunData) -> str | None:
-    vendors = _counted(run, "vendor")
-    return None if vendors is None else f"Vendors of the scanners by file format: {vendors}."
+def statement(*files: str) -> Callable[[Describe], Describe]:
+    """Return a decorator that registers `_describe_NAME`, which uses these files of a run, as the statement NAME."""
+
+    def register(describe: Describe) -> Describe:
+        STATEMENTS[describe.__name__.removeprefix("_describe_")] = describe, ", ".join(files)
+        return describe
+
+    return register
 
 
-def _scale(run: RunData) -> str | None:
-    scales = sorted({float(slide.value("mpp")) for slide in run.slides if slide.value("mpp")})
-    if not scales:
-        return None
-    ends = f"{scales[0]:g}" if len(scales) == 1 else f"{scales[0]:g} to {scales[-1]:g}"
-    return f"Slides were scanned at {ends} µm per pixel."
+@statement(run_folder.SLIDES)
+def _describe_sites(run: RunData) -> str | None:
+    return _count_slides(run, "site", "Slides found by site")
 
 
-def _label_sources(run: RunData) -> str | None:
-    sources = _counted(run, "label_source")
-    return None if sources is None else f"Sources of the labels: {sources}."
+@statement(run_folder.SLIDES)
+def _describe_scanners(run: RunData) -> str | None:
+    return _count_slides(run, "vendor", "Vendors of the scanners by file format")
 
 
-def _counted(run: RunData, column: str) -> str | None:
+@statement(run_folder.SLIDES)
+def _describe_label_sources(run: RunData) -> str | None:
+    return _count_slides(run, "label_source", "Sources of the labels")
+
+
+def _count_slides(run: RunData, column: str, title: str) -> str | None:
+    """Return a sentence with the number of slides by their value of a column."""
     counts = Counter(slide.value(column) for slide in run.slides if slide.value(column))
-    return (
-        listed([f"{name} ({counted(count, 'slide')})" for name, count in sorted(counts.items())])
-        or None
-    )
+    texts = [f"{name} ({counted(count, 'slide')})" for name, count in sorted(counts.items())]
+    return f"{title}: {listed(texts)}." if texts else None
 
 
-def _exclusions(run: RunData) -> str | None:
+@statement(run_folder.SLIDES)
+def _describe_scale(run: RunData) -> str | None:
+    scales = sorted({float(slide.value("mpp")) for slide in run.slides if slide.value("mpp")})
+    ends = " to ".join(f"{scale:g}" for scale in dict.fromkeys([*scales[:1], *scales[-1:]]))
+    return f"Slides were scanned at {ends} µm per pixel." if scales else None
+
+
+@statement(METRICS)
+def _describe_exclusions(run: RunData) -> str | None:
     texts = [
         f"{level}: {listed([f'{count:,} ({why})' for why, count in numbers.excluded.items()])}"
         for level, numbers in run.result.flow.items()
@@ -185,22 +194,22 @@ def _exclusions(run: RunData) -> str | None:
     return f"Excluded {'; '.join(texts)}." if texts else None
 
 
-def _flow(run: RunData) -> str | None:
+@statement(METRICS)
+def _describe_flow(run: RunData) -> str | None:
     texts = []
     for level, numbers in run.result.flow.items():
-        used = listed(
-            [
-                f"{count:,} {'is' if count == 1 else 'are'} in {' and '.join(map(SUBSET_NAMES.__getitem__, subsets))}"
-                for subsets, count in numbers.used.items()
-            ]
-        )
+        used = [
+            f"{count:,} {'is' if count == 1 else 'are'} in {' and '.join(map(SUBSET_NAMES.__getitem__, subsets))}"
+            for subsets, count in numbers.used.items()
+        ]
         texts.append(
-            f"Of {numbers.total:,} {level} found, {sum(numbers.excluded.values()):,} were excluded, and {used}."
+            f"Of {numbers.total:,} {level} found, {sum(numbers.excluded.values()):,} were excluded, and {listed(used)}."
         )
-    return " ".join(texts) or None
+    return " ".join(texts)
 
 
-def _participants_by_label(run: RunData) -> str | None:
+@statement(run_folder.SLIDES)
+def _describe_participants_by_label(run: RunData) -> str | None:
     """Count the patients of each subset, by class, or with their events or labels; None if these are not known."""
     if getattr(run.config, "labels_from", "") == "annotation":
         return None
@@ -222,71 +231,62 @@ def _outcomes(task: Task, patients: Sequence[Sequence[SlideEntry]]) -> str | Non
     """Return the number of patients by class, or of all with the number of events or of each label."""
     if task.of_classes:
         labels = [{slide.label for slide in slides} for slides in patients]
-        counts = Counter(
-            next(iter(patient_labels)) if len(patient_labels) == 1 else "several labels"
-            for patient_labels in labels
-        )
+        counts = Counter("several labels" if len(names) > 1 else names.pop() for names in labels)
         return listed([f"{counts[name]:,} {name}" for name in sorted(counts)])
     if not all(
         name in slide.cells for slides in patients for slide in slides for name in task.flags
     ):
         return None
-    cells = {
-        name: [[slide.cells[name] for slide in slides] for slides in patients]
-        for name in task.flags
-    }
     happened = {
         name: sum(
-            any(FLAGS.get(cell.lower(), cell_number(cell)) == 1 for cell in patient_cells)
-            for patient_cells in each
+            any(
+                FLAGS.get(slide.cells[name].lower(), cell_number(slide.cells[name])) == 1
+                for slide in slides
+            )
+            for slides in patients
         )
-        for name, each in cells.items()
+        for name in task.flags
     }
     return " with ".join(filter(None, (f"{len(patients):,}", task.flag_counts(happened))))
 
 
-def _characteristics(run: RunData) -> str | None:
+@statement(run_folder.SLIDES)
+def _describe_characteristics(run: RunData) -> str | None:
     """Return the further columns of the labels file by subset: counts, or median and range of numbers."""
-    columns = dict.fromkeys(name for slide in run.slides for name in slide.cells)
     texts = []
-    for column in columns:
-        values = {subset: _values(run.slides, subset, column) for subset in SUBSETS}
-        every = [cell for cells in values.values() for cell in cells if cell]
-        numeric = bool(every) and all(map(is_number, every)) and len(set(every)) > _MOST
-        if not numeric and len(set(every)) > _MOST:
+    for column in dict.fromkeys(name for slide in run.slides for name in slide.cells):
+        by_subset = {
+            subset: [slide.cells.get(column, "") for slide in run.slides if subset in slide.subsets]
+            for subset in SUBSETS
+        }
+        values = {cell for cells in by_subset.values() for cell in cells if cell}
+        if len(values) <= _MOST:
+            describe = _counts_of
+        elif all(map(is_number, values)):
+            describe = _range_of
+        else:
             continue
-        described = _range_of if numeric else _counts_of
-        parts = [
-            f"{SUBSET_NAMES[subset]} {described(cells)}"
-            for subset, cells in values.items()
-            if cells
-        ]
+        parts = [f"{SUBSET_NAMES[subset]} {describe(cells)}" for subset, cells in by_subset.items() if cells]  # fmt: skip
         texts.append(f"{column} of slides: {'; '.join(parts)}.")
-    return " ".join(texts) or None
+    return " ".join(texts)
 
 
-def _values(slides: Sequence[SlideEntry], subset: Subset, column: str) -> list[str]:
-    return [
-        slide.cells.get(column, "") for slide in slides if subset in slide.status.split(" and ")
-    ]
-
-
-def _range_of(values: Sequence[str]) -> str:
-    numbers = np.array([float(value) for value in values if value])
-    missing = f", {len(values) - len(numbers)} missing" if len(numbers) < len(values) else ""
+def _range_of(cells: Sequence[str]) -> str:
+    numbers = np.array([float(cell) for cell in cells if cell])
+    missing = f"{len(cells) - len(numbers)} missing"
     if not len(numbers):
-        return f"{len(values)} missing"
-    return (
-        f"median {np.median(numbers):.4g}, from {numbers.min():.4g} to {numbers.max():.4g}{missing}"
-    )
+        return missing
+    text = f"median {np.median(numbers):.4g}, from {numbers.min():.4g} to {numbers.max():.4g}"
+    return text if len(numbers) == len(cells) else f"{text}, {missing}"
 
 
-def _counts_of(values: Sequence[str]) -> str:
-    counts = Counter(group_name(value or NoValue.MISSING) for value in values)
+def _counts_of(cells: Sequence[str]) -> str:
+    counts = Counter(group_name(cell or NoValue.MISSING) for cell in cells)
     return listed([f"{counts[name]} × {name}" for name in sorted(counts)], most=_MOST + 1)
 
 
-def _labels(run: RunData) -> str:
+@statement(run_folder.CONFIG)
+def _describe_labels(run: RunData) -> str:
     config = run.config
     if getattr(config, "labels_from", "slide") == "annotation":
         return "The classes of patches come from annotations."
@@ -295,7 +295,8 @@ def _labels(run: RunData) -> str:
     return "Each slide has its own outcome, which applies to all its patches."
 
 
-def _tiling(run: RunData) -> str | None:
+@statement(METRICS)
+def _describe_tiling(run: RunData) -> str | None:
     spec = run.metrics_file.get("spec")
     if not isinstance(spec, dict):
         return None
@@ -314,7 +315,8 @@ def _tiling(run: RunData) -> str | None:
     return f"Slides were divided into patches of {side} × {side} pixels at {scale}, with {apart}. {detection}"
 
 
-def _encoding(run: RunData) -> str | None:
+@statement(METRICS)
+def _describe_encoding(run: RunData) -> str | None:
     spec = run.metrics_file.get("spec")
     routes = {slide.value("route") for slide in run.slides} - {""}
     if not isinstance(spec, dict) or not routes:
@@ -326,42 +328,34 @@ def _encoding(run: RunData) -> str | None:
     return f"Patches that were encoded again are JPEG images with quality {spec.get('quality')}."
 
 
-def _preprocessing(run: RunData) -> str | None:
+@statement(run_folder.CONFIG)
+def _describe_preprocessing(run: RunData) -> str | None:
     stain = getattr(run.config, "stain_norm", None)
-    if stain is None:
-        return None
-    return (
-        "Stains were not normalized."
-        if stain == "none"
-        else f"Stains were normalized by the method {stain}."
-    )
+    texts = {None: None, "none": "Stains were not normalized."}
+    return texts.get(stain, f"Stains were normalized by the method {stain}.")
 
 
-def _patch_selection(run: RunData) -> str | None:
+@statement(run_folder.CONFIG)
+def _describe_patch_selection(run: RunData) -> str | None:
     config = run.config
     if not isinstance(config, PatchTrainConfig):
         return None
-    bounds = [
-        text
-        for active, text in (
-            (config.min_tissue > 0, f"at least {percent(config.min_tissue)} tissue"),
-            (config.min_focus > 0, f"a focus of at least {config.min_focus:g}"),
-            (config.exclude_pen < 1, f"at most {percent(config.exclude_pen)} pen marks"),
-            (config.exclude_dark < 1, f"at most {percent(config.exclude_dark)} folds or black"),
-        )
-        if active
-    ]
-    chosen = (
-        f"Patches with {listed(bounds)} were used."
-        if bounds
-        else "No patch was left out for its quality."
+    bounds = chosen_texts(
+        (config.min_tissue > 0, f"at least {percent(config.min_tissue)} tissue"),
+        (config.min_focus > 0, f"a focus of at least {config.min_focus:g}"),
+        (config.exclude_pen < 1, f"at most {percent(config.exclude_pen)} pen marks"),
+        (config.exclude_dark < 1, f"at most {percent(config.exclude_dark)} folds or black"),
     )
+    text = f"Patches with {listed(bounds)} were used."
+    if not bounds:
+        text = "No patch was left out for its quality."
     if config.max_per_slide:
-        chosen += f" Each epoch drew at most {counted(config.max_per_slide, 'patch')} per slide."
-    return chosen
+        text += f" Each epoch drew at most {counted(config.max_per_slide, 'patch')} per slide."
+    return text
 
 
-def _split(run: RunData) -> str:
+@statement(SPLITS)
+def _describe_split(run: RunData) -> str:
     if of_cross_validation(run):
         return "The data were divided by the cross-validation that this run belongs to."
     if run.config.splits is not None:
@@ -380,7 +374,8 @@ def _split(run: RunData) -> str:
     )
 
 
-def _split_level(run: RunData) -> str:
+@statement(SPLITS, run_folder.SLIDES)
+def _describe_split_level(run: RunData) -> str:
     by = str(run.splits.get("split_by"))
     if by == "region":
         return (
@@ -391,15 +386,12 @@ def _split_level(run: RunData) -> str:
         return "A slide may have patches in several parts."
     if not run.slides:  # of an earlier version
         return f"The data were divided by {by}."
-    subsets: dict[str, dict[str, set[str]]] = {"patient": {}, "site": {}, "slide": {}}
-    for slide in run.slides:
-        for what, of_value in subsets.items():
-            if slide.subsets and slide.value(what):
-                of_value.setdefault(slide.value(what), set()).update(slide.subsets)
-    several = {
-        what: sum(len(value_subsets) > 1 for value_subsets in of_value.values())
-        for what, of_value in subsets.items()
-    }
+    several = {}
+    for what in ("patient", "site", "slide"):
+        subsets: dict[str, set[Subset]] = {}
+        for slide in run.slides:
+            subsets.setdefault(slide.value(what), set()).update(slide.subsets)
+        several[what] = sum(len(of_value) > 1 for name, of_value in subsets.items() if name)
     texts = [
         f"{counted(count, what)} {'is' if count == 1 else 'are'} in more than one part"
         for what, count in several.items()
@@ -410,7 +402,8 @@ def _split_level(run: RunData) -> str:
     return f"{'; '.join(texts).capitalize()}."
 
 
-def _split_sizes(run: RunData) -> str | None:
+@statement(SPLITS)
+def _describe_split_sizes(run: RunData) -> str | None:
     if not run.evaluated.task.of_classes:
         return None
     counts = run.splits.get("counts", {})
@@ -426,24 +419,3 @@ def _split_sizes(run: RunData) -> str | None:
 def of_cross_validation(run: RunData) -> bool:
     """Return whether a run is a fold of a cross-validation."""
     return run_folder.is_cross_validation(run.folder.resolve().parent)
-
-
-FACTS: dict[str, tuple[str, Callable[[RunData], str | None]]] = {
-    "sites": (run_folder.SLIDES, _sites),
-    "scanners": (run_folder.SLIDES, _scanners),
-    "scale": (run_folder.SLIDES, _scale),
-    "label_sources": (run_folder.SLIDES, _label_sources),
-    "exclusions": (METRICS, _exclusions),
-    "flow": (METRICS, _flow),
-    "participants_by_label": (run_folder.SLIDES, _participants_by_label),
-    "characteristics": (run_folder.SLIDES, _characteristics),
-    "tiling": (METRICS, _tiling),
-    "encoding": (METRICS, _encoding),
-    "preprocessing": (run_folder.CONFIG, _preprocessing),
-    "patch_selection": (run_folder.CONFIG, _patch_selection),
-    "labels": (run_folder.CONFIG, _labels),
-    "split": (SPLITS, _split),
-    "split_level": (f"{SPLITS}, {run_folder.SLIDES}", _split_level),
-    "split_sizes": (SPLITS, _split_sizes),
-}
-"""Sentences by name, with the file that they come from."""

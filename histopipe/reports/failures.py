@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 
@@ -13,18 +14,7 @@ from numpy.typing import NDArray
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.reports.evaluation_blocks import EvaluatedPredictions
 from histopipe.reports.heatmap_values import SlideImages, find_slide
-from histopipe.reports.html_page import (
-    SIDE,
-    Block,
-    Cell,
-    Column,
-    Gallery,
-    Picture,
-    Row,
-    Table,
-    Text,
-    number,
-)
+from histopipe.reports.html_page import SIDE, Block, Cell, Picture, Row, Table, number
 from histopipe.slides.thumbnail import resize_image
 from histopipe.splits.slide_table import SlideEntry
 from histopipe.splits.subsets import SUBSETS, Subset
@@ -35,7 +25,7 @@ from histopipe.tasks.task import Predictions
 _MOST = 20
 _PATCHES = 8
 _PATCH_SIDE = 112
-_FACTS = ("site", "vendor", "route", "jpeg_generations", "tissue", "focus", "pen")
+_COLUMNS = ("site", "vendor", "route", "jpeg_generations", "tissue", "focus", "pen")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,19 +53,18 @@ def failure_blocks(
     evaluated: EvaluatedPredictions,
     slides: Sequence[SlideEntry],
     images: SlideImages | None,
-) -> Iterator[Block]:
+) -> Iterator[Table]:
     """Yield tables of the errors with the highest certainty: of slides and patches, or of numbers.
 
     Args:
         evaluated: the evaluation with its predictions.
-        slides: facts of the slides.
+        slides: the table of slides.
         images: thumbnails of the slides, and stores of the patches; None for no pictures.
     """
     if not evaluated.task.of_classes:
         yield from _target_errors(evaluated)
         return
-    subset, _ = evaluated.main
-    wrong = [slide for slide in decisions(evaluated, subset) if slide.wrong]
+    wrong = [slide for slide in decisions(evaluated, evaluated.main[0]) if slide.wrong]
     if wrong:
         yield _slide_errors(evaluated, wrong, slides, images)
     yield from _patch_errors(evaluated, () if images is None else images.stores)
@@ -103,18 +92,26 @@ def decisions(evaluated: EvaluatedPredictions, subset: Subset) -> Iterator[Decid
             thresholds,
         )
         classes = evaluated.task.classes
-        decided = scores.task.decide(scores.output, scores.limits)
         group, names = predictions.owner(predictions.unit)
-        right, label = _decided_patches(evaluated, part) == predictions.label, predictions.label
-        for i, item in enumerate(scores.owner(predictions.unit)[0].tolist()):
+        label = predictions.label
+        right = _decided_patches(evaluated, part) == label
+        items = scores.owner(predictions.unit)[0].tolist()
+        decided_classes = scores.task.decide(scores.output, scores.limits)
+        for item, decided, probability in zip(
+            items, decided_classes, scores.output.tolist(), strict=True
+        ):
             members = np.flatnonzero(group == item)
-            numbers, counts = np.unique(label[members], return_counts=True)
-            labels = [classes[number] for number in numbers.tolist()]
+            counts = {classes[n]: c for n, c in sorted(Counter(label[members].tolist()).items())}
             yield Decided(
-                names[item], predictions.patients[predictions.patient[members[0]]], len(members),
-                tuple(labels), dict(zip(labels, counts.tolist(), strict=True)), float(right[members].mean()),
-                classes[decided[i]], scores.output[i].tolist(),
+                names[item], predictions.patients[predictions.patient[members[0]]], len(members), tuple(counts),
+                counts, float(right[members].mean()), classes[decided], probability,
             )  # fmt: skip
+
+
+def _decided_patches(evaluated: EvaluatedPredictions, part: ModelPredictions) -> NDArray[np.intp]:
+    """Return the (N,) decided classes of patches."""
+    scores = scores_of(part[0], "patch", "mean", evaluated.evaluation_settings, part[1])
+    return scores.task.decide(scores.output, scores.limits)
 
 
 def _slide_errors(
@@ -128,43 +125,45 @@ def _slide_errors(
     def of_label(decided: Decided) -> float:
         return decided.probability[evaluated.task.classes.index(decided.labels[0])]
 
-    level = evaluated.predictions[evaluated.main[0]].level
+    subset, level = evaluated.main[0], evaluated.predictions[evaluated.main[0]].level
     of_slides = level != "patient"
-    slide_entries = {entry.slide if of_slides else entry.patient: entry for entry in slides}
-    counts = Counter[str]()
+    entries: dict[str, list[SlideEntry]] = {}
     for entry in slides:
-        owner = entry.slide if of_slides else entry.patient
-        counts[owner] += sum(getattr(entry, subset) for subset in SUBSETS)
-    facts = [
-        name for name in _FACTS if of_slides and len({entry.value(name) for entry in slides}) > 1
+        entries.setdefault(entry.slide if of_slides else entry.patient, []).append(entry)
+    names = [
+        name for name in _COLUMNS if of_slides and len({entry.value(name) for entry in slides}) > 1
     ]
     rows = []
     for i, decided in enumerate(sorted(wrong, key=of_label)[:_MOST]):
-        slide = slide_entries.get(decided.name)
+        of_item = entries.get(decided.name, [])
+        patches = decided.patches if level == "patch" else sum(
+            getattr(entry, name) for entry in of_item for name in SUBSETS
+        )  # fmt: skip
         image = images.of(decided.name) if images is not None and of_slides else None
-        patches = decided.patches if level == "patch" else counts[decided.name]
-        pictures = (
-            []
-            if image is None
-            else [Picture.of(f"error-{i}", decided.name, resize_image(image, SIDE))]
-        )
-        rows.append(Row([
-            Cell(decided.name, tone="id"), Cell(decided.patient), Cell(decided.labels[0]), Cell(decided.decision),
-            number(of_label(decided), 3), number(patches or None), *(Cell(slide.value(name) if slide else "") for name in facts),
-        ], pictures))  # fmt: skip
+        rows.append(Row(
+            [
+                Cell(decided.name, tone="id"), Cell(decided.patient), Cell(decided.labels[0]), Cell(decided.decision),
+                number(of_label(decided), 3), number(patches or None),
+                *(Cell(of_item[-1].value(name) if of_item else "") for name in names),
+            ],
+            _pictures(f"error-{i}", decided.name, image, SIDE),
+        ))  # fmt: skip
     columns = (
-        Column("slide" if of_slides else "patient"), Column("patient"), Column("label"), Column("decided"),
-        Column("p of the label", True), Column("patches", True), *(Column(name.replace("_", " ")) for name in facts),
+        "slide" if of_slides else "patient", "patient", "label", "decided", "p of the label", "patches",
+        *(name.replace("_", " ") for name in names),
     )  # fmt: skip
-    subset = evaluated.main[0].capitalize()
-    title = f"{subset}: {len(wrong)} wrong decisions, those with the highest certainty first"
-    return Table(title, columns, rows)
+    return Table(
+        f"{subset.capitalize()}: {len(wrong)} wrong decisions, those with the highest certainty first",
+        columns,
+        rows,
+    )
 
 
-def _decided_patches(evaluated: EvaluatedPredictions, part: ModelPredictions) -> NDArray[np.intp]:
-    """Return the (N,) decided classes of patches."""
-    scores = scores_of(part[0], "patch", "mean", evaluated.evaluation_settings, part[1])
-    return scores.task.decide(scores.output, scores.limits)
+def _pictures(
+    name: str, caption: str, pixels: NDArray[np.uint8] | None, side: int
+) -> list[Picture]:
+    """Return a picture in a list; an empty list if there are no pixels."""
+    return [] if pixels is None else [Picture.of(name, caption, resize_image(pixels, side))]
 
 
 def _patch_errors(evaluated: EvaluatedPredictions, stores: Sequence[Store]) -> Iterator[Table]:
@@ -179,59 +178,51 @@ def _patch_errors(evaluated: EvaluatedPredictions, stores: Sequence[Store]) -> I
         wrong = np.flatnonzero(decided != labels)
         of_label = patches.output[wrong, labels[wrong]]
         count += len(wrong)
-        for row, p in zip(
-            wrong[np.argsort(of_label, kind="stable")][:_MOST].tolist(),
-            np.sort(of_label),
-            strict=False,
-        ):
-            errors.append((
-                float(p), patches.slides[patches.slide[row]], patches.patients[patches.patient[row]],
+        first = np.argsort(of_label, kind="stable")[:_MOST]
+        errors += [
+            (
+                p, patches.slides[patches.slide[row]], patches.patients[patches.patient[row]],
                 int(patches.x_l0[row]), int(patches.y_l0[row]),
                 evaluated.task.classes[labels[row]], evaluated.task.classes[decided[row]],
-            ))  # fmt: skip
-    rows = []
-    for i, (p, slide, patient, x, y, label, decision) in enumerate(sorted(errors)[:_MOST]):
-        pixels = _pixels(stores, slide, x, y)
-        caption = f"{slide}, x {x}, y {y}"
-        pictures = [] if pixels is None else [Picture.of(f"patch-error-{i}", caption, resize_image(pixels, 2 * _PATCH_SIDE))]  # fmt: skip
-        rows.append(Row([
-            Cell(slide, tone="id"), Cell(patient), number(x), number(y), Cell(label), Cell(decision), number(p, 3),
-        ], pictures))  # fmt: skip
+            )
+            for row, p in zip(wrong[first].tolist(), of_label[first].tolist(), strict=True)
+        ]  # fmt: skip
+    rows = [
+        Row(
+            [
+                Cell(slide, tone="id"), Cell(patient), number(x), number(y), Cell(label), Cell(decision),
+                number(p, 3),
+            ],
+            _pictures(f"patch-error-{i}", f"{slide}, x {x}, y {y}", _pixels(stores, slide, x, y), 2 * _PATCH_SIDE),
+        )
+        for i, (p, slide, patient, x, y, label, decision) in enumerate(sorted(errors)[:_MOST])
+    ]  # fmt: skip
     if rows:
-        columns = (
-            Column("slide"), Column("patient"), Column("x", True), Column("y", True), Column("label"),
-            Column("decided"), Column("p of the label", True),
-        )  # fmt: skip
         yield Table(
             f"{subset.capitalize()}: {count:,} wrong decisions on patches, those with the highest certainty first; x and y "
             "are the top left corner in pixels of level 0",
-            columns, rows,
+            ("slide", "patient", "x", "y", "label", "decided", "p of the label"), rows,
         )  # fmt: skip
 
 
 def _target_errors(evaluated: EvaluatedPredictions) -> Iterator[Table]:
     """Yield the largest differences between predictions and targets; none for survival, where errors are not defined."""
-    subset, _ = evaluated.main
+    subset = evaluated.main[0]
     parts = [predictions for predictions, _ in _parts(evaluated, subset)]
     if not evaluated.task.of_values or not parts:
         return
     differences = [
         difference for predictions in parts for difference in _differences(predictions, evaluated)
     ]
-    differences.sort(key=lambda difference: -difference[0])
     rows = [
         Row([
             Cell(name, tone="id"), Cell(patient), Cell(column), *(Cell(f"{value:.4g}", value, "n") for value in values),
         ])
-        for _, name, patient, column, *values in differences[:_MOST]
+        for _, name, patient, column, *values in sorted(differences, key=lambda difference: -difference[0])[:_MOST]
     ]  # fmt: skip
-    columns = (
-        Column(parts[0].unit), Column("patient"), Column("column"),
-        Column("true", True), Column("predicted", True), Column("difference", True),
-    )  # fmt: skip
     yield Table(
         f"{subset.capitalize()}: largest errors first, in standard deviations of the column",
-        columns,
+        (parts[0].unit, "patient", "column", "true", "predicted", "difference"),
         rows,
     )
 
@@ -242,8 +233,9 @@ def _differences(
     """Yield size in standard deviations, slide or patient, patient, column, true and predicted value, and difference."""
     means = scores_of(predictions, predictions.unit, "mean", evaluated.evaluation_settings)
     names = means.ids(predictions.unit)
-    for i, column in enumerate(predictions.task.columns):
-        true, predicted = means.target[:, i], means.output[:, i]
+    for column, true, predicted in zip(
+        predictions.task.columns, means.target.T, means.output.T, strict=True
+    ):
         rows = np.flatnonzero(np.isfinite(true))
         deviation = float(true[rows].std()) or 1.0 if len(rows) else 1.0
         for row in rows.tolist():
@@ -260,10 +252,11 @@ def certain_patches(evaluated: EvaluatedPredictions, stores: Sequence[Store]) ->
     parts = [part for part in _parts(evaluated, subset) if part[0].level == "patch"]
     if not evaluated.task.of_classes or not parts or not stores:
         return
-    scores, _ = parts[0]
-    decided = _decided_patches(evaluated, parts[0])
-    yield Text(
-        f"{subset.capitalize()} patches; p is the predicted probability of the true class.", "soft"
+    scores, decided = parts[0][0], _decided_patches(evaluated, parts[0])
+    yield Block(
+        "text",
+        f"{subset.capitalize()} patches; p is the predicted probability of the true class.",
+        tone="soft",
     )
     for code, name in enumerate(evaluated.task.classes):
         of_class = np.flatnonzero(scores.label == code)
@@ -273,7 +266,8 @@ def certain_patches(evaluated: EvaluatedPredictions, stores: Sequence[Store]) ->
             rows = of_class[chosen][np.argsort(order[chosen], kind="stable")]
             pictures = list(islice(_patches(stores, scores, rows, code), _PATCHES))
             if pictures:
-                yield Gallery(f"{name}: {outcome} decisions with the highest certainty", pictures)
+                title = f"{name}: {outcome} decisions with the highest certainty"
+                yield Block("gallery", pictures, title)
 
 
 def _patches(
@@ -283,20 +277,19 @@ def _patches(
     for row in rows.tolist():
         slide = scores.slides[scores.slide[row]]
         x, y = int(scores.x_l0[row]), int(scores.y_l0[row])
-        pixels = _pixels(stores, slide, x, y)
-        if pixels is not None:
-            caption = f"{slide}, x {x}, y {y}, p = {scores.output[row, code]:.3f}"
-            yield Picture.of(f"patch-{row}", caption, resize_image(pixels, _PATCH_SIDE))
+        caption = f"{slide}, x {x}, y {y}, p = {scores.output[row, code]:.3f}"
+        yield from _pictures(f"patch-{row}", caption, _pixels(stores, slide, x, y), _PATCH_SIDE)
 
 
 def _pixels(stores: Sequence[Store], slide: str, x: int, y: int) -> NDArray[np.uint8] | None:
+    """Return the patch at a corner; None if it cannot be read."""
     place = find_slide(stores, slide)
     if place is None:
         return None
     store, slide_number = place
-    try:
+    with suppress(DamagedStore, UsageError):
         index = store.index(slide_number)
         rows = np.flatnonzero((index["x_l0"] == x) & (index["y_l0"] == y))
-        return store.read(store.records[slide_number].id, int(rows[0])) if len(rows) else None
-    except (DamagedStore, UsageError):
-        return None
+        if len(rows):
+            return store.read(store.records[slide_number].id, int(rows[0]))
+    return None

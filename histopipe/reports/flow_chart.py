@@ -6,49 +6,54 @@ import html
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from histopipe.reports.html_page import Block, Cell, Charts, Column, Row, Table, number
+from histopipe.reports.html_page import Block, Cell, Row, Table, number
 from histopipe.splits.slide_table import LABELLED, READ, SELECTED, Flow, subsets_text
 from histopipe.system.files import write_atomically
+from histopipe.system.output import counted
 
 _CHARACTER, _LINE, _PAD = 6.6, 17, 10
 """Width of a character, height of a line, and padding of a box, in pixels."""
 _GAP = 34
+_BOLD = ' font-weight="600"'
 _NOUNS = {"slides": "slide", "patients": "patient", "patches": "patch"}
 
 
-def flow_blocks(flow: Flow, read: str = "Ingested") -> Iterator[Block]:
-    """Yield the figure and the table; nothing for runs of earlier versions, which have no flow.
+def flow_blocks(flow: Flow, read: str = "Ingested") -> Iterator[Block | Table]:
+    """Yield the figure, and a table with a row for each reason of exclusion and each subset.
 
-    `read` is the title of what could be read.
+    Yield nothing for runs of earlier versions, which have no flow. `read` is the title of what could be read.
     """
     if flow:
-        yield Charts([flow_chart(flow, read)])
-        yield flow_table(flow)
-
-
-def flow_table(flow: Flow) -> Table:
-    """Return a row for each reason of exclusion and each subset."""
-    rows = []
-    for level, numbers in flow.items():
-        rows.append(Row([Cell(level), Cell("found"), Cell(""), number(numbers.total)]))
-        for reason, count in numbers.excluded.items():
-            rows.append(Row([Cell(level), Cell("excluded"), Cell(reason), number(count)]))
-        for subsets, count in numbers.used.items():
-            rows.append(
-                Row([Cell(level), Cell("used"), Cell(subsets_text(subsets)), number(count)])
+        yield Block("charts", [flow_chart(flow, read)])
+        lines = [
+            line
+            for level, numbers in flow.items()
+            for line in (
+                (level, "found", "", numbers.total),
+                *((level, "excluded", reason, count) for reason, count in numbers.excluded.items()),
+                *((level, "used", subsets_text(name), count) for name, count in numbers.used.items()),
             )
-    columns = (Column("level"), Column("status"), Column("reason or subset"), Column("n", True))
-    return Table("Participant flow", columns, rows)
+        ]  # fmt: skip
+        rows = [Row([*map(Cell, texts), number(count)]) for *texts, count in lines]
+        yield Table("Participant flow", ("level", "status", "reason or subset", "n"), rows)
 
 
-def flow_chart(flow: Flow, read: str = "Ingested") -> str:
+def flow_chart(flow: Flow, read: str) -> str:
     """Draw the flow as an SVG element, in the manner of the figures of STARD and CONSORT."""
     stages, exclusions = _stages(flow, read)
-    used = dict.fromkeys(subsets for numbers in flow.values() for subsets in numbers.used)
     ends = [
-        [subsets_text(subsets).capitalize(), *(_counted(level, numbers.used[subsets]) for level, numbers in flow.items() if subsets in numbers.used)]
-        for subsets in used
-    ]  # fmt: skip
+        [
+            subsets_text(subsets).capitalize(),
+            *(
+                counted(numbers.used[subsets], _NOUNS[level])
+                for level, numbers in flow.items()
+                if subsets in numbers.used
+            ),
+        ]
+        for subsets in dict.fromkeys(
+            subsets for numbers in flow.values() for subsets in numbers.used
+        )
+    ]
     width = max(map(_width, stages))
     last_row = sum(map(_width, ends)) + _GAP * max(len(ends) - 1, 0)
     middle = max(width, last_row) / 2 + 1
@@ -58,7 +63,7 @@ def flow_chart(flow: Flow, read: str = "Ingested") -> str:
         boxes.append(_box(middle - width / 2, top, width, stage))
         bottom = top + _height(stage)
         top = bottom + _GAP
-        if len(excluded) > 1:
+        if len(excluded) > 1:  # more than the title
             top = bottom + max(_GAP, _height(excluded) + _PAD)
             branch = (bottom + top) / 2
             boxes.append(_box(right, branch - _height(excluded) / 2, _width(excluded), excluded))
@@ -98,18 +103,14 @@ def _stages(flow: Flow, read: str) -> tuple[list[list[str]], list[list[str]]]:
     left = {level: numbers.total for level, numbers in flow.items()}
     stages, exclusions = [], []
     for title, step in (("Found", READ), (read, LABELLED), ("Labelled", SELECTED)):
-        stages.append([title, *(_counted(level, count) for level, count in left.items())])
+        stages.append([title, *(counted(count, _NOUNS[level]) for level, count in left.items())])
         excluded = ["Excluded"]
         for level, numbers in flow.items():
             for reason, count in numbers.excluded_at(step).items():
-                excluded.append(f"{_counted(level, count)}: {reason}")
+                excluded.append(f"{counted(count, _NOUNS[level])}: {reason}")
                 left[level] -= count
         exclusions.append(excluded)
     return stages, exclusions
-
-
-def _counted(level: str, count: int) -> str:
-    return f"{count:,} {_NOUNS[level] if count == 1 else level}"
 
 
 def _width(texts: Sequence[str]) -> float:
@@ -122,12 +123,12 @@ def _height(texts: Sequence[str]) -> float:
 
 def _box(x: float, y: float, width: float, texts: Sequence[str]) -> str:
     """Return a box with lines of text, the first one bold."""
-    spans = []
-    for i, text in enumerate(texts):
-        bold = ' font-weight="600"' if i == 0 else ""
-        place = f'x="{x + _PAD:g}" y="{y + _PAD + 9 + i * _LINE:g}"'
-        spans.append(f"<tspan {place}{bold}>{html.escape(text)}</tspan>")
+    spans = "".join(
+        f'<tspan x="{x + _PAD:g}" y="{y + _PAD + 9 + i * _LINE:g}"'
+        f"{'' if i else _BOLD}>{html.escape(text)}</tspan>"
+        for i, text in enumerate(texts)
+    )
     return (
         f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{_height(texts):g}" rx="4" fill="var(--paper)" '
-        f'stroke="var(--soft)"/><text font-size="12" fill="var(--ink)">{"".join(spans)}</text>'
+        f'stroke="var(--soft)"/><text font-size="12" fill="var(--ink)">{spans}</text>'
     )

@@ -115,9 +115,8 @@ def _figure(values: NamedPatchValues, background: NDArray[np.uint8] | None) -> F
 
 def _scale_bar(axes: Axes, mpp: float, width: float, height: float) -> None:
     micrometres = scale_bar_um(width * mpp / 4)
-    length = micrometres / mpp
+    length, thick = micrometres / mpp, 0.012 * max(width, height)
     x, y = 0.03 * width, height - 0.04 * max(width, height)
-    thick = 0.012 * max(width, height)
     text = f"{micrometres:g} µm" if micrometres < 1000 else f"{micrometres / 1000:g} mm"
     axes.add_patch(
         Rectangle((x, y), length, thick, facecolor="black", edgecolor="white", linewidth=1)
@@ -187,9 +186,8 @@ def write_heatmap_geojson(
     count = 0
     with atomic_write(path) as part, part.open("w", encoding="utf-8") as file:
         file.write('{"type":"FeatureCollection","features":[')
-        for feature in features:
-            file.write((",\n" if count else "\n") + json.dumps(feature, separators=(",", ":")))
-            count += 1
+        for count, feature in enumerate(features, 1):
+            file.write((",\n" if count > 1 else "\n") + json.dumps(feature, separators=(",", ":")))
         file.write("\n]}\n")
     return count
 
@@ -225,17 +223,21 @@ def _contours(patches: NamedPatchValues, threshold: float) -> Iterator[dict[str,
             continue
         mean = float(np.mean(inside)) if len(inside) else threshold
         colour = [round(255 * c) for c in mpl.colormaps[COLOURS](mean)[:3]]
-        measures = {f"mean {patches.name}": mean, "patches": len(inside)}
-        name = f"{patches.name} ≥ {threshold:g}"
-        yield _feature(json.loads(shapely.to_geojson(shrunk)), "annotation", name, colour, measures)
+        yield _feature(
+            json.loads(shapely.to_geojson(shrunk)), "annotation", f"{patches.name} ≥ {threshold:g}", colour,
+            {f"mean {patches.name}": mean, "patches": len(inside)},
+        )  # fmt: skip
 
 
 def _feature(
     geometry: dict[str, Any], kind: str, name: str, colour: list[int], measures: dict[str, float]
 ) -> dict[str, Any]:
-    classification = {"name": name, "color": colour}
-    properties = {"objectType": kind, "classification": classification, "measurements": measures}
-    return {"type": "Feature", "geometry": geometry, "properties": properties}
+    return {
+        "type": "Feature", "geometry": geometry,
+        "properties": {
+            "objectType": kind, "classification": {"name": name, "color": colour}, "measurements": measures,
+        },
+    }  # fmt: skip
 
 
 HeatmapFormat = Literal["png", "tiff", "geojson"]
@@ -307,19 +309,19 @@ def heatmap(
         >>> heatmap("predictions", out="heatmaps", formats=["png", "tiff"])  # doctest: +SKIP
         16 files of 8 slides: heatmaps
     """
-    _check(formats, threshold)
+    if not formats or any(kind not in FORMATS for kind in formats):
+        raise UsageError("--to", found=", ".join(formats), expected=" or ".join(FORMATS))
+    if not 0 <= threshold <= 1:
+        raise UsageError("--threshold", found=threshold, expected="0 to 1")
     folder, target, display = Path(predictions), Path(out), progress or default_progress()
     run_folder.check_one_run(folder)
     files: dict[str, tuple[Path, ...]] = {}
     failed: dict[str, str] = {}
     with ExitStack() as stack:
         opened = _open_stores(folder, stores, stack)
-        slide_files = discover([Path(path) for path in slides]) if slides else []
-        predicted = PredictionsFolder(folder)
+        files_of_slides = discover([Path(path) for path in slides]) if slides else []
         images = SlideImages(
-            {file.id: file.path for file in slide_files},
-            opened,
-            predicted if predicted.exists else None,
+            {file.id: file.path for file in files_of_slides}, opened, PredictionsFolder(folder)
         )
         bar = stack.enter_context(closing(display.bar("drawing", unit="slides", detail=True)))
         with writable(target):
@@ -358,18 +360,12 @@ def heatmap(
     return HeatmapResult(target, files, failed)
 
 
-def _check(formats: Sequence[str], threshold: float) -> None:
-    if not formats or any(kind not in FORMATS for kind in formats):
-        raise UsageError("--to", found=", ".join(formats), expected=" or ".join(FORMATS))
-    if not 0 <= threshold <= 1:
-        raise UsageError("--threshold", found=threshold, expected="0 to 1")
-
-
 def _open_stores(folder: Path, stores: Sequence[str | Path], stack: ExitStack) -> list[Store]:
     """Open `stores`, or else the existing stores of a run, or those of the features that it was trained on."""
-    config = folder / run_folder.CONFIG
-    paths = store_paths(stores) if stores else []
-    if not stores and config.exists():
+    config, paths = folder / run_folder.CONFIG, list[Path]()
+    if stores:
+        paths = store_paths(stores)
+    elif config.exists():
         parts = (part for path in paths_of_stores(read_config(config)) for part in parts_of(path))
         paths = [path for path in parts if folder_kind(path) is FolderKind.STORE]
     return [stack.enter_context(Store(path)) for path in paths]

@@ -35,7 +35,6 @@ from histopipe.slides.readers import open_slide
 from histopipe.slides.thumbnail import ASSUMED_MPP, read_thumbnail
 from histopipe.store.reading import decode_picture
 from histopipe.store.store import Store
-from histopipe.tasks.task import Predictions
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +130,7 @@ def open_values(
     """
     names: Collection[str]
     if (folder / FOLDER).is_dir():
-        names, read = _open_bag_values(
-            folder, lambda slide: _described(folder, stores, slide), class_name, show
-        )
+        names, read = _open_bag_values(folder, stores, class_name, show)
     elif show is not None:
         raise UsageError(
             f"--show {show}",
@@ -159,14 +156,11 @@ def open_values(
 
 
 def _open_bag_values(
-    folder: Path,
-    described: Callable[[str], PredictedSlide],
-    class_name: str | None,
-    show: Show | None,
+    folder: Path, stores: Sequence[Store], class_name: str | None, show: Show | None
 ) -> tuple[Collection[str], ReadValues]:
     """Return the ids of slides with patch tables in a folder, and a function that reads the values of one slide.
 
-    `described` returns size and scale of a slide. A class name selects the contribution to it.
+    A class name selects the contribution to it.
 
     Raises:
         UsageError: the folder has no such values.
@@ -177,10 +171,10 @@ def _open_bag_values(
         raise UsageError(f"{folder} has no attention", expected="a finished slide model")
     if show == ATTENTION and class_name is not None:
         raise UsageError("--class", found="--show attention", expected="--show contribution")
-    names = read_contributions(paths[0])
     column = ATTENTION
     if show == "contribution" or class_name is not None:
-        prediction = class_name if class_name is not None else (names[-1] if names else "")
+        names = read_contributions(paths[0])
+        prediction = class_name if class_name is not None else "".join(names[-1:])
         if prediction not in names:
             raise UsageError(
                 "--class" if class_name is not None else "--show contribution",
@@ -192,12 +186,16 @@ def _open_bag_values(
 
     def read(name: str) -> NamedPatchValues:
         x, y, value, side = tables[name].T
-        slide = described(name)
-        title, values, scale = f"contribution to {column.removeprefix(CONTRIBUTION)}", value, None
+        path = PredictionsFolder(folder).json(name)
+        slide = PredictedSlide.read(path) if path.exists() else _stored(stores, name)
         if column == ATTENTION:
-            title, values = "attention, rank among the slide's patches", ranks_of(value)
+            title, values, scale = (
+                "attention, rank among the slide's patches",
+                ranks_of(value),
+                None,
+            )
         else:
-            scale = float(np.abs(value).max()) or 1.0
+            title, scale = f"contribution to {prediction}", float(np.abs(value).max()) or 1.0
             values = 0.5 + value / (2 * scale)
         return NamedPatchValues(
             name, title, x.astype(np.int64), y.astype(np.int64), float(side[0]) or slide.size_l0,
@@ -228,28 +226,20 @@ def _open_predictions(
     source: PredictionSource, stores: Sequence[Store], class_name: str | None
 ) -> tuple[Collection[str], ReadValues]:
     def read(name: str) -> NamedPatchValues | None:
-        predictions = source.predictions(name)
-        if predictions is None:
+        scores = source.predictions(name)
+        if scores is None:
             return None
         slide = source.described(name) or _stored(stores, name)
-        return _probabilities(predictions, slide, class_name)
+        classes, output = scores.task.classes, scores.output
+        chosen = classes[-1] if class_name is None else class_name
+        if chosen not in classes:
+            raise UsageError("--class", found=repr(chosen), expected=" or ".join(classes))
+        return NamedPatchValues(
+            slide.slide, f"probability of {chosen}", scores.x_l0, scores.y_l0, slide.size_l0,
+            output[:, classes.index(chosen)], np.array(classes, object)[output.argmax(axis=1)], bounds_of(slide), slide.mpp,
+        )  # fmt: skip
 
     return source.slide_ids(), read
-
-
-def _probabilities(
-    scores: Predictions, slide: PredictedSlide, class_name: str | None
-) -> NamedPatchValues:
-    classes = scores.task.classes
-    name = classes[-1] if class_name is None else class_name
-    if name not in classes:
-        raise UsageError("--class", found=repr(name), expected=" or ".join(classes))
-    probability = scores.output
-    return NamedPatchValues(
-        slide.slide, f"probability of {name}", scores.x_l0, scores.y_l0,
-        slide.size_l0, probability[:, classes.index(name)],
-        np.array(classes, object)[probability.argmax(axis=1)], bounds_of(slide), slide.mpp,
-    )  # fmt: skip
 
 
 def find_slide(stores: Sequence[Store], slide: str) -> tuple[Store, int] | None:
@@ -263,12 +253,6 @@ def find_slide(stores: Sequence[Store], slide: str) -> tuple[Store, int] | None:
         if record.id == slide_id and store.uuid.startswith(start)
     )
     return next(places, None)
-
-
-def _described(folder: Path, stores: Sequence[Store], slide: str) -> PredictedSlide:
-    """Return the size and scale of a slide, from predictions or else from its store."""
-    path = PredictionsFolder(folder).json(slide)
-    return PredictedSlide.read(path) if path.exists() else _stored(stores, slide)
 
 
 def _stored(stores: Sequence[Store], slide: str) -> PredictedSlide:
@@ -300,23 +284,20 @@ class SlideImages:
         """
         if slide in self.files:
             return _read_image(self.files[slide])
-        value = self._thumbnail(slide)
-        thumbnail = None if value is None else decode_picture(value, f"thumbnail of {slide}")
-        place = find_slide(self.stores, slide)
-        if place is None or thumbnail is None or max(thumbnail.shape) >= _SMALL_SIDE:
+        place, value = find_slide(self.stores, slide), None
+        path = None if self.predictions is None else self.predictions.thumbnail(slide)
+        if path is not None and path.exists():
+            value = path.read_bytes()
+        elif place is not None:
+            value = place[0].thumbnail(place[1])
+        if value is None:
+            return None
+        thumbnail = decode_picture(value, f"thumbnail of {slide}")
+        if place is None or max(thumbnail.shape) >= _SMALL_SIDE:
             return thumbnail
         store, number = place
-        if store.records[number].stored > _SMALL_PATCHES:
-            return thumbnail
-        return _with_patches(store, number, thumbnail)
-
-    def _thumbnail(self, slide: str) -> bytes | None:
-        if self.predictions is not None:
-            path = self.predictions.thumbnail(slide)
-            if path.exists():
-                return path.read_bytes()
-        place = find_slide(self.stores, slide)
-        return place[0].thumbnail(place[1]) if place else None
+        small = store.records[number].stored <= _SMALL_PATCHES
+        return _with_patches(store, number, thumbnail) if small else thumbnail
 
 
 def _with_patches(store: Store, number: int, thumbnail: NDArray[np.uint8]) -> NDArray[np.uint8]:

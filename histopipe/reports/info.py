@@ -48,9 +48,9 @@ class FolderInfo(Result):
 
     def __str__(self) -> str:
         width = max(map(len, self.facts))
-        facts = [f"{name:<{width}}  {_text(value)}" for name, value in self.facts.items()]
+        contents = [f"{name:<{width}}  {_text(value)}" for name, value in self.facts.items()]
         state = "" if self.finished else ", not finished"
-        return "\n".join([f"{self.path}  ({self.kind}{state})", *facts, *self.table])
+        return "\n".join([f"{self.path}  ({self.kind}{state})", *contents, *self.table])
 
 
 def info(
@@ -89,28 +89,30 @@ def info(
 
 
 def _run(folder: Path) -> FolderInfo:
-    facts, finished = _training_facts(folder), is_finished(folder)
-    if not finished:
+    contents, path = _describe_training(folder), str(folder)
+    if not is_finished(folder):
         done = len(_rows(folder / run_folder.HISTORY))
-        facts["epochs"] = f"{done} of {load_config(folder / run_folder.CONFIG).epochs}"
-        todo = ("train", "--resume", "--out", str(folder))
-        return FolderInfo(str(folder), FolderKind.RUN, False, facts, (), todo)
+        contents["epochs"] = f"{done} of {load_config(folder / run_folder.CONFIG).epochs}"
+        return FolderInfo(
+            path, FolderKind.RUN, False, contents, (), ("train", "--resume", "--out", path)
+        )
     result = read_result(folder)
-    facts["epochs"] = f"{result.epochs} (best: {result.best_epoch})"
+    contents["epochs"] = f"{result.epochs} (best: {result.best_epoch})"
     lines = tuple(split_lines(result.metrics))
-    return FolderInfo(str(folder), FolderKind.RUN, True, facts, lines, ("report", str(folder)))
+    return FolderInfo(path, FolderKind.RUN, True, contents, lines, ("report", path))
 
 
-def _training_facts(folder: Path) -> dict[str, Any]:
+def _describe_training(folder: Path) -> dict[str, Any]:
     """Return the settings that identify a training."""
     config = load_config(folder / run_folder.CONFIG)
     splits = read_json_object(folder / SPLITS)
-    facts: dict[str, Any] = {}
+    model: dict[str, Any] = {}
     if isinstance(config, BagTrainConfig):
-        facts = {"model": f"{config.pooling} (bags)", "features": ", ".join(config.mil)}
+        model = {"model": f"{config.pooling} (bags)", "features": ", ".join(config.mil)}
     elif isinstance(config, PatchTrainConfig):
-        facts = {"model": config.model, "stores": config.stores}
-    return facts | {
+        model = {"model": config.model, "stores": config.stores}
+    return {
+        **model,
         "classes": splits.get("classes", ()),
         "split by": config.split_by,
         "slides": len(splits.get("slides", ())),
@@ -120,59 +122,55 @@ def _training_facts(folder: Path) -> dict[str, Any]:
 
 def _cross_validation(folder: Path) -> FolderInfo:
     runs = [path for path in sorted(folder.glob("fold-*")) if run_folder.has_begun(path)]
-    done = [path for path in runs if is_finished(path)]
+    done = sum(map(is_finished, runs))
     folds = len(list((folder / run_folder.FOLD_SPLITS).iterdir()))
-    facts: dict[str, Any] = {"folds": f"{folds}, {len(done)} finished"}
-    if runs:
-        facts |= {n: v for n, v in _training_facts(runs[0]).items() if n not in SUBSETS}
+    contents: dict[str, Any] = {"folds": f"{folds}, {done} finished"}
+    for run in runs[:1]:
+        contents |= {n: v for n, v in _describe_training(run).items() if n not in SUBSETS}
     summary, lines = folder / "summary.json", []
     if summary.exists():
         results = read_json_object(summary)
         for name, mean in results["mean"].items():
             if name.endswith(("_auc", "_balanced_accuracy")):
-                facts[f"mean {name}"] = f"{mean:.3f} ± {results['deviation'].get(name, 0.0):.3f}"
+                contents[f"mean {name}"] = f"{mean:.3f} ± {results['deviation'].get(name, 0.0):.3f}"
         if results["pooled"]:
             lines = evaluation_lines("all folds together", Evaluation.from_json(results["pooled"]))
-    finished = len(done) == folds
-    resume = ("train", "--resume", "--out", str(folder))
-    todo = ("compare", str(folder), "OTHER") if finished else resume
-    return FolderInfo(str(folder), FolderKind.CROSS_VALIDATION, finished, facts, tuple(lines), todo)
+    path, finished = str(folder), done == folds
+    todo = ("compare", path, "OTHER") if finished else ("train", "--resume", "--out", path)
+    return FolderInfo(path, FolderKind.CROSS_VALIDATION, finished, contents, tuple(lines), todo)
 
 
 def _search(folder: Path) -> FolderInfo:
-    trials = _rows(folder / TRIALS_CSV)
-    facts: dict[str, Any] = {"trials": len(trials), **Counter(row["state"] for row in trials)}
+    trials, best = _rows(folder / TRIALS_CSV), folder / "best.toml"
+    contents: dict[str, Any] = {"trials": len(trials), **Counter(row["state"] for row in trials)}
     values = [float(row["value"]) for row in trials if row["value"]]
     if values:
-        facts["values"] = f"{min(values):.4f} to {max(values):.4f}"
-    best = folder / "best.toml"
+        contents["values"] = f"{min(values):.4f} to {max(values):.4f}"
     todo = ("train", "--config", str(best)) if best.exists() else ()
-    return FolderInfo(str(folder), FolderKind.SEARCH, bool(trials), facts, (), todo)
+    return FolderInfo(str(folder), FolderKind.SEARCH, bool(trials), contents, (), todo)
 
 
 def _predictions(folder: Path) -> FolderInfo:
     settings, slides = read_json_object(folder / SETTINGS), _rows(folder / SLIDES)
-    facts = {
+    contents = {
         "run": settings.get("run"),
         "classes": settings.get("classes", ()),
         "slides": len(slides),
         "patches": sum(int(row["patches"]) for row in slides),
         "predicted": dict(Counter(row["predicted"] for row in slides)),
     }
-    lines: list[str] = []
     external = read_evaluation(folder)
-    if external is not None:
-        lines = evaluation_lines("labelled", external.evaluation)
-    finished = (folder / SLIDES).exists()
+    lines = () if external is None else evaluation_lines("labelled", external.evaluation)
+    finished, path = (folder / SLIDES).exists(), str(folder)
     return FolderInfo(
-        str(folder), FolderKind.PREDICTIONS, finished, facts, tuple(lines), ("heatmap", str(folder))
+        path, FolderKind.PREDICTIONS, finished, contents, tuple(lines), ("heatmap", path)
     )
 
 
 def _features(folder: Path) -> FolderInfo:
     encoder = read_json_object(folder / ENCODER)
     headers = [read_header(path) for path in feature_files(folder).values()]
-    facts = {
+    contents = {
         "encoder": encoder.get("encoder"),
         "dimension": encoder.get("dimension"),
         "precision": encoder.get("precision"),
@@ -180,8 +178,9 @@ def _features(folder: Path) -> FolderInfo:
         "slides": len(headers),
         "patches": sum(header.rows for header in headers),
     }
-    todo = ("train", "--mil", str(folder))
-    return FolderInfo(str(folder), FolderKind.FEATURES, bool(headers), facts, (), todo)
+    path = str(folder)
+    todo = ("train", "--mil", path)
+    return FolderInfo(path, FolderKind.FEATURES, bool(headers), contents, (), todo)
 
 
 _READERS: Mapping[FolderKind | None, Callable[[Path], FolderInfo]] = {
@@ -196,10 +195,7 @@ _READERS: Mapping[FolderKind | None, Callable[[Path], FolderInfo]] = {
 
 def _rows(path: Path) -> list[dict[str, str]]:
     """Return the rows of a CSV file, or an empty list if the file does not exist yet."""
-    try:
-        return list(read_dicts(path))
-    except FileNotFoundError:
-        return []
+    return list(read_dicts(path)) if path.exists() else []
 
 
 def _text(value: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,24 +24,17 @@ from histopipe.predictions.sources import (
     labelled_patches,
 )
 from histopipe.predictions.tables import read_predictions
-from histopipe.reports.data_description import plain
-from histopipe.reports.evaluation_blocks import EvaluatedPredictions, metric_cards
+from histopipe.reports.evaluation_blocks import (
+    INTERVALS,
+    EvaluatedPredictions,
+    metric_cards,
+    sentences,
+)
 from histopipe.reports.evaluation_sections import add_analysis, add_metrics
 from histopipe.reports.heatmap_values import SlideImages
-from histopipe.reports.html_page import (
-    Card,
-    Cards,
-    Cell,
-    Column,
-    NameValueTable,
-    Notes,
-    Page,
-    Row,
-    Table,
-    Text,
-)
+from histopipe.reports.html_page import Block, Cell, Page, Row, Table, values_block
 from histopipe.reports.run_report import heatmap_gallery
-from histopipe.splits.slide_table import Exclusion, SlideEntry, read_slide_table
+from histopipe.splits.slide_table import Exclusion, read_slide_table
 from histopipe.store.store import Store
 from histopipe.system.csv_files import is_number, read_dicts
 from histopipe.system.files import read_json
@@ -73,36 +67,34 @@ def predictions_page(folder: Path, *, stores: Sequence[Path] = (), pictures: boo
     )
     external, slide_entries = read_evaluation(folder), read_slide_table(folder / PARTICIPANTS)
     failed = [slide.slide for slide in slide_entries if slide.reason is Exclusion.PREDICTION_FAILED]
-    missing = [Text(f"Failed, and not predicted: {listed(failed)}.", "bad")] if failed else []
+    text = f"Failed, and not predicted: {listed(failed)}."
+    missing = [Block("text", text, tone="bad")] if failed else []
     with ExitStack() as stack:
         opened = [stack.enter_context(Store(path)) for path in stores]
+        images = SlideImages({}, opened, PredictionsFolder(folder)) if pictures else None
         if external is None:
-            page.add(
-                "Summary",
-                _counts(slides, what),
-                Text("No labels are known, so there are no metrics."),
-                *missing,
-            )
+            no_labels = "No labels are known, so there are no metrics."
+            page.add("Summary", _counts(slides, what), Block("text", no_labels), *missing)
         else:
-            images = SlideImages({}, opened, PredictionsFolder(folder)) if pictures else None
-            notes = [*missing, *_notes(external, settings)]
-            _add_evaluation(page, _evaluated(folder, external), notes, slide_entries, images)
+            evaluated = _evaluated(folder, external)
+            page.add(
+                "Summary", Block("text", f"Slides with known labels. {INTERVALS}", tone="soft"),
+                Block("cards", metric_cards(evaluated)), *missing, *_notes(external, settings),
+            )  # fmt: skip
+            add_metrics(page, evaluated)
+            add_analysis(page, evaluated, slide_entries, images, read="Predicted")
         page.add(what.capitalize(), _table(slides, what))
-        if pictures:
-            images = SlideImages({}, opened, PredictionsFolder(folder))
+        if images is not None:
             page.add("Heatmaps", heatmap_gallery(folder, images, "Dark purple is 0, yellow is 1."))
-    facts = [(name, plain(value)) for name, value in settings.items()]
-    page.add("Settings", NameValueTable("Settings of the predictions", facts, open=True))
-    page.add("Limitations", Notes(list(_limitations(external))))
+    page.add("Settings", values_block("Settings of the predictions", settings, is_open=True))
+    page.add("Limitations", Block("notes", list(_limitations(external))))
     return page
 
 
-def _counts(slides: Sequence[Mapping[str, str]], what: str) -> Cards:
-    cards = [Card(what, f"{len(slides):,}")]
-    if slides and "decided" in slides[0]:
-        decided = Counter(row["decided"] or "no patches" for row in slides)
-        cards += [Card(f"decided {name}", f"{count:,}") for name, count in sorted(decided.items())]
-    return Cards(cards)
+def _counts(slides: Sequence[Mapping[str, str]], what: str) -> Block:
+    decided = Counter(row["decided"] or "no patches" for row in slides if "decided" in row)
+    cards = [(f"decided {name}", f"{count:,}", "") for name, count in sorted(decided.items())]
+    return Block("cards", [(what, f"{len(slides):,}", ""), *cards])
 
 
 def _evaluated(folder: Path, external: ExternalEvaluation) -> EvaluatedPredictions:
@@ -119,69 +111,45 @@ def _evaluated(folder: Path, external: ExternalEvaluation) -> EvaluatedPredictio
     )  # fmt: skip
 
 
-def _notes(external: ExternalEvaluation, settings: Mapping[str, Any]) -> Iterator[Text]:
+def _notes(external: ExternalEvaluation, settings: Mapping[str, Any]) -> Iterator[Block]:
     """Yield what a reader must know of the metrics."""
-    if external.in_training:
-        some = ", ".join(external.in_training[:10]) + (
-            ", …" if len(external.in_training) > 10 else ""
-        )
-        yield Text(
-            f"Warning: the training used {len(external.in_training)} of these slides or patients ({some}), "
-            "which makes the metrics too good.", "bad",
+    leaked = external.in_training
+    if leaked:
+        names = ", ".join(leaked[:10]) + (", …" if len(leaked) > 10 else "")
+        yield Block(
+            "text",
+            f"Warning: the training used {len(leaked)} of these slides or patients ({names}), which makes the metrics too "
+            "good.", tone="bad",
         )  # fmt: skip
-    temperatures = [
-        value for model_values in settings.get("temperature", ()) for value in model_values
-    ]
+    temperatures = list(chain.from_iterable(settings.get("temperature", ())))
     if temperatures:
+        of_training = "temperature of the training"
+        if len(temperatures) > 1:
+            of_training = "temperatures of the trainings"
         values = ", ".join(f"{value:.3f}" for value in temperatures)
-        yield Text(
-            f"The logits are divided by the temperature of the training ({values})."
-            if len(temperatures) == 1
-            else f"The logits are divided by the temperatures of the trainings ({values})."
-        )
-
-
-def _add_evaluation(
-    page: Page,
-    evaluated: EvaluatedPredictions,
-    notes: Sequence[Text],
-    slides: Sequence[SlideEntry],
-    images: SlideImages | None,
-) -> None:
-    """Add the sections of an evaluation."""
-    page.add(
-        "Summary",
-        Text("Slides with known labels. Brackets show 95 % confidence intervals, with patients as units.", "soft"),
-        Cards(metric_cards(evaluated)), *notes,
-    )  # fmt: skip
-    add_metrics(page, evaluated)
-    add_analysis(page, evaluated, slides, images, read="Predicted")
+        yield Block("text", f"The logits are divided by the {of_training} ({values}).")
 
 
 def _table(slides: Sequence[Mapping[str, str]], what: str) -> Table | None:
     if not slides:
         return None
-    first = slides[0]
-    columns = [Column(name, name not in _NAMES and is_number(first[name])) for name in first]
+    numbers = {name for name, text in slides[0].items() if name not in _NAMES and is_number(text)}
     rows = []
     for row in slides:
-        cells = []
-        for column in columns:
-            text = row[column.name]
-            value = float(text) if column.number and is_number(text) else None
-            formatted = f"{value:.4g}" if value is not None else text
-            cells.append(Cell(formatted, value, "n" if column.number else ""))
+        cells = {name: Cell(text, tone="n" * (name in numbers)) for name, text in row.items()}
+        for name in numbers:
+            if is_number(row[name]):
+                value = float(row[name])
+                cells[name] = Cell(f"{value:.4g}", value, "n")
         if row.get("label") and row.get("decided"):
-            at = list(row).index("decided")
             good = row["label"] == row["decided"]
-            cells[at] = Cell(row["decided"], tone="good" if good else "bad")
-        rows.append(Row(cells))
-    return Table(f"All {what}", columns, rows)
+            cells["decided"] = Cell(row["decided"], tone="good" if good else "bad")
+        rows.append(Row(list(cells.values())))
+    return Table(f"All {what}", list(slides[0]), rows)
 
 
 def _limitations(external: ExternalEvaluation | None) -> Iterator[str]:
     if external is not None:
-        notes = {note for _, metrics in external.evaluation.named() for note in metrics.notes}
-        yield from (f"{note[0].upper()}{note[1:]}." for note in sorted(notes))
+        yield from sentences(sorted(external.evaluation.notes))
         yield "Thresholds are those of the training. They were not adapted to these slides."
     yield "Slides that were used in the training under another name are not found."

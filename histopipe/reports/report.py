@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.inference.external_evaluation import read_evaluation
@@ -16,11 +16,11 @@ from histopipe.reports.cross_validation_report import (
     comparison_page,
     cross_validation_page,
 )
-from histopipe.reports.data_description import read_run
+from histopipe.reports.data_description import Description, read_run
 from histopipe.reports.flow_chart import write_flow
 from histopipe.reports.html_page import Page
 from histopipe.reports.predictions_report import predictions_page
-from histopipe.reports.run_description import facts_of
+from histopipe.reports.run_description import describe_run
 from histopipe.reports.run_report import run_page
 from histopipe.reports.store_report import store_page
 from histopipe.runs.result import read_result
@@ -30,7 +30,6 @@ from histopipe.system.folders import FolderKind, folder_kind
 from histopipe.system.output import Progress, Result, default_progress
 
 REPORT = "report.html"
-_FIGURE = ".svg"
 
 
 @dataclass(frozen=True, repr=False)
@@ -98,7 +97,15 @@ def report(
         raise UsageError("no folder given", expected="a store, or folders of runs or predictions")
     folder = paths[0]
     if checklist is not None:
-        return _checklist(paths, checklist, None if out is None else Path(out))
+        if len(paths) > 1 or not _is_run(folder):
+            raise UsageError(
+                "--checklist",
+                found=", ".join(map(str, paths)),
+                expected="the folder of one finished run",
+            )
+        filled = fill(checklist, _describe(folder))
+        write = partial(write_checklist, filled, title=folder.resolve().name)
+        return _write(folder / f"{checklist}.html" if out is None else Path(out), write)
     if len(paths) > 1 and out is None:
         raise UsageError("--out is missing", expected="an HTML file for the comparison")
     file = Path(out) if out is not None else folder / REPORT
@@ -106,44 +113,56 @@ def report(
         raise UsageError(
             "--out", found=f"{file}, a folder", expected=f"a file, such as {file / REPORT}"
         )
-    if file.suffix.lower() == _FIGURE and len(paths) == 1:
-        return _flow_figure(folder, file)
+    if file.suffix.lower() == ".svg" and len(paths) == 1:
+        flow = _flow_in(folder)
+        if not flow:
+            raise UsageError(
+                f"{folder} has no participant flow", expected="a finished run, or predictions of slides with labels"
+            )  # fmt: skip
+        read = "Predicted" if folder_kind(folder) is FolderKind.PREDICTIONS else "Ingested"
+        return _write(file, partial(write_flow, flow, read=read))
     if file.suffix.lower() not in (".html", ".htm"):
         raise UsageError("--out", found=str(file), expected="a file ending in .html")
-    options = _Options([Path(store) for store in stores], pictures, untrusted, progress)
-    page = comparison_page(paths) if len(paths) > 1 else _page(folder, options)
+    if len(paths) > 1:
+        return _write(file, comparison_page(paths).write)
+    page = _page(folder, [Path(store) for store in stores], pictures, untrusted, progress)
+    result = _write(file, page.write)
+    if not _is_run(folder):
+        return result
+    card = folder / MODEL_CARD
+    kept = card.exists()
+    if not kept:
+        _write(card, partial(write_model_card, _describe(folder), name=folder.resolve().name))
+    return replace(result, model_card=card, card_kept=kept)
+
+
+def _describe(folder: Path) -> Description:
+    """Read the description of a run."""
+    with ExitStack() as stack:
+        return describe_run(read_run(folder, (), stack, follow=False))
+
+
+def _write(file: Path, write: Callable[[Path], None]) -> ReportResult:
+    """Write a file in a folder that may not exist yet."""
     with roomy(file.parent), writable(file.parent):
         file.parent.mkdir(parents=True, exist_ok=True)
-        page.write(file)
-    card = folder / MODEL_CARD if _is_run(folder) and len(paths) == 1 else None
-    kept = card is not None and card.exists()
-    if card is not None and not kept:
-        _write_card(folder, card)
-    return ReportResult(file, file.stat().st_size, card, kept)
+        write(file)
+    return ReportResult(file, file.stat().st_size)
 
 
-class _Options(NamedTuple):
-    """Options of `report` that concern the contents of the page."""
-
-    stores: Sequence[Path]
-    pictures: bool
-    untrusted: bool
-    progress: Progress | None
-
-
-def _is_run(folder: Path) -> bool:
-    return folder_kind(folder) is FolderKind.RUN
-
-
-def _page(folder: Path, options: _Options) -> Page:
-    stores, pictures, untrusted, progress = options
+def _page(
+    folder: Path,
+    stores: Sequence[Path],
+    pictures: bool,
+    untrusted: bool,
+    progress: Progress | None,
+) -> Page:
     kind = folder_kind(folder)
     if kind is FolderKind.PREDICTIONS:
         return predictions_page(folder, stores=stores, pictures=pictures)
-    if kind is FolderKind.CROSS_VALIDATION:
-        return cross_validation_page(folder, stores=stores, pictures=pictures, follow=not untrusted)
-    if kind is FolderKind.RUN:
-        return run_page(folder, stores=stores, pictures=pictures, follow=not untrusted)
+    if kind in {FolderKind.RUN, FolderKind.CROSS_VALIDATION}:
+        make = run_page if kind is FolderKind.RUN else cross_validation_page
+        return make(folder, stores=stores, pictures=pictures, follow=not untrusted)
     if kind is FolderKind.STORE:
         if stores:
             raise UsageError(
@@ -156,23 +175,6 @@ def _page(folder: Path, options: _Options) -> Page:
     )
 
 
-def _checklist(paths: Sequence[Path], name: str, out: Path | None) -> ReportResult:
-    """Write a filled checklist of a run."""
-    if len(paths) > 1 or not _is_run(paths[0]):
-        raise UsageError(
-            "--checklist",
-            found=", ".join(map(str, paths)),
-            expected="the folder of one finished run",
-        )
-    with ExitStack() as stack:
-        filled = fill(name, facts_of(read_run(paths[0], (), stack, follow=False)))
-    file = paths[0] / f"{name}.html" if out is None else out
-    with roomy(file.parent), writable(file.parent):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_checklist(filled, file, title=paths[0].resolve().name)
-    return ReportResult(file, file.stat().st_size)
-
-
 def _flow_in(folder: Path) -> Flow:
     """Return the participant flow of a run, a cross-validation or predictions; empty if there is none."""
     if folder_kind(folder) is FolderKind.PREDICTIONS:
@@ -180,29 +182,10 @@ def _flow_in(folder: Path) -> Flow:
         return {} if external is None else external.flow
     if _is_run(folder):
         return read_result(folder).flow
-    path = folder / SUMMARY
-    with suppress(FileNotFoundError), reading(path):
-        return flow_from_json(read_json(path).get("flow", {}))
+    with suppress(FileNotFoundError), reading(folder / SUMMARY):
+        return flow_from_json(read_json(folder / SUMMARY).get("flow", {}))
     return {}
 
 
-def _flow_figure(folder: Path, file: Path) -> ReportResult:
-    """Write the participant flow as an SVG file."""
-    flow = _flow_in(folder)
-    if not flow:
-        raise UsageError(
-            f"{folder} has no participant flow", expected="a finished run, or predictions of slides with labels"
-        )  # fmt: skip
-    with roomy(file.parent), writable(file.parent):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        read = "Predicted" if folder_kind(folder) is FolderKind.PREDICTIONS else "Ingested"
-        write_flow(flow, file, read=read)
-    return ReportResult(file, file.stat().st_size)
-
-
-def _write_card(folder: Path, card: Path) -> None:
-    """Write the model card of a run."""
-    with ExitStack() as stack:
-        facts = facts_of(read_run(folder, (), stack, follow=False))
-    with roomy(folder), writable(folder):
-        write_model_card(card, facts, name=folder.resolve().name)
+def _is_run(folder: Path) -> bool:
+    return folder_kind(folder) is FolderKind.RUN

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +15,16 @@ from histopipe.maintenance.info import StoreInfo, info_of
 from histopipe.reports import charts
 from histopipe.reports.html_page import (
     SIDE,
-    Card,
-    Cards,
+    Block,
     Cell,
-    Charts,
-    Column,
-    NameValueTable,
-    Notes,
     Page,
     Picture,
     Row,
     Table,
-    Text,
     number,
     plan_image,
     strip,
+    values_block,
 )
 from histopipe.store.reading import decode_picture
 from histopipe.store.record import SlideRecord, SlideState, describe_copies
@@ -39,10 +35,14 @@ _PATCHES = 6
 _MAX_OUTLINES = 20_000
 """Maximum number of patches with outlines on a slide. More outlines would hide the slide."""
 _COLUMNS = (
-    Column("slide"), Column("state"), Column("label"), Column("patient"), Column("patches", True),
-    Column("unreadable", True), Column("tissue", True), Column("focus", True), Column("pen", True),
-    Column("mpp", True), Column("mpp source"), Column("route"), Column("level", True), Column("notes"),
+    "slide", "state", "label", "patient", "patches", "unreadable", "tissue", "focus", "pen", "mpp", "mpp source", "route",
+    "level", "notes",
 )  # fmt: skip
+_MEASURES = {
+    "tissue": "Tissue", "focus": "Focus", "pen": "Pen", "dark": "Folded or black",
+    "covered": "Covered by the annotated class",
+}  # fmt: skip
+"""Titles of columns of the index; all but the focus are shares."""
 
 
 _Measures = dict[str, list[NDArray[np.float32]]]
@@ -71,9 +71,11 @@ def store_page(path: Path, *, pictures: bool = True, progress: Progress) -> Page
     )
     complete = [record for record in records if record.state is SlideState.COMPLETE]
     whole = bool(rows) and len(complete) == len(rows)
+    algorithms = ", ".join(map(str, spec.get("algorithms", {}).values()))
+    settings = {**spec, "algorithms": algorithms, "uuid": summary.uuid}
     page.add(
-        "Summary", _cards(summary), Text("All slides are complete.", "good") if whole else None,
-        _settings(summary),
+        "Summary", _cards(summary), Block("text", "All slides are complete.", tone="good") if whole else None,
+        values_block("Settings of the store", settings),
     )  # fmt: skip
     page.add("Failures", _failures(records))
     page.add("Warnings", _warnings(summary, records, complete))
@@ -84,50 +86,34 @@ def store_page(path: Path, *, pictures: bool = True, progress: Progress) -> Page
     return page
 
 
-def _cards(summary: StoreInfo) -> Cards:
+def _cards(summary: StoreInfo) -> Block:
     states = summary.states
     cards = [
-        Card("slides complete", f"{states.get('complete', 0):,}", f"{states.get('failed', 0)} failed, {states.get('pending', 0)} pending"),
-        Card("patches", f"{summary.patches:,}", f"{summary.unreadable:,} unreadable"),
-        Card("size", _bytes(summary.file_bytes), f"{_bytes(summary.patch_bytes)} of patches"),
-        Card("labels", str(len(summary.labels.keys() - {"unlabelled"})), _counts(summary.labels)),
-        Card("routes", str(len(summary.routes)), _counts(summary.routes)),
-        Card("scale sources", str(len(summary.mpp_sources.keys() - {"unknown"})), _counts(summary.mpp_sources)),
+        ("slides complete", f"{states.get('complete', 0):,}", f"{states.get('failed', 0)} failed, {states.get('pending', 0)} pending"),
+        ("patches", f"{summary.patches:,}", f"{summary.unreadable:,} unreadable"),
+        ("size", _bytes(summary.file_bytes), f"{_bytes(summary.patch_bytes)} of patches"),
+        ("labels", str(len(summary.labels.keys() - {"unlabelled"})), _counts(summary.labels)),
+        ("routes", str(len(summary.routes)), _counts(summary.routes)),
+        ("scale sources", str(len(summary.mpp_sources.keys() - {"unknown"})), _counts(summary.mpp_sources)),
     ]  # fmt: skip
     if summary.patch_labels:
         counts = summary.patch_labels
-        cards.append(Card("annotated patches", f"{sum(counts.values()):,}", _counts(counts)))
-    return Cards(cards)
-
-
-def _settings(summary: StoreInfo) -> NameValueTable:
-    spec = dict(summary.spec)
-    algorithms = spec.pop("algorithms", {})
-    facts = [(name, str(value)) for name, value in spec.items() if value is not None]
-    facts.append(("algorithms", ", ".join(map(str, algorithms.values()))))
-    facts.append(("uuid", summary.uuid))
-    return NameValueTable("Settings of the store", facts)
+        cards.append(("annotated patches", f"{sum(counts.values()):,}", _counts(counts)))
+    return Block("cards", cards)
 
 
 def _failures(records: Sequence[SlideRecord]) -> Table | None:
     rows = [
-        Row(
-            [
-                Cell(record.id, tone="id"),
-                Cell(record.error_kind or ""),
-                Cell(record.error or "", tone="why"),
-            ]
-        )
+        Row([Cell(record.id, tone="id"), Cell(record.error_kind or ""), Cell(record.error or "", tone="why")])
         for record in records
         if record.state is SlideState.FAILED
-    ]
-    columns = (Column("slide"), Column("kind"), Column("reason"))
-    return Table("Failed slides", columns, rows) if rows else None
+    ]  # fmt: skip
+    return Table("Failed slides", ("slide", "kind", "reason"), rows) if rows else None
 
 
 def _warnings(
     summary: StoreInfo, records: Sequence[SlideRecord], complete: Sequence[SlideRecord]
-) -> Notes | None:
+) -> Block | None:
     notes = describe_copies(records)
     if len(summary.routes) > 1:
         notes.append(
@@ -141,25 +127,22 @@ def _warnings(
         )
     empty = [record.id for record in complete if not record.stored]
     if empty:
-        some = ", ".join(empty[:5]) + (", …" if empty[5:] else "")
-        notes.append(f"{counted(len(empty), 'slide')} without patches: {some}")
-    return Notes(notes) if notes else None
+        names = ", ".join(empty[:5]) + (", …" if empty[5:] else "")
+        notes.append(f"{counted(len(empty), 'slide')} without patches: {names}")
+    return Block("notes", notes) if notes else None
 
 
-def _distributions(complete: Sequence[SlideRecord], measures: _Measures) -> Charts | None:
+def _distributions(complete: Sequence[SlideRecord], measures: _Measures) -> Block | None:
     if not complete:
         return None
     stored = np.array([record.stored for record in complete])
     made = [charts.histogram("Patches per slide", stored, x="patches", y="slides")]
-    for name, title, share in (
-        ("tissue", "Tissue", True), ("focus", "Focus", False), ("pen", "Pen", True),
-        ("dark", "Folded or black", True), ("covered", "Covered by the annotated class", True),
-    ):  # fmt: skip
+    for name, title in _MEASURES.items():
         if name in measures:
-            values = np.concatenate(measures[name])
-            x = "variance of the Laplacian at 1 µm" if name == "focus" else "share of the patch"
+            share, values = name != "focus", np.concatenate(measures[name])
+            x = "share of the patch" if share else "variance of the Laplacian at 1 µm"
             made.append(charts.histogram(title, values, x=x, share=share))
-    return Charts(made)
+    return Block("charts", made)
 
 
 def _row(
@@ -172,7 +155,7 @@ def _row(
     if record.state is SlideState.COMPLETE and record.planned:
         try:
             index = store.index(slide)
-            for name in ("tissue", "focus", "pen", "dark", "covered"):
+            for name in _MEASURES:
                 values = index.get(name, np.empty(0, np.float32))
                 finite_values = values[np.isfinite(values)]
                 if len(finite_values):
@@ -215,10 +198,8 @@ def _pictures(
     chosen = rows[np.unique(np.linspace(0, len(rows) - 1, min(_PATCHES, len(rows))).astype(int))]
     patches = []
     for row in chosen.tolist():
-        try:
+        with suppress(DamagedStore, UsageError):  # `histopipe verify` reports damaged patches
             patches.append(store.read(record.id, row))
-        except (DamagedStore, UsageError):
-            continue  # `histopipe verify` reports damaged patches
     if patches:
         caption = f"{counted(len(patches), 'patch')} of the slide"
         made.append(Picture.of(f"patches-{slide}", caption, strip(patches)))

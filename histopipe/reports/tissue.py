@@ -14,17 +14,7 @@ from histopipe.errors import SlideError
 from histopipe.ingestion.options import MaskOptions
 from histopipe.ingestion.planning import prepare
 from histopipe.ingestion.request import read_tissue
-from histopipe.reports.html_page import (
-    Cell,
-    Column,
-    Gallery,
-    Notes,
-    Page,
-    Picture,
-    Row,
-    Table,
-    number,
-)
+from histopipe.reports.html_page import Block, Cell, Page, Picture, Row, Table, number
 from histopipe.slides.discovery import discover, show_links
 from histopipe.slides.tables import SlideNames, read_mpps
 from histopipe.system.files import PathLike, roomy, writable
@@ -131,19 +121,15 @@ def write_table_and_page(result: TissueReport, pictures: dict[str, NDArray[np.ui
     """
     write_mask_table(result)
     page = Page(f"Tissue: {result.folder.name}", f"masks of {counted(len(result.slides), 'slide')}")
-    page.add(
-        "Failed", Notes([f"{k}: {v}" for k, v in result.failed.items()]) if result.failed else None
-    )
+    failures = [f"{slide}: {reason}" for slide, reason in result.failed.items()]
+    page.add("Failed", Block("notes", failures) if failures else None)
     gallery = [
         Picture.of(f"slide-{i}", _caption(slide), pictures[slide.slide])
         for i, slide in enumerate(result.slides)
         if slide.slide in pictures
     ]
-    page.add("Slides", Gallery("", gallery))
-    columns = [
-        Column("slide"), Column("tissue, mm²", number=True), Column("share", number=True),
-        Column("pieces", number=True), Column("threshold", number=True), Column("source"), Column("notes"),
-    ]  # fmt: skip
+    page.add("Slides", Block("gallery", gallery))
+    columns = ("slide", "tissue, mm²", "share", "pieces", "threshold", "source", "notes")
     rows = [
         Row([
             Cell(slide.slide), number(slide.tissue_mm2, 2), number(100 * slide.share, 1, " %"), number(slide.pieces),
@@ -157,5 +143,5 @@ def write_table_and_page(result: TissueReport, pictures: dict[str, NDArray[np.ui
 
 def _caption(slide: SlideTissue) -> str:
     area = f"{slide.share:.0%}" if slide.tissue_mm2 is None else f"{slide.tissue_mm2:,.1f} mm²"
-    facts = [slide.slide, area, counted(slide.pieces, "piece") if slide.pieces else "no tissue"]
-    return " · ".join([*facts, *slide.notes])
+    pieces = counted(slide.pieces, "piece") if slide.pieces else "no tissue"
+    return " · ".join([slide.slide, area, pieces, *slide.notes])

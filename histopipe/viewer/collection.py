@@ -52,6 +52,11 @@ class Entry:
         return self.record is not None and self.record.state is SlideState.COMPLETE
 
     @property
+    def store_path(self) -> str:
+        """Path of its store; empty without one."""
+        return "" if self.store is None else str(self.store.path.resolve())
+
+    @property
     def state(self) -> str:
         """State in the store; "not ingested" without a record."""
         return str(self.record.state) if self.record else "not ingested"
@@ -105,54 +110,43 @@ def open_collection(
     """
     collection = Collection()
     with closed_on_error(collection):
-        _open(collection, paths, stores, features, untrusted=untrusted)
+        runs: list[Path] = []
+        store_paths: list[Path] = []
+        slides: list[Path] = []
+        for path in paths:
+            kind = folder_kind(path)
+            if kind is FolderKind.CROSS_VALIDATION:
+                runs += [fold for fold in sorted(path.glob("fold-*")) if run_folder.has_begun(fold)]
+            elif kind in {FolderKind.RUN, FolderKind.PREDICTIONS}:
+                runs.append(path)
+            elif kind in {FolderKind.STORE, FolderKind.PARTS}:
+                store_paths.append(path)
+            elif kind is FolderKind.FEATURES:
+                raise UsageError(
+                    f"{path} has features, which are no pictures",
+                    todo=f"pass the store, with --features {path}",
+                )
+            else:
+                slides.append(path)
+        names = _names(runs)
+        for path in runs:
+            collection.predictions.append(_open_predictions(path, names[path]))
+        for path in (*store_paths, *stores):
+            _open_store(collection, path)
+        if not untrusted:
+            _open_stores_of_runs(collection, explicit=bool(store_paths or stores))
+        files = {slide.id: slide.path for slide in discover(slides)} if slides else {}
+        collection.entries = _entries(collection, files, untrusted=untrusted)
+        if features is not None:
+            collection.features = feature_files(features)
+            if not collection.features:
+                raise UsageError(
+                    f"{features} has no features", expected="a folder of `histopipe embed`"
+                )
+        if not collection.entries:
+            inputs = ", ".join(map(str, paths))
+            raise NothingToDo(f"no slide in {inputs}", todo="pass the store of the patches, too")
     return collection
-
-
-def _open(
-    collection: Collection,
-    paths: Sequence[Path],
-    more_stores: Sequence[Path],
-    features: Path | None,
-    *,
-    untrusted: bool,
-) -> None:
-    runs: list[Path] = []
-    store_paths: list[Path] = []
-    slides: list[Path] = []
-    for path in paths:
-        kind = folder_kind(path)
-        if kind is FolderKind.CROSS_VALIDATION:
-            runs += [fold for fold in sorted(path.glob("fold-*")) if run_folder.has_begun(fold)]
-        elif kind in {FolderKind.RUN, FolderKind.PREDICTIONS}:
-            runs.append(path)
-        elif kind in {FolderKind.STORE, FolderKind.PARTS}:
-            store_paths.append(path)
-        elif kind is FolderKind.FEATURES:
-            raise UsageError(
-                f"{path} has features, which are no pictures",
-                todo=f"pass the store, with --features {path}",
-            )
-        else:
-            slides.append(path)
-    names = _names(runs)
-    for path in runs:
-        collection.predictions.append(_open_predictions(path, names[path]))
-    for path in (*store_paths, *more_stores):
-        _open_store(collection, path)
-    if not untrusted:
-        _open_stores_of_runs(collection, explicit=bool(store_paths or more_stores))
-    files = {slide.id: slide.path for slide in discover(slides)} if slides else {}
-    collection.entries = _entries(collection, files, untrusted=untrusted)
-    if features is not None:
-        collection.features = feature_files(features)
-        if not collection.features:
-            raise UsageError(
-                f"{features} has no features", expected="a folder of `histopipe embed`"
-            )
-    if not collection.entries:
-        inputs = ", ".join(map(str, paths))
-        raise NothingToDo(f"no slide in {inputs}", todo="pass the store of the patches, too")
 
 
 def _open_predictions(path: Path, name: str) -> PredictionSource:
@@ -167,21 +161,17 @@ def _open_predictions(path: Path, name: str) -> PredictionSource:
 
 def _names(folders: Iterable[Path]) -> dict[Path, str]:
     """Return a short name of each folder: its own, with as many parent folders as make it unique."""
-    listed = [path.resolve() for path in folders]
+    parts = {path: path.resolve().parts for path in folders}
     names = {}
-    for path, real in zip(folders, listed, strict=True):
-        forms = (folder.parts for folder in listed if folder != real)
-        other_parts = list(forms)
-        parts = real.parts
-        count = next(
-            (
-                n
-                for n in range(1, len(parts))
-                if all(form[-n:] != parts[-n:] for form in other_parts)
-            ),
-            len(parts),
-        )
-        names[path] = "/".join(parts[-count:])
+    for path, path_parts in parts.items():
+        name, count = path_parts[-1:], 1
+        while (
+            count < len(path_parts)
+            and sum(form[-count:] == name for form in set(parts.values())) > 1
+        ):
+            count += 1
+            name = path_parts[-count:]
+        names[path] = "/".join(name)
     return names
 
 
@@ -240,19 +230,17 @@ def _recorded_file(record: SlideRecord, untrusted: bool) -> Path | None:
     return next((path for path in paths if path.is_file()), None)
 
 
-def facts_of(entry: Entry) -> dict[str, Any]:
+def list_row(entry: Entry) -> dict[str, Any]:
     """Return the row of a slide in the list."""
-    record = entry.record
-    predicted = entry.predicted
+    record, predicted = entry.record, entry.predicted
     return {
         "name": entry.name,
         "id": entry.id,
         "state": entry.state,
-        "error": record.error if record else None,
-        "patient": (record.patient if record else None)
-        or (predicted.patient if predicted else None),
-        "label": (record.label if record else None) or (predicted.label if predicted else None),
-        "site": record.site if record else None,
-        "patches": record.stored if record else (predicted.patches if predicted else 0),
+        "error": getattr(record, "error", None),
+        "patient": getattr(record, "patient", None) or getattr(predicted, "patient", None),
+        "label": getattr(record, "label", None) or getattr(predicted, "label", None),
+        "site": getattr(record, "site", None),
+        "patches": record.stored if record else getattr(predicted, "patches", 0),
         "file": entry.file is not None,
     }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,43 +32,37 @@ class ChangedMeanwhile(UsageError):
     """The file was changed after it was loaded."""
 
 
-@dataclass(frozen=True, slots=True)
-class Drawing:
-    """The annotations of a slide.
+def read_drawing(
+    folder: Path, slide: str, names: SlideNames, bounds: Sequence[int]
+) -> dict[str, Any]:
+    """Read the annotations of a slide.
 
-    Attributes:
-        features: GeoJSON features as in the file. Those that are not areas are kept, but not shown.
-        version: identifies the content of the file; empty if there is none.
-        file: name of the file, or of the file that is written first.
-        origin: level-0 pixel of the coordinates' origin.
-    """
+    Args:
+        folder: folder of the annotations.
+        slide: id of the slide.
+        names: names of all slides: a file with the exact name of one of them belongs to no other.
+        bounds: x, y, width and height of its scanned area, level-0 pixels.
 
-    features: list[Any]
-    version: str
-    file: str
-    origin: tuple[int, int]
-
-
-def read_drawing(folder: Path, slide: str, names: SlideNames, bounds: Sequence[int]) -> Drawing:
-    """Read the annotations of a slide. `bounds` are x, y, width and height of its scanned area.
-
-    `names` are those of all slides: a file with the exact name of one of them belongs to no other.
+    Returns:
+        `features`: GeoJSON features as in the file; those that are not areas are kept, but not shown. `version` identifies
+        the content of the file; it is empty if there is none. `file`: name of the file, or of the file that is written
+        first. `origin`: level-0 pixel of the coordinates' origin.
 
     Raises:
         UsageError: the file cannot be read, or there are two.
     """
     path, _ = _existing(folder, slide, names)
-    if path is None:
-        return Drawing([], "", f"{slide}{GEOJSON[0]}", (bounds[0], bounds[1]))
-    outlines = read_annotations(path)  # checks the content
-    data = file_bytes(path)
-    if path.suffix.lower() in GEOJSON:
-        features = _features(json.loads(data.decode("utf-8-sig")))
-        _check_depth(features)
-    else:
-        features = geojson_features(outlines, (bounds[0], bounds[1]))
-    name = path.relative_to(folder).as_posix()
-    return Drawing(features, _version(data), name, (bounds[0], bounds[1]))
+    features, version, name = [], "", f"{slide}{GEOJSON[0]}"
+    if path is not None:
+        outlines = read_annotations(path)  # checks the content
+        data = file_bytes(path)
+        version, name = _version(data), path.relative_to(folder).as_posix()
+        if path.suffix.lower() in GEOJSON:
+            features = _features(json.loads(data.decode("utf-8-sig")))
+            _check_depth(features)
+        else:
+            features = geojson_features(outlines, (bounds[0], bounds[1]))
+    return {"features": features, "version": version, "file": name, "origin": bounds[:2]}
 
 
 def save_drawing(

@@ -25,11 +25,16 @@ HEADERS = {
     "referrer-policy": "no-referrer",
     "cross-origin-resource-policy": "same-origin",
     "cross-origin-opener-policy": "same-origin",
+    "cache-control": "no-store",
 }
 
 
 class NotFound(UsageError):
     """The request names something that does not exist."""
+
+
+_STATUSES = {NotFound: 404, ChangedMeanwhile: 409, MachineShort: 503, UsageError: 400}
+"""Status of the answer by error; the first one that matches. The first two are usage errors."""
 
 
 class Guard:
@@ -55,12 +60,11 @@ class Guard:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                ours = {name.encode(): value.encode() for name, value in HEADERS.items()}
                 names = {name for name, _ in message["headers"]}
-                added = {**HEADERS, "cache-control": "no-store"}
-                ours = [(k.encode(), v.encode()) for k, v in added.items()]
                 message["headers"] = [
                     *message["headers"],
-                    *(header for header in ours if header[0] not in names),
+                    *((name, value) for name, value in ours.items() if name not in names),
                 ]
             await send(message)
 
@@ -97,13 +101,5 @@ class Guard:
 
 async def known_error(_: Request, error: Exception) -> Response:
     """Return the answer to a request that failed."""
-    status = 400
-    if isinstance(error, NotFound):
-        status = 404
-    elif isinstance(error, ChangedMeanwhile):
-        status = 409
-    elif isinstance(error, MachineShort):
-        status = 503
-    elif not isinstance(error, UsageError):
-        status = 500
+    status = next((code for kind, code in _STATUSES.items() if isinstance(error, kind)), 500)
     return JSONResponse({"error": str(error)}, status)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from histopipe.errors import HistopipeError, MachineShort, UsageError
 from histopipe.store.store import Store
-from histopipe.system.worker_pool import WorkerDied, WorkerPool
+from histopipe.system.worker_pool import WorkerDied, WorkerPool, silence
 from histopipe.viewer import pictures
 from histopipe.viewer.collection import Collection, Entry
 from histopipe.viewer.guard import NotFound
@@ -68,17 +68,13 @@ class OpenSlides:
         self, collection: Collection, workers: int, message: Callable[[str], None]
     ) -> None:
         self.collection, self._message = collection, message
-        self._pool = WorkerPool(workers, pictures.prepare)
+        self._pool = WorkerPool(workers, silence)
         self._free = asyncio.Semaphore(2 * workers)
         self._cache = PictureCache(_CACHE_BYTES)
         self._layers: OrderedDict[int, SlideLayers] = OrderedDict()
-        self._facts: dict[int, dict[str, Any]] = {}
+        self._geometries: dict[int, dict[str, Any]] = {}
         self._loading = asyncio.Lock()
         self._written = {store.path: _written(store) for store in collection.stores}
-
-    def _changed(self, store: Store) -> bool:
-        """Return whether the file of a store was written after the viewer was started."""
-        return _written(store) != self._written[store.path]
 
     def close(self) -> None:
         """End the worker processes."""
@@ -104,9 +100,16 @@ class OpenSlides:
             return await asyncio.wrap_future(future)
 
     async def picture(
-        self, request: Request, key: tuple[Any, ...], work: Callable[[], Awaitable[bytes]]
+        self,
+        request: Request,
+        key: tuple[Any, ...],
+        function: Callable[..., bytes],
+        *arguments: Any,
     ) -> Response:
-        """Return a picture from the cache, or make it. If that fails, return a tile with the reason."""
+        """Return a picture from the cache, or make it in a worker process. If that fails, return a tile with the reason.
+
+        The first part of the key is the number of the slide.
+        """
         content = self._cache.get(key)
         if content is None:
             async with self._free:  # wait for a turn: meanwhile the client may go away
@@ -114,13 +117,13 @@ class OpenSlides:
             if gone:
                 return Response(status_code=499)
             try:
-                content = await work()
+                content = await self.in_worker(function, *arguments)
             except UsageError as error:
                 raise NotFound(str(error)) from error
             except (HistopipeError, WorkerDied) as error:
-                name = self.collection.entries[key[0]].name
-                self._message(f"{name}: {error}")
-                return as_picture(message_tile(f"{name}: {error}"))
+                text = f"{self.collection.entries[key[0]].name}: {error}"
+                self._message(text)
+                return as_picture(message_tile(text))
             self._cache.add(key, content)
         return as_picture(content)
 
@@ -129,39 +132,38 @@ class OpenSlides:
 
         `pixels` is true if tiles come from the slide's file.
         """
-        changed = entry.store is not None and self._changed(entry.store)
-        if number in self._facts and not changed:
-            return self._facts[number]
+        store = entry.store
+        changed = store is not None and _written(store) != self._written[store.path]
+        if number in self._geometries and not changed:
+            return self._geometries[number]
         record = entry.record
-        facts, notes = _recorded_geometry(entry)
+        geometry, notes = _recorded_geometry(entry)
         opened = True
         if entry.file is not None:
             recorded: tuple[Any, ...] = (0, 0, None)
             if record is not None and entry.complete:
                 recorded = (record.size_bytes, record.mtime_ns, record.hashes)
             try:
-                file_facts = await self.in_worker(pictures.slide_facts, str(entry.file), *recorded)
-                facts, notes = (
-                    {**file_facts, "pixels": True},
-                    [file_facts["warning"]] if file_facts["warning"] else [],
-                )
+                of_file = await self.in_worker(pictures.read_geometry, str(entry.file), *recorded)
+                geometry = {**of_file, "pixels": True}
+                notes = [of_file["warning"]]
             except (HistopipeError, WorkerDied) as error:
                 opened = False
                 notes = [f"the slide cannot be opened: {error}"]
         if record is not None and record.mpp:
-            facts["mpp"] = record.mpp
-        elif facts.get("unscaled"):
-            notes.append(f"no scale bar: {facts['unscaled']}")
+            geometry["mpp"] = record.mpp
+        elif geometry.get("unscaled"):
+            notes.append(f"no scale bar: {geometry['unscaled']}")
         if record is not None:
-            notes += [note for note in (record.error, *record.notes) if note]
+            notes += [record.error, *record.notes]
         if changed:
             notes.append(
                 "the store has changed since the viewer was started: start it again to see the changes"
             )
-        facts["notes"] = notes
+        geometry["notes"] = [note for note in notes if note]
         if opened:  # else the next request tries again
-            self._facts[number] = facts
-        return facts
+            self._geometries[number] = geometry
+        return geometry
 
     async def layers_of(self, number: int, entry: Entry) -> SlideLayers:
         """Return the grids and layers of a slide."""
@@ -181,30 +183,25 @@ def _written(store: Store) -> int:
     return 0
 
 
-def _recorded_geometry(entry: Entry) -> tuple[dict[str, Any], list[str]]:
+def _recorded_geometry(entry: Entry) -> tuple[dict[str, Any], list[str | None]]:
     """Return size, scanned area and scale of a slide as its store or its predictions record them, and notes."""
-    record, predicted = entry.record, entry.predicted
-    of = record if record is not None and record.width else predicted
-    if of is None or not of.width:
+    record = entry.record if entry.record is not None and entry.record.width else entry.predicted
+    if record is None or not record.width:
         bounds = [0, 0, TILE, TILE]
-        facts = {"width": TILE, "height": TILE, "bounds": bounds, "mpp": None, "pixels": True}
-        return facts, [f"the slide is {entry.state}"]
-    bounds = list(of.bounds) or [0, 0, of.width, of.height]
-    facts = {
-        "width": of.width,
-        "height": of.height,
-        "bounds": bounds,
-        "mpp": of.mpp,
-        "pixels": False,
-    }
-    return facts, ["the slide's file was not found: pictures are those of the store"]
+        geometry = {"width": TILE, "height": TILE, "bounds": bounds, "mpp": None, "pixels": True}
+        return geometry, [f"the slide is {entry.state}"]
+    bounds = list(record.bounds) or [0, 0, record.width, record.height]
+    geometry = {
+        "width": record.width, "height": record.height, "bounds": bounds, "mpp": record.mpp, "pixels": False,
+    }  # fmt: skip
+    return geometry, ["the slide's file was not found: pictures are those of the store"]
 
 
-def lattice(layers: SlideLayers, facts: dict[str, Any]) -> dict[str, Any]:
+def lattice(layers: SlideLayers, geometry: dict[str, Any]) -> dict[str, Any]:
     """Return place and size of a store's tiles: the first begins at the patch that is nearest to the corner."""
     grid = layers.grids[0]
     size, stride = grid.size, grid.stride
-    left, top, width, height = facts["bounds"]
+    left, top, width, height = geometry["bounds"]
     x, y = (float(at.min()) for at in (grid.x, grid.y))
     if abs(stride - size) < 1e-6 * size:
         x -= np.ceil((x - left) / size) * size

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import math
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,6 @@ from histopipe.store.format import patch_key, value_crc
 from histopipe.store.reading import decode_picture
 from histopipe.store.store import Store
 from histopipe.system.arrays import PixelArray
-from histopipe.system.worker_pool import silence
 from histopipe.tissue_masks.algorithms import find_on_thumbnail
 
 _BLOCK_BYTES = 64 << 20
@@ -139,15 +139,7 @@ def message_tile(text: str) -> bytes:
     image = Image.fromarray(hatched(TILE, TILE))
     draw = ImageDraw.Draw(image)
     font = ImageFont.load_default(18)
-    lines: list[str] = []
-    line = ""
-    for word in text.split():
-        parts = [word[i : i + 40] for i in range(0, len(word), 40)]
-        for part in parts:
-            if len(line) + len(part) >= 46:
-                lines, line = [*lines, line], ""
-            line = f"{line} {part}".strip()
-    written = "\n".join([*lines, line][:16])
+    written = "\n".join(textwrap.wrap(text, 46)[:16])
     box = draw.multiline_textbbox((16, 16), written, font)
     draw.rectangle((box[0] - 8, box[1] - 8, box[2] + 8, box[3] + 8), fill=(255, 255, 255))
     draw.multiline_text((16, 16), written, fill=(140, 20, 20), font=font)
@@ -174,16 +166,12 @@ def png(pixels: PixelArray) -> bytes:
 _MOST_REDUCTION = 8
 """Largest factor by which a level is reduced for a tile; coarser tiles are cut from an overview of the whole slide."""
 _OVERVIEW_SIDE = 2400
+_PATCH_PIXELS = 1024
 _SMALLEST_BLOCK = 64
 """Side of the smallest part of a tile that is tried after an error of reading, in pixels of the tile."""
 
 
-def prepare() -> None:
-    """Prepare a worker process."""
-    silence()
-
-
-def slide_facts(
+def read_geometry(
     path: str, size_bytes: int, mtime_ns: int, hashes: SlideHashes | None
 ) -> dict[str, Any]:
     """Return size, scanned area, scale and format of a slide; and a warning if its files differ from those recorded.
@@ -272,13 +260,6 @@ def _extent(number: int, whole: int) -> tuple[int, int]:
         return begin, 0
     first = max(0, begin - OVERLAP)
     return first, min(begin + TILE + OVERLAP, whole) - first
-
-
-def slide_region(path: str, x: int, y: int, side_l0: float, pixels: int) -> bytes:
-    """Return a square of a slide as JPEG with at most `pixels` pixels. `x`, `y` and `side_l0` are level-0 pixels."""
-    scale = max(1.0, side_l0 / pixels)
-    count = max(1, round(side_l0 / scale))
-    return jpeg(_read(_slide(path), PictureArea(x, y, scale, count, count)))
 
 
 def _read(slide: Slide, area: PictureArea) -> PixelArray:
@@ -380,11 +361,27 @@ def patch_file(store: str, slide: int, row: int) -> bytes:
     return value
 
 
-def patch_at(store: str, slide: int, x: int, y: int) -> bytes | None:
-    """Return the stored file of the patch at a corner in level-0 pixels; None if there is none. Raise as `patch_file`."""
-    index = _store(store).index(slide)
-    rows = np.flatnonzero((index["x_l0"] == x) & (index["y_l0"] == y))
-    return patch_file(store, slide, int(rows[0])) if len(rows) else None
+def patch_or_region(
+    store: str | None, number: int, slide: str | None, corner: tuple[int, int], side_l0: float
+) -> bytes:
+    """Return the patch at a corner: as stored, else from the slide as JPEG with at most 1,024 pixels per side.
+
+    `store` and `slide` are paths, `number` is that of the slide in the store. `corner` and `side_l0` are level-0 pixels.
+
+    Raises:
+        DamagedStore: the patch does not match its checksum, or the ingest could not read it.
+    """
+    x, y = corner
+    if store is not None:
+        index = _store(store).index(number)
+        rows = np.flatnonzero((index["x_l0"] == x) & (index["y_l0"] == y))
+        if len(rows):
+            return patch_file(store, number, int(rows[0]))
+    if slide is None:
+        return message_tile("neither the slide nor its store was found")
+    scale = max(1.0, side_l0 / _PATCH_PIXELS)
+    count = max(1, round(side_l0 / scale))
+    return jpeg(_read(_slide(slide), PictureArea(x, y, scale, count, count)))
 
 
 def small_thumbnail(thumbnail: bytes, side: int) -> bytes:

@@ -22,7 +22,7 @@ from histopipe.annotations.annotation_files import MOST_BYTES
 from histopipe.errors import HistopipeError
 from histopipe.predictions.sources import PredictionSource
 from histopipe.slides.tables import SlideNames
-from histopipe.viewer.collection import Collection, Entry, facts_of
+from histopipe.viewer.collection import Collection, Entry, list_row
 from histopipe.viewer.drawings import read_drawing, save_drawing
 from histopipe.viewer.guard import Guard, NotFound, known_error
 from histopipe.viewer.open_slides import OpenSlides, item
@@ -104,7 +104,7 @@ class ViewServer:
         collection = self._collection
         return JSONResponse(
             {
-                "slides": [facts_of(entry) for entry in collection.entries],
+                "slides": [list_row(entry) for entry in collection.entries],
                 "sources": [
                     {"name": source.name, "classes": source.classes}
                     for source in collection.predictions
@@ -140,9 +140,9 @@ class ViewServer:
 
     async def _drawing(self, request: Request) -> Response:
         folder, entry, bounds = await self._drawn(request)
-        drawing = await run_in_threadpool(read_drawing, folder, entry.id, self._names, bounds)
-        fields = ("features", "version", "file", "origin")
-        return JSONResponse({name: getattr(drawing, name) for name in fields})
+        return JSONResponse(
+            await run_in_threadpool(read_drawing, folder, entry.id, self._names, bounds)
+        )
 
     async def _save_drawing(self, request: Request) -> Response:
         folder, entry, _ = await self._drawn(request)

@@ -9,6 +9,7 @@ import socket
 import threading
 import webbrowser
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +76,8 @@ class Viewer(Closing):
             progress.message(note)
         self.slides = len(self._collection.entries)
         address = _ANY.get(host, host)
-        named = f"[{address}]" if ":" in address else address
-        self.url = f"http://{named}:{self.port}/{token}/"
+        bracketed = f"[{address}]" if ":" in address else address
+        self.url = f"http://{bracketed}:{self.port}/{token}/"
         self._views = ViewServer(
             self._collection, workers=options.workers or min(4, count_usable_cores()),
             annotations=_path(options.annotations), local=host in _LOOPBACK, token=token,
@@ -94,13 +95,9 @@ class Viewer(Closing):
 
     def wait(self) -> None:
         """Wait until the server ends. Ctrl-C ends it."""
-        try:
+        with self, suppress(KeyboardInterrupt):
             while self._thread.is_alive():
                 self._thread.join(1.0)
-        except KeyboardInterrupt:
-            pass
-        finally:
-            self.close()
 
     def close(self) -> None:
         """End the server and its worker processes."""
@@ -112,10 +109,7 @@ class Viewer(Closing):
 
     def to_json(self) -> dict[str, Any]:
         """Return the address and the number of slides."""
-        return {
-            "url": self.url, "host": self.host, "port": self.port, "token": self.token,
-            "slides": self.slides,
-        }  # fmt: skip
+        return {name: getattr(self, name) for name in ("url", "host", "port", "token", "slides")}
 
     def __str__(self) -> str:
         return f"{self.url}\n{counted(self.slides, 'slide')}; Ctrl-C ends the viewer"
@@ -153,7 +147,12 @@ def view(
     progress = progress or default_progress()
     options = make_settings(ViewOptions, settings)
     if options.annotations is not None:
-        _check_folder(Path(options.annotations))
+        folder = Path(options.annotations)
+        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        if not existing.is_dir():
+            raise UsageError(
+                "--annotations", found=f"{existing}, which is a file", expected="a folder"
+            )
     if options.host not in _LOOPBACK:
         progress.message(
             f"warning: {options.host} can be reached from other machines; everybody who learns the address sees the slides"
@@ -177,13 +176,6 @@ def view(
 
 def _path(text: PathLike | None) -> Path | None:
     return None if text is None else Path(text)
-
-
-def _check_folder(folder: Path) -> None:
-    """Raise a UsageError if this is no folder, and cannot become one."""
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not existing.is_dir():
-        raise UsageError("--annotations", found=f"{existing}, which is a file", expected="a folder")
 
 
 def _listener(host: str, port: int) -> socket.socket:
