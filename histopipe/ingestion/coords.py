@@ -199,11 +199,10 @@ def plan_imported(name: str, info: SlideInfo, mpp: Mpp | None, coords: CoordsFil
             found=f"{corners[outside.any(axis=1)][0].tolist()}, patches of {side:.0f} level-0 pixels",
             expected=f"within {info.size}", todo="check that the file belongs to this slide",
         )  # fmt: skip
-    level = np.rint(corners / choice.level.downsample).astype(np.int64)
-    unmeasured = np.full(len(corners), np.nan, np.float32)
-    (x_level, y_level), (x_l0, y_l0) = level.T, corners.T
+    x_l0, y_l0 = corners.T
+    x_level, y_level = np.rint(corners.T / choice.level.downsample).astype(np.int64)
     return TilingPlan(
-        choice, x_level, y_level, x_l0, y_l0, unmeasured, (f"coordinates from {coords.path.name}",)
+        choice, x_level, y_level, x_l0, y_l0, notes=(f"coordinates from {coords.path.name}",)
     )
 
 

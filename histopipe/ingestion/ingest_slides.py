@@ -222,8 +222,8 @@ def annotate_skipped(
     Returns:
         The report. Slides that cannot be labelled are marked as failed. A warning names slides without a labelled patch.
     """
-    notes = {slide.id: list(slide.notes) for slide in report.of(SlideStatus.COMPLETE)}
-    notes = {job.id: notes[job.id] for job in jobs if job.id in notes}
+    ids = {job.id for job in jobs}
+    notes = {s.id: list(s.notes) for s in report.of(SlideStatus.COMPLETE) if s.id in ids}
     skipped = {slide.id for slide in report.of(SlideStatus.SKIPPED)}
     files = {job.id: job.annotations for job in jobs if job.annotations and job.id in skipped}
     if files:
@@ -239,10 +239,8 @@ def annotate_skipped(
     names = sorted(
         name for name, texts in notes.items() if any(NO_LABELS in text for text in texts)
     )
-    if not names:
-        return report
     warning = f"the annotations of {counted(len(names), 'slide')} label no patch: {some(names, 3)}"
-    return replace(report, warnings=[*report.warnings, warning])
+    return replace(report, warnings=[*report.warnings, warning]) if names else report
 
 
 def check_ingest(

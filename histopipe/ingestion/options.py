@@ -107,8 +107,7 @@ class IngestOptions(PatchReadingOptions):
     @property
     def timeout_text(self) -> str:
         """Time limit as text in the records of failed slides. A slide is retried if the limit has changed."""
-        base, per_patch = self._timeout
-        return f"--slide-timeout {base:g}, {per_patch:g} a patch"
+        return "--slide-timeout {:g}, {:g} a patch".format(*self._timeout)
 
     @property
     def unreadable_text(self) -> str:

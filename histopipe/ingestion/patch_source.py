@@ -227,10 +227,10 @@ class PatchSource(Closing):
             return [value for run in _runs(chunk.plan) for value in self._read(chunk, run)]
         if self._recipe.route != "copy":
             return [self._decoded(self._tiles, chunk, i) for i in range(len(chunk.plan))]
-        tiles = self._tiles.native.tile_at(chunk.plan.x_level, chunk.plan.y_level)
+        places = self._tiles.native.tile_at(chunk.plan.x_level, chunk.plan.y_level)
         return [
             self._one(chunk, i) if tile is None else tile
-            for i, tile in enumerate(self._tiles.jpegs(*tiles))
+            for i, tile in enumerate(self._tiles.jpegs(*places))
         ]
 
     def close(self) -> None:

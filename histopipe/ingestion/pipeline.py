@@ -219,8 +219,10 @@ class Pipeline:
         if plan is None:
             self.writer.fail(job.number, job.record)
         else:
-            columns = job.columns(plan, self.writer.class_numbers(list(job.record.patch_labels)))
-            self.writer.complete(job.number, job.record, columns, plan.thumbnails)
+            classes = self.writer.class_numbers(list(job.record.patch_labels))
+            self.writer.complete(
+                job.number, job.record, job.columns(plan, classes), plan.thumbnails
+            )
         outcome = SlideOutcome.of(job.record, seconds=job.seconds)
         job.release()
         self.claims.release(job.number)

@@ -193,14 +193,18 @@ def _estimate(recipe: PatchRecipe, plan: TilingPlan) -> tuple[int, float]:
 
 
 def _described(record: SlideRecord, info: SlideInfo, file: SlideFile) -> SlideRecord:
-    bounds = info.bounds
     return dataclasses.replace(
         record,
         vendor=info.vendor,
         reader=info.reader,
         width=info.size.width,
         height=info.size.height,
-        bounds=[bounds.origin.x, bounds.origin.y, bounds.size.width, bounds.size.height],
+        bounds=[
+            info.bounds.origin.x,
+            info.bounds.origin.y,
+            info.bounds.size.width,
+            info.bounds.size.height,
+        ],
         icc_profile=info.has_icc_profile,
         quickhash=info.quickhash,
         tile_hash=None if info.quickhash else tile_hash(file.path),

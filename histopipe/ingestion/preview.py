@@ -86,9 +86,9 @@ class IngestPreview(Result):
             }
             for slide in self.slides
         ]
-        values = Result.to_json(self) | {"slides": slides}
-        del values["records"]
-        return values
+        return {
+            name: value for name, value in Result.to_json(self).items() if name != "records"
+        } | {"slides": slides}
 
     def __str__(self) -> str:
         """Return a table with a row for each slide, then totals."""

@@ -225,8 +225,9 @@ class IngestReport(Result):
 
     def __str__(self) -> str:
         """Return the store, the summary and the failed slides as text."""
-        failed = [f"failed {line}" for line in self.failed_lines()]
-        return "\n".join([self.store, *self.summary_lines(), *failed])
+        return "\n".join([
+            self.store, *self.summary_lines(), *(f"failed {line}" for line in self.failed_lines()),
+        ])  # fmt: skip
 
 
 def _row(name: str, slides: Sequence[SlideOutcome], seconds: float) -> str:
@@ -257,8 +258,8 @@ class IngestProgress(Closing):
         log: Progress | None = None,
         send: SendEvent = lambda _: None,
     ) -> None:
-        self._count, self._shown, self._log = slides, progress, log or Progress()
-        self._send = send
+        self._count, self._shown, self._send = slides, progress, send
+        self._log = log or Progress()
         self._slides: dict[str, tuple[Bar, int, int]] = {}
         self._causes: dict[str, str] = {}
         self._ended = self._planned = self._stored = 0

@@ -286,8 +286,12 @@ def _usual_side(
         with suppress(SlideError), open_slide(slide.path, settings.get("reader", "auto")) as opened:
             side, reduction = min(opened.info.size.width, opened.info.size.height), 1.0
             if target is not None:
-                default, mpp = settings.get("default_mpp"), mpps.get(slide.id)
-                scale = resolve_mpp(slide.id, opened.info, from_csv=mpp, default=default)
+                scale = resolve_mpp(
+                    slide.id,
+                    opened.info,
+                    from_csv=mpps.get(slide.id),
+                    default=settings.get("default_mpp"),
+                )
                 reduction = max(1.0, target / scale.mpp)
             sides.append(int(side / reduction + 1e-6))
     smaller = sorted(sides)[len(sides) // _SMALLER] if sides else _MOST_SIDE

@@ -51,10 +51,6 @@ class SlidePlan:
     columns: dict[str, NDArray[Any]] = field(default_factory=dict)
 
 
-def _no_patches() -> NDArray[np.uint32]:
-    return np.zeros((2, 0), np.uint32)
-
-
 @dataclass(slots=True, eq=False)
 class SlideJob:
     """A slide to ingest, from its file to its record in the store. Small enough to be sent to a worker before planning.
@@ -92,7 +88,9 @@ class SlideJob:
     _begun: float | None = field(init=False, default=None)
     _dead_workers: int = field(init=False, default=0)
     _worker_seconds: float = field(init=False, default=0.0)
-    _stored: NDArray[np.uint32] = field(init=False, default_factory=_no_patches)
+    _stored: NDArray[np.uint32] = field(
+        init=False, default_factory=lambda: np.zeros((2, 0), np.uint32)
+    )
     """Length in bytes and CRC of each patch, (2, N)."""
     _unreadable: int = field(init=False, default=0)
     _problem: str | None = field(init=False, default=None)
@@ -254,7 +252,7 @@ class SlideJob:
 
     def release(self) -> None:
         """Free the plan and the arrays of a recorded slide, since the jobs of all slides are kept until the end."""
-        self.plan, self._stored = None, _no_patches()
+        self.plan, self._stored = None, np.zeros((2, 0), np.uint32)
 
     @property
     def _too_many_unreadable(self) -> bool:

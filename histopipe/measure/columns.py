@@ -19,9 +19,6 @@ from histopipe.store.writer import StoreWriter
 from histopipe.system.output import Progress, slide_failure
 from histopipe.system.worker_pool import TookTooLong, WorkerPool, count_usable_cores, map_in_pool
 
-_TASKS_PER_WORKER = 4
-"""Limits the number of results that wait in memory to be written."""
-
 
 @dataclass(frozen=True, slots=True)
 class SlideColumns:
@@ -69,7 +66,7 @@ def measure_slides(
     ):
         for (slide, _), done in map_in_pool(
             pool, partial(_measure, store), measures.items(),
-            seconds=seconds, limit=_TASKS_PER_WORKER * count, in_order=False,
+            seconds=seconds, in_order=False, limit=4 * count,  # so many results wait in memory to be written
         ):  # fmt: skip
             record = writer.record(slide)
             outcome = _stored(writer, slide, done, seconds)

@@ -161,8 +161,8 @@ def quality(
 
 def _reductions(record: SlideRecord, side: int) -> tuple[int, int]:
     """Return the reductions of a slide's patches to measure focus and colour."""
-    focus = reduction_to(FOCUS_MPP, record.patch_mpp, side)
-    return focus, reduction_to(COLOUR_MPP, record.patch_mpp, side)
+    mpp = record.patch_mpp
+    return reduction_to(FOCUS_MPP, mpp, side), reduction_to(COLOUR_MPP, mpp, side)
 
 
 def _method(focus: int, colour: int) -> str:

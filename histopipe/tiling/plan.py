@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import cv2
@@ -109,12 +109,12 @@ class TilingPlan:
     y_level: NDArray[np.int64]
     x_l0: NDArray[np.int64]
     y_l0: NDArray[np.int64]
-    tissue: NDArray[np.float32]
+    tissue: NDArray[np.float32] = field(default_factory=lambda: np.array(np.nan, np.float32))
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name, dtype in _COLUMNS.items():
-            column = np.array(getattr(self, name), dtype)
+            column = np.array(np.broadcast_to(getattr(self, name), len(self.x_level)), dtype)
             column.setflags(write=False)
             object.__setattr__(self, name, column)
 
@@ -152,8 +152,7 @@ def plan_tiles(
     )
     x_level, y_level = (axis.ravel() for axis in np.meshgrid(*starts))
     x_l0, y_l0 = choice.level.to_l0(x_level), choice.level.to_l0(y_level)
-    unmeasured = np.full(len(x_level), np.nan, np.float32)
-    plan = TilingPlan(choice, x_level, y_level, x_l0, y_l0, unmeasured)
+    plan = TilingPlan(choice, x_level, y_level, x_l0, y_l0)
     if not len(plan):
         where = f"level {choice.level.number} has {area.size} scanned pixels"
         needed = Size(choice.read_size, choice.read_size)

@@ -56,6 +56,7 @@ from histopipe.tissue_masks.mask import (
     larger_than,
     mean_and_chroma,
     otsu_threshold,
+    with_lost_areas,
 )
 
 SATURATION_BOUNDS = (15, 27)
@@ -107,11 +108,10 @@ def find_by_saturation(rgb: NDArray[np.uint8], mpp: Mpp) -> TissueMask:
 def saturation_and_value(rgb: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     """Return S and V of HSV, (H, W) uint8 each, rounded down. OpenCV rounds to the nearest number."""
     value = brightest(rgb)
-    spread = value - darkest(rgb)
     levels = np.arange(256, dtype=np.float32)
     with np.errstate(invalid="ignore", divide="ignore"):
         table = np.nan_to_num(levels[None, :] / levels[:, None] * np.float32(255), posinf=0)
-    return table.clip(0, 255).astype(np.uint8)[value, spread], value
+    return table.clip(0, 255).astype(np.uint8)[value, value - darkest(rgb)], value
 
 
 def find_by_density(rgb: NDArray[np.uint8], mpp: Mpp, *, requires_glass: bool = True) -> TissueMask:
@@ -307,10 +307,5 @@ FINDERS: Mapping[str, Callable[[NDArray[np.uint8], Mpp], TissueMask]] = {
 
 
 def find_on_thumbnail(thumbnail: Thumbnail, algorithm: str = NEWEST) -> TissueMask:
-    """Find the tissue on a thumbnail.
-
-    Areas that could not be read may be tissue, and count as such: their patches are recorded as unreadable if reading
-    fails again.
-    """
-    mask = FINDERS[algorithm](thumbnail.pixels, thumbnail.mpp)
-    return mask if thumbnail.lost is None else replace(mask, pixels=mask.pixels | thumbnail.lost)
+    """Find the tissue on a thumbnail; see also `with_lost_areas`."""
+    return with_lost_areas(FINDERS[algorithm](thumbnail.pixels, thumbnail.mpp), thumbnail)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, reduce
 from typing import Any
 
@@ -36,6 +36,14 @@ class TissueMask:
     pixels: Mask
     threshold: float | None = None
     notes: tuple[str, ...] = ()
+
+
+def with_lost_areas(mask: TissueMask, thumbnail: Thumbnail) -> TissueMask:
+    """Return a mask with the areas of its thumbnail that could not be read.
+
+    They may be tissue, and count as such: their patches are recorded as unreadable if reading fails again.
+    """
+    return mask if thumbnail.lost is None else replace(mask, pixels=mask.pixels | thumbnail.lost)
 
 
 def otsu_threshold(counts: NDArray[Any]) -> int:
@@ -77,8 +85,8 @@ class Components:
     @cached_property
     def areas(self) -> NDArray[np.int64]:
         """Number of pixels of each part, (N,)."""
-        weights = self._lengths * (self._run_parts > 0)
-        return np.bincount(self._run_parts, weights, self._count).astype(np.int64)
+        areas = np.bincount(self._run_parts, self._lengths * (self._run_parts > 0), self._count)
+        return areas.astype(np.int64)
 
     @cached_property
     def _pixels(self) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
@@ -138,8 +146,13 @@ class Grid:
         """Return the grid of a slide's thumbnail."""
         height, width = thumbnail.pixels.shape[:2]
         scale = thumbnail.level.downsample
-        x, y = thumbnail.x_level * scale, thumbnail.y_level * scale
-        return cls(x, y, thumbnail.reduction * scale, Size(width, height), slide)
+        return cls(
+            x=thumbnail.x_level * scale,
+            y=thumbnail.y_level * scale,
+            side=thumbnail.reduction * scale,
+            size=Size(width, height),
+            slide=slide,
+        )
 
     def to_text(self) -> str:
         """Return the grid as JSON."""
@@ -150,16 +163,19 @@ class Grid:
         """Return the grid from `to_text`; ValueError, KeyError or TypeError if the text is another."""
         value = json.loads(text)
         x, y, side = (float(value[name]) for name in ("x", "y", "side"))
-        sizes = (value[name] for name in ("size", "slide"))
-        return cls(x, y, side, *(Size(int(s["width"]), int(s["height"])) for s in sizes))
+        size, slide = (
+            Size(int(value[name]["width"]), int(value[name]["height"]))
+            for name in ("size", "slide")
+        )
+        return cls(x, y, side, size, slide)
 
     def outlines(self, mask: Mask) -> list[shapely.Polygon]:
         """Return the outlines of a mask, (H, W) bool, in level-0 pixels: they follow the edges of its pixels."""
         edges = np.diff(np.pad(mask.view(np.int8), ((0, 0), (1, 1))), axis=1)
         rows, starts = np.nonzero(edges == 1)
         _, ends = np.nonzero(edges == -1)
-        runs = shapely.union_all(shapely.box(starts, rows, ends, rows + 1))
-        joined = shapely.simplify(runs, 0)  # without points on straight edges
+        # Without points on straight edges.
+        joined = shapely.simplify(shapely.union_all(shapely.box(starts, rows, ends, rows + 1)), 0)
         placed = shapely.transform(joined, lambda points: points * self.side + (self.x, self.y))
         return [part for part in shapely.get_parts(placed) if isinstance(part, shapely.Polygon)]
 
@@ -261,8 +277,7 @@ def glass_colour(coarse: NDArray[np.uint8]) -> NDArray[np.float64]:
     value = brightest(coarse)
     bright = value >= BRIGHT
     scanned = bright & (darkest(coarse) < WHITE)
-    if scanned.mean() > 0.02:
-        bright = scanned
+    bright = scanned if scanned.mean() > 0.02 else bright
     counts = np.bincount(value[bright], minlength=256).astype(np.float64)
     if not counts.any():
         return np.full(3, 255.0)

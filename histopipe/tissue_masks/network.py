@@ -22,7 +22,7 @@ from histopipe.slides.scale import check_mpp
 from histopipe.slides.slide import Slide
 from histopipe.slides.thumbnail import Thumbnail, thumbnail_level
 from histopipe.system.files import read_json
-from histopipe.tissue_masks.mask import Grid, TissueMask
+from histopipe.tissue_masks.mask import Grid, TissueMask, with_lost_areas
 
 SUFFIXES = (".onnx", ".keras")
 Layout = Literal["NCHW", "NHWC"]
@@ -136,9 +136,8 @@ def load_network(path: Path, _modified: int) -> Callable[[NDArray[np.uint8]], ND
         values = (pixels / np.float32(255) - np.array(network.mean, np.float32)) / np.array(
             network.std, np.float32
         )
-        if network.layout == "NCHW":
-            values = values.transpose(0, 3, 1, 2)
-        maps = call(np.asarray(values, np.float32))
+        ordered = values.transpose(0, 3, 1, 2) if network.layout == "NCHW" else values
+        maps = call(np.asarray(ordered, np.float32))
         maps = maps[:, None] if maps.ndim == 3 else maps
         channels = (
             maps if network.layout == "NCHW" or maps.shape[1] == 1 else maps.transpose(0, 3, 1, 2)
@@ -268,16 +267,16 @@ def find_by_network(
                 _keep(probabilities, probability, *place, network)
     source = Grid(bounds.origin.x, bounds.origin.y, scale, size, grid.slide)
     tissue = _at(probabilities, source, grid) >= network.threshold * 255
-    if thumbnail.lost is not None:
-        tissue |= thumbnail.lost
-    return TissueMask(tissue, network.threshold)
+    return with_lost_areas(TissueMask(tissue, network.threshold), thumbnail)
 
 
 def _places(size: Size, network: Segmenter) -> list[tuple[int, int]]:
     """Return the corners of tiles that cover an image; the first ones begin outside, so that each border is inside one."""
     margin = (network.size - network.step) // 2
-    columns = range(-margin, size.width - margin, network.step)
-    return [(x, y) for y in range(-margin, size.height - margin, network.step) for x in columns]
+    rows, columns = (
+        range(-margin, extent - margin, network.step) for extent in (size.height, size.width)
+    )
+    return [(x, y) for y in rows for x in columns]
 
 
 def _tile(slide: Slide, network: Segmenter, mpp: Mpp, x: int, y: int) -> NDArray[np.uint8]:

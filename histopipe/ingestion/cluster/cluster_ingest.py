@@ -83,10 +83,10 @@ def ingest_on_cluster(
             log.message(f"histopipe {__version__}, {spec}, {options}, {cluster}")
             # The scales of all slides are checked above. A worker could check one slide only.
             options = replace(options, allow_mixed_mpp=True)
-            settings = ClusterSettings(
-                out, scratch.absolute(), catalog.uuid, spec, options, part_bytes
-            )
-            run = _ClusterIngest(workers, catalog, settings, events)
+            run = _ClusterIngest(
+                workers, catalog,
+                ClusterSettings(out, scratch.absolute(), catalog.uuid, spec, options, part_bytes), events,
+            )  # fmt: skip
             outcomes = run.ingest(jobs)
             warnings = describe_copies(record for _, record in run.parts.values())
             report = IngestReport(str(out), time.monotonic() - started, outcomes, warnings)
@@ -145,8 +145,11 @@ class _ClusterIngest:
     def ingest(self, jobs: Sequence[SlideJob]) -> list[SlideOutcome]:
         """Return the outcome of each slide, sorted by id."""
         self._publish_parts()
-        records = dict(enumerate(record for _, record in self.parts.values()))
-        pending, outcomes, relabelled = sort_slides(jobs, records, self.settings.options)
+        pending, outcomes, relabelled = sort_slides(
+            jobs,
+            dict(enumerate(record for _, record in self.parts.values())),
+            self.settings.options,
+        )
         for outcome in outcomes:
             self._finish(outcome)
         self._relabel(relabelled.values())
@@ -213,8 +216,7 @@ class _ClusterIngest:
                 while waiting and len(running) < _SLIDES_PER_WORKER * len(workers):
                     job = waiting.popleft()
                     # Label, patient and site may come from an earlier run: send them to the worker.
-                    record = job.record
-                    job.label = SlideLabel(record.label, record.patient, record.site)
+                    job.label = SlideLabel(job.record.label, job.record.patient, job.record.site)
                     running[self.cluster.submit(self.settings, job)] = job
                 for future in self.cluster.wait(running):
                     job = running.pop(future)
