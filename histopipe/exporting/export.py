@@ -38,8 +38,6 @@ from histopipe.tissue_masks.finding import (
 from histopipe.tissue_masks.mask import Grid
 from histopipe.tissue_masks.mask_files import read_png_grid
 
-_INEXACT = "outlines may be off by a pixel: an older version wrote the store"
-
 
 def export_masks(store: Path, *, out: Path, progress: Progress) -> TissueReport:
     """Write the tissue masks of the complete slides of a store, with the same files as `tissue`; see `export`.
@@ -77,7 +75,8 @@ def export_masks(store: Path, *, out: Path, progress: Progress) -> TissueReport:
                 else:
                     mpp = None if record.mpp is None else Mpp(record.mpp)
                     source = record.mask or str(recorded_tissue(opened.spec))
-                    notes = record.notes if exact else [*record.notes, _INEXACT]
+                    inexact = "outlines may be off by a pixel: an older version wrote the store"
+                    notes = record.notes if exact else [*record.notes, inexact]
                     result.slides.append(measure_mask(slide_mask, mpp, source, notes))
                 bar.advance()
         write_table_and_page(result, pictures)

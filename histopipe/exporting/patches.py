@@ -50,13 +50,11 @@ SETTINGS = "export.json"
 class ExportFolder:
     """A local folder for files."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    place: Path | str
+    """Path, or URL without secrets, for messages."""
 
-    @property
-    def place(self) -> Path | str:
-        """Path or URL, for messages."""
-        return self.path
+    def __init__(self, path: Path) -> None:
+        self.path = self.place = path
 
     def open(self) -> AbstractContextManager[object]:
         """Lock the folder."""
@@ -76,11 +74,7 @@ class UrlFolder(ExportFolder):
     def __init__(self, path: Path, url: str) -> None:
         super().__init__(path)
         self._url, self._there = url.rstrip("/"), set[str]()
-
-    @property
-    def place(self) -> Path | str:
-        """The URL without secrets."""
-        return public_url(self._url)
+        self.place = public_url(self._url)
 
     def open(self) -> AbstractContextManager[object]:
         """Fetch the settings of an earlier export."""

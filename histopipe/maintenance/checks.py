@@ -370,8 +370,6 @@ def _check_thumbnails(raw: RawStore, check: Examination, number: int, *, is_full
 
 T = TypeVar("T")
 
-_FAILED = f'"state":"{SlideState.FAILED}"'.encode()
-
 
 def check_store(store: Path) -> Examination:
     """Check the databases and the entries of `meta`, and list the slides.
@@ -452,7 +450,8 @@ def find_orphans(store: Path, complete: set[int]) -> Examination:
             if record is None:
                 check.without_record.add(number)
                 return "which has no record"
-            return "which failed" if _FAILED in bytes(record) else None
+            has_failed = f'"state":"{SlideState.FAILED}"'.encode() in bytes(record)
+            return "which failed" if has_failed else None
 
         for database in sorted(raw.databases - {META, SLIDES, SET_ASIDE}):
             name = database.decode("ascii", "replace")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -41,7 +41,7 @@ from histopipe.store.format import (
 from histopipe.store.reading import read_record, read_records
 from histopipe.store.record import SlideRecord, SlideState, corrected_record
 from histopipe.store.writer import open_for_change
-from histopipe.system.files import locked
+from histopipe.system.files import locked_alone
 from histopipe.system.folders import DATA, FolderKind, folder_kind
 from histopipe.system.output import Bar, Progress, Result, counted, default_progress, some
 from histopipe.system.worker_pool import WorkerPool, results_of, silence
@@ -233,7 +233,10 @@ def repair(
     check = partial(examine, real, full=full, workers=workers, progress=progress)
     if folder_kind(real) is not FolderKind.STORE:
         raise no_store(real)
-    with _exclusive(real):
+    lock = partial(
+        locked_alone, real, f"another repair of {real} is running", "wait until it has finished"
+    )
+    with lock():
         length = make_readable(real)
         before = examination = check()
         count = len(examination.findings)
@@ -249,7 +252,7 @@ def repair(
                 raise
             rebuild(real, examination, records, progress)
             notes.append(f"{real / DATA} was rebuilt from its readable entries")
-    with _exclusive(real):  # lock again, since the rebuild has replaced the folder
+    with lock():  # again, since the rebuild has replaced the folder
         if before.result.is_structural:
             examination = check()
         else:
@@ -264,17 +267,6 @@ def repair(
     findings = check().findings if count or done else []
     remaining = [str(f).partition(": ")[2] for f in findings if f.slide not in left]
     return RepairResult(str(store), count, done, left, notes + ingest_notes, remaining)
-
-
-@contextmanager
-def _exclusive(store: Path) -> Iterator[None]:
-    """Raise UsageError if another repair of the store is running."""
-    with locked(store) as free:
-        if not free:
-            raise UsageError(
-                f"another repair of {store} is running", todo="wait until it has finished"
-            )
-        yield
 
 
 def _refuse_lost_meta(examination: Examination) -> None:

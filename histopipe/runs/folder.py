@@ -16,7 +16,7 @@ from histopipe.splits.splits import SPLITS, Splits, write_splits
 from histopipe.system import folders
 from histopipe.system.files import (
     is_full_disk,
-    locked,
+    locked_alone,
     read_json,
     reading,
     remove_parts,
@@ -102,12 +102,11 @@ def held(folder: Path) -> Iterator[None]:
     """
     with writable(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    with locked(folder, wait_seconds=_UNLOCK_SECONDS) as free:
-        if not free:
-            raise UsageError(
-                f"{folder} is in use by another process",
-                todo="wait until it ends, or choose another --out",
-            )
+    in_use, todo = (
+        f"{folder} is in use by another process",
+        "wait until it ends, or choose another --out",
+    )
+    with locked_alone(folder, in_use, todo, wait_seconds=_UNLOCK_SECONDS):
         remove_parts(folder)
         yield
 

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import lmdb
 
-from histopipe.errors import MachineShort, UsageError
+from histopipe.errors import UsageError
 from histopipe.store.catalog import no_store
 from histopipe.store.claims import lock_for_writing
 from histopipe.store.data_file import check_length, mapped_errors, open_handle, read_map_size
@@ -28,8 +28,6 @@ from histopipe.system.files import Closing
 from histopipe.system.folders import DATA
 
 T = TypeVar("T")
-
-_DELETE_BATCH = 20_000
 
 
 @dataclass(slots=True)
@@ -90,22 +88,17 @@ class Environment(Closing):
         finally:
             self.close()
 
-    @contextmanager
-    def write(self) -> Iterator[lmdb.Transaction]:
-        """Begin a write transaction: durable after the block, rolled back by an exception."""
-        with mapped_errors(self.path), self.handle.begin(write=True, buffers=True) as transaction:
-            yield transaction
-
     def change(self, work: Callable[[lmdb.Transaction], T]) -> T:
-        """Run `work` in one write transaction, and return its result. If the map is full, enlarge it and repeat."""
-        while True:
-            try:
-                with self.write() as transaction:
-                    return work(transaction)
-            except MachineShort as error:
-                if not isinstance(error.__cause__, lmdb.MapFullError):
-                    raise
-                with mapped_errors(self.path):
+        """Run `work` in one write transaction, and return its result. If the map is full, enlarge it and repeat.
+
+        The changes are durable afterwards. An exception rolls them back.
+        """
+        with mapped_errors(self.path):
+            while True:
+                try:
+                    with self.handle.begin(write=True, buffers=True) as transaction:
+                        return work(transaction)
+                except lmdb.MapFullError:
                     self._remap(self.generation, self.handle.info()["map_size"] * 2)
 
     def used_bytes(self) -> int:
@@ -266,7 +259,7 @@ def entries_with(
 def delete_entries(environment: Environment, slide: int) -> None:
     """Delete all entries of a slide except its record, in small transactions, since none of them is visible."""
     for database in environment.slide_databases():
-        delete = partial(delete_slide, database=database, slide=slide, most=_DELETE_BATCH)
+        delete = partial(delete_slide, database=database, slide=slide, most=20_000)
         while _has_entries(environment, database, slide):  # usually False, and needs no commit
             environment.change(delete)
 

@@ -36,7 +36,7 @@ from histopipe.store.reading import (
     read_spec,
 )
 from histopipe.store.record import NumberedSlides, SlideRecord, SlideState, StainFit, read_fits
-from histopipe.system.files import closed_on_error
+from histopipe.system.files import run_on_error
 from histopipe.system.settings import check_type
 
 
@@ -66,7 +66,7 @@ class Store(NumberedSlides):
         self.path = path = Path(path)
         self._opened: Environment = open_environment(path)
         self._columns: ColumnCache = {}
-        with closed_on_error(self), self._environment.read() as transaction:
+        with run_on_error(self.close), self._environment.read() as transaction:
             databases = self._environment.databases
             stored = meta_entries(transaction, databases, path)
             self.uuid = entry(stored, "uuid", str, path)
@@ -231,7 +231,7 @@ class StoreSet(NumberedSlides):
         if not paths:
             raise UsageError("no store given")
         self.stores: list[Store] = []
-        with closed_on_error(self):
+        with run_on_error(self.close):
             for path in paths:
                 self.stores.append(Store(path))
             check_patch_sizes(self.stores)

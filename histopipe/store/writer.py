@@ -41,7 +41,7 @@ from histopipe.store.format import (
 )
 from histopipe.store.reading import meta_entries, read_meta, read_record, read_records
 from histopipe.store.record import SlideRecord, SlideState, StainFit
-from histopipe.system.files import Closing, closed_on_error
+from histopipe.system.files import Closing, run_on_error
 from histopipe.system.folders import DATA
 from histopipe.tiling.spec import TilingSpec, differences
 
@@ -57,7 +57,7 @@ def open_for_change(path: Path) -> Environment:
     """
     open_environment(path).close()  # do not create a store at a wrong path
     environment = open_environment(path, write=True)
-    with closed_on_error(environment), environment.read() as transaction:
+    with run_on_error(environment.close), environment.read() as transaction:
         meta_entries(transaction, environment.databases, path)
     return environment
 
@@ -90,7 +90,7 @@ def open_or_make(path: Path, spec: Mapping[str, Any]) -> Environment:
         for name, value in new_meta.items():
             transaction.put(name.encode(), to_json(value), db=databases[META])
 
-    with closed_on_error(environment):
+    with run_on_error(environment.close):
         environment.change(work)
     return environment
 
@@ -194,7 +194,7 @@ class StoreWriter(Closing):
                 path, spec.to_json() if isinstance(spec, TilingSpec) else spec
             )
         if alone:
-            with closed_on_error(self):
+            with run_on_error(self.close):
                 self.cached = self.records()
 
     def records(self) -> dict[int, SlideRecord]:

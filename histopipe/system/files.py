@@ -14,7 +14,7 @@ import secrets
 import shutil
 import time
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -164,12 +164,12 @@ class Closing:
 
 
 @contextmanager
-def closed_on_error(resource: Closing) -> Iterator[None]:
-    """Close a resource if the block fails."""
+def run_on_error(close: Callable[[], object]) -> Iterator[None]:
+    """Call a function, such as the `close` of a resource, if the block fails."""
     try:
         yield
     except BaseException:
-        resource.close()
+        close()
         raise
 
 
@@ -449,6 +449,21 @@ def locked(path: Path, *, wait_seconds: float = 0.0) -> Iterator[bool]:
         yield free
     finally:
         os.close(fd)
+
+
+@contextmanager
+def locked_alone(
+    path: Path, in_use: str, todo: str, *, wait_seconds: float = 0.0
+) -> Iterator[None]:
+    """Lock a folder or a file as `locked`.
+
+    Raises:
+        UsageError: another process has the lock. Its message is `in_use`, with the advice `todo`.
+    """
+    with locked(path, wait_seconds=wait_seconds) as free:
+        if not free:
+            raise UsageError(in_use, todo=todo)
+        yield
 
 
 def _lock_if_free(fd: int) -> bool:
