@@ -63,7 +63,7 @@ class Environment(Closing):
         """File descriptor of data.mdb, for `posix_fadvise`. Data is read through the map."""
         with _registry_lock:
             if self._descriptor < 0:
-                self._descriptor = os.open(self._data, os.O_RDONLY | os.O_CLOEXEC)
+                self._descriptor = os.open(Path(self.real_path, DATA), os.O_RDONLY | os.O_CLOEXEC)
                 self._resources.callback(os.close, self._descriptor)
             return self._descriptor
 
@@ -150,14 +150,10 @@ class Environment(Closing):
                 return self.handle.begin(buffers=True)
             except lmdb.MapResizedError:
                 self._end_read()
-                self._remap(generation, read_map_size(self._data.stat().st_size))
+                self._remap(generation, read_map_size(Path(self.real_path, DATA).stat().st_size))
             except BaseException:
                 self._end_read()
                 raise
-
-    @property
-    def _data(self) -> Path:
-        return Path(self.real_path) / DATA
 
     def _end_read(self) -> None:
         with self._idle:
