@@ -294,14 +294,17 @@ def _row_groups(slides: Iterator[tuple[dict[str, Any], Columns]], pa: Any) -> It
     waiting: list[Any] = []
     for common, columns in slides:
         count = len(columns["patch"])
-        arrays = {}
-        for name, value in common.items():  # each text is stored once
-            texts = pa.array(np.full(count, value, object), pa.string())
-            arrays[name] = texts.dictionary_encode()
-        for name, values in columns.items():
-            kind = pa.string() if values.dtype == object else None
-            arrays[name] = pa.array(values, kind, from_pandas=True)
-        waiting.append(pa.table(arrays))
+        texts = {
+            name: pa.array(np.full(count, value, object), pa.string()).dictionary_encode()
+            for name, value in common.items()  # each text is stored once
+        }
+        arrays = {
+            name: pa.array(
+                values, pa.string() if values.dtype == object else None, from_pandas=True
+            )
+            for name, values in columns.items()
+        }
+        waiting.append(pa.table(texts | arrays))
         if sum(map(len, waiting)) >= _GROUP_ROWS:
             yield pa.concat_tables(waiting).unify_dictionaries()
             waiting = []

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, Literal
@@ -369,22 +370,14 @@ def _files(
         path = path_within(folder, name)  # also checks the names in tar files
         if to != "webdataset":
             yield path, [(number, range(record.planned))]
-    total = sum(record.planned for record in slides.values()) if to == "webdataset" else 0
-    for shard in range(-(-total // shard_patches)):
-        first, last = shard * shard_patches, min(total, (shard + 1) * shard_patches)
-        yield folder / f"patches-{shard:06d}.tar", list(_rows_between(slides, first, last))
-
-
-def _rows_between(
-    slides: dict[int, SlideRecord], first: int, last: int
-) -> Iterator[tuple[int, range]]:
-    """Yield the slide numbers and rows of patches `first` to `last` - 1, counted over all slides in order."""
-    begin = 0
-    for number, record in slides.items():
-        rows = range(max(first - begin, 0), min(last - begin, record.planned))
-        if rows:
-            yield number, rows
-        begin += record.planned
+    *begins, total = accumulate((record.planned for record in slides.values()), initial=0)
+    for shard in range(-(-total // shard_patches) if to == "webdataset" else 0):
+        first, last = shard * shard_patches, (shard + 1) * shard_patches
+        rows = [
+            (number, range(max(first - begin, 0), min(last - begin, record.planned)))
+            for begin, (number, record) in zip(begins, slides.items(), strict=True)
+        ]
+        yield folder / f"patches-{shard:06d}.tar", [(number, part) for number, part in rows if part]
 
 
 def _flat(name: str) -> str:

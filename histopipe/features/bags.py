@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -448,7 +447,7 @@ def feature_moments(
     """
     chosen = [numbers[place] for place in _spaced(len(numbers), _BAGS)]
     moments: list[tuple[NDArray[np.float64], NDArray[np.float64]]] = []
-    with closing(default_progress().bar("feature scaling", unit="bags", total=len(chosen))) as bar:
+    with default_progress().bar("feature scaling", unit="bags", total=len(chosen)) as bar:
         for number in chosen:
             bag = bags.bags[number]
             try:

@@ -105,11 +105,10 @@ class FeatureWriter:
                 kept = self._file[name][: self._next]
                 del self._file[name]
                 self._file.create_dataset(name, data=kept)
-        name = str(coords.get("name", ""))
-        self._file[FEATURES].attrs.update({"name": name, "savetodir": ""})
+        self._file[FEATURES].attrs.update({"name": str(coords.get("name", "")), "savetodir": ""})
         self._file[COORDS].attrs.update(dict(coords))
-        attributes = {key: value for key, value in facts.items() if value is not None}
-        self._file.attrs.update({"format": FORMAT, **attributes, _CRC: self._crc})
+        set_facts = {key: value for key, value in facts.items() if value is not None}
+        self._file.attrs.update({"format": FORMAT, **set_facts, _CRC: self._crc})
 
 
 @contextmanager

@@ -300,8 +300,8 @@ def _check_patches(
             except DamagedStore as error:
                 undecodable[row] = str(error)
     if faults:
-        texts = some(sorted(set(faults.values())))
-        check.add(FindingKind.STRUCTURE, f"cannot read patches {some(faults)}: {texts}", number)
+        what = f"cannot read patches {some(faults)}: {some(sorted(set(faults.values())))}"
+        check.add(FindingKind.STRUCTURE, what, number)
     missing = sorted(set(range(len(crcs))) - reached - faults.keys())
     if missing:
         check.add(

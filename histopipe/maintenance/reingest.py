@@ -223,8 +223,8 @@ def restore(environment: Environment, number: int) -> str | None:
         if before is not None and now is not None:
             old = _index(number, entries.get(_kept_key(number, INDEX)))
             index = _index(number, transaction.get(key, db=databases[INDEX]))
-            classes = json.loads(bytes(transaction.get(b"classes", db=databases[META]) or b"[]"))
-            columns = _still_valid(old, index, len(classes))
+            classes = bytes(transaction.get(b"classes", db=databases[META]) or b"[]")
+            columns = _still_valid(old, index, len(json.loads(classes)))
             if now.annotations is not None:
                 columns = {n: c for n, c in columns.items() if n not in _OF_CLASSES}
             record, note = _record(before, now, columns)

@@ -236,8 +236,8 @@ def push(
                 _send_block, path, url=url, there=there, block_bytes=size, advance=bar.advance
             )
             sent = parallel(send, range(0, length, size))
-            name = path.relative_to(folder).as_posix()
-            files.append(StoredFile(name, length, tuple(sha for sha, _ in sent)))
+            blocks = tuple(sha for sha, _ in sent)
+            files.append(StoredFile(path.relative_to(folder).as_posix(), length, blocks))
             sent_bytes += sum(count for _, count in sent)
     if [_state(path) for path in paths] != states:
         raise UsageError(

@@ -104,8 +104,10 @@ class Environment(Closing):
     def used_bytes(self) -> int:
         """Return the bytes of the pages in use. The rest of the file is free."""
         with self.read() as transaction:
-            databases = filter(None, self.databases.values())
-            stats = [transaction.stat(), *map(transaction.stat, databases)]
+            stats = [
+                transaction.stat(),
+                *(transaction.stat(db) for db in self.databases.values() if db is not None),
+            ]
         pages = sum(s["branch_pages"] + s["leaf_pages"] + s["overflow_pages"] for s in stats)
         return int(pages * stats[0]["psize"])
 
@@ -117,7 +119,11 @@ class Environment(Closing):
 
     def slide_databases(self) -> list[Any]:
         """Return the databases with entries of slides, except for `slides`. All their keys begin with slide numbers."""
-        return [db for name, db in self.databases.items() if db and name not in (META, SLIDES)]
+        return [
+            db
+            for name, db in self.databases.items()
+            if db is not None and name not in (META, SLIDES)
+        ]
 
     def close(self) -> None:
         """Release the environment. The call of the last user closes it."""

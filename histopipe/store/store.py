@@ -173,13 +173,16 @@ class Store(NumberedSlides):
         """Names of the existing databases, also of those of a later version."""
         return {name for name, db in self._environment.databases.items() if db is not None}
 
-    def entries(self, database: bytes, slide: int) -> list[tuple[bytes, bytes]]:
-        """Return the keys and values of a slide in a database whose keys begin with slide numbers."""
-        return self._entries(database, slide_key(slide))
+    def entries(self, database: bytes, slide: int | None = None) -> list[tuple[bytes, bytes]]:
+        """Return all keys and values of a database, or those whose keys begin with the number of a slide."""
+        prefix = b"" if slide is None else slide_key(slide)
+        environment = self._environment
+        with environment.read() as transaction:
+            return list(entries_with(transaction, environment.databases[database], prefix))
 
     def further_meta(self) -> dict[bytes, bytes]:
         """Return the entries of `meta` that this version does not know."""
-        return {key: value for key, value in self._entries(META) if key not in META_NAMES}
+        return {key: value for key, value in self.entries(META) if key not in META_NAMES}
 
     def stains(self) -> dict[int, StainFit]:
         """Return the stain fits of complete slides by number, as far as there are any.
@@ -187,12 +190,11 @@ class Store(NumberedSlides):
         Raises:
             DamagedStore: an entry cannot be read.
         """
-        with self._environment.read() as transaction:
-            database = self._environment.databases[STAINS]
-            if database is None:
-                return {}
-            values = {n: transaction.get(slide_key(n), db=database) for n in self.complete}
-            fits = {n: bytes(value) for n, value in values.items() if value is not None}
+        if STAINS not in self.databases:
+            return {}
+        numbers = {slide_key(number): number for number in self.complete}
+        entries = self.entries(STAINS)
+        fits = {numbers[key]: value for key, value in entries if key in numbers}
         return read_fits(fits, where=str(self.path))
 
     def close(self) -> None:
@@ -202,11 +204,6 @@ class Store(NumberedSlides):
     def close_later(self) -> None:
         """Close it when a store is opened next. For finalisers, which may run at any point of a program."""
         self._opened.close_later()
-
-    def _entries(self, database: bytes, prefix: bytes = b"") -> list[tuple[bytes, bytes]]:
-        environment = self._environment
-        with environment.read() as transaction:
-            return list(entries_with(transaction, environment.databases[database], prefix))
 
     @property
     def _environment(self) -> Environment:

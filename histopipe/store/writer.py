@@ -7,6 +7,7 @@ import functools
 import shutil
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
@@ -64,7 +65,12 @@ def open_for_change(path: Path) -> Environment:
 
 def open_or_make(path: Path, spec: Mapping[str, Any]) -> Environment:
     """Open or create a store of a spec for writing; raises as `StoreWriter`."""
-    is_new = _make_folder(path)
+    is_new = not path.exists()
+    _check_folder(path)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be created", found=str(error)) from error
     try:
         environment = open_environment(path, write=True)
     except MachineShort:
@@ -105,8 +111,8 @@ def check_spec(stored: Mapping[str, Any], requested: Mapping[str, Any], path: Pa
         )
 
 
-def _make_folder(path: Path) -> bool:
-    """Create the folder of a store; return False if it exists. Nothing is written into a folder with other contents."""
+def _check_folder(path: Path) -> None:
+    """Check that a store may be created or continued in a folder. A folder with other contents is refused."""
     if path.is_dir():
         contents = [p.name for p in path.iterdir() if p.name not in _OWN_FILES]
         if contents and not (path / DATA).exists():
@@ -118,16 +124,12 @@ def _make_folder(path: Path) -> bool:
             )
     elif path.exists():
         raise UsageError(f"{path} is a file", expected="a folder", todo="choose another --out")
-    try:
-        environment = open_environment(path)  # for reading
-    except NothingToDo:
-        is_new = not path.exists()
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UsageError(f"{path} cannot be created", found=str(error)) from error
-        return is_new
-    with environment, environment.read() as transaction:
+    # For reading, since opening it for writing would create databases in the environment of another program.
+    with (
+        suppress(NothingToDo),
+        open_environment(path) as environment,
+        environment.read() as transaction,
+    ):
         meta = environment.databases[META]
         if meta is not None and transaction.stat(meta)["entries"]:
             meta_entries(transaction, environment.databases, path)
@@ -135,7 +137,6 @@ def _make_folder(path: Path) -> bool:
             raise UsageError(
                 f"{path} is an LMDB environment of another program", todo="choose another --out"
             )
-    return False
 
 
 P = ParamSpec("P")
@@ -279,8 +280,8 @@ class StoreWriter(Closing):
         transaction.put(key, encode_index(key, columns), db=self._db[INDEX])
         for (database, key), value in further.items():
             transaction.put(key, value, db=self.environment.database(database, transaction))
-        complete = dataclasses.replace(record, state=SlideState.COMPLETE, thumbnail_crc=checksums)
-        self._put_record(transaction, slide, complete)
+        record = dataclasses.replace(record, state=SlideState.COMPLETE, thumbnail_crc=checksums)
+        self._put_record(transaction, slide, record)
 
     @_in_transaction
     def put_columns(
