@@ -67,8 +67,9 @@ def export_masks(store: Path, *, out: Path, progress: Progress) -> TissueReport:
                         raise NothingToDo("the store has no tissue mask of it")  # noqa: TRY301
                     pixels = decode_picture(mask, f"{where}: tissue mask", mode="L") > 0
                     grid, exact = _grid(record, read_png_grid(bytes(mask)), pixels)
-                    picture = decode_picture(thumbnail, where)
-                    slide_mask = SlideMask(record.id, pixels, grid, _bounds(record), picture)
+                    slide_mask = SlideMask(
+                        record.id, pixels, grid, _bounds(record), decode_picture(thumbnail, where)
+                    )
                     pictures[record.id] = write_slide_mask(out, slide_mask)
                 except Exception as error:  # noqa: BLE001 - `slide_failure` raises what concerns all slides
                     result.failed[record.id] = slide_failure(error)
@@ -93,9 +94,8 @@ def _grid(record: SlideRecord, grid: Grid | None, mask: NDArray[np.bool_]) -> tu
     if grid is not None:
         return grid, True
     size, bounds = Size(mask.shape[1], mask.shape[0]), _bounds(record)
-    side = _side(bounds.size, size)
-    slide = Size(record.width, record.height)
-    return Grid(bounds.origin.x, bounds.origin.y, side, size, slide), False
+    origin, slide = bounds.origin, Size(record.width, record.height)
+    return Grid(origin.x, origin.y, _side(bounds.size, size), size, slide), False
 
 
 def _side(region: Size, thumbnail: Size) -> float:
@@ -239,8 +239,7 @@ def _slides(stores: Sequence[Store], bar: Bar) -> Iterator[tuple[dict[str, Any],
         for number, record in store.complete.items():
             if record.planned:
                 common = (str(store.path), record.id, record.patient, record.site, record.label)
-                columns = _columns(store, number, record)
-                yield dict(zip(_OF_SLIDE, common, strict=True)), columns
+                yield dict(zip(_OF_SLIDE, common, strict=True)), _columns(store, number, record)
             bar.advance()
 
 
@@ -248,14 +247,13 @@ def _columns(store: Store, number: int, record: SlideRecord) -> Columns:
     index, count = store.index(number), record.planned
     side = round((record.read_size or 0) * (record.downsample or 0))
     names = np.array([*store.classes, None], object)  # None for -1 and for unknown numbers
-    labels = np.clip(index["label"], -1, len(store.classes))
     columns = {
         "patch": np.arange(count, dtype=np.int32),
         "size_l0": np.full(count, side, np.int32),
         "level": np.full(count, record.level if record.level is not None else -1, np.int16),
         "mpp": np.full(count, record.patch_mpp or np.nan, np.float32),
         "bytes": index["length"],
-        "annotation": names[labels],
+        "annotation": names[np.clip(index["label"], -1, len(store.classes))],
     }
     return {name: columns[name] if name in columns else index[name] for name in _OF_PATCH}
 

@@ -162,12 +162,13 @@ class ExportResult(Result):
 
     def __str__(self) -> str:
         written = f"{counted(self.patches, 'patch')} in {counted(self.files, 'file')}"
-        lines = [
-            f"{written}, {self.kept} already done: {self.folder}",
-            *(f"skipped: {patch}" for patch in self.damaged),
-            *(f"failed: {name}: {reason}" for name, reason in self.failed.items()),
-        ]
-        return "\n".join(lines)
+        return "\n".join(
+            [
+                f"{written}, {self.kept} already done: {self.folder}",
+                *(f"skipped: {patch}" for patch in self.damaged),
+                *(f"failed: {name}: {reason}" for name, reason in self.failed.items()),
+            ]
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,14 +222,15 @@ def write_tfrecord(path: Path, patches: Iterable[Patch]) -> None:
     with tf.io.TFRecordWriter(str(path)) as writer:
         for patch in patches:
             x, y = patch.corner
-            feature = {
-                "slide": texts(patch.record.id.encode()),
-                "image_raw": texts(patch.value),
-                "loc_x": number(x + patch.side_l0 // 2),
-                "loc_y": number(y + patch.side_l0 // 2),
-            }
-            example = tf.train.Example(features=tf.train.Features(feature=feature))
-            writer.write(example.SerializeToString())
+            features = tf.train.Features(
+                feature={
+                    "slide": texts(patch.record.id.encode()),
+                    "image_raw": texts(patch.value),
+                    "loc_x": number(x + patch.side_l0 // 2),
+                    "loc_y": number(y + patch.side_l0 // 2),
+                }
+            )
+            writer.write(tf.train.Example(features=features).SerializeToString())
 
 
 def write_tar(path: Path, patches: Iterable[Patch]) -> None:

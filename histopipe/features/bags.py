@@ -198,8 +198,9 @@ class BagSet:
             if entry.reason is not None:
                 entries.append(entry)
             elif number is None or split is None:
-                reason = missing_from(splits, entry, from_file=from_file)
-                entries.append(replace(entry, reason=reason))
+                entries.append(
+                    replace(entry, reason=missing_from(splits, entry, from_file=from_file))
+                )
             else:
                 bag = self.bags[number]
                 # Joined sets may have fewer patches than the first one.

@@ -298,8 +298,11 @@ def record_encoder(folder: Path, encoder: Mapping[str, Any]) -> None:
 def record_stores(folder: Path, stores: Iterable[Store]) -> None:
     """Add the paths of stores to the record of a folder, so that heatmaps find the slides of its features."""
     record = read_encoder(folder) or {}
-    paths = [*record.get("stores", ()), *(str(store.path.absolute()) for store in stores)]
-    record["stores"] = list(dict.fromkeys(paths))
+    record["stores"] = list(
+        dict.fromkeys(
+            [*record.get("stores", ()), *(str(store.path.absolute()) for store in stores)]
+        )
+    )
     write_atomically(folder / ENCODER, json.dumps(record, indent=2) + "\n")
 
 

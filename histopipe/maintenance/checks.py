@@ -450,8 +450,7 @@ def find_orphans(store: Path, complete: set[int]) -> Examination:
             if record is None:
                 check.without_record.add(number)
                 return "which has no record"
-            has_failed = f'"state":"{SlideState.FAILED}"'.encode() in bytes(record)
-            return "which failed" if has_failed else None
+            return "which failed" if b'"state":"failed"' in bytes(record) else None
 
         for database in sorted(raw.databases - {META, SLIDES, SET_ASIDE}):
             name = database.decode("ascii", "replace")

@@ -101,10 +101,11 @@ def open_stores(
     first, *rest = stores
     for other in rest:
         if other.spec != first.spec:
-            places = f"in {other.path}", f"in {first.path}"
             raise SpecMismatch(
                 f"{other.path} was created with other settings than {first.path}",
-                found="; ".join(differences(other.spec, first.spec, places)),
+                found="; ".join(
+                    differences(other.spec, first.spec, (f"in {other.path}", f"in {first.path}"))
+                ),
                 expected="equal settings",
             )
     return stores
@@ -203,8 +204,9 @@ def _values(slide: SlideToCopy, rows: Sequence[int], index: Columns) -> list[byt
     with slide.store.reading() as reading:
         values = [bytes(reading.value(slide.number, row)) for row in rows]
     for row, value, size, checksum in zip(rows, values, length, crc, strict=True):
-        key = patch_key(slide.number, row)
-        if len(value) != size or (size and value_crc(key, value) != checksum):
+        if len(value) != size or (
+            size and value_crc(patch_key(slide.number, row), value) != checksum
+        ):
             raise DamagedStore(
                 f"{slide}: patch {row} does not match its checksum",
                 todo="run `histopipe verify`, then `histopipe repair`",

@@ -178,8 +178,8 @@ def _has_scan(task: tuple[SlideFile, SlideRecord]) -> bool:
     slide, record = task
     with open_slide(slide.path) as opened:
         # A slide of an interrupted repair has neither.
-        same_size = record.width == 0 or Size(record.width, record.height) == opened.info.size
-        return same_size and record.hashes.match_file(slide, opened.info)
+        size = Size(record.width, record.height) if record.width else opened.info.size
+        return size == opened.info.size and record.hashes.match_file(slide, opened.info)
 
 
 def set_aside(

@@ -81,8 +81,8 @@ def rebuild(
                 # An item that kills the worker cannot be read, and is skipped.
                 deque(results_of(pool, _SECONDS, task, [batch]), maxlen=0)
         entries = {(SLIDES, slide_key(n)): record.to_bytes(n) for n, record in records.items()}
-        next_number = to_json(_next_number(examination, records))
-        _put(part, entries | {(META, b"next_number"): next_number})
+        entries[META, b"next_number"] = to_json(_next_number(examination, records))
+        _put(part, entries)
         carry_files(store, part)
     try:
         Path.cwd()
@@ -212,8 +212,9 @@ def repair(
         DamagedStore: the entries of `meta` are damaged.
         UsageError, MachineShort: the store cannot be written, or another process wrote it during the repair.
     """
-    paths = [slides] if isinstance(slides, str | Path) else slides
-    slide_files = discover([Path(path) for path in paths])
+    slide_files = discover(
+        [Path(path) for path in ([slides] if isinstance(slides, str | Path) else slides)]
+    )
     rules = AnnotationRules(
         annotation_threshold=annotation_threshold, unclassified=unclassified,
         class_property=class_property, annotation_origin=annotation_origin,
@@ -289,10 +290,9 @@ def _known_records(examination: Examination) -> dict[int, SlideRecord]:
     records = dict(examination.records)
     lost = [n for n in examination.without_record if n < _next_number(examination, records)]
     for number in [*examination.damaged_records, *lost]:
-        corrected = corrected_record(number, examination.damaged_records.get(number, b""))
-        records[number] = corrected or SlideRecord(
-            id=f"lost-slide-{number}", path="", resolved_path="(lost)"
-        )
+        records[number] = corrected_record(
+            number, examination.damaged_records.get(number, b"")
+        ) or SlideRecord(id=f"lost-slide-{number}", path="", resolved_path="(lost)")
     return dict(sorted(records.items()))
 
 
@@ -314,15 +314,15 @@ def _delete_orphans(
 
         def work(transaction: Any) -> None:
             for name, key in entries:
-                database = environment.database(name.encode(), transaction)
-                transaction.delete(bytes.fromhex(key), db=database)
+                transaction.delete(
+                    bytes.fromhex(key), db=environment.database(name.encode(), transaction)
+                )
             slides, meta = (environment.database(name, transaction) for name in (SLIDES, META))
             for number, record in changed.items():
                 transaction.put(slide_key(number), record.to_bytes(number), db=slides)
             # An ingest may have registered slides after the store was verified.
             numbers = [*records, *read_records(transaction, environment.databases, store)]
-            next_number = to_json(_next_number(examination, numbers))
-            transaction.put(b"next_number", next_number, db=meta)
+            transaction.put(b"next_number", to_json(_next_number(examination, numbers)), db=meta)
 
         environment.change(work)
 

@@ -372,8 +372,10 @@ def pull(url: str, out: str | Path, *, progress: Progress | None = None) -> Pull
     except OSError as error:
         raise UsageError(f"cannot create or write to {target}", found=str(error)) from error
     results = [verify(path, progress=progress) for path in parts_of(target)]
-    findings = [finding.what for result in results for finding in result.findings]
-    return PullResult(str(target), manifest.size_bytes, received, findings)
+    return PullResult(
+        str(target), manifest.size_bytes, received,
+        [finding.what for result in results for finding in result.findings],
+    )  # fmt: skip
 
 
 def _receive_all(manifest: Manifest, url: str, folder: Path, progress: Progress) -> int:

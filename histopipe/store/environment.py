@@ -108,8 +108,10 @@ class Environment(Closing):
                 transaction.stat(),
                 *(transaction.stat(db) for db in self.databases.values() if db is not None),
             ]
-        pages = sum(s["branch_pages"] + s["leaf_pages"] + s["overflow_pages"] for s in stats)
-        return int(pages * stats[0]["psize"])
+        return int(
+            stats[0]["psize"]
+            * sum(s["branch_pages"] + s["leaf_pages"] + s["overflow_pages"] for s in stats)
+        )
 
     def database(self, name: bytes, transaction: lmdb.Transaction) -> Any:
         """Return a database of any version. A write transaction creates it if it is missing."""

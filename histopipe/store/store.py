@@ -164,8 +164,9 @@ class Store(NumberedSlides):
     def thumbnail(self, slide: int, kind: str = "thumb") -> bytes | None:
         """Return the `thumb` (JPEG) or `mask` (PNG) file of a slide; None if there is none."""
         with self._environment.read() as transaction:
-            database = self._environment.databases[THUMBNAILS]
-            value = transaction.get(thumbnail_key(slide, kind), db=database)
+            value = transaction.get(
+                thumbnail_key(slide, kind), db=self._environment.databases[THUMBNAILS]
+            )
             return None if value is None else bytes(value)
 
     @property
@@ -193,9 +194,10 @@ class Store(NumberedSlides):
         if STAINS not in self.databases:
             return {}
         numbers = {slide_key(number): number for number in self.complete}
-        entries = self.entries(STAINS)
-        fits = {numbers[key]: value for key, value in entries if key in numbers}
-        return read_fits(fits, where=str(self.path))
+        return read_fits(
+            {numbers[key]: value for key, value in self.entries(STAINS) if key in numbers},
+            where=str(self.path),
+        )
 
     def close(self) -> None:
         """Close the store. Its views are not valid afterwards."""

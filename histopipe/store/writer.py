@@ -215,8 +215,12 @@ class StoreWriter(Closing):
         """Store the records of new slides under numbers never used before; return the numbers of all slides by id."""
         existing = self._records(transaction)
         numbers = {r.id: n for n, r in existing.items()}
-        next_number = read_meta(transaction, self._db, "next_number", int, self.path)
-        number = max([next_number, *(n + 1 for n in existing)])  # never overwrite a record
+        number = max(  # never overwrite a record
+            [
+                read_meta(transaction, self._db, "next_number", int, self.path),
+                *(n + 1 for n in existing),
+            ]
+        )
         for record in records:
             if record.id in numbers:
                 continue
@@ -323,10 +327,12 @@ class StoreWriter(Closing):
 
     def restart(self, slide: int, record: SlideRecord) -> None:
         """Hide a slide and delete its entries, so that it can be ingested from the start."""
-        pending = dataclasses.replace(
-            record, state=SlideState.PENDING, error=None, error_kind=None, error_option=None
+        self.update(
+            slide,
+            dataclasses.replace(
+                record, state=SlideState.PENDING, error=None, error_kind=None, error_option=None
+            ),
         )
-        self.update(slide, pending)
         delete_entries(self.environment, slide)
 
     @_in_transaction
