@@ -34,8 +34,7 @@ import histopipe
 from histopipe.dataset.sampling import Order
 from histopipe.dataset.selection import SampleTable, select
 from histopipe.errors import DamagedStore, MachineShort, NothingToDo, UsageError
-from histopipe.features.bag_statistics import feature_moments, scaling_variance
-from histopipe.features.bags import BagBatches, BagSet, read_bag
+from histopipe.features.bags import BagBatches, BagSet, feature_moments, read_bag, scaling_variance
 from histopipe.features.feature_file import read_features, read_header, writing
 from histopipe.ingestion.coords import read_header as read_coords_header
 from histopipe.runs.task_config import BagPooling, PatchTrainConfig
@@ -204,8 +203,8 @@ def test_statistics_of_features_weight_bags_equally(
         variance, weights @ (rows - weights @ rows) ** 2, rtol=1e-9, atol=1e-20
     )
     assert (mean[4], variance[4]) == (7, 0)
-    monkeypatch.setattr("histopipe.features.bag_statistics._ROWS", 2)
-    monkeypatch.setattr("histopipe.features.bag_statistics._BAGS", 3)
+    monkeypatch.setattr("histopipe.features.bags._ROWS", 2)
+    monkeypatch.setattr("histopipe.features.bags._BAGS", 3)
     mean, _ = feature_moments(bags, sorted(bags.bags))
     read = [whole[0][[0, 1]], whole[1], whole[2][[0, 20]]]
     np.testing.assert_allclose(mean, np.mean([part.mean(axis=0) for part in read], axis=0))

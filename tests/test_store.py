@@ -404,9 +404,9 @@ sys.path.insert(0, sys.argv[2])
 import test_store
 test_store.one_slide(Path(sys.argv[1]), [b"x" * 1000] * 5).close()
 writer = test_store.StoreWriter(Path(sys.argv[1]), test_store.SPEC)
-writer._environment.handle.set_mapsize(1 << 20)
+writer.environment.handle.set_mapsize(1 << 20)
 writer.put_patches(1, range(40), [b"y" * 100_000] * 40)  # 4 MB into a map of 1
-print(writer._environment.handle.info()["map_size"])
+print(writer.environment.handle.info()["map_size"])
 """
 
 

@@ -24,7 +24,8 @@ from histopipe.store.reading import decode_picture
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
 from histopipe.system.csv_files import write_table
-from histopipe.system.files import atomic_write, held, roomy, writable
+from histopipe.system.files import atomic_write, roomy
+from histopipe.system.folders import held, writable
 from histopipe.system.object_storage import is_url, public_url
 from histopipe.system.output import Bar, Progress, Result, counted, default_progress, slide_failure
 from histopipe.tiling.spec import recorded_tissue
@@ -34,8 +35,6 @@ from histopipe.tissue_masks.finding import (
 )
 from histopipe.tissue_masks.mask import Grid, TissueMask
 from histopipe.tissue_masks.mask_files import read_png_grid
-
-_INEXACT = "outlines may be off by a pixel: an older version wrote the store"
 
 
 def export_masks(store: Path, *, out: Path, progress: Progress) -> TissueReport:
@@ -66,11 +65,12 @@ def export_masks(store: Path, *, out: Path, progress: Progress) -> TissueReport:
                         raise NothingToDo("the store has no tissue mask of it")  # noqa: TRY301
                     pixels = decode_picture(mask, f"{where}: tissue mask", mode="L") > 0
                     grid, exact = _grid(record, read_png_grid(bytes(mask)), pixels)
+                    inexact = "outlines may be off by a pixel: an older version wrote the store"
                     picture = decode_picture(thumbnail, where)
                     row, pictures[record.id] = write_slide_mask(
                         out, record.id, TissueMask(pixels), grid, bounds=_bounds(record), thumbnail=picture,
                         mpp=None if record.mpp is None else Mpp(record.mpp), source=record.mask or str(recorded_tissue(opened.spec)),
-                        notes=record.notes if exact else [*record.notes, _INEXACT],
+                        notes=record.notes if exact else [*record.notes, inexact],
                     )  # fmt: skip
                     result.slides.append(row)
                 except Exception as error:  # noqa: BLE001 - `slide_failure` raises what concerns all slides
@@ -90,9 +90,8 @@ def _grid(record: SlideRecord, grid: Grid | None, mask: NDArray[np.bool_]) -> tu
     if grid is not None:
         return grid, True
     size, bounds = Size(mask.shape[1], mask.shape[0]), _bounds(record)
-    side = _side(bounds.size, size)
-    slide = Size(record.width, record.height)
-    return Grid(bounds.origin.x, bounds.origin.y, side, size, slide), False
+    origin, slide = bounds.origin, Size(record.width, record.height)
+    return Grid(origin.x, origin.y, _side(bounds.size, size), size, slide), False
 
 
 def _side(region: Size, thumbnail: Size) -> float:
@@ -236,8 +235,7 @@ def _slides(stores: Sequence[Store], bar: Bar) -> Iterator[tuple[dict[str, Any],
         for number, record in store.complete.items():
             if record.planned:
                 common = (str(store.path), record.id, record.patient, record.site, record.label)
-                columns = _columns(store, number, record)
-                yield dict(zip(_OF_SLIDE, common, strict=True)), columns
+                yield dict(zip(_OF_SLIDE, common, strict=True)), _columns(store, number, record)
             bar.advance()
 
 
@@ -245,14 +243,13 @@ def _columns(store: Store, number: int, record: SlideRecord) -> Columns:
     index, count = store.index(number), record.planned
     side = round((record.read_size or 0) * (record.downsample or 0))
     names = np.array([*store.classes, None], object)  # None for -1 and for unknown numbers
-    labels = np.clip(index["label"], -1, len(store.classes))
     columns = {
         "patch": np.arange(count, dtype=np.int32),
         "size_l0": np.full(count, side, np.int32),
         "level": np.full(count, record.level if record.level is not None else -1, np.int16),
         "mpp": np.full(count, record.patch_mpp or np.nan, np.float32),
         "bytes": index["length"],
-        "annotation": names[labels],
+        "annotation": names[np.clip(index["label"], -1, len(store.classes))],
     }
     return {name: columns[name] if name in columns else index[name] for name in _OF_PATCH}
 
@@ -291,14 +288,17 @@ def _row_groups(slides: Iterator[tuple[dict[str, Any], Columns]], pa: Any) -> It
     waiting: list[Any] = []
     for common, columns in slides:
         count = len(columns["patch"])
-        arrays = {}
-        for name, value in common.items():  # each text is stored once
-            texts = pa.array(np.full(count, value, object), pa.string())
-            arrays[name] = texts.dictionary_encode()
-        for name, values in columns.items():
-            kind = pa.string() if values.dtype == object else None
-            arrays[name] = pa.array(values, kind, from_pandas=True)
-        waiting.append(pa.table(arrays))
+        texts = {
+            name: pa.array(np.full(count, value, object), pa.string()).dictionary_encode()
+            for name, value in common.items()  # each text is stored once
+        }
+        arrays = {
+            name: pa.array(
+                values, pa.string() if values.dtype == object else None, from_pandas=True
+            )
+            for name, values in columns.items()
+        }
+        waiting.append(pa.table(texts | arrays))
         if sum(map(len, waiting)) >= _GROUP_ROWS:
             yield pa.concat_tables(waiting).unify_dictionaries()
             waiting = []

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, Literal
@@ -31,7 +32,6 @@ from histopipe.store.store import Store
 from histopipe.system.download import download
 from histopipe.system.files import (
     atomic_write,
-    held,
     path_within,
     read_json,
     reading,
@@ -39,6 +39,7 @@ from histopipe.system.files import (
     roomy,
     write_atomically,
 )
+from histopipe.system.folders import held
 from histopipe.system.object_storage import list_files, public_url, remote_file, upload
 from histopipe.system.output import Progress, Result, counted, exit_code_of, slide_failure
 from histopipe.system.tensorflow import load_quietly
@@ -50,13 +51,11 @@ SETTINGS = "export.json"
 class ExportFolder:
     """A local folder for files."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    place: Path | str
+    """Path, or URL without secrets, for messages."""
 
-    @property
-    def place(self) -> Path | str:
-        """Path or URL, for messages."""
-        return self.path
+    def __init__(self, path: Path) -> None:
+        self.path = self.place = path
 
     def open(self) -> AbstractContextManager[object]:
         """Lock the folder."""
@@ -76,11 +75,7 @@ class UrlFolder(ExportFolder):
     def __init__(self, path: Path, url: str) -> None:
         super().__init__(path)
         self._url, self._there = url.rstrip("/"), set[str]()
-
-    @property
-    def place(self) -> Path | str:
-        """The URL without secrets."""
-        return public_url(self._url)
+        self.place = public_url(self._url)
 
     def open(self) -> AbstractContextManager[object]:
         """Fetch the settings of an earlier export."""
@@ -167,12 +162,13 @@ class ExportResult(Result):
 
     def __str__(self) -> str:
         written = f"{counted(self.patches, 'patch')} in {counted(self.files, 'file')}"
-        lines = [
-            f"{written}, {self.kept} already done: {self.folder}",
-            *(f"skipped: {patch}" for patch in self.damaged),
-            *(f"failed: {name}: {reason}" for name, reason in self.failed.items()),
-        ]
-        return "\n".join(lines)
+        return "\n".join(
+            [
+                f"{written}, {self.kept} already done: {self.folder}",
+                *(f"skipped: {patch}" for patch in self.damaged),
+                *(f"failed: {name}: {reason}" for name, reason in self.failed.items()),
+            ]
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,14 +222,15 @@ def write_tfrecord(path: Path, patches: Iterable[Patch]) -> None:
     with tf.io.TFRecordWriter(str(path)) as writer:
         for patch in patches:
             x, y = patch.corner
-            feature = {
-                "slide": texts(patch.record.id.encode()),
-                "image_raw": texts(patch.value),
-                "loc_x": number(x + patch.side_l0 // 2),
-                "loc_y": number(y + patch.side_l0 // 2),
-            }
-            example = tf.train.Example(features=tf.train.Features(feature=feature))
-            writer.write(example.SerializeToString())
+            features = tf.train.Features(
+                feature={
+                    "slide": texts(patch.record.id.encode()),
+                    "image_raw": texts(patch.value),
+                    "loc_x": number(x + patch.side_l0 // 2),
+                    "loc_y": number(y + patch.side_l0 // 2),
+                }
+            )
+            writer.write(tf.train.Example(features=features).SerializeToString())
 
 
 def write_tar(path: Path, patches: Iterable[Patch]) -> None:
@@ -375,22 +372,14 @@ def _files(
         path = path_within(folder, name)  # also checks the names in tar files
         if to != "webdataset":
             yield path, [(number, range(record.planned))]
-    total = sum(record.planned for record in slides.values()) if to == "webdataset" else 0
-    for shard in range(-(-total // shard_patches)):
-        first, last = shard * shard_patches, min(total, (shard + 1) * shard_patches)
-        yield folder / f"patches-{shard:06d}.tar", list(_rows_between(slides, first, last))
-
-
-def _rows_between(
-    slides: dict[int, SlideRecord], first: int, last: int
-) -> Iterator[tuple[int, range]]:
-    """Yield the slide numbers and rows of patches `first` to `last` - 1, counted over all slides in order."""
-    begin = 0
-    for number, record in slides.items():
-        rows = range(max(first - begin, 0), min(last - begin, record.planned))
-        if rows:
-            yield number, rows
-        begin += record.planned
+    *begins, total = accumulate((record.planned for record in slides.values()), initial=0)
+    for shard in range(-(-total // shard_patches) if to == "webdataset" else 0):
+        first, last = shard * shard_patches, (shard + 1) * shard_patches
+        rows = [
+            (number, range(max(first - begin, 0), min(last - begin, record.planned)))
+            for begin, (number, record) in zip(begins, slides.items(), strict=True)
+        ]
+        yield folder / f"patches-{shard:06d}.tar", [(number, part) for number, part in rows if part]
 
 
 def _flat(name: str) -> str:

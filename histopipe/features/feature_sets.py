@@ -208,8 +208,6 @@ def join_feature_sets(
             (name, name if name in headers else by_name.get(nfc(name), name)) for name in other
         )
         other_sets.append({of_first: other[name] for name, of_first in names})
-    for feature_set in (filled, *other_sets):
-        _check_dimensions(feature_set)
     parts, notes = _join_slides(filled, other_sets, folders)
     return headers, parts, failed, [*notes, *(f"left out: {reason}" for reason in failed.values())]
 
@@ -228,7 +226,7 @@ def _headers(folder: Path, on_error: OnError, failed: dict[str, str]) -> dict[st
 
 
 def _filled(folder: Path, headers: Headers) -> Headers:
-    """Return the headers of files with patches."""
+    """Return the headers of files with patches, after a check that these have the same number of features."""
     filled = {name: header for name, header in headers.items() if header.rows}
     if not filled:
         if headers:
@@ -239,6 +237,14 @@ def _filled(folder: Path, headers: Headers) -> Headers:
         raise NothingToDo(
             f"{folder} contains no features", expected="files SLIDE.h5 from `histopipe embed`"
         )
+    first, *rest = filled.values()
+    for header in rest:
+        if header.dimension != first.dimension:
+            raise UsageError(
+                f"{header.path}: features per patch", found=header.dimension,
+                expected=f"{first.dimension}, as in {first.path}",
+                todo="use one folder per encoder",
+            )  # fmt: skip
     return filled
 
 
@@ -270,15 +276,3 @@ def _join_slides(
             f"{counted(patches, 'patch')} of {folders[0]} left out: another set does not cover them"
         )
     return parts, notes
-
-
-def _check_dimensions(headers: Headers) -> None:
-    """Check that all files of a set have the same number of features."""
-    first, *rest = headers.values()
-    for header in rest:
-        if header.dimension != first.dimension:
-            raise UsageError(
-                f"{header.path}: features per patch", found=header.dimension,
-                expected=f"{first.dimension}, as in {first.path}",
-                todo="use one folder per encoder",
-            )  # fmt: skip

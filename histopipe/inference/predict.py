@@ -32,7 +32,7 @@ from histopipe.slides.tables import table_columns
 from histopipe.splits.slide_table import COLUMNS
 from histopipe.store.store import Store
 from histopipe.system.csv_files import column_key
-from histopipe.system.files import held
+from histopipe.system.folders import held
 from histopipe.system.output import Progress, default_progress
 from histopipe.system.settings import make_settings
 

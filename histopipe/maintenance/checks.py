@@ -300,8 +300,8 @@ def _check_patches(
             except DamagedStore as error:
                 undecodable[row] = str(error)
     if faults:
-        texts = some(sorted(set(faults.values())))
-        check.add(FindingKind.STRUCTURE, f"cannot read patches {some(faults)}: {texts}", number)
+        what = f"cannot read patches {some(faults)}: {some(sorted(set(faults.values())))}"
+        check.add(FindingKind.STRUCTURE, what, number)
     missing = sorted(set(range(len(crcs))) - reached - faults.keys())
     if missing:
         check.add(
@@ -369,8 +369,6 @@ def _check_thumbnails(raw: RawStore, check: Examination, number: int, *, is_full
 
 
 T = TypeVar("T")
-
-_FAILED = f'"state":"{SlideState.FAILED}"'.encode()
 
 
 def check_store(store: Path) -> Examination:
@@ -452,7 +450,7 @@ def find_orphans(store: Path, complete: set[int]) -> Examination:
             if record is None:
                 check.without_record.add(number)
                 return "which has no record"
-            return "which failed" if _FAILED in bytes(record) else None
+            return "which failed" if b'"state":"failed"' in bytes(record) else None
 
         for database in sorted(raw.databases - {META, SLIDES, SET_ASIDE}):
             name = database.decode("ascii", "replace")

@@ -61,22 +61,24 @@ class StoreInfo(Result):
     def __str__(self) -> str:
         spec = self.spec
         scale = f"{spec['mpp']:g} mpp" if spec["mpp"] else f"level {spec['level']}"
-        lines = [
-            f"{self.path}  (format {self.version}, created {self.created})",
-            f"patches   {self.patches:,} of {spec['patch_size']}² at {scale}, overlap {spec['overlap']}, "
-            f"{'edge ' * ('edge' in spec)}{spec.get('edge', '')}{', ' * ('edge' in spec)}"
-            f"{spec['codec']}, {self.patch_bytes / 1e6:,.1f} MB ({self.file_bytes / 1e6:,.1f} MB on disk)",
-            f"tissue    {spec['tissue']}, at least {spec['tissue_threshold']:g}",
-            "slides    " + _counts(self.states),
-            "labels    " + _counts(self.labels),
-            "patch labels  " + _counts(self.patch_labels),
-            "mpp source  " + _counts(self.mpp_sources),
-            "routes    " + _counts(self.routes),
-            f"unreadable patches  {self.unreadable}",
-            "",
-            f"{'slide':<40} {'state':<9} {'patches':>9} {'mpp':>8}  {'label':<12} {'route':<9} reason, notes",
-        ]
-        return "\n".join([*lines, *map(_slide_line, self.slides)])
+        return "\n".join(
+            [
+                f"{self.path}  (format {self.version}, created {self.created})",
+                f"patches   {self.patches:,} of {spec['patch_size']}² at {scale}, overlap {spec['overlap']}, "
+                f"{'edge ' * ('edge' in spec)}{spec.get('edge', '')}{', ' * ('edge' in spec)}"
+                f"{spec['codec']}, {self.patch_bytes / 1e6:,.1f} MB ({self.file_bytes / 1e6:,.1f} MB on disk)",
+                f"tissue    {spec['tissue']}, at least {spec['tissue_threshold']:g}",
+                "slides    " + _counts(self.states),
+                "labels    " + _counts(self.labels),
+                "patch labels  " + _counts(self.patch_labels),
+                "mpp source  " + _counts(self.mpp_sources),
+                "routes    " + _counts(self.routes),
+                f"unreadable patches  {self.unreadable}",
+                "",
+                f"{'slide':<40} {'state':<9} {'patches':>9} {'mpp':>8}  {'label':<12} {'route':<9} reason, notes",
+                *map(_slide_line, self.slides),
+            ]
+        )
 
 
 def store_info(

@@ -101,10 +101,11 @@ def open_stores(
     first, *rest = stores
     for other in rest:
         if other.spec != first.spec:
-            places = f"in {other.path}", f"in {first.path}"
             raise UsageError(
                 f"{other.path} was created with other settings than {first.path}",
-                found="; ".join(differences(other.spec, first.spec, places)),
+                found="; ".join(
+                    differences(other.spec, first.spec, (f"in {other.path}", f"in {first.path}"))
+                ),
                 expected="equal settings",
             )
     return stores
@@ -203,8 +204,9 @@ def _values(slide: SlideToCopy, rows: Sequence[int], index: Columns) -> list[byt
     with slide.store.reading() as reading:
         values = [bytes(reading.value(slide.number, row)) for row in rows]
     for row, value, size, checksum in zip(rows, values, length, crc, strict=True):
-        key = patch_key(slide.number, row)
-        if len(value) != size or (size and value_crc(key, value) != checksum):
+        if len(value) != size or (
+            size and value_crc(patch_key(slide.number, row), value) != checksum
+        ):
             raise DamagedStore(
                 f"{slide}: patch {row} does not match its checksum",
                 todo="run `histopipe verify`, then `histopipe repair`",
@@ -226,8 +228,8 @@ def _thumbnails(slide: SlideToCopy) -> dict[str, bytes]:
 def _other_entries(slide: SlideToCopy, number: int) -> Iterator[tuple[tuple[bytes, bytes], bytes]]:
     """Yield the stain fit and the entries of later versions, by database and key with the new slide number."""
     for key, value in slide.store.entries(STAINS, slide.number):
-        stain = unseal(key, value, where=f"{slide}: stain")
-        yield (STAINS, slide_key(number)), seal(slide_key(number), stain)
+        new_key, stain = slide_key(number), unseal(key, value, where=f"{slide}: stain")
+        yield (STAINS, new_key), seal(new_key, stain)
     for database in slide.store.databases - set(DATABASES):
         for key, value in slide.store.entries(database, slide.number):
             yield (database, slide_key(number) + key[SLIDE_KEY_BYTES:]), value
@@ -300,8 +302,8 @@ def merge(
         except NothingToDo:
             chosen, notes = choose(stores)
         total = sum(slide.record.stored_bytes for slide in chosen)
-        bar = stack.enter_context(progress.bar("merge", unit="bytes", total=total))
-        result = copy_slides(chosen, out, stores[0].spec, allow_network=allow_network, bar=bar)
+        with progress.bar("merge", unit="bytes", total=total) as bar:
+            result = copy_slides(chosen, out, stores[0].spec, allow_network=allow_network, bar=bar)
     return replace(
         result,
         already=[*result.already, *(record.id for record in existing)],

@@ -178,8 +178,8 @@ def _has_scan(task: tuple[SlideFile, SlideRecord]) -> bool:
     slide, record = task
     with open_slide(slide.path) as opened:
         # A slide of an interrupted repair has neither.
-        same_size = record.width == 0 or Size(record.width, record.height) == opened.info.size
-        return same_size and record.hashes.match_file(slide, opened.info)
+        size = Size(record.width, record.height) if record.width else opened.info.size
+        return size == opened.info.size and record.hashes.match_file(slide, opened.info)
 
 
 def set_aside(
@@ -223,8 +223,8 @@ def restore(environment: Environment, number: int) -> str | None:
         if before is not None and now is not None:
             old = _index(number, entries.get(_kept_key(number, INDEX)))
             index = _index(number, transaction.get(key, db=databases[INDEX]))
-            classes = json.loads(bytes(transaction.get(b"classes", db=databases[META]) or b"[]"))
-            columns = _still_valid(old, index, len(classes))
+            classes = bytes(transaction.get(b"classes", db=databases[META]) or b"[]")
+            columns = _still_valid(old, index, len(json.loads(classes)))
             if now.annotations is not None:
                 columns = {n: c for n, c in columns.items() if n not in _OF_CLASSES}
             record, note = _record(before, now, columns)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -41,7 +41,7 @@ from histopipe.store.format import (
 from histopipe.store.reading import read_record, read_records
 from histopipe.store.record import SlideRecord, SlideState, corrected_record
 from histopipe.store.writer import open_for_change
-from histopipe.system.files import locked
+from histopipe.system.files import locked_alone
 from histopipe.system.folders import DATA, FolderKind, folder_kind
 from histopipe.system.output import Bar, Progress, Result, counted, default_progress, some
 from histopipe.system.worker_pool import WorkerPool, results_of, silence
@@ -81,8 +81,8 @@ def rebuild(
                 # An item that kills the worker cannot be read, and is skipped.
                 deque(results_of(pool, _SECONDS, task, [batch]), maxlen=0)
         entries = {(SLIDES, slide_key(n)): record.to_bytes(n) for n, record in records.items()}
-        next_number = to_json(_next_number(examination, records))
-        _put(part, entries | {(META, b"next_number"): next_number})
+        entries[META, b"next_number"] = to_json(_next_number(examination, records))
+        _put(part, entries)
         carry_files(store, part)
     try:
         Path.cwd()
@@ -212,8 +212,9 @@ def repair(
         DamagedStore: the entries of `meta` are damaged.
         UsageError, MachineShort: the store cannot be written, or another process wrote it during the repair.
     """
-    paths = [slides] if isinstance(slides, str | Path) else slides
-    slide_files = discover([Path(path) for path in paths])
+    slide_files = discover(
+        [Path(path) for path in ([slides] if isinstance(slides, str | Path) else slides)]
+    )
     rules = AnnotationRules(
         annotation_threshold=annotation_threshold, unclassified=unclassified,
         class_property=class_property, annotation_origin=annotation_origin,
@@ -233,7 +234,10 @@ def repair(
     check = partial(examine, real, full=full, workers=workers, progress=progress)
     if folder_kind(real) is not FolderKind.STORE:
         raise no_store(real)
-    with _exclusive(real):
+    lock = partial(
+        locked_alone, real, f"another repair of {real} is running", "wait until it has finished"
+    )
+    with lock():
         length = make_readable(real)
         before = examination = check()
         count = len(examination.findings)
@@ -249,7 +253,7 @@ def repair(
                 raise
             rebuild(real, examination, records, progress)
             notes.append(f"{real / DATA} was rebuilt from its readable entries")
-    with _exclusive(real):  # lock again, since the rebuild has replaced the folder
+    with lock():  # again, since the rebuild has replaced the folder
         if before.result.is_structural:
             examination = check()
         else:
@@ -264,17 +268,6 @@ def repair(
     findings = check().findings if count or done else []
     remaining = [str(f).partition(": ")[2] for f in findings if f.slide not in left]
     return RepairResult(str(store), count, done, left, notes + ingest_notes, remaining)
-
-
-@contextmanager
-def _exclusive(store: Path) -> Iterator[None]:
-    """Raise UsageError if another repair of the store is running."""
-    with locked(store) as free:
-        if not free:
-            raise UsageError(
-                f"another repair of {store} is running", todo="wait until it has finished"
-            )
-        yield
 
 
 def _refuse_lost_meta(examination: Examination) -> None:
@@ -297,10 +290,9 @@ def _known_records(examination: Examination) -> dict[int, SlideRecord]:
     records = dict(examination.records)
     lost = [n for n in examination.without_record if n < _next_number(examination, records)]
     for number in [*examination.damaged_records, *lost]:
-        corrected = corrected_record(number, examination.damaged_records.get(number, b""))
-        records[number] = corrected or SlideRecord(
-            id=f"lost-slide-{number}", path="", resolved_path="(lost)"
-        )
+        records[number] = corrected_record(
+            number, examination.damaged_records.get(number, b"")
+        ) or SlideRecord(id=f"lost-slide-{number}", path="", resolved_path="(lost)")
     return dict(sorted(records.items()))
 
 
@@ -322,15 +314,15 @@ def _delete_orphans(
 
         def work(transaction: Any) -> None:
             for name, key in entries:
-                database = environment.database(name.encode(), transaction)
-                transaction.delete(bytes.fromhex(key), db=database)
+                transaction.delete(
+                    bytes.fromhex(key), db=environment.database(name.encode(), transaction)
+                )
             slides, meta = (environment.database(name, transaction) for name in (SLIDES, META))
             for number, record in changed.items():
                 transaction.put(slide_key(number), record.to_bytes(number), db=slides)
             # An ingest may have registered slides after the store was verified.
             numbers = [*records, *read_records(transaction, environment.databases, store)]
-            next_number = to_json(_next_number(examination, numbers))
-            transaction.put(b"next_number", next_number, db=meta)
+            transaction.put(b"next_number", to_json(_next_number(examination, numbers)), db=meta)
 
         environment.change(work)
 

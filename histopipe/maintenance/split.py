@@ -58,7 +58,6 @@ def split(
     splits, out, progress = Path(splits), Path(out), progress or default_progress()
     with ExitStack() as stack:
         stores = open_stores(store_paths(sources), stack, untrusted=untrusted, progress=progress)
-        spec = stores[0].spec
         slides = {
             side: [SlideToCopy(stores[slide.store], slide.slide) for slide in of_side]
             for side, of_side in _sides(read_splits(splits, stores).slides, splits).items()
@@ -72,7 +71,9 @@ def split(
         out.mkdir(parents=True, exist_ok=True)
         bar = stack.enter_context(progress.bar("split", unit="bytes", total=total))
         copied = {
-            side: copy_slides(of_side, targets[side], spec, allow_network=allow_network, bar=bar)
+            side: copy_slides(
+                of_side, targets[side], stores[0].spec, allow_network=allow_network, bar=bar
+            )
             for side, of_side in slides.items()
         }
     return SplitResult(copied)

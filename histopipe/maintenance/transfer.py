@@ -27,7 +27,7 @@ from histopipe.maintenance.verify import verify
 from histopipe.store.catalog import parts_of, read_catalog
 from histopipe.store.store import Store
 from histopipe.system.download import write_at
-from histopipe.system.files import locked, path_within, roomy, shortened
+from histopipe.system.files import locked_alone, path_within, roomy, shortened
 from histopipe.system.folders import FolderKind, folder_kind
 from histopipe.system.object_storage import (
     RemoteFile,
@@ -223,7 +223,11 @@ def push(
                 todo="choose another URL, or delete it",
             )  # fmt: skip
     there = _blocks_at(url)
-    paths = [path for path in sorted(folder.rglob("*")) if _is_copied(path)]
+    paths = [
+        path
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name not in _NOT_COPIED and not path.name.startswith(".")
+    ]
     states = [_state(path) for path in paths]
     size, files, sent_bytes = int(block_mb * 1e6), [], 0
     with progress.bar("push", unit="bytes", total=sum(length for length, _ in states)) as bar:
@@ -232,8 +236,8 @@ def push(
                 _send_block, path, url=url, there=there, block_bytes=size, advance=bar.advance
             )
             sent = parallel(send, range(0, length, size))
-            name = path.relative_to(folder).as_posix()
-            files.append(StoredFile(name, length, tuple(sha for sha, _ in sent)))
+            blocks = tuple(sha for sha, _ in sent)
+            files.append(StoredFile(path.relative_to(folder).as_posix(), length, blocks))
             sent_bytes += sum(count for _, count in sent)
     if [_state(path) for path in paths] != states:
         raise UsageError(
@@ -285,10 +289,6 @@ def _uuid(folder: Path) -> str:
         return store.uuid
 
 
-def _is_copied(path: Path) -> bool:
-    return path.is_file() and path.name not in _NOT_COPIED and not path.name.startswith(".")
-
-
 def _state(path: Path) -> tuple[int, int]:
     status = path.stat()
     return status.st_size, status.st_mtime_ns
@@ -296,14 +296,10 @@ def _state(path: Path) -> tuple[int, int]:
 
 def _blocks_at(url: str) -> dict[str, int]:
     """Return the size of each block at a URL, by its name."""
-    prefix = f"{url.rstrip('/')}/{BLOCKS}/"
     with suppress(RemoteMissing):
-        return {file.url.rpartition("/")[2]: file.size_bytes for file in list_files(prefix)}
+        files = list_files(block_url(url, ""))
+        return {file.url.rpartition("/")[2]: file.size_bytes for file in files}
     return {}
-
-
-_TRIES = 3
-"""Number of downloads of a block with a wrong checksum."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -367,21 +363,19 @@ def pull(url: str, out: str | Path, *, progress: Progress | None = None) -> Pull
     part = target.with_name(shortened(f".part-{target.name}"))
     try:
         part.mkdir(parents=True, exist_ok=True)
-        with roomy(target.parent, then), locked(part) as free:
-            if not free:
-                raise UsageError(f"another process pulls into {target}", todo="wait until it ends")
+        in_use = f"another process pulls into {target}"
+        with roomy(target.parent, then), locked_alone(part, in_use, "wait until it ends"):
             received = _receive_all(manifest, url, part, progress)
             part.rename(target)
     except (RemoteError, MachineShort):
         raise
     except OSError as error:
         raise UsageError(f"cannot create or write to {target}", found=str(error)) from error
-    findings = [
-        finding.what
-        for path in parts_of(target)
-        for finding in verify(path, progress=progress).findings
-    ]
-    return PullResult(str(target), manifest.size_bytes, received, findings)
+    results = [verify(path, progress=progress) for path in parts_of(target)]
+    return PullResult(
+        str(target), manifest.size_bytes, received,
+        [finding.what for result in results for finding in result.findings],
+    )  # fmt: skip
 
 
 def _receive_all(manifest: Manifest, url: str, folder: Path, progress: Progress) -> int:
@@ -417,7 +411,7 @@ def _receive(
         advance(size)
         return 0
     where = block_url(url, sha)
-    for _ in range(_TRIES):
+    for _ in range(3):
         block = read_range(RemoteFile(where, size), 0, size)
         actual = hashlib.sha256(block).hexdigest()
         if actual == sha:

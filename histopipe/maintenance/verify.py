@@ -269,10 +269,11 @@ def _add_wrong_values(examination: Examination, wrong: list[WrongValue]) -> None
         owner = next((other for other in candidates if _is_value_of(value, other)), None)
         if owner is None:
             changed[value.slide].append(value.row)
-            continue
-        place = "" if owner.slide == value.slide else f" of {examination.records[owner.slide].id}"
-        what = f"patch {value.row} has the value of patch {owner.row}{place}"
-        examination.add(FindingKind.SWAPPED, what, value.slide)
+        else:
+            is_same = owner.slide == value.slide
+            place = "" if is_same else f" of {examination.records[owner.slide].id}"
+            what = f"patch {value.row} has the value of patch {owner.row}{place}"
+            examination.add(FindingKind.SWAPPED, what, value.slide)
     for slide, rows in changed.items():
         text = (
             "1 patch does not match its checksum"

@@ -14,16 +14,8 @@ from histopipe.errors import UsageError
 from histopipe.runs.config import TrainConfig
 from histopipe.splits.splits import SPLITS, Splits, write_splits
 from histopipe.system import folders
-from histopipe.system.files import (
-    held,
-    read_json,
-    reading,
-    remove_parts,
-    writable,
-    write_atomically,
-    write_json,
-)
-from histopipe.system.folders import FolderKind, folder_kind
+from histopipe.system.files import read_json, reading, remove_parts, write_atomically, write_json
+from histopipe.system.folders import FolderKind, folder_kind, held, writable
 from histopipe.system.settings import declared_settings, to_toml
 
 CONFIG, HISTORY = folders.CONFIG, "history.csv"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
@@ -18,7 +17,7 @@ from typing import Any, TypeGuard
 
 from histopipe.errors import DamagedStore, NothingToDo, UnknownVersion
 from histopipe.store.record import SlideRecord
-from histopipe.system.files import atomic_write, read_json
+from histopipe.system.files import atomic_write, flush_to_disk, read_json
 from histopipe.system.folders import CATALOG, FolderKind, find_catalog, folder_kind
 
 _VERSION = 1
@@ -41,10 +40,9 @@ class Catalog:
     def write(self) -> None:
         """Write the catalog into its folder with one rename."""
         content = {"version": _VERSION, "uuid": self.uuid, "slides": self.slides}
-        with atomic_write(self.folder / CATALOG) as part, part.open("w") as file:
-            json.dump(content, file, ensure_ascii=False, indent=0)
-            file.flush()
-            os.fsync(file.fileno())
+        with atomic_write(self.folder / CATALOG) as part:
+            part.write_text(json.dumps(content, ensure_ascii=False, indent=0))
+            flush_to_disk(part)
 
 
 def read_catalog(folder: Path) -> Catalog | None:

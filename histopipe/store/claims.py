@@ -31,17 +31,13 @@ class Claims(Closing):
         self._path = store / _LOCK
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
-    def take(self, slide: int) -> bool:
-        """Claim a slide. Return False if another process is ingesting it."""
-        return self._lock(fcntl.F_WRLCK, slide)
+    def take(self, slide: int, *, shared: bool = False) -> bool:
+        """Claim a slide, or another byte. Return False if another process has a conflicting claim."""
+        return self._lock(fcntl.F_RDLCK if shared else fcntl.F_WRLCK, slide)
 
     def release(self, slide: int) -> None:
         """Release the claim on a slide."""
         self._lock(fcntl.F_UNLCK, slide)
-
-    def take_file(self, *, alone: bool) -> bool:
-        """Claim the store's file, shared or exclusive. Return False if another process holds a conflicting claim."""
-        return self._lock(fcntl.F_WRLCK if alone else fcntl.F_RDLCK, _WRITERS)
 
     def is_current(self) -> bool:
         """Return whether the store is still the one of these claims, and was not replaced by another process."""
@@ -80,7 +76,7 @@ def lock_for_writing(store: Path, *, alone: bool = False) -> AbstractContextMana
                 raise UsageError(f"{store} cannot be written", found=error.strerror) from error
             return nullcontext()
         try:
-            is_free = claims.take_file(alone=alone)
+            is_free = claims.take(_WRITERS, shared=not alone)
         except OSError:
             return claims  # a filesystem without locks
         if is_free and claims.is_current():

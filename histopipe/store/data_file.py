@@ -29,7 +29,14 @@ from histopipe.errors import (
 )
 from histopipe.store.claims import lock_for_writing
 from histopipe.store.format import DATABASES, META, SLIDE_KEY_BYTES, slide_number
-from histopipe.system.files import PASSING, Closing, free_bytes, full_disk_error, is_full_disk
+from histopipe.system.files import (
+    PASSING,
+    Closing,
+    free_bytes,
+    full_disk_error,
+    is_full_disk,
+    run_on_error,
+)
 from histopipe.system.folders import DATA
 
 _MAGIC, _VERSION = 0xBEEFC0DE, 1
@@ -39,7 +46,6 @@ _META_FLAG = 0x08
 _MAX_GROWTH, _MAX_GROWTH_BYTES = 16, 1 << 30
 """A meta page counts as damaged if it requires more than this factor times the file's length plus these bytes."""
 _PAGE_SIZES = (4096, 8192, 16384, 32768)
-_ATTEMPTS = 5
 
 
 class _MetaPage(NamedTuple):
@@ -130,7 +136,7 @@ def _parsed(data: bytes) -> _MetaPage | None:
         return None
     flags, magic, version, size, last_page, transaction = _META.unpack(data)
     is_power = 256 <= size <= _PAGE_SIZES[-1] and size & (size - 1) == 0
-    if magic != _MAGIC or version != _VERSION or not is_power or not flags & _META_FLAG:
+    if (magic, version) != (_MAGIC, _VERSION) or not is_power or not flags & _META_FLAG:
         return None
     return _MetaPage(size, (last_page + 1) * size, transaction)
 
@@ -142,7 +148,6 @@ _READ_MAP, _READ_ROOM = 1 << 36, 8
 """A reader's map: 64 GiB, or eight times the file. A process has 128 TiB, enough for only eight maps of 16 TiB."""
 _MAX_DATABASES = 32
 _MAX_READERS = 4096
-_LOCK_BYTES = 128 + 64 * _MAX_READERS
 _FREE_LOW = 16 << 20
 """Free bytes below which a disk counts as full when a write fails."""
 
@@ -198,13 +203,10 @@ def open_handle(
         if path.stat().st_ino == before:
             break
         handle.close()  # another process has just replaced the store: LMDB may have opened a file of each
-    try:
+    with run_on_error(handle.close):
         if write:
             handle.reader_check()  # free the slots of readers that were killed
         return handle, _databases(handle, create=write)
-    except BaseException:
-        handle.close()
-        raise
 
 
 def read_map_size(length: int) -> int:
@@ -221,11 +223,11 @@ def _allocate_lock(path: Path) -> None:
         raise DamagedStore(
             f"{path / 'lock.mdb'} is a link", expected="a regular file", todo="delete it"
         )
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         lock = os.open(path / "lock.mdb", flags, 0o664)
         try:
-            os.posix_fallocate(lock, 0, _LOCK_BYTES)
+            os.posix_fallocate(lock, 0, 128 + 64 * _MAX_READERS)
         finally:
             os.close(lock)
     except OSError as error:
@@ -326,7 +328,7 @@ def page_faults(store: Path, keep_state: bool) -> list[str]:
         if keep_state:
             with suppress(DamagedStore):  # the verifier reports the reason
                 stack.enter_context(RawStore(store))
-        for _ in range(_ATTEMPTS):
+        for _ in range(5):
             before = newest_transaction(store / DATA)
             faults = _verifier_faults(store) + _order_faults(store / DATA)
             if not faults or newest_transaction(store / DATA) == before:
@@ -351,10 +353,6 @@ def _verifier_faults(store: Path) -> list[str]:
         return [str(error)]
     except (MemoryError, OverflowError, struct.error) as error:
         return [f"LMDB's verifier cannot read the pages: {error!r}"]
-
-
-_LONGEST_KEY = 511
-"""Bytes of the longest key that LMDB allows."""
 
 
 class RawStore(Closing):
@@ -422,9 +420,8 @@ class RawStore(Closing):
                         raise DamagedStore(f"keys of {database.decode()!r} are out of order")
                     previous = key
                     if len(key) >= SLIDE_KEY_BYTES and slide_number(key) in skip:
-                        has_entry = cursor.set_range(
-                            key[:SLIDE_KEY_BYTES].ljust(_LONGEST_KEY, b"\xff")
-                        )
+                        # LMDB's keys have at most 511 bytes.
+                        has_entry = cursor.set_range(key[:SLIDE_KEY_BYTES].ljust(511, b"\xff"))
                     else:
                         yield key
                         has_entry = cursor.next()

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import lmdb
 
-from histopipe.errors import MachineShort, UsageError
+from histopipe.errors import UsageError
 from histopipe.store.catalog import no_store
 from histopipe.store.claims import lock_for_writing
 from histopipe.store.data_file import check_length, mapped_errors, open_handle, read_map_size
@@ -28,8 +28,6 @@ from histopipe.system.files import Closing
 from histopipe.system.folders import DATA
 
 T = TypeVar("T")
-
-_DELETE_BATCH = 20_000
 
 
 @dataclass(slots=True)
@@ -65,7 +63,7 @@ class Environment(Closing):
         """File descriptor of data.mdb, for `posix_fadvise`. Data is read through the map."""
         with _registry_lock:
             if self._descriptor < 0:
-                self._descriptor = os.open(self._data, os.O_RDONLY | os.O_CLOEXEC)
+                self._descriptor = os.open(Path(self.real_path, DATA), os.O_RDONLY | os.O_CLOEXEC)
                 self._resources.callback(os.close, self._descriptor)
             return self._descriptor
 
@@ -90,31 +88,30 @@ class Environment(Closing):
         finally:
             self.close()
 
-    @contextmanager
-    def write(self) -> Iterator[lmdb.Transaction]:
-        """Begin a write transaction: durable after the block, rolled back by an exception."""
-        with mapped_errors(self.path), self.handle.begin(write=True, buffers=True) as transaction:
-            yield transaction
-
     def change(self, work: Callable[[lmdb.Transaction], T]) -> T:
-        """Run `work` in one write transaction, and return its result. If the map is full, enlarge it and repeat."""
-        while True:
-            try:
-                with self.write() as transaction:
-                    return work(transaction)
-            except MachineShort as error:
-                if not isinstance(error.__cause__, lmdb.MapFullError):
-                    raise
-                with mapped_errors(self.path):
+        """Run `work` in one write transaction, and return its result. If the map is full, enlarge it and repeat.
+
+        The changes are durable afterwards. An exception rolls them back.
+        """
+        with mapped_errors(self.path):
+            while True:
+                try:
+                    with self.handle.begin(write=True, buffers=True) as transaction:
+                        return work(transaction)
+                except lmdb.MapFullError:
                     self._remap(self.generation, self.handle.info()["map_size"] * 2)
 
     def used_bytes(self) -> int:
         """Return the bytes of the pages in use. The rest of the file is free."""
         with self.read() as transaction:
-            databases = filter(None, self.databases.values())
-            stats = [transaction.stat(), *map(transaction.stat, databases)]
-        pages = sum(s["branch_pages"] + s["leaf_pages"] + s["overflow_pages"] for s in stats)
-        return int(pages * stats[0]["psize"])
+            stats = [
+                transaction.stat(),
+                *(transaction.stat(db) for db in self.databases.values() if db is not None),
+            ]
+        return int(
+            stats[0]["psize"]
+            * sum(s["branch_pages"] + s["leaf_pages"] + s["overflow_pages"] for s in stats)
+        )
 
     def database(self, name: bytes, transaction: lmdb.Transaction) -> Any:
         """Return a database of any version. A write transaction creates it if it is missing."""
@@ -124,7 +121,11 @@ class Environment(Closing):
 
     def slide_databases(self) -> list[Any]:
         """Return the databases with entries of slides, except for `slides`. All their keys begin with slide numbers."""
-        return [db for name, db in self.databases.items() if db and name not in (META, SLIDES)]
+        return [
+            db
+            for name, db in self.databases.items()
+            if db is not None and name not in (META, SLIDES)
+        ]
 
     def close(self) -> None:
         """Release the environment. The call of the last user closes it."""
@@ -157,14 +158,10 @@ class Environment(Closing):
                 return self.handle.begin(buffers=True)
             except lmdb.MapResizedError:
                 self._end_read()
-                self._remap(generation, read_map_size(self._data.stat().st_size))
+                self._remap(generation, read_map_size(Path(self.real_path, DATA).stat().st_size))
             except BaseException:
                 self._end_read()
                 raise
-
-    @property
-    def _data(self) -> Path:
-        return Path(self.real_path) / DATA
 
     def _end_read(self) -> None:
         with self._idle:
@@ -266,7 +263,7 @@ def entries_with(
 def delete_entries(environment: Environment, slide: int) -> None:
     """Delete all entries of a slide except its record, in small transactions, since none of them is visible."""
     for database in environment.slide_databases():
-        delete = partial(delete_slide, database=database, slide=slide, most=_DELETE_BATCH)
+        delete = partial(delete_slide, database=database, slide=slide, most=20_000)
         while _has_entries(environment, database, slide):  # usually False, and needs no commit
             environment.change(delete)
 

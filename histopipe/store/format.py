@@ -208,8 +208,7 @@ def decode_index(key: bytes, block: bytes | memoryview, *, where: str) -> Column
     ) as error:  # fmt: skip
         raise DamagedStore(f"{where}: the index block is damaged", found=str(error)) from error
     counts = {len(column) for column in columns.values()}
-    missing = [name for name in INDEX_COLUMNS if name not in columns]
-    if missing or len(counts) != 1:
+    if not columns.keys() >= INDEX_COLUMNS.keys() or len(counts) != 1:
         raise DamagedStore(
             f"{where}: the index block is damaged",
             found=f"columns {', '.join(columns) or 'none'} of lengths {sorted(counts)}",

@@ -150,8 +150,8 @@ class Reading:
                 address = np.frombuffer(key, np.uint8).__array_interface__["data"][0]
                 low, high, flags, length = _NODE.from_address(address - _NODE_HEADER)
                 if flags & _BIG_DATA and length == len(key):
-                    page = ctypes.c_uint64.from_address(address + length).value
-                    yield page, (high << 16 | low) + _PAGE_HEADER
+                    page = ctypes.c_uint64.from_address(address + length)
+                    yield page.value, (high << 16 | low) + _PAGE_HEADER
 
     def where(self, slide: int) -> str:
         """Return the store and id of a slide, for messages.

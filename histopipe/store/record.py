@@ -212,9 +212,6 @@ def describe_copies(records: Iterable[SlideRecord]) -> list[str]:
     ]
 
 
-_MOST_PATCHES = 1 << 32
-
-
 def _check(record: SlideRecord, where: str) -> None:
     """Refuse counts and ids that no ingest writes. Readers allocate arrays by counts, and name files by ids."""
     for name in (
@@ -229,7 +226,7 @@ def _check(record: SlideRecord, where: str) -> None:
         if getattr(record, name) < 0:
             raise DamagedStore(f"{where}: field {name!r}", found=getattr(record, name))
     is_whole = record.planned == record.stored + record.unreadable
-    if record.planned >= _MOST_PATCHES or (record.state is SlideState.COMPLETE and not is_whole):
+    if record.planned >= 1 << 32 or (record.state is SlideState.COMPLETE and not is_whole):
         raise DamagedStore(
             f"{where}: its counts are inconsistent",
             found=f"{record.planned} planned, {record.stored} stored, {record.unreadable} unreadable",

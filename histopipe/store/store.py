@@ -36,7 +36,7 @@ from histopipe.store.reading import (
     read_spec,
 )
 from histopipe.store.record import NumberedSlides, SlideRecord, SlideState, StainFit, read_fits
-from histopipe.system.files import closed_on_error
+from histopipe.system.files import run_on_error
 from histopipe.system.settings import check_type
 
 
@@ -66,7 +66,7 @@ class Store(NumberedSlides):
         self.path = path = Path(path)
         self._opened: Environment = open_environment(path)
         self._columns: ColumnCache = {}
-        with closed_on_error(self), self._environment.read() as transaction:
+        with run_on_error(self.close), self._environment.read() as transaction:
             databases = self._environment.databases
             stored = meta_entries(transaction, databases, path)
             self.uuid = entry(stored, "uuid", str, path)
@@ -164,8 +164,9 @@ class Store(NumberedSlides):
     def thumbnail(self, slide: int, kind: str = "thumb") -> bytes | None:
         """Return the `thumb` (JPEG) or `mask` (PNG) file of a slide; None if there is none."""
         with self._environment.read() as transaction:
-            database = self._environment.databases[THUMBNAILS]
-            value = transaction.get(thumbnail_key(slide, kind), db=database)
+            value = transaction.get(
+                thumbnail_key(slide, kind), db=self._environment.databases[THUMBNAILS]
+            )
             return None if value is None else bytes(value)
 
     @property
@@ -173,13 +174,16 @@ class Store(NumberedSlides):
         """Names of the existing databases, also of those of a later version."""
         return {name for name, db in self._environment.databases.items() if db is not None}
 
-    def entries(self, database: bytes, slide: int) -> list[tuple[bytes, bytes]]:
-        """Return the keys and values of a slide in a database whose keys begin with slide numbers."""
-        return self._entries(database, slide_key(slide))
+    def entries(self, database: bytes, slide: int | None = None) -> list[tuple[bytes, bytes]]:
+        """Return all keys and values of a database, or those whose keys begin with the number of a slide."""
+        prefix = b"" if slide is None else slide_key(slide)
+        environment = self._environment
+        with environment.read() as transaction:
+            return list(entries_with(transaction, environment.databases[database], prefix))
 
     def further_meta(self) -> dict[bytes, bytes]:
         """Return the entries of `meta` that this version does not know."""
-        return {key: value for key, value in self._entries(META) if key not in META_NAMES}
+        return {key: value for key, value in self.entries(META) if key not in META_NAMES}
 
     def stains(self) -> dict[int, StainFit]:
         """Return the stain fits of complete slides by number, as far as there are any.
@@ -187,13 +191,13 @@ class Store(NumberedSlides):
         Raises:
             DamagedStore: an entry cannot be read.
         """
-        with self._environment.read() as transaction:
-            database = self._environment.databases[STAINS]
-            if database is None:
-                return {}
-            values = {n: transaction.get(slide_key(n), db=database) for n in self.complete}
-            fits = {n: bytes(value) for n, value in values.items() if value is not None}
-        return read_fits(fits, where=str(self.path))
+        if STAINS not in self.databases:
+            return {}
+        numbers = {slide_key(number): number for number in self.complete}
+        return read_fits(
+            {numbers[key]: value for key, value in self.entries(STAINS) if key in numbers},
+            where=str(self.path),
+        )
 
     def close(self) -> None:
         """Close the store. Its views are not valid afterwards."""
@@ -202,11 +206,6 @@ class Store(NumberedSlides):
     def close_later(self) -> None:
         """Close it when a store is opened next. For finalisers, which may run at any point of a program."""
         self._opened.close_later()
-
-    def _entries(self, database: bytes, prefix: bytes = b"") -> list[tuple[bytes, bytes]]:
-        environment = self._environment
-        with environment.read() as transaction:
-            return list(entries_with(transaction, environment.databases[database], prefix))
 
     @property
     def _environment(self) -> Environment:
@@ -231,7 +230,7 @@ class StoreSet(NumberedSlides):
         if not paths:
             raise UsageError("no store given")
         self.stores: list[Store] = []
-        with closed_on_error(self):
+        with run_on_error(self.close):
             for path in paths:
                 self.stores.append(Store(path))
             check_patch_sizes(self.stores)

@@ -7,6 +7,7 @@ import functools
 import shutil
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
@@ -41,7 +42,7 @@ from histopipe.store.format import (
 )
 from histopipe.store.reading import meta_entries, read_meta, read_record, read_records
 from histopipe.store.record import SlideRecord, SlideState, StainFit
-from histopipe.system.files import Closing, closed_on_error
+from histopipe.system.files import Closing, run_on_error
 from histopipe.system.folders import DATA
 from histopipe.tiling.spec import TilingSpec, differences
 
@@ -57,14 +58,19 @@ def open_for_change(path: Path) -> Environment:
     """
     open_environment(path).close()  # do not create a store at a wrong path
     environment = open_environment(path, write=True)
-    with closed_on_error(environment), environment.read() as transaction:
+    with run_on_error(environment.close), environment.read() as transaction:
         meta_entries(transaction, environment.databases, path)
     return environment
 
 
 def open_or_make(path: Path, spec: Mapping[str, Any]) -> Environment:
     """Open or create a store of a spec for writing; raises as `StoreWriter`."""
-    is_new = _make_folder(path)
+    is_new = not path.exists()
+    _check_folder(path)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be created", found=str(error)) from error
     try:
         environment = open_environment(path, write=True)
     except MachineShort:
@@ -90,7 +96,7 @@ def open_or_make(path: Path, spec: Mapping[str, Any]) -> Environment:
         for name, value in new_meta.items():
             transaction.put(name.encode(), to_json(value), db=databases[META])
 
-    with closed_on_error(environment):
+    with run_on_error(environment.close):
         environment.change(work)
     return environment
 
@@ -105,8 +111,8 @@ def check_spec(stored: Mapping[str, Any], requested: Mapping[str, Any], path: Pa
         )
 
 
-def _make_folder(path: Path) -> bool:
-    """Create the folder of a store; return False if it exists. Nothing is written into a folder with other contents."""
+def _check_folder(path: Path) -> None:
+    """Check that a store may be created or continued in a folder. A folder with other contents is refused."""
     if path.is_dir():
         contents = [p.name for p in path.iterdir() if p.name not in _OWN_FILES]
         if contents and not (path / DATA).exists():
@@ -118,16 +124,12 @@ def _make_folder(path: Path) -> bool:
             )
     elif path.exists():
         raise UsageError(f"{path} is a file", expected="a folder", todo="choose another --out")
-    try:
-        environment = open_environment(path)  # for reading
-    except NothingToDo:
-        is_new = not path.exists()
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UsageError(f"{path} cannot be created", found=str(error)) from error
-        return is_new
-    with environment, environment.read() as transaction:
+    # For reading, since opening it for writing would create databases in the environment of another program.
+    with (
+        suppress(NothingToDo),
+        open_environment(path) as environment,
+        environment.read() as transaction,
+    ):
         meta = environment.databases[META]
         if meta is not None and transaction.stat(meta)["entries"]:
             meta_entries(transaction, environment.databases, path)
@@ -135,7 +137,6 @@ def _make_folder(path: Path) -> bool:
             raise UsageError(
                 f"{path} is an LMDB environment of another program", todo="choose another --out"
             )
-    return False
 
 
 P = ParamSpec("P")
@@ -194,7 +195,7 @@ class StoreWriter(Closing):
                 path, spec.to_json() if isinstance(spec, TilingSpec) else spec
             )
         if alone:
-            with closed_on_error(self):
+            with run_on_error(self.close):
                 self.cached = self.records()
 
     def records(self) -> dict[int, SlideRecord]:
@@ -214,8 +215,12 @@ class StoreWriter(Closing):
         """Store the records of new slides under numbers never used before; return the numbers of all slides by id."""
         existing = self._records(transaction)
         numbers = {r.id: n for n, r in existing.items()}
-        next_number = read_meta(transaction, self._db, "next_number", int, self.path)
-        number = max([next_number, *(n + 1 for n in existing)])  # never overwrite a record
+        number = max(  # never overwrite a record
+            [
+                read_meta(transaction, self._db, "next_number", int, self.path),
+                *(n + 1 for n in existing),
+            ]
+        )
         for record in records:
             if record.id in numbers:
                 continue
@@ -279,8 +284,8 @@ class StoreWriter(Closing):
         transaction.put(key, encode_index(key, columns), db=self._db[INDEX])
         for (database, key), value in further.items():
             transaction.put(key, value, db=self.environment.database(database, transaction))
-        complete = dataclasses.replace(record, state=SlideState.COMPLETE, thumbnail_crc=checksums)
-        self._put_record(transaction, slide, complete)
+        record = dataclasses.replace(record, state=SlideState.COMPLETE, thumbnail_crc=checksums)
+        self._put_record(transaction, slide, record)
 
     @_in_transaction
     def put_columns(
@@ -322,10 +327,12 @@ class StoreWriter(Closing):
 
     def restart(self, slide: int, record: SlideRecord) -> None:
         """Hide a slide and delete its entries, so that it can be ingested from the start."""
-        pending = dataclasses.replace(
-            record, state=SlideState.PENDING, error=None, error_kind=None, error_option=None
+        self.update(
+            slide,
+            dataclasses.replace(
+                record, state=SlideState.PENDING, error=None, error_kind=None, error_option=None
+            ),
         )
-        self.update(slide, pending)
         delete_entries(self.environment, slide)
 
     @_in_transaction

@@ -14,7 +14,7 @@ import secrets
 import shutil
 import time
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -162,12 +162,12 @@ class Closing:
 
 
 @contextmanager
-def closed_on_error(resource: Closing) -> Iterator[None]:
-    """Close a resource if the block fails."""
+def run_on_error(close: Callable[[], object]) -> Iterator[None]:
+    """Call a function, such as the `close` of a resource, if the block fails."""
     try:
         yield
     except BaseException:
-        resource.close()
+        close()
         raise
 
 
@@ -432,46 +432,27 @@ def locked(path: Path, *, wait_seconds: float = 0.0) -> Iterator[bool]:
         os.close(fd)
 
 
+@contextmanager
+def locked_alone(
+    path: Path, in_use: str, todo: str, *, wait_seconds: float = 0.0
+) -> Iterator[None]:
+    """Lock a folder or a file as `locked`.
+
+    Raises:
+        UsageError: another process has the lock. Its message is `in_use`, with the advice `todo`.
+    """
+    with locked(path, wait_seconds=wait_seconds) as free:
+        if not free:
+            raise UsageError(in_use, todo=todo)
+        yield
+
+
 def _lock_if_free(fd: int) -> bool:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         return error.errno not in (errno.EWOULDBLOCK, errno.EAGAIN)
     return True
-
-
-@contextmanager
-def writable(folder: Path) -> Iterator[None]:
-    """Report a folder that cannot be created or written to as a usage error."""
-    try:
-        yield
-    except OSError as error:
-        if is_full_disk(error):
-            raise
-        raise UsageError(f"cannot create or write to {folder}", found=str(error)) from error
-
-
-_UNLOCK_SECONDS = 5.0
-"""Time for which a killed training may keep the lock on its folder."""
-
-
-@contextmanager
-def held(folder: Path) -> Iterator[None]:
-    """Create a folder if it is missing, and lock it.
-
-    Raises:
-        UsageError: it cannot be created, or another process has locked it.
-    """
-    with writable(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    with locked(folder, wait_seconds=_UNLOCK_SECONDS) as free:
-        if not free:
-            raise UsageError(
-                f"{folder} is in use by another process",
-                todo="wait until it ends, or choose another --out",
-            )
-        remove_parts(folder)
-        yield
 
 
 def describe_file(path: Path) -> str:

@@ -1,11 +1,14 @@
-"""Kinds of folders that commands write, recognized by the names of their files."""
+"""Folders that commands write: their kinds, recognized by the names of their files, and the right to write into one."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 
-from histopipe.system.files import read_json
+from histopipe.errors import UsageError
+from histopipe.system.files import is_full_disk, locked_alone, read_json, remove_parts
 
 DATA = "data.mdb"
 CATALOG = "histopipe-catalog.json"
@@ -61,3 +64,34 @@ def find_catalog(folder: Path) -> Path | None:
         return None
     is_ours = isinstance(content, dict) and content.keys() == {"version", "uuid", "slides"}
     return old if is_ours else None
+
+
+@contextmanager
+def writable(folder: Path) -> Iterator[None]:
+    """Report a folder that cannot be created or written to as a usage error."""
+    try:
+        yield
+    except OSError as error:
+        if is_full_disk(error):
+            raise
+        raise UsageError(f"cannot create or write to {folder}", found=str(error)) from error
+
+
+_UNLOCK_SECONDS = 5.0
+"""Time for which a killed training may keep the lock on its folder."""
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Create a folder if it is missing, and lock it.
+
+    Raises:
+        UsageError: it cannot be created, or another process has locked it.
+    """
+    with writable(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    in_use = f"{folder} is in use by another process"
+    todo = "wait until it ends, or choose another --out"
+    with locked_alone(folder, in_use, todo, wait_seconds=_UNLOCK_SECONDS):
+        remove_parts(folder)
+        yield

@@ -19,8 +19,13 @@ from histopipe.dataset.patch_batches import PatchBatches
 from histopipe.dataset.sampling import BatchSampler, Order, make_order
 from histopipe.dataset.selection import SampleTable, SlideValues, select, unpack_keys
 from histopipe.dataset.stain_normalization import stain_normalizer
-from histopipe.features.bag_statistics import feature_moments, scaling_variance
-from histopipe.features.bags import BagBatches, BagSet, read_positions
+from histopipe.features.bags import (
+    BagBatches,
+    BagSet,
+    feature_moments,
+    read_positions,
+    scaling_variance,
+)
 from histopipe.features.feature_file import read_encoder
 from histopipe.pretrained.encoders import named_preset
 from histopipe.runs.config import TrainConfig

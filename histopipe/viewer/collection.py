@@ -22,7 +22,7 @@ from histopipe.slides.discovery import discover
 from histopipe.store.catalog import parts_of
 from histopipe.store.record import SlideRecord, SlideState
 from histopipe.store.store import Store
-from histopipe.system.files import Closing, closed_on_error
+from histopipe.system.files import Closing, run_on_error
 from histopipe.system.folders import FolderKind, folder_kind
 
 
@@ -109,7 +109,7 @@ def open_collection(
         DamagedStore: a store or predictions cannot be read.
     """
     collection = Collection()
-    with closed_on_error(collection):
+    with run_on_error(collection.close):
         runs: list[Path] = []
         store_paths: list[Path] = []
         slides: list[Path] = []

@@ -40,7 +40,7 @@ from histopipe.store.catalog import Catalog, read_catalog
 from histopipe.store.record import SlideRecord, SlideState, describe_copies
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter, check_spec
-from histopipe.system.files import locked, network_filesystem
+from histopipe.system.files import locked_alone, network_filesystem
 from histopipe.system.folders import FolderKind, folder_kind
 from histopipe.system.output import LogProgress, Progress
 from histopipe.system.worker_pool import WorkerDied
@@ -113,9 +113,7 @@ def parts_locked(out: Path) -> Iterator[None]:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"{out} cannot be created", found=error.strerror) from error
-    with locked(out) as free:
-        if not free:
-            raise UsageError(f"another run is ingesting into {out}", todo="wait until it ends")
+    with locked_alone(out, f"another run is ingesting into {out}", "wait until it ends"):
         yield
 
 
