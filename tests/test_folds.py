@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from sklearn import metrics as sk
 
 import histopipe
-from histopipe.dataset.selection import pack_keys
+from histopipe.dataset.selection import SampleLocations
 from histopipe.errors import HistopipeError, NothingToDo, OutOfMemory, OutOfTime, UsageError
 from histopipe.geometry import Micrometres
 from histopipe.reports.info import FolderInfo
@@ -555,10 +555,9 @@ def test_slides_with_the_same_name_in_two_stores_stay_separate(tmp_path: Path) -
     with Store(paths[0]) as a, Store(paths[1]) as b:
         splits = make_splits([a, b], split_by="patch", seed=1)
         rows = np.repeat(np.arange(4), 2)
-        keys = pack_keys(np.tile([0, 1], 4), np.zeros(8, np.int64), rows)
-        predicted = SampleOutputs(
-            keys, np.zeros(8, np.int32), np.full((8, 2), 0.5, np.float32), loss=0.0
-        )
+        zeros = np.zeros(8, np.int64)
+        samples = SampleLocations(np.tile([0, 1], 4), zeros, rows, zeros.astype(np.int32))
+        predicted = SampleOutputs(samples, np.full((8, 2), 0.5, np.float32), loss=0.0)
         predictions = located(predicted, [a, b], splits, task=splits.task, output=predicted.output)
         assert predictions.slides == (f"n1@{a.uuid[:8]}", f"n1@{b.uuid[:8]}")
         assert predictions.slide.tolist() == [0] * 4 + [1] * 4

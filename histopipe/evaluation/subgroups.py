@@ -199,7 +199,7 @@ class Subgroups:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Subgroups:
-        """Create it from the result of `to_json`. Raise KeyError or TypeError if the value has the wrong form."""
+        """Create it from its part of a `Breakdown` in JSON. Raise KeyError or TypeError if the value has the wrong form."""
         groups = (
             GroupMetrics(
                 group["name"], group["count"], group["patients"],

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from histopipe._version import __version__
 from histopipe.dataset.sampling import BatchSampler
-from histopipe.dataset.selection import unpack_keys
+from histopipe.dataset.selection import SampleLocations, unpack_keys
 from histopipe.errors import UsageError
 from histopipe.predictions.tables import PREDICTIONS, write_predictions
 from histopipe.runs.result import METRICS, TrainResult
@@ -36,14 +36,16 @@ DIVERGED = "lower --learning-rate, or clip the gradients (--clip-norm 1)"
 class SampleOutputs:
     """Outputs of a model, in the order of the batches."""
 
-    key: NDArray[np.int64]
-    """(N,)"""
-    label: NDArray[np.int32]
-    """(N,)"""
+    samples: SampleLocations
     output: NDArray[np.float32]
     """(N, C), such as probabilities."""
     loss: float
     """Mean loss, weighted by class."""
+
+    @property
+    def key(self) -> NDArray[np.int64]:
+        """(N,) keys of the samples."""
+        return self.samples.keys
 
 
 @dataclass(slots=True)
@@ -89,8 +91,12 @@ def predictions(
         return None
     flat = flat[real]
     return SampleOutputs(
-        np.concatenate([part.keys for part in located])[real],
-        np.concatenate([part.labels for part in located])[real],
+        SampleLocations(
+            np.concatenate([part.stores for part in located])[real],
+            np.concatenate([part.slides for part in located])[real],
+            np.concatenate([part.rows for part in located])[real],
+            np.concatenate([part.labels for part in located])[real],
+        ),
         flat[:, :-2],
         loss=float(np.average(flat[:, -2].astype(np.float64), weights=flat[:, -1])),
     )
@@ -143,10 +149,11 @@ def located(
 def targets_of(outputs: SampleOutputs, splits: Splits) -> NDArray[np.float64]:
     """Return the (N, T) targets of samples; of a classification the class of the patch or bag."""
     if splits.task.of_classes:
-        return np.where(outputs.label >= 0, outputs.label, np.nan)[:, None].astype(np.float64)
+        label = outputs.samples.labels
+        return np.where(label >= 0, label, np.nan)[:, None].astype(np.float64)
     target_of = {(slide.store, slide.slide): slide.target for slide in splits.slides}
-    ordinals, slides, _ = unpack_keys(outputs.key)
-    target = [target_of[place] for place in zip(ordinals.tolist(), slides.tolist(), strict=True)]
+    places = zip(outputs.samples.stores.tolist(), outputs.samples.slides.tolist(), strict=True)
+    target = [target_of[place] for place in places]
     return np.array(target, np.float64).reshape(len(target), len(splits.targets))
 
 
