@@ -273,10 +273,6 @@ def _load() -> None:
     gc.freeze()  # otherwise the garbage collector of each training copies all pages of the server
 
 
-if __name__ == "__main__":
-    _Server(*(socket.socket(fileno=int(fd)) for fd in sys.argv[1:])).serve()
-
-
 Report = Callable[[str, Any], None]
 """Sends a message. Several threads may call it."""
 _SECONDS_BETWEEN_UPDATES = 0.1
@@ -332,3 +328,7 @@ def show_progress(
     elif number in bars:
         bar = bars.pop(number) if method == "close" else bars[number]
         getattr(bar, method)(**options)
+
+
+if __name__ == "__main__":
+    _Server(*(socket.socket(fileno=int(fd)) for fd in sys.argv[1:])).serve()
