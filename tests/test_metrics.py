@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,13 @@ import pandas
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from made_scores import aggregated, class_metrics, class_predictions, class_scores
+from made_scores import (
+    aggregated,
+    class_metrics,
+    class_predictions,
+    class_scores,
+    target_predictions,
+)
 from numpy.typing import NDArray
 from scipy.stats import norm
 from sklearn import calibration
@@ -30,9 +37,15 @@ from histopipe.evaluation.evaluate import (
     split_lines,
 )
 from histopipe.predictions.tables import read_predictions, write_predictions
-from histopipe.reports.evaluation_blocks import EvaluatedPredictions, metric_cards, metrics_blocks
+from histopipe.reports.evaluation_blocks import (
+    CHARTS,
+    EvaluatedPredictions,
+    metric_cards,
+    metrics_blocks,
+)
 from histopipe.reports.failures import decisions
-from histopipe.reports.html_page import Table
+from histopipe.reports.html_page import Block, Table
+from histopipe.splits.subsets import Subset
 from histopipe.tasks.calibration import BINS
 from histopipe.tasks.classification import Classification
 from histopipe.tasks.predictions import Metrics, choose_threshold, with_common_patients
@@ -472,6 +485,27 @@ def test_cards_show_how_many_patients_are_left_out() -> None:
     notes = {name: note for name, _, note in metric_cards(evaluated)}
     assert notes["AUC, patches"] == notes["AUC, slides"] == "no interval"
     assert notes["AUC, patients"] == "no interval; 1 of 4 patients left out"
+
+
+def test_curves_of_labels_are_drawn_for_every_split() -> None:
+    """Each split has its own charts, with a curve per label."""
+    each, zeros = np.arange(4, dtype=np.int32), np.zeros(4, np.int64)
+    names, target = ("a", "b", "c", "d"), np.array([[0, 1], [1, 0], [0, 0], [1, 1]], np.float64)
+    scores = target_predictions(
+        "multilabel", ("grade", "stage"), (), names, names, each, each, zeros, zeros, target,
+        (0.2 + 0.5 * target).astype(np.float32), "slide",
+    )  # fmt: skip
+    chosen = EvaluationSettings(resamples=0)
+    splits: dict[Subset, Predictions] = {"validation": scores, "test": scores}
+    evaluated = EvaluatedPredictions(evaluate_subsets(splits, chosen), splits, chosen)
+    blocks = [block for block in CHARTS["multilabel"][1](evaluated) if isinstance(block, Block)]
+    labels = re.findall(
+        r'aria-label="(.*?)"', "".join(svg for block in blocks for svg in block.content)
+    )
+    levels = [f"{level}, {split}" for level in ("slides", "patients") for split in splits]
+    titles = [f"{chart}, {level}" for chart in ("ROC", "Precision and recall") for level in levels]
+    titles += [f"Calibration, {split}" for split in splits]
+    assert labels == [f"{title}: grade, stage" for title in titles]
 
 
 def test_patients_of_the_training_are_counted() -> None:

@@ -12,7 +12,7 @@ from histopipe.errors import UsageError
 from histopipe.evaluation.breakdown import Breakdown
 from histopipe.evaluation.evaluate import Evaluation, main_metric, remarks, with_ends
 from histopipe.evaluation.subgroups import QUALITY
-from histopipe.reports.data_description import ONE_DATA_SET, open_stores
+from histopipe.reports.data_description import OTHER_DATA_UNKNOWN, open_stores
 from histopipe.reports.evaluation_blocks import (
     INTERVALS,
     EvaluatedPredictions,
@@ -144,7 +144,7 @@ def _limitations(evaluated: EvaluatedPredictions, summary: Mapping[str, Any]) ->
     yield from sentences(sorted({*remarks(test), *test.notes}))
     title, _ = main_metric(test.finest)
     yield f"Intervals of the {title} are for these models: variation between training sets is only shown by the folds."
-    yield ONE_DATA_SET
+    yield f"{OTHER_DATA_UNKNOWN}: only this data set was used."
 
 
 def comparison_page(runs: Sequence[Path]) -> Page:

@@ -39,7 +39,7 @@ SUBSET_NAMES: Mapping[Subset, str] = {
 _STRATA: dict[TaskName, str] = {
     "classification": "class", "multilabel": "label", "regression": "value", "survival": "event and time",
 }  # fmt: skip
-ONE_DATA_SET = "Performance on slides from another hospital, scanner or stain is unknown: only one data set was used."
+OTHER_DATA_UNKNOWN = "Performance on slides from another hospital, scanner or stain is unknown"
 _MOST = 12
 """Most different values of a column that are listed."""
 

@@ -166,12 +166,13 @@ def _curves(evaluated: EvaluatedPredictions) -> Iterator[Block | Table]:
     """Yield ROC and precision-recall curves, reliability diagrams and decision curves of classes or labels."""
     rocs: dict[str, dict[str, Roc]] = {}
     precisions: dict[str, dict[str, charts.ChartCurve]] = {}
-    bins: dict[str, Sequence[Bin]] = {
-        subset: evaluation.finest.reliability
-        for subset, evaluation in evaluated.evaluations.items()
-        if evaluated.task.of_classes
-    }
-    for title, name, event, probability, patient, patients in _events(evaluated):
+    bins: dict[str, dict[str, Sequence[Bin]]] = {}
+    if evaluated.task.of_classes:
+        bins["Calibration"] = {
+            subset: evaluation.finest.reliability
+            for subset, evaluation in evaluated.evaluations.items()
+        }
+    for subset, title, name, event, probability, patient, patients in _events(evaluated):
         seed = evaluated.evaluation_settings.seed
         roc = roc_of(event, probability, patient, patients=patients, seed=seed)
         if roc is not None:
@@ -180,13 +181,14 @@ def _curves(evaluated: EvaluatedPredictions) -> Iterator[Block | Table]:
         if curve is not None:
             precisions.setdefault(title, {})[name] = curve
         if not evaluated.task.of_classes:  # the first, finest level has all labels
-            bins.setdefault(name, reliability_of(probability, event))
+            of_subset = bins.setdefault(f"Calibration, {subset}", {})
+            of_subset.setdefault(name, reliability_of(probability, event))
     yield Block("charts", [
         *(charts.roc_chart(f"ROC, {title}", curves) for title, curves in rocs.items()),
         *(charts.precision_chart(f"Precision and recall, {title}", curves) for title, curves in precisions.items()),
     ])  # fmt: skip
     yield Block("charts", [
-        charts.calibration_chart("Calibration", bins),
+        *(charts.calibration_chart(title, curves) for title, curves in bins.items()),
         *(
             charts.decision_chart(f"Decision curve, {units_of(level)}", metrics.decision_curve)
             for level, metrics in shown_levels(evaluated.main[1]) if metrics.decision_curve is not None
@@ -226,14 +228,17 @@ def _temperature_table(evaluated: EvaluatedPredictions, calibration: Calibration
 
 def _events(
     evaluated: EvaluatedPredictions,
-) -> Iterator[tuple[str, str, NDArray[np.bool_], NDArray[np.float64], NDArray[np.int32], int]]:
-    """Yield title of the level, name of the curve, (N,) events, probabilities and patients, and number of all patients.
+) -> Iterator[
+    tuple[Subset, str, str, NDArray[np.bool_], NDArray[np.float64], NDArray[np.int32], int]
+]:
+    """Yield split, title, name of the curve, (N,) events, probabilities and patients, and number of all patients.
 
-    For two classes there is one curve per split, else one per class or label on the main split.
+    For two classes there is one curve per split; for more, one per class on the main split; for labels, one per label
+    and split, with a title for each split.
     """
     task = evaluated.task
     for level in get_args(EvaluationLevel):
-        for subset in evaluated.predictions if task.positive is not None else [evaluated.main[0]]:
+        for subset in evaluated.predictions if task.has_thresholds else [evaluated.main[0]]:
             predictions = evaluated.predictions[subset]
             if level not in dict(task.levels(predictions.level)):
                 continue
@@ -243,7 +248,8 @@ def _events(
                 rows = np.isfinite(target)
                 if task.positive in (None, i) and rows.any():
                     yield (
-                        plural(level), name if task.positive is None else subset,
+                        subset, plural(level) if task.of_classes else f"{plural(level)}, {subset}",
+                        name if task.positive is None else subset,
                         target[rows] == (i if task.of_classes else 1), scores.output[rows, i], scores.patient[rows],
                         len(predictions.patients),
                     )  # fmt: skip

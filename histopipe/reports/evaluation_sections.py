@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import islice
 
 from histopipe.reports.data_description import RunData
 from histopipe.reports.evaluation_blocks import (
@@ -20,6 +21,9 @@ from histopipe.reports.heatmap_values import SlideImages
 from histopipe.reports.html_page import Cell, Page, Row, Table, number
 from histopipe.splits.slide_table import SlideEntry
 from histopipe.tasks.predictions import scores_of
+
+_MOST_ROWS = 5000
+"""Most rows of a table of slides."""
 
 
 def slide_table(run: RunData) -> Table | None:
@@ -41,7 +45,9 @@ def slide_table(run: RunData) -> Table | None:
         columns += [name.replace("_", " ", 1) for name in task.output_names[: len(task.names)]]
     title = "Slides (mean over patches)" if of_patches else "Bags"
     return Table(
-        f"{title}: {what} and predictions", (first.unit, "patient", "split", *columns), list(rows)
+        f"{title}: {what} and predictions",
+        (first.unit, "patient", "split", *columns),
+        list(islice(rows, _MOST_ROWS)),
     )
 
 

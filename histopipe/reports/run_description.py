@@ -18,7 +18,7 @@ from histopipe.evaluation.evaluate import (
 )
 from histopipe.evaluation.subgroups import AUTOMATIC, Subgroups
 from histopipe.reports.data_description import (
-    ONE_DATA_SET,
+    OTHER_DATA_UNKNOWN,
     STATEMENTS,
     SUBSET_NAMES,
     Description,
@@ -392,7 +392,7 @@ def limitations(run: RunData) -> Iterator[str]:
     if run.splits.get("split_by") == "site":
         yield "The test slides are from other sites than the training slides; no other data set was used."
     else:
-        yield ONE_DATA_SET
+        yield f"{OTHER_DATA_UNKNOWN}: only one data set was used."
     yield "Variation between splits and seeds is unknown: this is one run."
     for subset, evaluation in run.result.metrics.items():
         for note in (*remarks(evaluation), *evaluation.notes):
