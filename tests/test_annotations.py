@@ -820,8 +820,8 @@ def test_many_overlapping_outlines_of_many_classes() -> None:
 def test_object_types_of_old_qupath(tmp_path: Path) -> None:
     path = write_geojson(tmp_path / "a.geojson", *(("a", [square(0, 0, 9)]) for _ in range(4)))
     value = json.loads(path.read_text())
-    kinds = ("PathAnnotationObject", "PathCellObject", "PathDetectionObject", "PathTileObject")
-    for feature, kind in zip(value["features"], kinds, strict=True):
+    formats = ("PathAnnotationObject", "PathCellObject", "PathDetectionObject", "PathTileObject")
+    for feature, kind in zip(value["features"], formats, strict=True):
         feature["id"] = kind
     path.write_text(json.dumps(value))
     outlines = read_annotations(path)

@@ -34,12 +34,12 @@ def test_this_machine(run: Run) -> None:
     for name in ("Python", "address space", "libraries", "OpenSlide", "TensorFlow"):
         assert checks[name]["state"] == "good", checks[name]
     assert f"{sys.version_info.major}.{sys.version_info.minor}" in str(checks["Python"]["found"])
-    facts = checks["OpenSlide"]["facts"]
-    assert isinstance(facts, dict)
-    assert {"aperio", "dicom", "hamamatsu", "mirax", "zeiss"} <= set(facts["formats"])
-    facts = checks["libraries"]["facts"]
-    assert isinstance(facts, dict)
-    assert {"openslide-python", "lmdb", "numpy"} <= set(facts)
+    description = checks["OpenSlide"]["facts"]
+    assert isinstance(description, dict)
+    assert {"aperio", "dicom", "hamamatsu", "mirax", "zeiss"} <= set(description["formats"])
+    description = checks["libraries"]["facts"]
+    assert isinstance(description, dict)
+    assert {"openslide-python", "lmdb", "numpy"} <= set(description)
     if filesystem_of(SHARED) == "tmpfs":
         assert checks["filesystem"]["state"] == "warning"
         assert "patches.lmdb is on tmpfs" in str(checks["filesystem"]["found"])

@@ -69,10 +69,14 @@ def test_features_of_a_preset(run: Run, small_store: Path, tmp_path: Path) -> No
     for slide, pixels in pixels_of(small_store).items():
         expected = core.predict(by_pil(pixels, settings).astype(np.float32), verbose=0)
         np.testing.assert_allclose(slide_features[slide], expected, atol=1e-5)
-    facts = json.loads((tmp_path / "features" / "features.json").read_text())
-    assert (facts["preset"], facts["dimension"], facts["precision"]) == ("tiny", 12, "float32")
-    assert facts["preprocessing"]["interpolation"] == "bicubic"
-    assert {"keras", "pillow"} < set(facts["libraries"])
+    description = json.loads((tmp_path / "features" / "features.json").read_text())
+    assert (description["preset"], description["dimension"], description["precision"]) == (
+        "tiny",
+        12,
+        "float32",
+    )
+    assert description["preprocessing"]["interpolation"] == "bicubic"
+    assert {"keras", "pillow"} < set(description["libraries"])
 
     again = run("embed", small_store, *FLAGS, "--out", "features")
     assert "0 slides embedded, 12 already done" in again.stdout

@@ -140,5 +140,5 @@ def test_message_without_optional_parts() -> None:
 
 
 def test_every_lmdb_error_is_mapped() -> None:
-    kinds = {k for k in vars(lmdb).values() if isinstance(k, type) and issubclass(k, lmdb.Error)}
-    assert kinds - {lmdb.Error} == set(ERRORS)
+    classes = {k for k in vars(lmdb).values() if isinstance(k, type) and issubclass(k, lmdb.Error)}
+    assert classes - {lmdb.Error} == set(ERRORS)

@@ -193,9 +193,9 @@ def test_killed_and_resumed_equals_uninterrupted(
         plain = with_tensorflow(program, tmp_path / "whole", small_store, "n", "t")
         assert plain.returncode == 0, plain.stderr
         assert float(plain.stdout) < 1e-4
-    facts = json.loads((tmp_path / "whole" / "metrics.json").read_text())["backbone"]
-    assert facts["preset"] == "tiny"
-    assert len(facts["weights_sha256"]) == 64
+    description = json.loads((tmp_path / "whole" / "metrics.json").read_text())["backbone"]
+    assert description["preset"] == "tiny"
+    assert len(description["weights_sha256"]) == 64
 
 
 def test_checkpoints_leave_out_frozen_weights(run: Run, small_store: Path, tmp_path: Path) -> None:

@@ -42,9 +42,9 @@ from histopipe.tasks.task import Predictions
 
 def heat_of(corners: list[tuple[int, int]], values: list[float], side: float, **attributes: Any) -> NamedPatchValues:  # fmt: skip
     x, y = (np.array([c[i] for c in corners], np.int64) for i in (0, 1))
-    facts: dict[str, Any] = {"bounds": (0, 0, 640, 480), "mpp": 0.5} | attributes
+    description: dict[str, Any] = {"bounds": (0, 0, 640, 480), "mpp": 0.5} | attributes
     names = np.array(["b" if v >= 0.5 else "a" for v in values], object)
-    return NamedPatchValues("s", "probability of b", x, y, side, np.array(values, np.float32), names, **facts)  # fmt: skip
+    return NamedPatchValues("s", "probability of b", x, y, side, np.array(values, np.float32), names, **description)  # fmt: skip
 
 
 CELLS = st.lists(
@@ -239,11 +239,11 @@ def predictions(tmp_path: Path) -> Path:
     """A folder of predictions of three slides: one in a sub-folder, and one without patches."""
     folder = PredictionsFolder(tmp_path / "predictions")
     for name, count in (("x/one", 9), ("two", 4), ("empty", 0)):
-        facts = PredictedSlide(
+        description = PredictedSlide(
             slide=name, patient=name, label=None, width=640, height=64, bounds=[0, 0, 640, 64],
             mpp=0.5, mpp_source=None, size_l0=64.0, stride_l0=64.0, source="", patches=count,
         )  # fmt: skip
-        folder.write(facts, scores_of_slide(name, count))
+        folder.write(description, scores_of_slide(name, count))
     (folder.path / "predict.json").write_text("{}")
     return folder.path
 
@@ -276,8 +276,8 @@ def test_errors_of_heatmap(predictions: Path, tmp_path: Path, run: Run) -> None:
     refused(2, "has no predictions of slide 'three': expected such as", predictions, "--slide", "three")  # fmt: skip
     refused(2, "--to: found jpeg", predictions, "--to", "jpeg")
     refused(2, "--threshold", predictions, "--threshold", "2")
-    facts = predictions / "patches" / "two.json"
-    facts.write_text(facts.read_text().replace('"size_l0": 64.0', '"size_l0": 0'))
+    description = predictions / "patches" / "two.json"
+    description.write_text(description.read_text().replace('"size_l0": 64.0', '"size_l0": 0'))
     refused(
         4,
         "two: failed: slide two: the size of the slide or of its patches",
@@ -289,7 +289,7 @@ def test_errors_of_heatmap(predictions: Path, tmp_path: Path, run: Run) -> None:
     done = run("heatmap", predictions)
     assert done.returncode == 3, "a damaged slide does not affect other slides"
     assert (tmp_path / "heatmaps" / "x" / "one.heat.png").exists()
-    facts.write_text("{")
+    description.write_text("{")
     refused(0, "1 file of 1 slide", predictions, "--slide", "x/one")
     refused(3, "two.json is damaged", predictions)
 

@@ -47,7 +47,7 @@ POOLINGS = get_args(BagPooling)
 
 
 def write_bag(
-    path: Path, values: np.ndarray, coords: np.ndarray | None = None, **facts: Any
+    path: Path, values: np.ndarray, coords: np.ndarray | None = None, **description: Any
 ) -> None:
     """Write a feature file as other tools do: in chunks, without histopipe's attributes."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -56,7 +56,7 @@ def write_bag(
         if coords is not None:
             file["coords"] = coords
             file["coords"].attrs["patch_size_level0"] = 512
-        file.attrs.update(facts)
+        file.attrs.update(description)
 
 
 def a_bag(number: int, rows: int, *, positive: bool) -> np.ndarray:
@@ -330,17 +330,17 @@ def texture_store(folder: Path, slides: int, patches: int) -> Path:
     values = {}
     for slide in range(slides):
         colour = rng.integers(90, 200, 3)
-        kinds = np.zeros(patches, bool)
+        types = np.zeros(patches, bool)
         if slide % 2:
-            kinds[rng.permutation(patches)[: patches // 20]] = True
+            types[rng.permutation(patches)[: patches // 20]] = True
         images = []
-        for kind in kinds:
+        for kind in types:
             pattern = (fine if kind else coarse) * rng.integers(20, 40)
             noise = rng.normal(0, 12, (24, 24, 3))
             pixels = colour + pattern[:, :, None] + noise
             images.append(simplejpeg.encode_jpeg(np.uint8(np.clip(pixels, 0, 255)), quality=95))
         values[f"{'nt'[slide % 2]}{slide:02}"] = images
-        np.save(folder / f"{slide}.npy", kinds)
+        np.save(folder / f"{slide}.npy", types)
     return a_store(folder / "textures.lmdb", values, patch_size=24)
 
 
@@ -1013,9 +1013,11 @@ def test_features_of_one_quickhash_with_different_pixels_are_no_copies(tmp_path:
     """Features of earlier versions have no hash of pixels, and are compared by their content."""
     for i, pixels in enumerate(("p", "q", "p", None)):
         for label in "ab":
-            facts: dict[str, Any] = {} if pixels is None else {"pixel_hash": pixels}
+            description: dict[str, Any] = {} if pixels is None else {"pixel_hash": pixels}
             values = a_bag(i, 5, positive=False)
-            write_bag(tmp_path / f"{label}{i}.h5", values, content=label, label=label, **facts)
+            write_bag(
+                tmp_path / f"{label}{i}.h5", values, content=label, label=label, **description
+            )
     records = BagSet(tmp_path).records
     scans = [record.scans for record in records.values() if record.label == "a"]
     level0, groups = copy_groups(scans[:3])

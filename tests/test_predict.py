@@ -389,15 +389,15 @@ def test_stain_normalization_of_the_run_is_applied(made: Path, made_store: Path,
 
 
 def test_damaged_slide_files_of_predictions_are_detected(tmp_path: Path) -> None:
-    facts: dict[str, Any] = {
+    description: dict[str, Any] = {
         "slide": "a", "patient": "a", "label": None, "width": 10, "height": 10, "bounds": [0, 0, 10, 10],
         "mpp": None, "mpp_source": None, "size_l0": 4.0, "stride_l0": 4.0, "source": "x",
     }  # fmt: skip
     path = tmp_path / "a.json"
-    path.write_text(json.dumps(facts))
+    path.write_text(json.dumps(description))
     assert PredictedSlide.read(path).size_l0 == 4
     for change in ({"bounds": [1, 2]}, {"width": "x"}, {"more": 1}, {"slide": None, "width": None}):
-        path.write_text(json.dumps(facts | change))
+        path.write_text(json.dumps(description | change))
         with pytest.raises(DamagedStore, match=r"a\.json is damaged"):
             PredictedSlide.read(path)
     path.write_text("[1]")
@@ -526,11 +526,11 @@ def test_slide_name_may_begin_with_part(tmp_path: Path) -> None:
     folder = PredictionsFolder(tmp_path)
     empty = np.zeros(0, np.int32)
     for name in ("part-x", "x"):
-        facts = PredictedSlide(
+        description = PredictedSlide(
             slide=name, patient=name, label=None, width=9, height=9, bounds=[0, 0, 9, 9], mpp=None,
             mpp_source=None, size_l0=4.0, stride_l0=4.0, source="",
         )  # fmt: skip
-        folder.write(facts, class_predictions(
+        folder.write(description, class_predictions(
             ("a", "b"), (name,), (name,), slide=empty, patient=empty, x_l0=empty.astype(np.int64),
             y_l0=empty.astype(np.int64), label=empty, probability=np.zeros((0, 2), np.float32),
         ))  # fmt: skip

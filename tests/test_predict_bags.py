@@ -293,8 +293,8 @@ def test_every_task_gives_the_predictions_of_the_run(
 def test_ensemble_of_folds_is_their_mean(run: Run, bags: Path, tmp_path: Path) -> None:
     done = run(*arguments(bags, "cox", "--folds", 2, "--epochs", 1, "--out", "cv"))
     assert done.returncode == 0, done.stderr
-    together = predict(tmp_path / "cv", bags, out=tmp_path / "p", labels=bags / "labels.csv")
-    assert together.metrics is not None
+    joined = predict(tmp_path / "cv", bags, out=tmp_path / "p", labels=bags / "labels.csv")
+    assert joined.metrics is not None
     single = []
     for fold in (1, 2):
         predict(tmp_path / "cv" / f"fold-{fold}", bags, out=tmp_path / f"p{fold}")
@@ -388,8 +388,8 @@ def test_odd_bags_are_predicted_or_named(slide_model: Trained, tmp_path: Path) -
     # The run of features without record: their encoder is unknown.
     copied = tmp_path / "run"
     shutil.copytree(slide_model.run, copied)
-    facts = json.loads((copied / "metrics.json").read_text())
-    (copied / "metrics.json").write_text(json.dumps({**facts, "encoders": [None]}))
+    description = json.loads((copied / "metrics.json").read_text())
+    (copied / "metrics.json").write_text(json.dumps({**description, "encoders": [None]}))
     with pytest.raises(UsageError, match=r"encoder of .* is not recorded: found slides"):
         predict(copied, slide_model.slides, out=tmp_path / "q")
     assert len(predict(copied, folder, out=tmp_path / "r").done) == 2

@@ -91,8 +91,8 @@ def test_progress_bars_in_a_notebook(slide: Path, tmp_path: Path) -> None:
     )
     client.execute()
     outputs = notebook.cells[0].outputs
-    kinds = {kind for output in outputs for kind in output.get("data", {})}
-    assert "application/vnd.jupyter.widget-view+json" in kinds
+    mime_types = {kind for output in outputs for kind in output.get("data", {})}
+    assert "application/vnd.jupyter.widget-view+json" in mime_types
     assert not any(
         "%|" in output.get("text", "") for output in outputs if output.output_type == "stream"
     )  # no terminal bars

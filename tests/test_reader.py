@@ -261,10 +261,10 @@ def test_shards_together_form_one_epoch(
         for i in range(count)
     ]
     assert len({len(shard) for shard in shards}) == 1
-    together = histopipe.load_dataset(two, batch_size=4 * count, **given_settings)
+    joined = histopipe.load_dataset(two, batch_size=4 * count, **given_settings)
     # In each step, the batches of the shards in sequence equal the batch of a single reader.
     joined = [key for parts in zip(*shards, strict=True) for key in keys_of(parts)]
-    assert joined == keys_of(together)
+    assert joined == keys_of(joined)
 
 
 def test_invalid_arguments_are_refused(two: list[Path]) -> None:
@@ -591,12 +591,12 @@ def test_extents_are_the_file_positions_of_the_values(large: Store) -> None:
     with large.reading() as reading:
         assert reading.extents([(0, 320)]).tolist() == []  # in a page of the keys
         assert reading.extents([(0, 999), (7, 7)]).tolist() == []  # not in the store
-        together = reading.extents([(0, row) for row in range(300)])
-    assert len(together) < 20  # neighbours are adjacent in the file
-    assert together[:, 1].sum() == sum(
+        joined = reading.extents([(0, row) for row in range(300)])
+    assert len(joined) < 20  # neighbours are adjacent in the file
+    assert joined[:, 1].sum() == sum(
         -(-(len(large.value(0, row)) + 16) // 4096) * 4096 for row in range(300)
     )
-    assert (np.diff(together[:, 0]) > 0).all()
+    assert (np.diff(joined[:, 0]) > 0).all()
 
 
 class Recorder(PatchBatches):

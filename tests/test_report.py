@@ -71,14 +71,14 @@ def many_slides(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rng = np.random.default_rng(1)
     patches = [simplejpeg.encode_jpeg(rng.integers(0, 255, (8, 8, 3), np.uint8)) for _ in range(3)]
     thumbnail = simplejpeg.encode_jpeg(rng.integers(0, 255, (30, 40, 3), np.uint8))
-    facts: dict[str, Any] = {
+    description: dict[str, Any] = {
         "width": 400, "height": 300, "bounds": [0, 0, 400, 300], "mpp": 0.5, "read_size": 8,
         "downsample": 1.0, "stride": 8, "route": "copy", "level": 0,
     }  # fmt: skip
     with StoreWriter(path, dataclasses.replace(SPEC, patch_size=8)) as writer:
         ids = [f"slide-{i:04d}" for i in range(SLIDES)]
         ids[7] = EVIL
-        records = [dataclasses.replace(RECORD, id=name, label="nt"[i % 2], **facts) for i, name in enumerate(ids)]  # fmt: skip
+        records = [dataclasses.replace(RECORD, id=name, label="nt"[i % 2], **description) for i, name in enumerate(ids)]  # fmt: skip
         numbers = writer.register(records)
         for i, record in enumerate(records):
             if i % 10 == 3:

@@ -440,13 +440,12 @@ def test_chunks_have_every_patch_once(tmp_path: Path) -> None:
 
 def test_patches_read_together_equal_patches_read_alone(tmp_path: Path) -> None:
     path = write_slide(tmp_path / "a.svs", [picture(Size(900, 700))], Size(64, 64))
-    planned, together = patches(path, "openslide", patch_size=50, overlap=13, codec="png")
+    planned, joined = patches(path, "openslide", patch_size=50, overlap=13, codec="png")
     with PatchSource(planned.recipe) as source:
         alone = [
-            source.values(chunk_of(planned.plan, np.array([row])))[0]
-            for row in range(len(together))
+            source.values(chunk_of(planned.plan, np.array([row])))[0] for row in range(len(joined))
         ]
-    assert alone == together
+    assert alone == joined
 
 
 def jpeg(**save: Any) -> bytes:

@@ -59,9 +59,9 @@ def test_permutation_is_computed_for_single_positions(
         data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=50, unique=True))
     )
     key = combine(seed)
-    together = permuted(places, n, key).tolist()
-    assert [int(permuted(np.array([p]), n, key)[0]) for p in places] == together
-    assert len(set(together)) == len(places)
+    joined = permuted(places, n, key).tolist()
+    assert [int(permuted(np.array([p]), n, key)[0]) for p in places] == joined
+    assert len(set(joined)) == len(places)
 
 
 @given(st.lists(st.tuples(SIZES, SEEDS), min_size=1, max_size=20), st.data())

@@ -400,7 +400,7 @@ def test_discrete_survival_is_a_likelihood(seed: int) -> None:
     hazard = objective.activate(tf.constant(logits)).numpy()[0]
     rows = tf.constant(np.repeat(logits, 50, axis=0))
     losses = objective.losses({"target": tf.constant(targets)}, rows).numpy()
-    edges = np.array(objective.facts()["edges"])
+    edges = np.array(objective.describe()["edges"])
     part = np.minimum(np.searchsorted(edges, targets[:, 0], "right") - 1, len(hazard) - 1)
     before = np.append(1, np.cumprod(1 - hazard))[part]
     np.testing.assert_allclose(losses, -np.log(before * hazard[part]), rtol=1e-4)

@@ -407,11 +407,11 @@ def test_damaged_files_are_refused_or_read_without_another_error(tmp_path: Path)
     """Change bytes at random: a reader raises SlideUnreadable, or returns pixels."""
     numbers = random.Random(7)
     sources = []
-    kinds: list[dict[str, Any]] = [
+    pixel_types: list[dict[str, Any]] = [
         {"compression": "lzw", "tile": (64, 64)}, {"compression": "jpeg", "tile": (64, 64)},
         {"rowsperstrip": 20, "compression": "deflate"}, {"rowsperstrip": 300},
     ]  # fmt: skip
-    for number, options in enumerate(kinds):
+    for number, options in enumerate(pixel_types):
         path = tmp_path / f"{number}.ome.tiff"
         write_pyramid(path, tissue(300, 400), **options)
         sources.append(path.read_bytes())

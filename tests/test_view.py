@@ -71,9 +71,9 @@ def layer(
     viewer: Viewer, key: str
 ) -> tuple[dict[str, Any], NDArray[np.float32], NDArray[np.int32]]:
     """Return a layer's facts, its values, and the (2, N) corners of its patches."""
-    facts = as_json(viewer, "slides/0")
+    description = as_json(viewer, "slides/0")
     number, layer_facts = next(
-        (n, entry) for n, entry in enumerate(facts["layers"]) if entry["key"] == key
+        (n, entry) for n, entry in enumerate(description["layers"]) if entry["key"] == key
     )
     values = np.frombuffer(fetch(viewer, f"slides/0/layer/{number}")[1], "<f4")
     corners = np.frombuffer(fetch(viewer, f"slides/0/grid/{layer_facts['grid']}")[1], "<i4")
@@ -110,8 +110,8 @@ def test_layers_equal_the_files(viewer: Viewer, viewed: Path) -> None:
         _, values, at = layer(viewer, f"quality:{key}")
         np.testing.assert_array_equal(values, index[key])
         np.testing.assert_array_equal(at, corners)
-    facts, values, _ = layer(viewer, "label")
-    assert facts["classes"] == list(CLASSES)
+    description, values, _ = layer(viewer, "label")
+    assert description["classes"] == list(CLASSES)
     np.testing.assert_array_equal(np.nan_to_num(values, nan=-1), index["label"])
     _, values, _ = layer(viewer, "split:run")
     sides = load_splits(viewed / "run" / "splits.json").slides[0].subsets
@@ -124,8 +124,8 @@ def test_layers_equal_the_files(viewer: Viewer, viewed: Path) -> None:
             assert values[row] == p
     assert np.isnan(values).sum() == (sides <= 0).sum()
     # Predictions of other patches have another grid.
-    facts, values, at = layer(viewer, "predictions:predicted")
-    assert (facts["grid"], len(values)) == (1, 80)
+    description, values, at = layer(viewer, "predictions:predicted")
+    assert (description["grid"], len(values)) == (1, 80)
     assert at.max() == 2304
     _, values, _ = layer(viewer, "bags:attention")
     assert sorted(values.tolist()) == pytest.approx(np.linspace(0, 1, len(values)).tolist())
@@ -181,10 +181,10 @@ def test_without_the_slide_its_patches_are_shown(viewed: Path, tmp_path: Path) -
     store = shutil.copytree(viewed / "patches.lmdb", tmp_path / "patches.lmdb")
     flip_a_byte(store, 0, 5)
     with Store(viewed / "patches.lmdb") as opened, viewing(store, untrusted=True) as viewer:
-        facts = as_json(viewer, "slides/0")
-        assert facts["pixels"] is False
-        assert "was not found" in facts["notes"][0]
-        place, index = facts["patches"], opened.index(0)
+        description = as_json(viewer, "slides/0")
+        assert description["pixels"] is False
+        assert "was not found" in description["notes"][0]
+        place, index = description["patches"], opened.index(0)
         for row in (0, 30):
             column, line = ((int(index[n][row]) - place[n[0]]) / PATCH for n in ("x_l0", "y_l0"))
             status, body, _ = fetch(viewer, f"slides/0/patches/0/{column:.0f}/{line:.0f}")
@@ -199,7 +199,7 @@ def test_without_the_slide_its_patches_are_shown(viewed: Path, tmp_path: Path) -
         tile = picture(viewer, f"slides/0/patches/0/{column:.0f}/{line:.0f}")
         assert difference(tile, hatched(PATCH, PATCH)) < 12
         assert "checksum" in as_json(viewer, "slides/0/patch/0/5")["checksum"]
-        assert "mask" in facts
+        assert "mask" in description
         assert picture(viewer, "slides/0/mask").max() == 255
 
 

@@ -124,11 +124,11 @@ def _write_predictions(folder: Path, record: Any, rng: np.random.Generator) -> N
     unlabelled = np.full(len(x), -1)
     scores = _scores((x.astype(np.int64), y.astype(np.int64)), unlabelled, rng)
     slide = PredictedSlide.of(record, source="x", patches=len(x))
-    facts = {name: getattr(slide, name) for name in slide.__dataclass_fields__}
-    facts |= {"size_l0": 256.0, "stride_l0": 256.0}
+    description = {name: getattr(slide, name) for name in slide.__dataclass_fields__}
+    description |= {"size_l0": 256.0, "stride_l0": 256.0}
     folder.mkdir()
     (folder / "predict.json").write_text('{"run": "run"}')
-    predictions.write(PredictedSlide(**facts), scores)
+    predictions.write(PredictedSlide(**description), scores)
 
 
 class Notes(Progress):

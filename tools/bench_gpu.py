@@ -183,11 +183,11 @@ def memory(size: Size, folder: Path) -> Iterator[Row]:
         folder / STORE, out=out, model=size.convolutional, epochs=1, batch_size=size.large_batch,
         split_by="slide", resamples=0,
     )  # fmt: skip
-    facts = json.loads((out / "metrics.json").read_text())
+    description = json.loads((out / "metrics.json").read_text())
     yield {
         "network": size.convolutional,
         "batch": size.large_batch,
-        "micro_batch": facts["micro_batch"],
+        "micro_batch": description["micro_batch"],
     }
 
 

@@ -730,12 +730,12 @@ def bench_scale(inputs: Inputs) -> None:
         done = subprocess.run(
             [sys.executable, __file__, "--scale", str(path)], check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
         )  # fmt: skip
-        figures = json.loads(done.stdout)
+        values = json.loads(done.stdout)
         say(
-            f"  {patches:>11,} patches of {figures['slides']:,} slides: open {figures['open_s']:.2f} s and {figures['open_mb']:.0f} MB, "
-            f"table {figures['table_mb']:.0f} MB, reading 300 steps {figures['read_mb']:.0f} MB; sample numbers of a step "
-            f"{figures['locate_us']:.0f} µs ({figures['balanced_us']:.0f} balanced by patient), step of patches of 8² "
-            f"{figures['step_us']:.0f} µs"
+            f"  {patches:>11,} patches of {values['slides']:,} slides: open {values['open_s']:.2f} s and {values['open_mb']:.0f} MB, "
+            f"table {values['table_mb']:.0f} MB, reading 300 steps {values['read_mb']:.0f} MB; sample numbers of a step "
+            f"{values['locate_us']:.0f} µs ({values['balanced_us']:.0f} balanced by patient), step of patches of 8² "
+            f"{values['step_us']:.0f} µs"
         )
 
 

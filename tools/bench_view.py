@@ -97,8 +97,11 @@ def _first_picture(port: int) -> float:
     begin = time.perf_counter()
     for path in ("", "static/openseadragon.min.js", "static/main.js", "slides", "slides/0"):
         answer = _get(connection, path)
-    facts = json.loads(answer)
-    steps = max(0, (max(facts["width"], facts["height"]) - 1).bit_length() - TILE.bit_length() + 1)
+    description = json.loads(answer)
+    steps = max(
+        0,
+        (max(description["width"], description["height"]) - 1).bit_length() - TILE.bit_length() + 1,
+    )
     _get(connection, f"slides/0/tile/{steps}/0/0")
     return time.perf_counter() - begin
 

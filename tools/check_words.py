@@ -71,14 +71,14 @@ _PATTERN = re.compile(
 def texts_of(path: Path) -> Iterator[tuple[int, str]]:
     """Yield number and text of each line: comments and strings of Python, Markdown outside of code, all of other files."""
     if path.suffix == ".py":
-        kinds = {
+        names = {
             tokenize.COMMENT,
             tokenize.STRING,
             getattr(tokenize, "FSTRING_MIDDLE", -1),
         }  # 3.12 and later
         with path.open("rb") as file:
             for token in tokenize.tokenize(file.readline):
-                if token.type in kinds:
+                if token.type in names:
                     yield from enumerate(token.string.splitlines(), token.start[0])
         return
     lines = enumerate(path.read_text("utf-8").splitlines(), 1)

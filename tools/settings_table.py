@@ -66,8 +66,8 @@ def _row(cells: list[str]) -> str:
 def _values(declared: Setting) -> str:
     if declared.choices:
         return ", ".join(declared.choices)
-    kinds = {bool: "flag", int: "whole number", float: "number", str: "text"}
-    kind = declared.format or kinds[declared.item_type]
+    names = {bool: "flag", int: "whole number", float: "number", str: "text"}
+    kind = declared.format or names[declared.item_type]
     kind = f"list of {kind}s" if declared.is_list else kind
     kind = f"{kind}, {declared.range_text}" if declared.range_text else kind
     return kind if declared.word is None else f"{kind}; or {declared.word}"

@@ -48,8 +48,8 @@ class Regions:
 
 def source_text(path: Path, rules: AnnotationRules) -> str:
     """Return the source of labels: file, CRC-32 and rules. Equal sources give equal labels. Raises as `file_bytes`."""
-    facts = ", ".join(f"{name} {value}" for name, value in rules.to_json().items() if value)
-    return f"{path.name}, crc32 {zlib.crc32(file_bytes(path)):08x}, {facts}"
+    rules_text = ", ".join(f"{name} {value}" for name, value in rules.to_json().items() if value)
+    return f"{path.name}, crc32 {zlib.crc32(file_bytes(path)):08x}, {rules_text}"
 
 
 def read_regions(path: Path, rules: AnnotationRules, *, size: Size, bounds: RegionL0) -> Regions:

@@ -113,11 +113,11 @@ def tensorflow() -> tuple[Check, Probe | None]:
 def _devices(result: Probe) -> Check:
     built = f"built for CUDA {result.cuda}" if result.cuda else "built without CUDA"
     text = f"{result.version} with Keras {result.keras}, {built}"
-    facts = {"version": result.version, "keras": result.keras, "cuda": result.cuda}
+    versions = {"version": result.version, "keras": result.keras, "cuda": result.cuda}
     cpu = result.devices[0]
     if cpu.problem:
-        return Check("TensorFlow", f"{text}; {cpu.problem}", State.BAD, _INSTALL_CPU, facts)
-    return Check("TensorFlow", f"{text}; {_speed(cpu)}", facts=facts)
+        return Check("TensorFlow", f"{text}; {cpu.problem}", State.BAD, _INSTALL_CPU, versions)
+    return Check("TensorFlow", f"{text}; {_speed(cpu)}", facts=versions)
 
 
 def gpus(driver: Driver | None, result: Probe | None) -> list[Check]:

@@ -64,10 +64,10 @@ class Check:
 
 
 def _advised(
-    name: str, description: str, todo: str | None, facts: dict[str, Any] | None = None
+    name: str, description: str, todo: str | None, details: dict[str, Any] | None = None
 ) -> Check:
     """Return a check that is a warning if `todo` is given."""
-    return Check(name, description, State.WARNING if todo else State.GOOD, todo, facts)
+    return Check(name, description, State.WARNING if todo else State.GOOD, todo, details)
 
 
 def python() -> Check:
@@ -100,9 +100,9 @@ def memory() -> Check:
     limit = min([total, *_limits("memory.max", "memory/memory.limit_in_bytes")])
     description = f"{limit / 2**30:.0f} GiB"
     description += f" of {total / 2**30:.0f} GiB in the machine" if limit < total else ""
-    facts = {"bytes": limit, "machine_bytes": total}
+    amounts = {"bytes": limit, "machine_bytes": total}
     todo = "training takes 3 GB or more: you may need --accumulate and small batches"
-    return _advised("memory", description, todo if limit < _LEAST_MEMORY else None, facts)
+    return _advised("memory", description, todo if limit < _LEAST_MEMORY else None, amounts)
 
 
 def address_space() -> Check:
@@ -203,8 +203,10 @@ def openslide() -> Check:
     except (ImportError, OSError) as error:
         description = f"cannot be loaded: {error}"
         return Check("OpenSlide", description, State.BAD, "pip install openslide-bin")
-    facts = {"version": version, "formats": formats}
-    return Check("OpenSlide", f"{version}: {', '.join(formats) or 'formats unknown'}", facts=facts)
+    details = {"version": version, "formats": formats}
+    return Check(
+        "OpenSlide", f"{version}: {', '.join(formats) or 'formats unknown'}", facts=details
+    )
 
 
 def readers() -> Check:
@@ -229,10 +231,10 @@ def jpeg() -> Check:
         used, plain = _seconds(None), _seconds(_without_simd)
     except (WorkerDied, MachineShort, ImportError) as error:
         return Check("JPEG", f"cannot be decoded: {error}", State.BAD, "reinstall simplejpeg")
-    facts = {"megapixels_per_second": round(1 / used), "without_simd": round(1 / plain)}
+    speeds = {"megapixels_per_second": round(1 / used), "without_simd": round(1 / plain)}
     description = f"{1 / used:.0f} megapixels per second on one core, {plain / used:.1f} times as fast as without SIMD"
     todo = "its libjpeg-turbo was built without SIMD: install simplejpeg from its wheel"
-    return _advised("JPEG", description, todo if plain < used * _FASTER else None, facts)
+    return _advised("JPEG", description, todo if plain < used * _FASTER else None, speeds)
 
 
 def _seconds(prepare: object) -> float:

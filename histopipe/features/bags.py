@@ -240,7 +240,7 @@ def _slide_labels(
     for name, slide in slides.items():
         label, patient, site = (
             _text(
-                slide.facts.get(key)
+                slide.attributes.get(key)
                 if isinstance(slide, FeatureHeader)
                 else slide.value(key) or None
             )
@@ -263,7 +263,7 @@ def _text(value: Any) -> str | None:
 
 def _hashes(header: FeatureHeader) -> SlideHashes:
     """Return the hashes that `histopipe embed` recorded; earlier versions recorded the `content` only."""
-    return SlideHashes(*(_text(header.facts.get(f.name)) for f in fields(SlideHashes)))
+    return SlideHashes(*(_text(header.attributes.get(f.name)) for f in fields(SlideHashes)))
 
 
 def _by_patient(

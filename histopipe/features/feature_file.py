@@ -59,7 +59,7 @@ _CRC = "crc32"
 
 @dataclass(frozen=True, slots=True)
 class FeatureHeader:
-    """Shape and type of the features of a file, and attributes of the file (`facts`) and of its coordinates (`coords`).
+    """Shape and type of the features of a file, and attributes of the file (`attributes`) and of its coordinates (`coords`).
 
     `offset` is the position of the features in the file if they are contiguous, as in our files; else None. `sample` is
     a checksum of the first, middle and last row, for files without a checksum of all rows.
@@ -70,7 +70,7 @@ class FeatureHeader:
     dimension: int
     dtype: np.dtype[Any]
     offset: int | None
-    facts: Mapping[str, Any]
+    attributes: Mapping[str, Any]
     coords: Mapping[str, Any]
     sample: int = 0
 
@@ -98,7 +98,7 @@ class FeatureWriter:
         self._crc = zlib.crc32(values.data, self._crc)
         self._next = rows.stop
 
-    def finish(self, facts: Mapping[str, Any], coords: Mapping[str, Any]) -> None:
+    def finish(self, attributes: Mapping[str, Any], coords: Mapping[str, Any]) -> None:
         """Write the attributes, and remove unwritten rows of damaged patches."""
         if self._next < len(self._features):
             for name in (FEATURES, COORDS):
@@ -107,8 +107,8 @@ class FeatureWriter:
                 self._file.create_dataset(name, data=kept)
         self._file[FEATURES].attrs.update({"name": str(coords.get("name", "")), "savetodir": ""})
         self._file[COORDS].attrs.update(dict(coords))
-        set_facts = {key: value for key, value in facts.items() if value is not None}
-        self._file.attrs.update({"format": FORMAT, **set_facts, _CRC: self._crc})
+        set_attributes = {key: value for key, value in attributes.items() if value is not None}
+        self._file.attrs.update({"format": FORMAT, **set_attributes, _CRC: self._crc})
 
 
 @contextmanager
@@ -192,7 +192,7 @@ def read_features(
                 view = view[read:]
     if rows is not None:
         return np.asarray(values[rows])
-    expected = header.facts.get(_CRC)
+    expected = header.attributes.get(_CRC)
     if expected is not None and zlib.crc32(values.data) != int(expected):
         raise DamagedStore(
             f"{header.path}: the features do not match their checksum",
@@ -228,7 +228,7 @@ def read_coords(header: FeatureHeader) -> NDArray[np.int64] | None:
 
 def is_ours(header: FeatureHeader) -> bool:
     """Return whether `histopipe embed` wrote the file."""
-    return header.facts.get("format") == FORMAT
+    return header.attributes.get("format") == FORMAT
 
 
 @contextmanager

@@ -73,7 +73,7 @@ class SlideFeatures:
     def fingerprint(self) -> object:
         """Value with a stable `repr`, which changes with the features."""
         files = [
-            (h.rows, h.dimension, str(h.dtype), int(h.facts.get("crc32", h.sample)))
+            (h.rows, h.dimension, str(h.dtype), int(h.attributes.get("crc32", h.sample)))
             for h in self.headers
         ]
         if self.chosen is None:

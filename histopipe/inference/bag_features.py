@@ -168,16 +168,16 @@ def read_sources(
     for path in paths:
         if not path.exists():
             raise NothingToDo(f"{path} does not exist", todo="check the path")
-    kinds = sorted({_kind(path) for path in paths}) or ["slides"]
-    mixed: list[str] = [*kinds]
-    if urls and kinds in (["features"], ["stores"]):
+    names = sorted({_kind(path) for path in paths}) or ["slides"]
+    mixed: list[str] = [*names]
+    if urls and names in (["features"], ["stores"]):
         mixed.append("slides at URLs")
     if len(mixed) > 1:
         raise UsageError(
             f"{' and '.join(mixed)} are mixed", expected="stores, features or slides",
             todo="predict them separately, with different --out",
         )  # fmt: skip
-    return paths, urls, kinds[0]
+    return paths, urls, names[0]
 
 
 def _kind(path: Path) -> SourceKind:

@@ -97,7 +97,7 @@ class FeatureFolder:
             return None
         with suppress(DamagedStore):
             header = read_header(path)
-            if header.facts.get("source") == source:
+            if header.attributes.get("source") == source:
                 return describe_slide(header, slide, slide, None)
         path.unlink()
         return None
@@ -123,11 +123,11 @@ def describe_slide(
 ) -> PredictedSlide | None:
     """Return the slide of a feature file; None if the file does not record its geometry, like those of other tools."""
     try:
-        geometry = json.loads(str(header.facts["geometry"]))
+        geometry = json.loads(str(header.attributes["geometry"]))
         return PredictedSlide(
             slide=slide, patient=patient, label=label, **geometry, patches=header.rows,
-            source=str(header.facts.get("source") or header.facts.get("patches_crc")),
-            skipped=int(header.facts.get("skipped", 0)),
+            source=str(header.attributes.get("source") or header.attributes.get("patches_crc")),
+            skipped=int(header.attributes.get("skipped", 0)),
         )  # fmt: skip
     except (KeyError, TypeError, ValueError):
         return None
@@ -282,10 +282,10 @@ def _is_complete(
         return False
     if not is_ours(header):
         raise UsageError(f"{path} was made by another tool", todo="choose another --out")
-    if int(header.facts["patches_crc"]) != slide.patches_crc:
+    if int(header.attributes["patches_crc"]) != slide.patches_crc:
         progress.message(
             f"{path}: the patches in the store have changed; computing the features again"
         )
         path.unlink()  # it must not be used for the new patches
         return False
-    return on_error == "skip" or not header.facts["skipped"]
+    return on_error == "skip" or not header.attributes["skipped"]

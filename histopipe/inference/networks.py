@@ -168,7 +168,7 @@ def keras_encoder(
         UsageError: the network, weights or device do not exist, or the patch size is wrong.
         DamagedStore: the model of the run cannot be read.
     """
-    facts: dict[str, Any] = {}
+    description: dict[str, Any] = {}
 
     def make() -> keras.Model:
         if isinstance(model, Path):
@@ -176,13 +176,13 @@ def keras_encoder(
         with dtype_policy(precision):
             image = keras.Input((patch_size, patch_size, 3), dtype="uint8", name="image")
             backbone = build_backbone(model, patch_size=patch_size, weights=weights, training=False)
-            facts.update(backbone.facts, precision=precision, xla=xla)
+            description.update(backbone.description, precision=precision, xla=xla)
             return keras.Model(image, backbone(image), name="encoder")
 
     network = KerasNetwork(make, name=str(model), devices=devices, batch_size=batch_size, xla=xla)
     has_weights = isinstance(model, Path) or named_preset(model) or own_file(model)
     name = Path(model).name if has_weights else f"{model} ({weights})"
-    network.identity = {**network.identity, "encoder": name, **facts}
+    network.identity = {**network.identity, "encoder": name, **description}
     return network
 
 
@@ -308,13 +308,13 @@ class BagNetwork:
 def load_bag_network(
     folder: Path,
     config: BagTrainConfig,
-    facts: Mapping[str, Any],
+    description: Mapping[str, Any],
     *,
     devices: str,
     outputs: int,
     covariates: int,
 ) -> BagNetwork:
-    """Load the slide model of a run. `facts` are of its objective; `outputs` is the number of classes or targets.
+    """Load the slide model of a run. `description` are of its objective; `outputs` is the number of classes or targets.
 
     Raises:
         DamagedStore: the model cannot be read.
@@ -322,7 +322,7 @@ def load_bag_network(
     """
     device = make_strategy(devices).extended.worker_devices[0]
     objective_type = objective_class(config.task, config.used_loss)
-    objective = objective_type.recorded(facts, loss=config.used_loss, outputs=outputs)
+    objective = objective_type.recorded(description, loss=config.used_loss, outputs=outputs)
     path = folder / run_folder.MODEL
     try:
         with tf.device(device):

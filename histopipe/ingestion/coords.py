@@ -93,21 +93,21 @@ def spec_of(files: Iterable[CoordsFile], **encoding: Any) -> TilingSpec:
     Raises:
         UsageError: the files have several sizes or scales, which cannot be in one store.
     """
-    kinds = {
+    suffixes = {
         (file.patch_size, file.magnification, file.level, file.overlap): file.path for file in files
     }
-    if len(kinds) > 1:
+    if len(suffixes) > 1:
         kinds_text = [
             f"{path.name}: {size} pixels, "
             + (f"{magnification:g}×" if magnification else f"level {level}")
             + (f", overlap {overlap}" if overlap else "")
-            for (size, magnification, level, overlap), path in kinds.items()
+            for (size, magnification, level, overlap), path in suffixes.items()
         ]
         raise UsageError(
             "coordinates with several sizes or scales", found="; ".join(kinds_text[:3]),
             expected="one patch size and scale", todo="import each into a separate store",
         )  # fmt: skip
-    ((size, magnification, level, overlap),) = kinds
+    ((size, magnification, level, overlap),) = suffixes
     return TilingSpec(
         patch_size=size, overlap=overlap, level=level, tissue="none", grid="imported",
         mpp=None if magnification is None else magnification_to_mpp(magnification), **encoding,

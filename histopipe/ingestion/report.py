@@ -258,7 +258,7 @@ class IngestProgress(Closing):
         log: Progress | None = None,
         send: SendEvent = lambda _: None,
     ) -> None:
-        self._count, self._shown, self._send = slides, progress, send
+        self._count, self._progress, self._send = slides, progress, send
         self._log = log or Progress()
         self._slides: dict[str, tuple[Bar, int, int]] = {}
         self._causes: dict[str, str] = {}
@@ -274,7 +274,7 @@ class IngestProgress(Closing):
             return
         self._log.message(f"planned {slide}: {counted(patches, 'patch')}")
         if patches:
-            bar = self._shown.bar(slide, unit="patches", total=patches, detail=True)
+            bar = self._progress.bar(slide, unit="patches", total=patches, detail=True)
             self._slides[slide] = bar, patches, 0
             self._send(("planned", slide, patches))
         self._update(planned=patches)
@@ -308,13 +308,13 @@ class IngestProgress(Closing):
         """Show a number of bytes that were copied to the staging folder. Called from other threads."""
         with self._copy_lock:
             if self._copy is None:
-                self._copy = self._shown.bar("staging", unit="bytes", detail=True)
+                self._copy = self._progress.bar("staging", unit="bytes", detail=True)
             self._copy.advance(count)
 
     def message(self, text: str) -> None:
         """Show a line, and write it to the log."""
         self._log.message(text)
-        self._shown.message(text)
+        self._progress.message(text)
         self._send(("message", f"{socket.gethostname()}: {text}"))
 
     def close(self) -> None:

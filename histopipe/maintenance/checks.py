@@ -344,13 +344,13 @@ def _check_patch_keys(
 
 def _check_thumbnails(raw: RawStore, check: Examination, number: int, *, is_full: bool) -> None:
     checksums = check.records[number].thumbnail_crc
-    kinds = set()
+    names = set()
     try:
         for key in list(raw.keys(THUMBNAILS, slide_key(number))):
             kind = key[SLIDE_KEY_BYTES:].decode("utf-8", "replace")
             if not kind:
                 continue  # `find_orphans` reports it
-            kinds.add(kind)
+            names.add(kind)
             value = bytes(raw.get(THUMBNAILS, key) or b"")
             crc = value_crc(key, value)
             if checksums.get(kind, crc) != crc:
@@ -364,7 +364,7 @@ def _check_thumbnails(raw: RawStore, check: Examination, number: int, *, is_full
     except DamagedStore as error:
         check.add(FindingKind.STRUCTURE, f"its pictures: {error}", number)
         return
-    for kind in sorted(checksums.keys() - kinds):
+    for kind in sorted(checksums.keys() - names):
         check.add(FindingKind.HOLE, f"its picture {kind!r} is missing", number)
 
 

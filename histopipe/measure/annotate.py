@@ -149,9 +149,9 @@ def annotate_slides(
         store, measures, result.failed, title="annotate", progress=progress or Progress(),
         seconds=3600.0, workers=workers,
     ):  # fmt: skip
-        labelled = result.done if slide_columns.facts["patch_labels"] else result.unlabelled
-        labelled[record.id] = slide_columns.facts["annotation_notes"]
-        patches.update(slide_columns.facts["patch_labels"])
+        labelled = result.done if slide_columns.record_fields["patch_labels"] else result.unlabelled
+        labelled[record.id] = slide_columns.record_fields["annotation_notes"]
+        patches.update(slide_columns.record_fields["patch_labels"])
     return replace(result, patches=dict(patches))
 
 
@@ -168,12 +168,12 @@ def _label_slide(file: Path, rules: AnnotationRules, store: Path, slide: int) ->
     labels = label_patches(
         regions, index["x_l0"], index["y_l0"], side_l0, threshold=rules.annotation_threshold
     )
-    facts = {
+    record_fields = {
         "annotations": source_text(file, rules),
         "annotation_notes": annotation_notes(file, regions, labels),
         "patch_labels": labels.counts(),
     }
-    return SlideColumns(index["crc"], {"covered": labels.covered}, facts, labels)
+    return SlideColumns(index["crc"], {"covered": labels.covered}, record_fields, labels)
 
 
 def _has_labels(record: SlideRecord, file: Path, rules: AnnotationRules) -> bool:

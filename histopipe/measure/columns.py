@@ -22,14 +22,14 @@ from histopipe.system.worker_pool import TookTooLong, WorkerPool, count_usable_c
 
 @dataclass(frozen=True, slots=True)
 class SlideColumns:
-    """Measurements of a slide whose N patches have these CRCs: (N,) columns, and fields of its record (`facts`).
+    """Measurements of a slide whose N patches have these CRCs: (N,) columns, and fields of its record (`record_fields`).
 
     `labels` become the column `label`; None keeps this column unchanged.
     """
 
     crc: NDArray[np.integer]
     columns: dict[str, NDArray[Any]]
-    facts: dict[str, Any] = field(default_factory=dict)
+    record_fields: dict[str, Any] = field(default_factory=dict)
     labels: PatchLabels | None = None
 
 
@@ -93,7 +93,7 @@ def _stored(
         if slide_columns.labels is not None:
             numbers = writer.class_numbers(list(slide_columns.labels.counts()))
             columns["label"] = slide_columns.labels.numbered(numbers)
-        writer.put_columns(slide, columns, crc=slide_columns.crc, **slide_columns.facts)
+        writer.put_columns(slide, columns, crc=slide_columns.crc, **slide_columns.record_fields)
     except UsageError as error:
         return str(error)
     except TookTooLong:

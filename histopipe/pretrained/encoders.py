@@ -102,7 +102,7 @@ def _details(preset: Preset) -> str:
     settings, network = preset.preprocessing, preset.architecture
     size = settings.resized
     crop = f", then the centre of {settings.size}" if settings.size < size else ""
-    facts = {
+    rows = {
         "reference": preset.reference,
         "licence": preset.licence,
         "patches": f"{size} pixels or a little larger, at {_scales(preset)} mpp after resizing",
@@ -116,17 +116,17 @@ def _details(preset: Preset) -> str:
             "class+mean": "class token and mean patch token",
             "tokens": "all tokens",
         }
-        facts["features"] = f"{network.dimension:,}: {tokens[network.pooling]}"
-        facts["network"] = (
+        rows["features"] = f"{network.dimension:,}: {tokens[network.pooling]}"
+        rows["network"] = (
             f"Vision Transformer, {network.depth} blocks, width {network.width}, patch {network.patch}, "
             f"{preset.parameters:,} parameters"
         )
-    facts["weights"] = (
+    rows["weights"] = (
         f"{preset.repository} on Hugging Face: {' or '.join(preset.files) or 'the whole repository'}"
     )
     lines = [
         f"{preset.title} ({preset.name})",
-        *(f"  {key:<11}{value}" for key, value in facts.items()),
+        *(f"  {key:<11}{value}" for key, value in rows.items()),
         "Read the licence on the model's page, accept it there if asked, and download the weights:",
         "  pip install huggingface_hub && hf auth login",
         f"  hf download {preset.repository}{include} --local-dir {preset.name}",

@@ -90,8 +90,8 @@ def fingerprint(config: TrainConfig, splits: Splits, *position: int) -> list[int
     Settings that may differ between workers, such as the paths of their stores, are ignored.
     """
     declared = declared_settings(type(config))
-    facts = {k: v for k, v in config.values().items() if not declared[k].per_worker}
-    digest = hashlib.sha256(repr((facts, splits.uuids, splits.classes, position)).encode())
+    settings = {k: v for k, v in config.values().items() if not declared[k].per_worker}
+    digest = hashlib.sha256(repr((settings, splits.uuids, splits.classes, position)).encode())
     for slide in splits.slides:
         digest.update(repr((slide.id, slide.label, slide.crc)).encode() + slide.subsets.tobytes())
         if slide.labels is not None:

@@ -373,6 +373,6 @@ def _contents(roots: list[Path]) -> str:
     names = [path for root in roots if root.is_dir() for path in _walk(root)]
     if not names:
         return "nothing" if any(root.is_dir() for root in roots) else "no folder"
-    kinds = Counter(path.suffix.lower() or "no suffix" for path in names)
-    listed = ", ".join(f"{count} × {kind}" for kind, count in kinds.most_common(5))
+    suffixes = Counter(path.suffix.lower() or "no suffix" for path in names)
+    listed = ", ".join(f"{count} × {kind}" for kind, count in suffixes.most_common(5))
     return f"{len(names)} other files ({listed})"

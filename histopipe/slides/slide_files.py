@@ -153,14 +153,15 @@ class SlideHashes:
     tile_hash: str | None = None
     pixel_hash: str | None = None
 
-    def kinds(self) -> frozenset[str]:
+    def hash_names(self) -> frozenset[str]:
         """Return the names of the hashes that are known."""
         return frozenset(name for name, value in asdict(self).items() if value is not None)
 
     def agree(self, other: SlideHashes) -> bool:
         """Return whether all hashes that both slides have are equal."""
         return all(
-            getattr(self, name) == getattr(other, name) for name in self.kinds() & other.kinds()
+            getattr(self, name) == getattr(other, name)
+            for name in self.hash_names() & other.hash_names()
         )
 
     def match_file(self, slide: SlideFile, info: SlideInfo) -> bool:
@@ -168,7 +169,7 @@ class SlideHashes:
         tiles = tile_hash(slide.path) if self.tile_hash or not info.quickhash else None
         content = tiles if self.tile_hash else info.quickhash or tiles
         now = SlideHashes(content, tiles, pixel_hash(slide, info.size) if self.pixel_hash else None)
-        return self.kinds() <= now.kinds() and self.agree(now)
+        return self.hash_names() <= now.hash_names() and self.agree(now)
 
 
 def copy_groups(slides: Sequence[Sequence[SlideHashes]]) -> tuple[list[int], list[int]]:
@@ -182,7 +183,7 @@ def copy_groups(slides: Sequence[Sequence[SlideHashes]]) -> tuple[list[int], lis
     scans = [scan for slide in slides for scan in slide]
     by_kinds: dict[frozenset[str], list[int]] = defaultdict(list)
     for place, scan in enumerate(scans):
-        by_kinds[scan.kinds()].append(place)
+        by_kinds[scan.hash_names()].append(place)
     columns: dict[bool, list[list[Hashable]]] = {True: [list(owners)], False: []}
     # Comparing each pair of slides would take too long, but all slides with the same kinds of hash are compared alike.
     for pair in combinations_with_replacement(by_kinds, 2):
@@ -190,8 +191,8 @@ def copy_groups(slides: Sequence[Sequence[SlideHashes]]) -> tuple[list[int], lis
         compared = sorted(common - {"content"} or common)
         if compared:
             values = [
-                {place: tuple(getattr(scans[place], kind) for kind in compared) for place in by_kinds[kinds]}
-                for kinds in pair
+                {place: tuple(getattr(scans[place], kind) for kind in compared) for place in by_kinds[hash_names]}
+                for hash_names in pair
             ]  # fmt: skip
             shared = set(values[0].values()) & set(values[1].values())
             texts = values[0] | values[1]

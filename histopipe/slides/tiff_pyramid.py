@@ -308,14 +308,14 @@ def check_openslide_pages(path: Path) -> tuple[str, ...]:
         return ()
 
 
-def _check_kind(path: Path, page: Any, kinds: Collection[tuple[int, ...]]) -> None:
+def _check_kind(path: Path, page: Any, pixel_types: Collection[tuple[int, ...]]) -> None:
     """Refuse pixels that are not 8-bit samples of one of the kinds: photometric interpretation, samples, alpha."""
     bits = set(np.ravel(page.bitspersample).tolist())
     samples, alpha = int(page.samplesperpixel), tuple(map(int, page.extrasamples))
     if (
         bits != {8}
         or page.dtype != np.uint8
-        or (int(page.photometric), samples, *alpha) not in kinds
+        or (int(page.photometric), samples, *alpha) not in pixel_types
     ):
         kind = "" if page.dtype is None or page.dtype.kind == "u" else f" ({page.dtype})"
         raise SlideUnreadable(

@@ -387,9 +387,9 @@ def _slide_to_json(slide: SlideSplit) -> dict[str, Any]:
 
 
 def _slide_from_json(value: Mapping[str, Any]) -> SlideSplit:
-    for names, kinds in _KINDS.items():
+    for names, types in _KINDS.items():
         for name in names:
-            if type(value[name]) not in kinds:
+            if type(value[name]) not in types:
                 raise TypeError(f"{name}: {value[name]!r}"[:100])
     count = value["count"]
     if not 0 <= count <= _MAX_PATCHES or value["store"] < 0:

@@ -205,8 +205,8 @@ T = TypeVar("T")
 Stored = Callable[[bytes], bytes | memoryview | None]
 
 
-def _is_number(value: object, *kinds: type) -> bool:
-    return type(value) in kinds and 0 <= value <= MAX_PATCH_SIZE  # type: ignore[operator]
+def _is_number(value: object, *types: type) -> bool:
+    return type(value) in types and 0 <= value <= MAX_PATCH_SIZE  # type: ignore[operator]
 
 
 _READ_SETTINGS: Mapping[str, Callable[[object], bool]] = {

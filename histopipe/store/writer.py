@@ -296,7 +296,7 @@ class StoreWriter(Closing):
         columns: Columns,
         *,
         crc: NDArray[np.integer],
-        **facts: Any,
+        **record_fields: Any,
     ) -> None:
         """Add or replace columns of a slide's index, (N,) each, and fields of its record, in one transaction.
 
@@ -312,7 +312,7 @@ class StoreWriter(Closing):
                 todo="run the same command again",
             )
         transaction.put(key, encode_index(key, {**old, **columns}), db=self._db[INDEX])
-        self._change_record(transaction, slide, facts)
+        self._change_record(transaction, slide, record_fields)
 
     @_in_transaction
     def put_stain(self, transaction: lmdb.Transaction, slide: int, fit: StainFit) -> None:
@@ -355,9 +355,9 @@ class StoreWriter(Closing):
         self._put_record(transaction, slide, record)
 
     @_in_transaction
-    def change(self, transaction: lmdb.Transaction, /, slide: int, **facts: Any) -> None:
+    def change(self, transaction: lmdb.Transaction, /, slide: int, **record_fields: Any) -> None:
         """Change some fields of a record, and keep the current values of the others."""
-        self._change_record(transaction, slide, facts)
+        self._change_record(transaction, slide, record_fields)
 
     def reusable_bytes(self) -> int:
         """Return the bytes inside the file that are free after deletions."""

@@ -265,10 +265,10 @@ class _Search:
 
     def _run_trial(self, trial: optuna.trial.Trial) -> None:
         params = self._space.suggest(trial)
-        tried = ", ".join(f"{name} {value}" for name, value in trial.params.items())
+        settings = ", ".join(f"{name} {value}" for name, value in trial.params.items())
         folder = self._study.folder_of(trial.number)
         verb, show = "resumes" if run_folder.has_begun(folder) else "starts", self._progress.message
-        show(f"trial {trial.number} of {self._study.settings.trials} {verb}: {tried}")
+        show(f"trial {trial.number} of {self._study.settings.trials} {verb}: {settings}")
         watch = Supervision(seconds=self._study.settings.trial_timeout, alone=True)
         try:
             outcome = self._train(trial, params, folder, watch)

@@ -195,8 +195,8 @@ class Setting:
     @property
     def word(self) -> str | None:
         """Text that is allowed in the place of a number, such as "column"; None if there is none."""
-        kinds = () if self.is_list or self.choices else get_args(self.type)
-        return next((word for kind in kinds for word in get_args(kind)), None)
+        types = () if self.is_list or self.choices else get_args(self.type)
+        return next((word for kind in types for word in get_args(kind)), None)
 
     @property
     def choices(self) -> tuple[str, ...]:

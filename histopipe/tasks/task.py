@@ -218,8 +218,8 @@ class Task(ABC):
         Then the names of which every subset should have slides, and the other names. `strata` are those of all slides.
         """
         # Names of ranges begin with their kind, such as "event, early".
-        kinds = tuple(sorted({name.split()[0] for name in strata}))
-        return [{name, name.split()[0]} for name, _ in slides], kinds, tuple(strata)
+        names = tuple(sorted({name.split()[0] for name in strata}))
+        return [{name, name.split()[0]} for name, _ in slides], names, tuple(strata)
 
     @abstractmethod
     def check(self, targets: FloatArray, subset: str) -> None:

@@ -98,7 +98,7 @@ class Backbone:
 
     core: keras.Model
     prepare: Callable[[keras.KerasTensor], keras.KerasTensor]
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    description: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self, image: keras.KerasTensor, **options: Any) -> keras.KerasTensor:
         """Return the (B, D) features of (B, H, H, 3) uint8 RGB images."""
@@ -175,7 +175,7 @@ def _preset(preset: Preset, weights: str, *, training: bool) -> Backbone:
     return _prepared(core, preset, {"weights": path.name, "weights_sha256": file_sha256(path)})
 
 
-def _prepared(core: keras.Model, preset: Preset, facts: Mapping[str, Any]) -> Backbone:
+def _prepared(core: keras.Model, preset: Preset, description: Mapping[str, Any]) -> Backbone:
     settings = preset.preprocessing
     shape = core.input_shape[1:]
     if shape not in ((settings.size, settings.size, 3), (None, None, 3)):
@@ -183,14 +183,14 @@ def _prepared(core: keras.Model, preset: Preset, facts: Mapping[str, Any]) -> Ba
             f"the input of {preset.name}", found=f"shape {shape}",
             expected=f"({settings.size}, {settings.size}, 3), as in its preset",
         )  # fmt: skip
-    facts = {
+    description = {
         "preset": preset.name,
         "preprocessing": json.loads(json.dumps(asdict(settings))),
-        **facts,
+        **description,
     }
     if preset.architecture is not None:
-        facts["architecture"] = asdict(preset.architecture)
-    return Backbone(core, lambda image: prepare(image, settings), facts)
+        description["architecture"] = asdict(preset.architecture)
+    return Backbone(core, lambda image: prepare(image, settings), description)
 
 
 def _own(
@@ -225,16 +225,16 @@ def _own(
             if preset is None
             else "input (None, size, size, 3) and output (None, features)",
         )  # fmt: skip
-    facts = {
+    description = {
         "file": path.name,
         "file_sha256": file_sha256(path),
         "function": model.partition(".py:")[2],
     }
     if preset is not None:
-        return _prepared(core, preset, facts)
+        return _prepared(core, preset, description)
     # Floating-point numbers from 0 to 255.
     as_float = layers.Rescaling(1.0, dtype=keras.config.dtype_policy().variable_dtype)
-    return Backbone(core, as_float, facts)
+    return Backbone(core, as_float, description)
 
 
 def _call(model: str, path: Path, size: int) -> keras.Model:
@@ -286,8 +286,8 @@ def _saved_model(path: Path, preset: Preset, *, training: bool) -> Backbone:
         for file in sorted(path.rglob("*"))
         if file.is_file()
     }
-    facts = {"file": path.name, "file_sha256": digests}
-    return _prepared(keras.Model(image, outputs[0]), preset, facts)
+    description = {"file": path.name, "file_sha256": digests}
+    return _prepared(keras.Model(image, outputs[0]), preset, description)
 
 
 def _small_cnn(patch_size: int) -> keras.Model:

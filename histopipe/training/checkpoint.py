@@ -89,11 +89,11 @@ class TrainState:
 def save_state(folder: Path, state: TrainState, variables: Sequence[Any]) -> None:
     """Write `resume.npz` by one rename, and keep the previous file as `resume-older.npz`."""
     arrays = {_name(i): np.asarray(variable.value) for i, variable in enumerate(variables)}
-    facts = asdict(state)
-    arrays["values"] = facts.pop("values")
+    description = asdict(state)
+    arrays["values"] = description.pop("values")
     newest = folder / STATE_FILE
     with atomic_write(newest) as part, part.open("w+b") as file:
-        np.savez(file, allow_pickle=False, state=np.array(json.dumps(facts)), **arrays)
+        np.savez(file, allow_pickle=False, state=np.array(json.dumps(description)), **arrays)
         file.seek(0)
         file.write(hashlib.file_digest(file, _DIGEST).digest())
         file.flush()
@@ -146,12 +146,12 @@ def _read(path: Path) -> tuple[TrainState, list[NDArray[Any]]]:
     if hashlib.new(_DIGEST, content).digest() != whole[-_DIGEST_BYTES:]:
         raise ValueError("does not match its checksum")
     with np.load(io.BytesIO(content), allow_pickle=False) as saved:
-        facts = json.loads(str(saved["state"]))
-        auc = facts.pop("best_auc", None)
+        description = json.loads(str(saved["state"]))
+        auc = description.pop("best_auc", None)
         if auc is not None:  # of version 0.2.0, where -1 was undefined
-            facts["best_score"] = LOWEST if auc < 0 else auc
+            description["best_score"] = LOWEST if auc < 0 else auc
         variables = [saved[_name(i)] for i in range(len(saved.files) - 2)]
-        return TrainState(**facts, values=saved["values"]), variables
+        return TrainState(**description, values=saved["values"]), variables
 
 
 def _name(number: int) -> str:

@@ -105,8 +105,8 @@ class EpochLoop:
         self._cluster = cluster or Cluster()
         self._seed = seed
         self._replicas = self._strategy.num_replicas_in_sync
-        self._own = self._cluster.own_part(self._replicas)
-        self._sizes = [len(self._rows_of(replica)) for replica in self._own]
+        self._part = self._cluster.own_part(self._replicas)
+        self._sizes = [len(self._rows_of(replica)) for replica in self._part]
         self._rows = max(len(self._rows_of(replica)) for replica in range(self._replicas))
         self.micro_batch = micro_batch(step.whole(self._rows))
         self.skipped: dict[int, str] = {}
@@ -169,7 +169,7 @@ class EpochLoop:
 
     def own_rows(self, values: NDArray[np.float32]) -> list[NDArray[np.float32]]:
         """Return this worker's rows of `gathered`, in the form of `StepResults`."""
-        first, last = self._rows_of(self._own[0]), self._rows_of(self._own[-1])
+        first, last = self._rows_of(self._part[0]), self._rows_of(self._part[-1])
         return list(values[:, first.start : last.stop])
 
     def _rows_of(self, replica: int) -> range:
@@ -228,15 +228,15 @@ class EpochLoop:
         Uses a plain iterator: that of `tf.distribute` runs a tuner regardless of the dataset's options, and waits up to
         7 s for this tuner at the end of an epoch.
         """
-        source = BatchFeed(batches, self._own)
+        source = BatchFeed(batches, self._part)
         parts = iter(source.dataset(first, last))
         try:
             for _ in range(first, last):
                 before = time.monotonic()
                 self._cluster.note(READING)
-                step = [next(parts) for _ in self._own]
+                step = [next(parts) for _ in self._part]
                 waited = time.monotonic() - before
-                yield one_per_replica(self._strategy, step, self._own[0]), waited
+                yield one_per_replica(self._strategy, step, self._part[0]), waited
                 del step  # free it before the next batch is loaded
         except tf.errors.OpError:
             if source.failure is not None:

@@ -176,7 +176,7 @@ class PatchModel:
     """Image (B, H, W, 3) uint8 RGB to outputs (B, C), such as probabilities. Saved in `model.keras`."""
     rate_factors: Sequence[float] = ()
     """Factor of the learning rate for each trainable weight; empty: 1."""
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    description: Mapping[str, Any] = field(default_factory=dict)
     """Origin and preprocessing of the backbone, as JSON values."""
 
     @property
@@ -235,7 +235,7 @@ def build_model(
         factors = rate_factors(backbone.core, trained, layer_decay) if layer_decay < 1 else ()
         saved_name = re.sub(r"\W", "_", f"model_{Path(name).stem}", flags=re.ASCII)
         model = PatchModel(
-            trained, keras.Model(image, serving, name=saved_name), factors, backbone.facts
+            trained, keras.Model(image, serving, name=saved_name), factors, backbone.description
         )
         model.synchronize(True)
         return model

@@ -49,8 +49,8 @@ class Objective(ABC):
 
     @classmethod
     @abstractmethod
-    def recorded(cls, facts: Mapping[str, Any], *, loss: str, outputs: int) -> Self:
-        """Return the objective of a finished run, from its `facts`. `outputs` is the number of classes or labels.
+    def recorded(cls, description: Mapping[str, Any], *, loss: str, outputs: int) -> Self:
+        """Return the objective of a finished run, from what `describe` returned. `outputs` is the number of classes or labels.
 
         Raises:
             KeyError, TypeError: the facts are not those of this objective.
@@ -88,7 +88,7 @@ class Objective(ABC):
         """Return what patches contribute to each prediction that has a name, from (N, C) parts of the last layer."""
         return values
 
-    def facts(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """Return facts for users of a saved model, as JSON values."""
         return {}
 
@@ -132,7 +132,7 @@ class ClassObjective(Objective):
         return cls(classes)
 
     @classmethod
-    def recorded(cls, facts: Mapping[str, Any], *, loss: str, outputs: int) -> Self:
+    def recorded(cls, description: Mapping[str, Any], *, loss: str, outputs: int) -> Self:
         """Return the objective of a finished run."""
         return cls(outputs)
 
@@ -205,7 +205,7 @@ class MultilabelObjective(Objective):
         return cls(weights)
 
     @classmethod
-    def recorded(cls, facts: Mapping[str, Any], *, loss: str, outputs: int) -> Self:
+    def recorded(cls, description: Mapping[str, Any], *, loss: str, outputs: int) -> Self:
         """Return the objective of a finished run."""
         return cls(np.ones(outputs))
 
@@ -252,9 +252,9 @@ class RegressionObjective(Objective):
         return _fit_columns(Ridge, inputs, np.asarray(self.logits(tf.constant(targets))))
 
     @classmethod
-    def recorded(cls, facts: Mapping[str, Any], *, loss: str, outputs: int) -> Self:
+    def recorded(cls, description: Mapping[str, Any], *, loss: str, outputs: int) -> Self:
         """Return the objective of a finished run."""
-        return cls(facts["mean"], facts["deviation"], loss)
+        return cls(description["mean"], description["deviation"], loss)
 
     @classmethod
     def of(
@@ -302,7 +302,7 @@ class RegressionObjective(Objective):
         """Return (N, C) contributions in the units of the targets."""
         return values * self._scale
 
-    def facts(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """Return mean and standard deviation of the training targets."""
         return {"mean": self._mean.tolist(), "deviation": self._scale.tolist()}
 

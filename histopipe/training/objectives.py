@@ -41,9 +41,9 @@ class CoxObjective(Objective):
         self._baseline = None if baseline is None else np.array(baseline, np.float64)
 
     @classmethod
-    def recorded(cls, facts: Mapping[str, Any], *, loss: str, outputs: int) -> Self:
+    def recorded(cls, description: Mapping[str, Any], *, loss: str, outputs: int) -> Self:
         """Return the objective of a finished run."""
-        return cls(facts["times"], facts["baseline"])
+        return cls(description["times"], description["baseline"])
 
     @classmethod
     def of(
@@ -105,7 +105,7 @@ class CoxObjective(Objective):
         survival = self._baseline[None] ** np.exp(risk)
         return np.concatenate([outputs[:, :1], survival.astype(np.float32)], axis=1)
 
-    def facts(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """Return the times of the grid, and the baseline survival."""
         baseline = None if self._baseline is None else self._baseline.tolist()
         return {"times": self.grid, "baseline": baseline}
@@ -126,9 +126,9 @@ class DiscreteSurvival(Objective):
         self.outputs = len(self._edges) - 1
 
     @classmethod
-    def recorded(cls, facts: Mapping[str, Any], *, loss: str, outputs: int) -> Self:
+    def recorded(cls, description: Mapping[str, Any], *, loss: str, outputs: int) -> Self:
         """Return the objective of a finished run."""
-        return cls(facts["times"], facts["edges"])
+        return cls(description["times"], description["edges"])
 
     @classmethod
     def of(
@@ -202,7 +202,7 @@ class DiscreteSurvival(Objective):
         """Return (N, 1) contributions to the risk: the mean over the log odds of all hazards."""
         return np.asarray(values.mean(axis=1, keepdims=True))
 
-    def facts(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """Return the times of the grid, and the edges of the intervals."""
         return {"times": self.grid, "edges": self._edges.tolist()}
 

@@ -184,9 +184,9 @@ def write_results(
     folder: Path,
     predicted: Mapping[Subset, Predictions],
     result: TrainResult,
-    facts: Mapping[str, Any],
+    description: Mapping[str, Any],
 ) -> None:
-    """Write the predictions, and then `metrics.json`, which marks the run as finished. `facts` are added to it."""
+    """Write the predictions, and then `metrics.json`, which marks the run as finished. `description` are added to it."""
     write_predictions(
         folder / PREDICTIONS, [({"split": subset}, part) for subset, part in predicted.items()]
     )
@@ -195,7 +195,7 @@ def write_results(
         "tensorflow": tf.__version__,
         "keras": keras.__version__,
         "environment": _environment(),
-        **facts,
+        **description,
         **result.to_json(),
     }
     write_json(folder / METRICS, content)

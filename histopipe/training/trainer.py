@@ -96,8 +96,10 @@ class Trainer:
     def _frozen(self) -> str:
         """Return a digest of what training does not change: frozen weights, preprocessing, architecture."""
         weights = digest(frozen_weights(self._step.model.training))
-        facts = self._setup.facts.get("backbone", {})
-        described = {name: facts[name] for name in facts if name not in ("weights", "file")}
+        description = self._setup.description.get("backbone", {})
+        described = {
+            name: description[name] for name in description if name not in ("weights", "file")
+        }
         content = json.dumps([weights, described], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()
 
@@ -314,17 +316,17 @@ class Trainer:
             if skipped:
                 write_slide_table(self._folder / run_folder.SLIDES, slides)
                 message(f"{len(skipped)} damaged {self._config.unit} were skipped")
-            facts = {
+            description = {
                 "classes": splits.classes,
                 **setup.task_facts,
                 "split_by": splits.split_by,
                 self._config.unit: splits.count(),
-                **setup.facts,
+                **setup.description,
                 "skipped": len(skipped),
                 "replicas": self._step.strategy.num_replicas_in_sync,
                 "micro_batch": self._loop.micro_batch.size,
             }
-            write_results(self._folder, predicted, result, facts)
+            write_results(self._folder, predicted, result, description)
             self._advise(result)
         return result
 
@@ -368,7 +370,7 @@ def train_here(
         splits, slides = splits_and_slides(config, sources, folder, resume=resume)
         setup = make_setup(config, sources, splits, slides)
         if cluster.chief:
-            print_splits(splits, sources, setup.holders, config.unit)
+            print_splits(splits, sources, setup.units, config.unit)
         stack.enter_context(cluster.heartbeats(folder))
         stack.enter_context(_explained(cluster, folder))
         trainer = Trainer(

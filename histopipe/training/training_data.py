@@ -60,7 +60,7 @@ class TrainingSetup(ABC):
     training samples of a slide per epoch; 0: no limit.
     """
 
-    holders: str
+    units: str
     """Containers of the samples in the splits, as a plural noun for messages."""
     level: EvaluationLevel = "patch"
     """Level of a sample."""
@@ -77,7 +77,7 @@ class TrainingSetup(ABC):
         max_per_slide: int = 0,
     ) -> None:
         self.splits, self.slides = splits, slides
-        self.facts: Mapping[str, Any] = {}
+        self.description: Mapping[str, Any] = {}
         """Facts for users of the model, written to `metrics.json`."""
         self._config, self._sources = config, sources
         self._tables = {
@@ -152,7 +152,7 @@ class TrainingSetup(ABC):
         return {
             "task": splits.task_name,
             "targets": splits.targets,
-            "objective": self.objective.facts(),
+            "objective": self.objective.describe(),
         }
 
     @property
@@ -231,7 +231,7 @@ class TrainingSetup(ABC):
 class PatchTraining(TrainingSetup):
     """Training on patches."""
 
-    holders = "complete slides"
+    units = "complete slides"
     _config: PatchTrainConfig
     _sources: Sequence[Store]
 
@@ -254,7 +254,7 @@ class PatchTraining(TrainingSetup):
             if preset.licence:
                 message(f"the trained model contains weights of {preset.title}: {preset.licence}")
         scales = [mpp for mpp in mpps if mpp]
-        self.facts = {
+        self.description = {
             "spec": dict(stores[0].spec),
             "patch_mpp": statistics.median(scales) if scales else None,
         }
@@ -278,8 +278,8 @@ class PatchTraining(TrainingSetup):
                 precision=config.precision, trainable=config.trainable, layer_decay=config.layer_decay,
             )  # fmt: skip
             optimizer = make_optimizer(config, steps_per_epoch)
-        if model.facts:
-            self.facts = {**self.facts, "backbone": dict(model.facts)}
+        if model.description:
+            self.description = {**self.description, "backbone": dict(model.description)}
         settings = self._step_settings(
             normalize=None
             if config.stain_norm == "none"
@@ -290,8 +290,8 @@ class PatchTraining(TrainingSetup):
         return TrainStep(strategy, model, optimizer, settings)
 
 
-def print_splits(splits: Splits, sources: Sequence[SampleSource], holders: str, unit: str) -> None:
-    """Print the samples per subset and class. `holders` (see `TrainingSetup`) and `unit` are plural nouns."""
+def print_splits(splits: Splits, sources: Sequence[SampleSource], units: str, unit: str) -> None:
+    """Print the samples per subset and class. `units` (see `TrainingSetup`) and `unit` are plural nouns."""
     for subset, counts in splits.count().items():
         message(f"{subset:<11}{splits.task.subset_text(splits.targets_on(subset), counts, unit)}")
     if splits.split_by == "patch":
@@ -302,7 +302,7 @@ def print_splits(splits: Splits, sources: Sequence[SampleSource], holders: str, 
     left_out = sum(len(source.complete) for source in sources) - len(splits.slides)
     if left_out:
         column = "" if splits.column is None else f", or no value in column {splits.column}"
-        message(f"{left_out} {holders} left out: no label, or no patches{column}")
+        message(f"{left_out} {units} left out: no label, or no patches{column}")
     dropped = sum(int((slide.subsets < 0).sum()) for slide in splits.slides)
     if dropped:
         message(
@@ -351,15 +351,15 @@ class BagTraining(TrainingSetup):
             message(note)
         super().__init__(config, [bags], splits, slides)
         self._bags = bags
-        self.holders, self.level = f"{config.bag}s", config.bag
-        self.facts = {"encoders": [read_encoder(folder) for folder in bags.folders]}
+        self.units, self.level = f"{config.bag}s", config.bag
+        self.description = {"encoders": [read_encoder(folder) for folder in bags.folders]}
         if config.pooling in WITH_POSITIONS:
             for bag in bags.bags.values():
                 read_positions(bag)  # raises now, and not after an epoch
         if splits.covariates:
             rows = [slide.covariates for slide in splits.slides if len(slide.on("train"))]
             self.covariates = Covariates.of(splits.covariates, rows)
-            self.facts = {**self.facts, "covariates": self.covariates.to_json()}
+            self.description = {**self.description, "covariates": self.covariates.to_json()}
             for slide in splits.slides:
                 for text in self.covariates.unknown(slide.covariates):
                     message(

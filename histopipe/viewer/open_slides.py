@@ -39,20 +39,20 @@ class PictureCache:
 
     def __init__(self, most_bytes: int) -> None:
         self._most, self._bytes = most_bytes, 0
-        self._found: OrderedDict[Any, bytes] = OrderedDict()
+        self._pictures: OrderedDict[Any, bytes] = OrderedDict()
 
     def get(self, key: Any) -> bytes | None:
         """Return a picture, or None."""
-        if key in self._found:
-            self._found.move_to_end(key)
-        return self._found.get(key)
+        if key in self._pictures:
+            self._pictures.move_to_end(key)
+        return self._pictures.get(key)
 
     def add(self, key: Any, picture: bytes) -> None:
         """Add a picture."""
-        self._bytes += len(picture) - len(self._found.pop(key, b""))
-        self._found[key] = picture
+        self._bytes += len(picture) - len(self._pictures.pop(key, b""))
+        self._pictures[key] = picture
         while self._bytes > self._most:
-            self._bytes -= len(self._found.popitem(last=False)[1])
+            self._bytes -= len(self._pictures.popitem(last=False)[1])
 
 
 class OpenSlides:

@@ -137,7 +137,7 @@ class _ClusterIngest:
     parts: dict[str, tuple[str, SlideRecord]] = field(default_factory=dict)
     _ingested: dict[str, tuple[SlideOutcome, str]] = field(default_factory=dict)
     _outcomes: dict[str, SlideOutcome] = field(default_factory=dict)
-    _shown: set[str] = field(default_factory=set)
+    _messages: set[str] = field(default_factory=set)
     _suspected: set[str] = field(default_factory=set)
 
     def ingest(self, jobs: Sequence[SlideJob]) -> list[SlideOutcome]:
@@ -240,15 +240,15 @@ class _ClusterIngest:
             return False
         self._ingested[job.id] = ingested
         self._show_events()
-        if job.id not in self._shown:
-            self._shown.add(job.id)
+        if job.id not in self._messages:
+            self._messages.add(job.id)
             self.progress.finished(ingested[0])
         return True
 
     def _show_events(self) -> None:
         """Show the events that workers have sent. A slide that is ingested twice is shown once."""
         for event, first, *arguments in self.cluster.events():
-            if first not in self._shown:  # `first` is the slide id, or the text of a message
+            if first not in self._messages:  # `first` is the slide id, or the text of a message
                 getattr(self.progress, event)(first, *arguments)
 
     def _publish_parts(self) -> None:
@@ -301,5 +301,5 @@ class _ClusterIngest:
     def _finish(self, outcome: SlideOutcome) -> None:
         """Show the final outcome of a slide. It may differ from that of a worker, if its part was lost."""
         self._outcomes[outcome.id] = outcome
-        self._shown.add(outcome.id)
+        self._messages.add(outcome.id)
         self.progress.finished(outcome)
