@@ -30,10 +30,11 @@ demo: $(VENV)/.installed ## run the full pipeline on synthetic slides; ends with
 test: $(VENV)/.installed ## run the tests against the installed package
 	$(BIN)/python -P -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 
-lint: $(VENV)/.installed ## check format, lint, words and types
+lint: $(VENV)/.installed ## check format, lint, words, names and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/python -P tools/check_words.py
+	$(BIN)/python -P tools/check_names.py
 	$(BIN)/mypy
 
 check: lint test ## check everything and run the tests

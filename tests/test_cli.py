@@ -86,6 +86,35 @@ def test_word_check_reads_comments_strings_and_prose(tmp_path: Path) -> None:
     assert (done.returncode, words) == (1, ["told", "at hand", "stranger", "as it is"])
 
 
+def test_name_check_reads_the_syntax_tree(tmp_path: Path) -> None:
+    package = tmp_path / "histopipe" / "tasks"
+    package.mkdir(parents=True)
+    (package / "a.py").write_text(
+        "Grid = dict[str, int]\n"
+        "def read(found):\n"
+        "    for it in found: print(f'{it} found')\n"
+        "    return isinstance(found, Metrics) or task is None or config.task == 'survival'\n"
+    )
+    (tmp_path / "histopipe" / "a.py").write_text(
+        "class _Grid:\n    it: int = 1\nclass Judged: ...\n"
+    )
+    command = [sys.executable, str(PROJECT / "tools" / "check_names.py"), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert sorted(re.sub(r"^histopipe/", "", line) for line in done.stdout.splitlines()) == [
+        "9 wrong names",
+        "a.py:2: `it` is no name for a variable",
+        "a.py:3: `Judged` is no name for a class",
+        "classes or aliases have the same name: histopipe/a.py:1 _Grid, histopipe/tasks/a.py:1 Grid",
+        "modules have the same name: histopipe/a.py, histopipe/tasks/a.py",
+        "tasks/a.py:2: `found` is no name for a variable",
+        "tasks/a.py:3: `it` is no name for a variable",
+        "tasks/a.py:4: a task is asked for its class: Metrics; make it a method of the task",
+        "tasks/a.py:4: a task is compared with None; make it a method of the task",
+        "tasks/a.py:4: a task is compared with the name of a task; make it a method of the task",
+    ]
+
+
 @pytest.mark.parametrize(
     ("page", "code", "message"),
     [

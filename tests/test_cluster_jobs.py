@@ -21,8 +21,8 @@ from histopipe.geometry import Mpp
 from histopipe.ingestion.cluster import dask_cluster
 from histopipe.ingestion.cluster.cluster_ingest import ingest_on_cluster
 from histopipe.ingestion.cluster.slide_worker import ClusterSettings
+from histopipe.ingestion.ingest_report import SlideOutcome, SlideStatus
 from histopipe.ingestion.options import IngestOptions
-from histopipe.ingestion.report import SlideOutcome, SlideStatus
 from histopipe.ingestion.slide_job import SlideJob
 from histopipe.slides.discovery import discover
 from histopipe.store.catalog import read_catalog

@@ -16,7 +16,7 @@ from conftest import COMMAND, Run
 from sklearn import metrics as sk
 
 from histopipe.errors import DamagedStore, UsageError
-from histopipe.predictions.tables import read_predictions, write_predictions
+from histopipe.predictions.prediction_tables import read_predictions, write_predictions
 from histopipe.studies.compare import compare
 from histopipe.tasks.intervals import interval_of
 from histopipe.tasks.statistics import bootstrap_draws

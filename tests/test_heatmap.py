@@ -22,8 +22,8 @@ from tifffile import TiffFile
 
 from histopipe.annotations.annotation_files import read_annotations
 from histopipe.geometry import PointL0
+from histopipe.predictions.prediction_tables import ranks_of, write_predictions
 from histopipe.predictions.sources import PredictedSlide, PredictionsFolder
-from histopipe.predictions.tables import ranks_of, write_predictions
 from histopipe.reports.charts import lines
 from histopipe.reports.heatmap import (
     coloured,

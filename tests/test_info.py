@@ -13,7 +13,7 @@ from conftest import Run
 import histopipe
 from histopipe.cli import GROUPS
 from histopipe.errors import NothingToDo
-from histopipe.maintenance.info import StoreInfo
+from histopipe.maintenance.store_info import StoreInfo
 from histopipe.reports.info import FolderInfo
 
 

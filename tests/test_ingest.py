@@ -27,12 +27,12 @@ from PIL import Image
 
 from histopipe.errors import DamagedStore, SlideUnreadable
 from histopipe.geometry import Mpp
+from histopipe.ingestion.ingest_report import IngestProgress, SlideStatus
 from histopipe.ingestion.ingest_slides import find_early_outcome
 from histopipe.ingestion.options import AskedRoute, IngestOptions
 from histopipe.ingestion.patch_source import close_all, store_chunk
 from histopipe.ingestion.pipeline import Pipeline
 from histopipe.ingestion.planning import plan_slide
-from histopipe.ingestion.report import IngestProgress, SlideStatus
 from histopipe.ingestion.slide_job import SlideJob
 from histopipe.slides.slide_files import SlideFile
 from histopipe.store.claims import Claims

@@ -36,7 +36,7 @@ from histopipe.evaluation.evaluate import (
     remarks,
     split_lines,
 )
-from histopipe.predictions.tables import read_predictions, write_predictions
+from histopipe.predictions.prediction_tables import read_predictions, write_predictions
 from histopipe.reports.evaluation_blocks import (
     CHARTS,
     EvaluatedPredictions,

@@ -643,7 +643,7 @@ def unbalanced_training(folder: Path, **settings: Any) -> Any:
     """Return the training on a store with six normal slides of 4 patches, and six of tumour with 12 each."""
     from histopipe.runs.training_data import new_splits, read_labelling
     from histopipe.store.store import Store
-    from histopipe.training.training_data import PatchTraining
+    from histopipe.training.training_setup import PatchTraining
 
     pictures = jpegs(0, 12, 32)
     slides = {f"{'nt'[i % 2]}{i}": pictures[: (4, 12)[i % 2]] for i in range(12)}

@@ -16,9 +16,9 @@ from test_ingest import CMU, TCGA, contents
 
 from histopipe.errors import UsageError
 from histopipe.ingestion import ingest_slides
+from histopipe.ingestion.ingest_report import IngestReport, SlideOutcome, SlideStatus
 from histopipe.ingestion.options import IngestOptions
 from histopipe.ingestion.planning import plan_slide
-from histopipe.ingestion.report import IngestReport, SlideOutcome, SlideStatus
 from histopipe.ingestion.slide_job import SlideJob
 from histopipe.store.store import Store
 from histopipe.system.files import network_filesystem

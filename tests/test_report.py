@@ -24,7 +24,7 @@ from selenium.webdriver.support.ui import WebDriverWait
 from sklearn.metrics import roc_auc_score, roc_curve
 from test_store import RECORD, SPEC, columns_of
 
-from histopipe.maintenance.info import info_of
+from histopipe.maintenance.store_info import info_of
 from histopipe.reports.charts import roc_chart
 from histopipe.reports.store_report import _cards
 from histopipe.store.store import Store

@@ -25,7 +25,7 @@ from histopipe.runs.task_config import (
     resumed_config,
 )
 from histopipe.runs.train import advise
-from histopipe.studies.settings import FoldSettings, StudySettings
+from histopipe.studies.study_settings import FoldSettings, StudySettings
 from histopipe.system.settings import Setting, declared_settings, to_toml
 
 ALL = declared_settings(*CONFIGS, FoldSettings, StudySettings)

@@ -22,7 +22,7 @@ from sklearn.linear_model import LogisticRegression
 
 from histopipe.errors import DamagedStore
 from histopipe.evaluation.evaluate import Evaluation, evaluate, evaluate_subsets, evaluation_lines
-from histopipe.predictions.tables import read_predictions, write_predictions
+from histopipe.predictions.prediction_tables import read_predictions, write_predictions
 from histopipe.tasks.choices import name_of
 from histopipe.tasks.multilabel import Multilabel
 from histopipe.tasks.predictions import Metrics, joined_predictions, with_common_patients

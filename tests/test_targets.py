@@ -22,7 +22,7 @@ from test_resume import EACH_STEP
 
 import histopipe
 from histopipe.errors import NothingToDo, UsageError
-from histopipe.predictions.tables import read_predictions
+from histopipe.predictions.prediction_tables import read_predictions
 from histopipe.splits.assignment import Assignment
 from histopipe.splits.labelling import Covariates, Labelling
 from histopipe.splits.splits import SlideSplit, load_splits

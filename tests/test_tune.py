@@ -28,8 +28,8 @@ from histopipe.errors import MachineShort, UsageError
 from histopipe.reports.info import FolderInfo
 from histopipe.runs.task_config import PatchTrainConfig
 from histopipe.studies.search_space import Range, read_space, settings_of, space_of
-from histopipe.studies.settings import StudySettings
 from histopipe.studies.study import JOURNAL, Study, _are_same, open_storage
+from histopipe.studies.study_settings import StudySettings
 
 SPACE = """
 learning_rate = { low = 1e-4, high = 1e-1, log = true }

@@ -33,7 +33,7 @@ from viewed import CLASSES, PATCH, SLIDE, Notes, fetch, viewing
 
 from histopipe.errors import UsageError
 from histopipe.geometry import PointL0, Size
-from histopipe.predictions.tables import read_predictions
+from histopipe.predictions.prediction_tables import read_predictions
 from histopipe.slides.readers import open_slide
 from histopipe.slides.slide_files import SlideFile, SlideHashes, pixel_hash
 from histopipe.splits.splits import load_splits

@@ -16,8 +16,8 @@ from made_scores import class_predictions
 from numpy.typing import NDArray
 
 from histopipe.features.feature_file import record_encoder, writing
+from histopipe.predictions.prediction_tables import FOLDER, PREDICTIONS, write_predictions
 from histopipe.predictions.sources import PredictedSlide, PredictionsFolder
-from histopipe.predictions.tables import FOLDER, PREDICTIONS, write_predictions
 from histopipe.runs import folder as run_folder
 from histopipe.runs.task_config import PatchTrainConfig
 from histopipe.runs.training_data import read_labelling, split_options

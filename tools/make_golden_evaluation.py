@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from histopipe.evaluation.evaluate import evaluate_subsets
-from histopipe.predictions.tables import read_predictions, write_predictions
+from histopipe.predictions.prediction_tables import read_predictions, write_predictions
 from histopipe.tasks.classification import Classification
 from histopipe.tasks.multilabel import Multilabel
 from histopipe.tasks.regression import Regression

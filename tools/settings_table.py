@@ -10,13 +10,13 @@ from pathlib import Path
 
 from histopipe.cli.parameters import default_text
 from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig
-from histopipe.studies.settings import FoldSettings, StudySettings
+from histopipe.studies.study_settings import FoldSettings, StudySettings
 from histopipe.system.settings import Setting, declared_settings
 
 PATH = Path(__file__).parents[1] / "docs" / "reference" / "settings.md"
 _HEAD = """# Settings
 
-Written by `make docs` from the declarations in `runs/` and `studies/settings.py`. Do not edit.
+Written by `make docs` from the declarations in `runs/` and `studies/study_settings.py`. Do not edit.
 
 The settings of `histopipe train`, of `histopipe train --folds` and of `histopipe tune`. Flags have
 their names with `-` for `_`. Python functions (`histopipe.train`, `cross_validate`, `tune`) and

@@ -37,8 +37,8 @@ from histopipe.ingestion.cluster.slide_worker import (
     ingest_slide,
     publish,
 )
+from histopipe.ingestion.ingest_report import SlideOutcome
 from histopipe.ingestion.options import IngestOptions
-from histopipe.ingestion.report import SlideOutcome
 from histopipe.ingestion.slide_job import SlideJob
 from histopipe.slides.discovery import discover
 from histopipe.tiling.spec import TilingSpec

@@ -28,7 +28,7 @@ from histopipe.ingestion.options import (
 from histopipe.system.settings import select_settings
 
 if TYPE_CHECKING:
-    from histopipe.ingestion.report import IngestReport
+    from histopipe.ingestion.ingest_report import IngestReport
 
 _store_option = click.option(
     "--out",

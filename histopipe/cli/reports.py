@@ -105,7 +105,7 @@ def report(paths: tuple[Path, ...], no_pictures: bool, **options: Any) -> None:
     Compare: histopipe report runs/first runs/second --out comparison.html
     Submit:  histopipe report runs/first --checklist tripod-ai --out tripod.docx
     """
-    from histopipe.maintenance.info import store_info
+    from histopipe.maintenance.store_info import store_info
     from histopipe.system.folders import FolderKind, folder_kind
 
     result = histopipe.report(paths, pictures=not no_pictures, **options)

@@ -24,7 +24,7 @@ from histopipe.cli.parameters import (
 from histopipe.errors import ExitCode, HistopipeError, UsageError
 from histopipe.inference.options import EmbedOptions, PredictOptions
 from histopipe.runs.task_config import CONFIGS, read_config
-from histopipe.studies.settings import FoldSettings, StudySettings
+from histopipe.studies.study_settings import FoldSettings, StudySettings
 from histopipe.system.output import exit_code_of
 from histopipe.system.settings import (
     declared_settings,

@@ -25,7 +25,7 @@ from histopipe.inference.predict import predict
 from histopipe.inference.predict_patches import PredictResult
 from histopipe.ingestion.request import ingest
 from histopipe.measure.quality import quality
-from histopipe.predictions.tables import PREDICTIONS, read_predictions
+from histopipe.predictions.prediction_tables import PREDICTIONS, read_predictions
 from histopipe.reports import charts
 from histopipe.reports.heatmap import heatmap
 from histopipe.reports.html_page import plan_image

@@ -11,8 +11,8 @@ from typing import Any
 from histopipe.errors import NothingToDo
 from histopipe.evaluation.breakdown import Breakdown, break_down
 from histopipe.evaluation.evaluate import Evaluation, evaluate
+from histopipe.predictions.prediction_tables import write_predictions
 from histopipe.predictions.sources import labelled_patches
-from histopipe.predictions.tables import write_predictions
 from histopipe.splits.slide_table import (
     Exclusion,
     Flow,

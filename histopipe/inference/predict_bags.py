@@ -27,8 +27,8 @@ from histopipe.inference.external_evaluation import (
 )
 from histopipe.inference.options import PredictOptions
 from histopipe.inference.predict_patches import PredictResult
+from histopipe.predictions.prediction_tables import write_patch_values, write_summary
 from histopipe.predictions.sources import PATIENTS, SLIDES, PredictionsFolder
-from histopipe.predictions.tables import write_patch_values, write_summary
 from histopipe.slides.tables import table_columns
 from histopipe.splits.splits import SPLITS, trained_on
 from histopipe.system.csv_files import column_key

@@ -14,10 +14,7 @@ from histopipe._version import __version__
 from histopipe.annotations.patch_labels import NO_LABELS
 from histopipe.errors import MaskUnfit, ScaleError, SlideError, UsageError
 from histopipe.geometry import Mpp, same_scale
-from histopipe.ingestion.options import IngestOptions
-from histopipe.ingestion.pipeline import Pipeline
-from histopipe.ingestion.planning import prepare
-from histopipe.ingestion.report import (
+from histopipe.ingestion.ingest_report import (
     LOG,
     SUMMARY,
     IngestProgress,
@@ -26,6 +23,9 @@ from histopipe.ingestion.report import (
     SlideOutcome,
     SlideStatus,
 )
+from histopipe.ingestion.options import IngestOptions
+from histopipe.ingestion.pipeline import Pipeline
+from histopipe.ingestion.planning import prepare
 from histopipe.ingestion.slide_job import SlideJob
 from histopipe.measure.annotate import annotate_slides
 from histopipe.slides.readers import open_slide

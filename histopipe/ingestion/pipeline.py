@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from histopipe.errors import HistopipeError, MachineShort, SlideError
+from histopipe.ingestion.ingest_report import IngestProgress, SlideOutcome, SlideStatus
 from histopipe.ingestion.options import IngestOptions
 from histopipe.ingestion.patch_source import Chunk, chunks, store_chunk
 from histopipe.ingestion.planning import plan_slide
-from histopipe.ingestion.report import IngestProgress, SlideOutcome, SlideStatus
 from histopipe.ingestion.slide_job import SlideJob
 from histopipe.slides.staging import StagedSlide, StagingArea
 from histopipe.store.claims import Claims

@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from histopipe.errors import ExitCode, NothingToDo, SlideError
-from histopipe.ingestion.ingest_slides import check_ingest, open_stage, sort_slides
-from histopipe.ingestion.options import IngestOptions
-from histopipe.ingestion.planning import plan_slide, prepare
-from histopipe.ingestion.report import (
+from histopipe.ingestion.ingest_report import (
     IngestProgress,
     SlideOutcome,
     SlideStatus,
     lines_of_slides,
     reason_without_patches,
 )
+from histopipe.ingestion.ingest_slides import check_ingest, open_stage, sort_slides
+from histopipe.ingestion.options import IngestOptions
+from histopipe.ingestion.planning import plan_slide, prepare
 from histopipe.ingestion.request import read_request
 from histopipe.ingestion.slide_job import SlideJob, SlidePlan
 from histopipe.slides.staging import SourceSpeed, StagedSlide, measure_source, staged

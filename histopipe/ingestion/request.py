@@ -57,7 +57,7 @@ from histopipe.tissue_masks.mask_files import PNG, find_masks
 from histopipe.tissue_masks.network import SUFFIXES, check_network, identify_network
 
 if TYPE_CHECKING:
-    from histopipe.ingestion.report import IngestReport
+    from histopipe.ingestion.ingest_report import IngestReport
 
 
 def ingest(

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore, UsageError
-from histopipe.predictions.tables import (
+from histopipe.predictions.prediction_tables import (
     FOLDER,
     PREDICTIONS,
     patch_value_files,

@@ -32,7 +32,7 @@ from histopipe.runs.task_config import CONFIGS, make_config
 from histopipe.splits.slide_table import flow_from_json
 from histopipe.studies.compare import CompareResult, compare
 from histopipe.studies.cross_validation import leaked_from, read_parts, tested_slides
-from histopipe.studies.settings import FoldSettings
+from histopipe.studies.study_settings import FoldSettings
 from histopipe.system.files import read_json, reading
 from histopipe.system.settings import read_settings
 from histopipe.tasks.choices import LEVELS, name_of

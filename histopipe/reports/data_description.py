@@ -14,7 +14,7 @@ import numpy as np
 from histopipe.errors import HistopipeError
 from histopipe.evaluation.subgroups import NoValue, group_name
 from histopipe.features.feature_file import paths_of_stores
-from histopipe.predictions.tables import PREDICTIONS, read_predictions
+from histopipe.predictions.prediction_tables import PREDICTIONS, read_predictions
 from histopipe.reports.evaluation_blocks import EvaluatedPredictions
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig

@@ -14,14 +14,7 @@ from PIL import Image
 
 from histopipe.errors import DamagedStore, NothingToDo, UsageError
 from histopipe.geometry import Mpp
-from histopipe.predictions.sources import (
-    FolderSource,
-    PredictedSlide,
-    PredictionsFolder,
-    PredictionSource,
-    RunSource,
-)
-from histopipe.predictions.tables import (
+from histopipe.predictions.prediction_tables import (
     ATTENTION,
     CONTRIBUTION,
     FOLDER,
@@ -30,6 +23,13 @@ from histopipe.predictions.tables import (
     ranks_of,
     read_contributions,
     read_patch_values,
+)
+from histopipe.predictions.sources import (
+    FolderSource,
+    PredictedSlide,
+    PredictionsFolder,
+    PredictionSource,
+    RunSource,
 )
 from histopipe.slides.readers import open_slide
 from histopipe.slides.thumbnail import ASSUMED_MPP, read_thumbnail

@@ -12,7 +12,7 @@ from histopipe.errors import NothingToDo
 from histopipe.evaluation.evaluate import Evaluation, evaluation_lines, split_lines
 from histopipe.features.feature_file import check_features, feature_files, read_header
 from histopipe.inference.external_evaluation import read_evaluation
-from histopipe.maintenance.info import StoreInfo, store_info
+from histopipe.maintenance.store_info import StoreInfo, store_info
 from histopipe.predictions.sources import SETTINGS, SLIDES
 from histopipe.runs import folder as run_folder
 from histopipe.runs.result import is_finished, read_result

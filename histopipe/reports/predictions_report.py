@@ -16,6 +16,7 @@ from histopipe.inference.external_evaluation import (
     ExternalEvaluation,
     read_evaluation,
 )
+from histopipe.predictions.prediction_tables import read_predictions
 from histopipe.predictions.sources import (
     PATIENTS,
     SETTINGS,
@@ -23,7 +24,6 @@ from histopipe.predictions.sources import (
     PredictionsFolder,
     labelled_patches,
 )
-from histopipe.predictions.tables import read_predictions
 from histopipe.reports.evaluation_blocks import (
     INTERVALS,
     EvaluatedPredictions,

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore, UsageError
-from histopipe.maintenance.info import StoreInfo, info_of
+from histopipe.maintenance.store_info import StoreInfo, info_of
 from histopipe.reports import charts
 from histopipe.reports.html_page import (
     SIDE,

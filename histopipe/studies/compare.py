@@ -20,7 +20,7 @@ from histopipe.runs.result import is_finished, read_result
 from histopipe.runs.task_config import CONFIGS, make_config, read_config
 from histopipe.splits.splits import DROPPED, SPLITS, Splits, load_splits
 from histopipe.studies.cross_validation import evaluate_folds, read_parts
-from histopipe.studies.settings import FoldSettings
+from histopipe.studies.study_settings import FoldSettings
 from histopipe.system.csv_files import nfc
 from histopipe.system.output import counted
 from histopipe.system.settings import read_settings, select_settings

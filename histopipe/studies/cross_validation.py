@@ -26,7 +26,7 @@ from histopipe.evaluation.evaluate import (
     evaluation_lines,
     number,
 )
-from histopipe.predictions.tables import PREDICTIONS, read_predictions, write_predictions
+from histopipe.predictions.prediction_tables import PREDICTIONS, read_predictions, write_predictions
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.recipe import with_recipe
@@ -44,8 +44,8 @@ from histopipe.runs.workers import in_cluster
 from histopipe.splits.slide_table import Flow, SlideEntry, flow_of, flow_to_json, leaked_patients
 from histopipe.splits.splits import SPLITS, Splits, load_splits
 from histopipe.splits.splitting import make_folds
-from histopipe.studies.settings import FoldSettings
 from histopipe.studies.study import share_devices, train_with_retries
+from histopipe.studies.study_settings import FoldSettings
 from histopipe.system.csv_files import write_dicts
 from histopipe.system.files import read_json, write_atomically, write_json
 from histopipe.system.output import Progress, default_progress

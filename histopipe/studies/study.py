@@ -36,7 +36,7 @@ from histopipe.runs.result import TrainResult
 from histopipe.runs.supervision import Supervision, supervise
 from histopipe.runs.task_config import CONFIGS
 from histopipe.studies.search_space import SearchSpace
-from histopipe.studies.settings import StudySettings
+from histopipe.studies.study_settings import StudySettings
 from histopipe.system.files import locked, network_filesystem
 from histopipe.system.folders import STUDY_ID, writable
 from histopipe.system.hashing import combine

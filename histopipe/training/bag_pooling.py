@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore
 from histopipe.features.bags import Bag, read_bag, read_positions
-from histopipe.predictions.tables import write_patch_values
+from histopipe.predictions.prediction_tables import write_patch_values
 from histopipe.system.output import message
 from histopipe.training.bag_model import HIDDEN, JOINT, BagModel, Patches, PooledBags
 from histopipe.training.models import values_of

@@ -19,7 +19,7 @@ from histopipe._version import __version__
 from histopipe.dataset.sampling import BatchSampler
 from histopipe.dataset.selection import SampleLocations, unpack_keys
 from histopipe.errors import UsageError
-from histopipe.predictions.tables import PREDICTIONS, write_predictions
+from histopipe.predictions.prediction_tables import PREDICTIONS, write_predictions
 from histopipe.runs.result import METRICS, TrainResult
 from histopipe.splits.splits import SampleSource, Splits
 from histopipe.splits.subsets import Subset

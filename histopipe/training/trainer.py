@@ -52,7 +52,7 @@ from histopipe.training.outputs import (
     write_results,
     write_tensorboard,
 )
-from histopipe.training.training_data import TrainingSetup, make_setup, print_splits
+from histopipe.training.training_setup import TrainingSetup, make_setup, print_splits
 
 
 class Trainer:

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from histopipe.predictions.prediction_tables import ranks_of
 from histopipe.predictions.sources import PredictionSource
-from histopipe.predictions.tables import ranks_of
 from histopipe.splits.subsets import SUBSETS
 from histopipe.viewer.collection import Entry
 

@@ -34,8 +34,8 @@ from histopipe.errors import HistopipeError
 from histopipe.features.feature_file import check_coords, check_features, writing
 from histopipe.geometry import Level, PointL0, RegionL0, RegionLevel, Size
 from histopipe.maintenance.transfer import Manifest, StoredFile, manifest_of
+from histopipe.predictions.prediction_tables import read_predictions
 from histopipe.predictions.sources import PredictedSlide
-from histopipe.predictions.tables import read_predictions
 from histopipe.runs.result import read_result
 from histopipe.runs.task_config import read_config
 from histopipe.slides.discovery import discover

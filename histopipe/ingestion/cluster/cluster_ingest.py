@@ -19,14 +19,7 @@ from histopipe._version import __version__
 from histopipe.errors import UsageError
 from histopipe.ingestion.cluster.dask_cluster import DaskCluster, connected
 from histopipe.ingestion.cluster.slide_worker import ClusterSettings
-from histopipe.ingestion.ingest_slides import (
-    annotate_skipped,
-    check_ingest,
-    sort_slides,
-    write_labels,
-)
-from histopipe.ingestion.options import IngestOptions
-from histopipe.ingestion.report import (
+from histopipe.ingestion.ingest_report import (
     LOG,
     SUMMARY,
     IngestProgress,
@@ -34,6 +27,13 @@ from histopipe.ingestion.report import (
     SlideOutcome,
     SlideStatus,
 )
+from histopipe.ingestion.ingest_slides import (
+    annotate_skipped,
+    check_ingest,
+    sort_slides,
+    write_labels,
+)
+from histopipe.ingestion.options import IngestOptions
 from histopipe.ingestion.slide_job import SlideJob
 from histopipe.slides.tables import SlideLabel
 from histopipe.store.catalog import Catalog, read_catalog

@@ -18,7 +18,7 @@ from typing import Any
 
 from histopipe.errors import HistopipeError, MachineShort, UsageError, WorkerLost
 from histopipe.ingestion.cluster.slide_worker import ClusterSettings, ingest_slide, publish
-from histopipe.ingestion.report import SlideOutcome
+from histopipe.ingestion.ingest_report import SlideOutcome
 from histopipe.ingestion.slide_job import SlideJob
 from histopipe.system.worker_pool import WorkerDied
 

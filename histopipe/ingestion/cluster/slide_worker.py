@@ -18,10 +18,10 @@ from pathlib import Path
 
 from histopipe._version import __version__
 from histopipe.errors import NothingToDo, UsageError
+from histopipe.ingestion.ingest_report import SendEvent, SlideOutcome
 from histopipe.ingestion.ingest_slides import ingest_slides
 from histopipe.ingestion.options import IngestOptions
 from histopipe.ingestion.planning import prepare
-from histopipe.ingestion.report import SendEvent, SlideOutcome
 from histopipe.ingestion.slide_job import SlideJob
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter

@@ -32,7 +32,7 @@ PLACES = {
     "save": ("histopipe.training.trainer", None, "save_state"),
     "keep": ("histopipe.training.checkpoint", None, "_keep"),
     "write": ("histopipe.training.checkpoint", None, "_name"),
-    "build": ("histopipe.training.training_data", None, "build_model"),
+    "build": ("histopipe.training.training_setup", None, "build_model"),
 }
 
 
