@@ -28,7 +28,6 @@ from histopipe.store.store import Store
 from histopipe.system.csv_files import FLAGS, cell_number, is_number, read_dicts
 from histopipe.system.files import read_json_object, reading
 from histopipe.system.output import counted, listed
-from histopipe.tasks.choices import TaskName
 from histopipe.tasks.task import Predictions, Task
 
 SUBSET_NAMES: Mapping[Subset, str] = {
@@ -36,9 +35,6 @@ SUBSET_NAMES: Mapping[Subset, str] = {
     "validation": "validation",
     "test": "test",
 }
-_STRATA: dict[TaskName, str] = {
-    "classification": "class", "multilabel": "label", "regression": "value", "survival": "event and time",
-}  # fmt: skip
 OTHER_DATA_UNKNOWN = "Performance on slides from another hospital, scanner or stain is unknown"
 _MOST = 12
 """Most different values of a column that are listed."""
@@ -370,7 +366,7 @@ def _describe_split(run: RunData) -> str:
     units = f"{splits.get('split_by')}s, {run.config.unit} and " if balanced else ""
     return (
         f"The data were divided at random into training, validation and test ({shares}), stratified by "
-        f"{units}{_STRATA[run.config.task]}, {seed}."
+        f"{units}{run.config.task_type.stratum}, {seed}."
     )
 
 

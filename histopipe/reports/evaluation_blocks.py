@@ -294,10 +294,10 @@ def _survival_charts(evaluated: EvaluatedPredictions) -> Iterator[Block | Table]
 CHARTS: Mapping[TaskName, tuple[str, Callable[[EvaluatedPredictions], Iterator[Block | Table]]]] = {
     "classification": ("ROC and calibration", _curves),
     "multilabel": ("ROC and calibration", _curves),
-    "regression": ("Predictions", _scatter_charts),
     "survival": ("Predictions", _survival_charts),
 }
-"""Title and contents of the section with the charts, by task."""
+PREDICTION_CHARTS = "Predictions", _scatter_charts
+"""Title and contents of the section with the charts, by task; of other tasks, true against predicted values."""
 
 
 def confusions(evaluated: EvaluatedPredictions) -> Iterator[Block]:

@@ -9,6 +9,7 @@ from itertools import islice
 from histopipe.reports.data_description import RunData
 from histopipe.reports.evaluation_blocks import (
     CHARTS,
+    PREDICTION_CHARTS,
     EvaluatedPredictions,
     confusions,
     metrics_blocks,
@@ -89,7 +90,7 @@ def _target_rows(evaluated: EvaluatedPredictions) -> Iterator[Row]:
 def add_metrics(page: Page, evaluated: EvaluatedPredictions) -> None:
     """Add the metrics with their charts."""
     page.add("Metrics", *metrics_blocks(evaluated))
-    title, draw_charts = CHARTS[evaluated.task.name]
+    title, draw_charts = CHARTS.get(evaluated.task.name, PREDICTION_CHARTS)
     page.add(title, *draw_charts(evaluated))
     page.add("Confusion", *confusions(evaluated))
 

@@ -266,9 +266,10 @@ class TrainConfig:
                 expected=f"a column of --labels for {task}" if needed else "another --task",
             )  # fmt: skip
         if self.task_type.of_classes:
+            with_losses = " or ".join(name for name, losses in LOSSES.items() if losses)
             yield (
                 self.loss != "auto",
-                UsageError("--loss", found=task, expected="--task regression or survival"),
+                UsageError("--loss", found=task, expected=f"--task {with_losses}"),
             )
             return
         columns, losses = self.target_columns, ", ".join(("auto", *LOSSES[self.task]))

@@ -42,6 +42,7 @@ class Classification(Task):
     """One of several classes. `positive_class` is the positive one of two; None for the last."""
 
     name = "classification"
+    stratum = "class"
     settings = ()
     aggregations = AGGREGATIONS
     main: ClassVar[Mapping[str, str]] = {"auc": "AUC", "balanced_accuracy": "bal. acc."}

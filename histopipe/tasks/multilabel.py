@@ -26,6 +26,7 @@ class Multilabel(Task):
     """Several labels, each 0 or 1 or missing."""
 
     name = "multilabel"
+    stratum = "label"
     read_cell = staticmethod(flag_cell)
     probabilities = True
     outcome_text = "The outcomes are the labels {}."

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.system.arrays import FloatArray
+from histopipe.tasks.choices import TaskName
 from histopipe.tasks.intervals import WeightedStatistics
 from histopipe.tasks.statistics import ColumnStatistics
 from histopipe.tasks.task import Predictions, Task, rank_parts, relative_ranks
@@ -90,7 +91,7 @@ def _mean(rows: FloatArray, values: FloatArray) -> FloatArray:
 class Regression(Task):
     """One or several numbers."""
 
-    name = "regression"
+    name: ClassVar[TaskName] = "regression"
     prefix = "predicted_"
     outcome_text = "The outcomes are the numbers {}."
     predicted_text = "a number for each column ({})"

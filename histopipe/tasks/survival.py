@@ -276,6 +276,7 @@ class Survival(Task):
     """
 
     name = "survival"
+    stratum = "event and time"
     settings = ("time", "event")
     of_patches = of_values = False
     outcome_text = "The outcome is the time until an event (columns {})."

@@ -149,6 +149,7 @@ class Task(ABC):
         probabilities: whether the outputs are probabilities.
         by_subgroup, compared: metrics of subgroups, and of differences between runs.
         several: what a slide has whose patches have different targets.
+        stratum: what is equally frequent in all subsets of a split.
         undefined: what resamples do for which a metric is undefined.
         outcome_text, predicted_text: sentence on what is predicted, and noun phrase on what the model returns, with a
             place for the classes or columns.
@@ -167,6 +168,7 @@ class Task(ABC):
     of_values: ClassVar[bool] = True
     probabilities: ClassVar[bool] = False
     several: ClassVar[str] = "targets"
+    stratum: ClassVar[str] = "value"
     undefined: ClassVar[str] = "are undefined"
     outcome_text: ClassVar[str]
     predicted_text: ClassVar[str]
