@@ -955,7 +955,7 @@ def test_invalid_features_and_labels_are_refused(bags: Path, tmp_path: Path) -> 
         ({"split_by": "region"}, "--split-by region divides slides"),
         ({"mil": None, "pooling": "max"}, "--pooling: found no --mil"),
         ({"mil": None, "bag": "patient"}, "--bag: found no --mil"),
-        ({"pooling": "median"}, "--pooling"),
+        ({"pooling": "median"}, "pooling: found 'median'"),
     ],
 )
 def test_settings_that_do_not_apply_are_refused(settings: dict[str, Any], expected: str) -> None:

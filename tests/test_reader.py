@@ -261,10 +261,10 @@ def test_shards_together_form_one_epoch(
         for i in range(count)
     ]
     assert len({len(shard) for shard in shards}) == 1
-    joined = histopipe.load_dataset(two, batch_size=4 * count, **given_settings)
+    whole = histopipe.load_dataset(two, batch_size=4 * count, **given_settings)
     # In each step, the batches of the shards in sequence equal the batch of a single reader.
     joined = [key for parts in zip(*shards, strict=True) for key in keys_of(parts)]
-    assert joined == keys_of(joined)
+    assert joined == keys_of(whole)
 
 
 def test_invalid_arguments_are_refused(two: list[Path]) -> None:
