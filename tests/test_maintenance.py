@@ -333,7 +333,7 @@ def test_stores_of_another_split_are_refused(made_store: Path, tmp_path: Path, r
     )
     before = {side: contents(tmp_path / "sides" / f"{side}.lmdb") for side in ("train", "test")}
     done = run("split", made_store, "--splits", tmp_path / "2.json", "--out", tmp_path / "sides")
-    assert (done.returncode, "contains slides of another side" in done.stderr) == (2, True), (
+    assert (done.returncode, "contains slides of another subset" in done.stderr) == (2, True), (
         done.stderr
     )
     assert before == {side: contents(tmp_path / "sides" / f"{side}.lmdb") for side in before}
@@ -360,7 +360,7 @@ def test_split_within_slides_is_refused(made_store: Path, tmp_path: Path, run: R
         "--out",
         tmp_path / "sides",
     )
-    assert (done.returncode, "assigns patches of one slide to several sides" in done.stderr) == (
+    assert (done.returncode, "assigns patches of one slide to several subsets" in done.stderr) == (
         2,
         True,
     )

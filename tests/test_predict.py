@@ -566,6 +566,6 @@ def test_slides_are_predicted_again_with_another_scale(
     tiler: Any = SimpleNamespace(
         _mpps={"a": csv} if csv else {}, _ingest=SimpleNamespace(default_mpp=default)
     )
-    predicted = SimpleNamespace(mpp=mpp, mpp_source=source)
-    folder: Any = SimpleNamespace(complete=lambda *_: predicted)
-    assert FileSource._is_complete(tiler, SlideFile("a", path, (path,)), folder) is complete
+    predicted: Any = SimpleNamespace(mpp=mpp, mpp_source=source)
+    file = SlideFile("a", path, (path,))
+    assert FileSource._is_complete(tiler, file, lambda *_: predicted) is complete

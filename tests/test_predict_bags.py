@@ -137,7 +137,7 @@ def test_external_validation_of_a_slide_model(slide_model: Trained, tmp_path: Pa
         f"Warning: the training used {len(result.evaluated.in_training)} of these slides",
         "The logits are divided by the temperature of the training",
         "ROC, slides",
-        "wrong decisions, those with the highest certainty first",
+        "wrong decisions, those with the highest confidence first",
     ):
         assert text in page
     rows = rows_of(out / "evaluated.csv")

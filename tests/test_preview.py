@@ -63,7 +63,7 @@ def test_plan_writes_nothing_and_matches_ingest(run: Run, data: Path, tmp_path: 
     assert slides["broken"]["status"] == "failed"
     assert "has no slide format that OpenSlide supports" in slides["broken"]["reason"]
     assert preview["warnings"] == [
-        "slide-000, twin are copies of one slide: all are stored, and stay on the same side of a split"
+        "slide-000, twin are copies of one slide: all are stored, and stay in the same subset of a split"
     ]
     assert run("ingest", "in").returncode == 3
     with Store(tmp_path / "patches.lmdb") as store:

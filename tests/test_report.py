@@ -219,7 +219,7 @@ def test_report_of_a_run_is_complete(browser: webdriver.Chrome, run_report: Path
     assert f"{accuracy:.3f} [" not in text
     for part in (
         "split by patient", "Performance on slides from another hospital", metrics["tensorflow"],
-        "too few patients for an interval", "correct decisions with the highest certainty",
+        "too few patients for an interval", "correct decisions with the highest confidence",
     ):  # fmt: skip
         assert part.lower() in text.lower(), part
     confusion = browser.find_element(By.CSS_SELECTOR, "table.confusion").text

@@ -105,7 +105,7 @@ def demo(
         >>> demo("demo").reports  # doctest: +SKIP
     """
     if count < _LEAST_SLIDES:
-        expected = f"{_LEAST_SLIDES} or more: two for each side of the split"
+        expected = f"{_LEAST_SLIDES} or more: two for each subset of the split"
         raise UsageError("--count", found=count, expected=expected)
     if importlib.util.find_spec("tensorflow") is None:
         needs = "the demo needs TensorFlow to train a model"

@@ -1,4 +1,4 @@
-"""Split stores into one store per side of a split."""
+"""Split stores into one store per subset of a split."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from histopipe.system.output import Progress, Result, counted, default_progress,
 
 @dataclass(frozen=True, slots=True, repr=False)
 class SplitResult(Result):
-    """Result of `split`: the copied slides by side. Sides without slides have no store."""
+    """Result of `split`: the copied slides by subset. Subsets without slides have no store."""
 
     sides: dict[Subset, CopyResult]
 
@@ -39,7 +39,7 @@ def split(
     untrusted: bool = False,
     progress: Progress | None = None,
 ) -> SplitResult:
-    """Copy the slides of each side of a split into `train.lmdb`, `validation.lmdb` and `test.lmdb`.
+    """Copy the slides of each subset of a split into `train.lmdb`, `validation.lmdb` and `test.lmdb`.
 
     Args:
         sources: the stores of the split, in the same order.
@@ -50,8 +50,8 @@ def split(
         progress: where to show progress.
 
     Raises:
-        NothingToDo: there is no store, or no slide has a side.
-        UsageError: the split assigns patches of one slide to several sides, as a split by region or patch does.
+        NothingToDo: there is no store, or no slide is in a subset.
+        UsageError: the split assigns patches of one slide to several subsets, as a split by region or patch does.
         DamagedStore: the split belongs to other stores, or a slide does not match its checksums.
         MachineShort: there is not enough free space.
     """
@@ -59,28 +59,30 @@ def split(
     with ExitStack() as stack:
         stores = open_stores(store_paths(sources), stack, untrusted=untrusted, progress=progress)
         slides = {
-            side: [SlideToCopy(stores[slide.store], slide.slide) for slide in of_side]
-            for side, of_side in _sides(read_splits(splits, stores).slides, splits).items()
+            subset: [SlideToCopy(stores[slide.store], slide.slide) for slide in of_subset]
+            for subset, of_subset in _by_subset(read_splits(splits, stores).slides, splits).items()
         }
         if not slides:
-            raise NothingToDo(f"{splits} has no slide on any side")
-        targets = {side: out / f"{side}.lmdb" for side in slides}
-        for side, of_side in slides.items():
-            _refuse_others(targets[side], {slide.record.id for slide in of_side})
-        total = sum(slide.record.stored_bytes for of_side in slides.values() for slide in of_side)
+            raise NothingToDo(f"{splits} has no slide in any subset")
+        targets = {subset: out / f"{subset}.lmdb" for subset in slides}
+        for subset, of_subset in slides.items():
+            _refuse_others(targets[subset], {slide.record.id for slide in of_subset})
+        total = sum(
+            slide.record.stored_bytes for of_subset in slides.values() for slide in of_subset
+        )
         out.mkdir(parents=True, exist_ok=True)
         bar = stack.enter_context(progress.bar("split", unit="bytes", total=total))
         copied = {
-            side: copy_slides(
-                of_side, targets[side], stores[0].spec, allow_network=allow_network, bar=bar
+            subset: copy_slides(
+                of_subset, targets[subset], stores[0].spec, allow_network=allow_network, bar=bar
             )
-            for side, of_side in slides.items()
+            for subset, of_subset in slides.items()
         }
     return SplitResult(copied)
 
 
 def _refuse_others(store: Path, ids: set[str]) -> None:
-    """Refuse to add slides to the store of another split, since a slide would be on two sides."""
+    """Refuse to add slides to the store of another split, since a slide would be in two subsets."""
     try:
         with Store(store) as existing:
             other_ids = [record.id for record in existing.slides if record.id not in ids]
@@ -88,28 +90,28 @@ def _refuse_others(store: Path, ids: set[str]) -> None:
         return
     if other_ids:
         raise UsageError(
-            f"{store} contains slides of another side or split", found=some(other_ids),
+            f"{store} contains slides of another subset or split", found=some(other_ids),
             expected="stores of this split, or no stores", todo="choose another --out",
         )  # fmt: skip
 
 
-def _sides(slides: Sequence[SlideSplit], path: Path) -> dict[Subset, list[SlideSplit]]:
-    """Return the slides by side, without empty sides."""
-    by_side: dict[Subset, list[SlideSplit]] = {side: [] for side in SUBSETS}
+def _by_subset(slides: Sequence[SlideSplit], path: Path) -> dict[Subset, list[SlideSplit]]:
+    """Return the slides by subset, without empty subsets."""
+    by_subset: dict[Subset, list[SlideSplit]] = {subset: [] for subset in SUBSETS}
     divided = []
     for slide in slides:
-        # Patches without a side do not count: slides are copied with all their patches.
+        # Patches without a subset do not count: slides are copied with all their patches.
         numbers = sorted(set(slide.subsets.tolist()) - {DROPPED})
         if len(numbers) > 1:
             divided.append(slide.id)
         elif numbers:
-            by_side[SUBSETS[numbers[0]]].append(slide)
+            by_subset[SUBSETS[numbers[0]]].append(slide)
     if divided:
         raise UsageError(
-            f"{path} assigns patches of one slide to several sides", found=some(divided),
-            expected="one side per slide: a split by patient, site or slide",
+            f"{path} assigns patches of one slide to several subsets", found=some(divided),
+            expected="one subset per slide: a split by patient, site or slide",
         )  # fmt: skip
-    return {side: of_side for side, of_side in by_side.items() if of_side}
+    return {subset: of_subset for subset, of_subset in by_subset.items() if of_subset}
 
 
 @dataclass(frozen=True, slots=True, repr=False)

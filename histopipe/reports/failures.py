@@ -1,4 +1,4 @@
-"""Failure analysis: wrong decisions with the highest certainty and largest errors, with their slides and positions."""
+"""Failure analysis: wrong decisions with the highest confidence and largest errors, with their slides and positions."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def failure_blocks(
     slides: Sequence[SlideEntry],
     images: SlideImages | None,
 ) -> Iterator[Table]:
-    """Yield tables of the errors with the highest certainty: of slides and patches, or of numbers.
+    """Yield tables of the errors with the highest confidence: of slides and patches, or of numbers.
 
     Args:
         evaluated: the evaluation with its predictions.
@@ -120,7 +120,7 @@ def _slide_errors(
     slides: Sequence[SlideEntry],
     images: SlideImages | None,
 ) -> Table:
-    """Return the wrong decisions on slides with quality and thumbnails, the highest certainty first."""
+    """Return the wrong decisions on slides with quality and thumbnails, the highest confidence first."""
 
     def of_label(decided: Decided) -> float:
         return decided.probability[evaluated.task.classes.index(decided.labels[0])]
@@ -153,7 +153,7 @@ def _slide_errors(
         *(name.replace("_", " ") for name in names),
     )  # fmt: skip
     return Table(
-        f"{subset.capitalize()}: {len(wrong)} wrong decisions, those with the highest certainty first",
+        f"{subset.capitalize()}: {len(wrong)} wrong decisions, those with the highest confidence first",
         columns,
         rows,
     )
@@ -167,7 +167,7 @@ def _pictures(
 
 
 def _patch_errors(evaluated: EvaluatedPredictions, stores: Sequence[Store]) -> Iterator[Table]:
-    """Yield the wrong decisions on patches with their positions, the highest certainty first."""
+    """Yield the wrong decisions on patches with their positions, the highest confidence first."""
     subset, count = evaluated.main[0], 0
     errors: list[tuple[float, str, str, int, int, str, str]] = []
     for part in _parts(evaluated, subset):
@@ -199,7 +199,7 @@ def _patch_errors(evaluated: EvaluatedPredictions, stores: Sequence[Store]) -> I
     ]  # fmt: skip
     if rows:
         yield Table(
-            f"{subset.capitalize()}: {count:,} wrong decisions on patches, those with the highest certainty first; x and y "
+            f"{subset.capitalize()}: {count:,} wrong decisions on patches, those with the highest confidence first; x and y "
             "are the top left corner in pixels of level 0",
             ("slide", "patient", "x", "y", "label", "decided", "p of the label"), rows,
         )  # fmt: skip
@@ -246,8 +246,8 @@ def _differences(
             )  # fmt: skip
 
 
-def certain_patches(evaluated: EvaluatedPredictions, stores: Sequence[Store]) -> Iterator[Block]:
-    """Yield galleries of the correctly and wrongly classified patches of each class with the highest certainty."""
+def confident_patches(evaluated: EvaluatedPredictions, stores: Sequence[Store]) -> Iterator[Block]:
+    """Yield galleries of the correctly and wrongly classified patches of each class with the highest confidence."""
     subset = evaluated.main[0]
     parts = [part for part in _parts(evaluated, subset) if part[0].level == "patch"]
     if not evaluated.task.of_classes or not parts or not stores:
@@ -266,7 +266,7 @@ def certain_patches(evaluated: EvaluatedPredictions, stores: Sequence[Store]) ->
             rows = of_class[chosen][np.argsort(order[chosen], kind="stable")]
             pictures = list(islice(_patches(stores, scores, rows, code), _PATCHES))
             if pictures:
-                title = f"{name}: {outcome} decisions with the highest certainty"
+                title = f"{name}: {outcome} decisions with the highest confidence"
                 yield Block("gallery", pictures, title)
 
 

@@ -375,7 +375,7 @@ def _describe_failures(run: RunData) -> str | None:
     for level, metrics in reversed(list(shown_levels(evaluation))):
         if metrics.confusion:
             wrong = np.sum(metrics.confusion) - np.trace(metrics.confusion)
-            hint = " report.html lists those with the highest certainty." if wrong else ""
+            hint = " report.html lists those with the highest confidence." if wrong else ""
             return f"{SUBSET_NAMES[subset].capitalize()}: {wrong} of {metrics.count} {units_of(level)} are decided wrongly.{hint}"
     return None
 

@@ -13,7 +13,7 @@ from histopipe.reports import charts
 from histopipe.reports.data_description import RunData, read_run
 from histopipe.reports.evaluation_blocks import INTERVALS, metric_cards, shortcut_warning
 from histopipe.reports.evaluation_sections import add_analysis, add_metrics, slide_table
-from histopipe.reports.failures import certain_patches
+from histopipe.reports.failures import confident_patches
 from histopipe.reports.heatmap_values import SlideImages, open_values
 from histopipe.reports.html_page import (
     Block,
@@ -74,7 +74,7 @@ def run_page(
         page.add("Slides", slide_table(run))
         images = SlideImages({}, run.stores) if pictures else None
         if images is not None:
-            page.add("Patches", *certain_patches(evaluated, run.stores))
+            page.add("Patches", *confident_patches(evaluated, run.stores))
             title = (
                 "Dark purple is 0, yellow is 1. Areas without colour are not in validation or test."
             )

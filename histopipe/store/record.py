@@ -201,10 +201,10 @@ def describe_copies(records: Iterable[SlideRecord]) -> list[str]:
     return [
         f"{', '.join(sorted(name for name, _ in copies))} "
         + (
-            "are copies of one slide: all are stored, and stay on the same side of a split"
+            "are copies of one slide: all are stored, and stay in the same subset of a split"
             if len({scan for _, scan in copies}) == 1
             else "may be copies of one slide: they have the same quickhash, and not all records have a pixel hash, which "
-            "earlier versions did not write. They stay on the same side of a split; to compare their pixels, ingest them "
+            "earlier versions did not write. They stay in the same subset of a split; to compare their pixels, ingest them "
             "into a new store"
         )
         for copies in members.values()
