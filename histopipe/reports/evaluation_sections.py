@@ -45,10 +45,10 @@ def slide_table(run: RunData) -> Table | None:
         columns = [f"true {name}" for name in task.columns]
         columns += [name.replace("_", " ", 1) for name in task.output_names[: len(task.names)]]
     title = "Slides (mean over patches)" if of_patches else "Bags"
+    head = list(islice(rows, _MOST_ROWS))
+    cut = f" (the first {_MOST_ROWS:,})" if next(rows, None) else ""
     return Table(
-        f"{title}: {what} and predictions",
-        (first.unit, "patient", "split", *columns),
-        list(islice(rows, _MOST_ROWS)),
+        f"{title}: {what} and predictions{cut}", (first.unit, "patient", "split", *columns), head
     )
 
 
