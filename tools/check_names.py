@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("histopipe", "tests", "tools")
 NAMES = {
     *("it", "found", "own", "known", "wanted", "given", "shown", "more", "others", "everything"),
-    *("figures", "judge", "judged", "confidence", "holders", "facts", "kinds", "together"),
+    *("figures", "judge", "judged", "certainty", "holders", "facts", "kinds", "together"),
     *("appearing", "covering", "storable", "tried"),
 }
 """Names that are not used for variables. The classes and functions that had them have other names."""
