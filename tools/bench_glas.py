@@ -7,7 +7,7 @@ patient. PUBLISHED.csv has the columns slide and subset. Stores, features and ru
 trainings in plain Keras use the patches and features of the same store, and the same split.
 
 Source of the split: S. Belharbi et al., "Deep interpretable classification and weakly-supervised segmentation of
-histology images via max-min unconfidence" (2022). Ten of its twelve test patients are also in training.
+histology images via max-min uncertainty" (2022). Ten of its twelve test patients are also in training.
 """
 
 from __future__ import annotations

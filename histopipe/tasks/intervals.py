@@ -102,7 +102,7 @@ def intervals_of(
     """Return intervals by metric, and the largest share of resamples for which a metric is undefined.
 
     There are none of fewer than `FEWEST_PATIENTS`. A metric that is the same in all resamples has none, because it would
-    not show its unconfidence.
+    not show its uncertainty.
     """
     if not len(draws) or patients < FEWEST_PATIENTS:
         return {}, 0.0
