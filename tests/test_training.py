@@ -383,9 +383,8 @@ def test_training_on_real_tissue(run: Run, data: Path, tmp_path: Path) -> None:
     ],
 )
 def test_error_names_the_wrong_setting(wrong: dict[str, Any]) -> None:
-    name = next(
-        iter(wrong)
-    )  # wrong types and choices are errors of the argument, others of the flag
+    # Wrong types and choices are errors of the argument, others of the flag.
+    name = next(iter(wrong))
     with pytest.raises(UsageError, match=f"^({name}|--{name.replace('_', '-')})"):
         PatchTrainConfig(**wrong)
 

@@ -1,4 +1,4 @@
-"""Write docs/reference/settings.md: all settings of trainings, cross-validations and searches, from their declarations.
+"""Write docs/reference/settings.md: all declared settings of trainings and options of other commands.
 
 make docs    # or: python tools/settings_table.py [FILE]
 """
@@ -6,24 +6,42 @@ make docs    # or: python tools/settings_table.py [FILE]
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
+from histopipe.annotations.rules import AnnotationRules
 from histopipe.cli.parameters import default_text
+from histopipe.inference.options import EmbedOptions, PredictOptions
+from histopipe.ingestion.options import SETTING_CLASSES, ClusterOptions, MaskOptions
 from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig
 from histopipe.studies.study_settings import FoldSettings, StudySettings
 from histopipe.system.settings import Setting, declared_settings
+from histopipe.viewer.options import ViewOptions
 
 PATH = Path(__file__).parents[1] / "docs" / "reference" / "settings.md"
 _HEAD = """# Settings
 
-Written by `make docs` from the declarations in `runs/` and `studies/study_settings.py`. Do not edit.
+Written by `make docs` from the declarations in `runs/`, `studies/` and `options.py` of other packages.
+Do not edit.
 
 The settings of `histopipe train`, of `histopipe train --folds` and of `histopipe tune`. Flags have
 their names with `-` for `_`. Python functions (`histopipe.train`, `cross_validate`, `tune`) and
 TOML files (`--config`, `config.toml`) use the names unchanged. Column "use": "patches" or "bags"
 (`--mil`) for settings of only one kind of training; "resume" if the setting may change with
 `--resume`; "search" if `histopipe tune` may search over it.
+
+The options of other commands that read slides or apply a network follow at the end.
 """
+_COMMANDS: Mapping[str, tuple[type, ...]] = {
+    "Cross-validation": (FoldSettings,),
+    "Search": (StudySettings,),
+    "Options of ingest, plan and import-coords": (*SETTING_CLASSES, ClusterOptions),
+    "Options of tissue": (MaskOptions,),
+    "Options of annotate and repair": (AnnotationRules,),
+    "Options of predict": (PredictOptions,),
+    "Options of embed": (EmbedOptions,),
+    "Options of view": (ViewOptions,),
+}
 
 
 def settings_page() -> str:
@@ -46,10 +64,10 @@ def settings_page() -> str:
         groups.setdefault(declared.group, []).append(_row(cells))
     head = ["setting", "values", "default", "use", "description"]
     parts = [_HEAD] + [_section(group, head, rows) for group, rows in groups.items()]
-    for kind, title in ((FoldSettings, "Cross-validation"), (StudySettings, "Search")):
+    for title, classes in _COMMANDS.items():
         rows = [
             _row([f"`{name}`", _values(setting), _default(setting), setting.help])
-            for name, setting in declared_settings(kind).items()
+            for name, setting in declared_settings(*classes).items()
         ]
         parts.append(_section(title, ["setting", "values", "default", "description"], rows))
     return "\n".join(parts)
@@ -67,7 +85,7 @@ def _values(declared: Setting) -> str:
     if declared.choices:
         return ", ".join(declared.choices)
     names = {bool: "flag", int: "whole number", float: "number", str: "text"}
-    kind = declared.format or names[declared.item_type]
+    kind = declared.format.removeprefix("repeated") or names.get(declared.item_type, "text")
     kind = f"list of {kind}s" if declared.is_list else kind
     kind = f"{kind}, {declared.range_text}" if declared.range_text else kind
     return kind if declared.word is None else f"{kind}; or {declared.word}"
