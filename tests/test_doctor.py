@@ -15,7 +15,7 @@ from histopipe.diagnostics import doctor, machine
 from histopipe.diagnostics.doctor import Device, DoctorReport, Driver, Probe
 from histopipe.diagnostics.machine import Check, State
 from histopipe.errors import ExitCode
-from histopipe.system.files import filesystem_of
+from histopipe.system.filesystems import filesystem_of
 
 CPU = Device("/CPU:0", "", 0.01)
 BUILT = Probe("2.21.0", "3.15.1", "12.5.1", (CPU,))

@@ -21,7 +21,7 @@ from histopipe.ingestion.options import IngestOptions
 from histopipe.ingestion.planning import plan_slide
 from histopipe.ingestion.slide_job import SlideJob
 from histopipe.store.store import Store
-from histopipe.system.files import network_filesystem
+from histopipe.system.filesystems import network_filesystem
 from histopipe.tiling.spec import TilingSpec
 
 

@@ -33,8 +33,9 @@ from histopipe.store.store import Store
 from histopipe.system import download as download_module
 from histopipe.system import object_storage
 from histopipe.system.download import download
-from histopipe.system.object_storage import list_files, public_url, without_secrets
+from histopipe.system.object_storage import list_files
 from histopipe.system.output import Progress
+from histopipe.system.urls import public_url, without_secrets
 from histopipe.tiling.spec import TilingSpec
 
 CMU = "CMU-1-Small-Region.svs"

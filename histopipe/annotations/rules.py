@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import unicodedata
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from histopipe.errors import UsageError
-from histopipe.system.csv_files import nfc
 from histopipe.system.settings import check_settings, setting
 
 Origin = Literal["auto", "bounds", "slide"]
@@ -48,7 +48,9 @@ class AnnotationRules:
                 raise UsageError(flag, found="an empty name", expected=kind)
         for name in ("unclassified", "roi"):
             value = getattr(self, name)
-            object.__setattr__(self, name, value if value is None else nfc(value))
+            object.__setattr__(
+                self, name, value if value is None else unicodedata.normalize("NFC", value)
+            )
 
     def to_json(self) -> dict[str, Any]:
         """Return the settings that determine the labels of a file."""

@@ -19,7 +19,7 @@ import click
 from histopipe._version import __version__
 from histopipe.cli.parameters import discard_output
 from histopipe.errors import ExitCode, HistopipeError
-from histopipe.system.files import is_full_disk
+from histopipe.system.filesystems import is_full_disk
 
 GROUPS = MappingProxyType(
     {

@@ -12,14 +12,16 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 from click.core import ParameterSource
 
 from histopipe.errors import ExitCode
-from histopipe.system.object_storage import is_url
-from histopipe.system.settings import Setting, declared_settings
+from histopipe.system.urls import is_url
+
+if TYPE_CHECKING:
+    from histopipe.system.settings import Setting
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _DURATION = re.compile(r"(\d+\.?\d*|\.\d+)\s*([smhd]?)")
@@ -290,15 +292,22 @@ def setting_options(*classes: type, skip: Collection[str] = ()) -> Callable[[F],
 
     If several classes declare a setting, the first declaration is used. `--help` lists the defaults of all classes.
     """
+    from histopipe.system.settings import (
+        declared_settings,  # the list of all commands does not need it
+    )
+
     declared = declared_settings(*classes)
-    options = [_option(setting, classes) for name, setting in declared.items() if name not in skip]
+    of_classes = [declared_settings(kind) for kind in classes]
+    options = [
+        _option(setting, of_classes) for name, setting in declared.items() if name not in skip
+    ]
     return lambda command: functools.reduce(
         lambda decorated, add: add(decorated), reversed(options), command
     )
 
 
-def _option(declared: Setting, classes: tuple[type, ...]) -> Callable[[F], F]:
-    settings = [declared_settings(kind).get(declared.name) for kind in classes]
+def _option(declared: Setting, of_classes: Sequence[Mapping[str, Setting]]) -> Callable[[F], F]:
+    settings = [settings.get(declared.name) for settings in of_classes]
     defaults = "; on bags: ".join(
         dict.fromkeys(default_text(setting) for setting in settings if setting is not None)
     )

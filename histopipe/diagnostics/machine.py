@@ -20,7 +20,7 @@ from typing import Any
 from packaging.requirements import Requirement
 
 from histopipe.errors import MachineShort
-from histopipe.system.files import filesystem_of, free_bytes, network_filesystem
+from histopipe.system.filesystems import filesystem_of, free_bytes, network_filesystem
 from histopipe.system.worker_pool import WorkerDied, WorkerPool, count_usable_cores
 
 _NEEDED, _USED = ("avx",), ("avx2", "fma", "avx512f")

@@ -36,13 +36,14 @@ from histopipe.system.files import (
     read_json,
     reading,
     remove_parts,
-    roomy,
     write_atomically,
 )
+from histopipe.system.filesystems import roomy
 from histopipe.system.folders import held
-from histopipe.system.object_storage import list_files, public_url, remote_file, upload
+from histopipe.system.object_storage import list_files, remote_file, upload
 from histopipe.system.output import Progress, Result, counted, exit_code_of, slide_failure
 from histopipe.system.tensorflow import load_quietly
+from histopipe.system.urls import public_url
 
 SETTINGS = "export.json"
 """File with the settings of an export, in its folder."""

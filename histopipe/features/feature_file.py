@@ -30,11 +30,10 @@ from histopipe.system.files import (
     atomic_write,
     path_within,
     read_record,
-    reading_error,
     record_or_check,
-    roomy,
     write_atomically,
 )
+from histopipe.system.filesystems import reading_error, roomy
 from histopipe.system.folders import ENCODER, FolderKind, folder_kind
 from histopipe.system.worker_pool import WorkerPool
 

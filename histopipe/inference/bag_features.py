@@ -43,11 +43,12 @@ from histopipe.runs.task_config import BagTrainConfig, load_config
 from histopipe.splits.labelling import Covariates
 from histopipe.store.store import Store
 from histopipe.system.csv_files import nfc
-from histopipe.system.files import PathLike, read_json, write_atomically
+from histopipe.system.files import read_json, write_atomically
 from histopipe.system.folders import ENCODER, FolderKind, folder_kind
-from histopipe.system.object_storage import is_url
 from histopipe.system.output import Progress, message
+from histopipe.system.settings import PathLike
 from histopipe.system.tensorflow import load_quietly
+from histopipe.system.urls import is_url
 from histopipe.tasks.predictions import ThresholdsByLevel
 from histopipe.tasks.registry import make_task
 from histopipe.tasks.task import Task

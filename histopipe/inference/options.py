@@ -12,8 +12,7 @@ from histopipe.errors import UsageError
 from histopipe.features import StoredType
 from histopipe.slides.options import LABELS, SLIDE_FILES, PatchReadingOptions
 from histopipe.system.csv_files import NA_VALUES
-from histopipe.system.files import PathLike
-from histopipe.system.settings import declared_settings, setting
+from histopipe.system.settings import PathLike, declared_settings, setting
 from histopipe.tasks.choices import Aggregation
 from histopipe.tissue_masks import AskedFinder
 

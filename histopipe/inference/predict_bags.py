@@ -32,7 +32,7 @@ from histopipe.predictions.sources import PATIENTS, SLIDES, PredictionsFolder
 from histopipe.slides.tables import table_columns
 from histopipe.splits.splits import SPLITS, trained_on
 from histopipe.system.csv_files import column_key
-from histopipe.system.files import roomy
+from histopipe.system.filesystems import roomy
 from histopipe.system.output import Progress, slide_failure
 from histopipe.tasks.choices import EvaluationLevel, name_of
 from histopipe.tasks.predictions import ThresholdsByLevel

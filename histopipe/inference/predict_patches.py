@@ -44,7 +44,8 @@ from histopipe.runs.task_config import PatchTrainConfig, load_config
 from histopipe.splits.splits import SPLITS, trained_on
 from histopipe.splits.subsets import LabelsFrom
 from histopipe.system.csv_files import nfc
-from histopipe.system.files import read_json, roomy
+from histopipe.system.files import read_json
+from histopipe.system.filesystems import roomy
 from histopipe.system.output import Progress
 from histopipe.system.tensorflow import load_quietly
 from histopipe.tasks.choices import Aggregation, EvaluationLevel

@@ -14,7 +14,7 @@ from histopipe.errors import MachineShort, ScaleError, SlideUnreadable, UsageErr
 from histopipe.geometry import SCALE_TOLERANCE, Level, Mpp
 from histopipe.slides.slide import SlideInfo
 from histopipe.slides.tables import SlideNames
-from histopipe.system.files import reading_error
+from histopipe.system.filesystems import reading_error
 from histopipe.system.output import Progress
 from histopipe.tiling.plan import LevelChoice, Resampling, TilingPlan
 from histopipe.tiling.spec import TilingSpec, magnification_to_mpp

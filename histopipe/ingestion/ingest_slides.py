@@ -36,9 +36,9 @@ from histopipe.store.claims import Claims
 from histopipe.store.record import FailureKind, SlideRecord, SlideState, describe_copies
 from histopipe.store.store import recorded
 from histopipe.store.writer import StoreWriter
-from histopipe.system.files import network_filesystem
-from histopipe.system.object_storage import is_url
+from histopipe.system.filesystems import network_filesystem
 from histopipe.system.output import LogProgress, Progress, counted, some
+from histopipe.system.urls import is_url
 from histopipe.system.worker_pool import WorkerPool
 from histopipe.tiling.plan import choose_level
 from histopipe.tiling.spec import TilingSpec

@@ -19,8 +19,7 @@ from histopipe.slides.options import (
     PatchReadingOptions,
     SlideFileOptions,
 )
-from histopipe.system.files import PathLike
-from histopipe.system.settings import declared_settings, setting
+from histopipe.system.settings import PathLike, declared_settings, setting
 from histopipe.tiling.spec import PATCHES, TISSUE, TilingSpec
 from histopipe.tissue_masks import AskedFinder
 

@@ -24,7 +24,7 @@ from histopipe.slides.staging import StagedSlide, StagingArea
 from histopipe.store.claims import Claims
 from histopipe.store.record import FailureKind, SlideState
 from histopipe.store.writer import StoreWriter
-from histopipe.system.files import free_bytes
+from histopipe.system.filesystems import free_bytes
 from histopipe.system.worker_pool import TookTooLong, WorkerDied
 from histopipe.tiling.spec import TilingSpec
 

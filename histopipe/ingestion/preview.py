@@ -27,7 +27,7 @@ from histopipe.slides.staging import SourceSpeed, StagedSlide, measure_source, s
 from histopipe.store.record import SlideRecord, describe_copies
 from histopipe.store.store import Store
 from histopipe.store.writer import check_spec
-from histopipe.system.files import PathLike, free_bytes
+from histopipe.system.filesystems import free_bytes
 from histopipe.system.output import (
     Progress,
     Result,
@@ -36,6 +36,7 @@ from histopipe.system.output import (
     exit_code_of,
     slide_failure,
 )
+from histopipe.system.settings import PathLike
 from histopipe.system.worker_pool import WorkerPool, run_tasks
 from histopipe.tiling.spec import TilingSpec
 

@@ -40,10 +40,15 @@ from histopipe.slides.tables import (
 from histopipe.store.catalog import parts_of
 from histopipe.store.store import Store, recorded
 from histopipe.system.csv_files import NA_VALUES, nfc
-from histopipe.system.files import PathLike
-from histopipe.system.object_storage import is_url
 from histopipe.system.output import Progress, counted, default_progress
-from histopipe.system.settings import make_settings, read_arguments, select_settings, split_settings
+from histopipe.system.settings import (
+    PathLike,
+    make_settings,
+    read_arguments,
+    select_settings,
+    split_settings,
+)
+from histopipe.system.urls import is_url
 from histopipe.system.worker_pool import WorkerPool, result_of
 from histopipe.tiling.spec import (
     MIN_PATCH_SIZE,

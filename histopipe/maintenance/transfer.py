@@ -27,21 +27,20 @@ from histopipe.maintenance.verify import verify
 from histopipe.store.catalog import parts_of, read_catalog
 from histopipe.store.store import Store
 from histopipe.system.download import write_at
-from histopipe.system.files import locked_alone, path_within, roomy, shortened
+from histopipe.system.files import locked_alone, path_within, shortened
+from histopipe.system.filesystems import roomy
 from histopipe.system.folders import FolderKind, folder_kind
 from histopipe.system.object_storage import (
     RemoteFile,
     delete_file,
-    is_url,
-    is_web,
     list_files,
     parallel,
-    public_url,
     read_range,
     remote_file,
     write_file,
 )
 from histopipe.system.output import Progress, Result, counted, default_progress
+from histopipe.system.urls import is_url, is_web, public_url
 
 MANIFEST = "histopipe-store.json"
 """Name of the manifest below the URL of a store. It is written last."""

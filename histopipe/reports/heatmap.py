@@ -32,7 +32,8 @@ from histopipe.runs.task_config import read_config
 from histopipe.slides.discovery import discover
 from histopipe.store.catalog import parts_of
 from histopipe.store.store import Store
-from histopipe.system.files import atomic_write, path_within, roomy
+from histopipe.system.files import atomic_write, path_within
+from histopipe.system.filesystems import roomy
 from histopipe.system.folders import FolderKind, folder_kind, writable
 from histopipe.system.output import Progress, Result, counted, default_progress, slide_failure
 

@@ -25,7 +25,8 @@ from histopipe.reports.run_report import run_page
 from histopipe.reports.store_report import store_page
 from histopipe.runs.result import read_result
 from histopipe.splits.slide_table import Flow, flow_from_json
-from histopipe.system.files import read_json, reading, roomy
+from histopipe.system.files import read_json, reading
+from histopipe.system.filesystems import roomy
 from histopipe.system.folders import FolderKind, folder_kind, writable
 from histopipe.system.output import Progress, Result, default_progress
 

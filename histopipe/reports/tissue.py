@@ -17,10 +17,10 @@ from histopipe.ingestion.request import read_tissue
 from histopipe.reports.html_page import Block, Cell, Page, Picture, Row, Table, number
 from histopipe.slides.discovery import discover, show_links
 from histopipe.slides.tables import SlideNames, read_mpps
-from histopipe.system.files import PathLike, roomy
+from histopipe.system.filesystems import roomy
 from histopipe.system.folders import writable
 from histopipe.system.output import Progress, counted, default_progress
-from histopipe.system.settings import make_settings
+from histopipe.system.settings import PathLike, make_settings
 from histopipe.system.worker_pool import (
     WorkerDied,
     WorkerPool,

@@ -24,16 +24,9 @@ from histopipe.slides.slide_files import (
     has_slide_name,
     is_slide_folder,
 )
-from histopipe.system.object_storage import (
-    RemoteFile,
-    is_url,
-    is_web,
-    list_files,
-    open_remote,
-    public_url,
-    read_range,
-)
+from histopipe.system.object_storage import RemoteFile, list_files, open_remote, read_range
 from histopipe.system.output import Progress, counted, message
+from histopipe.system.urls import is_url, is_web, public_url
 
 _LARGEST_INDEX = 1 << 20
 """Most bytes that are read of a VMS file, which has a few kB."""

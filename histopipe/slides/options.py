@@ -8,9 +8,7 @@ from typing import Literal
 
 from histopipe.geometry import Mpp
 from histopipe.slides.scale import PLAUSIBLE_MPP
-from histopipe.system.files import PathLike
-from histopipe.system.settings import setting
-from histopipe.system.worker_pool import count_usable_cores
+from histopipe.system.settings import PathLike, setting
 
 ReaderName = Literal["openslide", "tifffile", "pillow", "fastslide"]
 AskedReader = Literal["auto", ReaderName]
@@ -37,6 +35,9 @@ class SlideFileOptions:
     @property
     def worker_count(self) -> int:
         """Number of processes to start."""
+        # Imported late: `--help` does not need it.
+        from histopipe.system.worker_pool import count_usable_cores
+
         return self.workers or count_usable_cores()
 
 

@@ -34,7 +34,8 @@ from histopipe.errors import (
 )
 from histopipe.slides.slide_files import Fingerprint, SlideFile, fingerprint
 from histopipe.system.download import download
-from histopipe.system.files import Closing, free_bytes, is_full_disk, locked, network_filesystem
+from histopipe.system.files import Closing, locked
+from histopipe.system.filesystems import free_bytes, is_full_disk, network_filesystem
 
 T = TypeVar("T")
 

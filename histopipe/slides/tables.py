@@ -33,8 +33,8 @@ from histopipe.system.csv_files import (
     read_csv,
     similar_values,
 )
-from histopipe.system.object_storage import is_url, public_url
 from histopipe.system.output import message
+from histopipe.system.urls import is_url, public_url
 
 LABEL_COLUMNS = ("slide", "label", "patient", "site")
 _MOST_CODES = 8

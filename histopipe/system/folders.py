@@ -8,7 +8,8 @@ from enum import StrEnum
 from pathlib import Path
 
 from histopipe.errors import UsageError
-from histopipe.system.files import is_full_disk, locked_alone, read_json, remove_parts
+from histopipe.system.files import locked_alone, read_json, remove_parts
+from histopipe.system.filesystems import is_full_disk
 
 DATA = "data.mdb"
 CATALOG = "histopipe-catalog.json"

@@ -19,7 +19,6 @@ import functools
 import inspect
 import numbers
 import sys
-import tomllib
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,7 +35,6 @@ from typing import (
 )
 
 from histopipe.errors import UsageError
-from histopipe.system.files import read_text
 
 _TEXTS: Mapping[Any, str] = types.MappingProxyType(
     {
@@ -121,6 +119,7 @@ def type_text(hint: Any) -> str:
     return _TEXTS.get(hint, getattr(hint, "__name__", str(hint)))
 
 
+PathLike = str | Path
 Format = Literal["", "path", "share", "duration", "repeated"]
 """Format of a flag, if not that of its type: "share" also accepts 10%; "duration" is in seconds and also accepts 2h.
 
@@ -317,6 +316,11 @@ def make_settings(kind: type[SettingsT], values: Mapping[str, Any]) -> SettingsT
 
 def read_toml(path: Path) -> dict[str, Any]:
     """Read a TOML file, or raise a UsageError."""
+    # Imported late: `--help` does not need them.
+    import tomllib
+
+    from histopipe.system.files import read_text
+
     try:
         return tomllib.loads(read_text(path))
     except (OSError, ValueError, RecursionError) as error:

@@ -12,7 +12,7 @@ import tensorflow as tf
 from histopipe.errors import OutOfMemory
 from histopipe.runs import folder as run_folder
 from histopipe.runs.fork_server import Report
-from histopipe.system.files import is_full_disk
+from histopipe.system.filesystems import is_full_disk
 from histopipe.system.output import counted, message
 
 T = TypeVar("T")

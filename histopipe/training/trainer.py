@@ -29,7 +29,8 @@ from histopipe.splits.slide_table import flow_of, leaked_patients, with_damaged,
 from histopipe.splits.splits import SPLITS
 from histopipe.splits.subsets import Subset
 from histopipe.system.csv_files import write_dicts
-from histopipe.system.files import atomic_write, roomy
+from histopipe.system.files import atomic_write
+from histopipe.system.filesystems import roomy
 from histopipe.system.output import counted, message, use_progress
 from histopipe.training.checkpoint import TrainState, load_state, save_state
 from histopipe.training.devices import assign_same, check_same, find_cluster, make_strategy

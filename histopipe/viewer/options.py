@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from histopipe.errors import UsageError
-from histopipe.system.files import PathLike
-from histopipe.system.settings import setting
+from histopipe.system.settings import PathLike, setting
 
 _SERVER, _CONTENTS = "Server", "Contents"
 _SHORTEST_TOKEN = 16

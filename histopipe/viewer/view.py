@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from histopipe.errors import NothingToDo, UsageError
-from histopipe.system.files import Closing, PathLike
+from histopipe.system.files import Closing
 from histopipe.system.output import Progress, counted, default_progress
-from histopipe.system.settings import make_settings
+from histopipe.system.settings import PathLike, make_settings
 from histopipe.system.worker_pool import count_usable_cores
 from histopipe.viewer.collection import open_collection
 from histopipe.viewer.options import ViewOptions

@@ -25,13 +25,8 @@ from histopipe.ingestion.planning import prepare
 from histopipe.ingestion.slide_job import SlideJob
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
-from histopipe.system.files import (
-    atomic_write,
-    flush_to_disk,
-    full_disk_error,
-    is_full_disk,
-    locked,
-)
+from histopipe.system.files import atomic_write, flush_to_disk, locked
+from histopipe.system.filesystems import full_disk_error, is_full_disk
 from histopipe.system.output import Progress
 from histopipe.system.worker_pool import WorkerPool
 from histopipe.tiling.spec import TilingSpec
