@@ -20,7 +20,8 @@ from PIL import Image, ImageFilter
 from test_reader import flip_a_byte
 
 from histopipe.geometry import Mpp, PointL0, Size
-from histopipe.measure.quality import COLUMNS, dark_mask, focus_of, pen_mask, quality, reduction_to
+from histopipe.measure.patch_quality import dark_mask, focus_of, pen_mask, reduction_to
+from histopipe.measure.quality import COLUMNS, quality
 from histopipe.slides.readers import open_slide
 from histopipe.slides.thumbnail import read_thumbnail
 from histopipe.store.store import Store

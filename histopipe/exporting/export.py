@@ -30,12 +30,9 @@ from histopipe.system.folders import held, writable
 from histopipe.system.output import Bar, Progress, Result, counted, default_progress, slide_failure
 from histopipe.system.urls import is_url, public_url
 from histopipe.tiling.spec import recorded_tissue
-from histopipe.tissue_masks.finding import (
-    TissueReport,
-    write_slide_mask,
-)
 from histopipe.tissue_masks.mask import Grid, TissueMask
 from histopipe.tissue_masks.mask_files import read_png_grid
+from histopipe.tissue_masks.mask_folder import TissueReport, write_slide_mask
 
 
 def export_masks(store: Path, *, out: Path, progress: Progress) -> TissueReport:

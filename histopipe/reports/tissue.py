@@ -27,11 +27,11 @@ from histopipe.system.worker_pool import (
     map_in_pool,
     result_of,
 )
-from histopipe.tissue_masks.finding import (
+from histopipe.tissue_masks.finding import TissueSource
+from histopipe.tissue_masks.mask_folder import (
     PAGE,
     SlideTissue,
     TissueReport,
-    TissueSource,
     write_mask_table,
     write_one_mask,
 )
