@@ -50,11 +50,28 @@ settings.register_profile("steady", deadline=None)
 settings.load_profile("steady")
 
 SLOW_FILES = (
-    "test_workers", "test_cluster", "test_memory", "test_tune", "test_reader", "test_resume",
-    "test_replicas", "test_folds", "test_mil", "test_ingest", "test_training", "test_repair",
-    "test_predict", "test_embedding", "test_faults", "test_train_options", "test_maintenance",
-    "test_cluster_jobs", "test_untrusted", "test_compare", "test_report",
-)  # fmt: skip
+    "test_workers",
+    "test_cluster",
+    "test_memory",
+    "test_tune",
+    "test_reader",
+    "test_resume",
+    "test_replicas",
+    "test_folds",
+    "test_mil",
+    "test_ingest",
+    "test_training",
+    "test_repair",
+    "test_predict",
+    "test_embedding",
+    "test_faults",
+    "test_train_options",
+    "test_maintenance",
+    "test_cluster_jobs",
+    "test_untrusted",
+    "test_compare",
+    "test_report",
+)
 """Slow files run first, so that none of them runs alone at the end."""
 
 
@@ -99,8 +116,10 @@ def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """One fork server for all trainings of the tests, with fault injection. The first training starts it."""
     address = tmp_path_factory.getbasetemp() / "fork-server"
     environment = {
-        **os.environ, "PYTHONPATH": str(PROGRAMS / "faults"), "TF_CPP_MIN_LOG_LEVEL": "3",
-    }  # fmt: skip
+        **os.environ,
+        "PYTHONPATH": str(PROGRAMS / "faults"),
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+    }
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(address))
     listener.listen()
@@ -135,9 +154,11 @@ def with_tensorflow(
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder) / "out", Path(folder) / "err"
         variables = {
-            "HISTOPIPE_TEST_CHILD": code, "HISTOPIPE_TEST_ARGUMENTS": json.dumps(words),
-            "HISTOPIPE_TEST_OUTPUT": str(out), "TF_CPP_MIN_LOG_LEVEL": "3",
-        }  # fmt: skip
+            "HISTOPIPE_TEST_CHILD": code,
+            "HISTOPIPE_TEST_ARGUMENTS": json.dumps(words),
+            "HISTOPIPE_TEST_OUTPUT": str(out),
+            "TF_CPP_MIN_LOG_LEVEL": "3",
+        }
         environment = {**(os.environ if env is None else env), **variables}
         with (
             err.open("w") as file,

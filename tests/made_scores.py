@@ -49,9 +49,17 @@ def task_scores(
     count, patients = len(target), np.array(patient, np.int32)
     names, numbers = tuple(map(str, range(count))), np.arange(count, dtype=np.int32)
     return Predictions(
-        task, names, names, numbers, patients, numbers.astype(np.int64), numbers.astype(np.int64),
-        target, output, limits=np.tile(limits, (count, 1)),
-    )  # fmt: skip
+        task,
+        names,
+        names,
+        numbers,
+        patients,
+        numbers.astype(np.int64),
+        numbers.astype(np.int64),
+        target,
+        output,
+        limits=np.tile(limits, (count, 1)),
+    )
 
 
 def class_metrics(
@@ -66,9 +74,10 @@ def class_metrics(
     name = None if positive is None else classes[positive]
     limits = () if threshold is None or positive is None else (float(threshold),)
     decided_scores = replace(
-        scores, task=Classification(classes=classes, positive_class=name),
+        scores,
+        task=Classification(classes=classes, positive_class=name),
         limits=np.tile(limits, (len(scores.target), 1)),
-    )  # fmt: skip
+    )
     thresholds = Thresholds(limits) if limits else NO_THRESHOLDS
     return metrics_of(decided_scores, draws=draws, thresholds=thresholds)
 
@@ -87,9 +96,17 @@ def class_predictions(
 ) -> Predictions:
     """Return predictions of classes."""
     return Predictions(
-        Classification(classes=classes), slides, patients, slide, patient, x_l0, y_l0,
-        target_of(np.asarray(label)), probability, level,
-    )  # fmt: skip
+        Classification(classes=classes),
+        slides,
+        patients,
+        slide,
+        patient,
+        x_l0,
+        y_l0,
+        target_of(np.asarray(label)),
+        probability,
+        level,
+    )
 
 
 def target_predictions(

@@ -297,9 +297,12 @@ def test_notes_name_repaired_and_left_out_features(tmp_path: Path) -> None:
     bow = [(0.0, 0.0), (100.0, 100.0), (100.0, 0.0), (0.0, 100.0)]
     path = write_geojson(
         tmp_path / "a.geojson",
-        ("a", [bow]), ("a", [[(1, 1), (2, 2)]]), ("a", [square(5000, 5000, 10)]),
-        ("a", [square(2200, 2900, 100)]), ("Ignore*", [square(0, 0, 10)]),
-    )  # fmt: skip
+        ("a", [bow]),
+        ("a", [[(1, 1), (2, 2)]]),
+        ("a", [square(5000, 5000, 10)]),
+        ("a", [square(2200, 2900, 100)]),
+        ("Ignore*", [square(0, 0, 10)]),
+    )
     regions = read_regions(path, AnnotationRules(), size=SIZE, bounds=WHOLE)
     notes = "; ".join(regions.notes)
     assert "feature f0 repaired (self-intersection): 5,000 square pixels" in notes
@@ -360,15 +363,22 @@ def test_groups_of_asap(tmp_path: Path) -> None:
     path = tmp_path / "a.xml"
     path.write_text(
         asap(
-            ("Polygon", "_0", square(0, 0, 10)), ("Rectangle", "_1", square(20, 0, 10)),
-            ("Spline", "_2", square(0, 0, 5)), ("Polygon", "None", square(40, 0, 10)),
-            ("Dot", "metastases", [(1, 1)]), ("Polygon", "metastases", square(60, 0, 10)),
+            ("Polygon", "_0", square(0, 0, 10)),
+            ("Rectangle", "_1", square(20, 0, 10)),
+            ("Spline", "_2", square(0, 0, 5)),
+            ("Polygon", "None", square(40, 0, 10)),
+            ("Dot", "metastases", [(1, 1)]),
+            ("Polygon", "metastases", square(60, 0, 10)),
         )
-    )  # fmt: skip
+    )
     outlines = read_annotations(path)
     assert [(outline.name, outline.excluded) for outline in outlines.entries] == [
-        ("tumor", False), ("tumor", False), (None, True), (None, False), ("metastases", False),
-    ]  # fmt: skip
+        ("tumor", False),
+        ("tumor", False),
+        (None, True),
+        (None, False),
+        ("metastases", False),
+    ]
     assert outlines.notes == ["n4 left out: dot has no area"]
     regions = regions_of(outlines, AnnotationRules(), size=SIZE, bounds=WHOLE)
     labels = label_patches(regions, np.array([0, 20]), np.array([0, 0]), 10, threshold=0.5)
@@ -437,9 +447,10 @@ TEXT = (
     + "</Vertices></Region></Regions></Annotation></Annotations>"
 )
 FEATURE = {
-    "type": "Feature", "geometry": {"type": "Polygon", "coordinates": [square(0, 0, 100)]},
+    "type": "Feature",
+    "geometry": {"type": "Polygon", "coordinates": [square(0, 0, 100)]},
     "properties": {"objectType": "annotation", "type": "gland", "label": 3, "color": [1, 2, 3]},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
@@ -489,7 +500,11 @@ def test_scale_of_outlines_is_checked() -> None:
     assert "first tenth of the slide's width" in at_level_4.notes[0]
     outside = labels_of(*(("a", square(300 * i, 2500, 200)) for i in range(30)))[0]
     assert "22 of 30 outlines are outside the slide: level 0 has 2220×2967" in outside.notes[0]
-    for drawn in ([square(1000, 40, 50)], [square(40, 1000, 50)], [square(0, 0, 100), square(900, 900, 9)]):  # fmt: skip
+    for drawn in (
+        [square(1000, 40, 50)],
+        [square(40, 1000, 50)],
+        [square(0, 0, 100), square(900, 900, 9)],
+    ):
         assert labels_of(*(("a", ring) for ring in drawn))[0].notes == ()
 
 
@@ -516,8 +531,10 @@ def test_annotation_files_match_slide_names(tmp_path: Path) -> None:
         (tmp_path / name).write_text("")
     files, notes = find_annotations(tmp_path, names)
     assert {slide: path.name for slide, path in files.items()} == {
-        "x/one": "one.geojson", "two": "two.asap.xml", "three.more": "three.more.json",
-    }  # fmt: skip
+        "x/one": "one.geojson",
+        "two": "two.asap.xml",
+        "three.more": "three.more.json",
+    }
     assert notes == ["1 annotation files match no slide: four.xml"]
     (tmp_path / "two.xml").write_text("")
     files, notes = find_annotations(tmp_path, names)
@@ -555,21 +572,30 @@ BAD: dict[str, tuple[str | bytes, str | None]] = {
     "empty.xml": ("", "not XML"),
     "other.xml": ("<html/>", "XML of an unknown tool: found <html>"),
     "letters.xml": (asap(("Polygon", "a", [("x", 1)])), "n0: invalid coordinate: found"),  # type: ignore[list-item]
-    "infinite.xml": (asap(("Polygon", "a", [(1, 2), (math.inf, 1), (3, 4)])), "n0: invalid coordinate: found"),
+    "infinite.xml": (
+        asap(("Polygon", "a", [(1, 2), (math.inf, 1), (3, 4)])),
+        "n0: invalid coordinate: found",
+    ),
     "nan.geojson": (POLYGON % "NaN", "NaN, which is not a JSON number"),
     "infinite.geojson": (POLYGON % "Infinity", "Infinity, which is not a JSON number"),
     "large.geojson": (POLYGON % "1e999", "invalid coordinate: found"),
     "digits.geojson": (POLYGON % ("1" * 400), "invalid coordinates of its Polygon"),
-    "names.geojson": ('[{"type":"Feature","properties":{"classification":{"names":5}},"geometry":5}]', None),
+    "names.geojson": (
+        '[{"type":"Feature","properties":{"classification":{"names":5}},"geometry":5}]',
+        None,
+    ),
     "halves.geojson": (POLYGON.replace('"x"', '"\\udc00"') % 9, None),
-    "chinese.xml": ('<?xml version="1.0" encoding="GBK"?><ASAP_Annotations/>', "cannot be read: found ValueError"),
+    "chinese.xml": (
+        '<?xml version="1.0" encoding="GBK"?><ASAP_Annotations/>',
+        "cannot be read: found ValueError",
+    ),
     "unknown.xml": ('<?xml version="1.0" encoding="nonsense"?><ASAP_Annotations/>', ""),
     "text.geojson": (POLYGON % '"a"', "invalid coordinates of its Polygon"),
     "cut.geojson": (POLYGON[:60], "not JSON"),
     "number.geojson": ("17", "not GeoJSON: found int"),
     "entry.geojson": ("[1]", "not GeoJSON: entry 1"),
     "latin.geojson": (b'{"name": "\xe4"}', "not UTF-8"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -612,9 +638,12 @@ def test_deep_nesting_takes_bounded_memory(
         "except UsageError as error: print(error)"
     )
     done = subprocess.run(
-        [sys.executable, "-P", "-c", code, str(path)], capture_output=True, text=True, timeout=60,
+        [sys.executable, "-P", "-c", code, str(path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
         check=False,
-    )  # fmt: skip
+    )
     assert message in done.stdout, done.stderr[-500:]
     assert str(path) in done.stdout
 
@@ -627,9 +656,42 @@ def test_too_large_file_is_refused_without_reading(tmp_path: Path) -> None:
         read_annotations(path)
 
 
-@given(st.recursive(st.none() | st.booleans() | st.floats() | st.text(max_size=5), lambda inner: st.lists(inner, max_size=4) | st.dictionaries(
-    st.sampled_from(["type", "features", "geometry", "coordinates", "geometries", "properties", "classification", "id", "name", "names", "objectType"]),
-    inner | st.sampled_from(["Feature", "FeatureCollection", "Polygon", "MultiPolygon", "GeometryCollection"]), max_size=5)))  # fmt: skip
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.floats() | st.text(max_size=5),
+        lambda inner: (
+            st.lists(inner, max_size=4)
+            | st.dictionaries(
+                st.sampled_from(
+                    [
+                        "type",
+                        "features",
+                        "geometry",
+                        "coordinates",
+                        "geometries",
+                        "properties",
+                        "classification",
+                        "id",
+                        "name",
+                        "names",
+                        "objectType",
+                    ]
+                ),
+                inner
+                | st.sampled_from(
+                    [
+                        "Feature",
+                        "FeatureCollection",
+                        "Polygon",
+                        "MultiPolygon",
+                        "GeometryCollection",
+                    ]
+                ),
+                max_size=5,
+            )
+        ),
+    )
+)
 @settings(max_examples=300)
 def test_random_json_is_read_or_refused(
     tmp_path_factory: pytest.TempPathFactory, value: Any
@@ -703,7 +765,16 @@ def test_annotate_gives_same_labels_as_ingest(skin: Path, run: Run) -> None:
     assert run("ingest", *slides, "--out", "later.lmdb", "--annotations", "drawn").returncode == 0
     assert patch_labels(skin / "later.lmdb") == expected
     # After a change of a rule, an ingest without new slides labels the patches again.
-    again = run("ingest", *slides, "--out", "later.lmdb", "--annotations", "drawn", "--annotation-threshold", "90%")  # fmt: skip
+    again = run(
+        "ingest",
+        *slides,
+        "--out",
+        "later.lmdb",
+        "--annotations",
+        "drawn",
+        "--annotation-threshold",
+        "90%",
+    )
     assert again.returncode == 0, again.stderr
     strict = patch_labels(skin / "later.lmdb")["CMU-1-Small-Region"]
     assert all((label is not None) == (share >= 0.9 - 1e-6) for label, share in strict)
@@ -764,9 +835,14 @@ def test_slide_without_tissue_has_annotations(tmp_path: Path, run: Run) -> None:
     (tmp_path / "white").mkdir()
     (tmp_path / "drawn").mkdir()
     tifffile.imwrite(
-        tmp_path / "white" / "w.tif", np.full((512, 512, 3), 243, np.uint8), tile=(256, 256),
-        photometric="rgb", compression="jpeg", resolution=(20_000, 20_000), resolutionunit=3,
-    )  # fmt: skip
+        tmp_path / "white" / "w.tif",
+        np.full((512, 512, 3), 243, np.uint8),
+        tile=(256, 256),
+        photometric="rgb",
+        compression="jpeg",
+        resolution=(20_000, 20_000),
+        resolutionunit=3,
+    )
     write_geojson(
         tmp_path / "drawn" / "w.geojson", ("a", [square(0, 0, 300)]), ("b", [square(0, 0, 400)])
     )
@@ -789,13 +865,19 @@ def test_ingest_with_force_notes_removed_labels(skin: Path, run: Run) -> None:
     os.utime(skin / "slides" / "CMU-1-Small-Region.svs")
     done = run(*slides, "--force")
     assert done.returncode == 0, done.stderr
-    assert {label for label, _ in patch_labels(skin / "patches.lmdb")["CMU-1-Small-Region"]} == {None}  # fmt: skip
+    assert {label for label, _ in patch_labels(skin / "patches.lmdb")["CMU-1-Small-Region"]} == {
+        None
+    }
     with Store(skin / "patches.lmdb") as store:
         record = store.slides[0]
         assert (record.annotations, record.patch_labels) == (None, {})
         assert "patch labels were removed" in " ".join(record.notes)
     assert run("annotate", "patches.lmdb", "drawn").returncode == 0
-    assert {label for label, _ in patch_labels(skin / "patches.lmdb")["CMU-1-Small-Region"]} == {"Dermis", "Epidermis", None}  # fmt: skip
+    assert {label for label, _ in patch_labels(skin / "patches.lmdb")["CMU-1-Small-Region"]} == {
+        "Dermis",
+        "Epidermis",
+        None,
+    }
 
 
 def test_outline_with_many_crossings_is_left_out_quickly(tmp_path: Path) -> None:
@@ -832,7 +914,9 @@ def test_object_types_of_old_qupath(tmp_path: Path) -> None:
 def test_unreadable_annotations_fail_only_their_slide(skin: Path, run: Run) -> None:
     make_slides(skin / "slides", "--count", "1", "--size", "1024x1024")
     assert run("ingest", "slides").returncode == 0
-    (skin / "drawn" / "slide-000.xml").write_text('<?xml version="1.0" encoding="GBK"?><ASAP_Annotations/>')  # fmt: skip
+    (skin / "drawn" / "slide-000.xml").write_text(
+        '<?xml version="1.0" encoding="GBK"?><ASAP_Annotations/>'
+    )
     done = run("annotate", "patches.lmdb", "drawn")
     assert done.returncode == 3, done.stderr
     assert "slide-000: failed: drawn/slide-000.xml cannot be read" in done.stderr

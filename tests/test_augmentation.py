@@ -305,9 +305,13 @@ def test_training_with_stain_normalization(
     assert "run `histopipe stains" in refused.stderr
     assert not (tmp_path / "r2").exists()
     for wrong in (
-        ["--augment", "blur"], ["--augment", "none,flips"], ["--max-per-slide", -1], ["--shuffle-block", -1],
-        ["--balance", "class", "--shuffle-block", 5], ["--balance", "class", "--class-weights", "balanced"],
-    ):  # fmt: skip
+        ["--augment", "blur"],
+        ["--augment", "none,flips"],
+        ["--max-per-slide", -1],
+        ["--shuffle-block", -1],
+        ["--balance", "class", "--shuffle-block", 5],
+        ["--balance", "class", "--class-weights", "balanced"],
+    ):
         assert run("train", fitted, *wrong, "--out", "wrong").returncode == 2
         assert not (tmp_path / "wrong").exists()
 
@@ -352,8 +356,13 @@ def jpeg_of(pixels: Pixels) -> bytes:
 def test_damaged_fit_is_refused() -> None:
     good = fit_pixels(IMAGES.reshape(-1, 3), where="i").to_json()
     assert StainFit.from_json(good, where="here").pixels == good["pixels"]
-    for bad in (None, {}, good | {"pixels": "x"}, good | {"reinhard_mean": [1, 2]},
-                good | {"macenko_maximum": [1, float("nan")]}):  # fmt: skip
+    for bad in (
+        None,
+        {},
+        good | {"pixels": "x"},
+        good | {"reinhard_mean": [1, 2]},
+        good | {"macenko_maximum": [1, float("nan")]},
+    ):
         with pytest.raises(DamagedStore, match="here"):
             StainFit.from_json(bad, where="here")
 

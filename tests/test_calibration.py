@@ -53,8 +53,8 @@ def evaluated(
     probability: Floats, event: NDArray[np.bool_], patient: NDArray[np.int32], resamples: int = 0
 ) -> Metrics:
     scores = class_scores(
-        event.astype(np.int32), np.stack([1 - probability, probability], axis=1), patient,
-    )  # fmt: skip
+        event.astype(np.int32), np.stack([1 - probability, probability], axis=1), patient
+    )
     draws = bootstrap_draws(int(patient.max()) + 1, resamples, 1) if resamples else NO_DRAWS
     return class_metrics(scores, ("n", "t"), positive=1, threshold=0.5, draws=draws)
 
@@ -130,9 +130,12 @@ def test_perfect_predictions_have_informative_intervals(items: int) -> None:
 
 
 @given(
-    patients=st.integers(2, 12), items=st.integers(20, 40), share=st.floats(0.2, 0.8),
-    exchanged=st.booleans(), seed=st.integers(0, 999),
-)  # fmt: skip
+    patients=st.integers(2, 12),
+    items=st.integers(20, 40),
+    share=st.floats(0.2, 0.8),
+    exchanged=st.booleans(),
+    seed=st.integers(0, 999),
+)
 @settings(max_examples=25)
 def test_one_error_changes_little_in_intervals_of_clusters(
     patients: int, items: int, share: float, exchanged: bool, seed: int
@@ -265,9 +268,16 @@ def of_patches(probability: Floats, label: NDArray[np.int32]) -> Predictions:
     each, zeros = np.arange(len(label), dtype=np.int32), np.zeros(len(label), np.int32)
     names = tuple(map(str, range(probability.shape[1])))
     return class_predictions(
-        names, ("s",), tuple(map(str, each)), zeros, each, zeros.astype(np.int64), zeros.astype(np.int64), label,
+        names,
+        ("s",),
+        tuple(map(str, each)),
+        zeros,
+        each,
+        zeros.astype(np.int64),
+        zeros.astype(np.int64),
+        label,
         probability.astype(np.float32),
-    )  # fmt: skip
+    )
 
 
 def test_temperature_is_found_and_applied() -> None:
@@ -289,10 +299,18 @@ def test_each_label_has_its_own_temperature() -> None:
     probability = 1 / (1 + np.exp(-odds * [2.0, 0.5]))
     zeros = np.zeros(20_000, np.int32)
     scores = target_predictions(
-        "multilabel", ("a", "b"), (), ("s",), tuple(map(str, range(20_000))), zeros, np.arange(20_000, dtype=np.int32),
+        "multilabel",
+        ("a", "b"),
+        (),
+        ("s",),
+        tuple(map(str, range(20_000))),
+        zeros,
+        np.arange(20_000, dtype=np.int32),
         zeros.astype(np.int64),
-        zeros.astype(np.int64), target, probability.astype(np.float32),
-    )  # fmt: skip
+        zeros.astype(np.int64),
+        target,
+        probability.astype(np.float32),
+    )
     temperatures = fit_temperature(scores)
     assert temperatures == pytest.approx((2, 0.5), rel=0.1)
     assert tempered(probability, [2.0, 0.5]) == pytest.approx(1 / (1 + np.exp(-odds)), abs=1e-6)

@@ -187,8 +187,11 @@ def test_make_finds_a_python_that_runs(tmp_path: Path, python: str, message: str
     (tmp_path / "head").symlink_to(str(head))
     done = subprocess.run(
         [str(shell), PROJECT / "tools" / "find_python", python],
-        env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        env={"PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if message is None:
         assert (done.stdout, done.returncode) == ("python3\n", 0), done.stderr
     else:

@@ -38,8 +38,10 @@ DASK = [sys.executable, "-m", "dask"]
 SLIDES = 8
 FLAGS = ("--patch-size", "64", "--tissue", "none")
 ENVIRONMENT = {
-    **os.environ, "DASK_DISTRIBUTED__SCHEDULER__WORKER_TTL": "4s", "DASK_DISTRIBUTED__COMM__TIMEOUTS__CONNECT": "5s",
-}  # fmt: skip
+    **os.environ,
+    "DASK_DISTRIBUTED__SCHEDULER__WORKER_TTL": "4s",
+    "DASK_DISTRIBUTED__COMM__TIMEOUTS__CONNECT": "5s",
+}
 
 
 class Machines:
@@ -127,8 +129,9 @@ def local(slides: Path) -> Path:
     store = slides.with_name("local.lmdb")
     subprocess.run(
         [*COMMAND, "ingest", str(slides), "--out", str(store), *FLAGS],
-        check=True, capture_output=True,
-    )  # fmt: skip
+        check=True,
+        capture_output=True,
+    )
     return store
 
 
@@ -149,9 +152,21 @@ def ingest(machines: Machines, slides: Path, tmp_path: Path) -> Ingest:
     def begin() -> subprocess.Popen[str]:
         words = ["ingest", str(slides), "--out", "parts", *FLAGS, "--cluster", machines.address]
         return subprocess.Popen(
-            [sys.executable, "-c", IMPATIENT, *words, "--scratch", str(tmp_path / "scratch"), "--json"],
-            cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT,
-        )  # fmt: skip
+            [
+                sys.executable,
+                "-c",
+                IMPATIENT,
+                *words,
+                "--scratch",
+                str(tmp_path / "scratch"),
+                "--json",
+            ],
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=ENVIRONMENT,
+        )
 
     return begin
 
@@ -219,8 +234,18 @@ def test_cluster_ingest_equals_local_ingest(
         "slide,label\n" + "".join(f"slide-00{n},x\n" for n in range(SLIDES))
     )
     done = run(
-        "ingest", slides, "--out", "parts", *FLAGS, "--cluster", "local:1", "--labels", "labels.csv", "--scratch", "scratch",
-    )  # fmt: skip
+        "ingest",
+        slides,
+        "--out",
+        "parts",
+        *FLAGS,
+        "--cluster",
+        "local:1",
+        "--labels",
+        "labels.csv",
+        "--scratch",
+        "scratch",
+    )
     assert done.returncode == 0, done.stderr
     assert {record.label for record in recorded(tmp_path / "parts").values()} == {"x"}
 

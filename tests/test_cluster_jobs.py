@@ -87,9 +87,11 @@ def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
     jobs.mkdir()
     configure(tmp_path, "main")
     yield {
-        **os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "JOBS": str(jobs),
+        **os.environ,
+        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+        "JOBS": str(jobs),
         "DASK_CONFIG": str(tmp_path / "dask"),
-    }  # fmt: skip
+    }
     left = [path.name for path in jobs.iterdir() if path.name.isdigit()]
     for job in left:
         os.killpg(int(job), signal.SIGKILL)
@@ -106,8 +108,12 @@ def begin(
 ) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [*INTERRUPTIBLE, "ingest", str(slides), "--out", "parts", *FLAGS, *flags],
-        cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 HOLD = """
@@ -130,9 +136,7 @@ def with_hold(folder: Path, environment: dict[str, str]) -> dict[str, str]:
     """Return an environment in which the plan of slide-001 waits for the file `released`."""
     (folder / "hold").mkdir()
     (folder / "hold" / "sitecustomize.py").write_text(HOLD)
-    return {
-        **environment, "PYTHONPATH": str(folder / "hold"), "RELEASED": str(folder / "released"),
-    }  # fmt: skip
+    return {**environment, "PYTHONPATH": str(folder / "hold"), "RELEASED": str(folder / "released")}
 
 
 def wait_for_line(process: subprocess.Popen[str], text: str) -> None:
@@ -227,10 +231,15 @@ def test_slide_that_kills_every_worker_fails(
     monkeypatch.setattr(dask_cluster, "run_slide", _run_slide_or_die)
     with dask.config.set({"distributed.scheduler.allowed-failures": 1}):
         report = ingest_on_cluster(
-            [SlideJob(file) for file in discover([slides])], tmp_path / "parts",
-            TilingSpec(patch_size=64, mpp=Mpp(0.5), tissue="none"), IngestOptions(), cluster="local:1",
-            scratch=tmp_path / "scratch", part_bytes=1 << 30, progress=Progress(),
-        )  # fmt: skip
+            [SlideJob(file) for file in discover([slides])],
+            tmp_path / "parts",
+            TilingSpec(patch_size=64, mpp=Mpp(0.5), tissue="none"),
+            IngestOptions(),
+            cluster="local:1",
+            scratch=tmp_path / "scratch",
+            part_bytes=1 << 30,
+            progress=Progress(),
+        )
     (failed,) = report.of(SlideStatus.FAILED)
     assert failed.id == "slide-002"
     assert "every worker that ingested it died" in failed.reason
@@ -277,9 +286,12 @@ def test_abandoned_parts_are_removed(slides: Path, tmp_path: Path, run: Run) -> 
 def test_terminal_interrupt_is_handled_by_command_only(slides: Path, tmp_path: Path) -> None:
     process = subprocess.Popen(
         [*INTERRUPTIBLE, "ingest", str(slides), "--out", "parts", *FLAGS, "--cluster", "local:1"],
-        cwd=tmp_path, env=with_hold(tmp_path, {**os.environ}), stderr=subprocess.PIPE, text=True,
+        cwd=tmp_path,
+        env=with_hold(tmp_path, {**os.environ}),
+        stderr=subprocess.PIPE,
+        text=True,
         start_new_session=True,
-    )  # fmt: skip
+    )
     wait_for_line(process, "complete slide-")
     os.killpg(process.pid, signal.SIGINT)
     check_stopped(process, tmp_path)
@@ -289,8 +301,9 @@ def test_full_scratch_disk_is_reported(slides: Path, tmp_path: Path, run: Run) -
     (tmp_path / "scratch").mkdir()
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=1536k", "none", tmp_path / "scratch"],
-        capture_output=True, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        check=False,
+    )
     if mounted.returncode:
         pytest.skip("mounting a small disk needs root")
     try:

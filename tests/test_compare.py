@@ -37,9 +37,11 @@ def runs(small_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four runs: a and b differ in the optimizer, c has another split, and d is a cross-validation."""
     folder = tmp_path_factory.mktemp("compared")
     for name, flags in {
-        "a": (), "b": ("--optimizer", "sgd", "--augment", "none"), "c": ("--seed", "5"),
+        "a": (),
+        "b": ("--optimizer", "sgd", "--augment", "none"),
+        "c": ("--seed", "5"),
         "d": ("--folds", "2"),
-    }.items():  # fmt: skip
+    }.items():
         command = [*COMMAND, "train", str(small_store), "--out", name, *ARGUMENTS, *flags]
         subprocess.run(command, cwd=folder, check=True, capture_output=True)
     return folder
@@ -59,9 +61,14 @@ def test_differences_and_intervals_equal_a_slow_reference(
     assert set(comparison.settings) == {"optimizer", "augment"}
     (levels,) = comparison.differences
     assert set(levels) == {
-        "patch", "slide_mean", "slide_top_k", "slide_majority", "patient_mean", "patient_top_k",
+        "patch",
+        "slide_mean",
+        "slide_top_k",
+        "slide_majority",
+        "patient_mean",
+        "patient_top_k",
         "patient_majority",
-    }  # fmt: skip
+    }
     files = [json.loads((runs / name / "metrics.json").read_text())["test"] for name in "ab"]
     for name in ("auc", "f1", "brier"):
         assert levels["patch"][name].value == pytest.approx(

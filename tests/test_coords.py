@@ -133,16 +133,33 @@ def test_import_coords_skips_forces_and_labels_like_ingest(
     ("files", "expected"),
     [
         ({"nobody": ([(0, 0)], TRIDENT)}, "coordinate files match no slide: found nobody.h5"),
-        ({"slide-000": ([(0, 0)], {"patch_size": 128})}, "attributes of the dataset 'coords': found patch_size"),
-        ({"slide-000": ([(0, 0)], {"patch_size": 128, "patch_level": 0, "custom_downsample": 2})}, "custom_downsample"),
-        ({"slide-000": ([(0, 0)], TRIDENT), "slide-000_patches": ([(0, 0)], TRIDENT)}, "two coordinate files"),
         (
-            {"slide-000": ([(0, 0)], TRIDENT), "slide-001": ([(0, 0)], TRIDENT | {"patch_size": 64})},
+            {"slide-000": ([(0, 0)], {"patch_size": 128})},
+            "attributes of the dataset 'coords': found patch_size",
+        ),
+        (
+            {
+                "slide-000": (
+                    [(0, 0)],
+                    {"patch_size": 128, "patch_level": 0, "custom_downsample": 2},
+                )
+            },
+            "custom_downsample",
+        ),
+        (
+            {"slide-000": ([(0, 0)], TRIDENT), "slide-000_patches": ([(0, 0)], TRIDENT)},
+            "two coordinate files",
+        ),
+        (
+            {
+                "slide-000": ([(0, 0)], TRIDENT),
+                "slide-001": ([(0, 0)], TRIDENT | {"patch_size": 64}),
+            },
             "coordinates with several sizes or scales",
         ),
         ({}, "has no coordinate files"),
     ],
-)  # fmt: skip
+)
 def test_invalid_coordinates_are_refused(
     made: Path, tmp_path: Path, run: Run, files: dict[str, Any], expected: str
 ) -> None:

@@ -248,11 +248,17 @@ def store_with_copies(
     with StoreWriter(path, SPEC) as writer:
         records = [
             dataclasses.replace(
-                RECORD, id=n, label=n[0], patient=n, quickhash="same" if n in copies else n,
-                pixel_hash=hashes.get(n), planned=2, stored=2,
+                RECORD,
+                id=n,
+                label=n[0],
+                patient=n,
+                quickhash="same" if n in copies else n,
+                pixel_hash=hashes.get(n),
+                planned=2,
+                stored=2,
             )
             for n in names
-        ]  # fmt: skip
+        ]
         numbers = writer.register(records)
         for record in records:
             crc = writer.put_patches(numbers[record.id], [0, 1], [b"x", b"y"])
@@ -338,9 +344,12 @@ def test_groups_of_copies_are_the_unions_of_pairs(
 ) -> None:
     """Expected is the definition, on every pair of slides of all versions, with and without bags of several slides."""
     slides = [
-        [SlideHashes(*(text and kind + text for kind, text in zip("ctp", scan, strict=True))) for scan in bag]
+        [
+            SlideHashes(*(text and kind + text for kind, text in zip("ctp", scan, strict=True)))
+            for scan in bag
+        ]
         for bag in bags
-    ]  # fmt: skip
+    ]
     groups = [{i} for i in range(len(slides))]
     level0 = [{i} for i in range(len(slides))]
     for i, j in itertools.combinations(range(len(slides)), 2):

@@ -22,8 +22,16 @@ GOLDEN = PROJECT / "tests" / "golden"
 VERSIONS = ("0.2.0", "2026-11-25")
 REPORTED = {"0.2.0": ("run", "predictions"), "2026-11-25": ("folds", "bags")}
 INGEST = (
-    "--labels", "labels.csv", "--allow-extra-rows", "--patch-size", 64, "--quality", 60, "--tissue", "none",
-)  # fmt: skip
+    "--labels",
+    "labels.csv",
+    "--allow-extra-rows",
+    "--patch-size",
+    64,
+    "--quality",
+    60,
+    "--tissue",
+    "none",
+)
 COMMAND_LINE = "from histopipe.cli import main; main()"
 
 

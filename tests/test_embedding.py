@@ -80,11 +80,12 @@ def make_onnx(path: Path, *, rows: int | str = "N", output: str = "pooled") -> n
     ]
     shapes = {"pooled": [rows, 8, 1, 1], "maps": [rows, 8, SIZE // 4, SIZE // 4]}
     graph = helper.make_graph(
-        nodes, "encoder",
+        nodes,
+        "encoder",
         [helper.make_tensor_value_info("x", TensorProto.FLOAT, [rows, 3, SIZE, SIZE])],
         [helper.make_tensor_value_info(output, TensorProto.FLOAT, shapes[output])],
         [numpy_helper.from_array(weights, "w")],
-    )  # fmt: skip
+    )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
     onnx.save(model, path)
     path.with_suffix(".json").write_text(json.dumps(PREPROCESSING))
@@ -357,10 +358,16 @@ def test_attributes_of_real_slides_follow_clam_and_trident(
         index = store.index(0)
         assert coords.tolist() == np.stack([index["x_l0"], index["y_l0"]], 1).tolist()
     assert {
-        "patch_size": 240, "patch_size_level0": 240, "level0_magnification": 20,
-        "target_magnification": 20, "overlap": 0, "level0_width": 2220, "level0_height": 2967,
-        "patch_level": 0, "name": "CMU-1-Small-Region",
-    }.items() <= attributes.items()  # fmt: skip
+        "patch_size": 240,
+        "patch_size_level0": 240,
+        "level0_magnification": 20,
+        "target_magnification": 20,
+        "overlap": 0,
+        "level0_width": 2220,
+        "level0_height": 2967,
+        "patch_level": 0,
+        "name": "CMU-1-Small-Region",
+    }.items() <= attributes.items()
 
 
 def test_out_of_memory_reduces_the_pieces(
@@ -392,14 +399,24 @@ def test_errors_are_raised_before_anything_is_written(
     small_store: Path, a_run: Path, made_store: Path, onnx_file: Path, tmp_path: Path, run: Run
 ) -> None:
     cases: list[tuple[Path, dict[str, Any], int, str]] = [
-        (small_store, {"model": "nonsense"}, 2, "small-cnn, a run's folder, an ONNX file, a SavedModel folder"),
+        (
+            small_store,
+            {"model": "nonsense"},
+            2,
+            "small-cnn, a run's folder, an ONNX file, a SavedModel folder",
+        ),
         (small_store, {"model": a_run, "weights": "none"}, 2, "which already contains weights"),
         (small_store, {"model": onnx_file, "devices": "gpu"}, 2, "an onnxruntime without CUDA"),
         (small_store, {"model": onnx_file, "batch_size": 0}, 2, "--batch-size: found 0"),
         (small_store, UNTRAINED | {"stain_norm": "macenko"}, 4, "histopipe stains"),
-        (made_store, {"model": a_run}, 2, "takes patches of another size: found 32 pixels, expected 128"),
+        (
+            made_store,
+            {"model": a_run},
+            2,
+            "takes patches of another size: found 32 pixels, expected 128",
+        ),
         (tmp_path / "none.lmdb", {"model": onnx_file}, 4, "none.lmdb"),
-    ]  # fmt: skip
+    ]
     for number, (store, options, code, expected) in enumerate(cases):
         with pytest.raises(HistopipeError) as error:
             histopipe.embed(store, out=tmp_path / f"f{number}", **options)

@@ -98,8 +98,9 @@ def test_errors_of_one_slide_have_a_reason(error: Exception, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [MachineShort("disk"), OutOfMemory("memory"), UsageError("--x"), OSError(errno.ENOSPC, "full")]
-)  # fmt: skip
+    "error",
+    [MachineShort("disk"), OutOfMemory("memory"), UsageError("--x"), OSError(errno.ENOSPC, "full")],
+)
 def test_errors_of_all_slides_are_raised_again(error: Exception) -> None:
     with pytest.raises(type(error)):
         slide_failure(error)

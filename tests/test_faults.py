@@ -111,8 +111,10 @@ def killed(cohort: Path, store: Path, victim: str, moment: float) -> bool:
     """Start a run, and kill it or one of its workers after `moment` seconds; return False if it had ended before."""
     child = subprocess.Popen(
         [*COMMAND, "ingest", str(cohort), "--out", str(store), *ARGUMENTS],
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     time.sleep(moment)
     while True:  # workers start after the run, and end before it
         victims = [child.pid] if victim == "run" else workers_of(child.pid)
@@ -185,9 +187,13 @@ def test_segfaults_and_hangs_fail_only_their_slides(
     (tmp_path / "main.py").write_text(MAIN)
     done = subprocess.run(
         [sys.executable, "main.py", "ingest", "in", "--slide-timeout", "8", "--json", *ARGUMENTS],
-        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=200,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
-    )  # fmt: skip
+    )
     assert done.returncode == 3, done.stderr
     by_slide = outcomes(done.stdout)
     for name in bad:
@@ -262,8 +268,12 @@ def test_corrupted_slides_do_not_end_run(data: Path, tmp_path: Path) -> None:
     shutil.copy(made, tmp_path / "in" / "whole.svs")
     done = subprocess.run(
         [*COMMAND, "ingest", "in", "--json", "--slide-timeout", "30"],
-        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300,
-    )  # fmt: skip
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
     assert done.returncode in (0, 3), done.stderr
     by_slide = outcomes(done.stdout)
     assert len(by_slide) == 61
@@ -298,8 +308,10 @@ def test_store_becomes_read_only(
     before = contents(store)
     child = subprocess.Popen(
         [*COMMAND, "ingest", str(cohort), "--out", str(store), *ARGUMENTS],
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     while not workers_of(child.pid):
         time.sleep(0.01)
     if not immutable(store / "data.mdb", True):

@@ -176,10 +176,28 @@ def test_training_on_two_magnifications(
     run: Run, sets: tuple[Path, Path], tmp_path: Path, pooling: str
 ) -> None:
     done = run(
-        "train", "--mil", sets[0], "--mil", sets[1], "--labels", sets[0] / "labels.csv",
-        "--pooling", pooling, "--epochs", 2, "--patience", 0, "--resamples", 20,
-        "--max-per-slide", 8, "--fractions", "0.5,0.25,0.25", "--out", "run",
-    )  # fmt: skip
+        "train",
+        "--mil",
+        sets[0],
+        "--mil",
+        sets[1],
+        "--labels",
+        sets[0] / "labels.csv",
+        "--pooling",
+        pooling,
+        "--epochs",
+        2,
+        "--patience",
+        0,
+        "--resamples",
+        20,
+        "--max-per-slide",
+        8,
+        "--fractions",
+        "0.5,0.25,0.25",
+        "--out",
+        "run",
+    )
     assert done.returncode == 0, done.stderr
     assert "1 slide without common patches" in done.stderr
     files = sorted((tmp_path / "run" / "attention").glob("*.csv"))

@@ -132,9 +132,17 @@ def test_layer_decay_shortens_the_updates(small_store: Path, tmp_path: Path) -> 
     for decay in (1.0, 0.5):
         out = tmp_path / str(decay)
         histopipe.train(
-            small_store, out=out, **TINY, epochs=1, batch_size=120, optimizer="sgd", learning_rate=1.0,
-            deterministic=True, layer_decay=decay, resamples=0,
-        )  # fmt: skip
+            small_store,
+            out=out,
+            **TINY,
+            epochs=1,
+            batch_size=120,
+            optimizer="sgd",
+            learning_rate=1.0,
+            deterministic=True,
+            layer_decay=decay,
+            resamples=0,
+        )
         weights[decay] = weights_of(out)
     start = {
         weight.path: np.asarray(weight.value)
@@ -202,8 +210,18 @@ def test_checkpoints_leave_out_frozen_weights(run: Run, small_store: Path, tmp_p
     weights = tmp_path / "weights.safetensors"
     shutil.copy(WEIGHTS, weights)
     done = run(
-        "train", small_store, "--out", "run", *FINE_TUNING, "--weights", weights, "--trainable", "head", "--epochs", 1,
-    )  # fmt: skip
+        "train",
+        small_store,
+        "--out",
+        "run",
+        *FINE_TUNING,
+        "--weights",
+        weights,
+        "--trainable",
+        "head",
+        "--epochs",
+        1,
+    )
     assert done.returncode == 0, done.stderr
     with np.load(tmp_path / "run" / "resume.npz") as saved:
         sizes = [saved[name].size for name in saved.files if name.startswith("v0")]
@@ -287,9 +305,7 @@ def test_networks_of_users(run: Run, small_store: Path, tmp_path: Path) -> None:
         assert message in wrong.stderr
         assert not (tmp_path / "wrong").exists()
     (tmp_path / "config.toml").write_text('model = "own.py:build"')
-    for flags in (
-        ("--model", "own.py:build"), ("--model", "own.py"), ("--config", "config.toml"),
-    ):  # fmt: skip
+    for flags in (("--model", "own.py:build"), ("--model", "own.py"), ("--config", "config.toml")):
         refused = run("train", small_store, *flags, "--out", "wrong", "--untrusted")
         assert refused.returncode == 2, refused.stderr
         assert "Python files and SavedModels can run any code" in refused.stderr
@@ -300,15 +316,21 @@ def test_networks_of_users(run: Run, small_store: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--trainable", "lst:2"), "--trainable: found 'lst:2', expected all, head, last:N or lora:R"),
+        (
+            ("--trainable", "lst:2"),
+            "--trainable: found 'lst:2', expected all, head, last:N or lora:R",
+        ),
         (("--trainable", "head:2"), "--trainable: found 'head:2'"),
         (("--trainable", "lora"), "--trainable: found 'lora'"),
         (("--weights", "none"), "expected --weights with the file of the weights"),
-        (("--weights", "absent.safetensors"), "no weights of tiny at absent.safetensors: found no such file"),
+        (
+            ("--weights", "absent.safetensors"),
+            "no weights of tiny at absent.safetensors: found no such file",
+        ),
         (("--model", "uni"), "patches of 32 pixels would be enlarged"),
         (("--model", "unii"), "no such model, expected efficientnet-lite0, efficientnet-lite1"),
     ],
-)  # fmt: skip
+)
 def test_wrong_settings(
     run: Run, small_store: Path, tmp_path: Path, arguments: tuple[str, ...], message: str
 ) -> None:

@@ -236,8 +236,11 @@ def test_python_function_equals_the_command_without_tensorflow(
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(small_store)],
-        cwd=tmp_path, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert untimed(tmp_path / "cv") == untimed(whole)
     auc = json.loads((whole / "summary.json").read_text())["pooled"]["patch"]["auc"]
@@ -360,13 +363,25 @@ def test_retries_depend_on_the_failure(
         return OutOfTime(f"not done within {watch.seconds:.0f} s")
 
     fake = recorded(
-        fold_1=[HistopipeError("the training failed")], fold_2=[late],
+        fold_1=[HistopipeError("the training failed")],
+        fold_2=[late],
         fold_3=[UsageError("the loss of epoch 1 is not finite")],
-    )  # fmt: skip
+    )
     done = run(
-        "train", small_store, "--out", "cv", *ARGUMENTS, "--folds", 3, "--retries", 1,
-        "--fold-timeout", "45s", "--parallel-folds", 2,
-    )  # fmt: skip
+        "train",
+        small_store,
+        "--out",
+        "cv",
+        *ARGUMENTS,
+        "--folds",
+        3,
+        "--retries",
+        1,
+        "--fold-timeout",
+        "45s",
+        "--parallel-folds",
+        2,
+    )
     assert done.returncode == 3, done.stderr
     assert "not done within 45 s; retry 1 of 1" in done.stderr
     assert [row["attempts"] for row in table(tmp_path / "cv")[:3]] == ["2", "2", "1"]
@@ -379,9 +394,19 @@ def test_interrupt_ends_every_fold_and_resume_continues(
     run: Run, small_store: Path, whole: Path, tmp_path: Path
 ) -> None:
     command = [
-        *INTERRUPTIBLE, "train", str(small_store), "--out", "cv", *ARGUMENTS, "--folds", "3",
-        "--parallel-folds", "2", "--devices", "cpu",
-    ]  # fmt: skip
+        *INTERRUPTIBLE,
+        "train",
+        str(small_store),
+        "--out",
+        "cv",
+        *ARGUMENTS,
+        "--folds",
+        "3",
+        "--parallel-folds",
+        "2",
+        "--devices",
+        "cpu",
+    ]
     environment = faulty({"fold-1": "gradients:4:wait", "fold-2": "gradients:4:wait"}, tmp_path)
     child = subprocess.Popen(
         command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=environment
@@ -426,8 +451,10 @@ print(*sizes)
 def test_folds_do_not_increase_memory_of_the_parent(small_store: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", FLAT, str(small_store), str(tmp_path / "cv")],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     sizes = [float(size) for size in done.stdout.split()]
     assert len(sizes) == 6

@@ -55,8 +55,13 @@ pipe.send((os.environ.get("HOME"), os.environ["EXTRA"], os.getcwd(), sys.path[0]
     monkeypatch.delenv("HOME")
     with forked(code, EXTRA="\udc80") as (process, pipe):
         assert pipe.recv() == (
-            None, "\udc80", str(tmp_path), str(tmp_path / "modules"), process.pid, True,
-        )  # fmt: skip
+            None,
+            "\udc80",
+            str(tmp_path),
+            str(tmp_path / "modules"),
+            process.pid,
+            True,
+        )
         assert process.wait() == 0
 
 
@@ -132,8 +137,10 @@ ours.recv()
 def test_all_processes_end_with_killed_client(starts_server: bool) -> None:
     """The training, its child processes and a server that the client started all end."""
     environment = {
-        **os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "HISTOPIPE_TEST_CHILD": HELLO + GRANDCHILD,
-    }  # fmt: skip
+        **os.environ,
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "HISTOPIPE_TEST_CHILD": HELLO + GRANDCHILD,
+    }
     if starts_server:
         del environment[ADDRESS]
         environment["PYTHONPATH"] = str(Path(__file__).parent / "programs" / "faults")

@@ -40,11 +40,15 @@ from histopipe.store.store import Store
 from histopipe.tasks.task import Predictions
 
 
-def heat_of(corners: list[tuple[int, int]], values: list[float], side: float, **attributes: Any) -> NamedPatchValues:  # fmt: skip
+def heat_of(
+    corners: list[tuple[int, int]], values: list[float], side: float, **attributes: Any
+) -> NamedPatchValues:
     x, y = (np.array([c[i] for c in corners], np.int64) for i in (0, 1))
     description: dict[str, Any] = {"bounds": (0, 0, 640, 480), "mpp": 0.5} | attributes
     names = np.array(["b" if v >= 0.5 else "a" for v in values], object)
-    return NamedPatchValues("s", "probability of b", x, y, side, np.array(values, np.float32), names, **description)  # fmt: skip
+    return NamedPatchValues(
+        "s", "probability of b", x, y, side, np.array(values, np.float32), names, **description
+    )
 
 
 CELLS = st.lists(
@@ -97,7 +101,15 @@ def test_ranks() -> None:
 
 
 def test_scale_bar_is_a_round_number() -> None:
-    assert [scale_bar_um(most) for most in (1, 1.9, 2, 4.9, 50, 330, 12_000)] == [1, 1, 2, 2, 50, 200, 10_000]  # fmt: skip
+    assert [scale_bar_um(most) for most in (1, 1.9, 2, 4.9, 50, 330, 12_000)] == [
+        1,
+        1,
+        2,
+        2,
+        50,
+        200,
+        10_000,
+    ]
 
 
 def test_tiff_opens_as_a_slide_with_the_same_scale(tmp_path: Path) -> None:
@@ -110,7 +122,10 @@ def test_tiff_opens_as_a_slide_with_the_same_scale(tmp_path: Path) -> None:
         info = slide.info
         assert info.vendor == "generic-tiff"
         assert float(info.mpp_x or 0) == pytest.approx(1.0)
-        assert [(level.size.width, level.size.height) for level in info.levels][:2] == [(2250, 1250), (1125, 625)]  # fmt: skip
+        assert [(level.size.width, level.size.height) for level in info.levels][:2] == [
+            (2250, 1250),
+            (1125, 625),
+        ]
         assert len(info.levels) == 5
         pixels = slide.read_region(PointL0(0, 0), 0, info.size)
     for (x, y), value in list(zip(corners, values, strict=True))[::37]:
@@ -144,7 +159,10 @@ def test_geojson_objects_have_the_positions_of_patches(tmp_path: Path) -> None:
         (outline.area for outline in outlines.entries), key=lambda area: float(area.area)
     )
     expected = [shapely.box(400, 350, 464, 414), shapely.box(100, 150, 228, 214)]
-    assert all(a.equals_exact(b, 1e-6, normalize=True) or a.equals(b) for a, b in zip(areas, expected, strict=True))  # fmt: skip
+    assert all(
+        a.equals_exact(b, 1e-6, normalize=True) or a.equals(b)
+        for a, b in zip(areas, expected, strict=True)
+    )
     measured = [f["properties"]["measurements"] for f in json.loads(path.read_text())["features"]]
     assert sorted(measurements["patches"] for measurements in measured) == [1, 2]
     assert max(measurements["mean probability of b"] for measurements in measured) == pytest.approx(
@@ -229,9 +247,17 @@ def scores_of_slide(slide: str, count: int, **attributes: Any) -> Predictions:
     zeros = np.zeros(count, np.int32)
     values = np.linspace(0, 1, count, dtype=np.float32)
     return class_predictions(
-        ("n", "t"), (slide,), (slide,), slide=zeros, patient=zeros, x_l0=64 * np.arange(count),
-        y_l0=np.zeros(count, np.int64), label=zeros - 1, probability=np.stack([1 - values, values], axis=1), **attributes,
-    )  # fmt: skip
+        ("n", "t"),
+        (slide,),
+        (slide,),
+        slide=zeros,
+        patient=zeros,
+        x_l0=64 * np.arange(count),
+        y_l0=np.zeros(count, np.int64),
+        label=zeros - 1,
+        probability=np.stack([1 - values, values], axis=1),
+        **attributes,
+    )
 
 
 @pytest.fixture
@@ -240,9 +266,19 @@ def predictions(tmp_path: Path) -> Path:
     folder = PredictionsFolder(tmp_path / "predictions")
     for name, count in (("x/one", 9), ("two", 4), ("empty", 0)):
         description = PredictedSlide(
-            slide=name, patient=name, label=None, width=640, height=64, bounds=[0, 0, 640, 64],
-            mpp=0.5, mpp_source=None, size_l0=64.0, stride_l0=64.0, source="", patches=count,
-        )  # fmt: skip
+            slide=name,
+            patient=name,
+            label=None,
+            width=640,
+            height=64,
+            bounds=[0, 0, 640, 64],
+            mpp=0.5,
+            mpp_source=None,
+            size_l0=64.0,
+            stride_l0=64.0,
+            source="",
+            patches=count,
+        )
         folder.write(description, scores_of_slide(name, count))
     (folder.path / "predict.json").write_text("{}")
     return folder.path
@@ -260,8 +296,15 @@ def test_all_formats_are_written_for_all_slides(
     }
     assert files == {f"{s}.heat.{k}" for s in ("x/one", "two") for k in ("png", "tiff", "geojson")}
     features = json.loads((tmp_path / "heatmaps" / "two.heat.geojson").read_text())["features"]
-    assert [round(f["properties"]["measurements"]["probability of t"], 3) for f in features] == [0, 0.333, 0.667, 1]  # fmt: skip
-    done = run("heatmap", predictions, "--class", "n", "--slide", "two", "--to", "geojson", "--out", "n")  # fmt: skip
+    assert [round(f["properties"]["measurements"]["probability of t"], 3) for f in features] == [
+        0,
+        0.333,
+        0.667,
+        1,
+    ]
+    done = run(
+        "heatmap", predictions, "--class", "n", "--slide", "two", "--to", "geojson", "--out", "n"
+    )
     assert done.returncode == 0, done.stderr
     assert [p.name for p in (tmp_path / "n").iterdir()] == ["two.heat.geojson"]
 
@@ -273,7 +316,9 @@ def test_errors_of_heatmap(predictions: Path, tmp_path: Path, run: Run) -> None:
 
     refused(2, "holds no predictions", tmp_path / "nothing")
     refused(2, "--class: found 'x', expected n or t", predictions, "--class", "x")
-    refused(2, "has no predictions of slide 'three': expected such as", predictions, "--slide", "three")  # fmt: skip
+    refused(
+        2, "has no predictions of slide 'three': expected such as", predictions, "--slide", "three"
+    )
     refused(2, "--to: found jpeg", predictions, "--to", "jpeg")
     refused(2, "--threshold", predictions, "--threshold", "2")
     description = predictions / "patches" / "two.json"
@@ -301,13 +346,26 @@ def test_files_named_after_slides_are_not_overwritten(
     folder.mkdir()
     for name in ("two.tiff", "two.geojson", "two.png"):
         (folder / name).write_text("mine")
-    assert run("heatmap", predictions, "--slide", "two", "--to", "png,tiff,geojson", "--out", folder).returncode == 0  # fmt: skip
-    assert {p.name for p in folder.iterdir() if p.read_bytes() == b"mine"} == {"two.tiff", "two.geojson", "two.png"}  # fmt: skip
+    assert (
+        run(
+            "heatmap", predictions, "--slide", "two", "--to", "png,tiff,geojson", "--out", folder
+        ).returncode
+        == 0
+    )
+    assert {p.name for p in folder.iterdir() if p.read_bytes() == b"mine"} == {
+        "two.tiff",
+        "two.geojson",
+        "two.png",
+    }
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
-    return a_store(tmp_path / "patches.lmdb", {f"{'nt'[i % 2]}{i}": jpegs(0, 6, 32) for i in range(6)}, patch_size=32)  # fmt: skip
+    return a_store(
+        tmp_path / "patches.lmdb",
+        {f"{'nt'[i % 2]}{i}": jpegs(0, 6, 32) for i in range(6)},
+        patch_size=32,
+    )
 
 
 def test_validation_and_test_patches_of_a_run_are_drawn(

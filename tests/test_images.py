@@ -174,19 +174,35 @@ NOISE_JPEG = encoded(Image.fromarray(NOISE), "JPEG")
         ("clear.png", encoded(with_alpha(np.zeros_like(ALPHA)), "PNG"), "transparent everywhere"),
         ("bits.png", encoded(Image.new("1", (9, 9)), "PNG"), "mode 1"),
         ("print.jpg", encoded(Image.new("CMYK", (9, 9)), "JPEG"), "mode CMYK"),
-        ("movie.png", encoded(MOVIE[0], "PNG", save_all=True, append_images=MOVIE[1:]), "animation of 2.*save one of them"),
-        ("movie.webp", encoded(MOVIE[0], "WEBP", save_all=True, append_images=MOVIE[1:]), "animation of 2"),
+        (
+            "movie.png",
+            encoded(MOVIE[0], "PNG", save_all=True, append_images=MOVIE[1:]),
+            "animation of 2.*save one of them",
+        ),
+        (
+            "movie.webp",
+            encoded(MOVIE[0], "WEBP", save_all=True, append_images=MOVIE[1:]),
+            "animation of 2",
+        ),
         ("bomb.png", png(60_000, 60_000, 8, 2), "DecompressionBombError"),
-        ("large.png", png(10_000, 10_000, 8, 2), "too large to decode as a whole: found 10000×10000"),
+        (
+            "large.png",
+            png(10_000, 10_000, 8, 2),
+            "too large to decode as a whole: found 10000×10000",
+        ),
         ("empty.png", b"", "an empty file"),
         ("text.jpg", b"this is no image", "a text file"),
         ("slide.png", b"II*\0" + bytes(40), "a TIFF that is not a tiled slide"),
         ("header.png", RGB_PNG[:20], "check that the copy is complete"),
         ("cut.png", RGB_PNG[: len(RGB_PNG) // 2], "cannot be read as an image"),
         ("cut.jpg", NOISE_JPEG[: len(NOISE_JPEG) // 2], "truncated"),
-        ("flipped.png", RGB_PNG[:60] + bytes([RGB_PNG[60] ^ 255]) + RGB_PNG[61:], "cannot be read as an image"),
+        (
+            "flipped.png",
+            RGB_PNG[:60] + bytes([RGB_PNG[60] ^ 255]) + RGB_PNG[61:],
+            "cannot be read as an image",
+        ),
     ],
-)  # fmt: skip
+)
 def test_images_that_would_be_wrong_are_refused(
     tmp_path: Path, name: str, content: bytes, reason: str
 ) -> None:
@@ -241,9 +257,13 @@ def test_changed_image_is_read_again(tmp_path: Path) -> None:
         ("a.png", {}, None),
         ("a.png", {"dpi": (25400 / 0.5, 25400 / 0.5)}, 0.5),
         ("a.jpg", {"dpi": (50800, 50800)}, 0.5),
-        *((f"a.{kind}", {"dpi": (dpi, dpi)}, None) for kind in ("png", "jpg", "bmp", "tif") for dpi in (72, 96, 300, 600, 1200)),
+        *(
+            (f"a.{kind}", {"dpi": (dpi, dpi)}, None)
+            for kind in ("png", "jpg", "bmp", "tif")
+            for dpi in (72, 96, 300, 600, 1200)
+        ),
     ],
-)  # fmt: skip
+)
 def test_resolution_for_screens_and_printers_is_no_scale(
     tmp_path: Path, name: str, save: Any, mpp: float | None
 ) -> None:
@@ -346,8 +366,11 @@ def test_tiff_files_of_one_image_are_images(tmp_path: Path) -> None:
     (tmp_path / "broken.tif").write_bytes(b"II*\0")
     files = {slide.path.name: slide for slide in discover([tmp_path])}
     assert {name: is_image(slide) for name, slide in files.items()} == {
-        "region.tif": True, "scan.tif": False, "a.ome.tif": False, "broken.tif": None,
-    }  # fmt: skip
+        "region.tif": True,
+        "scan.tif": False,
+        "a.ome.tif": False,
+        "broken.tif": None,
+    }
     assert names(tmp_path, images=True) == ["broken.tif", "mask.png", "region.tif"]
 
 
@@ -464,9 +487,11 @@ def test_folder_of_images_with_a_damaged_one(tmp_path: Path, run: Run) -> None:
     with Store(tmp_path / "s.lmdb") as store:
         records = {record.id: record for record in store.complete.values()}
         assert {name: (r.label, r.patient, r.planned) for name, r in records.items()} == {
-            "benign/P1-a": ("benign", "P1", 2), "benign/P1-b": ("benign", "P1", 2),
-            "malignant/P2-a": ("malignant", "P2", 2), "malignant/P2-b": ("malignant", "P2", 2),
-        }  # fmt: skip
+            "benign/P1-a": ("benign", "P1", 2),
+            "benign/P1-b": ("benign", "P1", 2),
+            "malignant/P2-a": ("malignant", "P2", 2),
+            "malignant/P2-b": ("malignant", "P2", 2),
+        }
         assert store.index(store.number("benign/P1-a"))["x_l0"].tolist() == [0, 30]
         whole = picture(70, 100, 4)
         assert (store.read("benign/P1-a", 0) == whole[:, :70]).all()

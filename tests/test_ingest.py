@@ -434,10 +434,13 @@ def test_slide_changed_during_ingest_fails(
         job.number = writer.register([job.record])["a"]
         claims = Claims(store)
         pipeline = Pipeline(
-            writer=writer, submit_within=ChangingPool(lambda: change(path)).submit_within, spec=spec,
-            options=IngestOptions(route=route, workers=1), claims=claims,
+            writer=writer,
+            submit_within=ChangingPool(lambda: change(path)).submit_within,
+            spec=spec,
+            options=IngestOptions(route=route, workers=1),
+            claims=claims,
             progress=IngestProgress(1, Progress()),
-        )  # fmt: skip
+        )
         (outcome,) = pipeline.run([job])
         claims.close()
         assert outcome.status is SlideStatus.FAILED
@@ -473,9 +476,13 @@ def test_next_slides_are_planned_while_others_are_copied(
         for job in jobs:
             job.number = numbers[job.id]
         pipeline = Pipeline(
-            writer=writer, submit_within=submit, spec=spec, options=IngestOptions(workers=workers),
-            claims=claims, progress=IngestProgress(len(names), Progress()),
-        )  # fmt: skip
+            writer=writer,
+            submit_within=submit,
+            spec=spec,
+            options=IngestOptions(workers=workers),
+            claims=claims,
+            progress=IngestProgress(len(names), Progress()),
+        )
         outcomes = list(pipeline.run(jobs))
     close_all()
     assert [outcome.status for outcome in outcomes] == [SlideStatus.COMPLETE] * len(names)
@@ -532,9 +539,23 @@ def test_full_disk_keeps_complete_slides(
     (tmp_path / "main.py").write_text(code)
     (disk / "other").write_bytes(bytes(27_000_000))
     done = subprocess.run(
-        [sys.executable, "main.py", "ingest", "in", "--out", str(out), "--route", route, "--workers", "1"],
-        cwd=tmp_path, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "main.py",
+            "ingest",
+            "in",
+            "--out",
+            str(out),
+            "--route",
+            route,
+            "--workers",
+            "1",
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 6, done.stderr
     assert f"{out} is full" in done.stderr
     assert "Traceback" not in done.stderr
@@ -689,10 +710,23 @@ def test_slide_that_kills_worker_fails_alone(tmp_path: Path) -> None:
     )
     (tmp_path / "main.py").write_text(code)
     done = subprocess.run(
-        [sys.executable, "main.py", "ingest", "in", "--workers", "2", "--json", "--patch-size", "32"],
-        cwd=tmp_path, capture_output=True, text=True, check=False,
+        [
+            sys.executable,
+            "main.py",
+            "ingest",
+            "in",
+            "--workers",
+            "2",
+            "--json",
+            "--patch-size",
+            "32",
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
-    )  # fmt: skip
+    )
     assert done.returncode == 3, done.stderr
     by_slide = outcomes(done.stdout)
     for name in ("evil", "late"):

@@ -75,8 +75,12 @@ def test_store_from_functions_only(tmp_path: Path, run: Run) -> None:
     planned = plan(tmp_path / "in", store, patch_size=128, progress=SILENT)
     assert "slide-000" in repr(planned) and planned.exit_code is ExitCode.PARTLY
     report = ingest(
-        str(tmp_path / "in"), str(store), patch_size=128, annotations=tmp_path / "in", progress=SILENT
-    )  # fmt: skip
+        str(tmp_path / "in"),
+        str(store),
+        patch_size=128,
+        annotations=tmp_path / "in",
+        progress=SILENT,
+    )
     assert list(report.failed) == ["bad"]
     assert report.exit_code is ExitCode.PARTLY
     assert "ingested           2" in repr(report) and "failed bad: " in repr(report)
@@ -131,7 +135,12 @@ def test_script_without_main_guard(tmp_path: Path) -> None:
     make_slides(tmp_path / "in", "--size", "600x600")
     (tmp_path / "script.py").write_text(SCRIPT)
     done = subprocess.run(
-        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=300
-    )  # fmt: skip
+        [sys.executable, "script.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+    )
     assert done.stdout == "1 0\n"
     assert "[1/1] complete slide-000" in done.stderr

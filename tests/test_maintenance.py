@@ -142,8 +142,10 @@ def test_merge_of_slides_in_several_stores(parts: list[Path], tmp_path: Path) ->
             merge(sources, tmp_path / "all.lmdb")
     assert contents(tmp_path / "all.lmdb") == before
     for name, first, second in (
-        ("label", "x", "y"), ("patient", "a", "p9"), ("quality", None, "y"),
-    ):  # fmt: skip
+        ("label", "x", "y"),
+        ("patient", "a", "p9"),
+        ("quality", None, "y"),
+    ):
         copy = Path(shutil.copytree(same, tmp_path / f"{name}.lmdb"))
         for path, value in ((parts[0], first), (copy, second)):
             with StoreWriter(path, SPEC) as writer:
@@ -370,8 +372,24 @@ def test_split_within_slides_is_refused(made_store: Path, tmp_path: Path, run: R
 def test_killed_commands_leave_intact_stores(tmp_path: Path) -> None:
     """After a kill, the store is intact, and the same command succeeds."""
     done = subprocess.run(
-        [sys.executable, "-P", str(TOOLS / "kill_store.py"), "--kills", "3", "--side", "768", "--work", str(tmp_path), "--commands", "merge", "remove", "compact"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-P",
+            str(TOOLS / "kill_store.py"),
+            "--kills",
+            "3",
+            "--side",
+            "768",
+            "--work",
+            str(tmp_path),
+            "--commands",
+            "merge",
+            "remove",
+            "compact",
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "3 kills" in done.stdout

@@ -550,12 +550,15 @@ def make_network(path: Path, size: int, **settings: Any) -> None:
     weights[1, 1] = -100
     nodes = [helper.make_node("Conv", ["x", "w", "b"], ["maps"])]
     graph = helper.make_graph(
-        nodes, "segmenter",
+        nodes,
+        "segmenter",
         [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 3, size, size])],
         [helper.make_tensor_value_info("maps", TensorProto.FLOAT, [1, 2, size, size])],
-        [numpy_helper.from_array(weights, "w"),
-         numpy_helper.from_array(np.array([0, 100 * 200 / 255], np.float32), "b")],
-    )  # fmt: skip
+        [
+            numpy_helper.from_array(weights, "w"),
+            numpy_helper.from_array(np.array([0, 100 * 200 / 255], np.float32), "b"),
+        ],
+    )
     onnx.save(
         helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), path
     )

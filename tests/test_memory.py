@@ -14,9 +14,18 @@ from conftest import Run, succeed, with_tensorflow
 from test_training import history, weights
 
 ARGUMENTS = (
-    "--epochs", "2", "--batch-size", "16", "--split-by", "slide", "--deterministic",
-    "--dropout", "0.3", "--accumulate", "2",
-)  # fmt: skip
+    "--epochs",
+    "2",
+    "--batch-size",
+    "16",
+    "--split-by",
+    "slide",
+    "--deterministic",
+    "--dropout",
+    "0.3",
+    "--accumulate",
+    "2",
+)
 
 
 def faulty(fault: str, marker: Path) -> dict[str, str]:

@@ -67,9 +67,10 @@ def random_scores(seed: int, classes: int, count: int = 200, patients: int = 20)
     steps = 10 ** int(rng.integers(1, 6))
     probability = rng.multinomial(steps, rng.dirichlet(np.ones(classes), count)) / steps
     return class_scores(
-        rng.integers(0, classes, count).tolist(), probability.tolist(),
+        rng.integers(0, classes, count).tolist(),
+        probability.tolist(),
         rng.integers(0, patients, count).tolist(),
-    )  # fmt: skip
+    )
 
 
 @given(st.integers(0, 10_000), st.floats(0.05, 0.95))
@@ -136,9 +137,12 @@ def test_weights_equal_repeated_patients(seed: int, classes: int) -> None:
 def test_metrics_equal_manual_calculation() -> None:
     """Positives have 0.9 and 0.4, negatives 0.4 and 0.1. Of four pairs, three are in order and one is tied."""
     metrics = class_metrics(
-        binary([1, 1, 0, 0], [0.9, 0.4, 0.4, 0.1]), ("n", "t"), positive=1, threshold=0.5,
+        binary([1, 1, 0, 0], [0.9, 0.4, 0.4, 0.1]),
+        ("n", "t"),
+        positive=1,
+        threshold=0.5,
         draws=NO_DRAWS,
-    )  # fmt: skip
+    )
     assert metrics.auc == pytest.approx(3.5 / 4)
     assert metrics.confusion == ((2, 0), (1, 1))
     assert (metrics.sensitivity, metrics.specificity) == (0.5, 1.0)
@@ -156,9 +160,12 @@ def test_metrics_equal_manual_calculation() -> None:
     ]
     assert metrics.calibration_error == pytest.approx((0.1 + 2 * 0.1 + 0.1) / 4)
     other = class_metrics(
-        binary([1, 1, 0, 0], [0.9, 0.4, 0.4, 0.1]), ("n", "t"), positive=0, threshold=0.5,
+        binary([1, 1, 0, 0], [0.9, 0.4, 0.4, 0.1]),
+        ("n", "t"),
+        positive=0,
+        threshold=0.5,
         draws=NO_DRAWS,
-    )  # fmt: skip
+    )
     assert other.auc == metrics.auc
     assert (other.sensitivity, other.specificity) == (1.0, 0.5)
 
@@ -333,11 +340,12 @@ def test_top_k_uses_the_positive_class_or_each_class() -> None:
     other = aggregated(SLIDES, "slide", "top_k", top_k=2, positive=0)
     assert other.output[:, 0] == pytest.approx([0.7, 0.3, 0.7])
     three = replace(
-        SLIDES, task=Classification(classes=("a", "b", "c")), slide=np.zeros(6, np.int32),
-        target=np.zeros((6, 1)), output=np.array(
-            [[0.8, 0.1, 0.1], [0.6, 0.3, 0.1], [0.1, 0.8, 0.1]] * 2, np.float32
-        ),
-    )  # fmt: skip
+        SLIDES,
+        task=Classification(classes=("a", "b", "c")),
+        slide=np.zeros(6, np.int32),
+        target=np.zeros((6, 1)),
+        output=np.array([[0.8, 0.1, 0.1], [0.6, 0.3, 0.1], [0.1, 0.8, 0.1]] * 2, np.float32),
+    )
     predictions = aggregated(three, "slide", "top_k", top_k=4, positive=0)
     assert predictions.output[0] == pytest.approx(np.array([0.7, 0.55, 0.1]) / 1.35)
 
@@ -363,9 +371,14 @@ def test_thresholds_equal_manual_calculation() -> None:
     well, ill = [0.1, 0.2, 0.3, 0.7], [0.25, 0.6, 0.65, 0.8, 0.9]
     validation = binary([0] * 4 + [1] * 5, well + ill)
     for rule, expected in {
-        "youden": 0.45, "sensitivity:1": 0.225, "sensitivity:0.7": 0.45, "sensitivity:0.6": 0.625,
-        "specificity:1": 0.75, "specificity:0.75": 0.45, "0.35": 0.35,
-    }.items():  # fmt: skip
+        "youden": 0.45,
+        "sensitivity:1": 0.225,
+        "sensitivity:0.7": 0.45,
+        "sensitivity:0.6": 0.625,
+        "specificity:1": 0.75,
+        "specificity:0.75": 0.45,
+        "0.35": 0.35,
+    }.items():
         assert chosen(validation, 1, rule)[0] == pytest.approx(expected), rule
     assert chosen(validation, 0, "sensitivity:1")[0] == pytest.approx(0.25)
     threshold, note = chosen(binary([1, 1], [0.2, 0.3]), 1, "youden")
@@ -406,10 +419,16 @@ def patches(
     probability = rng.dirichlet(np.ones(len(classes)), len(slide))
     probability[np.arange(len(slide)), label] += 0.3
     return class_predictions(
-        classes, slides, tuple(patients), slide=slide, patient=(slide // 2).astype(np.int32),
-        x_l0=np.tile(np.arange(12) * 128, len(slides)), y_l0=np.zeros(len(slide), np.int64),
-        label=label, probability=(probability / 1.3).astype(np.float32),
-    )  # fmt: skip
+        classes,
+        slides,
+        tuple(patients),
+        slide=slide,
+        patient=(slide // 2).astype(np.int32),
+        x_l0=np.tile(np.arange(12) * 128, len(slides)),
+        y_l0=np.zeros(len(slide), np.int64),
+        label=label,
+        probability=(probability / 1.3).astype(np.float32),
+    )
 
 
 def test_levels_without_metrics_have_a_reason() -> None:
@@ -418,9 +437,16 @@ def test_levels_without_metrics_have_a_reason() -> None:
     probability = np.stack([np.linspace(0.1, 0.9, 12)] * 2, axis=1).astype(np.float32)
     names = tuple(f"s{i}" for i in range(12))
     scores = class_predictions(
-        ("n", "t"), names, names, items, items // 2, items.astype(np.int64), items.astype(np.int64),
-        (items % 2).astype(np.int32), probability,
-    )  # fmt: skip
+        ("n", "t"),
+        names,
+        names,
+        items,
+        items // 2,
+        items.astype(np.int64),
+        items.astype(np.int64),
+        (items % 2).astype(np.int32),
+        probability,
+    )
     reason = "not evaluated, because each has several labels"
     for changed, level, texts in (
         (scores, "patch", [f"patients: {reason}"]),
@@ -447,22 +473,38 @@ def test_slides_of_annotated_patches_have_no_row_without_metrics() -> None:
     probability = np.stack([1 - label * 0.8, label * 0.8], axis=1).astype(np.float32)
     names = ("a", "b", "c", "d")
     scores = class_predictions(
-        ("gland", "stroma"), names, names, items // 3, items // 3, items.astype(np.int64),
-        items.astype(np.int64), label, probability,
-    )  # fmt: skip
+        ("gland", "stroma"),
+        names,
+        names,
+        items // 3,
+        items // 3,
+        items.astype(np.int64),
+        items.astype(np.int64),
+        label,
+        probability,
+    )
     evaluation = evaluate_subsets({"validation": scores}, EvaluationSettings(resamples=0))[
         "validation"
     ]
     title, *lines = evaluation_lines("validation", evaluation)
     assert title.split() == [
-        "validation", "n", "AUC", "bal.", "acc.", "acc.", "sens.", "spec.", "F1", "Brier",
-    ]  # fmt: skip
+        "validation",
+        "n",
+        "AUC",
+        "bal.",
+        "acc.",
+        "acc.",
+        "sens.",
+        "spec.",
+        "F1",
+        "Brier",
+    ]
     assert lines[0].split()[:5] == ["patch", "12", "1.000", "1.000", "1.000"]
     reason = "not evaluated, because the AUC of 1 is undefined; 3 excluded, because they have several labels"
     assert [line.strip() for line in lines[1:]] == [f"slides: {reason}", f"patients: {reason}"]
     evaluated = EvaluatedPredictions(
-        {"validation": evaluation}, {"validation": scores}, EvaluationSettings(),
-    )  # fmt: skip
+        {"validation": evaluation}, {"validation": scores}, EvaluationSettings()
+    )
     table, *rest = metrics_blocks(evaluated)
     assert isinstance(table, Table) and not rest
     assert [*table.columns] == ["metric", "validation: patch"]
@@ -480,8 +522,8 @@ def test_cards_show_how_many_patients_are_left_out() -> None:
         "validation"
     ]
     evaluated = EvaluatedPredictions(
-        {"validation": evaluation}, {"validation": scores}, EvaluationSettings(),
-    )  # fmt: skip
+        {"validation": evaluation}, {"validation": scores}, EvaluationSettings()
+    )
     notes = {name: note for name, _, note in metric_cards(evaluated)}
     assert notes["AUC, patches"] == notes["AUC, slides"] == "no interval"
     assert notes["AUC, patients"] == "no interval; 1 of 4 patients left out"
@@ -492,9 +534,19 @@ def test_curves_of_labels_are_drawn_for_every_split() -> None:
     each, zeros = np.arange(4, dtype=np.int32), np.zeros(4, np.int64)
     names, target = ("a", "b", "c", "d"), np.array([[0, 1], [1, 0], [0, 0], [1, 1]], np.float64)
     scores = target_predictions(
-        "multilabel", ("grade", "stage"), (), names, names, each, each, zeros, zeros, target,
-        (0.2 + 0.5 * target).astype(np.float32), "slide",
-    )  # fmt: skip
+        "multilabel",
+        ("grade", "stage"),
+        (),
+        names,
+        names,
+        each,
+        each,
+        zeros,
+        zeros,
+        target,
+        (0.2 + 0.5 * target).astype(np.float32),
+        "slide",
+    )
     chosen = EvaluationSettings(resamples=0)
     splits: dict[Subset, Predictions] = {"validation": scores, "test": scores}
     evaluated = EvaluatedPredictions(evaluate_subsets(splits, chosen), splits, chosen)
@@ -558,9 +610,14 @@ def test_evaluations_of_three_classes_are_read_back_from_json() -> None:
     )
     assert Evaluation.from_json(evaluation.to_json()) == evaluation
     assert [name for name, _ in evaluation.named()] == [
-        "patch", "slide_mean", "slide_top_k", "slide_majority", "patient_mean", "patient_top_k",
+        "patch",
+        "slide_mean",
+        "slide_top_k",
+        "slide_majority",
+        "patient_mean",
+        "patient_top_k",
         "patient_majority",
-    ]  # fmt: skip
+    ]
     assert (evaluation.slide["mean"].count, evaluation.patient["mean"].count) == (12, 6)
 
 
@@ -605,8 +662,16 @@ def test_predictions_are_read_by_pandas(tmp_path: Path) -> None:
     write_predictions(path, [({"split": "test"}, predictions)])
     table = pandas.read_csv(path)
     assert list(table) == [
-        "split", "slide", "patient", "x_l0", "y_l0", "label", "predicted", "p_n", "p_t",
-    ]  # fmt: skip
+        "split",
+        "slide",
+        "patient",
+        "x_l0",
+        "y_l0",
+        "label",
+        "predicted",
+        "p_n",
+        "p_t",
+    ]
     assert table["p_t"].dtype == "float64" and table["x_l0"].dtype == "int64"
     slides = table.groupby("slide")["p_t"].mean()
     ours = aggregated(predictions, "slide", "mean", top_k=1, positive=1)

@@ -83,9 +83,12 @@ def bags(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 ARGUMENTS: dict[str, Any] = {
-    "epochs": 3, "fractions": (0.6, 0.2, 0.2), "patience": 0, "resamples": 20,
+    "epochs": 3,
+    "fractions": (0.6, 0.2, 0.2),
+    "patience": 0,
+    "resamples": 20,
     "deterministic": True,
-}  # fmt: skip
+}
 
 
 def flags(folder: Path, **settings: Any) -> list[str]:
@@ -315,9 +318,14 @@ def test_loss_of_single_patches_equals_that_of_clam(rows: int, size: int, seed: 
         loss = tf.cast(loss, tf.float64) * 0.3
     expected = tape.gradient(loss, patch_weights, unconnected_gradients="zero") if some else None
     gradients = instance_gradients(
-        model, patch_weights, Patches(features), tf.constant(size), bag_seed,
-        tf.constant(label), tf.constant(0.3, tf.float64),
-    )  # fmt: skip
+        model,
+        patch_weights,
+        Patches(features),
+        tf.constant(size),
+        bag_seed,
+        tf.constant(label),
+        tf.constant(0.3, tf.float64),
+    )
     for i, ours in enumerate(gradients):
         theirs = np.zeros(ours.shape) if expected is None else expected[i]
         np.testing.assert_allclose(ours, theirs, rtol=1e-8, atol=1e-10)
@@ -350,13 +358,18 @@ def test_attention_finds_the_few_positive_patches(tmp_path: Path) -> None:
     make_onnx(tmp_path / "encoder.onnx")
     histopipe.embed(store, model=tmp_path / "encoder.onnx", out=tmp_path / "features")
     common: dict[str, Any] = {
-        "mil": tmp_path / "features", "fractions": (0.5, 0.2, 0.3), "epochs": 20, "patience": 0,
-        "learning_rate": 2e-3, "batch_size": 1, "resamples": 0,
+        "mil": tmp_path / "features",
+        "fractions": (0.5, 0.2, 0.3),
+        "epochs": 20,
+        "patience": 0,
+        "learning_rate": 2e-3,
+        "batch_size": 1,
+        "resamples": 0,
         # Standardised, the small features, which are noise, hide the few positive patches: 0.81 instead of 0.91.
         "feature_scaling": "none",
         # A step decays weights by rate times decay: at this rate, the default is too strong (0.86 instead of 0.91).
         "optimizer": "adam",
-    }  # fmt: skip
+    }
 
     def train(pooling: str) -> Any:
         return histopipe.train(out=tmp_path / pooling, pooling=pooling, **common)
@@ -409,9 +422,16 @@ def hidden_signal(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float
 
 def auc_of_hidden(folder: Path, out: Path, pooling: str) -> float:
     result = histopipe.train(
-        mil=folder / "features", labels=folder / "labels.csv", out=out / pooling, pooling=pooling,
-        epochs=10, patience=0, learning_rate=1e-3, resamples=0, fractions=(0.4, 0.2, 0.4),
-    )  # fmt: skip
+        mil=folder / "features",
+        labels=folder / "labels.csv",
+        out=out / pooling,
+        pooling=pooling,
+        epochs=10,
+        patience=0,
+        learning_rate=1e-3,
+        resamples=0,
+        fractions=(0.4, 0.2, 0.4),
+    )
     auc = result.metrics["test"].slide["mean"].values["auc"]
     assert auc is not None
     return auc
@@ -453,7 +473,7 @@ def test_result_does_not_depend_on_replicas(bags: Path, tmp_path: Path) -> None:
     cases = {
         "two": {"devices": "cpu:2", "batch_size": 3, "pooling": "clam", "epochs": 1},
         "one": {"devices": "cpu", "batch_size": 3, "pooling": "clam", "epochs": 1},
-    }  # fmt: skip
+    }
 
     def train(name: str) -> Any:
         out = tmp_path / name
@@ -509,8 +529,11 @@ def test_out_of_memory_continues_with_smaller_micro_batches(
         return whole(self, *arguments)
 
     settings = ARGUMENTS | {
-        "mil": str(bags), "labels": str(bags / "labels.csv"), "deterministic": False, "epochs": 1,
-    }  # fmt: skip
+        "mil": str(bags),
+        "labels": str(bags / "labels.csv"),
+        "deterministic": False,
+        "epochs": 1,
+    }
     plain = histopipe.train(out=tmp_path / "a", in_process=True, **settings)
     monkeypatch.setattr(BagTrainStep, "_gradient_step", short)
     reduced = histopipe.train(out=tmp_path / "b", in_process=True, **settings)
@@ -548,7 +571,7 @@ def test_folds_tune_and_compare_work_with_bags(
     calls: dict[str, list[object]] = {
         "folds": ["train", *flags(bags, folds=2, epochs=1), "--out", "folds"],
         "tune": ["tune", "--space", space, "--config", base, "--out", "search", "--trials", 2],
-    }  # fmt: skip
+    }
     for call in calls.values():
         done = run(*call)
         assert done.returncode == 0, done.stderr
@@ -996,9 +1019,13 @@ def test_patients_as_bags_do_not_leak(tmp_path: Path) -> None:
     for i in range(16):
         content = {0: "x", 3: "x", 4: "y", 2: "y"}.get(i, f"c{i}")
         write_bag(
-            tmp_path / f"s{i:02}.h5", a_bag(i, 5, positive=False), content=content,
-            label="ab"[i // 2 % 2] if i > 4 else "a", patient=f"P{i // 2}", site=f"site{i % 2}",
-        )  # fmt: skip
+            tmp_path / f"s{i:02}.h5",
+            a_bag(i, 5, positive=False),
+            content=content,
+            label="ab"[i // 2 % 2] if i > 4 else "a",
+            patient=f"P{i // 2}",
+            site=f"site{i % 2}",
+        )
     bags = BagSet(tmp_path, bag="patient")
     with pytest.raises(UsageError, match="a site for every slide"):
         make_splits([bags], split_by="site", seed=1)

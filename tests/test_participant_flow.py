@@ -58,8 +58,22 @@ def test_flow_of_a_messy_folder(made: Path, tmp_path: Path) -> None:
     ingested = command("ingest", folder, "--out", store, "--patch-size", 128, "--labels", table)
     assert ingested.returncode == 3, ingested.stderr  # partly done
     succeed("quality", store)
-    settings = ("--model", "small-cnn", "--split-by", "patient", "--fractions", "0.4,0.3,0.3", "--min-tissue", 0.7, "--epochs", 1,
-                "--resamples", 0, "--on-error", "skip")  # fmt: skip
+    settings = (
+        "--model",
+        "small-cnn",
+        "--split-by",
+        "patient",
+        "--fractions",
+        "0.4,0.3,0.3",
+        "--min-tissue",
+        0.7,
+        "--epochs",
+        1,
+        "--resamples",
+        0,
+        "--on-error",
+        "skip",
+    )
     succeed("train", store, *settings, "--out", tmp_path / "first")
     tested = [slide for slide in read_slide_table(tmp_path / "first" / "slides.csv") if slide.test]
     with Store(store) as opened:
@@ -71,20 +85,21 @@ def test_flow_of_a_messy_folder(made: Path, tmp_path: Path) -> None:
     succeed("train", store, *settings, "--splits", tmp_path / "first" / "splits.json", "--out", run)
     flow, participants = flow_in(run / "metrics.json"), read_slide_table(run / "slides.csv")
     assert flow["slides"].total == 15
-    assert flow["slides"].excluded == {
-        "ingest failed": 2, "no label": 2, "all patches damaged": 1,
-    }  # fmt: skip
+    assert flow["slides"].excluded == {"ingest failed": 2, "no label": 2, "all patches damaged": 1}
     assert flow["patches"].total == sum(planned.values())
     assert flow["patches"].excluded[Exclusion.FILTERED] > 0
     assert {slide.slide: slide.copy_of for slide in participants if slide.copy_of} in (
-        {"copy": slides[2].stem}, {slides[2].stem: "copy"},
-    )  # fmt: skip
+        {"copy": slides[2].stem},
+        {slides[2].stem: "copy"},
+    )
     check_evaluated(run, flow, participants)
     predict(run, store, out=tmp_path / "p", on_error="skip")
     external = flow_in(tmp_path / "p" / "evaluation.json")
     assert external["slides"].excluded == {
-        "ingest failed": 2, "no readable patch": 1, "no label": 2,
-    }  # fmt: skip
+        "ingest failed": 2,
+        "no readable patch": 1,
+        "no label": 2,
+    }
     evaluated = json.loads((tmp_path / "p" / "evaluation.json").read_text())["test"]
     assert evaluated["patch"]["count"] == external["patches"].used[("test",)]
     page = html.unescape(report(run, pictures=False).file.read_text())

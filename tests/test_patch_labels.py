@@ -82,8 +82,11 @@ def test_folds_test_each_patch_once(drawn: Path) -> None:
     with Store(drawn) as store:
         folds = make_folds([store], 5, split_by="slide", seed=1, labelling=BY_ANNOTATION)
         tested = Counter(
-            (slide.slide, row) for fold in folds for slide in fold.slides for row in slide.on("test").tolist()
-        )  # fmt: skip
+            (slide.slide, row)
+            for fold in folds
+            for slide in fold.slides
+            for row in slide.on("test").tolist()
+        )
     assert set(tested.values()) == {1}
     assert len(tested) == sum(class_of(s, r) >= 0 for s in range(5) for r in range(PATCHES))
 
@@ -221,10 +224,24 @@ def test_training_separates_epidermis_from_dermis(data: Path, tmp_path: Path, ru
     done = run("ingest", "slides", "--patch-size", "64", "--annotations", drawn)
     assert done.returncode == 0, done.stderr
     done = run(
-        "train", "--labels-from", "annotation", "--split-by", "region", "--region-um", "300",
-        "--epochs", "40", "--patience", "15", "--batch-size", "32", "--out", "run", "--json",
+        "train",
+        "--labels-from",
+        "annotation",
+        "--split-by",
+        "region",
+        "--region-um",
+        "300",
+        "--epochs",
+        "40",
+        "--patience",
+        "15",
+        "--batch-size",
+        "32",
+        "--out",
+        "run",
+        "--json",
         "--deterministic",  # else the order of sums varies on a busy machine
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["validation"]["patch"]["auc"] > 0.95
     predictions = (tmp_path / "run" / "predictions.csv").read_text().splitlines()
@@ -269,9 +286,11 @@ def test_given_splits_are_compared_with_settings(drawn: Path, tmp_path: Path) ->
 
 def test_filter_leaves_out_unmeasured_patch() -> None:
     index: dict[str, Any] = {
-        "crc": np.zeros(4), "length": np.ones(4), "pen": np.array([0.1, np.nan, 0.9, 0.2]),
+        "crc": np.zeros(4),
+        "length": np.ones(4),
+        "pen": np.array([0.1, np.nan, 0.9, 0.2]),
         "focus": np.array([5, np.nan, 1, 9]),
-    }  # fmt: skip
+    }
     assert PatchFilter(exclude_pen=0.5).fit(index, where="x").tolist() == [True, False, False, True]
     assert PatchFilter(min_focus=5).fit(index, where="x").tolist() == [True, False, False, True]
 

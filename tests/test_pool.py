@@ -213,8 +213,13 @@ print("done", os.getpid() not in pids)
 def test_workers_do_not_import_main_module(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     done = subprocess.run(
-        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60
-    )  # fmt: skip
+        [sys.executable, "script.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
     assert done.stdout.splitlines() == ["imported", "done True"]
     assert not done.stderr
 

@@ -84,8 +84,10 @@ def test_probabilities_equal_those_of_keras(
             index = store.index(number)
             row_of = {
                 corner: row
-                for row, corner in enumerate(zip(index["x_l0"].tolist(), index["y_l0"].tolist(), strict=True))
-            }  # fmt: skip
+                for row, corner in enumerate(
+                    zip(index["x_l0"].tolist(), index["y_l0"].tolist(), strict=True)
+                )
+            }
             assert len(rows) == len(row_of) == record.stored
             order = [row_of[int(row["x_l0"]), int(row["y_l0"])] for row in rows]
             images = np.stack([store.read(record.id, row) for row in order])
@@ -135,7 +137,16 @@ def test_slide_and_patient_predictions_are_means_of_patches(predicted: dict[str,
         for row in rows_of(folder / "patches" / name):
             patches[row["slide"]].append(float(row["p_tumour"]))
     slides = rows_of(folder / "slides.csv")
-    assert list(slides[0]) == ["slide", "patient", "label", "patches", "predicted", "decided", "p_normal", "p_tumour"]  # fmt: skip
+    assert list(slides[0]) == [
+        "slide",
+        "patient",
+        "label",
+        "patches",
+        "predicted",
+        "decided",
+        "p_normal",
+        "p_tumour",
+    ]
     assert [row["slide"] for row in slides] == sorted(patches)
     for row in slides:
         mean = float(np.mean(patches[row["slide"]]))
@@ -279,8 +290,10 @@ def test_pixels_equal_those_of_a_store_for_every_route(
         pixels = {
             tuple(corner): image
             for batch in batches
-            for corner, image in zip(batch.corners[batch.valid].tolist(), batch.images[batch.valid], strict=True)
-        }  # fmt: skip
+            for corner, image in zip(
+                batch.corners[batch.valid].tolist(), batch.images[batch.valid], strict=True
+            )
+        }
         index = store.index(0)
         assert len(pixels) == store.records[0].stored >= 4
         for row in range(len(pixels)):
@@ -354,8 +367,10 @@ def test_error_of_one_slide_leaves_the_others(capsys: pytest.CaptureFixture[str]
     assert (run.done, run.kept) == (["s0", "s2", "s4", "s7"], ["s6"])
     reasons = {name: reason.split(";")[0] for name, reason in run.failed.items()}
     assert reasons == {
-        "s5": "File name too long: s5", "s1": "KeyError: 'load'", "s3": "TypeError: write",
-    }  # fmt: skip
+        "s5": "File name too long: s5",
+        "s1": "KeyError: 'load'",
+        "s3": "TypeError: write",
+    }
     network.broken = 2
     run = SlideRun(network, "predicting", len(slides), default_progress())
     slides = [FakeSlide(n) for n in range(8)]
@@ -364,7 +379,9 @@ def test_error_of_one_slide_leaves_the_others(capsys: pytest.CaptureFixture[str]
     assert run.done == ["s0", "s1"]
 
 
-def test_stain_normalization_of_the_run_is_applied(made: Path, made_store: Path, tmp_path: Path, run: Run) -> None:  # fmt: skip
+def test_stain_normalization_of_the_run_is_applied(
+    made: Path, made_store: Path, tmp_path: Path, run: Run
+) -> None:
     store = shutil.copytree(made_store, tmp_path / "stained.lmdb")
     assert run("stains", store).returncode == 0
     done = run(
@@ -390,9 +407,18 @@ def test_stain_normalization_of_the_run_is_applied(made: Path, made_store: Path,
 
 def test_damaged_slide_files_of_predictions_are_detected(tmp_path: Path) -> None:
     description: dict[str, Any] = {
-        "slide": "a", "patient": "a", "label": None, "width": 10, "height": 10, "bounds": [0, 0, 10, 10],
-        "mpp": None, "mpp_source": None, "size_l0": 4.0, "stride_l0": 4.0, "source": "x",
-    }  # fmt: skip
+        "slide": "a",
+        "patient": "a",
+        "label": None,
+        "width": 10,
+        "height": 10,
+        "bounds": [0, 0, 10, 10],
+        "mpp": None,
+        "mpp_source": None,
+        "size_l0": 4.0,
+        "stride_l0": 4.0,
+        "source": "x",
+    }
     path = tmp_path / "a.json"
     path.write_text(json.dumps(description))
     assert PredictedSlide.read(path).size_l0 == 4
@@ -410,9 +436,16 @@ def test_joined_predictions_keep_slides_and_patients() -> None:
         zeros = np.zeros(n, np.int32)
         position = np.arange(n, dtype=np.int64)
         return class_predictions(
-            ("a", "b"), (slide,), (patient,), slide=zeros, patient=zeros, x_l0=position, y_l0=position,
-            label=zeros, probability=np.full((n, 2), n / 10, np.float32),
-        )  # fmt: skip
+            ("a", "b"),
+            (slide,),
+            (patient,),
+            slide=zeros,
+            patient=zeros,
+            x_l0=position,
+            y_l0=position,
+            label=zeros,
+            probability=np.full((n, 2), n / 10, np.float32),
+        )
 
     joined = joined_predictions([part("z", "p", 2), part("a", "q", 3), part("m", "p", 1)])
     names = [joined.slides[i] for i in joined.slide]
@@ -450,7 +483,9 @@ def test_failed_and_empty_slides_in_the_table(trained: Path, made: Path, tmp_pat
     shutil.copy(made / "slide-001.svs", folder)
     with TiffWriter(folder / "blank.tiff") as file:
         white = np.full((1024, 1024, 3), 245, np.uint8)
-        file.write(white, tile=(256, 256), photometric="rgb", resolution=(20_000, 20_000), resolutionunit=3)  # fmt: skip
+        file.write(
+            white, tile=(256, 256), photometric="rgb", resolution=(20_000, 20_000), resolutionunit=3
+        )
     assert not predict(trained, folder, out=out).failed
     rows = {row["slide"]: row for row in rows_of(out / "slides.csv")}
     assert set(rows) == {"blank", "slide-000", "slide-001"}
@@ -514,8 +549,15 @@ def test_trained_on_ignores_patches_that_were_left_out(tmp_path: Path) -> None:
             0, 0, name, "a", name, None, None, len(sides), 0, np.array(sides, np.int8)
         )
 
-    slides = (slide("train", [0, 0]), slide("test", [2, -1]), slide("both", [2, 0]), slide("validation", [1, -1]))  # fmt: skip
-    write_splits(Splits("slide", 1, (0.7, 0.15, 0.15), ("x",), ("a",), slides), tmp_path / "splits.json")  # fmt: skip
+    slides = (
+        slide("train", [0, 0]),
+        slide("test", [2, -1]),
+        slide("both", [2, 0]),
+        slide("validation", [1, -1]),
+    )
+    write_splits(
+        Splits("slide", 1, (0.7, 0.15, 0.15), ("x",), ("a",), slides), tmp_path / "splits.json"
+    )
     assert trained_on(tmp_path / "splits.json") == {
         (kind, name) for kind in ("slide", "patient") for name in ("train", "both", "validation")
     }
@@ -527,13 +569,32 @@ def test_slide_name_may_begin_with_part(tmp_path: Path) -> None:
     empty = np.zeros(0, np.int32)
     for name in ("part-x", "x"):
         description = PredictedSlide(
-            slide=name, patient=name, label=None, width=9, height=9, bounds=[0, 0, 9, 9], mpp=None,
-            mpp_source=None, size_l0=4.0, stride_l0=4.0, source="",
-        )  # fmt: skip
-        folder.write(description, class_predictions(
-            ("a", "b"), (name,), (name,), slide=empty, patient=empty, x_l0=empty.astype(np.int64),
-            y_l0=empty.astype(np.int64), label=empty, probability=np.zeros((0, 2), np.float32),
-        ))  # fmt: skip
+            slide=name,
+            patient=name,
+            label=None,
+            width=9,
+            height=9,
+            bounds=[0, 0, 9, 9],
+            mpp=None,
+            mpp_source=None,
+            size_l0=4.0,
+            stride_l0=4.0,
+            source="",
+        )
+        folder.write(
+            description,
+            class_predictions(
+                ("a", "b"),
+                (name,),
+                (name,),
+                slide=empty,
+                patient=empty,
+                x_l0=empty.astype(np.int64),
+                y_l0=empty.astype(np.int64),
+                label=empty,
+                probability=np.zeros((0, 2), np.float32),
+            ),
+        )
     assert set(folder.slides()) == {"part-x", "x"}
     for name in folder.slides():
         assert len(folder.read(name).label) == 0

@@ -78,10 +78,25 @@ def slide_model(made: Path, made_store: Path, tmp_path_factory: pytest.TempPathF
     base = tmp_path_factory.mktemp("slide-model")
     embed(made_store, model="small-cnn", out=base / "features")
     succeed(
-        "train", "--mil", base / "features", "--labels", made / "labels.csv", "--epochs", 3,
-        "--calibrate", "--patience", 0, "--resamples", 20, "--fractions", "0.5,0.25,0.25", "--split-by", "slide",
-        "--out", base / "run",
-    )  # fmt: skip
+        "train",
+        "--mil",
+        base / "features",
+        "--labels",
+        made / "labels.csv",
+        "--epochs",
+        3,
+        "--calibrate",
+        "--patience",
+        0,
+        "--resamples",
+        20,
+        "--fractions",
+        "0.5,0.25,0.25",
+        "--split-by",
+        "slide",
+        "--out",
+        base / "run",
+    )
     return Trained(made, made_store, base / "features", base / "run", made / "labels.csv")
 
 
@@ -100,9 +115,13 @@ def test_every_source_gives_the_predictions_of_the_run(
     assert described["width"] == 1536
     assert (tmp_path / "p" / "patches" / "slide-000.jpg").exists() == (source != "features")
     done = heatmap(
-        tmp_path / "p", out=tmp_path / "h", show="contribution", class_name="tumour",
-        formats=("png", "tiff", "geojson"), slide=("slide-000",),
-    )  # fmt: skip
+        tmp_path / "p",
+        out=tmp_path / "h",
+        show="contribution",
+        class_name="tumour",
+        formats=("png", "tiff", "geojson"),
+        slide=("slide-000",),
+    )
     assert len(done.files["slide-000"]) == 3
     with pytest.raises(UsageError, match="expected normal or tumour"):
         heatmap(tmp_path / "p", out=tmp_path / "h", class_name="stroma")
@@ -127,7 +146,7 @@ def test_external_validation_of_a_slide_model(slide_model: Trained, tmp_path: Pa
     assert flow["slides"].excluded == {"label is no class of the model": 1}
     trained = {
         slide["id"] for slide in json.loads((slide_model.run / "splits.json").read_text())["slides"]
-    }  # fmt: skip
+    }
     assert result.evaluated.in_training
     assert set(result.evaluated.in_training) < trained
     assert result.evaluated.evaluation.in_training == len(result.evaluated.in_training)
@@ -142,9 +161,10 @@ def test_external_validation_of_a_slide_model(slide_model: Trained, tmp_path: Pa
         assert text in page
     rows = rows_of(out / "evaluated.csv")
     errors = [
-        row for row, label in zip(rows_of(out / "slides.csv"), wrong, strict=True)
+        row
+        for row, label in zip(rows_of(out / "slides.csv"), wrong, strict=True)
         if row["decided"] != label and label != "Normal"
-    ]  # fmt: skip
+    ]
     assert len(rows) == 11
     assert f"Test: {len(errors)} wrong decisions" in page
     table.write_text(f"slide,label\n{names[0]},tumour\n")
@@ -166,9 +186,20 @@ def test_flow_of_a_slide_model_begins_with_the_store(slide_model: Trained, tmp_p
     table = tmp_path / "labels.csv"
     table.write_text("\n".join([*lines[:-1], "broken,tumour"]))  # the last slide has no label
     succeed(
-        "train", "--mil", features, "--labels", table, "--epochs", 1, "--resamples", 0, "--fractions", "0.5,0.25,0.25",
-        "--out", run,
-    )  # fmt: skip
+        "train",
+        "--mil",
+        features,
+        "--labels",
+        table,
+        "--epochs",
+        1,
+        "--resamples",
+        0,
+        "--fractions",
+        "0.5,0.25,0.25",
+        "--out",
+        run,
+    )
     flow = flow_from_json(json.loads((run / "metrics.json").read_text())["flow"])
     assert all(level.adds_up for level in flow.values())
     assert flow["slides"].excluded == {"ingest failed": 1, "no label": 1}
@@ -196,9 +227,22 @@ def test_report_of_predicted_patients(slide_model: Trained, tmp_path: Path) -> N
     write_labels(table, rows)
     run, out = tmp_path / "run", tmp_path / "p"
     succeed(
-        "train", "--mil", slide_model.features, "--bag", "patient", "--labels", table, "--epochs", 1, "--resamples", 0,
-        "--fractions", "0.4,0.3,0.3", "--out", run,
-    )  # fmt: skip
+        "train",
+        "--mil",
+        slide_model.features,
+        "--bag",
+        "patient",
+        "--labels",
+        table,
+        "--epochs",
+        1,
+        "--resamples",
+        0,
+        "--fractions",
+        "0.4,0.3,0.3",
+        "--out",
+        run,
+    )
     assert "Patients by site and label" in report(run).file.read_text()
     exchange = {"normal": "tumour", "tumour": "normal"}
     errors = []
@@ -313,9 +357,19 @@ def test_ensemble_of_patch_models_is_their_mean(
     run: Run, small_store: Path, tmp_path: Path
 ) -> None:
     done = run(
-        "train", small_store, "--folds", 2, "--epochs", 1, "--resamples", 20, "--split-by", "slide",
-        "--out", "cv",
-    )  # fmt: skip
+        "train",
+        small_store,
+        "--folds",
+        2,
+        "--epochs",
+        1,
+        "--resamples",
+        20,
+        "--split-by",
+        "slide",
+        "--out",
+        "cv",
+    )
     assert done.returncode == 0, done.stderr
     predict(tmp_path / "cv", small_store, out=tmp_path / "p")
     rows = {row["slide"]: row for row in rows_of(tmp_path / "p" / "slides.csv")}
@@ -331,7 +385,9 @@ def test_ensemble_of_patch_models_is_their_mean(
         assert float(row["sd_n"]) == pytest.approx(np.std(values, ddof=1), abs=1e-5)
 
 
-def test_wrong_input_is_explained(slide_model: Trained, tmp_path: Path, trained: Path, small_store: Path) -> None:  # fmt: skip
+def test_wrong_input_is_explained(
+    slide_model: Trained, tmp_path: Path, trained: Path, small_store: Path
+) -> None:
     def refused(message: str, run: Path, *sources: Path, **options: Any) -> None:
         with pytest.raises(HistopipeError, match=message):
             predict(run, sources, out=tmp_path / "p", **options)

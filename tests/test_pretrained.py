@@ -40,10 +40,16 @@ def values_of(path: Path) -> dict[str, NDArray[np.float32]]:
 @pytest.mark.parametrize(
     ("form", "tolerance"),
     [
-        ("float32", 0), ("parameters", 0), ("strided", 0), ("slices", 0), ("nested", 0), ("float16", 1e-3),
-        ("bfloat16", 1e-2), ("legacy", 0),
+        ("float32", 0),
+        ("parameters", 0),
+        ("strided", 0),
+        ("slices", 0),
+        ("nested", 0),
+        ("float16", 1e-3),
+        ("bfloat16", 1e-2),
+        ("legacy", 0),
     ],
-)  # fmt: skip
+)
 def test_files_of_torch(form: str, tolerance: float) -> None:
     expected = np.load(FILES / "torch.npz")
     prefix = "model.state." if form == "nested" else ""
@@ -56,8 +62,9 @@ def test_files_of_torch(form: str, tolerance: float) -> None:
 
 def test_state_dict_of_a_module() -> None:
     assert {n: t.shape for n, t in read_tensors(FILES / "torch-state.pth").items()} == {
-        "weight": (3, 4), "bias": (3,),
-    }  # fmt: skip
+        "weight": (3, 4),
+        "bias": (3,),
+    }
 
 
 # Files that are refused.
@@ -87,9 +94,15 @@ def tensor_pickle(offset: Any, size: Any, stride: Any, *, count: Any = 6, key: s
         return b"X" + struct.pack("<I", len(value)) + value.encode()
 
     storage = (
-        b"(" + text("storage") + b"ctorch\nFloatStorage\n" + text(key) + text("cpu")
-        + b"J" + struct.pack("<i", count) + b"tQ"
-    )  # fmt: skip
+        b"("
+        + text("storage")
+        + b"ctorch\nFloatStorage\n"
+        + text(key)
+        + text("cpu")
+        + b"J"
+        + struct.pack("<i", count)
+        + b"tQ"
+    )
     arguments = storage + b"J" + struct.pack("<i", offset) + integers(size) + integers(stride)
     tensor = b"ctorch._utils\n_rebuild_tensor_v2\n(" + arguments + b"tR"
     return b"\x80\x02}" + text("a") + tensor + b"s."
@@ -199,7 +212,7 @@ def test_old_files_that_are_refused(content: bytes, message: str, tmp_path: Path
         ("a.bin", b"PK\x03\x04 not a zip", "zip file"),
         ("a.safetensors", struct.pack("<Q", 3) + b"{}}", "unknown data"),
     ],
-)  # fmt: skip
+)
 def test_other_files_are_refused(name: str, content: bytes, message: str, tmp_path: Path) -> None:
     path = tmp_path / name
     path.write_bytes(content)
@@ -354,17 +367,41 @@ def test_presets_are_complete() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("patch = 7", "patches = 7", r"\[architecture\]: fields: found unknown: patches; missing: patch"),
-        ("size = 28", "size = 27", "size: found 27, expected a multiple of the network's patch of 7 pixels"),
+        (
+            "patch = 7",
+            "patches = 7",
+            r"\[architecture\]: fields: found unknown: patches; missing: patch",
+        ),
+        (
+            "size = 28",
+            "size = 27",
+            "size: found 27, expected a multiple of the network's patch of 7 pixels",
+        ),
         ("size = 28", "size = 35", "size: found 35, expected 1 to 32"),
         ("heads = 3", "heads = 5", "width: found 12, expected a multiple of heads, 5"),
-        ("mean = [0.5, 0.5, 0.5]", "mean = [0.5, 0.5]", r"mean: found \[0.5, 0.5\], expected a list of 3 values"),
-        ("std = [0.5, 0.5, 0.5]", "std = [0.5, 0.0, 0.5]", "std: found .*, expected finite numbers above 0"),
-        ("std = [0.5, 0.5, 0.5]", "std = [nan, 0.5, 0.5]", "std: found .nan, .*expected finite numbers above 0"),
+        (
+            "mean = [0.5, 0.5, 0.5]",
+            "mean = [0.5, 0.5]",
+            r"mean: found \[0.5, 0.5\], expected a list of 3 values",
+        ),
+        (
+            "std = [0.5, 0.5, 0.5]",
+            "std = [0.5, 0.0, 0.5]",
+            "std: found .*, expected finite numbers above 0",
+        ),
+        (
+            "std = [0.5, 0.5, 0.5]",
+            "std = [nan, 0.5, 0.5]",
+            "std: found .nan, .*expected finite numbers above 0",
+        ),
         ("heads = 3", "heads = 0", "heads: found .0., expected finite numbers above 0"),
         ("patch = 7", "patch = 0", "patch: found .0., expected finite numbers above 0"),
         ("[architecture]", "[[architecture]]", "architecture: found .* expected a table"),
-        ('naming = "timm"', 'naming = "hf-vit"', "layer_scale: found true, expected none with naming"),
+        (
+            'naming = "timm"',
+            'naming = "hf-vit"',
+            "layer_scale: found true, expected none with naming",
+        ),
         ('naming = "timm"', 'name = "x"', "fields: found unknown: name"),
         ('"bicubic"', '"nearest"', "interpolation: found 'nearest', expected bilinear or bicubic"),
         ('naming = "timm"', 'naming = "tim"', "naming: found tim, expected timm"),
@@ -372,7 +409,7 @@ def test_presets_are_complete() -> None:
         ("naming = ", "names = ", "fields: found unknown: names"),
         ("[input]", "[input", "cannot be read"),
     ],
-)  # fmt: skip
+)
 def test_wrong_presets(old: str, new: str, message: str, tmp_path: Path) -> None:
     text = TINY.read_text()
     assert text.count(old) >= 1

@@ -63,8 +63,12 @@ def test_public_functions_in_a_script(data: Path, slide: Path, tmp_path: Path) -
     annotations = data / "annotations" / "CMU-1-Small-Region.geojson"
     done = subprocess.run(
         [sys.executable, "-P", str(script), str(slide), str(annotations), str(tmp_path)],
-        cwd=tmp_path, capture_output=True, text=True, timeout=500, check=False,
-    )  # fmt: skip
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("started") == 1
     counts = json.loads(done.stdout.splitlines()[-1])
@@ -145,9 +149,14 @@ def test_wrong_arguments_are_usage_errors(function: Callable[..., Any]) -> None:
 
 
 SETTINGS: dict[str, tuple[type, ...]] = {
-    "ingest": (*SETTING_CLASSES, ClusterOptions), "plan": SETTING_CLASSES, "import_coords": (IngestOptions,),
-    "predict": (PredictOptions,), "embed": (EmbedOptions,), "tissue": (MaskOptions,), "view": (ViewOptions,),
-}  # fmt: skip
+    "ingest": (*SETTING_CLASSES, ClusterOptions),
+    "plan": SETTING_CLASSES,
+    "import_coords": (IngestOptions,),
+    "predict": (PredictOptions,),
+    "embed": (EmbedOptions,),
+    "tissue": (MaskOptions,),
+    "view": (ViewOptions,),
+}
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -200,8 +209,11 @@ def test_iterators_and_numbers_of_numpy_are_lists_and_plain_numbers(
 ) -> None:
     """A check reads an iterator, which can be read only once, and JSON has no numbers of NumPy."""
     options: dict[str, Any] = {
-        "patch_size": np.int64(64), "mpp": np.float32(1), "force": np.bool_(False), "labels": made / "labels.csv",
-    }  # fmt: skip
+        "patch_size": np.int64(64),
+        "mpp": np.float32(1),
+        "force": np.bool_(False),
+        "labels": made / "labels.csv",
+    }
     slides: Any = iter(sorted(made.glob("*.svs"))[:2])
     result = histopipe.plan(slides, tmp_path / "s.lmdb", allow_extra_rows=True, **options)
     assert len(result.slides) == 2

@@ -62,9 +62,14 @@ def test_focus_agrees_with_definition(height: int, width: int, grey: int) -> Non
     assert focus_of(np.full((height, width), grey)) == 0
     picture = np.random.default_rng(grey).integers(0, 256, (height, width))
     answers = [
-        picture[r - 1, c] + picture[r + 1, c] + picture[r, c - 1] + picture[r, c + 1] - 4 * picture[r, c]
-        for r in range(1, height - 1) for c in range(1, width - 1)
-    ]  # fmt: skip
+        picture[r - 1, c]
+        + picture[r + 1, c]
+        + picture[r, c - 1]
+        + picture[r, c + 1]
+        - 4 * picture[r, c]
+        for r in range(1, height - 1)
+        for c in range(1, width - 1)
+    ]
     assert focus_of(picture) == pytest.approx(float(np.var(answers)), rel=1e-4, abs=1e-6)
 
 
@@ -128,8 +133,12 @@ def marked(tmp_path: Path, run: Run) -> Path:
     path.parent.mkdir()
     with TiffWriter(path) as file:
         file.write(
-            pixels, tile=(256, 256), photometric="rgb", resolution=(20_000, 20_000), resolutionunit=3
-        )  # fmt: skip
+            pixels,
+            tile=(256, 256),
+            photometric="rgb",
+            resolution=(20_000, 20_000),
+            resolutionunit=3,
+        )
     done = run("ingest", "slides", "--tissue", "none", "--patch-size", "256")
     assert done.returncode == 0, done.stderr
     return tmp_path / "patches.lmdb"

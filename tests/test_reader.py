@@ -171,7 +171,7 @@ def test_swapped_values_are_detected(two: list[Path]) -> None:
     with Store(two[0]) as store:
         batches = PatchBatches(
             [store], SampleTable(select([store])), batch_size=19, order=Order(19), on_error="skip"
-        )  # fmt: skip
+        )
         assert batches.load(0)["weight"].tolist() == [1, 0, 0] + [1] * 16
 
 
@@ -361,9 +361,13 @@ def test_keras_fits_on_a_supervised_dataset(two: list[Path]) -> None:
     import keras  # imported late: it is slow
 
     model = keras.Sequential(
-        [keras.Input((SIDE, SIDE, 3)), keras.layers.Rescaling(1 / 255), keras.layers.Flatten(),
-         keras.layers.Dense(2, activation="softmax")]
-    )  # fmt: skip
+        [
+            keras.Input((SIDE, SIDE, 3)),
+            keras.layers.Rescaling(1 / 255),
+            keras.layers.Flatten(),
+            keras.layers.Dense(2, activation="softmax"),
+        ]
+    )
     model.compile("sgd", "sparse_categorical_crossentropy")
     once = histopipe.load_dataset(two, batch_size=8, seed=1, as_supervised=True)
     assert model.fit(once, verbose=0).params["steps"] == 4
@@ -483,8 +487,11 @@ with store.reading() as reading:
 def test_forked_process_reopens_the_store_or_is_refused(two: list[Path]) -> None:
     done = subprocess.run(
         [sys.executable, "-c", FORKS, str(two[0])],
-        capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     after_tensorflow, in_a_read = done.stdout.splitlines()
     assert "TensorFlow ran before this process was forked" in after_tensorflow
@@ -842,8 +849,11 @@ def test_epochs_do_not_leak_and_exit_during_iteration_does_not_hang(made_store: 
     """
     done = subprocess.run(
         [sys.executable, "-c", LEAK, str(made_store)],
-        check=True, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     normal, leaking = map(float, done.stdout.split())
     assert leaking > 40
     assert normal < 6
@@ -909,9 +919,14 @@ def test_training_skips_damaged_patches(
         histopipe.train(path, out=tmp_path / "r1", epochs=1, **settings)
     skipping = settings | {"on_error": "skip"}
     histopipe.train(
-        path, out=tmp_path / "r2", epochs=1, balance="class", max_per_slide=500,
-        augment=("flips", "crop", "stain", "colour"), **skipping,
-    )  # fmt: skip
+        path,
+        out=tmp_path / "r2",
+        epochs=1,
+        balance="class",
+        max_per_slide=500,
+        augment=("flips", "crop", "stain", "colour"),
+        **skipping,
+    )
     assert "2 damaged patches were skipped" in capfd.readouterr().err
     histopipe.train(out=tmp_path / "r2", resume=True, epochs=2, in_process=True)
     assert "2 damaged patches were skipped" in capfd.readouterr().err

@@ -352,9 +352,11 @@ def test_no_secret_is_written_or_shown(
     )
     host = urlsplit(web.url).netloc
     urls = [
-        "s3://lab/slides/dicom/", f"http://user:PASSWORD@{host}/{CMU}?{signed}",
-        f"{web.url}/boxes.tiff?{signed}", f"{web.url}/small.svs?{signed}",
-    ]  # fmt: skip
+        "s3://lab/slides/dicom/",
+        f"http://user:PASSWORD@{host}/{CMU}?{signed}",
+        f"{web.url}/boxes.tiff?{signed}",
+        f"{web.url}/small.svs?{signed}",
+    ]
     (tmp_path / "list.csv").write_text("slide\n" + "\n".join(urls) + "\n")
     out = tmp_path / "out"
     out.mkdir()
@@ -393,9 +395,12 @@ def test_predict_reads_slides_at_urls_and_removes_their_copies(
         ([f"{web.url}/{name}" for name in names], (size + 10) / 1e9),  # one slide at a time
     ):
         options = PredictOptions(
-            batch_size=7, default_mpp=Mpp(0.5), workers=1, stage_gb=stage_gb,
+            batch_size=7,
+            default_mpp=Mpp(0.5),
+            workers=1,
+            stage_gb=stage_gb,
             stage=None if stage_gb == 50 else tmp_path / "stage",
-        )  # fmt: skip
+        )
         slides = SlideRun(network, "predicting", 2, Progress())
         batches = []
         with FileSource(sources, model, options, Progress()) as files:

@@ -54,8 +54,9 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run(
         # With one worker, each run writes the same pages, so that the same slides are damaged.
         [*COMMAND, "ingest", str(folder / "slides"), "--out", str(store), *FLAGS, "--workers", "1"],
-        check=True, capture_output=True,
-    )  # fmt: skip
+        check=True,
+        capture_output=True,
+    )
     assert len(made) == 4
     label(store, 1, "stroma")
     return folder
@@ -476,9 +477,20 @@ def test_repair_does_not_finish_ingest(drawn: Path, damaged: Path) -> None:
 def test_store_with_level_and_region_of_interest(drawn: Path, tmp_path: Path, run: Run) -> None:
     store, slides = tmp_path / "roi.lmdb", drawn / "slides"
     done = run(
-        "ingest", slides, "--out", store, "--patch-size", 64, "--level", 0, "--allow-mixed-mpp",
-        "--annotations", slides, "--roi", "tumour",
-    )  # fmt: skip
+        "ingest",
+        slides,
+        "--out",
+        store,
+        "--patch-size",
+        64,
+        "--level",
+        0,
+        "--allow-mixed-mpp",
+        "--annotations",
+        slides,
+        "--roi",
+        "tumour",
+    )
     assert done.returncode == 3  # normal slides have no annotations
     with Store(store) as opened:
         (number, *_) = opened.complete

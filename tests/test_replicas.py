@@ -12,9 +12,7 @@ from conftest import run_program, two_at_a_time
 from test_reader import a_store, jpegs
 from test_workers import free_ports, tf_config
 
-SHALLOW = (
-    "adagrad-clipped", "adamw-accumulated", "batch-norm-cosine", "last-block", "low-rank",
-)  # fmt: skip
+SHALLOW = ("adagrad-clipped", "adamw-accumulated", "batch-norm-cosine", "last-block", "low-rank")
 OF_WORKERS = SHALLOW[:3]
 DEEP = ("deep-float64",)
 STEPS = 24

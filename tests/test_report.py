@@ -72,13 +72,23 @@ def many_slides(tmp_path_factory: pytest.TempPathFactory) -> Path:
     patches = [simplejpeg.encode_jpeg(rng.integers(0, 255, (8, 8, 3), np.uint8)) for _ in range(3)]
     thumbnail = simplejpeg.encode_jpeg(rng.integers(0, 255, (30, 40, 3), np.uint8))
     description: dict[str, Any] = {
-        "width": 400, "height": 300, "bounds": [0, 0, 400, 300], "mpp": 0.5, "read_size": 8,
-        "downsample": 1.0, "stride": 8, "route": "copy", "level": 0,
-    }  # fmt: skip
+        "width": 400,
+        "height": 300,
+        "bounds": [0, 0, 400, 300],
+        "mpp": 0.5,
+        "read_size": 8,
+        "downsample": 1.0,
+        "stride": 8,
+        "route": "copy",
+        "level": 0,
+    }
     with StoreWriter(path, dataclasses.replace(SPEC, patch_size=8)) as writer:
         ids = [f"slide-{i:04d}" for i in range(SLIDES)]
         ids[7] = EVIL
-        records = [dataclasses.replace(RECORD, id=name, label="nt"[i % 2], **description) for i, name in enumerate(ids)]  # fmt: skip
+        records = [
+            dataclasses.replace(RECORD, id=name, label="nt"[i % 2], **description)
+            for i, name in enumerate(ids)
+        ]
         numbers = writer.register(records)
         for i, record in enumerate(records):
             if i % 10 == 3:
@@ -130,7 +140,7 @@ def test_sort_and_filter_many_slides(browser: webdriver.Chrome, store_report: Pa
     assert_quiet(browser)
 
 
-def test_only_visible_pictures_are_decoded(browser: webdriver.Chrome, store_report: Path) -> None:  # fmt: skip
+def test_only_visible_pictures_are_decoded(browser: webdriver.Chrome, store_report: Path) -> None:
     visit(browser, store_report)
     assert browser.find_elements(By.TAG_NAME, "img") == []
     button = browser.find_element(By.CSS_SELECTOR, "tbody button.open")
@@ -201,14 +211,27 @@ def run_report(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return report(trained, out=tmp_path_factory.mktemp("report") / "run.html").file
 
 
-def test_report_of_a_run_is_complete(browser: webdriver.Chrome, run_report: Path, trained: Path) -> None:  # fmt: skip
+def test_report_of_a_run_is_complete(
+    browser: webdriver.Chrome, run_report: Path, trained: Path
+) -> None:
     visit(browser, run_report)
     names = [a.text for a in browser.find_elements(By.CSS_SELECTOR, "nav a")]
     names = [name for name in names if name != "Failure analysis"]  # if there are failures
     assert names == [
-        "Summary", "Metrics", "ROC and calibration", "Confusion", "Learning curves", "Slides", "Patches", "Heatmaps",
-        "Participant flow", "Splits", "Configuration", "Environment", "Limitations",
-    ]  # fmt: skip
+        "Summary",
+        "Metrics",
+        "ROC and calibration",
+        "Confusion",
+        "Learning curves",
+        "Slides",
+        "Patches",
+        "Heatmaps",
+        "Participant flow",
+        "Splits",
+        "Configuration",
+        "Environment",
+        "Limitations",
+    ]
     metrics = json.loads((trained / "metrics.json").read_text())
     text = browser.find_element(By.TAG_NAME, "main").text
     for side in ("validation", "test"):
@@ -218,9 +241,12 @@ def test_report_of_a_run_is_complete(browser: webdriver.Chrome, run_report: Path
     accuracy = metrics["test"]["patch"]["accuracy"]
     assert f"{accuracy:.3f} [" not in text
     for part in (
-        "split by patient", "Performance on slides from another hospital", metrics["tensorflow"],
-        "too few patients for an interval", "correct decisions with the highest confidence",
-    ):  # fmt: skip
+        "split by patient",
+        "Performance on slides from another hospital",
+        metrics["tensorflow"],
+        "too few patients for an interval",
+        "correct decisions with the highest confidence",
+    ):
         assert part.lower() in text.lower(), part
     confusion = browser.find_element(By.CSS_SELECTOR, "table.confusion").text
     for row in metrics["test"]["patch"]["confusion"]:
@@ -238,7 +264,9 @@ def test_report_of_a_run_without_its_store_has_no_pictures(
     trained: Path, made_store: Path, tmp_path: Path, run: Run
 ) -> None:
     folder = shutil.copytree(trained, tmp_path / "run")
-    config = (folder / "config.toml").read_text().replace(str(made_store), str(tmp_path / "gone.lmdb"))  # fmt: skip
+    config = (
+        (folder / "config.toml").read_text().replace(str(made_store), str(tmp_path / "gone.lmdb"))
+    )
     (folder / "config.toml").write_text(config)
     done = run("report", "run")
     assert done.returncode == 0, done.stderr
@@ -247,7 +275,12 @@ def test_report_of_a_run_without_its_store_has_no_pictures(
     assert "data:image" not in page
     assert run("report", "run", "--store", made_store).returncode == 0
     assert "data:image/webp" in (folder / "report.html").read_text()
-    assert run("report", "run", "--store", made_store, "--no-pictures", "--out", "plain.html").returncode == 0  # fmt: skip
+    assert (
+        run(
+            "report", "run", "--store", made_store, "--no-pictures", "--out", "plain.html"
+        ).returncode
+        == 0
+    )
     assert "data:image/webp" not in (tmp_path / "plain.html").read_text()
 
 
@@ -291,7 +324,7 @@ def test_roc_curve_equals_scikit_learn_and_its_band_is_valid(
         assert roc is None
         return
     assert roc is not None
-    false_rate, true_rate, _ = roc_curve(scores.label, scores.output[:, 1], drop_intermediate=False)  # fmt: skip
+    false_rate, true_rate, _ = roc_curve(scores.label, scores.output[:, 1], drop_intermediate=False)
     assert np.allclose(roc.false_positive, false_rate)
     assert np.allclose(roc.true_positive, true_rate)
     area = np.trapezoid(roc.true_positive, roc.false_positive)

@@ -125,9 +125,19 @@ def write(path: Path, lines: list[str]) -> Path:
 def test_numbers_of_folds_and_comparisons(small_store: Path, tmp_path: Path) -> None:
     for seed in (1, 2):
         succeed(
-            "train", small_store, "--folds", 2, "--epochs", 1, "--resamples", 50, "--seed", seed,
-            "--out", tmp_path / f"cv{seed}",
-        )  # fmt: skip
+            "train",
+            small_store,
+            "--folds",
+            2,
+            "--epochs",
+            1,
+            "--resamples",
+            50,
+            "--seed",
+            seed,
+            "--out",
+            tmp_path / f"cv{seed}",
+        )
     page = report(tmp_path / "cv1").file
     tables = [tmp_path / "cv1" / "predictions.csv"]
     text = check_page(page, tmp_path / "cv1" / "summary.json", tables=tables)
@@ -143,9 +153,29 @@ def test_numbers_of_folds_and_comparisons(small_store: Path, tmp_path: Path) -> 
 
 CLAIM_FOR_AUTHORS = {"2", "3", "4", "5", "6", "11", "15", "17", "18", "21", "33", "34", "41", "44"}
 TRIPOD_FOR_AUTHORS = {
-    "2", "3a", "3b", "3c", "4", "5b", "6c", "8c", "9c", "10", "16", "17", "18a", "18b", "18c", "18d", "18e",
-    "19", "20c", "25", "27b", "27c",
-}  # fmt: skip
+    "2",
+    "3a",
+    "3b",
+    "3c",
+    "4",
+    "5b",
+    "6c",
+    "8c",
+    "9c",
+    "10",
+    "16",
+    "17",
+    "18a",
+    "18b",
+    "18c",
+    "18d",
+    "18e",
+    "19",
+    "20c",
+    "25",
+    "27b",
+    "27c",
+}
 
 
 @pytest.mark.parametrize(

@@ -24,15 +24,34 @@ from histopipe.training.checkpoint import TrainState, load_state, save_state
 
 EACH_STEP = ("--save-minutes", "1e-9")
 ARGUMENTS = (
-    "--epochs", "3", "--batch-size", "16", "--split-by", "slide", "--deterministic",
-    "--dropout", "0.3", "--optimizer", "adamw", "--schedule", "cosine", "--warmup-steps", "3",
-)  # fmt: skip
+    "--epochs",
+    "3",
+    "--batch-size",
+    "16",
+    "--split-by",
+    "slide",
+    "--deterministic",
+    "--dropout",
+    "0.3",
+    "--optimizer",
+    "adamw",
+    "--schedule",
+    "cosine",
+    "--warmup-steps",
+    "3",
+)
 
 
 SETTINGS: dict[str, object] = {
-    "epochs": 3, "batch_size": 16, "split_by": "slide", "deterministic": True, "dropout": 0.3,
-    "optimizer": "adamw", "schedule": "cosine", "warmup_steps": 3,
-}  # fmt: skip
+    "epochs": 3,
+    "batch_size": 16,
+    "split_by": "slide",
+    "deterministic": True,
+    "dropout": 0.3,
+    "optimizer": "adamw",
+    "schedule": "cosine",
+    "warmup_steps": 3,
+}
 """`ARGUMENTS` as settings."""
 
 
@@ -101,9 +120,12 @@ def test_stopped_by_signal_and_resumed_equals_uninterrupted(
     for number, place in ((signal.SIGTERM, "gradients:7"), (signal.SIGINT, "gradients+:5")):
         marker = tmp_path / f"at-{number}"
         child = subprocess.Popen(
-            command, stderr=subprocess.PIPE, text=True, env=faulty(f"{place}:wait", marker),
+            command,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=faulty(f"{place}:wait", marker),
             start_new_session=True,
-        )  # fmt: skip
+        )
         while not marker.exists():
             time.sleep(0.05)
         time.sleep(0.2)
@@ -275,9 +297,16 @@ def test_killed_and_resumed_on_real_tissue_by_region(run: Run, data: Path, tmp_p
     ingest = ("--mpp-csv", "mpps.csv", "--labels", "labels.csv", "--patch-size", 64)
     assert run("ingest", *slides, *ingest).returncode == 0
     arguments = (
-        "--split-by", "region", "--deterministic", "--epochs", 2, "--augment", "flips,stain",
-        "--max-per-slide", 128,
-    )  # fmt: skip
+        "--split-by",
+        "region",
+        "--deterministic",
+        "--epochs",
+        2,
+        "--augment",
+        "flips,stain",
+        "--max-per-slide",
+        128,
+    )
     whole = run("train", *arguments, "--out", "whole")
     assert whole.returncode == 0, whole.stderr
     command = [*COMMAND, "train", *map(str, arguments), "--out", "killed", *EACH_STEP]

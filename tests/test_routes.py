@@ -323,9 +323,16 @@ def test_shift_by_one_pixel_is_detected_on_interpolated_level(
 @pytest.mark.parametrize("factor", [2, 4, 8])
 def test_scaled_decoding_agrees_with_averaging(data: Path, factor: int, tmp_path: Path) -> None:
     (path,) = make_slides(
-        tmp_path, "--size", "2048x2048", "--mpp", "0.25", "--levels", "1,16",
-        "--texture", str(data / "slides" / "CMU-1-Small-Region.svs"),
-    )  # fmt: skip
+        tmp_path,
+        "--size",
+        "2048x2048",
+        "--mpp",
+        "0.25",
+        "--levels",
+        "1,16",
+        "--texture",
+        str(data / "slides" / "CMU-1-Small-Region.svs"),
+    )
     spec: Spec = {"patch_size": 64, "level": None, "mpp": Mpp(0.25 * factor)}
     planned, fast = patches(path, **spec)
     assert (planned.record.route, planned.record.resampling) == ("decode", "dct")
@@ -368,8 +375,12 @@ def test_routes_agree_on_random_slides(data: st.DataObject) -> None:
     variant = data.draw(st.sampled_from(list(COPIED.values())))
     edge = data.draw(st.sampled_from(["drop", "drop", "shift", "pad"]))
     spec: Spec = {
-        "patch_size": patch, "overlap": overlap, "level": None, "mpp": Mpp(mpp), "edge": edge,
-    }  # fmt: skip
+        "patch_size": patch,
+        "overlap": overlap,
+        "level": None,
+        "mpp": Mpp(mpp),
+        "edge": edge,
+    }
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / data.draw(st.sampled_from(["a.svs", "a.tiff", "a.scn"]))
         origin = data.draw(st.tuples(st.integers(0, 200), st.integers(0, 200)))
@@ -396,9 +407,7 @@ def test_padded_patches_beyond_the_scanned_area_have_no_pixels_of_other_tiles(
     path = tmp_path / "a.scn"
     variant = next(iter(COPIED.values()))
     write_slide(path, [picture(Size(40, 40), 40)], Size(16, 16), variant, mpp=0.25, origin=(0, 1))
-    spec: Spec = {
-        "patch_size": 16, "overlap": 0, "level": None, "mpp": Mpp(mpp), "edge": "pad",
-    }  # fmt: skip
+    spec: Spec = {"patch_size": 16, "overlap": 0, "level": None, "mpp": Mpp(mpp), "edge": "pad"}
     planned, by_openslide = patches(path, "openslide", codec="png", **spec)
     _, decoded = patches(path, codec="png", **spec)
     assert len(decoded) == len(planned.plan) == 9

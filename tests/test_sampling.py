@@ -163,8 +163,10 @@ def test_balance_is_equal_in_an_epoch_and_over_epochs(
     patients = [data.draw(st.sampled_from("abcd")) for _ in counts]
     table = table_of(counts, labels, patients)
     by: dict[str, list[object]] = {
-        "class": list(labels), "slide": list(range(len(counts))), "patient": list(patients)
-    }  # fmt: skip
+        "class": list(labels),
+        "slide": list(range(len(counts))),
+        "patient": list(patients),
+    }
     groups = by[balance]
     of_patch = np.repeat(np.arange(len(counts)), counts)
     order = make_order(table, seed=seed, balance=balance)

@@ -125,11 +125,17 @@ def test_configuration_of_version_0_1_loads_unchanged(tmp_path: Path) -> None:
     assert config.stores == ("a.lmdb", "b.lmdb")
     assert config.labels is None
     newer = {
-        "trainable": "all", "layer_decay": 1.0, "allow_mismatch": False, "task": "classification",
-        "target": [], "loss": "auto", "calibrate": False, "subgroup": [],
+        "trainable": "all",
+        "layer_decay": 1.0,
+        "allow_mismatch": False,
+        "task": "classification",
+        "target": [],
+        "loss": "auto",
+        "calibrate": False,
+        "subgroup": [],
         "na": [],  # NA was a class
         "monitor": "metric",  # earlier versions chose the epoch by the AUC
-    }  # fmt: skip
+    }
     assert tomllib.loads(to_toml(config)) == {**tomllib.loads(OLD_CONFIG), **newer}
 
 

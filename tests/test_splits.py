@@ -44,11 +44,13 @@ TOOL = load_tool()
 
 def cohort(patients: dict[str, str]) -> Any:
     """Return slides of 10 patches, one for each letter, which is its class."""
-    return TOOL.Cohort([
-        TOOL.Group(f"{patient}-{number}", label, patient, 10)
-        for patient, labels in patients.items()
-        for number, label in enumerate(labels)
-    ])  # fmt: skip
+    return TOOL.Cohort(
+        [
+            TOOL.Group(f"{patient}-{number}", label, patient, 10)
+            for patient, labels in patients.items()
+            for number, label in enumerate(labels)
+        ]
+    )
 
 
 @pytest.mark.parametrize("seed", [0, 5, 7])
@@ -145,11 +147,26 @@ def test_a_refusal_names_a_way_that_works(
 
 # A column of the labels file
 
-CELLS = dict(zip(
-    ("n0", "t1", "n2", "t3", "n4", "t5", "n6", "t7", "n8", "t9", "n10", "t11"),
-    ("Train", "training", "TRAIN", "train", "val", "Validation", "valid", "val", "test", "Testing", "", "NA"),
-    strict=True,
-))  # fmt: skip
+CELLS = dict(
+    zip(
+        ("n0", "t1", "n2", "t3", "n4", "t5", "n6", "t7", "n8", "t9", "n10", "t11"),
+        (
+            "Train",
+            "training",
+            "TRAIN",
+            "train",
+            "val",
+            "Validation",
+            "valid",
+            "val",
+            "test",
+            "Testing",
+            "",
+            "NA",
+        ),
+        strict=True,
+    )
+)
 
 
 @pytest.fixture
@@ -226,16 +243,32 @@ def test_fold_numbers_of_a_column(split: Callable[..., Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "settings", "message"),
     [
-        ({"t3": "testA"}, {}, "row of slide t3, column Set: found 'testA', expected train, training, validation"),
-        ({"t3": "1"}, {"folds": "column"}, "row of slide n0, column Set: found 'Train', and 8 rows more"),
-        (dict.fromkeys(CELLS, "test"), {}, "splitting by Set leaves no 'n' patch for train; .* or change the column"),
-        ({}, {"split_by": "region"}, "--split-column Set has a subset for each slide: found --split-by region"),
+        (
+            {"t3": "testA"},
+            {},
+            "row of slide t3, column Set: found 'testA', expected train, training, validation",
+        ),
+        (
+            {"t3": "1"},
+            {"folds": "column"},
+            "row of slide n0, column Set: found 'Train', and 8 rows more",
+        ),
+        (
+            dict.fromkeys(CELLS, "test"),
+            {},
+            "splitting by Set leaves no 'n' patch for train; .* or change the column",
+        ),
+        (
+            {},
+            {"split_by": "region"},
+            "--split-column Set has a subset for each slide: found --split-by region",
+        ),
         ({}, {"labels": None}, "--split-column: found Set, but no --labels"),
         ({}, {"split_column": "slide"}, "column slide: found its use for values"),
         ({}, {"split_column": "other"}, "wrong header: .* expected slide,label,other"),
         ({}, {"split_column": None, "folds": "column"}, "--folds column: found no --split-column"),
     ],
-)  # fmt: skip
+)
 def test_wrong_columns_are_refused(
     split: Callable[..., Any], change: dict[str, str], settings: dict[str, Any], message: str
 ) -> None:

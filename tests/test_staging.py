@@ -73,8 +73,14 @@ def copies(
 def test_all_files_of_a_slide_are_copied_with_their_folders(tmp_path: Path) -> None:
     slides = write_files(
         tmp_path / "slides",
-        {"a/m.mrxs": 10, "a/m/Slidedat.ini": 20, "a/m/Data0000.dat": 40_000_000, "b.svs": 0, "a/other.dat": 5},
-    )  # fmt: skip
+        {
+            "a/m.mrxs": 10,
+            "a/m/Slidedat.ini": 20,
+            "a/m/Data0000.dat": 40_000_000,
+            "b.svs": 0,
+            "a/other.dat": 5,
+        },
+    )
     with StagingArea(tmp_path / "stage", 10**9) as stage:
         for slide, copy in filter(None, staged(stage, slides, lambda slide: slide)):
             assert isinstance(copy, StagedSlide)
@@ -267,9 +273,11 @@ def killed_runs(tmp_path: Path, arguments: list[Any], kills: int) -> Iterator[in
     numbers = random.Random(5)
     for number in range(kills):
         process = subprocess.Popen(
-            [*COMMAND, *map(str, arguments)], cwd=tmp_path,
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+            [*COMMAND, *map(str, arguments)],
+            cwd=tmp_path,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         time.sleep(numbers.uniform(0.5, 1.6))
         process.send_signal(signal.SIGKILL)
         process.wait()
@@ -294,8 +302,11 @@ def test_twenty_kills_lose_nothing_and_leave_nothing(tmp_path: Path) -> None:
     assert not list(stage.iterdir())
     plain = subprocess.run(
         [*COMMAND, "ingest", str(folder), "--out", "plain.lmdb", "--patch-size", "64"],
-        cwd=tmp_path, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert plain.returncode == 0, plain.stderr
     assert contents(tmp_path / "patches.lmdb") == contents(tmp_path / "plain.lmdb")
 
@@ -303,7 +314,9 @@ def test_twenty_kills_lose_nothing_and_leave_nothing(tmp_path: Path) -> None:
 def test_messages_name_the_original(tmp_path: Path) -> None:
     (slide,) = write_files(tmp_path / "slides", {"a/b.svs": 10})
     copy = StagedSlide(
-        replace(slide, path=Path("/stage/x/000000/b.svs")), slide, fingerprint(slide),
+        replace(slide, path=Path("/stage/x/000000/b.svs")),
+        slide,
+        fingerprint(slide),
         Path("/stage/x/000000"),
-    )  # fmt: skip
+    )
     assert copy.with_original_paths("/stage/x/000000/b.svs is bad") == f"{slide.path} is bad"

@@ -58,8 +58,10 @@ RECORD = SlideRecord(id="a", path="a.svs", resolved_path="/a.svs")
 
 def columns_of(crc: Any, length: Any) -> dict[str, Any]:
     return {name: np.zeros(len(crc)) for name in INDEX_COLUMNS} | {
-        "crc": crc, "length": length, "label": np.full(len(crc), -1),
-    }  # fmt: skip
+        "crc": crc,
+        "length": length,
+        "label": np.full(len(crc), -1),
+    }
 
 
 def one_slide(path: Path, values: list[bytes | None]) -> StoreWriter:
@@ -69,9 +71,12 @@ def one_slide(path: Path, values: list[bytes | None]) -> StoreWriter:
     length = np.array([len(v or b"") for v in values])
     lost = values.count(None)
     record = dataclasses.replace(
-        RECORD, planned=len(values), stored=len(values) - lost, unreadable=lost,
+        RECORD,
+        planned=len(values),
+        stored=len(values) - lost,
+        unreadable=lost,
         stored_bytes=int(length.sum()),
-    )  # fmt: skip
+    )
     writer.complete(number, record, columns_of(crc, length), {"thumb": b"t"})
     return writer
 

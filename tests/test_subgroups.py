@@ -64,18 +64,30 @@ def cohort(
     probability = np.stack([1 - p, p], axis=1)[of_slide].astype(np.float32)
     count = patients * slides
     scores = class_predictions(
-        CLASSES, tuple(f"s{i}" for i in range(count)), tuple(f"p{i}" for i in range(patients)),
-        np.arange(count, dtype=np.int32), of_slide, np.zeros(count, np.int64), np.zeros(count, np.int64),
-        label[of_slide], probability, "slide",
-    )  # fmt: skip
+        CLASSES,
+        tuple(f"s{i}" for i in range(count)),
+        tuple(f"p{i}" for i in range(patients)),
+        np.arange(count, dtype=np.int32),
+        of_slide,
+        np.zeros(count, np.int64),
+        np.zeros(count, np.int64),
+        label[of_slide],
+        probability,
+        "slide",
+    )
     slide_list = [
         SlideEntry(
-            slide=f"s{i}", patient=f"p{i // slides}", site=f"site {site[i // slides]}",
-            label=CLASSES[label[i // slides]], planned=10, test=10, measured={"route": "copy"},
+            slide=f"s{i}",
+            patient=f"p{i // slides}",
+            site=f"site {site[i // slides]}",
+            label=CLASSES[label[i // slides]],
+            planned=10,
+            test=10,
+            measured={"route": "copy"},
             cells={"age": str(40 + i // slides), "scanner": "ab"[i % 2]},
         )
         for i in range(count)
-    ]  # fmt: skip
+    ]
     return (scores, {"slide_mean": HALF, "patient_mean": HALF}), slide_list
 
 
@@ -91,9 +103,17 @@ def test_subgroups_are_the_metrics_of_their_patients() -> None:
     for group in by_site.groups:
         rows = np.array([slide.site == group.name for slide in slides])
         alone = class_predictions(
-            CLASSES, scores.slides, scores.patients, scores.slide[rows], scores.patient[rows],
-            scores.x_l0[rows], scores.y_l0[rows], scores.label[rows], scores.output[rows], "slide",
-        )  # fmt: skip
+            CLASSES,
+            scores.slides,
+            scores.patients,
+            scores.slide[rows],
+            scores.patient[rows],
+            scores.x_l0[rows],
+            scores.y_l0[rows],
+            scores.label[rows],
+            scores.output[rows],
+            "slide",
+        )
         expected = evaluate([(alone, part[1])], EvaluationSettings(resamples=0)).patient["mean"]
         for name in ("auc", "sensitivity", "brier", "average_precision"):
             assert group.values[name] == pytest.approx(expected.values[name]), name
@@ -215,8 +235,14 @@ def test_groups_without_a_value_are_not_those_of_a_real_value() -> None:
     ]
     names, numbers = groups_of(values)
     assert [names[n] for n in numbers] == [
-        '"missing"', '"several"', '""missing""', "missing", "several", "NA", "none"
-    ]  # fmt: skip
+        '"missing"',
+        '"several"',
+        '""missing""',
+        "missing",
+        "several",
+        "NA",
+        "none",
+    ]
 
 
 def test_a_column_of_numbers_with_another_value_is_divided() -> None:
@@ -278,10 +304,16 @@ def test_quality_of_patients_with_several_slides_is_the_median() -> None:
     assert isinstance(scores, Predictions)
     first = scores.slide % 2 == 0
     of_patients = dataclasses.replace(
-        scores, slides=scores.patients, slide=scores.patient[first], patient=scores.patient[first],
-        x_l0=scores.x_l0[first], y_l0=scores.y_l0[first], target=scores.target[first],
-        output=scores.output[first], level="patient",
-    )  # fmt: skip
+        scores,
+        slides=scores.patients,
+        slide=scores.patient[first],
+        patient=scores.patient[first],
+        x_l0=scores.x_l0[first],
+        y_l0=scores.y_l0[first],
+        target=scores.target[first],
+        output=scores.output[first],
+        level="patient",
+    )
     measured = [
         dataclasses.replace(slide, measured={**slide.measured, "focus": f"{i + 0.5}"})
         for i, slide in enumerate(slides)
@@ -323,11 +355,14 @@ def test_a_model_that_is_clearly_better_is_not_warned_of() -> None:
     rng = np.random.default_rng(1)
     slides = [
         SlideEntry(
-            slide=f"s{i}", patient=f"p{i}", label=CLASSES[i % 2], train=1,
+            slide=f"s{i}",
+            patient=f"p{i}",
+            label=CLASSES[i % 2],
+            train=1,
             site=str(i % 2 if rng.random() < 0.75 else 1 - i % 2),
         )
         for i in range(200)
-    ]  # fmt: skip
+    ]
     for model_auc, warned in ((0.95, False), (0.75, True)):
         shortcut = find_shortcut(slides, model_auc=model_auc, seed=1)
         assert shortcut is not None
@@ -342,12 +377,15 @@ def test_false_alarms_are_rare() -> None:
         rng = np.random.default_rng(seed)
         slides = [
             SlideEntry(
-                slide=f"s{i}", patient=f"p{i}", label=CLASSES[rng.integers(2)], train=1,
+                slide=f"s{i}",
+                patient=f"p{i}",
+                label=CLASSES[rng.integers(2)],
+                train=1,
                 site=str(rng.integers(4)),
                 measured={"route": str(rng.integers(2)), "vendor": str(rng.integers(3))},
             )
             for i in range(60)
-        ]  # fmt: skip
+        ]
         shortcut = find_shortcut(slides, model_auc=0.55, seed=seed)
         alarms += shortcut is not None and shortcut.warning
     assert alarms <= 3
@@ -361,23 +399,40 @@ def test_flow_adds_up_and_survives_json(tmp_path: Path) -> None:
         SlideEntry(slide="d", patient="q", reason=Exclusion.NO_PATCHES),
         SlideEntry(slide="e", patient="r", planned=9, left_out=2, train=4, test=3),
         SlideEntry(slide="f", patient="s", reason=Exclusion.ALL_FILTERED, planned=4, filtered=4),
-        SlideEntry(slide="g", patient="t", reason=Exclusion.NO_LABEL, planned=3, cells={"sex": "f", "status": "1"}),
+        SlideEntry(
+            slide="g",
+            patient="t",
+            reason=Exclusion.NO_LABEL,
+            planned=3,
+            cells={"sex": "f", "status": "1"},
+        ),
         SlideEntry(slide="h", patient="u", planned=5, test=5),
-    ]  # fmt: skip
+    ]
     slides = with_damaged(slides, {"a": {"train": 1}, "e": {"test": 3}, "h": {"test": 5}})
     flow = flow_of(slides)
     assert all(level.adds_up for level in flow.values())
     assert flow["slides"].excluded == {
-        "no label": 2, "ingest failed": 1, "no patches": 1, "all patches filtered out": 1, "all patches damaged": 1,
-    }  # fmt: skip
+        "no label": 2,
+        "ingest failed": 1,
+        "no patches": 1,
+        "all patches filtered out": 1,
+        "all patches damaged": 1,
+    }
     assert flow["patients"].excluded == {
-        "no patches": 1, "all patches filtered out": 1, "no label": 1, "all patches damaged": 1,
-    }  # fmt: skip
+        "no patches": 1,
+        "all patches filtered out": 1,
+        "no label": 1,
+        "all patches damaged": 1,
+    }
     assert flow["patients"].used == {("train",): 2}
     assert flow["patches"].used == {("train",): 10}
     assert flow["patches"].excluded == {
-        "unreadable": 2, "filtered out": 6, "left out by the split": 2, "no label": 7, "damaged": 9,
-    }  # fmt: skip
+        "unreadable": 2,
+        "filtered out": 6,
+        "left out by the split": 2,
+        "no label": 7,
+        "damaged": 9,
+    }
     assert flow_from_json(json.loads(json.dumps(flow_to_json(flow)))) == flow
     write_slide_table(tmp_path / "slides.csv", slides)
     read = read_slide_table(tmp_path / "slides.csv")
@@ -414,10 +469,16 @@ def test_flow_of_a_messy_store_adds_up(tmp_path: Path) -> None:
     labels = {
         name: SlideLabel(label, patient)
         for name, label, patient in (
-            ("a", "n", "p1"), ("b", "n", "p2"), ("c", "n", "p3"), ("d", "t", "p4"), ("e", None, "p4"),
-            ("f", "n", "p5"), ("g", "t", "p6"), ("h", "n", "p7"),
+            ("a", "n", "p1"),
+            ("b", "n", "p2"),
+            ("c", "n", "p3"),
+            ("d", "t", "p4"),
+            ("e", None, "p4"),
+            ("f", "n", "p5"),
+            ("g", "t", "p6"),
+            ("h", "n", "p7"),
         )
-    }  # fmt: skip
+    }
     labelling = Labelling(labels=labels, patch_filter=PatchFilter(min_focus=20.0))
     with Store(tmp_path / "s.lmdb") as store:
         splits = make_splits(
@@ -428,14 +489,15 @@ def test_flow_of_a_messy_store_adds_up(tmp_path: Path) -> None:
     assert all(level.adds_up for level in flow.values())
     assert flow["slides"].total == 11
     assert flow["slides"].excluded == {
-        "no label": 1, "ingest failed": 1, "not ingested": 1, "no patches": 1,
-    }  # fmt: skip
+        "no label": 1,
+        "ingest failed": 1,
+        "not ingested": 1,
+        "no patches": 1,
+    }
     assert flow["patients"].total == 10
     assert sum(flow["patients"].used.values()) == 7
     assert flow["patches"].total == 48
-    assert flow["patches"].excluded == {
-        "unreadable": 8, "filtered out": 14, "no label": 5,
-    }  # fmt: skip
+    assert flow["patches"].excluded == {"unreadable": 8, "filtered out": 14, "no label": 5}
     used = sum(flow["patches"].used.values())
     assert used == 21 == sum(int((slide.subsets >= 0).sum()) for slide in splits.slides)
     assert {slide.slide: slide.copy_of for slide in slides if slide.copy_of} == {"b": "a"}
@@ -458,8 +520,9 @@ def test_failed_slide_does_not_replace_another_one_of_its_name(tmp_path: Path) -
     recorded = {slide.slide: slide.reason for slide in read_slide_table(tmp_path / "slides.csv")}
     assert recorded == {
         **{slide: why for slide, why in reasons.items() if slide != name},
-        "c": "embedding failed", "a@t.lmdb": "ingest failed",
-    }  # fmt: skip
+        "c": "embedding failed",
+        "a@t.lmdb": "ingest failed",
+    }
 
 
 def test_existing_split_needs_no_labels_file(tmp_path: Path) -> None:
@@ -470,9 +533,14 @@ def test_existing_split_needs_no_labels_file(tmp_path: Path) -> None:
         "slide,label,stage\n"
         + "".join(f"{slide},{'nt'[i % 2]},{i}\n" for i, slide in enumerate("abcdefgh"))
     )
-    config = make_config({
-        "stores": [str(tmp_path / "s.lmdb")], "labels": str(table), "subgroup": ("stage",), "fractions": (0.5, 0.5, 0.0),
-    })  # fmt: skip
+    config = make_config(
+        {
+            "stores": [str(tmp_path / "s.lmdb")],
+            "labels": str(table),
+            "subgroup": ("stage",),
+            "fractions": (0.5, 0.5, 0.0),
+        }
+    )
     with opened_sources(config) as sources:
         splits, before = splits_and_slides(config, sources, tmp_path, resume=False)
         write_splits(splits, tmp_path / "splits.json")

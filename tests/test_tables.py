@@ -278,18 +278,27 @@ def strict_rows(text: str) -> list[list[str]]:
     [
         (b'slide,label\na,x\nc,"y\nd.svs,z\n', "line 3: found unexpected end of data"),
         (b'slide,label\na,"x"y\n', "line 2: found ',' expected after '\"'"),
-        (b'slide,label\na,"x\ny"\n', r"line 2: column label: found 'x\\ny', expected a text without"),
+        (
+            b'slide,label\na,"x\ny"\n',
+            r"line 2: column label: found 'x\\ny', expected a text without",
+        ),
         (b'slide,label,site\na,"x\n\ny",s\nc,z\n', "line 5: found 2 cells, expected 3"),
         (b"slide,label\na,x\x1b[2J\n", "line 2: column label: found"),
         (b"slide,label\r\na,x\r\nc,\0\r\n", "line 3: found a NUL character"),
         (b"\n\nslide\tlabel\na\tx\n", "line 3: found tabs between the cells"),
-        (b"slide,label\na,x\nc,m\xe4nnlich\n", "line 3: found 'utf-8' codec .* save it as 'CSV UTF-8'"),
-        ("slide,label\na,x\n".encode("utf-16"), "line 1: found 'utf-8' codec .* save it as 'CSV UTF-8'"),
+        (
+            b"slide,label\na,x\nc,m\xe4nnlich\n",
+            "line 3: found 'utf-8' codec .* save it as 'CSV UTF-8'",
+        ),
+        (
+            "slide,label\na,x\n".encode("utf-16"),
+            "line 1: found 'utf-8' codec .* save it as 'CSV UTF-8'",
+        ),
         (b"slide,label\n", "has no rows: found only a header"),
         (b"slide,label\na,1.5\nc,NA\nd.svs,2\n", "the labels are continuous values"),
         (b'slide,label\na,"1,5"\nc,3\n', "the labels are continuous values"),
     ],
-)  # fmt: skip
+)
 def test_damaged_table_is_refused_with_its_line(table: Path, content: bytes, message: str) -> None:
     table.write_bytes(content)
     with pytest.raises(UsageError, match=message):
@@ -337,28 +346,36 @@ def test_similar_values_are_named_and_stay_different(table: Path) -> None:
     notes: list[str] = []
     table.write_text(
         "slide,label,patient,site,age,died,subset\na,Tumour,P1,0,1,TRUE,Test\nc,tumour,p1,0.0,1.0,true,test\n"
-        "x/b,t\u200bumour,P\u00a02,00,2,0,TRAIN\ny/b,normal,P 2,1,3,1,Training\n", encoding="utf-8",
-    )  # fmt: skip
+        "x/b,t\u200bumour,P\u00a02,00,2,0,TRAIN\ny/b,normal,P 2,1,3,1,Training\n",
+        encoding="utf-8",
+    )
     labels = read_labels(
         table, NAMES, columns=["age", "died"], groups=["subset"], notify=notes.append
     )
     assert len({entry.label for entry in labels.values()}) == 4
     assert [note.partition("column ")[2].partition(" are ")[0] for note in notes] == [
         "label: 'Tumour' and 'tumour' and 't\\u200bumour'",
-        "patient: 'P 2' and 'P\\xa02'; 'P1' and 'p1'", "site: '0' and '0.0' and '00'",
-    ]  # fmt: skip
+        "patient: 'P 2' and 'P\\xa02'; 'P1' and 'p1'",
+        "site: '0' and '0.0' and '00'",
+    ]
 
 
 @pytest.mark.parametrize(
     ("cells", "message"),
     [
-        ([*range(20), "unknown"], "line 22: column age: found 'unknown', expected a number, as in 20 of 21"),
-        (['"3,5"', '"4,25"', "7", "NA"], "line 2: column age: found '3,5', expected a number with a"),
+        (
+            [*range(20), "unknown"],
+            "line 22: column age: found 'unknown', expected a number, as in 20 of 21",
+        ),
+        (
+            ['"3,5"', '"4,25"', "7", "NA"],
+            "line 2: column age: found '3,5', expected a number with a",
+        ),
         ([*range(20), "NA", "-"], None),
         (["1", "2", "3", "4a", "4b"], None),
         (['"3,5"', "unknown"], None),
     ],
-)  # fmt: skip
+)
 def test_numbers_do_not_become_categories(
     table: Path, cells: list[object], message: str | None
 ) -> None:
@@ -407,8 +424,9 @@ def test_feature_files_with_decomposed_names_have_labels(tmp_path: Path, table: 
     table.write_text("slide,label,patient\nä,x,é\nb,y,e\n", encoding="utf-8")
     both = BagSet(bags, labels=table, bag="patient", numbers={unicodedata.normalize("NFD", "é"): 7})
     assert {n: (bag.label, bag.slides) for n, bag in both.bags.items()} == {
-        7: ("x", (decomposed,)), 8: ("y", ("b",)),
-    }  # fmt: skip
+        7: ("x", (decomposed,)),
+        8: ("y", ("b",)),
+    }
 
 
 def test_different_targets_of_a_patient_are_named(

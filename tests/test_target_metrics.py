@@ -243,7 +243,7 @@ def test_regression_metrics_of_any_scale_and_offset(seed: int, scale: int, offse
             (target + shift) * factor, (output + shift) * factor, patients
         ).compute(weights)
         for shift, factor in ((0, 1.0), (10**offset, 10.0**scale))
-    )  # fmt: skip
+    )
     for name in ("r2", "pearson", "spearman"):
         assert moved[name] == pytest.approx(plain[name], abs=1e-5)
     assert moved["mae"] / 10.0**scale == pytest.approx(plain["mae"], abs=1e-6)
@@ -294,9 +294,19 @@ def test_each_label_has_intercept_and_slope() -> None:
     each, zeros = np.arange(200, dtype=np.int32), np.zeros(200, np.int64)
     names = tuple(map(str, range(200)))
     scores = target_predictions(
-        "multilabel", ("a", "b"), (), names, names, each, each, zeros, zeros, target,
-        (1 / (1 + np.exp(-odds))).astype(np.float32), "slide",
-    )  # fmt: skip
+        "multilabel",
+        ("a", "b"),
+        (),
+        names,
+        names,
+        each,
+        each,
+        zeros,
+        zeros,
+        target,
+        (1 / (1 + np.exp(-odds))).astype(np.float32),
+        "slide",
+    )
     metrics = evaluate_subsets({"validation": scores}, EvaluationSettings(resamples=20))[
         "validation"
     ].slide["mean"]
@@ -327,12 +337,19 @@ def survival_scores(seed: int, count: int = 60, *, slides: int = 1) -> Predictio
     noise = np.random.default_rng(seed).normal(size=len(rows)) * 0.5
     survival = np.exp(-np.outer(np.exp(risk[rows]), grid))
     return target_predictions(
-        "survival", ("time", "event"), grid, tuple(f"s{i}" for i in range(len(rows))),
-        tuple(f"p{i}" for i in range(count)), np.arange(len(rows), dtype=np.int32),
-        rows.astype(np.int32), np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64),
+        "survival",
+        ("time", "event"),
+        grid,
+        tuple(f"s{i}" for i in range(len(rows))),
+        tuple(f"p{i}" for i in range(count)),
+        np.arange(len(rows), dtype=np.int32),
+        rows.astype(np.int32),
+        np.zeros(len(rows), np.int64),
+        np.zeros(len(rows), np.int64),
         np.column_stack([time, event])[rows],
-        np.column_stack([risk[rows] + noise, survival]).astype(np.float32), "slide",
-    )  # fmt: skip
+        np.column_stack([risk[rows] + noise, survival]).astype(np.float32),
+        "slide",
+    )
 
 
 @needs_scikit_survival
@@ -377,9 +394,19 @@ def one_risk_group(time: Sequence[float], event: Sequence[int]) -> Metrics:
     names = tuple(f"p{i}" for i in range(count))
     risk = np.append(np.full(count - 2, 1.0), [0.0, 0.0])[:, None].astype(np.float32)
     scores = target_predictions(
-        "survival", ("time", "event"), (), names, names, each, each, zeros, zeros,
-        np.column_stack([time, event]).astype(np.float64), risk, "slide",
-    )  # fmt: skip
+        "survival",
+        ("time", "event"),
+        (),
+        names,
+        names,
+        each,
+        each,
+        zeros,
+        zeros,
+        np.column_stack([time, event]).astype(np.float64),
+        risk,
+        "slide",
+    )
     # None for patients: then they have no risk groups.
     limits = {name_of("slide", "mean"): Thresholds((0.5,))}
     return evaluate([(scores, limits)], EvaluationSettings(resamples=0)).slide["mean"]
@@ -441,8 +468,9 @@ def test_slides_are_aggregated_to_patients() -> None:
 
 @given(
     task=st.sampled_from(["regression", "multilabel", "survival"]),
-    level=st.sampled_from(["patch", "slide", "patient"]), seed=st.integers(0, 99),
-)  # fmt: skip
+    level=st.sampled_from(["patch", "slide", "patient"]),
+    seed=st.integers(0, 99),
+)
 @settings(max_examples=20)
 def test_written_predictions_are_read_back(
     tmp_path_factory: pytest.TempPathFactory, task: Any, level: Any, seed: int
@@ -455,11 +483,19 @@ def test_written_predictions_are_read_back(
         target[1, 0] = np.nan
     corner = rng.integers(0, 9, 5) * (level == "patch")
     scores = target_predictions(
-        task, ("a b", "c"), (0.1, 2.0, 1e3 / 3) if task == "survival" else (),
-        names if level == "patient" else tuple("vwxyz"), names,
-        np.arange(5, dtype=np.int32), np.arange(5, dtype=np.int32),
-        corner, corner, target, rng.random((5, outputs)).astype(np.float32), level,
-    )  # fmt: skip
+        task,
+        ("a b", "c"),
+        (0.1, 2.0, 1e3 / 3) if task == "survival" else (),
+        names if level == "patient" else tuple("vwxyz"),
+        names,
+        np.arange(5, dtype=np.int32),
+        np.arange(5, dtype=np.int32),
+        corner,
+        corner,
+        target,
+        rng.random((5, outputs)).astype(np.float32),
+        level,
+    )
     path = tmp_path_factory.mktemp("predictions") / "predictions.csv"
     write_predictions(path, [({"split": "test"}, scores)])
     restored = read_predictions(path)["test"]
@@ -487,11 +523,14 @@ def test_models_of_other_training_sets_get_the_times_of_the_first() -> None:
     hazard = np.exp(one.output[:, :1].astype(np.float64))
     grids = [
         replace(
-            one, task=replace(one.task, grid=each),
-            output=np.hstack([one.output[:, :1], np.exp(-hazard * np.array(each))]).astype(np.float32),
+            one,
+            task=replace(one.task, grid=each),
+            output=np.hstack([one.output[:, :1], np.exp(-hazard * np.array(each))]).astype(
+                np.float32
+            ),
         )
         for each in (grid, times)
-    ]  # fmt: skip
+    ]
     same, other = with_common_patients(grids)
     np.testing.assert_array_equal(same.output, grids[0].output)
     assert other.task == one.task

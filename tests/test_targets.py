@@ -50,10 +50,18 @@ def bags(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_bag(folder / f"s{i}.h5", values, np.stack([256 * np.arange(size)] * 2, axis=1))
         time, censored = rng.exponential(np.exp(-4 * (share - 0.5))), rng.exponential(1.5)
         braf = "" if rng.random() < 0.2 else int(rng.random() < 0.2 + 0.6 * share)
-        rows.append((
-            f"s{i}", f"P{i}", round(min(time, censored), 5), int(time <= censored),
-            round(rng.normal(60, 10), 1), int(share > 0.5), braf, round(share, 5),
-        ))  # fmt: skip
+        rows.append(
+            (
+                f"s{i}",
+                f"P{i}",
+                round(min(time, censored), 5),
+                int(time <= censored),
+                round(rng.normal(60, 10), 1),
+                int(share > 0.5),
+                braf,
+                round(share, 5),
+            )
+        )
     with (folder / "labels.csv").open("w", newline="") as file:
         csv.writer(file).writerows(rows)
     return folder
@@ -95,9 +103,23 @@ def grid_of(predictions: Predictions) -> tuple[float, ...]:
 
 def arguments(bags: Path, task: str, *options: object) -> tuple[object, ...]:
     return (
-        "train", "--mil", bags, "--labels", bags / "labels.csv", *TASKS[task], "--epochs", 6,
-        "--patience", 0, "--resamples", 50, "--learning-rate", 3e-3, "--deterministic", *options,
-    )  # fmt: skip
+        "train",
+        "--mil",
+        bags,
+        "--labels",
+        bags / "labels.csv",
+        *TASKS[task],
+        "--epochs",
+        6,
+        "--patience",
+        0,
+        "--resamples",
+        50,
+        "--learning-rate",
+        3e-3,
+        "--deterministic",
+        *options,
+    )
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -169,10 +191,17 @@ def test_cross_validation_search_comparison_and_report(
     ]
     assert grid_of(grids[0]) != grid_of(grids[1])
     study = histopipe.tune(
-        space={"learning_rate": {"low": 1e-4, "high": 1e-2, "log": True}}, out=tmp_path / "study",
-        trials=1, mil=str(bags), labels=str(bags / "labels.csv"), task="survival", time="time",
-        event="event", epochs=1, resamples=0,
-    )  # fmt: skip
+        space={"learning_rate": {"low": 1e-4, "high": 1e-2, "log": True}},
+        out=tmp_path / "study",
+        trials=1,
+        mil=str(bags),
+        labels=str(bags / "labels.csv"),
+        task="survival",
+        time="time",
+        event="event",
+        epochs=1,
+        resamples=0,
+    )
     assert study.best is not None
     assert 0 < (study.best.value or 0) < 1
     first = run(*command, "--out", "a")
@@ -231,10 +260,28 @@ def test_a_signal_in_the_covariates_is_found_there(run: Run, bags: Path, tmp_pat
                 ]
             )
     done = run(
-        "train", "--mil", bags, "--labels", "labels.csv", "--covariates", "stage,age", "--epochs", 30,
-        "--patience", 0, "--learning-rate", 3e-3, "--out", "run", "--devices", "cpu:2", "--batch-size", 4,
-        "--fractions", "0.5,0.2,0.3",
-    )  # fmt: skip
+        "train",
+        "--mil",
+        bags,
+        "--labels",
+        "labels.csv",
+        "--covariates",
+        "stage,age",
+        "--epochs",
+        30,
+        "--patience",
+        0,
+        "--learning-rate",
+        3e-3,
+        "--out",
+        "run",
+        "--devices",
+        "cpu:2",
+        "--batch-size",
+        4,
+        "--fractions",
+        "0.5,0.2,0.3",
+    )
     assert done.returncode == 0, done.stderr
     assert "covariates alone, test" in done.stdout
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
@@ -335,10 +382,12 @@ def test_a_slide_model_starts_with_the_predictions_of_the_covariates_alone(task:
     if of_classes:
         targets = labels[:, None].astype(np.float64)
     splits: Any = SimpleNamespace(
-        task=SimpleNamespace(of_classes=of_classes), task_name={"discrete": "survival"}.get(task, task),
+        task=SimpleNamespace(of_classes=of_classes),
+        task_name={"discrete": "survival"}.get(task, task),
         classes=["x", "y", "z"][: labels.max() + 1],
-        slides=slides, targets_on=lambda _: targets,
-    )  # fmt: skip
+        slides=slides,
+        targets_on=lambda _: targets,
+    )
     kernel, bias = baseline_weights(splits, covariates, objective)
     assert kernel.shape == (inputs.shape[1], objective.outputs)
     predicted = np.asarray(objective.activate(tf.constant(inputs @ kernel + bias)))
@@ -427,16 +476,22 @@ def test_coefficients_of_covariates_learn_ten_times_faster() -> None:
     strategy = tf.distribute.OneDeviceStrategy("/CPU:0")
     step = BagTrainStep(strategy, model, keras.optimizers.SGD(0.1), settings)
     batch = {
-        "features": np.ones((2, 3), np.float32), "covariates": np.array([[1.5, -2]], np.float32),
-        "target": np.array([[9]], np.float32), "label": np.zeros(1, np.int32),
-        "end": np.array([2]), "key": np.zeros(1, np.int64), "weight": np.ones(1, np.float32),
-    }  # fmt: skip
+        "features": np.ones((2, 3), np.float32),
+        "covariates": np.array([[1.5, -2]], np.float32),
+        "target": np.array([[9]], np.float32),
+        "label": np.zeros(1, np.int32),
+        "end": np.array([2]),
+        "key": np.zeros(1, np.int64),
+        "weight": np.ones(1, np.float32),
+    }
     weights = model.training.trainable_variables
     before = [np.asarray(weight.value).copy() for weight in weights]
     gradients, _ = step.gradients(
         {name: tf.constant(values) for name, values in batch.items()},
-        tf.constant(0, tf.int64), 1, 2,
-    )  # fmt: skip
+        tf.constant(0, tf.int64),
+        1,
+        2,
+    )
     step.apply(gradients, tf.zeros(2))
     for weight, old, gradient in zip(weights, before, gradients[0], strict=True):
         assert np.abs(gradient).max() > 0 or "score" in weight.path, weight.path
@@ -452,9 +507,16 @@ def test_weight_decay_spares_the_last_layer(bags: Path, tmp_path: Path) -> None:
     import keras
 
     histopipe.train(
-        mil=bags, labels=bags / "labels.csv", task="regression", target=("share",), epochs=1,
-        learning_rate=1e-6, weight_decay=1e6, resamples=0, out=tmp_path / "run",
-    )  # fmt: skip
+        mil=bags,
+        labels=bags / "labels.csv",
+        task="regression",
+        target=("share",),
+        epochs=1,
+        learning_rate=1e-6,
+        weight_decay=1e6,
+        resamples=0,
+        out=tmp_path / "run",
+    )
     model = keras.models.load_model(tmp_path / "run" / "model.keras")
     largest = {name: np.abs(model.get_layer(name).kernel).max() for name in ("hidden", "logits")}
     assert largest["hidden"] < 1e-4
@@ -494,10 +556,25 @@ def test_patch_models_learn_numbers_and_labels(run: Run, made_store: Path, tmp_p
     for task, key in (("regression", "r2"), ("multilabel", "auc:tumour")):
         target = "size" if task == "regression" else "tumour,other"
         done = run(
-            "train", made_store, "--labels", "labels.csv", "--task", task, "--target", target,
-            "--out", task, "--epochs", 6, "--max-per-slide", 20, "--fractions", "0.6,0.2,0.2",
-            "--model", "small-cnn",
-        )  # fmt: skip
+            "train",
+            made_store,
+            "--labels",
+            "labels.csv",
+            "--task",
+            task,
+            "--target",
+            target,
+            "--out",
+            task,
+            "--epochs",
+            6,
+            "--max-per-slide",
+            20,
+            "--fractions",
+            "0.6,0.2,0.2",
+            "--model",
+            "small-cnn",
+        )
         assert done.returncode == 0, done.stderr
         metrics = json.loads((tmp_path / task / "metrics.json").read_text())
         assert metrics["validation"]["patch"][key] > 0.3
@@ -556,11 +633,20 @@ def test_few_patients_of_a_range_do_not_change_the_shares(
     names = task.strata(targets)
     slides = [
         SlideSplit(
-            store=0, slide=i, id=f"s{i}", label=names[i], patient=f"p{i}", site=None, content=None, count=1,
-            crc=0, subsets=np.zeros(1, np.int8), target=tuple(targets[i].tolist()),
+            store=0,
+            slide=i,
+            id=f"s{i}",
+            label=names[i],
+            patient=f"p{i}",
+            site=None,
+            content=None,
+            count=1,
+            crc=0,
+            subsets=np.zeros(1, np.int8),
+            target=tuple(targets[i].tolist()),
         )
         for i in range(count)
-    ]  # fmt: skip
+    ]
 
     def split(folds: int) -> np.ndarray[Any, Any]:
         assignment = Assignment((0.7, 0.15, 0.15), 1, folds)
@@ -607,13 +693,25 @@ WRONG: list[tuple[tuple[str, ...], str]] = [
     (("--task", "regression"), "--target: found no column"),
     (("--target", "age"), "--target: found --task classification, expected another --task"),
     (("--task", "regression", "--target", "nothing"), "wrong header"),
-    (("--task", "regression", "--target", "age", "--loss", "cox"), "--loss: found cox, expected auto, huber, squared"),
-    (("--task", "regression", "--target", "age", "--class-weights", "balanced"), "a task with classes"),
-    (("--task", "survival", "--time", "time", "--event", "event", "--batch-size", "1"), "2 or more: the Cox loss"),
-    (("--task", "multilabel", "--target", "MSI", "--label-smoothing", "0.1"), "--label-smoothing: found --task multilabel"),
+    (
+        ("--task", "regression", "--target", "age", "--loss", "cox"),
+        "--loss: found cox, expected auto, huber, squared",
+    ),
+    (
+        ("--task", "regression", "--target", "age", "--class-weights", "balanced"),
+        "a task with classes",
+    ),
+    (
+        ("--task", "survival", "--time", "time", "--event", "event", "--batch-size", "1"),
+        "2 or more: the Cox loss",
+    ),
+    (
+        ("--task", "multilabel", "--target", "MSI", "--label-smoothing", "0.1"),
+        "--label-smoothing: found --task multilabel",
+    ),
     (("--task", "multilabel", "--target", "age"), "slide s0: age: found"),
     (("--loss", "huber"), "--loss: found --task classification"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("words", "message"), WRONG)

@@ -69,8 +69,13 @@ def write_pyramid(
 ) -> list[Pixels]:
     """Write a pyramid with SubIFDs, and return the pixels of its levels."""
     images = [pixels[:: 2**n, :: 2**n] for n in range(levels)]
-    metadata = {"axes": "YXS" if pixels.ndim == 3 else "YX", "PhysicalSizeX": 0.5, "PhysicalSizeXUnit": "µm",
-                "PhysicalSizeY": 500, "PhysicalSizeYUnit": "nm"}  # fmt: skip
+    metadata = {
+        "axes": "YXS" if pixels.ndim == 3 else "YX",
+        "PhysicalSizeX": 0.5,
+        "PhysicalSizeXUnit": "µm",
+        "PhysicalSizeY": 500,
+        "PhysicalSizeYUnit": "nm",
+    }
     with tifffile.TiffWriter(
         path,
         bigtiff=options.pop("bigtiff", False),
@@ -87,11 +92,18 @@ def write_pyramid(
 @pytest.mark.parametrize(
     ("compression", "byteorder", "bigtiff", "tile", "samples"),
     [
-        *((name, order, big, (256, 256), 3) for name, order, big in itertools.product(LOSSLESS, "<>", (False, True))),
-        *((name, "<", False, tile, samples) for name in ("lzw", "none") for samples in (1, 3)
-          for tile in ((128, 240), (512, 64), None)),
+        *(
+            (name, order, big, (256, 256), 3)
+            for name, order, big in itertools.product(LOSSLESS, "<>", (False, True))
+        ),
+        *(
+            (name, "<", False, tile, samples)
+            for name in ("lzw", "none")
+            for samples in (1, 3)
+            for tile in ((128, 240), (512, 64), None)
+        ),
     ],
-)  # fmt: skip
+)
 def test_pixels_equal_the_array(
     tmp_path: Path,
     compression: str,
@@ -102,9 +114,13 @@ def test_pixels_equal_the_array(
 ) -> None:
     pixels = tissue(700, 913, samples)
     levels = write_pyramid(
-        tmp_path / "a.ome.tiff", pixels, byteorder=byteorder, bigtiff=bigtiff,
-        **({"tile": tile} if tile else {"rowsperstrip": 37}), **compression_of(compression),
-    )  # fmt: skip
+        tmp_path / "a.ome.tiff",
+        pixels,
+        byteorder=byteorder,
+        bigtiff=bigtiff,
+        **({"tile": tile} if tile else {"rowsperstrip": 37}),
+        **compression_of(compression),
+    )
     with open_slide(tmp_path / "a.ome.tiff") as slide:
         assert slide.info.reader.startswith("tifffile")
         assert slide.info.vendor == "ome-tiff"
@@ -118,13 +134,24 @@ def test_pixels_equal_the_array(
 
 @settings(max_examples=60)
 @given(
-    x=st.integers(-300, 1000), y=st.integers(-300, 800), width=st.integers(1, 600), height=st.integers(1, 600),
-    level=st.integers(0, 2), tile=st.sampled_from([(64, 64), (256, 128), None]), planar=st.booleans(),
-)  # fmt: skip
+    x=st.integers(-300, 1000),
+    y=st.integers(-300, 800),
+    width=st.integers(1, 600),
+    height=st.integers(1, 600),
+    level=st.integers(0, 2),
+    tile=st.sampled_from([(64, 64), (256, 128), None]),
+    planar=st.booleans(),
+)
 def test_any_region_equals_the_array(
-    tmp_path_factory: pytest.TempPathFactory, x: int, y: int, width: int, height: int, level: int,
-    tile: tuple[int, int] | None, planar: bool,
-) -> None:  # fmt: skip
+    tmp_path_factory: pytest.TempPathFactory,
+    x: int,
+    y: int,
+    width: int,
+    height: int,
+    level: int,
+    tile: tuple[int, int] | None,
+    planar: bool,
+) -> None:
     pixels = tissue(600, 800)
     folder = tmp_path_factory.getbasetemp() / f"region-{tile}-{planar}".replace(" ", "")
     path = folder / "a.ome.tiff"
@@ -132,8 +159,14 @@ def test_any_region_equals_the_array(
         folder.mkdir(exist_ok=True)
         layout = {"tile": tile} if tile else {"rowsperstrip": 50}
         if planar:
-            tifffile.imwrite(path, pixels.transpose(2, 0, 1), photometric="rgb", planarconfig="separate",
-                             compression="lzw", **layout)  # fmt: skip
+            tifffile.imwrite(
+                path,
+                pixels.transpose(2, 0, 1),
+                photometric="rgb",
+                planarconfig="separate",
+                compression="lzw",
+                **layout,
+            )
         else:
             write_pyramid(path, pixels, compression="lzw", **layout)
     number = 0 if planar else level
@@ -153,9 +186,14 @@ def test_any_region_equals_the_array(
 def test_large_striped_image_without_pyramid(tmp_path: Path, compression: str) -> None:
     pixels = tissue(5000, 10_000)
     tifffile.imwrite(
-        tmp_path / "a.tif", pixels, photometric="rgb", rowsperstrip=16, resolution=(20000, 20000),
-        resolutionunit="CENTIMETER", **compression_of(compression),
-    )  # fmt: skip
+        tmp_path / "a.tif",
+        pixels,
+        photometric="rgb",
+        rowsperstrip=16,
+        resolution=(20000, 20000),
+        resolutionunit="CENTIMETER",
+        **compression_of(compression),
+    )
     with open_slide(tmp_path / "a.tif") as slide:
         assert slide.info.vendor == "tiff"
         assert slide.info.mpp_x == "0.5"
@@ -225,8 +263,10 @@ def test_slides_of_openslide_give_the_same_patches(
     assert first[2]["x_l0"] == second[2]["x_l0"] == third[2]["x_l0"]
     assert first[1]["mpp"] == second[1]["mpp"] == third[1]["mpp"]
     assert [record["reader"].split()[0] for record in (first[1], second[1], third[1])] == [
-        "openslide", "tifffile", "fastslide",
-    ]  # fmt: skip
+        "openslide",
+        "tifffile",
+        "fastslide",
+    ]
 
 
 def test_reading_is_chosen_by_the_file(
@@ -408,9 +448,11 @@ def test_damaged_files_are_refused_or_read_without_another_error(tmp_path: Path)
     numbers = random.Random(7)
     sources = []
     pixel_types: list[dict[str, Any]] = [
-        {"compression": "lzw", "tile": (64, 64)}, {"compression": "jpeg", "tile": (64, 64)},
-        {"rowsperstrip": 20, "compression": "deflate"}, {"rowsperstrip": 300},
-    ]  # fmt: skip
+        {"compression": "lzw", "tile": (64, 64)},
+        {"compression": "jpeg", "tile": (64, 64)},
+        {"rowsperstrip": 20, "compression": "deflate"},
+        {"rowsperstrip": 300},
+    ]
     for number, options in enumerate(pixel_types):
         path = tmp_path / f"{number}.ome.tiff"
         write_pyramid(path, tissue(300, 400), **options)

@@ -236,8 +236,11 @@ def test_python_function_gives_the_result_of_the_command(
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(small_store)],
-        cwd=tmp_path, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     auc, unknown = done.stdout.splitlines()
     assert auc.endswith(" False")

@@ -158,15 +158,19 @@ def test_missing_block_is_found(tmp_path: Path, golden: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"version": 2}, {"files": []}, {"block_bytes": 0}, {"block_bytes": 10**12},
+        {"version": 2},
+        {"files": []},
+        {"block_bytes": 0},
+        {"block_bytes": 10**12},
         {"files": [{"name": "../x", "size_bytes": 0, "blocks": []}]},
         {"files": [{"name": "/etc/x", "size_bytes": 0, "blocks": []}]},
         {"files": [{"name": "a", "size_bytes": 5, "blocks": []}]},
         {"files": [{"name": "a", "size_bytes": 5, "blocks": ["../../x"]}]},
         {"files": [{"name": "a", "size_bytes": -5, "blocks": []}]},
-        {"files": 3}, {"uuid": None, "files": None},
+        {"files": 3},
+        {"uuid": None, "files": None},
     ],
-)  # fmt: skip
+)
 def test_wrong_manifest_is_refused(tmp_path: Path, golden: Path, change: dict[str, object]) -> None:
     url, path = f"file://{tmp_path}/remote", tmp_path / "remote" / MANIFEST
     push(golden, url, progress=QUIET)

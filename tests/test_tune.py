@@ -242,8 +242,10 @@ def time_limit(seconds: int) -> Iterator[None]:
 
 def test_settings_with_commas_become_lists_if_the_setting_is_a_list() -> None:
     assert settings_of({"augment": "flips, crop", "model": "a,b", "dropout": 0.1}) == {
-        "augment": ("flips", "crop"), "model": "a,b", "dropout": 0.1,
-    }  # fmt: skip
+        "augment": ("flips", "crop"),
+        "model": "a,b",
+        "dropout": 0.1,
+    }
 
 
 # Searches.
@@ -265,15 +267,24 @@ def test_two_processes_share_trials_and_one_is_killed(
     run: Run, small_store: Path, space: Path, tmp_path: Path
 ) -> None:
     command = [
-        *COMMAND, "tune", str(small_store), "--space", str(space), "--out", "search", "--trials",
-        "5", "--pruner", "none",
-    ]  # fmt: skip
+        *COMMAND,
+        "tune",
+        str(small_store),
+        "--space",
+        str(space),
+        "--out",
+        "search",
+        "--trials",
+        "5",
+        "--pruner",
+        "none",
+    ]
     processes = [
         subprocess.Popen(
-            command, cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            command, cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
         for _ in range(2)
-    ]  # fmt: skip
+    ]
     victim, survivor = processes
     trials = tmp_path / "search" / "trials"
     while victim.poll() is None and len(list(trials.glob("trial-*/history.csv"))) < 2:
@@ -357,11 +368,29 @@ def test_failed_and_pruned_trials_are_reported_and_the_search_continues(
     )
     hanging = tmp_path / "hanging"
     done = subprocess.run(
-        [sys.executable, "-c", HOUR_LATER, str(hanging), "tune", str(small_store), "--space",
-         "space.toml", "--out", "search", "--trials", "9", "--trial-timeout", "600s"],
-        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300,
+        [
+            sys.executable,
+            "-c",
+            HOUR_LATER,
+            str(hanging),
+            "tune",
+            str(small_store),
+            "--space",
+            "space.toml",
+            "--out",
+            "search",
+            "--trials",
+            "9",
+            "--trial-timeout",
+            "600s",
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
         env={**os.environ, "HISTOPIPE_TEST_FAULT": f"trial-0001=gradients:2:hang:{hanging}"},
-    )  # fmt: skip
+    )
     assert done.returncode == 3, done.stderr
     trial_rows = rows(tmp_path / "search")
     assert trial_rows[1]["state"] == "failed" and "not done within 600 s" in trial_rows[1]["reason"]
@@ -391,9 +420,12 @@ def test_interrupted_search_continues_with_the_same_trial(
     )
     environment = faulty({"trial-0000": "gradients:4:wait"}, tmp_path)
     child = subprocess.Popen(
-        [*INTERRUPTIBLE, *arguments], cwd=tmp_path, stderr=subprocess.PIPE, text=True,
+        [*INTERRUPTIBLE, *arguments],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
         env=environment,
-    )  # fmt: skip
+    )
     while child.poll() is None and not list(tmp_path.glob("search/trials/*/config.toml")):
         time.sleep(0.02)
     time.sleep(1.0)
@@ -441,10 +473,13 @@ def test_python_function_tune(small_store: Path, tmp_path: Path) -> None:
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(small_store)],
-        cwd=tmp_path, capture_output=True, text=True, check=False,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
         # As a task of a Slurm job: tasks share the trials, and each trial is trained by one task.
         env={**os.environ, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["2", "True", "True", "False"]
     summary = histopipe.info(tmp_path / "search")

@@ -37,9 +37,21 @@ from histopipe.store.store import Store
 def test_changed_files_are_read_or_refused(trained: Path, made_store: Path, tmp_path: Path) -> None:
     """Splits, settings, metrics, predictions, tables, annotations, records and pictures, with little free memory."""
     done = subprocess.run(
-        [sys.executable, "-P", str(PROGRAMS / "fuzz.py"), str(trained), str(made_store), str(tmp_path / "run"), "--rounds", "80"],
-        capture_output=True, text=True, check=False, timeout=300,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-P",
+            str(PROGRAMS / "fuzz.py"),
+            str(trained),
+            str(made_store),
+            str(tmp_path / "run"),
+            "--rounds",
+            "80",
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     refused = {
         name: int(count)
@@ -77,9 +89,14 @@ def test_lock_file_that_is_link_is_not_written(made_store: Path, tmp_path: Path,
     (store / "lock.mdb").unlink(missing_ok=True)
     (store / "lock.mdb").symlink_to(victim)
     for command in (
-        ("info", store), ("info", store, "--untrusted"), ("verify", store), ("verify", store, "--untrusted"),
-        ("remove", store, "slide-000"), ("compact", store), ("quality", store),
-    ):  # fmt: skip
+        ("info", store),
+        ("info", store, "--untrusted"),
+        ("verify", store),
+        ("verify", store, "--untrusted"),
+        ("remove", store, "slide-000"),
+        ("compact", store),
+        ("quality", store),
+    ):
         done = run(*command)
         assert (done.returncode, "link" in done.stdout + done.stderr) == (5, True), command
     assert victim.read_text() == "chapter 1"
@@ -88,11 +105,17 @@ def test_lock_file_that_is_link_is_not_written(made_store: Path, tmp_path: Path,
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("spec", {"mpp": "x"}), ("spec", {"mpp": -1}), ("spec", {"overlap": -5}), ("spec", {"codec": [1]}),
-        ("spec", {"tissue": {}}), ("spec", {"tissue": "\x1b]0;owned\x07"}), ("spec", {"tissue_threshold": True}),
-        ("created", "\x1b[2J"), ("classes", ["\x1b[2J"]),
+        ("spec", {"mpp": "x"}),
+        ("spec", {"mpp": -1}),
+        ("spec", {"overlap": -5}),
+        ("spec", {"codec": [1]}),
+        ("spec", {"tissue": {}}),
+        ("spec", {"tissue": "\x1b]0;owned\x07"}),
+        ("spec", {"tissue_threshold": True}),
+        ("created", "\x1b[2J"),
+        ("classes", ["\x1b[2J"]),
     ],
-)  # fmt: skip
+)
 def test_settings_of_store_are_checked(
     made_store: Path, tmp_path: Path, run: Run, name: str, value: Any
 ) -> None:
@@ -267,8 +290,11 @@ def test_settings_files_and_runs_name_untrusted_input(
     settings.write_text('stores = ["b.lmdb"]\nmil = ["bags"]\n')
     for values in ({"config": settings}, {"space": settings}, {"resume": True, "out": tmp_path}):
         assert check(stores=("a.lmdb",), mil=("more",), **values) == [
-            "a.lmdb", "more", "b.lmdb", "bags",
-        ]  # fmt: skip
+            "a.lmdb",
+            "more",
+            "b.lmdb",
+            "bags",
+        ]
         assert check(stores=(), **values) == ["b.lmdb", "bags"]
     settings.write_text('stores = "c.lmdb"\nmodel = 5\n')
     assert check(config=settings) == ["c.lmdb"]

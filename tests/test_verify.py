@@ -97,8 +97,9 @@ def test_flipped_byte_in_value(store: Path, run: Any) -> None:
     assert result["damaged_slides"] == ["b"]
     text = run("verify", store)
     assert (text.returncode, text.stdout.splitlines()[0]) == (
-        5, "value: b: 1 patch does not match its checksum: 7",
-    )  # fmt: skip
+        5,
+        "value: b: 1 patch does not match its checksum: 7",
+    )
 
 
 @pytest.mark.parametrize("column", ["x_l0", "tissue", "crc", "label"])

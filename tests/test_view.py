@@ -272,9 +272,12 @@ def test_changed_slide_has_a_warning(viewed: Path, tmp_path: Path, run: Run) -> 
 
 SQUARE = {
     "type": "Feature",
-    "geometry": {"type": "Polygon", "coordinates": [[[0, 0], [2220, 0], [2220, 2967], [0, 2967], [0, 0]]]},
+    "geometry": {
+        "type": "Polygon",
+        "coordinates": [[[0, 0], [2220, 0], [2220, 2967], [0, 2967], [0, 0]]],
+    },
     "properties": {"objectType": "annotation", "classification": {"name": "All"}},
-}  # fmt: skip
+}
 
 
 def put(viewer: Viewer, value: Any, **headers: str) -> tuple[int, Any]:
@@ -308,9 +311,18 @@ def test_drawing_is_saved_kept_and_used(viewed: Path, tmp_path: Path, run: Run) 
         assert put(viewer, {"features": [SQUARE], "version": saved["version"]})[0] == 200
         assert (folder / f"{SLIDE}.geojson.previous").read_bytes() == first
         wrong: list[Any] = [
-            b"{", {"features": 3, "version": ""}, {"features": [{"type": "X"}], "version": ""}, b"[]", {"version": 1},
-            {"features": [{**SQUARE, "geometry": {"type": "Polygon", "coordinates": [[["a", 0]]]}}], "version": ""},
-        ]  # fmt: skip
+            b"{",
+            {"features": 3, "version": ""},
+            {"features": [{"type": "X"}], "version": ""},
+            b"[]",
+            {"version": 1},
+            {
+                "features": [
+                    {**SQUARE, "geometry": {"type": "Polygon", "coordinates": [[["a", 0]]]}}
+                ],
+                "version": "",
+            },
+        ]
         for value in wrong:
             status, answer = put(viewer, value)
             assert status == 400, value
@@ -378,8 +390,12 @@ def test_drawing_touches_no_file_of_another_slide(
             assert (status, json.loads(answer)["file"]) == (200, file)
     kept = {entry.name for entry in folder.iterdir() if not entry.name.startswith(".")}
     assert kept == {
-        "a.geojson", "a.1.geojson", "a.1.geojson.previous", "c.GEOJSON", "c.GEOJSON.previous"
-    }  # fmt: skip
+        "a.geojson",
+        "a.1.geojson",
+        "a.1.geojson.previous",
+        "c.GEOJSON",
+        "c.GEOJSON.previous",
+    }
     assert (
         run(
             "ingest", slides, "--out", "p.lmdb", "--patch-size", 512, "--annotations", folder
@@ -491,10 +507,41 @@ def test_wrong_tokens_hosts_and_paths_are_refused(viewer: Viewer) -> None:
 
 
 PARTS = st.one_of(
-    st.sampled_from(["slides", "0", "1", "99", "tile", "patches", "layer", "grid", "patch", "picture", "drawing"]),
-    st.sampled_from(["-1", "9" * 30, "1e5", "0x1", "..", ".", "%00", "%2f", "nan", "similar", "errors", "static"]),
-    st.text(st.characters(min_codepoint=33, max_codepoint=126, exclude_characters="#? \\"), max_size=8),
-)  # fmt: skip
+    st.sampled_from(
+        [
+            "slides",
+            "0",
+            "1",
+            "99",
+            "tile",
+            "patches",
+            "layer",
+            "grid",
+            "patch",
+            "picture",
+            "drawing",
+        ]
+    ),
+    st.sampled_from(
+        [
+            "-1",
+            "9" * 30,
+            "1e5",
+            "0x1",
+            "..",
+            ".",
+            "%00",
+            "%2f",
+            "nan",
+            "similar",
+            "errors",
+            "static",
+        ]
+    ),
+    st.text(
+        st.characters(min_codepoint=33, max_codepoint=126, exclude_characters="#? \\"), max_size=8
+    ),
+)
 
 
 @given(
@@ -589,7 +636,7 @@ def test_wrong_use_is_explained(viewed: Path, tmp_path: Path, run: Run) -> None:
             ((viewed / "slides", "--workers", "0"), 2, "--workers: found 0, expected 1 or more"),
             ((viewed / "slides", "--host", ""), 2, "--host: found nothing"),
             ((viewed / "slides", "--features", "empty"), 2, "empty has no features"),
-        ]  # fmt: skip
+        ]
         for words, code, message in cases:
             done = run("view", *words, "--no-browser")
             assert done.returncode == code, (words, done.stderr)

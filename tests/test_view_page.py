@@ -204,8 +204,9 @@ def test_layers_have_the_colours_of_their_values(page: Browser, viewed: Path) ->
         values, corners = run_js(
             page,
             "const it = pane.layers.find(it => it.key === args[0]), grid = pane.slide.grids[it.grid];"
-            "return [[...it.values].map(v => v === v ? v : null), [[...grid.x], [...grid.y], grid.size]]", key,
-        )  # fmt: skip
+            "return [[...it.values].map(v => v === v ? v : null), [[...grid.x], [...grid.y], grid.size]]",
+            key,
+        )
         first = next(i for i, value in enumerate(values) if value is not None)
         x, y, side = corners[0][first], corners[1][first], corners[2]
         assert overlay_at(page, x + side / 2, y + side / 2)[3] == 255, key
@@ -328,8 +329,11 @@ def test_drawn_areas_label_patches(
         labels = opened.index(0)["label"]
         assert np.flatnonzero(labels == opened.classes.index("Here")).tolist() == [row]
     # Another tab changes the file: the second one to save is warned, and can keep both.
-    other = {"type": "Feature", "geometry": {"type": "Polygon", "coordinates": [[[0, 0], [9, 0], [9, 9], [0, 0]]]},
-             "properties": {"objectType": "annotation", "classification": {"name": "Other"}}}  # fmt: skip
+    other = {
+        "type": "Feature",
+        "geometry": {"type": "Polygon", "coordinates": [[[0, 0], [9, 0], [9, 9], [0, 0]]]},
+        "properties": {"objectType": "annotation", "classification": {"name": "Other"}},
+    }
     (outlines / f"{SLIDE}.geojson").write_text(
         json.dumps({"type": "FeatureCollection", "features": [other]})
     )

@@ -67,14 +67,29 @@ def test_pooling_and_saved_model(pooling: str, tmp_path: Path) -> None:
 
 
 PUBLISHED = {
-    "dinov2-base": 86_579_712, "dinov2-giant": 1_136_479_232, "dinov2-large": 304_367_616,
-    "dinov2-small": 22_056_192, "gigapath": 1_134_953_984, "gpfm": 303_227_904,
-    "h-optimus-0": 1_134_774_272, "h-optimus-1": 1_134_774_272, "hibou-b": 85_728_000,
-    "hibou-l": 303_232_000, "kaiko-b16": 85_798_656, "kaiko-b8": 85_807_872,
-    "kaiko-l14": 304_370_688, "kaiko-s16": 21_665_664, "kaiko-s8": 21_670_272,
-    "midnight-12k": 1_134_769_664, "phikon": 85_798_656, "phikon-v2": 303_350_784,
-    "uni": 303_350_784, "uni2-h": 681_394_176, "virchow": 631_229_184, "virchow2": 631_239_424,
-}  # fmt: skip
+    "dinov2-base": 86_579_712,
+    "dinov2-giant": 1_136_479_232,
+    "dinov2-large": 304_367_616,
+    "dinov2-small": 22_056_192,
+    "gigapath": 1_134_953_984,
+    "gpfm": 303_227_904,
+    "h-optimus-0": 1_134_774_272,
+    "h-optimus-1": 1_134_774_272,
+    "hibou-b": 85_728_000,
+    "hibou-l": 303_232_000,
+    "kaiko-b16": 85_798_656,
+    "kaiko-b8": 85_807_872,
+    "kaiko-l14": 304_370_688,
+    "kaiko-s16": 21_665_664,
+    "kaiko-s8": 21_670_272,
+    "midnight-12k": 1_134_769_664,
+    "phikon": 85_798_656,
+    "phikon-v2": 303_350_784,
+    "uni": 303_350_784,
+    "uni2-h": 681_394_176,
+    "virchow": 631_229_184,
+    "virchow2": 631_239_424,
+}
 """Parameters of the networks of timm 1.0.27 and transformers 5.14 with the options of the presets, without mask tokens."""
 
 

@@ -87,9 +87,14 @@ def test_lost_worker_ends_the_other_and_is_named(
 ) -> None:
     place = "read:8" if kind == "hang" else "gradients:7"
     lost = start(
-        small_store, tmp_path / "run", ports, 1, "--worker-timeout", "15",
+        small_store,
+        tmp_path / "run",
+        ports,
+        1,
+        "--worker-timeout",
+        "15",
         fault=f"{place}:{kind}:{tmp_path / 'lost'}",
-    )  # fmt: skip
+    )
     other = start(
         small_store, tmp_path / "run", ports, 0, "--worker-timeout", "15", "--save-minutes", "1e-9"
     )

@@ -42,9 +42,15 @@ def make_viewed(folder: Path, data: Path) -> None:
     shutil.copy(data / "annotations" / f"{SLIDE}.geojson", folder / "outlines")
     store = folder / "patches.lmdb"
     succeed(
-        "ingest", folder / "slides", "--out", store, "--patch-size", PATCH,
-        "--annotations", folder / "outlines",
-    )  # fmt: skip
+        "ingest",
+        folder / "slides",
+        "--out",
+        store,
+        "--patch-size",
+        PATCH,
+        "--annotations",
+        folder / "outlines",
+    )
     succeed("quality", store)
     rng = np.random.default_rng(5)
     with Store(store) as opened:
@@ -77,9 +83,16 @@ def _scores(
     p = rng.random(count).astype(np.float32)
     zeros = np.zeros(count, np.int32)
     return class_predictions(
-        CLASSES, (SLIDE,), (SLIDE,), zeros, zeros, corners[0], corners[1], label.astype(np.int32),
+        CLASSES,
+        (SLIDE,),
+        (SLIDE,),
+        zeros,
+        zeros,
+        corners[0],
+        corners[1],
+        label.astype(np.int32),
         np.stack([1 - p, p], axis=1),
-    )  # fmt: skip
+    )
 
 
 def _write_run(
@@ -100,8 +113,12 @@ def _write_run(
 
 
 def _write_attention(
-    folder: Path, config: PatchTrainConfig, splits: Splits, corners: tuple[NDArray[np.int64], ...], rng: np.random.Generator
-) -> None:  # fmt: skip
+    folder: Path,
+    config: PatchTrainConfig,
+    splits: Splits,
+    corners: tuple[NDArray[np.int64], ...],
+    rng: np.random.Generator,
+) -> None:
     (folder / FOLDER).mkdir(parents=True)
     (folder / run_folder.CONFIG).write_text(to_toml(config))
     write_splits(splits, folder / SPLITS)

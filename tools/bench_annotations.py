@@ -37,11 +37,13 @@ def write_outlines(path: Path, count: int, side: int, radii: tuple[int, int]) ->
         x, y = rng.uniform(0, side, 2)
         ring = np.stack([x + reach * np.cos(turns), y + reach * np.sin(turns)], axis=1)
         points += corners
-        features.append({
-            "type": "Feature",
-            "geometry": {"type": "Polygon", "coordinates": [ring.round(1).tolist()]},
-            "properties": {"classification": {"name": CLASSES[number % len(CLASSES)]}},
-        })  # fmt: skip
+        features.append(
+            {
+                "type": "Feature",
+                "geometry": {"type": "Polygon", "coordinates": [ring.round(1).tolist()]},
+                "properties": {"classification": {"name": CLASSES[number % len(CLASSES)]}},
+            }
+        )
     path.write_text(json.dumps({"type": "FeatureCollection", "features": features}))
     return points
 

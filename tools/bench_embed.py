@@ -44,11 +44,17 @@ def main() -> None:
         flags = ["--model", str(options.network), "--batch-size", size, "--allow-mismatch"]
         commands = {
             "plain Keras": [
-                sys.executable, "-P", __file__, LOOP, str(folder / "patches"), str(options.network),
-                "OUT", size,
+                sys.executable,
+                "-P",
+                __file__,
+                LOOP,
+                str(folder / "patches"),
+                str(options.network),
+                "OUT",
+                size,
             ],
             "histopipe embed": [sys.executable, "-P", *embed, *flags, "--out", "OUT"],
-        }  # fmt: skip
+        }
         if options.earlier:
             commands["earlier"] = [options.earlier, "-P", *embed, *flags, "--out", "OUT"]
         seconds: dict[str, list[float]] = {name: [] for name in commands}

@@ -125,9 +125,12 @@ def keras_regions(features: Path, labels: Path, seed: int) -> None:
 
     best = keras.callbacks.EarlyStopping(patience=5, restore_best_weights=True)
     model.fit(
-        data("train", repeat=True), validation_data=data("validation", repeat=False),
-        epochs=30, verbose=0, callbacks=[best],
-    )  # fmt: skip
+        data("train", repeat=True),
+        validation_data=data("validation", repeat=False),
+        epochs=30,
+        verbose=0,
+        callbacks=[best],
+    )
     predicted = model.predict(data("test", repeat=False), verbose=0)[:, 0] > 0.5
     wrong = np.mean(predicted != np.array([label for _, label in bags["test"]], bool))
     print(
@@ -145,8 +148,11 @@ def keras_patches(store: Path, splits: Path, seed: int) -> None:
     keras.utils.set_random_seed(seed)
     began = time.perf_counter()
     common: dict[str, Any] = {
-        "batch_size": 64, "splits": splits, "labels_from": "annotation", "as_supervised": True,
-    }  # fmt: skip
+        "batch_size": 64,
+        "splits": splits,
+        "labels_from": "annotation",
+        "as_supervised": True,
+    }
     train = histopipe.load_dataset(store, seed=seed, **common).cache()
     validation = histopipe.load_dataset(store, side="validation", shuffle=False, **common).cache()
     test = histopipe.load_dataset(store, side="test", shuffle=False, **common)
@@ -241,9 +247,13 @@ def main() -> None:
     if not store.exists():
         write_labels(options.glas, options.published, labels)
         histopipe.ingest(
-            options.glas / "raw" / "images", store,
-            labels=labels, default_mpp=0.62, mpp=0.62, patch_size=128,
-        )  # fmt: skip
+            options.glas / "raw" / "images",
+            store,
+            labels=labels,
+            default_mpp=0.62,
+            mpp=0.62,
+            patch_size=128,
+        )
         histopipe.annotate(store, options.glas / "annotations")
     histopipe.embed(store, out=features)
     parts = options.only.split(",")

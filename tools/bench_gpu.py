@@ -100,9 +100,12 @@ def train(size: Size, folder: Path) -> Iterator[Row]:
                 yield {"network": name, "precision": precision, "xla": xla, "error": str(error)}
                 continue
             yield {
-                "network": name, "precision": precision, "xla": xla, "batch": size.batch,
+                "network": name,
+                "precision": precision,
+                "xla": xla,
+                "batch": size.batch,
                 "patches_per_s": rates[size.batch],
-            }  # fmt: skip
+            }
 
 
 def embed(size: Size, folder: Path) -> Iterator[Row]:
@@ -114,9 +117,14 @@ def embed(size: Size, folder: Path) -> Iterator[Row]:
     for model, weights in networks.items():
         for precision, xla in VARIANTS[:: 1 if size.large_batch else 2]:
             network = keras_encoder(
-                model, weights=weights, patch_size=size.side, devices="auto", batch_size="auto",
-                precision=precision, xla=xla,
-            )  # fmt: skip
+                model,
+                weights=weights,
+                patch_size=size.side,
+                devices="auto",
+                batch_size="auto",
+                precision=precision,
+                xla=xla,
+            )
             images = np.zeros((network.batch_size, size.side, size.side, 3), np.uint8)
             begun, steps = time.perf_counter(), 0
             while time.perf_counter() - begun < size.seconds:
@@ -124,9 +132,12 @@ def embed(size: Size, folder: Path) -> Iterator[Row]:
                 steps += 1
             rate = steps * network.batch_size / (time.perf_counter() - begun)
             yield {
-                "network": Path(model).stem, "precision": precision, "xla": xla, "batch": network.batch_size,
+                "network": Path(model).stem,
+                "precision": precision,
+                "xla": xla,
+                "batch": network.batch_size,
                 "patches_per_s": rate,
-            }  # fmt: skip
+            }
 
 
 def input_wait(size: Size, folder: Path) -> Iterator[Row]:
@@ -136,35 +147,58 @@ def input_wait(size: Size, folder: Path) -> Iterator[Row]:
 
     out = Path(tempfile.mkdtemp(dir=folder)) / "run"
     histopipe.train(
-        folder / STORE, out=out, model=size.convolutional, epochs=2, batch_size=size.batch, split_by="slide",
-        precision="mixed_bfloat16", resamples=0,
-    )  # fmt: skip
+        folder / STORE,
+        out=out,
+        model=size.convolutional,
+        epochs=2,
+        batch_size=size.batch,
+        split_by="slide",
+        precision="mixed_bfloat16",
+        resamples=0,
+    )
     names, *_, last = [line.split(",") for line in (out / HISTORY).read_text().splitlines()]
     row = dict(zip(names, last, strict=True))
     yield {
-        "network": f"train {size.convolutional}", "patches_per_s": float(row["patches_per_s"]),
+        "network": f"train {size.convolutional}",
+        "patches_per_s": float(row["patches_per_s"]),
         "waiting": float(row["input_wait"]),
-    }  # fmt: skip
+    }
     result = histopipe.embed(
-        folder / STORE, model=size.vit, weights=str(folder / WEIGHTS), out=out.with_name("features"),
-        precision="mixed_bfloat16", batch_size="auto", allow_mismatch=True,
-    )  # fmt: skip
+        folder / STORE,
+        model=size.vit,
+        weights=str(folder / WEIGHTS),
+        out=out.with_name("features"),
+        precision="mixed_bfloat16",
+        batch_size="auto",
+        allow_mismatch=True,
+    )
     yield {
-        "network": f"embed {Path(size.vit).stem}", "patches_per_s": result.patches / result.seconds,
+        "network": f"embed {Path(size.vit).stem}",
+        "patches_per_s": result.patches / result.seconds,
         "waiting": result.input_wait / result.seconds,
-    }  # fmt: skip
+    }
 
 
 def fit(size: Size, folder: Path) -> Iterator[Row]:
     """The training loop against Keras' `fit`, see tools/bench_train.py."""
     done = subprocess.run(
         [
-            sys.executable, str(TOOLS / "bench_train.py"), str(folder / STORE), "--model", size.convolutional,
-            "--batch-size", str(size.batch), "--rounds", "5" if size.large_batch else "1",
-            "--steps", "40" if size.large_batch else "2",
+            sys.executable,
+            str(TOOLS / "bench_train.py"),
+            str(folder / STORE),
+            "--model",
+            size.convolutional,
+            "--batch-size",
+            str(size.batch),
+            "--rounds",
+            "5" if size.large_batch else "1",
+            "--steps",
+            "40" if size.large_batch else "2",
         ],
-        check=True, capture_output=True, text=True,
-    )  # fmt: skip
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     yield {"network": size.convolutional, "result": done.stdout.splitlines()[-1]}
 
 
@@ -180,9 +214,14 @@ def memory(size: Size, folder: Path) -> Iterator[Row]:
 
     out = Path(tempfile.mkdtemp(dir=folder)) / "run"
     histopipe.train(
-        folder / STORE, out=out, model=size.convolutional, epochs=1, batch_size=size.large_batch,
-        split_by="slide", resamples=0,
-    )  # fmt: skip
+        folder / STORE,
+        out=out,
+        model=size.convolutional,
+        epochs=1,
+        batch_size=size.large_batch,
+        split_by="slide",
+        resamples=0,
+    )
     description = json.loads((out / "metrics.json").read_text())
     yield {
         "network": size.convolutional,
@@ -263,8 +302,13 @@ def divide(kind: str, memory_mb: int | None) -> None:
 
 
 STAGES: dict[str, Callable[[Size, Path], Iterator[Row]]] = {
-    "train": train, "embed": embed, "input_wait": input_wait, "fit": fit, "memory": memory, "logical": logical,
-}  # fmt: skip
+    "train": train,
+    "embed": embed,
+    "input_wait": input_wait,
+    "fit": fit,
+    "memory": memory,
+    "logical": logical,
+}
 
 
 def prepare(size: Size, folder: Path, *, store: bool) -> None:
@@ -289,11 +333,19 @@ def prepare(size: Size, folder: Path, *, store: bool) -> None:
     side = f"{size.slide_side}x{size.slide_side}"
     subprocess.run(
         [
-            sys.executable, str(TOOLS / "make_slides.py"), str(folder / "slides"), "--count", str(size.slides),
-            "--size", side, "--classes", "normal,tumour",
+            sys.executable,
+            str(TOOLS / "make_slides.py"),
+            str(folder / "slides"),
+            "--count",
+            str(size.slides),
+            "--size",
+            side,
+            "--classes",
+            "normal,tumour",
         ],
-        check=True, stdout=subprocess.DEVNULL,
-    )  # fmt: skip
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
     histopipe.ingest(
         folder / "slides",
         folder / STORE,
@@ -329,10 +381,13 @@ def machine() -> Row:
             versions[name] = importlib.metadata.version(name)
     build = tf.sysconfig.get_build_info()
     return {
-        "gpus": [gpu.get("device_name", "unknown") for gpu in details], "cores": os.cpu_count(),
-        "python": platform.python_version(), **versions,
-        "cuda": build.get("cuda_version"), "cudnn": build.get("cudnn_version"),
-    }  # fmt: skip
+        "gpus": [gpu.get("device_name", "unknown") for gpu in details],
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        **versions,
+        "cuda": build.get("cuda_version"),
+        "cudnn": build.get("cudnn_version"),
+    }
 
 
 def line(row: Row) -> str:

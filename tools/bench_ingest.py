@@ -252,9 +252,14 @@ def bench_copy(bench: Bench) -> None:
     """Benchmark the copy stage."""
     path = bench.slide("large", LARGE)
     times = against_baseline(
-        bench, "copy stage", path, TilingSpec(mpp=Mpp(0.5)), "copy", "25×",
+        bench,
+        "copy stage",
+        path,
+        TilingSpec(mpp=Mpp(0.5)),
+        "copy",
+        "25×",
         cp=functools.partial(timed, copy_files, [path]),
-    )  # fmt: skip
+    )
     show(
         f"copy stage, relative to cp and sync of the slide ({path.stat().st_size / 1e6:.0f} MB): "
         f"{times['ours'] / times['cp']:.2f} of the time (target: at most 3)"

@@ -30,9 +30,17 @@ from histopipe.tasks.task import EvaluationSettings, Predictions, Thresholds
 
 TASK = Classification(classes=("well", "ill"))
 FIGURES = (
-    "auc", "average_precision", "balanced_accuracy", "sensitivity", "specificity", "f1", "brier",
-    "calibration_error", "calibration_intercept", "calibration_slope",
-)  # fmt: skip
+    "auc",
+    "average_precision",
+    "balanced_accuracy",
+    "sensitivity",
+    "specificity",
+    "f1",
+    "brier",
+    "calibration_error",
+    "calibration_intercept",
+    "calibration_slope",
+)
 PATCHES = 10
 
 
@@ -48,9 +56,17 @@ def synthetic_scores(
     names, rows = tuple(map(str, range(patients))), np.repeat(np.arange(patients), patches)
     patient, zeros = rows.astype(np.int32), np.zeros(len(ill), np.int64)
     return Predictions(
-        TASK, names, names, patient, patient, zeros, zeros, ill[:, None].astype(np.float64),
-        np.stack([1 - p, p], axis=1), limits=np.full((len(ill), 1), 0.5),
-    )  # fmt: skip
+        TASK,
+        names,
+        names,
+        patient,
+        patient,
+        zeros,
+        zeros,
+        ill[:, None].astype(np.float64),
+        np.stack([1 - p, p], axis=1),
+        limits=np.full((len(ill), 1), 0.5),
+    )
 
 
 def evaluated(scores: Predictions, draws: NDArray[np.float64]) -> Metrics:
@@ -77,8 +93,14 @@ def coverage(patients: int, apart: float, samples: int, patches: int) -> dict[st
 
 
 OF_GROUPS = (
-    "auc", "average_precision", "balanced_accuracy", "sensitivity", "specificity", "brier", "calibration_error",
-)  # fmt: skip
+    "auc",
+    "average_precision",
+    "balanced_accuracy",
+    "sensitivity",
+    "specificity",
+    "brier",
+    "calibration_error",
+)
 
 
 def group_coverage(patients: int, apart: tuple[float, float], samples: int) -> dict[str, float]:
@@ -134,12 +156,15 @@ def false_alarms(data_sets: int) -> float:
         rng = np.random.default_rng(seed)
         slides = [
             SlideEntry(
-                slide=f"s{i}", patient=f"p{i}", label="nt"[rng.integers(2)], train=1,
+                slide=f"s{i}",
+                patient=f"p{i}",
+                label="nt"[rng.integers(2)],
+                train=1,
                 site=str(rng.integers(4)),
                 measured={"route": str(rng.integers(2)), "vendor": str(rng.integers(3))},
             )
             for i in range(80)
-        ]  # fmt: skip
+        ]
         shortcut = find_shortcut(slides, model_auc=0.5, seed=seed)
         alarms += shortcut is not None and shortcut.warning
     return alarms / data_sets
@@ -158,10 +183,12 @@ def temperature_losses(patients: int, samples: int) -> tuple[float, float, float
         temperatures = [1.0, fit_temperature(drawn)[0]]
         with mock.patch.object(evaluate, "_PRIOR", 1e9):
             temperatures.append(fit_temperature(drawn)[0])
-        losses.append([
-            log_loss(new.label, tempered(new.output, (divisor,)), labels=[0, 1])
-            for divisor in temperatures
-        ])  # fmt: skip
+        losses.append(
+            [
+                log_loss(new.label, tempered(new.output, (divisor,)), labels=[0, 1])
+                for divisor in temperatures
+            ]
+        )
     none, ours, plain = np.mean(losses, axis=0)
     return float(none), float(ours), float(plain)
 
@@ -173,9 +200,17 @@ def _logits(rng: np.random.Generator, patients: int, factor: float) -> Predictio
     each, zeros = np.arange(patients, dtype=np.int32), np.zeros(patients, np.int64)
     names = tuple(map(str, range(patients)))
     return Predictions(
-        TASK, names, names, each, each, zeros, zeros, ill[:, None].astype(np.float64),
-        np.stack([1 - p, p], axis=1).astype(np.float32), "slide",
-    )  # fmt: skip
+        TASK,
+        names,
+        names,
+        each,
+        each,
+        zeros,
+        zeros,
+        ill[:, None].astype(np.float64),
+        np.stack([1 - p, p], axis=1).astype(np.float32),
+        "slide",
+    )
 
 
 def seconds(task: Callable[[], object]) -> float:

@@ -45,9 +45,22 @@ def make_bags(folder: Path, size: int, dimension: int, precision: str) -> None:
 def train(bags: Path, run: Path, flags: list[str]) -> tuple[dict[str, str], float]:
     """Return the history row of the second epoch, and the largest anonymous memory in MB."""
     command = [
-        str(Path(sys.executable).with_name("histopipe")), "train", "--mil", str(bags), "--out", str(run),
-        "--epochs", "2", "--patience", "0", "--resamples", "0", "--fractions", "0.34,0.33,0.33", *flags,
-    ]  # fmt: skip
+        str(Path(sys.executable).with_name("histopipe")),
+        "train",
+        "--mil",
+        str(bags),
+        "--out",
+        str(run),
+        "--epochs",
+        "2",
+        "--patience",
+        "0",
+        "--resamples",
+        "0",
+        "--fractions",
+        "0.34,0.33,0.33",
+        *flags,
+    ]
     code, peaks = peaks_of(command, quiet=True)
     if code:
         raise SystemExit(f"command failed with exit code {code}: {' '.join(command)}")

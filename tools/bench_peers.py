@@ -59,20 +59,53 @@ TOOLS = {
     "histopipe": Tool((), "", "tissue", "LMDB"),
     "OpenSlide + Pillow + LMDB": Tool(
         ("openslide-python==1.4.7", "openslide-bin==4.0.1.2", "pillow==13.0.0", "lmdb==3.0.0"),
-        "openslide_pool.py", "the same", "LMDB",
+        "openslide_pool.py",
+        "the same",
+        "LMDB",
     ),
     "tiatoolbox": Tool(("tiatoolbox==2.1.3",), "tiatoolbox_points.py", "the same", "JPEG files"),
-    "pyvips dzsave": Tool(("pyvips[binary]==3.2.0",), "pyvips_dzsave.py", "all of the slide", "JPEG files"),
+    "pyvips dzsave": Tool(
+        ("pyvips[binary]==3.2.0",), "pyvips_dzsave.py", "all of the slide", "JPEG files"
+    ),
     # slideflow requires smac, whose dependency pyrfr does not compile with today's SWIG. Tiling does not need it. Its
     # TensorFlow backend needs Keras 2, so TensorFlow 2.15. Its PyTorch backend needs several GB of CUDA libraries.
     "slideflow": Tool(
-        ("pyvips[binary]==3.2.0", "tensorflow-cpu==2.15.1", "numpy<2", "scipy", "scikit-learn", "scikit-image", "matplotlib",
-         "imageio", "opencv-python-headless<4.12", "shapely", "pandas", "tqdm", "click", "crc32c", "tabulate", "rasterio", "rich",
-         "pillow", "requests", "parameterized", "zarr<3", "gdown", "pyarrow", "fpdf2", "seaborn", "tensorboard", "umap-learn",
-         "tensorflow-datasets"),
-        "slideflow_tiles.py", "its own tissue", "TFRecords", without_dependencies=("slideflow==3.0.2",),
+        (
+            "pyvips[binary]==3.2.0",
+            "tensorflow-cpu==2.15.1",
+            "numpy<2",
+            "scipy",
+            "scikit-learn",
+            "scikit-image",
+            "matplotlib",
+            "imageio",
+            "opencv-python-headless<4.12",
+            "shapely",
+            "pandas",
+            "tqdm",
+            "click",
+            "crc32c",
+            "tabulate",
+            "rasterio",
+            "rich",
+            "pillow",
+            "requests",
+            "parameterized",
+            "zarr<3",
+            "gdown",
+            "pyarrow",
+            "fpdf2",
+            "seaborn",
+            "tensorboard",
+            "umap-learn",
+            "tensorflow-datasets",
+        ),
+        "slideflow_tiles.py",
+        "its own tissue",
+        "TFRecords",
+        without_dependencies=("slideflow==3.0.2",),
     ),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,9 +306,16 @@ def _command(folder: Path, name: str, job: Path, out: Path) -> list[str]:
     settings = json.loads(job.read_text())
     paths = [slide["path"] for slide in settings["slides"]] or [str(out)]
     return [
-        str(Path(sys.executable).with_name("histopipe")), "ingest", *paths, "--out", str(out / "patches.lmdb"),
-        "--patch-size", str(settings["patch_size"]), "--mpp", str(settings["mpp"]),
-    ]  # fmt: skip
+        str(Path(sys.executable).with_name("histopipe")),
+        "ingest",
+        *paths,
+        "--out",
+        str(out / "patches.lmdb"),
+        "--patch-size",
+        str(settings["patch_size"]),
+        "--mpp",
+        str(settings["mpp"]),
+    ]
 
 
 def _start_seconds(folder: Path, name: str) -> float:

@@ -30,21 +30,28 @@ from histopipe.system.output import Progress, use_progress
 DIMENSION = 32
 _SHARE, _STAIN = 0.05, 0.1
 _STAMP = {
-    "pooling": "transformer", "optimizer": "adamw", "learning_rate": 1e-4, "max_per_slide": 512,
+    "pooling": "transformer",
+    "optimizer": "adamw",
+    "learning_rate": 1e-4,
+    "max_per_slide": 512,
     "patience": 16,
-}  # fmt: skip
+}
 MODELS: dict[str, dict[str, Any]] = {
     **{
         name: {"pooling": name, "learning_rate": 1e-3}
         for name in ("mean", "max", "attention", "gated", "clam", "dsmil", "transformer")
     },
     "CLAM's settings": {
-        "pooling": "clam", "optimizer": "adam", "learning_rate": 2e-4, "dropout": 0.25,
-        "batch_size": 1, "epochs": 50,
+        "pooling": "clam",
+        "optimizer": "adam",
+        "learning_rate": 2e-4,
+        "dropout": 0.25,
+        "batch_size": 1,
+        "epochs": 50,
     },
     "STAMP's settings": {**_STAMP, "batch_size": 64, "epochs": 32},
     "STAMP's settings, 8 bags per step": {**_STAMP, "batch_size": 8, "epochs": 32},
-}  # fmt: skip
+}
 
 
 def main() -> None:
@@ -76,9 +83,15 @@ def main() -> None:
 def test_auc(folder: Path, model: str, seed: int, epochs: int) -> float:
     """Train a model, and return its AUC on the test bags."""
     settings: dict[str, Any] = {
-        "mil": folder / "features", "labels": folder / "labels.csv", "epochs": epochs, "seed": seed,
-        "fractions": (0.5, 0.2, 0.3), "resamples": 0, "patience": 0, **MODELS[model],
-    }  # fmt: skip
+        "mil": folder / "features",
+        "labels": folder / "labels.csv",
+        "epochs": epochs,
+        "seed": seed,
+        "fractions": (0.5, 0.2, 0.3),
+        "resamples": 0,
+        "patience": 0,
+        **MODELS[model],
+    }
     out = folder / f"run-{model.replace(' ', '-')}"
     result = histopipe.train(out=out, in_process=True, **settings)
     value = result.metrics["test"].finest.values["auc"]

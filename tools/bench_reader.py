@@ -675,9 +675,14 @@ def tiny_store(path: Path, patches: int, slides: int) -> None:
     }
     with StoreWriter(path, TilingSpec(mpp=Mpp(0.5), patch_size=TINY)) as writer:
         record = functools.partial(
-            SlideRecord, path="/scans/of/the/lab.svs", resolved_path="/scans/of/the/lab.svs",
-            planned=rows, stored=rows, stored_bytes=rows * len(value), quickhash="0" * 64,
-        )  # fmt: skip
+            SlideRecord,
+            path="/scans/of/the/lab.svs",
+            resolved_path="/scans/of/the/lab.svs",
+            planned=rows,
+            stored=rows,
+            stored_bytes=rows * len(value),
+            quickhash="0" * 64,
+        )
         records = [
             record(id=f"slide-{i:05d}", patient=f"p{i // 2}", label="ab"[i % 2])
             for i in range(slides)
@@ -714,13 +719,17 @@ def scale_child(path: str) -> None:
     print(
         json.dumps(
             {
-                "open_s": opened, "open_mb": (after - before) / 1024, "table_mb": (ready - after) / 1024,
-                "locate_us": 1e6 * located[0], "balanced_us": 1e6 * located[1],
+                "open_s": opened,
+                "open_mb": (after - before) / 1024,
+                "table_mb": (ready - after) / 1024,
+                "locate_us": 1e6 * located[0],
+                "balanced_us": 1e6 * located[1],
                 "step_us": 1e6 * statistics.median(seconds),
-                "read_mb": (anonymous_kilobytes() - ready) / 1024, "slides": len(store.complete),
+                "read_mb": (anonymous_kilobytes() - ready) / 1024,
+                "slides": len(store.complete),
             }
         )
-    )  # fmt: skip
+    )
 
 
 def bench_scale(inputs: Inputs) -> None:
@@ -728,8 +737,11 @@ def bench_scale(inputs: Inputs) -> None:
     for patches, slides in SCALES.items():
         path = inputs.made(f"tiny-{patches}.lmdb", lambda p: tiny_store(p, patches, slides))  # noqa: B023
         done = subprocess.run(
-            [sys.executable, __file__, "--scale", str(path)], check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-        )  # fmt: skip
+            [sys.executable, __file__, "--scale", str(path)],
+            check=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
         values = json.loads(done.stdout)
         say(
             f"  {patches:>11,} patches of {values['slides']:,} slides: open {values['open_s']:.2f} s and {values['open_mb']:.0f} MB, "

@@ -52,23 +52,46 @@ def make_store(path: Path, patches: int, value_bytes: int) -> None:
     with StoreWriter(path, spec) as writer:
         names = [f"slide-{i:05}" for i in range(patches // PER_SLIDE)]
         records = [
-            SlideRecord(id=name, path=f"{name}.svs", resolved_path=f"/{name}.svs", label="ab"[i % 2], patient=name)
+            SlideRecord(
+                id=name,
+                path=f"{name}.svs",
+                resolved_path=f"/{name}.svs",
+                label="ab"[i % 2],
+                patient=name,
+            )
             for i, name in enumerate(names)
-        ]  # fmt: skip
+        ]
         writer.register(records)
         for number, record in enumerate(records):
             values = [files[(7 * number + row) % PICTURES] for row in range(PER_SLIDE)]
             length = np.array([len(value) for value in values])
             done = dataclasses.replace(
-                record, planned=PER_SLIDE, stored=PER_SLIDE, stored_bytes=int(length.sum()), width=4000,
-                height=4000, mpp=0.5, mpp_source="properties", patch_mpp=0.5, level=0, downsample=1.0,
-                read_size=SIDE, stride=SIDE, route="openslide",
-            )  # fmt: skip
+                record,
+                planned=PER_SLIDE,
+                stored=PER_SLIDE,
+                stored_bytes=int(length.sum()),
+                width=4000,
+                height=4000,
+                mpp=0.5,
+                mpp_source="properties",
+                patch_mpp=0.5,
+                level=0,
+                downsample=1.0,
+                read_size=SIDE,
+                stride=SIDE,
+                route="openslide",
+            )
             columns = {
-                "x_l0": rows % 60 * SIDE, "y_l0": rows // 60 * SIDE, "x_level": rows % 60 * SIDE,
-                "y_level": rows // 60 * SIDE, "tissue": np.ones(PER_SLIDE), "focus": np.full(PER_SLIDE, np.nan),
-                "length": length, "crc": writer.put_patches(number, rows.tolist(), values), "label": np.full(PER_SLIDE, -1),
-            }  # fmt: skip
+                "x_l0": rows % 60 * SIDE,
+                "y_l0": rows // 60 * SIDE,
+                "x_level": rows % 60 * SIDE,
+                "y_level": rows // 60 * SIDE,
+                "tissue": np.ones(PER_SLIDE),
+                "focus": np.full(PER_SLIDE, np.nan),
+                "length": length,
+                "crc": writer.put_patches(number, rows.tolist(), values),
+                "label": np.full(PER_SLIDE, -1),
+            }
             writer.complete(number, done, columns, {"thumb": files[0]})
 
 
@@ -96,12 +119,18 @@ def compared(store: Path, rounds: int) -> None:
     """Compare verify with reading the file, in turns."""
     times: dict[str, list[float]] = {"cat": [], "verify": [], "verify --workers 1": []}
     commands: dict[str, Callable[[], object]] = {
-        "cat": lambda: subprocess.run(["/bin/cat", str(store / "data.mdb")], stdout=subprocess.DEVNULL, check=True),
-        "verify": lambda: subprocess.run([*COMMAND, "verify", str(store)], stdout=subprocess.DEVNULL, check=True),
-        "verify --workers 1": lambda: subprocess.run(
-            [*COMMAND, "verify", str(store), "--workers", "1"], stdout=subprocess.DEVNULL, check=True
+        "cat": lambda: subprocess.run(
+            ["/bin/cat", str(store / "data.mdb")], stdout=subprocess.DEVNULL, check=True
         ),
-    }  # fmt: skip
+        "verify": lambda: subprocess.run(
+            [*COMMAND, "verify", str(store)], stdout=subprocess.DEVNULL, check=True
+        ),
+        "verify --workers 1": lambda: subprocess.run(
+            [*COMMAND, "verify", str(store), "--workers", "1"],
+            stdout=subprocess.DEVNULL,
+            check=True,
+        ),
+    }
     for _ in range(rounds):
         for name, run in commands.items():
             cold()

@@ -78,10 +78,19 @@ def trained(
         folder = Path(name)
         risk = write_bags(folder, options.bags, seed, censored, strength)
         settings: dict[str, Any] = {
-            "mil": str(folder / "features"), "labels": str(folder / "labels.csv"), "task": "survival",
-            "time": "time", "event": "event", "loss": loss, "pooling": pooling, "epochs": options.epochs, "seed": seed,
-            "fractions": (0.5, 0.2, 0.3), "learning_rate": 1e-3, "resamples": 500,
-        }  # fmt: skip
+            "mil": str(folder / "features"),
+            "labels": str(folder / "labels.csv"),
+            "task": "survival",
+            "time": "time",
+            "event": "event",
+            "loss": loss,
+            "pooling": pooling,
+            "epochs": options.epochs,
+            "seed": seed,
+            "fractions": (0.5, 0.2, 0.3),
+            "learning_rate": 1e-3,
+            "resamples": 500,
+        }
         if loss != "cox":
             settings["batch_size"] = 8
         result = histopipe.train(out=folder / "run", in_process=True, **settings)
@@ -92,11 +101,18 @@ def trained(
         oracle = SurvivalStatistics(time, event, true, [float(np.median(time))], scores.patient)
         low, high = metrics.intervals["c_index"]
         return {
-            "strength": strength, "censored": censored, "loss": loss, "pooling": pooling, "seed": seed,
-            "events": int(event.sum()), "test": len(time), "c_index": metrics.values["c_index"],
-            "low": low, "high": high,
+            "strength": strength,
+            "censored": censored,
+            "loss": loss,
+            "pooling": pooling,
+            "seed": seed,
+            "events": int(event.sum()),
+            "test": len(time),
+            "c_index": metrics.values["c_index"],
+            "low": low,
+            "high": high,
             "oracle": float(oracle.compute(np.ones((1, oracle.patients)))["c_index"][0]),
-        }  # fmt: skip
+        }
 
 
 def write_bags(

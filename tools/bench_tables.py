@@ -144,13 +144,17 @@ def write_bags(
             with h5py.File(folder / "features" / f"s{number:05}.h5", "w") as bag:
                 bag["features"] = features[groups == number].astype(np.float32)
     columns: dict[str, dict[str, Any]] = {
-        "classification": {}, "regression": {"target": ("y",)},
+        "classification": {},
+        "regression": {"target": ("y",)},
         "survival": {"time": "time", "event": "event"},
-    }  # fmt: skip
+    }
     return {
-        "mil": str(folder / "features"), "labels": str(folder / "labels.csv"),
-        "task": table.task, "covariates": tuple(covariate_names), **columns[table.task],
-    }  # fmt: skip
+        "mil": str(folder / "features"),
+        "labels": str(folder / "labels.csv"),
+        "task": table.task,
+        "covariates": tuple(covariate_names),
+        **columns[table.task],
+    }
 
 
 def fold_sides(count: int, seeds: int) -> NDArray[np.str_]:

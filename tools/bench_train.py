@@ -55,15 +55,21 @@ class Ours:
             )
             optimizer = make_optimizer(config, 1)
         settings = StepSettings(
-            batch_size=config.batch_size, objective=ClassObjective(2), class_weight=np.ones(2, np.float32),
-            augmentations=("flips",), xla=options.xla,
-        )  # fmt: skip
+            batch_size=config.batch_size,
+            objective=ClassObjective(2),
+            class_weight=np.ones(2, np.float32),
+            augmentations=("flips",),
+            xla=options.xla,
+        )
         self._loop = EpochLoop(TrainStep(strategy, model, optimizer, settings), seed=SEED)
         table = SampleTable(select([store]))
         self._batches = PatchBatches(
-            [store], table, batch_size=config.batch_size, order=make_order(table, seed=SEED),
+            [store],
+            table,
+            batch_size=config.batch_size,
+            order=make_order(table, seed=SEED),
             replicas=strategy.num_replicas_in_sync,
-        )  # fmt: skip
+        )
         self._batches.steps_per_epoch = min(options.steps, self._batches.steps_per_epoch)
         self.steps = self._batches.steps_per_epoch
 

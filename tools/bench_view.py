@@ -42,9 +42,20 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Start the viewer, read tiles with all clients, and return the figures."""
     begin = time.perf_counter()
     command = [
-        sys.executable, "-m", "histopipe", "view", str(options.slide), "--port", "0", "--no-browser", "--json",
-        "--token", TOKEN, "--workers", str(options.workers),
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "histopipe",
+        "view",
+        str(options.slide),
+        "--port",
+        "0",
+        "--no-browser",
+        "--json",
+        "--token",
+        TOKEN,
+        "--workers",
+        str(options.workers),
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None  # noqa: S101 - for mypy
         text = b""

@@ -184,9 +184,14 @@ class Shell:
         if not setup:
             environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{path}"
         self._process = subprocess.Popen(
-            ["/bin/bash"], cwd=folder, env=environment, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+            ["/bin/bash"],
+            cwd=folder,
+            env=environment,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
 
     def run(self, code: str) -> tuple[bool, str]:
         """Run a command. Return whether it succeeded, and its output."""

@@ -30,9 +30,16 @@ SLIDES = PROJECT / "tests" / "golden" / "slides"
 MAKE = "make"
 BAGS, DIMENSION = 48, 6
 COMPARED = (
-    "metrics.json", "evaluation.json", "summary.json", "comparison.json", "splits.json", "*.csv", "*.html", "*.txt",
+    "metrics.json",
+    "evaluation.json",
+    "summary.json",
+    "comparison.json",
+    "splits.json",
+    "*.csv",
+    "*.html",
+    "*.txt",
     "*.md",
-)  # fmt: skip
+)
 IGNORED = ("history.csv", "labels.csv", "ingest.csv")
 MASKS = (
     (re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d(:\d\d)?([.+]\d+)?(\+\d\d:\d\d)?( UTC)?"), "TIME"),
@@ -50,9 +57,22 @@ MASKS = (
 )
 """Patterns of what may differ between two calls."""
 MASKED_KEYS = {
-    "created", "seconds", "version", "versions", "libraries", "uuid", "host_mb", "gpu_mb", "host_bytes", "attempts", "duration",
-    "finished", "started", "device", "machine",
-}  # fmt: skip
+    "created",
+    "seconds",
+    "version",
+    "versions",
+    "libraries",
+    "uuid",
+    "host_mb",
+    "gpu_mb",
+    "host_bytes",
+    "attempts",
+    "duration",
+    "finished",
+    "started",
+    "device",
+    "machine",
+}
 _SHOWN_LINES = 12
 
 
@@ -94,8 +114,10 @@ def results_of(commit: str | None, work: Path, only: str, suffix: str = "") -> P
     if commit is not None:
         resolved = subprocess.run(
             [git, "-C", PROJECT, "rev-parse", "--short=12", commit],
-            check=True, capture_output=True, text=True,
-        )  # fmt: skip
+            check=True,
+            capture_output=True,
+            text=True,
+        )
         name = resolved.stdout.strip()
     out = work / "-".join(filter(None, (name, only, suffix)))
     if out.exists() and commit is not None and not suffix:
@@ -139,13 +161,22 @@ def make_results(out: Path, only: str) -> None:
     histopipe.ingest("slides", out="store.lmdb", **tiles)
     common = {"in_process": True, "deterministic": True, "resamples": 60, "devices": "cpu"}
     patches = {
-        **common, "stores": "store.lmdb", "model": "small-cnn", "epochs": 2, "batch_size": 16,
+        **common,
+        "stores": "store.lmdb",
+        "model": "small-cnn",
+        "epochs": 2,
+        "batch_size": 16,
         "labels": "slides.csv",
-    }  # fmt: skip
+    }
     bags = {
-        **common, "mil": "features", "labels": "features.csv", "epochs": 3, "batch_size": 8,
-        "fractions": (0.5, 0.25, 0.25), "learning_rate": 3e-3,
-    }  # fmt: skip
+        **common,
+        "mil": "features",
+        "labels": "features.csv",
+        "epochs": 3,
+        "batch_size": 8,
+        "fractions": (0.5, 0.25, 0.25),
+        "learning_rate": 3e-3,
+    }
     survival = {"task": "survival", "time": "time", "event": "event"}
     grades = {**bags, "labels": "grades.csv"}
     runs: dict[str, dict[str, Any]] = {
@@ -154,19 +185,33 @@ def make_results(out: Path, only: str) -> None:
         "patches-multilabel": {**patches, "task": "multilabel", "target": ("msi", "braf")},
         "patches-regression": {**patches, "task": "regression", "target": ("share",)},
         "bags": {
-            **bags, "covariates": ("age", "stage"), "calibrate": True, "subgroup": ("site", "age:20"),
+            **bags,
+            "covariates": ("age", "stage"),
+            "calibrate": True,
+            "subgroup": ("site", "age:20"),
         },
         "bags-3": {**grades, "pooling": "clam", "threshold": "sensitivity:0.9"},
         "bags-patients": {
-            **bags, "labels": "patients.csv", "bag": "patient", "pooling": "attention",
+            **bags,
+            "labels": "patients.csv",
+            "bag": "patient",
+            "pooling": "attention",
         },
-        "bags-multilabel": {**bags, "task": "multilabel", "target": ("msi", "braf"), "covariates": ("age",)},
+        "bags-multilabel": {
+            **bags,
+            "task": "multilabel",
+            "target": ("msi", "braf"),
+            "covariates": ("age",),
+        },
         "bags-regression": {
-            **bags, "task": "regression", "target": ("share", "age"), "subgroup": ("stage",),
+            **bags,
+            "task": "regression",
+            "target": ("share", "age"),
+            "subgroup": ("stage",),
         },
         "bags-cox": {**bags, **survival, "covariates": ("age",), "subgroup": ("site",)},
         "bags-discrete": {**bags, **survival, "loss": "discrete", "pooling": "mean"},
-    }  # fmt: skip
+    }
     folds: dict[str, dict[str, Any]] = {
         "folds": {**bags, "folds": 3, "subgroup": ("site",)},
         "folds-3": {**grades, "folds": 3},
@@ -231,13 +276,21 @@ def write_bags(folder: Path, seed: int) -> None:
             file["features"] = values
             file["coords"] = np.stack([256 * np.arange(size)] * 2, axis=1)
         time, censored = rng.exponential(np.exp(-4 * (share - 0.5))), rng.exponential(1.5)
-        rows.append({
-            "slide": name, "label": "yes" if share + 0.1 * rng.normal() > 0.5 else "no",
-            "patient": f"{folder.name[0].upper()}{number * 2 // 3}", "site": "AB"[number % 2],
-            "age": round(rng.normal(60, 10), 1), "stage": ["I", "II", "III", ""][int(rng.integers(4))],
-            "msi": int(share > 0.5), "braf": "" if rng.random() < 0.2 else int(rng.random() < share),
-            "time": round(min(time, censored), 4), "event": int(time <= censored), "share": round(share, 4),
-        })  # fmt: skip
+        rows.append(
+            {
+                "slide": name,
+                "label": "yes" if share + 0.1 * rng.normal() > 0.5 else "no",
+                "patient": f"{folder.name[0].upper()}{number * 2 // 3}",
+                "site": "AB"[number % 2],
+                "age": round(rng.normal(60, 10), 1),
+                "stage": ["I", "II", "III", ""][int(rng.integers(4))],
+                "msi": int(share > 0.5),
+                "braf": "" if rng.random() < 0.2 else int(rng.random() < share),
+                "time": round(min(time, censored), 4),
+                "event": int(time <= censored),
+                "share": round(share, 4),
+            }
+        )
     write_table(Path(f"{folder.name}.csv"), rows)
     if seed == 1:
         graded = [{**row, "label": f"G{int(float(str(row['share'])) * 2.99)}"} for row in rows]
@@ -252,10 +305,16 @@ def write_slide_labels(path: Path) -> None:
     with (SLIDES / "labels.csv").open(newline="") as file:
         for number, row in enumerate(csv.DictReader(file)):
             tumour = row["label"] == "tumour"
-            rows.append({
-                **row, "scanner": "AB"[number // 2 % 2], "age": 40 + 3 * number, "msi": int(tumour),
-                "braf": int(number % 3 == 0), "share": round(0.3 + 0.4 * tumour + 0.02 * number, 3),
-            })  # fmt: skip
+            rows.append(
+                {
+                    **row,
+                    "scanner": "AB"[number // 2 % 2],
+                    "age": 40 + 3 * number,
+                    "msi": int(tumour),
+                    "braf": int(number % 3 == 0),
+                    "share": round(0.3 + 0.4 * tumour + 0.02 * number, 3),
+                }
+            )
     write_table(path, rows)
     write_table(
         path.with_name("slides-3.csv"),

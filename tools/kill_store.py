@@ -120,9 +120,18 @@ def victims(work: Path, side: int) -> tuple[dict[str, Victim], Slides]:
     """Return the commands by name, and the expected slides."""
     slides, source, target = work / "slides", work / "source.lmdb", work / "target.lmdb"
     subprocess.run(
-        [sys.executable, str(HERE / "make_slides.py"), str(slides), "--count", str(SLIDES), "--size", f"{side}x{side}"],
-        check=True, capture_output=True,
-    )  # fmt: skip
+        [
+            sys.executable,
+            str(HERE / "make_slides.py"),
+            str(slides),
+            "--count",
+            str(SLIDES),
+            "--size",
+            f"{side}x{side}",
+        ],
+        check=True,
+        capture_output=True,
+    )
     flags = ["--out", str(source), "--patch-size", "64", "--tissue", "none"]
     completed("ingest", str(slides), *flags)
     expected = contents(source)

@@ -33,22 +33,36 @@ SHAPE: dict[str, Any] = {"patch": PATCH, "width": 12, "depth": 2, "heads": 3}
 def timm_twin(**options: Any) -> torch.nn.Module:
     """Return a network of timm as the cards of UNI, UNI2-h, Virchow and others build it."""
     return timm.create_model(
-        "vit_base_patch16_224", pretrained=False, img_size=SIZE, patch_size=PATCH, embed_dim=12, depth=2, num_heads=3,
-        num_classes=0, dynamic_img_size=True, **options,
-    )  # fmt: skip
+        "vit_base_patch16_224",
+        pretrained=False,
+        img_size=SIZE,
+        patch_size=PATCH,
+        embed_dim=12,
+        depth=2,
+        num_heads=3,
+        num_classes=0,
+        dynamic_img_size=True,
+        **options,
+    )
 
 
 def twins() -> dict[str, tuple[torch.nn.Module, dict[str, Any]]]:
     """Return each network with the fields of its `Architecture` and the naming of its weights."""
     swiglu = {"mlp_layer": SwiGLUPacked, "act_layer": torch.nn.SiLU}
     common: dict[str, Any] = {
-        "hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 3, "image_size": SIZE, "patch_size": PATCH,
-    }  # fmt: skip
+        "hidden_size": 12,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 3,
+        "image_size": SIZE,
+        "patch_size": PATCH,
+    }
     return {
         "timm": (timm_twin(init_values=1e-5), {"hidden": 48}),
         "timm-no-scale": (timm_twin(), {"hidden": 48, "layer_scale": False}),
         "timm-registers": (
-            timm_twin(init_values=1e-5, reg_tokens=8, no_embed_class=True, mlp_ratio=16 / 3, **swiglu),
+            timm_twin(
+                init_values=1e-5, reg_tokens=8, no_embed_class=True, mlp_ratio=16 / 3, **swiglu
+            ),
             {"hidden": 32, "gated": True, "registers": 8, "positions": "patches"},
         ),
         "timm-all-positions": (
@@ -61,13 +75,14 @@ def twins() -> dict[str, tuple[torch.nn.Module, dict[str, Any]]]:
         ),
         "hf-dinov2": (Dinov2Model(Dinov2Config(**common)), {"hidden": 48}),
         "hf-dinov2-gated": (
-            Dinov2Model(Dinov2Config(**common, use_swiglu_ffn=True)), {"hidden": 32, "gated": True},
+            Dinov2Model(Dinov2Config(**common, use_swiglu_ffn=True)),
+            {"hidden": 32, "gated": True},
         ),
         "hf-dinov2-registers": (
             Dinov2WithRegistersModel(Dinov2WithRegistersConfig(**common, num_register_tokens=4)),
             {"hidden": 48, "registers": 4},
         ),
-    }  # fmt: skip
+    }
 
 
 def tokens_of(network: torch.nn.Module, pixels: torch.Tensor) -> torch.Tensor:

@@ -61,11 +61,17 @@ def draw(name: str, task: Task, rng: np.random.Generator) -> Predictions:
         output /= output.sum(axis=1, keepdims=True)
     corner = np.tile(np.arange(rows) * 64, SLIDES).astype(np.int64)
     return Predictions(
-        task, tuple(f"s{i}" for i in range(SLIDES)), tuple(f"P{i}" for i in range(SLIDES // 2)),
-        slide, slide // 2, corner, np.zeros_like(corner), target.astype(np.float64),
+        task,
+        tuple(f"s{i}" for i in range(SLIDES)),
+        tuple(f"P{i}" for i in range(SLIDES // 2)),
+        slide,
+        slide // 2,
+        corner,
+        np.zeros_like(corner),
+        target.astype(np.float64),
         output.astype(np.float32),
         "slide" if rows == 1 else "patch",
-    )  # fmt: skip
+    )
 
 
 def main() -> None:

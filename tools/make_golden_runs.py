@@ -137,8 +137,12 @@ def _interrupt(command: list[str], folder: Path) -> None:
     reset = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
     with subprocess.Popen(
         [sys.executable, "-c", reset, *command],
-        cwd=folder, stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True, env={**os.environ, "COLUMNS": "200"},
-    ) as process:  # fmt: skip
+        cwd=folder,
+        stderr=subprocess.STDOUT,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "COLUMNS": "200"},
+    ) as process:
         for line in process.stdout or ():
             if line.startswith("epoch 1"):
                 process.send_signal(signal.SIGINT)

@@ -53,15 +53,37 @@ def _complete(
     length = np.array([len(value or b"") for value in values])
     filled = np.full(patches, np.nan)
     columns = {
-        "x_l0": x, "y_l0": x * 2, "x_level": x, "y_level": x * 2, "tissue": np.ones(patches),
-        "focus": filled, "length": length, "crc": crc, "label": np.full(patches, -1),
-    }  # fmt: skip
+        "x_l0": x,
+        "y_l0": x * 2,
+        "x_level": x,
+        "y_level": x * 2,
+        "tissue": np.ones(patches),
+        "focus": filled,
+        "length": length,
+        "crc": crc,
+        "label": np.full(patches, -1),
+    }
     record = dataclasses.replace(
-        record, planned=patches, stored=patches - len(lost), unreadable=len(lost),
-        stored_bytes=int(length.sum()), width=512, height=512, mpp=0.5, mpp_source="properties",
-        patch_mpp=0.5, level=0, downsample=1.0, read_size=PATCH, stride=PATCH, patient=record.id,
-        resampling="none", route="openslide", size_bytes=1000, mtime_ns=1_700_000_000_000_000_000,
-    )  # fmt: skip
+        record,
+        planned=patches,
+        stored=patches - len(lost),
+        unreadable=len(lost),
+        stored_bytes=int(length.sum()),
+        width=512,
+        height=512,
+        mpp=0.5,
+        mpp_source="properties",
+        patch_mpp=0.5,
+        level=0,
+        downsample=1.0,
+        read_size=PATCH,
+        stride=PATCH,
+        patient=record.id,
+        resampling="none",
+        route="openslide",
+        size_bytes=1000,
+        mtime_ns=1_700_000_000_000_000_000,
+    )
     writer.complete(number, record, columns, {"thumb": values[0] or b""})
 
 

@@ -44,7 +44,9 @@ def check_sources(version: str, *, allow_changes: bool) -> None:
 
 def run(*command: str | Path) -> str:
     """Run a command in the project, and return its output."""
-    done = subprocess.run(list(map(str, command)), cwd=PROJECT, check=True, capture_output=True, text=True)  # fmt: skip
+    done = subprocess.run(
+        list(map(str, command)), cwd=PROJECT, check=True, capture_output=True, text=True
+    )
     return done.stdout.strip()
 
 

@@ -144,10 +144,14 @@ def measure_worker(
     fixed, each = linear(patches, seconds)
     read_fixed, read_each = linear(patches, np.array(read[1:], dtype=float))
     costs = {
-        "slide_seconds": fixed, "patch_seconds": each, "busy": float(busy.sum() / seconds.sum()),
-        "slide_read": read_fixed, "patch_read": read_each,
-        "patch_stored": float(stored.sum() / patches.sum()), "publish_speed": size / publishing,
-    }  # fmt: skip
+        "slide_seconds": fixed,
+        "patch_seconds": each,
+        "busy": float(busy.sum() / seconds.sum()),
+        "slide_read": read_fixed,
+        "patch_read": read_each,
+        "patch_stored": float(stored.sum() / patches.sum()),
+        "publish_speed": size / publishing,
+    }
     return costs, np.array([row[0] for row in rows])
 
 
@@ -161,9 +165,11 @@ def cluster(workers: int, work: Path) -> Iterator[tuple[str, list[psutil.Process
     words += [["worker", *local, "--scheduler-file", str(file), "--nthreads", "1"]] * workers
     with (work / "dask.log").open("ab") as log:
         started = [
-            subprocess.Popen([DASK, *each], cwd=work, stdout=log, stderr=log, start_new_session=True)
+            subprocess.Popen(
+                [DASK, *each], cwd=work, stdout=log, stderr=log, start_new_session=True
+            )
             for each in words
-        ]  # fmt: skip
+        ]
     try:
         while not (file.exists() and file.read_text().strip()):
             time.sleep(0.1)
@@ -196,9 +202,21 @@ def ingest_by(workers: int, slides: list[Path], work: Path) -> Spent:
     with cluster(workers, work) as (address, processes):
         before, started = [cpu_seconds(process) for process in processes], time.perf_counter()
         process = subprocess.Popen(
-            [HISTOPIPE, "ingest", *map(str, slides), "--out", "parts", "--cluster", address, "--scratch", "scratch"],
-            cwd=work, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+            [
+                HISTOPIPE,
+                "ingest",
+                *map(str, slides),
+                "--out",
+                "parts",
+                "--cluster",
+                address,
+                "--scratch",
+                "scratch",
+            ],
+            cwd=work,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         _, status, usage = os.wait4(process.pid, 0)
         took = time.perf_counter() - started
         if status:
@@ -227,9 +245,12 @@ def measure_costs(slides: Path, names: list[str], work: Path) -> tuple[Costs, ND
     alone = worker["slide_seconds"] + worker["patch_seconds"] * patches
     task = max(0.0, each("workers") - worker["busy"] * float(alone[1:].mean()))
     costs = Costs(
-        start=one.seconds - float(alone[0]), task_seconds=task, command=each("command"),
-        scheduler=each("scheduler"), **worker,
-    )  # fmt: skip
+        start=one.seconds - float(alone[0]),
+        task_seconds=task,
+        command=each("command"),
+        scheduler=each("scheduler"),
+        **worker,
+    )
     return costs, patches
 
 

@@ -113,9 +113,14 @@ def _noise(rng: Rng, scale: int, strength: float) -> Image:
 def _tissue(rng: Rng, condition: str) -> Image:
     """Return the density of tissue, as if it were everywhere, (H, W, 3)."""
     strengths = {
-        "pale": (0.10, 0.28), "fat": (0.6, 1.0), "faint ihc": (0.6, 1.3), "full pale": (0.10, 0.28),
-        "full faint ihc": (0.6, 1.3), "full dense": (1.0, 1.5), "full even": (0.6, 1.1),
-    }  # fmt: skip
+        "pale": (0.10, 0.28),
+        "fat": (0.6, 1.0),
+        "faint ihc": (0.6, 1.3),
+        "full pale": (0.10, 0.28),
+        "full faint ihc": (0.6, 1.3),
+        "full dense": (1.0, 1.5),
+        "full even": (0.6, 1.1),
+    }
     strength = rng.uniform(*strengths.get(condition, (0.5, 1.2)))
     texture = _noise(rng, 40, 0.12) + _noise(rng, 6, 0.15) + _noise(rng, 2, 0.12)
     mix = np.clip(0.35 + 2 * (_noise(rng, 50, 0.2) + _noise(rng, 8, 0.2)), 0, 1)[..., None]
@@ -266,12 +271,34 @@ def _core(rng: Rng, picture: Image, truth: Mask) -> tuple[Image, Mask]:
 
 Change = Callable[[Rng, Image, Mask], tuple[Image, Mask]]
 CONDITIONS: Mapping[str, Change] = {
-    "h&e": _plain, "pale": _plain, "fat": _plain, "faint ihc": _plain, "tinted": _plain, "dark slide": _plain,
-    "fluorescence": _fluorescence, "border": _border, "coverslip": _coverslip, "pen": _pen, "dust": _dust,
-    "bubbles": _bubbles, "blank": _plain, "biopsy": _plain,
-    "full h&e": _plain, "full dense": _plain, "full even": _plain, "full pale": _plain, "full ihc": _plain,
-    "full faint ihc": _plain, "full tinted": _plain, "full holes": _white_holes, "full small": _crop,
-    "full margin": _margin, "full core": _core, "blank tinted": _plain, "blank pen": _pen, "blank dust": _dust,
+    "h&e": _plain,
+    "pale": _plain,
+    "fat": _plain,
+    "faint ihc": _plain,
+    "tinted": _plain,
+    "dark slide": _plain,
+    "fluorescence": _fluorescence,
+    "border": _border,
+    "coverslip": _coverslip,
+    "pen": _pen,
+    "dust": _dust,
+    "bubbles": _bubbles,
+    "blank": _plain,
+    "biopsy": _plain,
+    "full h&e": _plain,
+    "full dense": _plain,
+    "full even": _plain,
+    "full pale": _plain,
+    "full ihc": _plain,
+    "full faint ihc": _plain,
+    "full tinted": _plain,
+    "full holes": _white_holes,
+    "full small": _crop,
+    "full margin": _margin,
+    "full core": _core,
+    "blank tinted": _plain,
+    "blank pen": _pen,
+    "blank dust": _dust,
     "blank small": _crop,
-}  # fmt: skip
+}
 """What each condition changes in a picture and in the true mask."""

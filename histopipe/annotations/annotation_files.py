@@ -70,12 +70,17 @@ def geojson_features(outlines: Outlines, corner: tuple[int, int]) -> list[dict[s
     for outline in outlines.entries:
         name = _IGNORED if outline.excluded else outline.name
         properties = {
-            "objectType": "annotation", **({"classification": {"name": name}} if name else {}),
-        }  # fmt: skip
+            "objectType": "annotation",
+            **({"classification": {"name": name}} if name else {}),
+        }
         area = shapely.affinity.translate(outline.area, -left, -top)
-        features.append({
-            "type": "Feature", "geometry": shapely.geometry.mapping(area), "properties": properties,
-        })  # fmt: skip
+        features.append(
+            {
+                "type": "Feature",
+                "geometry": shapely.geometry.mapping(area),
+                "properties": properties,
+            }
+        )
     return features
 
 
@@ -110,9 +115,10 @@ def _features(value: Any) -> Iterator[Mapping[str, Any]]:
         value = value.get("features") if value.get("type") == "FeatureCollection" else [value]
     if not isinstance(value, list):
         raise UsageError(
-            "not GeoJSON", found=type(value).__name__,
+            "not GeoJSON",
+            found=type(value).__name__,
             expected="a FeatureCollection, an array of features, or a Feature",
-        )  # fmt: skip
+        )
     for number, feature in enumerate(value, 1):
         if not isinstance(feature, Mapping) or feature.get("type") != "Feature":
             raise UsageError(
@@ -140,9 +146,10 @@ def _add(
                 return
     except (TypeError, ValueError, KeyError, IndexError, OverflowError) as error:
         raise UsageError(
-            f"{feature}: invalid coordinates of its {shape}", found=str(error)[:80],
+            f"{feature}: invalid coordinates of its {shape}",
+            found=str(error)[:80],
             expected="rings of [x, y]",
-        ) from error  # fmt: skip
+        ) from error
     outlines.add(feature, None if excluded else kind, polygons, excluded=excluded)
 
 
@@ -175,9 +182,10 @@ def read_xml(data: bytes, class_property: str | None = None) -> Outlines:
     readers = {_ASAP: _read_asap, _LAYERS: _read_layers}
     if root.tag not in readers:
         raise UsageError(
-            "XML of an unknown tool", found=f"<{root.tag[:60]}>",
+            "XML of an unknown tool",
+            found=f"<{root.tag[:60]}>",
             expected=f"<{_ASAP}> (ASAP) or <{_LAYERS}> (Aperio ImageScope, HALO)",
-        )  # fmt: skip
+        )
     return readers[root.tag](root, class_property)
 
 
@@ -192,9 +200,10 @@ def _root_of(data: bytes) -> ET.Element:
             root = element if root is None else root
             if depth > _MOST_DEPTH:
                 raise UsageError(
-                    "XML elements are nested too deep", found=f"more than {_MOST_DEPTH} levels",
+                    "XML elements are nested too deep",
+                    found=f"more than {_MOST_DEPTH} levels",
                     expected=f"at most {_MOST_DEPTH}",
-                )  # fmt: skip
+                )
     except ET.ParseError as error:
         raise UsageError("not XML, or truncated", found=str(error)) from error
     except defusedxml.DefusedXmlException as error:
@@ -332,8 +341,14 @@ SUFFIXES = (*GEOJSON, *XML)
 MOST_BYTES = 128 << 20
 """Largest file. Outlines of all glands of a slide take a few megabytes; parsing needs 20 to 40 times the file size."""
 _PARSER_ERRORS = (
-    ValueError, TypeError, LookupError, ArithmeticError, RecursionError, MemoryError, shapely.errors.ShapelyError,
-)  # fmt: skip
+    ValueError,
+    TypeError,
+    LookupError,
+    ArithmeticError,
+    RecursionError,
+    MemoryError,
+    shapely.errors.ShapelyError,
+)
 """Errors of parsers for unusual files: unknown encodings, numbers with too many digits."""
 
 
@@ -353,14 +368,16 @@ def find_annotations(path: Path, names: SlideNames) -> tuple[dict[str, Path], li
     files = [path] if path.is_file() else annotation_files(path)
     if not files:
         raise UsageError(
-            f"{path} contains no annotations", expected=f"files {', '.join('SLIDE' + s for s in SUFFIXES)}"
-        )  # fmt: skip
+            f"{path} contains no annotations",
+            expected=f"files {', '.join('SLIDE' + s for s in SUFFIXES)}",
+        )
     exact, loose, unmatched = match_files(files, path.parent if path.is_file() else path, names)
     if not exact and not loose:
         raise UsageError(
-            f"{path}: no annotation file has the name of a slide", found=unmatched[0],
+            f"{path}: no annotation file has the name of a slide",
+            found=unmatched[0],
             expected=f"a name such as {names.nearest(PurePosixPath(unmatched[0]).stem)}{SUFFIXES[0]}",
-        )  # fmt: skip
+        )
     listed = ", ".join(unmatched[:3]) + ", …" * (len(unmatched) > 3)
     notes = [f"{len(unmatched)} annotation files match no slide: {listed}"] * bool(unmatched)
     notes += [
@@ -374,9 +391,10 @@ def find_annotations(path: Path, names: SlideNames) -> tuple[dict[str, Path], li
 def annotation_files(folder: Path, suffixes: Collection[str] = SUFFIXES) -> list[Path]:
     """Return all annotation files of a folder, sorted."""
     return sorted(
-        path for path in folder.rglob("*")
+        path
+        for path in folder.rglob("*")
         if path.suffix.lower() in suffixes and not path.name.startswith(".") and path.is_file()
-    )  # fmt: skip
+    )
 
 
 def match_files(
@@ -401,9 +419,10 @@ def match_files(
                 continue
             if slide in matches:
                 raise UsageError(
-                    f"two annotation files for slide {slide}", found=f"{matches[slide]} and {file}",
+                    f"two annotation files for slide {slide}",
+                    found=f"{matches[slide]} and {file}",
                     todo="keep one, or move one to another folder",
-                )  # fmt: skip
+                )
             matches[slide] = file
             break
         else:
@@ -430,9 +449,10 @@ def read_annotations(path: Path, class_property: str | None = None) -> Outlines:
         ) from error
     except _PARSER_ERRORS as error:
         raise UsageError(
-            f"{path} cannot be read", found=f"{type(error).__name__}: {str(error)[:200]}",
+            f"{path} cannot be read",
+            found=f"{type(error).__name__}: {str(error)[:200]}",
             expected="annotations of QuPath, ASAP, ImageScope or HALO",
-        ) from error  # fmt: skip
+        ) from error
 
 
 def file_bytes(path: Path) -> bytes:
@@ -440,7 +460,9 @@ def file_bytes(path: Path) -> bytes:
     size = path.stat().st_size
     if size > MOST_BYTES:
         raise UsageError(
-            "the file is too large", found=f"{size / 1e6:,.0f} MB", expected=f"at most {MOST_BYTES >> 20} MiB",
+            "the file is too large",
+            found=f"{size / 1e6:,.0f} MB",
+            expected=f"at most {MOST_BYTES >> 20} MiB",
             todo="export annotations without detections and cells",
-        )  # fmt: skip
+        )
     return path.read_bytes()

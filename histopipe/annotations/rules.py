@@ -22,28 +22,37 @@ class AnnotationRules:
     """
 
     annotation_threshold: float = setting(
-        0.5, "Minimum share of a patch that its class covers.",
-        group=ANNOTATIONS, above=0, at_most=1, format="share",
-    )  # fmt: skip
+        0.5,
+        "Minimum share of a patch that its class covers.",
+        group=ANNOTATIONS,
+        above=0,
+        at_most=1,
+        format="share",
+    )
     unclassified: str | None = setting(
         None, "Class of outlines without a class.", group=ANNOTATIONS, default_text="left out"
     )
     class_property: str | None = setting(
-        None, "Property of an outline that has its class, such as label or Text.",
-        group=ANNOTATIONS, metavar="NAME", default_text="depends on the tool",
-    )  # fmt: skip
-    annotation_origin: Origin = setting(
-        "auto", "Origin of coordinates: corner of the scanned area (bounds) or level 0 (slide). auto depends on the tool.",
+        None,
+        "Property of an outline that has its class, such as label or Text.",
         group=ANNOTATIONS,
-    )  # fmt: skip
+        metavar="NAME",
+        default_text="depends on the tool",
+    )
+    annotation_origin: Origin = setting(
+        "auto",
+        "Origin of coordinates: corner of the scanned area (bounds) or level 0 (slide). auto depends on the tool.",
+        group=ANNOTATIONS,
+    )
     roi: str | None = None
 
     def __post_init__(self) -> None:
         check_settings(self)
         for flag, name, kind in (
-            ("--unclassified", self.unclassified, "a class"), ("--roi", self.roi, "a class"),
+            ("--unclassified", self.unclassified, "a class"),
+            ("--roi", self.roi, "a class"),
             ("--class-property", self.class_property, "the name of a property"),
-        ):  # fmt: skip
+        ):
             if name is not None and not name.strip():
                 raise UsageError(flag, found="an empty name", expected=kind)
         for name in ("unclassified", "roi"):
@@ -55,6 +64,8 @@ class AnnotationRules:
     def to_json(self) -> dict[str, Any]:
         """Return the settings that determine the labels of a file."""
         return {
-            "threshold": self.annotation_threshold, "unclassified": self.unclassified,
-            "origin": self.annotation_origin, "class_property": self.class_property,
-        }  # fmt: skip
+            "threshold": self.annotation_threshold,
+            "unclassified": self.unclassified,
+            "origin": self.annotation_origin,
+            "class_property": self.class_property,
+        }

@@ -319,9 +319,13 @@ def _option(declared: Setting, of_classes: Sequence[Mapping[str, Setting]]) -> C
             "metavar": declared.metavar,
         }
     return click.option(
-        declared.flag, cls=SettingOption, group=declared.group, show_default=False,
-        help=declared.help + (f"  [default: {defaults}]" if defaults else ""), **kind,
-    )  # fmt: skip
+        declared.flag,
+        cls=SettingOption,
+        group=declared.group,
+        show_default=False,
+        help=declared.help + (f"  [default: {defaults}]" if defaults else ""),
+        **kind,
+    )
 
 
 def _type(declared: Setting) -> Any:

@@ -74,8 +74,11 @@ def augment(images: tf.Tensor, seeds: tf.Tensor, steps: Sequence[Augmentation]) 
             "augmentation", found=", ".join(unknown), expected=", ".join(AUGMENTATIONS)
         )
     functions: dict[Augmentation, Callable[[tf.Tensor, tf.Tensor], tf.Tensor]] = {
-        "flips": flip_and_turn, "crop": random_crop, "stain": stain_jitter, "colour": colour_jitter,
-    }  # fmt: skip
+        "flips": flip_and_turn,
+        "crop": random_crop,
+        "stain": stain_jitter,
+        "colour": colour_jitter,
+    }
     for name in AUGMENTATIONS:
         if name in steps:
             images = functions[name](images, seeds)

@@ -98,9 +98,12 @@ class PatchBatches(BatchSampler):
         self.patch_size = stores[0].patch_size
         self.fields = (
             Field("image", np.uint8, (self.patch_size, self.patch_size, 3)),
-            Field("label", np.int32), Field("weight", np.float32), Field("key", np.int64),
-            *(Field(name, _TYPES[name]) for name in self.columns), *self._slide_fields(),
-        )  # fmt: skip
+            Field("label", np.int32),
+            Field("weight", np.float32),
+            Field("key", np.int64),
+            *(Field(name, _TYPES[name]) for name in self.columns),
+            *self._slide_fields(),
+        )
         self._skip, self._check, self._memory = on_error == "skip", check, ReusedMemory()
 
     def load(self, step: int, replica: int = 0) -> dict[str, NDArray[Any]]:
@@ -147,9 +150,13 @@ class PatchBatches(BatchSampler):
                         images[i], weights[i] = 0, 0
                         self._note_skipped(int(keys[i]), str(problem))
         return {
-            "image": images, "label": located.labels, "weight": weights, "key": keys, **columns,
+            "image": images,
+            "label": located.labels,
+            "weight": weights,
+            "key": keys,
+            **columns,
             **{name: values.of(located) for name, values in self.by_slide.items()},
-        }  # fmt: skip
+        }
 
     def values(self, step: int, replica: int) -> tuple[Any, ...]:
         """Load the fields of a replica's part of a step."""
@@ -208,6 +215,8 @@ def _with_location(error: DamagedStore, where: str, row: int) -> DamagedStore:
     """Return the error, with store, slide and patch at the start of its message."""
     what = error.what if error.what.startswith(where) else f"{where}: patch {row}: {error.what}"
     return DamagedStore(
-        what, found=error.found, expected=error.expected,
+        what,
+        found=error.found,
+        expected=error.expected,
         todo="ingest the slide again, or skip its damaged patches (on_error='skip')",
-    )  # fmt: skip
+    )

@@ -165,9 +165,10 @@ def _groups(slides: Sequence[SampleRows], balance: Balance) -> NDArray[np.int64]
     unlabelled = sum(slide.label < 0 for slide in slides)
     if balance == "class" and unlabelled:
         raise UsageError(
-            "balance='class'", found=f"{counted(unlabelled, 'slide')} without a label of the classes",
+            "balance='class'",
+            found=f"{counted(unlabelled, 'slide')} without a label of the classes",
             todo="exclude them with labelled_only=True, or label them",
-        )  # fmt: skip
+        )
     if balance == "slide":
         # `slides` has an item per class of a slide.
         number: dict[tuple[int, int], int] = {}

@@ -242,15 +242,17 @@ def select(
         unknown = sorted(set(labels) - ids)
         if unknown:
             raise UsageError(
-                "labels of slides that are not in the stores", found=some(unknown, 3),
+                "labels of slides that are not in the stores",
+                found=some(unknown, 3),
                 expected="slide ids as `histopipe info` shows them",
-            )  # fmt: skip
+            )
     elif splits is not None and classes is None:
         classes = splits.classes
     parts = (
-        list(_parts(stores, complete, labels=labels, labels_from=labels_from)) if splits is None
+        list(_parts(stores, complete, labels=labels, labels_from=labels_from))
+        if splits is None
         else list(_parts_of(splits, subset, complete, labels))
-    )  # fmt: skip
+    )
     numbers = class_numbers(classes, [name for _, _, name in parts if name])
     numbers = {**{nfc(name): number for name, number in numbers.items()}, **numbers}
     patients = {(s.store, s.slide): s.patient for s in splits.slides} if splits else {}

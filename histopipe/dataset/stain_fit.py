@@ -69,9 +69,10 @@ def fit_pixels(pixels: NDArray[np.uint8], *, where: str) -> StainFit:
     tissue = (density > _TISSUE_DENSITY).all(axis=1)
     if tissue.sum() < _MIN_PIXELS:
         raise TooLittleTissue(
-            f"{where}: pixels of stained tissue", found=int(tissue.sum()),
+            f"{where}: pixels of stained tissue",
+            found=int(tissue.sum()),
             expected=f"at least {_MIN_PIXELS:,}",
-        )  # fmt: skip
+        )
     lab = np.log10((pixels[tissue].astype(np.float64) + 1) @ RGB_TO_LMS.T) @ LMS_TO_LAB.T
     stains, maximum = _macenko(density[tissue])
     values = (lab.mean(axis=0), lab.std(axis=0), stains, maximum)

@@ -60,7 +60,7 @@ def stain_normalizer(stores: Sequence[Store], method: StainNorm) -> Normalize:
                 f"{store.path}: slides without a measured stain",
                 found=some(missing, 3),
                 todo=f"run `histopipe stains {store.path}`; slides without enough tissue cannot be normalized",
-            )  # fmt: skip
+            )
     # Searched by the upper half of a key: stores and slides are in ascending order.
     slides = tf.constant(np.array([o << 24 | n for o, n in fits], np.int64))
     changes = tf.constant(

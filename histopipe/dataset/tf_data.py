@@ -361,21 +361,30 @@ def load_dataset(
     )
     index, count = check_shard(shard)
     patch_filter = PatchFilter(
-        min_tissue=min_tissue, min_focus=min_focus, exclude_pen=exclude_pen,
+        min_tissue=min_tissue,
+        min_focus=min_focus,
+        exclude_pen=exclude_pen,
         exclude_dark=exclude_dark,
-    )  # fmt: skip
+    )
     contradictions = (
-        (labels_from == "annotation" and labels is not None, UsageError(
-            "labels", found="labels_from='annotation'", expected="only one of the two",
-        )),
-        (splits is None and side != "train", UsageError(
-            f"side={side!r} requires splits", todo="pass splits=, the splits.json of a run",
-        )),
-        (shuffle and seed is None, UsageError(
-            "load_dataset shuffles, but has no seed",
-            todo="call load_dataset(..., seed=1), or shuffle=False to keep the order of the stores",
-        )),
-    )  # fmt: skip
+        (
+            labels_from == "annotation" and labels is not None,
+            UsageError("labels", found="labels_from='annotation'", expected="only one of the two"),
+        ),
+        (
+            splits is None and side != "train",
+            UsageError(
+                f"side={side!r} requires splits", todo="pass splits=, the splits.json of a run"
+            ),
+        ),
+        (
+            shuffle and seed is None,
+            UsageError(
+                "load_dataset shuffles, but has no seed",
+                todo="call load_dataset(..., seed=1), or shuffle=False to keep the order of the stores",
+            ),
+        ),
+    )
     for is_wrong, error in contradictions:
         if is_wrong:
             raise error
@@ -388,30 +397,44 @@ def load_dataset(
                 slide: row.label for slide, row in read_slide_labels(labels, stores, na=na).items()
             }
         chosen = select(
-            stores, classes=classes, labels=labels, labelled_only=labelled_only, subset=side,
+            stores,
+            classes=classes,
+            labels=labels,
+            labelled_only=labelled_only,
+            subset=side,
             splits=None if splits is None else read_splits(Path(splits), stores),
-            labels_from=labels_from, patch_filter=patch_filter,
-        )  # fmt: skip
+            labels_from=labels_from,
+            patch_filter=patch_filter,
+        )
         unlabelled = sum(slide.label == UNLABELLED for slide in chosen)
         if as_supervised and unlabelled:  # losses do not accept label -1, even with weight 0
             raise UsageError(
-                "as_supervised", found=f"{counted(unlabelled, 'slide')} without a label of the classes",
-                expected="a label for every patch", todo="exclude them with labelled_only=True, or label them",
-            )  # fmt: skip
+                "as_supervised",
+                found=f"{counted(unlabelled, 'slide')} without a label of the classes",
+                expected="a label for every patch",
+                todo="exclude them with labelled_only=True, or label them",
+            )
         table = SampleTable(chosen, max_per_slide=max_per_slide, seed=seed)
         batches = PatchBatches(
-            stores, table, batch_size=batch_size * count, replicas=count, on_error=on_error,
+            stores,
+            table,
+            batch_size=batch_size * count,
+            replicas=count,
+            on_error=on_error,
             order=make_order(table, seed=seed, balance=balance, shuffle_block=shuffle_block),
             columns=columns,
-        )  # fmt: skip
+        )
         last_step = epochs * batches.steps_per_epoch
         if start_step > last_step:
             raise UsageError("start_step", found=start_step, expected=f"0 to {last_step}")
         feed = BatchFeed(batches, parts=(index,))
         dataset = feed.dataset(
-            start_step, last_step,
-            parallel_calls=parallel_calls, prefetch=prefetch, read_ahead=read_ahead,
-        )  # fmt: skip
+            start_step,
+            last_step,
+            parallel_calls=parallel_calls,
+            prefetch=prefetch,
+            read_ahead=read_ahead,
+        )
         if stain_norm != "none":
             dataset = _normalized(dataset, stores, stain_norm)
         if as_supervised:
@@ -435,5 +458,6 @@ def _normalized(
     normalize = stain_normalizer(stores, stain_norm)
     return dataset.map(
         lambda b: {**b, "image": to_uint8(normalize(b["image"], b["key"]))},
-        num_parallel_calls=_PREFETCH, deterministic=True,
-    ).prefetch(1)  # fmt: skip
+        num_parallel_calls=_PREFETCH,
+        deterministic=True,
+    ).prefetch(1)

@@ -126,9 +126,13 @@ def demo(
     table = _make_slides(training, new, count, new_count, labelled=slides)
     step(2, "ingest the slides" + ("" if slides else ", with patch labels from their outlines"))
     ingested = ingest(
-        training, store, patch_size=64 if slides else 128, mpp=0.5,
-        annotations=None if slides else training, progress=display,
-    )  # fmt: skip
+        training,
+        store,
+        patch_size=64 if slides else 128,
+        mpp=0.5,
+        annotations=None if slides else training,
+        progress=display,
+    )
     for name, reason in ingested.failed.items():
         raise HistopipeError(f"the synthetic slide {name} failed", found=reason)
     if slides:
@@ -137,26 +141,41 @@ def demo(
         embed(store, model=SMALL, out=features, progress=display)
         step(4, "train a slide model on the labels of the slides")
         result = train(
-            mil=features, labels=labels, allow_extra_rows=True, out=run, epochs=10,
-            learning_rate=5e-4, split_by="slide", fractions=_FRACTIONS,
-        )  # fmt: skip
+            mil=features,
+            labels=labels,
+            allow_extra_rows=True,
+            out=run,
+            epochs=10,
+            learning_rate=5e-4,
+            split_by="slide",
+            fractions=_FRACTIONS,
+        )
         step(5, "predict the new slides from their files, and draw heatmaps")
         predicted = predict(
             run, new, out=predictions, labels=labels, allow_extra_rows=True, progress=display
         )
         heatmap(
-            predictions, out=heatmaps, show="contribution", class_name=_LABELS[1], slides=[new],
+            predictions,
+            out=heatmaps,
+            show="contribution",
+            class_name=_LABELS[1],
+            slides=[new],
             progress=display,
-        )  # fmt: skip
+        )
         step(6, "write a report")
         return DemoResult(out, heatmaps, (report(run).file,), result, predicted)
     step(3, "measure focus, pen marks and folds of every patch")
     quality(store, progress=display)
     step(4, "train on the patch labels, split by slide")
     result = train(
-        store, out=run, model=SMALL_CNN, labels_from="annotation", split_by="slide",
-        fractions=_FRACTIONS, epochs=6,
-    )  # fmt: skip
+        store,
+        out=run,
+        model=SMALL_CNN,
+        labels_from="annotation",
+        split_by="slide",
+        fractions=_FRACTIONS,
+        epochs=6,
+    )
     step(5, "predict the new slides, and draw heatmaps")
     predicted = predict(run, new, out=predictions)
     heatmap(predictions, out=heatmaps, slides=[new], formats=["png", "tiff", "geojson"])
@@ -175,9 +194,12 @@ def _make_slides(
     """
     rng = np.random.default_rng(1)
     textures = [
-        {"texture": synthetic_texture(rng, "normal", _MPP), "tumour": synthetic_texture(rng, "tumour", _MPP)}
+        {
+            "texture": synthetic_texture(rng, "normal", _MPP),
+            "tumour": synthetic_texture(rng, "tumour", _MPP),
+        }
         for _ in range(_STAINS_OF_LABELLED if labelled else _STAINS)
-    ]  # fmt: skip
+    ]
     table = []
     for number in range(count + new_count):
         is_new, positive = number >= count, number % 2
@@ -210,11 +232,14 @@ def _write_pictures(folder: Path, store: Path, run: Path, heatmaps: Path) -> Non
     _write_png(folder / "ingest.png", Image.fromarray(picture))
     rocs = {
         name: roc_of(
-            patches.label == 1, patches.output[:, 1].astype(np.float64), patches.patient,
-            patients=len(patches.patients), seed=1,
+            patches.label == 1,
+            patches.output[:, 1].astype(np.float64),
+            patches.patient,
+            patients=len(patches.patients),
+            seed=1,
         )
         for name, patches in read_predictions(run / PREDICTIONS).items()
-    }  # fmt: skip
+    }
     curves: dict[str, Roc] = {name: roc for name, roc in rocs.items() if roc is not None}
     charts.write_roc_png(folder / "roc.png", "ROC of patches", curves)
     with Image.open(min(heatmaps.rglob("*.png"))) as image:

@@ -347,8 +347,10 @@ def _pyramid(draw_row: DrawRow, options: SlideSettings) -> Iterator[Iterable[byt
         for left in range(0, row.shape[1], tile):
             yield simplejpeg.encode_jpeg(
                 np.ascontiguousarray(row[:, left : left + tile]),
-                quality=options.quality, colorspace="RGB", colorsubsampling=options.subsampling,
-            )  # fmt: skip
+                quality=options.quality,
+                colorspace="RGB",
+                colorsubsampling=options.subsampling,
+            )
 
     def flush(downsample: int) -> None:
         if parts[downsample]:

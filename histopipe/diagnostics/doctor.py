@@ -145,25 +145,29 @@ def _none(driver: Driver | None, result: Probe | None) -> Check:
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
     reasons = (
         (
-            driver.problem is not None, f"nvidia-smi: {driver.problem}",
+            driver.problem is not None,
+            f"nvidia-smi: {driver.problem}",
             "restart the machine after a driver update; in a container: docker run --gpus all",
         ),
         (
-            not driver.gpus, "none is assigned",
+            not driver.gpus,
+            "none is assigned",
             "in a container: docker run --gpus all; on a cluster: request one from the scheduler",
         ),
         (result is None, "TensorFlow does not work", _INSTALL_GPU),
         (hidden, "CUDA_VISIBLE_DEVICES hides them", "unset CUDA_VISIBLE_DEVICES"),
         (cuda is None, "TensorFlow is built without CUDA", _INSTALL_GPU),
         (
-            old, f"TensorFlow is built for CUDA {cuda}, which needs driver {needed[0]}.{needed[1]} or later",
+            old,
+            f"TensorFlow is built for CUDA {cuda}, which needs driver {needed[0]}.{needed[1]} or later",
             "update NVIDIA's driver on the host",
         ),
         (
-            True, f"TensorFlow finds no CUDA {cuda} libraries that it can load",
+            True,
+            f"TensorFlow finds no CUDA {cuda} libraries that it can load",
             f"{_INSTALL_GPU} installs them; LD_LIBRARY_PATH must not contain another CUDA",
         ),
-    )  # fmt: skip
+    )
     why, todo = next((why, todo) for applies, why, todo in reasons if applies)
     text = f"driver {driver.version}, {', '.join(driver.gpus) or 'no GPU for this process'}"
     return Check("GPU", f"{text}: {why}", State.BAD, todo)

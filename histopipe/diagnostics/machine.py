@@ -87,9 +87,10 @@ def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> Check:
         return Check("processor", f"{text}, {platform.machine()}")
     present = [name for name in (*_NEEDED, *_USED) if name in flags]
     check = Check(
-        "processor", f"{text}, {' '.join(present) or 'no AVX'}",
+        "processor",
+        f"{text}, {' '.join(present) or 'no AVX'}",
         facts={"cores": cores, "quota": quota, "features": present},
-    )  # fmt: skip
+    )
     todo = "TensorFlow's wheels need AVX: train on another machine; ingest works here"
     return check if set(_NEEDED) <= flags else replace(check, state=State.BAD, todo=todo)
 

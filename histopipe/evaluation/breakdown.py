@@ -23,8 +23,15 @@ from histopipe.tasks.statistics import area_under_roc
 from histopipe.tasks.task import EvaluationSettings, Predictions
 
 _ORIGIN_CELLS = {
-    "scanner", "hospital", "center", "centre", "institution", "laboratory", "lab", "batch",
-}  # fmt: skip
+    "scanner",
+    "hospital",
+    "center",
+    "centre",
+    "institution",
+    "laboratory",
+    "lab",
+    "batch",
+}
 """Columns of the labels file that no diagnosis depends on, either."""
 _ALL = "all together"
 _FOLDS, _PERMUTATIONS, _LEVEL = 5, 199, 0.02

@@ -132,8 +132,11 @@ def evaluate(
         part.patients[number] for part, _ in parts for number in np.unique(part.patient).tolist()
     }
     return Evaluation(
-        levels["patch"].get("mean"), levels["slide"], levels["patient"], len(patients.intersection(leaked)),
-    )  # fmt: skip
+        levels["patch"].get("mean"),
+        levels["slide"],
+        levels["patient"],
+        len(patients.intersection(leaked)),
+    )
 
 
 def mean_thresholds(models: Sequence[ThresholdsByLevel]) -> ThresholdsByLevel:
@@ -147,13 +150,26 @@ def mean_thresholds(models: Sequence[ThresholdsByLevel]) -> ThresholdsByLevel:
 
 
 METRIC_TITLES: Mapping[str, str] = {
-    "auc": "AUC", "average_precision": "average precision", "balanced_accuracy": "balanced accuracy",
-    "accuracy": "accuracy", "sensitivity": "sensitivity", "specificity": "specificity", "f1": "F1",
-    "brier": "Brier score", "log_loss": "log loss", "calibration_error": "calibration error",
-    "calibration_intercept": "calibration intercept", "calibration_slope": "calibration slope", "r2": "R²",
-    "pearson": "Pearson correlation", "spearman": "Spearman correlation", "mae": "MAE", "rmse": "RMSE",
-    "c_index": "C-index (Harrell)", "c_index_uno": "C-index (Uno)",
-}  # fmt: skip
+    "auc": "AUC",
+    "average_precision": "average precision",
+    "balanced_accuracy": "balanced accuracy",
+    "accuracy": "accuracy",
+    "sensitivity": "sensitivity",
+    "specificity": "specificity",
+    "f1": "F1",
+    "brier": "Brier score",
+    "log_loss": "log loss",
+    "calibration_error": "calibration error",
+    "calibration_intercept": "calibration intercept",
+    "calibration_slope": "calibration slope",
+    "r2": "R²",
+    "pearson": "Pearson correlation",
+    "spearman": "Spearman correlation",
+    "mae": "MAE",
+    "rmse": "RMSE",
+    "c_index": "C-index (Harrell)",
+    "c_index_uno": "C-index (Uno)",
+}
 
 
 def metric_title(name: str, task: TaskName) -> str:
@@ -295,9 +311,7 @@ _SMALLEST = 1e-30
 _RANGE = (0.05, 20.0)
 _PRIOR = 0.5
 """Standard deviation of the logarithm of temperatures: two thirds are between 0.6 and 1.6. See docs/design/evaluation.md."""
-_CHANGED = (
-    "log_loss", "brier", "calibration_error", "calibration_intercept", "calibration_slope",
-)  # fmt: skip
+_CHANGED = ("log_loss", "brier", "calibration_error", "calibration_intercept", "calibration_slope")
 """Metrics that a temperature changes."""
 
 

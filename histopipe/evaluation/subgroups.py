@@ -70,9 +70,11 @@ def check_subgroup(text: str) -> tuple[str, float | None]:
         column = column.lower()
         if column not in ("site", *QUALITY):
             raise UsageError(
-                "--subgroup", found=f"{column!r}, a column of slides.csv", expected="a column of --labels",
+                "--subgroup",
+                found=f"{column!r}, a column of slides.csv",
+                expected="a column of --labels",
                 todo="give the column of the labels file another name",
-            )  # fmt: skip
+            )
     return column, float(match["width"]) if match["width"] else None
 
 
@@ -136,10 +138,11 @@ def groups_of(
         places = np.clip(np.searchsorted(edges, numbers, side="right"), 1, len(edges) - 1).tolist()
         ranges = {place: _range(*edges[int(place) - 1 : int(place) + 1]) for place in places}
     keys = [
-        (0.0, place, ranges.get(place, group_name(value))) if in_range
+        (0.0, place, ranges.get(place, group_name(value)))
+        if in_range
         else (math.inf if value is NoValue.MISSING else 1.0, 0.0, group_name(value))
         for value, place, in_range in zip(values, places, finite.tolist(), strict=True)
-    ]  # fmt: skip
+    ]
     groups = sorted(set(keys))
     number_of = {key: number for number, key in enumerate(groups)}
     return [name for _, _, name in groups], [number_of[key] for key in keys]
@@ -202,7 +205,9 @@ class Subgroups:
         """Create it from its part of a `Breakdown` in JSON. Raise KeyError or TypeError if the value has the wrong form."""
         groups = (
             GroupMetrics(
-                group["name"], group["count"], group["patients"],
+                group["name"],
+                group["count"],
+                group["patients"],
                 # Earlier versions had another name of the values.
                 group["values"] if "values" in group else group["figures"],
                 {name: tuple(ends) for name, ends in group["intervals"].items()},
@@ -213,7 +218,7 @@ class Subgroups:
                 group["note"],
             )
             for group in value["groups"]
-        )  # fmt: skip
+        )
         return cls(value["column"], value["level"], tuple(groups))
 
 

@@ -66,10 +66,16 @@ def export_masks(store: Path, *, out: Path, progress: Progress) -> TissueReport:
                     inexact = "outlines may be off by a pixel: an older version wrote the store"
                     picture = decode_picture(thumbnail, where)
                     row, pictures[record.id] = write_slide_mask(
-                        out, record.id, TissueMask(pixels), grid, bounds=_bounds(record), thumbnail=picture,
-                        mpp=None if record.mpp is None else Mpp(record.mpp), source=record.mask or str(recorded_tissue(opened.spec)),
+                        out,
+                        record.id,
+                        TissueMask(pixels),
+                        grid,
+                        bounds=_bounds(record),
+                        thumbnail=picture,
+                        mpp=None if record.mpp is None else Mpp(record.mpp),
+                        source=record.mask or str(recorded_tissue(opened.spec)),
                         notes=record.notes if exact else [*record.notes, inexact],
-                    )  # fmt: skip
+                    )
                     result.slides.append(row)
                 except Exception as error:  # noqa: BLE001 - `slide_failure` raises what concerns all slides
                     result.failed[record.id] = slide_failure(error)
@@ -107,9 +113,19 @@ IndexFormat = Literal["csv", "parquet"]
 
 _OF_SLIDE = ("store", "slide", "patient", "site", "label")
 _OF_PATCH = (
-    "patch", "x_l0", "y_l0", "size_l0", "x_level", "y_level", "level", "mpp", "tissue", "focus",
-    "bytes", "annotation",
-)  # fmt: skip
+    "patch",
+    "x_l0",
+    "y_l0",
+    "size_l0",
+    "x_level",
+    "y_level",
+    "level",
+    "mpp",
+    "tissue",
+    "focus",
+    "bytes",
+    "annotation",
+)
 _GROUP_ROWS = 100_000
 """Minimum number of rows in a Parquet row group. Readers load a whole row group."""
 
@@ -171,8 +187,11 @@ def export(
     display = progress or default_progress()
     if is_url(out) and (index is not None or to == "masks"):
         raise UsageError(
-            "--out", found=public_url(str(out)), expected="a local path", todo="copy the result to the URL"
-        )  # fmt: skip
+            "--out",
+            found=public_url(str(out)),
+            expected="a local path",
+            todo="copy the result to the URL",
+        )
     if index is not None:
         return export_index(store_paths(stores), out=Path(out), kind=index, progress=display)
     requested = [stores] if isinstance(stores, str | Path) else list(stores)
@@ -271,9 +290,10 @@ def _write_parquet(path: Path, slides: Iterator[tuple[dict[str, Any], Columns]])
         from pyarrow import parquet
     except ImportError as error:
         raise MachineShort(
-            "Parquet needs pyarrow, which is not installed", found=str(error),
+            "Parquet needs pyarrow, which is not installed",
+            found=str(error),
             todo="pip install 'histopipe[parquet]', or use --index csv",
-        ) from error  # fmt: skip
+        ) from error
     groups = _row_groups(slides, pa)
     first = next(groups)
     with parquet.ParquetWriter(path, first.schema) as writer:

@@ -125,9 +125,10 @@ def record_settings(
         if differing or not same:
             what = ", ".join(differing) or "slides were ingested, labelled or removed since"
             raise UsageError(
-                f"{folder} holds another export", found=f"another {what}" if differing else what,
+                f"{folder} holds another export",
+                found=f"another {what}" if differing else what,
                 todo="choose another --out",
-            )  # fmt: skip
+            )
     elif any(folder.iterdir()):
         raise UsageError(f"{folder} exists and is not empty", todo="choose another --out")
     write_atomically(path, json.dumps(now, indent=1) + "\n")
@@ -202,10 +203,18 @@ class Patch:
         """Return slide, position and measurements as a JSON-ready dict."""
         (x, y), record = self.corner, self.record
         fields = {
-            "slide": record.id, "patient": record.patient, "site": record.site, "label": record.label,
-            "patch": self.row, "x_l0": x, "y_l0": y, "size_l0": self.side_l0, "mpp": record.patch_mpp,
-            "tissue": float(self.index["tissue"]), "focus": float(self.index["focus"]),
-        }  # fmt: skip
+            "slide": record.id,
+            "patient": record.patient,
+            "site": record.site,
+            "label": record.label,
+            "patch": self.row,
+            "x_l0": x,
+            "y_l0": y,
+            "size_l0": self.side_l0,
+            "mpp": record.patch_mpp,
+            "tissue": float(self.index["tissue"]),
+            "focus": float(self.index["focus"]),
+        }
         # JSON has no NaN.
         return {name: None if value != value else value for name, value in fields.items()}  # noqa: PLR0124
 
@@ -276,9 +285,10 @@ def export_patches(
         return _export(store, ExportFolder(out), to, shard_patches, progress)
     if to == "folder":
         raise UsageError(
-            f"--to {to} with a URL", expected="--to webdataset or --to tfrecord",
+            f"--to {to} with a URL",
+            expected="--to webdataset or --to tfrecord",
             todo="export to a local folder, and copy it",
-        )  # fmt: skip
+        )
     with TemporaryDirectory(prefix="histopipe-export-") as folder:
         return _export(store, UrlFolder(Path(folder), out), to, shard_patches, progress)
 
@@ -353,9 +363,10 @@ def _write_files(
                 bar.advance()
     except KeyboardInterrupt:
         raise Interrupted(
-            "interrupted", found=f"{len(done)} of {total} files complete",
+            "interrupted",
+            found=f"{len(done)} of {total} files complete",
             todo="run the same command again to write the others",
-        ) from None  # fmt: skip
+        ) from None
     return ExportResult(
         folder.place, len(missing) - len(failed), kept, patches.total(), tuple(damaged), failed
     )

@@ -129,9 +129,15 @@ class BagSet:
         if labels is not None:
             without = (self._recorded.keys() | self.failed.keys()) - headers.keys()
             rows = read_labels(
-                labels, SlideNames(headers, without), columns=columns, groups=more_columns, with_label=with_label,
-                allow_extra=allow_extra, na=na, notify=notify,
-            )  # fmt: skip
+                labels,
+                SlideNames(headers, without),
+                columns=columns,
+                groups=more_columns,
+                with_label=with_label,
+                allow_extra=allow_extra,
+                na=na,
+                notify=notify,
+            )
         self.label_source = "folder or import" if labels is None else "labels file"
         self.slides = labelled = _slide_labels(headers, rows)
         """Label, patient and site of each slide, also of those without label or patches."""
@@ -153,11 +159,15 @@ class BagSet:
             sites, first = {labelled[slide].site for slide in slides}, labelled[slides[0]]
             number = numbering.get(name, numbering.get(nfc(name)))
             bags[next(free) if number is None else number] = Bag(
-                name, tuple(slides), tuple(parts[slide] for slide in slides),
-                first.label if len({labelled[slide].label for slide in slides}) == 1 else None, first.patient,
+                name,
+                tuple(slides),
+                tuple(parts[slide] for slide in slides),
+                first.label if len({labelled[slide].label for slide in slides}) == 1 else None,
+                first.patient,
                 sites.pop() if len(sites) == 1 else None,
-                tuple(_hashes(headers[slide]) for slide in slides), first.cells,
-            )  # fmt: skip
+                tuple(_hashes(headers[slide]) for slide in slides),
+                first.cells,
+            )
         self.bags = self.records = self.complete = dict(sorted(bags.items()))
         self.empty = tuple(name for name, header in headers.items() if not header.rows)
         """Slides without patches."""
@@ -180,11 +190,17 @@ class BagSet:
                 entry = replace(entry, planned=planned, unreadable=planned - rows)
             entries.append(
                 replace(
-                    entry, slide=name, patient=label.patient or name, site=label.site or "", label=label.label or "",
-                    label_source=self.label_source if label.label else "", store=entry.store or self.path.name,
-                    cells=dict(label.cells), reason=reason,
+                    entry,
+                    slide=name,
+                    patient=label.patient or name,
+                    site=label.site or "",
+                    label=label.label or "",
+                    label_source=self.label_source if label.label else "",
+                    store=entry.store or self.path.name,
+                    cells=dict(label.cells),
+                    reason=reason,
                 )
-            )  # fmt: skip
+            )
         return entries
 
     def slide_table(self, splits: Splits, *, from_file: bool) -> list[SlideEntry]:
@@ -289,10 +305,11 @@ def _by_patient(
             values = sorted({text[column] or "empty" for text in texts})
             if len(values) > 1:
                 raise UsageError(
-                    f"patient {patient}", found=f"slides with {column} {' and '.join(values)}",
+                    f"patient {patient}",
+                    found=f"slides with {column} {' and '.join(values)}",
                     expected="the same for all slides of a patient with --bag patient",
                     todo="use --bag slide, or one value per patient in --labels",
-                )  # fmt: skip
+                )
     return dict(sorted(groups.items()))
 
 
@@ -370,10 +387,13 @@ class BagBatches(BatchSampler):
         self.dtype = np.result_type(*(bag.dtype for bag in bags.bags.values()))
         self.fields = (
             Field("features", self.dtype, (bags.dimension,), ragged=True),
-            Field("end", np.int64), Field("label", np.int32), Field("weight", np.float32),
-            Field("key", np.int64), *self._slide_fields(),
+            Field("end", np.int64),
+            Field("label", np.int32),
+            Field("weight", np.float32),
+            Field("key", np.int64),
+            *self._slide_fields(),
             *([Field("position", np.float32, (2,), ragged=True)] if positions else []),
-        )  # fmt: skip
+        )
 
     def values(self, step: int, replica: int) -> tuple[Any, ...]:
         """Return the fields of a replica's part of a step: (R, D) features, and for each bag its end row and so on.

@@ -90,9 +90,11 @@ class FeatureWriter:
             values = np.ascontiguousarray(features, self._features.dtype)
         if np.isinf(values).any() and np.isfinite(features).all():
             raise SlideError(
-                "--dtype float16", found=f"a feature of {np.abs(features).max():g}",
-                expected="at most 65504", todo="use float32",
-            )  # fmt: skip
+                "--dtype float16",
+                found=f"a feature of {np.abs(features).max():g}",
+                expected="at most 65504",
+                todo="use float32",
+            )
         self._features[rows], self._coords[rows] = values, coords
         self._crc = zlib.crc32(values.data, self._crc)
         self._next = rows.stop
@@ -138,16 +140,18 @@ def read_header(path: Path) -> FeatureHeader:
         features = file.get(FEATURES)
         if not isinstance(features, h5py.Dataset):
             raise UsageError(
-                f"{path} contains no features", found=", ".join(file) or "nothing",
+                f"{path} contains no features",
+                found=", ".join(file) or "nothing",
                 expected=f"a dataset {FEATURES!r} of shape (patches, features)",
-            )  # fmt: skip
+            )
         # Some tools write (1, N, D).
         shape = features.shape[1:] if features.shape[:-2] == (1,) else features.shape
         if len(shape) != 2 or shape[1] == 0 or features.dtype not in (np.float32, np.float16):
             raise UsageError(
-                f"{path}: features", found=f"{features.shape} {features.dtype}",
+                f"{path}: features",
+                found=f"{features.shape} {features.dtype}",
                 expected="(patches, features) float32 or float16",
-            )  # fmt: skip
+            )
         coords = file.get(COORDS)
         corners = getattr(coords, "shape", None)
         if coords is not None and corners not in ((shape[0], 2), (1, shape[0], 2)):
@@ -160,9 +164,15 @@ def read_header(path: Path) -> FeatureHeader:
             values = features[0, sampled] if features.ndim == 3 else features[sampled]
             sample = zlib.crc32(np.ascontiguousarray(values).data)
         return FeatureHeader(
-            path, shape[0], shape[1], features.dtype, features.id.get_offset(), dict(file.attrs),
-            {} if coords is None else dict(coords.attrs), sample,
-        )  # fmt: skip
+            path,
+            shape[0],
+            shape[1],
+            features.dtype,
+            features.id.get_offset(),
+            dict(file.attrs),
+            {} if coords is None else dict(coords.attrs),
+            sample,
+        )
 
 
 def read_features(
@@ -246,9 +256,10 @@ def _with_path(path: Path) -> Iterator[None]:
         raise
     except (OSError, KeyError, RuntimeError, ValueError) as error:
         damaged = DamagedStore(
-            f"{path} cannot be read", found=str(error).split("\n")[0][:200],
+            f"{path} cannot be read",
+            found=str(error).split("\n")[0][:200],
             todo="compute it again with `histopipe embed`",
-        )  # fmt: skip
+        )
         raise (reading_error(error, path) or damaged) from error
 
 
@@ -288,8 +299,9 @@ def record_encoder(folder: Path, encoder: Mapping[str, Any]) -> None:
     if unknown_files:
         raise UsageError(
             f"{folder} contains files that were not written by `histopipe embed`",
-            found=", ".join(list(unknown_files)[:3]), todo="choose another --out",
-        )  # fmt: skip
+            found=", ".join(list(unknown_files)[:3]),
+            todo="choose another --out",
+        )
     # The file name of an encoder may change, since the weights are compared; versions of libraries change often.
     record_or_check(folder / ENCODER, encoder, ignored=_IGNORED, contents="features")
 
@@ -323,15 +335,17 @@ def stores_of_features(folders: Iterable[str | Path]) -> list[Path]:
             existing = [path for path in places if folder_kind(path) is FolderKind.STORE]
             if recorded and not existing:
                 raise UsageError(
-                    f"the store of the features {folder} has moved", found=f"no store at {text}",
+                    f"the store of the features {folder} has moved",
+                    found=f"no store at {text}",
                     todo="name it with --store",
-                )  # fmt: skip
+                )
             stores += existing[:1]
         if not folder.is_dir():
             raise UsageError(
-                f"the features {folder} of the run are missing", found=f"no folder at {folder.absolute()}",
+                f"the features {folder} of the run are missing",
+                found=f"no folder at {folder.absolute()}",
                 todo="run this in the folder of the training, or name the store of their patches with --store",
-            )  # fmt: skip
+            )
     return list(dict.fromkeys(stores))
 
 
@@ -373,9 +387,11 @@ def _check(paths: Iterable[Path], read: Callable[[Path], None], seconds: float) 
                 raise
             except Exception as error:  # h5py raises many types
                 raise DamagedStore(
-                    f"{path} cannot be read safely", found=f"HDF5: {error}", expected="a file that HDF5 can read",
+                    f"{path} cannot be read safely",
+                    found=f"HDF5: {error}",
+                    expected="a file that HDF5 can read",
                     todo="remove it from the folder",
-                ) from error  # fmt: skip
+                ) from error
 
 
 def _read_all_features(path: Path) -> None:

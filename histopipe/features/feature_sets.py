@@ -118,9 +118,11 @@ class SlideFeatures:
         if corners is None or not self.side:
             missing = "coords" if corners is None else f"attribute {_SIDE} of coords"
             raise UsageError(
-                f"{path}: no positions", found=f"no {missing}", expected="coords of the patches",
+                f"{path}: no positions",
+                found=f"no {missing}",
+                expected="coords of the patches",
                 todo="use features of `histopipe embed`, or another --pooling",
-            )  # fmt: skip
+            )
         if not len(corners):
             return np.zeros((0, 2), np.float32)
         return np.asarray((corners - corners.min(axis=0)) / self.side, np.float32)
@@ -167,9 +169,10 @@ def _corners(header: FeatureHeader) -> NDArray[np.int64]:
     corners = read_coords(header)
     if corners is None:
         raise UsageError(
-            f"{header.path}: no coords", expected="coords: feature sets are matched by position",
+            f"{header.path}: no coords",
+            expected="coords: feature sets are matched by position",
             todo="use one set, or features of `histopipe embed`",
-        )  # fmt: skip
+        )
     return corners
 
 
@@ -177,9 +180,10 @@ def _side(header: FeatureHeader) -> float:
     side = float(header.coords.get(_SIDE, 0))
     if side <= 0:
         raise UsageError(
-            f"{header.path}: side of the patches", found=f"no attribute {_SIDE} of coords",
+            f"{header.path}: side of the patches",
+            found=f"no attribute {_SIDE} of coords",
             expected="the side in level-0 pixels, to match the patches of several sets",
-        )  # fmt: skip
+        )
     return side
 
 
@@ -231,9 +235,10 @@ def _filled(folder: Path, headers: Headers) -> Headers:
     if not filled:
         if headers:
             raise NothingToDo(
-                f"no slide in {folder} has patches", found=", ".join(list(headers)[:3]),
+                f"no slide in {folder} has patches",
+                found=", ".join(list(headers)[:3]),
                 todo="check the slides: `histopipe ingest SLIDES --plan` lists why slides have no patches",
-            )  # fmt: skip
+            )
         raise NothingToDo(
             f"{folder} contains no features", expected="files SLIDE.h5 from `histopipe embed`"
         )
@@ -241,10 +246,11 @@ def _filled(folder: Path, headers: Headers) -> Headers:
     for header in rest:
         if header.dimension != first.dimension:
             raise UsageError(
-                f"{header.path}: features per patch", found=header.dimension,
+                f"{header.path}: features per patch",
+                found=header.dimension,
                 expected=f"{first.dimension}, as in {first.path}",
                 todo="use one folder per encoder",
-            )  # fmt: skip
+            )
     return filled
 
 
@@ -262,9 +268,10 @@ def _join_slides(
     names = " and ".join(map(str, folders))
     if not parts:
         raise NothingToDo(
-            f"no slide has patches in all of {names}", found=f"such as {lost[0]}",
+            f"no slide has patches in all of {names}",
+            found=f"such as {lost[0]}",
             expected="features of the same slides, with overlapping patches",
-        )  # fmt: skip
+        )
     notes = []
     if lost:
         notes.append(

@@ -117,21 +117,29 @@ def load_bags(folder: Path, *, devices: str) -> TrainedBags:
         classes = tuple(map(nfc, metrics["classes"]))
         task = make_task(config.task, metrics.get("targets", ()), classes)
         network = load_quietly("histopipe.inference.networks").load_bag_network(
-            folder, config, metrics.get("objective", {}), devices=devices,
+            folder,
+            config,
+            metrics.get("objective", {}),
+            devices=devices,
             outputs=len(classes if task.of_classes else task.columns),
             covariates=0 if covariates is None else len(covariates.inputs),
-        )  # fmt: skip
+        )
         return TrainedBags(
-            folder, config, network, network.described(task), covariates,
+            folder,
+            config,
+            network,
+            network.described(task),
+            covariates,
             tuple(metrics.get("encoders") or [None] * len(config.mil)),
             result.metrics["validation"].thresholds,
             result.calibration.temperature if result.calibration else (),
-        )  # fmt: skip
+        )
     except (KeyError, TypeError) as error:
         raise DamagedStore(
-            f"{folder / METRICS} is damaged, or of an earlier version", found=repr(error)[:200],
+            f"{folder / METRICS} is damaged, or of an earlier version",
+            found=repr(error)[:200],
             todo=f"evaluate the model again with `histopipe train --resume --out {folder}`",
-        ) from error  # fmt: skip
+        ) from error
 
 
 def check_alike(models: Sequence[TrainedBags]) -> None:
@@ -140,14 +148,19 @@ def check_alike(models: Sequence[TrainedBags]) -> None:
     Raises:
         UsageError: they differ.
     """
-    check_same({
-        model.folder: {
-            "task": model.task.name, "classes": model.task.classes, "targets": model.targets,
-            "--bag": model.config.bag, "--covariates": model.config.covariates,
-            "features per patch": model.network.dimension,
+    check_same(
+        {
+            model.folder: {
+                "task": model.task.name,
+                "classes": model.task.classes,
+                "targets": model.targets,
+                "--bag": model.config.bag,
+                "--covariates": model.config.covariates,
+                "features per patch": model.network.dimension,
+            }
+            for model in models
         }
-        for model in models
-    })  # fmt: skip
+    )
 
 
 SourceKind = Literal["stores", "features", "slides"]
@@ -175,9 +188,10 @@ def read_sources(
         mixed.append("slides at URLs")
     if len(mixed) > 1:
         raise UsageError(
-            f"{' and '.join(mixed)} are mixed", expected="stores, features or slides",
+            f"{' and '.join(mixed)} are mixed",
+            expected="stores, features or slides",
             todo="predict them separately, with different --out",
-        )  # fmt: skip
+        )
     return paths, urls, names[0]
 
 
@@ -227,9 +241,10 @@ class BagFeatures:
         encoders = self.first.encoders
         if len(self.paths) != len(encoders):
             raise UsageError(
-                "folders of features", found=len(self.paths),
+                "folders of features",
+                found=len(self.paths),
                 expected=f"{len(encoders)}, in the order of --mil: {', '.join(self.first.config.mil)}",
-            )  # fmt: skip
+            )
         for path, expected in zip(self.paths, encoders, strict=True):
             record = read_encoder(path)
             if record is not None and expected is not None:
@@ -247,9 +262,10 @@ class BagFeatures:
         encoders = [record for record in records if record is not None]
         if len(encoders) < len(records):
             raise UsageError(
-                f"the encoder of {self.first.config.mil[records.index(None)]} is not recorded", found=self.kind,
+                f"the encoder of {self.first.config.mil[records.index(None)]} is not recorded",
+                found=self.kind,
                 expected="folders of features of the same encoder",
-            )  # fmt: skip
+            )
         trained = [trained_patches(record, self.first.folder) for record in encoders]
         with ExitStack() as stack:
             stores: list[Store] = []
@@ -300,9 +316,13 @@ class BagFeatures:
         self, stores: Sequence[Store], features: FeatureFolder, required: PatchRequirements
     ) -> None:
         result = embed_stores(
-            stores, features, on_error=self.options.on_error, stain_norm=required.stain_norm,
-            batch_size=self.options.batch_size, progress=self.progress,
-        )  # fmt: skip
+            stores,
+            features,
+            on_error=self.options.on_error,
+            stain_norm=required.stain_norm,
+            batch_size=self.options.batch_size,
+            progress=self.progress,
+        )
         computed = set(result.done)
         for store in stores:
             for number, record in store.complete.items():
@@ -343,16 +363,17 @@ def _check_stores(stores: Sequence[Store], trained: Sequence[PatchRequirements])
                 f"{store.path}: its patches are not those of a feature set of the training",
                 found=f"{store.patch_size} pixels, mpp {store.spec.get('mpp')}",
                 expected=" or ".join(
-                    f"{patches.patch_size} pixels, mpp {(patches.spec or {}).get('mpp')}" for patches in trained
+                    f"{patches.patch_size} pixels, mpp {(patches.spec or {}).get('mpp')}"
+                    for patches in trained
                 ),
-            )  # fmt: skip
+            )
     for number, patches in enumerate(trained, 1):
         if not any(patches.fit(store) for store in stores):
             raise NothingToDo(
                 f"no store has the patches of feature set {number} of the training",
                 expected=f"{patches.patch_size} pixels, mpp {(patches.spec or {}).get('mpp')}",
                 todo="name the stores of all feature sets",
-            )  # fmt: skip
+            )
 
 
 def _one_of(flag: str, values: Sequence[PathLike], number: int) -> str:

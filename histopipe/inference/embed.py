@@ -125,10 +125,14 @@ def describe_slide(
     try:
         geometry = json.loads(str(header.attributes["geometry"]))
         return PredictedSlide(
-            slide=slide, patient=patient, label=label, **geometry, patches=header.rows,
+            slide=slide,
+            patient=patient,
+            label=label,
+            **geometry,
+            patches=header.rows,
             source=str(header.attributes.get("source") or header.attributes.get("patches_crc")),
             skipped=int(header.attributes.get("skipped", 0)),
-        )  # fmt: skip
+        )
     except (KeyError, TypeError, ValueError):
         return None
 
@@ -220,23 +224,36 @@ def embed(
             )
         options = replace(options, model=options.model or LITE)
         mismatch = check_patches(
-            options, size, [record.patch_mpp for store in opened for record in store.complete.values()]
-        )  # fmt: skip
+            options,
+            size,
+            [record.patch_mpp for store in opened for record in store.complete.values()],
+        )
         # Loaded first, because the encoder must configure the devices before anything else uses TensorFlow.
         encoder, stain = load_encoder(options, size), read_stain_norm(options)
         stack.enter_context(held(folder))
-        record_encoder(folder, {
-            **encoder_record(
-                options, encoder, opened, **({"mismatch": mismatch} if mismatch else {}), stain_norm=stain,
-                dtype=options.dtype,
-            ),
-            "batches": BATCHES,
-        })  # fmt: skip
+        record_encoder(
+            folder,
+            {
+                **encoder_record(
+                    options,
+                    encoder,
+                    opened,
+                    **({"mismatch": mismatch} if mismatch else {}),
+                    stain_norm=stain,
+                    dtype=options.dtype,
+                ),
+                "batches": BATCHES,
+            },
+        )
         record_stores(folder, opened)
         return embed_stores(
-            opened, FeatureFolder(encoder, folder, options.dtype), on_error=options.on_error,
-            stain_norm=stain, batch_size=encoder.batch_size, progress=display,
-        )  # fmt: skip
+            opened,
+            FeatureFolder(encoder, folder, options.dtype),
+            on_error=options.on_error,
+            stain_norm=stain,
+            batch_size=encoder.batch_size,
+            progress=display,
+        )
 
 
 def embed_stores(

@@ -90,14 +90,16 @@ def load_encoder(options: EmbedOptions, patch_size: int) -> Network:
     if is_onnx or is_run:
         if options.weights is not None:
             raise UsageError(
-                "--weights", found=f"--model {model}, which already contains weights",
+                "--weights",
+                found=f"--model {model}, which already contains weights",
                 expected="--model with the name of a network",
-            )  # fmt: skip
+            )
         if options.precision != "float32" or options.xla:
             raise UsageError(
-                "--xla" if options.xla else f"--precision {options.precision}", found=f"--model {model}",
+                "--xla" if options.xla else f"--precision {options.precision}",
+                found=f"--model {model}",
                 expected="a network that is not an ONNX file or a run",
-            )  # fmt: skip
+            )
     if is_onnx:
         return OnnxEncoder(
             Path(model),
@@ -106,12 +108,18 @@ def load_encoder(options: EmbedOptions, patch_size: int) -> Network:
             batch_size=64 if options.batch_size == "auto" else options.batch_size,
         )
     untrained = named_preset(model) or own_file(model) or model == SMALL
-    return cast(Network, load_quietly("histopipe.inference.networks").keras_encoder(
-        Path(model) if is_run else model,
-        weights=str(options.weights or ("none" if untrained else "imagenet")),
-        patch_size=patch_size, devices=options.devices, batch_size=options.batch_size,
-        precision=options.precision, xla=options.xla,
-    ))  # fmt: skip
+    return cast(
+        Network,
+        load_quietly("histopipe.inference.networks").keras_encoder(
+            Path(model) if is_run else model,
+            weights=str(options.weights or ("none" if untrained else "imagenet")),
+            patch_size=patch_size,
+            devices=options.devices,
+            batch_size=options.batch_size,
+            precision=options.precision,
+            xla=options.xla,
+        ),
+    )
 
 
 def read_stain_norm(options: EmbedOptions) -> StainNorm:
@@ -136,12 +144,16 @@ def encoder_record(
     records = (record for store in stores for record in store.complete.values())
     mpps = sorted(record.patch_mpp for record in records if record.patch_mpp)
     return {
-        **encoder.identity, **settings, "libraries": _versions(), "given": choice,
+        **encoder.identity,
+        **settings,
+        "libraries": _versions(),
+        "given": choice,
         "patches": {
-            "patch_size": stores[0].patch_size, "spec": dict(stores[0].spec),
+            "patch_size": stores[0].patch_size,
+            "spec": dict(stores[0].spec),
             "patch_mpp": mpps[len(mpps) // 2] if mpps else None,
         },
-    }  # fmt: skip
+    }
 
 
 def trained_patches(record: Mapping[str, Any], owner: Path) -> PatchRequirements:
@@ -153,8 +165,12 @@ def trained_patches(record: Mapping[str, Any], owner: Path) -> PatchRequirements
     try:
         patches = record["patches"]
         return PatchRequirements(
-            owner, int(patches["patch_size"]), patches["spec"], patches["patch_mpp"], record["stain_norm"]
-        )  # fmt: skip
+            owner,
+            int(patches["patch_size"]),
+            patches["spec"],
+            patches["patch_mpp"],
+            record["stain_norm"],
+        )
     except (KeyError, TypeError, ValueError) as error:
         raise DamagedStore(
             f"the record of the encoder in {owner} is damaged", found=repr(error)[:200]
@@ -181,7 +197,7 @@ def check_encoder(actual: Mapping[str, Any], expected: Mapping[str, Any], where:
         found=", ".join(f"{name} {_short(value)}" for name, value, _ in differing),
         expected=", ".join(f"{name} {_short(required)}" for name, _, required in differing),
         todo="embed the slides with the encoder and the patches of the training",
-    )  # fmt: skip
+    )
 
 
 def _short(value: Any) -> str:
@@ -229,9 +245,12 @@ class OnnxEncoder:
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         self.identity: Mapping[str, Any] = {
-            "encoder": path.name, "dimension": self.dimension, "patch_size": patch_size,
-            "sha256": digest, **self._preprocessing,
-        }  # fmt: skip
+            "encoder": path.name,
+            "dimension": self.dimension,
+            "patch_size": patch_size,
+            "sha256": digest,
+            **self._preprocessing,
+        }
 
     def prepare(self, images: NDArray[np.uint8]) -> NDArray[np.float32]:
         """Return (B, 3, S, S) float32, resized and normalized as the JSON file describes."""
@@ -289,10 +308,11 @@ class OnnxEncoder:
         values = values.reshape(values.shape[:2]) if values.shape[2:] in ((), (1, 1)) else values
         if values.ndim != 2:
             raise UsageError(
-                f"{self._path}: wrong first output", found=f"shape {values.shape}",
+                f"{self._path}: wrong first output",
+                found=f"shape {values.shape}",
                 expected="(patches, features)",
                 todo="export the network with pooled features, or the class token, as its output",
-            )  # fmt: skip
+            )
         return values.astype(np.float32)
 
 
@@ -327,7 +347,7 @@ def _read_preprocessing(path: Path) -> dict[str, Any]:
             f"{json_path}: wrong {', '.join(wrong)}",
             found={name: settings.get(name) for name in wrong},
             expected=f"such as {_EXAMPLE}, interpolation one of {', '.join(_FILTERS)}",
-        )  # fmt: skip
+        )
     return settings
 
 
@@ -336,16 +356,18 @@ def _sessions(path: Path, devices: str) -> list[Any]:
         import onnxruntime as ort  # imported here: optional
     except ImportError as error:
         raise MachineShort(
-            "ONNX files need onnxruntime, which is not installed", found=str(error),
+            "ONNX files need onnxruntime, which is not installed",
+            found=str(error),
             todo="pip install 'histopipe[onnx]', or onnxruntime-gpu for GPUs",
-        ) from error  # fmt: skip
+        ) from error
     match = parse_devices(devices)
     has_gpu = "CUDAExecutionProvider" in ort.get_available_providers()
     if devices.startswith("gpu") and not has_gpu:
         raise UsageError(
-            f"--devices {devices}", found="an onnxruntime without CUDA",
+            f"--devices {devices}",
+            found="an onnxruntime without CUDA",
             todo="install onnxruntime-gpu instead, or use --devices cpu",
-        )  # fmt: skip
+        )
     options = ort.SessionOptions()
     options.log_severity_level = 3
     providers: list[Any] = ["CPUExecutionProvider"] * int(match["cpus"] or 1)
@@ -358,9 +380,10 @@ def _sessions(path: Path, devices: str) -> list[Any]:
         return [ort.InferenceSession(str(path), options, providers=[one]) for one in providers]
     except Exception as error:  # onnxruntime's errors have no other common base class
         raise UsageError(
-            f"{path} cannot be loaded", found=str(error).split("\n")[0][:200],
+            f"{path} cannot be loaded",
+            found=str(error).split("\n")[0][:200],
             expected="an ONNX network with one input (patches, 3, size, size)",
-        ) from error  # fmt: skip
+        ) from error
 
 
 def _check_input(session: Any, path: Path, side: int) -> tuple[str, int | None]:
@@ -372,7 +395,8 @@ def _check_input(session: Any, path: Path, side: int) -> tuple[str, int | None]:
         isinstance(n, int) and n != w for n, w in zip(shape[1:], (3, side, side), strict=True)
     ):
         raise UsageError(
-            f"{path}: wrong inputs", found="; ".join(f"{tensor.name} {tensor.shape} {tensor.type}" for tensor in inputs),
+            f"{path}: wrong inputs",
+            found="; ".join(f"{tensor.name} {tensor.shape} {tensor.type}" for tensor in inputs),
             expected=f"one input, float32 of shape (patches, 3, {side}, {side})",
-        )  # fmt: skip
+        )
     return inputs[0].name, shape[0] if isinstance(shape[0], int) else None

@@ -51,10 +51,12 @@ class ExternalEvaluation:
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dict, in the form of the metrics of a run."""
         return {
-            "test": self.evaluation.to_json(), "breakdown": self.breakdown.to_json(),
-            "flow": flow_to_json(self.flow), "positive": self.positive,
+            "test": self.evaluation.to_json(),
+            "breakdown": self.breakdown.to_json(),
+            "flow": flow_to_json(self.flow),
+            "positive": self.positive,
             "in_training": list(self.in_training),
-        }  # fmt: skip
+        }
 
 
 def find_in_training(
@@ -72,8 +74,10 @@ def find_in_training(
         progress: shows the warning.
     """
     common = {
-        name: patient or name for name, patient in patients.items() if names_of(name, patient) & used
-    }  # fmt: skip
+        name: patient or name
+        for name, patient in patients.items()
+        if names_of(name, patient) & used
+    }
     if common:
         names = ", ".join(sorted(common)[:3]) + (", …" if len(common) > 3 else "")
         progress.message(
@@ -171,9 +175,12 @@ def write_evaluation(
         write_predictions(folder / EVALUATED, [({"split": "test"}, part[0])])
     tested = {name for slide in slides if slide.test for name in (slide.slide, slide.patient)}
     result = ExternalEvaluation(
-        evaluation, break_down([part], evaluation, slides, subgroups, settings), flow_of(slides),
-        settings.positive, tuple(sorted(tested.intersection(in_training))),
-    )  # fmt: skip
+        evaluation,
+        break_down([part], evaluation, slides, subgroups, settings),
+        flow_of(slides),
+        settings.positive,
+        tuple(sorted(tested.intersection(in_training))),
+    )
     write_json(folder / EVALUATION, result.to_json())
     return result
 
@@ -191,7 +198,10 @@ def read_evaluation(folder: Path) -> ExternalEvaluation | None:
     ):
         value = read_json(path)
         return ExternalEvaluation(
-            Evaluation.from_json(value["test"]), Breakdown.from_json(value["breakdown"]),
-            flow_from_json(value["flow"]), value["positive"], tuple(value.get("in_training", ())),
-        )  # fmt: skip
+            Evaluation.from_json(value["test"]),
+            Breakdown.from_json(value["breakdown"]),
+            flow_from_json(value["flow"]),
+            value["positive"],
+            tuple(value.get("in_training", ())),
+        )
     return None

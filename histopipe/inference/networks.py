@@ -63,9 +63,11 @@ class KerasNetwork:
         self.dimension = int(self._model.output_shape[-1])
         self.patch_size = int(self._model.input_shape[1])
         self.identity: Mapping[str, Any] = {
-            "encoder": name, "dimension": self.dimension, "patch_size": self.patch_size,
+            "encoder": name,
+            "dimension": self.dimension,
+            "patch_size": self.patch_size,
             "sha256": digest(self._model.weights),
-        }  # fmt: skip
+        }
         compute = self._compute
         if xla:
             compute = tf.function(compute, autograph=False, jit_compile=True)
@@ -196,17 +198,19 @@ def load_run_model(folder: Path, patch_size: int | None = None) -> keras.Model:
     path = folder / run_folder.MODEL
     if not path.exists():
         raise UsageError(
-            f"{folder} holds no trained model", expected=f"a file {run_folder.MODEL}",
+            f"{folder} holds no trained model",
+            expected=f"a file {run_folder.MODEL}",
             todo=f"finish the run with `histopipe train --resume --out {folder}`",
-        )  # fmt: skip
+        )
     try:
         model = keras.models.load_model(path, safe_mode=True)  # runs no code from the file
         shape = model.input_shape
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DamagedStore(
-            f"{path} cannot be read", found=str(error).split("\n")[0][:200],
+            f"{path} cannot be read",
+            found=str(error).split("\n")[0][:200],
             expected="the model of a run on patches",
-        ) from error  # fmt: skip
+        ) from error
     if len(shape) != 4:
         raise UsageError(
             f"the model of {folder} takes features, not patches",
@@ -214,9 +218,10 @@ def load_run_model(folder: Path, patch_size: int | None = None) -> keras.Model:
         )
     if patch_size not in (None, shape[1]):
         raise UsageError(
-            f"the model of {folder} takes patches of another size", found=f"{shape[1]} pixels",
+            f"the model of {folder} takes patches of another size",
+            found=f"{shape[1]} pixels",
             expected=f"{patch_size}, as in the store",
-        )  # fmt: skip
+        )
     return model
 
 
@@ -229,9 +234,10 @@ def load_run_models(folders: Sequence[Path]) -> keras.Model:
     for folder, model in zip(folders, models, strict=True):
         if model.input_shape != shape:
             raise UsageError(
-                f"the model of {folder} takes patches of another size", found=model.input_shape[1],
+                f"the model of {folder} takes patches of another size",
+                found=model.input_shape[1],
                 expected=shape[1],
-            )  # fmt: skip
+            )
     image = keras.Input(shape[1:], dtype="uint8", name="image")
     outputs = [
         keras.Model(model.inputs, model.outputs[0], name=f"model_{number}")(image)
@@ -330,14 +336,19 @@ def load_bag_network(
             weights = saved.get_weights()
             dimension = int(weights[0].shape[0])
             model = BagModel(
-                config.pooling, dimension=dimension, objective=objective, dropout=0.0,
-                covariates=covariates, scaled=config.feature_scaling == "standard",
-            )  # fmt: skip
+                config.pooling,
+                dimension=dimension,
+                objective=objective,
+                dropout=0.0,
+                covariates=covariates,
+                scaled=config.feature_scaling == "standard",
+            )
             model.serving.set_weights(weights)
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         raise DamagedStore(
-            f"{path} cannot be read", found=str(error).split("\n")[0][:200],
+            f"{path} cannot be read",
+            found=str(error).split("\n")[0][:200],
             expected="the model of a run on bags",
-        ) from error  # fmt: skip
+        ) from error
     check_weights(saved.weights, str(path), "train the model again")
     return BagNetwork(model, objective, device, dimension)

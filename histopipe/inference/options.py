@@ -30,9 +30,10 @@ class NetworkOptions:
 
     devices: str = setting("auto", "Devices: auto, cpu, cpu:N, gpu or gpu:0,1.", group=NETWORK)
     on_error: OnError = setting(
-        "raise", "Damaged patch in a store: fail its slide (raise), or leave the patch out (skip).",
+        "raise",
+        "Damaged patch in a store: fail its slide (raise), or leave the patch out (skip).",
         group=NETWORK,
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,19 +41,22 @@ class EmbedOptions(NetworkOptions):
     """Options of `embed`."""
 
     model: PathLike | None = setting(
-        None, "Encoder: a name of `histopipe encoders`, a run's folder, a keras.applications name, an ONNX or .keras "
+        None,
+        "Encoder: a name of `histopipe encoders`, a run's folder, a keras.applications name, an ONNX or .keras "
         "file, a SavedModel folder, or module.py:function.",
-        group=NETWORK, default_text="efficientnet-lite0, for patches of 96 pixels or more",
-    )  # fmt: skip
+        group=NETWORK,
+        default_text="efficientnet-lite0, for patches of 96 pixels or more",
+    )
     weights: PathLike | None = setting(
         None,
         "Weights of a named encoder: a file or folder; else imagenet (default) or none.",
         group=NETWORK,
     )
     allow_mismatch: bool = setting(
-        False, "Embed even if the patches have another size or scale than the encoder was trained on.",
+        False,
+        "Embed even if the patches have another size or scale than the encoder was trained on.",
         group=NETWORK,
-    )  # fmt: skip
+    )
     precision: Literal["float32", "mixed_bfloat16", "mixed_float16"] = setting(
         "float32", "Precision of the network.", group=NETWORK
     )
@@ -63,9 +67,11 @@ class EmbedOptions(NetworkOptions):
         "float32", "Type of the stored features; float16 needs half the space.", group=NETWORK
     )
     batch_size: int | Literal["auto"] = setting(
-        64, "Patches per batch, over all devices; auto: the fastest that fits into memory.",
-        group=NETWORK, at_least=1,
-    )  # fmt: skip
+        64,
+        "Patches per batch, over all devices; auto: the fastest that fits into memory.",
+        group=NETWORK,
+        at_least=1,
+    )
     stain_norm: StainNorm | None = setting(
         None, "Stain normalization.", group=NETWORK, default_text="method of the run, else none"
     )
@@ -83,14 +89,19 @@ class PredictOptions(PatchReadingOptions, NetworkOptions):
         "mean", "Aggregation of patches to slides and patients.", group=NETWORK
     )
     labels: PathLike | None = setting(
-        None, "CSV file with the columns slide, label, and optionally patient; for slide models also targets and "
+        None,
+        "CSV file with the columns slide, label, and optionally patient; for slide models also targets and "
         "covariates. Metrics are reported where labels are known.",
-        group=LABELS, format="path", default_text="the store's",
-    )  # fmt: skip
+        group=LABELS,
+        format="path",
+        default_text="the store's",
+    )
     subgroup: Sequence[str] = setting(
-        (), "Columns of --labels by which metrics are reported, as for `train`.",
-        group=LABELS, default_text="those of the training",
-    )  # fmt: skip
+        (),
+        "Columns of --labels by which metrics are reported, as for `train`.",
+        group=LABELS,
+        default_text="those of the training",
+    )
     overlap: int | None = setting(
         None, "Overlap of patches in pixels.", group=SLIDE_FILES, default_text="as trained"
     )
@@ -98,26 +109,38 @@ class PredictOptions(PatchReadingOptions, NetworkOptions):
         None, "Tissue detection.", group=SLIDE_FILES, default_text="as trained"
     )
     tissue_threshold: float | None = setting(
-        None, "Minimum share of tissue in a patch.",
-        group=SLIDE_FILES, at_least=0, at_most=1, format="share", default_text="as trained",
-    )  # fmt: skip
+        None,
+        "Minimum share of tissue in a patch.",
+        group=SLIDE_FILES,
+        at_least=0,
+        at_most=1,
+        format="share",
+        default_text="as trained",
+    )
     encoder: Sequence[PathLike] = setting(
-        (), "Encoder of the model, if it has moved; once per feature set.",
-        group=SLIDE_MODELS, format="repeated", default_text="as recorded",
-    )  # fmt: skip
+        (),
+        "Encoder of the model, if it has moved; once per feature set.",
+        group=SLIDE_MODELS,
+        format="repeated",
+        default_text="as recorded",
+    )
     encoder_weights: Sequence[PathLike] = setting(
-        (), "Weights of the encoder, if they have moved.",
-        group=SLIDE_MODELS, format="repeated", default_text="as recorded",
-    )  # fmt: skip
+        (),
+        "Weights of the encoder, if they have moved.",
+        group=SLIDE_MODELS,
+        format="repeated",
+        default_text="as recorded",
+    )
     batch_rule: str | None = BATCHES
 
     def __post_init__(self) -> None:
         columns = self.subgroup_columns
         if columns and self.labels is None:
             raise UsageError(
-                "--subgroup", found=f"{', '.join(columns)}, but no --labels",
+                "--subgroup",
+                found=f"{', '.join(columns)}, but no --labels",
                 expected="a CSV file with these columns",
-            )  # fmt: skip
+            )
 
     @property
     def subgroup_columns(self) -> tuple[str, ...]:
@@ -138,9 +161,11 @@ class PredictOptions(PatchReadingOptions, NetworkOptions):
         for name, declared in declared_settings(PredictOptions).items():
             if declared.group == SLIDE_FILES and getattr(self, name) != declared.default:
                 raise UsageError(
-                    declared.flag, found="a store", expected="slides",
+                    declared.flag,
+                    found="a store",
+                    expected="slides",
                     todo="remove the option: the patches of a store are already tiled",
-                )  # fmt: skip
+                )
 
     def read_labels(self, ids: Sequence[str]) -> Mapping[str, SlideLabel] | None:
         """Read the labels file, if there is one, for slides with these ids."""
@@ -150,6 +175,9 @@ class PredictOptions(PatchReadingOptions, NetworkOptions):
         from histopipe.slides.tables import SlideNames, read_labels
 
         return read_labels(
-            Path(self.labels), SlideNames(ids), groups=self.subgroup_columns,
-            allow_extra=self.allow_extra_rows, na=NA_VALUES if self.na is None else self.na,
-        )  # fmt: skip
+            Path(self.labels),
+            SlideNames(ids),
+            groups=self.subgroup_columns,
+            allow_extra=self.allow_extra_rows,
+            na=NA_VALUES if self.na is None else self.na,
+        )

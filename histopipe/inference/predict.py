@@ -126,5 +126,7 @@ def complete_options(options: PredictOptions, config: TrainConfig) -> PredictOpt
     additional = columns - {names[subgroup] for subgroup in options.subgroup}
     subgroups = (subgroup for subgroup in config.subgroup if names[subgroup] in additional)
     return replace(
-        options, subgroup=(*options.subgroup, *subgroups), na=config.na if options.na is None else options.na
-    )  # fmt: skip
+        options,
+        subgroup=(*options.subgroup, *subgroups),
+        na=config.na if options.na is None else options.na,
+    )

@@ -62,9 +62,10 @@ class BagPrediction:
         first, path = self._first, self.folder.path
         if first.covariates is not None and self.options.labels is None:
             raise UsageError(
-                "the model takes covariates", found="no --labels",
+                "the model takes covariates",
+                found="no --labels",
                 expected="a CSV file with the columns slide, " + ", ".join(first.config.covariates),
-            )  # fmt: skip
+            )
         with roomy(path):
             features, began, evaluated = self.features, time.monotonic(), None
             folders = features.folders(self._record_settings)
@@ -75,13 +76,19 @@ class BagPrediction:
                 self._record_settings()
                 evaluated = self._predict(bags)
         return PredictResult(
-            folder=path, done=tuple(bag.id for bag in self.done), kept=(), failed=self.failed,
-            patches=sum(bag.rows for bag in self.done) if features.kind == "features"
+            folder=path,
+            done=tuple(bag.id for bag in self.done),
+            kept=(),
+            failed=self.failed,
+            patches=sum(bag.rows for bag in self.done)
+            if features.kind == "features"
             else sum(run.patches for run in features.runs),
-            skipped=sum(run.skipped for run in features.runs), seconds=time.monotonic() - began,
-            input_wait=sum(run.input_wait for run in features.runs), unit=first.config.bag,
+            skipped=sum(run.skipped for run in features.runs),
+            seconds=time.monotonic() - began,
+            input_wait=sum(run.input_wait for run in features.runs),
+            unit=first.config.bag,
             evaluated=evaluated,
-        )  # fmt: skip
+        )
 
     def _record_settings(self) -> None:
         first, temperatures = self._first, [list(model.temperature) for model in self.models]
@@ -111,22 +118,31 @@ class BagPrediction:
             missing = [name for name in covariates if name not in columns]
             if missing:
                 raise UsageError(
-                    f"{labels}: columns", found=", ".join(present),
+                    f"{labels}: columns",
+                    found=", ".join(present),
                     expected="the covariates of the model: " + ", ".join(missing),
-                )  # fmt: skip
+                )
             has_label = first.task.of_classes and "label" in present
         bags = BagSet(
-            folders, bag=first.config.bag, labels=labels, columns=columns,
-            more_columns=options.subgroup_columns, with_label=has_label, allow_extra=options.allow_extra_rows,
-            na=first.config.na if options.na is None else options.na, notify=self.progress.message,
-            unlabelled=True, on_error="skip",
-        )  # fmt: skip
+            folders,
+            bag=first.config.bag,
+            labels=labels,
+            columns=columns,
+            more_columns=options.subgroup_columns,
+            with_label=has_label,
+            allow_extra=options.allow_extra_rows,
+            na=first.config.na if options.na is None else options.na,
+            notify=self.progress.message,
+            unlabelled=True,
+            on_error="skip",
+        )
         if bags.dimension != first.network.dimension:
             raise UsageError(
-                f"{' and '.join(map(str, folders))}: features per patch", found=bags.dimension,
+                f"{' and '.join(map(str, folders))}: features per patch",
+                found=bags.dimension,
                 expected=f"{first.network.dimension}, as in the training",
                 todo="use features of the encoder of the training",
-            )  # fmt: skip
+            )
         for note in bags.notes:
             self.progress.message(note)
         self.failed |= {**bags.failed, **dict.fromkeys(bags.empty, "the slide has no patches")}
@@ -156,10 +172,14 @@ class BagPrediction:
             {bag.id: bag.patient for bag in predicted}, used, config.bag, progress
         )
         # (M, N, C), in the form of the first model.
-        outputs = np.stack([
-            self._first.task.converted(model.task, np.stack([output[number] for _, output in results]))
-            for number, model in enumerate(self.models)
-        ])  # fmt: skip
+        outputs = np.stack(
+            [
+                self._first.task.converted(
+                    model.task, np.stack([output[number] for _, output in results])
+                )
+                for number, model in enumerate(self.models)
+            ]
+        )
         thresholds = mean_thresholds([model.thresholds for model in self.models])
         path, settings = self.folder.path, config.evaluation_settings
         self._write_tables(predicted, targets, outputs.astype(np.float64), thresholds)
@@ -176,13 +196,23 @@ class BagPrediction:
         }
         entries = evaluated_slides(
             bags.found_slides(),
-            {slide: (part.rows, 0) for bag in predicted for slide, part in zip(bag.slides, bag.parts, strict=True)},
-            {slide for bag in predicted if bag.id in labelled for slide in bag.slides}, failed,
+            {
+                slide: (part.rows, 0)
+                for bag in predicted
+                for slide, part in zip(bag.slides, bag.parts, strict=True)
+            },
+            {slide for bag in predicted if bag.id in labelled for slide in bag.slides},
+            failed,
             self._first.task.classes,
-        )  # fmt: skip
+        )
         return write_evaluation(
-            path, evaluated, entries, subgroups=self.options.subgroup, settings=settings, in_training=seen
-        )  # fmt: skip
+            path,
+            evaluated,
+            entries,
+            subgroups=self.options.subgroup,
+            settings=settings,
+            in_training=seen,
+        )
 
     def _predictions(
         self,
@@ -195,11 +225,17 @@ class BagPrediction:
         patients, patient = np.unique([bag.patient or bag.id for bag in bags], return_inverse=True)
         zeros = np.zeros(len(bags), np.int64)
         return Predictions(
-            task, tuple(bag.id for bag in bags), tuple(patients.tolist()),
-            np.arange(len(bags), dtype=np.int32), patient.astype(np.int32), zeros, zeros,
+            task,
+            tuple(bag.id for bag in bags),
+            tuple(patients.tolist()),
+            np.arange(len(bags), dtype=np.int32),
+            patient.astype(np.int32),
+            zeros,
+            zeros,
             np.array([targets[bag.id] or () for bag in bags], np.float64),
-            outputs.mean(axis=0).astype(np.float32), level,
-        )  # fmt: skip
+            outputs.mean(axis=0).astype(np.float32),
+            level,
+        )
 
     def _write_tables(
         self,
@@ -235,24 +271,34 @@ class BagPrediction:
                 columns |= zip(task.target_names, zip(*cells, strict=True), strict=True)
             spread = values.std(axis=0, ddof=1) if len(values) > 1 else np.empty((0, 0))
             write_summary(
-                self.folder.path / name, columns, task=task, output=means,
+                self.folder.path / name,
+                columns,
+                task=task,
+                output=means,
                 patches=[sum(bags[i].rows for i in group) for group in groups],
                 spread=[[f"{value:.9g}" for value in row] for row in spread],
                 limits=np.array(thresholds.get(name_of(level, "mean"), NO_THRESHOLDS).values),
-            )  # fmt: skip
+            )
 
     def _predict_bag(self, bag: Bag) -> list[NDArray[np.float32]]:
         """Return the output of each model, and write the means of attention and contributions."""
         features, first = read_bag(bag, bag.dtype), self._first
         positions = read_positions(bag) if first.network.takes_positions else None
-        outputs, attention, contributions = zip(*(
-            model.network.predict(features, positions, self._covariates(model, bag))
-            for model in self.models
-        ), strict=True)  # fmt: skip
+        outputs, attention, contributions = zip(
+            *(
+                model.network.predict(features, positions, self._covariates(model, bag))
+                for model in self.models
+            ),
+            strict=True,
+        )
         write_patch_values(
-            self.folder.path, bag.id, bag.places(), names=first.task.names,
-            attention=np.mean(attention, axis=0), contributions=np.mean(contributions, axis=0),
-        )  # fmt: skip
+            self.folder.path,
+            bag.id,
+            bag.places(),
+            names=first.task.names,
+            attention=np.mean(attention, axis=0),
+            contributions=np.mean(contributions, axis=0),
+        )
         for slide, part in zip(bag.slides, bag.parts, strict=True):
             predicted = describe_slide(part.headers[0], slide, bag.patient or slide, bag.label)
             if predicted is not None:

@@ -138,21 +138,28 @@ def load_classifier(folders: Sequence[Path], *, devices: str, batch_size: int) -
     runs = [_without_network(folder) for folder in folders]
     keras_network = load_quietly("histopipe.inference.networks")
     network = keras_network.KerasNetwork(
-        lambda: keras_network.load_run_models(folders), name=folders[0].name, devices=devices,
+        lambda: keras_network.load_run_models(folders),
+        name=folders[0].name,
+        devices=devices,
         batch_size=batch_size,
-    )  # fmt: skip
+    )
     names = ("classes", "spec", "patch_mpp", "stain_norm", "labels_from", "calibrate")
     check_same({run["folder"]: {name: run[name] for name in names} for run in runs})
     first = runs[0]
     return Classifier(
-        folders[0], network, len(folders), first["classes"],
+        folders[0],
+        network,
+        len(folders),
+        first["classes"],
         PatchRequirements(
             folders[0], network.patch_size, first["spec"], first["patch_mpp"], first["stain_norm"]
         ),
-        first["labels_from"], first["evaluation_settings"], mean_thresholds([run["thresholds"] for run in runs]),
+        first["labels_from"],
+        first["evaluation_settings"],
+        mean_thresholds([run["thresholds"] for run in runs]),
         temperatures=tuple(run["temperature"] for run in runs if run["temperature"]),
         in_training=frozenset().union(*(trained_on(folder / SPLITS) for folder in folders)),
-    )  # fmt: skip
+    )
 
 
 def _without_network(folder: Path) -> dict[str, Any]:
@@ -160,17 +167,24 @@ def _without_network(folder: Path) -> dict[str, Any]:
     result, config = read_result(folder), load_config(folder / run_folder.CONFIG)
     if not isinstance(config, PatchTrainConfig) or not config.task_type.of_classes:
         raise UsageError(
-            f"the model of {folder} predicts no classes of patches", found=f"--task {config.task}",
-            expected="--task classification", todo="use its model.keras, which opens in plain Keras",
-        )  # fmt: skip
+            f"the model of {folder} predicts no classes of patches",
+            found=f"--task {config.task}",
+            expected="--task classification",
+            todo="use its model.keras, which opens in plain Keras",
+        )
     metrics = read_json(folder / METRICS)
     return {
-        "folder": folder, "classes": tuple(map(nfc, metrics["classes"])), "spec": metrics.get("spec"),
-        "patch_mpp": metrics.get("patch_mpp"), "stain_norm": config.stain_norm,
-        "labels_from": config.labels_from, "evaluation_settings": config.evaluation_settings,
-        "thresholds": result.metrics["validation"].thresholds, "calibrate": config.calibrate,
+        "folder": folder,
+        "classes": tuple(map(nfc, metrics["classes"])),
+        "spec": metrics.get("spec"),
+        "patch_mpp": metrics.get("patch_mpp"),
+        "stain_norm": config.stain_norm,
+        "labels_from": config.labels_from,
+        "evaluation_settings": config.evaluation_settings,
+        "thresholds": result.metrics["validation"].thresholds,
+        "calibrate": config.calibrate,
         "temperature": result.calibration.temperature if result.calibration else (),
-    }  # fmt: skip
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,12 +202,19 @@ class PatchPrediction:
         """Predict the slides that are missing, then write the tables of all slides in the folder."""
         source, classifier, patches = self.source, self.classifier, self.classifier.patches
         temperatures = [list(temperature) for temperature in classifier.temperatures]
-        self.folder.record({
-            "histopipe": __version__, "batches": BATCHES, "run": str(classifier.folder),
-            "sha256": classifier.network.identity["sha256"], "classes": list(classifier.classes),
-            "stain_norm": patches.stain_norm, "patch_size": patches.patch_size, **source.settings,
-            **({"temperature": temperatures} if temperatures else {}),
-        })  # fmt: skip
+        self.folder.record(
+            {
+                "histopipe": __version__,
+                "batches": BATCHES,
+                "run": str(classifier.folder),
+                "sha256": classifier.network.identity["sha256"],
+                "classes": list(classifier.classes),
+                "stain_norm": patches.stain_norm,
+                "patch_size": patches.patch_size,
+                **source.settings,
+                **({"temperature": temperatures} if temperatures else {}),
+            }
+        )
         run = SlideRun(classifier.network, "predicting", source.count, self.progress)
         with roomy(self.folder.path):
             run.run(source.slides(run, self.folder.complete), self._write, stop=source.close)
@@ -212,10 +233,16 @@ class PatchPrediction:
         shape = (len(order), classifier.models, len(classifier.classes))
         by_model = classifier.calibrated(probability[order].reshape(shape))
         scores = Predictions(
-            Classification(classes=classifier.classes), (predicted.slide,), (predicted.patient,),
-            slide=zeros, patient=zeros, x_l0=corners[:, 0], y_l0=corners[:, 1],
-            target=self._targets(predicted, corners), output=by_model.mean(axis=1),
-        )  # fmt: skip
+            Classification(classes=classifier.classes),
+            (predicted.slide,),
+            (predicted.patient,),
+            slide=zeros,
+            patient=zeros,
+            x_l0=corners[:, 0],
+            y_l0=corners[:, 1],
+            target=self._targets(predicted, corners),
+            output=by_model.mean(axis=1),
+        )
         self.folder.write(
             replace(predicted, spread=self._spread(scores, by_model)), scores, slide.thumbnail
         )
@@ -265,19 +292,35 @@ class PatchPrediction:
         classifier, path = self.classifier, self.folder.path
         settings, thresholds = classifier.evaluation_settings, classifier.thresholds
         seen = find_in_training(
-            {slide.slide: slide.patient for slide in slides}, classifier.in_training, "slide", self.progress
-        )  # fmt: skip
+            {slide.slide: slide.patient for slide in slides},
+            classifier.in_training,
+            "slide",
+            self.progress,
+        )
         tables: tuple[tuple[str, EvaluationLevel], ...] = ((SLIDES, "slide"), (PATIENTS, "patient"))
         for name, level in tables:
             write_level_table(
-                path / name, parts, slides, level, self.aggregate, classes=classifier.classes,
-                evaluation_settings=settings, thresholds=thresholds,
-            )  # fmt: skip
+                path / name,
+                parts,
+                slides,
+                level,
+                self.aggregate,
+                classes=classifier.classes,
+                evaluation_settings=settings,
+                thresholds=thresholds,
+            )
         table = evaluated_slides(
-            self.source.slide_table(slides), {slide.slide: (slide.patches, slide.skipped) for slide in slides},
-            {part.slides[0] for part in parts if (part.label >= 0).any()}, run.failed, classifier.classes,
-        )  # fmt: skip
+            self.source.slide_table(slides),
+            {slide.slide: (slide.patches, slide.skipped) for slide in slides},
+            {part.slides[0] for part in parts if (part.label >= 0).any()},
+            run.failed,
+            classifier.classes,
+        )
         return write_evaluation(
-            path, evaluate_labelled(parts, settings, thresholds, set(seen.values())), table,
-            subgroups=self.subgroup, settings=settings, in_training=seen,
-        )  # fmt: skip
+            path,
+            evaluate_labelled(parts, settings, thresholds, set(seen.values())),
+            table,
+            subgroups=self.subgroup,
+            settings=settings,
+            in_training=seen,
+        )

@@ -405,9 +405,10 @@ class SlideRun:
             except KeyboardInterrupt:
                 stop()  # before the stream is closed, which waits for the batches being loaded
                 raise Interrupted(
-                    "interrupted", found=f"{counted(len(self.done), 'slide')} done",
+                    "interrupted",
+                    found=f"{counted(len(self.done), 'slide')} done",
                     todo="run the same command again to continue",
-                ) from None  # fmt: skip
+                ) from None
             finally:
                 self.seconds, self.input_wait = time.monotonic() - start, stream.input_wait
 
@@ -419,10 +420,15 @@ class SlideRun:
     def result(self, folder: Path) -> dict[str, Any]:
         """Return the fields of a `SlideRunResult`."""
         return {
-            "folder": folder, "done": tuple(self.done), "kept": tuple(self.kept),
-            "failed": dict(self.failed), "patches": self.patches, "skipped": self.skipped,
-            "seconds": self.seconds, "input_wait": self.input_wait,
-        }  # fmt: skip
+            "folder": folder,
+            "done": tuple(self.done),
+            "kept": tuple(self.kept),
+            "failed": dict(self.failed),
+            "patches": self.patches,
+            "skipped": self.skipped,
+            "seconds": self.seconds,
+            "input_wait": self.input_wait,
+        }
 
     def _report(self, slide: str, text: str) -> None:
         ended = len(self.done) + len(self.failed) + len(self.kept)

@@ -59,9 +59,13 @@ class TiledSlide(SlidePatches):
         self.problems: list[str] = []
         """Reasons why patches could not be read."""
         super().__init__(
-            planned.record, batch_rows or [range(1)],  # without patches, one empty batch to be reported
-            rows=len(order), patch_size=files.spec.patch_size, overlap=files.spec.overlap, lost=self.problems,
-        )  # fmt: skip
+            planned.record,
+            batch_rows or [range(1)],  # without patches, one empty batch to be reported
+            rows=len(order),
+            patch_size=files.spec.patch_size,
+            overlap=files.spec.overlap,
+            lost=self.problems,
+        )
         self.files, self.job, self.planned, self.order = files, job, planned, order
         self._normalize: Normalizer | None = None
         self._lock = threading.Lock()
@@ -178,9 +182,13 @@ class FileSource(SlideSource):
         show_links(self._files, progress)
         self.count = len(self._files)
         ids = [slide.id for slide in self._files]
-        self._mpps: Mapping[str, Mpp] = {} if options.mpp_csv is None else read_mpps(
-            Path(options.mpp_csv), SlideNames(ids), allow_extra=options.allow_extra_rows
-        )  # fmt: skip
+        self._mpps: Mapping[str, Mpp] = (
+            {}
+            if options.mpp_csv is None
+            else read_mpps(
+                Path(options.mpp_csv), SlideNames(ids), allow_extra=options.allow_extra_rows
+            )
+        )
         self._ids, self._labels = frozenset(ids), options.read_labels(ids) or {}
         parent = stage_folder(options.stage, self._files)
         self._stage = None if parent is None else StagingArea(parent, options.stage_bytes)
@@ -206,12 +214,19 @@ class FileSource(SlideSource):
         for name in dict.fromkeys([*(file.id for file in self._files), *by_name]):
             slide, row = by_name.get(name), self._labels.get(name, SlideLabel(None))
             label = row.label or (slide and slide.label) or ""
-            slides.append(SlideEntry(
-                slide=name, patient=row.patient or (slide and slide.patient) or name, site=row.site or "",
-                label=label, label_source="labels file" if label else "",
-                measured={} if slide is None or slide.mpp is None else {"mpp": f"{slide.mpp:.4g}"},
-                cells=dict(row.cells),
-            ))  # fmt: skip
+            slides.append(
+                SlideEntry(
+                    slide=name,
+                    patient=row.patient or (slide and slide.patient) or name,
+                    site=row.site or "",
+                    label=label,
+                    label_source="labels file" if label else "",
+                    measured={}
+                    if slide is None or slide.mpp is None
+                    else {"mpp": f"{slide.mpp:.4g}"},
+                    cells=dict(row.cells),
+                )
+            )
         return slides
 
     def close(self) -> None:  # noqa: D102
@@ -283,9 +298,10 @@ class FileSource(SlideSource):
             raise SlideError(planned.error or "")
         if planned.record.patch_mpp is None and required.patch_mpp is not None:
             raise SlideError(
-                f"{job.id}: its scale is unknown", expected=f"{required.patch_mpp:g} µm per pixel, as in training",
+                f"{job.id}: its scale is unknown",
+                expected=f"{required.patch_mpp:g} µm per pixel, as in training",
                 todo="name it with --default-mpp or --mpp-csv",
-            )  # fmt: skip
+            )
         check_scale(planned.record, required)
         parts = chunks(planned.plan, planned.recipe.route, self.spec.patch_size)
         order = np.concatenate([np.empty(0, np.int64), *(chunk.rows for chunk in parts)])

@@ -70,9 +70,10 @@ def check_scale(record: SlideRecord, required: PatchRequirements) -> None:
         return
     raise ScaleError(
         f"{record.id}: the scale of its patches differs from the training patches of {required.owner}",
-        found=f"{mpp:g} µm per pixel", expected=f"{expected:g}",
+        found=f"{mpp:g} µm per pixel",
+        expected=f"{expected:g}",
         todo="train on patches ingested with --mpp, which selects a level for each slide",
-    )  # fmt: skip
+    )
 
 
 def check_store(store: Store, required: PatchRequirements) -> None:
@@ -84,8 +85,9 @@ def check_store(store: Store, required: PatchRequirements) -> None:
     if store.patch_size != required.patch_size:
         raise UsageError(
             f"{store.path}: the size of its patches differs from the training patches of {required.owner}",
-            found=f"{store.patch_size} pixels", expected=f"{required.patch_size}",
-        )  # fmt: skip
+            found=f"{store.patch_size} pixels",
+            expected=f"{required.patch_size}",
+        )
     for record in store.complete.values() if store.spec.get("level") is not None else ():
         check_scale(record, required)
     names = ("mpp", "level")
@@ -96,7 +98,7 @@ def check_store(store: Store, required: PatchRequirements) -> None:
             found=", ".join(f"{name} {store.spec.get(name)}" for name in names),
             expected=", ".join(f"{name} {spec.get(name)}" for name in names),
             todo="ingest the slides with the settings of the training",
-        )  # fmt: skip
+        )
 
 
 class StoredSlide(SlidePatches):
@@ -112,9 +114,13 @@ class StoredSlide(SlidePatches):
     ) -> None:
         rows = len(batches.table)
         super().__init__(
-            store.records[number], slide_batches(rows, batches.batch_size, rule), rows=rows,
-            patch_size=store.patch_size, overlap=int(store.spec["overlap"]), lost=batches.skipped,
-        )  # fmt: skip
+            store.records[number],
+            slide_batches(rows, batches.batch_size, rule),
+            rows=rows,
+            patch_size=store.patch_size,
+            overlap=int(store.spec["overlap"]),
+            lost=batches.skipped,
+        )
         self.store, self.number = store, number
         self._batches, self._normalize = batches, normalize
 
@@ -162,9 +168,10 @@ def slides_with_patches(stores: Sequence[Store]) -> list[SampleRows]:
     twice = [name for name, times in ids.items() if times > 1]
     if twice:
         raise UsageError(
-            "slides with the same id in several stores", found=", ".join(twice[:3]),
+            "slides with the same id in several stores",
+            found=", ".join(twice[:3]),
             todo="run the command for each store, with different --out",
-        )  # fmt: skip
+        )
     return slides
 
 
@@ -192,10 +199,22 @@ def stored_slides(
     readers = []
     for rows in slides:
         table = SampleTable([rows])
-        readers.append(StoredSlide(stores[rows.store], rows.slide, PatchBatches(
-            stores, table, batch_size=batch_size, order=Order(len(table)), on_error=on_error,
-            columns=_CORNER,
-        ), normalize, rule))  # fmt: skip
+        readers.append(
+            StoredSlide(
+                stores[rows.store],
+                rows.slide,
+                PatchBatches(
+                    stores,
+                    table,
+                    batch_size=batch_size,
+                    order=Order(len(table)),
+                    on_error=on_error,
+                    columns=_CORNER,
+                ),
+                normalize,
+                rule,
+            )
+        )
     return readers
 
 
@@ -216,9 +235,13 @@ class StoreSource(SlideSource):
         for store in stores:
             check_store(store, required)
         slides = stored_slides(
-            stores, rows, batch_size=options.batch_size, on_error=options.on_error,
-            stain_norm=required.stain_norm, rule=options.batch_rule,
-        )  # fmt: skip
+            stores,
+            rows,
+            batch_size=options.batch_size,
+            on_error=options.on_error,
+            stain_norm=required.stain_norm,
+            rule=options.batch_rule,
+        )
         self._slides, self.count = {slide.id: slide for slide in slides}, len(slides)
 
     def slide_table(self, predicted: Iterable[PredictedSlide]) -> list[SlideEntry]:  # noqa: D102

@@ -73,9 +73,10 @@ def find_coords(
             files[slide] = read_header(path)
     if unmatched and not allow_extra:
         raise UsageError(
-            "coordinate files match no slide", found=", ".join(unmatched[:3]) + ("…" if unmatched[3:] else ""),
+            "coordinate files match no slide",
+            found=", ".join(unmatched[:3]) + ("…" if unmatched[3:] else ""),
             todo="pass all slides, or --allow-extra-rows",
-        )  # fmt: skip
+        )
     for count, what in (
         (len(names.ids) - len(files), "slides have no coordinates"),
         (len(unmatched), "coordinate files match no slide"),
@@ -104,14 +105,21 @@ def spec_of(files: Iterable[CoordsFile], **encoding: Any) -> TilingSpec:
             for (size, magnification, level, overlap), path in suffixes.items()
         ]
         raise UsageError(
-            "coordinates with several sizes or scales", found="; ".join(kinds_text[:3]),
-            expected="one patch size and scale", todo="import each into a separate store",
-        )  # fmt: skip
+            "coordinates with several sizes or scales",
+            found="; ".join(kinds_text[:3]),
+            expected="one patch size and scale",
+            todo="import each into a separate store",
+        )
     ((size, magnification, level, overlap),) = suffixes
     return TilingSpec(
-        patch_size=size, overlap=overlap, level=level, tissue="none", grid="imported",
-        mpp=None if magnification is None else magnification_to_mpp(magnification), **encoding,
-    )  # fmt: skip
+        patch_size=size,
+        overlap=overlap,
+        level=level,
+        tissue="none",
+        grid="imported",
+        mpp=None if magnification is None else magnification_to_mpp(magnification),
+        **encoding,
+    )
 
 
 def read_header(path: Path) -> CoordsFile:
@@ -130,18 +138,23 @@ def read_header(path: Path) -> CoordsFile:
         if unread is not None:
             raise unread from error
         raise UsageError(
-            f"{path} has no coordinates", found=str(error).split("\n")[0][:200],
+            f"{path} has no coordinates",
+            found=str(error).split("\n")[0][:200],
             expected="a dataset 'coords' (patches, 2), as CLAM and TRIDENT write it",
-        ) from error  # fmt: skip
+        ) from error
     try:
         size = int(attributes["patch_size"])
         if {"level0_magnification", "target_magnification"} <= set(attributes):
             magnification = float(attributes["target_magnification"])
             side_l0 = round(size * (float(attributes["level0_magnification"]) / magnification))
             return CoordsFile(
-                path, size, side_l0=int(attributes.get("patch_size_level0", side_l0)), level=None,
-                magnification=magnification, overlap=int(attributes.get("overlap", 0)),
-            )  # fmt: skip
+                path,
+                size,
+                side_l0=int(attributes.get("patch_size_level0", side_l0)),
+                level=None,
+                magnification=magnification,
+                overlap=int(attributes.get("overlap", 0)),
+            )
         if int(attributes.get("custom_downsample", 1)) != 1:
             raise UsageError(
                 f"{path}: custom_downsample", found=attributes["custom_downsample"], expected="none"
@@ -151,9 +164,10 @@ def read_header(path: Path) -> CoordsFile:
         if isinstance(error, UsageError):
             raise
         raise UsageError(
-            f"{path}: attributes of the dataset 'coords'", found=", ".join(sorted(map(str, attributes))) or "none",
+            f"{path}: attributes of the dataset 'coords'",
+            found=", ".join(sorted(map(str, attributes))) or "none",
             expected="patch_size with patch_level (CLAM), or with level0_magnification and target_magnification (TRIDENT)",
-        ) from error  # fmt: skip
+        ) from error
 
 
 def read_corners(path: Path) -> NDArray[np.int64]:
@@ -197,8 +211,9 @@ def plan_imported(name: str, info: SlideInfo, mpp: Mpp | None, coords: CoordsFil
         raise ScaleError(
             f"{name}: coordinates of {coords.path.name} are outside the slide",
             found=f"{corners[outside.any(axis=1)][0].tolist()}, patches of {side:.0f} level-0 pixels",
-            expected=f"within {info.size}", todo="check that the file belongs to this slide",
-        )  # fmt: skip
+            expected=f"within {info.size}",
+            todo="check that the file belongs to this slide",
+        )
     x_l0, y_l0 = corners.T
     x_level, y_level = np.rint(corners.T / choice.level.downsample).astype(np.int64)
     return TilingPlan(

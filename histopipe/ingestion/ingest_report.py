@@ -83,14 +83,24 @@ class SlideOutcome:
         """Return the outcome of a slide with a complete or failed record; `status` is that of a complete one."""
         if record.state is SlideState.FAILED:
             return cls(
-                record.id, record.path, SlideStatus.FAILED, seconds=seconds,
+                record.id,
+                record.path,
+                SlideStatus.FAILED,
+                seconds=seconds,
                 reason=record.error or "unknown reason",
-            )  # fmt: skip
+            )
         return cls(
-            id=record.id, path=record.path, status=status, patches=record.stored,
-            unreadable=record.unreadable, stored_bytes=record.stored_bytes, route=record.route,
-            route_reason=record.route_reason, seconds=seconds, notes=(*record.notes, *record.annotation_notes),
-        )  # fmt: skip
+            id=record.id,
+            path=record.path,
+            status=status,
+            patches=record.stored,
+            unreadable=record.unreadable,
+            stored_bytes=record.stored_bytes,
+            route=record.route,
+            route_reason=record.route_reason,
+            seconds=seconds,
+            notes=(*record.notes, *record.annotation_notes),
+        )
 
     def __str__(self) -> str:
         """Return the outcome in one line."""
@@ -225,9 +235,9 @@ class IngestReport(Result):
 
     def __str__(self) -> str:
         """Return the store, the summary and the failed slides as text."""
-        return "\n".join([
-            self.store, *self.summary_lines(), *(f"failed {line}" for line in self.failed_lines()),
-        ])  # fmt: skip
+        return "\n".join(
+            [self.store, *self.summary_lines(), *(f"failed {line}" for line in self.failed_lines())]
+        )
 
 
 def _row(name: str, slides: Sequence[SlideOutcome], seconds: float) -> str:

@@ -174,10 +174,12 @@ def find_early_outcome(job: SlideJob, options: IngestOptions) -> SlideOutcome | 
 
 def _file_change(now: Fingerprint, record: SlideRecord) -> str | None:
     changes = {
-        f"changed ({now.size_bytes:,} bytes, {record.size_bytes:,} before)": now.size_bytes != record.size_bytes,
+        f"changed ({now.size_bytes:,} bytes, {record.size_bytes:,} before)": now.size_bytes
+        != record.size_bytes,
         "was modified (its modification time has changed)": now.mtime_ns != record.mtime_ns,
-        "was modified (its ETag has changed)": None not in (now.etag, record.etag) and now.etag != record.etag,
-    }  # fmt: skip
+        "was modified (its ETag has changed)": None not in (now.etag, record.etag)
+        and now.etag != record.etag,
+    }
     return next((change for change, applies in changes.items() if applies), None)
 
 
@@ -257,9 +259,10 @@ def check_ingest(
         return
     if any(job.file.remote for job in jobs):
         raise UsageError(
-            f"--level {spec.level} with slides at a URL", found="scales that are unknown before the download",
+            f"--level {spec.level} with slides at a URL",
+            found="scales that are unknown before the download",
             todo="use --mpp or --mag, or pass --allow-mixed-mpp",
-        )  # fmt: skip
+        )
     complete = {
         record.id: record.patch_mpp
         for record in recorded(store).values()

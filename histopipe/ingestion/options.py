@@ -39,20 +39,27 @@ class SpecOptions:
         None, "Scale as a magnification: 20 is 0.5 mpp.", group=PATCHES, above=0
     )
     tissue: PathLike = setting(
-        "otsu", "Tissue: otsu (the store's version, else the newest, otsu-3), otsu-1, otsu-2, otsu-3, none for all "
+        "otsu",
+        "Tissue: otsu (the store's version, else the newest, otsu-3), otsu-1, otsu-2, otsu-3, none for all "
         "patches, a folder of masks (SLIDE.geojson or SLIDE.png), or a segmentation network (.onnx or .keras, with a "
         ".json file).",
-        group=TISSUE, default_text="otsu; of images, none",
-    )  # fmt: skip
+        group=TISSUE,
+        default_text="otsu; of images, none",
+    )
     tissue_fallback: AskedFinder | None = setting(
-        None, "With a folder of masks: how to find the tissue of slides without a mask.",
-        group=TISSUE, default_text="they fail",
-    )  # fmt: skip
+        None,
+        "With a folder of masks: how to find the tissue of slides without a mask.",
+        group=TISSUE,
+        default_text="they fail",
+    )
     exclude: Sequence[str] = setting(
-        (), "Cut outlines of this class out of the tissue, such as artefacts. They are in --annotations or in the "
+        (),
+        "Cut outlines of this class out of the tissue, such as artefacts. They are in --annotations or in the "
         "masks. Can be repeated.",
-        group=TISSUE, format="repeated", metavar="CLASS",
-    )  # fmt: skip
+        group=TISSUE,
+        format="repeated",
+        metavar="CLASS",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,33 +70,43 @@ class IngestOptions(PatchReadingOptions):
         "auto", "Route: auto copies tiles, else decodes tiles, else uses OpenSlide.", group=READING
     )
     reader: AskedReader = setting(
-        "auto", "Library that reads slides. auto: OpenSlide; tifffile for OME-TIFF and for TIFF files that OpenSlide "
+        "auto",
+        "Library that reads slides. auto: OpenSlide; tifffile for OME-TIFF and for TIFF files that OpenSlide "
         "refuses; pillow for images; fastslide (experimental, if installed) for other formats.",
         group=READING,
-    )  # fmt: skip
+    )
     annotations: PathLike | None = setting(
-        None, "Label patches from SLIDE.geojson (QuPath), SLIDE.xml (ASAP, ImageScope) or SLIDE.annotations (HALO) in "
+        None,
+        "Label patches from SLIDE.geojson (QuPath), SLIDE.xml (ASAP, ImageScope) or SLIDE.annotations (HALO) in "
         "this folder.",
-        group=ANNOTATIONS, format="path",
-    )  # fmt: skip
+        group=ANNOTATIONS,
+        format="path",
+    )
     rules: AnnotationRules = field(default_factory=AnnotationRules)
     tissue_network: Path | None = None
     patient_regex: str | None = setting(
-        None, "Find the patient in the id of each slide: the first group of this regular expression, or all of its "
+        None,
+        "Find the patient in the id of each slide: the first group of this regular expression, or all of its "
         "match. A patient in --labels comes first.",
-        group=LABELS, metavar="REGEX",
-    )  # fmt: skip
+        group=LABELS,
+        metavar="REGEX",
+    )
     slide_list: PathLike | None = setting(
-        None, "CSV with a column slide: ingest only these slides. URLs in it need not be in SLIDES.",
-        group=SLIDE_FILES, format="path",
-    )  # fmt: skip
+        None,
+        "CSV with a column slide: ingest only these slides. URLs in it need not be in SLIDES.",
+        group=SLIDE_FILES,
+        format="path",
+    )
     allow_mixed_mpp: bool = setting(
         False, "With --level: accept slides with different scales.", group=SLIDE_FILES
     )
     slide_timeout: float | None = setting(
-        None, "Time limit per slide in seconds of worker time.",
-        group=READING, above=0, default_text=f"{_BASE_SECONDS:g}, plus {_SECONDS_PER_PATCH:g} per patch",
-    )  # fmt: skip
+        None,
+        "Time limit per slide in seconds of worker time.",
+        group=READING,
+        above=0,
+        default_text=f"{_BASE_SECONDS:g}, plus {_SECONDS_PER_PATCH:g} per patch",
+    )
     allow_network: bool = setting(
         False, "Accept a store on a network filesystem, at your own risk.", group=READING
     )
@@ -124,18 +141,24 @@ class ClusterOptions:
     """Options of `ingest` on a cluster."""
 
     cluster: str | None = setting(
-        None, "Ingest on a Dask cluster, tcp://HOST:PORT, local:N or slurm:N, into a folder of parts. Each Dask worker "
+        None,
+        "Ingest on a Dask cluster, tcp://HOST:PORT, local:N or slurm:N, into a folder of parts. Each Dask worker "
         "starts --workers processes; by default as many as it has threads.",
         group=CLUSTER,
-    )  # fmt: skip
+    )
     scratch: PathLike = setting(
-        tempfile.gettempdir(), "Folder on a local disk of each machine.",
-        group=CLUSTER, format="path", default_text="the temporary folder",
-    )  # fmt: skip
+        tempfile.gettempdir(),
+        "Folder on a local disk of each machine.",
+        group=CLUSTER,
+        format="path",
+        default_text="the temporary folder",
+    )
     part_gb: float = setting(
-        16.0, "Size in GB at which a part is moved to --out and the next part begins.",
-        group=CLUSTER, above=0,
-    )  # fmt: skip
+        16.0,
+        "Size in GB at which a part is moved to --out and the next part begins.",
+        group=CLUSTER,
+        above=0,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,10 +166,11 @@ class MaskOptions(SlideFileOptions):
     """Options of `tissue`."""
 
     tissue: PathLike = setting(
-        "otsu", "otsu (the newest version, otsu-3), otsu-1, otsu-2, otsu-3, or a segmentation network (.onnx or "
+        "otsu",
+        "otsu (the newest version, otsu-3), otsu-1, otsu-2, otsu-3, or a segmentation network (.onnx or "
         ".keras).",
         group=TISSUE,
-    )  # fmt: skip
+    )
     force: bool = setting(
         False, "Replace masks that exist, also if they were corrected.", group=TISSUE
     )

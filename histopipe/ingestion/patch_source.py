@@ -136,11 +136,14 @@ def _not_copied(plan: TilingPlan, spec: TilingSpec, native: NativeLevel) -> str 
     x, y = plan.x_level - native.x_level, plan.y_level - native.y_level
     obstacles = {
         f"--codec {spec.codec} re-encodes patches": spec.codec != "auto",
-        f"patches are reduced from {choice.read_size} to {side} pixels": choice.resampling != "none",
-        f"patches are {side} pixels, native tiles {tile}": (tile.width, tile.height) != (side, side),
+        f"patches are reduced from {choice.read_size} to {side} pixels": choice.resampling
+        != "none",
+        f"patches are {side} pixels, native tiles {tile}": (tile.width, tile.height)
+        != (side, side),
         "native tiles are grey, patches RGB": native.colour == "grey",
-        "patches are not aligned with native tiles": (x % tile.width).any() or (y % tile.height).any(),
-    }  # fmt: skip
+        "patches are not aligned with native tiles": (x % tile.width).any()
+        or (y % tile.height).any(),
+    }
     return next((reason for reason, applies in obstacles.items() if applies), None)
 
 

@@ -85,9 +85,14 @@ def plan_slide(
             regions = _regions(slide, spec, options, info)
             with NativeLevels(opened, file.files) as levels:
                 source = TissueSource(
-                    slide.id, spec.tissue, spec.tissue_fallback, spec.exclude, slide.mask,
-                    options.tissue_network, regions,
-                )  # fmt: skip
+                    slide.id,
+                    spec.tissue,
+                    spec.tissue_fallback,
+                    spec.exclude,
+                    slide.mask,
+                    options.tissue_network,
+                    regions,
+                )
                 patch_um = None if spec.mpp is None else spec.patch_size * spec.mpp
                 thumbnail = read_tissue_thumbnail(opened, mpp, levels, source, patch_um)
                 pictures, mask = {"thumb": encode_thumbnail(thumbnail.pixels)}, None
@@ -104,9 +109,12 @@ def plan_slide(
                 may_extend = slide.coords is not None or spec.edge == "pad"
                 outside = count_outside(plan, info) if may_extend else 0
                 recipe = choose_route(
-                    PatchRecipe(file.path, info.reader, spec), slide.id, plan,
-                    "openslide" if outside else options.route, levels,
-                )  # fmt: skip
+                    PatchRecipe(file.path, info.reader, spec),
+                    slide.id,
+                    plan,
+                    "openslide" if outside else options.route,
+                    levels,
+                )
                 tissue = np.ones(thumbnail.pixels.shape[:2], bool) if mask is None else mask.pixels
                 notes += [*info.notes, *pixel_notes(levels, plan, thumbnail, tissue)]
                 if outside and spec.edge == "pad":
@@ -132,9 +140,17 @@ def plan_slide(
     record = _with_plan(record, scale, plan, recipe, [*notes, *plan.notes])
     record = _with_labels(record, slide, options, regions, labels)
     return SlidePlan(
-        record, plan, recipe, pictures, before, stored_bytes, storing_seconds,
-        time.monotonic() - started, labels, columns,
-    )  # fmt: skip
+        record,
+        plan,
+        recipe,
+        pictures,
+        before,
+        stored_bytes,
+        storing_seconds,
+        time.monotonic() - started,
+        labels,
+        columns,
+    )
 
 
 def _regions(
@@ -149,9 +165,10 @@ def _regions(
     if slide.annotations is None:
         if roi is not None:
             raise OptionUnfit(
-                f"{slide.id} has no annotation file", expected=f"one with the region {roi!r} (--roi)",
+                f"{slide.id} has no annotation file",
+                expected=f"one with the region {roi!r} (--roi)",
                 todo="add it and run the same command again, or exclude the slide (--slide-list)",
-            )  # fmt: skip
+            )
         return None
     try:
         regions = read_regions(slide.annotations, options.rules, size=info.size, bounds=info.bounds)
@@ -161,9 +178,10 @@ def _regions(
         ) from error
     if roi is not None and all(outline.name != roi for outline in regions.roi or ()):
         raise OptionUnfit(
-            f"{slide.annotations} has no region {roi!r}", found=", ".join(regions.classes) or "no class",
+            f"{slide.annotations} has no region {roi!r}",
+            found=", ".join(regions.classes) or "no class",
             todo="correct --roi or the file",
-        )  # fmt: skip
+        )
     return regions
 
 
@@ -229,9 +247,11 @@ def _with_labels(
     if regions is None or labels is None:
         return record
     return dataclasses.replace(
-        record, annotations=source_text(slide.annotations, options.rules),
-        annotation_notes=annotation_notes(slide.annotations, regions, labels), patch_labels=labels.counts(),
-    )  # fmt: skip
+        record,
+        annotations=source_text(slide.annotations, options.rules),
+        annotation_notes=annotation_notes(slide.annotations, regions, labels),
+        patch_labels=labels.counts(),
+    )
 
 
 def _with_plan(

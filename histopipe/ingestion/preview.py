@@ -74,8 +74,18 @@ class IngestPreview(Result):
 
     def to_json(self) -> dict[str, Any]:
         """Return the preview as a JSON-ready dict."""
-        names = ("level", "downsample", "mpp", "patch_mpp", "read_size", "resampling", "route", "route_reason",
-                 "planned", "notes")  # fmt: skip
+        names = (
+            "level",
+            "downsample",
+            "mpp",
+            "patch_mpp",
+            "read_size",
+            "resampling",
+            "route",
+            "route_reason",
+            "planned",
+            "notes",
+        )
         slides = [
             {
                 "id": slide.id,
@@ -220,9 +230,13 @@ def _plan_all(
             outcome, planned = SlideOutcome.of(job.record), job.plan
             if planned is not None and not job.failed:
                 outcome = replace(
-                    outcome, status=SlideStatus.PLANNED, patches=job.patches, notes=(),
-                    stored_bytes=planned.stored_bytes, seconds=planned.storing_seconds,
-                )  # fmt: skip
+                    outcome,
+                    status=SlideStatus.PLANNED,
+                    patches=job.patches,
+                    notes=(),
+                    stored_bytes=planned.stored_bytes,
+                    seconds=planned.storing_seconds,
+                )
             job.release()
             events.finished(outcome)
             yield outcome

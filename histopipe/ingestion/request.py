@@ -104,9 +104,15 @@ def ingest(
 
     inputs, spec, options = read_request(slides, store, of_slides, progress)
     return ingest_on_cluster(
-        inputs, store, spec, options, cluster=where.cluster, scratch=Path(where.scratch),
-        part_bytes=int(where.part_gb * 1e9), progress=progress,
-    )  # fmt: skip
+        inputs,
+        store,
+        spec,
+        options,
+        cluster=where.cluster,
+        scratch=Path(where.scratch),
+        part_bytes=int(where.part_gb * 1e9),
+        progress=progress,
+    )
 
 
 def import_coords(
@@ -216,11 +222,16 @@ def read_request(
     patients = _patients(options.patient_regex, chosen)
     jobs = [
         SlideJob(
-            slide, labels.get(slide.id), mpps.get(slide.id), files.get(slide.id), annotations.get(slide.id),
-            masks.get(slide.id), patients.get(slide.id),
+            slide,
+            labels.get(slide.id),
+            mpps.get(slide.id),
+            files.get(slide.id),
+            annotations.get(slide.id),
+            masks.get(slide.id),
+            patients.get(slide.id),
         )
         for slide in chosen
-    ]  # fmt: skip
+    ]
     stage = stage_folder(options.stage, chosen)
     return jobs, spec, replace(options, rules=rules, tissue_network=network, stage=stage)
 
@@ -335,9 +346,11 @@ def read_tissue(
                 ) from error
     else:
         raise UsageError(
-            "--tissue", found=repr(str(asked)), expected=f"otsu, {', '.join(FINDER_NAMES)}, none, a folder of masks, "
+            "--tissue",
+            found=repr(str(asked)),
+            expected=f"otsu, {', '.join(FINDER_NAMES)}, none, a folder of masks, "
             f"or a network ({' or '.join(SUFFIXES)})",
-        )  # fmt: skip
+        )
     if fallback is not None:
         if not masks:
             raise UsageError(
@@ -421,9 +434,10 @@ def _patients(regex: str | None, slides: list[SlideFile]) -> dict[str, str]:
     if missing:
         raise UsageError(
             f"--patient-regex '{regex}' finds no patient in {counted(len(missing), 'slide')}",
-            found=", ".join(missing[:3]), expected="a match in the id of every slide",
+            found=", ".join(missing[:3]),
+            expected="a match in the id of every slide",
             todo="correct it, or name the patients in a file with --labels",
-        )  # fmt: skip
+        )
     return patients
 
 

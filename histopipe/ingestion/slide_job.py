@@ -153,9 +153,10 @@ class SlideJob:
             return
         self.plan, record = result, result.record
         self.record = replace(
-            record, route_reason=self.with_original_paths(record.route_reason or ""),
+            record,
+            route_reason=self.with_original_paths(record.route_reason or ""),
             notes=list(map(self.with_original_paths, record.notes)),
-        )  # fmt: skip
+        )
         self._worker_seconds += result.seconds
         self._stored = np.zeros((2, self.patches), np.uint32)
         self._check_time()
@@ -239,13 +240,18 @@ class SlideJob:
         """Return the index columns of the complete slide, (N,) each; `classes` are class numbers by name."""
         cells, labels = plan.plan, plan.labels
         columns = {
-            **{name: getattr(cells, name) for name in ("x_l0", "y_l0", "x_level", "y_level", "tissue")},
+            **{
+                name: getattr(cells, name)
+                for name in ("x_l0", "y_l0", "x_level", "y_level", "tissue")
+            },
             "focus": np.full(len(cells), np.nan, np.float32),  # `quality` measures it later
             "length": self._stored[0],
             "crc": self._stored[1],
-            "label": np.full(len(cells), -1, np.int32),  # from annotations; the slide's label is in its record
+            "label": np.full(
+                len(cells), -1, np.int32
+            ),  # from annotations; the slide's label is in its record
             **plan.columns,
-        }  # fmt: skip
+        }
         if labels is not None:
             columns |= {"label": labels.numbered(classes), "covered": labels.covered}
         return columns

@@ -216,9 +216,11 @@ def repair(
         [Path(path) for path in ([slides] if isinstance(slides, str | Path) else slides)]
     )
     rules = AnnotationRules(
-        annotation_threshold=annotation_threshold, unclassified=unclassified,
-        class_property=class_property, annotation_origin=annotation_origin,
-    )  # fmt: skip
+        annotation_threshold=annotation_threshold,
+        unclassified=unclassified,
+        class_property=class_property,
+        annotation_origin=annotation_origin,
+    )
     outlines: Mapping[str, Path] = {}
     if annotations is not None:
         names = SlideNames(slide.id for slide in slide_files)

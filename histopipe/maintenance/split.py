@@ -90,9 +90,11 @@ def _refuse_others(store: Path, ids: set[str]) -> None:
         return
     if other_ids:
         raise UsageError(
-            f"{store} contains slides of another subset or split", found=some(other_ids),
-            expected="stores of this split, or no stores", todo="choose another --out",
-        )  # fmt: skip
+            f"{store} contains slides of another subset or split",
+            found=some(other_ids),
+            expected="stores of this split, or no stores",
+            todo="choose another --out",
+        )
 
 
 def _by_subset(slides: Sequence[SlideSplit], path: Path) -> dict[Subset, list[SlideSplit]]:
@@ -108,9 +110,10 @@ def _by_subset(slides: Sequence[SlideSplit], path: Path) -> dict[Subset, list[Sl
             by_subset[SUBSETS[numbers[0]]].append(slide)
     if divided:
         raise UsageError(
-            f"{path} assigns patches of one slide to several subsets", found=some(divided),
+            f"{path} assigns patches of one slide to several subsets",
+            found=some(divided),
             expected="one subset per slide: a split by patient, site or slide",
-        )  # fmt: skip
+        )
     return {subset: of_subset for subset, of_subset in by_subset.items() if of_subset}
 
 
@@ -166,9 +169,11 @@ def remove(
     unknown = [name for name in names if name not in numbers]
     if unknown:
         raise UsageError(
-            f"{store} has no such slide", found=some(unknown),
-            expected=some(difflib.get_close_matches(unknown[0], numbers) or numbers) or "a store with slides",
-        )  # fmt: skip
+            f"{store} has no such slide",
+            found=some(unknown),
+            expected=some(difflib.get_close_matches(unknown[0], numbers) or numbers)
+            or "a store with slides",
+        )
     with (
         StoreWriter(store) as writer,
         Claims(store) as claims,

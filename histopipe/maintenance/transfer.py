@@ -97,8 +97,10 @@ def check_target(url: str, *, written: bool = True) -> None:
     """
     if not is_url(url):
         raise UsageError(
-            f"{url} is no URL", expected="a URL such as s3://bucket/patches.lmdb", todo="for a local copy, use cp -r"
-        )  # fmt: skip
+            f"{url} is no URL",
+            expected="a URL such as s3://bucket/patches.lmdb",
+            todo="for a local copy, use cp -r",
+        )
     if written and is_web(url):
         raise UsageError(f"{public_url(url)} is a web server", expected="s3://, gs:// or az://")
 
@@ -121,9 +123,10 @@ def read_manifest(url: str) -> Manifest:
         file = remote_file(where)
     except RemoteMissing:
         raise NothingToDo(
-            f"no store at {public_url(url)}", expected=f"the file {MANIFEST}, written by `histopipe push`",
+            f"no store at {public_url(url)}",
+            expected=f"the file {MANIFEST}, written by `histopipe push`",
             todo="check the URL",
-        ) from None  # fmt: skip
+        ) from None
     return manifest_of(read_range(file, 0, min(file.size_bytes, _LARGEST)), public_url(where))
 
 
@@ -218,9 +221,11 @@ def push(
         before = read_manifest(url).uuid
         if before != identity:
             raise UsageError(
-                f"{public_url(url)} holds another store", found=before, expected=identity,
+                f"{public_url(url)} holds another store",
+                found=before,
+                expected=identity,
                 todo="choose another URL, or delete it",
-            )  # fmt: skip
+            )
     there = _blocks_at(url)
     paths = [
         path
@@ -240,15 +245,16 @@ def push(
             sent_bytes += sum(count for _, count in sent)
     if [_state(path) for path in paths] != states:
         raise UsageError(
-            f"{folder} was written during the transfer", todo="run the same command again when nothing writes to it"
-        )  # fmt: skip
+            f"{folder} was written during the transfer",
+            todo="run the same command again when nothing writes to it",
+        )
     manifest = Manifest(identity, size, tuple(files))
     missing = manifest.blocks.items() - _blocks_at(url).items()
     if missing:
         raise DamagedStore(
             f"{public_url(url)}: {counted(len(missing), 'block')} missing or of another size after the transfer",
             todo="run the same command again",
-        )  # fmt: skip
+        )
     write_file(block_url(url, MANIFEST), manifest.to_bytes())
     parallel(lambda sha: delete_file(block_url(url, sha)), there.keys() - manifest.blocks.keys())
     return PushResult(public_url(url), manifest.size_bytes, sent_bytes)
@@ -372,9 +378,11 @@ def pull(url: str, out: str | Path, *, progress: Progress | None = None) -> Pull
         raise UsageError(f"cannot create or write to {target}", found=str(error)) from error
     results = [verify(path, progress=progress) for path in parts_of(target)]
     return PullResult(
-        str(target), manifest.size_bytes, received,
+        str(target),
+        manifest.size_bytes,
+        received,
         [finding.what for result in results for finding in result.findings],
-    )  # fmt: skip
+    )
 
 
 def _receive_all(manifest: Manifest, url: str, folder: Path, progress: Progress) -> int:
@@ -418,6 +426,8 @@ def _receive(
             advance(size)
             return size
     raise DamagedStore(
-        f"{public_url(where)} does not match its checksum", found=f"SHA-256 {actual}", expected=sha,
+        f"{public_url(where)} does not match its checksum",
+        found=f"SHA-256 {actual}",
+        expected=sha,
         todo="delete this block, and push the store again from an intact copy",
-    )  # fmt: skip
+    )

@@ -136,10 +136,14 @@ def examine(
     examination.transaction = transaction
     records = examination.records.values()
     examination.result = VerifyResult(
-        str(store), full, len(records),
+        str(store),
+        full,
+        len(records),
         sum(record.planned for record in records if record.state is SlideState.COMPLETE),
-        size, round(time.monotonic() - started, 3), examination.findings,
-    )  # fmt: skip
+        size,
+        round(time.monotonic() - started, 3),
+        examination.findings,
+    )
     return examination
 
 

@@ -101,9 +101,11 @@ def annotate(
         {'Dermis': 156, 'Epidermis': 148}
     """
     rules = AnnotationRules(
-        annotation_threshold=annotation_threshold, unclassified=unclassified,
-        class_property=class_property, annotation_origin=annotation_origin,
-    )  # fmt: skip
+        annotation_threshold=annotation_threshold,
+        unclassified=unclassified,
+        class_property=class_property,
+        annotation_origin=annotation_origin,
+    )
     path = Path(store)
     with Store(path) as opened:
         names = SlideNames(record.id for record in opened.slides)
@@ -146,9 +148,14 @@ def annotate_slides(
         else:
             measures[number] = partial(_label_slide, file, rules)
     for record, slide_columns in measure_slides(
-        store, measures, result.failed, title="annotate", progress=progress or Progress(),
-        seconds=3600.0, workers=workers,
-    ):  # fmt: skip
+        store,
+        measures,
+        result.failed,
+        title="annotate",
+        progress=progress or Progress(),
+        seconds=3600.0,
+        workers=workers,
+    ):
         labelled = result.done if slide_columns.record_fields["patch_labels"] else result.unlabelled
         labelled[record.id] = slide_columns.record_fields["annotation_notes"]
         patches.update(slide_columns.record_fields["patch_labels"])
@@ -161,9 +168,11 @@ def _label_slide(file: Path, rules: AnnotationRules, store: Path, slide: int) ->
         record, index = opened.records[slide], opened.index(slide)
     left, top, width, height = record.bounds or (0, 0, record.width, record.height)
     regions = read_regions(
-        file, rules, size=Size(record.width, record.height),
+        file,
+        rules,
+        size=Size(record.width, record.height),
         bounds=RegionL0(PointL0(left, top), Size(width, height)),
-    )  # fmt: skip
+    )
     side_l0 = (record.read_size or 0) * (record.downsample or 0)
     labels = label_patches(
         regions, index["x_l0"], index["y_l0"], side_l0, threshold=rules.annotation_threshold

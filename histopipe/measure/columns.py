@@ -65,9 +65,13 @@ def measure_slides(
         WorkerPool(count) as pool,
     ):
         for (slide, _), done in map_in_pool(
-            pool, partial(_measure, store), measures.items(),
-            seconds=seconds, in_order=False, limit=4 * count,  # so many results wait in memory to be written
-        ):  # fmt: skip
+            pool,
+            partial(_measure, store),
+            measures.items(),
+            seconds=seconds,
+            in_order=False,
+            limit=4 * count,  # so many results wait in memory to be written
+        ):
             record = writer.record(slide)
             outcome = _stored(writer, slide, done, seconds)
             bar.advance()

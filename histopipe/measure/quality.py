@@ -110,9 +110,14 @@ def quality(
         else:
             measures[number] = _measure_slide
     for record, slide_columns in measure_slides(
-        Path(store), measures, result.failed, title="quality", progress=progress or default_progress(),
-        seconds=24 * 3600.0, workers=workers,
-    ):  # fmt: skip
+        Path(store),
+        measures,
+        result.failed,
+        title="quality",
+        progress=progress or default_progress(),
+        seconds=24 * 3600.0,
+        workers=workers,
+    ):
         finite = {name: v[np.isfinite(v)] for name, v in slide_columns.columns.items()}
         result.done[record.id] = {
             name: float(np.median(values)) for name, values in finite.items() if len(values)

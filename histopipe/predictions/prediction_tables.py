@@ -24,8 +24,10 @@ from histopipe.tasks.task import Predictions, Task
 PREDICTIONS = "predictions.csv"
 """Name of the table of a run."""
 _PLACES: Mapping[EvaluationLevel, tuple[str, ...]] = {
-    "patch": ("slide", "patient", "x_l0", "y_l0"), "slide": ("slide", "patient"), "patient": ("patient",),
-}  # fmt: skip
+    "patch": ("slide", "patient", "x_l0", "y_l0"),
+    "slide": ("slide", "patient"),
+    "patient": ("patient",),
+}
 
 
 def write_predictions(
@@ -58,8 +60,9 @@ def _rows(predictions: Predictions) -> Iterator[list[object]]:
     rows = zip(
         zip(*(columns[name] for name in _PLACES[predictions.level]), strict=True),
         predictions.task.target_cells(predictions.target, predictions.output),
-        predictions.output.tolist(), strict=True,
-    )  # fmt: skip
+        predictions.output.tolist(),
+        strict=True,
+    )
     for place, target, output in rows:
         # Nine digits are enough to read back the same float32.
         yield [*place, *target, *(f"{value:.9g}" for value in output)]
@@ -172,11 +175,17 @@ class _PredictionRows:
         target: Any = np.frombuffer(self._targets, np.float64)
         output: Any = np.frombuffer(self._outputs, np.float32)
         return Predictions(
-            self._task, tuple(self._slides), tuple(self._patients), slide=codes[:, 0],
-            patient=codes[:, 1], x_l0=corners[:, 0], y_l0=corners[:, 1],
+            self._task,
+            tuple(self._slides),
+            tuple(self._patients),
+            slide=codes[:, 0],
+            patient=codes[:, 1],
+            x_l0=corners[:, 0],
+            y_l0=corners[:, 1],
             target=target.reshape(-1, len(self._task.columns)),
-            output=output.reshape(-1, len(self._task.output_names)), level=self._level,
-        )  # fmt: skip
+            output=output.reshape(-1, len(self._task.output_names)),
+            level=self._level,
+        )
 
 
 FOLDER = "attention"

@@ -81,13 +81,21 @@ class PredictedSlide:
         """Create it from the record of a slide."""
         scale = record.downsample or 0.0
         return cls(
-            slide=record.id, patient=record.patient or record.id, label=record.label,
-            width=record.width, height=record.height,
-            bounds=list(record.bounds) or [0, 0, record.width, record.height], mpp=record.mpp,
-            mpp_source=record.mpp_source, size_l0=(record.read_size or 0) * scale,
-            stride_l0=(record.stride or 0) * scale, source=source, patches=patches,
-            skipped=skipped, notes=list(record.notes),
-        )  # fmt: skip
+            slide=record.id,
+            patient=record.patient or record.id,
+            label=record.label,
+            width=record.width,
+            height=record.height,
+            bounds=list(record.bounds) or [0, 0, record.width, record.height],
+            mpp=record.mpp,
+            mpp_source=record.mpp_source,
+            size_l0=(record.read_size or 0) * scale,
+            stride_l0=(record.stride or 0) * scale,
+            source=source,
+            patches=patches,
+            skipped=skipped,
+            notes=list(record.notes),
+        )
 
     @property
     def geometry(self) -> dict[str, Any]:
@@ -137,9 +145,10 @@ class PredictionsFolder:
         """
         if not self.exists and any(self.path.iterdir()):
             raise UsageError(
-                f"{self.path} holds files that are not predictions", found=min(self.path.iterdir()).name,
+                f"{self.path} holds files that are not predictions",
+                found=min(self.path.iterdir()).name,
                 todo="choose another --out",
-            )  # fmt: skip
+            )
         # A run folder may be moved, so the weights are compared instead of the path.
         record_or_check(
             self.path / SETTINGS,
@@ -240,10 +249,14 @@ def write_level_table(
     # That of a patient if all slides of the patient have the same.
     columns["label"] = [min(labels[name]) if len(labels[name]) == 1 else "" for name in names]
     write_summary(
-        path, columns, patches=[counts[name] for name in names], task=task, output=output,
+        path,
+        columns,
+        patches=[counts[name] for name in names],
+        task=task,
+        output=output,
         spread=[by_slide[name].spread for name in names] if of_slides else [],
         limits=np.array(thresholds.get(name_of(level, how), NO_THRESHOLDS).values),
-    )  # fmt: skip
+    )
 
 
 def labelled_patches(parts: Sequence[Predictions]) -> list[Predictions]:
@@ -335,9 +348,10 @@ class RunSource(PredictionSource):
         path = folder / PREDICTIONS
         if not path.exists():
             raise UsageError(
-                f"{folder} has no predictions", expected="a finished run",
+                f"{folder} has no predictions",
+                expected="a finished run",
                 todo="finish it: histopipe train --resume --out " + str(folder),
-            )  # fmt: skip
+            )
         header = read_columns(path)
         self.of_patches = "x_l0" in header
         self.classes = [column[2:] for column in header if column.startswith("p_")]

@@ -94,41 +94,82 @@ class Naming:
 
 
 _TIMM = Naming(
-    class_token="cls_token", registers="reg_token", positions="pos_embed", patch="patch_embed.proj",
-    norm1="blocks.{}.norm1", qkv=("blocks.{}.attn.qkv",), projection="blocks.{}.attn.proj",
-    scale1="blocks.{}.ls1.gamma", norm2="blocks.{}.norm2",
-    plain=("blocks.{}.mlp.fc1", "blocks.{}.mlp.fc2"), gated=("blocks.{}.mlp.fc1", "blocks.{}.mlp.fc2"),
-    scale2="blocks.{}.ls2.gamma", norm="norm", unused=("mask_token", "head.weight", "head.bias"), antialiased=True,
-)  # fmt: skip
-NAMINGS: Mapping[str, Naming] = MappingProxyType({
-    "timm": _TIMM,
-    "dinov2": Naming(
-        class_token="cls_token", registers="register_tokens", positions="pos_embed", patch="patch_embed.proj",
-        norm1=_TIMM.norm1, qkv=_TIMM.qkv, projection=_TIMM.projection, scale1=_TIMM.scale1, norm2=_TIMM.norm2,
-        plain=_TIMM.plain, gated=("blocks.{}.mlp.w12", "blocks.{}.mlp.w3"), scale2=_TIMM.scale2, norm="norm",
-        unused=("mask_token",), antialiased=False,
-    ),
-    "hf-vit": Naming(
-        class_token="embeddings.cls_token", registers="", positions="embeddings.position_embeddings",
-        patch="embeddings.patch_embeddings.projection", norm1="encoder.layer.{}.layernorm_before",
-        qkv=tuple(f"encoder.layer.{{}}.attention.attention.{n}" for n in ("query", "key", "value")),
-        projection="encoder.layer.{}.attention.output.dense", scale1="", norm2="encoder.layer.{}.layernorm_after",
-        plain=("encoder.layer.{}.intermediate.dense", "encoder.layer.{}.output.dense"), gated=("", ""), scale2="",
-        norm="layernorm", unused=("embeddings.mask_token", "pooler.dense.weight", "pooler.dense.bias"),
-        antialiased=False,
-    ),
-    "hf-dinov2": Naming(
-        class_token="embeddings.cls_token", registers="embeddings.register_tokens",
-        positions="embeddings.position_embeddings", patch="embeddings.patch_embeddings.projection",
-        norm1="encoder.layer.{}.norm1",
-        qkv=tuple(f"encoder.layer.{{}}.attention.attention.{n}" for n in ("query", "key", "value")),
-        projection="encoder.layer.{}.attention.output.dense", scale1="encoder.layer.{}.layer_scale1.lambda1",
-        norm2="encoder.layer.{}.norm2", plain=("encoder.layer.{}.mlp.fc1", "encoder.layer.{}.mlp.fc2"),
-        gated=("encoder.layer.{}.mlp.weights_in", "encoder.layer.{}.mlp.weights_out"),
-        scale2="encoder.layer.{}.layer_scale2.lambda1", norm="layernorm", unused=("embeddings.mask_token",),
-        antialiased=False,
-    ),
-})  # fmt: skip
+    class_token="cls_token",
+    registers="reg_token",
+    positions="pos_embed",
+    patch="patch_embed.proj",
+    norm1="blocks.{}.norm1",
+    qkv=("blocks.{}.attn.qkv",),
+    projection="blocks.{}.attn.proj",
+    scale1="blocks.{}.ls1.gamma",
+    norm2="blocks.{}.norm2",
+    plain=("blocks.{}.mlp.fc1", "blocks.{}.mlp.fc2"),
+    gated=("blocks.{}.mlp.fc1", "blocks.{}.mlp.fc2"),
+    scale2="blocks.{}.ls2.gamma",
+    norm="norm",
+    unused=("mask_token", "head.weight", "head.bias"),
+    antialiased=True,
+)
+NAMINGS: Mapping[str, Naming] = MappingProxyType(
+    {
+        "timm": _TIMM,
+        "dinov2": Naming(
+            class_token="cls_token",
+            registers="register_tokens",
+            positions="pos_embed",
+            patch="patch_embed.proj",
+            norm1=_TIMM.norm1,
+            qkv=_TIMM.qkv,
+            projection=_TIMM.projection,
+            scale1=_TIMM.scale1,
+            norm2=_TIMM.norm2,
+            plain=_TIMM.plain,
+            gated=("blocks.{}.mlp.w12", "blocks.{}.mlp.w3"),
+            scale2=_TIMM.scale2,
+            norm="norm",
+            unused=("mask_token",),
+            antialiased=False,
+        ),
+        "hf-vit": Naming(
+            class_token="embeddings.cls_token",
+            registers="",
+            positions="embeddings.position_embeddings",
+            patch="embeddings.patch_embeddings.projection",
+            norm1="encoder.layer.{}.layernorm_before",
+            qkv=tuple(
+                f"encoder.layer.{{}}.attention.attention.{n}" for n in ("query", "key", "value")
+            ),
+            projection="encoder.layer.{}.attention.output.dense",
+            scale1="",
+            norm2="encoder.layer.{}.layernorm_after",
+            plain=("encoder.layer.{}.intermediate.dense", "encoder.layer.{}.output.dense"),
+            gated=("", ""),
+            scale2="",
+            norm="layernorm",
+            unused=("embeddings.mask_token", "pooler.dense.weight", "pooler.dense.bias"),
+            antialiased=False,
+        ),
+        "hf-dinov2": Naming(
+            class_token="embeddings.cls_token",
+            registers="embeddings.register_tokens",
+            positions="embeddings.position_embeddings",
+            patch="embeddings.patch_embeddings.projection",
+            norm1="encoder.layer.{}.norm1",
+            qkv=tuple(
+                f"encoder.layer.{{}}.attention.attention.{n}" for n in ("query", "key", "value")
+            ),
+            projection="encoder.layer.{}.attention.output.dense",
+            scale1="encoder.layer.{}.layer_scale1.lambda1",
+            norm2="encoder.layer.{}.norm2",
+            plain=("encoder.layer.{}.mlp.fc1", "encoder.layer.{}.mlp.fc2"),
+            gated=("encoder.layer.{}.mlp.weights_in", "encoder.layer.{}.mlp.weights_out"),
+            scale2="encoder.layer.{}.layer_scale2.lambda1",
+            norm="layernorm",
+            unused=("embeddings.mask_token",),
+            antialiased=False,
+        ),
+    }
+)
 
 
 def expected_shapes(network: Architecture, naming: Naming, size: int) -> dict[str, tuple[int, ...]]:
@@ -188,10 +229,11 @@ def select(
     texts = [f"{len(names)} {kind}: {some(names, 5)}" for kind, names in problems.items() if names]
     if texts:
         raise UsageError(
-            f"{path} has the weights of another network", found="; ".join(texts),
+            f"{path} has the weights of another network",
+            found="; ".join(texts),
             expected=f"{len(expected)} weights such as {next(iter(expected))}",
             todo="check that file and --model belong together",
-        )  # fmt: skip
+        )
     return selected
 
 

@@ -59,10 +59,11 @@ class Tensor:
 def unusable(path: Path, problem: str, why: str = "") -> UsageError:
     """Return the error for a file that is not usable as weights."""
     return UsageError(
-        f"{path} cannot be used as weights", found=problem[:300],
+        f"{path} cannot be used as weights",
+        found=problem[:300],
         expected="a .safetensors file, or a state dict of PyTorch",
         todo=why or "download the file again, and compare its size with that of the source",
-    )  # fmt: skip
+    )
 
 
 _MOST_PICKLE_BYTES = 16 << 20
@@ -310,10 +311,20 @@ class _Machine:
 
 
 _LITERALS: Mapping[str, Callable[[], Any]] = {
-    "NONE": lambda: None, "NEWTRUE": lambda: True, "NEWFALSE": lambda: False, "EMPTY_DICT": dict, "EMPTY_LIST": list,
-    "EMPTY_TUPLE": tuple, "BINUNICODE": str, "SHORT_BINUNICODE": str, "BININT": int, "BININT1": int, "BININT2": int,
-    "LONG1": int, "BINFLOAT": float,
-}  # fmt: skip
+    "NONE": lambda: None,
+    "NEWTRUE": lambda: True,
+    "NEWFALSE": lambda: False,
+    "EMPTY_DICT": dict,
+    "EMPTY_LIST": list,
+    "EMPTY_TUPLE": tuple,
+    "BINUNICODE": str,
+    "SHORT_BINUNICODE": str,
+    "BININT": int,
+    "BININT1": int,
+    "BININT2": int,
+    "LONG1": int,
+    "BINFLOAT": float,
+}
 """Instructions that push a value: their argument, or what the function returns."""
 
 
@@ -394,7 +405,14 @@ def _read_safetensor(path: Path, name: str) -> NDArray[Any]:
 
 
 _SAFETENSORS_TYPES = {
-    "F64": np.dtype(np.float64), "F32": np.dtype(np.float32), "F16": np.dtype(np.float16),
-    "BF16": np.dtype(ml_dtypes.bfloat16), "I64": np.dtype(np.int64), "I32": np.dtype(np.int32),
-    "I16": np.dtype(np.int16), "I8": np.dtype(np.int8), "U8": np.dtype(np.uint8), "BOOL": np.dtype(np.bool_),
-}  # fmt: skip
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "I16": np.dtype(np.int16),
+    "I8": np.dtype(np.int8),
+    "U8": np.dtype(np.uint8),
+    "BOOL": np.dtype(np.bool_),
+}

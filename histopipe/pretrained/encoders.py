@@ -190,9 +190,10 @@ def check_untrusted_model(model: str, weights: str | None) -> None:
         (folder / SAVED_MODEL).exists() for folder in folders
     ):
         raise UsageError(
-            "--untrusted", found=f"--model {model}: Python files and SavedModels can run any code",
+            "--untrusted",
+            found=f"--model {model}: Python files and SavedModels can run any code",
             expected="weights in .safetensors, .bin, .pth or .keras files",
-        )  # fmt: skip
+        )
 
 
 def find_weights(preset: Preset, weights: Path) -> Path:
@@ -206,10 +207,13 @@ def find_weights(preset: Preset, weights: Path) -> Path:
     file = next((weights / name for name in preset.files if (weights / name).is_file()), None)
     if file is None:
         raise UsageError(
-            f"no weights of {preset.name} at {weights}", found="no such file" if not weights.exists() else None,
+            f"no weights of {preset.name} at {weights}",
+            found="no such file" if not weights.exists() else None,
             expected=" or ".join(preset.files) or "a file of weights",
-            todo=f"see `histopipe encoders {preset.name}`" if preset.repository else "give the path of the file",
-        )  # fmt: skip
+            todo=f"see `histopipe encoders {preset.name}`"
+            if preset.repository
+            else "give the path of the file",
+        )
     return file
 
 

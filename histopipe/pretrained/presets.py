@@ -172,10 +172,11 @@ class Preset:
             return mismatch
         scales = f" at {' or '.join(f'{mpp:g}' for mpp in self.mpp)} mpp" if self.mpp else ""
         raise UsageError(
-            f"the patches do not fit {self.name}", found=mismatch,
+            f"the patches do not fit {self.name}",
+            found=mismatch,
             expected=f"patches of {resized} pixels{scales}, or a little larger",
             todo="ingest the slides with another --patch-size and --mpp, or add --allow-mismatch",
-        )  # fmt: skip
+        )
 
 
 def preset_names() -> list[str]:
@@ -194,9 +195,10 @@ def load_preset(model: str | Path) -> Preset:
         values = tomllib.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise UsageError(
-            f"preset {model} cannot be read", found=str(error),
+            f"preset {model} cannot be read",
+            found=str(error),
             expected=f"a TOML file, or one of {', '.join(preset_names())}",
-        ) from error  # fmt: skip
+        ) from error
     fields: dict[str, Any] = {"name": path.stem}
     tables = {
         "architecture": ("architecture", Architecture),
@@ -238,9 +240,10 @@ def check_preset(preset: Preset, where: str) -> None:
             )
     if not 0 < settings.size <= settings.resized <= _LARGEST:
         raise UsageError(
-            f"{where}: size", found=settings.size,
+            f"{where}: size",
+            found=settings.size,
             expected=f"1 to {min(settings.resized, _LARGEST)}, the size after resizing",
-        )  # fmt: skip
+        )
     if network is None:
         return
     patch = f"the network's patch of {network.patch} pixels"
@@ -260,6 +263,7 @@ def check_preset(preset: Preset, where: str) -> None:
     for name, is_lacking in lacking.items():
         if is_lacking:
             raise UsageError(
-                f"{where}: {name}", found=str(getattr(network, name)).lower(),
-                expected=f"none with naming = \"{preset.naming}\"",
-            )  # fmt: skip
+                f"{where}: {name}",
+                found=str(getattr(network, name)).lower(),
+                expected=f'none with naming = "{preset.naming}"',
+            )

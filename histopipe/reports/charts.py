@@ -32,9 +32,10 @@ _SERIES = ("#030303", "#040404", "#050505", "#060606")
 _PAGE: _Colours = (_INK, _LINE, _SERIES)
 _LIGHT: _Colours = ("#1c2430", "#d5dae1", ("#0072b2", "#d55e00", "#00835e", "#a8528a"))
 _VARIABLES = {
-    _INK: "var(--ink)", _LINE: "var(--line)",
+    _INK: "var(--ink)",
+    _LINE: "var(--line)",
     **{colour: f"var(--c{i})" for i, colour in enumerate(_SERIES, 1)},
-}  # fmt: skip
+}
 """Placeholder colours, and the CSS variables that replace them."""
 
 _SHARES = (-0.02, 1.02)
@@ -160,9 +161,14 @@ def survival_chart(title: str, groups: Sequence[RiskGroup]) -> str:
             )
             if group.count >= FEWEST_PATIENTS:
                 axes.fill_between(
-                    group.times, group.low, group.high, step="post", color=line.get_color(), alpha=0.15,
+                    group.times,
+                    group.low,
+                    group.high,
+                    step="post",
+                    color=line.get_color(),
+                    alpha=0.15,
                     linewidth=0,
-                )  # fmt: skip
+                )
         axes.set(xlabel="time", ylabel="survival", ylim=_SHARES)
         axes.legend()
         return _svg(axes, ", ".join(group.name for group in groups))
@@ -187,12 +193,25 @@ def _style(colours: _Colours) -> Any:
     cycle = cycler(linestyle=("-", "--", ":", "-.")) * cycler(color=series)
     return {
         "axes.prop_cycle": cycle,
-        "svg.fonttype": "none", "font.size": 9, "axes.edgecolor": line, "axes.labelcolor": ink,
-        "text.color": ink, "xtick.color": ink, "ytick.color": ink, "axes.grid": True,
-        "grid.color": line, "grid.linewidth": 0.5, "axes.spines.top": False, "axes.spines.right": False,
-        "legend.frameon": False, "figure.facecolor": "none", "axes.facecolor": "none",
-        "savefig.facecolor": "none", "axes.axisbelow": True, "text.parse_math": False,
-    }  # fmt: skip
+        "svg.fonttype": "none",
+        "font.size": 9,
+        "axes.edgecolor": line,
+        "axes.labelcolor": ink,
+        "text.color": ink,
+        "xtick.color": ink,
+        "ytick.color": ink,
+        "axes.grid": True,
+        "grid.color": line,
+        "grid.linewidth": 0.5,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "legend.frameon": False,
+        "figure.facecolor": "none",
+        "axes.facecolor": "none",
+        "savefig.facecolor": "none",
+        "axes.axisbelow": True,
+        "text.parse_math": False,
+    }
 
 
 def default_style(style: Any) -> AbstractContextManager[None]:

@@ -70,9 +70,11 @@ REFERENCES = {
 }
 """BibTeX entries by key."""
 _CITED = {
-    "newcombe2006auc": "Newcombe 2006", "vancalster2019calibration": "Van Calster et al. 2019",
-    "vickers2006decision": "Vickers and Elkin 2006", "guo2017calibration": "Guo et al. 2017",
-}  # fmt: skip
+    "newcombe2006auc": "Newcombe 2006",
+    "vancalster2019calibration": "Van Calster et al. 2019",
+    "vickers2006decision": "Vickers and Elkin 2006",
+    "guo2017calibration": "Guo et al. 2017",
+}
 """How the methods name papers, by key."""
 
 
@@ -145,14 +147,37 @@ def fill(name: str, description: Description) -> Checklist:
 
 def _cite(description: Description, keys: Sequence[str]) -> list[str]:
     """Return the statements that a run knows, each with its files in brackets."""
-    return [f"{text} [{files}]" for text, files in (description[key] for key in keys if key in description)]  # fmt: skip
+    return [
+        f"{text} [{files}]"
+        for text, files in (description[key] for key in keys if key in description)
+    ]
 
 
 _SENTENCES = (
-    "tiling", "encoding", "patch_selection", "preprocessing", "labels", "split", "split_level", "leaks", "network", "inputs", "outputs",
-    "weights", "training", "augmentation", "imbalance", "selection", "threshold", "calibration", "predictions",
-    "metric_names", "intervals", "software", "hardware",
-)  # fmt: skip
+    "tiling",
+    "encoding",
+    "patch_selection",
+    "preprocessing",
+    "labels",
+    "split",
+    "split_level",
+    "leaks",
+    "network",
+    "inputs",
+    "outputs",
+    "weights",
+    "training",
+    "augmentation",
+    "imbalance",
+    "selection",
+    "threshold",
+    "calibration",
+    "predictions",
+    "metric_names",
+    "intervals",
+    "software",
+    "hardware",
+)
 """Statements in a paragraph for the section on methods."""
 
 _TONES = {"filled from the run": "good", "partly": "", "for the authors": "bad"}
@@ -179,12 +204,17 @@ def _write_html(checklist: Checklist, path: Path, title: str) -> None:
     page = Page(f"{checklist.name}: {title}", checklist.title)
     page.add("Summary", Block("text", f"{checklist.summary}. {_CHECK}"))
     rows = [
-        Row([
-            Cell(item.number), Cell(item.section), Cell(item.text, tone="why"), Cell(item.status, tone=_TONES[item.status]),
-            Cell(" ".join(item.answers), tone="why"),
-        ])
+        Row(
+            [
+                Cell(item.number),
+                Cell(item.section),
+                Cell(item.text, tone="why"),
+                Cell(item.status, tone=_TONES[item.status]),
+                Cell(" ".join(item.answers), tone="why"),
+            ]
+        )
         for item in checklist.items
-    ]  # fmt: skip
+    ]
     columns = ("item", "section", "what to report", "status", "answer [file]")
     page.add("Items", Table("All items, in our own words", columns, rows))
     page.add("Methods", Block("text", checklist.methods))
@@ -255,22 +285,69 @@ def _write_docx(checklist: Checklist, path: Path, title: str) -> None:
 
 
 _WRITERS: Mapping[str, Callable[[Checklist, Path, str], None]] = {
-    ".html": _write_html, ".md": _write_markdown, ".docx": _write_docx,
-}  # fmt: skip
+    ".html": _write_html,
+    ".md": _write_markdown,
+    ".docx": _write_docx,
+}
 
 
 MODEL_CARD = "model-card.md"
 _SECTIONS: Sequence[tuple[str, Sequence[str], bool]] = (
-    ("Model", ("network", "inputs", "outputs", "weights", "training", "augmentation", "software", "hashes"), False),
+    (
+        "Model",
+        (
+            "network",
+            "inputs",
+            "outputs",
+            "weights",
+            "training",
+            "augmentation",
+            "software",
+            "hashes",
+        ),
+        False,
+    ),
     ("Intended use", (), True),
-    ("Data", ("flow", "exclusions", "participants_by_label", "sites", "scanners", "scale", "tiling", "encoding",
-              "preprocessing", "patch_selection", "labels", "label_sources", "characteristics", "split", "split_level",
-              "split_sizes"), True),
-    ("Metrics", ("performance", "leaks", "accuracy", "threshold", "calibration", "recalibrated", "metric_names", "intervals"), False),
+    (
+        "Data",
+        (
+            "flow",
+            "exclusions",
+            "participants_by_label",
+            "sites",
+            "scanners",
+            "scale",
+            "tiling",
+            "encoding",
+            "preprocessing",
+            "patch_selection",
+            "labels",
+            "label_sources",
+            "characteristics",
+            "split",
+            "split_level",
+            "split_sizes",
+        ),
+        True,
+    ),
+    (
+        "Metrics",
+        (
+            "performance",
+            "leaks",
+            "accuracy",
+            "threshold",
+            "calibration",
+            "recalibrated",
+            "metric_names",
+            "intervals",
+        ),
+        False,
+    ),
     ("Subgroups", ("subgroup_results", "heterogeneity", "shortcut"), False),
     ("Limits", ("limitations", "failures"), True),
     ("Licence and contact", (), True),
-)  # fmt: skip
+)
 """Title, statements, and whether the author has something to add."""
 
 

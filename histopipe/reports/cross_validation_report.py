@@ -73,12 +73,17 @@ def cross_validation_page(
     page.add(
         "Summary",
         Block(
-            "text", f"All test sets together, each with the thresholds of its fold. {INTERVALS} "
-            "Models of different folds are compared as if they were one.", tone="soft",
+            "text",
+            f"All test sets together, each with the thresholds of its fold. {INTERVALS} "
+            "Models of different folds are compared as if they were one.",
+            tone="soft",
         ),
-        *(Block("text", f"Warning: {remark}.", tone="bad") for remark in remarks(evaluated.evaluations["test"])),
+        *(
+            Block("text", f"Warning: {remark}.", tone="bad")
+            for remark in remarks(evaluated.evaluations["test"])
+        ),
         Block("cards", metric_cards(evaluated)),
-    )  # fmt: skip
+    )
     page.add("Folds", _folds(summary, evaluated))
     add_metrics(page, evaluated)
     with ExitStack() as stack:
@@ -100,10 +105,13 @@ def _evaluated(
     pooled = replace(Evaluation.from_json(summary["pooled"]), in_training=len(leaked_from(results)))
     breakdown = summary.get("breakdown")
     return EvaluatedPredictions(
-        {"test": pooled}, {"test": joined_predictions([predictions for predictions, _ in parts])}, config.evaluation_settings,
-        Breakdown() if breakdown is None else Breakdown.from_json(breakdown), flow_from_json(summary.get("flow", {})),
+        {"test": pooled},
+        {"test": joined_predictions([predictions for predictions, _ in parts])},
+        config.evaluation_settings,
+        Breakdown() if breakdown is None else Breakdown.from_json(breakdown),
+        flow_from_json(summary.get("flow", {})),
         parts=parts,
-    )  # fmt: skip
+    )
 
 
 def _folds(summary: Mapping[str, Any], evaluated: EvaluatedPredictions) -> Table:
@@ -116,23 +124,35 @@ def _folds(summary: Mapping[str, Any], evaluated: EvaluatedPredictions) -> Table
         values: Mapping[str, float | None] = {}
         if "metrics" in fold:
             values = dict(Evaluation.from_json(fold["metrics"]["test"]).named())[level].values
-        cells = [Cell(str(fold["fold"])), Cell(fold["status"]), number(fold["epochs"]), number(fold["seconds"])]  # fmt: skip
+        cells = [
+            Cell(str(fold["fold"])),
+            Cell(fold["status"]),
+            number(fold["epochs"]),
+            number(fold["seconds"]),
+        ]
         lines.append((cells, values, fold["reason"] or ""))
     for title, key in (("mean", "mean"), ("standard deviation", "deviation")):
         values = {name: summary[key].get(f"{level}_{name}") for name in names}
         lines.append(([Cell(title), *[Cell("")] * 3], values, ""))
     with_reasons = any(fold["reason"] for fold in folds)
     rows = [
-        Row([
-            *cells, *(number(values.get(name), 3) for name in names),
-            *([Cell(reason, tone="why")] if with_reasons else []),
-        ])
+        Row(
+            [
+                *cells,
+                *(number(values.get(name), 3) for name in names),
+                *([Cell(reason, tone="why")] if with_reasons else []),
+            ]
+        )
         for cells, values, reason in lines
-    ]  # fmt: skip
+    ]
     columns = (
-        "fold", "status", "epochs", "seconds", *(f"{level_title(level)}: {titles[name]}" for name in names),
+        "fold",
+        "status",
+        "epochs",
+        "seconds",
+        *(f"{level_title(level)}: {titles[name]}" for name in names),
         *(["reason"] if with_reasons else []),
-    )  # fmt: skip
+    )
     return Table("Test set of each fold", columns, rows)
 
 
@@ -155,14 +175,18 @@ def comparison_page(runs: Sequence[Path]) -> Page:
     task = TASKS[result.runs[0].test.finest.task]
     titles = {**task.main, **task.plain}
     rows = [
-        Row([
-            Cell(level_title(name_of(level, how))), Cell(name), number(metrics.count),
-            *(metric_cell(metrics, metric) for metric in titles),
-        ])
+        Row(
+            [
+                Cell(level_title(name_of(level, how))),
+                Cell(name),
+                number(metrics.count),
+                *(metric_cell(metrics, metric) for metric in titles),
+            ]
+        )
         for level, how in LEVELS
         for name, run in zip(names, result.runs, strict=True)
         if (metrics := run.test.at(level, how)) is not None
-    ]  # fmt: skip
+    ]
     columns = ("level", "run", "n", *titles.values())
     page.add("Metrics", Table("Metrics of the test sets", columns, rows))
     page.add("Differences", *_differences(result, titles))
@@ -173,8 +197,10 @@ def comparison_page(runs: Sequence[Path]) -> Page:
     ]
     page.add(
         "Settings",
-        Table("Settings that differ", ("setting", *names), rows) if rows else Block("text", "No settings differ."),
-    )  # fmt: skip
+        Table("Settings that differ", ("setting", *names), rows)
+        if rows
+        else Block("text", "No settings differ."),
+    )
     notes = [
         f"{run.folder}: {note}."
         for run in result.runs

@@ -74,9 +74,13 @@ class RunData:
         """Its evaluation."""
         result, config = self.result, self.config
         return EvaluatedPredictions(
-            result.metrics, self.predictions, config.evaluation_settings, result.breakdown, result.flow,
+            result.metrics,
+            self.predictions,
+            config.evaluation_settings,
+            result.breakdown,
+            result.flow,
             result.calibration,
-        )  # fmt: skip
+        )
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -97,10 +101,17 @@ def read_run(
     config = load_config(folder / run_folder.CONFIG)
     opened, missing = open_stores(config, stores, stack, follow=follow)
     return RunData(
-        folder, config, read_result(folder), read_json_object(folder / METRICS),
-        read_json_object(folder / SPLITS), _history(folder / run_folder.HISTORY),
-        read_predictions(folder / PREDICTIONS), opened, missing, read_slides(folder),
-    )  # fmt: skip
+        folder,
+        config,
+        read_result(folder),
+        read_json_object(folder / METRICS),
+        read_json_object(folder / SPLITS),
+        _history(folder / run_folder.HISTORY),
+        read_predictions(folder / PREDICTIONS),
+        opened,
+        missing,
+        read_slides(folder),
+    )
 
 
 def open_stores(
@@ -262,7 +273,11 @@ def _describe_characteristics(run: RunData) -> str | None:
             describe = _range_of
         else:
             continue
-        parts = [f"{SUBSET_NAMES[subset]} {describe(cells)}" for subset, cells in by_subset.items() if cells]  # fmt: skip
+        parts = [
+            f"{SUBSET_NAMES[subset]} {describe(cells)}"
+            for subset, cells in by_subset.items()
+            if cells
+        ]
         texts.append(f"{column} of slides: {'; '.join(parts)}.")
     return " ".join(texts)
 
@@ -304,10 +319,14 @@ def _describe_tiling(run: RunData) -> str | None:
         "pad": "; the last column and row were padded beyond the edge of a slide",
     }.get(spec.get("edge", ""), "")
     algorithm = (spec.get("algorithms") or {}).get("tissue") or spec.get("tissue")
-    detection = "Tissue was not detected: all patches were used." if spec.get("tissue") == "none" else (
-        f"Tissue was detected with {algorithm}, and patches with at least {percent(spec.get('tissue_threshold') or 0)} "
-        "tissue were used."
-    )  # fmt: skip
+    detection = (
+        "Tissue was not detected: all patches were used."
+        if spec.get("tissue") == "none"
+        else (
+            f"Tissue was detected with {algorithm}, and patches with at least {percent(spec.get('tissue_threshold') or 0)} "
+            "tissue were used."
+        )
+    )
     return f"Slides were divided into patches of {side} × {side} pixels at {scale}, with {apart}. {detection}"
 
 

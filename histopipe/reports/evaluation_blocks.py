@@ -28,9 +28,12 @@ from histopipe.tasks.task import EvaluationSettings, Predictions, Task
 _MOST_LEVELS = 4
 """Levels of all splits that fit one table on a page of 1,200 pixels."""
 COLUMN_TITLES = {
-    "planned": "patches", "dark": "folds and black", "jpeg_generations": "JPEG generations", "mpp": "µm per pixel",
+    "planned": "patches",
+    "dark": "folds and black",
+    "jpeg_generations": "JPEG generations",
+    "mpp": "µm per pixel",
     "label_source": "source of the label",
-}  # fmt: skip
+}
 INTERVALS = "Brackets show 95 % confidence intervals, with patients as units."
 
 
@@ -119,9 +122,13 @@ def metrics_blocks(evaluated: EvaluatedPredictions) -> Iterator[Block | Table]:
     yield from (_metrics_table(evaluated.task, *table) for table in tables.items())
     if notes:
         every = max(map(len, notes.values()))
-        yield Block("notes", sentences(
-            note if len(levels) == every else f"{note} ({'; '.join(levels)})" for note, levels in notes.items()
-        ))  # fmt: skip
+        yield Block(
+            "notes",
+            sentences(
+                note if len(levels) == every else f"{note} ({'; '.join(levels)})"
+                for note, levels in notes.items()
+            ),
+        )
 
 
 def _metrics_table(task: Task, title: str, levels: Mapping[str, Metrics]) -> Table:
@@ -183,17 +190,27 @@ def _curves(evaluated: EvaluatedPredictions) -> Iterator[Block | Table]:
         if not evaluated.task.of_classes:  # the first, finest level has all labels
             of_subset = bins.setdefault(f"Calibration, {subset}", {})
             of_subset.setdefault(name, reliability_of(probability, event))
-    yield Block("charts", [
-        *(charts.roc_chart(f"ROC, {title}", curves) for title, curves in rocs.items()),
-        *(charts.precision_chart(f"Precision and recall, {title}", curves) for title, curves in precisions.items()),
-    ])  # fmt: skip
-    yield Block("charts", [
-        *(charts.calibration_chart(title, curves) for title, curves in bins.items()),
-        *(
-            charts.decision_chart(f"Decision curve, {units_of(level)}", metrics.decision_curve)
-            for level, metrics in shown_levels(evaluated.main[1]) if metrics.decision_curve is not None
-        ),
-    ])  # fmt: skip
+    yield Block(
+        "charts",
+        [
+            *(charts.roc_chart(f"ROC, {title}", curves) for title, curves in rocs.items()),
+            *(
+                charts.precision_chart(f"Precision and recall, {title}", curves)
+                for title, curves in precisions.items()
+            ),
+        ],
+    )
+    yield Block(
+        "charts",
+        [
+            *(charts.calibration_chart(title, curves) for title, curves in bins.items()),
+            *(
+                charts.decision_chart(f"Decision curve, {units_of(level)}", metrics.decision_curve)
+                for level, metrics in shown_levels(evaluated.main[1])
+                if metrics.decision_curve is not None
+            ),
+        ],
+    )
     if evaluated.calibration is not None:
         values = ", ".join(map(evaluate.number, evaluated.calibration.temperature))
         yield Block(
@@ -213,15 +230,21 @@ def _temperature_table(evaluated: EvaluatedPredictions, calibration: Calibration
         name for name in evaluate.METRIC_TITLES if any(name in before for *_, before, _ in levels)
     ]
     rows = [
-        Row([
-            Cell(subset), Cell(level_title(level)),
-            *(
-                Cell(f"{evaluate.number(before.get(name))} → {evaluate.number(values.get(name))}", tone="n")
-                for name in names
-            ),
-        ])
+        Row(
+            [
+                Cell(subset),
+                Cell(level_title(level)),
+                *(
+                    Cell(
+                        f"{evaluate.number(before.get(name))} → {evaluate.number(values.get(name))}",
+                        tone="n",
+                    )
+                    for name in names
+                ),
+            ]
+        )
         for subset, level, before, values in levels
-    ]  # fmt: skip
+    ]
     columns = ("split", "level", *(evaluate.METRIC_TITLES[name] for name in names))
     return Table("Metrics before and after the temperature", columns, rows)
 
@@ -248,20 +271,30 @@ def _events(
                 rows = np.isfinite(target)
                 if task.positive in (None, i) and rows.any():
                     yield (
-                        subset, plural(level) if task.of_classes else f"{plural(level)}, {subset}",
+                        subset,
+                        plural(level) if task.of_classes else f"{plural(level)}, {subset}",
                         name if task.positive is None else subset,
-                        target[rows] == (i if task.of_classes else 1), scores.output[rows, i], scores.patient[rows],
+                        target[rows] == (i if task.of_classes else 1),
+                        scores.output[rows, i],
+                        scores.patient[rows],
                         len(predictions.patients),
-                    )  # fmt: skip
+                    )
 
 
 def _scatter_charts(evaluated: EvaluatedPredictions) -> Iterator[Block]:
     """Yield charts of true against predicted values."""
-    yield Block("charts", [
-        charts.scatter_chart(f"{name}, {subset}", predictions.target[rows, i], predictions.output[rows, i])
-        for subset, predictions in evaluated.predictions.items()
-        for i, (name, rows) in enumerate(zip(evaluated.task.columns, np.isfinite(predictions.target).T, strict=False))
-    ])  # fmt: skip
+    yield Block(
+        "charts",
+        [
+            charts.scatter_chart(
+                f"{name}, {subset}", predictions.target[rows, i], predictions.output[rows, i]
+            )
+            for subset, predictions in evaluated.predictions.items()
+            for i, (name, rows) in enumerate(
+                zip(evaluated.task.columns, np.isfinite(predictions.target).T, strict=False)
+            )
+        ],
+    )
 
 
 def _survival_charts(evaluated: EvaluatedPredictions) -> Iterator[Block | Table]:
@@ -271,22 +304,31 @@ def _survival_charts(evaluated: EvaluatedPredictions) -> Iterator[Block | Table]
         for subset, evaluation in evaluated.evaluations.items()
         if evaluation.finest.groups
     }
-    yield Block("charts", [
-        charts.survival_chart(
-            f"Survival, {subset}" + ("" if metrics.log_rank is None else f", log-rank p {metrics.log_rank:.2g}"),
-            metrics.groups,
-        )
-        for subset, metrics in finest.items()
-    ])  # fmt: skip
+    yield Block(
+        "charts",
+        [
+            charts.survival_chart(
+                f"Survival, {subset}"
+                + ("" if metrics.log_rank is None else f", log-rank p {metrics.log_rank:.2g}"),
+                metrics.groups,
+            )
+            for subset, metrics in finest.items()
+        ],
+    )
     for subset, metrics in finest.items():
         times = metrics.groups[0].at_risk_times
         rows = [
-            Row([
-                Cell(group.name), number(group.count), number(group.events), number(group.median, 3),
-                *map(number, group.at_risk),
-            ])
+            Row(
+                [
+                    Cell(group.name),
+                    number(group.count),
+                    number(group.events),
+                    number(group.median, 3),
+                    *map(number, group.at_risk),
+                ]
+            )
             for group in metrics.groups
-        ]  # fmt: skip
+        ]
         columns = ("group", "n", "events", "median", *(f"at {time:.4g}" for time in times))
         yield Table(f"{subset.capitalize()}: risk groups and numbers at risk", columns, rows)
 
@@ -324,21 +366,37 @@ def subgroup_tables(evaluated: EvaluatedPredictions, *, quality: bool) -> Iterat
         name for name in task.by_subgroup if name in by_column[0].groups[0].values
     )
     rows = [
-        Row([
-            Cell(f"{column_title(subgroups.column)} ({plural(subgroups.level)})", tone="nowrap"),
-            Cell(group.name, tone="nowrap"), number(group.count), number(group.patients),
-            interval_cell(group.values.get(main), group.intervals.get(main)),
-            Cell(group.note, tone="soft") if group.note else difference_cell(group.differences.get(main)),
-            *(interval_cell(group.values.get(name), group.intervals.get(name)) for name in other_names),
-        ])
+        Row(
+            [
+                Cell(
+                    f"{column_title(subgroups.column)} ({plural(subgroups.level)})", tone="nowrap"
+                ),
+                Cell(group.name, tone="nowrap"),
+                number(group.count),
+                number(group.patients),
+                interval_cell(group.values.get(main), group.intervals.get(main)),
+                Cell(group.note, tone="soft")
+                if group.note
+                else difference_cell(group.differences.get(main)),
+                *(
+                    interval_cell(group.values.get(name), group.intervals.get(name))
+                    for name in other_names
+                ),
+            ]
+        )
         for subgroups in by_column
         for group in subgroups.groups
-    ]  # fmt: skip
+    ]
     title = metric_title(main, task.name)
     columns = (
-        "column", "group", "n", "patients", title, f"{title} minus the rest",
+        "column",
+        "group",
+        "n",
+        "patients",
+        title,
+        f"{title} minus the rest",
         *(metric_title(name, task.name) for name in other_names),
-    )  # fmt: skip
+    )
     what = "Performance and quality of slides" if quality else "Performance by subgroup"
     yield Table(what, columns, rows)
 
@@ -369,8 +427,9 @@ def shortcut_blocks(evaluated: EvaluatedPredictions) -> Iterator[Block | Table]:
     yield Table(
         f"Labels predicted from the origin of slides, of {shortcut.patients} patients, cross-validated: "
         f"p = {shortcut.p:.3f}{model}",
-        ("column", "AUC"), rows,
-    )  # fmt: skip
+        ("column", "AUC"),
+        rows,
+    )
 
 
 def shortcut_warning(evaluated: EvaluatedPredictions) -> Iterator[Block]:

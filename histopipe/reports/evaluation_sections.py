@@ -64,10 +64,16 @@ def _class_rows(evaluated: EvaluatedPredictions, *, annotated: bool) -> Iterator
             else:
                 correct = Cell("no", tone="bad") if slide.wrong else Cell("yes", tone="good")
                 cells = [Cell(slide.labels[0]), Cell(slide.decision), correct]
-            yield Row([
-                Cell(slide.name, tone="id"), Cell(slide.patient), Cell(subset), number(slide.patches), *cells,
-                *(number(p, 3) for p in slide.probability),
-            ])  # fmt: skip
+            yield Row(
+                [
+                    Cell(slide.name, tone="id"),
+                    Cell(slide.patient),
+                    Cell(subset),
+                    number(slide.patches),
+                    *cells,
+                    *(number(p, 3) for p in slide.probability),
+                ]
+            )
 
 
 def _target_rows(evaluated: EvaluatedPredictions) -> Iterator[Row]:
@@ -78,13 +84,19 @@ def _target_rows(evaluated: EvaluatedPredictions) -> Iterator[Row]:
         for name, patient, *values in zip(
             means.ids(predictions.unit), means.patient, *means.target.T, *outputs.T, strict=True
         ):
-            yield Row([
-                Cell(name, tone="id"), Cell(predictions.patients[patient]), Cell(subset),
-                *(
-                    number(None) if math.isnan(value) else Cell(f"{value:.4g}", float(value), "n")
-                    for value in values
-                ),
-            ])  # fmt: skip
+            yield Row(
+                [
+                    Cell(name, tone="id"),
+                    Cell(predictions.patients[patient]),
+                    Cell(subset),
+                    *(
+                        number(None)
+                        if math.isnan(value)
+                        else Cell(f"{value:.4g}", float(value), "n")
+                        for value in values
+                    ),
+                ]
+            )
 
 
 def add_metrics(page: Page, evaluated: EvaluatedPredictions) -> None:
@@ -106,7 +118,9 @@ def add_analysis(
     """Add subgroups, failures and participant flow. `images` as for `failure_blocks`, `read` as for `flow_blocks`."""
     page.add("Subgroups", *subgroup_tables(evaluated, quality=False))
     page.add(
-        "Failure analysis", *subgroup_tables(evaluated, quality=True), *failure_blocks(evaluated, slides, images),
+        "Failure analysis",
+        *subgroup_tables(evaluated, quality=True),
+        *failure_blocks(evaluated, slides, images),
         *shortcut_blocks(evaluated),
-    )  # fmt: skip
+    )
     page.add("Participant flow", *flow_blocks(evaluated.flow, read))

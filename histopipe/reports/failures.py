@@ -103,9 +103,15 @@ def decisions(evaluated: EvaluatedPredictions, subset: Subset) -> Iterator[Decid
             members = np.flatnonzero(group == item)
             counts = {classes[n]: c for n, c in sorted(Counter(label[members].tolist()).items())}
             yield Decided(
-                names[item], predictions.patients[predictions.patient[members[0]]], len(members), tuple(counts),
-                counts, float(right[members].mean()), classes[decided], probability,
-            )  # fmt: skip
+                names[item],
+                predictions.patients[predictions.patient[members[0]]],
+                len(members),
+                tuple(counts),
+                counts,
+                float(right[members].mean()),
+                classes[decided],
+                probability,
+            )
 
 
 def _decided_patches(evaluated: EvaluatedPredictions, part: ModelPredictions) -> NDArray[np.intp]:
@@ -136,22 +142,35 @@ def _slide_errors(
     rows = []
     for i, decided in enumerate(sorted(wrong, key=of_label)[:_MOST]):
         of_item = entries.get(decided.name, [])
-        patches = decided.patches if level == "patch" else sum(
-            getattr(entry, name) for entry in of_item for name in SUBSETS
-        )  # fmt: skip
+        patches = (
+            decided.patches
+            if level == "patch"
+            else sum(getattr(entry, name) for entry in of_item for name in SUBSETS)
+        )
         image = images.of(decided.name) if images is not None and of_slides else None
-        rows.append(Row(
-            [
-                Cell(decided.name, tone="id"), Cell(decided.patient), Cell(decided.labels[0]), Cell(decided.decision),
-                number(of_label(decided), 3), number(patches or None),
-                *(Cell(of_item[-1].value(name) if of_item else "") for name in names),
-            ],
-            _pictures(f"error-{i}", decided.name, image, SIDE),
-        ))  # fmt: skip
+        rows.append(
+            Row(
+                [
+                    Cell(decided.name, tone="id"),
+                    Cell(decided.patient),
+                    Cell(decided.labels[0]),
+                    Cell(decided.decision),
+                    number(of_label(decided), 3),
+                    number(patches or None),
+                    *(Cell(of_item[-1].value(name) if of_item else "") for name in names),
+                ],
+                _pictures(f"error-{i}", decided.name, image, SIDE),
+            )
+        )
     columns = (
-        "slide" if of_slides else "patient", "patient", "label", "decided", "p of the label", "patches",
+        "slide" if of_slides else "patient",
+        "patient",
+        "label",
+        "decided",
+        "p of the label",
+        "patches",
         *(name.replace("_", " ") for name in names),
-    )  # fmt: skip
+    )
     return Table(
         f"{subset.capitalize()}: {len(wrong)} wrong decisions, those with the highest confidence first",
         columns,
@@ -181,28 +200,43 @@ def _patch_errors(evaluated: EvaluatedPredictions, stores: Sequence[Store]) -> I
         first = np.argsort(of_label, kind="stable")[:_MOST]
         errors += [
             (
-                p, patches.slides[patches.slide[row]], patches.patients[patches.patient[row]],
-                int(patches.x_l0[row]), int(patches.y_l0[row]),
-                evaluated.task.classes[labels[row]], evaluated.task.classes[decided[row]],
+                p,
+                patches.slides[patches.slide[row]],
+                patches.patients[patches.patient[row]],
+                int(patches.x_l0[row]),
+                int(patches.y_l0[row]),
+                evaluated.task.classes[labels[row]],
+                evaluated.task.classes[decided[row]],
             )
             for row, p in zip(wrong[first].tolist(), of_label[first].tolist(), strict=True)
-        ]  # fmt: skip
+        ]
     rows = [
         Row(
             [
-                Cell(slide, tone="id"), Cell(patient), number(x), number(y), Cell(label), Cell(decision),
+                Cell(slide, tone="id"),
+                Cell(patient),
+                number(x),
+                number(y),
+                Cell(label),
+                Cell(decision),
                 number(p, 3),
             ],
-            _pictures(f"patch-error-{i}", f"{slide}, x {x}, y {y}", _pixels(stores, slide, x, y), 2 * _PATCH_SIDE),
+            _pictures(
+                f"patch-error-{i}",
+                f"{slide}, x {x}, y {y}",
+                _pixels(stores, slide, x, y),
+                2 * _PATCH_SIDE,
+            ),
         )
         for i, (p, slide, patient, x, y, label, decision) in enumerate(sorted(errors)[:_MOST])
-    ]  # fmt: skip
+    ]
     if rows:
         yield Table(
             f"{subset.capitalize()}: {count:,} wrong decisions on patches, those with the highest confidence first; x and y "
             "are the top left corner in pixels of level 0",
-            ("slide", "patient", "x", "y", "label", "decided", "p of the label"), rows,
-        )  # fmt: skip
+            ("slide", "patient", "x", "y", "label", "decided", "p of the label"),
+            rows,
+        )
 
 
 def _target_errors(evaluated: EvaluatedPredictions) -> Iterator[Table]:
@@ -215,11 +249,18 @@ def _target_errors(evaluated: EvaluatedPredictions) -> Iterator[Table]:
         difference for predictions in parts for difference in _differences(predictions, evaluated)
     ]
     rows = [
-        Row([
-            Cell(name, tone="id"), Cell(patient), Cell(column), *(Cell(f"{value:.4g}", value, "n") for value in values),
-        ])
-        for _, name, patient, column, *values in sorted(differences, key=lambda difference: -difference[0])[:_MOST]
-    ]  # fmt: skip
+        Row(
+            [
+                Cell(name, tone="id"),
+                Cell(patient),
+                Cell(column),
+                *(Cell(f"{value:.4g}", value, "n") for value in values),
+            ]
+        )
+        for _, name, patient, column, *values in sorted(
+            differences, key=lambda difference: -difference[0]
+        )[:_MOST]
+    ]
     yield Table(
         f"{subset.capitalize()}: largest errors first, in standard deviations of the column",
         (parts[0].unit, "patient", "column", "true", "predicted", "difference"),
@@ -241,9 +282,14 @@ def _differences(
         for row in rows.tolist():
             difference = float(predicted[row] - true[row])
             yield (
-                abs(difference) / deviation, names[row], predictions.patients[means.patient[row]], column,
-                float(true[row]), float(predicted[row]), difference,
-            )  # fmt: skip
+                abs(difference) / deviation,
+                names[row],
+                predictions.patients[means.patient[row]],
+                column,
+                float(true[row]),
+                float(predicted[row]),
+                difference,
+            )
 
 
 def confident_patches(evaluated: EvaluatedPredictions, stores: Sequence[Store]) -> Iterator[Block]:

@@ -31,9 +31,12 @@ def flow_blocks(flow: Flow, read: str = "Ingested") -> Iterator[Block | Table]:
             for line in (
                 (level, "found", "", numbers.total),
                 *((level, "excluded", reason, count) for reason, count in numbers.excluded.items()),
-                *((level, "used", subsets_text(name), count) for name, count in numbers.used.items()),
+                *(
+                    (level, "used", subsets_text(name), count)
+                    for name, count in numbers.used.items()
+                ),
             )
-        ]  # fmt: skip
+        ]
         rows = [Row([*map(Cell, texts), number(count)]) for *texts, count in lines]
         yield Table("Participant flow", ("level", "status", "reason or subset", "n"), rows)
 

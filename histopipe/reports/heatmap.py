@@ -97,9 +97,14 @@ def _figure(values: NamedPatchValues, background: NDArray[np.uint8] | None) -> F
     pixel = max(values.side_l0 / 8, max(width, height) / _MAX_SIDE)
     raster = np.ma.masked_invalid(values.raster(pixel))
     overlay = axes.imshow(
-        raster, extent=extent, cmap=COLOURS if values.scale is None else _SIGNED, vmin=0, vmax=1, interpolation="nearest",
+        raster,
+        extent=extent,
+        cmap=COLOURS if values.scale is None else _SIGNED,
+        vmin=0,
+        vmax=1,
+        interpolation="nearest",
         alpha=ALPHA if background is not None else 1.0,
-    )  # fmt: skip
+    )
     axes.set(xlim=(0, width), ylim=(height, 0), xticks=[], yticks=[], facecolor="#e8e8e8")
     axes.set_title(values.slide, fontsize=10, loc="left", parse_math=False)
     area = axes.get_position()
@@ -123,9 +128,15 @@ def _scale_bar(axes: Axes, mpp: float, width: float, height: float) -> None:
         Rectangle((x, y), length, thick, facecolor="black", edgecolor="white", linewidth=1)
     )
     axes.text(
-        x + length / 2, y - thick / 2, text, ha="center", va="bottom", fontsize=9, color="black",
+        x + length / 2,
+        y - thick / 2,
+        text,
+        ha="center",
+        va="bottom",
+        fontsize=9,
+        color="black",
         bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 1.5},
-    )  # fmt: skip
+    )
 
 
 def scale_bar_um(most: float) -> float:
@@ -145,11 +156,15 @@ def write_heatmap_tiff(values: NamedPatchValues, path: Path) -> float:
         for number, level in enumerate(_levels(image)):
             per_centimetre = None if values.mpp is None else 1e4 / (values.mpp * pixel * 2**number)
             file.write(
-                level, tile=(_TILE, _TILE), photometric="rgb", compression="zlib", metadata=None,
+                level,
+                tile=(_TILE, _TILE),
+                photometric="rgb",
+                compression="zlib",
+                metadata=None,
                 subfiletype=1 if number else 0,
                 resolution=None if per_centimetre is None else (per_centimetre, per_centimetre),
                 resolutionunit=None if per_centimetre is None else "CENTIMETER",
-            )  # fmt: skip
+            )
     return pixel
 
 
@@ -202,9 +217,12 @@ def _cells(patches: NamedPatchValues) -> Iterator[dict[str, Any]]:
         ring = [[x, y], [x + side, y], [x + side, y + side], [x, y + side], [x, y]]
         name = patches.name if patches.predicted is None else str(patches.predicted[i])
         yield _feature(
-            {"type": "Polygon", "coordinates": [ring]}, "tile", name, colours[i].tolist(),
+            {"type": "Polygon", "coordinates": [ring]},
+            "tile",
+            name,
+            colours[i].tolist(),
             {patches.name: float(patches.values[i])},
-        )  # fmt: skip
+        )
 
 
 def _contours(patches: NamedPatchValues, threshold: float) -> Iterator[dict[str, Any]]:
@@ -225,20 +243,26 @@ def _contours(patches: NamedPatchValues, threshold: float) -> Iterator[dict[str,
         mean = float(np.mean(inside)) if len(inside) else threshold
         colour = [round(255 * c) for c in mpl.colormaps[COLOURS](mean)[:3]]
         yield _feature(
-            json.loads(shapely.to_geojson(shrunk)), "annotation", f"{patches.name} ≥ {threshold:g}", colour,
+            json.loads(shapely.to_geojson(shrunk)),
+            "annotation",
+            f"{patches.name} ≥ {threshold:g}",
+            colour,
             {f"mean {patches.name}": mean, "patches": len(inside)},
-        )  # fmt: skip
+        )
 
 
 def _feature(
     geometry: dict[str, Any], kind: str, name: str, colour: list[int], measures: dict[str, float]
 ) -> dict[str, Any]:
     return {
-        "type": "Feature", "geometry": geometry,
+        "type": "Feature",
+        "geometry": geometry,
         "properties": {
-            "objectType": kind, "classification": {"name": name, "color": colour}, "measurements": measures,
+            "objectType": kind,
+            "classification": {"name": name, "color": colour},
+            "measurements": measures,
         },
-    }  # fmt: skip
+    }
 
 
 HeatmapFormat = Literal["png", "tiff", "geojson"]

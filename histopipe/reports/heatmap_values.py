@@ -178,9 +178,11 @@ def _open_bag_values(
         if prediction not in names:
             raise UsageError(
                 "--class" if class_name is not None else "--show contribution",
-                found=repr(class_name) if class_name is not None else f"{folder} of an earlier version",
+                found=repr(class_name)
+                if class_name is not None
+                else f"{folder} of an earlier version",
                 expected=" or ".join(names) or "predictions that record contributions",
-            )  # fmt: skip
+            )
         column = CONTRIBUTION + prediction
     tables = read_patch_values(paths, column)
 
@@ -198,9 +200,17 @@ def _open_bag_values(
             title, scale = f"contribution to {prediction}", float(np.abs(value).max()) or 1.0
             values = 0.5 + value / (2 * scale)
         return NamedPatchValues(
-            name, title, x.astype(np.int64), y.astype(np.int64), float(side[0]) or slide.size_l0,
-            values.astype(np.float32), None, bounds_of(slide), slide.mpp, scale,
-        )  # fmt: skip
+            name,
+            title,
+            x.astype(np.int64),
+            y.astype(np.int64),
+            float(side[0]) or slide.size_l0,
+            values.astype(np.float32),
+            None,
+            bounds_of(slide),
+            slide.mpp,
+            scale,
+        )
 
     return tables, read
 
@@ -235,9 +245,16 @@ def _open_predictions(
         if chosen not in classes:
             raise UsageError("--class", found=repr(chosen), expected=" or ".join(classes))
         return NamedPatchValues(
-            slide.slide, f"probability of {chosen}", scores.x_l0, scores.y_l0, slide.size_l0,
-            output[:, classes.index(chosen)], np.array(classes, object)[output.argmax(axis=1)], bounds_of(slide), slide.mpp,
-        )  # fmt: skip
+            slide.slide,
+            f"probability of {chosen}",
+            scores.x_l0,
+            scores.y_l0,
+            slide.size_l0,
+            output[:, classes.index(chosen)],
+            np.array(classes, object)[output.argmax(axis=1)],
+            bounds_of(slide),
+            slide.mpp,
+        )
 
     return source.slide_ids(), read
 

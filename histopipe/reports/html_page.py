@@ -153,9 +153,12 @@ class Page:
     def write(self, path: Path) -> None:
         """Write the HTML file by one rename."""
         environment = jinja2.Environment(
-            loader=jinja2.PackageLoader("histopipe.reports"), autoescape=True,
-            undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
-        )  # fmt: skip
+            loader=jinja2.PackageLoader("histopipe.reports"),
+            autoescape=True,
+            undefined=jinja2.StrictUndefined,
+            trim_blocks=True,
+            lstrip_blocks=True,
+        )
         pieces = environment.get_template("page.html.j2").generate(
             page=self, version=__version__, made=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
         )

@@ -78,9 +78,12 @@ def predictions_page(folder: Path, *, stores: Sequence[Path] = (), pictures: boo
         else:
             evaluated = _evaluated(folder, external)
             page.add(
-                "Summary", Block("text", f"Slides with known labels. {INTERVALS}", tone="soft"),
-                Block("cards", metric_cards(evaluated)), *missing, *_notes(external, settings),
-            )  # fmt: skip
+                "Summary",
+                Block("text", f"Slides with known labels. {INTERVALS}", tone="soft"),
+                Block("cards", metric_cards(evaluated)),
+                *missing,
+                *_notes(external, settings),
+            )
             add_metrics(page, evaluated)
             add_analysis(page, evaluated, slide_entries, images, read="Predicted")
         page.add(what.capitalize(), _table(slides, what))
@@ -106,9 +109,12 @@ def _evaluated(folder: Path, external: ExternalEvaluation) -> EvaluatedPredictio
         parts = [source.read(slide) for slide in source.slides() if source.csv(slide).exists()]
         predictions = joined_predictions(labelled_patches(parts))
     return EvaluatedPredictions(
-        {"test": external.evaluation}, {"test": predictions}, EvaluationSettings(positive=external.positive),
-        external.breakdown, external.flow,
-    )  # fmt: skip
+        {"test": external.evaluation},
+        {"test": predictions},
+        EvaluationSettings(positive=external.positive),
+        external.breakdown,
+        external.flow,
+    )
 
 
 def _notes(external: ExternalEvaluation, settings: Mapping[str, Any]) -> Iterator[Block]:
@@ -119,8 +125,9 @@ def _notes(external: ExternalEvaluation, settings: Mapping[str, Any]) -> Iterato
         yield Block(
             "text",
             f"Warning: the training used {len(leaked)} of these slides or patients ({names}), which makes the metrics too "
-            "good.", tone="bad",
-        )  # fmt: skip
+            "good.",
+            tone="bad",
+        )
     temperatures = list(chain.from_iterable(settings.get("temperature", ())))
     if temperatures:
         of_training = "temperature of the training"

@@ -118,8 +118,9 @@ def report(
         flow = _flow_in(folder)
         if not flow:
             raise UsageError(
-                f"{folder} has no participant flow", expected="a finished run, or predictions of slides with labels"
-            )  # fmt: skip
+                f"{folder} has no participant flow",
+                expected="a finished run, or predictions of slides with labels",
+            )
         read = "Predicted" if folder_kind(folder) is FolderKind.PREDICTIONS else "Ingested"
         return _write(file, partial(write_flow, flow, read=read))
     if file.suffix.lower() not in (".html", ".htm"):

@@ -35,11 +35,17 @@ from histopipe.splits.splits import SPLITS
 from histopipe.system.output import counted, listed, plural
 
 _SOFTWARE = {
-    "histopipe": "histopipe", "tensorflow": "TensorFlow", "keras": "Keras", "python": "Python",
-}  # fmt: skip
+    "histopipe": "histopipe",
+    "tensorflow": "TensorFlow",
+    "keras": "Keras",
+    "python": "Python",
+}
 _AUGMENTATIONS = {
-    "flips": "flips and rotations", "crop": "random crops", "stain": "changes of the stain", "colour": "changes of the colour",
-}  # fmt: skip
+    "flips": "flips and rotations",
+    "crop": "random crops",
+    "stain": "changes of the stain",
+    "colour": "changes of the colour",
+}
 
 
 @statement(run_folder.CONFIG)
@@ -68,10 +74,11 @@ def _describe_network(run: RunData) -> str:
     assert isinstance(config, PatchTrainConfig)  # noqa: S101 - for mypy
     kind, number = parse_trainable(config.trainable)
     trained = {
-        "all": "all its weights were trained", "head": "only its last layer was trained",
+        "all": "all its weights were trained",
+        "head": "only its last layer was trained",
         "last": f"its last layer and its last {number} blocks were trained",
         "lora": f"its last layer and low-rank updates of rank {number} were trained",
-    }[kind]  # fmt: skip
+    }[kind]
     return f"The model is the network {Path(config.model).name} with a dropout rate of {config.dropout:g}; {trained}."
 
 

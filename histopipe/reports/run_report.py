@@ -151,9 +151,13 @@ def _splits(run: RunData) -> Iterator[Block | Table]:
     )
     counts = splits.get("counts", {})
     yield Table(
-        f"{run.config.unit.capitalize()} by split and class", ("split", *classes),
-        [Row([Cell(subset), *(number(counts.get(subset, {}).get(c, 0)) for c in classes)]) for subset in SUBSETS],
-    )  # fmt: skip
+        f"{run.config.unit.capitalize()} by split and class",
+        ("split", *classes),
+        [
+            Row([Cell(subset), *(number(counts.get(subset, {}).get(c, 0)) for c in classes)])
+            for subset in SUBSETS
+        ],
+    )
     sites = Counter(
         (str(slide.get("site") or "no site"), str(slide.get("label")))
         for slide in splits.get("slides", [])
@@ -163,8 +167,9 @@ def _splits(run: RunData) -> Iterator[Block | Table]:
         items = "Patients" if getattr(run.config, "bag", "slide") == "patient" else "Slides"
         yield Table(
             f"{items} by site and label. If a site has only one label, the model can learn the site instead.",
-            ("site", *classes), [Row([Cell(s), *(number(sites[s, c]) for c in classes)]) for s in names],
-        )  # fmt: skip
+            ("site", *classes),
+            [Row([Cell(s), *(number(sites[s, c]) for c in classes)]) for s in names],
+        )
 
 
 def _environment(run: RunData) -> Block:

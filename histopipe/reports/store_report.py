@@ -35,13 +35,28 @@ _PATCHES = 6
 _MAX_OUTLINES = 20_000
 """Maximum number of patches with outlines on a slide. More outlines would hide the slide."""
 _COLUMNS = (
-    "slide", "state", "label", "patient", "patches", "unreadable", "tissue", "focus", "pen", "mpp", "mpp source", "route",
-    "level", "notes",
-)  # fmt: skip
+    "slide",
+    "state",
+    "label",
+    "patient",
+    "patches",
+    "unreadable",
+    "tissue",
+    "focus",
+    "pen",
+    "mpp",
+    "mpp source",
+    "route",
+    "level",
+    "notes",
+)
 _MEASURES = {
-    "tissue": "Tissue", "focus": "Focus", "pen": "Pen", "dark": "Folded or black",
+    "tissue": "Tissue",
+    "focus": "Focus",
+    "pen": "Pen",
+    "dark": "Folded or black",
     "covered": "Covered by the annotated class",
-}  # fmt: skip
+}
 """Titles of columns of the index; all but the focus are shares."""
 
 
@@ -74,9 +89,11 @@ def store_page(path: Path, *, pictures: bool = True, progress: Progress) -> Page
     algorithms = ", ".join(map(str, spec.get("algorithms", {}).values()))
     settings = {**spec, "algorithms": algorithms, "uuid": summary.uuid}
     page.add(
-        "Summary", _cards(summary), Block("text", "All slides are complete.", tone="good") if whole else None,
+        "Summary",
+        _cards(summary),
+        Block("text", "All slides are complete.", tone="good") if whole else None,
         values_block("Settings of the store", settings),
-    )  # fmt: skip
+    )
     page.add("Failures", _failures(records))
     page.add("Warnings", _warnings(summary, records, complete))
     page.add("Distributions", _distributions(complete, measures))
@@ -89,13 +106,21 @@ def store_page(path: Path, *, pictures: bool = True, progress: Progress) -> Page
 def _cards(summary: StoreInfo) -> Block:
     states = summary.states
     cards = [
-        ("slides complete", f"{states.get('complete', 0):,}", f"{states.get('failed', 0)} failed, {states.get('pending', 0)} pending"),
+        (
+            "slides complete",
+            f"{states.get('complete', 0):,}",
+            f"{states.get('failed', 0)} failed, {states.get('pending', 0)} pending",
+        ),
         ("patches", f"{summary.patches:,}", f"{summary.unreadable:,} unreadable"),
         ("size", _bytes(summary.file_bytes), f"{_bytes(summary.patch_bytes)} of patches"),
         ("labels", str(len(summary.labels.keys() - {"unlabelled"})), _counts(summary.labels)),
         ("routes", str(len(summary.routes)), _counts(summary.routes)),
-        ("scale sources", str(len(summary.mpp_sources.keys() - {"unknown"})), _counts(summary.mpp_sources)),
-    ]  # fmt: skip
+        (
+            "scale sources",
+            str(len(summary.mpp_sources.keys() - {"unknown"})),
+            _counts(summary.mpp_sources),
+        ),
+    ]
     if summary.patch_labels:
         counts = summary.patch_labels
         cards.append(("annotated patches", f"{sum(counts.values()):,}", _counts(counts)))
@@ -104,10 +129,16 @@ def _cards(summary: StoreInfo) -> Block:
 
 def _failures(records: Sequence[SlideRecord]) -> Table | None:
     rows = [
-        Row([Cell(record.id, tone="id"), Cell(record.error_kind or ""), Cell(record.error or "", tone="why")])
+        Row(
+            [
+                Cell(record.id, tone="id"),
+                Cell(record.error_kind or ""),
+                Cell(record.error or "", tone="why"),
+            ]
+        )
         for record in records
         if record.state is SlideState.FAILED
-    ]  # fmt: skip
+    ]
     return Table("Failed slides", ("slide", "kind", "reason"), rows) if rows else None
 
 
@@ -166,12 +197,21 @@ def _row(
         except DamagedStore as error:
             notes, tone = [str(error), *notes], "bad"
     cells = [
-        Cell(record.id, tone="id"), Cell(str(record.state), tone=tone), Cell(record.label or ""),
-        Cell(record.patient or ""), number(record.stored), number(record.unreadable),
-        number(medians.get("tissue"), 2), number(medians.get("focus"), 0), number(medians.get("pen"), 3),
-        number(record.mpp, 3), Cell(record.mpp_source or ""), Cell(record.route or ""),
-        number(record.level), Cell("; ".join(filter(None, notes)), tone="why"),
-    ]  # fmt: skip
+        Cell(record.id, tone="id"),
+        Cell(str(record.state), tone=tone),
+        Cell(record.label or ""),
+        Cell(record.patient or ""),
+        number(record.stored),
+        number(record.unreadable),
+        number(medians.get("tissue"), 2),
+        number(medians.get("focus"), 0),
+        number(medians.get("pen"), 3),
+        number(record.mpp, 3),
+        Cell(record.mpp_source or ""),
+        Cell(record.route or ""),
+        number(record.level),
+        Cell("; ".join(filter(None, notes)), tone="why"),
+    ]
     return Row(cells, images)
 
 

@@ -92,9 +92,12 @@ def tissue(
         for file in files
     ]
     write = partial(
-        write_one_mask, folder=folder, default_mpp=options.default_mpp,
-        method=str(fields.get("tissue_model", method)), force=options.force,
-    )  # fmt: skip
+        write_one_mask,
+        folder=folder,
+        default_mpp=options.default_mpp,
+        method=str(fields.get("tissue_model", method)),
+        force=options.force,
+    )
     result = TissueReport(folder)
     pictures: dict[str, NDArray[np.uint8]] = {}
     with (
@@ -132,12 +135,19 @@ def write_table_and_page(result: TissueReport, pictures: dict[str, NDArray[np.ui
     page.add("Slides", Block("gallery", gallery))
     columns = ("slide", "tissue, mm²", "share", "pieces", "threshold", "source", "notes")
     rows = [
-        Row([
-            Cell(slide.slide), number(slide.tissue_mm2, 2), number(100 * slide.share, 1, " %"), number(slide.pieces),
-            number(slide.threshold, 3), Cell(slide.source), Cell("; ".join(slide.notes)),
-        ])
+        Row(
+            [
+                Cell(slide.slide),
+                number(slide.tissue_mm2, 2),
+                number(100 * slide.share, 1, " %"),
+                number(slide.pieces),
+                number(slide.threshold, 3),
+                Cell(slide.source),
+                Cell("; ".join(slide.notes)),
+            ]
+        )
         for slide in result.slides
-    ]  # fmt: skip
+    ]
     page.add("Numbers", Table("Tissue by slide", columns, rows))
     page.write(result.folder / PAGE)
 

@@ -32,44 +32,64 @@ class TrainConfig:
     """Contents of a batch, as a plural noun."""
 
     labels: str | None = setting(
-        None, "CSV file with the columns slide, label, and optionally patient and site; replaces the recorded labels.",
-        group=DATA, format="path", search=False, per_worker=True,
-    )  # fmt: skip
+        None,
+        "CSV file with the columns slide, label, and optionally patient and site; replaces the recorded labels.",
+        group=DATA,
+        format="path",
+        search=False,
+        per_worker=True,
+    )
     na: tuple[str, ...] = setting(
-        NA_VALUES, "Cells of --labels that are missing values, apart from the empty cell.",
-        group=DATA, search=False,
-    )  # fmt: skip
+        NA_VALUES,
+        "Cells of --labels that are missing values, apart from the empty cell.",
+        group=DATA,
+        search=False,
+    )
     task: TaskName = setting(
-        "classification", "What is predicted: a class, several labels, numbers, or survival.",
-        group=DATA, search=False,
-    )  # fmt: skip
+        "classification",
+        "What is predicted: a class, several labels, numbers, or survival.",
+        group=DATA,
+        search=False,
+    )
     target: tuple[str, ...] = setting(
-        (), "Columns of --labels to predict: 0/1 columns for multilabel, numbers for regression.",
-        group=DATA, search=False,
-    )  # fmt: skip
+        (),
+        "Columns of --labels to predict: 0/1 columns for multilabel, numbers for regression.",
+        group=DATA,
+        search=False,
+    )
     time: str | None = setting(
-        None, "Column of --labels with the time until the event, or until the last visit, for survival.",
-        group=DATA, search=False,
-    )  # fmt: skip
+        None,
+        "Column of --labels with the time until the event, or until the last visit, for survival.",
+        group=DATA,
+        search=False,
+    )
     event: str | None = setting(
-        None, "Column of --labels with 1 if the event happened at --time, else 0.",
-        group=DATA, search=False,
-    )  # fmt: skip
+        None,
+        "Column of --labels with 1 if the event happened at --time, else 0.",
+        group=DATA,
+        search=False,
+    )
     loss: Loss = setting(
-        "auto", "Training loss of --task regression (huber or squared) or survival (cox or discrete); auto: the first.",
+        "auto",
+        "Training loss of --task regression (huber or squared) or survival (cox or discrete); auto: the first.",
         group=OPTIMIZATION,
-    )  # fmt: skip
+    )
     allow_extra_rows: bool = setting(
         False, "Ignore rows of --labels that match no slide.", group=DATA, search=False
     )
     on_error: OnError = setting(
-        "raise", "On damaged data: end the run (raise), or skip the data with weight 0 (skip).",
-        group=DATA, resume=True, search=False,
-    )  # fmt: skip
+        "raise",
+        "On damaged data: end the run (raise), or skip the data with weight 0 (skip).",
+        group=DATA,
+        resume=True,
+        search=False,
+    )
     split_by: SplitBy = setting(
-        "patient", "Keep each patient, site, slide, region or patch in one subset of the split.",
-        group=SPLITS, search=False,
-    )  # fmt: skip
+        "patient",
+        "Keep each patient, site, slide, region or patch in one subset of the split.",
+        group=SPLITS,
+        search=False,
+    )
     fractions: tuple[float, ...] = setting(
         (0.7, 0.15, 0.15), "Shares of training, validation and test.", group=SPLITS, search=False
     )
@@ -80,9 +100,13 @@ class TrainConfig:
         search=False,
     )
     splits: str | None = setting(
-        None, "Read the split from this splits.json.",
-        group=SPLITS, format="path", search=False, per_worker=True,
-    )  # fmt: skip
+        None,
+        "Read the split from this splits.json.",
+        group=SPLITS,
+        format="path",
+        search=False,
+        per_worker=True,
+    )
     allow_leaks: bool = setting(
         False, "Train even if a patient or slide is in several subsets.", group=SPLITS, search=False
     )
@@ -103,16 +127,16 @@ class TrainConfig:
         0.004, "Weight decay of --optimizer adamw.", group=OPTIMIZATION, at_least=0
     )
     schedule: Literal["constant", "cosine"] = setting(
-        "constant", "Learning rate schedule; cosine falls to 0 at the end of --epochs.",
+        "constant",
+        "Learning rate schedule; cosine falls to 0 at the end of --epochs.",
         group=OPTIMIZATION,
-    )  # fmt: skip
+    )
     warmup_steps: int = setting(
         0, "Steps of linear warm-up before --schedule cosine.", group=OPTIMIZATION, at_least=0
     )
     clip_norm: float = setting(
-        0.0, "Maximum global gradient norm; 0: no clipping.",
-        group=OPTIMIZATION, at_least=0,
-    )  # fmt: skip
+        0.0, "Maximum global gradient norm; 0: no clipping.", group=OPTIMIZATION, at_least=0
+    )
     label_smoothing: float = setting(
         0.0, "Label smoothing of the training loss.", group=OPTIMIZATION, at_least=0, below=1
     )
@@ -127,81 +151,136 @@ class TrainConfig:
         group=OPTIMIZATION,
     )
     patience: int = setting(
-        5, "Stop after this many epochs without a better value of --monitor; 0: never stop.",
-        group=OPTIMIZATION, at_least=0, resume=True,
-    )  # fmt: skip
+        5,
+        "Stop after this many epochs without a better value of --monitor; 0: never stop.",
+        group=OPTIMIZATION,
+        at_least=0,
+        resume=True,
+    )
     balance: Balance = setting(
-        "none", "Sampling balance: draw each class, slide or patient equally often.",
-        group=SAMPLING,
-    )  # fmt: skip
+        "none", "Sampling balance: draw each class, slide or patient equally often.", group=SAMPLING
+    )
     max_per_slide: int = setting(
-        0, "Maximum number of training patches per slide, drawn again in each epoch; 0: all.",
-        group=SAMPLING, at_least=0,
-    )  # fmt: skip
+        0,
+        "Maximum number of training patches per slide, drawn again in each epoch; 0: all.",
+        group=SAMPLING,
+        at_least=0,
+    )
     positive: str | None = setting(
-        None, "Positive class, if there are two classes.",
-        group=EVALUATION, default_text="the last by name", resume=True, search=False,
-    )  # fmt: skip
+        None,
+        "Positive class, if there are two classes.",
+        group=EVALUATION,
+        default_text="the last by name",
+        resume=True,
+        search=False,
+    )
     threshold: str = setting(
         "youden",
         "Decision threshold, set on validation: youden, sensitivity:0.95, specificity:0.95, or a probability.",
-        group=EVALUATION, resume=True, search=False,
-    )  # fmt: skip
+        group=EVALUATION,
+        resume=True,
+        search=False,
+    )
     top_k: int = setting(
-        10, "Number of patches in a slide's top_k score.",
-        group=EVALUATION, at_least=1, resume=True, search=False,
-    )  # fmt: skip
+        10,
+        "Number of patches in a slide's top_k score.",
+        group=EVALUATION,
+        at_least=1,
+        resume=True,
+        search=False,
+    )
     calibrate: bool = setting(
-        False, "Fit a temperature to the validation predictions, so that probabilities are calibrated.",
-        group=EVALUATION, search=False,
-    )  # fmt: skip
+        False,
+        "Fit a temperature to the validation predictions, so that probabilities are calibrated.",
+        group=EVALUATION,
+        search=False,
+    )
     subgroup: tuple[str, ...] = setting(
-        (), "Columns of --labels by which metrics are reported, numbers in steps: scanner,sex,age:10.",
-        group=EVALUATION, search=False,
-    )  # fmt: skip
+        (),
+        "Columns of --labels by which metrics are reported, numbers in steps: scanner,sex,age:10.",
+        group=EVALUATION,
+        search=False,
+    )
     resamples: int = setting(
-        1000, "Bootstrap resamples of the patients for 95 % intervals; 0: no intervals.",
-        group=EVALUATION, at_least=0, resume=True, search=False,
-    )  # fmt: skip
+        1000,
+        "Bootstrap resamples of the patients for 95 % intervals; 0: no intervals.",
+        group=EVALUATION,
+        at_least=0,
+        resume=True,
+        search=False,
+    )
     devices: str = setting(
-        "auto", "Devices: auto, cpu, cpu:N, gpu or gpu:0,1.",
-        group=MACHINE, resume=True, search=False, per_worker=True,
-    )  # fmt: skip
-    accumulate: int = setting(
-        1, "Compute each step in up to this many pieces, which needs less memory for the same batch.",
-        group=MACHINE, at_least=1, resume=True,
-    )  # fmt: skip
-    precision: Precision = setting(
-        "float32", "Precision of the network. Prefer bfloat16 to float16 if the GPU supports it.",
+        "auto",
+        "Devices: auto, cpu, cpu:N, gpu or gpu:0,1.",
         group=MACHINE,
-    )  # fmt: skip
+        resume=True,
+        search=False,
+        per_worker=True,
+    )
+    accumulate: int = setting(
+        1,
+        "Compute each step in up to this many pieces, which needs less memory for the same batch.",
+        group=MACHINE,
+        at_least=1,
+        resume=True,
+    )
+    precision: Precision = setting(
+        "float32",
+        "Precision of the network. Prefer bfloat16 to float16 if the GPU supports it.",
+        group=MACHINE,
+    )
     deterministic: bool = setting(
         False, "Use bitwise repeatable operations; slower.", group=MACHINE, search=False
     )
     communication: Literal["auto", "ring", "nccl"] = setting(
-        "auto", "Communication between workers (named by TF_CONFIG or Slurm).",
-        group=MACHINE, resume=True, search=False,
-    )  # fmt: skip
+        "auto",
+        "Communication between workers (named by TF_CONFIG or Slurm).",
+        group=MACHINE,
+        resume=True,
+        search=False,
+    )
     worker_timeout: float = setting(
-        600.0, "Seconds to wait for another worker.",
-        group=MACHINE, above=0, resume=True, search=False, per_worker=True,
-    )  # fmt: skip
+        600.0,
+        "Seconds to wait for another worker.",
+        group=MACHINE,
+        above=0,
+        resume=True,
+        search=False,
+        per_worker=True,
+    )
     log_device_placement: bool = setting(
-        False, "Print the device of each operation.",
-        group=MACHINE, resume=True, search=False, per_worker=True,
-    )  # fmt: skip
+        False,
+        "Print the device of each operation.",
+        group=MACHINE,
+        resume=True,
+        search=False,
+        per_worker=True,
+    )
     seed: int = setting(
-        1, "Seed of split, order, weights, augmentation and dropout.",
-        group=RUN, at_least=0, at_most=(1 << 32) - 1, search=False,
-    )  # fmt: skip
+        1,
+        "Seed of split, order, weights, augmentation and dropout.",
+        group=RUN,
+        at_least=0,
+        at_most=(1 << 32) - 1,
+        search=False,
+    )
     save_minutes: float = setting(
-        10.0, "Checkpoint interval in minutes.",
-        group=RUN, above=0, resume=True, search=False, per_worker=True,
-    )  # fmt: skip
+        10.0,
+        "Checkpoint interval in minutes.",
+        group=RUN,
+        above=0,
+        resume=True,
+        search=False,
+        per_worker=True,
+    )
     tensorboard: bool = setting(
-        False, "Write TensorBoard logs into the run's folder.",
-        group=RUN, resume=True, search=False, per_worker=True,
-    )  # fmt: skip
+        False,
+        "Write TensorBoard logs into the run's folder.",
+        group=RUN,
+        resume=True,
+        search=False,
+        per_worker=True,
+    )
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -216,29 +295,45 @@ class TrainConfig:
     def _conflicts(self) -> Iterator[tuple[object, UsageError]]:
         """Yield whether a combination of settings is not allowed, and its error."""
         columns, fractions = self.further_columns, self.fractions
-        yield columns and self.labels is None, UsageError(
-            "--subgroup" if self.split_column is None else "--split-column",
-            found=f"{', '.join(columns)}, but no --labels", expected="a CSV file with these columns",
-        )  # fmt: skip
+        yield (
+            columns and self.labels is None,
+            UsageError(
+                "--subgroup" if self.split_column is None else "--split-column",
+                found=f"{', '.join(columns)}, but no --labels",
+                expected="a CSV file with these columns",
+            ),
+        )
         is_split = len(fractions) == 3 and min(fractions) >= 0 and fractions[0] * fractions[1] > 0
-        yield not (is_split and abs(sum(fractions) - 1) <= 1e-6), UsageError(
-            "--fractions", found=fractions,
-            expected="train,validation,test with a sum of 1, the first two above 0",
-        )  # fmt: skip
+        yield (
+            not (is_split and abs(sum(fractions) - 1) <= 1e-6),
+            UsageError(
+                "--fractions",
+                found=fractions,
+                expected="train,validation,test with a sum of 1, the first two above 0",
+            ),
+        )
         match = parse_devices(self.devices)
         count = int(match["cpus"] or 1) if match["gpus"] is None else match["gpus"].count(",") + 1
-        yield self.batch_size < count, UsageError(
-            "--batch-size", found=self.batch_size,
-            expected=f"at least one for each of the {count} devices of --devices {self.devices}",
-        )  # fmt: skip
+        yield (
+            self.batch_size < count,
+            UsageError(
+                "--batch-size",
+                found=self.batch_size,
+                expected=f"at least one for each of the {count} devices of --devices {self.devices}",
+            ),
+        )
         yield (
             self.warmup_steps and self.schedule == "constant",
             UsageError("--warmup-steps", found="--schedule constant", expected="--schedule cosine"),
         )
-        yield self.accumulate > self.batch_size, UsageError(
-            "--accumulate", found=self.accumulate,
-            expected=f"at most the {self.batch_size} {self.unit} of --batch-size",
-        )  # fmt: skip
+        yield (
+            self.accumulate > self.batch_size,
+            UsageError(
+                "--accumulate",
+                found=self.accumulate,
+                expected=f"at most the {self.batch_size} {self.unit} of --batch-size",
+            ),
+        )
         yield (
             self.split_column is not None and self.split_by in ("region", "patch"),
             UsageError(
@@ -261,10 +356,14 @@ class TrainConfig:
         task = f"--task {self.task}"
         for name in ("target", "time", "event"):
             needed = name in self.task_type.settings
-            yield bool(getattr(self, name)) != needed, UsageError(
-                f"--{name}", found="no column" if needed else task,
-                expected=f"a column of --labels for {task}" if needed else "another --task",
-            )  # fmt: skip
+            yield (
+                bool(getattr(self, name)) != needed,
+                UsageError(
+                    f"--{name}",
+                    found="no column" if needed else task,
+                    expected=f"a column of --labels for {task}" if needed else "another --task",
+                ),
+            )
         if self.task_type.of_classes:
             with_losses = " or ".join(name for name, losses in LOSSES.items() if losses)
             yield (
@@ -291,11 +390,16 @@ class TrainConfig:
             ("--positive", self.positive is not None, "--task classification"),
             ("--calibrate", self.calibrate and not has_probabilities, "a task with probabilities"),
             (
-                "--class-weights balanced", self.class_weights == "balanced" and not has_probabilities,
+                "--class-weights balanced",
+                self.class_weights == "balanced" and not has_probabilities,
                 "a task with classes",
             ),
-            ("--balance class", self.balance == "class" and not has_probabilities, "a task with classes"),
-        ):  # fmt: skip
+            (
+                "--balance class",
+                self.balance == "class" and not has_probabilities,
+                "a task with classes",
+            ),
+        ):
             yield is_set, UsageError(flag, found=task, expected=expected)
 
     @property
@@ -336,9 +440,12 @@ class TrainConfig:
         from histopipe.tasks.task import EvaluationSettings
 
         return EvaluationSettings(
-            positive=self.positive, threshold=self.threshold, top_k=self.top_k,
-            resamples=self.resamples, seed=self.seed,
-        )  # fmt: skip
+            positive=self.positive,
+            threshold=self.threshold,
+            top_k=self.top_k,
+            resamples=self.resamples,
+            seed=self.seed,
+        )
 
     def values(self) -> dict[str, Any]:
         """Return the settings by name."""

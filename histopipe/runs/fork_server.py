@@ -36,8 +36,17 @@ from histopipe.system.tensorflow import load_quietly
 ADDRESS = "HISTOPIPE_FORK_SERVER"
 """Environment variable: path of the socket of a running server to use instead of a new one."""
 _READ_AT_LOADING = (
-    "TF_", "KERAS_", "XLA_", "CUDA", "NVIDIA_", "OMP_", "OPENBLAS_", "MKL_", "LD_", "PYTHON",
-)  # fmt: skip
+    "TF_",
+    "KERAS_",
+    "XLA_",
+    "CUDA",
+    "NVIDIA_",
+    "OMP_",
+    "OPENBLAS_",
+    "MKL_",
+    "LD_",
+    "PYTHON",
+)
 """Prefixes of variables that libraries read when they are loaded: they must be the same in server and training."""
 _READ_LATER = ("TF_CONFIG", "PYTHONPATH")
 _PR_SET_PDEATHSIG = 1
@@ -100,9 +109,10 @@ def _connect(
 ) -> tuple[subprocess.Popen[bytes] | None, socket.socket]:
     """Return a socket to a server for an environment, and the server's process if this process started it."""
     key = frozenset(
-        (name, value) for name, value in environment.items()
+        (name, value)
+        for name, value in environment.items()
         if name.startswith(_READ_AT_LOADING) and name not in _READ_LATER
-    )  # fmt: skip
+    )
     if environment.get(ADDRESS) and environment["TF_CPP_MIN_LOG_LEVEL"] == "3":
         client = socket.socket(socket.AF_UNIX)
         try:
@@ -110,9 +120,10 @@ def _connect(
         except OSError as error:
             client.close()
             raise UsageError(
-                f"cannot use the server of {ADDRESS}={environment[ADDRESS]}", found=str(error),
+                f"cannot use the server of {ADDRESS}={environment[ADDRESS]}",
+                found=str(error),
                 todo=f"unset {ADDRESS}",
-            ) from error  # fmt: skip
+            ) from error
         return None, client
     client, theirs = socket.socketpair()
     with theirs, _lock:
@@ -136,9 +147,13 @@ def start_server(
     with theirs:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "histopipe.runs.fork_server", *map(str, fds)],
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=environment, cwd="/",
-            pass_fds=fds, process_group=0,
-        )  # fmt: skip
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            env=environment,
+            cwd="/",
+            pass_fds=fds,
+            process_group=0,
+        )
     atexit.register(_end_server, process, control)
     return process, control
 

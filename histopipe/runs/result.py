@@ -119,9 +119,10 @@ def read_result(folder: Path) -> TrainResult:
     """
     resume = f"`histopipe train --resume --out {folder}`"
     missing = UsageError(
-        f"no finished run in {folder}", expected=f"a {METRICS} in it",
+        f"no finished run in {folder}",
+        expected=f"a {METRICS} in it",
         todo=f"finish it with {resume}" if folder.is_dir() else "check the path",
-    )  # fmt: skip
+    )
     with reading(folder / METRICS, missing=missing, todo=f"evaluate the model again with {resume}"):
         value = read_json(folder / METRICS)
         metrics = _read_evaluations(value)
@@ -136,12 +137,16 @@ def read_result(folder: Path) -> TrainResult:
                 }
         fitted = value.get(_CALIBRATION)
         return TrainResult(
-            folder=folder, metrics=metrics, covariates_only=_read_evaluations(value.get(_BASELINE, {})),
-            breakdown=Breakdown.from_json(value["breakdown"]) if "breakdown" in value else Breakdown(),
+            folder=folder,
+            metrics=metrics,
+            covariates_only=_read_evaluations(value.get(_BASELINE, {})),
+            breakdown=Breakdown.from_json(value["breakdown"])
+            if "breakdown" in value
+            else Breakdown(),
             flow=flow_from_json(value.get("flow", {})),
             calibration=None if fitted is None else Calibration.from_json(fitted),
             **{name: value[name] for name in _PLAIN},
-        )  # fmt: skip
+        )
 
 
 def _read_evaluations(value: Mapping[str, Any]) -> dict[Subset, Evaluation]:

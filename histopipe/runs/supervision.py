@@ -271,15 +271,19 @@ class _Process(Closing):
 
     def _interrupted(self, reason: str) -> Interrupted:
         return Interrupted(
-            "interrupted", found=reason, todo=self._resume_hint()
-            if run_folder.has_begun(self._folder) else "run the same command again",
-        )  # fmt: skip
+            "interrupted",
+            found=reason,
+            todo=self._resume_hint()
+            if run_folder.has_begun(self._folder)
+            else "run the same command again",
+        )
 
     def _lost(self, what: str) -> WorkerLost:
         return WorkerLost(
-            what, found=self._cluster.missing(self._folder, self._started_at),
+            what,
+            found=self._cluster.missing(self._folder, self._started_at),
             todo=f"start all workers within --worker-timeout, or {self._resume_hint()} on all of them",
-        )  # fmt: skip
+        )
 
     def _resume_hint(self) -> str:
         return f"continue with `histopipe train --resume --out {self._folder}`"

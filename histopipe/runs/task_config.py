@@ -45,49 +45,72 @@ class PatchTrainConfig(TrainConfig):
 
     unit = "patches"
     stores: tuple[str, ...] = setting(
-        ("patches.lmdb",), "Stores of patches.",
-        group=DATA, format="path", search=False, per_worker=True,
-    )  # fmt: skip
-    labels_from: LabelsFrom = setting(
-        "slide", "Source of patch labels: the slide, or its annotations (histopipe annotate).",
+        ("patches.lmdb",),
+        "Stores of patches.",
         group=DATA,
-    )  # fmt: skip
+        format="path",
+        search=False,
+        per_worker=True,
+    )
+    labels_from: LabelsFrom = setting(
+        "slide",
+        "Source of patch labels: the slide, or its annotations (histopipe annotate).",
+        group=DATA,
+    )
     min_tissue: float = setting(
-        0.0, "Leave out patches with a smaller share of tissue.",
-        group=DATA, at_least=0, at_most=1, format="share",
-    )  # fmt: skip
+        0.0,
+        "Leave out patches with a smaller share of tissue.",
+        group=DATA,
+        at_least=0,
+        at_most=1,
+        format="share",
+    )
     min_focus: float = setting(
         0.0, "Leave out patches with lower focus (histopipe quality).", group=DATA, at_least=0
     )
     exclude_pen: float = setting(
-        1.0, "Leave out patches with a larger share of pen marks.",
-        group=DATA, at_least=0, at_most=1, format="share",
-    )  # fmt: skip
+        1.0,
+        "Leave out patches with a larger share of pen marks.",
+        group=DATA,
+        at_least=0,
+        at_most=1,
+        format="share",
+    )
     exclude_dark: float = setting(
-        1.0, "Leave out patches with a larger share of folds or black.",
-        group=DATA, at_least=0, at_most=1, format="share",
-    )  # fmt: skip
+        1.0,
+        "Leave out patches with a larger share of folds or black.",
+        group=DATA,
+        at_least=0,
+        at_most=1,
+        format="share",
+    )
     region_um: float = setting(
-        250.0, "Side of the squares of --split-by region, in µm.",
-        group=SPLITS, above=0, search=False,
-    )  # fmt: skip
+        250.0,
+        "Side of the squares of --split-by region, in µm.",
+        group=SPLITS,
+        above=0,
+        search=False,
+    )
     model: str = setting(
         "small-cnn",
         "efficientnet-lite0, -lite1 or -lite2, small-cnn, a keras.applications name (resnet50), an encoder (`histopipe "
         "encoders`), a .keras file, or module.py:function.",
-        group=MODEL, default_text="auto: efficientnet-lite0; small-cnn for patches below 96 pixels",
-    )  # fmt: skip
+        group=MODEL,
+        default_text="auto: efficientnet-lite0; small-cnn for patches below 96 pixels",
+    )
     weights: str = setting(
-        "auto", "Initial weights: none, imagenet, or a weights file or folder of the backbone.",
-        group=MODEL, per_worker=True,
+        "auto",
+        "Initial weights: none, imagenet, or a weights file or folder of the backbone.",
+        group=MODEL,
+        per_worker=True,
         default_text="auto: imagenet for efficientnet-lite, else none",
-    )  # fmt: skip
+    )
     trainable: str = setting(
         "all",
         "Trained weights: all, head (the last layer), last:N (and the last N blocks), or lora:R (low-rank updates of "
         "rank R).",
         group=MODEL,
-    )  # fmt: skip
+    )
     epochs: int = setting(
         20,
         "Maximum number of epochs.",
@@ -104,24 +127,32 @@ class PatchTrainConfig(TrainConfig):
         default_text="auto: 0.0003 from trained weights, else 0.001",
     )
     layer_decay: float = setting(
-        1.0, "Factor of the learning rate from each block to the one before it, such as 0.75.",
-        group=OPTIMIZATION, above=0, at_most=1,
-    )  # fmt: skip
+        1.0,
+        "Factor of the learning rate from each block to the one before it, such as 0.75.",
+        group=OPTIMIZATION,
+        above=0,
+        at_most=1,
+    )
     allow_mismatch: bool = setting(
-        False, "Train even if the patches have another size or scale than the encoder was trained on.",
-        group=MODEL, search=False,
-    )  # fmt: skip
+        False,
+        "Train even if the patches have another size or scale than the encoder was trained on.",
+        group=MODEL,
+        search=False,
+    )
     augment: tuple[Literal["none", Augmentation], ...] = setting(
-        ("flips",), "Augmentation: none, or a list of flips (and rotations), crop, stain, colour.",
+        ("flips",),
+        "Augmentation: none, or a list of flips (and rotations), crop, stain, colour.",
         group=SAMPLING,
-    )  # fmt: skip
+    )
     stain_norm: StainNorm = setting(
         "none", "Stain normalization (run `histopipe stains` first).", group=SAMPLING
     )
     shuffle_block: int = setting(
-        0, "Shuffle blocks of this many neighbours, for slow disks; 0 shuffles all patches.",
-        group=SAMPLING, at_least=0,
-    )  # fmt: skip
+        0,
+        "Shuffle blocks of this many neighbours, for slow disks; 0 shuffles all patches.",
+        group=SAMPLING,
+        at_least=0,
+    )
     xla: bool = setting(
         False, "Compile the network with XLA; the first step is slow.", group=MACHINE
     )
@@ -133,9 +164,14 @@ class PatchTrainConfig(TrainConfig):
             not self.task_type.of_patches,
             UsageError(f"--task {self.task}", found="patches", expected="--mil with features"),
         )
-        yield not self.task_type.of_classes and self.labels_from == "annotation", UsageError(
-            "--labels-from annotation", found=f"--task {self.task}", expected="--task classification"
-        )  # fmt: skip
+        yield (
+            not self.task_type.of_classes and self.labels_from == "annotation",
+            UsageError(
+                "--labels-from annotation",
+                found=f"--task {self.task}",
+                expected="--task classification",
+            ),
+        )
         parse_trainable(self.trainable)
         has_none = "none" in self.augment and len(self.augment) > 1
         yield (
@@ -190,8 +226,11 @@ class BagTrainConfig(TrainConfig):
     mil: tuple[str, ...] = setting(
         MISSING,
         "Train a slide model on bags of the features in this folder. Repeat it to join feature sets by position.",
-        group=DATA, format="path", search=False, per_worker=True,
-    )  # fmt: skip
+        group=DATA,
+        format="path",
+        search=False,
+        per_worker=True,
+    )
     bag: BagOf = setting(
         "slide", "With --mil: one bag per slide or per patient.", group=DATA, search=False
     )
@@ -199,23 +238,27 @@ class BagTrainConfig(TrainConfig):
         "gated",
         "With --mil: pooling of a bag's patches; gated and attention are ABMIL, transformer is like TransMIL.",
         group=MODEL,
-    )  # fmt: skip
+    )
     feature_scaling: Literal["standard", "none"] = setting(
         "standard",
         "With --mil: standardise features in the model by statistics of the training bags.",
         group=MODEL,
     )
     covariates: tuple[str, ...] = setting(
-        (), "With --mil: further columns of --labels as inputs of the model, such as age,stage.",
+        (),
+        "With --mil: further columns of --labels as inputs of the model, such as age,stage.",
         group=DATA,
-    )  # fmt: skip
+    )
     epochs: int = setting(
         50, "Maximum number of epochs.", group=OPTIMIZATION, at_least=1, resume=True
     )
     batch_size: int = setting(
-        4, "Bags per step, over all devices.", group=OPTIMIZATION, at_least=1,
+        4,
+        "Bags per step, over all devices.",
+        group=OPTIMIZATION,
+        at_least=1,
         default_text="4; 32 for the Cox loss",
-    )  # fmt: skip
+    )
     optimizer: Literal["adam", "adamw", "adagrad", "sgd"] = setting(
         "adamw", "Optimizer.", group=OPTIMIZATION
     )
@@ -231,19 +274,33 @@ class BagTrainConfig(TrainConfig):
         # As above.
         yield from super(BagTrainConfig, self)._conflicts()
         yield not self.mil, UsageError("--mil", found="no folder", expected="a folder of features")
-        yield self.used_loss == "cox" and self.batch_size < 2, UsageError(
-            "--batch-size", found=self.batch_size,
-            expected="2 or more: the Cox loss compares the bags of a batch", todo="use 16 or more",
-        )  # fmt: skip
-        yield self.pooling == "clam" and not self.task_type.of_classes, UsageError(
-            "--pooling clam", found=f"--task {self.task}", expected="classes",
-            todo="use --pooling gated, the same model without a loss of single patches",
-        )  # fmt: skip
+        yield (
+            self.used_loss == "cox" and self.batch_size < 2,
+            UsageError(
+                "--batch-size",
+                found=self.batch_size,
+                expected="2 or more: the Cox loss compares the bags of a batch",
+                todo="use 16 or more",
+            ),
+        )
+        yield (
+            self.pooling == "clam" and not self.task_type.of_classes,
+            UsageError(
+                "--pooling clam",
+                found=f"--task {self.task}",
+                expected="classes",
+                todo="use --pooling gated, the same model without a loss of single patches",
+            ),
+        )
         common = set(self.covariates) & {*self.target_columns, "slide", "patient", "site"}
-        yield common or len(set(self.covariates)) < len(self.covariates), UsageError(
-            "--covariates", found=", ".join(self.covariates),
-            expected="different columns that are not predicted",
-        )  # fmt: skip
+        yield (
+            common or len(set(self.covariates)) < len(self.covariates),
+            UsageError(
+                "--covariates",
+                found=", ".join(self.covariates),
+                expected="different columns that are not predicted",
+            ),
+        )
         yield (
             self.covariates and self.labels is None and self.splits is None,
             UsageError("--covariates", found="no --labels", expected="a file with these columns"),
@@ -334,11 +391,11 @@ def resumed_config(recorded: Mapping[str, Any], changes: Mapping[str, Any]) -> T
     ]
     if refused:
         raise UsageError(
-            "--resume continues with the settings of the run", found=", ".join(refused),
-            expected="only --out and " + ", ".join(
-                entry.flag for entry in declared.values() if entry.resume
-            ),
-        )  # fmt: skip
+            "--resume continues with the settings of the run",
+            found=", ".join(refused),
+            expected="only --out and "
+            + ", ".join(entry.flag for entry in declared.values() if entry.resume),
+        )
     return make_config({**FORMER, **recorded, **changes})
 
 

@@ -82,9 +82,11 @@ def read_labelling(
         notify: receives remarks on the labels.
     """
     labelling = replace(
-        config.labelling if isinstance(config, PatchTrainConfig) else Labelling(), task=make_task(config.task, config.target_columns),
-        covariates=getattr(config, "covariates", ()), split_column=config.split_column,
-    )  # fmt: skip
+        config.labelling if isinstance(config, PatchTrainConfig) else Labelling(),
+        task=make_task(config.task, config.target_columns),
+        covariates=getattr(config, "covariates", ()),
+        split_column=config.split_column,
+    )
     notify = notify if required else Progress().message
     if config.labels is None:
         _warn_of_recorded(sources, notify)
@@ -195,15 +197,18 @@ def _check_given(
     columns_of_splits = (*splits.targets, *splits.covariates)
     if (splits.task_name, columns_of_splits) != (config.task, columns):
         raise UsageError(
-            what, found=f"{splits.task_name} {' '.join(columns_of_splits)}",
-            expected=f"{config.task} {' '.join(columns)}", todo="create new splits",
-        )  # fmt: skip
+            what,
+            found=f"{splits.task_name} {' '.join(columns_of_splits)}",
+            expected=f"{config.task} {' '.join(columns)}",
+            todo="create new splits",
+        )
     by_annotation = any(slide.labels is not None for slide in splits.slides)
     if splits.slides and by_annotation != (labelling.labels_from == "annotation"):
         raise UsageError(
-            what, found=f"--labels-from {labelling.labels_from}",
+            what,
+            found=f"--labels-from {labelling.labels_from}",
             expected=f"--labels-from {'annotation' if by_annotation else 'slide'}, the source of its labels",
-        )  # fmt: skip
+        )
     for slide in splits.slides:
         source = sources[slide.store]
         rows: Mapping[str, Any] = labelling.labels or {}
@@ -211,9 +216,11 @@ def _check_given(
         # Patients of another labels file would hide leaks.
         if config.labels and row and row.patient and nfc(row.patient) != nfc(slide.patient):
             raise UsageError(
-                f"slide {slide.id} has another patient than in the split", found=f"{row.patient} in {config.labels}",
-                expected=slide.patient, todo="create new splits, or use the labels file of the split",
-            )  # fmt: skip
+                f"slide {slide.id} has another patient than in the split",
+                found=f"{row.patient} in {config.labels}",
+                expected=slide.patient,
+                todo="create new splits, or use the labels file of the split",
+            )
         if labelling.patch_filter.active:
             fit = labelling.patch_filter.fit(
                 source.index(slide.slide), where=f"{source.path}, slide {slide.id}"
@@ -222,9 +229,10 @@ def _check_given(
             if lost:
                 raise UsageError(
                     f"{what} has patches that the filter options exclude",
-                    found=f"{lost} of slide {slide.id}", expected=str(labelling.patch_filter),
+                    found=f"{lost} of slide {slide.id}",
+                    expected=str(labelling.patch_filter),
                     todo="create new splits, or remove the filter options",
-                )  # fmt: skip
+                )
 
 
 def split_options(config: TrainConfig, labelling: Labelling) -> dict[str, Any]:

@@ -149,9 +149,10 @@ def in_cluster(environment: Mapping[str, str] = os.environ) -> bool:
 def without_cluster(environment: Mapping[str, str]) -> dict[str, str]:
     """Return an environment without other workers, for one of many independent trainings in a job."""
     return {
-        name: value for name, value in environment.items()
+        name: value
+        for name, value in environment.items()
         if name not in ("TF_CONFIG", "SLURM_STEP_NUM_TASKS")
-    }  # fmt: skip
+    }
 
 
 def tf_config(environment: Mapping[str, str]) -> dict[str, Any] | None:
@@ -166,9 +167,10 @@ def tf_config(environment: Mapping[str, str]) -> dict[str, Any] | None:
         str(config["task"]["type"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(
-            "TF_CONFIG", found=repr(error),
+            "TF_CONFIG",
+            found=repr(error),
             expected='{"cluster": {"worker": ["host:port", ...]}, "task": {"type": "worker", "index": 0}}',
-        ) from error  # fmt: skip
+        ) from error
     return config if len(addresses) > 1 else None
 
 

@@ -61,9 +61,10 @@ class FastSlideReader(Slide):
             ) from error
         if pixels.dtype != np.uint8 or pixels.shape != (height, width, 3):
             raise SlideUnreadable(
-                f"{self.path}: level {level}", found=f"pixels of shape {pixels.shape}, {pixels.dtype}",
+                f"{self.path}: level {level}",
+                found=f"pixels of shape {pixels.shape}, {pixels.dtype}",
                 expected=f"({height}, {width}, 3), uint8",
-            )  # fmt: skip
+            )
         out[top - y : top - y + height, left - x : left - x + width, :3] = pixels[..., ::-1]
         return out
 
@@ -101,8 +102,9 @@ def _info(path: Path, handle: Any) -> SlideInfo:
             f"{path} is a multi-channel image or a stack",
             found=f"{channels} channels ({', '.join(filter(None, names)) or 'without names'}), {kind}, "
             f"{handle.z_count} focal planes, {handle.t_count} time points",
-            expected="one 8-bit RGB image", todo="export the stain to be analysed as an RGB image",
-        )  # fmt: skip
+            expected="one 8-bit RGB image",
+            todo="export the stain to be analysed as an RGB image",
+        )
     levels = tuple(
         Level(n, Size(*map(int, size)), float(scale))
         for n, (size, scale) in enumerate(
@@ -112,11 +114,16 @@ def _info(path: Path, handle: Any) -> SlideInfo:
     mpp_x, mpp_y = (f"{value:.9g}" if value and value > 0 else None for value in handle.mpp)
     power = handle.properties.get("objective_magnification")
     return SlideInfo(
-        vendor=str(handle.format).lower(), levels=levels, bounds=_bounds(handle, levels[0].size),
-        mpp_x=mpp_x, mpp_y=mpp_y, objective_power=str(power) if power else None,
-        quickhash=None, has_icc_profile=handle.icc_profile is not None,
+        vendor=str(handle.format).lower(),
+        levels=levels,
+        bounds=_bounds(handle, levels[0].size),
+        mpp_x=mpp_x,
+        mpp_y=mpp_y,
+        objective_power=str(power) if power else None,
+        quickhash=None,
+        has_icc_profile=handle.icc_profile is not None,
         reader=f"fastslide {version('fastslide')}",
-    )  # fmt: skip
+    )
 
 
 def _bounds(handle: Any, size: Size) -> RegionL0:

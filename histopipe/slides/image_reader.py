@@ -67,20 +67,22 @@ def _opened(path: Path) -> Iterator[Image.Image]:
     except Exception as error:
         unknown = isinstance(error, PIL.UnidentifiedImageError)
         raise SlideUnreadable(
-            f"{path} cannot be read as an image", expected="a PNG, JPEG, BMP or WebP file",
+            f"{path} cannot be read as an image",
+            expected="a PNG, JPEG, BMP or WebP file",
             found=describe_file(path) if unknown else f"{type(error).__name__}: {error}"[:200],
             todo="check that the copy is complete",
-        ) from error  # fmt: skip
+        ) from error
 
 
 def _info(path: Path, image: Image.Image) -> SlideInfo:
     """Return the header of an image; refuse those whose pixels would be wrong or do not fit into memory."""
     if image.width * image.height > _MOST_PIXELS:
         raise SlideUnreadable(
-            f"{path} is too large to decode as a whole", found=f"{image.width}×{image.height} pixels",
+            f"{path} is too large to decode as a whole",
+            found=f"{image.width}×{image.height} pixels",
             expected=f"at most {_MOST_PIXELS:,} pixels",
             todo="convert it to a tiled pyramid, for example with `vips tiffsave --tile --pyramid`",
-        )  # fmt: skip
+        )
     _check_pixels(path, image)
     turned = _orientation(image)
     size = Size(*(image.size[::-1] if turned > 4 else image.size))
@@ -95,11 +97,17 @@ def _info(path: Path, image: Image.Image) -> SlideInfo:
         f"its EXIF orientation {turned} is applied": turned > 1,
     }
     return SlideInfo(
-        vendor=str(image.format).lower(), levels=(Level(0, size, 1.0),),
-        bounds=RegionL0(PointL0(0, 0), size), mpp_x=mpp_x, mpp_y=mpp_y, objective_power=None,
-        quickhash=None, has_icc_profile="icc_profile" in image.info,
-        reader=f"pillow {PIL.__version__}", notes=tuple(text for text, used in notes.items() if used),
-    )  # fmt: skip
+        vendor=str(image.format).lower(),
+        levels=(Level(0, size, 1.0),),
+        bounds=RegionL0(PointL0(0, 0), size),
+        mpp_x=mpp_x,
+        mpp_y=mpp_y,
+        objective_power=None,
+        quickhash=None,
+        has_icc_profile="icc_profile" in image.info,
+        reader=f"pillow {PIL.__version__}",
+        notes=tuple(text for text, used in notes.items() if used),
+    )
 
 
 def _check_pixels(path: Path, image: Image.Image) -> None:
@@ -125,9 +133,11 @@ def _check_pixels(path: Path, image: Image.Image) -> None:
     ):
         if is_present:
             raise SlideUnreadable(
-                f"{path} has pixels that cannot be used", found=fault, expected="one image of 8-bit RGB, grey or palette",
+                f"{path} has pixels that cannot be used",
+                found=fault,
+                expected="one image of 8-bit RGB, grey or palette",
                 todo=todo,
-            )  # fmt: skip
+            )
 
 
 def _orientation(image: Image.Image) -> int:
@@ -176,8 +186,10 @@ def _decoded(path: Path, _mtime_ns: int, size: Size) -> NDArray[np.uint8] | Slid
                 image = Image.alpha_composite(Image.new("RGBA", image.size, (*WHITE, 255)), image)
             if image.size != (size.width, size.height):  # its orientation comes after its pixels
                 return SlideUnreadable(
-                    f"{path} is damaged", expected=str(size), found=f"{image.width}×{image.height} pixels when decoded"
-                )  # fmt: skip
+                    f"{path} is damaged",
+                    expected=str(size),
+                    found=f"{image.width}×{image.height} pixels when decoded",
+                )
             return np.asarray(image.convert("RGB"))
     except SlideUnreadable as error:
         return error

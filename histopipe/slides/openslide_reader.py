@@ -124,9 +124,19 @@ def _on_background(bgra: NDArray[np.uint8], colour: Sequence[int]) -> NDArray[np
 
 
 _VENDORS = (
-    "aperio", "argos", "dicom", "generic-tiff", "hamamatsu", "leica", "mirax", "philips", "sakura", "trestle", "ventana",
+    "aperio",
+    "argos",
+    "dicom",
+    "generic-tiff",
+    "hamamatsu",
+    "leica",
+    "mirax",
+    "philips",
+    "sakura",
+    "trestle",
+    "ventana",
     "zeiss",
-)  # fmt: skip
+)
 
 
 def openslide_formats() -> tuple[str, list[str]]:

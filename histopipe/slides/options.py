@@ -21,13 +21,18 @@ class SlideFileOptions:
     """Options of every command that reads slide files."""
 
     mpp_csv: PathLike | None = setting(
-        None, "CSV: slide,mpp. Takes precedence over the slides' headers.",
-        group=SLIDE_FILES, format="path",
-    )  # fmt: skip
+        None,
+        "CSV: slide,mpp. Takes precedence over the slides' headers.",
+        group=SLIDE_FILES,
+        format="path",
+    )
     default_mpp: Mpp | None = setting(
-        None, "Level-0 mpp of slides without a scale.",
-        group=SLIDE_FILES, at_least=PLAUSIBLE_MPP[0], at_most=PLAUSIBLE_MPP[1],
-    )  # fmt: skip
+        None,
+        "Level-0 mpp of slides without a scale.",
+        group=SLIDE_FILES,
+        at_least=PLAUSIBLE_MPP[0],
+        at_most=PLAUSIBLE_MPP[1],
+    )
     workers: int | None = setting(
         None, "Number of processes.", group=SLIDE_FILES, at_least=1, default_text="one per core"
     )
@@ -46,31 +51,42 @@ class PatchReadingOptions(SlideFileOptions):
     """Options of commands that read all patches of slide files, and labels of slides."""
 
     images: bool = setting(
-        False, "Take only images: PNG, JPEG, BMP, WebP, and TIFF files of one image without tiles. Images are taken "
+        False,
+        "Take only images: PNG, JPEG, BMP, WebP, and TIFF files of one image without tiles. Images are taken "
         "without this flag if there is no slide.",
         group=SLIDE_FILES,
-    )  # fmt: skip
+    )
     max_unreadable: float = setting(
-        0.01, "Maximum share of unreadable patches per slide.",
-        group=SLIDE_FILES, at_least=0, at_most=1, format="share",
-    )  # fmt: skip
+        0.01,
+        "Maximum share of unreadable patches per slide.",
+        group=SLIDE_FILES,
+        at_least=0,
+        at_most=1,
+        format="share",
+    )
     stage: PathLike | None = setting(
-        None, "Copy slide files to this folder on a local disk before they are read. Slides at URLs are always "
+        None,
+        "Copy slide files to this folder on a local disk before they are read. Slides at URLs are always "
         "copied.  [default for URLs: the temporary folder]",
-        group=SLIDE_FILES, format="path", metavar="DIR",
-    )  # fmt: skip
+        group=SLIDE_FILES,
+        format="path",
+        metavar="DIR",
+    )
     stage_gb: float = setting(
         50.0, "Maximum size of all copies at once in GB.", group=SLIDE_FILES, above=0
     )
     labels: PathLike | None = setting(
-        None, "CSV file with the columns slide, label, and optionally patient and site.",
-        group=LABELS, format="path",
-        default_text="labels.csv in the slide folder, else the sub-folders",
-    )  # fmt: skip
-    na: Sequence[str] | None = setting(
-        None, "Cells of --labels that are missing values, apart from the empty cell; replaces the default list.",
+        None,
+        "CSV file with the columns slide, label, and optionally patient and site.",
         group=LABELS,
-    )  # fmt: skip
+        format="path",
+        default_text="labels.csv in the slide folder, else the sub-folders",
+    )
+    na: Sequence[str] | None = setting(
+        None,
+        "Cells of --labels that are missing values, apart from the empty cell; replaces the default list.",
+        group=LABELS,
+    )
     allow_extra_rows: bool = setting(False, "Ignore CSV rows of unknown slides.", group=LABELS)
 
     @property

@@ -22,8 +22,21 @@ from histopipe.system.files import to_storable_text
 from histopipe.system.object_storage import RemoteFile
 
 SUFFIXES = frozenset(
-    (".bif", ".czi", ".dcm", ".mrxs", ".ndpi", ".scn", ".svs", ".svslide", ".tif", ".tiff", ".vms", ".vmu")
-)  # fmt: skip
+    (
+        ".bif",
+        ".czi",
+        ".dcm",
+        ".mrxs",
+        ".ndpi",
+        ".scn",
+        ".svs",
+        ".svslide",
+        ".tif",
+        ".tiff",
+        ".vms",
+        ".vmu",
+    )
+)
 """File name suffixes of the formats that OpenSlide reads."""
 FASTSLIDE_SUFFIXES = frozenset((".i2syntax", ".isyntax", ".qptiff", ".vsi", ".zarr"))
 """File name suffixes of further formats, which only fastslide reads."""
@@ -191,9 +204,12 @@ def copy_groups(slides: Sequence[Sequence[SlideHashes]]) -> tuple[list[int], lis
         compared = sorted(common - {"content"} or common)
         if compared:
             values = [
-                {place: tuple(getattr(scans[place], kind) for kind in compared) for place in by_kinds[hash_names]}
+                {
+                    place: tuple(getattr(scans[place], kind) for kind in compared)
+                    for place in by_kinds[hash_names]
+                }
                 for hash_names in pair
-            ]  # fmt: skip
+            ]
             shared = set(values[0].values()) & set(values[1].values())
             texts = values[0] | values[1]
             columns[compared != ["content"]].append(
@@ -278,8 +294,12 @@ def _stored_pixels(slide: SlideFile, size: Size) -> _Places:
     files = [
         (path, 0)
         for path in slide.files
-        if (path.suffix.lower() in suffixes if suffixes else path.suffix != ".json" and path.name[0] != ".")
-    ]  # fmt: skip
+        if (
+            path.suffix.lower() in suffixes
+            if suffixes
+            else path.suffix != ".json" and path.name[0] != "."
+        )
+    ]
     # The folder of the files may have the slide's name. Within it, names are fixed.
     return _whole(sorted(files, key=lambda file: file[0].relative_to(slide.path.parent).parts[1:]))
 

@@ -79,8 +79,10 @@ class StagingArea(Closing):
         kind = network_filesystem(parent)
         if kind is not None:
             raise UsageError(
-                f"--stage {parent} is on a network filesystem", found=kind, expected="a folder on a local disk"
-            )  # fmt: skip
+                f"--stage {parent} is on a network filesystem",
+                found=kind,
+                expected="a folder on a local disk",
+            )
         self._limit, self._advance = limit_bytes, advance
         self._held: dict[Path, int] = {}
         self._complete: set[Path] = set()
@@ -108,9 +110,11 @@ class StagingArea(Closing):
             before = fingerprint(slide)
             if before.size_bytes > self._limit:
                 raise OptionUnfit(
-                    f"{slide.location} is too large to be staged", found=f"{before.size_bytes / 1e9:.3f} GB",
-                    expected=f"at most --stage-gb {self._limit / 1e9:g}", todo="increase --stage-gb",
-                )  # fmt: skip
+                    f"{slide.location} is too large to be staged",
+                    found=f"{before.size_bytes / 1e9:.3f} GB",
+                    expected=f"at most --stage-gb {self._limit / 1e9:g}",
+                    todo="increase --stage-gb",
+                )
         except SlideError as error:
             failed = Future[StagedSlide]()
             failed.set_exception(error)
@@ -180,7 +184,7 @@ class StagingArea(Closing):
                     found=f"{free_bytes(self.folder) / 1e6:,.0f} MB free in {self.folder.parent}",
                     expected=f"{(size + _SPARE_BYTES) / 1e6:,.0f} MB",
                     todo="free disk space, or pass another --stage, and run the same command again",
-                )  # fmt: skip
+                )
             self.starved = True
             while complete <= self._complete and not self._stop.is_set():
                 self._changed.wait()
@@ -198,8 +202,9 @@ class StagingArea(Closing):
                 self._copy_file(slide.files[number], target)
         if fingerprint(slide) != before:
             raise SlideUnreadable(
-                f"{slide.location} changed while it was being copied", todo="ingest it again when nothing writes to it"
-            )  # fmt: skip
+                f"{slide.location} changed while it was being copied",
+                todo="ingest it again when nothing writes to it",
+            )
         local = replace(slide, path=folder / slide.path.relative_to(base), files=files, remote=())
         with self._changed:
             self._complete.add(folder)
@@ -221,8 +226,10 @@ class StagingArea(Closing):
                 self._advance(count)
         if copied != size:
             raise SlideUnreadable(
-                f"{source} cannot be copied completely", found=f"{copied:,} bytes", expected=f"{size:,} bytes"
-            )  # fmt: skip
+                f"{source} cannot be copied completely",
+                found=f"{copied:,} bytes",
+                expected=f"{size:,} bytes",
+            )
 
 
 def staged(

@@ -65,10 +65,11 @@ def _refuse_control_characters(
             cell = row.slide if column == "slide" else row.cells.get(column, "")
             if has_control_character(cell):
                 raise UsageError(
-                    f"{path}, line {row.line}: column {column}", found=repr(cell)[:80],
+                    f"{path}, line {row.line}: column {column}",
+                    found=repr(cell)[:80],
                     expected="a text without line breaks and control characters",
                     todo="correct the cell, and look for a missing quote in this line",
-                )  # fmt: skip
+                )
 
 
 def _clear_missing(
@@ -103,12 +104,15 @@ def _check_numbers(path: Path, rows: Iterable[TableRow], column: str) -> None:
     odd = commas or odd
     if odd and mostly and (commas or len(numbers) > _MOST_CODES):
         raise UsageError(
-            f"{path}, line {odd[0].line}: column {column}", found=repr(odd[0].cells[column]),
-            expected="a number with a decimal point" if commas else
-            f"a number, as in {count} of {len(filled)} cells",
-            todo="write 3.5 for 3,5" if commas else
-            "correct the cell; if it is a missing value, leave it empty or name it with --na",
-        )  # fmt: skip
+            f"{path}, line {odd[0].line}: column {column}",
+            found=repr(odd[0].cells[column]),
+            expected="a number with a decimal point"
+            if commas
+            else f"a number, as in {count} of {len(filled)} cells",
+            todo="write 3.5 for 3,5"
+            if commas
+            else "correct the cell; if it is a missing value, leave it empty or name it with --na",
+        )
 
 
 SUBSET_SPELLINGS = {
@@ -156,13 +160,33 @@ def _refuse_regression(path: Path, labels: Iterable[str]) -> None:
 
 _SUFFIXES = SUFFIXES | FASTSLIDE_SUFFIXES | IMAGE_SUFFIXES
 _SURVIVAL_WORDS = {
-    "time", "event", "survival", "os", "os_time", "os_event", "days", "status", "censor",
-}  # fmt: skip
+    "time",
+    "event",
+    "survival",
+    "os",
+    "os_time",
+    "os_event",
+    "days",
+    "status",
+    "censor",
+}
 _PATIENT_WORDS = {"patient", "case", "subject", "participant", "donor"}
 _PATIENT_FORMS = {*(f"{word}id" for word in _PATIENT_WORDS), "patid", "pid", "mrn"}
 _ID_WORDS = {
-    "id", "name", "number", "no", "nr", "code", "barcode", "key", "uuid", "submitter", "bcr", "study", "pat",
-}  # fmt: skip
+    "id",
+    "name",
+    "number",
+    "no",
+    "nr",
+    "code",
+    "barcode",
+    "key",
+    "uuid",
+    "submitter",
+    "bcr",
+    "study",
+    "pat",
+}
 """Words of columns that are probably meant as `patient`. To ignore them would put a patient in several subsets of the split."""
 
 

@@ -194,10 +194,18 @@ def read_pyramid(path: Path, tiff: tifffile.TiffFile) -> tuple[list[TiffImage], 
     turned = page.tags.valueof("Orientation", 1)
     notes = (f"its orientation {turned} is not applied",) if turned != 1 else ()
     return images, SlideInfo(
-        vendor="ome-tiff" if tiff.is_ome else "aperio" if tiff.is_svs else "tiff", levels=levels, bounds=RegionL0(PointL0(0, 0), size), mpp_x=mpp_x, mpp_y=mpp_y,
-        objective_power=power, quickhash=None, has_icc_profile="InterColorProfile" in page.tags,
-        reader=f"tifffile {tifffile.__version__}", notes=notes + _other_images([(one.name, one.keyframe) for one in tiff.series], series.keyframe),
-    )  # fmt: skip
+        vendor="ome-tiff" if tiff.is_ome else "aperio" if tiff.is_svs else "tiff",
+        levels=levels,
+        bounds=RegionL0(PointL0(0, 0), size),
+        mpp_x=mpp_x,
+        mpp_y=mpp_y,
+        objective_power=power,
+        quickhash=None,
+        has_icc_profile="InterColorProfile" in page.tags,
+        reader=f"tifffile {tifffile.__version__}",
+        notes=notes
+        + _other_images([(one.name, one.keyframe) for one in tiff.series], series.keyframe),
+    )
 
 
 def _other_images(images: Iterable[tuple[str, Any]], read: Any) -> tuple[str, ...]:
@@ -264,22 +272,31 @@ def _image(path: Path, level: Any) -> TiffImage:
         else Size(size.width, min(int(key.rowsperstrip), size.height))
     )
     image = TiffImage(
-        key, partial(key.decode, jpegtables=page.jpegtables), size, segment, samples, planar,
-        tuple(page.dataoffsets), tuple(page.databytecounts),
-    )  # fmt: skip
+        key,
+        partial(key.decode, jpegtables=page.jpegtables),
+        size,
+        segment,
+        samples,
+        planar,
+        tuple(page.dataoffsets),
+        tuple(page.databytecounts),
+    )
     expected = image.across * image.down * (samples if planar else 1)
     if min(size.width, size.height, segment.width, segment.height) < 1 or not (
         len(image.offsets) == len(image.lengths) == expected
     ):
         raise SlideUnreadable(
-            f"{path}: the header is damaged", found=f"{len(image.offsets)} tiles or strips", expected=expected
-        )  # fmt: skip
+            f"{path}: the header is damaged",
+            found=f"{len(image.offsets)} tiles or strips",
+            expected=expected,
+        )
     if segment.area * samples > _LARGEST_SEGMENT and not image.is_raw:
         raise SlideUnreadable(
             f"{path}: its {'tiles' if key.is_tiled else 'strips'} are too large to decode for a few patches",
-            found=f"{segment} pixels", expected=f"at most {_LARGEST_SEGMENT >> 20} MB",
+            found=f"{segment} pixels",
+            expected=f"at most {_LARGEST_SEGMENT >> 20} MB",
             todo="convert it to a tiled pyramid, for example with `vips tiffsave --tile --pyramid`",
-        )  # fmt: skip
+        )
     return image
 
 
@@ -340,7 +357,7 @@ def _check_pixels(path: Path, key: Any) -> None:
     except (KeyError, ValueError):
         raise SlideUnreadable(
             f"{path} has a compression that tifffile cannot decode", found=str(key.compression)
-        ) from None  # fmt: skip
+        ) from None
     if int(key.photometric) == 6 and int(key.compression) not in _JPEGS:
         raise SlideUnreadable(f"{path} has YCbCr pixels without JPEG", expected="RGB")
 

@@ -52,17 +52,20 @@ class Covariate:
         values = sorted(set(entries))
         if len(values) < 2:
             raise UsageError(
-                f"--covariates: column {name}", found=f"only {values[0]!r} in training" if values else "no value in training",
-                expected="several values", todo="leave the column out",
-            )  # fmt: skip
+                f"--covariates: column {name}",
+                found=f"only {values[0]!r} in training" if values else "no value in training",
+                expected="several values",
+                todo="leave the column out",
+            )
         numbers = [cell_number(cell) for cell in entries]
         if all(map(math.isfinite, numbers)):
             return cls(name, mean=float(np.mean(numbers)), deviation=float(np.std(numbers)) or 1.0)
         if len(values) > _MOST_CATEGORIES:
             raise UsageError(
-                f"--covariates: column {name}", found=f"{len(values)} categories, such as {values[0]!r}",
+                f"--covariates: column {name}",
+                found=f"{len(values)} categories, such as {values[0]!r}",
                 expected=f"numbers, or at most {_MOST_CATEGORIES} categories",
-            )  # fmt: skip
+            )
         return cls(name, tuple(values))
 
     @property
@@ -264,9 +267,10 @@ def candidates(
         raise _too_few_classes(classes, labelling.labels_from)
     if not any((slide.subsets != DROPPED).any() for slide in slides):
         raise NothingToDo(
-            "no labelled patch is within the bounds", found=str(labelling.patch_filter),
+            "no labelled patch is within the bounds",
+            found=str(labelling.patch_filter),
             todo="relax the bounds; `histopipe report STORE` shows the measured values",
-        )  # fmt: skip
+        )
     return classes, slides
 
 
@@ -365,10 +369,20 @@ def _candidate(
             store.index(number), where=f"{store.path}, slide {record.id}"
         )
     return SlideSplit(
-        ordinal, number, record.id, label, row.patient or record.id, row.site, None, record.planned,
-        patches_crc(store, number), np.where(fit, 0, DROPPED).astype(np.int8), codes, target,
+        ordinal,
+        number,
+        record.id,
+        label,
+        row.patient or record.id,
+        row.site,
+        None,
+        record.planned,
+        patches_crc(store, number),
+        np.where(fit, 0, DROPPED).astype(np.int8),
+        codes,
+        target,
         tuple(cells[name] for name in labelling.covariates),
-    )  # fmt: skip
+    )
 
 
 def _too_few_classes(classes: Sequence[str], labels_from: LabelsFrom) -> NothingToDo:
@@ -381,6 +395,8 @@ def _too_few_classes(classes: Sequence[str], labels_from: LabelsFrom) -> Nothing
         expected = "annotated patches of two or more classes"
         todo = "run `histopipe annotate STORE ANNOTATIONS` first"
     return NothingToDo(
-        "cannot train with fewer than two classes", found=f"labels {', '.join(classes) or 'none'}",
-        expected=expected, todo=todo,
-    )  # fmt: skip
+        "cannot train with fewer than two classes",
+        found=f"labels {', '.join(classes) or 'none'}",
+        expected=expected,
+        todo=todo,
+    )

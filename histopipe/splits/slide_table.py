@@ -222,10 +222,13 @@ def _used(
     counts: dict[str, Any] = _patch_counts(source, number, split, labelling)
     used = any(counts[subset] for subset in SUBSETS)
     return replace(
-        entry, patient=split.patient, label=split.label,
+        entry,
+        patient=split.patient,
+        label=split.label,
         reason=None if used else _UNUSED[max(_UNUSED, key=counts.__getitem__)][1],
-        label_source=entry.label_source if split.labels is None else "annotation", **counts,
-    )  # fmt: skip
+        label_source=entry.label_source if split.labels is None else "annotation",
+        **counts,
+    )
 
 
 def exclusion_of(record: SampleGroup) -> Exclusion | None:
@@ -299,9 +302,11 @@ def _with_copies(slides: list[SlideEntry], sources: Sequence[SampleSource]) -> l
     scans = [record.scans for source in sources for record in source.records.values()]
     first: dict[int, str] = {}
     return [
-        slide if (name := first.setdefault(group, slide.slide)) == slide.slide else replace(slide, copy_of=name)
+        slide
+        if (name := first.setdefault(group, slide.slide)) == slide.slide
+        else replace(slide, copy_of=name)
         for slide, group in zip(slides, copy_groups(scans)[1], strict=True)
-    ]  # fmt: skip
+    ]
 
 
 def write_slide_table(path: Path, slides: Iterable[SlideEntry]) -> None:

@@ -227,13 +227,22 @@ class Splits:
         }
         amounts = {
             # With leaks, or a split of slides, a patient may be in several subsets.
-            "patients": ({subset: len(names) for subset, names in patients.items()}, len(set().union(*patients.values()))),
-            unit: ({subset: counts[subset].total() for subset in SUBSETS}, sum(map(Counter.total, counts.values()))),
+            "patients": (
+                {subset: len(names) for subset, names in patients.items()},
+                len(set().union(*patients.values())),
+            ),
+            unit: (
+                {subset: counts[subset].total() for subset in SUBSETS},
+                sum(map(Counter.total, counts.values())),
+            ),
             **{
-                f"{unit} of {name}": ({subset: counts[subset][name] for subset in SUBSETS}, sum(by_class[name] for by_class in counts.values()))
+                f"{unit} of {name}": (
+                    {subset: counts[subset][name] for subset in SUBSETS},
+                    sum(by_class[name] for by_class in counts.values()),
+                )
                 for name in (self.classes if self.task.of_classes else ())
             },
-        }  # fmt: skip
+        }
         for subset, share in zip(SUBSETS, self.fractions, strict=True):
             few = [
                 f"{of_subsets[subset]:,} of {total:,} {what}"
@@ -250,8 +259,10 @@ def write_splits(splits: Splits, path: Path) -> None:
     if splits.targets or splits.covariates:
         version = _WITH_TARGETS
         task_fields = {
-            "task": splits.task_name, "targets": splits.targets, "covariates": splits.covariates
-        }  # fmt: skip
+            "task": splits.task_name,
+            "targets": splits.targets,
+            "covariates": splits.covariates,
+        }
     elif any(slide.labels is not None for slide in splits.slides):
         version = _WITH_LABELS
     value = {
@@ -283,9 +294,11 @@ def read_splits(path: Path, stores: Sequence[SampleSource]) -> Splits:
     uuids = tuple(store.uuid for store in stores)
     if uuids != splits.uuids:
         raise DamagedStore(
-            f"{path} belongs to other stores", found=", ".join(uuids),
-            expected=", ".join(splits.uuids), todo="train on the same stores, in the same order",
-        )  # fmt: skip
+            f"{path} belongs to other stores",
+            found=", ".join(uuids),
+            expected=", ".join(splits.uuids),
+            todo="train on the same stores, in the same order",
+        )
     for slide in splits.slides:
         store = stores[slide.store]
         record = store.complete.get(slide.slide)
@@ -353,8 +366,13 @@ def _from_json(value: Mapping[str, Any], path: Path) -> Splits:
     if splits.task_name not in TASKS:
         raise ValueError(f"unknown task {splits.task_name}")
     texts = (
-        splits.split_by, splits.column or "", *splits.uuids, *splits.classes, *splits.targets, *splits.covariates
-    )  # fmt: skip
+        splits.split_by,
+        splits.column or "",
+        *splits.uuids,
+        *splits.classes,
+        *splits.targets,
+        *splits.covariates,
+    )
     if not all(isinstance(text, str) for text in texts) or type(splits.seed) is not int:
         raise TypeError("a name or the seed has the wrong type")
     for slide in splits.slides:
@@ -395,16 +413,19 @@ def _slide_from_json(value: Mapping[str, Any]) -> SlideSplit:
     if not 0 <= count <= _MAX_PATCHES or value["store"] < 0:
         raise ValueError(f"{count} patches of store {value['store']}")
     subsets = (
-        np.full(count, SUBSETS.index(value["side"]), np.int8) if "side" in value
+        np.full(count, SUBSETS.index(value["side"]), np.int8)
+        if "side" in value
         else _decode_array(value["sides"], np.int8, count)
-    )  # fmt: skip
+    )
     return SlideSplit(
-        **{name: value[name] for name in _FIELDS}, subsets=subsets,
+        **{name: value[name] for name in _FIELDS},
+        subsets=subsets,
         labels=_decode_array(value["labels"], np.int16, count) if "labels" in value else None,
         target=tuple(np.nan if number is None else float(number) for number in value["target"])
-        if "target" in value else None,
+        if "target" in value
+        else None,
         covariates=tuple(map(str, value.get("covariates", ()))),
-    )  # fmt: skip
+    )
 
 
 def _encode_array(values: NDArray[Any]) -> str:

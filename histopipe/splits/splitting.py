@@ -108,9 +108,11 @@ class _Plan:
         except NothingToDo as error:
             ways = self._ways() if self.labelling.split_column is None else ()
             raise NothingToDo(
-                error.what, found=error.found, expected=error.expected,
+                error.what,
+                found=error.found,
+                expected=error.expected,
                 todo=", or ".join([*islice(ways, _MAX_WAYS), error.todo or "add slides"]),
-            ) from None  # fmt: skip
+            ) from None
 
     def _make(self) -> tuple[Splits, ...]:
         subsets: Any
@@ -207,9 +209,10 @@ class _Plan:
             if VALIDATION not in subsets and len(rows):
                 seed, algorithm = int(combine(self.assignment.seed, fold)), "balanced"
                 training = replace(
-                    self, slides=[self.slides[row] for row in rows],
+                    self,
+                    slides=[self.slides[row] for row in rows],
                     assignment=Assignment(self.assignment.without_test, seed),
-                )  # fmt: skip
+                )
                 (subsets[rows],) = training._by_group()
         if not folds and algorithm == "balanced":
             message(
@@ -361,10 +364,13 @@ def _subsets_apart(
     """Return the subsets of the patches of a slide, `DROPPED` for those near another subset."""
     patch_subsets = _subsets_of(position, key, subsets)
     # A square without patches is in no subset, so patches need no distance from it.
-    mixed = np.any([
-        (other != patch_subsets) & (other != DROPPED)
-        for other in (_subsets_of(points, key, subsets) for points in nearby)
-    ], axis=0)  # fmt: skip
+    mixed = np.any(
+        [
+            (other != patch_subsets) & (other != DROPPED)
+            for other in (_subsets_of(points, key, subsets) for points in nearby)
+        ],
+        axis=0,
+    )
     return np.where(mixed, DROPPED, patch_subsets).astype(np.int8)
 
 

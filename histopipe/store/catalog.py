@@ -79,9 +79,11 @@ def no_store(path: Path) -> NothingToDo:
     """Return the error for a path that is not a store. Only commands that read data sets accept a folder of parts."""
     if folder_kind(path) is FolderKind.PARTS:
         return NothingToDo(
-            f"no store at {path}", found="a folder of parts", expected="one store",
+            f"no store at {path}",
+            found="a folder of parts",
+            expected="one store",
             todo="pass one of its parts, or merge them into one store with `histopipe merge`",
-        )  # fmt: skip
+        )
     return NothingToDo(
         f"no store at {path}",
         expected="a folder with a data.mdb, created by `histopipe ingest`",

@@ -204,8 +204,14 @@ def decode_index(key: bytes, block: bytes | memoryview, *, where: str) -> Column
             raise ValueError(f"CRC-32 {crc} does not match")  # noqa: TRY301
         columns = {str(c["name"]): _column(block, c) for c in header["columns"]}
     except (
-        struct.error, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError,
-    ) as error:  # fmt: skip
+        struct.error,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+    ) as error:
         raise DamagedStore(f"{where}: the index block is damaged", found=str(error)) from error
     counts = {len(column) for column in columns.values()}
     if not columns.keys() >= INDEX_COLUMNS.keys() or len(counts) != 1:

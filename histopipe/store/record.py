@@ -106,9 +106,14 @@ class SlideRecord:
         The source of the annotations is also kept, so that the next ingest can report that the patch labels were removed.
         """
         return dataclasses.replace(
-            SlideRecord.new(slide), id=self.id, patient=self.patient, label=self.label, site=self.site,
-            annotations=self.annotations, unknown=self.unknown,
-        )  # fmt: skip
+            SlideRecord.new(slide),
+            id=self.id,
+            patient=self.patient,
+            label=self.label,
+            site=self.site,
+            annotations=self.annotations,
+            unknown=self.unknown,
+        )
 
     def with_label(self, label: SlideLabel | None, patient: str | None = None) -> SlideRecord:
         """Return the record with label, patient and site.
@@ -135,9 +140,16 @@ class SlideRecord:
         `option` is the limit that was exceeded. The slide is ingested again if this limit changes.
         """
         return dataclasses.replace(
-            self, state=SlideState.FAILED, error=to_storable_text(reason), error_kind=kind, error_option=option,
-            planned=0, stored=0, unreadable=0, stored_bytes=0,
-        )  # fmt: skip
+            self,
+            state=SlideState.FAILED,
+            error=to_storable_text(reason),
+            error_kind=kind,
+            error_option=option,
+            planned=0,
+            stored=0,
+            unreadable=0,
+            stored_bytes=0,
+        )
 
     def to_bytes(self, number: int) -> bytes:
         """Return the stored form of the record under a slide number, with a checksum."""
@@ -234,9 +246,10 @@ def _check(record: SlideRecord, where: str) -> None:
         )
     if not {"", ".", ".."}.isdisjoint(record.id.split("/")):
         raise DamagedStore(
-            f"{where}: its id", found=repr(record.id)[:80],
+            f"{where}: its id",
+            found=repr(record.id)[:80],
             expected="a valid file name, possibly with folders",
-        )  # fmt: skip
+        )
 
 
 _TYPES = {

@@ -151,14 +151,19 @@ class CompareResult:
         """Return a JSON-ready dict."""
         runs = [
             {
-                "folder": str(run.folder), "test": run.test.to_json(), "notes": list(run.notes),
+                "folder": str(run.folder),
+                "test": run.test.to_json(),
+                "notes": list(run.notes),
                 "breakdown": run.breakdown.to_json(),
             }
             for run in self.runs
-        ]  # fmt: skip
+        ]
         differences = [
             {
-                "folder": str(run.folder), "less": str(self.runs[0].folder), "splits": splits, "notes": list(notes),
+                "folder": str(run.folder),
+                "less": str(self.runs[0].folder),
+                "splits": splits,
+                "notes": list(notes),
                 **{
                     level: {
                         name: {"difference": difference.value, "interval": difference.interval}
@@ -168,7 +173,7 @@ class CompareResult:
                 },
             }
             for run, levels, notes, splits in self._compared()
-        ]  # fmt: skip
+        ]
         return {
             "runs": runs,
             "settings": {name: list(values) for name, values in self.settings.items()},
@@ -262,9 +267,10 @@ def compare(runs: Sequence[str | Path], *, resamples: int = 1000, seed: int = 1)
     return CompareResult(
         tuple(entry.run for entry in loaded),
         {name: values for name, values in columns.items() if len(set(map(repr, values))) > 1},
-        tuple(differences for differences, _ in compared), tuple(notes for _, notes in compared),
+        tuple(differences for differences, _ in compared),
+        tuple(notes for _, notes in compared),
         tuple(_different_splits(loaded[0], other) for other in loaded[1:]),
-    )  # fmt: skip
+    )
 
 
 def _load(folder: Path) -> _RunToCompare:
@@ -276,8 +282,11 @@ def _load(folder: Path) -> _RunToCompare:
     settings = read_config(folder / run_folder.CONFIG)
     run = ComparedRun(folder, settings, result.metrics["test"], breakdown=result.breakdown)
     return _RunToCompare(
-        run, read_parts([result]), make_config(settings).evaluation_settings, [load_splits(folder / SPLITS)]
-    )  # fmt: skip
+        run,
+        read_parts([result]),
+        make_config(settings).evaluation_settings,
+        [load_splits(folder / SPLITS)],
+    )
 
 
 def _load_folds(folder: Path) -> _RunToCompare:
@@ -292,9 +301,14 @@ def _load_folds(folder: Path) -> _RunToCompare:
     parts, evaluation, breakdown, _ = evaluate_folds(config, done)
     run = ComparedRun(folder, settings, evaluation, notes, breakdown)
     return _RunToCompare(
-        run, parts, config.evaluation_settings,
-        [load_splits(folder / run_folder.FOLD_SPLITS / f"{path.name}.json") for path in fold_folders],
-    )  # fmt: skip
+        run,
+        parts,
+        config.evaluation_settings,
+        [
+            load_splits(folder / run_folder.FOLD_SPLITS / f"{path.name}.json")
+            for path in fold_folders
+        ],
+    )
 
 
 def _different_splits(first: _RunToCompare, other: _RunToCompare) -> str | None:

@@ -147,16 +147,30 @@ class CrossValidationResult:
         task = self.pooled.finest.task if self.pooled else "classification"
         (main, title), (second, second_title) = list(TASKS[task].main.items())[:2]
         levels = [name for name in _SHOWN if not self.mean or f"{name}_{main}" in self.mean]
-        rows = [["fold", "epochs", *(f"{name.replace('_', ' ')} {title}" for name in levels),
-                 second_title, "s", "host MB", "GPU MB"]]  # fmt: skip
+        rows = [
+            [
+                "fold",
+                "epochs",
+                *(f"{name.replace('_', ' ')} {title}" for name in levels),
+                second_title,
+                "s",
+                "host MB",
+                "GPU MB",
+            ]
+        ]
         columns = [*(f"{name}_{main}" for name in levels), f"{levels[0]}_{second}"]
         for fold in self.folds:
             summary, metrics = fold.summary(), fold.metrics
-            rows.append([
-                str(fold.number), str(summary["epochs"] or summary["status"]),
-                *(number(metrics.get(name)) for name in columns), f"{summary['seconds']:.0f}",
-                f"{summary['host_mb']:.0f}", number(summary["gpu_mb"], 0),
-            ])  # fmt: skip
+            rows.append(
+                [
+                    str(fold.number),
+                    str(summary["epochs"] or summary["status"]),
+                    *(number(metrics.get(name)) for name in columns),
+                    f"{summary['seconds']:.0f}",
+                    f"{summary['host_mb']:.0f}",
+                    number(summary["gpu_mb"], 0),
+                ]
+            )
         for title, values in (("mean", self.mean), ("sd", self.deviation)):
             rows.append([title, "", *(number(values.get(name)) for name in columns), "", "", ""])
         lines = aligned(rows)
@@ -224,11 +238,13 @@ def read_parts(results: Sequence[TrainResult]) -> list[ModelPredictions]:
 
 def leaked_from(results: Sequence[TrainResult]) -> set[str]:
     """Return the test patients of finished runs that were also used in the training."""
-    return set().union(*(
-        leaked_patients(load_splits(result.folder / SPLITS))["test"]
-        for result in results
-        if result.metrics["test"].in_training
-    ))  # fmt: skip
+    return set().union(
+        *(
+            leaked_patients(load_splits(result.folder / SPLITS))["test"]
+            for result in results
+            if result.metrics["test"].in_training
+        )
+    )
 
 
 def tested_slides(folds: Sequence[TrainResult]) -> list[SlideEntry]:
@@ -272,9 +288,12 @@ def reevaluate(folder: Path, requested: TrainConfig) -> TrainResult:
         ),
     )
     config = replace(
-        recorded_config, positive=requested.positive, threshold=requested.threshold, top_k=requested.top_k,
+        recorded_config,
+        positive=requested.positive,
+        threshold=requested.threshold,
+        top_k=requested.top_k,
         resamples=requested.resamples,
-    )  # fmt: skip
+    )
     write_json(folder / METRICS, {**read_json(folder / METRICS), **changed.to_json()})
     # The configuration is written last: if this process dies before, the run is evaluated again.
     write_atomically(folder / run_folder.CONFIG, to_toml(config))
@@ -321,9 +340,10 @@ def cross_validate(
     config, folds = _resumed(folder, settings) if resume else _new(settings)
     if in_cluster():
         raise UsageError(
-            "--folds trains on one machine", found="several workers (TF_CONFIG or Slurm)",
+            "--folds trains on one machine",
+            found="several workers (TF_CONFIG or Slurm)",
             todo="run it outside of the cluster job",
-        )  # fmt: skip
+        )
     return _run_folds(config, folds, folder, resume=resume, progress=progress or default_progress())
 
 
@@ -350,9 +370,10 @@ def _resumed(folder: Path, changes: dict[str, Any]) -> tuple[TrainConfig, FoldSe
     folds = FoldSettings(**(before | of_folds))
     if folds.folds != before["folds"]:
         raise UsageError(
-            "--resume cannot change the number of folds", found=f"--folds {folds.folds}",
+            "--resume cannot change the number of folds",
+            found=f"--folds {folds.folds}",
             expected=before["folds"],
-        )  # fmt: skip
+        )
     return resumed_config(recorded, training), folds
 
 
@@ -465,9 +486,10 @@ def _train(
                 wait(trained)
             finished = sum(fold.result is not None for fold in folds)
             raise Interrupted(
-                "interrupted", found=f"{finished} of {len(folds)} folds finished",
+                "interrupted",
+                found=f"{finished} of {len(folds)} folds finished",
                 todo=f"continue with `histopipe train --resume --out {folds[0].folder.parent}`",
-            ) from None  # fmt: skip
+            ) from None
         except BaseException:
             stop.asked += 1
             raise
@@ -484,8 +506,12 @@ def _train_fold(
     log = folder.parent / _LOGS / f"{folder.name}.log" if settings.parallel_folds > 1 else None
     watch = Supervision(seconds=settings.fold_timeout, stop=stop, log=log, alone=True)
     outcome = train_with_retries(
-        replace(config, splits=str(splits)), folder, watch, retries=settings.retries, progress=progress
-    )  # fmt: skip
+        replace(config, splits=str(splits)),
+        folder,
+        watch,
+        retries=settings.retries,
+        progress=progress,
+    )
     fold = replace(
         fold, attempts=watch.attempts, seconds=watch.all_seconds, host_bytes=watch.host_bytes
     )

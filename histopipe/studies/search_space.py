@@ -46,22 +46,26 @@ class SearchSpace:
 
     def suggest(self, trial: optuna.Trial) -> dict[str, Any]:
         """Suggest settings to a trial."""
-        return settings_of({
-            name: values.suggest(trial, name)
-            if isinstance(values, Range)
-            else trial.suggest_categorical(name, values)
-            for name, values in self.searched.items()
-        })  # fmt: skip
+        return settings_of(
+            {
+                name: values.suggest(trial, name)
+                if isinstance(values, Range)
+                else trial.suggest_categorical(name, values)
+                for name, values in self.searched.items()
+            }
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dict. Equal spaces have equal dicts."""
         return {
             "searched": {
-                name: dataclasses.asdict(values) if isinstance(values, Range) else {"values": values}
+                name: dataclasses.asdict(values)
+                if isinstance(values, Range)
+                else {"values": values}
                 for name, values in self.searched.items()
             },
             "fixed": dict(self.fixed),
-        }  # fmt: skip
+        }
 
 
 def settings_of(params: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,8 +105,9 @@ def space_of(values: Mapping[str, Any], where: str = "the search space") -> Sear
     if refused:
         raise UsageError(
             f"{where}: {', '.join(refused)} cannot be searched",
-            expected="the same value for all trials", todo="set one value",
-        )  # fmt: skip
+            expected="the same value for all trials",
+            todo="set one value",
+        )
     if not searched:
         raise UsageError(
             f"{where}: nothing to search",

@@ -91,11 +91,14 @@ class Study:
         with self.locked():
             self._storage = open_storage(settings.storage, folder)
             self._study = self._optuna.create_study(
-                storage=self._storage, load_if_exists=True, direction=settings.direction,
+                storage=self._storage,
+                load_if_exists=True,
+                direction=settings.direction,
                 study_name=settings.name or folder.resolve().name,
-                pruner=pruners.NopPruner() if settings.pruner == "none"
+                pruner=pruners.NopPruner()
+                if settings.pruner == "none"
                 else pruners.MedianPruner(n_startup_trials=5),
-            )  # fmt: skip
+            )
             if not home.exists():
                 home.write_text(uuid.uuid4().hex)
             self._home = home.read_text()
@@ -227,9 +230,10 @@ def load_optuna() -> Any:
         module = importlib.import_module("optuna")
     except ImportError as error:
         raise MachineShort(
-            "`histopipe tune` needs Optuna, which is not installed", found=str(error),
+            "`histopipe tune` needs Optuna, which is not installed",
+            found=str(error),
             todo="pip install 'histopipe[tune]'",
-        ) from error  # fmt: skip
+        ) from error
     module.logging.set_verbosity(module.logging.WARNING)
     return module
 
@@ -269,9 +273,10 @@ def open_storage(url: str | None, folder: Path) -> optuna.storages.BaseStorage:
             )
     except Exception as error:
         raise UsageError(
-            "--storage cannot be opened", found=str(error).split("\n")[0],
+            "--storage cannot be opened",
+            found=str(error).split("\n")[0],
             expected="a running database server, and its driver installed",
-        ) from error  # fmt: skip
+        ) from error
     return storage
 
 
@@ -357,9 +362,12 @@ def count_gpus() -> int:
     """Count the GPUs that TensorFlow finds, in another process, because TensorFlow would occupy them in this one."""
     done = subprocess.run(
         [
-            sys.executable, "-c",
+            sys.executable,
+            "-c",
             "import tensorflow as tf; print(len(tf.config.list_physical_devices('GPU')))",
         ],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     return int(done.stdout) if done.returncode == 0 else 0

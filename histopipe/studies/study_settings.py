@@ -25,9 +25,12 @@ class FoldSettings:
         at_least=0,
     )
     fold_timeout: float = setting(
-        0.0, "Time limit for an attempt at a fold, such as 2h; 0: none.",
-        group=_FOLDS, at_least=0, format="duration",
-    )  # fmt: skip
+        0.0,
+        "Time limit for an attempt at a fold, such as 2h; 0: none.",
+        group=_FOLDS,
+        at_least=0,
+        format="duration",
+    )
     retries: int = setting(0, "Number of retries of a failed fold.", group=_FOLDS, at_least=0)
     parallel_folds: int = setting(
         1, "Number of folds trained in parallel. They share the GPUs.", group=_FOLDS, at_least=1
@@ -45,25 +48,32 @@ class StudySettings:
 
     trials: int = setting(20, "Total number of trials of all processes.", group=_SEARCH, at_least=1)
     metric: SearchMetric = setting(
-        "auc", "Validation metric to optimize; auc: R² for regression, the concordance index for survival.",
+        "auc",
+        "Validation metric to optimize; auc: R² for regression, the concordance index for survival.",
         group=_SEARCH,
-    )  # fmt: skip
+    )
     sampler: Sampler = setting(
         "tpe", "Sampler: tpe (tree-structured Parzen estimator) or random.", group=_SEARCH
     )
     pruner: Pruner = setting(
-        "median", "Pruner; median stops trials that are worse than the median at the same epoch.",
+        "median",
+        "Pruner; median stops trials that are worse than the median at the same epoch.",
         group=_SEARCH,
-    )  # fmt: skip
+    )
     trial_timeout: float = setting(
-        0.0, "Time limit for an attempt at a trial, such as 2h; 0: none.",
-        group=_SEARCH, at_least=0, format="duration",
-    )  # fmt: skip
+        0.0,
+        "Time limit for an attempt at a trial, such as 2h; 0: none.",
+        group=_SEARCH,
+        at_least=0,
+        format="duration",
+    )
     retries: int = setting(0, "Number of retries of a failed trial.", group=_SEARCH, at_least=0)
     storage: str | None = setting(
-        None, "Optuna storage: postgresql://, mysql://, redis://, sqlite:/// or a journal file.",
-        group=_SEARCH, default_text="a file in --out",
-    )  # fmt: skip
+        None,
+        "Optuna storage: postgresql://, mysql://, redis://, sqlite:/// or a journal file.",
+        group=_SEARCH,
+        default_text="a file in --out",
+    )
     name: str | None = setting(
         None, "Name of the search in --storage.", group=_SEARCH, default_text="that of --out"
     )

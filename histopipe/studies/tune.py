@@ -35,9 +35,12 @@ if TYPE_CHECKING:
 
 _BEST, TRIALS_CSV = "best.toml", "trials.csv"
 _STATES = {
-    "COMPLETE": "done", "PRUNED": "pruned", "FAIL": "failed", "RUNNING": "running",
+    "COMPLETE": "done",
+    "PRUNED": "pruned",
+    "FAIL": "failed",
+    "RUNNING": "running",
     "WAITING": "waiting",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +107,16 @@ class TuneResult:
         names = list(dict.fromkeys(name for trial in self.trials for name in trial.settings))
         rows = [["trial", "state", "value", "epochs", "s", *names]]
         for trial in self.trials:
-            rows.append([
-                str(trial.number), trial.state + (" *best" if trial is self.best else ""),
-                number(trial.value, 4), str(trial.epochs or "-"), number(trial.seconds, 0),
-                *(_short(trial.settings.get(name)) for name in names),
-            ])  # fmt: skip
+            rows.append(
+                [
+                    str(trial.number),
+                    trial.state + (" *best" if trial is self.best else ""),
+                    number(trial.value, 4),
+                    str(trial.epochs or "-"),
+                    number(trial.seconds, 0),
+                    *(_short(trial.settings.get(name)) for name in names),
+                ]
+            )
         lines = aligned(rows)
         lines += [f"trial {trial.number}: {trial.reason}" for trial in self.trials if trial.reason]
         if self.best is not None:
@@ -125,9 +133,11 @@ def summarize(study: Study, base: TrainConfig) -> TuneResult:
     sign = -1 if study.settings.direction == "minimize" else 1
     # If trials are equal, the first one is the best.
     _, best = max(done, key=lambda pair: sign * pair[0], default=(0.0, None))
-    config = None if best is None else _with_absolute_paths(
-        changed_config(base, **best.settings), study.folder
-    )  # fmt: skip
+    config = (
+        None
+        if best is None
+        else _with_absolute_paths(changed_config(base, **best.settings), study.folder)
+    )
     result = TuneResult(study.folder, trials, best, config)
     with study.locked():
         write_dicts(study.folder / TRIALS_CSV, [trial.to_json() for trial in result.trials])
@@ -156,10 +166,15 @@ def _trial(trial: optuna.trial.FrozenTrial, folder: Path) -> Trial:
         except DamagedStore:
             epochs = None
     return Trial(
-        trial.number, folder, _STATES[trial.state.name],
-        trial.value if trial.state.name == "COMPLETE" else None, settings_of(trial.params), epochs,
-        trial.user_attrs.get("seconds"), trial.user_attrs.get("reason"),
-    )  # fmt: skip
+        trial.number,
+        folder,
+        _STATES[trial.state.name],
+        trial.value if trial.state.name == "COMPLETE" else None,
+        settings_of(trial.params),
+        epochs,
+        trial.user_attrs.get("seconds"),
+        trial.user_attrs.get("reason"),
+    )
 
 
 def _as_text(value: Any) -> Any:
@@ -232,10 +247,20 @@ def tune(
     base = make_config(settings)  # checks the settings before the folder is made
     if metric == "accuracy" and not TASKS[base.task].of_classes:
         raise UsageError("--metric", found=metric, expected=f"auc or loss for --task {base.task}")
-    study = Study(Path(out), StudySettings(
-        trials=trials, metric=metric, sampler=sampler, pruner=pruner, seed=base.seed,
-        storage=storage, name=name, trial_timeout=trial_timeout, retries=retries,
-    ))  # fmt: skip
+    study = Study(
+        Path(out),
+        StudySettings(
+            trials=trials,
+            metric=metric,
+            sampler=sampler,
+            pruner=pruner,
+            seed=base.seed,
+            storage=storage,
+            name=name,
+            trial_timeout=trial_timeout,
+            retries=retries,
+        ),
+    )
     base = make_config(with_recipe(settings, study.recorded_base))
     study.agree(search_space, {k: v for k, v in base.values().items() if k not in _LOCAL})
     with study.locked():
@@ -280,9 +305,10 @@ class _Search:
         if isinstance(outcome, Interrupted):
             summarize(self._study, self._base)
             raise Interrupted(
-                "interrupted", found=f"trial {trial.number} is running",
+                "interrupted",
+                found=f"trial {trial.number} is running",
                 todo="run the same command again to continue it",
-            ) from outcome  # fmt: skip
+            ) from outcome
         value, reason = None, str(outcome)
         if isinstance(outcome, TrainResult):
             value = self._value(outcome)

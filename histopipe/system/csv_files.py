@@ -61,9 +61,11 @@ def read_csv(path: Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
             line = reader.line_num + 1
     except csv.Error as error:
         raise UsageError(
-            f"{path}, line {line}", found=str(error), expected="cells without quotes, or in a pair of quotes",
+            f"{path}, line {line}",
+            found=str(error),
+            expected="cells without quotes, or in a pair of quotes",
             todo="correct the quotes of the row that begins in this line; write a quote in a quoted cell twice",
-        ) from error  # fmt: skip
+        ) from error
     first, header = rows[0] if rows else (1, [])
     separators = [name for separator, name in _SEPARATORS.items() if separator in "".join(header)]
     if separators and len(header) == 1:
@@ -80,9 +82,11 @@ def read_csv(path: Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
             cells.extend([""] * (len(header) - width))
         if len(cells) != len(header):
             raise UsageError(
-                f"{path}, line {line}", found=f"{len(cells)} cells", expected=f"{len(header)} ({','.join(header)})",
+                f"{path}, line {line}",
+                found=f"{len(cells)} cells",
+                expected=f"{len(header)} ({','.join(header)})",
                 todo="quote cells that contain a comma, and write a comma for each missing cell",
-            )  # fmt: skip
+            )
     return [column_key(name) for name in header], rows[1:]
 
 

@@ -104,14 +104,17 @@ def _check_download(file: RemoteFile, path: Path) -> None:
     if not same or now.size_bytes != file.size_bytes:
         raise RemoteError(
             f"{file.location} changed while it was being downloaded",
-            found=f"{now.size_bytes:,} bytes, {file.size_bytes:,} before", todo="run the same command again",
-        )  # fmt: skip
+            found=f"{now.size_bytes:,} bytes, {file.size_bytes:,} before",
+            todo="run the same command again",
+        )
     if now.md5 is None:
         return
     with path.open("rb") as local:
         md5 = hashlib.file_digest(local, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
     if md5 != now.md5:
         raise RemoteError(
-            f"{file.location} has another checksum after the download", found=f"MD5 {md5}", expected=now.md5,
+            f"{file.location} has another checksum after the download",
+            found=f"MD5 {md5}",
+            expected=now.md5,
             todo="run the same command again; if it fails again, the stored file or the network is damaged",
-        )  # fmt: skip
+        )

@@ -25,9 +25,16 @@ TIFF_SIGNS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 
 
 _DAMAGE = (
-    OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, StopIteration,
-    csv.Error, zlib.error,
-)  # fmt: skip
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    OverflowError,
+    StopIteration,
+    csv.Error,
+    zlib.error,
+)
 """Errors of reading a file whose content is not what is expected."""
 
 

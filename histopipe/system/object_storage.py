@@ -60,14 +60,16 @@ def try_action(url: str, action: Callable[[], T], done: str = "read") -> T:
             reason, kind = _reason(error)
             if kind is not RemoteError:
                 raise kind(
-                    f"{public_url(url)} cannot be {done}", found=reason,
+                    f"{public_url(url)} cannot be {done}",
+                    found=reason,
                     todo="check the URL and your credentials",
-                ) from None  # fmt: skip
+                ) from None
             if number == _TRIES - 1:
                 raise RemoteError(
-                    f"{public_url(url)} cannot be {done}", found=f"{reason} (tried {_TRIES} times)",
+                    f"{public_url(url)} cannot be {done}",
+                    found=f"{reason} (tried {_TRIES} times)",
                     todo="check the connection, and run the same command again",
-                ) from None  # fmt: skip
+                ) from None
         time.sleep(_FIRST_WAIT_SECONDS * 2**number * random.uniform(0.7, 1.3))  # noqa: S311
     raise AssertionError("unreachable")
 
@@ -302,12 +304,14 @@ def _filesystem_of(scheme: str) -> Any:
     except ValueError as error:
         if scheme in fsspec.available_protocols():
             raise UsageError(
-                f"{scheme}:// cannot be used", found=without_secrets(str(error))[:200],
+                f"{scheme}:// cannot be used",
+                found=without_secrets(str(error))[:200],
                 todo="set the credentials in the environment",
-            ) from None  # fmt: skip
+            ) from None
         raise UsageError(
-            f"{scheme}:// is an unknown kind of URL", expected="s3://, gs://, az://, https:// or http://"
-        ) from error  # fmt: skip
+            f"{scheme}:// is an unknown kind of URL",
+            expected="s3://, gs://, az://, https:// or http://",
+        ) from error
     if scheme == "s3":
         system.retries = 1  # `try_action` tries again
     return system
@@ -318,14 +322,19 @@ def _described(url: str, info: Mapping[str, Any]) -> RemoteFile:
     size = info.get("size", info.get("ContentLength"))
     if size is None:
         raise RemoteRefused(
-            f"{public_url(url)} cannot be used", found="the server does not report the size of the file"
-        )  # fmt: skip
+            f"{public_url(url)} cannot be used",
+            found="the server does not report the size of the file",
+        )
     etag = info.get("ETag") or info.get("etag")
     times = (info.get(name) for name in ("LastModified", "last_modified", "mtime", "Last-Modified"))
     return RemoteFile(
-        url, int(size), next((_nanoseconds(moment) for moment in times if moment), 0),
-        None if etag is None else str(etag).strip('"'), _md5(url, info), info.get("partial", True),
-    )  # fmt: skip
+        url,
+        int(size),
+        next((_nanoseconds(moment) for moment in times if moment), 0),
+        None if etag is None else str(etag).strip('"'),
+        _md5(url, info),
+        info.get("partial", True),
+    )
 
 
 def _nanoseconds(moment: Any) -> int:

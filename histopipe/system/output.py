@@ -166,9 +166,14 @@ class BarProgress(Progress):
     def bar(self, title: str, *, unit: str, detail: bool = False, **options: Any) -> Bar:
         """Start a bar."""
         bar = self._tqdm(
-            desc=f"  {title[-40:]}" if detail else title, unit=f" {unit}", total=options.get("total"),
-            initial=options.get("done", 0), file=self._stream, leave=False, unit_scale=unit == "bytes",
-        )  # fmt: skip
+            desc=f"  {title[-40:]}" if detail else title,
+            unit=f" {unit}",
+            total=options.get("total"),
+            initial=options.get("done", 0),
+            file=self._stream,
+            leave=False,
+            unit_scale=unit == "bytes",
+        )
         return _TqdmBar(bar, self.message)
 
     def message(self, text: str) -> None:

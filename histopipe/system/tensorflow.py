@@ -41,10 +41,12 @@ def load_quietly(module: str, *, lean: bool = False) -> Any:
     except (ImportError, ValueError, AssertionError, AttributeError) as error:
         is_missing = isinstance(error, ImportError)  # else, keras.json has a wrong value
         raise MachineShort(
-            "this needs TensorFlow, which is not installed or cannot be loaded", found=str(error) or repr(error),
-            todo="run pip install 'histopipe[train]' (CPU) or 'histopipe[gpu]'" if is_missing
+            "this needs TensorFlow, which is not installed or cannot be loaded",
+            found=str(error) or repr(error),
+            todo="run pip install 'histopipe[train]' (CPU) or 'histopipe[gpu]'"
+            if is_missing
             else "correct or remove keras.json in ~/.keras or KERAS_HOME",
-        ) from error  # fmt: skip
+        ) from error
     if not loaded and "keras" in sys.modules:
         for name, value in _KERAS.items():
             getattr(sys.modules["keras"].config, f"set_{name}")(value)

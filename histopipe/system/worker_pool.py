@@ -134,9 +134,11 @@ class WorkerPool(Executor):
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", module, str(theirs.fileno()), str(os.getpid())], stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()], env={**_ENVIRONMENT, **os.environ, **path},
-            )  # fmt: skip
+                [sys.executable, "-P", "-m", module, str(theirs.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env={**_ENVIRONMENT, **os.environ, **path},
+            )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             theirs.close()  # the last copy is the worker's, so the pipe closes when the worker ends

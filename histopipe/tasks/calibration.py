@@ -38,11 +38,16 @@ def reliability_of(probability: FloatArray, event: NDArray[np.bool_]) -> tuple[B
     in_bins = bin_numbers(probability) == np.arange(BINS)[:, None]
     return tuple(
         Bin(
-            number / BINS, (number + 1) / BINS, int(rows.sum()),
-            *(float(values[rows].mean()) if rows.any() else None for values in (probability, event)),
+            number / BINS,
+            (number + 1) / BINS,
+            int(rows.sum()),
+            *(
+                float(values[rows].mean()) if rows.any() else None
+                for values in (probability, event)
+            ),
         )
         for number, rows in enumerate(in_bins)
-    )  # fmt: skip
+    )
 
 
 def bin_numbers(probability: FloatArray) -> NDArray[np.intp]:
@@ -138,6 +143,7 @@ def decision_curve(probability: FloatArray, event: NDArray[np.bool_]) -> Decisio
 
     everyone = np.ones(len(event), np.bool_)
     return DecisionCurve(
-        _NET_BENEFIT_AT, tuple(net_benefit(limit, probability >= limit) for limit in _NET_BENEFIT_AT),
+        _NET_BENEFIT_AT,
+        tuple(net_benefit(limit, probability >= limit) for limit in _NET_BENEFIT_AT),
         tuple(net_benefit(limit, everyone) for limit in _NET_BENEFIT_AT),
-    )  # fmt: skip
+    )

@@ -7,9 +7,11 @@ from typing import Literal, get_args
 TaskName = Literal["classification", "multilabel", "regression", "survival"]
 Loss = Literal["auto", "huber", "squared", "cox", "discrete"]
 LOSSES: dict[TaskName, tuple[Loss, ...]] = {
-    "classification": (), "multilabel": (), "regression": ("huber", "squared"),
+    "classification": (),
+    "multilabel": (),
+    "regression": ("huber", "squared"),
     "survival": ("cox", "discrete"),
-}  # fmt: skip
+}
 """Losses of each task; the first is the default."""
 
 EvaluationLevel = Literal["patch", "slide", "patient"]

@@ -47,9 +47,12 @@ class Classification(Task):
     aggregations = AGGREGATIONS
     main: ClassVar[Mapping[str, str]] = {"auc": "AUC", "balanced_accuracy": "bal. acc."}
     plain: ClassVar[Mapping[str, str]] = {
-        "accuracy": "acc.", "sensitivity": "sens.", "specificity": "spec.", "f1": "F1",
+        "accuracy": "acc.",
+        "sensitivity": "sens.",
+        "specificity": "spec.",
+        "f1": "F1",
         "brier": "Brier",
-    }  # fmt: skip
+    }
     by_subgroup = ("auc", "average_precision", "sensitivity", "specificity", "calibration_error")
     compared = ("auc", "balanced_accuracy", "brier")
     of_classes = probabilities = True
@@ -72,10 +75,13 @@ class Classification(Task):
         two = len(names) == 2
         if positive is not None and (nfc(positive) not in names or not two):
             raise UsageError(
-                "--positive", found=repr(positive),
-                expected=" or ".join(self.classes) if two else "no positive class: "
+                "--positive",
+                found=repr(positive),
+                expected=" or ".join(self.classes)
+                if two
+                else "no positive class: "
                 f"there are {len(names)} classes, each evaluated against the rest",
-            )  # fmt: skip
+            )
         if not two:
             return None
         return 1 if positive is None else names.index(nfc(positive))
@@ -108,8 +114,9 @@ class Classification(Task):
             raise NothingToDo(
                 f"classes cannot be learned: {subset}",
                 found="".join(self.classes[number] for number in numbers) or "no label",
-                expected="two or more classes", todo="add slides",
-            )  # fmt: skip
+                expected="two or more classes",
+                todo="add slides",
+            )
 
     def summary(self, targets: FloatArray) -> str:
         """Return the number of each class."""
@@ -161,9 +168,9 @@ class Classification(Task):
             case "majority":
                 most_probable = output.argmax(axis=1)[:, None] == np.arange(output.shape[1])
                 return group_means(most_probable.astype(np.float64), starts)
-        top = np.array([
-            np.sort(group, axis=0)[-top_k:].mean(axis=0) for group in np.split(output, starts[1:])
-        ])  # fmt: skip
+        top = np.array(
+            [np.sort(group, axis=0)[-top_k:].mean(axis=0) for group in np.split(output, starts[1:])]
+        )
         positive = self.positive
         if positive is not None:
             top[:, 1 - positive] = 1 - top[:, positive]
@@ -209,9 +216,15 @@ class Classification(Task):
             for number in range(len(self.classes))
         ]
         columns: Any = zip(
-            self.classes, confusion[0].astype(int).sum(axis=1).tolist(), areas, sensitivity(confusion)[0],
-            specificity(confusion)[0], precisions, calibrations, strict=True,
-        )  # fmt: skip
+            self.classes,
+            confusion[0].astype(int).sum(axis=1).tolist(),
+            areas,
+            sensitivity(confusion)[0],
+            specificity(confusion)[0],
+            precisions,
+            calibrations,
+            strict=True,
+        )
         classes = {
             name: ClassMetrics(count, *map(finite_or_none, metrics), **calibration)
             for name, count, *metrics, (calibration, _) in columns

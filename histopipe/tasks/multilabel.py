@@ -17,8 +17,15 @@ from histopipe.tasks.statistics import ColumnStatistics, Statistics
 from histopipe.tasks.task import Predictions, Target, Task, Thresholds, flag_cell
 
 METRICS = (
-    "auc", "average_precision", "balanced_accuracy", "sensitivity", "specificity", "f1", "brier", "calibration_error",
-)  # fmt: skip
+    "auc",
+    "average_precision",
+    "balanced_accuracy",
+    "sensitivity",
+    "specificity",
+    "f1",
+    "brier",
+    "calibration_error",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +86,10 @@ class Multilabel(Task):
             if not ((finite_values == 0).any() and (finite_values == 1).any()):
                 raise NothingToDo(
                     f"column {name} cannot be learned: {subset}",
-                    found=f"{int(finite_values.sum())} of {len(finite_values)} with 1", expected="both 0 and 1",
+                    found=f"{int(finite_values.sum())} of {len(finite_values)} with 1",
+                    expected="both 0 and 1",
                     todo="leave the column out, or add slides",
-                )  # fmt: skip
+                )
 
     def summary(self, targets: FloatArray) -> str:
         """Return the number of slides with each label."""
@@ -108,19 +116,23 @@ class Multilabel(Task):
 
     def thresholds(self, scores: Predictions, rule: str) -> Thresholds:
         """Return a threshold for each label."""
-        return Thresholds(tuple(
-            choose_threshold(label[rows] == 1, output[rows], rule)[0]
-            for label, output in zip(scores.target.T, scores.output.T, strict=True)
-            for rows in (np.isfinite(label),)
-        ))  # fmt: skip
+        return Thresholds(
+            tuple(
+                choose_threshold(label[rows] == 1, output[rows], rule)[0]
+                for label, output in zip(scores.target.T, scores.output.T, strict=True)
+                for rows in (np.isfinite(label),)
+            )
+        )
 
     def details(self, scores: Predictions, statistics: ColumnStatistics) -> dict[str, Any]:
         """Return calibration intercept and slope of each label, and their means; undefined if the value of a label is."""
         values: dict[str, float | None] = {}
         calibrations = [
-            recalibration(scores.output[rows, number], scores.target[rows, number] == 1, scores.patient[rows])
+            recalibration(
+                scores.output[rows, number], scores.target[rows, number] == 1, scores.patient[rows]
+            )
             for number, rows in enumerate(np.isfinite(scores.target).T)
-        ]  # fmt: skip
+        ]
         for metric in CALIBRATION:
             by_label = [of_label[metric] for of_label, _ in calibrations]
             values[metric] = None if None in by_label else float(np.mean(by_label))  # type: ignore[arg-type]

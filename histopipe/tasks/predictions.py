@@ -40,11 +40,14 @@ def with_common_patients(parts: Sequence[Predictions]) -> list[Predictions]:
     names, task = tuple(sorted({name for part in parts for name in part.patients})), parts[0].task
     return [
         replace(
-            part, patients=names, patient=_renumber(part.patient, part.patients, names),
-            task=task, output=task.converted(part.task, part.output),
+            part,
+            patients=names,
+            patient=_renumber(part.patient, part.patients, names),
+            task=task,
+            output=task.converted(part.task, part.output),
         )
         for part in parts
-    ]  # fmt: skip
+    ]
 
 
 def _renumber(
@@ -65,10 +68,12 @@ def joined_predictions(parts: Sequence[Predictions]) -> Predictions:
     }
     width = min(part.limits.shape[1] for part in parts)  # 0 if a model has no threshold
     return replace(
-        parts[0], slides=slides, **arrays,
+        parts[0],
+        slides=slides,
+        **arrays,
         limits=np.concatenate([part.limits[:, :width] for part in parts]),
         left_out=sum(part.left_out for part in parts),
-    )  # fmt: skip
+    )
 
 
 def scores_of(
@@ -99,11 +104,14 @@ def scores_of(
     )
     one = (lowest == highest).all(axis=1)
     return replace(
-        predictions.rows(order[starts][one]), task=task, level=level,
+        predictions.rows(order[starts][one]),
+        task=task,
+        level=level,
         target=np.where(np.isinf(lowest), np.nan, lowest)[one],
         output=task.aggregate(output[order], starts, how, settings.top_k)[one],
-        limits=np.tile(limits, (int(one.sum()), 1)), left_out=int((~one).sum()),
-    )  # fmt: skip
+        limits=np.tile(limits, (int(one.sum()), 1)),
+        left_out=int((~one).sum()),
+    )
 
 
 def joined_scores(
@@ -137,9 +145,10 @@ def check_rule(rule: str) -> re.Match[str]:
     match = RULE.fullmatch(rule)
     if match is None:
         raise UsageError(
-            "--threshold", found=repr(rule),
+            "--threshold",
+            found=repr(rule),
             expected="youden, sensitivity:0.95, specificity:0.95, or a probability such as 0.5",
-        )  # fmt: skip
+        )
     return match
 
 
@@ -330,10 +339,16 @@ def metrics_of(
     # The means over the columns have no interval, too, if a column has none.
     without = ["", *few] if few else []
     return Metrics(
-        task.name, len(scores), patients, values,
+        task.name,
+        len(scores),
+        patients,
+        values,
         {
-            name: ends for name, ends in intervals.items()
+            name: ends
+            for name, ends in intervals.items()
             if values[name] is not None and name.partition(":")[2] not in without
         },
-        thresholds, tuple(remarks), **details,
-    )  # fmt: skip
+        thresholds,
+        tuple(remarks),
+        **details,
+    )

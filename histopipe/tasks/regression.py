@@ -113,8 +113,9 @@ class Regression(Task):
                 raise NothingToDo(
                     f"column {name} cannot be learned: {subset}",
                     found=f"{len(finite_values)} slides with {'one value' if len(finite_values) else 'no value'}",
-                    expected="several values", todo="leave the column out, or add slides",
-                )  # fmt: skip
+                    expected="several values",
+                    todo="leave the column out, or add slides",
+                )
             spread, largest = float(np.ptp(finite_values)), float(np.abs(finite_values).max())
             if spread < _LEAST_SPREAD * largest or not _SMALLEST < largest < 1 / _SMALLEST:
                 raise UsageError(
@@ -136,10 +137,15 @@ class Regression(Task):
     def statistics(self, scores: Predictions) -> WeightedStatistics:
         """Return the metrics of numbers. Errors in different units have no mean."""
         columns = {
-            name: RegressionStatistics(scores.target[rows, i], scores.output[rows, i], scores.patient[rows])
-            if rows.any() else None
-            for i, (name, rows) in enumerate(zip(self.columns, np.isfinite(scores.target).T, strict=True))
-        }  # fmt: skip
+            name: RegressionStatistics(
+                scores.target[rows, i], scores.output[rows, i], scores.patient[rows]
+            )
+            if rows.any()
+            else None
+            for i, (name, rows) in enumerate(
+                zip(self.columns, np.isfinite(scores.target).T, strict=True)
+            )
+        }
         first, *further = columns.values()
         if first is not None and not further:
             return first

@@ -227,19 +227,26 @@ class Statistics(WeightedStatistics):
                 [share_interval(decided[label != n] != n, patient[label != n]) for n in numbers]
             ),
             "accuracy": share_interval(right, patient),
-            "balanced_accuracy": independent_mean_interval([
-                (float(right[label == n].mean()), share_interval(right[label == n], patient[label == n]))
-                for n in present
-            ]),
-        }  # fmt: skip
+            "balanced_accuracy": independent_mean_interval(
+                [
+                    (
+                        float(right[label == n].mean()),
+                        share_interval(right[label == n], patient[label == n]),
+                    )
+                    for n in present
+                ]
+            ),
+        }
         if self.positive is not None and self.positive in self._curves:
             _, precision = self._curves[self.positive](np.ones(self.patients))
             positives = len(np.unique(patient[label == self.positive]))
             if positives > 1:
                 by_metric["average_precision"] = precision_interval(
-                    precision, values["average_precision"], positives,
+                    precision,
+                    values["average_precision"],
+                    positives,
                     several=len(patient) > len(np.unique(patient)),
-                )  # fmt: skip
+                )
         count = self._confusion.sum(axis=(1, 2))
         if (count > 0).sum() > 1:
             by_metric["calibration_error"] = error_interval(self._excess, count, weights)

@@ -327,14 +327,18 @@ class Survival(Task):
         time, event = targets.T
         if not (event == 1).any():
             raise NothingToDo(
-                f"survival cannot be learned: {subset}", found=f"no event in column {self.columns[1]}",
-                expected="at least one", todo="add slides",
-            )  # fmt: skip
+                f"survival cannot be learned: {subset}",
+                found=f"no event in column {self.columns[1]}",
+                expected="at least one",
+                todo="add slides",
+            )
         if not (time[event == 1].min() < time).any():
             raise NothingToDo(
-                f"survival cannot be learned: {subset}", found="no time later than the first event",
-                expected="patients with different times", todo="add slides",
-            )  # fmt: skip
+                f"survival cannot be learned: {subset}",
+                found="no time later than the first event",
+                expected="patients with different times",
+                todo="add slides",
+            )
 
     def summary(self, targets: FloatArray) -> str:
         """Return the number of events and the median time."""
@@ -413,12 +417,18 @@ def _risk_groups(scores: Predictions) -> tuple[tuple[RiskGroup, ...], float | No
         times, curve, (low, high) = _kaplan_meier(stats.ecdf(samples[-1]).sf)
         groups.append(
             RiskGroup(
-                name, int(rows.sum()), int(happened.sum()),
-                next(iter(times[curve <= 0.5 + _HALF_TOLERANCE].tolist()), None), tuple(times.tolist()), tuple(curve.tolist()),
-                tuple(low.tolist()), tuple(high.tolist()), tuple(at_risk_times.tolist()),
+                name,
+                int(rows.sum()),
+                int(happened.sum()),
+                next(iter(times[curve <= 0.5 + _HALF_TOLERANCE].tolist()), None),
+                tuple(times.tolist()),
+                tuple(curve.tolist()),
+                tuple(low.tolist()),
+                tuple(high.tolist()),
+                tuple(at_risk_times.tolist()),
                 tuple(int((time[rows] >= start).sum()) for start in at_risk_times),
             )
-        )  # fmt: skip
+        )
     if len(groups) < 2 or not event.any():
         return tuple(groups), None
     # Undefined if no event happens while both groups have patients left; then SciPy divides by 0.

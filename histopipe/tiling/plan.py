@@ -93,8 +93,12 @@ def _unscaled(level: Level, mpp: Mpp | None, spec: TilingSpec) -> LevelChoice:
 
 
 _COLUMNS = {
-    "x_level": np.int64, "y_level": np.int64, "x_l0": np.int64, "y_l0": np.int64, "tissue": np.float32,
-}  # fmt: skip
+    "x_level": np.int64,
+    "y_level": np.int64,
+    "x_l0": np.int64,
+    "y_l0": np.int64,
+    "tissue": np.float32,
+}
 
 
 @dataclass(frozen=True, slots=True)

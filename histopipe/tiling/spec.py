@@ -43,17 +43,24 @@ class TilingSpec:
     """
 
     patch_size: int = setting(
-        256, "Side of a patch in pixels.", group=PATCHES, at_least=MIN_PATCH_SIZE, at_most=MAX_PATCH_SIZE,
+        256,
+        "Side of a patch in pixels.",
+        group=PATCHES,
+        at_least=MIN_PATCH_SIZE,
+        at_most=MAX_PATCH_SIZE,
         default_text="256; of images, their smaller side if that is less",
-    )  # fmt: skip
+    )
     overlap: int = setting(
         0, "Overlap of neighbouring patches in pixels.", group=PATCHES, at_least=0
     )
     mpp: Mpp | None = setting(
-        None, "Scale of the patches in micrometres per pixel.",
-        group=PATCHES, at_least=PLAUSIBLE_MPP[0], at_most=PLAUSIBLE_MPP[1],
+        None,
+        "Scale of the patches in micrometres per pixel.",
+        group=PATCHES,
+        at_least=PLAUSIBLE_MPP[0],
+        at_most=PLAUSIBLE_MPP[1],
         default_text="0.5; of images, their own scale",
-    )  # fmt: skip
+    )
     level: int | None = setting(
         None,
         "Scale as a pyramid level, without resampling.",
@@ -88,10 +95,12 @@ class TilingSpec:
     )
     roi_threshold: float = 0.5
     edge: Edge = setting(
-        "drop", "Rest of a slide at its right and lower edge that is smaller than a patch: leave it out, move the last "
+        "drop",
+        "Rest of a slide at its right and lower edge that is smaller than a patch: leave it out, move the last "
         "column and row to the edge, or let them extend beyond it.",
-        group=PATCHES, default_text="drop; of images, shift",
-    )  # fmt: skip
+        group=PATCHES,
+        default_text="drop; of images, shift",
+    )
 
     def __post_init__(self) -> None:
         if (self.mpp is None) == (self.level is None):

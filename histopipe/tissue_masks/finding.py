@@ -106,9 +106,10 @@ def find_tissue(
         mask = TissueMask(read_mask(source.mask, name, grid, slide.info.bounds, source.exclude))
     elif source.method == "masks" and source.fallback is None:
         raise MaskUnfit(
-            f"{name} has no mask", expected=f"a file {name}.geojson or {name}.png",
+            f"{name} has no mask",
+            expected=f"a file {name}.geojson or {name}.png",
             todo="add it and run the same command again, or use --tissue-fallback otsu",
-        )  # fmt: skip
+        )
     elif source.method == "model":
         assert source.network is not None  # noqa: S101 - `read_tissue` gives it
         mask = find_by_network(source.network, slide, name, mpp, thumbnail)

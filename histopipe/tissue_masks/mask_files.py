@@ -63,9 +63,10 @@ def find_masks(folder: Path, names: SlideNames) -> dict[str, Path]:
         masks |= loose | exact
     if not masks:
         raise UsageError(
-            f"{folder}: no mask has the name of a slide", found=files[0].name,
+            f"{folder}: no mask has the name of a slide",
+            found=files[0].name,
             expected=f"a name such as {names.nearest(files[0].stem)}{GEOJSON[0]}",
-        )  # fmt: skip
+        )
     return masks
 
 
@@ -179,8 +180,13 @@ def _read_areas(
     if not areas:
         if written is not None and not outlines:
             return [], []
-        raise _unfit(path, slide, "it has no outline", f"outlines of tissue, with the class {TISSUE}",
-                     "leave the slide out (--slide-list) if it has no tissue")  # fmt: skip
+        raise _unfit(
+            path,
+            slide,
+            "it has no outline",
+            f"outlines of tissue, with the class {TISSUE}",
+            "leave the slide out (--slide-list) if it has no tissue",
+        )
     _check_frame(path, slide, areas, grid)
     return areas, cut
 
@@ -192,11 +198,21 @@ def _check_frame(path: Path, slide: str, areas: Sequence[BaseGeometry], grid: Gr
     place = f"outlines from ({left:.0f}, {top:.0f}) to ({right:.0f}, {bottom:.0f})"
     slack = max(grid.side, 1.0)  # the last pixel of a thumbnail may be partly outside
     if min(left, top) < -slack or right > width + slack or bottom > height + slack:
-        raise _unfit(path, slide, place, f"inside the {grid.slide} pixels of level 0",
-                     "check that it is the mask of this slide, in pixels of level 0")  # fmt: skip
+        raise _unfit(
+            path,
+            slide,
+            place,
+            f"inside the {grid.slide} pixels of level 0",
+            "check that it is the mask of this slide, in pixels of level 0",
+        )
     if right < width / _PART and bottom < height / _PART:
-        raise _unfit(path, slide, place, f"pixels of level 0, which has {grid.slide}",
-                     "check the unit: µm and pixels of a smaller level are too small")  # fmt: skip
+        raise _unfit(
+            path,
+            slide,
+            place,
+            f"pixels of level 0, which has {grid.slide}",
+            "check the unit: µm and pixels of a smaller level are too small",
+        )
 
 
 def _read_png(path: Path, slide: str, grid: Grid, bounds: RegionL0) -> Mask:
@@ -208,8 +224,12 @@ def _read_png(path: Path, slide: str, grid: Grid, bounds: RegionL0) -> Mask:
                     path, slide, f"{image.width}×{image.height} pixels", f"at most {_MOST_PIXELS:,}"
                 )
             if len(image.getbands()) != 1:
-                raise _unfit(path, slide, f"an image with the channels {', '.join(image.getbands())}",
-                             "one channel: 0 outside tissue")  # fmt: skip
+                raise _unfit(
+                    path,
+                    slide,
+                    f"an image with the channels {', '.join(image.getbands())}",
+                    "one channel: 0 outside tissue",
+                )
             written, values = _grid(image.info.get(_KEY)), np.asarray(image)
             if image.mode == "P":  # numbers of colours: any of them may be black
                 colours = np.array(image.getpalette("RGB")).reshape(-1, 3).max(axis=1)
@@ -224,21 +244,36 @@ def _read_png(path: Path, slide: str, grid: Grid, bounds: RegionL0) -> Mask:
         _check_size(path, slide, written, grid.slide)
         return grid.resampled(mask, written)
     if not mask.any():
-        raise _unfit(path, slide, "no pixel of tissue", "a value above 0 for tissue",
-                     "leave the slide out (--slide-list) if it has no tissue")  # fmt: skip
+        raise _unfit(
+            path,
+            slide,
+            "no pixel of tissue",
+            "a value above 0 for tissue",
+            "leave the slide out (--slide-list) if it has no tissue",
+        )
     for x, y, whole in ((0, 0, grid.slide), (bounds.origin.x, bounds.origin.y, bounds.size)):
         side = whole.width / size.width
         # The tool that reduced the slide may have rounded both sides.
         if abs(whole.height / side - size.height) <= 1.5 + size.height / size.width:
             return grid.resampled(mask, Grid(x, y, side, size, grid.slide))
-    raise _unfit(path, slide, f"{size} pixels", f"the shape of the slide, which has {grid.slide}",
-                 "check that it is the mask of this slide, and covers all of it")  # fmt: skip
+    raise _unfit(
+        path,
+        slide,
+        f"{size} pixels",
+        f"the shape of the slide, which has {grid.slide}",
+        "check that it is the mask of this slide, and covers all of it",
+    )
 
 
 def _check_size(path: Path, slide: str, written: Grid, size: Size) -> None:
     if written.slide != size:
-        raise _unfit(path, slide, f"the mask of a slide of {written.slide} pixels", f"one of {size} pixels",
-                     "check that the file has the name of its slide")  # fmt: skip
+        raise _unfit(
+            path,
+            slide,
+            f"the mask of a slide of {written.slide} pixels",
+            f"one of {size} pixels",
+            "check that the file has the name of its slide",
+        )
 
 
 def _grid(text: Any) -> Grid | None:

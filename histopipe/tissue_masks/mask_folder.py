@@ -194,9 +194,16 @@ def write_one_mask(
             )
         mask = mask or TissueMask(np.ones(thumbnail.pixels.shape[:2], np.bool_))
         return write_slide_mask(
-            folder, file.id, mask, grid, bounds=info.bounds, thumbnail=thumbnail.pixels, mpp=mpp,
-            source=origin or method, outlines=not kept,
+            folder,
+            file.id,
+            mask,
+            grid,
+            bounds=info.bounds,
+            thumbnail=thumbnail.pixels,
+            mpp=mpp,
+            source=origin or method,
+            outlines=not kept,
             notes=[*notes, *info.notes, *filter(None, [colour_note(thumbnail.pixels)])],
-        )  # fmt: skip
+        )
     except Exception as error:  # `slide_failure` raises what concerns all slides
         raise SlideError(slide_failure(error)) from error

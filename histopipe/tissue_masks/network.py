@@ -148,10 +148,11 @@ def load_network(path: Path, _modified: int) -> Callable[[NDArray[np.uint8]], ND
             or (channels.shape[1] > 1 and network.class_index >= channels.shape[1])
         ):
             raise UsageError(
-                f"{path}: wrong output", found=f"shape {maps.shape}",
+                f"{path}: wrong output",
+                found=f"shape {maps.shape}",
                 expected=f"one map of {network.size}×{network.size} per class, as {network.layout}, "
                 f"and class {network.class_index}",
-            )  # fmt: skip
+            )
         probabilities = _probabilities(np.asarray(channels, np.float32), network)
         if np.isnan(probabilities).any():
             raise MaskUnfit(f"{path}: the network computed NaN", expected="probabilities or logits")
@@ -321,8 +322,9 @@ def _at(probabilities: NDArray[np.uint8], source: Grid, grid: Grid) -> NDArray[n
     )
     fitted = np.pad(
         probabilities[:height, :width],
-        ((0, max(0, height - probabilities.shape[0])), (0, max(0, width - probabilities.shape[1]))), mode="edge",
-    )  # fmt: skip
+        ((0, max(0, height - probabilities.shape[0])), (0, max(0, width - probabilities.shape[1]))),
+        mode="edge",
+    )
     filtering = cv2.INTER_AREA if grid.side > source.side else cv2.INTER_LINEAR
     size = (grid.size.width, grid.size.height)
     return np.asarray(cv2.resize(fitted, size, interpolation=filtering), np.uint8)

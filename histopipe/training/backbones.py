@@ -154,9 +154,10 @@ def _unusable(
 def _preset(preset: Preset, weights: str, *, training: bool) -> Backbone:
     if weights in _NO_FILE:
         raise UsageError(
-            f"--model {preset.name} --weights {weights}", expected="--weights with the file of the weights",
+            f"--model {preset.name} --weights {weights}",
+            expected="--weights with the file of the weights",
             todo=f"see `histopipe encoders {preset.name}`" if preset.repository else None,
-        )  # fmt: skip
+        )
     path, network = Path(weights), preset.architecture
     if network is None:
         if not (path / SAVED_MODEL).is_file():
@@ -180,9 +181,10 @@ def _prepared(core: keras.Model, preset: Preset, description: Mapping[str, Any])
     shape = core.input_shape[1:]
     if shape not in ((settings.size, settings.size, 3), (None, None, 3)):
         raise UsageError(
-            f"the input of {preset.name}", found=f"shape {shape}",
+            f"the input of {preset.name}",
+            found=f"shape {shape}",
             expected=f"({settings.size}, {settings.size}, 3), as in its preset",
-        )  # fmt: skip
+        )
     description = {
         "preset": preset.name,
         "preprocessing": json.loads(json.dumps(asdict(settings))),
@@ -220,11 +222,12 @@ def _own(
         preset is None and shapes[0][1:3] not in ((patch_size, patch_size), (None, None))
     ):
         raise UsageError(
-            f"--model {model}", found=f"input {shapes[0]}, output {shapes[1]}",
+            f"--model {model}",
+            found=f"input {shapes[0]}, output {shapes[1]}",
             expected=f"input (None, {patch_size}, {patch_size}, 3) and output (None, features)"
             if preset is None
             else "input (None, size, size, 3) and output (None, features)",
-        )  # fmt: skip
+        )
     description = {
         "file": path.name,
         "file_sha256": file_sha256(path),
@@ -252,15 +255,17 @@ def _call(model: str, path: Path, size: int) -> keras.Model:
     if not callable(function):
         functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
         raise UsageError(
-            f"--model {model}", found=f"no function {name!r} in {path}",
+            f"--model {model}",
+            found=f"no function {name!r} in {path}",
             expected=" or ".join(functions) or "a function",
-        )  # fmt: skip
+        )
     core = function(size)
     if not isinstance(core, keras.Model):
         raise UsageError(
-            f"--model {model}", found=f"a {type(core).__name__}",
+            f"--model {model}",
+            found=f"a {type(core).__name__}",
             expected="a function that returns a keras.Model",
-        )  # fmt: skip
+        )
     return core
 
 
@@ -336,9 +341,14 @@ def _find_application(model: str, *, training: bool) -> Callable[..., keras.Mode
     if name is None:
         for_embedding = ("a run's folder", "an ONNX file", "a SavedModel folder")
         alternatives = [
-            *SCALES, SMALL_CNN, *(() if training else for_embedding), "a .keras file",
-            "module.py:function", *preset_names(), *sorted(plain.values()),
-        ]  # fmt: skip
+            *SCALES,
+            SMALL_CNN,
+            *(() if training else for_embedding),
+            "a .keras file",
+            "module.py:function",
+            *preset_names(),
+            *sorted(plain.values()),
+        ]
         raise UsageError(
             f"--model {model}", found="no such model", expected=", ".join(alternatives)
         )

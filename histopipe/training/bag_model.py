@@ -178,9 +178,12 @@ class BagModel:
             if scaled:
                 # Features can exceed the range of float16 before this layer. An epsilon would shrink small features.
                 self.scaling = layers.BatchNormalization(
-                    center=False, epsilon=0.0, trainable=False, name="scaling",
+                    center=False,
+                    epsilon=0.0,
+                    trainable=False,
+                    name="scaling",
                     dtype=keras.config.dtype_policy().variable_dtype,
-                )  # fmt: skip
+                )
             self._build(dimension, objective, dropout, covariates)
         kernel = self._logits.kernel
         rates = np.ones((kernel.shape[0], 1))

@@ -240,8 +240,12 @@ def write_attention(
             positions = read_positions(bag) if model.takes_positions else None
             attention, parts = patch_values(model, Patches(read_bag(bag, bag.dtype), positions))
             write_patch_values(
-                folder, bag.id, bag.places(), names=names, attention=attention,
+                folder,
+                bag.id,
+                bag.places(),
+                names=names,
+                attention=attention,
                 contributions=objective.contributions(parts),
-            )  # fmt: skip
+            )
         except DamagedStore as error:  # training skipped this bag, too
             message(f"cannot write attention of {bag.id}: {error}")

@@ -148,9 +148,12 @@ def measure_device(
 
     def step_rate(size: int) -> float:
         settings = StepSettings(
-            batch_size=size, objective=objective, class_weight=np.ones(_CLASSES, np.float32), xla=xla,
+            batch_size=size,
+            objective=objective,
+            class_weight=np.ones(_CLASSES, np.float32),
+            xla=xla,
             scale_loss=network.get("precision") == "mixed_float16",
-        )  # fmt: skip
+        )
         train_step = TrainStep(strategy, built, optimizer, settings)
         rows = [len(replica_rows(size, replicas, replica)) for replica in range(replicas)]
         parts = [
@@ -375,10 +378,16 @@ def bench(
             device = measure_device(opened[0].patch_size, model, sizes, devices, seconds)
             bar.advance()
     return BenchResult(
-        disk, lmdb, decode, reader, device,
+        disk,
+        lmdb,
+        decode,
+        reader,
+        device,
         store_bytes=sum((path / "data.mdb").stat().st_blocks * 512 for path in paths),
-        memory_bytes=_available_memory(), batch_size=batch_size, cores=cores,
-    )  # fmt: skip
+        memory_bytes=_available_memory(),
+        batch_size=batch_size,
+        cores=cores,
+    )
 
 
 def _smallest_good(rates: dict[int, float]) -> int:

@@ -127,9 +127,10 @@ def load_state(folder: Path, variables: Sequence[Any]) -> tuple[TrainState, str 
         shapes, model_shapes = [a.shape for a in arrays], [tuple(v.shape) for v in variables]
         if shapes != model_shapes:
             raise DamagedStore(
-                f"{path} belongs to another model", found=f"{len(shapes)} variables",
+                f"{path} belongs to another model",
+                found=f"{len(shapes)} variables",
                 expected=f"{len(model_shapes)} with the shapes of this model",
-            )  # fmt: skip
+            )
         for variable, array in zip(variables, arrays, strict=True):
             variable.assign(array)
         return state, problems[0] if problems else None

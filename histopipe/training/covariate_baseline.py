@@ -43,10 +43,17 @@ def baseline_scores(
             zeros = np.zeros(len(patient), np.int64)
             output = np.asarray(objective.activate(tf.constant(logits[subset])), np.float32)
             predictions[subset] = Predictions(
-                task, tuple(slide.id for slide in slides[subset]), tuple(patients.tolist()),
-                slide=np.arange(len(patient), dtype=np.int32), patient=patient.astype(np.int32), x_l0=zeros,
-                y_l0=zeros, target=splits.targets_on(subset), output=objective.predictions(output), level=level,
-            )  # fmt: skip
+                task,
+                tuple(slide.id for slide in slides[subset]),
+                tuple(patients.tolist()),
+                slide=np.arange(len(patient), dtype=np.int32),
+                patient=patient.astype(np.int32),
+                x_l0=zeros,
+                y_l0=zeros,
+                target=splits.targets_on(subset),
+                output=objective.predictions(output),
+                level=level,
+            )
     return predictions
 
 

@@ -40,9 +40,10 @@ def make_strategy(
         return tf.distribute.MirroredStrategy(names)
     if len(names) > 1 and names[0].startswith("/CPU"):
         raise UsageError(
-            f"--devices cpu:{len(names)}", found=f"{len(cluster.workers)} workers",
+            f"--devices cpu:{len(names)}",
+            found=f"{len(cluster.workers)} workers",
             expected="--devices cpu: a worker has one CPU device",
-        )  # fmt: skip
+        )
     distribution = tf.distribute.experimental
     options = distribution.CommunicationOptions(
         timeout_seconds=timeout,
@@ -61,9 +62,10 @@ def _set_up(devices: str) -> list[str]:
         return _gpus(gpus, match["gpus"])
     except RuntimeError as error:
         raise UsageError(
-            f"--devices {devices}", found="TensorFlow already uses its devices in this process",
+            f"--devices {devices}",
+            found="TensorFlow already uses its devices in this process",
             todo="train in a separate process",
-        ) from error  # fmt: skip
+        ) from error
 
 
 def _cpus(count: int) -> list[str]:
@@ -79,15 +81,17 @@ def _cpus(count: int) -> list[str]:
 def _gpus(gpus: list[tf.config.PhysicalDevice], requested: str | None) -> list[str]:
     if not gpus:
         raise UsageError(
-            "--devices gpu", found="no GPU that TensorFlow can use",
+            "--devices gpu",
+            found="no GPU that TensorFlow can use",
             todo="install the extra [gpu] and check `nvidia-smi`, or use --devices cpu",
-        )  # fmt: skip
+        )
     numbers = [int(n) for n in requested.split(",")] if requested else list(range(len(gpus)))
     if max(numbers) >= len(gpus) or len(set(numbers)) < len(numbers):
         raise UsageError(
-            f"--devices gpu:{requested}", found=f"{len(gpus)} GPUs, 0 to {len(gpus) - 1}",
+            f"--devices gpu:{requested}",
+            found=f"{len(gpus)} GPUs, 0 to {len(gpus) - 1}",
             expected="numbers in this range, each once",
-        )  # fmt: skip
+        )
     chosen = [gpus[number] for number in numbers]
     tf.config.set_visible_devices(chosen, "GPU")
     for gpu in chosen:
@@ -118,9 +122,10 @@ def find_cluster(environment: Mapping[str, str] = os.environ) -> Cluster:
     spec = resolver.cluster_spec().as_dict()
     if set(spec) - {"chief", "worker"} or not 0 <= index < len(spec.get(kind, [])):
         raise UsageError(
-            "TF_CONFIG", found=f"{', '.join(sorted(spec))}; this process is {kind} {index}",
+            "TF_CONFIG",
+            found=f"{', '.join(sorted(spec))}; this process is {kind} {index}",
             expected="workers, with or without a chief, including this process",
-        )  # fmt: skip
+        )
     chiefs = spec.get("chief", [])
     workers = (*chiefs, *spec.get("worker", []))
     return Cluster(workers, index if kind == "chief" else len(chiefs) + index, resolver)
@@ -170,6 +175,7 @@ def check_same(cluster: Cluster, strategy: tf.distribute.Strategy, numbers: Sequ
     ]
     if differing:
         raise UsageError(
-            "workers differ from the first worker", found=", ".join(differing),
+            "workers differ from the first worker",
+            found=", ".join(differing),
             expected="the same settings, stores, splits and run folder on all workers",
-        )  # fmt: skip
+        )

@@ -109,13 +109,16 @@ def out_of_memory(error: Exception, folder: Path, first: int, report: Report) ->
     what, why = "memory ran out while training", str(error).split("\n")[0][:200]
     if first == 1:
         return OutOfMemory(
-            what, found=why,
+            what,
+            found=why,
             todo="not even single patches fit: use a smaller --model, or smaller patches",
-        )  # fmt: skip
+        )
     # Not half of the last size: later failures may come from fragmented memory.
     size = first // 2
     run_folder.write_micro_batch(folder, size, why)
     report("restart", size)
     return OutOfMemory(
-        what, found=why, todo=f"continue with `histopipe train --resume --out {folder}`, which uses micro-batches of {counted(size, 'patch')}",
-    )  # fmt: skip
+        what,
+        found=why,
+        todo=f"continue with `histopipe train --resume --out {folder}`, which uses micro-batches of {counted(size, 'patch')}",
+    )

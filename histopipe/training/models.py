@@ -48,18 +48,21 @@ def set_trainable(core: keras.Model, trainable: str) -> bool:
             blocks = _blocks(core)
             if number > len(blocks):
                 raise UsageError(
-                    f"--trainable {trainable}", found=f"{len(blocks)} blocks or layers in {core.name}",
+                    f"--trainable {trainable}",
+                    found=f"{len(blocks)} blocks or layers in {core.name}",
                     expected="at most that many",
-                )  # fmt: skip
+                )
             for layer in itertools.chain(*blocks[: len(blocks) - number]):
                 layer.trainable = False
         case "lora":
             parts = [x for x in _leaves(core) if x.name.rpartition("_")[2] in ("query", "value")]
             if not parts or not all(isinstance(part, keras.layers.Dense) for part in parts):
                 raise UsageError(
-                    f"--trainable {trainable}", found=f"no attention layers in {core.name}",
-                    expected="a Vision Transformer of a preset", todo="use head or last:N",
-                )  # fmt: skip
+                    f"--trainable {trainable}",
+                    found=f"no attention layers in {core.name}",
+                    expected="a Vision Transformer of a preset",
+                    todo="use head or last:N",
+                )
             for weight in core.variables:
                 weight.trainable = False
             for part in parts:

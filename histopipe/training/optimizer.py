@@ -38,15 +38,18 @@ def _learning_rate(
         return config.learning_rate
     if config.warmup_steps >= steps:
         raise UsageError(
-            "--warmup-steps", found=config.warmup_steps,
+            "--warmup-steps",
+            found=config.warmup_steps,
             expected=f"less than the {steps} steps of {config.epochs} epochs",
-        )  # fmt: skip
+        )
     if not config.warmup_steps:
         return keras.optimizers.schedules.CosineDecay(config.learning_rate, steps)
     return keras.optimizers.schedules.CosineDecay(
-        0.0, steps - config.warmup_steps,
-        warmup_target=config.learning_rate, warmup_steps=config.warmup_steps,
-    )  # fmt: skip
+        0.0,
+        steps - config.warmup_steps,
+        warmup_target=config.learning_rate,
+        warmup_steps=config.warmup_steps,
+    )
 
 
 class LossScale:

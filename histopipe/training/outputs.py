@@ -136,14 +136,19 @@ def located(
             index = sources[store].index(number)
             corners[here] = np.stack([index[name][rows[here]] for name in ("x_l0", "y_l0")], axis=1)
     return Predictions(
-        task, tuple(slides), tuple(patient_numbers),
+        task,
+        tuple(slides),
+        tuple(patient_numbers),
         slide=np.repeat(np.arange(len(places), dtype=np.int32), counts),
         patient=np.repeat(
             np.array([patient_numbers[patient] for patient in patients], np.int32), counts
         ),
-        x_l0=corners[:, 0], y_l0=corners[:, 1], target=targets_of(outputs, splits)[order],
-        output=output[order], level=level,
-    )  # fmt: skip
+        x_l0=corners[:, 0],
+        y_l0=corners[:, 1],
+        target=targets_of(outputs, splits)[order],
+        output=output[order],
+        level=level,
+    )
 
 
 def targets_of(outputs: SampleOutputs, splits: Splits) -> NDArray[np.float64]:

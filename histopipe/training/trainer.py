@@ -77,9 +77,11 @@ class Trainer:
         cluster.beat = lambda: report("beat", None)
         tf.debugging.set_log_device_placement(config.log_device_placement)
         strategy = make_strategy(
-            config.devices, cluster,
-            timeout=config.worker_timeout, communication=config.communication,
-        )  # fmt: skip
+            config.devices,
+            cluster,
+            timeout=config.worker_timeout,
+            communication=config.communication,
+        )
         keras.utils.set_random_seed(config.seed)
         if config.deterministic:
             tf.config.experimental.enable_op_determinism()
@@ -106,9 +108,11 @@ class Trainer:
 
     def _micro_batch(self, rows: int) -> MicroBatch:
         return remembered_micro_batch(
-            self._folder, -(-rows // self._config.accumulate), report=self._report,
+            self._folder,
+            -(-rows // self._config.accumulate),
+            report=self._report,
             repeatable=self._cluster.alone or not self._step.meets_within_gradients,
-        )  # fmt: skip
+        )
 
     def train(self, *, resume: bool) -> TrainResult:
         """Train to the end. If resumed, start from the saved state in the folder."""
@@ -156,7 +160,7 @@ class Trainer:
                 "the weights or the description of the model have changed since the start of the run",
                 found="other frozen weights, preprocessing or architecture",
                 todo="restore the files that --model and --weights name",
-            )  # fmt: skip
+            )
         self._state.frozen = frozen
         if not self._state.row_mean:
             self._setup.restore_former_weights(self._step)
@@ -167,10 +171,13 @@ class Trainer:
     def _agree(self) -> None:
         """Wait for all workers, and check that their settings, splits and state are the same."""
         numbers = run_folder.fingerprint(
-            self._config, self._setup.splits, self._state.epoch, len(self._state.values),
+            self._config,
+            self._setup.splits,
+            self._state.epoch,
+            len(self._state.values),
             # With shared batch statistics, all workers need the same number of pieces.
             self._loop.micro_batch.first if self._step.meets_within_gradients else 0,
-        )  # fmt: skip
+        )
         check_same(self._cluster, self._step.strategy, numbers)
 
     def _epoch(self) -> None:
@@ -217,9 +224,13 @@ class Trainer:
         )
         self._signals.saveable = True
         self._loop.train_epoch(
-            self._train_batches, state.epoch, title, self._results,
-            requests=self._signals.requests, granted=self._save_and_stop,
-        )  # fmt: skip
+            self._train_batches,
+            state.epoch,
+            title,
+            self._results,
+            requests=self._signals.requests,
+            granted=self._save_and_stop,
+        )
         self._update_state()
         if not self._cluster.alone:
             # Other workers may be stopped during validation, but only the first worker saves.
@@ -307,11 +318,22 @@ class Trainer:
         host_bytes, gpu_bytes = peak_bytes()
         seconds = sum(row["seconds"] for row in self._state.history) + time.monotonic() - began
         result = TrainResult(
-            self._folder, self._state.epoch, self._state.best_epoch,
-            evaluations, seconds=seconds, host_bytes=host_bytes, gpu_bytes=gpu_bytes, covariates_only=evaluate_subsets(baseline, evaluation_settings, leaked) if baseline else {},
-            calibration=calibration, flow=flow_of(slides),
-            breakdown=break_down_subsets(predicted, evaluations, slides, self._config.subgroup, evaluation_settings),
-        )  # fmt: skip
+            self._folder,
+            self._state.epoch,
+            self._state.best_epoch,
+            evaluations,
+            seconds=seconds,
+            host_bytes=host_bytes,
+            gpu_bytes=gpu_bytes,
+            covariates_only=evaluate_subsets(baseline, evaluation_settings, leaked)
+            if baseline
+            else {},
+            calibration=calibration,
+            flow=flow_of(slides),
+            breakdown=break_down_subsets(
+                predicted, evaluations, slides, self._config.subgroup, evaluation_settings
+            ),
+        )
         if self._cluster.chief:
             setup.write_more(self._folder, self._step, list(by_subset.values()))
             if skipped:
@@ -335,10 +357,12 @@ class Trainer:
         config, splits = self._config, self._setup.splits
         is_drawn = config.splits is None and config.split_column is None
         advice = advise(
-            config, self._state.history, result.best_epoch,
+            config,
+            self._state.history,
+            result.best_epoch,
             patients=len({slide.patient for slide in splits.slides}),
             shortages=list(splits.shortages(config.unit)) if is_drawn else [],
-        )  # fmt: skip
+        )
         if advice:
             message(advice)
 
@@ -394,12 +418,14 @@ def _explained(cluster: Cluster, folder: Path) -> Iterator[None]:
     except (OSError, MemoryError, tf.errors.OpError) as error:
         if is_out_of_memory(error):
             raise OutOfMemory(
-                "memory ran out before the first step", found=str(error).split("\n")[0][:200],
+                "memory ran out before the first step",
+                found=str(error).split("\n")[0][:200],
                 todo="use a smaller --model, or end other programs on this machine",
-            ) from error  # fmt: skip
+            ) from error
         if isinstance(error, tf.errors.OpError) and not cluster.alone:
             raise WorkerLost(
                 "training cannot continue without all of its workers",
-                found=cluster.missing(folder, since), todo=f"run {resume} on all of them",
-            ) from error  # fmt: skip
+                found=cluster.missing(folder, since),
+                todo=f"run {resume} on all of them",
+            ) from error
         raise

@@ -116,16 +116,22 @@ class TrainingSetup(ABC):
         predicted = self.objective.predictions(outputs.output)
         values = self.objective.described(task).epoch_metrics(target, predicted)
         return EpochMetrics(
-            len(outputs.key), self.objective.epoch_loss(outputs.loss, target, predicted),
-            values, values[next(iter(task.main))],
-        )  # fmt: skip
+            len(outputs.key),
+            self.objective.epoch_loss(outputs.loss, target, predicted),
+            values,
+            values[next(iter(task.main))],
+        )
 
     def predictions(self, outputs: SampleOutputs) -> Predictions:
         """Return predictions with their slides, patients and positions."""
         return located(
-            outputs, self._sources, self.splits, task=self.objective.described(self.splits.task),
-            output=self.objective.predictions(outputs.output), level=self.level,
-        )  # fmt: skip
+            outputs,
+            self._sources,
+            self.splits,
+            task=self.objective.described(self.splits.task),
+            output=self.objective.predictions(outputs.output),
+            level=self.level,
+        )
 
     def damaged(self, keys: Sequence[int]) -> dict[str, Counter[Subset]]:
         """Return the number of damaged patches of each slide by subset, from the keys of damaged samples."""
@@ -222,10 +228,14 @@ class TrainingSetup(ABC):
     def _step_settings(self, **settings: Any) -> StepSettings:
         config = self._config
         return StepSettings(
-            batch_size=config.batch_size, objective=self.objective, class_weight=self.class_weights(),
-            label_smoothing=config.label_smoothing, clip_norm=config.clip_norm,
-            scale_loss=config.precision == "mixed_float16", **settings,
-        )  # fmt: skip
+            batch_size=config.batch_size,
+            objective=self.objective,
+            class_weight=self.class_weights(),
+            label_smoothing=config.label_smoothing,
+            clip_norm=config.clip_norm,
+            scale_loss=config.precision == "mixed_float16",
+            **settings,
+        )
 
 
 class PatchTraining(TrainingSetup):
@@ -263,20 +273,29 @@ class PatchTraining(TrainingSetup):
         """Return the batches of a subset; see `TrainingSetup`."""
         config = self._config
         return PatchBatches(
-            self._sources, self._tables[subset], batch_size=config.batch_size, replicas=replicas,
-            order=self._order(subset, shuffle_block=config.shuffle_block), on_error=config.on_error,
+            self._sources,
+            self._tables[subset],
+            batch_size=config.batch_size,
+            replicas=replicas,
+            order=self._order(subset, shuffle_block=config.shuffle_block),
+            on_error=config.on_error,
             by_slide=self._by_slide,
-        )  # fmt: skip
+        )
 
     def train_step(self, strategy: tf.distribute.Strategy, steps_per_epoch: int) -> TrainStep:
         """Return the training step; see `TrainingSetup`."""
         config = self._config
         with strategy.scope():
             model = build_model(
-                config.model, patch_size=self._sources[0].patch_size,
-                objective=self.objective, dropout=config.dropout, weights=config.used_weights,
-                precision=config.precision, trainable=config.trainable, layer_decay=config.layer_decay,
-            )  # fmt: skip
+                config.model,
+                patch_size=self._sources[0].patch_size,
+                objective=self.objective,
+                dropout=config.dropout,
+                weights=config.used_weights,
+                precision=config.precision,
+                trainable=config.trainable,
+                layer_decay=config.layer_decay,
+            )
             optimizer = make_optimizer(config, steps_per_epoch)
         if model.description:
             self.description = {**self.description, "backbone": dict(model.description)}
@@ -374,22 +393,31 @@ class BagTraining(TrainingSetup):
         """Return the batches of a subset. Training bags are limited to `max_per_slide` patches."""
         config = self._config
         return BagBatches(
-            self._bags, self._tables[subset], order=self._order(subset), batch_size=config.batch_size,
-            replicas=replicas, on_error=config.on_error,
-            most=config.max_per_slide if subset == "train" else 0, seed=config.seed,
-            by_slide=self._by_slide, positions=config.pooling in WITH_POSITIONS,
-        )  # fmt: skip
+            self._bags,
+            self._tables[subset],
+            order=self._order(subset),
+            batch_size=config.batch_size,
+            replicas=replicas,
+            on_error=config.on_error,
+            most=config.max_per_slide if subset == "train" else 0,
+            seed=config.seed,
+            by_slide=self._by_slide,
+            positions=config.pooling in WITH_POSITIONS,
+        )
 
     def train_step(self, strategy: tf.distribute.Strategy, steps_per_epoch: int) -> TrainStep:
         """Return the training step; see `TrainingSetup`."""
         config = self._config
         with strategy.scope():
             model = BagModel(
-                config.pooling, dimension=self._bags.dimension, objective=self.objective,
-                dropout=config.dropout, precision=config.precision,
+                config.pooling,
+                dimension=self._bags.dimension,
+                objective=self.objective,
+                dropout=config.dropout,
+                precision=config.precision,
                 covariates=0 if self.covariates is None else len(self.covariates.inputs),
                 scaled=config.feature_scaling == "standard",
-            )  # fmt: skip
+            )
             optimizer = make_optimizer(config, steps_per_epoch)
             # The coefficients of covariates begin at a fit that has a separate penalty.
             optimizer.exclude_from_weight_decay(model.last_weights)

@@ -195,8 +195,9 @@ def _open_stores_of_runs(collection: Collection, *, explicit: bool) -> None:
             if not explicit and run.of_patches:
                 raise NothingToDo(
                     f"the store of the run {run.folder} cannot be opened",
-                    found=str(error), todo="pass its new path with --store",
-                ) from error  # fmt: skip
+                    found=str(error),
+                    todo="pass its new path with --store",
+                ) from error
             collection.notes.append(f"{run.folder}: {error}")
 
 

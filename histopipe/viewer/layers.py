@@ -131,8 +131,13 @@ def slide_layers(entry: Entry, predictions: Iterable[PredictionSource]) -> Slide
             if patch_subsets is not None:
                 side_values = np.where(patch_subsets >= 0, patch_subsets, np.nan)
                 layers.add(
-                    f"split:{source.name}", f"Split of {source.name}", "split", 0, side_values, classes=SUBSETS
-                )  # fmt: skip
+                    f"split:{source.name}",
+                    f"Split of {source.name}",
+                    "split",
+                    0,
+                    side_values,
+                    classes=SUBSETS,
+                )
         _add_predictions(layers, source, entry.id, size, stride or size)
     return layers
 
@@ -141,9 +146,13 @@ def _add_columns(layers: SlideLayers, classes: Sequence[str]) -> None:
     index = layers.index
     label = index["label"].astype(np.float32)
     layers.add(
-        "label", "Patch labels", "labels", 0, np.where(label >= 0, label, np.nan),
+        "label",
+        "Patch labels",
+        "labels",
+        0,
+        np.where(label >= 0, label, np.nan),
         classes=tuple(classes),
-    )  # fmt: skip
+    )
     lost = np.where(index["length"] == 0, 0.0, np.nan)
     layers.add("unreadable", "Unreadable patches", "labels", 0, lost, classes=("unreadable",))
     for name, title in QUALITY.items():
@@ -188,9 +197,13 @@ def _add_predictions(
                 scores.label >= 0, scores.label != scores.output.argmax(axis=1), np.nan
             )
             layers.add(
-                f"{name}:errors", "Errors", name, grid, layers.spread(grid, rows, correct),
+                f"{name}:errors",
+                "Errors",
+                name,
+                grid,
+                layers.spread(grid, rows, correct),
                 classes=("correct", "wrong"),
-            )  # fmt: skip
+            )
     attention = source.attention(slide)
     if attention is not None and (attention[0, 3] or size):
         side = float(attention[0, 3]) or size

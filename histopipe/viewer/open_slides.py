@@ -192,8 +192,12 @@ def _recorded_geometry(entry: Entry) -> tuple[dict[str, Any], list[str | None]]:
         return geometry, [f"the slide is {entry.state}"]
     bounds = list(record.bounds) or [0, 0, record.width, record.height]
     geometry = {
-        "width": record.width, "height": record.height, "bounds": bounds, "mpp": record.mpp, "pixels": False,
-    }  # fmt: skip
+        "width": record.width,
+        "height": record.height,
+        "bounds": bounds,
+        "mpp": record.mpp,
+        "pixels": False,
+    }
     return geometry, ["the slide's file was not found: pictures are those of the store"]
 
 

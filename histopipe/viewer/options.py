@@ -22,21 +22,29 @@ class ViewOptions:
         format="path",
     )
     annotations: PathLike | None = setting(
-        None, "Folder of annotations to show and to draw, one file per slide. It may not exist yet.",
-        group=_CONTENTS, format="path", default_text="no drawing",
-    )  # fmt: skip
+        None,
+        "Folder of annotations to show and to draw, one file per slide. It may not exist yet.",
+        group=_CONTENTS,
+        format="path",
+        default_text="no drawing",
+    )
     host: str = setting("127.0.0.1", "Address to listen on.", group=_SERVER)
     port: int = setting(
         8765, "Port to listen on; 0: any.", group=_SERVER, at_least=0, at_most=65535
     )
     token: str | None = setting(
-        None, "Secret part of the address, for bookmarks: at least 16 letters, digits, - and _.",
-        group=_SERVER, default_text="random at each start",
-    )  # fmt: skip
+        None,
+        "Secret part of the address, for bookmarks: at least 16 letters, digits, - and _.",
+        group=_SERVER,
+        default_text="random at each start",
+    )
     workers: int | None = setting(
-        None, "Processes that read slides.",
-        group=_SERVER, at_least=1, default_text="one per core, at most 4",
-    )  # fmt: skip
+        None,
+        "Processes that read slides.",
+        group=_SERVER,
+        at_least=1,
+        default_text="one per core, at most 4",
+    )
 
     def __post_init__(self) -> None:
         token = self.token
@@ -46,8 +54,9 @@ class ViewOptions:
             or not token.isascii()
         ):
             raise UsageError(
-                "--token", found=f"{len(token)} characters",
+                "--token",
+                found=f"{len(token)} characters",
                 expected=f"at least {_SHORTEST_TOKEN} letters, digits, - and _",
-            )  # fmt: skip
+            )
         if not self.host:
             raise UsageError("--host", found="nothing", expected="an address, such as 127.0.0.1")

@@ -122,9 +122,12 @@ def cut(image: Image.Image, area: PictureArea) -> PixelArray:
         image = image.reduce(reduction)
     left, top, step = (value / reduction for value in (area.left, area.top, area.pixel))
     part = image.transform(
-        (area.width, area.height), Image.Transform.AFFINE, (step, 0.0, left, 0.0, step, top),
-        Image.Resampling.BILINEAR, fillcolor=(255, 255, 255),
-    )  # fmt: skip
+        (area.width, area.height),
+        Image.Transform.AFFINE,
+        (step, 0.0, left, 0.0, step, top),
+        Image.Resampling.BILINEAR,
+        fillcolor=(255, 255, 255),
+    )
     return np.asarray(part)
 
 

@@ -189,6 +189,10 @@ def _errors(source: PredictionSource, count: int) -> Iterator[dict[str, Any]]:
         wrong = np.flatnonzero(predicted != label)
         for i in wrong[np.argsort(p_true[wrong], kind="stable")][:count].tolist():
             yield {
-                "slide": slide, "x": int(predictions.x_l0[i]), "y": int(predictions.y_l0[i]), "p": float(p_true[i]),
-                "label": source.classes[label[i]], "predicted": source.classes[predicted[i]],
-            }  # fmt: skip
+                "slide": slide,
+                "x": int(predictions.x_l0[i]),
+                "y": int(predictions.y_l0[i]),
+                "p": float(p_true[i]),
+                "label": source.classes[label[i]],
+                "predicted": source.classes[predicted[i]],
+            }

@@ -87,18 +87,28 @@ class SlideRoutes:
                 "drawing": self._drawing,
                 "similar": entry.id in self._slides.collection.features,
                 "grids": [
-                    {"source": grid.source, "size": grid.size, "stride": grid.stride, "count": len(grid.x)}
+                    {
+                        "source": grid.source,
+                        "size": grid.size,
+                        "stride": grid.stride,
+                        "count": len(grid.x),
+                    }
                     for grid in layers.grids
                 ],
                 "layers": [
                     {
-                        "key": layer.key, "title": layer.title, "group": layer.group, "grid": layer.grid,
-                        "classes": layer.classes, "low": layer.low, "high": layer.high,
+                        "key": layer.key,
+                        "title": layer.title,
+                        "group": layer.group,
+                        "grid": layer.grid,
+                        "classes": layer.classes,
+                        "low": layer.low,
+                        "high": layer.high,
                     }
                     for layer in layers.layers
                 ],
             }
-        )  # fmt: skip
+        )
 
     async def _thumbnail(self, request: Request, number: int, entry: Entry) -> Response:
         stored = await run_in_threadpool(_stored_thumbnail, entry, self._slides.collection)
@@ -145,9 +155,15 @@ class SlideRoutes:
         geometry = await self._slides.geometry(number, entry)
         place = lattice(await self._slides.layers_of(number, entry), geometry)
         return await self._slides.picture(
-            request, (number, "patches", step, column, row), pictures.store_tile,
-            entry.store_path, entry.number, step, (column, row), (place["x"], place["y"]),
-        )  # fmt: skip
+            request,
+            (number, "patches", step, column, row),
+            pictures.store_tile,
+            entry.store_path,
+            entry.number,
+            step,
+            (column, row),
+            (place["x"], place["y"]),
+        )
 
     async def _grid(self, request: Request, number: int, entry: Entry) -> Response:
         grids = (await self._slides.layers_of(number, entry)).grids
@@ -185,12 +201,14 @@ class SlideRoutes:
                 patch["checksum"] = str(error)
         patch["values"] = [
             {
-                "title": layer.title, "group": layer.group, "key": layer.key,
+                "title": layer.title,
+                "group": layer.group,
+                "key": layer.key,
                 "value": layer.classes[int(value)] if layer.classes else value,
             }
             for layer in layers.layers
             if layer.grid == at and (value := _number(layer.values[row])) is not None
-        ]  # fmt: skip
+        ]
         return JSONResponse(patch)
 
     async def _picture(self, request: Request, number: int, entry: Entry) -> Response:
@@ -199,9 +217,15 @@ class SlideRoutes:
         size = _size(request, entry)
         stored = entry.complete and abs(size - _recorded_size(entry)) < 1
         return await self._slides.picture(
-            request, (number, "patch", x, y, size), pictures.patch_or_region,
-            entry.store_path if stored else None, entry.number, entry.file and str(entry.file), (x, y), size,
-        )  # fmt: skip
+            request,
+            (number, "patch", x, y, size),
+            pictures.patch_or_region,
+            entry.store_path if stored else None,
+            entry.number,
+            entry.file and str(entry.file),
+            (x, y),
+            size,
+        )
 
     async def _similar(self, request: Request, number: int, entry: Entry) -> Response:
         """Return the patches with the most similar features, of this slide or of all slides (`?all=1`)."""

@@ -79,14 +79,24 @@ class Viewer(Closing):
         bracketed = f"[{address}]" if ":" in address else address
         self.url = f"http://{bracketed}:{self.port}/{token}/"
         self._views = ViewServer(
-            self._collection, workers=options.workers or min(4, count_usable_cores()),
-            annotations=_path(options.annotations), local=host in _LOOPBACK, token=token,
+            self._collection,
+            workers=options.workers or min(4, count_usable_cores()),
+            annotations=_path(options.annotations),
+            local=host in _LOOPBACK,
+            token=token,
             message=progress.message,
-        )  # fmt: skip
+        )
         config = uvicorn.Config(
-            self._views.app, log_level="critical", access_log=False, lifespan="off", ws="none",
-            server_header=False, date_header=False, timeout_graceful_shutdown=2, backlog=4096,
-        )  # fmt: skip
+            self._views.app,
+            log_level="critical",
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            server_header=False,
+            date_header=False,
+            timeout_graceful_shutdown=2,
+            backlog=4096,
+        )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(
             target=self._server.run, args=([self._listener],), name="viewer", daemon=True
@@ -192,9 +202,10 @@ def _listener(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise UsageError(
-            f"cannot listen on {host}, port {port}", found=error.strerror or str(error),
+            f"cannot listen on {host}, port {port}",
+            found=error.strerror or str(error),
             todo="choose another --port, or --port 0 for any free one",
-        ) from error  # fmt: skip
+        ) from error
     return listener
 
 

@@ -59,14 +59,39 @@ HDF5_ROUNDS = 15
 TILE = 64
 LEVEL = Level(0, Size(100, 100), 1.0)
 INFO = SlideInfo(
-    vendor="generic-tiff", levels=(LEVEL,), bounds=RegionL0(PointL0(0, 0), LEVEL.size), mpp_x=None, mpp_y=None,
-    objective_power=None, quickhash=None, has_icc_profile=False,
-)  # fmt: skip
+    vendor="generic-tiff",
+    levels=(LEVEL,),
+    bounds=RegionL0(PointL0(0, 0), LEVEL.size),
+    mpp_x=None,
+    mpp_y=None,
+    objective_power=None,
+    quickhash=None,
+    has_icc_profile=False,
+)
 SLOWEST = 20.0
 TOKENS = (
-    b"-1", b"0", b"1e999", b"NaN", b"null", b"true", b'""', b"[]", b"{}", b"9" * 30, b"9" * 5000, b"[" * 50_000,
-    b"\x00", b"\xff\xfe", b",,,,", b"\n\n", b'"', b"4294967296", b"99999999999", b"../../x", b"\xf0\x9f\x92\xa5",
-)  # fmt: skip
+    b"-1",
+    b"0",
+    b"1e999",
+    b"NaN",
+    b"null",
+    b"true",
+    b'""',
+    b"[]",
+    b"{}",
+    b"9" * 30,
+    b"9" * 5000,
+    b"[" * 50_000,
+    b"\x00",
+    b"\xff\xfe",
+    b",,,,",
+    b"\n\n",
+    b'"',
+    b"4294967296",
+    b"99999999999",
+    b"../../x",
+    b"\xf0\x9f\x92\xa5",
+)
 
 Parser = Callable[[Path], object]
 
@@ -85,28 +110,60 @@ def parsers(run: Path, store: Store) -> dict[str, tuple[bytes, Parser]]:
     write_slides(scratch)
     write_hdf5(scratch)
     inputs: dict[str, tuple[bytes, Parser]] = {
-        "splits.json": ((run / "splits.json").read_bytes(), lambda p: (read_splits(p, [store]), trained_on(p), recorded_numbers(p))),
+        "splits.json": (
+            (run / "splits.json").read_bytes(),
+            lambda p: (read_splits(p, [store]), trained_on(p), recorded_numbers(p)),
+        ),
         "config.toml": ((run / "config.toml").read_bytes(), read_config),
         "metrics.json": ((run / "metrics.json").read_bytes(), lambda p: read_result(p.parent)),
         "predictions.csv": ((run / "predictions.csv").read_bytes(), read_predictions),
         "labels.csv": (b"slide,label,patient\n" + table.encode(), lambda p: read_labels(p, names)),
         "list.csv": (b"slide\n" + first.id.encode(), lambda p: read_slide_list(p, names)),
         "mpp.csv": (f"slide,mpp\n{first.id},0.5\n".encode(), lambda p: read_mpps(p, names)),
-        "space.toml": (b"epochs = [1, 2]\nlearning_rate = {low = 1e-4, high = 1e-2, log = true}\n", read_space),
+        "space.toml": (
+            b"epochs = [1, 2]\nlearning_rate = {low = 1e-4, high = 1e-2, log = true}\n",
+            read_space,
+        ),
         "facts.json": ((scratch / "facts.json").read_bytes(), PredictedSlide.read),
         "x.geojson": (geojson, read_annotations),
         "x.xml": (asap, read_annotations),
-        "record": (first.to_bytes(0), lambda p: SlideRecord.from_bytes(0, p.read_bytes(), where="record")),
-        "patch": (store.value(0, 0), lambda p: decode(memoryview(p.read_bytes()), np.empty((store.patch_size,) * 2 + (3,), np.uint8))),
-        "thumbnail": (store.thumbnail(0) or b"", lambda p: decode_picture(p.read_bytes(), "thumbnail")),
-        "mask": (store.thumbnail(0, "mask") or b"", lambda p: decode_picture(p.read_bytes(), "mask", mode="L")),
-        "x.tiff": ((scratch / "x.tiff").read_bytes(), lambda p: tiles_of(tiff_tiles.find_tiles((p,), INFO, LEVEL))),
+        "record": (
+            first.to_bytes(0),
+            lambda p: SlideRecord.from_bytes(0, p.read_bytes(), where="record"),
+        ),
+        "patch": (
+            store.value(0, 0),
+            lambda p: decode(
+                memoryview(p.read_bytes()), np.empty((store.patch_size,) * 2 + (3,), np.uint8)
+            ),
+        ),
+        "thumbnail": (
+            store.thumbnail(0) or b"",
+            lambda p: decode_picture(p.read_bytes(), "thumbnail"),
+        ),
+        "mask": (
+            store.thumbnail(0, "mask") or b"",
+            lambda p: decode_picture(p.read_bytes(), "mask", mode="L"),
+        ),
+        "x.tiff": (
+            (scratch / "x.tiff").read_bytes(),
+            lambda p: tiles_of(tiff_tiles.find_tiles((p,), INFO, LEVEL)),
+        ),
         "x.ome.tiff": ((scratch / "x.ome.tiff").read_bytes(), read_tiff),
-        "manifest": ((scratch / "manifest").read_bytes(), lambda p: manifest_of(p.read_bytes(), "manifest")),
+        "manifest": (
+            (scratch / "manifest").read_bytes(),
+            lambda p: manifest_of(p.read_bytes(), "manifest"),
+        ),
         "dicom/x.dcm": ((scratch / "x.dcm").read_bytes(), read_dicom),
-        "features/x.h5": ((scratch / "features.h5").read_bytes(), lambda p: check_features(p.parent, seconds=HDF5_SECONDS)),
-        "coords/x.h5": ((scratch / "coords.h5").read_bytes(), lambda p: check_coords(p.parent, seconds=HDF5_SECONDS)),
-    }  # fmt: skip
+        "features/x.h5": (
+            (scratch / "features.h5").read_bytes(),
+            lambda p: check_features(p.parent, seconds=HDF5_SECONDS),
+        ),
+        "coords/x.h5": (
+            (scratch / "coords.h5").read_bytes(),
+            lambda p: check_coords(p.parent, seconds=HDF5_SECONDS),
+        ),
+    }
     shutil.rmtree(scratch)
     return inputs
 

@@ -97,23 +97,37 @@ def train(store: Store, strategy: Any, cluster: Cluster | None, case: str) -> di
                 model = batch_norm_model(store.patch_size, config.dropout, depth)
         else:
             model = build_model(
-                config.model, patch_size=store.patch_size, objective=ClassObjective(2), dropout=config.dropout,
-                precision=config.precision, weights=config.used_weights, trainable=config.trainable,
+                config.model,
+                patch_size=store.patch_size,
+                objective=ClassObjective(2),
+                dropout=config.dropout,
+                precision=config.precision,
+                weights=config.used_weights,
+                trainable=config.trainable,
                 layer_decay=config.layer_decay,
-            )  # fmt: skip
+            )
         optimizer = make_optimizer(config, 8)
     settings = StepSettings(
-        batch_size=BATCH, objective=ClassObjective(2), class_weight=np.array([0.7, 1.3], np.float32),
-        augmentations=config.augmentations, clip_norm=config.clip_norm,
+        batch_size=BATCH,
+        objective=ClassObjective(2),
+        class_weight=np.array([0.7, 1.3], np.float32),
+        augmentations=config.augmentations,
+        clip_norm=config.clip_norm,
         label_smoothing=config.label_smoothing,
-    )  # fmt: skip
+    )
     loop = EpochLoop(
-        TrainStep(strategy, model, optimizer, settings), seed=config.seed, cluster=cluster, micro_batch=lambda rows: MicroBatch(-(-rows // config.accumulate)),
-    )  # fmt: skip
+        TrainStep(strategy, model, optimizer, settings),
+        seed=config.seed,
+        cluster=cluster,
+        micro_batch=lambda rows: MicroBatch(-(-rows // config.accumulate)),
+    )
     batches = PatchBatches(
-        [store], table, batch_size=BATCH, order=make_order(table, seed=config.seed),
+        [store],
+        table,
+        batch_size=BATCH,
+        order=make_order(table, seed=config.seed),
         replicas=strategy.num_replicas_in_sync,
-    )  # fmt: skip
+    )
     losses: list[float] = []
     for epoch in range(-(-STEPS // batches.steps_per_epoch)):
         results = StepResults()

@@ -20,9 +20,13 @@ def main() -> None:
         slide = sf.WSI(entry["path"], tile_px=job["patch_size"], tile_um=um, verbose=False)
         slide.qc("otsu")
         slide.extract_tiles(
-            tfrecord_dir=sys.argv[2], img_format="jpg", report=False, num_processes=job["workers"],
-            whitespace_fraction=1, grayspace_fraction=1,
-        )  # fmt: skip
+            tfrecord_dir=sys.argv[2],
+            img_format="jpg",
+            report=False,
+            num_processes=job["workers"],
+            whitespace_fraction=1,
+            grayspace_fraction=1,
+        )
         count += int(slide.estimated_num_tiles)
     print(count)
 

@@ -85,9 +85,11 @@ def ingest_on_cluster(
             # The scales of all slides are checked above. A worker could check one slide only.
             options = replace(options, allow_mixed_mpp=True)
             run = _ClusterIngest(
-                workers, catalog,
-                ClusterSettings(out, scratch.absolute(), catalog.uuid, spec, options, part_bytes), events,
-            )  # fmt: skip
+                workers,
+                catalog,
+                ClusterSettings(out, scratch.absolute(), catalog.uuid, spec, options, part_bytes),
+                events,
+            )
             outcomes = run.ingest(jobs)
             warnings = describe_copies(record for _, record in run.parts.values())
             report = IngestReport(str(out), time.monotonic() - started, outcomes, warnings)
@@ -107,9 +109,10 @@ def parts_locked(out: Path) -> Iterator[None]:
     """
     if folder_kind(out) is FolderKind.STORE or out.suffix == ".lmdb":
         raise UsageError(
-            f"{out} is a store, or has the name of one", expected="with --cluster: a folder for parts",
+            f"{out} is a store, or has the name of one",
+            expected="with --cluster: a folder for parts",
             todo="choose another --out; `histopipe merge` merges the parts into one store",
-        )  # fmt: skip
+        )
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -49,14 +49,16 @@ def connected(cluster: str) -> Iterator[DaskCluster]:
         import distributed  # late: an extra
     except ImportError as error:
         raise MachineShort(
-            "--cluster needs Dask, which is not installed", found=str(error),
+            "--cluster needs Dask, which is not installed",
+            found=str(error),
             todo="pip install 'histopipe[dask]', here and on the workers",
-        ) from error  # fmt: skip
+        ) from error
     if cluster.startswith("tls:") and distributed.Security().tls_client_cert is None:
         raise UsageError(
-            f"--cluster {cluster}", found="no certificate",
+            f"--cluster {cluster}",
+            found="no certificate",
             todo="set distributed.comm.tls.client.cert in Dask's configuration",
-        )  # fmt: skip
+        )
     # Errors in Dask's callbacks are raised again when their result is read.
     for name in ("distributed", "distributed.client", "tornado.application", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -71,9 +73,10 @@ def connected(cluster: str) -> Iterator[DaskCluster]:
             raise UsageError(f"--cluster {cluster}", found=str(error)) from error
         except OSError as error:
             raise MachineShort(
-                f"no scheduler responds at {cluster}", found=str(error).split("\n", maxsplit=1)[0],
+                f"no scheduler responds at {cluster}",
+                found=str(error).split("\n", maxsplit=1)[0],
                 todo="check the address, and that `dask scheduler` runs there",
-            ) from error  # fmt: skip
+            ) from error
         stack.callback(client.close, timeout=5)
         yield DaskCluster(client, cluster, jobs, target if kind["local"] else None)
 
@@ -194,14 +197,16 @@ class _SlurmJobs:
             )
         except OSError as error:
             raise MachineShort(
-                "--cluster slurm needs `sbatch`", found=error.strerror,
+                "--cluster slurm needs `sbatch`",
+                found=error.strerror,
                 todo="run this command on a machine that can submit Slurm jobs",
-            ) from error  # fmt: skip
+            ) from error
         if checked.returncode:
             raise UsageError(
-                "--cluster slurm: sbatch rejects the job", found=" ".join(checked.stderr.split())[:300],
+                "--cluster slurm: sbatch rejects the job",
+                found=" ".join(checked.stderr.split())[:300],
                 todo="change ~/.config/dask/jobqueue.yaml (docs/how-to/slurm.md)",
-            )  # fmt: skip
+            )
         slurm.scale(jobs=count)
 
     def renew(self, workers: Iterable[str]) -> None:
@@ -247,7 +252,8 @@ def _start(kind: re.Match[str]) -> Any:
             return SLURMCluster()  # settings: ~/.config/dask/jobqueue.yaml
         except (ValueError, OSError, RuntimeError) as error:
             raise UsageError(
-                "--cluster slurm", found=str(error)[:300],
+                "--cluster slurm",
+                found=str(error)[:300],
                 todo="describe a job in ~/.config/dask/jobqueue.yaml (docs/how-to/slurm.md)",
-            ) from error  # fmt: skip
+            ) from error
     return kind["address"]

@@ -89,8 +89,9 @@ class PartStore:
         except OSError as error:
             raise UsageError(
                 f"the scratch folder {settings.scratch} cannot be written on {socket.gethostname()}",
-                found=error.strerror, todo="choose another folder with --scratch",
-            ) from error  # fmt: skip
+                found=error.strerror,
+                todo="choose another folder with --scratch",
+            ) from error
         self.store = self._folder / f"{self._folder.name}.lmdb"
         self.pool = WorkerPool(workers, prepare)
         atexit.register(self.close)
@@ -102,9 +103,15 @@ class PartStore:
         self._writer = self._writer or StoreWriter(self.store, spec, alone=True)
         try:
             return ingest_slides(
-                [job], self.store, spec, options, progress=Progress(), pool=self.pool,
-                writer=self._writer, send=send,
-            ).slides[0]  # fmt: skip
+                [job],
+                self.store,
+                spec,
+                options,
+                progress=Progress(),
+                pool=self.pool,
+                writer=self._writer,
+                send=send,
+            ).slides[0]
         except BaseException:
             self._close_writer()
             raise
@@ -161,9 +168,10 @@ def _move(store: Path, target: Path) -> None:
         if is_full_disk(error):
             raise full_disk_error(error, target.parent, "run the same command again") from error
         raise UsageError(
-            f"{target} cannot be written from {socket.gethostname()}", found=error.strerror,
+            f"{target} cannot be written from {socket.gethostname()}",
+            found=error.strerror,
             todo="make the folder of parts writable on every machine",
-        ) from error  # fmt: skip
+        ) from error
 
 
 def ingest_slide(
@@ -216,9 +224,11 @@ def _check(settings: ClusterSettings) -> None:
     host = socket.gethostname()
     if settings.version != __version__:
         raise UsageError(
-            f"the worker on {host} has another version of histopipe", found=__version__, expected=settings.version,
+            f"the worker on {host} has another version of histopipe",
+            found=__version__,
+            expected=settings.version,
             todo="install the same version on all machines",
-        )  # fmt: skip
+        )
     if not settings.out.is_dir():
         raise UsageError(
             f"the worker on {host} cannot find {settings.out}",

@@ -33,8 +33,11 @@ _LONGEST_VALUE = 1 << 16
 """Most bytes of a value that is read. All values that are needed are shorter."""
 _ITEM_HEADER = struct.Struct("<HHI")
 _COLOURS: dict[str, Colour] = {
-    "YBR_FULL_422": "ycbcr", "YBR_FULL": "ycbcr", "RGB": "rgb", "MONOCHROME2": "grey",
-}  # fmt: skip
+    "YBR_FULL_422": "ycbcr",
+    "YBR_FULL": "ycbcr",
+    "RGB": "rgb",
+    "MONOCHROME2": "grey",
+}
 
 
 @contextmanager
