@@ -1,4 +1,4 @@
-"""Write tiny random networks of timm and transformers with their outputs, for tests/test_vision_transformer.py.
+"""Write tiny random networks of timm and transformers with their outputs, for tests/training/test_vision_transformer.py.
 
     python tools/make_encoder_twins.py tests/encoders
 

@@ -1,6 +1,6 @@
 """Trains with a fault, then resumes, for each of several faults, in one process that has loaded TensorFlow.
 
-Usage: interrupted.py STORE OUT SETTINGS PLACE:CALL:KIND...    SETTINGS: as JSON. Run by conftest's `with_tensorflow`.
+Usage: interrupted.py STORE OUT SETTINGS PLACE:CALL:KIND...    SETTINGS: as JSON. Run by `with_tensorflow` of helpers/commands.py.
 
 A fault raises an exception that the training does not catch, so the same files remain as after a kill, except temporary
 files. SIGTERM stops the training.

@@ -1,0 +1,324 @@
+"""Command line: help, version, wrong flags, and agreement with the documentation."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from datetime import UTC, datetime
+from io import BytesIO, TextIOWrapper
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from click import Context
+
+from helpers.commands import COMMAND, Run
+from helpers.paths import PROJECT
+from histopipe._version import __version__
+from histopipe.cli import COMMANDS, training
+from histopipe.cli import histopipe as cli
+from histopipe.cli.parameters import show_json, show_text
+from histopipe.errors import ExitCode
+from histopipe.system.output import counted
+
+
+def test_every_command_has_help_and_is_in_readme(run: Run) -> None:
+    readme = (PROJECT / "README.md").read_text()
+    overview = run("--help").stdout
+    for name, (_, summary) in COMMANDS.items():
+        assert name in overview
+        assert summary in overview
+        assert f"`{name}`" in readme
+        done = run(name, "--help")
+        assert done.returncode == 0
+        assert f"Example: histopipe {name}" in done.stdout
+
+
+def test_every_option_has_help(run: Run) -> None:
+    for name in COMMANDS:
+        text = run(name, "--help").stdout
+        options = [
+            line
+            for line in text.splitlines()
+            if line.startswith("  --") and "  " not in line.strip()
+        ]
+        following = [text.splitlines()[text.splitlines().index(line) + 1] for line in options]
+        assert all(line.startswith("      ") for line in following), name
+
+
+def test_documentation_uses_existing_commands_and_flags() -> None:
+    """Every `histopipe COMMAND --flag` of the pages and of the examples for clusters exists."""
+    pages = [PROJECT / "README.md", *(PROJECT / "docs").rglob("*.md")]
+    pages += [path for path in (PROJECT / "docs" / "clusters").iterdir() if path.suffix != ".md"]
+    pages += [path for path in (PROJECT / "docker").iterdir() if path.is_file()]
+    count = 0
+    for page in pages:
+        text = page.read_text().replace("\\\n", " ")
+        for name, rest in re.findall(r"\bhistopipe ([a-z][a-z-]+)((?: [^\n`|;#]*)?)", text):
+            if name not in COMMANDS:
+                continue  # a sentence
+            count += 1
+            command = cli.get_command(Context(cli), name)
+            assert command is not None
+            command_flags = {
+                flag
+                for parameter in command.params
+                for flag in (*parameter.opts, *parameter.secondary_opts)
+            }
+            flags = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", rest)) - {"--help"}
+            assert flags <= command_flags, f"{page.name}: histopipe {name}{rest}"
+    assert count > 100
+
+
+def test_word_check_reads_comments_strings_and_prose(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text('told = "the disk is told"  # at hand\n')
+    (tmp_path / "b.md").write_text("A stranger.\n\n```\nsaid\n```\n`whatever`\n")
+    (tmp_path / "c.html").write_text("<p>as it is</p>\n")
+    files = [tmp_path / name for name in ("a.py", "b.md", "c.html")]
+    command = [sys.executable, str(PROJECT / "tools" / "check_words.py"), *map(str, files)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    words = re.findall(r": '(.+?)'; write:", done.stdout)
+    assert (done.returncode, words) == (1, ["told", "at hand", "stranger", "as it is"])
+
+
+def test_name_check_reads_the_syntax_tree(tmp_path: Path) -> None:
+    package = tmp_path / "histopipe" / "tasks"
+    package.mkdir(parents=True)
+    (package / "a.py").write_text(
+        "Grid = dict[str, int]\n"
+        "def read(found):\n"
+        "    for it in found: print(f'{it} found')\n"
+        "    return isinstance(found, Metrics) or task is None or config.task == 'survival'\n"
+    )
+    (tmp_path / "histopipe" / "a.py").write_text(
+        "class _Grid:\n    it: int = 1\nclass Judged: ...\n"
+    )
+    command = [sys.executable, str(PROJECT / "tools" / "check_names.py"), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert sorted(re.sub(r"^histopipe/", "", line) for line in done.stdout.splitlines()) == [
+        "9 wrong names",
+        "a.py:2: `it` is no name for a variable",
+        "a.py:3: `Judged` is no name for a class",
+        "classes or aliases have the same name: histopipe/a.py:1 _Grid, histopipe/tasks/a.py:1 Grid",
+        "modules have the same name: histopipe/a.py, histopipe/tasks/a.py",
+        "tasks/a.py:2: `found` is no name for a variable",
+        "tasks/a.py:3: `it` is no name for a variable",
+        "tasks/a.py:4: a task is asked for its class: Metrics; make it a method of the task",
+        "tasks/a.py:4: a task is compared with None; make it a method of the task",
+        "tasks/a.py:4: a task is compared with the name of a task; make it a method of the task",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("page", "code", "message"),
+    [
+        ("```console\n$ cd /; pwd\n/\n$ pwd\n/\n```\n", 0, "the output matches"),
+        ("```console\n$ echo slides 12\nslides 9\n```\n", 1, "printed: slides 12"),
+        ("```console\n$ printf 'a\\nb\\n'\nb\na\n```\n", 1, "not printed: a"),
+        ("```console\n$ false\n```\n", 1, "FAILED: exit code"),
+        ("```sh\nfalse\n```\n", 0, "the output matches"),
+        (
+            "```python\nx = 'one'\n```\n\n```python\nprint(x)\n```\n```text\none\n```\n",
+            0,
+            "matches",
+        ),
+        ("```python\nprint('one')\n```\n```text\ntwo\n```\n", 1, "not printed: two"),
+        (
+            "```console\n$ echo AUC 0.912, 480 slides in 2 s\nAUC 0.93, 483 slides in 9 s\n```\n",
+            0,
+            "matches",
+        ),
+        ("```console\n$ echo AUC 0.912\nAUC 0.712\n```\n", 1, "other numbers: AUC 0.712"),
+        ("```console\n$ echo 480 slides\n580 slides\n```\n", 1, "printed: 480 slides"),
+        (
+            "```console\n$ printf 'n  patches/s\\n9         80\\n'\nn  patches/s\n9        990\n```\n",
+            0,
+            "matches",
+        ),
+        ("```console\n$ echo [2/9] complete a: 5\n[1/9] complete a: 5\n```\n", 0, "matches"),
+        ("<!-- run: touch slide.svs -->\n```console\n$ ls\nslide.svs\n```\n", 0, "matches"),
+    ],
+)
+def test_page_check_compares_output(tmp_path: Path, page: str, code: int, message: str) -> None:
+    (tmp_path / "page.md").write_text(page)
+    command = [sys.executable, str(PROJECT / "tools" / "check_pages.py"), str(tmp_path / "page.md")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stdout
+    assert message in done.stdout
+
+
+def test_page_check_writes_printed_lines(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    text = "# Page\n\n```console\n$ echo first; echo 12 of 40 slides; echo AUC: 0.9\n...\n{}\n```\n\nEnd.\n"
+    page.write_text(text.format("10 of 30 slides found\nAUC: 0.5"))
+    command = [sys.executable, str(PROJECT / "tools" / "check_pages.py"), "--update", str(page)]
+    subprocess.run(command, capture_output=True, check=True)
+    assert page.read_text() == text.format("12 of 40 slides\nAUC: 0.9")
+
+
+@pytest.mark.parametrize(
+    ("python", "message"),
+    [
+        ("", None),  # python3.11 is a shim that fails
+        ("python3.11", "python3.11: shim: no such version"),
+        ("python3.12", "python3.12: found Python 3.9.2, expected 3.11 to 3.13"),
+        ("python3.13", "python3.13: cannot create environments: venv or ensurepip is missing"),
+        ("python2", "python2: not found"),
+    ],
+)
+def test_make_finds_a_python_that_runs(tmp_path: Path, python: str, message: str | None) -> None:
+    """The names are programs that fail, and one that runs."""
+    programs = {
+        "python3.11": "echo shim: no such version >&2; exit 127",
+        "python3.12": f'exec {sys.executable} -c "import sys; sys.version_info = (3, 9, 2); $2"',
+        "python3.13": f"exec {sys.executable} -c \"import sys; sys.modules['ensurepip'] = None; $2\"",
+        "python3": f'exec {sys.executable} "$@"',
+    }
+    for name, code in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{code}\n")
+        (tmp_path / name).chmod(0o755)
+    shell, head = shutil.which("sh"), shutil.which("head")
+    (tmp_path / "head").symlink_to(str(head))
+    done = subprocess.run(
+        [str(shell), PROJECT / "tools" / "find_python", python],
+        env={"PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if message is None:
+        assert (done.stdout, done.returncode) == ("python3\n", 0), done.stderr
+    else:
+        assert (done.stdout, done.returncode) == ("", 1)
+        assert message in done.stderr
+        assert "make PYTHON=/path/to/python3.12" in done.stderr
+
+
+def test_make_finds_the_python_versions_of_the_package() -> None:
+    project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
+    lowest, above = map(int, re.findall(r"3\.(\d+)", project["requires-python"]))
+    text = (PROJECT / "tools" / "find_python").read_text()
+    assert f"(3, {lowest}) <= sys.version_info[:2] <= (3, {above - 1})" in text
+    for minor in range(lowest, above):
+        assert f" python3.{minor} " in text
+
+
+def test_exit_codes_are_documented() -> None:
+    text = (PROJECT / "docs" / "reference" / "exit-codes.md").read_text()
+    for code in ExitCode:
+        assert f"| {int(code)} |" in text
+
+
+def test_version_and_unknown_commands(run: Run) -> None:
+    assert run("--version").stdout == f"histopipe, version {__version__}\n"
+    assert f"## [{__version__}]" in (PROJECT / "CHANGELOG.md").read_text()
+    done = run("nothing")
+    assert done.returncode == 2
+    assert "No such command 'nothing'" in done.stderr
+    assert run().returncode == 2
+
+
+def test_default_folders_of_one_second_are_different(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+    monkeypatch.setattr(training, "datetime", SimpleNamespace(now=lambda: now))
+    monkeypatch.chdir(tmp_path)
+    folders = [training._new_folder({}) for _ in range(3)]
+    names = [folder.name.partition("20260102-030405")[2] for folder in folders]
+    assert names == ["", "-2", "-3"]
+    assert all(folder.is_dir() for folder in folders)
+    # A training that fails at once leaves no folder.
+    assert run("train", "missing.lmdb").returncode == ExitCode.NOTHING
+    assert sorted(Path("runs").iterdir()) == sorted(folders)
+
+
+def test_locks_have_hashes_and_no_index_url() -> None:
+    for lock in (PROJECT / "requirements").glob("*.lock"):
+        assert "://" not in lock.read_text()
+        assert "--hash=sha256:" in lock.read_text()
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1", "ascii"])
+def test_any_path_can_be_printed(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    printed = BytesIO()
+    monkeypatch.setattr(sys, "stdout", TextIOWrapper(printed, encoding, write_through=True))
+    for name in (b"a", "é".encode(), "切片 😀".encode(), b"slide-\xff"):
+        path = os.fsdecode(name)
+        printed.seek(0)
+        printed.truncate()
+        show_json({"path": path})
+        output = printed.getvalue().decode(encoding)
+        assert json.loads(output) == {"path": path}
+        printed.seek(0)
+        printed.truncate()
+        show_text(path)
+        output = printed.getvalue().decode(encoding).rstrip("\n")
+        try:
+            path.encode(encoding)
+        except UnicodeEncodeError:
+            assert output == path.encode("ascii", "backslashreplace").decode()
+        else:
+            assert output == path
+
+
+def test_json_keeps_encodable_characters(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    show_json({"label": "Größe"})
+    assert "Größe" in capsys.readouterr().out
+
+
+def without_streams(closed: str, *command: str) -> list[str]:
+    """Return a command that runs another one without some standard streams, such as `>&-`."""
+    return ["sh", "-c", f'exec "$@" {closed}', "sh", *command]
+
+
+def test_closed_output_does_not_change_the_exit_code() -> None:
+    def start(*command: str, **options: Any) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(command, stderr=subprocess.PIPE, **options)
+
+    command = [*COMMAND, "encoders"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    full = os.open("/dev/full", os.O_WRONLY)
+    processes = [
+        (0, b"", start(*command, stdout=writer)),
+        (0, b"", start(*without_streams(">&-", *command))),
+        (0, b"", start(*without_streams("<&- >&- 2>&-", *command, "--json"))),
+        (6, b"No space left on device", start(*command, stdout=full)),
+    ]
+    for code, message, process in processes:
+        _, errors = process.communicate(timeout=60)
+        assert (process.returncode, b"Traceback" in errors) == (code, False), errors
+        assert message in errors
+    os.close(writer)
+    os.close(full)
+
+
+def test_files_do_not_get_the_numbers_of_closed_streams(tmp_path: Path) -> None:
+    script = (
+        "import os, sys; from histopipe.cli import _open_closed_streams as f; f();"
+        "print(open(sys.argv[1], 'w').fileno() > 2, file=open(sys.argv[1] + '.txt', 'w'))"
+    )
+    command = [sys.executable, "-P", "-c", script, str(tmp_path / "a")]
+    subprocess.run(without_streams("<&- >&- 2>&-", *command), check=True)
+    assert (tmp_path / "a.txt").read_text() == "True\n"
+
+
+def test_plurals() -> None:
+    assert [
+        counted(n, noun) for n, noun in ((1, "patch"), (2, "patch"), (1, "tile"), (1000, "class"))
+    ] == [
+        "1 patch",
+        "2 patches",
+        "1 tile",
+        "1,000 classes",
+    ]

@@ -1,0 +1,371 @@
+"""Augmentation and stain normalization: independent of the batch, and equal to a reference in numpy."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from scipy.stats import kstest
+
+import histopipe
+from helpers.commands import Run
+from helpers.stores import SPEC, a_store, jpegs
+from histopipe.dataset import augmentation as aug
+from histopipe.dataset.options import AUGMENTATIONS
+from histopipe.dataset.stain_fit import TooLittleTissue, fit_pixels, fit_slide
+from histopipe.dataset.stain_normalization import (
+    REFERENCE,
+    macenko,
+    macenko_changes,
+    reinhard,
+    reinhard_changes,
+    stain_normalizer,
+)
+from histopipe.errors import DamagedStore, NothingToDo, UsageError
+from histopipe.store.record import SlideState, StainFit
+from histopipe.store.store import Store
+from histopipe.store.writer import StoreWriter
+
+RNG = np.random.default_rng(1)
+KEYS = RNG.integers(0, 2**62, 24)
+SEEDS = aug.sample_seeds(tf.constant(KEYS), aug.epoch_seed(7, 3))
+
+Pixels = np.ndarray[Any, Any]
+
+
+def he_image(
+    side: int = 48, *, eosin: float = 0.8, haematoxylin: float = 0.6, seed: int = 1
+) -> Pixels:
+    """Return (H, W, 3) uint8 with random amounts of two stains, and background."""
+    rng = np.random.default_rng(seed)
+    stains = np.array([[0.60, 0.72, 0.35], [0.25, 0.85, 0.46]])
+    stains /= np.linalg.norm(stains, axis=1, keepdims=True)
+    amounts = rng.gamma(2.0, [haematoxylin / 2, eosin / 2], (side, side, 2))
+    amounts[: side // 4] = 0
+    light = 256 * np.exp(-(amounts @ stains)) - 1
+    return np.asarray(np.clip(np.rint(light), 0, 255), np.uint8)
+
+
+IMAGES = np.stack([he_image(seed=i) for i in range(24)])
+
+FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "flips": aug.flip_and_turn,
+    "crop": aug.random_crop,
+    "stain": aug.stain_jitter,
+    "colour": aug.colour_jitter,
+    "all": lambda images, seeds: aug.augment(images, seeds, AUGMENTATIONS),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_result_does_not_depend_on_the_batch(name: str) -> None:
+    whole = FUNCTIONS[name](IMAGES, SEEDS).numpy()
+    for part in ([5], [3, 5, 7], range(4, 21), range(23, -1, -1)):
+        augmented = FUNCTIONS[name](IMAGES[list(part)], tf.gather(SEEDS, list(part))).numpy()
+        np.testing.assert_array_equal(aug.to_uint8(augmented), aug.to_uint8(whole[list(part)]))
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_results_differ_between_epochs_seeds_and_patches(name: str) -> None:
+    image = np.repeat(IMAGES[:1], 24, axis=0)
+    first = FUNCTIONS[name](image, SEEDS).numpy()
+    least = 5 if name == "flips" else 24
+    assert len({patch.tobytes() for patch in first}) >= least
+    for seed, epoch in ((7, 4), (8, 3)):
+        other_seeds = aug.sample_seeds(tf.constant(KEYS), aug.epoch_seed(seed, epoch))
+        assert (FUNCTIONS[name](image, other_seeds).numpy() != first).any()
+
+
+def test_draws_are_uniform_and_independent() -> None:
+    seeds = aug.sample_seeds(tf.range(20_000, dtype=tf.int64), aug.epoch_seed(1, 0))
+    draws = aug.uniform(seeds, 4, 6).numpy()
+    assert draws.min() >= 0
+    assert draws.max() < 1
+    for column in range(4):
+        assert kstest(draws[:, column], "uniform").pvalue > 1e-4
+    correlations = np.corrcoef(np.concatenate([draws, aug.uniform(seeds, 4, 7).numpy()], axis=1).T)
+    assert np.abs(correlations - np.eye(8)).max() < 0.04
+
+
+def test_flips_give_the_eight_orientations_of_a_square() -> None:
+    image = RNG.integers(0, 256, (1, 6, 6, 3), np.uint8)
+    seeds = aug.sample_seeds(tf.range(400, dtype=tf.int64), 5)
+    orientations = {f.tobytes() for f in aug.flip_and_turn(np.repeat(image, 400, 0), seeds).numpy()}
+    turned = [np.rot90(image[0], k) for k in range(4)]
+    assert orientations == {
+        np.ascontiguousarray(t[:, ::step]).tobytes() for t in turned for step in (1, -1)
+    }
+
+
+def test_crop_equals_numpy_reference() -> None:
+    side = 48
+    draws = aug.uniform(SEEDS, 3, 5).numpy().astype(np.float64)
+    crops = aug.random_crop(IMAGES, SEEDS, 0.5).numpy()
+    for image, (size, y, x), got in zip(IMAGES.astype(float), draws, crops, strict=True):
+        share = 0.5 + 0.5 * size
+        places = [
+            (corner * (1 - share) + share * np.arange(side) / (side - 1)) * (side - 1)
+            for corner in (y, x)
+        ]
+        expected = bilinear(image, *places)
+        np.testing.assert_allclose(got, expected, atol=0.05)
+    np.testing.assert_array_equal(aug.random_crop(IMAGES, SEEDS, 1.0).numpy(), IMAGES)
+
+
+def bilinear(image: Pixels, ys: Pixels, xs: Pixels) -> Pixels:
+    def at(values: Pixels, places: Pixels, axis: int) -> Pixels:
+        low = np.minimum(places.astype(int), values.shape[axis] - 2)
+        share = (places - low).reshape([-1 if i == axis else 1 for i in range(3)])
+        return np.asarray(values.take(low, axis) * (1 - share) + values.take(low + 1, axis) * share)
+
+    return at(at(image, ys, 0), xs, 1)
+
+
+def test_colour_jitter_equals_numpy_reference() -> None:
+    draws = 2 * aug.uniform(SEEDS, 4, 6).numpy().astype(np.float64) - 1
+    jittered = aug.colour_jitter(
+        IMAGES, SEEDS, brightness=0.3, contrast=0.4, saturation=0.5, hue=0.1
+    )
+    for image, (b, c, s, h), got in zip(IMAGES.astype(float), draws, jittered.numpy(), strict=True):
+        x = image * (1 + 0.3 * b)
+        x = x.mean() + (x - x.mean()) * (1 + 0.4 * c)
+        luma = (x @ [0.299, 0.587, 0.114])[..., None]
+        x = luma + (x - luma) * (1 + 0.5 * s)
+        np.testing.assert_allclose(
+            got, np.clip(rotated_about_grey(x, 0.2 * np.pi * h), 0, 255), atol=0.05
+        )
+    same = aug.colour_jitter(IMAGES, SEEDS, brightness=0, contrast=0, saturation=0, hue=0)
+    np.testing.assert_allclose(same, IMAGES, atol=1e-3)
+
+
+def rotated_about_grey(pixels: Pixels, angle: float) -> Pixels:
+    """Rotate colours about the grey axis, pixel by pixel (Rodrigues' formula)."""
+    axis = np.ones(3) / np.sqrt(3)
+    along = (pixels @ axis)[..., None] * axis
+    return np.asarray(
+        np.cos(angle) * pixels
+        + np.sin(angle) * np.cross(axis, pixels)
+        + (1 - np.cos(angle)) * along
+    )
+
+
+def test_stain_jitter_equals_numpy_reference() -> None:
+    draws = 2 * aug.uniform(SEEDS, 6, 7).numpy().astype(np.float64) - 1
+    stains = aug.RUIFROK.astype(np.float64)
+    stains /= np.linalg.norm(stains, axis=1, keepdims=True)
+    jittered = aug.stain_jitter(IMAGES, SEEDS, factor=0.2, shift=0.1).numpy()
+    for image, draw, got in zip(IMAGES.astype(float), draws, jittered, strict=True):
+        amounts = -np.log((image + 1) / 256) @ np.linalg.inv(stains)
+        amounts = amounts * (1 + 0.2 * draw[:3]) + 0.1 * draw[3:]
+        expected = 256 * np.exp(-(amounts @ stains)) - 1
+        np.testing.assert_allclose(got, np.clip(expected, 0, 255), atol=0.05)
+    np.testing.assert_allclose(
+        aug.stain_jitter(IMAGES, SEEDS, factor=0, shift=0), IMAGES, atol=0.01
+    )
+
+
+def test_stains_equal_those_of_ruifrok_and_johnston() -> None:
+    # Optical densities of haematoxylin, eosin and DAB in red, green and blue, as in their publication.
+    published = [[0.65, 0.70, 0.29], [0.07, 0.99, 0.11], [0.27, 0.57, 0.78]]
+    np.testing.assert_allclose(aug.RUIFROK, published, atol=1e-6)
+
+
+def test_unknown_augmentation_is_refused() -> None:
+    with pytest.raises(
+        UsageError, match="augmentation: found blur, expected flips, crop, stain, colour"
+    ):
+        aug.augment(IMAGES, SEEDS, ["blur"])  # type: ignore[list-item]
+
+
+# --- stain normalization ---------------------------------------------------------------------------------------------------
+
+
+def lab_of(pixels: Pixels) -> Pixels:
+    """Return lαβ by the single steps of the paper."""
+    rgb = pixels.reshape(-1, 3).astype(float) + 1
+    lms = (
+        np.array([[0.3811, 0.5783, 0.0402], [0.1967, 0.7244, 0.0782], [0.0241, 0.1288, 0.8444]])
+        @ rgb.T
+    )
+    L, M, S = np.log10(lms)  # noqa: N806 - the paper's names
+    return np.stack(
+        [(L + M + S) / np.sqrt(3), (L + M - 2 * S) / np.sqrt(6), (L - M) / np.sqrt(2)], axis=1
+    )
+
+
+def test_reinhard_gives_tissue_the_mean_and_deviation_of_the_target() -> None:
+    image, target = he_image(256, eosin=1.2), fit_pixels(he_image(256).reshape(-1, 3), where="t")
+    fit = fit_pixels(image.reshape(-1, 3), where="i")
+    tissue = (-np.log((image + 1.0) / 256) > 0.15).all(axis=-1)
+    lab = lab_of(image[tissue])
+    np.testing.assert_allclose(fit.reinhard_mean, lab.mean(axis=0), atol=1e-5)
+    np.testing.assert_allclose(fit.reinhard_std, lab.std(axis=0), atol=1e-5)
+    changes = tf.constant(reinhard_changes(fit, target)[None], tf.float32)
+    got = reinhard(image[None], changes).numpy()[0]
+    after = lab_of(got[tissue])
+    np.testing.assert_allclose(after.mean(axis=0), target.reinhard_mean, atol=0.01)
+    np.testing.assert_allclose(after.std(axis=0), target.reinhard_std, atol=0.01)
+
+
+def test_reinhard_equals_numpy_reference() -> None:
+    fit = fit_pixels(IMAGES[0].reshape(-1, 3), where="i")
+    got = reinhard(IMAGES[:1], tf.constant(reinhard_changes(fit, REFERENCE)[None], tf.float32))
+    lab = (lab_of(IMAGES[0]) - fit.reinhard_mean) / fit.reinhard_std
+    lab = lab * REFERENCE.reinhard_std + REFERENCE.reinhard_mean
+    # Invert the equations of the paper with a linear solver.
+    l, a, b = (lab / [np.sqrt(3), np.sqrt(6), np.sqrt(2)]).T  # noqa: E741 - the paper's names
+    lms = 10 ** np.stack([l + a + b, l + a - b, l - 2 * a])
+    matrix = np.array(
+        [[0.3811, 0.5783, 0.0402], [0.1967, 0.7244, 0.0782], [0.0241, 0.1288, 0.8444]]
+    )
+    expected = np.clip(np.linalg.solve(matrix, lms).T - 1, 0, 255).reshape(48, 48, 3)
+    np.testing.assert_allclose(got.numpy()[0], expected, atol=0.1)
+
+
+def test_macenko_finds_the_stains_of_a_synthetic_image() -> None:
+    fit = fit_pixels(he_image(400).reshape(-1, 3), where="i")
+    stains = np.array([[0.60, 0.72, 0.35], [0.25, 0.85, 0.46]])
+    stains /= np.linalg.norm(stains, axis=1, keepdims=True)
+    angles = np.degrees(np.arccos((fit.macenko_stains * stains).sum(axis=1)))
+    assert angles.max() < 4  # the 1st and 99th percentile are slightly inside
+    np.testing.assert_allclose(np.linalg.norm(fit.macenko_stains, axis=1), 1, atol=1e-6)
+
+
+def test_macenko_equals_numpy_reference() -> None:
+    fit = fit_pixels(IMAGES[0].reshape(-1, 3), where="i")
+    got = macenko(IMAGES[:1], tf.constant(macenko_changes(fit, REFERENCE)[None], tf.float32))
+    density = -np.log((IMAGES[0].reshape(-1, 3) + 1.0) / 256)
+    amounts = np.linalg.lstsq(fit.macenko_stains.T.astype(float), density.T, rcond=None)[0]
+    amounts *= (REFERENCE.macenko_maximum / fit.macenko_maximum)[:, None]
+    light = 256 * np.exp(-(REFERENCE.macenko_stains.T.astype(float) @ amounts)).T - 1
+    np.testing.assert_allclose(got.numpy()[0], np.clip(light, 0, 255).reshape(48, 48, 3), atol=0.1)
+
+
+def test_normalization_makes_different_stainings_similar() -> None:
+    """Two images of the same tissue, one with more stain. Both methods reduce the difference to less than half."""
+    a, b = he_image(200, seed=3), he_image(200, eosin=1.3, haematoxylin=0.9, seed=3)
+    fits = [fit_pixels(image.reshape(-1, 3), where="i") for image in (a, b)]
+    before = np.abs(a.astype(float) - b).mean()
+    for apply, changes in ((macenko, macenko_changes), (reinhard, reinhard_changes)):
+        matrices = tf.constant(np.stack([changes(fit, REFERENCE) for fit in fits]), tf.float32)
+        first, second = apply(np.stack([a, b]), matrices).numpy()
+        assert np.abs(first - second).mean() < before / 2
+
+
+@pytest.fixture(scope="module")
+def fitted(made_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import shutil  # only here
+
+    path = Path(shutil.copytree(made_store, tmp_path_factory.mktemp("stain") / "s.lmdb"))
+    with StoreWriter(path) as writer, Store(path) as store:
+        for number in store.complete:
+            writer.put_stain(number, fit_slide(store, number))
+    return path
+
+
+def test_fits_are_read_back_unchanged(fitted: Path) -> None:
+    with Store(fitted) as store:
+        fits = store.stains()
+        assert set(fits) == set(store.complete)
+        for number, fit in fits.items():
+            again = fit_slide(store, number)
+            for name in ("reinhard_mean", "reinhard_std", "macenko_stains", "macenko_maximum"):
+                np.testing.assert_array_equal(getattr(fit, name), getattr(again, name))
+
+
+def test_dataset_is_normalized(fitted: Path, made_store: Path) -> None:
+    plain = histopipe.load_dataset(made_store, batch_size=32, seed=1)
+    for method in ("macenko", "reinhard"):
+        normal = histopipe.load_dataset(fitted, batch_size=32, seed=1, stain_norm=method)
+        with Store(fitted) as store:
+            normalize = stain_normalizer([store], method)
+        for before, after in itertools.islice(zip(plain, normal, strict=True), 3):
+            assert after["image"].dtype == tf.uint8
+            assert after["image"].shape == before["image"].shape
+            expected = aug.to_uint8(normalize(before["image"], before["key"]))
+            np.testing.assert_array_equal(after["image"], expected)
+            assert (after["image"].numpy() != before["image"].numpy()).any()
+
+
+def test_training_with_stain_normalization(
+    fitted: Path, made_store: Path, tmp_path: Path, run: Run
+) -> None:
+    arguments = ["--model", "small-cnn", "--stain-norm", "macenko", "--epochs", 1, "--out", "r"]
+    done = run("train", fitted, *arguments)
+    assert done.returncode == 0, done.stderr
+    assert 'stain_norm = "macenko"' in (tmp_path / "r" / "config.toml").read_text()
+    refused = run("train", made_store, *arguments[:-1], "r2")
+    assert refused.returncode == 4
+    assert "run `histopipe stains" in refused.stderr
+    assert not (tmp_path / "r2").exists()
+    for wrong in (
+        ["--augment", "blur"],
+        ["--augment", "none,flips"],
+        ["--max-per-slide", -1],
+        ["--shuffle-block", -1],
+        ["--balance", "class", "--shuffle-block", 5],
+        ["--balance", "class", "--class-weights", "balanced"],
+    ):
+        assert run("train", fitted, *wrong, "--out", "wrong").returncode == 2
+        assert not (tmp_path / "wrong").exists()
+
+
+def test_slides_without_stain_fit_are_reported(made_store: Path) -> None:
+    with pytest.raises(
+        NothingToDo, match=r"found \S+, \S+, \S+ and 9 more; run `histopipe stains "
+    ):
+        histopipe.load_dataset(made_store, batch_size=4, seed=1, stain_norm="macenko")
+    with Store(made_store) as store, pytest.raises(UsageError, match="found 'vahadane'"):
+        stain_normalizer([store], "vahadane")  # type: ignore[arg-type]
+
+
+def test_stains_command(tmp_path: Path, run: Run) -> None:
+    """Noise counts as tissue. White images have no tissue."""
+    white = [jpeg_of(np.full((16, 16, 3), 250, np.uint8))] * 3
+    path = a_store(tmp_path / "patches.lmdb", {"noise": jpegs(0, 30), "white": white, "xempty": []})
+    first = run("stains")
+    assert first.returncode == 3
+    assert first.stdout == "1 slide measured, 1 failed\n"
+    assert "slide white: pixels of stained tissue: found 0, expected at least 1,000" in first.stderr
+    assert run("stains").stdout == "0 slides measured, 1 failed\n"
+    assert run("stains", "--force").stdout == "1 slide measured, 1 failed\n"
+    assert run("stains", "none.lmdb").returncode == 4
+    assert not (tmp_path / "none.lmdb").exists()
+    with Store(path) as store:
+        assert set(store.stains()) == {0}
+    with StoreWriter(path, SPEC) as writer:  # a restart removes the pixels and the stain fit
+        writer.restart(0, writer.record(0))
+        assert writer.record(0).state is SlideState.PENDING
+        writer.update(0, writer.record(1))
+    with Store(path) as store:
+        assert store.stains() == {}
+
+
+def jpeg_of(pixels: Pixels) -> bytes:
+    import simplejpeg  # only here
+
+    return bytes(simplejpeg.encode_jpeg(np.ascontiguousarray(pixels)))
+
+
+def test_damaged_fit_is_refused() -> None:
+    good = fit_pixels(IMAGES.reshape(-1, 3), where="i").to_json()
+    assert StainFit.from_json(good, where="here").pixels == good["pixels"]
+    for bad in (
+        None,
+        {},
+        good | {"pixels": "x"},
+        good | {"reinhard_mean": [1, 2]},
+        good | {"macenko_maximum": [1, float("nan")]},
+    ):
+        with pytest.raises(DamagedStore, match="here"):
+            StainFit.from_json(bad, where="here")
+
+
+def test_too_little_tissue_is_refused() -> None:
+    with pytest.raises(TooLittleTissue, match="slide x: pixels of stained tissue: found 0"):
+        fit_pixels(np.full((5000, 3), 240, np.uint8), where="slide x")

@@ -1,0 +1,492 @@
+"""Order, tables, batches and splits: pure functions and their properties."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections import Counter
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import simplejpeg
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from helpers.stores import RECORD, SPEC, columns_of, one_slide
+from histopipe.dataset.patch_batches import PatchBatches, ReusedMemory, aligned_empty
+from histopipe.dataset.sampling import Order, Shuffled, make_order
+from histopipe.dataset.selection import SampleRows, SampleTable, pack_keys, select, unpack_keys
+from histopipe.errors import DamagedStore, NothingToDo, UnknownVersion, UsageError
+from histopipe.geometry import Micrometres
+from histopipe.slides.slide_files import SlideHashes, copy_groups, copy_names
+from histopipe.slides.tables import SlideLabel
+from histopipe.splits.assignment import Assignment
+from histopipe.splits.labelling import Labelling
+from histopipe.splits.slide_table import table_of
+from histopipe.splits.splits import DROPPED, read_splits, write_splits
+from histopipe.splits.splitting import make_folds, make_splits
+from histopipe.splits.subsets import SUBSETS, SplitBy
+from histopipe.store.record import describe_copies
+from histopipe.store.store import Store
+from histopipe.store.writer import StoreWriter
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 126), st.integers(0, 2**24 - 1), st.integers(0, 2**32 - 1)),
+        min_size=1,
+    )
+)
+def test_keys_are_unpacked_to_their_parts(parts: list[tuple[int, int, int]]) -> None:
+    arrays = [np.array(values, np.int64) for values in zip(*parts, strict=True)]
+    keys = pack_keys(*arrays)
+    assert (keys >= 0).all()
+    for array, again in zip(arrays, unpack_keys(keys), strict=True):
+        np.testing.assert_array_equal(array, again)
+
+
+@given(st.lists(st.lists(st.integers(0, 50), unique=True), min_size=1, max_size=6), st.booleans())
+def test_table_numbers_samples_in_the_order_of_slides(
+    slides: list[list[int]], chosen: bool
+) -> None:
+    parts = [
+        SampleRows(i % 2, i, len(rows), i, np.array(sorted(rows), np.int32) if chosen else None)
+        for i, rows in enumerate(slides)
+    ]
+    if not any(slides):
+        with pytest.raises(NothingToDo):
+            SampleTable(parts)
+        return
+    table = SampleTable(parts)
+    expected = [
+        (i % 2, i, row, i)
+        for i, rows in enumerate(slides)
+        for row in (sorted(rows) if chosen else range(len(rows)))
+    ]
+    samples = table.locate(np.arange(len(table)))
+    parts_found = (samples.stores, samples.slides, samples.rows, samples.labels)
+    assert list(zip(*(a.tolist() for a in parts_found), strict=True)) == expected
+
+
+@pytest.fixture
+def store(made_store: Path) -> Any:
+    with Store(made_store) as opened:
+        yield opened
+
+
+def batches_of(store: Store, *, seed: int | None, **kwargs: Any) -> PatchBatches:
+    table = SampleTable(select([store], labelled_only=True))
+    return PatchBatches([store], table, order=make_order(table, seed=seed), **kwargs)
+
+
+def epoch_keys(batches: PatchBatches, epoch: int) -> list[int]:
+    keys = []
+    for step in range(batches.steps_per_epoch):
+        for replica in range(batches.replicas):
+            samples, weight = batches.locate(epoch * batches.steps_per_epoch + step, replica)
+            keys += samples.keys[weight > 0].tolist()
+    return keys
+
+
+@settings(max_examples=30)
+@given(st.integers(4, 200), st.integers(0, 5), st.integers(1, 4), st.booleans())
+def test_epoch_has_every_patch_once_for_any_number_of_replicas(
+    made_store: Path, size: int, epoch: int, replicas: int, shuffle: bool
+) -> None:
+    with Store(made_store) as store:
+        seed = 5 if shuffle else None
+        one = epoch_keys(batches_of(store, batch_size=size, seed=seed), epoch)
+        many = epoch_keys(batches_of(store, batch_size=size, seed=seed, replicas=replicas), epoch)
+    assert one == many
+    assert len(one) == len(set(one)) == len(store)
+
+
+@given(st.integers(4, 99), st.integers(1, 4), st.integers(0, 1000))
+def test_replicas_together_have_the_rows_of_the_batch(
+    made_store: Path, size: int, replicas: int, step: int
+) -> None:
+    """Also in the padding of the last batch, since batch normalization uses it."""
+    with Store(made_store) as store:
+        batches = batches_of(store, batch_size=size, seed=1, replicas=replicas)
+        whole, weights = batches.locate(step)
+        parts = [batches.locate(step, replica) for replica in range(replicas)]
+    assert len(whole.keys) == size
+    np.testing.assert_array_equal(np.concatenate([part.keys for part, _ in parts]), whole.keys)
+    np.testing.assert_array_equal(np.concatenate([weight for _, weight in parts]), weights)
+    sizes = [len(part.keys) for part, _ in parts]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_batch_smaller_than_the_replicas_is_refused(store: Store) -> None:
+    with pytest.raises(UsageError, match="batch_size: found 2, expected 3 or more"):
+        batches_of(store, batch_size=2, seed=1, replicas=3)
+
+
+def test_batch_has_the_stored_pixels(store: Store) -> None:
+    batch = batches_of(store, batch_size=20, seed=3).load(4)
+    assert batch["image"].shape == (20, 128, 128, 3)
+    classes = sorted({str(record.label) for record in store.slides})
+    for image, label, key in zip(batch["image"], batch["label"], batch["key"], strict=True):
+        _, slide, row = (int(part) for part in unpack_keys(key))
+        assert (image == simplejpeg.decode_jpeg(store.value(slide, row))).all()
+        assert classes[label] == store.records[slide].label
+
+
+def test_memory_of_batches_is_new_and_aligned() -> None:
+    a, b = aligned_empty((3, 5, 5, 3)), aligned_empty((3, 5, 5, 3))
+    assert a.ctypes.data % 64 == b.ctypes.data % 64 == 0
+    assert not np.shares_memory(a, b)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 5), st.sampled_from([(2, 3), (70, 70, 3), (0, 4)])), max_size=60
+    )
+)
+def test_memory_is_used_again_only_when_nothing_refers_to_it(
+    events: list[tuple[int, tuple[int, ...]]],
+) -> None:
+    memory, kept = ReusedMemory(), dict[int, tuple[Any, int]]()
+    for number, (place, shape) in enumerate(events):
+        array = memory.empty(shape)
+        assert array.shape == shape
+        assert array.dtype == np.uint8
+        assert array.size == 0 or array.ctypes.data % 64 == 0
+        array[...] = number
+        # Different ways to refer to the memory: a view of a view, a buffer, a tensor.
+        reference = (array, array[..., 1:].T[:1], array.data, array.view("i1"))[number % 4]
+        kept[place] = reference, number  # frees the array that was kept there before
+        del array
+        for value, written in kept.values():
+            assert (np.asarray(value) == np.int8(written)).all()
+
+
+def test_memory_is_used_again() -> None:
+    memory = ReusedMemory()
+    addresses = set()
+    for _ in range(10):
+        first, second = memory.empty((9, 9)), memory.empty((9, 9))
+        addresses |= {first.ctypes.data, second.ctypes.data}
+        del first, second
+    assert len(addresses) == 2
+    held = [memory.empty((9, 9)) for _ in range(30)]
+    assert len({array.ctypes.data for array in held}) == 30
+    assert len(memory._buffers) == 24
+    del held
+    memory.empty((9, 9))
+    assert len(memory._buffers) == 5  # the one taken, and four free ones
+    assert memory.empty((10, 9)).shape == (10, 9)  # another size: new memory
+
+
+def test_patch_that_is_not_an_image_is_reported_with_its_row(tmp_path: Path) -> None:
+    one_slide(tmp_path / "s.lmdb", [b"no image", b"\xff\xd8no jpeg"]).close()
+    with Store(tmp_path / "s.lmdb") as store:
+        batches = PatchBatches([store], SampleTable(select([store])), batch_size=1, order=Order(2))
+        for step in (0, 1):
+            with pytest.raises(
+                DamagedStore, match=f"slide a: patch {step}: the image cannot be decoded"
+            ):
+                batches.load(step)
+
+
+def test_unreadable_patches_are_never_drawn(golden: Path) -> None:
+    with Store(golden) as store:
+        table = SampleTable(select([store], classes=["normal", "tumour"], labelled_only=True))
+        assert len(table) == 7
+        batches = PatchBatches([store], table, batch_size=3, order=Shuffled(7, 1))
+        keys = np.array(epoch_keys(batches, 0), np.int64)
+    _, slides, rows = unpack_keys(keys)
+    assert (1, 1) not in set(zip(slides.tolist(), rows.tolist(), strict=True))
+
+
+REGION = Micrometres(400.0)  # patches have 64 µm, and keep 64 µm from another side
+BY: list[SplitBy] = ["patient", "slide", "region", "patch"]
+
+
+@pytest.mark.parametrize("split_by", BY)
+def test_split_is_written_and_read_back(store: Store, tmp_path: Path, split_by: SplitBy) -> None:
+    splits = make_splits([store], split_by=split_by, seed=3, region=REGION)
+    counts = splits.count()
+    assert all(counts[side][name] for side in SUBSETS for name in splits.classes)
+    total = sum(sum(c.values()) for c in counts.values())
+    dropped = sum(int((slide.subsets == DROPPED).sum()) for slide in splits.slides)
+    assert total + dropped == len(store)
+    assert (dropped > 0) == (split_by == "region")
+    write_splits(splits, tmp_path / "splits.json")
+    again = read_splits(tmp_path / "splits.json", [store])
+    assert again.count() == counts
+    for a, b in zip(splits.slides, again.slides, strict=True):
+        np.testing.assert_array_equal(a.subsets, b.subsets)
+    assert make_splits([store], split_by=split_by, seed=3, region=REGION).count() == counts
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 1000), st.integers(3, 6))
+def test_patients_and_copies_are_on_one_side(made_store: Path, seed: int, patients: int) -> None:
+    with Store(made_store) as store:
+        labels: dict[str, SlideLabel] = {
+            record.id: SlideLabel(record.label, f"{record.label}-{i // 2 % patients}")
+            for i, record in enumerate(store.slides)
+        }
+        splits = make_splits(
+            [store], split_by="patient", seed=seed, labelling=Labelling(labels=labels)
+        )
+    assert len(splits.slides) == 12
+    assert splits.leaks() == []
+
+
+def store_with_copies(
+    path: Path, names: Sequence[str], copies: Collection[str], **hashes: str
+) -> Path:
+    """Write slides of two patches, one per patient. `copies` are copies of one slide. `hashes` are pixel hashes."""
+    with StoreWriter(path, SPEC) as writer:
+        records = [
+            dataclasses.replace(
+                RECORD,
+                id=n,
+                label=n[0],
+                patient=n,
+                quickhash="same" if n in copies else n,
+                pixel_hash=hashes.get(n),
+                planned=2,
+                stored=2,
+            )
+            for n in names
+        ]
+        numbers = writer.register(records)
+        for record in records:
+            crc = writer.put_patches(numbers[record.id], [0, 1], [b"x", b"y"])
+            writer.complete(numbers[record.id], record, columns_of(crc, np.ones(2)), {})
+    return path
+
+
+def test_copies_stay_together(tmp_path: Path) -> None:
+    names = [f"{c}{i}" for c in "ab" for i in range(6)]
+    with Store(store_with_copies(tmp_path / "s.lmdb", names, ("a0", "a1", "a5"))) as store:
+        for seed in range(20):
+            splits = make_splits([store], split_by="slide", seed=seed)
+            assert splits.leaks() == []
+            sides = {s.id: int(s.subsets[0]) for s in splits.slides}
+            assert sides["a0"] == sides["a1"] == sides["a5"]
+
+
+PINNED: dict[SplitBy, str] = {
+    "patch": "01 01 10 10 01 10 10 10 10 10 01 01",
+    "slide": "00 00 00 11 11 11 11 00 11 11 00 00",
+}
+"""Sides of the patches of the slides `NAMES`. A change of the algorithm needs another name in `splits.json`."""
+NAMES = [f"{c}{i}" for c in "ab" for i in range(6)]
+
+
+def test_slides_of_one_quickhash_with_different_pixels_are_no_copies(tmp_path: Path) -> None:
+    hashes = {name: f"pixels of {name.replace('5', '4')}" for name in NAMES}
+    path = store_with_copies(tmp_path / "s.lmdb", NAMES, NAMES, **hashes)
+    with Store(path) as store:
+        splits = make_splits([store], split_by="slide", seed=1)
+        slides = table_of([store], Labelling(), splits)
+        notes = describe_copies(store.slides)
+    assert {
+        participant.slide: participant.copy_of for participant in slides if participant.copy_of
+    } == {"a5": "a4", "b5": "b4"}
+    assert len({slide.content for slide in splits.slides}) == 10
+    assert Counter(int(slide.subsets[0]) for slide in splits.slides).total() == 12
+    assert splits.leaks() == []
+    assert [note.partition(" of ")[0] for note in notes] == [
+        "a4, a5 are copies",
+        "b4, b5 are copies",
+    ]
+
+
+def test_copies_across_stores_of_two_versions_are_found(tmp_path: Path) -> None:
+    """The second store has a hash of pixels. Slides of the first one are compared by their quickhash."""
+    old = store_with_copies(tmp_path / "old.lmdb", NAMES, ())
+    new = store_with_copies(
+        tmp_path / "new.lmdb", NAMES, (), **{name: f"p{name}" for name in NAMES}
+    )
+    with Store(old) as first, Store(new) as second:
+        splits = make_splits([first, second], split_by="slide", seed=1)
+        slides = table_of([first, second], Labelling(), splits)
+        notes = describe_copies([*first.slides, *second.slides])
+    sides = [int(slide.subsets[0]) for slide in splits.slides]
+    assert sides[:12] == sides[12:]
+    assert splits.leaks() == []
+    assert [participant.copy_of for participant in slides[12:]] == [
+        participant.slide for participant in slides[:12]
+    ]
+    assert len(notes) == 12
+    assert notes[0].startswith("a0, a0 may be copies of one slide: they have the same quickhash")
+
+
+def test_splits_of_a_seed_stay_the_same(tmp_path: Path) -> None:
+    path = store_with_copies(tmp_path / "s.lmdb", NAMES, ("a0", "a1", "b5"))
+    with Store(path) as store:
+        names = ["same" if n in ("a0", "a1", "b5") else n for n in NAMES]
+        for split_by, expected in PINNED.items():
+            splits = make_splits([store], split_by=split_by, seed=3, fractions=(0.5, 0.5, 0))
+            assert [slide.content for slide in splits.slides] == names
+            sides = ("".join(map(str, slide.subsets.tolist())) for slide in splits.slides)
+            assert " ".join(sides) == expected
+
+
+KINDS = st.sampled_from([None, "1", "2"])
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.lists(st.tuples(KINDS, KINDS, KINDS), min_size=1, max_size=2), max_size=9))
+def test_groups_of_copies_are_the_unions_of_pairs(
+    bags: list[list[tuple[str | None, str | None, str | None]]],
+) -> None:
+    """Expected is the definition, on every pair of slides of all versions, with and without bags of several slides."""
+    slides = [
+        [
+            SlideHashes(*(text and kind + text for kind, text in zip("ctp", scan, strict=True)))
+            for scan in bag
+        ]
+        for bag in bags
+    ]
+    groups = [{i} for i in range(len(slides))]
+    level0 = [{i} for i in range(len(slides))]
+    for i, j in itertools.combinations(range(len(slides)), 2):
+        for a, b in itertools.product(slides[i], slides[j]):
+            both = [
+                (getattr(a, kind), getattr(b, kind))
+                for kind in ("tile_hash", "pixel_hash")
+                if getattr(a, kind) and getattr(b, kind)
+            ]
+            weak = not both and a.content is not None and a.content == b.content
+            for joined, equal in ((level0, both), (groups, both or weak)):
+                if equal and (weak or all(x == y for x, y in both)):
+                    union = joined[i] | joined[j]
+                    for k in union:
+                        joined[k] = union
+    for actual, expected in zip(copy_groups(slides), (level0, groups), strict=True):
+        for i, j in itertools.combinations(range(len(slides)), 2):
+            assert (actual[i] == actual[j]) == (j in expected[i])
+    names = copy_names(slides)
+    for i, j in itertools.combinations(range(len(slides)), 2):
+        if names[i] is not None:
+            assert (names[i] == names[j]) == (j in groups[i])
+        else:
+            assert all(not any(dataclasses.astuple(scan)) for scan in slides[i])
+
+
+def test_regions_of_two_sides_are_a_patch_width_apart(store: Store) -> None:
+    splits = make_splits([store], split_by="region", seed=3, region=REGION)
+    for slide in splits.slides:
+        index, record = store.index(slide.slide), store.records[slide.slide]
+        assert record.read_size is not None
+        x, y = index["x_l0"].astype(int), index["y_l0"].astype(int)
+        assert record.mpp is not None
+        square = REGION / record.mpp
+        for i in np.flatnonzero(slide.subsets != DROPPED):
+            centre = np.array([x[i], y[i]]) + record.read_size / 2
+            # Squares of other sides are at least a patch width away.
+            for j in np.flatnonzero(
+                (slide.subsets != DROPPED) & (slide.subsets != slide.subsets[i])
+            ):
+                corner = np.floor((np.array([x[j], y[j]]) + record.read_size / 2) / square) * square
+                near = np.clip(centre, corner, corner + square)
+                gap = abs(near - centre).max() - record.read_size / 2
+                assert gap >= record.read_size - 1
+
+
+def test_split_by_site_keeps_sites_together(store: Store) -> None:
+    labels: dict[str, SlideLabel] = {
+        record.id: SlideLabel(record.label, record.id, f"{record.label}{i // 4}")
+        for i, record in enumerate(store.slides)
+    }
+    splits = make_splits([store], split_by="site", seed=1, labelling=Labelling(labels=labels))
+    site_sides: dict[str, set[int]] = {}
+    for slide in splits.slides:
+        site_sides.setdefault(str(slide.site), set()).update(slide.subsets.tolist())
+    assert all(len(sides) == 1 for sides in site_sides.values())
+    with pytest.raises(UsageError, match="--split-by site: found 12 slides without a site"):
+        make_splits([store], split_by="site", seed=1)
+
+
+def test_too_few_classes_or_patients_are_refused(store: Store) -> None:
+    one: dict[str, SlideLabel] = {r.id: SlideLabel("same") for r in store.slides}
+    with pytest.raises(
+        NothingToDo, match=r"fewer than two classes: found labels same.*labels\.csv"
+    ):
+        make_splits([store], split_by="patient", seed=1, labelling=Labelling(labels=one))
+    few: dict[str, SlideLabel] = {
+        r.id: SlideLabel("a" if i < 2 else "b") for i, r in enumerate(store.slides)
+    }
+    with pytest.raises(
+        NothingToDo, match="class 'a' cannot be split: found 2 patients, expected at least 3"
+    ):
+        make_splits([store], split_by="patient", seed=1, labelling=Labelling(labels=few))
+
+
+def test_message_names_copies_that_make_a_class_too_small(tmp_path: Path) -> None:
+    """Four patients have class a. Three of them have the same slide under different ids."""
+    names = ["a0", "a1", "a2", "a3", *(f"b{i}" for i in range(6))]
+    path = store_with_copies(tmp_path / "s.lmdb", names, ("a0", "a1", "a3"))
+    copies = r"copies of one slide count as one and stay in one subset: a0 = a1 = a3\)"
+    with Store(path) as store:
+        with pytest.raises(
+            NothingToDo, match=rf"class 'a' cannot be split: found 2 patients \({copies}, expected"
+        ):
+            make_splits([store], split_by="patient", seed=1)
+        with pytest.raises(NothingToDo, match=rf"found 2 slides \({copies}"):
+            make_splits([store], split_by="slide", seed=1)
+        with pytest.raises(UsageError, match=r"at most 6, the slides of the largest class$"):
+            make_folds([store], 8, split_by="slide", seed=1)
+        pairs = {r.id: SlideLabel(r.label, "one" if r.id < "a4" else r.id) for r in store.slides}
+        with pytest.raises(NothingToDo, match=r"found 1 patient, expected"):  # not due to copies
+            make_splits([store], split_by="patient", seed=1, labelling=Labelling(labels=pairs))
+
+
+def test_side_without_a_class_is_refused(store: Store) -> None:
+    with pytest.raises(
+        NothingToDo, match=r"splitting by region leaves no '\w+' patch for \w+; .*--region-um"
+    ):
+        make_splits([store], split_by="region", seed=3, region=Micrometres(100.0))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(3, 40), min_size=1, max_size=4), st.integers(0, 1000))
+def test_every_class_is_on_every_side(sizes: list[int], seed: int) -> None:
+    """Each unit has one class and 10 patches."""
+    of_class = np.repeat(np.eye(len(sizes), dtype=np.int64) * 10, sizes, axis=0)
+    patches = np.hstack([of_class.sum(axis=1, keepdims=True), of_class])
+    (sides,) = Assignment((0.7, 0.15, 0.15), seed).assign(patches, len(sizes))
+    for column, size in enumerate(sizes):
+        counts = np.bincount(sides[of_class[:, column] > 0], minlength=3)
+        assert counts.min() >= 1
+        assert max(abs(counts[1:] - max(1, 0.15 * size))) < 2
+
+
+def test_split_that_does_not_match_the_store_is_refused(store: Store, tmp_path: Path) -> None:
+    path = tmp_path / "splits.json"
+    write_splits(make_splits([store], split_by="patient", seed=3), path)
+    good = json.loads(path.read_text())
+    for change, error, message in (
+        ({"version": 4}, UnknownVersion, "version 4"),
+        ({"stores": ["other"]}, DamagedStore, "belongs to other stores"),
+        (
+            {"slides": [good["slides"][0] | {"crc": 1}]},
+            DamagedStore,
+            "does not match .*splits.json: found different patches",
+        ),
+        (
+            {"slides": [good["slides"][0] | {"slide": 77}]},
+            DamagedStore,
+            "no complete slide with this number",
+        ),
+        ({"slides": [{}]}, DamagedStore, "is damaged"),
+        ({"classes": 3}, DamagedStore, "is damaged"),
+    ):
+        path.write_text(json.dumps(good | change))
+        with pytest.raises(error, match=message):
+            read_splits(path, [store])
+    path.write_text("{")
+    with pytest.raises(DamagedStore, match="is damaged"):
+        read_splits(path, [store])
+    with pytest.raises(UsageError, match="does not exist"):
+        read_splits(tmp_path / "none", [store])

@@ -1,0 +1,901 @@
+"""The reader: checksums, steps, resume, shards, disk access, processes and threads."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import gc
+import json
+import multiprocessing
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import lmdb
+import numpy as np
+import pytest
+import simplejpeg
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import histopipe
+from helpers.paths import TESTS
+from helpers.stores import (
+    SIDE,
+    SPEC,
+    a_store,
+    columns_of,
+    flip_a_byte,
+    flip_bytes,
+    jpegs,
+    picture,
+)
+from histopipe.cli.machine import bench as bench_command
+from histopipe.dataset.options import Balance
+from histopipe.dataset.patch_batches import PatchBatches
+from histopipe.dataset.sampling import BlockShuffled, Order, make_order
+from histopipe.dataset.selection import SampleTable, class_numbers, select, unpack_keys
+from histopipe.dataset.tf_data import STEPS_AHEAD, ReadAhead, default_calls
+from histopipe.errors import DamagedStore, UsageError
+from histopipe.ingestion.patch_source import png
+from histopipe.splits.splits import write_splits
+from histopipe.splits.splitting import make_splits
+from histopipe.store import data_file, environment
+from histopipe.store.data_file import check_length
+from histopipe.store.format import patch_key
+from histopipe.store.store import Store
+from histopipe.store.writer import StoreWriter
+from histopipe.training.bench import bench
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> list[Path]:
+    """Two stores with three slides, two labels and 31 patches."""
+    return [
+        a_store(tmp_path / "a.lmdb", {"n1": jpegs(0, 12), "t1": jpegs(20, 7)}),
+        a_store(tmp_path / "b.lmdb", {"n2": jpegs(40, 12)}),
+    ]
+
+
+def all_of(dataset: Any) -> list[dict[str, Any]]:
+    return [{k: v.numpy() for k, v in batch.items()} for batch in dataset]
+
+
+def keys_of(dataset: Any) -> list[int]:
+    return [int(k) for b in dataset for k, w in zip(b["key"], b["weight"], strict=True) if w > 0]
+
+
+def test_several_stores_are_one_dataset(two: list[Path]) -> None:
+    batches = all_of(
+        histopipe.load_dataset(two, batch_size=8, seed=1, columns=["slide", "y_l0", "x_l0"])
+    )
+    assert [b["image"].shape for b in batches] == [(8, SIDE, SIDE, 3)] * 4
+    with Store(two[0]) as a, Store(two[1]) as b:
+        stores, seen = [a, b], set()
+        for batch in batches:
+            for i, key in enumerate(batch["key"]):
+                ordinal, slide, row = (int(part) for part in unpack_keys(key))
+                record = stores[ordinal].records[slide]
+                expected = simplejpeg.decode_jpeg(stores[ordinal].value(slide, row))
+                assert (batch["image"][i] == expected).all()
+                assert batch["slide"][i].decode() == record.id
+                assert (batch["x_l0"][i], batch["y_l0"][i]) == (10 * row, row)
+                assert batch["label"][i] == "nt".index(str(record.label))
+                if batch["weight"][i]:
+                    seen.add(int(key))
+        assert len(seen) == len(a) + len(b)
+    assert sum(b["weight"].sum() for b in batches) == 31
+
+
+def test_png_values_are_read_unchanged(tmp_path: Path) -> None:
+    pictures = [picture(i) for i in range(3)]
+    store = a_store(tmp_path / "p.lmdb", {"a": [png(p) for p in pictures]})
+    (batch,) = all_of(histopipe.load_dataset(store, batch_size=3, shuffle=False))
+    assert (batch["image"] == pictures).all()
+
+
+def test_different_patch_sizes_are_refused(two: list[Path], tmp_path: Path) -> None:
+    other = a_store(tmp_path / "c.lmdb", {"x": jpegs(0, 1, 32)}, patch_size=32)
+    with pytest.raises(UsageError, match=r"a\.lmdb: 16, .*c\.lmdb: 32, expected one size"):
+        histopipe.load_dataset([two[0], other], batch_size=2, seed=1)
+
+
+# --- checksums -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", [0, 3, -20, -1])
+def test_changed_byte_is_reported_with_store_slide_and_patch(two: list[Path], at: int) -> None:
+    flip_a_byte(two[0], 1, 3, at)
+    with Store(two[0]) as store:
+        table = SampleTable(select([store]))
+        batches = PatchBatches([store], table, batch_size=19, order=Order(19))
+        with pytest.raises(
+            DamagedStore, match=r"a\.lmdb, slide t1: patch 3: does not match its checksum; ingest"
+        ):
+            batches.load(0)
+        unchecked = PatchBatches([store], table, batch_size=5, order=Order(19), check=False)
+        if at == -20:
+            unchecked.load(3)  # decodes, so only the checksum detects the change
+
+
+def test_swapped_values_are_detected(two: list[Path]) -> None:
+    with lmdb.open(str(two[0]), max_dbs=32, map_size=1 << 30) as handle:
+        database = handle.open_db(b"patches", create=False)
+        with handle.begin(write=True) as transaction:
+            keys = [patch_key(0, 1), patch_key(0, 2)]
+            values = [bytes(transaction.get(key, b"", db=database)) for key in keys]
+            for key, value in zip(keys, reversed(values), strict=True):
+                transaction.put(key, value, db=database)
+    with Store(two[0]) as store:
+        batches = PatchBatches(
+            [store], SampleTable(select([store])), batch_size=19, order=Order(19), on_error="skip"
+        )
+        assert batches.load(0)["weight"].tolist() == [1, 0, 0] + [1] * 16
+
+
+def test_skipped_patches_have_weight_zero_and_are_counted(
+    two: list[Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    clean = all_of(histopipe.load_dataset(two, batch_size=8, seed=1))
+    flip_a_byte(two[0], 0, 5)
+    flip_a_byte(two[1], 0, 2)
+    dataset = histopipe.load_dataset(two, batch_size=8, seed=1, on_error="skip", epochs=2)
+    batches = all_of(dataset)
+    bad = {5, 1 << 56 | 2}
+    assert set(dataset.skipped) == bad
+    assert "slide n1: patch 5: does not match its checksum" in dataset.skipped[5]
+    for batch, whole in zip(batches, clean, strict=False):
+        assert (batch["key"] == whole["key"]).all()
+        hit = np.isin(batch["key"], list(bad))
+        assert (batch["weight"] == np.where(hit, 0, whole["weight"])).all()
+        assert (batch["image"][~hit] == whole["image"][~hit]).all()
+        assert not batch["image"][hit].any()
+    assert [r.message.startswith("skipped: ") for r in caplog.records] == [True] * 2  # once each
+
+
+def test_damaged_patch_ends_the_iteration_with_its_message(two: list[Path]) -> None:
+    flip_a_byte(two[0], 0, 5)
+    with pytest.raises(Exception, match="slide n1: patch 5: does not match its checksum"):
+        list(histopipe.load_dataset(two, batch_size=8, seed=1))
+
+
+# --- resume and shards -----------------------------------------------------------------------------------------------------
+
+SETTINGS: list[dict[str, Any]] = [
+    {"seed": 3},
+    {"shuffle": False},
+    {"seed": 3, "balance": "class"},
+    {"seed": 3, "balance": "slide", "max_per_slide": 5},
+    {"seed": 3, "balance": "patient"},
+    {"seed": 3, "shuffle_block": 4},
+    {"seed": 3, "max_per_slide": 3},
+]
+
+
+@pytest.mark.parametrize("given_settings", SETTINGS, ids=lambda s: " ".join(map(str, s.items())))
+def test_start_step_continues_with_the_same_batches(
+    two: list[Path], given_settings: dict[str, Any]
+) -> None:
+    arguments = {"batch_size": 4, "epochs": 3} | given_settings
+    whole = all_of(histopipe.load_dataset(two, **arguments))
+    per_epoch = len(whole) // 3
+    for start in (1, per_epoch, per_epoch + 3, len(whole) - 1, len(whole)):
+        rest = all_of(histopipe.load_dataset(two, start_step=start, **arguments))
+        assert len(rest) == len(whole) - start
+        for a, b in zip(rest, whole[start:], strict=True):
+            assert all((a[name] == b[name]).all() for name in a)
+
+
+@settings(max_examples=25)
+@given(st.data())
+def test_restarts_at_any_step_give_the_same_keys(made_store: Path, data: st.DataObject) -> None:
+    """Read some steps, stop at any of them and continue with the next step, like a training that was killed."""
+    with Store(made_store) as store:
+        table = SampleTable(select([store]), max_per_slide=50, seed=9)
+        balance: Balance = data.draw(st.sampled_from(get_args(Balance)))
+        size = data.draw(st.integers(1, 70))
+
+        def fresh() -> PatchBatches:
+            order = make_order(table, seed=9, balance=balance)
+            return PatchBatches([store], table, batch_size=size, order=order)
+
+        steps = min(20, 3 * fresh().steps_per_epoch)
+        whole = [fresh().locate(step)[0].keys.tolist() for step in range(steps)]
+        keys: list[list[int]] = []
+        while len(keys) < steps:
+            batches = fresh()
+            for _ in range(data.draw(st.integers(1, 15))):
+                keys.append(batches.locate(len(keys))[0].keys.tolist())
+        assert keys[:steps] == whole
+
+
+@pytest.mark.parametrize("given_settings", SETTINGS, ids=lambda s: " ".join(map(str, s.items())))
+@pytest.mark.parametrize("count", [2, 3])
+def test_shards_together_form_one_epoch(
+    two: list[Path], given_settings: dict[str, Any], count: int
+) -> None:
+    shards = [
+        all_of(histopipe.load_dataset(two, batch_size=4, shard=(i, count), **given_settings))
+        for i in range(count)
+    ]
+    assert len({len(shard) for shard in shards}) == 1
+    whole = histopipe.load_dataset(two, batch_size=4 * count, **given_settings)
+    # In each step, the batches of the shards in sequence equal the batch of a single reader.
+    joined = [key for parts in zip(*shards, strict=True) for key in keys_of(parts)]
+    assert joined == keys_of(whole)
+
+
+def test_invalid_arguments_are_refused(two: list[Path]) -> None:
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("has no seed", {"shuffle": True, "seed": None}),
+        ("shard: found .2, 2., expected .index, count.", {"shard": (2, 2)}),
+        ("shard: found .0.5, 2.", {"shard": (0.5, 2)}),
+        ("shard: found None", {"shard": None}),
+        *(
+            (f"{name}: found {re.escape(repr(value))}, expected a whole number", {name: value})
+            for name, values in {
+                "batch_size": (0, 2.5, "4", None, True),
+                "epochs": (0, 1.5, 10**18),
+                "start_step": (-1, "1"),
+                "prefetch": (-1, None),
+                "parallel_calls": (0, -1, 1.5),
+                "read_ahead": (-1, 1.5, True),
+                "seed": (-1, 1.5, 2**64, "a"),
+                "max_per_slide": (0, 1.5),
+                "shuffle_block": (0, "a"),
+            }.items()
+            for value in values
+        ),
+        ("start_step: found 17, expected 0 to 16", {"start_step": 17}),
+        ("side='test' requires splits", {"side": "test"}),
+        ("labels: found {}", {"labels": {}}),
+        ("classes: found .., expected", {"classes": []}),
+        ("classes: found 5", {"classes": 5}),
+        ("on_error: found 'ignore'", {"on_error": "ignore"}),
+        (
+            "columns: found .'colour'., expected a list, each item 'x_l0' or 'y_l0' or 'slide'",
+            {"columns": ["colour"]},
+        ),
+        ("labels of slides that are not in the stores: found nobody", {"labels": {"nobody": "x"}}),
+        ("a name is given twice", {"classes": ["n", "n"]}),
+        ("numbers: found .0, 2., expected 0, 1, 2", {"classes": {"n": 0, "t": 2}}),
+        ("classes: found 'nt', expected a list", {"classes": "nt"}),
+        ("columns: found 'slide', expected a list", {"columns": "slide"}),
+        ("does not exist", {"splits": two[0] / "none.json"}),
+        ("columns: found .'slide'., expected none", {"columns": ["slide"], "as_supervised": True}),
+        (
+            "as_supervised: found 1 slide without a label of the classes",
+            {"classes": ["n"], "as_supervised": True},
+        ),
+    ]
+    for message, wrong in cases:
+        with pytest.raises(UsageError, match=message):
+            histopipe.load_dataset(two, **{"batch_size": 2, "seed": 1} | wrong)
+    for message, path in (
+        ("no store given", []),
+        ("path: found None", None),
+        ("path: found .1.", [1]),
+        (r"a store is given twice: found \S+a\.lmdb$", [two[0], two[0]]),
+    ):
+        with pytest.raises(UsageError, match=message):
+            histopipe.load_dataset(path, batch_size=2, seed=1)  # type: ignore[arg-type]
+
+
+# --- selection and labels --------------------------------------------------------------------------------------------------
+
+
+def labels_by_slide(dataset: Any) -> dict[str, int]:
+    labels: dict[str, set[int]] = {}
+    for batch in all_of(dataset):
+        for slide, label in zip(batch["slide"], batch["label"], strict=True):
+            labels.setdefault(slide.decode(), set()).add(int(label))
+    assert all(len(values) == 1 for values in labels.values())
+    return {slide: values.pop() for slide, values in labels.items()}
+
+
+def test_labels_and_classes(two: list[Path], tmp_path: Path) -> None:
+    def found(**given_settings: Any) -> dict[str, int]:
+        return labels_by_slide(
+            histopipe.load_dataset(
+                two, batch_size=4, shuffle=False, columns=["slide"], **given_settings
+            )
+        )
+
+    assert found() == {"n1": 0, "t1": 1, "n2": 0}
+    assert found(classes=["t", "n"]) == {"n1": 1, "t1": 0, "n2": 1}
+    assert found(classes={"t": 0, "n": 0}) == {"n1": 0, "t1": 0, "n2": 0}
+    assert found(classes=["t"]) == {"n1": -1, "t1": 0, "n2": -1}
+    assert found(classes=["t"], labelled_only=True) == {"t1": 0}
+    assert found(labels={"n1": "x", "t1": "y"}) == {"n1": 0, "t1": 1, "n2": -1}
+    table = tmp_path / "labels.csv"
+    table.write_text("slide,label\nn2,b\nt1,a\n")
+    assert found(labels=table, labelled_only=True) == {"t1": 0, "n2": 1}
+    assert class_numbers(None, ["b", "a", "b"]) == {"a": 0, "b": 1}
+
+
+# Keras warns of every tf.data.Dataset that it does not shuffle itself.
+@pytest.mark.filterwarnings("ignore:.shuffle=True. was passed")
+def test_keras_fits_on_a_supervised_dataset(two: list[Path]) -> None:
+    import keras  # imported late: it is slow
+
+    model = keras.Sequential(
+        [
+            keras.Input((SIDE, SIDE, 3)),
+            keras.layers.Rescaling(1 / 255),
+            keras.layers.Flatten(),
+            keras.layers.Dense(2, activation="softmax"),
+        ]
+    )
+    model.compile("sgd", "sparse_categorical_crossentropy")
+    once = histopipe.load_dataset(two, batch_size=8, seed=1, as_supervised=True)
+    assert model.fit(once, verbose=0).params["steps"] == 4
+    arguments: dict[str, Any] = {"batch_size": 8, "seed": 1, "epochs": 3}
+    several = histopipe.load_dataset(two, as_supervised=True, **arguments)
+    assert several.steps_per_epoch == 4
+    fitted = model.fit(several, epochs=3, steps_per_epoch=several.steps_per_epoch, verbose=0)
+    assert len(fitted.history["loss"]) == 3
+    assert np.isfinite(fitted.history["loss"]).all()
+    for (image, label, weight), batch in zip(
+        several, histopipe.load_dataset(two, **arguments), strict=True
+    ):
+        assert (image.numpy() == batch["image"].numpy()).all()
+        assert (label.numpy() == batch["label"].numpy()).all()
+        assert (weight.numpy() == batch["weight"].numpy()).all()
+
+
+@pytest.mark.parametrize("split_by", ["slide", "patch"])
+def test_sides_of_a_split_cover_all_patches(
+    made_store: Path, tmp_path: Path, split_by: Any
+) -> None:
+    with Store(made_store) as store:
+        splits = make_splits([store], split_by=split_by, seed=3)
+    write_splits(splits, tmp_path / "splits.json")
+    seen: list[int] = []
+    for side in ("train", "validation", "test"):
+        dataset = histopipe.load_dataset(
+            made_store, batch_size=64, seed=1, splits=tmp_path / "splits.json", side=side
+        )
+        keys = keys_of(dataset)
+        assert len(keys) == sum(splits.count()[side].values())
+        seen += keys
+    with Store(made_store) as store:
+        assert len(seen) == len(set(seen)) == len(store)
+
+
+# --- processes and threads -------------------------------------------------------------------------------------------------
+
+
+def first_sum(path: str, queue: Any) -> None:
+    """Put the sum of the first batch in the queue. Runs in a spawned process."""
+    batch = next(iter(histopipe.load_dataset(path, batch_size=4, seed=1)))
+    queue.put(int(batch["image"].numpy().astype(np.int64).sum()))
+
+
+def test_spawned_process_reads_the_same(two: list[Path]) -> None:
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    child = context.Process(target=first_sum, args=(str(two[0]), queue))
+    child.start()
+    batch = next(iter(histopipe.load_dataset(two[0], batch_size=4, seed=1)))
+    assert queue.get(timeout=120) == int(batch["image"].numpy().astype(np.int64).sum())
+    child.join()
+
+
+FORKS = """
+import os, sys, histopipe
+from pathlib import Path
+from histopipe.dataset.sampling import Order
+from histopipe.dataset.patch_batches import PatchBatches
+from histopipe.dataset.selection import SampleTable
+from histopipe.dataset.selection import select
+from histopipe.store.store import Store
+
+def fork(child):
+    pid = os.fork()
+    if pid == 0:
+        status = 9
+        try:
+            child()
+            status = 0
+        except BaseException as error:
+            print(repr(error), file=sys.stderr, flush=True)
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+def refused(call):
+    try:
+        call()
+    except histopipe.HistopipeError as error:
+        print(error, flush=True)
+    else:
+        raise AssertionError("not refused")
+
+def read():
+    assert batches.load(1)["image"].sum() == expected
+    again = Store(path)
+    assert again.value(0, 1) == store.value(0, 1)
+    again.close()
+    assert batches.load(2)["key"].tolist() == [8, 9, 10, 11]
+
+def load():
+    list(histopipe.load_dataset(path, batch_size=4, seed=1))  # to the end: no read is in progress
+
+def child():
+    read()
+    load()  # TensorFlow did not run in the parent
+    fork(grandchild)
+
+def grandchild():
+    read()
+    refused(load)  # TensorFlow ran in the parent
+
+path = Path(sys.argv[1])
+store = Store(path)
+batches = PatchBatches([store], SampleTable(select([store])), batch_size=4, order=Order(19))
+expected = batches.load(1)["image"].sum()
+fork(child)
+read()
+with store.reading() as reading:
+    fork(lambda: refused(lambda: store.value(0, 0)))
+    assert len(reading.value(0, 0)) > 0  # the child did not affect its parent
+"""
+
+
+def test_forked_process_reopens_the_store_or_is_refused(two: list[Path]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FORKS, str(two[0])],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    after_tensorflow, in_a_read = done.stdout.splitlines()
+    assert "TensorFlow ran before this process was forked" in after_tensorflow
+    assert "get_context('spawn')" in after_tensorflow
+    assert "it was in use when the process was forked" in in_a_read
+
+
+def test_threads_share_one_environment_until_its_last_use(two: list[Path]) -> None:
+    with Store(two[0]) as store:
+        batches = PatchBatches(
+            [store], SampleTable(select([store])), batch_size=19, order=Order(19)
+        )
+        expected = batches.load(0)["image"].copy()
+        results: list[bool] = []
+
+        def work() -> None:
+            for _ in range(50):
+                results.append(bool((batches.load(0)["image"] == expected).all()))
+                with Store(two[0]) as other:
+                    assert len(other) == 19
+
+        threads = [threading.Thread(target=work) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert results == [True] * 400
+        with store.reading() as reading:
+            value = reading.value(0, 0)
+            store.close()  # while a view of it is in use
+            assert bytes(value[:2]) == b"\xff\xd8"
+        with pytest.raises(UsageError, match="is closed; open it again"):
+            batches.load(0)
+        store._opened.users += 1  # the `with` block decrements it
+
+
+def test_ingest_during_reading(tmp_path: Path) -> None:
+    """A reader sees only the slides that were complete when it opened the store."""
+    path = a_store(tmp_path / "s.lmdb", {"a1": jpegs(0, 6)})
+    before = histopipe.load_dataset(path, batch_size=2, shuffle=False, epochs=3)
+    iterator = iter(before)
+    keys = [next(iterator)["key"].numpy().tolist()]
+    code = (
+        "import pickle, sys, dataclasses\n"
+        "sys.path.insert(0, sys.argv[2])\n"
+        "from pathlib import Path\n"
+        "from helpers.stores import *\n"
+        "with StoreWriter(Path(sys.argv[1]), SPEC) as writer:\n"
+        "    number = writer.register([dataclasses.replace(RECORD, id='half')])['half']\n"
+        "    writer.put_patches(number, range(300), jpegs(50, 300))\n"
+        "a_store(Path(sys.argv[1]), {'b1': jpegs(90, 40)})\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(path), str(TESTS)], check=True, timeout=120)
+    keys += [batch["key"].numpy().tolist() for batch in iterator]
+    assert keys == [[0, 1], [2, 3], [4, 5]] * 3
+    after = keys_of(histopipe.load_dataset(path, batch_size=8, seed=1))
+    assert len(after) == 6 + 40
+    assert {key >> 32 for key in after} == {0, 2}  # number 1 is incomplete
+
+
+def test_slide_replaced_during_reading_is_detected(tmp_path: Path) -> None:
+    path = a_store(tmp_path / "s.lmdb", {"a1": jpegs(0, 6)})
+    with StoreWriter(path, SPEC) as writer, Store(path) as store:
+        table = SampleTable(select([store]))
+        batches = PatchBatches([store], table, batch_size=6, order=Order(6))
+        batches.load(0)
+        writer.restart(0, store.records[0])
+        with pytest.raises(DamagedStore, match="slide a1: its index is missing"):
+            batches.load(0)
+        values = jpegs(70, 6)
+        crc = writer.put_patches(0, range(6), values)
+        columns = columns_of(crc, np.array([len(v) for v in values]))
+        writer.complete(0, dataclasses.replace(store.records[0], planned=6, stored=6), columns, {})
+        for other in range(8):  # reuses the pages of the old index
+            writer.put_patches(9, range(100 * other, 100 * other + 100), jpegs(0, 100))
+        with pytest.raises(DamagedStore, match="slide a1: its patches were replaced"):
+            batches.load(0)
+
+
+# --- disk access -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+    """Values of 1 to 12 pages, and smaller ones that are stored in pages of the keys."""
+    path = tmp_path_factory.mktemp("large") / "s.lmdb"
+    rng = np.random.default_rng(1)
+    sizes = [*rng.integers(5_000, 48_000, 300).tolist(), *[900] * 40]
+    a_store(path, {"a": [rng.bytes(size) for size in sizes], "b": [rng.bytes(9000)] * 20})
+    with Store(path) as store:
+        yield store
+
+
+def test_extents_are_the_file_positions_of_the_values(large: Store) -> None:
+    """Compare with the bytes of the file, read without LMDB."""
+    data = (large.path / "data.mdb").read_bytes()
+    for row in (*range(0, 300, 7), 299):
+        with large.reading() as reading:
+            ((offset, length),) = reading.extents([(0, row)]).tolist()
+        value = large.value(0, row)
+        assert data[offset + 16 : offset + 16 + len(value)] == value
+        assert length == -(-(len(value) + 16) // 4096) * 4096
+    with large.reading() as reading:
+        assert reading.extents([(0, 320)]).tolist() == []  # in a page of the keys
+        assert reading.extents([(0, 999), (7, 7)]).tolist() == []  # not in the store
+        joined = reading.extents([(0, row) for row in range(300)])
+    assert len(joined) < 20  # neighbours are adjacent in the file
+    assert joined[:, 1].sum() == sum(
+        -(-(len(large.value(0, row)) + 16) // 4096) * 4096 for row in range(300)
+    )
+    assert (np.diff(joined[:, 0]) > 0).all()
+
+
+class Recorder(PatchBatches):
+    """Records the requested steps."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.requested: list[range] = []
+
+    def advise(self, steps: range, parts: Sequence[int]) -> int:
+        self.requested.append(steps)
+        return super().advise(steps, parts)
+
+    def values(self, step: int, replica: int = 0) -> Any:
+        with self.stores[0].reading() as reading:
+            for key in self.locate(step, replica)[0].keys.tolist():
+                reading.value(key >> 32, key & 0xFFFFFFFF)
+
+
+def requested_steps(batches: Recorder, steps: int | None, loaded: range) -> list[int]:
+    ahead = ReadAhead(batches, [0], loaded.stop, steps)
+    for step in loaded:
+        ahead.load(step, 0)
+    wait_and_close(ahead)
+    return [step for part in batches.requested for step in part]
+
+
+def wait_and_close(ahead: ReadAhead) -> None:
+    """Wait for all requests, then close."""
+    if ahead._thread is not None:
+        ahead._thread.submit(int).result()
+    ahead.close()
+
+
+def recorder(store: Store, order: Any, size: int = 8) -> Recorder:
+    return Recorder([store], SampleTable(select([store])), batch_size=size, order=order)
+
+
+def test_steps_are_requested_once_and_in_advance(large: Store) -> None:
+    requested = requested_steps(recorder(large, Order(360)), 5, range(3, 40))
+    assert requested == list(range(4, 40))
+    assert requested_steps(recorder(large, Order(360)), 0, range(3, 40)) == []
+    again = recorder(large, Order(360))
+    ahead = ReadAhead(again, [0], 30, 5)
+    for step in (*range(30), *range(4)):  # a second iteration
+        ahead.load(step, 0)
+    wait_and_close(ahead)
+    assert [s for part in again.requested for s in part] == [*range(1, 30), *range(1, 9)]
+
+
+def test_blocks_are_requested_by_window(large: Store) -> None:
+    batches = recorder(large, BlockShuffled(360, 1, 4))
+    assert batches.order.window == 64
+    requested_steps(batches, 2, range(45))
+    assert [(r.start, r.stop) for r in batches.requested][:3] == [(1, 8), (8, 16), (16, 24)]
+
+
+def test_only_a_store_outside_the_page_cache_is_requested(large: Store) -> None:
+    order = make_order(SampleTable(select([large])), seed=1)
+
+    def warm() -> int:
+        (large.path / "data.mdb").read_bytes()  # into the page cache
+        return len(requested_steps(recorder(large, order), None, range(45)))
+
+    def cold(attempt: int) -> int | None:
+        copy = shutil.copytree(large.path, large.path.parent / f"cold-{attempt}.lmdb")
+        descriptor = os.open(copy / "data.mdb", os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        try:
+            os.preadv(descriptor, [bytearray(1)], os.fstat(descriptor).st_size // 2, os.RWF_NOWAIT)
+        except BlockingIOError:
+            pass  # the page is not cached
+        except OSError as error:
+            if error.errno != errno.EOPNOTSUPP:  # as on overlayfs
+                raise
+            return None
+        else:
+            return None
+        finally:
+            os.close(descriptor)
+        with Store(copy) as store:
+            return len(requested_steps(recorder(store, order), None, range(45)))
+
+    # The system may evict or load pages at any time, so each case has three attempts.
+    assert any(warm() == 0 for _ in range(3))
+    counts = [count for attempt in range(3) if (count := cold(attempt)) is not None]
+    if not counts:
+        pytest.skip("files of this filesystem stay in the page cache, as those of overlayfs do")
+    assert max(counts) > 45 - STEPS_AHEAD - 10
+
+
+def test_deleted_datasets_keep_no_store_open(two: list[Path]) -> None:
+    for _ in range(12):
+        next(iter(histopipe.load_dataset(two, batch_size=4, seed=1)))
+    gc.collect()
+    Store(two[0]).close()  # opening a store closes those of deleted datasets
+    assert not {str(path) for path in two} & set(environment._registry)
+
+
+def test_dataset_that_is_no_longer_used_does_not_prevent_writing(two: list[Path]) -> None:
+    cycle: list[Any] = [histopipe.load_dataset(two[0], batch_size=4, seed=1)]
+    cycle.append(cycle)
+    next(iter(cycle[0]))
+    gc.disable()
+    try:
+        del cycle
+        environment.open_environment(two[0], write=True).close()
+    finally:
+        gc.enable()
+
+
+@pytest.mark.timeout(60)
+def test_garbage_collection_while_opening_does_not_deadlock(
+    two: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The garbage collector closes the stores of a deleted dataset. It may run while the lock is held."""
+
+    def collecting(data: Path) -> None:
+        gc.collect()
+        check_length(data)
+
+    monkeypatch.setattr(environment, "check_length", collecting)
+    for _ in range(3):
+        cycle: list[Any] = [histopipe.load_dataset(two[0], batch_size=4, seed=1)]
+        cycle.append(cycle)
+        next(iter(cycle[0]))
+        del cycle
+        Store(two[1]).close()
+    assert str(two[1]) not in environment._registry
+
+
+def test_iterator_keeps_its_stores_open(two: list[Path]) -> None:
+    plain = iter(histopipe.load_dataset(two, batch_size=4, seed=1, epochs=3))
+    mapped = iter(
+        histopipe.load_dataset(two, batch_size=4, seed=1, epochs=3).map(lambda b: b["key"])
+    )
+    gc.collect()
+    assert [b["key"].numpy().tolist() for b in plain] == [b.numpy().tolist() for b in mapped]
+
+
+def test_store_is_identified_by_its_absolute_path(
+    two: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Open by a relative path, and change the working folder before closing."""
+    monkeypatch.chdir(two[0].parent)
+    with Store(Path(two[0].name)) as store:
+        monkeypatch.chdir("/")
+        assert store.advise([(0, 0)]) == 0  # small values are in pages of the keys
+        assert store._environment.descriptor > 0
+    assert str(two[0]) not in environment._registry
+    with Store(two[0]) as store:
+        assert len(store.value(0, 0))
+
+
+def test_more_stores_than_would_fit_with_maps_for_writing(tmp_path: Path) -> None:
+    paths = [a_store(tmp_path / f"{i}.lmdb", {f"s{i}": jpegs(i, 2)}) for i in range(20)]
+    keys = keys_of(histopipe.load_dataset(paths, batch_size=7, seed=1))
+    assert sorted(keys) == sorted(i << 56 | row for i in range(20) for row in (0, 1))
+
+
+def test_file_larger_than_its_map_is_mapped_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight threads read while another process makes the file larger than their map."""
+    path = a_store(tmp_path / "s.lmdb", {"a1": jpegs(0, 20)})
+    monkeypatch.setattr(data_file, "_READ_MAP", 1 << 20)
+    monkeypatch.setattr(data_file, "_READ_ROOM", 1)
+    with Store(path) as store:
+        table = SampleTable(select([store]))
+        batches = PatchBatches([store], table, batch_size=20, order=Order(20))
+        expected = batches.load(0)["image"].copy()
+        code = (
+            "import sys\n"
+            "sys.path.insert(0, sys.argv[2])\n"
+            "from pathlib import Path\n"
+            "from helpers.stores import *\n"
+            "for i in range(20):\n"
+            "    a_store(Path(sys.argv[1]), {f'b{i}': [bytes(100_000)] * 10})\n"
+        )
+        writer = subprocess.Popen([sys.executable, "-c", code, str(path), str(TESTS)])
+        wrong: list[object] = []
+
+        def work() -> None:
+            while writer.poll() is None:
+                try:
+                    if not (batches.load(0)["image"] == expected).all():
+                        wrong.append("pixels")
+                except Exception as error:
+                    wrong.append(error)
+                    raise
+
+        threads = [threading.Thread(target=work) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert writer.returncode == 0
+        assert wrong == []
+        assert store._opened.generation > 3
+
+
+LEAK = r"""
+import gc, re, sys
+import histopipe
+from pathlib import Path
+from statistics import median
+from histopipe.dataset.sampling import Shuffled
+from histopipe.dataset.patch_batches import PatchBatches
+from histopipe.dataset.selection import SampleTable
+from histopipe.dataset.selection import select
+from histopipe.dataset.tf_data import BatchFeed
+from histopipe.store.store import Store
+
+def growth(store, leaking):
+    kept, memory = [], []
+    table = SampleTable(select([store]))
+    for epoch in range(15):
+        batches = PatchBatches([store], table, batch_size=32, order=Shuffled(len(table), 1))
+        feed, steps = BatchFeed(batches), min(8, batches.steps_per_epoch)
+        first = epoch * batches.steps_per_epoch
+        for batch in feed.dataset(first, first + steps):
+            if leaking:
+                kept.append(batch)
+        feed.settle()
+        gc.collect()
+        status = Path("/proc/self/status").read_text()
+        memory.append(int(re.search(r"RssAnon:\s+(\d+) kB", status)[1]) / 1024)
+    return median(memory[11:]) - median(memory[4:8])
+
+with Store(Path(sys.argv[1])) as store:
+    print(growth(store, False), growth(store, True))
+unfinished = iter(histopipe.load_dataset(sys.argv[1], batch_size=16, seed=1, epochs=50, read_ahead=64))
+next(unfinished)
+"""
+
+
+def test_epochs_do_not_leak_and_exit_during_iteration_does_not_hang(made_store: Path) -> None:
+    """Compare anonymous memory of epochs 5 to 8 with that of the last four, in MB. Eighty batches take 126 MB.
+
+    The program then exits during an iteration, which must not hang.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", LEAK, str(made_store)],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    normal, leaking = map(float, done.stdout.split())
+    assert leaking > 40
+    assert normal < 6
+
+
+def test_worker_requests_only_its_part(large: Store) -> None:
+    order = Order(360)
+    batches = PatchBatches(
+        [large], SampleTable(select([large])), batch_size=16, order=order, replicas=2
+    )
+    both, one = (batches.advise(range(3, 9), parts) for parts in ([0, 1], [1]))
+    assert 0 < one < 0.6 * both
+
+
+# --- bench and training ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("cores", "calls"), [(1, 1), (2, 2), (4, 5), (8, 10), (16, 20)])
+def test_default_calls_by_cores(monkeypatch: pytest.MonkeyPatch, cores: int, calls: int) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    assert default_calls() == calls
+
+
+def test_batches_that_are_kept_never_change(made_store: Path) -> None:
+    dataset = histopipe.load_dataset(made_store, batch_size=8, seed=1)
+    kept = [batch["image"] for _ in range(3) for batch in dataset]
+    images = [image.numpy().copy() for image in kept]
+    for _ in range(3):
+        for _ in dataset:
+            pass
+    assert all((image.numpy() == before).all() for image, before in zip(kept, images, strict=True))
+    again = [batch["image"].numpy() for batch in dataset]
+    assert all((a == b).all() for a, b in zip(images, again, strict=False))
+
+
+def test_bench_measures_every_stage(made_store: Path, run: Any) -> None:
+    result = bench(made_store, seconds=0.1, batch_size=16, model="small-cnn")
+    for word in ("disk", "LMDB", "decode", "reader", "device", "bottleneck", "recommended"):
+        assert word in str(result)
+    assert result.parallel_calls in result.reader
+    assert default_calls() in result.reader
+    done = CliRunner().invoke(bench_command, [str(made_store), "--seconds", "0.1", "--json"])
+    values = json.loads(done.stdout)
+    assert values["decode"] > 0
+    assert all(rate > 0 for rate in values["reader"].values())
+    assert values["device"] == {}
+    assert values["advice"][-1].startswith("recommended: parallel_calls=")
+    assert run("bench", "none.lmdb").returncode == 4
+    assert run("bench", made_store, "--seconds", "nan").returncode == 2
+
+
+# Keras converts tensors in a way that numpy warns of.
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+def test_training_skips_damaged_patches(
+    small_store: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "patches.lmdb"
+    shutil.copytree(small_store, path)
+    for row in (3, 4):
+        flip_a_byte(path, 0, row)
+    settings: dict[str, Any] = {"split_by": "patch", "batch_size": 16, "in_process": True}
+    with pytest.raises(DamagedStore, match=r"patch [34]: does not match its checksum"):
+        histopipe.train(path, out=tmp_path / "r1", epochs=1, **settings)
+    skipping = settings | {"on_error": "skip"}
+    histopipe.train(
+        path,
+        out=tmp_path / "r2",
+        epochs=1,
+        balance="class",
+        max_per_slide=500,
+        augment=("flips", "crop", "stain", "colour"),
+        **skipping,
+    )
+    assert "2 damaged patches were skipped" in capfd.readouterr().err
+    histopipe.train(out=tmp_path / "r2", resume=True, epochs=2, in_process=True)
+    assert "2 damaged patches were skipped" in capfd.readouterr().err
+    assert json.loads((tmp_path / "r2" / "metrics.json").read_text())["skipped"] == 2
+    with Store(path) as store:
+        rows = [(n, row) for n, r in store.complete.items() for row in range(r.planned)]
+    flip_bytes(path, [place for place in rows if place not in ((0, 3), (0, 4))])
+    with pytest.raises(DamagedStore, match="every patch is damaged"):
+        histopipe.train(path, out=tmp_path / "r3", epochs=1, **skipping)

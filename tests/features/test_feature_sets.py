@@ -1,0 +1,223 @@
+"""Several feature sets in one bag, joined by position."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from helpers.bags import a_bag, write_bag
+from helpers.commands import Run
+from histopipe.dataset.sampling import Order
+from histopipe.dataset.selection import SampleTable, select
+from histopipe.errors import DamagedStore, NothingToDo, UsageError
+from histopipe.features.bags import BagBatches, BagSet, read_bag
+from histopipe.features.feature_sets import covering
+from histopipe.runs.task_config import (
+    FORMER,
+    BagTrainConfig,
+    changed_config,
+    load_config,
+    make_config,
+    resumed_config,
+)
+from histopipe.studies.study import _are_same
+from histopipe.system.settings import to_toml
+
+corners = st.lists(st.tuples(st.integers(-9, 60), st.integers(-9, 60)), max_size=25)
+
+
+@given(
+    patch_corners=corners,
+    side=st.integers(1, 12),
+    other_corners=corners,
+    other_side=st.integers(1, 30),
+)
+def test_covering_patches_are_those_of_a_full_search(
+    patch_corners: list[tuple[int, int]],
+    side: int,
+    other_corners: list[tuple[int, int]],
+    other_side: int,
+) -> None:
+    expected = []
+    for x, y in patch_corners:
+        centre, best, nearest = (x + side / 2, y + side / 2), -1, np.inf
+        for row, (left, top) in enumerate(other_corners):
+            offset = centre[0] - left, centre[1] - top
+            away = sum((distance - other_side / 2) ** 2 for distance in offset)
+            if all(0 <= distance < other_side for distance in offset) and away < nearest:
+                best, nearest = row, away
+        expected.append(best)
+    rows = covering(
+        np.array(patch_corners, np.int64).reshape(-1, 2),
+        side,
+        np.array(other_corners, np.int64).reshape(-1, 2),
+        other_side,
+    )
+    assert rows.tolist() == expected
+
+
+@pytest.fixture
+def sets(tmp_path: Path) -> tuple[Path, Path]:
+    """Two magnifications of 14 slides: patches of 512 and 2,048 pixels. Slide 3 lacks a coarse patch, 4 its file."""
+    fine, coarse = tmp_path / "fine", tmp_path / "coarse"
+    rows = [("slide", "label", "patient")]
+    for i in range(14):
+        grid = np.stack(np.meshgrid(np.arange(8), np.arange(4)), axis=-1).reshape(-1, 2)
+        write_bag(fine / f"s{i}.h5", a_bag(i, len(grid), positive=i % 2 == 1), 512 * grid)
+        wide = 2048 * np.array([(0, 0), (1, 0)])[: 1 if i == 3 else 2]
+        if i != 4:
+            values = np.arange(2 * len(wide), dtype=np.float16).reshape(-1, 2)
+            write_bag(coarse / f"s{i}.h5", values, wide)
+            with h5py.File(coarse / f"s{i}.h5", "r+") as file:
+                file["coords"].attrs["patch_size_level0"] = 2048
+        rows.append((f"s{i}", "np"[i % 2], f"P{i}"))
+    with (fine / "labels.csv").open("w", newline="") as file:
+        csv.writer(file).writerows(rows)
+    return fine, coarse
+
+
+def test_sets_are_joined_by_position(sets: tuple[Path, Path]) -> None:
+    bags = BagSet(sets, labels=sets[0] / "labels.csv", columns=())
+    assert bags.dimension == 14
+    assert "4" not in {bag.id[1:] for bag in bags.bags.values()}
+    assert any("s4" in note for note in bags.notes)
+    assert any(note.startswith("16 patches") for note in bags.notes)
+    by_name = {bag.id: bag for bag in bags.bags.values()}
+    whole = read_bag(by_name["s0"], np.dtype(np.float32))
+    assert whole.shape == (32, 14)
+    left = by_name["s0"].parts[0].corners()
+    assert left is not None
+    np.testing.assert_array_equal(whole[:, 12], np.where(left[:, 0] < 2048, 0, 2))
+    np.testing.assert_array_equal(whole[:, :12], a_bag(0, 32, positive=False))
+    some = np.array([1, 5, 31])
+    np.testing.assert_array_equal(read_bag(by_name["s0"], np.dtype(np.float32), some), whole[some])
+    short = by_name["s3"]
+    assert short.rows == 16
+    short_corners = short.parts[0].corners()
+    assert short_corners is not None
+    assert (short_corners[:, 0] < 2048).all()
+    one = BagSet(sets[0], labels=sets[0] / "labels.csv")
+    assert bags.uuid != one.uuid
+    assert {bag.id: bag.crc for bag in one.bags.values()}["s0"] != by_name["s0"].crc
+
+
+def test_two_encoders_of_the_same_patches_are_concatenated(
+    sets: tuple[Path, Path], tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    for i in range(14):
+        grid = np.stack(np.meshgrid(np.arange(8), np.arange(4)), axis=-1).reshape(-1, 2)
+        write_bag(other / f"s{i}.h5", a_bag(i + 50, 32, positive=False)[:, :5], 512 * grid)
+    both = BagSet((sets[0], other), labels=sets[0] / "labels.csv")
+    assert both.notes == ()
+    bag = both.bags[0]
+    expected = np.concatenate(
+        [a_bag(0, 32, positive=False), a_bag(50, 32, positive=False)[:, :5]], 1
+    )
+    np.testing.assert_array_equal(read_bag(bag, np.dtype(np.float32)), expected)
+    patients = BagSet((sets[0], other), labels=sets[0] / "labels.csv", bag="slide")
+    table = SampleTable(select([patients]))
+    batches = BagBatches(
+        patients, table, batch_size=2, order=Order(len(table)), most=10, positions=True
+    )
+    features, ends, *_, positions = batches.values(0, 0)
+    assert features.shape == (20, 17)
+    assert ends.tolist() == [10, 20]
+    assert positions.shape == (20, 2)
+    assert positions.max() <= 7
+    (other / "s0.h5").write_bytes((other / "s0.h5").read_bytes()[:900])
+    with pytest.raises(DamagedStore, match=r"s0\.h5"):
+        BagSet((sets[0], other), labels=sets[0] / "labels.csv")
+
+
+def test_sets_that_do_not_fit_are_refused(sets: tuple[Path, Path], tmp_path: Path) -> None:
+    fine, coarse = sets
+    with pytest.raises(UsageError, match="given twice"):
+        BagSet((fine, fine))
+    far = tmp_path / "far"
+    write_bag(far / "s0.h5", np.zeros((3, 2), np.float32), np.full((3, 2), 9_000_000))
+    with pytest.raises(NothingToDo, match="no slide has patches in all"):
+        BagSet((fine, far))
+    write_bag(far / "s0.h5", np.zeros((3, 2), np.float32))
+    with pytest.raises(UsageError, match="no coords"):
+        BagSet((fine, far))
+    with h5py.File(coarse / "s0.h5", "r+") as file:
+        del file["coords"].attrs["patch_size_level0"]
+    with pytest.raises(UsageError, match="side of the patches"):
+        BagSet((fine, coarse))
+
+
+def test_settings_hold_several_folders(tmp_path: Path) -> None:
+    one, two = make_config({"mil": "a"}), make_config({"mil": ["a", Path("b")]})
+    assert isinstance(one, BagTrainConfig)
+    assert isinstance(two, BagTrainConfig)
+    assert (one.mil, two.mil) == (("a",), ("a", "b"))
+    (tmp_path / "config.toml").write_text(to_toml(two))
+    assert load_config(tmp_path / "config.toml") == two
+    (tmp_path / "config.toml").write_text('mil = "a"\n')  # written by earlier versions
+    old_one = changed_config(one, **FORMER)
+    assert load_config(tmp_path / "config.toml") == old_one
+    assert resumed_config({"mil": "a"}, {"mil": ("a",)}) == old_one
+    old, new = (json.dumps([{}, {"mil": folders}, None]) for folders in ("a", ["a"]))
+    assert _are_same(old, new)  # a search that was started before
+    with pytest.raises(UsageError, match="no folder"):
+        make_config({"mil": []})
+
+
+@pytest.mark.parametrize("pooling", ["gated", "transformer"])
+def test_training_on_two_magnifications(
+    run: Run, sets: tuple[Path, Path], tmp_path: Path, pooling: str
+) -> None:
+    done = run(
+        "train",
+        "--mil",
+        sets[0],
+        "--mil",
+        sets[1],
+        "--labels",
+        sets[0] / "labels.csv",
+        "--pooling",
+        pooling,
+        "--epochs",
+        2,
+        "--patience",
+        0,
+        "--resamples",
+        20,
+        "--max-per-slide",
+        8,
+        "--fractions",
+        "0.5,0.25,0.25",
+        "--out",
+        "run",
+    )
+    assert done.returncode == 0, done.stderr
+    assert "1 slide without common patches" in done.stderr
+    files = sorted((tmp_path / "run" / "attention").glob("*.csv"))
+    with files[0].open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) in (16, 32)
+    assert {row["size_l0"] for row in rows} == {"512"}
+    assert sum(float(row["attention"]) for row in rows) == pytest.approx(1)
+    assert {"contribution_n", "contribution_p"} <= rows[0].keys()
+
+
+def test_damaged_headers_are_left_out_with_a_reason(tmp_path: Path) -> None:
+    for name in "abc":
+        write_bag(tmp_path / f"{name}.h5", a_bag(0, 3, positive=True))
+    content = (tmp_path / "b.h5").read_bytes()
+    (tmp_path / "b.h5").write_bytes(content[: len(content) // 2])
+    with pytest.raises(DamagedStore, match=r"b\.h5"):
+        BagSet(tmp_path)
+    (tmp_path / "labels.csv").write_text("slide,label\na,x\nb,y\nc,y\n")
+    bags = BagSet(tmp_path, labels=tmp_path / "labels.csv", on_error="skip")
+    assert [bag.id for bag in bags.bags.values()] == ["a", "c"]
+    assert list(bags.failed) == ["b"]
+    assert any("left out" in note and "b.h5" in note for note in bags.notes)

@@ -1,0 +1,213 @@
+"""Damage copies of a store at random, and compare the findings of `verify` with the data that a reader returns.
+
+PYTHONPATH=tests python -m helpers.damage_trials --trials 1000 [--seed 0]
+
+If a reader returns other data than was written, or cannot read the store, `verify` must have a finding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import random
+import shutil
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+from zlib import crc32
+
+from helpers.lmdb_pages import PAGE, Pages, nodes_of, pages_of
+from helpers.stores import a_store
+from histopipe.errors import DamagedStore, HistopipeError
+from histopipe.maintenance.verify import verify
+from histopipe.store.store import Store
+from histopipe.store.writer import StoreWriter
+from histopipe.system.output import Progress
+from histopipe.system.worker_pool import WorkerDied, WorkerPool, silence
+
+Damage = Callable[[bytearray, Pages, random.Random], None]
+_SECONDS = 60.0
+
+
+def flip(data: bytearray, offset: int, rng: random.Random) -> None:
+    """Change one bit or one byte."""
+    data[offset] ^= rng.choice([1 << rng.randrange(8), rng.randrange(1, 256)])
+
+
+def in_pages(*names: str, kind: str) -> Damage:
+    """Return a function that damages one byte on a page of one kind, in one of several databases."""
+
+    def damage(data: bytearray, pages: Pages, rng: random.Random) -> None:
+        name = rng.choice([n for n in names if getattr(pages, kind).get(n)])
+        page = rng.choice(getattr(pages, kind)[name])
+        if kind == "overflow":
+            first, count = page
+            flip(data, PAGE * first + rng.randrange(PAGE * count), rng)
+            return
+        offsets = [rng.randrange(16), rng.randrange(64), rng.randrange(PAGE)]
+        nodes = list(nodes_of(bytes(data), page))
+        if nodes:
+            offsets += [rng.choice(nodes) - PAGE * page + rng.randrange(16)] * 2
+        flip(data, PAGE * page + min(rng.choice(offsets), PAGE - 1), rng)
+
+    return damage
+
+
+def in_meta_pages(data: bytearray, pages: Pages, rng: random.Random) -> None:
+    """Damage one byte in the used part of a meta page."""
+    flip(data, PAGE * rng.randrange(2) + rng.randrange(152), rng)
+
+
+def anywhere(data: bytearray, pages: Pages, rng: random.Random) -> None:
+    """Damage one byte anywhere."""
+    flip(data, rng.randrange(len(data)), rng)
+
+
+def overwritten(data: bytearray, pages: Pages, rng: random.Random) -> None:
+    """Overwrite a page with zeros or noise."""
+    page = rng.randrange(len(data) // PAGE)
+    data[PAGE * page : PAGE * (page + 1)] = rng.choice([bytes(PAGE), rng.randbytes(PAGE)])
+
+
+def exchanged(data: bytearray, pages: Pages, rng: random.Random) -> None:
+    """Exchange two pages."""
+    one, other = (PAGE * rng.randrange(len(data) // PAGE) for _ in range(2))
+    first, second = data[one : one + PAGE], data[other : other + PAGE]
+    data[one : one + PAGE], data[other : other + PAGE] = second, first
+
+
+def truncated(data: bytearray, pages: Pages, rng: random.Random) -> None:
+    """Truncate the file at a random length."""
+    del data[rng.randrange(1, len(data)) :]
+
+
+DAMAGES: dict[str, Damage] = {
+    "values": in_pages("patches", kind="overflow"),
+    "small values": in_pages("patches", kind="leaves"),
+    "patch tree": in_pages("patches", kind="branches"),
+    "index blocks": in_pages("index", kind="overflow"),
+    "other leaves": in_pages(
+        "index", "slides", "meta", "thumbnails", "main", "free", kind="leaves"
+    ),
+    "records": in_pages("slides", kind="leaves"),
+    "meta pages": in_meta_pages,
+    "anywhere": anywhere,
+    "overwritten": overwritten,
+    "exchanged": exchanged,
+    "truncated": truncated,
+}
+
+
+def make_store(path: Path) -> Path:
+    """Create a store of three slides with small and large values, a thumbnail, and free pages of a removed slide."""
+    rng = random.Random(0)
+    slides = {
+        name: [rng.randbytes(rng.choice([40, 300, 1500, 3000, 9000])) for _ in range(count)]
+        for name, count in (("a", 400), ("b", 60), ("c", 90), ("removed", 40))
+    }
+    a_store(path, slides)
+    with Store(path) as store:
+        spec, index, records = store.spec, store.index(1), store.records
+    with StoreWriter(path, spec) as writer:
+        writer.complete(1, records[1], index, {"thumb": rng.randbytes(6000), "mask": b"m" * 90})
+        writer.remove(3)
+    return path
+
+
+def read_all(store: Path) -> dict[str, Any]:
+    """Return all data of slides as a reader does, without a check of values against their checksums."""
+    with Store(store) as opened:
+        content: dict[str, Any] = {"classes": opened.classes}
+        for number, record in opened.complete.items():
+            index = {name: column.tobytes() for name, column in opened.index(number).items()}
+            values = [crc32(opened.value(number, row)) for row in range(record.planned)]
+            pictures = opened.thumbnail(number), opened.thumbnail(number, "mask")
+            content[record.id] = record, index, values, pictures, opened.stains()
+        return content
+
+
+def read_in_worker(pool: WorkerPool, store: Path) -> Any:
+    """Return the result of `read_all` in a worker; the text of the error if it raises or dies."""
+    try:
+        return pool.submit_within(_SECONDS, read_all, store).result()
+    except (WorkerDied, HistopipeError, ValueError) as error:
+        return repr(error)
+
+
+def run_trials(folder: Path, count: int, seed: int = 0) -> tuple[Counter[str], list[str]]:
+    """Run trials.
+
+    Returns:
+        Number of trials by damage and outcome, and descriptions of missed damage.
+    """
+    rng = random.Random(seed)
+    intact = make_store(folder / "intact.lmdb")
+    content, pages = (intact / "data.mdb").read_bytes(), pages_of(intact)
+    store = folder / "damaged.lmdb"
+    outcomes: Counter[str] = Counter()
+    missed: list[str] = []
+    with (
+        contextlib.closing(_SharedPool(1)) as pool,
+        contextlib.closing(_SharedPool(1, silence)) as verifiers,
+        patch("histopipe.maintenance.verify.WorkerPool", lambda *_: verifiers),
+    ):
+        expected = read_in_worker(pool, intact)
+        assert isinstance(expected, dict), expected
+        for trial in range(count):
+            name = list(DAMAGES)[trial % len(DAMAGES)]
+            data = bytearray(content)
+            DAMAGES[name](data, pages, rng)
+            shutil.rmtree(store, ignore_errors=True)
+            store.mkdir()
+            (store / "data.mdb").write_bytes(data)
+            started = time.monotonic()
+            try:
+                result = verify(store, progress=Progress())
+                is_found = bool(result.findings)
+                assert int(result.exit_code) == (5 if is_found else 0)
+            except DamagedStore as error:  # also UnknownVersion
+                assert int(error.exit_code) == 5
+                is_found = True
+            if time.monotonic() - started > _SECONDS:
+                missed.append(f"{name}, trial {trial}: took {time.monotonic() - started:.0f} s")
+            returned = read_in_worker(pool, store)
+            is_same = returned == expected
+            outcomes[
+                f"{name}: {'found' if is_found else 'not found, not visible' if is_same else 'MISSED'}"
+            ] += 1
+            if not is_found and not is_same:
+                missed.append(f"{name}, trial {trial}: a reader returns {returned!r:.300}")
+    return outcomes, missed
+
+
+class _SharedPool(WorkerPool):
+    """A pool for many calls of `verify`, so that not each call starts and ends processes."""
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """End the processes."""
+        super().shutdown(cancel_futures=True)
+
+
+def main() -> None:
+    """Run trials and print the outcomes."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--trials", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        outcomes, missed = run_trials(Path(folder), arguments.trials, arguments.seed)
+    for name, number in sorted(outcomes.items()):
+        print(f"{number:6} {name}")
+    print("\n".join(missed) or "nothing missed")
+    raise SystemExit(bool(missed))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""Files of a run, faults in a training, and workers on this machine."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import socket
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from helpers.paths import ENCODERS
+
+FILES = {
+    "config.toml",
+    "splits.json",
+    "slides.csv",
+    "history.csv",
+    "metrics.json",
+    "model.keras",
+    "predictions.csv",
+    "resume.npz",
+}
+"""Files of a finished training of patches."""
+EACH_STEP = ("--save-minutes", "1e-9")
+"""Flags of a training that writes its state at every step."""
+TINY_WEIGHTS = ENCODERS / "timm-registers.safetensors"
+TINY: dict[str, Any] = {"model": str(ENCODERS / "tiny.toml"), "weights": str(TINY_WEIGHTS)}
+TINY_FLAGS = ("--model", TINY["model"], "--weights", TINY["weights"])
+"""A Vision Transformer of four blocks."""
+PREDICT = """
+import csv, json, sys
+import keras, numpy as np
+from PIL import Image
+import io
+run, store_path, *classes = sys.argv[1:]
+model = keras.models.load_model(run + "/model.keras")
+assert "histopipe" not in sys.modules
+assert model.inputs[0].dtype == "uint8"
+import histopipe
+with histopipe.open_store(store_path) as store:
+    worst = 0.0
+    for row in list(csv.DictReader(open(run + "/predictions.csv")))[::40]:
+        number = store.number(row["slide"])
+        index = store.index(number)
+        place = np.flatnonzero((index["x_l0"] == int(row["x_l0"])) & (index["y_l0"] == int(row["y_l0"])))[0]
+        p = model.predict(store.read(row["slide"], place)[None], verbose=0)[0]
+        worst = max(worst, abs(p - [float(row["p_" + c]) for c in classes or ("normal", "tumour")]).max())
+print(worst)
+"""
+"""Program that prints the largest difference between the saved model and the predictions of its training."""
+
+
+def csv_rows(path: Path) -> list[dict[str, str]]:
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def history(run: Path) -> list[dict[str, str]]:
+    timing = ("patches_per_s", "input_wait", "seconds")
+    rows = csv_rows(run / "history.csv")
+    return [{k: v for k, v in row.items() if k not in timing} for row in rows]
+
+
+def weights(run: Path) -> list[np.ndarray[Any, Any]]:
+    with np.load(run / "resume.npz") as saved:
+        return [saved[name] for name in sorted(saved.files) if name.startswith("v0")]
+
+
+def assert_equal(run: Path, other: Path) -> None:
+    """Assert that histories, weights and predictions are bitwise equal."""
+    assert history(run) == history(other)
+    for a, b in zip(weights(run), weights(other), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert (run / "predictions.csv").read_bytes() == (other / "predictions.csv").read_bytes()
+
+
+def faulty(fault: str, marker: Path) -> dict[str, str]:
+    """Return an environment in which a training fails once at `PLACE:CALL:KIND`."""
+    return {
+        **os.environ,
+        "HISTOPIPE_TEST_FAULT": f"{fault}:{marker}",
+    }
+
+
+def faulty_runs(faults: dict[str, str], folder: Path) -> dict[str, str]:
+    """Return an environment with a fault for each fold, which occurs at every attempt."""
+    each = [f"{fold}={fault}:{folder}/always" for fold, fault in faults.items()]
+    return {
+        **os.environ,
+        "HISTOPIPE_TEST_FAULT": ";".join(each),
+    }
+
+
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def tf_config(ports: list[int], index: int) -> str:
+    addresses = [f"127.0.0.1:{port}" for port in ports]
+    return json.dumps(
+        {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
+    )

@@ -1,0 +1,633 @@
+"""Test `predict`: from stores and from slide files, after interruptions, and on several devices."""
+
+from __future__ import annotations
+
+import csv
+import errno
+import json
+import re
+import shutil
+import subprocess
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from helpers.commands import INTERRUPTIBLE, Run, with_tensorflow
+from helpers.scores import class_predictions
+from helpers.slides import make_slides
+from histopipe.dataset.patch_batches import decode
+from histopipe.errors import DamagedStore, HistopipeError, UsageError
+from histopipe.evaluation.evaluate import tempered
+from histopipe.geometry import Mpp
+from histopipe.inference.options import PredictOptions
+from histopipe.inference.predict import predict
+from histopipe.inference.slide_run import PatchBatch, Results, SlideRun
+from histopipe.inference.slide_tiler import FileSource
+from histopipe.ingestion.patch_source import chunk_of
+from histopipe.predictions.sources import PredictedSlide, PredictionsFolder
+from histopipe.reports.report import report
+from histopipe.runs.result import read_result
+from histopipe.slides.slide_files import SlideFile
+from histopipe.splits.splits import SlideSplit, Splits, trained_on, write_splits
+from histopipe.store.store import Store
+from histopipe.system.output import default_progress
+from histopipe.tasks.predictions import joined_predictions
+from histopipe.tasks.task import Predictions
+from histopipe.tiling.spec import TilingSpec
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def patch_files(folder: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in sorted((folder / "patches").rglob("*.csv"))}
+
+
+@pytest.fixture(scope="session")
+def predicted(
+    trained: Path, made: Path, made_store: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
+    """Predictions from the store, on one and on two devices, and from its slide files.
+
+    Two devices need a separate process, because TensorFlow can divide the CPU only once per process.
+    """
+    base = tmp_path_factory.mktemp("predicted")
+    command = "from histopipe.cli import main; main()"
+    flags = ("--out", base / "two", "--devices", "cpu:2", "--batch-size", 33)
+    done = with_tensorflow(command, "predict", trained, made_store, *flags)
+    assert done.returncode == 0, done.stderr
+    predict(trained, made_store, out=base / "store")
+    predict(trained, made, out=base / "slides", labels=made / "labels.csv")
+    return {name: base / name for name in ("store", "two", "slides")}
+
+
+def test_probabilities_equal_those_of_keras(
+    predicted: dict[str, Path], trained: Path, made_store: Path
+) -> None:
+    import keras
+
+    model = keras.models.load_model(trained / "model.keras")
+    calibration = read_result(trained).calibration
+    assert calibration is not None
+    temperature = calibration.temperature
+    with Store(made_store) as store:
+        for number in (0, 11):
+            record = store.records[number]
+            rows = rows_of(predicted["store"] / "patches" / f"{record.id}.csv")
+            index = store.index(number)
+            row_of = {
+                corner: row
+                for row, corner in enumerate(
+                    zip(index["x_l0"].tolist(), index["y_l0"].tolist(), strict=True)
+                )
+            }
+            assert len(rows) == len(row_of) == record.stored
+            order = [row_of[int(row["x_l0"]), int(row["y_l0"])] for row in rows]
+            images = np.stack([store.read(record.id, row) for row in order])
+            expected = tempered(model.predict(images, verbose=0), temperature)
+            probabilities = np.array(
+                [[float(row["p_normal"]), float(row["p_tumour"])] for row in rows]
+            )
+            assert np.allclose(probabilities, expected, atol=1e-5)
+            assert {row["label"] for row in rows} == {record.label}
+            most_probable = [("normal", "tumour")[i] for i in probabilities.argmax(axis=1)]
+            assert [row["predicted"] for row in rows] == most_probable
+
+
+def test_predictions_from_slide_files_equal_those_from_the_store(
+    predicted: dict[str, Path], made_store: Path
+) -> None:
+    """They are equal bit by bit, because the same code makes the patches."""
+    assert patch_files(predicted["slides"]) == patch_files(predicted["store"])
+    assert len(patch_files(predicted["slides"])) == 12
+    for name in ("slides.csv", "patients.csv", "evaluation.json"):
+        assert (predicted["slides"] / name).read_bytes() == (predicted["store"] / name).read_bytes()
+    assert not list(predicted["slides"].rglob("data.mdb"))
+
+
+def test_thumbnails_are_stored_with_the_predictions(
+    predicted: dict[str, Path], made_store: Path
+) -> None:
+    """Heatmaps use them, so they need neither store nor slide."""
+    with Store(made_store) as store:
+        kept = {f"{record.id}.jpg": store.thumbnail(n) for n, record in store.complete.items()}
+    for kind in ("store", "slides"):
+        folder = predicted[kind] / "patches"
+        assert {path.name: path.read_bytes() for path in folder.glob("*.jpg")} == kept
+
+
+def test_two_devices_predict_the_same_as_one(predicted: dict[str, Path]) -> None:
+    for name in patch_files(predicted["store"]):
+        one, two = (rows_of(predicted[k] / "patches" / name) for k in ("store", "two"))
+        for a, b in zip(one, two, strict=True):
+            assert float(a["p_tumour"]) == pytest.approx(float(b["p_tumour"]), abs=1e-5)
+
+
+def test_slide_and_patient_predictions_are_means_of_patches(predicted: dict[str, Path]) -> None:
+    folder = predicted["store"]
+    patches: dict[str, list[float]] = defaultdict(list)
+    for name in patch_files(folder):
+        for row in rows_of(folder / "patches" / name):
+            patches[row["slide"]].append(float(row["p_tumour"]))
+    slides = rows_of(folder / "slides.csv")
+    assert list(slides[0]) == [
+        "slide",
+        "patient",
+        "label",
+        "patches",
+        "predicted",
+        "decided",
+        "p_normal",
+        "p_tumour",
+    ]
+    assert [row["slide"] for row in slides] == sorted(patches)
+    for row in slides:
+        mean = float(np.mean(patches[row["slide"]]))
+        assert float(row["p_tumour"]) == pytest.approx(mean, abs=1e-6)
+        assert row["predicted"] == ("tumour" if mean > 0.5 else "normal")
+        assert int(row["patches"]) == len(patches[row["slide"]])
+    by_patient = rows_of(folder / "patients.csv")
+    assert sum(int(row["patches"]) for row in by_patient) == sum(map(len, patches.values()))
+    metrics = json.loads((folder / "evaluation.json").read_text())["test"]
+    assert metrics["patch"]["count"] == sum(map(len, patches.values()))
+    threshold = metrics["slide"]["mean"]["thresholds"]["values"][0]
+    assert all((float(r["p_tumour"]) >= threshold) == (r["decided"] == "tumour") for r in slides)
+
+
+def test_killed_prediction_continues(
+    trained: Path, made: Path, predicted: dict[str, Path], tmp_path: Path
+) -> None:
+    """Interrupts are tested with `embed`, which runs slides through a network in the same way."""
+    out = tmp_path / "out"
+    command = [*INTERRUPTIBLE, "predict", str(trained), str(made), "--out", str(out)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    until = time.monotonic() + 120
+    while not len(list(out.glob("patches/*.json"))) >= 3:
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    process.kill()
+    _, errors = process.communicate(timeout=60)
+    done = sorted(p.stem for p in out.glob("patches/*.json"))
+    assert 3 <= len(done) < 12, errors
+    # A slide without its JSON file is incomplete and is predicted again.
+    (out / "patches" / f"{done[0]}.json").unlink()
+    again = predict(trained, made, out=out)
+    assert (len(again.kept), len(again.done)) == (len(done) - 1, 13 - len(done))
+    assert f"{len(done) - 1} already done, 0 failed" in str(again)
+    assert patch_files(out) == _without_labels(predicted["slides"])
+
+
+def _without_labels(folder: Path) -> dict[str, bytes]:
+    """Return the patch tables without labels, as `predict` writes them without --labels."""
+    tables = {}
+    for name, value in patch_files(folder).items():
+        lines = value.decode().split("\r\n")
+        cells = [line.split(",") for line in lines[1:] if line]
+        for row in cells:
+            row[4] = ""
+        tables[name] = "\r\n".join([lines[0], *map(",".join, cells), ""]).encode()
+    return tables
+
+
+def test_bad_slides_do_not_affect_other_slides(
+    trained: Path, made: Path, data: Path, tmp_path: Path, run: Run
+) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    shutil.copy(next(made.glob("*.svs")), folder)
+    shutil.copy(data / "bad" / "broken.svs", folder)
+    shutil.copy(data / "slides" / "TCGA-CR-7395-01A-01-TS1.svs", folder)
+    done = run("predict", trained, folder, "--out", "out", "--json")
+    assert done.returncode == 3, done.stderr
+    result = json.loads(done.stdout)
+    assert len(result["done"]) == 1
+    assert set(result["failed"]) == {"broken", "TCGA-CR-7395-01A-01-TS1"}
+    assert "no usable mpp" in result["failed"]["TCGA-CR-7395-01A-01-TS1"]
+    # Now that the scale is given, only the missing slide is predicted.
+    again = predict(trained, folder, out=tmp_path / "out", default_mpp=0.25)
+    assert again.done == ("TCGA-CR-7395-01A-01-TS1",)
+    assert list(again.failed) == ["broken"]
+    assert rows_of(tmp_path / "out" / "patients.csv")[0]["patient"] == "TCGA-CR-7395"
+
+
+def test_errors_of_predict(
+    trained: Path, made: Path, made_store: Path, tmp_path: Path, run: Run
+) -> None:
+    def refused(code: int, message: str, folder: Path, *sources: Path, **options: Any) -> None:
+        with pytest.raises(HistopipeError) as error:
+            predict(folder, sources, out=tmp_path / options.pop("out", "a"), **options)
+        assert (error.value.exit_code, message in str(error.value)) == (code, True), error.value
+
+    refused(2, "expected a metrics.json in it; finish it with", tmp_path, made)
+    refused(2, "expected a metrics.json in it; check the path", tmp_path / "none", made)
+    refused(4, "nowhere does not exist", trained, tmp_path / "nowhere")
+    refused(2, "slides and stores are mixed", trained, made, made_store)
+    (tmp_path / "empty").mkdir()
+    refused(4, "no slide in", trained, tmp_path / "empty")
+    slide = next(made.glob("*.svs"))
+    for name, flags, message in (
+        ("large", ["--patch-size", "256"], "large.lmdb: the size of its patches differs"),
+        (
+            "coarse",
+            ["--patch-size", "128", "--mpp", "1"],
+            "coarse.lmdb: the scale of its patches differs",
+        ),
+    ):
+        assert run("ingest", slide, "--out", f"{name}.lmdb", *flags).returncode == 0
+        refused(2, message, trained, tmp_path / f"{name}.lmdb")
+    assert len(predict(trained, slide, out=tmp_path / "b").done) == 1
+    message = "contains predictions computed with other settings"
+    refused(2, message, trained, slide, out="b", overlap=64)
+
+
+def test_training_slides_cause_a_warning(
+    trained: Path, made_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    predict(trained, made_store, out=tmp_path / "out")
+    assert re.search(r"the training used \d+ of these slides", capsys.readouterr().err)
+
+
+ROUTES: dict[str, tuple[dict[str, Any], str]] = {
+    "copy": ({"patch_size": 256}, "made"),
+    "decode": ({"patch_size": 128}, "made"),
+    "openslide": ({"patch_size": 128, "mpp": 0.6}, "TCGA-CR-7395-01A-01-TS1.svs"),
+}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_pixels_equal_those_of_a_store_for_every_route(
+    route: str, data: Path, tmp_path: Path, run: Run
+) -> None:
+    settings, name = ROUTES[route]
+    folder = tmp_path / "slides"
+    if name == "made":
+        make_slides(folder, "--count", "1", "--size", "1024x1024")
+    else:
+        folder.mkdir()
+        shutil.copy(data / "slides" / name, folder)
+    spec = TilingSpec(**{"mpp": 0.5, **settings})
+    flags = [f"--patch-size={spec.patch_size}", f"--mpp={spec.mpp}", "--default-mpp=0.25"]
+    assert run("ingest", folder, *flags).returncode == 0
+    model: Any = SimpleNamespace(spec=spec.to_json(), stain_norm="none", patch_mpp=None)
+    options = PredictOptions(batch_size=7, default_mpp=Mpp(0.25), workers=1)
+    network: Any = None
+    slides = SlideRun(network, "predicting", 1, default_progress())
+    with (
+        FileSource([folder], model, options, default_progress()) as files,
+        Store(tmp_path / "patches.lmdb") as store,
+    ):
+        (slide,) = files.slides(slides, PredictionsFolder(tmp_path / "out").complete)
+        assert slide is not None
+        assert store.records[0].route == route
+        batches = [slide.load(step) for step in range(slide.steps)]
+        pixels = {
+            tuple(corner): image
+            for batch in batches
+            for corner, image in zip(
+                batch.corners[batch.valid].tolist(), batch.images[batch.valid], strict=True
+            )
+        }
+        index = store.index(0)
+        assert len(pixels) == store.records[0].stored >= 4
+        for row in range(len(pixels)):
+            out = np.empty((spec.patch_size, spec.patch_size, 3), np.uint8)
+            decode(memoryview(store.value(0, row)), out)
+            corner = int(index["x_l0"][row]), int(index["y_l0"][row])
+            assert np.array_equal(pixels[corner], out)
+        # A patch that cannot be decoded is left out of the sample for the stain.
+        rows = np.arange(3)
+        without, values = slide._sample(rows[1:]), slide._values(chunk_of(slide.planned.plan, rows))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(slide, "_values", lambda _: [b"no picture", *values[1:]])
+            assert np.array_equal(slide._sample(rows), without)
+    assert not slides.failed
+
+
+class FakeSlide:
+    """A slide with three batches of two patches, whose pixels and corners are its number."""
+
+    def __init__(self, number: int, fails: str = "") -> None:
+        self.id, self.number, self.fails, self.steps = f"s{number}", number, fails, 3
+
+    def load(self, step: int) -> PatchBatch:
+        if self.fails == "load" and step == 1:
+            raise KeyError("load")
+        images = np.full((2, 1, 1, 3), self.number, np.uint8)
+        return PatchBatch(images, np.full((2, 2), self.number), np.ones(2, np.bool_))
+
+    def close(self) -> None:
+        pass
+
+
+class FakeNetwork:
+    """Returns the first value of each patch."""
+
+    broken = -1
+
+    def prepare(self, images: Any) -> Any:
+        return images
+
+    def start(self, inputs: Any) -> Any:
+        return inputs
+
+    def finish(self, started: Any) -> Any:
+        if started[0, 0, 0, 0] == self.broken:
+            raise RuntimeError("the device is lost")
+        return started[:, 0, 0, :1].astype(np.float32)
+
+
+def test_error_of_one_slide_leaves_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every other slide gets its own results. An error of the network ends the run."""
+    slides: Any = [
+        FakeSlide(n, {1: "load", 3: "write", 5: "complete"}.get(n, "")) for n in range(8)
+    ]
+    network: Any = FakeNetwork()
+    run = SlideRun(network, "predicting", len(slides), default_progress())
+
+    def is_complete(slide: FakeSlide) -> bool:
+        if slide.fails == "complete":
+            raise OSError(errno.ENAMETOOLONG, "File name too long", slide.id)
+        return slide.number == 6
+
+    def write(slide: FakeSlide, results: Iterator[Results]) -> tuple[int, int]:
+        if slide.fails == "write":
+            raise TypeError("write")
+        for values, corners in results:
+            assert (values == slide.number).all() and (corners == slide.number).all()
+        return 6, 0
+
+    run.run(run.missing(slides, is_complete), write)
+    assert (run.done, run.kept) == (["s0", "s2", "s4", "s7"], ["s6"])
+    reasons = {name: reason.split(";")[0] for name, reason in run.failed.items()}
+    assert reasons == {
+        "s5": "File name too long: s5",
+        "s1": "KeyError: 'load'",
+        "s3": "TypeError: write",
+    }
+    network.broken = 2
+    run = SlideRun(network, "predicting", len(slides), default_progress())
+    slides = [FakeSlide(n) for n in range(8)]
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        run.run(slides, write)
+    assert run.done == ["s0", "s1"]
+
+
+def test_stain_normalization_of_the_run_is_applied(
+    made: Path, made_store: Path, tmp_path: Path, run: Run
+) -> None:
+    store = shutil.copytree(made_store, tmp_path / "stained.lmdb")
+    assert run("stains", store).returncode == 0
+    done = run(
+        "train",
+        store,
+        "--model",
+        "small-cnn",
+        "--epochs",
+        "1",
+        "--stain-norm",
+        "reinhard",
+        "--out",
+        "run",
+    )
+    assert done.returncode == 0, done.stderr
+    for source in (store, made):
+        assert not predict(tmp_path / "run", source, out=tmp_path / f"of-{source.name}").failed
+    stored, files = (rows_of(tmp_path / f"of-{s.name}" / "slides.csv") for s in (store, made))
+    # Without a store, the stain is measured on other patches of the slide.
+    for a, b in zip(stored, files, strict=True):
+        assert float(a["p_tumour"]) == pytest.approx(float(b["p_tumour"]), abs=0.02)
+
+
+def test_damaged_slide_files_of_predictions_are_detected(tmp_path: Path) -> None:
+    description: dict[str, Any] = {
+        "slide": "a",
+        "patient": "a",
+        "label": None,
+        "width": 10,
+        "height": 10,
+        "bounds": [0, 0, 10, 10],
+        "mpp": None,
+        "mpp_source": None,
+        "size_l0": 4.0,
+        "stride_l0": 4.0,
+        "source": "x",
+    }
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(description))
+    assert PredictedSlide.read(path).size_l0 == 4
+    for change in ({"bounds": [1, 2]}, {"width": "x"}, {"more": 1}, {"slide": None, "width": None}):
+        path.write_text(json.dumps(description | change))
+        with pytest.raises(DamagedStore, match=r"a\.json is damaged"):
+            PredictedSlide.read(path)
+    path.write_text("[1]")
+    with pytest.raises(DamagedStore):
+        PredictedSlide.read(path)
+
+
+def test_joined_predictions_keep_slides_and_patients() -> None:
+    def part(slide: str, patient: str, n: int) -> Predictions:
+        zeros = np.zeros(n, np.int32)
+        position = np.arange(n, dtype=np.int64)
+        return class_predictions(
+            ("a", "b"),
+            (slide,),
+            (patient,),
+            slide=zeros,
+            patient=zeros,
+            x_l0=position,
+            y_l0=position,
+            label=zeros,
+            probability=np.full((n, 2), n / 10, np.float32),
+        )
+
+    joined = joined_predictions([part("z", "p", 2), part("a", "q", 3), part("m", "p", 1)])
+    names = [joined.slides[i] for i in joined.slide]
+    assert names == ["z", "z", "a", "a", "a", "m"]
+    assert [joined.patients[i] for i in joined.patient] == ["p", "p", "q", "q", "q", "p"]
+    assert joined.output[:, 0].tolist() == pytest.approx([0.2, 0.2, 0.3, 0.3, 0.3, 0.1])
+
+
+def test_labels_can_be_added_later(trained: Path, made: Path, tmp_path: Path) -> None:
+    folder, out, fresh = (tmp_path / name for name in ("some", "out", "fresh"))
+    folder.mkdir()
+    for name in ("slide-000.svs", "slide-001.svs"):
+        shutil.copy(made / name, folder)
+    assert len(predict(trained, folder, out=out).done) == 2
+    assert {row["label"] for row in rows_of(out / "slides.csv")} == {""}
+    assert not (out / "evaluation.json").exists()
+    labels = tmp_path / "labels.csv"
+    labels.write_text("slide,label,patient\nslide-000,normal,A\nslide-001,tumour,A\n")
+    again = predict(trained, folder, out=out, labels=labels)
+    assert (len(again.kept), again.done) == (2, ())
+    assert [row["label"] for row in rows_of(out / "slides.csv")] == ["normal", "tumour"]
+    assert [row["patient"] for row in rows_of(out / "patients.csv")] == ["A"]
+    predict(trained, folder, out=fresh, labels=labels)
+    assert (fresh / "evaluation.json").exists()
+    for path in sorted(fresh.rglob("*.*")):
+        assert path.read_bytes() == (out / path.relative_to(fresh)).read_bytes()
+
+
+def test_failed_and_empty_slides_in_the_table(trained: Path, made: Path, tmp_path: Path) -> None:
+    from tifffile import TiffWriter
+
+    folder, out = tmp_path / "some", tmp_path / "out"
+    folder.mkdir()
+    shutil.copy(made / "slide-000.svs", folder)
+    shutil.copy(made / "slide-001.svs", folder)
+    with TiffWriter(folder / "blank.tiff") as file:
+        white = np.full((1024, 1024, 3), 245, np.uint8)
+        file.write(
+            white, tile=(256, 256), photometric="rgb", resolution=(20_000, 20_000), resolutionunit=3
+        )
+    assert not predict(trained, folder, out=out).failed
+    rows = {row["slide"]: row for row in rows_of(out / "slides.csv")}
+    assert set(rows) == {"blank", "slide-000", "slide-001"}
+    blank = rows["blank"]
+    assert (blank["patches"], blank["predicted"], blank["p_tumour"]) == ("0", "", "")
+    (folder / "slide-001.svs").write_text("no slide any more")
+    assert set(predict(trained, folder, out=out).failed) == {"slide-001"}
+    assert {row["slide"] for row in rows_of(out / "slides.csv")} == {"blank", "slide-000"}
+    page = report(out).file.read_text()
+    assert "Failed, and not predicted: slide-001." in page
+
+
+def test_changed_scale_predicts_the_slide_again(trained: Path, data: Path, tmp_path: Path) -> None:
+    slide = data / "slides" / "TCGA-CR-7395-01A-01-TS1.svs"
+    for mpp, done in ((0.25, 1), (0.25, 0), (0.5, 1)):
+        assert len(predict(trained, slide, out=tmp_path / "out", default_mpp=mpp).done) == done
+
+
+def test_level_with_a_different_scale_fails(trained: Path, made: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(trained, tmp_path / "copy")
+    metrics = json.loads((copy / "metrics.json").read_text())
+    assert metrics["patch_mpp"] == pytest.approx(0.499)
+    metrics["spec"] |= {"mpp": None, "level": 1}
+    (copy / "metrics.json").write_text(json.dumps(metrics))
+    result = predict(copy, next(made.glob("*.svs")), out=tmp_path / "out")
+    assert "the scale of its patches differs" in next(iter(result.failed.values()))
+
+
+def test_other_files_are_not_overwritten(trained: Path, made: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(trained, tmp_path / "copy")
+    before = {p.name: p.read_bytes() for p in copy.iterdir() if p.is_file()}
+    slide = next(made.glob("*.svs"))
+    with pytest.raises(UsageError, match="holds files that are not predictions"):
+        predict(copy, slide, out=copy)
+    assert {p.name: p.read_bytes() for p in copy.iterdir() if p.is_file()} == before
+
+
+@pytest.mark.parametrize("mpp", [-1.0, 0.0, float("nan")])
+def test_impossible_scales_are_rejected(
+    mpp: float, trained: Path, made: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match=r"--default-mpp: found .*, expected from 0\.05 to 50"):
+        predict(trained, made, out=tmp_path / "out", default_mpp=mpp)
+
+
+def test_options_for_slide_files_are_rejected_for_stores(
+    trained: Path, made_store: Path, tmp_path: Path
+) -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"overlap": 64}, "--overlap"),
+        ({"workers": 9}, "--workers"),
+    ]
+    for options, name in cases:
+        with pytest.raises(UsageError, match=f"{name}: found a store"):
+            predict(trained, made_store, out=tmp_path / "out", **options)
+
+
+def test_trained_on_ignores_patches_that_were_left_out(tmp_path: Path) -> None:
+    def slide(name: str, sides: list[int]) -> SlideSplit:
+        return SlideSplit(
+            0, 0, name, "a", name, None, None, len(sides), 0, np.array(sides, np.int8)
+        )
+
+    slides = (
+        slide("train", [0, 0]),
+        slide("test", [2, -1]),
+        slide("both", [2, 0]),
+        slide("validation", [1, -1]),
+    )
+    write_splits(
+        Splits("slide", 1, (0.7, 0.15, 0.15), ("x",), ("a",), slides), tmp_path / "splits.json"
+    )
+    assert trained_on(tmp_path / "splits.json") == {
+        (kind, name) for kind in ("slide", "patient") for name in ("train", "both", "validation")
+    }
+    assert trained_on(tmp_path / "nothing.json") == set()
+
+
+def test_slide_name_may_begin_with_part(tmp_path: Path) -> None:
+    folder = PredictionsFolder(tmp_path)
+    empty = np.zeros(0, np.int32)
+    for name in ("part-x", "x"):
+        description = PredictedSlide(
+            slide=name,
+            patient=name,
+            label=None,
+            width=9,
+            height=9,
+            bounds=[0, 0, 9, 9],
+            mpp=None,
+            mpp_source=None,
+            size_l0=4.0,
+            stride_l0=4.0,
+            source="",
+        )
+        folder.write(
+            description,
+            class_predictions(
+                ("a", "b"),
+                (name,),
+                (name,),
+                slide=empty,
+                patient=empty,
+                x_l0=empty.astype(np.int64),
+                y_l0=empty.astype(np.int64),
+                label=empty,
+                probability=np.zeros((0, 2), np.float32),
+            ),
+        )
+    assert set(folder.slides()) == {"part-x", "x"}
+    for name in folder.slides():
+        assert len(folder.read(name).label) == 0
+
+
+@pytest.mark.parametrize(
+    ("mpp", "source", "csv", "default", "complete"),
+    [
+        (0.25, "properties", None, None, True),
+        (0.25, "properties", 0.25, None, True),
+        (0.25, "properties", 0.5, None, False),
+        (0.25, "properties", None, 0.5, True),
+        (0.25, "objective-power", None, 0.5, True),
+        (0.25, "mpp-csv", 0.5, None, False),
+        (0.25, "default-mpp", None, 0.5, False),
+        (0.25, "default-mpp", None, 0.25, True),
+        (None, None, 0.5, None, False),
+    ],
+)
+def test_slides_are_predicted_again_with_another_scale(
+    tmp_path: Path,
+    mpp: float | None,
+    source: str | None,
+    csv: float | None,
+    default: float | None,
+    complete: bool,
+) -> None:
+    path = tmp_path / "a.svs"
+    path.write_bytes(b"a slide")
+    tiler: Any = SimpleNamespace(
+        _mpps={"a": csv} if csv else {}, _ingest=SimpleNamespace(default_mpp=default)
+    )
+    predicted: Any = SimpleNamespace(mpp=mpp, mpp_source=source)
+    file = SlideFile("a", path, (path,))
+    assert FileSource._is_complete(tiler, file, lambda *_: predicted) is complete

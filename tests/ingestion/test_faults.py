@@ -1,0 +1,335 @@
+"""Real faults during an ingest. Afterwards every complete slide is intact, and a second run completes the others."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import zlib
+from pathlib import Path
+from typing import Any
+
+import lmdb.verify
+import pytest
+import simplejpeg
+
+from helpers.commands import COMMAND, Run
+from helpers.inline import in_process
+from helpers.slides import CMU, make_slides
+from helpers.stores import outcomes, read_store
+from histopipe.errors import DamagedStore, NothingToDo
+from histopipe.store.format import patch_key
+from histopipe.store.store import Store
+
+SEEDS = range(6)
+ARGUMENTS = ["--patch-size", "64", "--workers", "2"]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs commands in this process. These are the commands after a fault."""
+    return in_process(tmp_path, monkeypatch, capsys)
+
+
+def check_store(path: Path) -> set[str]:
+    """Check every structure, checksum and image of a store, and return the ids of its complete slides."""
+    with Store(path) as store:
+        for number, record in store.complete.items():
+            index = store.index(number)
+            assert record.planned == record.stored + record.unreadable == len(index["crc"])
+            for row in range(record.planned):
+                value, key = store.value(number, row), patch_key(number, row)
+                assert len(value) == index["length"][row]
+                if value:
+                    assert zlib.crc32(value, zlib.crc32(key)) == index["crc"][row]
+                    shape = simplejpeg.decode_jpeg(value, strict=False).shape
+                    assert shape == (store.patch_size,) * 2 + (3,)
+        return {record.id for record in store.complete.values()}
+
+
+@pytest.fixture(scope="module")
+def cohort(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six slides with two routes: patches of 64 pixels are cut from tiles of 256, and copied from tiles of 64."""
+    folder = tmp_path_factory.mktemp("cohort")
+    make_slides(folder, "--size", "2560x2560", "--name", "cut")
+    make_slides(folder, "--size", "2560x2560", "--name", "copied", "--tile", "64")
+    for name in ("cut", "copied"):  # drawing slides is slow
+        for number in (1, 2):
+            shutil.copy(folder / f"{name}000.svs", folder / f"{name}00{number}.svs")
+    (folder / "labels.csv").unlink()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(cohort: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], float]:
+    """Contents of a store after an uninterrupted ingest, and its duration in seconds."""
+    store, started = tmp_path_factory.mktemp("whole") / "s.lmdb", time.monotonic()
+    subprocess.run(
+        [*COMMAND, "ingest", str(cohort), "--out", str(store), *ARGUMENTS],
+        check=True,
+        capture_output=True,
+    )
+    seconds = time.monotonic() - started
+    assert {record[1]["route"] for record in read_store(store).values()} == {"copy", "decode"}
+    return read_store(store), seconds
+
+
+@pytest.mark.parametrize("victim", ["run", "worker"])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_kill_at_random_time(
+    seed: int,
+    victim: str,
+    cohort: Path,
+    whole: tuple[dict[str, Any], float],
+    tmp_path: Path,
+    run: Run,
+) -> None:
+    part = (seed + random.Random(f"{seed} {victim}").random()) / len(SEEDS)
+    moment = 0.3 + part * max(0.0, whole[1] - 0.3)
+    store = tmp_path / "s.lmdb"
+    while not killed(cohort, store, victim, moment):
+        shutil.rmtree(store)
+        moment *= 0.7  # the run had ended: the speed of a machine varies
+    if store.exists() and (store / "data.mdb").exists() and (store / "data.mdb").stat().st_size:
+        try:
+            before = check_store(store)
+        except NothingToDo:  # killed before the first transaction
+            before = set()
+        assert victim == "run" or len(before) == 6
+        # This checker of lmdb reads the file without the LMDB library.
+        assert lmdb.verify.verify(str(store)) == []  # type: ignore[no-untyped-call]
+    again = run("ingest", cohort, "--out", store, *ARGUMENTS)
+    assert again.returncode == 0, again.stderr
+    assert read_store(store) == whole[0]
+
+
+def killed(cohort: Path, store: Path, victim: str, moment: float) -> bool:
+    """Start a run, and kill it or one of its workers after `moment` seconds; return False if it had ended before."""
+    child = subprocess.Popen(
+        [*COMMAND, "ingest", str(cohort), "--out", str(store), *ARGUMENTS],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    time.sleep(moment)
+    while True:  # workers start after the run, and end before it
+        victims = [child.pid] if victim == "run" else workers_of(child.pid)
+        if victims or child.poll() is not None:
+            break
+    hit = bool(victims) and child.poll() is None
+    if hit:
+        try:
+            os.kill(victims[0], signal.SIGKILL)
+        except ProcessLookupError:  # the process has just ended
+            hit = False
+    _, stderr = child.communicate(timeout=120)
+    if victim == "worker":
+        assert child.returncode == 0, stderr
+        return hit
+    assert child.returncode in (0, -signal.SIGKILL), stderr
+    return child.returncode != 0
+
+
+def workers_of(pid: int) -> list[int]:
+    """Return the worker processes of a run."""
+    workers = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            for child in map(int, task.read_text().split()):
+                if "worker_process" in Path(f"/proc/{child}/cmdline").read_text():
+                    workers.append(child)
+        except OSError:
+            continue
+    return workers
+
+
+FAULTY = """
+import ctypes, os, time
+from histopipe.ingestion import patch_source, pipeline, planning
+
+def plan_slide(slide, *arguments):
+    if "segfault-at-once" in slide.id:
+        ctypes.string_at(0)
+    if "hang-at-once" in slide.id:
+        time.sleep(1000)
+    return planning.plan_slide(slide, *arguments)
+
+def store_chunk(store, number, recipe, chunk):
+    result = patch_source.store_chunk(store, number, recipe, chunk)
+    if "segfault-later" in recipe.path.name:
+        ctypes.string_at(0)
+    if "hang-later" in recipe.path.name:
+        time.sleep(1000)
+    return result
+
+pipeline.plan_slide, pipeline.store_chunk = plan_slide, store_chunk
+"""
+MAIN = """
+import faulty
+if __name__ == "__main__":
+    from histopipe.cli import main
+    main()
+"""
+
+
+def test_segfaults_and_hangs_fail_only_their_slides(
+    cohort: Path, whole: tuple[dict[str, Any], float], tmp_path: Path, run: Run
+) -> None:
+    shutil.copytree(cohort, tmp_path / "in")
+    bad = ["segfault-at-once", "segfault-later", "hang-at-once", "hang-later"]
+    for name in bad:
+        shutil.copy(cohort / "cut000.svs", tmp_path / "in" / f"{name}.svs")
+    (tmp_path / "faulty.py").write_text(FAULTY)
+    (tmp_path / "main.py").write_text(MAIN)
+    done = subprocess.run(
+        [sys.executable, "main.py", "ingest", "in", "--slide-timeout", "8", "--json", *ARGUMENTS],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )
+    assert done.returncode == 3, done.stderr
+    by_slide = outcomes(done.stdout)
+    for name in bad:
+        reason = by_slide.pop(name)["reason"]
+        expected = "killed by SIGSEGV" if name.startswith("segfault") else "not complete after 8 s"
+        assert expected in reason
+    assert {slide["status"] for slide in by_slide.values()} == {"complete"}
+    store = tmp_path / "patches.lmdb"
+    assert check_store(store) == set(by_slide)
+    with Store(store) as opened:
+        for number, record in opened.records.items():
+            if record.id in bad:  # all its patches are removed
+                with pytest.raises(DamagedStore, match="is missing"):
+                    opened.value(number, 0)
+    kept = run("ingest", "in", "--slide-timeout", 8, "--json", *ARGUMENTS)
+    # Failed files stay failed, even if they were never opened successfully.
+    assert kept.returncode == 3
+    reasons = {name: slide["reason"] for name, slide in outcomes(kept.stdout).items()}
+    assert all(reasons[name] for name in bad)
+    log = (store / "ingest.log").read_text()
+    assert "worker process for segfault-later died: killed by SIGSEGV" in log
+    again = run("ingest", "in", "--retry-failed", *ARGUMENTS)
+    assert again.returncode == 0, again.stderr
+    assert len(check_store(store)) == 10
+
+
+@pytest.mark.parametrize("tenth", range(10))
+def test_truncated_slides(tenth: int, data: Path, tmp_path: Path, run: Run) -> None:
+    """Test a real slide with its TIFF directory in the middle, and a synthetic one with directories at the end."""
+    made = make_slides(tmp_path / "in", "--size", "1500x1500", "--levels", "1")
+    real = tmp_path / "in" / "real.svs"
+    shutil.copy(data / "slides" / "CMU-1-Small-Region.svs", real)
+    (tmp_path / "in" / "labels.csv").unlink()
+    wholes = {path: path.read_bytes() for path in (*made, real)}
+    for path, content in wholes.items():
+        path.write_bytes(content[: len(content) * tenth // 10])
+    done = run("ingest", "in", "--patch-size", 240, "--level", 0, "--json")
+    assert done.returncode in (3, 4), done.stderr
+    assert "Traceback" not in done.stderr
+    by_slide = outcomes(done.stdout)
+    store = tmp_path / "patches.lmdb"
+    complete = {name for name, slide in by_slide.items() if slide["status"] == "complete"}
+    assert check_store(store) == complete
+    assert all(by_slide[name]["reason"] for name in set(by_slide) - complete)
+    for path, content in wholes.items():
+        path.write_bytes(content)
+    again = run("ingest", "in", "--patch-size", 240, "--level", 0, "--force")
+    assert again.returncode == 0, again.stderr
+    assert check_store(store) == {"real", "slide-000"}
+
+
+def scrambled(content: bytes, seed: int) -> bytes:
+    """Return the content with a few bytes changed, mostly in directories and other structures."""
+    chance = random.Random(seed)
+    changed = bytearray(content)
+    structures = content.find(b"Aperio") - 2000, content.find(b"Aperio") + 2000
+    for _ in range(chance.randrange(1, 40)):
+        low, high = structures if chance.random() < 0.8 else (0, len(content))
+        changed[chance.randrange(max(8, low), min(high, len(content)))] = chance.randrange(256)
+    return bytes(changed)
+
+
+def test_corrupted_slides_do_not_end_run(data: Path, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    content = (data / "slides" / f"{CMU}.svs").read_bytes()
+    for seed in range(30):
+        (tmp_path / "in" / f"s{seed:02}.svs").write_bytes(scrambled(content, seed))
+    (made,) = make_slides(tmp_path / "made", "--size", "1000x1000")
+    content = made.read_bytes()
+    for seed in range(30):
+        (tmp_path / "in" / f"t{seed:02}.svs").write_bytes(scrambled(content, seed))
+    shutil.copy(made, tmp_path / "in" / "whole.svs")
+    done = subprocess.run(
+        [*COMMAND, "ingest", "in", "--json", "--slide-timeout", "30"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode in (0, 3), done.stderr
+    by_slide = outcomes(done.stdout)
+    assert len(by_slide) == 61
+    assert by_slide["whole"]["status"] == "complete"
+    assert "bug in histopipe" not in done.stderr, done.stderr
+    complete = {name for name, slide in by_slide.items() if slide["status"] == "complete"}
+    assert check_store(tmp_path / "patches.lmdb") == complete
+    assert 5 < len(complete) < 61
+
+
+def immutable(path: Path, enabled: bool) -> bool:
+    """Make a file immutable, also for root, or mutable again; return False if that is not supported."""
+    get_flags, set_flags, immutable_flag = 0x80086601, 0x40086602, 0x10  # of linux/fs.h
+    flags = bytearray(8)
+    try:
+        with path.open("rb") as file:
+            fcntl.ioctl(file, get_flags, flags)
+            kept = int.from_bytes(flags, sys.byteorder) & ~immutable_flag
+            value = kept | immutable_flag if enabled else kept
+            fcntl.ioctl(file, set_flags, value.to_bytes(8, sys.byteorder))
+    except OSError:
+        return False
+    return True
+
+
+def test_store_becomes_read_only(
+    cohort: Path, whole: tuple[dict[str, Any], float], tmp_path: Path, run: Run
+) -> None:
+    store = tmp_path / "s.lmdb"
+    first = run("ingest", cohort / "cut000.svs", "--out", store, *ARGUMENTS)
+    assert first.returncode == 0, first.stderr
+    before = read_store(store)
+    child = subprocess.Popen(
+        [*COMMAND, "ingest", str(cohort), "--out", str(store), *ARGUMENTS],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while not workers_of(child.pid):
+        time.sleep(0.01)
+    if not immutable(store / "data.mdb", True):
+        child.communicate(timeout=120)
+        pytest.skip(
+            "files cannot be made immutable: this needs root, and a filesystem such as ext4"
+        )
+    try:
+        _, stderr = child.communicate(timeout=120)
+        assert child.returncode in (2, 6), stderr
+        assert "s.lmdb" in stderr
+        assert "Traceback" not in stderr
+    finally:
+        immutable(store / "data.mdb", False)
+    assert read_store(store)["cut000"] == before["cut000"]
+    check_store(store)
+    again = run("ingest", cohort, "--out", store, *ARGUMENTS)
+    assert again.returncode == 0, again.stderr
+    after = read_store(store)
+    assert set(after) == set(whole[0])

@@ -1,0 +1,146 @@
+"""The Python functions of the commands that fill and measure a store: names, options and results."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.inline import Run, in_process
+from helpers.slides import make_slides
+from histopipe.cli import COMMANDS
+from histopipe.cli.ingestion import ingest as ingest_command
+from histopipe.errors import ExitCode, UsageError
+from histopipe.ingestion.options import IMPORT_SETTINGS, INGEST_SETTINGS, ClusterOptions
+from histopipe.ingestion.preview import plan
+from histopipe.ingestion.request import import_coords, ingest
+from histopipe.measure.annotate import annotate
+from histopipe.measure.quality import quality
+from histopipe.measure.stains import StainsResult, stains
+from histopipe.system.output import Progress
+from histopipe.system.settings import declared_settings
+
+SILENT = Progress()
+NOT_PARAMETERS = {"as_json", "plan_only", "untrusted"}
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    return in_process(tmp_path, monkeypatch, capsys)
+
+
+@pytest.mark.parametrize(
+    ("command", "function", "settings"),
+    [
+        ("ingest", ingest, {*INGEST_SETTINGS, *declared_settings(ClusterOptions)}),
+        ("import-coords", import_coords, set(IMPORT_SETTINGS)),
+        ("annotate", annotate, set()),
+        ("quality", quality, set()),
+        ("stains", stains, set()),
+    ],
+)
+def test_functions_have_options_of_commands(
+    command: str, function: Any, settings: set[str]
+) -> None:
+    assert command in COMMANDS
+    module = importlib.import_module(f"histopipe.cli.{COMMANDS[command][0]}")
+    parameters = getattr(module, command.replace("-", "_")).params
+    flags = {parameter.name for parameter in parameters} - NOT_PARAMETERS
+    names = set(inspect.signature(function).parameters) - {"progress", "settings"}
+    assert flags == names | settings
+
+
+def test_coordinates_define_size_scale_and_tissue() -> None:
+    assert INGEST_SETTINGS.keys() - IMPORT_SETTINGS.keys() == {
+        *("patch_size", "mpp", "mag", "level", "overlap", "edge", "roi"),
+        *("tissue", "tissue_threshold", "tissue_fallback", "exclude"),
+    }
+
+
+def test_function_and_command_have_one_default_store() -> None:
+    (out,) = (parameter for parameter in ingest_command.params if parameter.name == "out")
+    assert inspect.signature(ingest).parameters["out"].default == out.default
+
+
+def test_store_from_functions_only(tmp_path: Path, run: Run) -> None:
+    make_slides(tmp_path / "in", "--size", "1000x1000", "--count", "2")
+    (tmp_path / "in" / "bad.svs").write_bytes(b"no slide")
+    store = tmp_path / "s.lmdb"
+    planned = plan(tmp_path / "in", store, patch_size=128, progress=SILENT)
+    assert "slide-000" in repr(planned) and planned.exit_code is ExitCode.PARTLY
+    report = ingest(
+        str(tmp_path / "in"),
+        str(store),
+        patch_size=128,
+        annotations=tmp_path / "in",
+        progress=SILENT,
+    )
+    assert list(report.failed) == ["bad"]
+    assert report.exit_code is ExitCode.PARTLY
+    assert "ingested           2" in repr(report) and "failed bad: " in repr(report)
+    assert sum(slide.patches for slide in report.slides) == sum(
+        record.planned for record in planned.records.values()
+    )
+    labels = annotate(store, tmp_path / "in", progress=SILENT)
+    assert (labels.same, labels.exit_code) == (["slide-000", "slide-001"], ExitCode.DONE)
+    assert "2 already labelled" in repr(labels)
+    measured = quality(store, progress=SILENT)
+    assert set(measured.done) == {"slide-000", "slide-001"}
+    assert f"{measured.patches:,} patches" in repr(measured)
+    fitted = stains(store, progress=SILENT)
+    assert (fitted.done, stains(store, progress=SILENT).same) == (["slide-000", "slide-001"],) * 2
+    assert fitted.exit_code is ExitCode.DONE
+    assert StainsResult(done=["a"], failed={"b": "white"}).exit_code is ExitCode.PARTLY
+    assert StainsResult(failed={"b": "white"}).exit_code is ExitCode.NOTHING
+    for result in (planned, report, labels, measured, fitted):
+        assert json.loads(json.dumps(result.to_json()))
+        assert type(result).__dataclass_params__.frozen  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"patchsize": 7}, "unknown options: found patchsize"),
+        ({"route": "teleport"}, "route: found 'teleport'"),
+        ({"max_unreadable": 7}, "--max-unreadable: found 7"),
+        ({"slide_timeout": float("nan")}, "--slide-timeout: found nan"),
+        ({"mag": 0}, "--mag: found 0"),
+        ({"workers": 0}, "--workers: found 0"),
+        ({"workers": 1.5}, "workers: found 1.5"),
+        ({"workers": "2"}, "workers: found '2'"),
+    ],
+)
+def test_wrong_options_raise_usage_error(tmp_path: Path, settings: Any, message: str) -> None:
+    make_slides(tmp_path / "in", "--size", "600x600")
+    with pytest.raises(UsageError, match=message):
+        ingest(tmp_path / "in", tmp_path / "s.lmdb", progress=SILENT, **settings)
+    assert not (tmp_path / "s.lmdb").exists()
+
+
+SCRIPT = """
+from histopipe.geometry import Mpp
+from histopipe.ingestion.request import ingest
+report = ingest("in", "s.lmdb", patch_size=64, workers=2)
+print(len(report.slides), report.exit_code)
+"""
+
+
+def test_script_without_main_guard(tmp_path: Path) -> None:
+    make_slides(tmp_path / "in", "--size", "600x600")
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "script.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+    )
+    assert done.stdout == "1 0\n"
+    assert "[1/1] complete slide-000" in done.stderr

@@ -1,0 +1,208 @@
+"""`ingest --plan`, the summary table, ingest.csv, the log, and refused network filesystems."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.commands import Run
+from helpers.inline import in_process
+from helpers.slides import CMU, TCGA, make_slides
+from helpers.stores import read_store
+from histopipe.errors import UsageError
+from histopipe.ingestion import ingest_slides
+from histopipe.ingestion.ingest_report import IngestReport, SlideOutcome, SlideStatus
+from histopipe.ingestion.options import IngestOptions
+from histopipe.ingestion.planning import plan_slide
+from histopipe.ingestion.slide_job import SlideJob
+from histopipe.store.store import Store
+from histopipe.system.filesystems import network_filesystem
+from histopipe.tiling.spec import TilingSpec
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs commands in this process."""
+    return in_process(tmp_path, monkeypatch, capsys)
+
+
+def test_unexpected_error_fails_only_its_slide(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_slides(tmp_path / "in", "--size", "512x512", "--count", "2")
+
+    def failing(slide: SlideJob, *arguments: Any) -> Any:
+        if slide.id == "slide-000":
+            raise KeyError("x")
+        return plan_slide(slide, *arguments)
+
+    monkeypatch.setattr("histopipe.ingestion.preview.plan_slide", failing)
+    done = run("ingest", "in", "--plan", "--json")
+    slides = {slide["id"]: slide for slide in json.loads(done.stdout)["slides"]}
+    assert done.returncode == 3
+    assert slides["slide-000"]["reason"].startswith("KeyError: 'x'; this is a bug")
+    assert slides["slide-001"]["status"] == "planned"
+
+
+def test_plan_writes_nothing_and_matches_ingest(run: Run, data: Path, tmp_path: Path) -> None:
+    make_slides(tmp_path / "in", "--size", "3000x3000", "--count", "2")
+    shutil.copy(tmp_path / "in" / "slide-000.svs", tmp_path / "in" / "twin.svs")
+    shutil.copy(data / "slides" / f"{CMU}.svs", tmp_path / "in")
+    shutil.copy(data / "bad" / "broken.svs", tmp_path / "in")
+    before = sorted(tmp_path.rglob("*"))
+    done = run("ingest", "in", "--plan", "--json")
+    assert done.returncode == 3
+    assert sorted(tmp_path.rglob("*")) == before
+    preview = json.loads(done.stdout)
+    slides = {slide["id"]: slide for slide in preview["slides"]}
+    assert slides["broken"]["status"] == "failed"
+    assert "has no slide format that OpenSlide supports" in slides["broken"]["reason"]
+    assert preview["warnings"] == [
+        "slide-000, twin are copies of one slide: all are stored, and stay in the same subset of a split"
+    ]
+    assert run("ingest", "in").returncode == 3
+    with Store(tmp_path / "patches.lmdb") as store:
+        for record in store.complete.values():
+            planned = slides[record.id]
+            assert planned["status"] == "planned"
+            for name in ("level", "read_size", "resampling", "route", "route_reason", "planned"):
+                assert planned[name] == getattr(record, name)
+            stored = sum(
+                -(-store.index(n)["length"].astype(int) // 4096).sum() * 4096
+                for n, r in store.complete.items()
+                if r.id == record.id
+            )
+            # For copied tiles, the estimate is the sum of their sizes. Otherwise it is based on eight patches.
+            tolerance = 0.02 if record.route == "copy" else 0.15
+            assert planned["stored_bytes"] == pytest.approx(stored, rel=tolerance)
+        total = sum(slide["stored_bytes"] for slide in slides.values())
+        assert total == preview["stored_bytes"] < preview["free_bytes"]
+    again = run("ingest", "in", "--plan")
+    assert again.returncode == 3
+    assert f"{CMU:<40} skipped" in again.stdout
+    assert "patches.lmdb: 0 patches" in again.stdout
+
+
+def test_plan_names_common_cause_once(run: Run, tmp_path: Path) -> None:
+    make_slides(tmp_path / "in", "--size", "300x300", "--count", "3", "--mpp", "0.62")
+    done = run("ingest", "in", "--plan")
+    assert done.returncode == 4
+    assert done.stdout.splitlines()[1] == (
+        "3 slides: slide-000: slide-000 is too coarse: found 0.62 mpp at its finest, expected at most 0.5; "
+        "leave it out, or use a larger --mpp, such as 0.62 (patches are never enlarged). "
+        "Also slide-001, slide-002"
+    )
+    assert done.stderr.count("too coarse") == 1
+    assert done.stderr.count(": the same as slide-00") == 2
+    done = run("ingest", "in", "--plan", "--mpp", 0.62, "--patch-size", 512)
+    assert done.stdout.splitlines()[1] == (
+        "3 slides: slide-000: no patch fits: level 0 has 300×300 scanned pixels, a patch needs 512×512; "
+        "use a smaller --patch-size. Also slide-001, slide-002"
+    )
+
+
+def test_summary_names_slides_without_patches() -> None:
+    empty = SlideOutcome(
+        "a", "", SlideStatus.COMPLETE, notes=("no mpp", "no tissue found; dark: try x")
+    )
+    slides = [replace(empty, id=f"a{number}") for number in range(5)]
+    slides += [replace(empty, id="b", notes=("no patch fits: 1×1",), status=SlideStatus.SKIPPED)]
+    slides += [replace(empty, id="c", patches=3), replace(empty, id="d", unreadable=2, notes=())]
+    slides += [
+        SlideOutcome(name, "", SlideStatus.FAILED, reason=f"{name} is bad") for name in "efgh"
+    ]
+    report = IngestReport("s.lmdb", 1.0, slides)
+    assert report.summary_lines()[-1] == (
+        "12 slides: 1 with patches, 7 without (no tissue found: a0, a1, a2 and 2 more; no patch fits: b; "
+        "no patch is stored: d), 4 failed"
+    )
+    assert str(report).splitlines()[-1] == "failed 4 slides: e: e is bad. Also f, g, h"
+    assert IngestReport("s", 1.0, slides[6:7]).summary_lines()[-1] == "1 slide: 1 with patches"
+
+
+def test_plan_refuses_store_with_other_spec(run: Run, tmp_path: Path) -> None:
+    make_slides(tmp_path / "in", "--size", "600x600")
+    assert run("ingest", "in").returncode == 0
+    done = run("ingest", "in", "--plan", "--patch-size", 128)
+    assert done.returncode == 2
+    assert "patch_size: 256 in the store, 128 asked for" in done.stderr
+
+
+def test_ingest_writes_table_csv_and_log(run: Run, data: Path, tmp_path: Path) -> None:
+    make_slides(tmp_path / "in", "--size", "1500x1500")
+    for name in (CMU, TCGA):
+        shutil.copy(data / "slides" / f"{name}.svs", tmp_path / "in")
+    done = run("ingest", "in")
+    assert done.returncode == 3
+    with Store(tmp_path / "patches.lmdb") as store:
+        records = {record.id: record for record in store.complete.values()}
+    lines = done.stdout.splitlines()
+    assert lines[0] == "patches.lmdb"
+    table = {line[:12].strip(): line[12:].split() for line in lines[2:7]}
+    assert table["ingested"][0] == "2"
+    for name, route in (("slide-000", "copy"), (CMU, "decode")):
+        assert table[route][:2] == ["1", str(records[name].stored)]
+        assert float(table[route][3]) == pytest.approx(records[name].stored_bytes / 1e6, abs=0.06)
+    assert table["failed"] == ["1"]
+    assert "1 × decode: patches are 256 pixels, native tiles 240×240" in done.stdout
+    with (tmp_path / "patches.lmdb" / "ingest.csv").open(newline="") as file:
+        rows = {row["id"]: row for row in csv.DictReader(file)}
+    assert set(rows) == {CMU, TCGA, "slide-000"}
+    assert "no usable mpp" in rows[TCGA]["reason"]
+    assert rows["slide-000"]["route"] == "copy"
+    assert int(rows["slide-000"]["patches"]) == records["slide-000"].stored
+    assert float(rows["slide-000"]["seconds"]) > 0
+    log = (tmp_path / "patches.lmdb" / "ingest.log").read_text()
+    assert "patch_size=256" in log
+    assert f"failed {TCGA}: {TCGA} has no usable mpp" in log
+    output = run("info", "patches.lmdb").stdout
+    assert "routes    1 decode, 1 copy" in output
+    assert "patches are native tiles" in output
+    before = read_store(tmp_path / "patches.lmdb")
+    assert run("ingest", "in").returncode == 3
+    assert read_store(tmp_path / "patches.lmdb") == before
+    assert (tmp_path / "patches.lmdb" / "ingest.log").read_text().startswith(log)
+
+
+MOUNTS = """\
+22 1 254:0 / / rw,relatime - ext4 /dev/vda rw
+40 22 0:30 / /mnt/lab\\040data rw,relatime shared:1 - nfs4 server:/export rw
+41 40 0:31 / /mnt/lab\\040data/scratch rw - xfs /dev/sdb rw
+42 22 0:32 / /home rw - fuse.sshfs server: rw
+43 22 0:33 / /over rw - ext4 /dev/sdc rw
+44 43 0:34 / /over rw - cifs //server/share rw
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/data/s.lmdb", None),
+        ("/mnt/lab data/s.lmdb", "nfs4"),
+        ("/mnt/lab data/scratch/s.lmdb", None),
+        ("/home/me/s.lmdb", "fuse.sshfs"),
+        ("/homes/me/s.lmdb", None),
+        ("/over/s.lmdb", "cifs"),
+    ],
+)
+def test_network_filesystems_are_found_in_mounts(
+    tmp_path: Path, path: str, kind: str | None
+) -> None:
+    (tmp_path / "mountinfo").write_text(MOUNTS)
+    assert network_filesystem(Path(path), tmp_path / "mountinfo") == kind
+
+
+def test_store_on_network_filesystem_is_refused(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ingest_slides, "network_filesystem", lambda _: "nfs4")
+    spec = TilingSpec(level=0)
+    with pytest.raises(UsageError, match=r"network filesystem: found nfs4.*--allow-network"):
+        ingest_slides.check_ingest([], tmp_path / "s.lmdb", spec, IngestOptions())
+    ingest_slides.check_ingest([], tmp_path / "s.lmdb", spec, IngestOptions(allow_network=True))

@@ -1,0 +1,411 @@
+"""Slides in object storage and on web servers: the same stores as from local files, faults, and no secret anywhere."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import urlsplit
+
+import boto3
+import pytest
+from botocore.config import Config
+from moto.server import ThreadedMotoServer
+
+from helpers.commands import Run
+from helpers.faulty_server import FaultyServer, always, serving, sometimes
+from helpers.inline import in_process
+from helpers.stores import read_store
+from histopipe.errors import RemoteError, RemoteRefused, UsageError
+from histopipe.geometry import Mpp
+from histopipe.inference.options import PredictOptions
+from histopipe.inference.slide_run import SlideRun
+from histopipe.inference.slide_tiler import FileSource
+from histopipe.predictions.sources import PredictionsFolder
+from histopipe.slides.discovery import discover
+from histopipe.store.store import Store
+from histopipe.system import download as download_module
+from histopipe.system import object_storage
+from histopipe.system.download import download
+from histopipe.system.object_storage import list_files
+from histopipe.system.output import Progress
+from histopipe.system.urls import public_url, without_secrets
+from histopipe.tiling.spec import TilingSpec
+
+CMU = "CMU-1-Small-Region.svs"
+KEY, SECRET = "AKIAHISTOPIPETEST", "wJalrXUtnFEMIhistopipeSECRETtestKEY"
+FLAGS = ("--default-mpp", "0.5", "--patch-size", "240")
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs commands in this process."""
+    monkeypatch.setattr(object_storage, "_FIRST_WAIT_SECONDS", 0.002)
+    return in_process(tmp_path, monkeypatch, capsys)
+
+
+@pytest.fixture(scope="module")
+def moto() -> Iterator[str]:
+    """Address of a server with Amazon's S3 interface."""
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+@pytest.fixture
+def s3(moto: str, data: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
+    """A bucket `lab` with slides, behind a server whose answers can be broken."""
+    with serving(FaultyServer(upstream=moto)) as server:
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+        monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+        object_storage._filesystem_of.cache_clear()
+        # Without checksums by the client, as older tools upload: only the ETag shows a wrong byte.
+        config = Config(request_checksum_calculation="when_required")
+        client = boto3.client("s3", endpoint_url=moto, config=config)
+        client.create_bucket(Bucket="lab")
+        for path in sorted((data / "slides").rglob("*")):
+            if path.is_file():
+                client.upload_file(
+                    str(path), "lab", f"slides/{path.relative_to(data / 'slides').as_posix()}"
+                )
+        server.requests.clear()
+        yield server
+        for item in client.list_objects_v2(Bucket="lab")["Contents"]:
+            client.delete_object(Bucket="lab", Key=item["Key"])
+        client.delete_bucket(Bucket="lab")
+        object_storage._filesystem_of.cache_clear()
+
+
+@pytest.fixture
+def web(data: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
+    """A web server with the slides."""
+    monkeypatch.setattr(object_storage, "_FIRST_WAIT_SECONDS", 0.002)
+    with serving(FaultyServer(folder=data / "slides")) as server:
+        yield server
+
+
+OF_SOURCE = ("path", "resolved_path", "mtime_ns", "etag")
+
+
+def without_source(content: dict[str, Any]) -> dict[str, Any]:
+    """Return the contents of a store without the places and times of its slides."""
+    return {
+        name: (number, {k: v for k, v in record.items() if k not in OF_SOURCE}, *values)
+        for name, (number, record, *values) in content.items()
+    }
+
+
+def test_store_from_s3_equals_the_store_from_files(
+    data: Path, s3: FaultyServer, run: Run, tmp_path: Path
+) -> None:
+    s3.fault = sometimes(1, "cut", "slow", 500, 503)
+    local = run("ingest", data / "slides", "--out", "local.lmdb", *FLAGS)
+    remote = run("ingest", "s3://lab/slides/", "--out", "remote.lmdb", "--stage", "stage", *FLAGS)
+    assert remote.returncode == local.returncode == 3, remote.stderr
+    assert without_source(read_store(tmp_path / "remote.lmdb")) == without_source(
+        read_store(tmp_path / "local.lmdb")
+    )
+    with Store(tmp_path / "remote.lmdb") as store:
+        record = store.complete[0]
+        assert record.path == record.resolved_path == "s3://lab/slides/CMU-1-Small-Region.svs"
+        assert record.mtime_ns > 0
+        assert record.etag
+        assert len(store.slides) == len(list((data / "slides").rglob("*.*")))
+    assert not list((tmp_path / "stage").iterdir())
+    s3.fault, before = always(None), len(s3.requests)
+    again = run("ingest", "s3://lab/slides/", "--out", "remote.lmdb", *FLAGS)
+    assert "skipped" in again.stdout
+    assert len(s3.requests) - before < 10  # complete slides are listed, not downloaded
+
+
+def test_dicom_series_in_s3_is_one_slide(s3: FaultyServer, data: Path) -> None:
+    remote = {slide.id: slide for slide in discover(["s3://lab/slides"])}
+    local = {slide.id: slide for slide in discover([data / "slides"])}
+    assert remote.keys() == local.keys()
+    assert {k: len(v.files) for k, v in remote.items()} == {
+        k: len(v.files) for k, v in local.items()
+    }
+    assert {k: v.subfolder for k, v in remote.items()} == {k: v.subfolder for k, v in local.items()}
+
+
+def test_store_from_the_web_and_a_list_equals_the_store_from_files(
+    data: Path, web: FaultyServer, run: Run, tmp_path: Path
+) -> None:
+    web.fault = sometimes(2, "cut", "slow", 500, "short", "whole")
+    names = [CMU, "boxes.tiff", "TCGA-CR-7395-01A-01-TS1.svs"]
+    files = [data / "slides" / name for name in names]
+    assert run("ingest", *files, "--out", "local.lmdb", *FLAGS).returncode == 0
+    rows = [f"{web.url}/{name}?X-Amz-Signature=abc" for name in names]
+    (tmp_path / "list.csv").write_text("slide\n" + "\n".join(rows) + "\n")
+    done = run("ingest", "--slide-list", "list.csv", "--out", "remote.lmdb", *FLAGS)
+    assert done.returncode == 0, done.stderr
+    assert without_source(read_store(tmp_path / "remote.lmdb")) == without_source(
+        read_store(tmp_path / "local.lmdb")
+    )
+
+
+def test_list_of_urls_and_names(data: Path, web: FaultyServer, run: Run, tmp_path: Path) -> None:
+    shutil.copytree(data / "slides", tmp_path / "slides")
+    (tmp_path / "list.csv").write_text(f"slide\nboxes\n{web.url}/{CMU}\n")
+    (tmp_path / "slides" / CMU).unlink()
+    done = run(
+        "ingest",
+        "slides",
+        "--slide-list",
+        "list.csv",
+        "--out",
+        "s.lmdb",
+        "--plan",
+        "--json",
+        *FLAGS,
+    )
+    assert [slide["id"] for slide in json.loads(done.stdout)["slides"]] == [
+        "CMU-1-Small-Region",
+        "boxes",
+    ]
+    assert run("ingest").returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "words"),
+    [
+        (403, 2, "403 Forbidden"),
+        (404, 2, "404 Not Found"),
+        (500, 6, "500 Internal Server Error (tried 6 times)"),
+    ],
+)
+def test_refused_url_ends_the_command(
+    web: FaultyServer, run: Run, tmp_path: Path, fault: int, code: int, words: str
+) -> None:
+    web.fault = always(fault)
+    done = run("ingest", f"{web.url}/{CMU}?token=verysecret", "--out", "s.lmdb")
+    assert done.returncode == code
+    assert words in done.stderr
+    assert "verysecret" not in done.stdout + done.stderr
+    assert not (tmp_path / "s.lmdb").exists()
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (403, "403 Forbidden"),
+        (404, "404 Not Found"),
+        (500, "tried 6 times"),
+        ("cut", "tried 6 times"),
+        ("flip", "has another checksum"),
+    ],
+)
+def test_slide_that_cannot_be_downloaded_fails_alone(
+    s3: FaultyServer,
+    run: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: str | int,
+    words: str,
+) -> None:
+    s3.fault = lambda method, path: fault if method == "GET" and path.endswith(CMU) else None
+    urls = ["s3://lab/slides/boxes.tiff", f"s3://lab/slides/{CMU}"]
+    done = run("ingest", *urls, "--out", "s.lmdb", "--stage", "stage", *FLAGS)
+    assert done.returncode == 3, done.stderr
+    assert words in done.stderr
+    with Store(tmp_path / "s.lmdb") as store:
+        assert [record.id for record in store.complete.values()] == ["boxes"]
+    assert not list((tmp_path / "stage").iterdir())
+    s3.fault = always(None)
+    again = run("ingest", *urls, "--out", "s.lmdb", *FLAGS)  # the next ingest tries again
+    assert again.returncode == 0, again.stderr
+
+
+def test_file_that_is_shorter_than_listed_fails(
+    web: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (file,) = list_files(f"{web.url}/{CMU}")
+    web.fault = lambda method, _: "short" if method == "GET" else None
+    with pytest.raises(RemoteError, match="bytes received"):
+        download(file, tmp_path / "out")
+
+
+def test_file_that_changes_during_the_download_fails(data: Path, tmp_path: Path) -> None:
+    shutil.copy(data / "slides" / CMU, tmp_path / CMU)
+    with serving(FaultyServer(folder=tmp_path)) as server:
+        (file,) = list_files(f"{server.url}/{CMU}")
+        (tmp_path / CMU).write_bytes((tmp_path / CMU).read_bytes()[:-1] + b"x")
+        with pytest.raises(RemoteError, match="changed while it was being downloaded"):
+            download(file, tmp_path / "out")
+
+
+def test_server_without_ranges_or_with_get_only(
+    data: Path, web: FaultyServer, tmp_path: Path
+) -> None:
+    web.fault = lambda method, _: (
+        403 if method == "HEAD" else None
+    )  # as URLs that are signed for GET
+    (file,) = list_files(f"{web.url}/{CMU}")
+    download(file, tmp_path / "signed")
+    assert (tmp_path / "signed").read_bytes() == (data / "slides" / CMU).read_bytes()
+    web.fault = always("whole")
+    (file,) = list_files(f"{web.url}/{CMU}")
+    download(file, tmp_path / "whole")
+    assert (tmp_path / "whole").read_bytes() == (data / "slides" / CMU).read_bytes()
+
+
+def test_large_file_is_downloaded_in_parts(
+    web: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(download_module, "PART_BYTES", 100_000)
+    (file,) = list_files(f"{web.url}/{CMU}")
+    web.requests.clear()
+    sizes: list[int] = []
+    web.fault = sometimes(3, "cut", share=0.3)
+    download(file, tmp_path / "out", advance=sizes.append)
+    assert sum(sizes) == file.size_bytes
+    assert len(sizes) == -(-file.size_bytes // 100_000)
+    got = sum(method == "GET" for method, _ in web.requests)
+    assert len(sizes) < got < 2 * len(sizes)  # only the broken parts were requested again
+
+
+def test_server_that_is_down_is_tried_again(run: Run) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    done = run("ingest", f"http://127.0.0.1:{port}/a.svs?key=verysecret")
+    assert done.returncode == 6
+    assert "Cannot connect" in done.stderr
+    assert "tried 6 times" in done.stderr
+    assert "verysecret" not in done.stderr
+
+
+def test_unknown_url_and_missing_library(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = run("ingest", "nosuch://bucket/a")
+    assert done.returncode == 2
+    assert "nosuch:// is an unknown kind of URL" in done.stderr
+    for name in ("ACCOUNT_NAME", "CONNECTION_STRING"):
+        monkeypatch.delenv(f"AZURE_STORAGE_{name}", raising=False)
+    done = run("ingest", "az://container/a")
+    assert done.returncode == 2
+    assert "credentials" in done.stderr
+    object_storage._filesystem_of.cache_clear()
+    monkeypatch.setitem(__import__("sys").modules, "aiohttp", None)
+    with pytest.raises(UsageError, match=r"histopipe\[remote\]"):
+        list_files("https://localhost/a.svs")
+    object_storage._filesystem_of.cache_clear()
+
+
+def test_level_needs_scales_before_the_download(web: FaultyServer, run: Run) -> None:
+    done = run("ingest", f"{web.url}/{CMU}", "--level", "0")
+    assert done.returncode == 2
+    assert "--allow-mixed-mpp" in done.stderr
+    assert run("ingest", f"{web.url}/{CMU}", "--level", "0", "--allow-mixed-mpp").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("url", "public"),
+    [
+        ("https://me:pass@host/a b.svs?sig=1#x", "https://host/a b.svs"),
+        ("s3://bucket/a#1?.svs", "s3://bucket/a#1?.svs"),
+        ("s3://bucket/a.svs?versionId=1", "s3://bucket/a.svs"),
+        ("s3://key:secret@bucket/a.svs", "s3://bucket/a.svs"),
+        ("az://container@account/a.svs", "az://container@account/a.svs"),
+    ],
+)
+def test_public_url(url: str, public: str) -> None:
+    assert public_url(url) == public
+
+
+def test_text_without_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "very/secret/key==")
+    text = "GET 'https://u:p@h/a?sig=1' failed with very/secret/key=="
+    assert without_secrets(text) == "GET 'https://h/a' failed with ***"
+
+
+def test_no_secret_is_written_or_shown(
+    s3: FaultyServer, web: FaultyServer, run: Run, tmp_path: Path
+) -> None:
+    """Signed URLs and credentials, in a run with failures of each kind, in all files and all output."""
+    signed = "X-Amz-Credential=SIGNEDCREDENTIAL&X-Amz-Signature=SIGNEDSIGNATURE"
+    broken: dict[str, str | int] = {"/boxes.tiff": 500, "/small.svs": "cut"}
+    web.fault = lambda method, path: broken.get(path) if method == "GET" else None
+    s3.fault = lambda method, path: (
+        403 if method == "GET" and path.endswith(".dcm") and "j2k" in path else None
+    )
+    host = urlsplit(web.url).netloc
+    urls = [
+        "s3://lab/slides/dicom/",
+        f"http://user:PASSWORD@{host}/{CMU}?{signed}",
+        f"{web.url}/boxes.tiff?{signed}",
+        f"{web.url}/small.svs?{signed}",
+    ]
+    (tmp_path / "list.csv").write_text("slide\n" + "\n".join(urls) + "\n")
+    out = tmp_path / "out"
+    out.mkdir()
+    done = run(
+        "ingest", "--slide-list", tmp_path / "list.csv", "--out", out / "s.lmdb", "--json", *FLAGS
+    )
+    assert done.returncode == 3
+    outputs = [done.stdout, done.stderr]
+    done = run("ingest", *urls, "--out", out / "s.lmdb", "--plan", *FLAGS)
+    outputs += [done.stdout, done.stderr, run("info", out / "s.lmdb", "--json").stdout]
+    web.fault = always(403)
+    outputs.append(run("ingest", urls[1], "--out", out / "t.lmdb").stderr)
+    assert "403 Forbidden" in outputs[-1]
+    secrets = re.compile(
+        "SIGNEDCREDENTIAL|SIGNEDSIGNATURE|PASSWORD|" + KEY + "|" + re.escape(SECRET)
+    )
+    for text in outputs:
+        assert not secrets.search(text)
+    files = [path for path in out.rglob("*") if path.is_file()]
+    assert len(files) >= 3
+    for path in files:
+        assert not secrets.search(path.read_bytes().decode("latin-1")), path
+
+
+def test_predict_reads_slides_at_urls_and_removes_their_copies(
+    data: Path, web: FaultyServer, tmp_path: Path
+) -> None:
+    spec = TilingSpec(patch_size=240, mpp=Mpp(0.5), tissue="otsu-2")
+    model: Any = SimpleNamespace(spec=spec.to_json(), stain_norm="none", patch_mpp=None)
+    network: Any = None
+    names = [CMU, "TCGA-CR-7395-01A-01-TS1.svs"]
+    images = []
+    size = max((data / "slides" / name).stat().st_size for name in names)
+    for sources, stage_gb in (
+        ([data / "slides" / name for name in names], 50),
+        ([f"{web.url}/{name}" for name in names], (size + 10) / 1e9),  # one slide at a time
+    ):
+        options = PredictOptions(
+            batch_size=7,
+            default_mpp=Mpp(0.5),
+            workers=1,
+            stage_gb=stage_gb,
+            stage=None if stage_gb == 50 else tmp_path / "stage",
+        )
+        slides = SlideRun(network, "predicting", 2, Progress())
+        batches = []
+        with FileSource(sources, model, options, Progress()) as files:
+            for slide in files.slides(slides, PredictionsFolder(tmp_path / "out").complete):
+                if slide is None:
+                    continue
+                batches += [slide.load(step).images.tobytes() for step in range(slide.steps)]
+                assert slide.predicted().patches == slide.rows
+                slide.close()
+        assert not slides.failed
+        images.append(batches)
+    assert images[0] == images[1]
+    assert not list((tmp_path / "stage").iterdir())
+
+
+def test_refused_download_names_the_url(web: FaultyServer, tmp_path: Path) -> None:
+    (file,) = list_files(f"{web.url}/{CMU}?secret=1")
+    web.fault = always(403)
+    with pytest.raises(RemoteRefused, match=f"{CMU} cannot be read: found 403 Forbidden"):
+        download(file, tmp_path / "out")
+    assert "secret" not in repr(file)

@@ -1,0 +1,369 @@
+"""Tests of merge, remove, split and compact: no data is lost, also after an interruption."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from helpers.commands import COMMAND, Run, small_disk
+from helpers.paths import TOOLS
+from helpers.stores import SPEC, a_store, edited, flip_a_byte, jpegs, label_slide, read_slides
+from histopipe.errors import NothingToDo, UsageError
+from histopipe.maintenance.merge import merge
+from histopipe.maintenance.split import remove
+from histopipe.maintenance.verify import verify
+from histopipe.splits.splits import write_splits
+from histopipe.splits.splitting import make_splits
+from histopipe.store.claims import Claims
+from histopipe.store.format import encode_index, slide_key
+from histopipe.store.record import SlideState
+from histopipe.store.store import Store
+from histopipe.store.writer import StoreWriter
+
+
+@pytest.fixture
+def parts(tmp_path: Path) -> list[Path]:
+    """Two stores with three different slides each."""
+    one = a_store(tmp_path / "one.lmdb", {n: jpegs(10 * i, 5) for i, n in enumerate("abc")})
+    two = a_store(tmp_path / "two.lmdb", {n: jpegs(50 + 10 * i, 4) for i, n in enumerate("def")})
+    return [one, two]
+
+
+def add_entries_of_later_version(path: Path) -> None:
+    """Add a column, a database, a record field and an entry of `meta` that this version does not know."""
+    with Store(path) as store:
+        columns = {n: c.copy() for n, c in store.index(1).items()}
+    columns["later"] = np.arange(len(columns["crc"]), dtype="<f8")
+
+    def field(txn: Any, db: Any) -> None:
+        record = json.loads(bytes(txn.get(slide_key(1), db=db)))
+        del record["crc"]
+        record["scanner"] = {"serial": 7}
+        txn.put(slide_key(1), json.dumps(record).encode(), db=db)
+
+    edited(
+        path,
+        "index",
+        lambda txn, db: txn.put(slide_key(1), encode_index(slide_key(1), columns), db=db),
+    )
+    edited(path, "slides", field)
+    edited(path, "later", lambda txn, db: txn.put(slide_key(1) + b"embedding", b"value", db=db))
+    edited(path, "meta", lambda txn, db: txn.put(b"scanner_park", b'["x"]', db=db))
+
+
+def check_entries_of_later_version(path: Path, name: str) -> None:
+    with Store(path) as store:
+        number = store.number(name)
+        assert store.index(number)["later"].tolist() == list(range(store.records[number].planned))
+        assert store.records[number].unknown == {"scanner": {"serial": 7}}
+        assert store.entries(b"later", number) == [(slide_key(number) + b"embedding", b"value")]
+        assert store.further_meta() == {b"scanner_park": b'["x"]'}
+
+
+def test_merge_copies_all_entries(parts: list[Path], tmp_path: Path, run: Run) -> None:
+    label_slide(parts[0], 1, "tumour")
+    label_slide(parts[1], 0, "stroma")
+    label_slide(parts[1], 2, "tumour")
+    add_entries_of_later_version(parts[1])
+    expected = read_slides(parts[0]) | read_slides(parts[1])
+    out = tmp_path / "out" / "all.lmdb"
+    done = run("merge", *parts, "--out", out)
+    assert (done.returncode, done.stdout) == (0, f"{out}: 6 slides copied; 27 patches\n")
+    assert read_slides(out) == expected
+    check_entries_of_later_version(out, "e")
+    assert verify(out).findings == []
+    with Store(out) as store, Store(parts[0]) as part:
+        assert store.uuid != part.uuid
+    again = run("merge", *parts, "--out", out, "--json")
+    value = json.loads(again.stdout)
+    assert (value["slides"], sorted(value["already"])) == ([], list("abcdef"))
+    assert read_slides(out) == expected
+
+
+def test_merge_of_folder_of_stores(parts: list[Path], tmp_path: Path) -> None:
+    out = tmp_path / "all.lmdb"
+    assert merge([tmp_path], out).slides == list("abcdef")
+    assert merge([tmp_path], out).slides == []  # without the output store
+    shutil.copytree(parts[0], tmp_path / ".part-one.lmdb")  # left by a killed compaction
+    remove(out, ["a"])
+    assert merge([tmp_path], out).slides == ["a"]
+    assert not any(".part" in note for note in merge([tmp_path], tmp_path / "b.lmdb").notes)
+    with pytest.raises(NothingToDo, match="nowhere is not a store"):
+        merge([tmp_path / "nowhere"], out)
+    with pytest.raises(UsageError, match="one of the stores to merge"):
+        merge([out], out)
+
+
+def test_merge_of_slides_in_several_stores(parts: list[Path], tmp_path: Path) -> None:
+    same = a_store(tmp_path / "same.lmdb", {"a": jpegs(0, 5), "g": jpegs(70, 2)})
+    result = merge([parts[0], same], tmp_path / "all.lmdb")
+    assert result.slides == ["a", "b", "c", "g"]
+    assert any(
+        note.startswith("1 slide in both ") and note.endswith(": a") for note in result.notes
+    )
+    other = a_store(tmp_path / "other.lmdb", {"a": jpegs(30, 5)})
+    before = read_slides(tmp_path / "all.lmdb")
+    for sources in ([other], [parts[0], other]):
+        with pytest.raises(UsageError, match="slides with the same id differ"):
+            merge(sources, tmp_path / "all.lmdb")
+    assert read_slides(tmp_path / "all.lmdb") == before
+    for name, first, second in (
+        ("label", "x", "y"),
+        ("patient", "a", "p9"),
+        ("quality", None, "y"),
+    ):
+        copy = Path(shutil.copytree(same, tmp_path / f"{name}.lmdb"))
+        for path, value in ((parts[0], first), (copy, second)):
+            with StoreWriter(path, SPEC) as writer:
+                writer.change(0, **{name: value})
+        if name == "label":
+            with pytest.raises(
+                UsageError, match=r"a: label 'x' and 'y' in .*one.lmdb and in .*label"
+            ):
+                merge([parts[0], copy], tmp_path / "new.lmdb")
+            assert not (tmp_path / "new.lmdb").exists()
+            with StoreWriter(parts[0], SPEC) as writer:
+                writer.change(0, label="a")
+        else:  # a patient that equals the slide id is the default of ingest
+            notes = merge([parts[0], copy], tmp_path / "new.lmdb").notes
+            assert any("a: its record in" in note and "more fields than" in note for note in notes)
+            shutil.rmtree(tmp_path / "new.lmdb")
+    differs = a_store(tmp_path / "differs.lmdb", {"z": jpegs(0, 1)}, quality=80)
+    with pytest.raises(UsageError, match=r"quality: 80 in .*differs"):
+        merge([parts[0], differs], tmp_path / "new.lmdb")
+    assert not (tmp_path / "new.lmdb").exists()
+
+
+def test_interrupted_merge_continues(parts: list[Path], tmp_path: Path) -> None:
+    expected = merge(parts, tmp_path / "expected.lmdb")
+    out = tmp_path / "all.lmdb"
+    shutil.copytree(tmp_path / "expected.lmdb", out)
+    with StoreWriter(out, SPEC) as writer:
+        for number in (3, 4):
+            writer.restart(number, writer.record(number))
+    result = merge(parts, out)
+    assert (len(result.slides), len(result.already)) == (2, 4)
+    assert (result.patches, expected.patches) == (27, 27)
+    assert result.notes == expected.notes == []
+    assert read_slides(out) == read_slides(tmp_path / "expected.lmdb")
+
+
+def test_merge_of_failed_and_unfinished_slides(parts: list[Path], tmp_path: Path) -> None:
+    with StoreWriter(parts[0], SPEC) as writer:
+        records = [dataclasses.replace(writer.record(0), id=name) for name in ("bad", "half", "d")]
+        numbers = writer.register(
+            [dataclasses.replace(r, state=SlideState.PENDING) for r in records]
+        )
+        for record in records:
+            if record.id != "half":
+                writer.fail(numbers[record.id], record.with_failure("cannot be opened"))
+    result = merge(parts, tmp_path / "all.lmdb")
+    assert any("half of" in note and "not complete" in note for note in result.notes)
+    with Store(tmp_path / "all.lmdb") as store:
+        states = {record.id: str(record.state) for record in store.slides}
+    # Slide d is complete in one of the stores.
+    assert states == dict.fromkeys("abcdef", "complete") | {"bad": "failed"}
+    assert verify(tmp_path / "all.lmdb").findings == []
+
+
+def test_merge_refuses_damaged_values(parts: list[Path], tmp_path: Path, run: Run) -> None:
+    flip_a_byte(parts[0], 1, 3)
+    done = run("merge", *parts, "--out", tmp_path / "all.lmdb")
+    assert done.returncode == 5
+    assert "slide b: patch 3 does not match its checksum" in done.stderr
+    with Store(tmp_path / "all.lmdb") as store:
+        assert [record.id for record in store.complete.values()] == ["a"]
+
+
+def test_remove_deletes_all_entries_of_slide(parts: list[Path], run: Run) -> None:
+    store = parts[0]
+    add_entries_of_later_version(store)
+    before = read_slides(store)
+    done = run("remove", store, "b", "nosuch")
+    assert done.returncode == 2
+    assert "has no such slide: found nosuch, expected a, b, c" in done.stderr
+    assert read_slides(store) == before
+    with Claims(store) as claims:
+        assert claims.take(1)
+        with pytest.raises(UsageError, match=r"slide b of .* is being ingested"):
+            remove(store, ["b"])
+    done = run("remove", store, "b")
+    assert (done.returncode, "1 slide with 5 patches removed" in done.stdout) == (0, True)
+    assert read_slides(store) == {name: slide for name, slide in before.items() if name != "b"}
+    assert verify(store).findings == []
+    with Store(store) as opened:
+        assert opened.entries(b"later", 1) == []
+    with StoreWriter(store, SPEC) as writer:
+        numbers = writer.register([dataclasses.replace(before["b"][0], state=SlideState.PENDING)])
+        assert numbers["b"] == 3  # not reused
+
+
+def test_compacted_store_is_smaller_with_same_contents(tmp_path: Path, run: Run) -> None:
+    path = a_store(
+        tmp_path / "s.lmdb", {n: [bytes([i]) * 9000 for i in range(200)] for n in "abcd"}
+    )
+    add_entries_of_later_version(path)
+    (path / "ingest.log").write_text("unchanged")
+    remove(path, ["a", "c"])
+    expected = read_slides(path)
+    with Store(path) as store:
+        uuid, spec = store.uuid, store.spec
+    done = run("compact", path, "--out", tmp_path / "copy.lmdb")
+    assert done.returncode == 0, done.stderr
+    copy = tmp_path / "copy.lmdb"
+    assert (copy / "data.mdb").stat().st_size < 0.6 * (path / "data.mdb").stat().st_size
+    done = run("compact", path)
+    assert done.returncode == 0, done.stderr
+    assert "MB before" in done.stdout
+    for compacted in (path, copy):
+        assert read_slides(compacted) == expected
+        assert verify(compacted).findings == []
+        check_entries_of_later_version(compacted, "b")
+        assert (compacted / "ingest.log").read_text() == "unchanged"
+        with Store(compacted) as store:
+            assert (store.uuid, store.spec) == (uuid, spec)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["copy.lmdb", "s.lmdb"]
+    done = run("compact", path, "--out", copy)
+    assert (done.returncode, "already exists" in done.stderr) == (2, True)
+
+
+def test_compact_refuses_store_open_for_writing(parts: list[Path]) -> None:
+    with StoreWriter(parts[0], SPEC):
+        done = subprocess.run(
+            [*COMMAND, "compact", str(parts[0])], capture_output=True, text=True, check=False
+        )
+    assert done.returncode == 2
+    assert "is being written by another process" in done.stderr
+    assert verify(parts[0]).findings == []
+
+
+def test_readers_continue_during_compact(parts: list[Path]) -> None:
+    with Store(parts[0]) as store:
+        before = store.value(1, 2)
+        subprocess.run([*COMMAND, "compact", str(parts[0])], check=True, capture_output=True)
+        assert store.value(1, 2) == before
+    with Store(parts[0]) as store:
+        assert store.value(1, 2) == before
+
+
+def test_not_enough_disk_space_for_copy(tmp_path: Path, run: Run) -> None:
+    with small_disk(tmp_path / "disk", "24m") as disk:
+        path = a_store(disk / "s.lmdb", {"a": [bytes(9000)] * 1000})
+        before = read_slides(path)
+        for command in (
+            ["compact", path],
+            ["merge", path, "--out", disk / "all.lmdb"],
+        ):
+            done = run(*command)
+            assert (done.returncode, "not enough disk space" in done.stderr) == (6, True), (
+                done.stderr
+            )
+            assert [p.name for p in disk.iterdir()] == ["s.lmdb"]
+        assert read_slides(path) == before
+
+
+def test_split_follows_splits_of_run(
+    made_store: Path, trained: Path, tmp_path: Path, run: Run
+) -> None:
+    out = tmp_path / "sides"
+    done = run("split", made_store, "--splits", trained / "splits.json", "--out", out, "--json")
+    assert done.returncode == 0, done.stderr
+    assert set(json.loads(done.stdout)["sides"]) == {"train", "validation", "test"}
+    expected, sides = read_slides(made_store), json.loads((trained / "splits.json").read_text())
+    by_side = {path.stem: read_slides(path) for path in out.glob("*.lmdb")}
+    assert set(by_side) == {"train", "validation", "test"}
+    assert sorted(name for side in by_side.values() for name in side) == sorted(
+        s["id"] for s in sides["slides"]
+    )
+    for side in by_side.values():
+        assert all(expected[name] == slide for name, slide in side.items())
+    for path in out.glob("*.lmdb"):
+        assert verify(path).findings == []
+    wrong = run(
+        "split", out / "train.lmdb", "--splits", trained / "splits.json", "--out", tmp_path / "no"
+    )
+    assert wrong.returncode == 5
+
+
+def test_stores_of_another_split_are_refused(made_store: Path, tmp_path: Path, run: Run) -> None:
+    for seed in (1, 2):
+        shares = (0.7, 0.15, 0.15) if seed == 1 else (0.34, 0.33, 0.33)
+        with Store(made_store) as store:
+            write_splits(
+                make_splits([store], split_by="slide", seed=seed, fractions=shares),
+                tmp_path / f"{seed}.json",
+            )
+    assert (
+        run(
+            "split", made_store, "--splits", tmp_path / "1.json", "--out", tmp_path / "sides"
+        ).returncode
+        == 0
+    )
+    before = {side: read_slides(tmp_path / "sides" / f"{side}.lmdb") for side in ("train", "test")}
+    done = run("split", made_store, "--splits", tmp_path / "2.json", "--out", tmp_path / "sides")
+    assert (done.returncode, "contains slides of another subset" in done.stderr) == (2, True), (
+        done.stderr
+    )
+    assert before == {side: read_slides(tmp_path / "sides" / f"{side}.lmdb") for side in before}
+
+
+def test_split_within_slides_is_refused(made_store: Path, tmp_path: Path, run: Run) -> None:
+    run(
+        "train",
+        made_store,
+        "--model",
+        "small-cnn",
+        "--epochs",
+        1,
+        "--split-by",
+        "patch",
+        "--out",
+        tmp_path / "run",
+    )
+    done = run(
+        "split",
+        made_store,
+        "--splits",
+        tmp_path / "run" / "splits.json",
+        "--out",
+        tmp_path / "sides",
+    )
+    assert (done.returncode, "assigns patches of one slide to several subsets" in done.stderr) == (
+        2,
+        True,
+    )
+    assert not (tmp_path / "sides").exists()
+
+
+def test_killed_commands_leave_intact_stores(tmp_path: Path) -> None:
+    """After a kill, the store is intact, and the same command succeeds."""
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-P",
+            str(TOOLS / "kill_store.py"),
+            "--kills",
+            "3",
+            "--side",
+            "768",
+            "--work",
+            str(tmp_path),
+            "--commands",
+            "merge",
+            "remove",
+            "compact",
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "3 kills" in done.stdout

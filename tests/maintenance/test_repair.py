@@ -1,0 +1,533 @@
+"""Tests of `histopipe repair`: only the damaged slides are ingested again, and their data is not lost."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.commands import COMMAND, Run
+from helpers.lmdb_pages import PAGE, pages_of
+from helpers.slides import make_slides
+from helpers.stores import edited, flip_bytes, label_slide, patched, read_slides
+from histopipe.errors import DamagedStore, UsageError
+from histopipe.ingestion.ingest_slides import ingest_slides
+from histopipe.maintenance.checks import FindingKind
+from histopipe.maintenance.reingest import _has_scan
+from histopipe.maintenance.repair import RepairResult
+from histopipe.maintenance.repair import repair as repair_store
+from histopipe.maintenance.verify import verify as verify_store
+from histopipe.slides.discovery import discover
+from histopipe.store.format import encode_index, patch_key, seal, slide_key, value_crc
+from histopipe.store.record import SlideRecord, SlideState, corrected_record
+from histopipe.store.store import Store
+from histopipe.system.output import Bar, Progress
+
+FLAGS = ("--patch-size", "64", "--tissue", "none")
+
+repair = partial(repair_store, progress=Progress(), workers=2)
+verify = partial(verify_store, progress=Progress())
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four slides in `slides`, and their store `s.lmdb` with labels, and with patch labels for the second slide."""
+    folder = tmp_path_factory.mktemp("repair")
+    made = make_slides(
+        folder / "slides", "--count", "4", "--size", "512x512", "--classes", "normal,tumour"
+    )
+    store = folder / "s.lmdb"
+    subprocess.run(
+        # With one worker, each run writes the same pages, so that the same slides are damaged.
+        [*COMMAND, "ingest", str(folder / "slides"), "--out", str(store), *FLAGS, "--workers", "1"],
+        check=True,
+        capture_output=True,
+    )
+    assert len(made) == 4
+    label_slide(store, 1, "stroma")
+    return folder
+
+
+@pytest.fixture
+def damaged(drawn: Path, tmp_path: Path) -> Path:
+    """A copy of that store, which a test damages."""
+    return Path(shutil.copytree(drawn / "s.lmdb", tmp_path / "s.lmdb"))
+
+
+def numbers(path: Path) -> tuple[str, dict[int, str]]:
+    with Store(path) as store:
+        return store.uuid, {number: record.id for number, record in store.records.items()}
+
+
+def as_ingested(path: Path) -> dict[str, Any]:
+    """Return the contents of a store without the paths of slides and the sources of their scales."""
+    return {
+        name: (dataclasses.replace(record, mpp_source=None, path="", resolved_path=""), *rest)
+        for name, (record, *rest) in read_slides(path).items()
+    }
+
+
+def deleted(path: Path, database: str, key: bytes) -> None:
+    edited(path, database, lambda txn, db: txn.delete(key, db=db))
+
+
+def put(path: Path, database: str, key: bytes, value: bytes) -> None:
+    edited(path, database, lambda txn, db: txn.put(key, value, db=db))
+
+
+def change_record(path: Path, slide: int, old: bytes, new: bytes) -> None:
+    def change(txn: Any, db: Any) -> None:
+        record = bytes(txn.get(slide_key(slide), db=db))
+        assert record.count(old) == 1 and len(old) == len(new)
+        txn.put(slide_key(slide), record.replace(old, new), db=db)
+
+    edited(path, "slides", change)
+
+
+def damage_patch_page(path: Path) -> None:
+    leaves = pages_of(path).leaves["patches"]
+    patched(path / "data.mdb", PAGE * leaves[len(leaves) // 2] + 10, 4)
+
+
+def damage_index_root(path: Path) -> None:
+    patched(path / "data.mdb", PAGE * pages_of(path).roots["index"] + 10, 4)
+
+
+def damage_values(path: Path) -> None:
+    flip_bytes(path, [(1, 5), (1, 6)])
+    deleted(path, "index", slide_key(2))
+    deleted(path, "thumbnails", slide_key(3) + b"thumb")
+
+
+def add_orphans(path: Path) -> None:
+    put(path, "patches", slide_key(9) * 2, b"x")
+    put(path, "patches", b"stray", b"x")
+    put(path, "stains", slide_key(1), b'{"algorithm":"stain-1"}')
+    put(path, "meta", b"next_number", b"1")
+
+
+def damage_older_meta_page(path: Path) -> None:
+    with (path / "data.mdb").open("r+b") as file:
+        data = file.read(2 * PAGE)
+        older = min((0, 1), key=lambda page: struct.unpack_from("<Q", data, PAGE * page + 144))
+        file.seek(PAGE * older)
+        file.write(bytes(PAGE))
+
+
+@pytest.mark.parametrize(
+    ("damage", "damaged_slides"),
+    [
+        (damage_values, {1, 2, 3}),
+        (add_orphans, set()),
+        (lambda path: change_record(path, 0, b'"vendor":', b'"vendoR":'), set()),
+        (damage_patch_page, None),
+        (damage_index_root, {0, 1, 2, 3}),
+        (damage_older_meta_page, set()),
+    ],
+    ids=["values", "entries", "record", "leaf", "root", "meta page"],
+)
+def test_repair_ingests_only_damaged_slides(
+    drawn: Path, damaged: Path, damage: Callable[[Path], None], damaged_slides: set[int] | None
+) -> None:
+    expected, before = as_ingested(damaged), numbers(damaged)
+    damage(damaged)
+    assert verify(damaged).findings
+    done = repair(damaged, drawn / "slides")
+    assert int(done.exit_code) == 0, done.to_json()
+    if damaged_slides is not None:
+        assert done.slides == [before[1][number] for number in sorted(damaged_slides)]
+    else:
+        assert done.slides
+    assert verify(damaged, full=True).findings == []
+    assert numbers(damaged) == before
+    after = as_ingested(damaged)
+    name = before[1][1]
+    if "histopipe annotate" in str(done.notes):  # the patch labels were lost with the index
+        assert name in done.slides and "annotate" in str(after[name][0].notes)
+        del after[name], expected[name]
+    assert after == expected
+    assert [path.name for path in damaged.parent.iterdir()] == ["s.lmdb"]
+    again = repair(damaged, drawn / "slides")
+    assert str(again) == f"{damaged} is intact: nothing to repair"
+
+
+def test_one_wrong_byte_of_record_is_corrected(damaged: Path) -> None:
+    with Store(damaged) as store:
+        record, stored = store.records[1], store.records[1].to_bytes(1)
+    last = stored.rindex(b',"crc":')
+    for offset in range(0, last, 61):
+        for change in (0x01, 0x80, 0xFF):
+            data = bytearray(stored)
+            data[offset] ^= change
+            assert corrected_record(1, bytes(data)) == record
+            data[(offset + last // 2) % last] ^= 0x10
+            assert corrected_record(1, bytes(data)) is None
+    for offset in (
+        *range(last + 2, last + 5),
+        *range(last + 7, len(stored) - 1),
+    ):  # name and digits
+        data = bytearray(stored)
+        data[offset] ^= 0x02
+        with pytest.raises(DamagedStore):
+            SlideRecord.from_bytes(1, bytes(data), where="record")
+        assert corrected_record(1, bytes(data)) == record
+    assert corrected_record(2, stored) is None
+    assert corrected_record(1, b"") is None
+
+
+def damage_record_page(path: Path) -> None:
+    (leaf, *_) = pages_of(path).leaves["slides"]
+    patched(path / "data.mdb", PAGE * leaf + 10, 4)
+
+
+def test_slides_with_lost_records_are_hidden(drawn: Path, damaged: Path, run: Run) -> None:
+    """Their entries are hidden, not deleted. `ingest` adds the slides again, and `remove` deletes the old entries."""
+    deleted(damaged, "slides", slide_key(3))
+    with Store(damaged) as store:
+        patches = len(store.entries(b"patches", 3))
+    done = run("repair", damaged, drawn / "slides")
+    assert done.returncode == 3, done.stderr
+    assert "lost-slide-3 could not be repaired: its record is lost" in done.stderr
+    assert "slide-003 could not be repaired: it is not in the store" in done.stderr
+    assert verify(damaged).findings == []
+    with Store(damaged) as store:
+        assert len(store.entries(b"patches", 3)) == patches
+    assert run("ingest", drawn / "slides", "--out", damaged, *FLAGS).returncode == 0
+    assert run("remove", damaged, "lost-slide-3").returncode == 0
+    assert repair(damaged, drawn / "slides").to_json()["exit_code"] == 0
+    assert set(as_ingested(damaged)) == {f"slide-00{number}" for number in range(4)}
+
+
+def test_damaged_page_of_records(drawn: Path, damaged: Path) -> None:
+    damage_record_page(damaged)
+    done = repair(damaged, drawn / "slides")
+    assert int(done.exit_code) == 3
+    assert {name for name in done.left if name.startswith("slide-")}
+    assert verify(damaged).findings == []
+
+
+def test_readable_patches_stay_until_slide_file_is_given(drawn: Path, damaged: Path) -> None:
+    damage_patch_page(damaged)
+    damaged_slides = set(verify(damaged).damaged_slides)
+    with Store(damaged) as store:
+        readable = {}
+        for number in store.complete:
+            with contextlib.suppress(DamagedStore):  # on the damaged page
+                readable[number] = store.value(number, 0)
+    wrong = sorted((drawn / "slides").glob("*.svs"))[min(set(range(4)) - damaged_slides)]
+    done = repair(damaged, wrong)
+    # A scan of the file finds patches that a lookup in the damaged tree does not.
+    left = {number for number in damaged_slides if f"slide-00{number}" in done.left}
+    assert (int(done.exit_code), len(done.left)) == (3, len(left))
+    assert left
+    result = verify(damaged)
+    assert not result.is_structural
+    assert {f.kind for f in result.findings} == {FindingKind.HOLE}
+    assert set(result.damaged_slides) == left
+    with Store(damaged) as store:  # also the other patches of a damaged slide
+        assert readable
+        assert {n: store.value(n, 0) for n in readable} == readable
+    assert int(repair(damaged, drawn / "slides").exit_code) == 0
+
+
+class OnBar(Progress):
+    """A progress that runs an action once, when a bar with a given title starts."""
+
+    def __init__(self, title: str, action: Callable[[], object]) -> None:
+        self._title, self._action = title, [action]
+
+    def bar(self, title: str, **_: Any) -> Bar:
+        if title.startswith(self._title) and self._action:
+            self._action.pop()()
+        return Bar()
+
+
+def test_writes_during_repair_are_not_lost(drawn: Path, damaged: Path) -> None:
+    first, _ = pages_of(damaged).overflow["index"][0]
+    patched(damaged / "data.mdb", PAGE * first + 12)  # the header of an index block
+    assert verify(damaged).is_structural
+    writes = OnBar("rebuild", lambda: label_slide(damaged, 1, "new class"))
+    with pytest.raises(UsageError, match="was written after it was verified"):
+        repair_store(damaged, drawn / "slides", progress=writes)
+    with Store(damaged) as store:
+        assert "new class" in store.classes
+    assert int(repair(damaged, drawn / "slides").exit_code) == 0
+
+
+def test_second_repair_at_the_same_time_is_refused(drawn: Path, damaged: Path) -> None:
+    flip_bytes(damaged, [(0, 1)])
+
+    def second() -> None:
+        with pytest.raises(UsageError, match=r"another repair of .*s\.lmdb is running"):
+            repair(damaged, drawn / "slides")
+        refused.append(True)
+
+    refused: list[bool] = []
+    repair_store(damaged, drawn / "slides", progress=OnBar("verify", second))
+    assert refused and verify(damaged).findings == []
+
+
+def test_repair_with_store_as_working_directory(drawn: Path, damaged: Path, run: Run) -> None:
+    damage_patch_page(damaged)
+    done = run("repair", ".", drawn / "slides", cwd=damaged)
+    assert done.returncode == 0, done.stderr
+    assert verify(damaged).findings == []
+    assert [path.name for path in damaged.parent.iterdir()] == ["s.lmdb"]
+
+
+def test_slides_without_given_file_are_not_changed(
+    drawn: Path, damaged: Path, tmp_path: Path
+) -> None:
+    flip_bytes(damaged, [(1, 5), (3, 0)])
+    files = sorted((drawn / "slides").glob("*.svs"))
+    done = repair(damaged, files[1])
+    assert (int(done.exit_code), done.slides) == (3, ["slide-001"])
+    assert done.left == {"slide-003": "its file is not among the given slides"}
+    assert set(verify(damaged).damaged_slides) == {3}
+    other = tmp_path / "other" / files[3].name
+    other.parent.mkdir()
+    shutil.copy(files[0], other)
+    assert "another scan" in repair(damaged, other).left["slide-003"]
+    with Store(damaged) as store:
+        record = store.records[3]
+    changes: tuple[dict[str, Any], ...] = (
+        {},
+        {"pixel_hash": None},
+        {"pixel_hash": "x"},
+        {"height": 1},
+        {"quickhash": "x"},
+    )
+    (slide,) = discover([files[3]])
+    matches = [_has_scan((slide, dataclasses.replace(record, **change))) for change in changes]
+    assert matches == [True, True, False, False, False]
+    other.write_text("no slide")
+    assert "cannot be opened" in repair(damaged, other).left["slide-003"]
+    assert set(verify(damaged).damaged_slides) == {3}
+    shutil.copy(files[3], other)  # moved; the old file is still there
+    assert repair(damaged, other).slides == ["slide-003"]
+    assert verify(damaged).findings == []
+
+
+def test_damaged_settings_cannot_be_repaired(drawn: Path, damaged: Path) -> None:
+    short = Path(shutil.copytree(damaged, damaged.with_name("short.lmdb")))
+    os.truncate(short / "data.mdb", 9 * PAGE)  # without the pages that were written last
+    with pytest.raises(DamagedStore, match=r"the settings of .*\.lmdb are lost"):
+        repair(short, drawn / "slides")
+    assert (short / "data.mdb").stat().st_size == 9 * PAGE
+    deleted(damaged, "meta", b"spec")
+    with pytest.raises(DamagedStore, match=r"the settings of .*\.lmdb are lost"):
+        repair(damaged, drawn / "slides")
+
+
+def test_killed_repair_continues(drawn: Path, damaged: Path) -> None:
+    expected = as_ingested(damaged)
+    for share in (0.3, 0.6, 0.9):
+        flip_bytes(damaged, [(number, 5) for number in range(4)])
+        process = subprocess.Popen(
+            [*COMMAND, "repair", str(damaged), str(drawn / "slides")],
+            start_new_session=True,
+            stdout=-3,
+            stderr=-3,
+        )
+        time.sleep(share * 6)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        done = repair(damaged, drawn / "slides")
+        assert int(done.exit_code) == 0, done.to_json()
+        assert as_ingested(damaged) == expected
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from histopipe.cli import main
+import histopipe.maintenance.compact, histopipe.maintenance.repair, histopipe.maintenance.reingest
+def die(*_, **__): os.kill(os.getpid(), signal.SIGKILL)
+module, name = sys.argv[1].split(":")
+setattr(sys.modules["histopipe.maintenance." + module], name, die)
+sys.argv = ["histopipe", "repair", *sys.argv[2:]]
+main()
+"""
+
+
+def killed_at(function: str, store: Path, slides: Path) -> None:
+    """Kill a repair when it calls a function, given as "module:name"."""
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", KILLED, function, store, slides], check=False
+    )
+    assert done.returncode == -signal.SIGKILL
+
+
+def test_repair_killed_before_and_after_rebuild(drawn: Path, damaged: Path) -> None:
+    expected = as_ingested(damaged)
+    damage_patch_page(damaged)
+    killed_at("repair:carry_files", damaged, drawn / "slides")
+    assert verify(damaged).is_structural  # not yet rebuilt
+    killed_at("reingest:set_aside", damaged, drawn / "slides")
+    assert not verify(damaged).is_structural
+    assert int(repair(damaged, drawn / "slides").exit_code) == 0
+    assert as_ingested(damaged) == expected
+    assert [path.name for path in damaged.parent.iterdir()] == ["s.lmdb"]
+
+
+def test_repair_restores_all_data_of_slide(drawn: Path, damaged: Path, run: Run) -> None:
+    """Labels, classes, focus, stains and entries of a later version are restored, also after a kill."""
+    assert run("quality", damaged).returncode == 0
+    assert run("stains", damaged).returncode == 0
+    put(damaged, "later", slide_key(1) + b"embedding", b"value")
+    with Store(damaged) as store:
+        stains, classes = repr(store.stains()), store.index(1)["label"].copy()
+        record = dataclasses.replace(store.records[1], patient="p-7", site="ward 3")
+    assert "1: StainFit" in stains and (classes >= 0).all()
+    put(damaged, "slides", slide_key(1), record.to_bytes(1))
+    expected = as_ingested(damaged)
+    flip_bytes(damaged, [(1, 5)])
+    for function in ("ingest_slides", "restore"):  # pending; complete without the data
+        killed_at(f"reingest:{function}", damaged, drawn / "slides")
+        assert verify(damaged).findings == []
+        with Store(damaged) as store:
+            assert store.records[1].patient == "p-7"
+            assert (store.records[1].state is SlideState.PENDING) == (function == "ingest_slides")
+    done = repair(damaged, drawn / "slides")
+    assert (int(done.exit_code), done.slides) == (0, ["slide-001"])
+    assert as_ingested(damaged) == expected
+    with Store(damaged) as store:
+        assert repr(store.stains()) == stains
+        assert store.entries(b"later", 1) == [(slide_key(1) + b"embedding", b"value")]
+    assert verify(damaged, full=True).findings == []
+    assert str(repair(damaged, drawn / "slides")).endswith("nothing to repair")
+
+
+def test_lost_patch_labels_are_reported(drawn: Path, damaged: Path) -> None:
+    put(damaged, "meta", b"classes", b"[]")
+    assert set(verify(damaged).damaged_slides) == {1}
+    done = repair(damaged, drawn / "slides")
+    assert "slide-001: its patch labels are lost: run `histopipe annotate`" in str(done.notes)
+    assert (int(done.exit_code), verify(damaged).findings) == (0, [])
+    put(damaged, "stains", slide_key(0), b'{"algorithm":"stain-1"}')
+    assert "run `histopipe stains`" in str(repair(damaged, drawn / "slides").notes)
+
+
+def test_slides_ingested_during_repair_keep_their_numbers(
+    drawn: Path, damaged: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "new").mkdir()
+    shutil.copy(drawn / "slides" / "slide-000.svs", tmp_path / "new" / "new.svs")
+    flip_bytes(damaged, [(0, 1)])
+
+    def ingest_after_another_ingest(*arguments: Any, **options: Any) -> Any:
+        assert run("ingest", tmp_path / "new", "--out", damaged, *FLAGS).returncode == 0
+        return ingest_slides(*arguments, **options)
+
+    monkeypatch.setattr("histopipe.maintenance.reingest.ingest_slides", ingest_after_another_ingest)
+    assert repair(damaged, drawn / "slides").slides == ["slide-000"]
+    assert verify(damaged).findings == []
+    assert numbers(damaged)[1][4] == "new"
+
+
+def test_slide_with_missing_file_is_reported_and_repaired_later(
+    drawn: Path, damaged: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = as_ingested(damaged)
+    flip_bytes(damaged, [(1, 1)])
+
+    def ingest_without_the_file(slides: Any, *arguments: Any, **options: Any) -> Any:
+        missing = [
+            dataclasses.replace(
+                slide, file=dataclasses.replace(slide.file, problem="it is missing")
+            )
+            for slide in slides
+        ]
+        return ingest_slides(missing, *arguments, **options)
+
+    monkeypatch.setattr("histopipe.maintenance.reingest.ingest_slides", ingest_without_the_file)
+    done = repair(damaged, drawn / "slides")
+    assert (int(done.exit_code), "it is missing" in done.left["slide-001"]) == (3, True)
+    assert verify(damaged).findings == []
+    monkeypatch.undo()
+    assert repair(damaged, drawn / "slides").slides == ["slide-001"]
+    assert as_ingested(damaged) == expected
+
+
+def test_repair_does_not_finish_ingest(drawn: Path, damaged: Path) -> None:
+    """A pending slide stays pending, since repair does not know the labels and options of the ingest."""
+    with Store(damaged) as store:
+        record = dataclasses.replace(store.records[2], state=SlideState.PENDING)
+    put(damaged, "slides", slide_key(2), record.to_bytes(2))
+    flip_bytes(damaged, [(1, 0)])
+    assert repair(damaged, drawn / "slides").slides == ["slide-001"]
+    with Store(damaged) as store:
+        assert store.records[2].state is SlideState.PENDING
+
+
+def test_store_with_level_and_region_of_interest(drawn: Path, tmp_path: Path, run: Run) -> None:
+    store, slides = tmp_path / "roi.lmdb", drawn / "slides"
+    done = run(
+        "ingest",
+        slides,
+        "--out",
+        store,
+        "--patch-size",
+        64,
+        "--level",
+        0,
+        "--allow-mixed-mpp",
+        "--annotations",
+        slides,
+        "--roi",
+        "tumour",
+    )
+    assert done.returncode == 3  # normal slides have no annotations
+    with Store(store) as opened:
+        (number, *_) = opened.complete
+        name = opened.records[number].id
+    before = read_slides(store)
+    flip_bytes(store, [(number, 0)])
+    assert repair(store, slides, annotations=slides).slides == [name]
+    assert verify(store).findings == []
+    assert {n: slide[2] for n, slide in read_slides(store).items()} == {
+        n: slide[2] for n, slide in before.items()
+    }
+
+
+def test_repair_verifies_afterwards(drawn: Path, damaged: Path, run: Run) -> None:
+    """Remaining findings are reported. Damage that only --full finds is repaired with --full."""
+    with Store(damaged) as store:
+        length = len(store.value(2, 3))
+    put_undecodable(damaged, 2, 3, length)
+    assert str(repair(damaged, drawn / "slides")) == f"{damaged} is intact: nothing to repair"
+    done = run("repair", damaged, drawn / "slides", "--full", "--json")
+    assert json.loads(done.stdout)["slides"] == ["slide-002"], done.stderr
+    assert verify(damaged, full=True).findings == []
+
+    def twice(txn: Any, db: Any) -> None:
+        record = json.loads(bytes(txn.get(slide_key(3), db=db)))
+        del record["crc"]
+        txn.put(slide_key(3), seal(slide_key(3), {**record, "id": "slide-002"}), db=db)
+
+    edited(damaged, "slides", twice)
+    result: RepairResult = repair(damaged, drawn / "slides")
+    assert (int(result.exit_code), result.remaining) == (5, ["2 slides have the id 'slide-002'"])
+
+
+def put_undecodable(path: Path, slide: int, row: int, length: int) -> None:
+    """Replace a patch by bytes that are not an image, with a valid checksum."""
+    value = b"x" * length
+    with Store(path) as store:
+        columns = {n: c.copy() for n, c in store.index(slide).items()}
+    columns["crc"][row] = value_crc(patch_key(slide, row), value)
+    put(path, "patches", patch_key(slide, row), value)
+    put(path, "index", slide_key(slide), encode_index(slide_key(slide), columns))

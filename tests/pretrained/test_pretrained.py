@@ -1,0 +1,514 @@
+"""Files of published weights, and the presets of the encoders. No TensorFlow."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import random
+import resource
+import struct
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import histopipe
+from helpers.commands import Run
+from helpers.paths import ENCODERS
+from histopipe.errors import UsageError
+from histopipe.pretrained.architecture import NAMINGS, expected_shapes, resampling_matrix, select
+from histopipe.pretrained.checkpoints import Tensor, read_tensors
+from histopipe.pretrained.encoders import named_preset, with_published_settings
+from histopipe.pretrained.presets import Preset, load_preset, preset_names
+
+TINY = ENCODERS / "tiny.toml"
+
+
+def values_of(path: Path) -> dict[str, NDArray[np.float32]]:
+    return {name: tensor.read() for name, tensor in read_tensors(path).items()}
+
+
+# Values of files that torch wrote.
+
+
+@pytest.mark.parametrize(
+    ("form", "tolerance"),
+    [
+        ("float32", 0),
+        ("parameters", 0),
+        ("strided", 0),
+        ("slices", 0),
+        ("nested", 0),
+        ("float16", 1e-3),
+        ("bfloat16", 1e-2),
+        ("legacy", 0),
+    ],
+)
+def test_files_of_torch(form: str, tolerance: float) -> None:
+    expected = np.load(ENCODERS / "torch.npz")
+    prefix = "model.state." if form == "nested" else ""
+    tensors = values_of(ENCODERS / f"torch-{form}.pth")
+    assert set(tensors) == {prefix + name for name in expected}
+    for name, values in expected.items():
+        assert tensors[prefix + name].shape == values.shape
+        np.testing.assert_allclose(tensors[prefix + name], values, rtol=tolerance)
+
+
+def test_state_dict_of_a_module() -> None:
+    assert {n: t.shape for n, t in read_tensors(ENCODERS / "torch-state.pth").items()} == {
+        "weight": (3, 4),
+        "bias": (3,),
+    }
+
+
+# Files that are refused.
+
+
+class Malicious:
+    def __reduce__(self) -> Any:
+        return os.system, ("touch was-run",)
+
+
+def torch_zip(path: Path, content: bytes, **members: bytes) -> Path:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a/data.pkl", content)
+        for name, data in members.items():
+            archive.writestr(f"a/data/{name}", data)
+    return path
+
+
+def tensor_pickle(offset: Any, size: Any, stride: Any, *, count: Any = 6, key: str = "0") -> bytes:
+    """The pickle of `{"a": tensor}`."""
+
+    def integers(values: Any) -> bytes:
+        parts = b"".join(b"J" + struct.pack("<i", value) for value in values)
+        return b"(" + parts + b"t"
+
+    def text(value: str) -> bytes:
+        return b"X" + struct.pack("<I", len(value)) + value.encode()
+
+    storage = (
+        b"("
+        + text("storage")
+        + b"ctorch\nFloatStorage\n"
+        + text(key)
+        + text("cpu")
+        + b"J"
+        + struct.pack("<i", count)
+        + b"tQ"
+    )
+    arguments = storage + b"J" + struct.pack("<i", offset) + integers(size) + integers(stride)
+    tensor = b"ctorch._utils\n_rebuild_tensor_v2\n(" + arguments + b"tR"
+    return b"\x80\x02}" + text("a") + tensor + b"s."
+
+
+DATA = np.arange(6, dtype=np.float32).tobytes()
+
+
+def test_tensor_of_the_made_pickle(tmp_path: Path) -> None:
+    path = torch_zip(tmp_path / "a.pth", tensor_pickle(0, (2, 3), (3, 1)), **{"0": DATA})
+    assert values_of(path)["a"].tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (pickle.dumps(Malicious()), "the name 'posix.system'"),
+        (pickle.dumps({"a": Malicious()}, 0), "the pickle instruction DICT"),
+        (
+            b"\x80\x04\x8c\x0ctorch._utils\x8c\x1e_rebuild_tensor_v2.__globals__\x93.",
+            "__globals__'",
+        ),
+        (b"cbuiltins\neval\n(X\x01\x00\x00\x001tR.", "the name 'builtins.eval'"),
+        (b"(X\x02\x00\x00\x00osX\x06\x00\x00\x00systemi.", "damaged"),
+        (b"\x80\x02K\x01K\x02R.", "a call of something that is no function"),
+        (b"\x80\x02}", "damaged"),
+        (b"", "damaged"),
+        (b"\x80\x02K\x01.", "a int"),
+        (tensor_pickle(0, (2, 4), (4, 1)), "larger than its storage"),
+        (tensor_pickle(1, (2, 3), (3, 1)), "larger than its storage"),
+        (tensor_pickle(0, (2, 3), (-3, 1)), "negative"),
+        (tensor_pickle(-1, (2, 3), (3, 1)), "negative"),
+        (tensor_pickle(0, (1000, 1000, 1000), (0, 0, 0)), "more numbers than its storage"),
+        (tensor_pickle(0, (2, 3), (3, 1), count=7), "for 7 numbers"),
+        (tensor_pickle(0, (2, 3), (3, 1), key="../data.pkl"), "damaged"),
+        # A list in the place of a shape, which could be extended after the check.
+        (
+            tensor_pickle(0, (2, 3), (3, 1)).replace(
+                b"J\x02\0\0\0J\x03\0\0\0t", b"J\x02\0\0\0J\x03\0\0\0l"
+            ),
+            "no tuple",
+        ),
+        # Nested tuples as names: their hash, or their text, would take endless time.
+        (b"\x80\x02})" + 60 * b"q\0h\0\x86" + b"K\x01s.", "a name that is no short text"),
+        (
+            b"\x80\x02(X\x07\0\0\0storagectorch\nFloatStorage\n)"
+            + 60 * b"q\0h\0\x86"
+            + b"NK\x01tQ.",
+            "a storage without a name",
+        ),
+        # A dictionary that contains itself.
+        (
+            b"\x80\x02}q\0(" + b"".join(b"X\x02\0\0\0%02dh\0" % n for n in range(50)) + b"u.",
+            "nested too deep",
+        ),
+        (b"\x80\x02" + 1_100_000 * b"}" + b".", "too many pickle instructions"),
+    ],
+    ids=range(21),
+)
+def test_pickles_that_are_refused(content: bytes, message: str, tmp_path: Path) -> None:
+    path = torch_zip(tmp_path / "a.pth", content, **{"0": DATA})
+    with pytest.raises(UsageError) as error:
+        read_tensors(path)
+    assert message in str(error.value)
+    assert not (tmp_path / "was-run").exists()
+    assert not Path("was-run").exists()
+
+
+def test_whole_modules_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"the name 'torch\.nn\.modules\.linear\.Linear'"):
+        read_tensors(ENCODERS / "torch-module.pth")
+
+
+OLD = (ENCODERS / "torch-legacy.pth").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (OLD[:-1], "damaged storage"),
+        (OLD[:300], "damaged"),
+        (OLD[:40], "damaged"),
+        (OLD.replace(pickle.dumps(1001, 2), pickle.dumps(1002, 2), 1), "a pickle of another kind"),
+        (OLD.replace(b"\x88", b"\x89", 1), "big-endian"),
+        (OLD[: OLD.index(b"\x80\x02}")] + pickle.dumps(Malicious(), 2), "'posix.system'"),
+    ],
+    ids=range(6),
+)
+def test_old_files_that_are_refused(content: bytes, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.pth"
+    path.write_bytes(content)
+    with pytest.raises(UsageError) as error:
+        for tensor in read_tensors(path).values():
+            tensor.read()
+    assert message in str(error.value)
+    assert not Path("was-run").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.bin", b"version https://git-lfs.github.com/spec/v1\n", "a Git LFS pointer"),
+        ("a.safetensors", b"version https://git-lfs.github.com/spec/v1\n", "a Git LFS pointer"),
+        ("a.bin", b"\n<!doctype html><title>Access denied</title>", "an HTML or XML page"),
+        ("a.bin", b"", "an empty file"),
+        ("a.safetensors", struct.pack("<Q", 100 << 30) + b"{}", "unknown data"),
+        ("a.bin", b"PK\x03\x04 not a zip", "zip file"),
+        ("a.safetensors", struct.pack("<Q", 3) + b"{}}", "unknown data"),
+    ],
+)
+def test_other_files_are_refused(name: str, content: bytes, message: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(UsageError) as error:
+        read_tensors(path)
+    assert str(path) in str(error.value)
+    assert message in str(error.value)
+
+
+def safetensors(path: Path, **tensors: NDArray[np.float32]) -> Path:
+    from safetensors.numpy import save_file
+
+    save_file(tensors, path)
+    return path
+
+
+def test_values_that_are_not_finite(tmp_path: Path) -> None:
+    path = safetensors(
+        tmp_path / "a.safetensors",
+        good=np.ones(3, np.float32),
+        bad=np.array([1, np.nan], np.float32),
+    )
+    tensors = read_tensors(path)
+    tensors["good"].read()
+    with pytest.raises(UsageError, match=r"a\.safetensors.*bad: values that are not finite"):
+        tensors["bad"].read()
+
+
+def test_truncated_and_changed_files(tmp_path: Path) -> None:
+    """The CRC of the zip is checked when values are read."""
+    whole = (ENCODERS / "torch-float32.pth").read_bytes()
+    path = tmp_path / "a.pth"
+    path.write_bytes(whole[:-100])
+    with pytest.raises(UsageError):
+        read_tensors(path)
+    place = whole.index(np.load(ENCODERS / "torch.npz")["a.weight"].tobytes())
+    path.write_bytes(whole[:place] + b"\xff" + whole[place + 1 :])
+    with pytest.raises(UsageError, match=r"a\.weight: Bad CRC-32"):
+        values_of(path)
+
+
+EVENTS: list[str] = []
+WATCHING = [False]
+
+
+def watch(event: str, _: Any) -> None:
+    if WATCHING[0] and event in (
+        "pickle.find_class",
+        "os.system",
+        "subprocess.Popen",
+        "os.exec",
+        "os.posix_spawn",
+    ):
+        EVENTS.append(event)
+
+
+@pytest.mark.parametrize("source", ["torch-nested.pth", "torch-float32.pth", "timm.safetensors"])
+def test_damaged_files_are_refused_or_read(source: str, tmp_path: Path) -> None:
+    """Some 1,000 files: never executed, bounded memory, no other error."""
+    sys.addaudithook(watch)
+    values_of(ENCODERS / source)  # imports
+    whole, draw, path = (ENCODERS / source).read_bytes(), random.Random(1), tmp_path / source
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    WATCHING[0], refused, count = True, 0, 340
+    for _ in range(count):
+        damaged = bytearray(whole)
+        for _ in range(draw.choice((1, 1, 2, 8, 64))):
+            # The header of safetensors and the pickle are in the first 4,000 bytes.
+            place = draw.randrange(min(len(damaged), 4000))
+            if draw.random() < 0.2:
+                del damaged[place : place + draw.randrange(1, 20)]
+            else:
+                damaged[place] = draw.randrange(256)
+        path.write_bytes(_same_crc(damaged) if source.endswith("pth") else damaged)
+        try:
+            values_of(path)
+        except UsageError:
+            refused += 1
+    WATCHING[0] = False
+    assert EVENTS == []
+    assert refused > count / 4
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300_000  # kB
+
+
+def _same_crc(damaged: bytearray) -> bytes:
+    """Half of the files are zips again, so that damage reaches the interpreter of the pickle."""
+    if len(damaged) % 2:
+        return bytes(damaged)
+    made = io.BytesIO()
+    start = damaged.find(b"data.pkl")
+    with zipfile.ZipFile(made, "w") as archive:
+        archive.writestr("a/data.pkl", bytes(damaged[start + 8 : start + 800]).lstrip(b"FBZ0"))
+        for number in range(3):
+            archive.writestr(f"a/data/{number}", bytes(damaged[-100:]))
+    return made.getvalue()
+
+
+# Names of weights.
+
+
+def fake(path: str, size: int = 28) -> dict[str, Tensor]:
+    preset = load_preset(TINY)
+    assert preset.architecture is not None
+    shapes = expected_shapes(preset.architecture, NAMINGS["timm"], size)
+    return {
+        path.format(name): Tensor(shape, np.dtype(np.float32), Path("x"), lambda: np.zeros(()))
+        for name, shape in shapes.items()
+    }
+
+
+def names_of(tensors: dict[str, Tensor]) -> set[str]:
+    preset = load_preset(TINY)
+    assert preset.architecture is not None
+    return set(select(tensors, preset.architecture, NAMINGS["timm"], 28, Path("x.pth")))
+
+
+def test_names_of_training_programs() -> None:
+    plain = fake("{}")
+    assert names_of(plain) == set(plain)
+    assert names_of(fake("module.{}")) == set(plain)
+    both = {
+        **fake("teacher.backbone.{}"),
+        **fake("student.backbone.{}"),
+        "teacher.dino_head.w": plain["cls_token"],
+    }
+    assert names_of(both) == set(plain)
+    chunked = {name.replace("blocks.", "blocks.0."): tensor for name, tensor in plain.items()}
+    assert names_of(chunked) == set(plain)
+    assert names_of({**plain, "mask_token": plain["cls_token"]}) == set(plain)
+    with pytest.raises(UsageError, match=r"several networks: found one\., two"):
+        names_of({**fake("one.{}"), **fake("two.{}")})
+
+
+# Presets.
+
+
+def test_presets_are_complete() -> None:
+    assert len(preset_names()) >= 23
+    for name in preset_names():
+        preset = load_preset(name)
+        assert preset.title
+        assert preset.licence
+        assert preset.reference
+        assert preset.repository.count("/") == 1
+        assert preset.architecture is None or preset.files
+        assert (
+            preset.preprocessing.trained % (preset.architecture.patch if preset.architecture else 1)
+            == 0
+        )
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            "patch = 7",
+            "patches = 7",
+            r"\[architecture\]: fields: found unknown: patches; missing: patch",
+        ),
+        (
+            "size = 28",
+            "size = 27",
+            "size: found 27, expected a multiple of the network's patch of 7 pixels",
+        ),
+        ("size = 28", "size = 35", "size: found 35, expected 1 to 32"),
+        ("heads = 3", "heads = 5", "width: found 12, expected a multiple of heads, 5"),
+        (
+            "mean = [0.5, 0.5, 0.5]",
+            "mean = [0.5, 0.5]",
+            r"mean: found \[0.5, 0.5\], expected a list of 3 values",
+        ),
+        (
+            "std = [0.5, 0.5, 0.5]",
+            "std = [0.5, 0.0, 0.5]",
+            "std: found .*, expected finite numbers above 0",
+        ),
+        (
+            "std = [0.5, 0.5, 0.5]",
+            "std = [nan, 0.5, 0.5]",
+            "std: found .nan, .*expected finite numbers above 0",
+        ),
+        ("heads = 3", "heads = 0", "heads: found .0., expected finite numbers above 0"),
+        ("patch = 7", "patch = 0", "patch: found .0., expected finite numbers above 0"),
+        ("[architecture]", "[[architecture]]", "architecture: found .* expected a table"),
+        (
+            'naming = "timm"',
+            'naming = "hf-vit"',
+            "layer_scale: found true, expected none with naming",
+        ),
+        ('naming = "timm"', 'name = "x"', "fields: found unknown: name"),
+        ('"bicubic"', '"nearest"', "interpolation: found 'nearest', expected bilinear or bicubic"),
+        ('naming = "timm"', 'naming = "tim"', "naming: found tim, expected timm"),
+        ("gated = true", "gated = 1", "gated: found 1, expected a value of type bool"),
+        ("naming = ", "names = ", "fields: found unknown: names"),
+        ("[input]", "[input", "cannot be read"),
+    ],
+)
+def test_wrong_presets(old: str, new: str, message: str, tmp_path: Path) -> None:
+    text = TINY.read_text()
+    assert text.count(old) >= 1
+    path = tmp_path / "own.toml"
+    path.write_text(text.replace(old, new, 1))
+    with pytest.raises(UsageError, match=message):
+        load_preset(path)
+
+
+def test_unknown_preset_names_the_others() -> None:
+    with pytest.raises(UsageError, match="kaiko-s8, midnight-12k"):
+        load_preset("unii")
+    assert named_preset("resnet50") is None
+
+
+def test_patches_fit() -> None:
+    def problem(patch: int, *mpps: float | None, preset: str = "uni") -> str | None:
+        return load_preset(preset).check_patches(patch, mpps, allowed=True)
+
+    assert problem(224, 0.5) is None
+    assert problem(256, 0.5, 0.499) is None  # 0.57 mpp after resizing, as in the published recipes
+    assert problem(256, 0.51) is None  # a scanner whose 20× is 0.51 mpp
+    assert problem(448, 0.25) is None
+    many = str(problem(512, *(0.5 + n / 1000 for n in range(100))))
+    assert many.endswith("and 97 more")
+    assert problem(256, 0.5, preset="gigapath") is None
+    assert problem(256, 2.0, preset="virchow2") is None
+    assert problem(999, 9.0, preset="dinov2-small") is None
+    assert (
+        problem(512, 0.5)
+        == "patches of 512 pixels: 0.5 mpp, which is 1.14 mpp after resizing to 224 pixels"
+    )
+    assert "enlarged" in str(problem(128, 0.5))
+    assert "0.25 mpp" in str(problem(256, 0.5, 0.25))
+    assert "unknown scale" in str(problem(256, None))
+    with pytest.raises(UsageError, match=r"0\.25 mpp, which is 0\.25 mpp .*224 pixels at 0\.5 mpp"):
+        load_preset("uni").check_patches(224, [0.25], allowed=False)
+
+
+def published(folder: Path, name: str, content: Any) -> tuple[Preset, list[str]]:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(json.dumps(content))
+    return with_published_settings(load_preset("uni"), folder / "pytorch_model.bin")
+
+
+def test_settings_published_with_the_weights_are_preferred(tmp_path: Path) -> None:
+    preset, notes = with_published_settings(load_preset("uni"), tmp_path / "pytorch_model.bin")
+    assert (preset, notes) == (load_preset("uni"), [])
+    timm = {
+        "pretrained_cfg": {
+            "mean": [0.7, 0.5, 0.7],
+            "std": [0.2, 0.2, 0.2],
+            "interpolation": "bicubic",
+        }
+    }
+    preset, notes = published(tmp_path / "a", "config.json", timm)
+    settings = preset.preprocessing
+    assert (settings.mean, settings.interpolation, settings.size) == (
+        (0.7, 0.5, 0.7),
+        "bicubic",
+        224,
+    )
+    assert len(notes) == 3
+    assert "interpolation bicubic instead of the preset's bilinear" in notes[2]
+    face = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225], "resample": 3}
+    preset, notes = published(tmp_path / "b", "preprocessor_config.json", face)
+    assert preset.preprocessing.interpolation == "bicubic"
+    assert len(notes) == 1
+    with pytest.raises(UsageError, match=r"config\.json: mean: found 'grey'"):
+        published(tmp_path / "c", "config.json", {"mean": "grey"})
+    with pytest.raises(UsageError, match=r"interpolation: found \['a'\]"):
+        published(tmp_path / "e", "config.json", {"interpolation": ["a"]})
+    with pytest.raises(UsageError, match=r"config\.json cannot be used"):
+        published(tmp_path / "d", "config.json", [1])
+
+
+def test_resampling_matrices_keep_a_constant() -> None:
+    for source, target in ((256, 224), (224, 256), (512, 224), (7, 3)):
+        for antialiased in (True, False):
+            matrix = resampling_matrix(source, target, "bicubic", antialiased=antialiased)
+            assert matrix.shape == (source, target)
+            np.testing.assert_allclose(matrix.sum(axis=0), 1)
+
+
+# The command.
+
+
+def test_encoders_command(run: Run) -> None:
+    listed = run("encoders")
+    assert listed.returncode == 0, listed.stderr
+    assert len(listed.stdout.splitlines()) == 1 + len(preset_names())
+    details = run("encoders", "uni")
+    assert (
+        "hf download MahmoodLab/UNI --include 'pytorch_model.bin' '*.json' --local-dir uni"
+        in details.stdout
+    )
+    assert "no commercial use" in details.stdout
+    assert json.loads(run("encoders", "uni", "--json").stdout)["uni"]["dimension"] == 1024
+    wrong = run("encoders", "unii")
+    assert wrong.returncode == 2
+    assert "no encoder 'unii'" in wrong.stderr
+    assert str(histopipe.encoders("virchow2")).startswith("Virchow2 (virchow2)")

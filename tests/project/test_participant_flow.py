@@ -1,0 +1,141 @@
+"""The participant flow of a messy folder of slides, from the files to the evaluation."""
+
+from __future__ import annotations
+
+import csv
+import html
+import json
+import re
+import shutil
+from collections import Counter
+from pathlib import Path
+
+from helpers.commands import run_command, succeed
+from helpers.stores import flip_bytes
+from histopipe.inference.predict import predict
+from histopipe.reports.report import report
+from histopipe.splits.slide_table import (
+    Exclusion,
+    Flow,
+    SlideEntry,
+    flow_from_json,
+    read_slide_table,
+)
+from histopipe.store.store import Store
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def flow_in(path: Path) -> Flow:
+    flow = flow_from_json(json.loads(path.read_text())["flow"])
+    assert all(level.adds_up for level in flow.values()), flow
+    return flow
+
+
+def test_flow_of_a_messy_folder(made: Path, tmp_path: Path) -> None:
+    """Files that are no slides, a copy, missing labels, a quality filter, damaged patches, and a slide of only such."""
+    folder, store, run = tmp_path / "slides", tmp_path / "s.lmdb", tmp_path / "run"
+    folder.mkdir()
+    slides = sorted(path for path in made.iterdir() if path.suffix == ".svs")
+    assert len(slides) == 12
+    for path in slides:
+        shutil.copy(path, folder)
+    (folder / "text.svs").write_text("no slide")
+    (folder / "cut.svs").write_bytes(slides[0].read_bytes()[:5000])
+    shutil.copy(slides[2], folder / "copy.svs")
+    labels = [
+        f"{path.stem},{'nt'[i % 2]},p{i}" for i, path in enumerate(slides) if i not in (1, 11)
+    ]
+    table = tmp_path / "labels.csv"
+    # The copy is of another patient, by mistake. Slide 11 has an empty label, slide 1 no row.
+    table.write_text(
+        "\n".join(["slide,label,patient", *labels, "copy,n,p99", f"{slides[11].stem},,p11"])
+    )
+    ingested = run_command("ingest", folder, "--out", store, "--patch-size", 128, "--labels", table)
+    assert ingested.returncode == 3, ingested.stderr  # partly done
+    succeed("quality", store)
+    settings = (
+        "--model",
+        "small-cnn",
+        "--split-by",
+        "patient",
+        "--fractions",
+        "0.4,0.3,0.3",
+        "--min-tissue",
+        0.7,
+        "--epochs",
+        1,
+        "--resamples",
+        0,
+        "--on-error",
+        "skip",
+    )
+    succeed("train", store, *settings, "--out", tmp_path / "first")
+    tested = [slide for slide in read_slide_table(tmp_path / "first" / "slides.csv") if slide.test]
+    with Store(store) as opened:
+        numbers = {record.id: number for number, record in opened.records.items()}
+        planned = {record.id: record.planned for record in opened.slides}
+    lost, hurt = tested[0].slide, tested[1].slide
+    flip_bytes(store, [(numbers[lost], row) for row in range(planned[lost])])
+    flip_bytes(store, [(numbers[hurt], row) for row in range(0, planned[hurt], 5)])
+    succeed("train", store, *settings, "--splits", tmp_path / "first" / "splits.json", "--out", run)
+    flow, participants = flow_in(run / "metrics.json"), read_slide_table(run / "slides.csv")
+    assert flow["slides"].total == 15
+    assert flow["slides"].excluded == {"ingest failed": 2, "no label": 2, "all patches damaged": 1}
+    assert flow["patches"].total == sum(planned.values())
+    assert flow["patches"].excluded[Exclusion.FILTERED] > 0
+    assert {slide.slide: slide.copy_of for slide in participants if slide.copy_of} in (
+        {"copy": slides[2].stem},
+        {slides[2].stem: "copy"},
+    )
+    check_evaluated(run, flow, participants)
+    predict(run, store, out=tmp_path / "p", on_error="skip")
+    external = flow_in(tmp_path / "p" / "evaluation.json")
+    assert external["slides"].excluded == {
+        "ingest failed": 2,
+        "no readable patch": 1,
+        "no label": 2,
+    }
+    evaluated = json.loads((tmp_path / "p" / "evaluation.json").read_text())["test"]
+    assert evaluated["patch"]["count"] == external["patches"].used[("test",)]
+    page = html.unescape(report(run, pictures=False).file.read_text())
+    (chart,) = re.findall(r'<svg class="chart flow".*?</svg>', page, re.DOTALL)
+    for text in (
+        "2 slides: ingest failed",
+        "1 slide: all patches damaged",
+        "15 slides",
+        "13 slides",
+    ):
+        assert f">{text}<" in chart
+
+
+def check_evaluated(run: Path, flow: Flow, participants: list[SlideEntry]) -> None:
+    """Check that the flow counts what was evaluated."""
+    predicted = rows_of(run / "predictions.csv")
+    patches = Counter(row["split"] for row in predicted)
+    slides = Counter(side for side, _ in {(row["split"], row["slide"]) for row in predicted})
+    for side in ("validation", "test"):
+        assert flow["patches"].used[(side,)] == patches[side]
+        assert flow["slides"].used[(side,)] == slides[side]
+        assert sum(getattr(slide, side) for slide in participants) == patches[side]
+    metrics = json.loads((run / "metrics.json").read_text())
+    assert metrics["test"]["slide"]["mean"]["count"] == flow["slides"].used[("test",)]
+    assert metrics["test"]["patch"]["count"] == flow["patches"].used[("test",)]
+
+
+def test_removed_label_does_not_apply_any_more(trained: Path, made: Path, tmp_path: Path) -> None:
+    lines = (made / "labels.csv").read_text().splitlines()
+    folder, table = tmp_path / "slides", tmp_path / "labels.csv"
+    folder.mkdir()
+    for number in range(4):
+        shutil.copy(made / f"slide-{number:03d}.svs", folder)
+    counts = []
+    for rows in (lines[:5], lines[:3]):
+        table.write_text("\n".join(rows))
+        result = predict(trained, folder, out=tmp_path / "p", labels=table)
+        assert result.metrics is not None
+        counts.append(result.metrics.slide["mean"].count)
+    assert counts == [4, 2]

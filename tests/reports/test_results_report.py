@@ -1,0 +1,287 @@
+"""Numbers in the reports of runs, predictions, cross-validations and comparisons equal those in the files."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import html
+import json
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from defusedxml import ElementTree
+
+from helpers.commands import succeed
+from histopipe.errors import DamagedStore, NothingToDo, UsageError
+from histopipe.inference.predict import predict
+from histopipe.reports.checklist import EMPTY
+from histopipe.reports.report import report
+
+SECTIONS = ("metrics", "subgroups", "failure-analysis", "participant-flow")
+CELL = re.compile(r'data-v="([^"]+)">([^<]*)<')
+
+
+def numbers_in(value: Any) -> Iterator[float]:
+    """Yield all numbers of a JSON value."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            yield from numbers_in(item)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield float(value)
+
+
+def numbers_of_slides(*tables: Path) -> Iterator[float]:
+    """Yield probabilities and positions of patches; number of patches and mean probability of each slide."""
+    slides: dict[str, list[dict[str, str]]] = {}
+    for table in tables:
+        with table.open(newline="") as file:
+            for row in csv.DictReader(file):
+                slides.setdefault(row["slide"], []).append(row)
+    for rows in slides.values():
+        yield len(rows)
+        for name in (column for column in rows[0] if column.startswith("p_")):
+            values = [np.float32(row[name]) for row in rows]
+            yield from map(float, values)
+            yield float(np.mean(values, dtype=np.float64))
+        yield from (float(row[name]) for row in rows for name in ("x_l0", "y_l0"))
+
+
+def check_page(page: Path, *files: Path, tables: Sequence[Path] = ()) -> str:
+    """Check that each number in the tables of the evaluation is in one of the files. Return the text of the page.
+
+    `tables` are the predictions of patches.
+    """
+    text = page.read_text(encoding="utf-8")
+    numbers = [number for file in files for number in numbers_in(json.loads(file.read_text()))]
+    numbers += numbers_of_slides(*tables)
+    rounded = {round(number, 6) for number in numbers}
+    formatted = {f"{number:.3f}" for number in numbers} | {f"{number:+.3f}" for number in numbers}
+    count = 0
+    for section in re.findall(r'<section id="([^"]+)">(.*?)</section>', text, re.DOTALL):
+        for value, cell in CELL.findall(section[1]) if section[0] in SECTIONS else ():
+            assert round(float(value), 6) in rounded, f"{section[0]}: {cell}"
+            for end in re.findall(r"[-+]?\d+\.\d{3}", cell):
+                assert end in formatted, f"{section[0]}: {cell}"
+            count += 1
+    assert count > 20
+    return html.unescape(text)
+
+
+def test_numbers_of_a_run(trained: Path, tmp_path: Path) -> None:
+    page = report(trained, out=tmp_path / "run.html", pictures=False).file
+    text = check_page(page, trained / "metrics.json", tables=[trained / "predictions.csv"])
+    for title in (
+        "Decision curve, patches",
+        "Precision and recall, patches",
+        "Metrics before and after",
+        "All settings, as in config.toml",
+        "Environment of the training",
+    ):
+        assert title in text
+    flow = json.loads((trained / "metrics.json").read_text())["flow"]
+    for level in flow.values():
+        assert level["found"] == sum(level["excluded"].values()) + sum(level["used"].values())
+    assert f"{flow['patches']['found']:,} patches" in text
+
+
+def test_numbers_of_predictions(
+    trained: Path, made: Path, made_store: Path, tmp_path: Path
+) -> None:
+    lines = (made / "labels.csv").read_text().splitlines()
+    scanners = ["scanner", *("ab"[i % 2] for i in range(len(lines) - 1))]
+    table = tmp_path / "labels.csv"
+    table.write_text(
+        "\n".join(f"{line},{cell}" for line, cell in zip(lines, scanners, strict=True))
+    )
+    out = tmp_path / "p"
+    predict(trained, made_store, out=out, labels=table, subgroup=["scanner"])
+    patches = sorted((out / "patches").glob("*.csv"))
+    text = check_page(report(out).file, out / "evaluation.json", tables=patches)
+    evaluation = json.loads((out / "evaluation.json").read_text())
+    assert "scanner" in {subgroup["column"] for subgroup in evaluation["breakdown"]["subgroups"]}
+    assert evaluation["flow"]["slides"]["used"] == {"test": 12}
+    assert "Performance by subgroup" in text
+    with pytest.raises(UsageError, match="--subgroup: found stage, but no --labels"):
+        predict(trained, made_store, out=out, subgroup=["stage"])
+    predict(
+        trained, made_store, out=tmp_path / "none", labels=write(tmp_path / "few.csv", lines[:2])
+    )
+    assert not (tmp_path / "none" / "evaluation.json").exists()
+    assert "No labels are known" in report(tmp_path / "none").file.read_text()
+
+
+def write(path: Path, lines: list[str]) -> Path:
+    path.write_text("\n".join(lines))
+    return path
+
+
+def test_numbers_of_folds_and_comparisons(small_store: Path, tmp_path: Path) -> None:
+    for seed in (1, 2):
+        succeed(
+            "train",
+            small_store,
+            "--folds",
+            2,
+            "--epochs",
+            1,
+            "--resamples",
+            50,
+            "--seed",
+            seed,
+            "--out",
+            tmp_path / f"cv{seed}",
+        )
+    page = report(tmp_path / "cv1").file
+    tables = [tmp_path / "cv1" / "predictions.csv"]
+    text = check_page(page, tmp_path / "cv1" / "summary.json", tables=tables)
+    assert "Test set of each fold" in text
+    runs = [tmp_path / "cv1", tmp_path / "cv2"]
+    page = report(runs, out=tmp_path / "both.html").file
+    assert "Settings that differ" in page.read_text()
+    with pytest.raises(UsageError, match="--out is missing"):
+        report(runs)
+    with pytest.raises(NothingToDo, match="neither a store, a run nor predictions"):
+        report(tmp_path)
+
+
+CLAIM_FOR_AUTHORS = {"2", "3", "4", "5", "6", "11", "15", "17", "18", "21", "33", "34", "41", "44"}
+TRIPOD_FOR_AUTHORS = {
+    "2",
+    "3a",
+    "3b",
+    "3c",
+    "4",
+    "5b",
+    "6c",
+    "8c",
+    "9c",
+    "10",
+    "16",
+    "17",
+    "18a",
+    "18b",
+    "18c",
+    "18d",
+    "18e",
+    "19",
+    "20c",
+    "25",
+    "27b",
+    "27c",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "authors"),
+    [("claim", 44, CLAIM_FOR_AUTHORS), ("tripod-ai", 52, TRIPOD_FOR_AUTHORS)],
+)
+def test_checklist_holds_only_what_the_run_knows(
+    trained: Path, tmp_path: Path, name: str, count: int, authors: set[str]
+) -> None:
+    """Items such as ethics stay empty. Numbers from metrics.json are in that file."""
+    text = report(trained, checklist=name, out=tmp_path / "c.md").file.read_text(encoding="utf-8")
+    items = re.findall(r"^\*\*(\w+)\*\* .*? \*([a-z ]+)\*\n\n((?:- .*\n)+)", text, re.MULTILINE)
+    assert len(items) == count
+    for_authors = {number for number, status, _ in items if status == "for the authors"}
+    assert authors <= for_authors
+    for number, status, answer in items:
+        assert (EMPTY in answer) == (status != "filled from the run"), number
+        assert (answer == f"- {EMPTY}\n") == (status == "for the authors"), number
+    metrics = list(numbers_in(json.loads((trained / "metrics.json").read_text())))
+    formatted = {f"{value:.3f}" for value in metrics}
+    quoted = [line for line in re.findall(r"- (.*) \[metrics.json\]", text) if "µm" not in line]
+    decimals = [
+        decimal for line in quoted for decimal in re.findall(r"(?<![\d.])\d+\.\d{3}(?![\d.])", line)
+    ]
+    assert len(decimals) >= 4
+    assert set(decimals) <= formatted
+    check_counts(text, trained)
+    assert "histopipe" in text.partition("## Methods")[2]
+    assert text.count("@article{") >= 4
+
+
+def check_counts(text: str, run: Path) -> None:
+    """Check that the counts in a checklist are those of metrics.json, splits.json and slides.csv."""
+    flow = json.loads((run / "metrics.json").read_text())["flow"]
+    for level, level_counts in flow.items():
+        excluded = sum(level_counts["excluded"].values())
+        assert (
+            f"Of {level_counts['found']:,} {level} found, {excluded:,} were excluded, and" in text
+        )
+        for side, count in level_counts["used"].items():
+            assert f"{count:,} are in {side.replace('train', 'training')}" in text
+    for side, counts in json.loads((run / "splits.json").read_text())["counts"].items():
+        classes = " and ".join(f"{count:,} {name}" for name, count in counts.items())
+        assert f"{side.replace('train', 'training')} {classes}" in text
+    with (run / "slides.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    for side in ("train", "validation", "test"):
+        patients = {(row["patient"], row["label"]) for row in rows if row["status"] == side}
+        labels = sorted({label for _, label in patients})
+        texts = [
+            f"{sum(patient_label == label for _, patient_label in patients)} {label}"
+            for label in labels
+        ]
+        assert f"{side.replace('train', 'training')} {' and '.join(texts)}" in text
+
+
+def test_checklist_files_agree(trained: Path, tmp_path: Path) -> None:
+    import docx
+
+    texts = []
+    for suffix in ("md", "html", "docx"):
+        file = report(trained, checklist="claim", out=tmp_path / f"c.{suffix}").file
+        if suffix == "docx":
+            (table,) = docx.Document(str(file)).tables
+            assert sum(row.cells[0].text.isdigit() for row in table.rows) == 44
+            texts.append("\n".join(cell.text for row in table.rows for cell in row.cells))
+        else:
+            texts.append(html.unescape(file.read_text(encoding="utf-8")))
+    for answer in re.findall(r"- (.* \[[\w., -]+\])\n", texts[0]):
+        assert all(answer in text for text in texts)
+    with pytest.raises(
+        UsageError,
+        match=r"--out: found .*c\.pdf, expected a file ending in \.html or \.md or \.docx",
+    ):
+        report(trained, checklist="claim", out=tmp_path / "c.pdf")
+    with pytest.raises(UsageError, match="--checklist: found 'stard', expected tripod-ai or claim"):
+        report(trained, checklist="stard", out=tmp_path / "c.md")
+
+
+def test_completed_model_card_is_kept(trained: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(trained, tmp_path / "run"))
+    card = run / "model-card.md"
+    card.unlink(missing_ok=True)
+    first = report(run, out=tmp_path / "r.html", pictures=False)
+    assert (first.model_card, first.card_kept) == (card, False)
+    text = card.read_text(encoding="utf-8")
+    for title in ("Intended use", "Data", "Metrics", "Subgroups", "Limits", "Licence and contact"):
+        assert f"## {title}" in text
+    assert f"## Intended use\n\n- For the author: {EMPTY}" in text
+    digest = hashlib.sha256((run / "model.keras").read_bytes()).hexdigest()
+    assert digest in text
+    card.write_text("completed", encoding="utf-8")
+    assert "model-card.md  (not changed)" in str(
+        report(run, out=tmp_path / "r.html", pictures=False)
+    )
+    assert card.read_text(encoding="utf-8") == "completed"
+    with pytest.raises(
+        UsageError, match=r"--out: found .*r\.pdf, expected a file ending in \.html"
+    ):
+        report(run, out=tmp_path / "r.pdf")
+    figure = report(run, out=tmp_path / "flow.svg").file.read_text(encoding="utf-8")
+    assert ElementTree.fromstring(figure).tag == "{http://www.w3.org/2000/svg}svg"
+    assert ">Labelled<" in figure
+    assert "var(" not in figure
+    (run / "metrics.json").write_text("{")
+    with pytest.raises(DamagedStore, match=r"metrics\.json is damaged"):
+        report(run, out=tmp_path / "flow.svg")
+    with pytest.raises(UsageError, match="has no participant flow"):
+        report(tmp_path, out=tmp_path / "flow.svg")

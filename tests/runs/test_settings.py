@@ -1,0 +1,269 @@
+"""Flags, checks, files, resume rules and docs/reference/settings.md agree with the declaration of each setting."""
+
+from __future__ import annotations
+
+import importlib.util
+import tomllib
+from dataclasses import MISSING
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from helpers.paths import GOLDEN, PROJECT, TOOLS
+from histopipe.cli.training import train as command
+from histopipe.errors import UsageError
+from histopipe.runs.recipe import chosen_settings, with_recipe
+from histopipe.runs.task_config import (
+    CONFIGS,
+    BagTrainConfig,
+    PatchTrainConfig,
+    changed_config,
+    load_config,
+    make_config,
+    resumed_config,
+)
+from histopipe.runs.train import advise
+from histopipe.studies.study_settings import FoldSettings, StudySettings
+from histopipe.system.settings import Setting, declared_settings, to_toml
+
+ALL = declared_settings(*CONFIGS, FoldSettings, StudySettings)
+
+OLD_CONFIG = """
+stores = ["a.lmdb", "b.lmdb"]
+allow_extra_rows = false
+model = "resnet50"
+weights = "none"
+epochs = 3
+batch_size = 32
+seed = 7
+labels_from = "slide"
+min_tissue = 0.5
+min_focus = 0.0
+exclude_pen = 1.0
+exclude_dark = 1.0
+split_by = "region"
+fractions = [0.6, 0.2, 0.2]
+region_um = 250.0
+allow_leaks = false
+optimizer = "adamw"
+learning_rate = 0.001
+weight_decay = 0.004
+schedule = "constant"
+warmup_steps = 0
+clip_norm = 0.0
+label_smoothing = 0.0
+class_weights = "none"
+dropout = 0.15
+augment = ["flips", "colour"]
+stain_norm = "none"
+balance = "none"
+max_per_slide = 0
+shuffle_block = 0
+on_error = "raise"
+patience = 5
+threshold = "youden"
+top_k = 10
+resamples = 1000
+accumulate = 1
+precision = "float32"
+xla = false
+save_minutes = 10.0
+tensorboard = false
+devices = "auto"
+communication = "auto"
+worker_timeout = 600.0
+log_device_placement = false
+deterministic = true
+"""
+"""Configuration file of version 0.1, with all settings of a training on patches that have a value."""
+
+
+def test_settings_page_is_current() -> None:
+    spec = importlib.util.spec_from_file_location("settings_table", TOOLS / "settings_table.py")
+    assert spec is not None
+    assert spec.loader is not None
+    tool: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    written = (PROJECT / "docs" / "reference" / "settings.md").read_text(encoding="utf-8")
+    assert written == tool.settings_page(), "run `make docs`"
+
+
+def test_every_training_setting_has_a_flag_with_its_help_text() -> None:
+    options = {option.name: option for option in command.params if isinstance(option, click.Option)}
+    for name, declared in declared_settings(*CONFIGS, FoldSettings).items():
+        if name != "stores":  # the argument
+            assert declared.flag in options[name].opts
+            assert declared.help in (options[name].help or "")
+            assert options[name].is_flag == (declared.item_type is bool)
+
+
+@pytest.mark.parametrize("declared", ALL.values(), ids=lambda setting: setting.name)
+def test_defaults_are_valid_and_wrong_types_are_refused(declared: Setting) -> None:
+    assert declared.help.endswith((".", ")"))
+    if declared.default is not MISSING:
+        declared.check(declared.default)
+    with pytest.raises(UsageError, match=f"^{declared.name}: found <object"):
+        declared.check(object())
+    if declared.item_type in (int, float) and not declared.is_list:
+        named = declared.flag if declared.item_type is float else declared.name
+        with pytest.raises(UsageError, match=f"^{named}: found nan"):
+            declared.check(float("nan"))
+        with pytest.raises(UsageError, match=f"^{declared.name}: found True"):
+            declared.check(True)
+    if declared.choices:
+        wrong = ("nothing",) if declared.is_list else "nothing"
+        with pytest.raises(UsageError, match=f"^{declared.name}: found .*'nothing'.*, expected"):
+            declared.check(wrong)
+
+
+def test_configuration_of_version_0_1_loads_unchanged(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text(OLD_CONFIG)
+    config = load_config(tmp_path / "config.toml")
+    assert isinstance(config, PatchTrainConfig)
+    assert config.stores == ("a.lmdb", "b.lmdb")
+    assert config.labels is None
+    newer = {
+        "trainable": "all",
+        "layer_decay": 1.0,
+        "allow_mismatch": False,
+        "task": "classification",
+        "target": [],
+        "loss": "auto",
+        "calibrate": False,
+        "subgroup": [],
+        "na": [],  # NA was a class
+        "monitor": "metric",  # earlier versions chose the epoch by the AUC
+    }
+    assert tomllib.loads(to_toml(config)) == {**tomllib.loads(OLD_CONFIG), **newer}
+
+
+def test_bag_settings_have_a_separate_class() -> None:
+    bags = make_config({"mil": Path("features"), "fractions": [0.5, 0.25, 0.25]})
+    assert isinstance(bags, BagTrainConfig)
+    assert (bags.mil, bags.batch_size, bags.learning_rate) == (("features",), 4, 3e-4)
+    assert (bags.feature_scaling, bags.monitor) == ("standard", "loss")
+    earlier = load_config(GOLDEN / "2026-11-25" / "bags" / "config.toml")
+    assert isinstance(earlier, BagTrainConfig)
+    assert (earlier.feature_scaling, earlier.monitor) == ("none", "metric")
+    resumed = resumed_config({"mil": ["f"], "epochs": 2}, {"epochs": 3})
+    assert isinstance(resumed, BagTrainConfig)
+    assert (resumed.epochs, resumed.feature_scaling, resumed.monitor) == (3, "none", "metric")
+    assert "stores" not in tomllib.loads(to_toml(bags))
+    assert make_config({"mil": None}) == PatchTrainConfig()
+    # Patch settings that are switched off are accepted.
+    assert make_config({"mil": "f", "augment": ("none",), "model": "small-cnn"}).unit == "bags"
+    for wrong, expected in (
+        ({"mil": "f", "model": "resnet50"}, "--model: found --mil f, expected patches"),
+        ({"mil": "f", "stores": ("a",)}, "STORES: found --mil f"),
+        ({"pooling": "max"}, "--pooling: found no --mil, expected --mil with a folder"),
+        (
+            {"mil": "f", "split_by": "patch"},
+            "--split-by patch divides slides, and --mil trains on whole slides",
+        ),
+        ({"colour": 3}, "unknown settings: found colour, expected accumulate, "),
+    ):
+        with pytest.raises(UsageError, match=expected):
+            make_config(wrong)
+
+
+def test_resume_changes_only_settings_declared_for_it() -> None:
+    recorded = {"stores": ["a.lmdb"], "epochs": 3, "seed": 2}
+    same: dict[str, Any] = {"stores": ("a.lmdb",), "seed": 2}
+    assert resumed_config(recorded, same | {"epochs": 9}).epochs == 9
+    refused = "only --out and .*--epochs"
+    for change in ({"seed": 3}, {"stores": ["b.lmdb"]}, {"mil": "features"}):
+        with pytest.raises(UsageError, match=refused):
+            resumed_config(recorded, change)
+    with pytest.raises(UsageError, match="unknown settings"):
+        resumed_config(recorded, {"colour": 3})
+
+
+def test_changed_settings_are_checked_together() -> None:
+    config = PatchTrainConfig(shuffle_block=8)
+    with pytest.raises(UsageError, match="--shuffle-block reads neighbouring patches"):
+        changed_config(config, balance="slide")
+    assert changed_config(config, epochs=4) == PatchTrainConfig(shuffle_block=8, epochs=4)
+
+
+# Settings that are left out.
+
+
+def test_recipe_follows_the_size_of_the_patches(small_store: Path, made_store: Path) -> None:
+    assert chosen_settings({"stores": (str(small_store),)}) == {"model": "small-cnn"}
+    chosen = chosen_settings({"stores": (str(made_store),)})
+    assert chosen.pop("model") == "efficientnet-lite0"
+    by_name = chosen_settings({"model": "efficientnet-lite0", "stores": ("missing.lmdb",)})
+    assert by_name == chosen and 0 < chosen["learning_rate"] < 1e-3
+    settings = {"stores": (str(made_store),), "learning_rate": 0.5}
+    assert with_recipe(settings) == {**settings, **chosen_settings(settings)}
+    assert "learning_rate" not in chosen_settings(settings)
+    assert chosen_settings({"model": "resnet50"}) == chosen_settings({"mil": "features"}) == {}
+
+
+@pytest.mark.parametrize(
+    ("settings", "fine_tuned"),
+    [
+        ({"model": "efficientnet-lite1"}, True),
+        ({"model": "efficientnet-lite1", "weights": "none"}, False),
+        ({"model": "efficientnet-lite1", "trainable": "head"}, False),
+        ({"model": "resnet50", "weights": "imagenet"}, True),
+        ({"model": "resnet50", "weights": "imagenet", "trainable": "last:2"}, True),
+        ({"model": "resnet50", "weights": "imagenet", "trainable": "lora:4"}, False),
+        ({"model": "resnet50"}, False),
+    ],
+)
+def test_recipe_lowers_the_rate_of_trained_weights(
+    settings: dict[str, Any], fine_tuned: bool
+) -> None:
+    assert ("learning_rate" in chosen_settings(settings)) is fine_tuned
+
+
+def test_recorded_settings_take_the_place_of_the_recipe() -> None:
+    before = {"model": "small-cnn", "weights": "none", "learning_rate": 0.001, "epochs": 20}
+    settings = with_recipe({"epochs": 3}, before)
+    assert (
+        settings["model"] == "small-cnn"
+        and settings["weights"] == "none"
+        and settings["epochs"] == 3
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "row", "patients", "expected"),
+    [
+        ({"model": "small-cnn"}, (0.8, 0.7), 30, "--model efficientnet-lite0"),
+        ({"model": "small-cnn"}, (0.97, 0.95), 30, ""),
+        ({"model": "resnet50"}, (0.97, 0.95), 4, "more than 4 patients, and --folds"),
+        ({"model": "resnet50"}, (0.97, 0.55), 30, "near chance (auc 0.55)"),
+        ({"model": "resnet50"}, (0.97, 0.80), 30, "auc 0.97 in training, 0.80 in validation"),
+        ({"model": "resnet50", "epochs": 3}, (0.8, 0.8), 30, "--resume --epochs 6"),
+        (
+            {"model": "resnet50", "epochs": 3, "splits": "fold"},
+            (0.8, 0.8),
+            30,
+            "train longer (--epochs 6)",
+        ),
+        ({"model": "resnet50", "epochs": 3}, (1.0, 1.0), 30, ""),
+        ({"model": "resnet50"}, (0.97, 0.95), 1, "more than 1 patient, and"),
+        ({"model": "resnet50", "epochs": 4}, (0.8, 0.8), 30, ""),
+        ({"mil": ("f",)}, (0.6, 0.5), 30, "features of another encoder"),
+    ],
+)
+def test_advice_names_what_to_try(
+    settings: dict[str, Any], row: tuple[float, float], patients: int, expected: str
+) -> None:
+    rows = [{"epoch": n, "auc": row[0], "val_auc": row[1]} for n in (1, 2, 3)]
+    advice = advise(make_config(settings), rows, 3, patients)
+    assert expected in advice and bool(advice) == bool(expected)
+
+
+def test_advice_names_a_subset_with_less_than_half_of_its_share() -> None:
+    rows = [{"epoch": n, "auc": 0.97, "val_auc": 0.95} for n in (1, 2, 3)]
+    advice = advise(make_config({"model": "resnet50"}), rows, 2, 30, ["test has 3 of 900 patches"])
+    assert advice.startswith("to improve: split with another --seed")
+    assert advice.endswith("test has 3 of 900 patches")
+    rows[-1]["val_auc"] = 0.5
+    advice = advise(make_config({"model": "small-cnn"}), rows, 3, 3, ["test has 3 of 900 patches"])
+    assert "test has 3 of 900 patches; use a network" in advice and "patients" not in advice

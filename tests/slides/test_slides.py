@@ -1,0 +1,491 @@
+"""Slides: discovery, ids, scale and pixels."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import openslide
+import pydicom
+import pytest
+import tifffile
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from helpers.slide_variants import picture, write_slide
+from helpers.slides import make_slides
+from histopipe.errors import NothingToDo, ScaleError, SlideUnreadable, UsageError
+from histopipe.geometry import Level, Mpp, PointL0, RegionL0, Size
+from histopipe.slides.discovery import discover, show_links
+from histopipe.slides.openslide_reader import _on_background
+from histopipe.slides.readers import open_slide
+from histopipe.slides.scale import MppSource, resolve_mpp
+from histopipe.slides.slide import SlideInfo, rgb_image
+from histopipe.slides.slide_files import (
+    SlideFile,
+    SlideHashes,
+    _digest,
+    fingerprint,
+    pixel_hash,
+    tile_hash,
+)
+from histopipe.slides.staging import StagedSlide, StagingArea, staged
+from histopipe.slides.tables import SlideNames
+from histopipe.slides.thumbnail import colour_note, read_thumbnail
+from histopipe.slides.tiles.dicom import find_tiles
+from histopipe.slides.tiles.native import NotNative
+
+
+def touch(folder: Path, *names: str) -> None:
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"x")
+
+
+def ids(*arguments: Path) -> list[str]:
+    return [slide.id for slide in discover(arguments)]
+
+
+def test_slides_are_found_by_suffix_without_hidden_files(tmp_path: Path) -> None:
+    touch(
+        tmp_path,
+        "a.svs",
+        "B.TIFF",
+        "c/d.ndpi",
+        "._a.svs",
+        ".e.svs",
+        "f.png",
+        ".git/g.svs",
+        "h.svs.part",
+    )
+    assert ids(tmp_path) == ["B", "a", "c/d"]
+
+
+def test_equal_ids_keep_their_suffix(tmp_path: Path) -> None:
+    touch(tmp_path, "a.svs", "a.tif", "b.svs")
+    assert ids(tmp_path) == ["a.svs", "a.tif", "b"]
+
+
+def test_ids_in_several_folders_have_folder_prefix(tmp_path: Path) -> None:
+    touch(tmp_path, "x/a.svs", "y/a.svs")
+    assert ids(tmp_path / "x", tmp_path / "y") == ["x/a", "y/a"]
+    assert ids(tmp_path / "x" / "a.svs") == ["a"]
+    with pytest.raises(UsageError, match=r"two slides would have the same id 'a\.svs'"):
+        ids(tmp_path / "x" / "a.svs", tmp_path / "y" / "a.svs")
+
+
+def test_links_are_followed_without_loops_and_duplicates(tmp_path: Path) -> None:
+    touch(tmp_path, "in/a.svs", "elsewhere/b.svs")
+    (tmp_path / "in" / "loop").symlink_to(tmp_path / "in")
+    (tmp_path / "in" / "out").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "in" / "z.svs").symlink_to(tmp_path / "in" / "a.svs")
+    assert ids(tmp_path / "in") == ["a", "out/b"]
+
+
+def test_other_names_of_a_file_are_shown(tmp_path: Path) -> None:
+    (tmp_path / "a.svs").touch()
+    (tmp_path / "b.svs").symlink_to("a.svs")
+    slides = discover([tmp_path, tmp_path / "a.svs"])
+    assert [(slide.id, slide.links) for slide in slides] == [("a", (tmp_path / "b.svs",))]
+    progress = mock.Mock()
+    show_links(slides, progress)
+    progress.message.assert_called_once_with(
+        f"{tmp_path}/b.svs is not used: it is the same file as {tmp_path}/a.svs"
+    )
+
+
+def test_names_may_end_in_blanks() -> None:
+    """Tables and file names may have lost the blanks at the ends of a slide's name. An exact name comes first."""
+    names = SlideNames(["case 1 ", "b", "b "])
+    for written in ("case 1 ", "case 1", "case 1 .svs", " case 1"):
+        assert names.find(written, where="") == "case 1 "
+    assert (names.find("b", where=""), names.find("b ", where="")) == ("b", "b ")
+    assert names.find("case", where="") is None
+
+
+def test_mirax_slide_includes_files_of_its_folder(tmp_path: Path) -> None:
+    touch(tmp_path, "a.mrxs", "a/Slidedat.ini", "a/Data0000.dat")
+    (slide,) = discover([tmp_path])
+    assert slide.id == "a"
+    assert len(slide.files) == 3
+    before = fingerprint(slide)
+    (tmp_path / "a" / "Data0000.dat").write_bytes(b"longer")
+    assert fingerprint(slide) != before
+
+
+def test_damaged_dicom_header_is_in_reason_without_warnings(
+    tmp_path: Path, data: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    source = data / "slides" / "dicom" / "jpeg" / "camelyon16-overview.dcm"
+    with open_slide(source) as slide:
+        level = slide.info.levels[0]
+    damaged = tmp_path / "damaged.dcm"
+    syntax, wrong = b"1.2.840.10008.1.2.4.50", b"1.2.840.10008.1x2.4.50"
+    damaged.write_bytes(source.read_bytes().replace(syntax, wrong))
+    assert ids(tmp_path) == ["damaged"]
+    reason = r"its tiles are .*\(damaged header: Invalid value for VR UI: '1\.2\.840\.10008\.1x2"
+    with pytest.raises(NotNative, match=reason):
+        find_tiles((damaged,), level)
+    assert not recwarn.list
+
+
+def test_dicom_series_is_one_slide(tmp_path: Path, data: Path) -> None:
+    source = data / "slides" / "dicom" / "jpeg" / "camelyon16-overview.dcm"
+    (tmp_path / "case").mkdir()
+    for name in ("0001.dcm", "0002.dcm"):
+        shutil.copy(source, tmp_path / "case" / name)
+    shutil.copy(data / "slides" / "dicom" / "j2k" / "camelyon16-overview.dcm", tmp_path / "one.dcm")
+    touch(tmp_path, "broken.dcm")
+    slides = {slide.id: len(slide.files) for slide in discover([tmp_path])}
+    assert slides == {"broken": 1, "case": 2, "one": 1}
+
+
+def test_ids_are_unicode_nfc(tmp_path: Path) -> None:
+    touch(tmp_path, unicodedata.normalize("NFD", "Präparat.svs"))
+    assert ids(tmp_path) == [unicodedata.normalize("NFC", "Präparat")]
+
+
+def test_undecodable_file_name_is_problem_of_its_slide_only(tmp_path: Path) -> None:
+    touch(tmp_path, "a.svs")
+    Path(os.fsdecode(os.fsencode(tmp_path) + b"/b\xff.svs")).write_bytes(b"x")
+    a, b = discover([tmp_path])
+    assert a.problem is None
+    assert b.id == "b\\xff"
+    assert b.problem is not None
+    assert "not UTF-8" in b.problem
+
+
+def test_missing_path_and_folder_without_slides_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="none cannot be read: found No such file"):
+        discover([tmp_path / "none"])
+    touch(tmp_path, "a.gif")
+    with pytest.raises(NothingToDo, match=r"1 other files \(1 × \.gif\)"):
+        discover([tmp_path])
+
+
+def test_ids_of_real_slides(data: Path) -> None:
+    assert ids(data / "slides") == [
+        "CMU-1-Small-Region",
+        "TCGA-CR-7395-01A-01-TS1",
+        "boxes",
+        "dicom/j2k/camelyon16-overview",
+        "dicom/jpeg/camelyon16-overview",
+        "small",
+    ]
+
+
+def header(mpp: str | None = None, power: str | None = None, mpp_y: str | None = None) -> SlideInfo:
+    level = Level(0, Size(10, 10), 1.0)
+    return SlideInfo(
+        "made",
+        (level,),
+        RegionL0(PointL0(0, 0), Size(10, 10)),
+        mpp,
+        mpp_y or mpp,
+        power,
+        None,
+        False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("info", "csv", "default", "mpp", "source"),
+    [
+        (header("0.25", "20"), None, 1.0, 0.25, MppSource.PROPERTIES),
+        (header("0.25", "20"), 0.5, 1.0, 0.5, MppSource.CSV),
+        (header("0.25"), 0.25, None, 0.25, MppSource.PROPERTIES),
+        (header("0.25"), 0.2501, None, 0.2501, MppSource.CSV),
+        (header("0.25", mpp_y="0.5"), 0.3, None, 0.3, MppSource.CSV),
+        (header(None, "20"), 0.4, 1.0, 0.4, MppSource.CSV),
+        (header(None, "40"), None, 1.0, 0.25, MppSource.OBJECTIVE),
+        (header(), None, 1.0, 1.0, MppSource.DEFAULT),
+        (header("352.7777"), None, 1.0, 1.0, MppSource.DEFAULT),
+        (header("264.58", "20"), None, None, 0.5, MppSource.OBJECTIVE),
+        (header("0.001"), 0.5, None, 0.5, MppSource.CSV),
+        (header("nonsense"), None, 0.5, 0.5, MppSource.DEFAULT),
+        (header("0.25", mpp_y="0.252"), None, None, 0.251, MppSource.PROPERTIES),
+    ],
+)
+def test_scale_comes_from_most_reliable_source(
+    info: SlideInfo, csv: float | None, default: float | None, mpp: float, source: MppSource
+) -> None:
+    resolved = resolve_mpp(
+        "a", info, from_csv=Mpp(csv) if csv else None, default=Mpp(default) if default else None
+    )
+    assert resolved.mpp == pytest.approx(mpp)
+    assert resolved.source is source
+
+
+def test_error_contains_rejected_scale() -> None:
+    with pytest.raises(ScaleError, match=r"352\.777 mpp in its header.*72-dpi.*--mpp-csv"):
+        resolve_mpp("a", header("352.777"))
+    with pytest.raises(ScaleError, match=r"not square: found 0\.25 by 0\.5 mpp"):
+        resolve_mpp("a", header("0.25", mpp_y="0.5"))
+
+
+def test_note_if_csv_scale_differs_from_header() -> None:
+    note = resolve_mpp("a", header("0.25"), from_csv=Mpp(0.5)).note
+    assert note == "0.5 mpp from the CSV is used; the slide's header has 0.25"
+    assert resolve_mpp("a", header("0.25"), from_csv=Mpp(0.2501)).note is None
+    note = resolve_mpp("a", header("0.25", mpp_y="0.5"), from_csv=Mpp(0.5)).note
+    assert note is not None
+    assert "0.25 by 0.5 mpp" in note
+
+
+def test_background_of_a_wrong_colour_space_is_noted(data: Path) -> None:
+    pixels = np.full((90, 120, 3), 241, np.uint8)
+    pixels[20:60, 30:90] = (150, 70, 160)  # stained tissue
+    image = Image.fromarray(pixels)
+    assert colour_note(pixels) is None
+    as_rgb = np.asarray(image.convert("YCbCr"))
+    assert "YCbCr pixels were read as RGB" in str(colour_note(as_rgb))
+    as_ycbcr = Image.frombytes("YCbCr", image.size, image.tobytes()).convert("RGB")
+    assert "RGB pixels were read as YCbCr" in str(colour_note(np.asarray(as_ycbcr)))
+    assert colour_note(pixels[:0]) is None
+    for name in ("CMU-1-Small-Region", "TCGA-CR-7395-01A-01-TS1"):
+        with open_slide(data / "slides" / f"{name}.svs") as slide:
+            thumbnail = read_thumbnail(slide, Mpp(0.5)).pixels
+        assert colour_note(thumbnail) is None
+        assert colour_note(thumbnail[10:20, 10:20]) is None
+
+
+@given(st.integers(0, 60), st.integers(1, 60), st.sampled_from([1.0, 2.0, 4.016129, 8.00045]))
+def test_level_region_is_inside_level_0_region(start: int, length: int, down: float) -> None:
+    level = Level(1, Size(1000, 1000), down)
+    area = level.inside(RegionL0(PointL0(start, start), Size(length, length)))
+    assert area.x * down >= start - 0.01 * down
+    assert (area.x + area.size.width) * down <= start + length + 0.01 * down or area.size.width == 0
+
+
+def test_transparent_pixels_are_composited_on_background() -> None:
+    """Expected is the definition: the premultiplied colour plus (1 - alpha) times the background."""
+    rng = np.random.default_rng(0)
+    colour, alpha = rng.integers(0, 256, (50, 40, 3)), rng.integers(0, 256, (50, 40, 1))
+    premultiplied = np.rint(colour * (alpha / 255)).astype(np.uint8)
+    bgra = np.concatenate([premultiplied[..., ::-1], alpha.astype(np.uint8)], axis=2)
+    composited = np.asarray(rgb_image(_on_background(bgra, (10, 200, 240)))).astype(int)
+    expected = premultiplied + (1 - alpha / 255) * np.array([10, 200, 240])
+    assert abs(composited - expected).max() < 2
+    opaque = np.concatenate([premultiplied, np.full((50, 40, 1), 255, np.uint8)], axis=2)
+    assert _on_background(opaque, (10, 200, 240)) is opaque
+
+
+def test_bounds_and_transparency(tmp_path: Path) -> None:
+    (path,) = make_slides(
+        tmp_path, "--format", "scn", "--size", "1500x1000", "--bounds", "640,320,3000,2500"
+    )
+    with open_slide(path) as slide:
+        assert slide.info.size == Size(3000, 2500)
+        assert slide.info.bounds == RegionL0(PointL0(640, 320), Size(1500, 1000))
+        outside = slide.read_region(PointL0(0, 0), 0, Size(64, 64))
+    assert (outside == 255).all()  # the unscanned area becomes white
+    raw = openslide.OpenSlide(path).read_region((0, 0), 0, (64, 64))
+    assert np.asarray(raw)[..., 3].max() == 0  # in the file it is transparent
+
+
+def test_tile_hash_of_tiff_without_quickhash(tmp_path: Path) -> None:
+    arguments = ["--format", "tiff", "--levels", "1", "--size", "7000x7000"]  # large: no quickhash
+    (a,) = make_slides(tmp_path / "a", *arguments)
+    (b,) = make_slides(tmp_path / "b", *arguments, "--seed", "2")
+    with open_slide(a) as slide:
+        assert slide.info.quickhash is None
+    copy = tmp_path / "copy.tiff"
+    shutil.copy(a, copy)
+    assert tile_hash(a) == tile_hash(copy) != tile_hash(b)
+    assert tile_hash(Path(__file__)) is None
+    recorded = SlideHashes(tile_hash(a), tile_hash(a))  # as in stores of earlier versions
+    files = [SlideFile(path.stem, path, (path,)) for path in (a, copy, b)]
+    for quickhash in (None, "ab"):  # of another reader
+        info = replace(slide.info, quickhash=quickhash)
+        assert [recorded.match_file(file, info) for file in files] == [True, True, False]
+        assert not SlideHashes("other").match_file(files[0], info)
+
+
+def test_slides_with_equal_smallest_levels_have_different_pixel_hashes(tmp_path: Path) -> None:
+    """A copy under another name, with another time, has the same one."""
+    hashes, contents, infos, files = [], [], [], []
+    for name, seed in (("a", 1), ("b", 2), ("copy of a", 1)):
+        level = picture(Size(200, 150), seed)
+        levels = [level, level[::8, ::8], np.full((1, 1, 3), 240, np.uint8)]
+        path = write_slide(tmp_path / f"{name}.svs", levels, Size(64, 64))
+        with open_slide(path) as slide:
+            files.append(SlideFile(name, path, (path,)))
+            infos.append(slide.info)
+            contents.append(slide.info.quickhash)
+            hashes.append(pixel_hash(files[-1], slide.info.size))
+    assert contents[0] is not None
+    assert len(set(contents)) == 1
+    assert None not in hashes
+    assert hashes[0] == hashes[2] != hashes[1]
+    for recorded, expected in (
+        (SlideHashes(contents[0]), [True, True, True]),  # all that earlier versions recorded
+        (SlideHashes(contents[0], None, hashes[0]), [True, False, True]),
+        (SlideHashes("other", None, hashes[0]), [False, False, False]),
+        (SlideHashes(), [True, True, True]),
+    ):
+        pairs = zip(files, infos, strict=True)
+        assert [recorded.match_file(file, info) for file, info in pairs] == expected
+
+
+def test_tiles_without_compression_are_sampled_more_finely(tmp_path: Path) -> None:
+    """Their lengths do not depend on the pixels, and most of a slide may be a constant background."""
+    hashes = set()
+    for number in range(6):
+        pixels = np.full((2560, 2560, 3), 255, np.uint8)
+        x, y = 400 * number, 300 * number
+        pixels[y : y + 128, x : x + 128] = picture(Size(128, 128), number)
+        path = tmp_path / f"{number}.tif"
+        tifffile.imwrite(path, pixels, tile=(256, 256), photometric="rgb", metadata=None)
+        hashes.add(pixel_hash(SlideFile(str(number), path, (path,)), Size(2560, 2560)))
+    assert len(hashes) == 6
+
+
+def write_tree(base: Path, name: str, kind: str, data: Path) -> tuple[Path, Path, Path]:
+    """Write a slide of some format. Return the argument for `discover`, a file with pixels and one with names only."""
+    base.mkdir()
+    rng = np.random.default_rng(0)
+    path = base / f"{name}.{kind.partition(' ')[0]}"
+    if kind in ("tif tiled", "tif striped", "tif raw"):
+        shape: dict[str, Any] = {"tile": (64, 64)} if kind == "tif tiled" else {"rowsperstrip": 16}
+        compression = None if kind == "tif raw" else "deflate"
+        pixels = picture(Size(200, 150))
+        with tifffile.TiffWriter(path) as tiff:
+            tiff.write(
+                pixels, photometric="rgb", compression=compression, description=name, **shape
+            )
+            tiff.write(pixels[::4, ::4], photometric="rgb", description=name)
+        return path, path, path
+    if kind.startswith("dcm"):
+        header = pydicom.dcmread(data / "slides" / "dicom" / kind[4:] / "camelyon16-overview.dcm")
+        header.ContainerIdentifier = name
+        header.save_as(path)
+        return path, path, path
+    names = {
+        "mrxs": ("{}.mrxs", "{}/Slidedat.ini", "{}/Data0000.dat", "{}/Data0001.dat"),
+        "vms": ("{}.vms", "map.opt", "one.jpg", "two.jpg"),
+        "vsi": ("{}.vsi", "_{}_/stack1/notes.txt", "_{}_/stack1/frame_t.ets"),
+        "zarr": ("{}.zarr/zarr.json", "{}.zarr/.zattrs", "{}.zarr/0/0/1", "{}.zarr/0/1/0"),
+    }[kind]
+    for number, template in enumerate(names):
+        file = base / template.format(name)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(rng.bytes(50_000) if number > 1 else f"Image={name}".encode())
+    if kind == "vms":
+        path.write_text("ImageFile=one.jpg\nMapFile=two.jpg\nOptimisationFile=map.opt\n")
+    return path, base / names[-1].format(name), base / names[1].format(name)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["tif tiled", "tif striped", "tif raw", "dcm jpeg", "dcm j2k", "mrxs", "vms", "vsi", "zarr"],
+)
+def test_pixel_hash_depends_on_pixels_only(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Not on names, paths and headers; also of a local copy of the slide. One changed byte of the pixels changes it."""
+    monkeypatch.setattr("histopipe.slides.slide_files.has_fastslide", lambda: True)
+    hashes = []
+    for name in ("a", "a longer name", "changed", "renamed"):
+        path, pixels, text = write_tree(tmp_path / name, name, kind, data)
+        size = Size(200, 150)
+        if kind.startswith("dcm"):
+            header = pydicom.dcmread(path, stop_before_pixels=True)
+            size = Size(header.TotalPixelMatrixColumns, header.TotalPixelMatrixRows)
+        content = bytearray(pixels.read_bytes())
+        if name == "changed":
+            content[tile_begin(path) if path.suffix == ".tif" else len(content) * 2 // 3] ^= 1
+            pixels.write_bytes(content)
+        elif text != pixels:
+            text.write_bytes(b"other names")
+        (slide,) = discover([path])
+        hashes.append(pixel_hash(slide, size))
+    assert hashes[0] is not None
+    assert hashes[0] == hashes[1] == hashes[3] != hashes[2]
+    with StagingArea(tmp_path / "stage", 10**8) as stage:
+        ((_, copy),) = filter(None, staged(stage, [slide], lambda slide: slide))
+        assert isinstance(copy, StagedSlide)
+        assert pixel_hash(copy.file, size) == hashes[0]
+    pixels.unlink()
+    assert pixel_hash(slide, size) is None
+
+
+def tile_begin(path: Path) -> int:
+    """Return the place of the second tile or strip of the first image."""
+    with tifffile.TiffFile(path) as tiff:
+        return int(tiff.pages.first.dataoffsets[1])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 1), st.integers(0, 60_000)), min_size=1, max_size=60),
+    st.integers(0, 3),
+)
+def test_blocks_of_tiles_are_those_of_their_sequence(
+    tmp_path_factory: pytest.TempPathFactory, tiles: Sequence[tuple[int, int]], gap: int
+) -> None:
+    """Expected is the definition in the reference, on the bytes of all tiles in one array."""
+    folder, rng = tmp_path_factory.mktemp("tiles"), np.random.default_rng(1)
+    contents, places, whole = [bytearray(), bytearray()], [], b""
+    for file, length in tiles:
+        tile = rng.bytes(length)
+        places.append((folder / str(file), len(contents[file]) + gap, length))
+        contents[file] += bytes(gap) + tile
+        whole += tile
+    for file, content in enumerate(contents):
+        (folder / str(file)).write_bytes(content)
+    if not whole:
+        with pytest.raises(IndexError):
+            _digest(Size(3, 2), *zip(*places, strict=True))
+        return
+    lengths = [length for _, length in tiles]
+    expected = hashlib.sha256(np.array([3, 2, *lengths], "<i8").tobytes())
+    written = [length for length in lengths if length]
+    count, size = (4096, 256) if len(written) > 1 and len(set(written)) == 1 else (64, 16384)
+    for begin in np.linspace(0, max(0, len(whole) - size), count).astype(int).tolist():
+        expected.update(whole[begin : begin + size])
+    assert _digest(Size(3, 2), *zip(*places, strict=True)) == expected.hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("broken.svs", "a text file"),
+        ("git-lfs-pointer.ndpi", "a Git LFS pointer"),
+        ("unopenable.tiff", "Unsupported TIFF compression"),
+        ("not-a-pyramid.tif", "1 sample of 16 bits, photometric MINISBLACK"),
+    ],
+)
+def test_error_of_bad_file_describes_its_content(data: Path, name: str, message: str) -> None:
+    with pytest.raises(SlideUnreadable, match=message) as caught:
+        open_slide(data / "bad" / name)
+    assert name in str(caught.value)
+
+
+def test_empty_and_missing_files_are_refused(tmp_path: Path) -> None:
+    touch(tmp_path, "a.svs")
+    (tmp_path / "a.svs").write_bytes(b"")
+    with pytest.raises(SlideUnreadable, match="an empty file"):
+        open_slide(tmp_path / "a.svs")
+    with pytest.raises(SlideUnreadable, match=r"b\.svs"):
+        open_slide(tmp_path / "b.svs")
+
+
+def test_slide_can_be_read_after_an_error(tmp_path: Path) -> None:
+    (path,) = make_slides(tmp_path, "--levels", "1", "--size", "1024x1024", "--format", "tiff")
+    content = bytearray(path.read_bytes())
+    content[16:20_000] = bytes(19_984)  # overwrite the first tiles
+    path.write_bytes(content)
+    with open_slide(path) as slide:
+        with pytest.raises(SlideUnreadable, match=r"cannot be read at \(0, 0\)"):
+            slide.read_region(PointL0(0, 0), 0, Size(256, 256))
+        assert slide.read_region(PointL0(768, 768), 0, Size(256, 256)).mean() > 100

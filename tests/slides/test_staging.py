@@ -1,0 +1,323 @@
+"""Copies of slides on a local disk: their files, their size together, kills, full disks, and stores made from them."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from helpers.commands import COMMAND, Run, small_disk
+from helpers.inline import in_process
+from helpers.slides import make_slides
+from helpers.stores import read_store
+from histopipe.errors import MachineShort, OptionUnfit, SlideUnreadable, UsageError
+from histopipe.slides import staging
+from histopipe.slides.discovery import discover
+from histopipe.slides.slide_files import SlideFile, fingerprint
+from histopipe.slides.staging import StagedSlide, StagingArea, staged
+from histopipe.store.store import Store
+from histopipe.system.files import locked
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs commands in this process."""
+    return in_process(tmp_path, monkeypatch, capsys)
+
+
+def write_files(folder: Path, sizes: dict[str, int]) -> list[SlideFile]:
+    for name, size in sizes.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(np.random.default_rng(size).bytes(size))
+    return discover([folder])
+
+
+def bytes_in(folder: Path) -> int:
+    total = 0
+    for root, _, names in os.walk(folder):  # files may vanish at any time
+        for name in names:
+            with suppress(FileNotFoundError):
+                total += Path(root, name).stat().st_size
+    return total
+
+
+def copies(
+    stage: StagingArea, slides: list[SlideFile], held: list[StagedSlide]
+) -> Iterator[tuple[SlideFile, StagedSlide]]:
+    """Yield slides with their copies, which are checked. Release the held copies whenever the stage needs their space."""
+    for item in staged(stage, slides, lambda slide: slide):
+        if item is None:
+            while held:
+                stage.release(held.pop().folder)
+            continue
+        slide, copy = item
+        assert isinstance(copy, StagedSlide)
+        assert copy.file.path.read_bytes() == slide.path.read_bytes()
+        held.append(copy)
+        yield slide, copy
+
+
+def test_all_files_of_a_slide_are_copied_with_their_folders(tmp_path: Path) -> None:
+    slides = write_files(
+        tmp_path / "slides",
+        {
+            "a/m.mrxs": 10,
+            "a/m/Slidedat.ini": 20,
+            "a/m/Data0000.dat": 40_000_000,
+            "b.svs": 0,
+            "a/other.dat": 5,
+        },
+    )
+    with StagingArea(tmp_path / "stage", 10**9) as stage:
+        for slide, copy in filter(None, staged(stage, slides, lambda slide: slide)):
+            assert isinstance(copy, StagedSlide)
+            assert copy.file.id == slide.id
+            assert copy.file.path.name == slide.path.name
+            base = slide.path.parent
+            assert [path.relative_to(copy.folder) for path in copy.file.files] == [
+                path.relative_to(base) for path in slide.files
+            ]
+            for original, local in zip(slide.files, copy.file.files, strict=True):
+                assert local.read_bytes() == original.read_bytes()
+    assert not list((tmp_path / "stage").iterdir())
+
+
+def test_vms_slide_has_the_files_that_it_names(tmp_path: Path) -> None:
+    folder = tmp_path / "vms"
+    folder.mkdir()
+    for name in ("one.jpg", "map.jpg", "one.opt", "other.jpg"):
+        (folder / name).write_bytes(b"x")
+    (folder / "slide.vms").write_text(
+        "[Virtual Microscope Specimen]\nNoJpegColumns=1\nImageFile=one.jpg\nMapFile=map.jpg\nOptimisationFile=one.opt\n"
+    )
+    (slide,) = discover([folder])
+    assert {path.name for path in slide.files} == {"slide.vms", "one.jpg", "map.jpg", "one.opt"}
+    assert slide.path == slide.files[0]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_copies_never_exceed_the_limit_and_keep_their_order(tmp_path: Path, seed: int) -> None:
+    numbers = random.Random(seed)
+    limit = 100_000
+    slides = write_files(
+        tmp_path / "slides", {f"{i:02}.svs": numbers.randint(1, limit) for i in range(25)}
+    )
+    sizes, ended = [], threading.Event()
+
+    def watch() -> None:
+        while not ended.is_set():
+            sizes.append(bytes_in(tmp_path / "stage"))
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    seen: list[SlideFile] = []
+    held: list[StagedSlide] = []
+    with StagingArea(tmp_path / "stage", limit) as stage:
+        for slide, _ in copies(stage, slides, held):
+            seen.append(slide)
+            sizes.append(bytes_in(tmp_path / "stage"))  # the watcher may be late on a busy machine
+            if numbers.random() < 0.5:
+                stage.release(held.pop(0).folder)
+    ended.set()
+    watcher.join()
+    assert seen == slides
+    assert max(sizes) <= limit
+    assert max(sizes) > limit / 2
+
+
+def test_slide_above_the_limit_and_missing_slide_fail_alone(tmp_path: Path) -> None:
+    slides = write_files(tmp_path / "slides", {"a.svs": 2000, "b.svs": 10, "c.svs": 500})
+    slides[1].path.unlink()
+    with StagingArea(tmp_path / "stage", 1000) as stage:
+        outcomes = [item[1] for item in filter(None, staged(stage, slides, lambda slide: slide))]
+    assert isinstance(outcomes[0], OptionUnfit)
+    assert "--stage-gb" in str(outcomes[0])
+    assert isinstance(outcomes[1], SlideUnreadable)
+    assert isinstance(outcomes[2], StagedSlide)
+
+
+def test_slide_that_changes_during_its_copy_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (slide,) = write_files(tmp_path / "slides", {"a.svs": 100_000})
+    copy_file = StagingArea._copy_file
+
+    def then_touch(self: StagingArea, source: Path, target: Path) -> None:
+        copy_file(self, source, target)
+        os.utime(source, ns=(1, 1))
+
+    monkeypatch.setattr(StagingArea, "_copy_file", then_touch)
+    with StagingArea(tmp_path / "stage", 10**6) as stage:
+        ((_, outcome),) = filter(None, staged(stage, [slide], lambda slide: slide))
+        assert isinstance(outcome, SlideUnreadable)
+        assert "changed while it was being copied" in str(outcome)
+        assert bytes_in(tmp_path / "stage") == 0
+
+
+def test_leftovers_of_killed_runs_only_are_removed(tmp_path: Path) -> None:
+    parent = tmp_path / "stage"
+    dead, alive, other = (
+        parent / name for name in ("histopipe-stage-a", "histopipe-stage-b", "data")
+    )
+    for folder in (dead, alive, other):
+        folder.mkdir(parents=True)
+        (folder / "file").write_bytes(b"x")
+    (parent / "histopipe-stage-link").symlink_to(other)
+    with locked(alive) as mine:
+        assert mine
+        with StagingArea(parent, 1000):
+            assert not dead.exists()
+            assert (alive / "file").exists()
+            assert (other / "file").exists()
+    assert {entry.name for entry in parent.iterdir()} == {
+        "histopipe-stage-b",
+        "data",
+        "histopipe-stage-link",
+    }
+
+
+def test_full_disk_makes_the_window_smaller_or_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "_SPARE_BYTES", 1 << 16)
+    slides = write_files(tmp_path / "slides", {f"{i}.svs": 3 << 20 for i in range(6)})
+    with small_disk(tmp_path / "disk", "8M") as disk:
+        with StagingArea(disk, 10**9) as stage:
+            assert [slide for slide, _ in copies(stage, slides, [])] == slides
+        (disk / "filler").write_bytes(bytes(6 << 20))
+        with StagingArea(disk, 10**9) as stage, pytest.raises(MachineShort, match="too full"):
+            list(staged(stage, slides, lambda slide: slide))
+        assert [entry.name for entry in disk.iterdir()] == ["filler"]
+
+
+def test_disk_that_fills_during_a_copy_waits_for_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The free space is enough when it is checked, and used by another process afterwards."""
+    monkeypatch.setattr(staging, "_SPARE_BYTES", 1 << 16)
+    slides = write_files(tmp_path / "slides", {f"{i}.svs": 3 << 20 for i in range(3)})
+    with small_disk(tmp_path / "disk", "8M") as disk:
+        monkeypatch.setattr(staging, "free_bytes", lambda _: 10**9)
+        with StagingArea(disk, 10**9) as stage:
+            assert [slide for slide, _ in copies(stage, slides, [])] == slides
+
+
+def test_network_filesystem_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "network_filesystem", lambda _: "nfs4")
+    with pytest.raises(UsageError, match="network filesystem"):
+        StagingArea(tmp_path / "stage", 1000)
+    assert not (tmp_path / "stage").exists()
+
+
+def test_staged_store_equals_the_store_made_in_place(data: Path, run: Run, tmp_path: Path) -> None:
+    slides, flags = data / "slides", ("--default-mpp", "0.5", "--patch-size", "240")
+    assert run("ingest", slides, "--out", "plain.lmdb", *flags).returncode == 3
+    done = run(
+        "ingest", slides, "--out", "staged.lmdb", "--stage", "stage", "--stage-gb", "0.02", *flags
+    )
+    assert done.returncode == 3
+    assert read_store(tmp_path / "staged.lmdb") == read_store(tmp_path / "plain.lmdb")
+    with Store(tmp_path / "plain.lmdb") as plain, Store(tmp_path / "staged.lmdb") as copied:
+        assert [record.to_json() for record in copied.slides] == [
+            record.to_json() for record in plain.slides
+        ]
+        assert any(record.error for record in copied.slides)
+    assert not list((tmp_path / "stage").iterdir())
+    again = run("ingest", slides, "--out", "staged.lmdb", *flags)  # a resume needs no staging
+    assert "skipped" in again.stdout
+    assert read_store(tmp_path / "staged.lmdb") == read_store(tmp_path / "plain.lmdb")
+
+
+def test_too_small_limit_fails_the_slide_until_it_is_larger(
+    data: Path, run: Run, tmp_path: Path
+) -> None:
+    slide = data / "slides" / "CMU-1-Small-Region.svs"
+    done = run("ingest", slide, "--stage", "stage", "--stage-gb", "0.001")
+    assert done.returncode == 4
+    assert "too large to be staged" in done.stderr
+    assert run("ingest", slide, "--stage", "stage").returncode == 0
+    assert run("ingest", slide, "--stage", "stage", "--stage-gb", "0").returncode == 2
+
+
+def test_plan_stages_too_and_leaves_nothing(data: Path, run: Run, tmp_path: Path) -> None:
+    plain = run("ingest", data / "slides", "--plan", "--default-mpp", "0.5", "--json")
+    done = run(
+        "ingest", data / "slides", "--plan", "--default-mpp", "0.5", "--json", "--stage", "stage"
+    )
+
+    def comparable(text: str) -> list[Any]:
+        return [
+            {k: v for k, v in slide.items() if k != "seconds"}
+            for slide in json.loads(text)["slides"]
+        ]
+
+    assert comparable(done.stdout) == comparable(plain.stdout)
+    assert not list((tmp_path / "stage").iterdir())
+
+
+def killed_runs(tmp_path: Path, arguments: list[Any], kills: int) -> Iterator[int]:
+    """Run a command several times, and kill it after a random time."""
+    numbers = random.Random(5)
+    for number in range(kills):
+        process = subprocess.Popen(
+            [*COMMAND, *map(str, arguments)],
+            cwd=tmp_path,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        time.sleep(numbers.uniform(0.5, 1.6))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        yield number
+
+
+def test_twenty_kills_lose_nothing_and_leave_nothing(tmp_path: Path) -> None:
+    folder, stage = tmp_path / "slides", tmp_path / "stage"
+    make_slides(folder, "--count", "6")
+    arguments = ["ingest", folder, "--stage", stage, "--workers", "1", "--patch-size", "64"]
+    left = 0
+    for _ in killed_runs(tmp_path, arguments, 20):
+        left += bytes_in(stage) > 0
+        shutil.rmtree(
+            tmp_path / "patches.lmdb", ignore_errors=True
+        )  # otherwise only the first run stages
+    assert left > 0
+    done = subprocess.run(
+        [*COMMAND, *map(str, arguments)], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert not list(stage.iterdir())
+    plain = subprocess.run(
+        [*COMMAND, "ingest", str(folder), "--out", "plain.lmdb", "--patch-size", "64"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert plain.returncode == 0, plain.stderr
+    assert read_store(tmp_path / "patches.lmdb") == read_store(tmp_path / "plain.lmdb")
+
+
+def test_messages_name_the_original(tmp_path: Path) -> None:
+    (slide,) = write_files(tmp_path / "slides", {"a/b.svs": 10})
+    copy = StagedSlide(
+        replace(slide, path=Path("/stage/x/000000/b.svs")),
+        slide,
+        fingerprint(slide),
+        Path("/stage/x/000000"),
+    )
+    assert copy.with_original_paths("/stage/x/000000/b.svs is bad") == f"{slide.path} is bad"

@@ -1,0 +1,527 @@
+"""Tests of the store: exact format, refused input, and faults."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import os
+import resource
+import shutil
+import struct
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+import lmdb
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from PIL import Image
+
+import histopipe
+from helpers.commands import small_disk
+from helpers.paths import TESTS
+from helpers.stores import RECORD, SPEC, columns_of, one_slide
+from histopipe.errors import (
+    DamagedStore,
+    MachineShort,
+    NothingToDo,
+    UnknownVersion,
+    UsageError,
+)
+from histopipe.geometry import Mpp
+from histopipe.maintenance.merge import merge
+from histopipe.store import data_file
+from histopipe.store.catalog import Catalog, parts_of
+from histopipe.store.environment import open_environment
+from histopipe.store.format import (
+    INDEX_COLUMNS,
+    decode_index,
+    encode_index,
+    patch_key,
+    stored_size,
+    value_crc,
+)
+from histopipe.store.record import SlideRecord, SlideState
+from histopipe.store.store import Store, StoreSet, open_store
+from histopipe.store.writer import StoreWriter
+from histopipe.system.folders import CATALOG
+from histopipe.system.output import Progress
+from histopipe.tiling.spec import TilingSpec
+
+
+def edit_meta(path: Path, name: bytes, value: object) -> None:
+    with lmdb.open(str(path), max_dbs=16, map_size=1 << 30) as env, env.begin(write=True) as txn:
+        txn.put(name, json.dumps(value).encode(), db=env.open_db(b"meta", txn=txn))
+
+
+def test_golden_store_matches_format_documentation(golden: Path) -> None:
+    """Read it as docs/reference/store-format.md describes, with lmdb, json, struct and numpy, but without histopipe."""
+    env = lmdb.open(str(golden), max_dbs=16, readonly=True)
+    names = ("meta", "slides", "patches", "index", "thumbnails")
+    dbs = {name: env.open_db(name.encode(), create=False) for name in names}
+    with env.begin() as txn:
+
+        def get(key: bytes, name: str) -> bytes:
+            value = txn.get(key, db=dbs[name])
+            assert value is not None
+            return value
+
+        assert json.loads(get(b"format", "meta")) == {
+            "name": "histopipe-store",
+            "version": 1,
+        }
+        assert json.loads(get(b"required_features", "meta")) == []
+        records = {
+            struct.unpack(">I", key)[0]: json.loads(value)
+            for key, value in txn.cursor(db=dbs["slides"])
+        }
+        assert {n: (r["id"], r["state"], r["stored"]) for n, r in records.items()} == {
+            0: ("a", "complete", 5),
+            1: ("b/c", "complete", 2),
+            2: ("bad", "failed", 0),
+        }
+        for number in (0, 1):
+            block = get(struct.pack(">I", number), "index")
+            (length,) = struct.unpack_from("<Q", block)
+            header = json.loads(block[8 : 8 + length])
+            columns = {
+                c["name"]: np.frombuffer(block, c["dtype"], c["count"], c["offset"])
+                for c in header["columns"]
+            }
+            assert all(c["offset"] % 8 == 0 for c in header["columns"])
+            assert columns["x_l0"].tolist() == [16 * i for i in range(records[number]["planned"])]
+            for row, crc in enumerate(columns["crc"]):
+                key = struct.pack(">II", number, row)
+                value = get(key, "patches")
+                assert len(value) == columns["length"][row]
+                if not value:
+                    assert (number, row) == (1, 1)
+                    continue
+                assert zlib.crc32(value, zlib.crc32(key)) == crc
+                pixels = np.asarray(Image.open(io.BytesIO(value)))
+                assert abs(pixels[0, 0].astype(int) - (40 * number, 20 * row, 100)).max() <= 2
+        assert get(struct.pack(">I", 0) + b"thumb", "thumbnails")
+    env.close()
+
+
+def test_golden_store_is_readable_by_this_version(golden: Path) -> None:
+    with Store(golden) as store:
+        assert len(store) == 7
+        assert [(r.id, r.state) for r in store.slides] == [
+            ("a", SlideState.COMPLETE),
+            ("b/c", SlideState.COMPLETE),
+            ("bad", SlideState.FAILED),
+        ]
+        pixel = store.read("b/c", 2)[8, 8].astype(int)
+        assert abs(pixel - (40, 40, 100)).max() <= 2
+        with pytest.raises(UsageError, match="could not be read from the slide"):
+            store.read("b/c", 1)
+        for wrong in (("a", 5), ("a", -1), ("bad", 0), ("none", 0)):
+            with pytest.raises(UsageError):
+                store.read(*wrong)
+        assert store.thumbnail(0) is not None
+        assert store.thumbnail(0, "mask") is None
+
+
+@given(st.integers(0, 50), st.data())
+def test_index_round_trip(count: int, data: st.DataObject) -> None:
+    columns = {
+        name: data.draw(hnp.arrays(np.dtype(kind), count)) for name, kind in INDEX_COLUMNS.items()
+    }
+    columns["later"] = np.arange(count, dtype=np.int16)  # of a later version
+    again = decode_index(b"key", encode_index(b"key", columns), where="here")
+    assert list(again) == list(columns)
+    for name, values in columns.items():
+        np.testing.assert_array_equal(again[name], values)
+
+
+@given(st.binary(max_size=300))
+def test_damaged_index_is_reported(block: bytes) -> None:
+    with pytest.raises(DamagedStore, match="here: the index block is damaged"):
+        decode_index(b"key", block, where="here")
+
+
+def test_crc_depends_on_key() -> None:
+    assert value_crc(patch_key(0, 1), b"x") != value_crc(patch_key(0, 2), b"x")
+
+
+def test_only_complete_slides_are_visible(tmp_path: Path) -> None:
+    path = tmp_path / "s.lmdb"
+    with StoreWriter(path, SPEC) as writer:
+        number = writer.register([RECORD])["a"]
+        crc = writer.put_patches(number, [0, 1], [b"x", b"y"])
+        with Store(path) as store:
+            assert len(store) == 0
+            with pytest.raises(UsageError, match="is pending"):
+                store.read("a", 0)
+        record = dataclasses.replace(RECORD, planned=2, stored=2)
+        writer.complete(number, record, columns_of(crc, np.ones(2)), {})
+        with Store(path) as store:
+            assert len(store) == 2
+        writer.fail(number, record.with_failure("why"))
+        with Store(path) as store:
+            assert len(store) == 0
+            assert store.records[number].error == "why"
+            with pytest.raises(DamagedStore, match="patch 0 is missing"):
+                store.value(number, 0)
+
+
+def test_slide_numbers_are_ascending_and_not_reused(tmp_path: Path) -> None:
+    with StoreWriter(tmp_path / "s.lmdb", SPEC) as writer:
+        assert writer.register([RECORD]) == {"a": 0}
+        records = [dataclasses.replace(RECORD, id=name) for name in ("a", "b", "c")]
+        assert writer.register(records) == {"a": 0, "b": 1, "c": 2}
+    with StoreWriter(tmp_path / "s.lmdb", SPEC) as writer:
+        assert writer.register([dataclasses.replace(RECORD, id="d")])["d"] == 3
+
+
+def test_other_spec_is_refused_with_differences(tmp_path: Path) -> None:
+    StoreWriter(tmp_path / "s.lmdb", SPEC).close()
+    with pytest.raises(UsageError, match="patch_size: 16 in the store, 32 asked for"):
+        StoreWriter(tmp_path / "s.lmdb", TilingSpec(mpp=Mpp(0.5), patch_size=32))
+    StoreWriter(tmp_path / "s.lmdb", SPEC).close()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error", "message"),
+    [
+        (
+            b"format",
+            {"name": "histopipe-store", "version": 2},
+            UnknownVersion,
+            "found 2, expected 1",
+        ),
+        (b"format", {"name": "else", "version": 1}, DamagedStore, "found 'else'"),
+        (b"format", [], DamagedStore, r"found \[\], expected a JSON dict"),
+        (b"required_features", 5, DamagedStore, "expected a JSON list"),
+        (b"required_features", [["a"]], UnknownVersion, "needs a feature"),
+        (b"required_features", ["zebra"], UnknownVersion, "needs a feature.*found zebra"),
+    ],
+)
+def test_unknown_versions_and_features_are_refused(
+    golden: Path, name: bytes, value: object, error: type[Exception], message: str
+) -> None:
+    edit_meta(golden, name, value)
+    with pytest.raises(error, match=message):
+        Store(golden)
+    with pytest.raises(error, match=message):
+        StoreWriter(golden, SPEC)
+
+
+@pytest.mark.parametrize("value", [None, {}, {"patch_size": "x"}, 3])
+def test_damaged_spec_is_reported(golden: Path, value: object) -> None:
+    edit_meta(golden, b"spec", value)
+    with pytest.raises(DamagedStore, match="meta 'spec'"):
+        Store(golden)
+    edit_meta(golden, b"spec", SPEC.to_json())
+    edit_meta(golden, b"next_number", None)
+    with StoreWriter(golden, SPEC) as writer, pytest.raises(DamagedStore, match="'next_number'"):
+        writer.register([RECORD])
+
+
+def test_unknown_record_fields_are_kept(tmp_path: Path) -> None:
+    value = {**RECORD.to_json(), "added_later": [1]}
+    record = SlideRecord.from_json(value, where="here")
+    assert dataclasses.replace(record, label="x").to_json() == {**value, "label": "x"}
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"planned": "3"}, {"state": "odd"}, {"mpp": "x"}, {"notes": [1]}, {"id": None}]
+)
+def test_wrong_record_field_is_named(wrong: dict[str, Any]) -> None:
+    with pytest.raises(DamagedStore, match=f"here: field '{next(iter(wrong))}'"):
+        SlideRecord.from_json(RECORD.to_json() | wrong, where="here")
+
+
+def test_paths_that_are_not_stores(tmp_path: Path) -> None:
+    with pytest.raises(NothingToDo, match="no store at"):
+        open_store(tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+    with lmdb.open(str(tmp_path / "other")):
+        pass
+    with pytest.raises(NothingToDo, match="not a histopipe store"):
+        Store(tmp_path / "other")
+    with lmdb.open(str(tmp_path / "foreign")) as env, env.begin(write=True) as txn:
+        txn.put(b"foreign-key", b"x")
+    with pytest.raises(UsageError, match="an LMDB environment of another program"):
+        StoreWriter(tmp_path / "foreign", SPEC)
+    with lmdb.open(str(tmp_path / "foreign")) as env, env.begin() as txn:
+        assert [key for key, _ in txn.cursor()] == [b"foreign-key"]
+    (tmp_path / "started").mkdir()
+    (tmp_path / "started" / "data.mdb").touch()
+    with pytest.raises(NothingToDo, match="no store at"):
+        Store(tmp_path / "started")
+    open_environment(tmp_path / "started", write=True).close()
+    with pytest.raises(NothingToDo, match="is empty: an ingest has just started"):
+        Store(tmp_path / "started")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "thesis.doc").write_text("")
+    with pytest.raises(
+        UsageError, match=r"folder is not a store, and not empty: found thesis\.doc"
+    ):
+        StoreWriter(tmp_path / "folder", SPEC)
+    with pytest.raises(UsageError, match="is a file"):
+        StoreWriter(tmp_path / "folder" / "thesis.doc", SPEC)
+
+
+def test_a_store_that_a_writer_extends_is_not_truncated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer's commit comes between the two reads of the check: of the meta page, and of the file's length."""
+    with StoreWriter(tmp_path / "s.lmdb", SPEC):
+        pass
+    data = tmp_path / "s.lmdb" / "data.mdb"
+    newest_meta = data_file._newest_meta
+
+    def extended(path: Path) -> Any:
+        meta = newest_meta(path)
+        os.truncate(path, path.stat().st_size + meta.page_size)
+        return meta._replace(length=path.stat().st_size)
+
+    monkeypatch.setattr(data_file, "_newest_meta", extended)
+    data_file.check_length(data)
+
+
+@pytest.mark.parametrize("keep", [0.99, 0.5, 0.1])
+def test_truncated_store_is_refused_without_sigbus(tmp_path: Path, keep: float) -> None:
+    one_slide(tmp_path / "s.lmdb", [bytes(10_000)] * 20).close()
+    data = tmp_path / "s.lmdb" / "data.mdb"
+    os.truncate(data, int(data.stat().st_size * keep))
+    with pytest.raises(DamagedStore, match="is truncated"):
+        Store(tmp_path / "s.lmdb")
+
+
+def test_garbage_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "data.mdb").write_bytes(b"garbage" * 5000)
+    with pytest.raises(DamagedStore, match="is not an LMDB file"):
+        Store(tmp_path)
+
+
+def test_changed_value_is_detected(tmp_path: Path) -> None:
+    buffer = io.BytesIO()
+    Image.new("RGB", (16, 16)).save(buffer, "PNG")
+    with one_slide(tmp_path / "s.lmdb", [buffer.getvalue()] * 2) as writer:
+        writer.put_patches(0, [1], [buffer.getvalue() + b"!"])
+        with Store(tmp_path / "s.lmdb") as store:
+            assert store.read("a", 0).shape == (16, 16, 3)
+            with pytest.raises(DamagedStore, match="slide a: patch 1 does not match its checksum"):
+                store.read("a", 1)
+
+
+def test_environment_is_shared_within_process(tmp_path: Path) -> None:
+    path = tmp_path / "s.lmdb"
+    one_slide(path, [b"x"]).close()
+    first, second = Store(path), Store(path)
+    first.close()
+    assert second.value(0, 0) == b"x"
+    with pytest.raises(UsageError, match="open for reading in this process"):
+        StoreWriter(path, SPEC)
+    second.close()
+    with StoreWriter(path, SPEC), Store(path) as third:
+        assert third.value(0, 0) == b"x"
+
+
+def test_store_set_reads_several_stores(tmp_path: Path, golden: Path) -> None:
+    one_slide(tmp_path / "s.lmdb", [b"x"]).close()
+    with pytest.raises(UsageError, match="slide 'a' is in 2 of the stores: expected exactly one"):
+        StoreSet([golden, tmp_path / "s.lmdb"]).read("a", 0)
+    both = histopipe.open_store([golden, tmp_path / "s.lmdb"])
+    assert isinstance(both, StoreSet)
+    assert len(both) == 8
+    assert both.read("b/c", 0).shape == (16, 16, 3)
+    number = both.number("b/c")
+    assert both.complete[number].id == both.slides[number].id == "b/c"
+    with Store(golden) as store:
+        of_store = store.index(store.number("b/c"))
+    of_set = both.index(number)
+    assert {name: column.tobytes() for name, column in of_set.items()} == {
+        name: column.tobytes() for name, column in of_store.items()
+    }
+    with pytest.raises(UsageError, match="'a' is in 2 of the stores"):
+        both.number("a")
+    stores: list[Any] = [both, *both.stores]
+    for opened in stores:
+        with pytest.raises(UsageError, match="no slide number 99"):
+            opened.index(99)
+        with pytest.raises(UsageError, match="row: found '0', expected a whole number"):
+            opened.read("b/c" if opened is both else "a", "0")
+    both.close()
+    with histopipe.open_store([golden, tmp_path / "s.lmdb"]) as again:
+        assert (len(again), again.patch_size) == (8, 16)
+    StoreWriter(tmp_path / "other.lmdb", TilingSpec(mpp=Mpp(0.5), patch_size=32)).close()
+    with pytest.raises(UsageError, match=r"patch sizes differ.*golden: 16.*other\.lmdb: 32"):
+        StoreSet([golden, tmp_path / "other.lmdb"])
+
+
+def test_index_is_decoded_once(golden: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded = []
+
+    def decode(key: bytes, *arguments: Any, **options: Any) -> Any:
+        decoded.append(key)
+        return decode_index(key, *arguments, **options)
+
+    monkeypatch.setattr("histopipe.store.reading.decode_index", decode)
+    with Store(golden) as store:
+        slide = next(record for record in store.complete.values() if record.stored > 1)
+        for _ in range(3):
+            store.read(slide.id, 0)
+            store.read(slide.id, 1)
+    assert len(decoded) == 1
+
+
+LIMITED = """
+import resource, sys
+from pathlib import Path
+resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
+sys.path.insert(0, sys.argv[2])
+from helpers.stores import SPEC, one_slide
+from histopipe.store.writer import StoreWriter
+one_slide(Path(sys.argv[1]), [b"x" * 1000] * 5).close()
+writer = StoreWriter(Path(sys.argv[1]), SPEC)
+writer.environment.handle.set_mapsize(1 << 20)
+writer.put_patches(1, range(40), [b"y" * 100_000] * 40)  # 4 MB into a map of 1
+print(writer.environment.handle.info()["map_size"])
+"""
+
+
+def test_map_grows_with_limited_address_space(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(tmp_path / "s.lmdb"), str(TESTS)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (4 << 20) <= int(done.stdout) < (64 << 20)
+
+
+def test_full_disk_is_reported_without_data_loss(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "4m") as disk:
+        with one_slide(disk / "s.lmdb", [b"x" * 1000] * 3) as writer:
+            with pytest.raises(MachineShort, match=r"the disk that holds .* is full"):
+                for first in range(0, 1000, 10):
+                    writer.put_patches(1, range(first, first + 10), [b"y" * 100_000] * 10)
+            with Store(disk / "s.lmdb") as store:
+                assert store.value(0, 2) == b"x" * 1000
+        with Store(disk / "s.lmdb") as store:
+            assert len(store) == 3
+
+
+def test_store_beyond_the_limit_of_file_size(tmp_path: Path) -> None:
+    with one_slide(tmp_path / "s.lmdb", [b"x" * 1000] * 3) as writer:
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+        try:
+            with pytest.raises(MachineShort, match=r"file size|ulimit -f"):
+                for first in range(0, 100, 10):
+                    writer.put_patches(1, range(first, first + 10), [b"y" * 100_000] * 10)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_store_on_read_only_mount(tmp_path: Path, golden: Path) -> None:
+    with small_disk(tmp_path / "mount", "8m") as mount:
+        store_path = shutil.copytree(golden, mount / "s.lmdb")
+        subprocess.run(["mount", "-o", "remount,ro", str(mount)], check=True)
+        with Store(store_path) as store:
+            assert len(store) == 7
+        with pytest.raises(UsageError, match=r"read-only|cannot be written"):
+            StoreWriter(store_path, SPEC)
+
+
+KILLED = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from helpers.stores import SPEC
+from histopipe.store.writer import StoreWriter
+writer = StoreWriter(Path(sys.argv[1]), SPEC)
+print("ready", flush=True)
+for first in range(0, 10**9, 50):
+    writer.put_patches(1, range(first, first + 50), [b"z" * 5000] * 50)
+"""
+
+
+def test_killed_writer_leaves_intact_store(tmp_path: Path) -> None:
+    path = tmp_path / "s.lmdb"
+    one_slide(path, [b"x" * 1000] * 3).close()
+    rng = np.random.default_rng(0)
+    for _ in range(5):
+        arguments = [sys.executable, "-c", KILLED, str(path), str(TESTS)]
+        with subprocess.Popen(arguments, stdout=subprocess.PIPE) as child:
+            assert child.stdout is not None
+            child.stdout.readline()
+            with pytest.raises(subprocess.TimeoutExpired):
+                child.wait(float(rng.uniform(0.01, 0.3)))
+            child.kill()
+    check = subprocess.run(
+        [sys.executable, "-m", "lmdb", "verify", "-e", str(path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "verify: OK" in check.stdout + check.stderr
+    with StoreWriter(path, SPEC) as writer:
+        assert writer.records()[0].state is SlideState.COMPLETE
+        with Store(path) as store:
+            assert store.value(0, 1) == b"x" * 1000
+
+
+def test_space_of_deleted_values_is_reused(tmp_path: Path) -> None:
+    """A restarted slide frees the space of its values, which is used before the file grows."""
+    with StoreWriter(tmp_path / "s.lmdb", TilingSpec(mpp=Mpp(0.5))) as writer:
+        record = SlideRecord(id="a", path="a.svs", resolved_path="/a.svs")
+        number = writer.register([record])["a"]
+        before = writer.reusable_bytes()
+        values: list[bytes | None] = [bytes(20_000)] * 300
+        writer.put_patches(number, range(300), values)
+        used = int(stored_size(np.full(300, 20_000)).sum())
+        assert writer.reusable_bytes() - before < used / 50
+        writer.restart(number, record)
+        assert writer.reusable_bytes() - before == pytest.approx(used, rel=0.02)
+        size = (tmp_path / "s.lmdb" / "data.mdb").stat().st_size
+        for first in range(0, 280, 10):  # LMDB reuses freed pages two transactions later
+            writer.put_patches(number, range(first, first + 10), values[:10])
+        assert (tmp_path / "s.lmdb" / "data.mdb").stat().st_size < size * 1.05
+
+
+STAC = {"type": "Catalog", "id": "slides", "stac_version": "1.0.0", "links": []}
+
+
+@pytest.mark.parametrize("content", [json.dumps(STAC), "[]", "not JSON", '{"version": 2}'])
+def test_catalog_of_another_tool_is_ignored(tmp_path: Path, content: str) -> None:
+    one_slide(tmp_path / "s.lmdb", [b"x"]).close()
+    (tmp_path / "catalog.json").write_text(content)
+    with Store(tmp_path / "s.lmdb") as store:
+        assert len(store) == 1
+    with pytest.raises(NothingToDo, match=r"expected a folder with a data\.mdb"):
+        open_store(tmp_path)
+
+
+def test_damaged_catalog_hides_no_slides(tmp_path: Path) -> None:
+    one_slide(tmp_path / "s.lmdb", [b"x"]).close()
+    (tmp_path / CATALOG).write_text('{"version": 2}')
+    with Store(tmp_path / "s.lmdb") as store:
+        assert len(store) == 1
+    with pytest.raises(UnknownVersion):
+        open_store(tmp_path)
+
+
+@pytest.mark.parametrize("name", [CATALOG, "catalog.json"])
+def test_folder_of_parts_is_opened_by_catalog(tmp_path: Path, name: str) -> None:
+    for part in ("part-a.lmdb", "part-b.lmdb"):
+        one_slide(tmp_path / part, [b"x"]).close()
+    catalog = Catalog(tmp_path, slides={"a": "part-b.lmdb"})
+    catalog.write()
+    (tmp_path / CATALOG).rename(tmp_path / name)
+    assert parts_of(tmp_path) == [tmp_path / "part-b.lmdb"]
+    merged = tmp_path / "all.lmdb"  # next to the parts, but not in the catalog
+    assert merge([tmp_path], merged, progress=Progress()).slides == ["a"]
+    with Store(merged) as store:
+        assert len(store) == 1

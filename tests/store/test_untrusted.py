@@ -1,0 +1,328 @@
+"""Tests with untrusted input: any bytes are read or refused, in limited memory, and no path in them is followed."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+from helpers.commands import Run
+from helpers.lmdb_pages import PAGE, pages_of
+from helpers.paths import PROGRAMS
+from helpers.stores import a_store, edited, jpegs, patched
+from histopipe.cli import histopipe as cli
+from histopipe.cli.parameters import _check_untrusted
+from histopipe.dataset.patch_batches import decode
+from histopipe.errors import DamagedStore, SlideUnreadable, UsageError
+from histopipe.features.feature_file import check_coords, check_features, writing
+from histopipe.maintenance.checks import FindingKind
+from histopipe.maintenance.verify import check_untrusted, verify
+from histopipe.measure.quality import _measures
+from histopipe.store.format import patch_key
+from histopipe.store.reading import decode_picture
+from histopipe.store.store import Store
+
+
+def test_changed_files_are_read_or_refused(trained: Path, made_store: Path, tmp_path: Path) -> None:
+    """Splits, settings, metrics, predictions, tables, annotations, records and pictures, with little free memory."""
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-P",
+            str(PROGRAMS / "fuzz.py"),
+            str(trained),
+            str(made_store),
+            str(tmp_path / "run"),
+            "--rounds",
+            "80",
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    refused = {
+        name: int(count)
+        for name, count in re.findall(r"^(\S+): (\d+) of \d+ refused$", done.stdout, re.MULTILINE)
+    }
+    assert len(refused) == 21
+    assert all(count > 3 for count in refused.values()), refused
+
+
+def test_untrusted_store_is_verified_first(made_store: Path, tmp_path: Path, run: Run) -> None:
+    for command in (["info", made_store], ["report", made_store, "--out", tmp_path / "r.html"]):
+        done = run(*command, "--untrusted")
+        assert done.returncode == 0, done.stderr
+    store = Path(shutil.copytree(made_store, tmp_path / "s.lmdb"))
+    patched(store / "data.mdb", PAGE * pages_of(store).leaves["patches"][0] + 2)
+    for command in (
+        ["info", store],
+        ["train", store, "--out", tmp_path / "run"],
+        ["merge", store, "--out", tmp_path / "m"],
+    ):
+        done = run(*command, "--untrusted")
+        assert (done.returncode, "s.lmdb failed verification" in done.stderr) == (5, True), (
+            done.stderr
+        )
+    assert not (tmp_path / "run").exists()
+    shutil.copytree(store, tmp_path / "patches.lmdb")  # the default store
+    done = run("embed", "--untrusted", "--model", "resnet50", "--out", tmp_path / "f", cwd=tmp_path)
+    assert (done.returncode, "s.lmdb failed verification" in done.stderr) == (5, True), done.stderr
+
+
+def test_lock_file_that_is_link_is_not_written(made_store: Path, tmp_path: Path, run: Run) -> None:
+    store = Path(shutil.copytree(made_store, tmp_path / "s.lmdb"))
+    victim = tmp_path / "thesis.txt"
+    victim.write_text("chapter 1")
+    (store / "lock.mdb").unlink(missing_ok=True)
+    (store / "lock.mdb").symlink_to(victim)
+    for command in (
+        ("info", store),
+        ("info", store, "--untrusted"),
+        ("verify", store),
+        ("verify", store, "--untrusted"),
+        ("remove", store, "slide-000"),
+        ("compact", store),
+        ("quality", store),
+    ):
+        done = run(*command)
+        assert (done.returncode, "link" in done.stdout + done.stderr) == (5, True), command
+    assert victim.read_text() == "chapter 1"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("spec", {"mpp": "x"}),
+        ("spec", {"mpp": -1}),
+        ("spec", {"overlap": -5}),
+        ("spec", {"codec": [1]}),
+        ("spec", {"tissue": {}}),
+        ("spec", {"tissue": "\x1b]0;owned\x07"}),
+        ("spec", {"tissue_threshold": True}),
+        ("created", "\x1b[2J"),
+        ("classes", ["\x1b[2J"]),
+    ],
+)
+def test_settings_of_store_are_checked(
+    made_store: Path, tmp_path: Path, run: Run, name: str, value: Any
+) -> None:
+    store = Path(shutil.copytree(made_store, tmp_path / "s.lmdb"))
+
+    def change(txn: Any, db: Any) -> None:
+        before = json.loads(bytes(txn.get(name.encode(), db=db)))
+        after = {**before, **value} if isinstance(value, dict) else value
+        txn.put(name.encode(), json.dumps(after).encode(), db=db)
+
+    edited(store, "meta", change)
+    assert {finding.kind for finding in verify(store).findings} == {FindingKind.FORMAT}
+    for flags in ([], ["--untrusted"]):
+        done = run("info", store, *flags)
+        assert done.returncode == 5, done.stdout
+        assert "\x1b" not in done.stdout + done.stderr
+
+
+def test_untrusted_store_is_opened_after_page_verification(
+    made_store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_untrusted(made_store)
+    monkeypatch.setattr("histopipe.maintenance.verify.page_faults", faulty_page)
+    monkeypatch.setattr("histopipe.maintenance.verify.check_store", None)  # must not be called
+    with pytest.raises(DamagedStore, match="page 3 is damaged"):
+        check_untrusted(made_store)
+
+
+def faulty_page(store: Path, keep_state: bool) -> list[str]:
+    assert not keep_state
+    return ["page 3 is damaged"]
+
+
+def test_paths_in_run_are_not_followed(trained: Path, run: Run, tmp_path: Path) -> None:
+    for flags, followed in (([], True), (["--untrusted"], False)):
+        page = tmp_path / f"{followed}.html"
+        assert run("report", trained, "--out", page, *flags).returncode == 0
+        assert ("use --store to name the stores" not in page.read_text()) == followed
+
+
+def png_bomb(side: int) -> bytes:
+    """Return a PNG of a few kB that declares side × side pixels."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
+
+    header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", header)
+        + chunk(b"IDAT", zlib.compress(bytes(10_000_000)))
+        + chunk(b"IEND", b"")
+    )
+
+
+def jpeg_bomb(side: int) -> bytes:
+    """Return a small JPEG that declares side × side pixels."""
+    small = bytearray(jpegs(0, 1, 32)[0])
+    start = small.index(b"\xff\xc0")
+    small[start + 5 : start + 9] = struct.pack(">HH", side, side)
+    return bytes(small)
+
+
+@pytest.mark.parametrize("bomb", [png_bomb(30_000), jpeg_bomb(65_000)])
+def test_declared_image_size_is_checked_before_decoding(tmp_path: Path, bomb: bytes) -> None:
+    store = a_store(tmp_path / "s.lmdb", {"a": [*jpegs(0, 2, 32), bomb]}, patch_size=32)
+    check_untrusted(store)  # its checksum is right
+    with Store(store) as opened, pytest.raises(DamagedStore, match=r"size|decoded"):
+        opened.read("a", 2)
+    with pytest.raises(DamagedStore, match=r"size|decoded"):
+        decode(memoryview(bomb), np.empty((32, 32, 3), np.uint8))
+    with pytest.raises(DamagedStore, match=r"size|decoded"):
+        _measures(memoryview(bomb), 32, 2, 8)
+    with pytest.raises(DamagedStore, match=r"size|decoded"):
+        decode_picture(bomb, "a thumbnail")
+
+
+HANGS_HDF5 = (
+    "eNrtlktLw0AQx3fzqKFWTKHQ+gBz9CJUvXizYqs9iC3qwaOhTTFgG0li8WaOFfweCn4Bjz36ETz6TWoes3khfaCi4PxgGXZ3Mrud/GfS+3r1YC"
+    "G7nCUekkQEIpM4I2C4kpyz/QuwFOwA7BPH1kV/rwTrMsR/ywTzd1g/O6nVPO9RCnZOWQisRJD/SL221/TsOcwVsK9c0q+jqfaNqVls3jIMs21F"
+    "+tyZ8VzqKo7GBE7JemC5YKFAkrpMz3lX+Z5nXlkjAty8KJHiHeyLEJ/jgoASVApPWQgn8QtzpBLWVcF16aldzZsvUepXlhxeVUrUpcdwPqpVVo"
+    "cDqMNm6FUam4/T40aVEi70uhXH54/lQeFRw0ldiVPpikvpigt1JQfvUWI5rkzQkxP0eFKhyZs4fyIfOVKHPGR9XVtqX7ONtm7C/iz69nKUZ/pO"
+    "fY+i+pnzz+kYZle1J8dfjcXnE3EywX2v9LY2xT1pLI7gxymHcXKub8tsbW998l7Z8y+PD8/fm3lnFweO3xvIVzjcbxxRAg0n1Q/j3wtCot7F+p"
+    "nPpW7ZxrV+rW2wv05KXzMt3egpm6xJxQOrqYCDRXwJCIIgCIIgCIIgCPLTfADVCtLZ"
+)
+"""A damaged feature file, compressed, in base64. Opening it hangs, at least with HDF5 1.14.6."""
+
+
+def test_hdf5_files_that_hang_or_declare_huge_sizes(tmp_path: Path, run: Run) -> None:
+    content = zlib.decompress(base64.b64decode(HANGS_HDF5))
+    (tmp_path / "features").mkdir()
+    (tmp_path / "features" / "a.h5").write_bytes(content)
+    with pytest.raises(DamagedStore, match=r"a.h5 cannot be (trusted|read)"):
+        check_features(tmp_path / "features", seconds=3)
+    with writing(tmp_path / "intact" / "a.h5", 20, 8, "float32") as features:
+        features.append(np.ones((20, 8), np.float32), np.zeros((20, 2), np.int64))
+        features.finish({}, {})
+    check_features(tmp_path / "intact")
+    # The file declares a terabyte, but has no data.
+    with h5py.File(tmp_path / "intact" / "a.h5", "a") as file:
+        del file["features"], file["coords"]
+        file.create_dataset("features", (1 << 35, 8), np.float32, chunks=(1024, 8))
+        del file.attrs["crc32"]
+    with pytest.raises(DamagedStore, match="bytes in a file of"):
+        check_features(tmp_path / "intact")
+    with h5py.File(tmp_path / "intact" / "a.h5", "w") as file:
+        file.create_dataset("coords", (1 << 35, 2), np.int64, chunks=(1024, 2))
+        file["coords"].attrs.update({"patch_size": 256, "patch_level": 0})
+    with pytest.raises(SlideUnreadable, match="too large for the file size"):
+        check_coords(tmp_path / "intact")
+
+
+def test_slide_id_cannot_leave_folder(tmp_path: Path) -> None:
+    store = a_store(tmp_path / "s.lmdb", {"a": jpegs(0, 2)})
+
+    def change(txn: object, db: object) -> None:
+        record = bytes(txn.get(bytes(4), db=db))  # type: ignore[attr-defined]
+        head = record.partition(b',"crc"')[0]
+        txn.put(bytes(4), head.replace(b'"id":"a"', b'"id":"../a"') + b"}", db=db)  # type: ignore[attr-defined]
+
+    edited(store, "slides", change)
+    with pytest.raises(DamagedStore, match=r"its id: found .../a"):
+        Store(store)
+
+
+def test_control_characters_in_record_are_refused(tmp_path: Path, run: Run) -> None:
+    store = a_store(tmp_path / "s.lmdb", {"a\xa0b": jpegs(0, 2)})
+    with Store(store) as opened:
+        assert opened.number("a\xa0b") == 0  # an unusual name is allowed
+
+    def change(txn: object, db: object) -> None:
+        record = bytes(txn.get(bytes(4), db=db))  # type: ignore[attr-defined]
+        head = record.partition(b',"crc"')[0]
+        txn.put(bytes(4), head.replace(b'"label":"a"', b'"label":"\\u001b[2J"') + b"}", db=db)  # type: ignore[attr-defined]
+
+    edited(store, "slides", change)
+    done = run("info", store)
+    assert (done.returncode, "control characters" in done.stderr) == (5, True)
+    assert "\x1b" not in done.stdout + done.stderr
+
+
+def test_copied_store_is_intact(made_store: Path, tmp_path: Path, run: Run) -> None:
+    copy = tmp_path / "copy.lmdb"
+    subprocess.run(["cp", "-r", str(made_store), str(copy)], check=True)
+    with Store(made_store) as original, Store(copy) as copied:
+        assert original.records == copied.records
+        assert original.value(0, 0) == copied.value(0, 0) == original.value(0, 0)
+        assert patch_key(0, 0) == bytes(8)
+    (copy / "lock.mdb").unlink()
+    assert run("verify", copy).returncode == 0
+
+
+def test_settings_files_and_runs_name_untrusted_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked: list[str] = []
+    for module in ("maintenance.verify.check_untrusted", "features.feature_file.check_features"):
+        monkeypatch.setattr(f"histopipe.{module}", lambda path: checked.append(path.name))
+    for name in ("a.lmdb", "b.lmdb", "c.lmdb", "bags", "more"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / ("data.mdb" if name.endswith("lmdb") else "x.h5")).touch()
+    monkeypatch.chdir(tmp_path)
+    settings = tmp_path / "config.toml"  # also the settings of the run in this folder
+
+    def check(**values: Any) -> list[str]:
+        checked.clear()
+        _check_untrusted(values, ("stores",), "mil", "", "model")
+        return checked
+
+    settings.write_text('stores = ["b.lmdb"]\nmil = ["bags"]\n')
+    for values in ({"config": settings}, {"space": settings}, {"resume": True, "out": tmp_path}):
+        assert check(stores=("a.lmdb",), mil=("more",), **values) == [
+            "a.lmdb",
+            "more",
+            "b.lmdb",
+            "bags",
+        ]
+        assert check(stores=(), **values) == ["b.lmdb", "bags"]
+    settings.write_text('stores = "c.lmdb"\nmodel = 5\n')
+    assert check(config=settings) == ["c.lmdb"]
+    assert check(resume=True, out=None, stores=()) == []  # the command asks for --out
+    settings.write_text('model = "own.py:network"\n')
+    with pytest.raises(UsageError, match="Python files and SavedModels can run any code"):
+        check(config=settings)
+    settings.write_text("stores = [")
+    with pytest.raises(UsageError, match=r"config\.toml cannot be read.*expected TOML"):
+        check(config=settings)
+
+
+@pytest.mark.parametrize(
+    ("flags", "settings", "expected"),
+    [
+        (("--config", "config.toml"), "model = [", "config.toml cannot be read"),
+        (("--config", "config.toml"), "model = 5", "config.toml: model: found 5"),
+        (("--resume",), "", "--resume needs --out"),
+    ],
+)
+def test_wrong_settings_of_untrusted_trainings_are_usage_errors(
+    flags: tuple[str, ...],
+    settings: str,
+    expected: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.toml").write_text(settings)
+    with pytest.raises(UsageError, match=expected):
+        cli.main(["train", *flags, "--untrusted"], standalone_mode=False)

@@ -1,0 +1,214 @@
+"""Test `compare`: settings that differ, and confidence intervals of differences."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from sklearn import metrics as sk
+
+from helpers.commands import COMMAND, Run
+from histopipe.errors import DamagedStore, UsageError
+from histopipe.predictions.prediction_tables import read_predictions, write_predictions
+from histopipe.studies.compare import compare
+from histopipe.tasks.intervals import interval_of
+from histopipe.tasks.statistics import bootstrap_draws
+
+ARGUMENTS = (
+    "--epochs",
+    "1",
+    "--batch-size",
+    "16",
+    "--fractions",
+    "0.34,0.33,0.33",
+    "--deterministic",
+)
+
+
+@pytest.fixture(scope="module")
+def runs(small_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four runs: a and b differ in the optimizer, c has another split, and d is a cross-validation."""
+    folder = tmp_path_factory.mktemp("compared")
+    for name, flags in {
+        "a": (),
+        "b": ("--optimizer", "sgd", "--augment", "none"),
+        "c": ("--seed", "5"),
+        "d": ("--folds", "2"),
+    }.items():
+        command = [*COMMAND, "train", str(small_store), "--out", name, *ARGUMENTS, *flags]
+        subprocess.run(command, cwd=folder, check=True, capture_output=True)
+    return folder
+
+
+def test_differences_and_intervals_equal_a_slow_reference(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (few,) = compare([runs / "a", runs / "b"], resamples=20).differences
+    assert {difference.interval for metrics in few.values() for difference in metrics.values()} == {
+        None
+    }
+    monkeypatch.setattr("histopipe.studies.compare.FEWEST_PATIENTS", 2)
+    comparison = compare([runs / "a", runs / "b"], resamples=300, seed=7)
+    assert comparison.settings["optimizer"] == ("adam", "sgd")
+    assert comparison.settings["augment"] == (["flips"], ["none"])
+    assert set(comparison.settings) == {"optimizer", "augment"}
+    (levels,) = comparison.differences
+    assert set(levels) == {
+        "patch",
+        "slide_mean",
+        "slide_top_k",
+        "slide_majority",
+        "patient_mean",
+        "patient_top_k",
+        "patient_majority",
+    }
+    files = [json.loads((runs / name / "metrics.json").read_text())["test"] for name in "ab"]
+    for name in ("auc", "f1", "brier"):
+        assert levels["patch"][name].value == pytest.approx(
+            files[1]["patch"][name] - files[0]["patch"][name], abs=1e-12
+        )
+    # Slow reference: scikit-learn on each resample of the patients, with the same draws.
+    a, b = (read_predictions(runs / name / "predictions.csv")["test"] for name in "ab")
+    names = sorted(a.patients)
+    patient = np.array([names.index(a.patients[i]) for i in a.patient])
+    values = []
+    for draw in bootstrap_draws(len(names), 300, 7).astype(int):
+        rows = np.repeat(np.arange(len(patient)), draw[patient])
+        one_class = len(set(a.label[rows].tolist())) < 2
+        values.append(
+            np.nan
+            if one_class
+            else sk.roc_auc_score(b.label[rows], b.output[rows, 1])
+            - sk.roc_auc_score(a.label[rows], a.output[rows, 1])
+        )
+    assert levels["patch"]["auc"].interval == pytest.approx(
+        interval_of(np.array(values), len(names)), abs=1e-9
+    )
+
+
+def test_run_and_its_copy_have_no_difference(runs: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(runs / "a", tmp_path / "copy"))
+    # The order of rows has no effect.
+    sides = read_predictions(copy / "predictions.csv")
+    order = np.random.default_rng(1).permutation(len(sides["test"].slide))
+    test = sides["test"]
+    columns: dict[str, Any] = {
+        name: getattr(test, name)[order]
+        for name in ("slide", "patient", "x_l0", "y_l0", "target", "output")
+    }
+    sides["test"] = replace(test, **columns)
+    write_predictions(
+        copy / "predictions.csv",
+        [({"split": side}, predictions) for side, predictions in sides.items()],
+    )
+    comparison = compare([runs / "a", copy])
+    assert comparison.settings == {}
+    for values in comparison.differences[0].values():
+        for difference in values.values():
+            assert difference.value == pytest.approx(0, abs=1e-9)
+            assert difference.interval is None or difference.interval == pytest.approx(
+                (0, 0), abs=1e-9
+            )
+
+
+def test_runs_with_different_test_items_are_not_compared(runs: Path) -> None:
+    comparison = compare([runs / "a", runs / "c", runs / "d"])
+    assert comparison.differences == ({}, {})
+    assert [note.split(":")[0] for note in comparison.notes[0]] == ["patch", "slide", "patient"]
+    assert "tested on different items (40 and 120, 40 in common)" in comparison.notes[1][0]
+    assert comparison.settings["folds"] == (None, None, 2)
+    for text in comparison.splits:
+        assert re.fullmatch(
+            r"different splits \(balanced and balanced\): \d+ of 12 common slides in other subsets, 0 slides in one split only",
+            str(text),
+        )
+    assert str(comparison).count("different splits (") == 2
+    same = compare([runs / "a", runs / "b"], resamples=0)
+    assert same.splits == (None,)
+    assert "different splits" not in str(same)
+
+
+def test_same_patients_in_different_folds_are_compared(
+    runs: Path, small_store: Path, tmp_path: Path
+) -> None:
+    """Both cross-validations test all patches of every slide, but in different folds."""
+    command = [*COMMAND, "train", str(small_store), "--out", str(tmp_path / "e"), *ARGUMENTS]
+    subprocess.run([*command, "--folds", "2", "--seed", "9"], check=True, capture_output=True)
+    comparison = compare([runs / "d", tmp_path / "e"], resamples=50)
+    assert comparison.notes == ((),)
+    assert set(comparison.differences[0]) >= {"patch", "slide_mean", "patient_mean"}
+    # A slide with different test patches is a different item.
+    path = tmp_path / "e" / "fold-1" / "predictions.csv"
+    sides = read_predictions(path)
+    moved = replace(sides["test"], x_l0=sides["test"].x_l0 + 1)
+    write_predictions(
+        path,
+        [({"split": s}, moved if s == "test" else predictions) for s, predictions in sides.items()],
+    )
+    other = compare([runs / "d", tmp_path / "e"], resamples=50)
+    assert other.differences == ({},)
+    assert "slide: tested on different items (12 and 12, 6 in common)" in other.notes[0]
+
+
+def test_runs_on_different_stores_compare_slides_but_not_patches(
+    runs: Path, tmp_path: Path
+) -> None:
+    """This is the case for the same slides tiled at different scales."""
+    copy = Path(shutil.copytree(runs / "b", tmp_path / "copy"))
+    splits = json.loads((copy / "splits.json").read_text())
+    (copy / "splits.json").write_text(json.dumps(splits | {"stores": ["another"]}))
+    comparison = compare([runs / "a", copy])
+    assert comparison.notes[0] == ("patches of different stores",)
+    assert "slide_mean" in comparison.differences[0] and "patch" not in comparison.differences[0]
+
+
+def test_cross_validations_are_compared_over_all_folds(runs: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(runs / "d", tmp_path / "copy"))
+    comparison = compare([runs / "d", copy], resamples=50)
+    assert comparison.runs[0].test.finest.count == 120
+    assert comparison.differences[0]["patient_mean"]["auc"].value == 0
+    (copy / "fold-2" / "metrics.json").unlink()
+    part = compare([runs / "d", copy], resamples=50)
+    assert part.runs[1].notes == ("1 of 2 folds are not finished",)
+    assert part.differences == ({},)
+
+
+def test_output_of_the_command(run: Run, runs: Path) -> None:
+    done = run("compare", runs / "a", runs / "b")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert any(line.split() == ["optimizer", "adam", "sgd"] for line in lines)
+    assert f"{runs / 'b'} minus {runs / 'a'}:" in lines
+    assert any(line.startswith("  slide mean") for line in lines)
+    assert "too few patients for an interval" in done.stdout
+    as_json = json.loads(run("compare", runs / "a", runs / "b", "--json", "--resamples", 50).stdout)
+    assert as_json["differences"][0]["patch"]["auc"]["difference"] == pytest.approx(
+        as_json["runs"][1]["test"]["patch"]["auc"] - as_json["runs"][0]["test"]["patch"]["auc"]
+    )
+
+
+def test_errors_of_compare(run: Run, runs: Path, tmp_path: Path) -> None:
+    for arguments, message in {
+        (runs / "a",): "expected two or more different runs",
+        (runs / "a", runs / "a"): "expected two or more different runs",
+        (runs / "a", tmp_path): "no finished run in",
+    }.items():
+        done = run("compare", *arguments)
+        assert done.returncode == 2 and message in done.stderr
+    copy = Path(shutil.copytree(runs / "a", tmp_path / "copy"))
+    metrics = json.loads((copy / "metrics.json").read_text())
+    (copy / "metrics.json").write_text(
+        json.dumps({k: v for k, v in metrics.items() if k != "test"})
+    )
+    with pytest.raises(UsageError, match="has no test patches"):
+        compare([runs / "a", copy])
+    (copy / "metrics.json").write_text("{")
+    with pytest.raises(DamagedStore, match="is damaged"):
+        compare([runs / "a", copy])

@@ -1,0 +1,501 @@
+"""Test `tune`: search spaces, trials shared by processes that may die, and splits without test patches."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import histopipe
+from helpers.commands import COMMAND, INTERRUPTIBLE, Run, processes_in
+from helpers.trainings import faulty_runs
+from histopipe.errors import MachineShort, UsageError
+from histopipe.reports.info import FolderInfo
+from histopipe.runs.task_config import PatchTrainConfig
+from histopipe.studies.search_space import Range, read_space, settings_of, space_of
+from histopipe.studies.study import JOURNAL, Study, _are_same, open_storage
+from histopipe.studies.study_settings import StudySettings
+
+SPACE = """
+learning_rate = { low = 1e-4, high = 1e-1, log = true }
+augment = ["none", "flips", "flips,colour"]
+batch_size = { low = 8, high = 32, step = 8 }
+epochs = 2
+"""
+
+
+# Search spaces.
+
+
+def test_space_of_ranges_choices_and_single_values(tmp_path: Path) -> None:
+    path = tmp_path / "space.toml"
+    path.write_text(SPACE + 'optimizer = "sgd"\ndropout = { low = 0, high = 0.5 }\n')
+    space = read_space(path)
+    assert space.searched == {
+        "learning_rate": Range(1e-4, 0.1, log=True),
+        "augment": ("none", "flips", "flips,colour"),
+        "batch_size": Range(8, 32, step=8),
+        "dropout": Range(0.0, 0.5),
+    }
+    assert space.fixed == {"epochs": 2, "optimizer": "sgd"}
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(1))
+    for _ in range(20):
+        drawn = space.suggest(study.ask())
+        assert 1e-4 <= drawn["learning_rate"] <= 0.1 and drawn["batch_size"] in (8, 16, 24, 32)
+        assert isinstance(drawn["dropout"], float) and 0 <= drawn["dropout"] <= 0.5
+        assert drawn["augment"] in (("none",), ("flips",), ("flips", "colour"))
+
+
+@pytest.mark.parametrize(
+    ("space", "message"),
+    [
+        ({"colour": [1, 2]}, "colour: expected a setting of `histopipe train`"),
+        ({"epochs": 5}, "nothing to search"),
+        ({"seed": [1, 2]}, "seed cannot be searched"),
+        ({"stores": ["a", "b"]}, "stores cannot be searched"),
+        ({"dropout": {"low": 0.5}}, r"dropout: found .*expected \{ low = …, high = … \}"),
+        ({"dropout": {"low": 0.5, "high": 0.1}}, "expected low below high"),
+        ({"dropout": {"low": 0.0, "high": 0.1, "log": True}}, "low above 0"),
+        ({"dropout": {"low": 0.1, "high": 0.5, "log": True, "step": 0.1}}, "not both"),
+        ({"dropout": {"low": 0.1, "high": 0.5, "step": -0.1}}, "expected low below high"),
+        ({"dropout": {"low": 0.1, "high": math.inf}}, "expected low below high"),
+        ({"batch_size": {"low": 4, "high": 64, "step": 100}}, "a step within the range"),
+        ({"dropout": {"low": "a", "high": "b"}}, r"dropout\.low: found 'a', expected a number"),
+        ({"batch_size": {"low": 0.5, "high": 8}}, r"batch_size\.low: found 0\.5"),
+        ({"augment": {"low": 1, "high": 2}}, r"augment\.low: found 1, expected a number"),
+        ({"augment": [["flips"], ["none"]]}, "expected strings such as 'flips,crop'"),
+        ({"model": ["resnet50"]}, "expected two different values or more"),
+        ({"model": ["resnet50", 3]}, "model: found 3"),
+        ({"epochs": "two", "model": ["a", "b"]}, "epochs: found 'two'"),
+    ],
+)
+def test_wrong_space_is_an_error(space: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        space_of(space)
+
+
+@given(
+    st.dictionaries(
+        st.text(max_size=9), st.one_of(st.none(), st.lists(st.integers()), st.floats(), st.text())
+    )
+)
+def test_any_wrong_space_raises_a_usage_error(space: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        space_of(space)
+
+
+# Storage of trials.
+
+
+def test_unusable_storages_are_rejected(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("histopipe.studies.study.network_filesystem", lambda _: "nfs4")
+    with pytest.raises(UsageError, match=r"SQLite cannot be shared.*on nfs4, where its locks"):
+        open_storage(f"sqlite:///{tmp_path}/study.db", tmp_path)
+    assert not list(tmp_path.iterdir())
+    monkeypatch.undo()
+    assert open_storage(f"sqlite:///{tmp_path}/study.db", tmp_path).get_all_studies() == []
+    with pytest.raises(UsageError, match="--storage cannot be opened: found"):
+        open_storage("sqlite:////no/such/folder/study.db", tmp_path)
+    for url in ("nonsense://host/db", "redis://localhost:1/0"):
+        with pytest.raises(UsageError, match="--storage cannot be opened: found"):
+            open_storage(url, tmp_path).get_all_studies()
+    for path in (tmp_path, tmp_path / "none" / "study.journal"):
+        with pytest.raises(UsageError, match="found a folder, or a file in a missing folder"):
+            open_storage(str(path), tmp_path)
+
+
+def test_missing_optuna_error_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(MachineShort, match=r"pip install 'histopipe\[tune\]'"):
+        open_storage(None, tmp_path)
+
+
+def a_study(folder: Path, trials: int = 3, **settings: Any) -> Study:
+    study = Study(folder, StudySettings(trials=trials, **settings))
+    study.agree(space_of({"dropout": {"low": 0.0, "high": 0.5}}), {"epochs": 2})
+    return study
+
+
+@pytest.mark.parametrize("storage", [None, "sqlite"])
+def test_trial_has_one_process_and_is_continued_when_its_lock_is_released(
+    tmp_path: Path, storage: str | None
+) -> None:
+    url = f"sqlite:///{tmp_path}/study.db" if storage else None
+    one, two = a_study(tmp_path, storage=url), a_study(tmp_path, storage=url)
+    with one.claimed() as first, two.claimed() as second:
+        assert first is not None and second is not None
+        assert {first.number, second.number} == {0, 1}
+        dropout = first.suggest_float("dropout", 0.0, 0.5)
+        first.report(0.5, 1)
+        assert two.wait()
+    # The locks were released without a result, as when a process dies.
+    with two.claimed() as again, one.claimed() as other:
+        assert again is not None and other is not None
+        assert {again.number, other.number} == {0, 1}
+        first_again = again if again.number == 0 else other
+        assert first_again.suggest_float("dropout", 0.0, 0.5) == dropout
+        two.tell(again, 0.7, "COMPLETE")
+        two.tell(other, None, "PRUNED")
+    with two.claimed() as third:
+        assert third is not None and third.number == 2
+        two.tell(third, None, "FAIL")
+    with one.claimed() as none:
+        assert none is None
+    assert not one.wait()
+    assert [trial.state.name for trial in one.trials()] == ["COMPLETE", "PRUNED", "FAIL"]
+
+
+def test_trials_of_another_folder_are_not_continued(tmp_path: Path) -> None:
+    """Two machines use one database, without a common folder."""
+    url = f"sqlite:///{tmp_path}/study.db"
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    study_a = a_study(tmp_path / "a", storage=url, name="shared")
+    study_b = a_study(tmp_path / "b", storage=url, name="shared")
+    with study_a.claimed() as first:
+        assert first is not None and first.number == 0
+    with study_b.claimed() as second:
+        assert second is not None and second.number == 1
+        study_b.tell(second, 0.5, "COMPLETE")
+    assert not study_b.wait()  # the first trial belongs to the other folder, and has its lock there
+    with study_a.claimed() as again:
+        assert again is not None and again.number == 0
+
+
+def test_search_with_other_settings_is_not_continued(tmp_path: Path) -> None:
+    a_study(tmp_path)
+    with pytest.raises(UsageError, match="holds a search with other settings"):
+        a_study(tmp_path, metric="loss")
+    for wrong in ({"trials": 0}, {"metric": "f1"}, {"sampler": "grid"}, {"pruner": "all"}):
+        with pytest.raises(UsageError, match=f"^(--)?{next(iter(wrong))}: found"):
+            StudySettings(**wrong)
+
+
+def test_incomplete_last_line_of_the_journal_is_removed(tmp_path: Path) -> None:
+    """A full disk can leave such a line. Lines appended to it would be lost."""
+    study = a_study(tmp_path)
+    with study.claimed() as trial:
+        assert trial is not None
+        study.tell(trial, 0.5, "COMPLETE")
+    with (tmp_path / JOURNAL).open("ab") as file:
+        file.write(b'{"op_code":4,"study_')
+    again = a_study(tmp_path)
+    with again.claimed() as trial:
+        assert trial is not None and trial.number == 1
+        again.tell(trial, 0.6, "COMPLETE")
+    assert [trial.value for trial in a_study(tmp_path).trials()] == [0.5, 0.6]
+
+
+HOLDER = """
+import os, sys, time
+from pathlib import Path
+from histopipe.system.files import locked
+with locked(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_killed_process_releases_the_journal_lock(tmp_path: Path) -> None:
+    study = a_study(tmp_path)
+    command = [sys.executable, "-c", HOLDER, str(tmp_path / f"{JOURNAL}.flock")]
+    holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+    with pytest.raises(TimeoutError), time_limit(1):
+        a_study(tmp_path)
+    holder.kill()
+    holder.communicate()
+    with time_limit(10), study.claimed() as trial:
+        assert trial is not None
+
+
+@contextmanager
+def time_limit(seconds: int) -> Iterator[None]:
+    def over(*_: object) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, over)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_settings_with_commas_become_lists_if_the_setting_is_a_list() -> None:
+    assert settings_of({"augment": "flips, crop", "model": "a,b", "dropout": 0.1}) == {
+        "augment": ("flips", "crop"),
+        "model": "a,b",
+        "dropout": 0.1,
+    }
+
+
+# Searches.
+
+
+def rows(folder: Path) -> list[dict[str, str]]:
+    with (folder / "trials.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture
+def space(tmp_path: Path) -> Path:
+    path = tmp_path / "space.toml"
+    path.write_text(SPACE)
+    return path
+
+
+def test_two_processes_share_trials_and_one_is_killed(
+    run: Run, small_store: Path, space: Path, tmp_path: Path
+) -> None:
+    command = [
+        *COMMAND,
+        "tune",
+        str(small_store),
+        "--space",
+        str(space),
+        "--out",
+        "search",
+        "--trials",
+        "5",
+        "--pruner",
+        "none",
+    ]
+    processes = [
+        subprocess.Popen(
+            command, cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        for _ in range(2)
+    ]
+    victim, survivor = processes
+    trials = tmp_path / "search" / "trials"
+    while victim.poll() is None and len(list(trials.glob("trial-*/history.csv"))) < 2:
+        time.sleep(0.05)
+    assert victim.poll() is None
+    victim.kill()
+    victim_log = victim.communicate()[1]
+    begun = [
+        line.split()[1]
+        for line in victim_log.splitlines()
+        if line.startswith("trial") and "starts" in line
+    ]
+    ended = [
+        line.split()[1].rstrip(":") for line in victim_log.splitlines() if ": validation" in line
+    ]
+    out, survivor_log = survivor.communicate(timeout=300)
+    assert survivor.returncode == 0, survivor_log
+    unfinished = set(begun) - set(ended)
+    assert len(unfinished) == 1
+    assert f"trial {unfinished.pop()} of 5" in survivor_log
+    trial_rows = rows(tmp_path / "search")
+    assert [row["trial"] for row in trial_rows] == [str(n) for n in range(5)]
+    assert {row["state"] for row in trial_rows} == {"done"}
+    assert len({row["learning_rate"] for row in trial_rows}) == 5
+    assert len(list(trials.glob("trial-*/metrics.json"))) == 5 == len(list(trials.glob("trial-*")))
+    assert out.count("done") == 5 and "*best" in out
+    assert processes_in(tmp_path) == []
+    # The value of each trial equals the metric in the folder of its run.
+    for row in trial_rows:
+        metrics = json.loads(
+            (trials / f"trial-{int(row['trial']):04d}" / "metrics.json").read_text()
+        )
+        assert float(row["value"]) == metrics["validation"]["patch"]["auc"]
+        assert "test" not in metrics  # trials do not use test patches
+    best = max(trial_rows, key=lambda row: float(row["value"]))
+    config = tomllib.loads((tmp_path / "search" / "best.toml").read_text())
+    assert config["learning_rate"] == float(best["learning_rate"])
+    assert config["epochs"] == 2 and config["augment"] == best["augment"].split(",")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    done = run("train", "--config", "../search/best.toml", "--out", "best", "--json", cwd=elsewhere)
+    assert done.returncode == 0, done.stderr
+    trained = json.loads(done.stdout)
+    # The training has the splits and validation patches of the search, and test patches in addition.
+    assert trained["validation"]["patch"]["count"] == trained["test"]["patch"]["count"] == 20
+    assert trained["validation"]["patch"]["auc"] == pytest.approx(float(best["value"]), abs=0.05)
+    # All trials are done, so the same command trains nothing.
+    again = run(*command[1:], "--json")
+    assert again.returncode == 0, again.stderr
+    assert "starts" not in again.stderr
+    assert [trial["value"] for trial in json.loads(again.stdout)["trials"]] == [
+        float(row["value"]) for row in trial_rows
+    ]
+
+
+HOUR_LATER = """
+import sys, time
+from pathlib import Path
+from types import SimpleNamespace
+from histopipe.cli import main
+from histopipe.runs import supervision
+
+hanging = Path(sys.argv.pop(1))
+
+def clock():
+    return time.monotonic() + 3600 * hanging.exists()
+
+supervision.time = SimpleNamespace(monotonic=clock, time=time.time)
+supervision._GRACE_SECONDS = 1.0
+main()
+"""
+"""The command, with a clock that jumps an hour ahead when a file exists."""
+
+
+def test_failed_and_pruned_trials_are_reported_and_the_search_continues(
+    run: Run, small_store: Path, tmp_path: Path
+) -> None:
+    """One trial hangs until its time limit, one has impossible settings, and late trials are pruned."""
+    (tmp_path / "space.toml").write_text(
+        'learning_rate = { low = 1e-6, high = 1e-1, log = true }\nprecision = ["float32", "float64"]\nepochs = 4\n'
+    )
+    hanging = tmp_path / "hanging"
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            HOUR_LATER,
+            str(hanging),
+            "tune",
+            str(small_store),
+            "--space",
+            "space.toml",
+            "--out",
+            "search",
+            "--trials",
+            "9",
+            "--trial-timeout",
+            "600s",
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        env={**os.environ, "HISTOPIPE_TEST_FAULT": f"trial-0001=gradients:2:hang:{hanging}"},
+    )
+    assert done.returncode == 3, done.stderr
+    trial_rows = rows(tmp_path / "search")
+    assert trial_rows[1]["state"] == "failed" and "not done within 600 s" in trial_rows[1]["reason"]
+    assert f"trial 1: {trial_rows[1]['reason']}" in done.stdout
+    states = [row["state"] for row in trial_rows]
+    assert states.count("pruned") >= 1 and set(states[:6]) == {"done", "failed"}
+    for row in trial_rows:
+        assert (row["value"] != "") == (row["state"] == "done")
+        folder = tmp_path / "search" / "trials" / f"trial-{int(row['trial']):04d}"
+        assert not list(folder.glob("resume*.npz"))
+    pruned = next(row for row in trial_rows if row["state"] == "pruned")
+    assert 1 <= int(pruned["epochs"]) < 4
+
+
+def test_interrupted_search_continues_with_the_same_trial(
+    run: Run, small_store: Path, space: Path, tmp_path: Path
+) -> None:
+    arguments = (
+        "tune",
+        str(small_store),
+        "--space",
+        str(space),
+        "--out",
+        "search",
+        "--trials",
+        "2",
+    )
+    environment = faulty_runs({"trial-0000": "gradients:4:wait"}, tmp_path)
+    child = subprocess.Popen(
+        [*INTERRUPTIBLE, *arguments],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    while child.poll() is None and not list(tmp_path.glob("search/trials/*/config.toml")):
+        time.sleep(0.02)
+    time.sleep(1.0)
+    child.send_signal(signal.SIGINT)
+    _, errors = child.communicate(timeout=120)
+    assert child.returncode == 130, errors
+    assert "trial 0 is running; run the same command again to continue it" in errors
+    assert processes_in(tmp_path) == []
+    done = run(*arguments)
+    assert done.returncode == 0, done.stderr
+    assert "trial 0 of 2 resumes" in done.stderr and "resuming" in done.stderr
+    assert [row["state"] for row in rows(tmp_path / "search")] == ["done", "done"]
+
+
+def test_search_ends_if_the_base_settings_are_wrong(
+    run: Run, small_store: Path, space: Path
+) -> None:
+    (space.parent / "base.toml").write_text('model = "nonsense"\n')
+    done = run(
+        "tune",
+        small_store,
+        "--space",
+        space,
+        "--config",
+        "base.toml",
+        "--out",
+        "search",
+        "--trials",
+        50,
+    )
+    assert done.returncode == 2, done.stderr
+    assert "nonsense" in done.stderr.splitlines()[-1]
+    assert done.stderr.count("starts") == 3
+    missing = run("tune", small_store, "--space", "none.toml", "--out", "x")
+    assert missing.returncode == 2 and "none.toml cannot be read" in missing.stderr
+
+
+def test_python_function_tune(small_store: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys, histopipe\n"
+        "r = histopipe.tune(sys.argv[1], space={'dropout': {'low': 0.0, 'high': 0.5}}, out='search',\n"
+        "    trials=2, epochs=1, batch_size=16, sampler='random', metric='loss')\n"
+        "print(len(r.trials), r.best.value == min(t.value for t in r.trials),\n"
+        "    r.config.dropout == r.best.settings['dropout'], 'tensorflow' in sys.modules)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(small_store)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        # As a task of a Slurm job: tasks share the trials, and each trial is trained by one task.
+        env={**os.environ, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["2", "True", "True", "False"]
+    summary = histopipe.info(tmp_path / "search")
+    assert isinstance(summary, FolderInfo)
+    assert (summary.kind, summary.facts["trials"]) == ("search", 2)
+    assert summary.then == ("train", "--config", str(tmp_path / "search" / "best.toml"))
+
+
+def test_searches_of_older_versions_are_continued() -> None:
+    """Settings that they did not record count as their defaults."""
+    base = PatchTrainConfig().values()
+    older = {name: value for name, value in base.items() if name not in ("task", "target", "loss")}
+
+    def recorded(settings: dict[str, Any]) -> str:
+        return json.dumps([{}, settings, "auc"], sort_keys=True)
+
+    assert _are_same(recorded(older), recorded(base))
+    assert not _are_same(recorded(older), recorded(base | {"loss": "huber"}))
+    assert not _are_same(recorded(older | {"seed": 5}), recorded(base))

@@ -1,0 +1,685 @@
+"""Targets of several labels, numbers and survival: labels files, splits, and trainings."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import signal
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import histopipe
+from helpers.bags import (
+    TARGET_BAGS,
+    TARGET_TASKS,
+    target_training,
+)
+from helpers.commands import Run
+from helpers.trainings import EACH_STEP, faulty
+from histopipe.errors import NothingToDo, UsageError
+from histopipe.predictions.prediction_tables import read_predictions
+from histopipe.splits.assignment import Assignment
+from histopipe.splits.labelling import Covariates, Labelling
+from histopipe.splits.splits import SlideSplit, load_splits
+from histopipe.splits.splitting import REGION, _Plan
+from histopipe.store.store import Store
+from histopipe.tasks.multilabel import Multilabel
+from histopipe.tasks.regression import Regression
+from histopipe.tasks.survival import Survival
+from histopipe.tasks.task import Predictions
+
+
+def grid_of(predictions: Predictions) -> tuple[float, ...]:
+    """Return the times of predicted survival."""
+    assert isinstance(predictions.task, Survival)
+    return predictions.task.grid
+
+
+@pytest.mark.parametrize("task", TARGET_TASKS)
+def test_planted_signals_are_learned(
+    run: Run, target_bags: Path, tmp_path: Path, task: str
+) -> None:
+    done = run(*target_training(target_bags, task, "--out", "run", "--fractions", "0.5,0.2,0.3"))
+    assert done.returncode == 0, done.stderr
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    values = metrics["test"]["slide"]["mean"]
+    scores = read_predictions(tmp_path / "run" / "predictions.csv")["test"]
+    assert isinstance(scores, Predictions)
+    match task:
+        case "regression":
+            assert values["r2:share"] > 0.6
+            assert values["r2:age"] < 0.4  # there is nothing to learn
+        case "multilabel":
+            assert values["auc:MSI"] > 0.85
+            assert np.isnan(scores.target[:, 1]).any()
+        case _:
+            assert values["c_index"] > 0.65
+            time, event = scores.target.T
+            early, late = (
+                scores.output[(time < np.median(time)) & (event == 1), 0],
+                scores.output[time > np.median(time), 0],
+            )
+            assert early.mean() > late.mean()  # a higher risk means an earlier event
+            assert (np.diff(scores.output[:, 1:], axis=1) <= 1e-6).all()
+            assert metrics["objective"]["times"] == pytest.approx(grid_of(scores))
+    text = (tmp_path / "run" / "history.csv").read_text().splitlines()[0]
+    assert f"val_{ {'regression': 'r2', 'multilabel': 'auc'}.get(task, 'c_index') }" in text
+
+
+@pytest.mark.parametrize(("task", "pooling"), [("cox", "gated"), ("regression", "dsmil")])
+def test_devices_and_interruptions_change_nothing(
+    run: Run, target_bags: Path, tmp_path: Path, task: str, pooling: str
+) -> None:
+    covariates = ("--covariates", "age") if task == "cox" else ()
+    command = target_training(
+        target_bags, task, "--batch-size", 16, "--pooling", pooling, "--epochs", 2, *covariates
+    )
+    whole = run(*command, "--out", "whole")
+    assert whole.returncode == 0, whole.stderr
+    several = run(*command, "--out", "several", "--devices", "cpu:2")
+    assert several.returncode == 0, several.stderr
+    one, three = (
+        read_predictions(tmp_path / name / "predictions.csv")["test"]
+        for name in ("whole", "several")
+    )
+    np.testing.assert_allclose(three.output, one.output, rtol=1e-3, atol=1e-4)
+    fault = faulty("apply:5:parent", tmp_path / "failed")
+    killed = run(*command, *EACH_STEP, "--out", "run", env=fault, new_process=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    resumed = run("train", "--resume", "--out", "run")
+    assert resumed.returncode == 0, resumed.stderr
+    for name in ("predictions.csv", "splits.json"):
+        assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_cross_validation_search_comparison_and_report(
+    run: Run, target_bags: Path, tmp_path: Path
+) -> None:
+    command = target_training(target_bags, "cox", "--epochs", 1)
+    done = run(*command, "--out", "cv", "--folds", 2)
+    assert done.returncode == 0, done.stderr
+    assert "slide mean C-index" in done.stdout
+    pooled = json.loads((tmp_path / "cv" / "summary.json").read_text())["pooled"]
+    assert pooled["slide"]["mean"]["count"] == TARGET_BAGS
+    grids = [
+        read_predictions(tmp_path / "cv" / f"fold-{n}" / "predictions.csv")["test"] for n in (1, 2)
+    ]
+    assert grid_of(grids[0]) != grid_of(grids[1])
+    study = histopipe.tune(
+        space={"learning_rate": {"low": 1e-4, "high": 1e-2, "log": True}},
+        out=tmp_path / "study",
+        trials=1,
+        mil=str(target_bags),
+        labels=str(target_bags / "labels.csv"),
+        task="survival",
+        time="time",
+        event="event",
+        epochs=1,
+        resamples=0,
+    )
+    assert study.best is not None
+    assert 0 < (study.best.value or 0) < 1
+    first = run(*command, "--out", "a")
+    second = run(*command, "--out", "b", "--pooling", "mean")
+    assert first.returncode == second.returncode == 0, second.stderr
+    compared = histopipe.compare([tmp_path / "a", tmp_path / "b"], resamples=50)
+    difference = compared.differences[0]["slide_mean"]["c_index"]
+    values = [result.test.finest.values["c_index"] for result in compared.runs]
+    assert difference.value == pytest.approx(values[1] - values[0])  # type: ignore[operator]
+    assert difference.interval is not None
+    assert "C-index" in str(compared)
+    for name in ("a", "cv/fold-1"):
+        done = run("report", name)
+        assert done.returncode == 0, done.stderr
+    page = (tmp_path / "a" / "report.html").read_text()
+    for words in ("C-index (Harrell)", "log-rank p", "numbers at risk", "integrated Brier score"):
+        assert words in page
+    check_checklists(run, tmp_path)
+    done = run("predict", "a", target_bags)
+    assert done.returncode == 2
+
+
+def check_checklists(run: Run, folder: Path) -> None:
+    """Check what the checklists say of a survival run, and of a fold, whose split it does not know."""
+    texts = []
+    for name in ("a", "cv/fold-1"):
+        done = run("report", name, "--checklist", "claim", "--out", "claim.md")
+        assert done.returncode == 0, done.stderr
+        texts.append((folder / "claim.md").read_text())
+    with (folder / "a" / "slides.csv").open(newline="") as file:
+        tested = [row for row in csv.DictReader(file) if row["status"] == "test"]
+    patients = {row["patient"] for row in tested}
+    happened = {row["patient"] for row in tested if float(row["event"]) == 1}
+    assert f"test {len(patients)} with {len(happened)} event" in texts[0]
+    assert "bags and event and time" in texts[0]
+    assert "Classes had" not in texts[0]
+    assert "divided by the cross-validation" in texts[1]
+    assert "no ensemble" in texts[0]
+    assert "no ensemble" not in texts[1]
+
+
+def test_a_signal_in_the_covariates_is_found_there(
+    run: Run, target_bags: Path, tmp_path: Path
+) -> None:
+    """The label depends on the stage only, which the model of the covariates alone finds as well as the whole model."""
+    rng = np.random.default_rng(1)
+    with (tmp_path / "labels.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["slide", "label", "stage", "age"])
+        for i in range(TARGET_BAGS):
+            stage = ["I", "II", "III", ""][int(rng.integers(4))]
+            writer.writerow(
+                [
+                    f"s{i}",
+                    "yes" if stage in ("II", "III") else "no",
+                    stage,
+                    int(rng.integers(40, 80)),
+                ]
+            )
+    done = run(
+        "train",
+        "--mil",
+        target_bags,
+        "--labels",
+        "labels.csv",
+        "--covariates",
+        "stage,age",
+        "--epochs",
+        30,
+        "--patience",
+        0,
+        "--learning-rate",
+        3e-3,
+        "--out",
+        "run",
+        "--devices",
+        "cpu:2",
+        "--batch-size",
+        4,
+        "--fractions",
+        "0.5,0.2,0.3",
+    )
+    assert done.returncode == 0, done.stderr
+    assert "covariates alone, test" in done.stdout
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    whole, alone = (
+        results["test"]["slide"]["mean"]["auc"] for results in (metrics, metrics["covariates_only"])
+    )
+    assert alone == pytest.approx(1)
+    assert 0.7 < whole <= alone
+    assert [covariate["name"] for covariate in metrics["covariates"]] == ["stage", "age"]
+    assert run("report", "run").returncode == 0
+    assert (
+        "A model of the covariates alone (stage, age)"
+        in (tmp_path / "run" / "report.html").read_text()
+    )
+    import keras
+
+    model = keras.models.load_model(tmp_path / "run" / "model.keras")
+    assert sorted(len(tensor.shape) for tensor in model.inputs) == [2, 3]
+    wrong = run(
+        "train",
+        "--mil",
+        target_bags,
+        "--labels",
+        target_bags / "labels.csv",
+        *TARGET_TASKS["cox"],
+        "--covariates",
+        "time",
+    )
+    assert wrong.returncode == 2
+    assert "expected different columns that are not predicted" in wrong.stderr
+
+
+def test_cox_regression_of_covariates_equals_that_of_scikit_survival() -> None:
+    """Of standardised covariates of different scales, with the ridge penalty per patient."""
+    pytest.importorskip("sksurv", reason="scikit-survival has no wheels for Python 3.13")
+    from sksurv.linear_model import CoxPHSurvivalAnalysis
+    from sksurv.util import Surv
+
+    from histopipe.training.objectives import PENALTY, cox_weights
+
+    rng = np.random.default_rng(1)
+    inputs = rng.normal(size=(90, 3)) * (1, 10, 0.01) + (0, 50, 1)
+    inputs = np.column_stack([inputs, np.full(90, 7.0)])  # the last one is constant
+    time = np.ceil(4 * rng.exponential(np.exp(-inputs[:, 0])))
+    event = rng.random(90) < 0.6
+    risk = inputs @ cox_weights(inputs, np.column_stack([time, event]))
+    scaled = (inputs[:, :3] - inputs[:, :3].mean(axis=0)) / inputs[:, :3].std(axis=0, ddof=1)
+    other = CoxPHSurvivalAnalysis(alpha=90 * PENALTY, ties="efron")
+    expected = other.fit(scaled, Surv.from_arrays(event, time)).predict(scaled)
+    assert risk - risk.mean() == pytest.approx(expected - expected.mean(), abs=1e-5)
+
+
+@pytest.mark.parametrize("task", ["two", "three", "multilabel", "regression", "discrete"])
+def test_a_slide_model_starts_with_the_predictions_of_the_covariates_alone(task: str) -> None:
+    """Compare with the predictions of scikit-learn; a class without a training bag stays improbable."""
+    import tensorflow as tf
+    from sklearn.linear_model import LogisticRegression, Ridge
+
+    from histopipe.training.covariate_baseline import baseline_weights
+    from histopipe.training.objective import (
+        ClassObjective,
+        MultilabelObjective,
+        Objective,
+        RegressionObjective,
+    )
+    from histopipe.training.objectives import DiscreteSurvival, cox_weights
+
+    rng = np.random.default_rng(2)
+    ages = rng.normal(60, 10, 50)
+    cells = [(f"{age:.2f}", "ab"[i % 2]) for i, age in enumerate(ages)]
+    covariates = Covariates.of(("age", "stage"), cells)
+    inputs = np.array([covariates.encode(row) for row in cells])
+    chance = 1 / (1 + np.exp(-(ages - 60) / 5))
+    labels = (rng.random(50) < chance).astype(int) * (2 if task == "three" else 1)
+    numbers = np.column_stack([ages * 3 + rng.normal(size=50), rng.normal(size=50)])
+    numbers[3, 0] = np.nan
+    happened = np.column_stack([rng.exponential(9, 50) * (1 - chance / 2), labels > 0])
+    objective: Objective
+    match task:
+        case "multilabel":
+            targets, objective = (
+                np.column_stack([labels, 1 - labels]) * 1.0,
+                MultilabelObjective(np.ones(2)),
+            )
+        case "regression":
+            targets, objective = numbers, RegressionObjective.of(numbers, loss="huber")
+        case "discrete":
+            targets, objective = happened, DiscreteSurvival.of(happened)
+        case _:
+            targets, objective = np.zeros((50, 0)), ClassObjective(labels.max() + 1)
+    slides = [
+        SimpleNamespace(
+            on=lambda side: [0] if side == "train" else [], covariates=row, label="xyz"[label]
+        )
+        for row, label in zip(cells, labels.tolist(), strict=True)
+    ]
+    of_classes = objective.name == "probability" and task != "multilabel"
+    if of_classes:
+        targets = labels[:, None].astype(np.float64)
+    splits: Any = SimpleNamespace(
+        task=SimpleNamespace(of_classes=of_classes),
+        task_name={"discrete": "survival"}.get(task, task),
+        classes=["x", "y", "z"][: labels.max() + 1],
+        slides=slides,
+        targets_on=lambda _: targets,
+    )
+    kernel, bias = baseline_weights(splits, covariates, objective)
+    assert kernel.shape == (inputs.shape[1], objective.outputs)
+    predicted = np.asarray(objective.activate(tf.constant(inputs @ kernel + bias)))
+    if task == "regression":
+        finite = np.isfinite(numbers[:, 0])
+        other = Ridge().fit(inputs[finite], numbers[finite, 0]).predict(inputs)
+        np.testing.assert_allclose(predicted[:, 0], other)
+    elif task == "discrete":
+        order = np.argsort(inputs @ cox_weights(inputs, happened))
+        assert (np.diff(predicted[order], axis=0) >= -1e-12).all()
+        assert predicted.mean(axis=0) == pytest.approx(1 / (1 + np.exp(-objective.bias)), abs=0.1)  # type: ignore[operator]
+    else:
+        model = LogisticRegression(max_iter=1000).fit(inputs, labels > 0)
+        places = [0, 2] if task == "three" else [1, 0] if task == "multilabel" else [0, 1]
+        expected = model.predict_proba(inputs)
+        np.testing.assert_allclose(predicted[:, places], expected, atol=1e-4)
+        if task == "three":
+            assert predicted[:, 1].max() < 1e-6
+
+
+def test_missing_labels_do_not_change_the_gradients_of_others() -> None:
+    import tensorflow as tf
+
+    from histopipe.training.objective import MultilabelObjective, RegressionObjective
+
+    targets = np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
+    missing = targets.copy()
+    missing[0, 1] = missing[2, 1] = np.nan
+    for objective in (
+        MultilabelObjective(np.array([2.0, 1.0])),
+        RegressionObjective.of(targets, loss="huber"),
+    ):
+        gradients = []
+        for target in (targets, missing):
+            logits = tf.Variable([[0.3, -0.2], [1.0, 2.0], [-0.5, 0.1]])
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(objective.losses({"target": tf.constant(target)}, logits))
+            gradients.append(tape.gradient(loss, logits).numpy())
+        np.testing.assert_array_equal(gradients[0][:, 0], gradients[1][:, 0])
+        assert gradients[1][0, 1] == gradients[1][2, 1] == 0 != gradients[0][0, 1]
+        outputs = objective.activate(tf.constant([[0.3, -0.2]]))
+        np.testing.assert_allclose(objective.logits(outputs), [[0.3, -0.2]], rtol=1e-5)
+        layer = objective.layer("float32")
+        np.testing.assert_allclose(layer(tf.constant([[0.3, -0.2]])), outputs, rtol=1e-6)
+
+
+@given(seed=st.integers(0, 999))
+@settings(max_examples=10)
+def test_discrete_survival_is_a_likelihood(seed: int) -> None:
+    """The loss is -log of the probability of what happened, and the survival falls from 1."""
+    import tensorflow as tf
+
+    from histopipe.training.objectives import DiscreteSurvival
+
+    rng = np.random.default_rng(seed)
+    targets = np.stack([rng.exponential(1, 50), np.ones(50)], axis=1)
+    objective = DiscreteSurvival.of(targets)
+    logits = rng.normal(size=(1, objective.outputs)).astype(np.float32)
+    hazard = objective.activate(tf.constant(logits)).numpy()[0]
+    rows = tf.constant(np.repeat(logits, 50, axis=0))
+    losses = objective.losses({"target": tf.constant(targets)}, rows).numpy()
+    edges = np.array(objective.describe()["edges"])
+    part = np.minimum(np.searchsorted(edges, targets[:, 0], "right") - 1, len(hazard) - 1)
+    before = np.append(1, np.cumprod(1 - hazard))[part]
+    np.testing.assert_allclose(losses, -np.log(before * hazard[part]), rtol=1e-4)
+    predictions = objective.predictions(hazard[None])
+    assert predictions.shape == (1, 1 + len(objective.grid))
+    assert (np.diff(predictions[0, 1:]) <= 0).all()
+    assert (predictions[0, 1:] <= 1).all()
+    higher = objective.predictions(np.minimum(hazard[None] * 1.2, 0.99))
+    assert higher[0, 0] > predictions[0, 0]  # a higher hazard is a higher risk
+
+
+def test_coefficients_of_covariates_learn_ten_times_faster() -> None:
+    """A step of SGD changes a weight by the learning rate times the gradient."""
+    import keras
+    import tensorflow as tf
+
+    from histopipe.training.bag_model import BagModel
+    from histopipe.training.objective import RegressionObjective
+    from histopipe.training.train_step import BagTrainStep, StepSettings
+
+    objective = RegressionObjective([0.0], [1.0], "squared")
+    model = BagModel("gated", dimension=3, objective=objective, dropout=0.0, covariates=2)
+    settings = StepSettings(batch_size=1, objective=objective, class_weight=np.ones(1, np.float32))
+    strategy = tf.distribute.OneDeviceStrategy("/CPU:0")
+    step = BagTrainStep(strategy, model, keras.optimizers.SGD(0.1), settings)
+    batch = {
+        "features": np.ones((2, 3), np.float32),
+        "covariates": np.array([[1.5, -2]], np.float32),
+        "target": np.array([[9]], np.float32),
+        "label": np.zeros(1, np.int32),
+        "end": np.array([2]),
+        "key": np.zeros(1, np.int64),
+        "weight": np.ones(1, np.float32),
+    }
+    weights = model.training.trainable_variables
+    before = [np.asarray(weight.value).copy() for weight in weights]
+    gradients, _ = step.gradients(
+        {name: tf.constant(values) for name, values in batch.items()},
+        tf.constant(0, tf.int64),
+        1,
+        2,
+    )
+    step.apply(gradients, tf.zeros(2))
+    for weight, old, gradient in zip(weights, before, gradients[0], strict=True):
+        assert np.abs(gradient).max() > 0 or "score" in weight.path, weight.path
+        rates = np.full(old.shape, 0.1)
+        if weight is model.last_weights[0]:
+            rates[-2:] = 1.0
+        change = np.asarray(weight.value) - old
+        np.testing.assert_allclose(change, -rates * gradient, rtol=1e-3, atol=1e-6)
+
+
+def test_weight_decay_spares_the_last_layer(target_bags: Path, tmp_path: Path) -> None:
+    """With a decay of one per step, all other weights become 0."""
+    import keras
+
+    histopipe.train(
+        mil=target_bags,
+        labels=target_bags / "labels.csv",
+        task="regression",
+        target=("share",),
+        epochs=1,
+        learning_rate=1e-6,
+        weight_decay=1e6,
+        resamples=0,
+        out=tmp_path / "run",
+    )
+    model = keras.models.load_model(tmp_path / "run" / "model.keras")
+    largest = {name: np.abs(model.get_layer(name).kernel).max() for name in ("hidden", "logits")}
+    assert largest["hidden"] < 1e-4
+    assert largest["logits"] > 0.01
+
+
+def test_covariates_are_encoded() -> None:
+    rows = [("60", "I"), ("70", "II"), ("", ""), ("80", "I")]
+    covariates = Covariates.of(("age", "stage"), rows)
+    assert covariates.inputs == ("age", "age missing", "stage=I", "stage=II", "stage missing")
+    encoded = np.array([covariates.encode(row) for row in rows])
+    np.testing.assert_allclose(encoded[:, 0], [-1.2247449, 0, 0, 1.2247449], atol=1e-6)
+    np.testing.assert_array_equal(
+        encoded[:, 1:], [[0, 1, 0, 0], [0, 0, 1, 0], [1, 0, 0, 1], [0, 1, 0, 0]]
+    )
+    assert covariates.encode(("old", "IV")) == [0, 1, 0, 0, 1]
+    assert covariates.unknown(("old", "IV")) == ["column age: 'old'", "column stage: 'IV'"]
+    assert Covariates.from_json(json.loads(json.dumps(covariates.to_json()))) == covariates
+    for cells, message in (
+        ([("1",), ("1",)], "only '1' in training"),
+        ([("",)], "no value"),
+        ([(f"x{i}",) for i in range(60)], "60 categories"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            Covariates.of(("a",), cells)
+
+
+def test_patch_models_learn_numbers_and_labels(run: Run, made_store: Path, tmp_path: Path) -> None:
+    with Store(made_store) as store:
+        slides = {record.id: record.label == "tumour" for record in store.complete.values()}
+    assert {*slides.values()} == {False, True}
+    with (tmp_path / "labels.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["slide", "size", "tumour", "other"])
+        for number, (name, tumour) in enumerate(slides.items()):
+            writer.writerow([name, 1 + 2 * tumour, int(tumour), number % 2])
+    for task, key in (("regression", "r2"), ("multilabel", "auc:tumour")):
+        target = "size" if task == "regression" else "tumour,other"
+        done = run(
+            "train",
+            made_store,
+            "--labels",
+            "labels.csv",
+            "--task",
+            task,
+            "--target",
+            target,
+            "--out",
+            task,
+            "--epochs",
+            6,
+            "--max-per-slide",
+            20,
+            "--fractions",
+            "0.6,0.2,0.2",
+            "--model",
+            "small-cnn",
+        )
+        assert done.returncode == 0, done.stderr
+        metrics = json.loads((tmp_path / task / "metrics.json").read_text())
+        assert metrics["validation"]["patch"][key] > 0.3
+        assert {"patch", "slide", "patient"} <= set(metrics["validation"])
+        assert run("report", task).returncode == 0
+
+
+@given(st.integers(20, 80), st.integers(1, 5), st.integers(0, 99))
+@settings(max_examples=20, deadline=None)
+def test_labels_are_divided_evenly(units: int, labels: int, seed: int) -> None:
+    present = np.random.default_rng(seed).random((units, labels)) < 0.3
+    patches = np.hstack([np.ones((units, 1), bool), present]).astype(np.int64)
+    assignment = Assignment((0.6, 0.2, 0.2), seed)
+    (sides,) = assignment.assign(patches, labels)
+    for share, side in ((0.6, 0), (0.2, 1), (0.2, 2)):
+        assert abs((sides == side).sum() - share * units) <= 2
+        for label in present.T:
+            assert abs(label[sides == side].sum() - share * label.sum()) <= 3
+    folds = replace(assignment, folds=4).assign(patches, labels)
+    assert ((folds == 2).sum(axis=0) == 1).all()  # each unit is tested once
+
+
+def test_splits_hold_the_targets(run: Run, target_bags: Path, tmp_path: Path) -> None:
+    done = run(*target_training(target_bags, "multilabel", "--epochs", 1, "--out", "run"))
+    assert done.returncode == 0, done.stderr
+    splits = load_splits(tmp_path / "run" / "splits.json")
+    assert (splits.task_name, splits.targets) == ("multilabel", ("MSI", "BRAF"))
+    with (target_bags / "labels.csv").open() as file:
+        rows = {row["slide"]: row for row in csv.DictReader(file)}
+    for slide in splits.slides:
+        assert slide.target is not None
+        expected = [float(rows[slide.id][name] or "nan") for name in splits.targets]
+        np.testing.assert_array_equal(slide.target, expected)
+    other = run(
+        *target_training(target_bags, "cox", "--splits", "run/splits.json", "--out", "other")
+    )
+    assert other.returncode == 2
+    assert "expected survival time event" in other.stderr
+
+
+@pytest.mark.parametrize(
+    ("task", "chosen", "count", "expected"),
+    [
+        (Survival(("time", "event")), 6, 36, (4, 1, 1)),
+        (Survival(("time", "event")), 8, 80, (6, 1, 1)),
+        (Survival(("time", "event")), 40, 80, (28, 6, 6)),
+        (Regression(("age",)), 12, 12, (8, 2, 2)),
+        (Regression(("age",)), 8, 8, (6, 1, 1)),
+        (Regression(("age",)), 80, 80, (56, 12, 12)),
+    ],
+)
+def test_few_patients_of_a_range_do_not_change_the_shares(
+    task: Survival | Regression, chosen: int, count: int, expected: tuple[int, int, int]
+) -> None:
+    """Each side gets a patient of each stratum, so strata are ranges only if there are enough patients for that."""
+    targets = np.column_stack([np.arange(1.0, count + 1), np.arange(count) < chosen])
+    targets = targets[:, : len(task.columns)]
+    names = task.strata(targets)
+    slides = [
+        SlideSplit(
+            store=0,
+            slide=i,
+            id=f"s{i}",
+            label=names[i],
+            patient=f"p{i}",
+            site=None,
+            content=None,
+            count=1,
+            crc=0,
+            subsets=np.zeros(1, np.int8),
+            target=tuple(targets[i].tolist()),
+        )
+        for i in range(count)
+    ]
+
+    def split(folds: int) -> np.ndarray[Any, Any]:
+        assignment = Assignment((0.7, 0.15, 0.15), 1, folds)
+        classes = tuple(sorted(set(names)))
+        plan = _Plan((), Labelling(task=task), classes, slides, "patient", assignment, REGION)
+        return plan._by_group()
+
+    (sides,) = split(0)
+    assert tuple(np.bincount(sides[:chosen], minlength=3)) == expected
+    tested = split(3) == 2
+    assert np.sum(tested, axis=0).tolist() == [1] * count
+    assert np.ptp(np.sum(tested, axis=1)) <= 2
+
+
+def test_wrong_cells_are_named() -> None:
+    survival = Survival(("time", "event"))
+    for cells, message in (
+        ({"time": "-1", "event": "1"}, "time: found '-1', expected a time, 0 or more"),
+        ({"time": "", "event": "1"}, "time: found a missing value, expected a time"),
+        ({"time": "soon", "event": "1"}, "time: found 'soon', expected a number"),
+        ({"time": "inf", "event": "1"}, "time: found 'inf', expected a number"),
+        ({"time": "3", "event": "2"}, "event: found '2', expected 0, 1"),
+        ({"time": "3", "event": ""}, "event: found a missing value"),
+    ):
+        with pytest.raises(UsageError, match=f"slide s1: {message}"):
+            survival.target(cells, "slide s1")
+    assert survival.target({"time": "", "event": ""}, "s") is None
+    with pytest.raises(UsageError, match="slide s1: a: found 'yes', expected 0, 1"):
+        Multilabel(("a",)).target({"a": "yes"}, "slide s1")
+    assert Regression(("a", "b")).target({"a": "", "b": "2"}, "s")[1] == 2  # type: ignore[index]
+    for task, targets, message in (
+        (survival, [[1, 0], [2, 0]], "no event in column event"),
+        (survival, [[1, 1], [1, 1]], "no time later than the first event"),
+        (Regression(("a",)), [[1], [1]], "2 slides with one value"),
+        (Multilabel(("a",)), [[1], [math.nan]], "1 of 1 with 1, expected both 0 and 1"),
+    ):
+        with pytest.raises(NothingToDo, match=message):
+            task.check(np.array(targets, np.float64), "train")
+
+
+WRONG: list[tuple[tuple[str, ...], str]] = [
+    (("--task", "survival"), "--time: found no column, expected a column of --labels"),
+    (("--task", "survival", "--time", "time", "--event", "time"), "columns with different names"),
+    (("--task", "regression"), "--target: found no column"),
+    (("--target", "age"), "--target: found --task classification, expected another --task"),
+    (("--task", "regression", "--target", "nothing"), "wrong header"),
+    (
+        ("--task", "regression", "--target", "age", "--loss", "cox"),
+        "--loss: found cox, expected auto, huber, squared",
+    ),
+    (
+        ("--task", "regression", "--target", "age", "--class-weights", "balanced"),
+        "a task with classes",
+    ),
+    (
+        ("--task", "survival", "--time", "time", "--event", "event", "--batch-size", "1"),
+        "2 or more: the Cox loss",
+    ),
+    (
+        ("--task", "multilabel", "--target", "MSI", "--label-smoothing", "0.1"),
+        "--label-smoothing: found --task multilabel",
+    ),
+    (("--task", "multilabel", "--target", "age"), "slide s0: age: found"),
+    (("--loss", "huber"), "--loss: found --task classification"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), WRONG)
+def test_wrong_use_is_explained(
+    run: Run, target_bags: Path, tmp_path: Path, words: tuple[str, ...], message: str
+) -> None:
+    done = run(
+        "train",
+        "--mil",
+        target_bags,
+        "--labels",
+        target_bags / "labels.csv",
+        *words,
+        "--out",
+        "run",
+    )
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_survival_of_patches_is_refused(run: Run, small_store: Path) -> None:
+    done = run(
+        "train",
+        small_store,
+        "--labels",
+        "l.csv",
+        "--task",
+        "survival",
+        "--time",
+        "t",
+        "--event",
+        "e",
+    )
+    assert done.returncode == 2
+    assert "--task survival: found patches, expected --mil with features" in done.stderr
+
+
+@pytest.mark.parametrize(("offset", "factor"), [(1e9, 1), (2.45e6, 1), (0, 1e-50), (0, 1e40)])
+def test_targets_beyond_single_precision_are_refused(offset: float, factor: float) -> None:
+    values = np.linspace(1, 5, 20)[:, None]
+    Regression(("age",)).check(values, "training")
+    with pytest.raises(UsageError, match="column age cannot be learned: training: found values"):
+        Regression(("age",)).check(offset + factor * values, "training")

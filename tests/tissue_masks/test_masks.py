@@ -1,0 +1,686 @@
+"""Test tissue: the algorithms on slides that are hard, masks as files, and the network of a user."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import cv2
+import numpy as np
+import onnx
+import pytest
+import shapely
+from hypothesis import given
+from hypothesis import strategies as st
+from onnx import TensorProto, helper, numpy_helper
+from PIL import Image
+from tissue_scenes import CONDITIONS, scene
+
+import histopipe
+from helpers.inline import InlineWorkers
+from helpers.slides import make_slides
+from histopipe.errors import ExitCode, MaskUnfit, SlideUnreadable, UsageError
+from histopipe.geometry import Mpp, PointL0, RegionL0, Size
+from histopipe.ingestion.request import read_tissue
+from histopipe.slides.openslide_reader import OpenSlideReader
+from histopipe.slides.readers import open_slide
+from histopipe.slides.tables import SlideNames
+from histopipe.slides.thumbnail import read_thumbnail
+from histopipe.store.store import Store
+from histopipe.system.output import Progress
+from histopipe.tiling.spec import TilingSpec, resolved_tissue, spec_of_store
+from histopipe.tissue_masks import NEWEST
+from histopipe.tissue_masks.algorithms import FINDERS
+from histopipe.tissue_masks.mask import Components, Grid
+from histopipe.tissue_masks.mask_files import identify_mask_file, read_mask, write_mask
+from histopipe.tissue_masks.network import find_by_network, load_network, read_segmenter
+
+otsu1, otsu2, otsu3 = (FINDERS[name] for name in ("otsu-1", "otsu-2", "otsu-3"))
+SILENT = Progress()
+Cells = dict[tuple[int, int], float]
+
+
+def overlap(mask: np.ndarray[Any, Any], truth: np.ndarray[Any, Any]) -> float:
+    """Return intersection over union; of a blank slide, the share that is not in the mask."""
+    if not truth.any():
+        return 1 - float(mask.mean())
+    return float((mask & truth).sum() / (mask | truth).sum())
+
+
+@pytest.mark.parametrize("condition", CONDITIONS)
+def test_newest_algorithm_finds_tissue_that_is_hard_to_find(condition: str) -> None:
+    """Purple ink, which seed 1 would draw, has the colour of tissue."""
+    for seed in (0,) if condition.startswith(("full", "blank ")) else (0, 2):
+        picture, truth = scene(condition, seed)
+        mask = otsu3(picture, Mpp(8.0)).pixels
+        score = overlap(mask, truth)
+        assert score > 0.95
+        assert score > overlap(otsu1(picture, Mpp(8.0)).pixels, truth) - 0.01
+        if not condition.startswith("full"):  # there is glass: nothing has changed
+            assert (mask == otsu2(picture, Mpp(8.0)).pixels).all()
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (30, 40), (100, 150)])
+@pytest.mark.parametrize(
+    "colour", [(255, 255, 255), (244, 244, 244), (245, 222, 240), (240, 232, 205), (130, 122, 126)]
+)
+def test_empty_glass_has_no_tissue(shape: tuple[int, int], colour: tuple[int, int, int]) -> None:
+    """White, tinted pink, tinted yellow, and dark glass, with the noise of a camera and a mark of a pen."""
+    noise = np.random.default_rng(0).normal(0, 2, (*shape, 3))
+    picture = (np.array(colour) + noise).clip(0, 255).astype(np.uint8)
+    picture[10:14, 5:30] = (20, 60, 150)
+    mask = otsu3(picture, Mpp(8.0))
+    assert not mask.pixels.any() and not mask.notes
+
+
+@pytest.mark.parametrize("shape", [(40, 60), (300, 300)])
+def test_region_full_of_tissue_is_tissue(shape: tuple[int, int]) -> None:
+    """Also an even one, and one with white holes; black around a core is not tissue."""
+    rng = np.random.default_rng(0)
+    picture = (np.array((95, 60, 145)) + rng.normal(0, 3, (*shape, 3))).clip(0, 255)
+    picture[3::12, 3::12] = picture[4::12, 3::12] = 245
+    whole = otsu3(picture.astype(np.uint8), Mpp(8.0))
+    assert whole.pixels.all() and whole.notes == ("no glass found: all of it counts as tissue",)
+    picture[:, -15:] = 0
+    cut = otsu3(picture.astype(np.uint8), Mpp(8.0)).pixels
+    assert cut[:, :-15].all() and not cut[:, -15:].any()
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 12), st.integers(1, 12))
+def test_components_are_measured_pixel_by_pixel(seed: int, height: int, width: int) -> None:
+    rng = np.random.default_rng(seed)
+    mask = rng.random((height, width)) < rng.random()
+    parts, values = Components(mask), rng.random((height, width))
+    count, labels = cv2.connectedComponents(mask.view(np.uint8), connectivity=8)
+    chosen = rng.random(count) < 0.5
+    assert parts.areas.tolist() == [0, *(np.sum(labels == n) for n in range(1, count))]
+    means = [0.0, *(values[labels == n].mean() for n in range(1, count))]
+    assert parts.means(values) == pytest.approx(means)
+    assert (parts.pixels_of(chosen) == (chosen[labels] & mask)).all()
+
+
+def test_otsu2_keeps_dense_tissue_without_texture() -> None:
+    """Lymph nodes are dark and even on a thumbnail."""
+    picture = np.full((300, 300, 3), 240, np.uint8)
+    picture[40:260, 40:260] = (95, 60, 145)
+    assert otsu2(picture, Mpp(16.0)).pixels[42:258, 42:258].all()
+
+
+@pytest.mark.parametrize("shape", [(0, 0), (1, 1), (1, 50), (3, 2)])
+def test_tiny_thumbnails_are_possible(shape: tuple[int, int]) -> None:
+    for value in (0, 128, 255):
+        picture = np.full((*shape, 3), value, np.uint8)
+        for find in (otsu2, otsu3):
+            assert find(picture, Mpp(8.0)).pixels.shape == shape
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 30), st.integers(1, 30), st.floats(1, 70))
+def test_outlines_of_masks_are_exact(seed: int, height: int, width: int, side: float) -> None:
+    rng = np.random.default_rng(seed)
+    mask = rng.random((height, width)) < rng.random()
+    x, y = rng.uniform(0, 1000, 2)
+    grid = Grid(float(x), float(y), side, Size(width, height), Size(5000, 5000))
+    outlines = grid.outlines(mask)
+    assert all(outline.is_valid for outline in outlines)
+    assert sum(outline.area for outline in outlines) == pytest.approx(mask.sum() * side**2)
+    assert (grid.covered(outlines) == mask).all()
+    assert Grid.from_text(grid.to_text()) == grid
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_pixels_with_their_centre_in_a_polygon_are_covered(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    drawn = shapely.MultiPoint(rng.uniform(-5, 25, (6, 2))).convex_hull
+    hole = shapely.affinity.scale(drawn, 0.4, 0.4)
+    grid = Grid(0, 0, 2.0, Size(10, 8), Size(20, 16))
+    area = drawn - hole
+    covered = grid.covered([area])
+    for (row, column), value in np.ndenumerate(covered):
+        centre = shapely.Point(2 * column + 1, 2 * row + 1)
+        if shapely.distance(area.boundary, centre) > 1e-4:
+            assert value == area.contains(centre)
+
+
+@pytest.fixture(scope="module")
+def slides(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three slides: one of them is placed in a larger area."""
+    folder = tmp_path_factory.mktemp("slides")
+    make_slides(folder, "--size", "3000x2300", "--count", "2")
+    placed = ("--name", "placed-", "--format", "scn", "--bounds", "512,256,5000,4000")
+    make_slides(folder, "--size", "2100x1700", *placed)
+    for file in (*folder.glob("*.geojson"), *folder.glob("*.csv")):
+        file.unlink()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def masks(slides: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("masks")
+    report = histopipe.tissue(slides, folder, progress=SILENT)
+    assert report.exit_code is ExitCode.DONE and len(report.slides) == 3
+    return folder
+
+
+def ingest(slides: Path, store: Path, **settings: Any) -> dict[str, Cells]:
+    """Ingest with small patches, and return the tissue share of each cell by slide."""
+    report = histopipe.ingest(slides, store, patch_size=64, progress=SILENT, **settings)
+    assert not report.failed
+    return cells(store)
+
+
+def cells(store: Path) -> dict[str, Cells]:
+    with Store(store) as opened:
+        by_slide = {}
+        for number, record in opened.complete.items():
+            index = opened.index(number)
+            corners = zip(index["x_l0"].tolist(), index["y_l0"].tolist(), strict=True)
+            by_slide[record.id] = dict(zip(corners, index["tissue"].tolist(), strict=True))
+    return by_slide
+
+
+def test_masks_out_and_in_give_the_same_plan(slides: Path, masks: Path, tmp_path: Path) -> None:
+    direct = ingest(slides, tmp_path / "direct.lmdb")
+    assert all(direct.values())
+    assert ingest(slides, tmp_path / "outlines.lmdb", tissue=masks) == direct
+    pictures = tmp_path / "png"
+    pictures.mkdir()
+    for file in masks.glob("*.png"):
+        (pictures / file.name).write_bytes(file.read_bytes())
+    assert ingest(slides, tmp_path / "pictures.lmdb", tissue=pictures) == direct
+    exported = tmp_path / "exported"
+    report = histopipe.export(tmp_path / "direct.lmdb", exported, to="masks", progress=SILENT)
+    assert report.exit_code is ExitCode.DONE
+    assert ingest(slides, tmp_path / "again.lmdb", tissue=exported) == direct
+
+
+def test_export_does_not_replace_corrected_masks(slides: Path, masks: Path, tmp_path: Path) -> None:
+    store, folder = tmp_path / "s.lmdb", tmp_path / "masks"
+    ingest(slides, store)
+    folder.mkdir()
+    (folder / "slide-000.geojson").write_text("corrected")
+    with pytest.raises(UsageError, match="has masks already"):
+        histopipe.export(store, folder, to="masks", progress=SILENT)
+    assert [file.name for file in folder.iterdir()] == ["slide-000.geojson"]
+    assert (folder / "slide-000.geojson").read_text() == "corrected"
+
+
+def test_real_slide_has_the_same_plan_from_its_masks(data: Path, tmp_path: Path) -> None:
+    slide = data / "slides" / "CMU-1-Small-Region.svs"
+    histopipe.tissue(slide, tmp_path / "masks", progress=SILENT)
+    direct = ingest(slide, tmp_path / "direct.lmdb")
+    assert ingest(slide, tmp_path / "masks.lmdb", tissue=tmp_path / "masks") == direct
+
+
+def test_corrected_mask_changes_the_cells_it_touches(
+    slides: Path, masks: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "masks").mkdir()
+    name = "slide-000"
+    file = tmp_path / "masks" / f"{name}.geojson"
+    drawn = json.loads((masks / file.name).read_text())
+    hole = shapely.Polygon([(1010, 900), (1500, 950), (1400, 1400), (990, 1300)])
+    for feature in drawn["features"]:
+        area = shapely.geometry.shape(feature["geometry"]) - hole
+        feature["geometry"] = shapely.geometry.mapping(area)
+    del drawn["histopipe"]  # as QuPath does
+    file.write_text(json.dumps(drawn))
+    settings: dict[str, Any] = {"slide_list": tmp_path / "list.csv", "tissue_threshold": 0.0}
+    settings["slide_list"].write_text(f"slide\n{name}\n")
+    before = ingest(slides, tmp_path / "before.lmdb", tissue=masks, **settings)[name]
+    after = ingest(slides, tmp_path / "after.lmdb", tissue=tmp_path / "masks", **settings)[name]
+    assert before.keys() == after.keys()
+    with Store(tmp_path / "after.lmdb") as store:
+        (record,) = store.slides
+        assert record.mask is not None and record.mask.startswith(f"{name}.geojson, crc32 ")
+        side = (record.read_size or 0) * (record.downsample or 0)
+    # A pixel of the mask is cut out if its centre is.
+    wide, narrow = hole.buffer(12), hole.buffer(-12)
+    changed = {cell for cell in before if before[cell] != after[cell]}
+    squares = {cell: shapely.box(*cell, cell[0] + side, cell[1] + side) for cell in before}
+    assert changed <= {cell for cell, square in squares.items() if square.intersects(wide)}
+    inside = {c for c, square in squares.items() if square.intersects(narrow) and before[c] > 0}
+    assert inside <= changed and len(inside) > 50
+    assert {after[cell] for cell in squares if narrow.covers(squares[cell])} == {0.0}
+
+
+def feature(rings: list[list[tuple[float, float]]], name: str | None = "Tissue") -> dict[str, Any]:
+    properties = {} if name is None else {"classification": {"name": name}}
+    geometry = {"type": "Polygon", "coordinates": rings}
+    return {"type": "Feature", "geometry": geometry, "properties": properties}
+
+
+def box(left: float, top: float, right: float, bottom: float) -> list[tuple[float, float]]:
+    return [(left, top), (right, top), (right, bottom), (left, bottom), (left, top)]
+
+
+GRID = Grid(0, 0, 16.0, Size(64, 48), Size(1024, 768))
+BOUNDS = RegionL0(PointL0(0, 0), Size(1024, 768))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([], "it has no outline, expected outlines of tissue"),
+        ([feature([box(0, 0, 1024, 768)], "Ignore*")], "it has no outline"),
+        ([feature([[(0, 0), (500, 500), (500, 0), (0, 500), (0, 0)]])], "self-intersection"),
+        ([feature([[(5, 5), (9, 9), (5, 5)]])], "has no area"),
+        ([feature([box(0, 0, 3000, 700)])], "outlines from (0, 0) to (3000, 700), expected inside"),
+        ([feature([box(-300, 0, 500, 700)])], "outlines from (-300, 0)"),
+        ([feature([box(5, 5, 60, 40)])], "check the unit"),
+        ([feature([box(500, 500, 501, 501)])], "smaller than a pixel"),
+        ("hello", "not JSON"),
+    ],
+)
+def test_unfit_outlines_are_refused(tmp_path: Path, content: Any, message: str) -> None:
+    path = tmp_path / "one.geojson"
+    text = content
+    if isinstance(content, list):
+        text = json.dumps({"type": "FeatureCollection", "features": content})
+    path.write_text(text)
+    with pytest.raises(MaskUnfit) as caught:
+        read_mask(path, "the-slide", GRID, BOUNDS)
+    assert message in str(caught.value) and "the-slide" in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("image", "message"),
+    [
+        (Image.new("L", (64, 64), 255), "64×64 pixels, expected the shape of the slide"),
+        (Image.new("L", (64, 48), 0), "no pixel of tissue"),
+        (Image.new("RGB", (64, 48), (255, 0, 0)), "the channels R, G, B"),
+        (None, "found not a PNG file, expected a PNG file"),
+    ],
+)
+def test_unfit_pictures_are_refused(
+    tmp_path: Path, image: Image.Image | None, message: str
+) -> None:
+    path = tmp_path / "one.png"
+    if image is None:
+        path.write_bytes(b"no picture")
+    else:
+        image.save(path)
+    with pytest.raises(MaskUnfit) as caught:
+        read_mask(path, "the-slide", GRID, BOUNDS)
+    assert message in str(caught.value) and "the-slide" in str(caught.value)
+
+
+def test_pictures_up_to_the_documented_size_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pillow's own limit, which is smaller, does not apply. A larger picture fails its slide only."""
+    path = tmp_path / "one.png"
+    Image.new("L", (64, 48), 255).save(path)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    assert read_mask(path, "the-slide", GRID, BOUNDS).all()
+    monkeypatch.setattr("histopipe.tissue_masks.mask_files._MOST_PIXELS", 3_000)
+    with pytest.raises(MaskUnfit, match="found 64×48 pixels, expected at most 3,000"):
+        read_mask(path, "the-slide", GRID, BOUNDS)
+    monkeypatch.setattr("histopipe.annotations.annotation_files.MOST_BYTES", 10)
+    with pytest.raises(MaskUnfit, match="too large"):
+        identify_mask_file(path)
+
+
+def test_exclude_needs_outlines(tmp_path: Path) -> None:
+    progress = mock.Mock()
+    (tmp_path / "a.png").touch()
+    settings = {"tissue": tmp_path, "exclude": ["Fold"]}
+    with pytest.raises(UsageError, match="1 of 1 mask have no outlines of classes: found PNG"):
+        read_tissue(settings, None, SlideNames(["a", "b"]), progress)
+    read_tissue({**settings, "annotations": tmp_path}, None, SlideNames(["a"]), progress)
+    (tmp_path / "b.geojson").touch()
+    progress.reset_mock()
+    read_tissue(settings, None, SlideNames(["a", "b"]), progress)
+    progress.message.assert_called_once_with(
+        "--exclude: 1 of 2 masks have no outlines of classes: only --annotations can cut them"
+    )
+
+
+def test_unexpected_error_fails_only_its_slide(
+    slides: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*arguments: Any) -> Any:
+        if arguments[1].endswith("slide-001"):
+            raise KeyError("x")
+        return write_mask(*arguments)
+
+    monkeypatch.setattr(
+        "histopipe.tissue_masks.mask_folder.write_mask", lambda *a, **_: failing(*a)
+    )
+    monkeypatch.setattr("histopipe.reports.tissue.WorkerPool", InlineWorkers)
+    result = histopipe.tissue(slides, tmp_path / "masks", progress=SILENT)
+    assert list(result.failed.values()) == [
+        "KeyError: 'x'; this is a bug in histopipe: please report it"
+    ]
+    assert len(result.slides) == 2 and result.exit_code == ExitCode.PARTLY
+
+
+@pytest.mark.parametrize("suffix", [".png", ".geojson"])
+def test_mask_of_another_slide_is_refused(tmp_path: Path, suffix: str) -> None:
+    mask = np.zeros((48, 64), np.bool_)
+    mask[5:30, 10:50] = True
+    write_mask(tmp_path, "one", mask, GRID, BOUNDS)
+    assert (read_mask(tmp_path / f"one{suffix}", "one", GRID, BOUNDS) == mask).all()
+    other = Grid(0, 0, 16.0, Size(64, 48), Size(1020, 768))
+    with pytest.raises(MaskUnfit, match="the mask of a slide of 1024×768 pixels, expected one of"):
+        read_mask(tmp_path / f"one{suffix}", "two", other, BOUNDS)
+
+
+@pytest.mark.parametrize("colours", [[(0, 0, 0), (255, 0, 0)], [(0, 0, 1), (0, 0, 0)]])
+def test_palette_of_a_picture_is_used(tmp_path: Path, colours: list[tuple[int, int, int]]) -> None:
+    """Tissue is what is not black, not what has a number above 0."""
+    numbers = np.zeros((48, 64), np.uint8)
+    numbers[5:30, 10:50] = 1
+    image = Image.fromarray(numbers, "L")
+    image.putpalette([value for colour in colours for value in colour])
+    image.save(tmp_path / "one.png")
+    expected = np.array([any(colour) for colour in colours])[numbers]
+    assert (read_mask(tmp_path / "one.png", "one", GRID, BOUNDS) == expected).all()
+
+
+def test_masks_of_other_tools(tmp_path: Path) -> None:
+    """PNG of the whole slide at any size, and outlines without a class; a class Tissue has precedence."""
+    bounds = RegionL0(PointL0(160, 96), Size(640, 480))
+    grid = Grid(160, 96, 16.0, Size(40, 30), Size(1024, 768))
+    whole = np.zeros((384, 512), np.uint8)
+    whole[100:200, 150:300] = 1  # pixels of 2 × 2 level-0 pixels
+    Image.fromarray(whole).save(tmp_path / "one.png")
+    expected = np.zeros((30, 40), np.bool_)
+    expected[6:19, 9:27] = True  # centres: x = 160 + 16 (c + ½) in 300 to 600, y in 200 to 400
+    assert (read_mask(tmp_path / "one.png", "one", grid, bounds) == expected).all()
+    square = feature([box(140, 104, 440, 304)], None)  # QuPath counts from the scanned area
+    (tmp_path / "one.geojson").write_text(json.dumps([square]))
+    assert (read_mask(tmp_path / "one.geojson", "one", grid, bounds) == expected).all()
+    square["properties"] = {"classification": {"name": "tissue"}}
+    tumour, artefact = (
+        feature([box(0, 0, 640, 480)], "Tumor"),
+        feature([box(140, 104, 300, 304)], "Fold"),
+    )
+    (tmp_path / "one.geojson").write_text(json.dumps([square, tumour, artefact]))
+    assert (read_mask(tmp_path / "one.geojson", "one", grid, bounds) == expected).all()
+    expected[:, :19] = False
+    mask = read_mask(tmp_path / "one.geojson", "one", grid, bounds, exclude=["Fold"])
+    assert (mask == expected).all()
+
+
+def test_slide_without_mask_fails_or_has_the_fallback(
+    slides: Path, masks: Path, tmp_path: Path
+) -> None:
+    some = tmp_path / "some"
+    some.mkdir()
+    (some / "slide-001.geojson").write_bytes((masks / "slide-001.geojson").read_bytes())
+    settings: dict[str, Any] = {"patch_size": 64, "tissue": some, "progress": SILENT}
+    report = histopipe.ingest(slides, tmp_path / "s.lmdb", **settings)
+    assert set(report.failed) == {"slide-000", "placed-000"}
+    assert "slide-000 has no mask: expected a file slide-000.geojson" in report.failed["slide-000"]
+    with pytest.raises(UsageError, match="tissue_fallback"):
+        histopipe.ingest(slides, tmp_path / "s.lmdb", tissue_fallback="otsu", **settings)
+    direct = ingest(slides, tmp_path / "direct.lmdb")
+    assert ingest(slides, tmp_path / "f.lmdb", tissue=some, tissue_fallback="otsu") == direct
+    # A mask that is added later is used at the next ingest.
+    (some / "slide-000.geojson").write_bytes((masks / "slide-000.geojson").read_bytes())
+    report = histopipe.ingest(slides, tmp_path / "s.lmdb", **settings)
+    assert set(report.failed) == {"placed-000"}
+    assert cells(tmp_path / "s.lmdb")["slide-000"] == direct["slide-000"]
+
+
+def test_changed_mask_is_reported_and_ingested_with_force(
+    slides: Path, masks: Path, tmp_path: Path
+) -> None:
+    some = tmp_path / "masks"
+    some.mkdir()
+    for file in masks.glob("*.geojson"):
+        (some / file.name).write_bytes(file.read_bytes())
+    store = tmp_path / "s.lmdb"
+    before = ingest(slides, store, tissue=some)
+    square = feature([box(0, 0, 1500, 1500)])
+    (some / "slide-000.geojson").write_text(json.dumps([square]))
+    settings: dict[str, Any] = {"patch_size": 64, "tissue": some, "progress": SILENT}
+    report = histopipe.ingest(slides, store, **settings)
+    assert list(report.failed) == ["slide-000"]
+    assert "was assigned another mask" in report.failed["slide-000"]
+    assert cells(store) == before
+    assert not histopipe.ingest(slides, store, force=True, **settings).failed
+    after = cells(store)
+    assert max(x for x, _ in after["slide-000"]) < 1500
+    assert after["slide-001"] == before["slide-001"]
+    assert histopipe.verify(store, progress=SILENT).exit_code is ExitCode.DONE
+    with Store(store) as opened, pytest.raises(UsageError, match="without its tissue masks"):
+        spec_of_store(opened.spec)  # as `repair` does
+
+
+def test_drawn_artefacts_are_cut_out(slides: Path, tmp_path: Path) -> None:
+    drawn = tmp_path / "drawn"
+    drawn.mkdir()
+    fold = feature([box(1000, 900, 1600, 1500)], "Fold")
+    (drawn / "slide-000.geojson").write_text(json.dumps([fold]))
+    plain = ingest(slides, tmp_path / "plain.lmdb")
+    cut = ingest(slides, tmp_path / "cut.lmdb", annotations=drawn, exclude=["Fold"])
+    gone = plain["slide-000"].keys() - cut["slide-000"].keys()
+    assert cut["slide-000"].keys() <= plain["slide-000"].keys() and len(gone) > 60
+    assert all(900 < x < 1600 and 800 < y < 1500 for x, y in gone)
+    assert all(cut[name] == plain[name] for name in ("slide-001", "placed-000"))
+    with pytest.raises(UsageError, match="--exclude: found no outlines"):
+        histopipe.ingest(slides, tmp_path / "x.lmdb", exclude=["Fold"], progress=SILENT)
+
+
+@pytest.mark.parametrize("algorithm", FINDERS)
+def test_spec_keeps_its_algorithm(algorithm: Any) -> None:
+    spec = TilingSpec(mpp=Mpp(0.5), tissue=algorithm)
+    recorded = spec.to_json()
+    assert recorded["tissue"] == "otsu" and recorded["algorithms"]["tissue"] == algorithm
+    assert resolved_tissue("otsu", recorded) == algorithm
+    assert spec_of_store(recorded) == spec
+    assert resolved_tissue("otsu", None) == NEWEST == "otsu-3"
+
+
+def test_existing_store_keeps_its_algorithm(slides: Path, tmp_path: Path) -> None:
+    store, one = tmp_path / "s.lmdb", tmp_path / "list.csv"
+    one.write_text("slide\nslide-000\n")
+    old = ingest(slides, tmp_path / "old.lmdb", tissue="otsu-1")
+    assert ingest(slides, store, tissue="otsu-1", slide_list=one).keys() == {"slide-000"}
+    with Store(store) as opened:
+        # The spec of stores of earlier versions.
+        assert opened.spec["tissue"] == "otsu" and opened.spec["algorithms"]["tissue"] == "otsu-1"
+        assert not {"exclude", "tissue_fallback", "tissue_model"} & opened.spec.keys()
+    assert ingest(slides, store) == old
+    with pytest.raises(UsageError, match="otsu-1"):
+        histopipe.ingest(slides, store, patch_size=64, tissue="otsu-3", progress=SILENT)
+    assert ingest(slides, tmp_path / "new.lmdb") != old
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"tissue": "otus"},
+            "--tissue: found 'otus', expected otsu, otsu-1, otsu-2, otsu-3, none, a folder",
+        ),
+        ({"tissue": "none.onnx"}, "none.json is missing"),
+        ({"tissue_fallback": "otsu"}, "--tissue-fallback: found --tissue otsu, expected a folder"),
+    ],
+)
+def test_wrong_settings(
+    slides: Path, tmp_path: Path, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        histopipe.ingest(slides, tmp_path / "s.lmdb", progress=SILENT, **settings)
+    assert message in str(caught.value)
+    assert not (tmp_path / "s.lmdb").exists()
+
+
+def test_tissue_keeps_corrected_masks_and_draws_them(slides: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "masks"
+    first = histopipe.tissue(slides, folder, progress=SILENT)
+    corrected = json.dumps([feature([box(0, 0, 1600, 1600)])])
+    (folder / "slide-000.geojson").write_text(corrected)
+    second = histopipe.tissue(slides, folder, progress=SILENT)
+    assert (folder / "slide-000.geojson").read_text() == corrected
+    rows = {row.slide: row for row in second.slides}
+    assert rows["slide-000"].source == "slide-000.geojson"
+    assert rows["slide-000"].tissue_mm2 == pytest.approx((1600 * 0.499e-3) ** 2, rel=0.01)
+    mask = np.asarray(Image.open(folder / "slide-000.png"))
+    assert mask.mean() == pytest.approx(rows["slide-000"].share)
+    page = (folder / "index.html").read_text()
+    assert page.count("data:image/webp") == 3 and "http" not in page.replace("http-equiv", "")
+    assert (folder / "masks.csv").read_text().count("\n") == 4
+    third = histopipe.tissue(slides, folder, force=True, progress=SILENT)
+    assert [row.share for row in third.slides] == [row.share for row in first.slides]
+
+
+def test_tissue_of_bad_and_missing_slides(data: Path, tmp_path: Path, run: Any) -> None:
+    make_slides(tmp_path / "in", "--size", "1000x1000")
+    (tmp_path / "in" / "bad.svs").write_bytes(b"no slide")
+    done = run("tissue", "in", "--out", "masks")
+    assert done.returncode == ExitCode.PARTLY
+    assert (
+        "failed bad: " in done.stdout and "next: histopipe ingest in --tissue masks" in done.stderr
+    )
+    done = run("tissue", "in/bad.svs", "--out", "none")
+    assert done.returncode == ExitCode.NOTHING and "no tissue mask was written" in done.stderr
+    (tmp_path / "empty").mkdir()
+    assert run("tissue", "empty").returncode == ExitCode.NOTHING
+
+
+def make_network(path: Path, size: int, **settings: Any) -> None:
+    """Write an ONNX network with two maps: glass, and tissue where the green channel is below 200 of 255."""
+    weights = np.zeros((2, 3, 1, 1), np.float32)
+    weights[1, 1] = -100
+    nodes = [helper.make_node("Conv", ["x", "w", "b"], ["maps"])]
+    graph = helper.make_graph(
+        nodes,
+        "segmenter",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 3, size, size])],
+        [helper.make_tensor_value_info("maps", TensorProto.FLOAT, [1, 2, size, size])],
+        [
+            numpy_helper.from_array(weights, "w"),
+            numpy_helper.from_array(np.array([0, 100 * 200 / 255], np.float32), "b"),
+        ],
+    )
+    onnx.save(
+        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), path
+    )
+    described = {"mpp": 8, "size": size, "layout": "NCHW"} | settings
+    path.with_suffix(".json").write_text(json.dumps(described))
+
+
+@pytest.mark.parametrize("mpp", ["0.5", "1", "2.2"])
+@pytest.mark.parametrize("scale", [4, 16])
+def test_network_finds_the_same_tissue_at_every_scale(
+    tmp_path: Path, mpp: str, scale: float
+) -> None:
+    """The network sees green below 200; so does this test, on the thumbnail."""
+    (path,) = make_slides(tmp_path, "--size", "3000x2000", "--mpp", mpp, "--levels", "1,4")
+    make_network(tmp_path / "network.onnx", 64, mpp=scale)
+    with open_slide(path) as slide:
+        thumbnail = read_thumbnail(slide, Mpp(float(mpp)))
+        mask = find_by_network(tmp_path / "network.onnx", slide, "one", Mpp(float(mpp)), thumbnail)
+    truth = thumbnail.pixels[..., 1] < 200
+    assert mask.pixels.shape == truth.shape and 0.1 < truth.mean() < 0.6
+    assert overlap(mask.pixels, truth) > (0.9 if scale < 8 else 0.8)
+
+
+def test_ingest_with_a_network(slides: Path, tmp_path: Path) -> None:
+    make_network(tmp_path / "network.onnx", 64)
+    store = tmp_path / "s.lmdb"
+    by_network = ingest(slides, store, tissue=tmp_path / "network.onnx")
+    direct = ingest(slides, tmp_path / "direct.lmdb")
+    for name, expected in direct.items():
+        assert len(by_network[name].keys() & expected.keys()) > 0.9 * len(expected)
+    with Store(store) as opened:
+        assert opened.spec["tissue_model"].startswith("network.onnx, crc32 ")
+    make_network(tmp_path / "network.onnx", 64, threshold=0.6)
+    with pytest.raises(UsageError, match="tissue_model"):
+        histopipe.ingest(
+            slides, store, patch_size=64, tissue=tmp_path / "network.onnx", progress=SILENT
+        )
+
+
+def test_network_that_computes_nan_finds_no_tissue_silently(tmp_path: Path) -> None:
+    make_network(tmp_path / "network.onnx", 64)
+    call = load_network(tmp_path / "network.onnx", 1)
+    assert call(np.zeros((1, 64, 64, 3), np.uint8)).min() > 0.5
+    described = json.loads((tmp_path / "network.json").read_text())
+    (tmp_path / "network.json").write_text(json.dumps({**described, "mean": [float("nan")] * 3}))
+    with pytest.raises(MaskUnfit, match=r"network\.onnx: the network computed NaN"):
+        load_network(tmp_path / "network.onnx", 2)(np.zeros((1, 64, 64, 3), np.uint8))
+
+
+def test_network_counts_unreadable_areas_as_tissue(tmp_path: Path) -> None:
+    (path,) = make_slides(tmp_path, "--size", "3000x2000", "--levels", "1")
+    make_network(tmp_path / "network.onnx", 64, mpp=4)
+
+    class Damaged(OpenSlideReader):
+        def read_region(self, origin: PointL0, level: int, size: Size) -> Any:
+            if origin.x < 300 and origin.y < 300:
+                raise SlideUnreadable("damaged")
+            return super().read_region(origin, level, size)
+
+    with open_slide(path) as slide, Damaged(path) as damaged:
+        thumbnail = read_thumbnail(slide, Mpp(0.499))
+        whole, part = (
+            find_by_network(tmp_path / "network.onnx", reader, "one", Mpp(0.499), thumbnail).pixels
+            for reader in (slide, damaged)
+        )
+    assert not whole[:15, :15].any() and part[:15, :15].all()
+    assert (whole == part)[60:].all()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"mpp": -1}, "network.json: mpp: found -1"),
+        ({"layout": "CHW"}, "layout"),
+        ({"std": [0, 1, 1]}, "std"),
+        ({"clas": 1}, "clas"),
+        ({"class": 2}, "wrong output"),
+        ({"size": 32}, "network.onnx cannot be run"),
+        ({"layout": "NHWC"}, "network.onnx cannot be run"),
+    ],
+)
+def test_wrong_networks_are_refused(
+    tmp_path: Path, settings: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (path,) = make_slides(tmp_path, "--size", "1000x1000")
+    make_network(tmp_path / "network.onnx", 64)
+    described = json.loads((tmp_path / "network.json").read_text()) | settings
+    (tmp_path / "network.json").write_text(json.dumps(described))
+    with pytest.raises(UsageError) as caught, open_slide(path) as slide:
+        read_segmenter(tmp_path / "network.onnx")
+        thumbnail = read_thumbnail(slide, Mpp(0.499))
+        find_by_network(tmp_path / "network.onnx", slide, "one", Mpp(0.499), thumbnail)
+    assert message in str(caught.value)
+    # It is refused before a store is created.
+    monkeypatch.setattr("histopipe.ingestion.request.WorkerPool", InlineWorkers)
+    with pytest.raises(UsageError, match=message):
+        read_tissue({"tissue": tmp_path / "network.onnx"}, None, SlideNames(["one"]), SILENT)
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation")
+def test_keras_network(tmp_path: Path) -> None:
+    import keras  # late: this is the only test here that loads TensorFlow
+
+    (path,) = make_slides(tmp_path, "--size", "3000x2000")
+    inputs = keras.Input((64, 64, 3))
+    layer = keras.layers.Conv2D(1, 1, activation="sigmoid")
+    model = keras.Model(inputs, layer(inputs))
+    layer.set_weights(
+        [np.array([0, -100, 0], np.float32).reshape(1, 1, 3, 1), np.array([100 * 200 / 255])]
+    )
+    model.save(tmp_path / "network.keras")
+    described = {"mpp": 8, "size": 64, "layout": "NHWC", "output": "probabilities"}
+    (tmp_path / "network.json").write_text(json.dumps(described))
+    make_network(tmp_path / "same.onnx", 64)
+    with open_slide(path) as slide:
+        thumbnail = read_thumbnail(slide, Mpp(0.499))
+        masks = [
+            find_by_network(tmp_path / name, slide, "one", Mpp(0.499), thumbnail).pixels
+            for name in ("network.keras", "same.onnx")
+        ]
+    assert (masks[0] != masks[1]).mean() < 0.001
+    layer.set_weights([np.full((1, 1, 3, 1), np.nan), np.zeros(1)])
+    keras.Model(inputs, keras.layers.ReLU()(layer(inputs))).save(tmp_path / "network.keras")
+    with pytest.raises(UsageError, match=r"network\.keras: a weight is not finite"):
+        load_network(tmp_path / "network.keras", 2)

@@ -1,0 +1,1041 @@
+"""Multiple-instance learning: gradients compared with a simple reference, and training on bags."""
+
+from __future__ import annotations
+
+import csv
+import errno
+import fcntl
+import json
+import logging
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, get_args
+
+import h5py
+import numpy as np
+import pandas as pd
+import pytest
+import simplejpeg
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import histopipe
+from helpers.bags import DIMENSION, a_bag, make_onnx, write_bag
+from helpers.commands import COMMAND, Run, succeed, two_at_a_time
+from helpers.stores import a_store, jpegs
+from histopipe.dataset.sampling import Order
+from histopipe.dataset.selection import SampleTable, select
+from histopipe.errors import DamagedStore, MachineShort, NothingToDo, UsageError
+from histopipe.features.bags import BagBatches, BagSet, feature_moments, read_bag, scaling_variance
+from histopipe.features.feature_file import read_features, read_header, writing
+from histopipe.ingestion.coords import read_header as read_coords_header
+from histopipe.runs.task_config import BagPooling, PatchTrainConfig
+from histopipe.slides.slide_files import copy_groups
+from histopipe.splits.splitting import make_splits
+from histopipe.system.tensorflow import load_quietly
+
+POOLINGS = get_args(BagPooling)
+
+
+@pytest.fixture(scope="module")
+def bags(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write twenty bags of 7 to 66 patches, half of them positive, and their labels.csv."""
+    folder = tmp_path_factory.mktemp("bags") / "features"
+    rows = [("slide", "label", "patient")]
+    for i in range(20):
+        size = 7 + 59 * i % 60
+        corners = np.stack([256 * np.arange(size), 512 * np.ones(size, int)], axis=1)
+        write_bag(folder / f"s{i}.h5", a_bag(i, size, positive=i % 2 == 1), corners)
+        rows.append((f"s{i}", "np"[i % 2], f"P{i // 4}{i % 2}"))
+    with (folder / "labels.csv").open("w", newline="") as file:
+        csv.writer(file).writerows(rows)
+    return folder
+
+
+ARGUMENTS: dict[str, Any] = {
+    "epochs": 3,
+    "fractions": (0.6, 0.2, 0.2),
+    "patience": 0,
+    "resamples": 20,
+    "deterministic": True,
+}
+
+
+def flags(folder: Path, **settings: Any) -> list[str]:
+    arguments = ["--mil", str(folder), "--labels", str(folder / "labels.csv")]
+    for name, value in (ARGUMENTS | settings).items():
+        text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        arguments += [f"--{name.replace('_', '-')}"] + ([] if value is True else [text])
+    return arguments
+
+
+def weights_of(run: Path) -> dict[str, np.ndarray]:
+    with np.load(run / "resume.npz") as file:
+        return {name: file[name] for name in file.files}
+
+
+@pytest.mark.filterwarnings("ignore:You are using a softmax over axis 1")
+@pytest.mark.parametrize("pooling", POOLINGS)
+@given(
+    rows=st.integers(1, 12), size=st.integers(1, 15), seed=st.integers(0, 99), dropped=st.booleans()
+)
+@settings(max_examples=8)
+def test_gradients_of_micro_batches_equal_those_of_the_bag(
+    pooling: Any, rows: int, size: int, seed: int, dropped: bool
+) -> None:
+    import keras
+    import tensorflow as tf
+
+    from histopipe.training.bag_model import JOINT, BagModel, Patches
+    from histopipe.training.bag_pooling import patch_gradients, patch_values, pool
+    from histopipe.training.objective import ClassObjective
+
+    keras.utils.set_random_seed(seed)
+    model = BagModel(
+        pooling, dimension=4, objective=ClassObjective(3), dropout=0.4, precision="float64"
+    )
+    rng = np.random.default_rng(seed)
+    values, places = rng.normal(size=(rows, 4)), rng.integers(0, 40, (rows, 2))
+    patches = Patches(tf.constant(values), tf.constant(places, tf.float64))
+    patch_weights = [tf.convert_to_tensor(v.value) for v in model.patch_weights]
+    last = [tf.convert_to_tensor(v.value) for v in model.last_weights]
+    bag_seed = tf.constant(seed, tf.int64) if dropped else None
+    slopes = tf.constant([1, -2, 0.5], tf.float64)
+
+    def plain() -> Any:
+        if pooling in JOINT:
+            return model.together(patch_weights, patches, bag_seed).pooled[0]
+        hidden, scores = model.patches(
+            patch_weights, patches.features, tf.range(rows, dtype=tf.int64), bag_seed
+        )
+        if pooling == "max":
+            return tf.reduce_max(hidden, axis=0)
+        if pooling == "mean":
+            return tf.reduce_mean(hidden, axis=0)
+        return tf.reduce_sum(tf.nn.softmax(scores)[:, None] * hidden, axis=0)
+
+    with tf.GradientTape() as tape:
+        tape.watch([*patch_weights, *last])
+        value = plain()
+        loss = tf.tensordot(model.logits(last, value)[0], slopes, 1)
+    expected = tape.gradient(loss, patch_weights, unconnected_gradients="zero")
+    pooled = pool(model, patch_weights, patches, tf.constant(size), bag_seed)
+    np.testing.assert_allclose(pooled.value, value, rtol=1e-10, atol=1e-12)
+    with tf.GradientTape() as tape:
+        tape.watch(pooled.value)
+        loss = tf.tensordot(model.logits(last, pooled.value)[0], slopes, 1)
+    outer = tape.gradient(loss, pooled.value)
+    gradients = patch_gradients(
+        model, patch_weights, patches, tf.constant(size), bag_seed, pooled, outer
+    )
+    for ours, theirs in zip(gradients, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-8, atol=1e-10)
+    if not dropped:
+        logits = model.logits(last, pooled.value)
+        inputs = {"features": values[None].astype(np.float32)}
+        if model.takes_positions:
+            inputs["positions"] = places[None].astype(np.float32)
+        served = model.serving(inputs if len(inputs) > 1 else inputs["features"])
+        np.testing.assert_allclose(
+            served["probability"], tf.nn.softmax(logits), rtol=1e-4, atol=1e-6
+        )
+        attention, parts = patch_values(model, patches)
+        assert attention.sum() == pytest.approx(1)
+        # The parts of all patches and the bias are the whole.
+        bias = np.asarray(last[1]) * model.last_layer_share
+        np.testing.assert_allclose(parts.sum(axis=0) + bias, logits[0], atol=1e-9)
+        if "attention" in served:
+            np.testing.assert_allclose(served["attention"][0], attention, atol=1e-6)
+        assert ("attention" in served) == (pooling not in ("mean", "max"))
+
+
+def test_statistics_of_features_weight_bags_equally(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of float16, whose squares overflow, of a constant, and of two joined sets; and of a part of a large cohort."""
+    rng = np.random.default_rng(0)
+    sizes = [3, 1, 40, 7]
+    values = [
+        rng.normal(i, [2, 1, 1e-4], (size, 3)).astype(np.float32) for i, size in enumerate(sizes)
+    ]
+    large = [np.full((size, 2), (60_000, 7)).astype(np.float16) for size in sizes]
+    for i, size in enumerate(sizes):
+        large[i][::2, 0] = 100 * i
+        corners = 512 * np.indices((size, 1)).reshape(2, -1).T
+        write_bag(tmp_path / "a" / f"s{i}.h5", values[i], corners)
+        write_bag(tmp_path / "b" / f"s{i}.h5", large[i], corners)
+    bags = BagSet([tmp_path / "a", tmp_path / "b"])
+    mean, variance = feature_moments(bags, sorted(bags.bags))
+    whole = [
+        np.hstack([a.astype(float), b.astype(float)]) for a, b in zip(values, large, strict=True)
+    ]
+    weights = np.concatenate([np.full(size, 1 / size / 4) for size in sizes])
+    rows = np.concatenate(whole)
+    np.testing.assert_allclose(mean, weights @ rows, rtol=1e-12)
+    np.testing.assert_allclose(
+        variance, weights @ (rows - weights @ rows) ** 2, rtol=1e-9, atol=1e-20
+    )
+    assert (mean[4], variance[4]) == (7, 0)
+    monkeypatch.setattr("histopipe.features.bags._ROWS", 2)
+    monkeypatch.setattr("histopipe.features.bags._BAGS", 3)
+    mean, _ = feature_moments(bags, sorted(bags.bags))
+    read = [whole[0][[0, 1]], whole[1], whole[2][[0, 20]]]
+    np.testing.assert_allclose(mean, np.mean([part.mean(axis=0) for part in read], axis=0))
+    (tmp_path / "a" / "s1.h5").write_bytes((tmp_path / "a" / "s1.h5").read_bytes()[:-900])
+    with pytest.raises(DamagedStore, match="s1"):
+        feature_moments(bags, [1])
+    with pytest.raises(DamagedStore, match="s1"):
+        feature_moments(bags, [1], on_error="skip")
+    np.testing.assert_allclose(
+        feature_moments(bags, [0, 1], on_error="skip")[0], whole[0][[0, 1]].mean(axis=0)
+    )
+
+
+@pytest.mark.parametrize("unit", [1e-9, 1.0, 1e12])
+def test_features_of_one_unit_keep_their_proportions(unit: float) -> None:
+    """Features that hardly vary stay small, unless each feature has its own unit."""
+    mean, deviations = np.zeros(41), np.append(np.ones(40), 0.01) * unit
+    varied, variance = scaling_variance(mean, deviations**2)
+    scaled = deviations / np.sqrt(variance)
+    assert varied.all() and np.all(scaled[:40] > 0.7) and scaled[40] < 0.02
+    of_table = np.logspace(-4, 4, 9, dtype=np.float64) * np.float64(unit)
+    varied, variance = scaling_variance(mean[:9], of_table**2)
+    assert varied.all()
+    np.testing.assert_allclose(of_table / np.sqrt(variance), 1)
+    varied, variance = scaling_variance(mean, np.zeros(41))
+    assert not varied.any() and np.all(variance == 1)
+
+
+@pytest.mark.filterwarnings("ignore:You are using a softmax over axis 1")
+@pytest.mark.parametrize("precision", ["float32", "mixed_float16"])
+def test_features_are_standardised_in_the_model(precision: Any) -> None:
+    """Also in the saved model, with constants, with features beyond the range of float16, and with rare large ones."""
+    import keras
+    import tensorflow as tf
+
+    from histopipe.training.bag_model import BagModel, Patches
+    from histopipe.training.bag_pooling import pool
+    from histopipe.training.models import values_of
+    from histopipe.training.objective import ClassObjective
+
+    rng = np.random.default_rng(3)
+    plain = rng.normal(size=(9, 4)).astype(np.float32)
+    plain[:, 1] = 0
+    plain[2, 3] = 50
+    factors, offsets = (
+        np.array([1e5, 3, 1e-9, 1], np.float32),
+        np.array([3e5, 7, 1e-8, 0], np.float32),
+    )
+    keras.utils.set_random_seed(1)
+    options: dict[str, Any] = {"dimension": 4, "objective": ClassObjective(2), "dropout": 0.0}
+    models = [
+        BagModel("attention", precision=precision, scaled=scaled, **options)
+        for scaled in (True, False)
+    ]
+    scaling = models[0].scaling
+    assert scaling is not None
+    for variable, value in zip(scaling.weights, ([1, 0, 1, 1], offsets, factors**2), strict=True):
+        variable.assign(value)
+    assert not any(variable.trainable for variable in scaling.weights)
+    models[1].serving.set_weights([*models[0].serving.get_weights()[3:]])
+    pooled = [
+        pool(
+            model, values_of(model.patch_weights), Patches(tf.constant(rows)), tf.constant(4)
+        ).value
+        for model, rows in zip(
+            models, (plain * factors + offsets, np.clip(plain, -10, 10)), strict=True
+        )
+    ]
+    np.testing.assert_allclose(pooled[0], pooled[1], rtol=1e-2, atol=1e-2)
+    served = models[0].serving((plain * factors + offsets)[None])
+    expected = models[1].serving(np.clip(plain, -10, 10)[None])
+    np.testing.assert_allclose(served["probability"], expected["probability"], atol=1e-2)
+    again = keras.Model.from_config(models[0].serving.get_config())
+    assert [weight.shape for weight in again.weights] == [
+        weight.shape for weight in models[0].serving.weights
+    ]
+
+
+@given(rows=st.integers(1, 30), size=st.integers(1, 40), seed=st.integers(0, 99))
+@settings(max_examples=15)
+def test_loss_of_single_patches_equals_that_of_clam(rows: int, size: int, seed: int) -> None:
+    import keras
+    import tensorflow as tf
+
+    from histopipe.training.bag_model import BagModel, Patches
+    from histopipe.training.bag_pooling import instance_gradients
+    from histopipe.training.objective import ClassObjective
+
+    keras.utils.set_random_seed(seed)
+    model = BagModel(
+        "clam", dimension=4, objective=ClassObjective(3), dropout=0.4, precision="float64"
+    )
+    features = tf.constant(np.random.default_rng(seed).normal(size=(rows, 4)))
+    patch_weights = [tf.convert_to_tensor(v.value) for v in model.patch_weights]
+    label, bag_seed, some = seed % 3, tf.constant(seed, tf.int64), min(8, rows // 2)
+    with tf.GradientTape() as tape:
+        tape.watch(patch_weights)
+        hidden, scores = model.patches(
+            patch_weights, features, tf.range(rows, dtype=tf.int64), bag_seed
+        )
+        ordered = np.argsort(-scores.numpy(), kind="stable")
+        chosen = np.concatenate([ordered[:some], ordered[rows - some :]])
+        answers = tf.nn.log_softmax(
+            model.instances(patch_weights, tf.gather(hidden, chosen))[:, label]
+        )
+        signs = np.repeat([1, 0], some)
+        loss = -sum(answers[i, sign] for i, sign in enumerate(signs)) / max(len(signs), 1)
+        loss = tf.cast(loss, tf.float64) * 0.3
+    expected = tape.gradient(loss, patch_weights, unconnected_gradients="zero") if some else None
+    gradients = instance_gradients(
+        model,
+        patch_weights,
+        Patches(features),
+        tf.constant(size),
+        bag_seed,
+        tf.constant(label),
+        tf.constant(0.3, tf.float64),
+    )
+    for i, ours in enumerate(gradients):
+        theirs = np.zeros(ours.shape) if expected is None else expected[i]
+        np.testing.assert_allclose(ours, theirs, rtol=1e-8, atol=1e-10)
+
+
+def texture_store(folder: Path, slides: int, patches: int) -> Path:
+    """Write slides of one texture in several colours. In every second slide, 5 % of patches have another texture."""
+    rng = np.random.default_rng(7)
+    coarse, fine = np.indices((24, 24)).sum(0) // 6 % 2, np.indices((24, 24)).sum(0) // 2 % 2
+    values = {}
+    for slide in range(slides):
+        colour = rng.integers(90, 200, 3)
+        types = np.zeros(patches, bool)
+        if slide % 2:
+            types[rng.permutation(patches)[: patches // 20]] = True
+        images = []
+        for kind in types:
+            pattern = (fine if kind else coarse) * rng.integers(20, 40)
+            noise = rng.normal(0, 12, (24, 24, 3))
+            pixels = colour + pattern[:, :, None] + noise
+            images.append(simplejpeg.encode_jpeg(np.uint8(np.clip(pixels, 0, 255)), quality=95))
+        values[f"{'nt'[slide % 2]}{slide:02}"] = images
+        np.save(folder / f"{slide}.npy", types)
+    return a_store(folder / "textures.lmdb", values, patch_size=24)
+
+
+def test_attention_finds_the_few_positive_patches(tmp_path: Path) -> None:
+    """Train on sixty slides. In a positive slide, 5 % of the patches are positive."""
+    store = texture_store(tmp_path, 60, 100)
+    make_onnx(tmp_path / "encoder.onnx")
+    histopipe.embed(store, model=tmp_path / "encoder.onnx", out=tmp_path / "features")
+    common: dict[str, Any] = {
+        "mil": tmp_path / "features",
+        "fractions": (0.5, 0.2, 0.3),
+        "epochs": 20,
+        "patience": 0,
+        "learning_rate": 2e-3,
+        "batch_size": 1,
+        "resamples": 0,
+        # Standardised, the small features, which are noise, hide the few positive patches: 0.81 instead of 0.91.
+        "feature_scaling": "none",
+        # A step decays weights by rate times decay: at this rate, the default is too strong (0.86 instead of 0.91).
+        "optimizer": "adam",
+    }
+
+    def train(pooling: str) -> Any:
+        return histopipe.train(out=tmp_path / pooling, pooling=pooling, **common)
+
+    results = two_at_a_time(train, ["gated", "mean"])
+    auc = {name: result.metrics["test"].slide["mean"].auc for name, result in results.items()}
+    assert auc["gated"] is not None
+    assert auc["mean"] is not None
+    assert auc["gated"] > 0.9
+    assert auc["mean"] < auc["gated"] - 0.1
+    predicted = pd.read_csv(tmp_path / "gated" / "predictions.csv")
+    tested = predicted[(predicted["split"] == "test") & (predicted["label"] == "t")]["slide"]
+    assert len(tested) == 9
+    for slide in tested:
+        attention = pd.read_csv(tmp_path / "gated" / "attention" / f"{slide}.csv")
+        positive = np.load(tmp_path / f"{int(slide[1:])}.npy")
+        assert attention["attention"].sum() == pytest.approx(1, abs=1e-6)
+        assert attention["x_l0"].tolist() == list(range(0, 1000, 10))
+        assert (
+            attention["attention"][positive].mean() > 5 * attention["attention"][~positive].mean()
+        )
+
+
+@pytest.mark.parametrize("pooling", ["clam", "dsmil", "transformer"])
+def test_other_poolings_find_what_the_mean_misses(
+    hidden_signal: tuple[Path, float], tmp_path: Path, pooling: str
+) -> None:
+    folder, auc_of_mean = hidden_signal
+    assert auc_of_hidden(folder, tmp_path, pooling) > max(0.95, auc_of_mean + 0.1)
+
+
+@pytest.fixture(scope="module")
+def hidden_signal(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
+    """Bags whose positive patches are few, and hidden from the mean by an offset of all patches; and the mean's AUC."""
+    folder = tmp_path_factory.mktemp("hidden")
+    rng, rows = np.random.default_rng(4), [("slide", "label", "patient")]
+    for i in range(60):
+        values = rng.normal(size=(24, 8)).astype(np.float32)
+        values[:, 0] += rng.normal(0, 1.5)
+        if i % 2:
+            values[rng.choice(24, 2, replace=False), 0] += 9
+        write_bag(
+            folder / "features" / f"s{i}.h5", values, 512 * np.indices((6, 4)).reshape(2, -1).T
+        )
+        rows.append((f"s{i}", "np"[i % 2], f"P{i}"))
+    with (folder / "labels.csv").open("w", newline="") as file:
+        csv.writer(file).writerows(rows)
+    return folder, auc_of_hidden(folder, folder, "mean")
+
+
+def auc_of_hidden(folder: Path, out: Path, pooling: str) -> float:
+    result = histopipe.train(
+        mil=folder / "features",
+        labels=folder / "labels.csv",
+        out=out / pooling,
+        pooling=pooling,
+        epochs=10,
+        patience=0,
+        learning_rate=1e-3,
+        resamples=0,
+        fractions=(0.4, 0.2, 0.4),
+    )
+    auc = result.metrics["test"].slide["mean"].values["auc"]
+    assert auc is not None
+    return auc
+
+
+@pytest.fixture(scope="module")
+def trained(bags: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mil") / "run"
+    succeed("train", *flags(bags), "--out", folder)
+    return folder
+
+
+def test_model_opens_in_plain_keras_and_predicts_the_same(trained: Path, bags: Path) -> None:
+    import keras
+
+    model = keras.models.load_model(trained / "model.keras")
+    predicted = pd.read_csv(trained / "predictions.csv")
+    assert list(predicted) == ["split", "slide", "patient", "label", "predicted", "p_n", "p_p"]
+    assert set(predicted["split"]) == {"validation", "test"}
+    for row in predicted.itertuples():
+        with h5py.File(bags / f"{row.slide}.h5") as file:
+            served = model.predict(file["features"][:][None], verbose=0)
+        np.testing.assert_allclose(
+            served["probability"][0], [row.p_n, row.p_p], rtol=1e-4, atol=1e-6
+        )
+        attention = pd.read_csv(trained / "attention" / f"{row.slide}.csv")
+        np.testing.assert_allclose(
+            served["attention"][0], attention["attention"], rtol=1e-4, atol=1e-7
+        )
+        assert set(attention["size_l0"]) == {512}
+    metrics = json.loads((trained / "metrics.json").read_text())
+    assert set(metrics["test"]) == {"slide", "patient", "in_training"}
+    assert metrics["test"]["slide"]["mean"]["count"] == 4
+    history = pd.read_csv(trained / "history.csv")
+    assert {"bags_per_s", "input_wait", "val_auc"} <= set(history)
+
+
+def test_result_does_not_depend_on_replicas(bags: Path, tmp_path: Path) -> None:
+    cases = {
+        "two": {"devices": "cpu:2", "batch_size": 3, "pooling": "clam", "epochs": 1},
+        "one": {"devices": "cpu", "batch_size": 3, "pooling": "clam", "epochs": 1},
+    }
+
+    def train(name: str) -> Any:
+        out = tmp_path / name
+        succeed("train", *flags(bags, **cases[name]), "--out", out)
+        return pd.read_csv(out / "history.csv"), weights_of(out)
+
+    results = {name: train(name) for name in cases}
+    (one, ours), (two, theirs) = results["one"], results["two"]
+    for column in ("loss", "val_loss"):
+        np.testing.assert_allclose(one[column], two[column], rtol=1e-5, atol=1e-5)
+    for name, value in ours.items():
+        if value.dtype == np.float32 and value.ndim == 2:
+            gap = np.linalg.norm(value - theirs[name])
+            assert gap <= 1e-4 * np.linalg.norm(value) + 1e-7, name
+
+
+def kill_at(line: str, command: list[str]) -> None:
+    with subprocess.Popen(command, text=True, stderr=subprocess.PIPE) as process:
+        assert process.stderr is not None
+        for text in process.stderr:
+            if text.startswith(line):
+                process.send_signal(signal.SIGKILL)
+                break
+        assert process.wait(60) == -signal.SIGKILL
+
+
+def test_killed_and_resumed_equals_uninterrupted(trained: Path, bags: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    kill_at("epoch 1/3", [*COMMAND, "train", *flags(bags), "--out", str(out)])
+    succeed("train", "--resume", "--out", out)
+    expected = weights_of(trained)
+    for name, value in weights_of(out).items():
+        if value.dtype != object and value.ndim == 2:
+            assert value.tobytes() == expected[name].tobytes(), name
+    assert (out / "predictions.csv").read_bytes() == (trained / "predictions.csv").read_bytes()
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation")  # from Keras, in this process
+def test_out_of_memory_continues_with_smaller_micro_batches(
+    bags: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import tensorflow as tf
+
+    from histopipe.training.train_step import BagTrainStep
+
+    whole: Callable[..., Any] = BagTrainStep._gradient_step
+    calls: list[int] = []
+
+    def short(self: Any, *arguments: Any) -> Any:
+        calls.append(int(arguments[-1]))
+        if calls[-1] > 10_000 and len(calls) > 3:
+            raise tf.errors.ResourceExhaustedError(None, None, "OOM when allocating")
+        return whole(self, *arguments)
+
+    settings = ARGUMENTS | {
+        "mil": str(bags),
+        "labels": str(bags / "labels.csv"),
+        "deterministic": False,
+        "epochs": 1,
+    }
+    plain = histopipe.train(out=tmp_path / "a", in_process=True, **settings)
+    monkeypatch.setattr(BagTrainStep, "_gradient_step", short)
+    reduced = histopipe.train(out=tmp_path / "b", in_process=True, **settings)
+    assert "continuing with micro-batches of 8,192 patches" in capsys.readouterr().err
+    ours, theirs = plain.metrics["test"].finest, reduced.metrics["test"].finest
+    assert ours.values["log_loss"] == pytest.approx(theirs.values["log_loss"], rel=1e-5)
+
+
+def test_bags_of_patients_have_all_of_their_slides(bags: Path, tmp_path: Path, run: Run) -> None:
+    out = tmp_path / "run"
+    arguments = flags(bags, bag="patient")
+    done = run("train", *arguments, "--out", out)
+    assert done.returncode == 0, done.stderr
+    predicted = pd.read_csv(out / "predictions.csv")
+    assert list(predicted) == ["split", "patient", "label", "predicted", "p_n", "p_p"]
+    assert predicted["patient"].is_unique
+    first = predicted["patient"][0]
+    attention = pd.read_csv(out / "attention" / f"{first}.csv")
+    assert attention["slide"].nunique() == 2
+    with (bags / "labels.csv").open() as file:
+        slides = [row["slide"] for row in csv.DictReader(file) if row["patient"] == first]
+    assert list(dict.fromkeys(attention["slide"])) == sorted(slides)
+    assert attention["attention"].sum() == pytest.approx(1, abs=1e-6)
+
+
+def test_folds_tune_and_compare_work_with_bags(
+    bags: Path, trained: Path, tmp_path: Path, run: Run
+) -> None:
+    space = tmp_path / "space.toml"
+    space.write_text(
+        'learning_rate = { low = 1e-4, high = 1e-2, log = true }\npooling = ["gated", "max"]\nepochs = 1\n'
+    )
+    base = tmp_path / "base.toml"
+    base.write_text(f'mil = "{bags}"\nlabels = "{bags / "labels.csv"}"\nresamples = 0\n')
+    calls: dict[str, list[object]] = {
+        "folds": ["train", *flags(bags, folds=2, epochs=1), "--out", "folds"],
+        "tune": ["tune", "--space", space, "--config", base, "--out", "search", "--trials", 2],
+    }
+    for call in calls.values():
+        done = run(*call)
+        assert done.returncode == 0, done.stderr
+    summary = pd.read_csv(tmp_path / "folds" / "summary.csv")
+    assert summary["slide_mean_auc"].notna().sum() == 5
+    assert "patch_auc" not in summary
+    best = run("train", "--config", tmp_path / "search" / "best.toml", "--out", "best")
+    assert best.returncode == 0, best.stderr
+    assert "test (held out)" in best.stdout
+    against = run("compare", trained, tmp_path / "best", "--json")
+    assert against.returncode == 0, against.stderr
+    compared = json.loads(against.stdout)
+    assert "learning_rate" in compared["settings"]
+    assert set(compared["runs"][0]["test"]) == {"slide", "patient", "in_training"}
+
+
+def batches_of(folder: Path, **settings: Any) -> BagBatches:
+    bags = BagSet(folder)
+    table = SampleTable(select([bags]))
+    return BagBatches(bags, table, batch_size=2, order=Order(len(table)), **settings)
+
+
+def test_batches_concatenate_bags_without_padding(bags: Path) -> None:
+    batches = batches_of(bags)
+    bag_set = BagSet(bags)
+    for step in range(batches.steps_per_epoch):
+        features, ends, _, weights, keys = batches.values(step, 0)
+        parts = np.split(features, ends[:-1])
+        assert ends[-1] == len(features)
+        assert (weights == 1).all()
+        for part, key in zip(parts, keys.tolist(), strict=True):
+            with h5py.File(bag_set.bags[key >> 32].parts[0].headers[0].path) as file:
+                assert (part == file["features"][:]).all()
+
+
+def test_epochs_draw_different_patches_until_all_are_drawn(bags: Path) -> None:
+    batches = batches_of(bags, most=10, seed=3)
+    seen: dict[int, list[bytes]] = {}
+    for step in range(4 * batches.steps_per_epoch):
+        features, ends, _, _, keys = batches.values(step, 0)
+        for part, key in zip(np.split(features, ends[:-1]), keys.tolist(), strict=True):
+            assert len(part) <= 10
+            seen.setdefault(key >> 32, []).extend(row.tobytes() for row in part)
+    for number, rows in seen.items():
+        size = batches._bags.bags[number].rows
+        assert len(set(rows)) == min(size, 40)
+
+
+def test_damaged_bags_fail_or_have_weight_zero(tmp_path: Path) -> None:
+    for i in range(4):
+        write_bag(tmp_path / f"b{i}.h5", a_bag(i, 9, positive=i % 2 == 1), label="np"[i % 2])
+    batches, skipping = batches_of(tmp_path), batches_of(tmp_path, on_error="skip")
+    (tmp_path / "b1.h5").write_bytes(b"no HDF5 at all")
+    with pytest.raises(DamagedStore, match=r"b1\.h5 cannot be read"):
+        batches.values(0, 0)
+    _, ends, _, weights, _ = skipping.values(0, 0)
+    assert (ends.tolist(), weights.tolist()) == ([9, 10], [1, 0])
+    assert len(skipping.skipped) == 1
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_features_that_are_not_finite_are_refused_by_file_and_patch(
+    tmp_path: Path, value: float, dtype: Any
+) -> None:
+    for folder in ("a", "b"):
+        for i in range(4):
+            corners = np.stack([512 * np.arange(600), np.zeros(600, int)], axis=1)
+            write_bag(
+                tmp_path / folder / f"s{i}.h5",
+                a_bag(i, 600, positive=False).astype(dtype),
+                corners,
+                label="np"[i % 2],
+            )
+    with h5py.File(tmp_path / "b" / "s1.h5", "r+") as file:
+        file["features"][301, 2] = value
+    expected = rf"b/s1\.h5: feature 2 of patch 301 is not finite: found {value:g}"
+    with pytest.raises(DamagedStore, match=expected):
+        batches_of(tmp_path / "b").values(0, 0)
+    # Of two joined sets, the file with the value is named; a bag of the drawn patches is read in part.
+    bags = BagSet([tmp_path / "a", tmp_path / "b"])
+    rows = np.arange(250, 350)
+    for drawn in (None, rows):
+        with pytest.raises(DamagedStore, match=expected):
+            read_bag(bags.bags[1], np.dtype(dtype), drawn)
+    assert np.isfinite(read_bag(bags.bags[1], np.dtype(dtype), rows[:51])).all()
+    _, _, _, weights, _ = batches_of(tmp_path / "b", on_error="skip").values(0, 0)
+    assert weights.tolist() == [1, 0]
+
+
+def unbalanced_training(folder: Path, **settings: Any) -> Any:
+    """Return the training on a store with six normal slides of 4 patches, and six of tumour with 12 each."""
+    from histopipe.runs.training_data import new_splits, read_labelling
+    from histopipe.store.store import Store
+    from histopipe.training.training_setup import PatchTraining
+
+    pictures = jpegs(0, 12, 32)
+    slides = {f"{'nt'[i % 2]}{i}": pictures[: (4, 12)[i % 2]] for i in range(12)}
+    store = Store(a_store(folder / "unbalanced.lmdb", slides, patch_size=32))
+    config = PatchTrainConfig(
+        stores=(str(store.path),), class_weights="balanced", split_by="slide", **settings
+    )
+    return PatchTraining(
+        config, [store], new_splits(config, [store], read_labelling(config, [store]))
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "former"), [({}, False), ({"max_per_slide": 4}, True), ({"balance": "slide"}, True)]
+)
+def test_class_weights_balance_what_an_epoch_draws(
+    tmp_path: Path, options: dict[str, Any], former: bool
+) -> None:
+    from histopipe.training.objective import ClassObjective
+    from histopipe.training.train_step import StepSettings
+
+    training = unbalanced_training(tmp_path, **options)
+    batches, weights = training.batches("train", 1), training.class_weights()
+    located = [batches.locate(step) for step in range(12 * batches.steps_per_epoch)]
+    labels = np.concatenate([part.labels[real > 0] for part, real in located])
+    drawn = np.bincount(labels) * weights
+    assert drawn[0] == pytest.approx(drawn[1], rel=1e-5 if options.get("balance") is None else 0.1)
+    assert weights[labels].mean() == pytest.approx(1, rel=0.01)
+    # A run of version 0.2 continues with weights of all patches, and with its mean.
+    counts = np.array([training.splits.count()["train"][name] for name in training.splits.classes])
+    step: Any = SimpleNamespace(
+        settings=StepSettings(batch_size=1, objective=ClassObjective(2), class_weight=weights)
+    )
+    training.restore_former_weights(step)
+    np.testing.assert_allclose(step.settings.class_weight, counts.sum() / (2 * counts), rtol=1e-6)
+    assert not step.settings.row_mean
+    assert np.allclose(weights, step.settings.class_weight) != former
+
+
+def test_weights_of_labels_count_samples_and_not_slides() -> None:
+    from histopipe.training.objective import MultilabelObjective
+
+    targets = np.array([[1, 0], [0, np.nan], [np.nan, 1]])
+    objective: Any = MultilabelObjective.of(targets, draws=np.array([2.0, 6, 1]))
+    assert objective._positive.tolist() == [3, 2]
+
+
+@pytest.mark.parametrize("kind", ["patches", "bags"])
+def test_weighted_gradient_is_the_mean_over_the_real_rows(kind: str) -> None:
+    """Compare steps of one and of three samples, whole and in pieces, with weighted gradients of single samples."""
+    import keras
+    import tensorflow as tf
+
+    from histopipe.training.bag_model import BagModel
+    from histopipe.training.models import PatchModel, SampleDropout
+    from histopipe.training.objective import ClassObjective
+    from histopipe.training.train_step import BagTrainStep, StepSettings, TrainStep
+
+    keras.utils.set_random_seed(1)
+    rng, objective = np.random.default_rng(1), ClassObjective(2)
+    label, classes = np.array([0, 1, 1, 0], np.int32), np.array([0.25, 4], np.float32)
+    if kind == "bags":
+        kind_of_step: Any = BagTrainStep
+        model: Any = BagModel("mean", dimension=3, objective=objective, dropout=0.0)
+        samples: dict[str, Any] = {"features": rng.normal(size=(4, 2, 3)).astype(np.float32)}
+    else:
+        kind_of_step = TrainStep
+        image, seed = keras.Input((2, 2, 3), dtype="uint8"), keras.Input((), dtype="int64")
+        flat = keras.layers.Flatten()(keras.layers.Rescaling(1 / 255)(image))
+        head = keras.layers.Dense(2)
+        training = keras.Model([image, seed], head(SampleDropout(0)(flat, seed)))
+        model = PatchModel(training, keras.Model(image, keras.layers.Softmax()(head(flat))))
+        samples = {"image": rng.integers(0, 256, (4, 2, 2, 3)).astype(np.uint8)}
+    weights = [variable.value for variable in model.training.trainable_variables]
+
+    def step_of(class_weight: Any, *, row_mean: bool = True) -> Any:
+        settings = StepSettings(
+            batch_size=4, objective=objective, class_weight=class_weight, row_mean=row_mean
+        )
+        strategy = tf.distribute.OneDeviceStrategy("/CPU:0")
+        return kind_of_step(strategy, model, keras.optimizers.SGD(1.0), settings)
+
+    if kind == "bags":
+        samples = {"features": samples["features"].reshape(-1, 3), "end": np.arange(2, 9, 2)}
+    samples |= {"label": label, "key": np.arange(4)}
+
+    def change(step: Any, real: list[float], size: int = 4) -> np.ndarray:
+        """Return the change of all weights by a step with these real rows, and undo it."""
+        batch = {name: tf.constant(values) for name, values in samples.items()}
+        batch["weight"] = tf.constant(real, tf.float32)
+        before = [np.asarray(weight).copy() for weight in weights]
+        gradients, _ = step.gradients(batch, tf.constant(0, tf.int64), 4, size)
+        step.apply(gradients, tf.zeros(2))
+        changes = [np.asarray(weight) - old for weight, old in zip(weights, before, strict=True)]
+        for variable, old in zip(weights, before, strict=True):
+            variable.assign(old)
+        return np.concatenate([values.ravel() for values in changes])
+
+    plain, weighted = step_of(np.ones(2, np.float32)), step_of(classes)
+    single = np.stack([change(plain, real) for real in np.eye(4).tolist()])
+    assert np.abs(single).max(axis=1).min() > 0.01
+    expected = (classes[label][:, None] * single)[:3].sum(axis=0) / 3
+    for size in (4, 1):
+        actual = change(weighted, [1, 1, 1, 0], size)  # the last row is padding
+        np.testing.assert_allclose(actual, expected, rtol=1e-3, atol=1e-6)
+    actual = change(weighted, [0, 1, 0, 0])
+    np.testing.assert_allclose(actual, 4 * single[1], rtol=1e-3, atol=1e-6)
+    if kind == "patches":  # the rule of runs that version 0.2 began: a single weight cancels
+        actual = change(step_of(classes, row_mean=False), [0, 1, 0, 0])
+        np.testing.assert_allclose(actual, single[1], rtol=1e-3, atol=1e-6)
+
+
+def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
+    """The losses are finite, as behind a ReLU layer."""
+    import keras
+
+    from histopipe.training.checkpoint import TrainState
+    from histopipe.training.trainer import Trainer
+
+    values = np.ones((2, 1, 4), np.float32)
+    variables = [
+        keras.Variable([1.0, 2.0]),
+        keras.Variable(3, dtype="int32"),
+        keras.Variable([1.0], name="kernel"),
+    ]
+    trainer: Any = SimpleNamespace(
+        _state=TrainState(epoch=4),
+        _results=SimpleNamespace(seconds=1.0, input_wait=0.0),
+        _loop=SimpleNamespace(gathered=lambda _: values),
+        _step=SimpleNamespace(variables=variables),
+    )
+    Trainer._update_state(trainer)
+    for wrong in (np.nan, np.inf):
+        variables[2].assign([wrong])
+        with pytest.raises(UsageError, match="epoch 5: the weights kernel are not finite"):
+            Trainer._update_state(trainer)
+
+
+def test_keras_of_a_program_must_have_our_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    import keras
+
+    from histopipe.training.devices import make_strategy
+
+    keras.config.set_image_data_format("channels_first")
+    try:
+        with pytest.raises(UsageError, match=r"found 'channels_first'.*set_image_data_format\('ch"):
+            make_strategy("cpu")
+    finally:
+        keras.config.set_image_data_format("channels_last")
+    monkeypatch.setattr(keras.config, "backend", lambda: "jax")
+    with pytest.raises(UsageError, match="backend of Keras in this process: found 'jax'"):
+        make_strategy("cpu")
+
+
+def test_keras_gets_our_settings_when_it_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A module in place of Keras records its settings, and the backend that the environment names."""
+    (tmp_path / "loads_keras.py").write_text(
+        "import os, sys, types\n"
+        "values = {'backend': os.environ['KERAS_BACKEND']}\n"
+        "setters = {f'set_{n}': (lambda v, n=n: values.update({n: v})) for n in ('image_data_format', 'floatx', 'epsilon')}\n"
+        "sys.modules['keras'] = types.SimpleNamespace(config=types.SimpleNamespace(**setters))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("KERAS_BACKEND", "torch")
+    monkeypatch.delitem(sys.modules, "keras", raising=False)
+    monkeypatch.setitem(sys.modules, "loads_keras", None)
+    monkeypatch.delitem(sys.modules, "loads_keras")
+    try:
+        recorded = load_quietly("loads_keras").values
+    finally:
+        del sys.modules["loads_keras"]
+    assert recorded == {
+        "backend": "tensorflow",
+        "image_data_format": "channels_last",
+        "floatx": "float32",
+        "epsilon": 1e-7,
+    }
+    assert os.environ["KERAS_BACKEND"] == "torch"
+
+
+def test_only_the_advice_about_our_functions_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("tensorflow")
+    for name in ("<function TrainStep.apply at 0x7f>", "<function user at 0x7f>"):
+        logger.warning("5 out of the last 5 calls to %s triggered tf.function retracing.", name)
+    assert [name in caplog.text for name in ("TrainStep", "user")] == [False, True]
+
+
+def test_features_need_no_locks(tmp_path: Path) -> None:
+    path = tmp_path / "a.h5"
+    write_bag(path, a_bag(0, 3, positive=True), np.zeros((3, 2), np.int64))
+    with path.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(BlockingIOError):
+            h5py.File(path)
+        header = read_header(path)
+        assert (header.rows, len(read_features(header))) == (3, 3)
+
+
+@pytest.mark.parametrize(
+    "number", [errno.EACCES, errno.ENOENT, errno.EAGAIN, errno.ENOLCK, errno.EMFILE, errno.EIO]
+)
+@pytest.mark.parametrize("only_as_text", [False, True])
+def test_failures_of_the_system_are_not_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, only_as_text: bool
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        text = f"unable to open file (errno = {number}, error message = '{os.strerror(number)}')"
+        raise RuntimeError(text) if only_as_text else OSError(number, text)
+
+    monkeypatch.setattr(h5py, "File", fail)
+    kind = UsageError if number in (errno.EACCES, errno.ENOENT) else MachineShort
+    for read in (read_header, read_coords_header):
+        with pytest.raises(kind, match=r"a\.h5") as raised:
+            read(tmp_path / "a.h5")
+        assert "embed" not in str(raised.value)
+
+
+def test_too_many_open_files_is_not_damage(tmp_path: Path) -> None:
+    write_bag(tmp_path / "a.h5", a_bag(0, 3, positive=True))
+    with limited(resource.RLIMIT_NOFILE, 0), pytest.raises(MachineShort, match="Too many open"):
+        read_header(tmp_path / "a.h5")
+    assert read_header(tmp_path / "a.h5").rows == 3
+
+
+def test_a_feature_file_beyond_the_limit_of_file_size(tmp_path: Path) -> None:
+    with (
+        pytest.raises(MachineShort, match="became too large"),
+        limited(resource.RLIMIT_FSIZE, 10_000),
+        writing(tmp_path / "a.h5", 100, 100, "float32") as writer,
+    ):
+        writer.append(np.ones((100, 100)), np.zeros((100, 2), np.int64))
+        writer.finish({}, {})
+    assert not list(tmp_path.iterdir())
+
+
+@contextmanager
+def limited(kind: int, most: int) -> Iterator[None]:
+    """Lower a limit of this process."""
+    soft, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (most, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(kind, (soft, hard))
+
+
+def test_feature_files_of_other_tools_are_read(tmp_path: Path) -> None:
+    write_bag(tmp_path / "TCGA-AB-1234-01.h5", a_bag(0, 9, positive=False)[None].astype(np.float16))
+    write_bag(tmp_path / "sub" / "TCGA-AB-1234-02.h5", a_bag(1, 5, positive=True))
+    write_bag(tmp_path / "none.h5", np.zeros((0, DIMENSION), np.float32))
+    write_bag(tmp_path / "part-2.h5", a_bag(2, 4, positive=True), label=1)
+    (tmp_path / ".part-3.h5").write_text("left by a killed process")
+    (tmp_path / "l.csv").write_text("slide,label\nnone,a\npart-2,b\n")
+    bags = BagSet(tmp_path)
+    assert [bag.id for bag in bags.bags.values()] == [
+        "TCGA-AB-1234-01",
+        "part-2",
+        "sub/TCGA-AB-1234-02",
+    ]
+    assert [record.patient for record in bags.records.values()] == [
+        "TCGA-AB-1234",
+        "part-2",
+        "TCGA-AB-1234",
+    ]
+    assert [record.label for record in bags.records.values()] == [None, "1", None]
+    assert BagSet(tmp_path, labels=tmp_path / "l.csv").records[1].label == "b"
+    assert [bag.rows for bag in bags.bags.values()] == [9, 4, 5]
+    assert len(bags.notes) == 1
+
+
+def test_invalid_features_and_labels_are_refused(bags: Path, tmp_path: Path) -> None:
+    write_bag(tmp_path / "a" / "x.h5", np.zeros((3, 4), np.float32))
+    write_bag(tmp_path / "a" / "y.h5", np.zeros((3, 5), np.float32))
+    with pytest.raises(UsageError, match="features per patch: found 5, expected 4"):
+        BagSet(tmp_path / "a")
+    write_bag(tmp_path / "b" / "x.h5", np.zeros((3, 4), np.int32))
+    with pytest.raises(UsageError, match=r"expected \(patches, features\) float32 or float16"):
+        BagSet(tmp_path / "b")
+    with h5py.File(tmp_path / "b" / "x.h5", "w") as file:
+        file["feats"] = np.zeros((3, 4), np.float32)
+    with pytest.raises(UsageError, match="contains no features: found feats"):
+        BagSet(tmp_path / "b")
+    write_bag(tmp_path / "e" / "x.h5", np.zeros((3, 4), np.float32), np.zeros((2, 2), np.int64))
+    with pytest.raises(UsageError, match=r"x.h5: coords: found \(2, 2\), expected \(3, 2\)"):
+        BagSet(tmp_path / "e")
+    (tmp_path / "c").mkdir()
+    with pytest.raises(NothingToDo, match="contains no features"):
+        BagSet(tmp_path / "c")
+    write_bag(tmp_path / "c" / "x.h5", np.zeros((0, 4), np.float32))
+    with pytest.raises(NothingToDo, match=r"no slide in .* has patches: found x"):
+        BagSet(tmp_path / "c")
+    with pytest.raises(UsageError, match="is not a folder"):
+        BagSet(tmp_path / "d")
+    (tmp_path / "l.csv").write_text("slide,label,patient\ns0,a,P\ns1,b,P\n")
+    with pytest.raises(UsageError, match="patient P: found slides with labels a and b"):
+        BagSet(bags, bag="patient", labels=tmp_path / "l.csv")
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"stores": ("x.lmdb",)}, "STORES: found --mil f"),
+        ({"model": "resnet50"}, "--model: found --mil f"),
+        ({"augment": ("colour",)}, "--augment: found --mil f"),
+        ({"stain_norm": "macenko"}, "--stain-norm: found --mil f"),
+        ({"xla": True}, "--xla: found --mil f"),
+        ({"split_by": "region"}, "--split-by region divides slides"),
+        ({"mil": None, "pooling": "max"}, "--pooling: found no --mil"),
+        ({"mil": None, "bag": "patient"}, "--bag: found no --mil"),
+        ({"pooling": "median"}, "pooling: found 'median'"),
+    ],
+)
+def test_settings_that_do_not_apply_are_refused(settings: dict[str, Any], expected: str) -> None:
+    with pytest.raises(UsageError) as error:
+        histopipe.train(out="nowhere", **({"mil": "f"} | settings))
+    assert expected in str(error.value)
+
+
+def test_stores_and_features_together_are_refused(
+    trained: Path, small_store: Path, run: Run
+) -> None:
+    both = run("train", "patches.lmdb", "--mil", "features", "--out", "x")
+    assert both.returncode == 2
+    assert "STORES: found --mil features" in both.stderr
+    encoder = run("embed", small_store, "--model", trained, "--out", "f")
+    assert encoder.returncode == 2
+    assert "takes features, not patches" in encoder.stderr
+
+
+def test_resume_accepts_new_slides_and_detects_changed_features(
+    trained: Path, bags: Path, tmp_path: Path, run: Run
+) -> None:
+    folder, out = tmp_path / "features", tmp_path / "run"
+    shutil.copytree(bags, folder)
+    assert run("train", *flags(folder, epochs=1), "--out", out).returncode == 0
+    write_bag(folder / "a_new.h5", a_bag(99, 9, positive=True))
+    again = run("train", "--resume", "--out", out, "--epochs", 2)
+    assert again.returncode == 0, again.stderr
+    assert "1 slides left out" in again.stderr
+    write_bag(folder / "s3.h5", a_bag(98, 7 + 59 * 3 % 60, positive=True))
+    other = run("train", "--resume", "--out", out, "--epochs", 3)
+    assert other.returncode == 5
+    assert "slide s3 of" in other.stderr
+
+
+def test_patients_as_bags_do_not_leak(tmp_path: Path) -> None:
+    """Copies of scans connect three patients. A patient with slides of two sites has no site."""
+    for i in range(16):
+        content = {0: "x", 3: "x", 4: "y", 2: "y"}.get(i, f"c{i}")
+        write_bag(
+            tmp_path / f"s{i:02}.h5",
+            a_bag(i, 5, positive=False),
+            content=content,
+            label="ab"[i // 2 % 2] if i > 4 else "a",
+            patient=f"P{i // 2}",
+            site=f"site{i % 2}",
+        )
+    bags = BagSet(tmp_path, bag="patient")
+    with pytest.raises(UsageError, match="a site for every slide"):
+        make_splits([bags], split_by="site", seed=1)
+    splits = make_splits([bags], split_by="patient", seed=1)
+    contents = [slide.content for slide in splits.slides]
+    assert contents[0] == contents[1] == contents[2]
+    assert len(set(contents)) == 6
+    assert len({int(slide.subsets[0]) for slide in splits.slides[:3]}) == 1
+
+
+def test_features_of_one_quickhash_with_different_pixels_are_no_copies(tmp_path: Path) -> None:
+    """Features of earlier versions have no hash of pixels, and are compared by their content."""
+    for i, pixels in enumerate(("p", "q", "p", None)):
+        for label in "ab":
+            description: dict[str, Any] = {} if pixels is None else {"pixel_hash": pixels}
+            values = a_bag(i, 5, positive=False)
+            write_bag(
+                tmp_path / f"{label}{i}.h5", values, content=label, label=label, **description
+            )
+    records = BagSet(tmp_path).records
+    scans = [record.scans for record in records.values() if record.label == "a"]
+    level0, groups = copy_groups(scans[:3])
+    assert level0 == groups == [groups[0], groups[1], groups[0]]
+    assert groups[0] != groups[1]
+    assert len(set(copy_groups(scans)[1])) == 1
+
+
+def test_patient_name_cannot_lead_out_of_the_run(bags: Path, tmp_path: Path, run: Run) -> None:
+    rows = (bags / "labels.csv").read_text().replace(",P", ",../../../evil/P")
+    (tmp_path / "l.csv").write_text(rows)
+    arguments = flags(bags, epochs=1, bag="patient", labels=tmp_path / "l.csv")
+    done = run("train", *arguments, "--out", tmp_path / "runs" / "run")
+    assert done.returncode == 0, done.stderr
+    assert "cannot write attention of ../../../evil/P" in done.stderr
+    assert not list(tmp_path.rglob("*evil*"))

@@ -1,0 +1,311 @@
+"""Resuming after kills, damaged checkpoints and full disks at any moment."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from helpers.commands import COMMAND, INTERRUPTIBLE, Run, run_program, small_disk, succeed
+from helpers.trainings import EACH_STEP, assert_equal, faulty
+from histopipe.errors import DamagedStore
+from histopipe.runs.result import EpochMetrics
+from histopipe.training.checkpoint import TrainState, load_state, save_state
+
+ARGUMENTS = (
+    "--epochs",
+    "3",
+    "--batch-size",
+    "16",
+    "--split-by",
+    "slide",
+    "--deterministic",
+    "--dropout",
+    "0.3",
+    "--optimizer",
+    "adamw",
+    "--schedule",
+    "cosine",
+    "--warmup-steps",
+    "3",
+)
+
+
+SETTINGS: dict[str, object] = {
+    "epochs": 3,
+    "batch_size": 16,
+    "split_by": "slide",
+    "deterministic": True,
+    "dropout": 0.3,
+    "optimizer": "adamw",
+    "schedule": "cosine",
+    "warmup_steps": 3,
+}
+"""`ARGUMENTS` as settings."""
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(small_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("runs") / "uninterrupted"
+    succeed("train", small_store, "--out", out, *ARGUMENTS)
+    return out
+
+
+KILLS = ("apply:8", "write:40", "keep+:3")
+"""Places of SIGKILL: between steps, within a file, and between the two renames of a save."""
+ENDS = ("build:1", "gradients:1", "predict:2", "save:1", "gradients:15")
+"""Places of an exception. The state is saved after each of the five steps of an epoch."""
+STOPS = ("predict:3", "predict:7", "save:2")
+"""Places of SIGTERM: in validation, in the evaluation of the best model (with other weights), and in a save."""
+
+
+@pytest.mark.parametrize("place", KILLS)
+def test_killed_and_resumed_equals_uninterrupted(
+    run: Run, small_store: Path, uninterrupted: Path, tmp_path: Path, place: str
+) -> None:
+    arguments = ("train", small_store, "--out", "run", *ARGUMENTS, *EACH_STEP)
+    environment = faulty(f"{place}:parent", tmp_path / "failed")
+    killed = run(*arguments, env=environment, new_process=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    resumed = run("train", "--resume", "--out", "run")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "resuming" in resumed.stderr
+    assert_equal(tmp_path / "run", uninterrupted)
+
+
+@pytest.fixture(scope="module")
+def ended(small_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Trainings that were ended or stopped, and then resumed."""
+    folder = tmp_path_factory.mktemp("ended")
+    faults = [f"{place}:end" for place in ENDS] + [f"{place}:SIGTERM" for place in STOPS]
+    done = run_program("interrupted.py", small_store, folder, json.dumps(SETTINGS), *faults)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.mark.parametrize(
+    "fault", [*(f"{at}:end" for at in ENDS), *(f"{at}:SIGTERM" for at in STOPS)]
+)
+def test_ended_at_any_place_and_resumed_equals_uninterrupted(
+    ended: Path, uninterrupted: Path, fault: str
+) -> None:
+    assert_equal(ended / fault.replace(":", "-"), uninterrupted)
+
+
+def test_stopped_by_signal_and_resumed_equals_uninterrupted(
+    small_store: Path, uninterrupted: Path, tmp_path: Path
+) -> None:
+    """SIGTERM within a step of an epoch, then Ctrl-C after a step of another epoch."""
+    out = tmp_path / "run"
+    command = [*INTERRUPTIBLE, "train", str(small_store), "--out", str(out), *ARGUMENTS]
+    for number, place in ((signal.SIGTERM, "gradients:7"), (signal.SIGINT, "gradients+:5")):
+        marker = tmp_path / f"at-{number}"
+        child = subprocess.Popen(
+            command,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=faulty(f"{place}:wait", marker),
+            start_new_session=True,
+        )
+        while not marker.exists():
+            time.sleep(0.05)
+        time.sleep(0.2)
+        child.send_signal(number)
+        signalled = time.monotonic()
+        _, stderr = child.communicate(timeout=60)
+        assert time.monotonic() - signalled < 10
+        assert child.returncode == 130, stderr
+        assert "2 steps of the next; continue with `histopipe train --resume --out" in stderr
+        assert "Traceback" not in stderr
+        command = [*INTERRUPTIBLE, "train", "--resume", "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "after epoch 2 and 2 steps of the next" in done.stderr
+    assert_equal(out, uninterrupted)
+
+
+def test_out_of_memory_while_stopping_does_not_restart_the_training(
+    run: Run, small_store: Path, tmp_path: Path
+) -> None:
+    marker = tmp_path / "hanging"
+    command = [*COMMAND, "train", str(small_store), "--out", "run", *ARGUMENTS, *EACH_STEP]
+    environment = faulty("save:1:slow-memory", marker)
+    child = subprocess.Popen(
+        command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=environment
+    )
+    while not marker.exists():
+        time.sleep(0.05)
+    child.send_signal(signal.SIGTERM)
+    _, stderr = child.communicate(timeout=60)
+    assert child.returncode == 6, stderr
+    assert "which uses micro-batches of 8" in stderr
+    assert "continuing in a new process" not in stderr
+
+
+def test_damaged_checkpoint_is_reported_and_the_previous_one_used(
+    run: Run, small_store: Path, uninterrupted: Path, tmp_path: Path
+) -> None:
+    arguments = ("train", small_store, "--out", "run", *ARGUMENTS, *EACH_STEP)
+    run(*arguments, env=faulty("gradients:9:parent", tmp_path / "killed"), new_process=True)
+    newest = tmp_path / "run" / "resume.npz"
+    content = bytearray(newest.read_bytes())
+    content[len(content) // 2] ^= 1
+    newest.write_bytes(content)
+    done = run("train", "--resume", "--out", "run")
+    assert done.returncode == 0, done.stderr
+    assert (
+        "warning: resume.npz: does not match its checksum; using the previous checkpoint"
+        in done.stderr
+    )
+    assert "after epoch 1 and 2 steps of the next" in done.stderr
+    assert_equal(tmp_path / "run", uninterrupted)
+
+
+class Variable:
+    """A variable with the attributes that checkpoints need."""
+
+    def __init__(self, value: np.ndarray[Any, Any]) -> None:
+        self.value, self.shape = value, value.shape
+
+    def assign(self, value: np.ndarray[Any, Any]) -> None:
+        self.value = value
+
+
+def variables(fill: float) -> list[Variable]:
+    return [Variable(np.full(shape, fill, np.float32)) for shape in ((3, 4), (), (2,))]
+
+
+def saved_twice(folder: Path) -> None:
+    state = TrainState(epoch=1, values=np.ones((2, 3, 4), np.float32), history=[{"loss": 0.5}])
+    save_state(folder, state, variables(1))
+    save_state(folder, replace(state, epoch=2), variables(2))
+
+
+@settings(max_examples=200)
+@given(place=st.floats(0, 1, exclude_max=True), change=st.integers(1, 255), cut=st.booleans())
+def test_any_changed_byte_of_a_checkpoint_is_detected(
+    tmp_path_factory: pytest.TempPathFactory, place: float, change: int, cut: bool
+) -> None:
+    folder = tmp_path_factory.mktemp("state")
+    saved_twice(folder)
+    newest = folder / "resume.npz"
+    content = bytearray(newest.read_bytes())
+    at = int(place * len(content))
+    content[at] ^= change
+    newest.write_bytes(content[:at] if cut else content)
+    loaded = variables(0)
+    state, problem = load_state(folder, loaded)
+    assert problem is not None
+    assert problem.startswith("resume.npz")
+    assert state.epoch == 1
+    assert all((variable.value == 1).all() for variable in loaded)
+
+
+def test_two_damaged_checkpoints_are_reported(tmp_path: Path) -> None:
+    saved_twice(tmp_path)
+    state, problem = load_state(tmp_path, variables(0))
+    assert (state.epoch, state.values.shape, problem) == (2, (2, 3, 4), None)
+    for path in tmp_path.iterdir():
+        path.write_bytes(b"nothing")
+    with pytest.raises(DamagedStore, match=r"resume.npz.*resume-older.npz"):
+        load_state(tmp_path, variables(0))
+
+
+def test_epochs_are_chosen_by_the_loss_or_as_in_earlier_versions_by_the_metric() -> None:
+    """At equal metrics, earlier versions took the lower loss; after an undefined metric, any metric."""
+    epochs = [
+        EpochMetrics(9, loss, {}, auc)
+        for loss, auc in (
+            (0.9, None),
+            (0.7, 0.90),
+            (0.5, 0.89),
+            (0.6, 1.0),
+            (0.4, 1.0),
+            (0.4, 0.99),
+        )
+    ]
+
+    def kept(monitor: str) -> list[int]:
+        state, best_epochs = TrainState(), []
+        for number, metrics in enumerate(epochs, 1):
+            state.epoch = number
+            if state.is_improved_by(metrics, monitor):
+                state.keep(metrics)
+                best_epochs.append(state.best_epoch)
+        return best_epochs
+
+    assert kept("loss") == [1, 2, 3, 5]
+    assert kept("metric") == [1, 2, 4, 5]
+
+
+def test_full_disk_keeps_the_last_checkpoint(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "256k") as disk:
+        saved_twice(disk)
+        large = [Variable(np.zeros(100_000, np.float32))]
+        with pytest.raises(OSError, match="No space left"):
+            save_state(disk, TrainState(epoch=3), large)
+        assert {path.name for path in disk.iterdir()} == {"resume.npz", "resume-older.npz"}
+        assert load_state(disk, variables(0))[0].epoch == 2
+
+
+def test_folder_of_a_running_training_is_refused(
+    run: Run, small_store: Path, tmp_path: Path
+) -> None:
+    command = [*COMMAND, "train", str(small_store), "--out", "run", *ARGUMENTS]
+    marker = tmp_path / "hanging"
+    child = subprocess.Popen(
+        command, cwd=tmp_path, stderr=subprocess.DEVNULL, env=faulty("gradients:2:hang", marker)
+    )
+    try:
+        while not marker.exists():
+            time.sleep(0.05)
+        config = (tmp_path / "run" / "config.toml").read_bytes()
+        done = run("train", "--resume", "--out", "run", "--epochs", 99)
+        assert done.returncode == 2, done.stderr
+        assert "run is in use by another process" in done.stderr
+        assert (tmp_path / "run" / "config.toml").read_bytes() == config
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_killed_and_resumed_on_real_tissue_by_region(run: Run, data: Path, tmp_path: Path) -> None:
+    (tmp_path / "mpps.csv").write_text("slide,mpp\nTCGA-CR-7395-01A-01-TS1,0.5\n")
+    names = {"CMU-1-Small-Region": "cmu", "TCGA-CR-7395-01A-01-TS1": "tcga"}
+    rows = [f"{name},{label}" for name, label in names.items()]
+    (tmp_path / "labels.csv").write_text("\n".join(["slide,label", *rows]) + "\n")
+    slides = [data / "slides" / f"{name}.svs" for name in names]
+    ingest = ("--mpp-csv", "mpps.csv", "--labels", "labels.csv", "--patch-size", 64)
+    assert run("ingest", *slides, *ingest).returncode == 0
+    arguments = (
+        "--split-by",
+        "region",
+        "--deterministic",
+        "--epochs",
+        2,
+        "--augment",
+        "flips,stain",
+        "--max-per-slide",
+        128,
+    )
+    whole = run("train", *arguments, "--out", "whole")
+    assert whole.returncode == 0, whole.stderr
+    command = [*COMMAND, "train", *map(str, arguments), "--out", "killed", *EACH_STEP]
+    child = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL)
+    while child.poll() is None and not (tmp_path / "killed" / "resume.npz").exists():
+        time.sleep(0.01)
+    assert child.poll() is None, "it ended before the kill"
+    child.kill()
+    child.wait()
+    done = run("train", "--resume", "--out", "killed")
+    assert done.returncode == 0, done.stderr
+    assert_equal(tmp_path / "killed", tmp_path / "whole")

@@ -1,0 +1,262 @@
+"""Effects of the options of a training."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from helpers.commands import Run, with_tensorflow
+from helpers.trainings import PREDICT, history
+from histopipe.errors import UsageError
+from histopipe.runs.task_config import PatchTrainConfig
+
+NORMALIZED = """
+import keras
+
+def build(patch_size):
+    image = keras.Input((patch_size, patch_size, 3))
+    x = keras.layers.Conv2D(8, 5, 4, "same", use_bias=False)(keras.layers.Rescaling(1 / 255)(image))
+    x = keras.layers.ReLU()(keras.layers.BatchNormalization()(x))
+    return keras.Model(image, keras.layers.GlobalAveragePooling2D()(x))
+"""
+"""A network with batch statistics, which a saved model must not synchronize."""
+ARGUMENTS = ("--epochs", "2", "--batch-size", "16", "--split-by", "slide")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--precision", "mixed_bfloat16"),
+        ("--precision", "mixed_float16", "--devices", "cpu:2"),
+        ("--xla",),
+        ("--xla", "--devices", "cpu:3", "--accumulate", "2"),
+        ("--model", "normalized.py:build", "--devices", "cpu:2"),
+    ],
+    ids=" ".join,
+)
+def test_saved_model_predicts_the_same_in_plain_keras_for_all_options(
+    run: Run, small_store: Path, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    (tmp_path / "normalized.py").write_text(NORMALIZED)
+    done = run("train", small_store, "--out", "run", *ARGUMENTS, "--epochs", 1, *options)
+    assert done.returncode == 0, done.stderr
+    assert all(np.isfinite(float(row["loss"])) for row in history(tmp_path / "run"))
+    program = PREDICT.replace('assert "histopipe" not in sys.modules', "")
+    predicted = with_tensorflow(program, tmp_path / "run", small_store, "n", "t")
+    assert predicted.returncode == 0, predicted.stderr
+    assert float(predicted.stdout) < 0.02
+    with zipfile.ZipFile(tmp_path / "run" / "model.keras") as saved:
+        assert b'"synchronized": true' not in saved.read("config.json")
+
+
+def test_xla_with_batch_normalization_over_several_devices_is_refused(
+    run: Run, small_store: Path, tmp_path: Path
+) -> None:
+    done = run(
+        "train", small_store, "--out", "run", "--xla", "--model", "mobilenet", "--devices", "cpu:2"
+    )
+    assert done.returncode == 2, done.stderr
+    assert "--xla" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+STEPS = """
+import json, math, sys
+import keras, numpy as np, tensorflow as tf
+from histopipe.training import train_step
+from histopipe.runs.task_config import PatchTrainConfig
+from histopipe.training.devices import make_strategy
+from histopipe.training.models import build_model
+from histopipe.training.objective import ClassObjective
+from histopipe.training.optimizer import make_optimizer
+
+strategy = make_strategy("cpu:2")
+config = PatchTrainConfig(optimizer="sgd", schedule="cosine", warmup_steps=4, epochs=2, learning_rate=0.1)
+with strategy.scope():
+    model = build_model("small-cnn", patch_size=16, objective=ClassObjective(2), dropout=0, precision="mixed_float16")
+    optimizer = make_optimizer(config, 10)
+settings = train_step.StepSettings(batch_size=2, objective=ClassObjective(2), class_weight=np.ones(2, np.float32), scale_loss=True)
+step = train_step.TrainStep(strategy, model, optimizer, settings)
+
+def gradients(values):
+    '''One gradient per replica, filled with its value, and no state.'''
+    def of(context):
+        value = values[int(context.replica_id_in_sync_group)]
+        sums = [tf.fill(v.shape, value) for v in model.training.trainable_variables]
+        return sums, [], tf.constant(1.0)
+    return strategy.experimental_distribute_values_from_function(of)
+
+def state():
+    weights = [np.asarray(v.value) for v in model.training.trainable_variables]
+    return weights, float(np.asarray(step.variables[-2].value)), int(np.asarray(optimizer.iterations.value))
+
+output = {}
+before, scale, _ = state()
+# The overflow is on the second replica only.
+step.apply(gradients([0.0, float("inf")]), tf.zeros(2))
+after, halved, steps_done = state()
+output["kept"] = all((a == b).all() for a, b in zip(before, after))
+output["scales"], output["skipped"] = [scale, halved], steps_done
+requests = step.apply(gradients([halved, 0.0]), tf.constant([0.0, 1.0]))
+output["requests"] = requests.numpy().tolist()
+moved, _, output["done"] = state()
+output["finite"] = all(np.isfinite(w).all() for w in moved)
+rates = []
+for _ in range(19):
+    rates.append(step.learning_rate)
+    step.apply(gradients([0.0, 0.0]), tf.zeros(2))
+output["rates"] = rates
+label, logits = tf.constant([0, 1]), tf.constant([[2.0, -1.0], [0.5, 0.0]])
+output["smooth"] = ClassObjective(3).losses({"label": label}, logits, 0.2).numpy().tolist()
+output["keras"] = keras.losses.CategoricalCrossentropy(
+    from_logits=True, label_smoothing=0.2, reduction="none"
+)(tf.one_hot(label, 2), logits).numpy().tolist()
+print(json.dumps(output))
+"""
+
+
+def test_overflow_schedule_requests_and_smoothing() -> None:
+    done = with_tensorflow(STEPS)
+    assert done.returncode == 0, done.stderr
+    output = json.loads(done.stdout)
+    assert output["kept"]
+    assert output["scales"] == [2.0**15, 2.0**14]
+    assert (output["skipped"], output["done"]) == (0, 1)
+    assert output["finite"]
+    assert output["requests"] == [0, 2]  # the sum over both replicas
+    # Warm-up to 0.1 in 4 steps, then cosine decay over 16 steps. Step 0 was done above.
+    expected = [0.1 * step / 4 for step in range(1, 4)]
+    expected += [0.05 * (1 + np.cos(np.pi * step / 16)) for step in range(16)]
+    np.testing.assert_allclose(output["rates"], expected, atol=1e-6)
+    np.testing.assert_allclose(output["smooth"], output["keras"], rtol=1e-6)
+
+
+BOARD = """
+import json, sys
+from pathlib import Path
+import tensorflow as tf
+from tensorflow.python.summary.summary_iterator import summary_iterator
+values = {}
+for path in sorted(Path(sys.argv[1]).iterdir()):
+    for event in summary_iterator(str(path)):
+        for value in event.summary.value:
+            values.setdefault(value.tag, {})[event.step] = float(tf.make_ndarray(value.tensor))
+print(json.dumps(values))
+"""
+
+
+def test_tensorboard_logs_equal_the_history(run: Run, small_store: Path, tmp_path: Path) -> None:
+    done = run("train", small_store, "--out", "run", *ARGUMENTS, "--tensorboard")
+    assert done.returncode == 0, done.stderr
+    logged = json.loads(with_tensorflow(BOARD, tmp_path / "run" / "tensorboard").stdout)
+    assert sorted(map(int, logged["step_loss"])) == list(range(1, 11))
+    for row in history(tmp_path / "run"):
+        for name in ("loss", "val_auc", "learning_rate"):
+            assert logged[name][row["epoch"]] == pytest.approx(float(row[name]), abs=1e-6)
+
+
+def test_device_placement_is_printed(run: Run, small_store: Path) -> None:
+    done = run("train", small_store, "--out", "run", *ARGUMENTS, "--log-device-placement")
+    assert done.returncode == 0, done.stderr
+    assert "device:CPU:0" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"accumulate": 0}, "--accumulate: found 0, expected 1 or more"),
+        ({"accumulate": 65}, "--accumulate: found 65, expected at most the 64"),
+        ({"warmup_steps": 5}, "expected --schedule cosine"),
+        ({"label_smoothing": 1.0}, "--label-smoothing: found 1.0, expected from 0 to below 1"),
+        ({"clip_norm": -1.0}, "--clip-norm: found -1.0"),
+        ({"precision": "float8"}, "precision: found 'float8', expected 'float32' or"),
+        ({"save_minutes": 0.0}, "--save-minutes: found 0.0, expected more than 0"),
+        ({"epochs": "three"}, "epochs: found 'three', expected a whole number"),
+        ({"xla": 1}, "xla: found 1, expected True or False"),
+        ({"seed": 1 << 32}, "--seed: found 4294967296, expected from 0 to 4294967295"),
+        ({"devices": "cpu:x"}, "--devices: found 'cpu:x'"),
+        ({"devices": "gpu:0,1,2", "batch_size": 2}, "--batch-size: found 2, .*3 devices"),
+        ({"devices": "cpu:4", "batch_size": 3}, "--batch-size: found 3, .*4 devices"),
+    ],
+)
+def test_invalid_settings_are_refused(settings: dict[str, object], expected: str) -> None:
+    with pytest.raises(UsageError, match=expected):
+        PatchTrainConfig(**settings)  # type: ignore[arg-type]  # wrong types are tested
+
+
+def test_diverging_training_fails(run: Run, small_store: Path, tmp_path: Path) -> None:
+    rate = ("--optimizer", "sgd", "--learning-rate", "1e30")
+    done = run("train", small_store, "--out", "run", *ARGUMENTS, *rate)
+    assert done.returncode == 2, done.stderr
+    assert "the loss of epoch 1 is not finite from step" in done.stderr
+    assert not (tmp_path / "run" / "model.keras").exists()
+
+
+def test_resume_refuses_other_settings(run: Run, small_store: Path, tmp_path: Path) -> None:
+    done = run("train", small_store, "--out", "run", *ARGUMENTS)
+    assert done.returncode == 0, done.stderr
+    config = (tmp_path / "run" / "config.toml").read_bytes()
+    for options, expected in (
+        (("--config", "run/config.toml"), "found --config"),
+        (("other.lmdb",), "found STORES"),
+        (("--learning-rate", "1"), "found --learning-rate"),
+    ):
+        done = run("train", "--resume", "--out", "run", *options)
+        assert done.returncode == 2, done.stderr
+        assert expected in done.stderr
+    assert (tmp_path / "run" / "config.toml").read_bytes() == config
+
+
+def test_warmup_longer_than_the_training_is_refused(
+    run: Run, small_store: Path, tmp_path: Path
+) -> None:
+    schedule = ("--schedule", "cosine", "--warmup-steps", 10)
+    done = run("train", small_store, "--out", "run", *ARGUMENTS, *schedule)
+    assert done.returncode == 2, done.stderr
+    assert "--warmup-steps: found 10, expected less than the 10 steps of 2 epochs" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_python_function_gives_the_result_of_the_command(
+    run: Run, small_store: Path, tmp_path: Path
+) -> None:
+    assert run("train", small_store, "--out", "command", *ARGUMENTS).returncode == 0
+    code = (
+        "import sys, histopipe\n"
+        "r = histopipe.train(sys.argv[1], out='python', epochs=2, batch_size=16, split_by='slide')\n"
+        "print(r.metrics['test'].patch.auc, 'tensorflow' in sys.modules)\n"
+        "try:\n    histopipe.train(sys.argv[1], out='x', colour=3)\n"
+        "except histopipe.HistopipeError as error:\n    print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(small_store)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    auc, unknown = done.stdout.splitlines()
+    assert auc.endswith(" False")
+    assert unknown.startswith("unknown settings: found colour")
+    metrics = json.loads((tmp_path / "command" / "metrics.json").read_text())
+    assert float(auc.split()[0]) == pytest.approx(metrics["test"]["patch"]["auc"], abs=1e-6)
+
+
+def test_the_last_line_names_a_subset_without_its_share(
+    run: Run, small_store: Path, tmp_path: Path
+) -> None:
+    """One patient has eight of the twelve slides, so that the training subset has one of three patients."""
+    rows = [f"{'nt'[i % 2]}{i},{'nt'[i % 2]},{'PQR'[max(0, i // 2 - 3)]}" for i in range(12)]
+    (tmp_path / "labels.csv").write_text("\n".join(["slide,label,patient", *rows]))
+    flags = ("--labels", "labels.csv", "--epochs", 1, "--batch-size", 16, "--seed", 1)
+    done = run("train", small_store, "--out", "run", *flags)
+    assert done.returncode == 0, done.stderr
+    (line,) = (line for line in done.stderr.splitlines() if "to improve: " in line)
+    assert "split with another --seed, or use --folds: train has 1 of 3 patients" in line

@@ -1,0 +1,118 @@
+"""Vision Transformers: equal to tiny twins of timm and transformers (tools/make_encoder_twins.py), and their weights."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+
+from helpers.paths import ENCODERS
+from histopipe.errors import UsageError
+from histopipe.pretrained.architecture import (
+    NAMINGS,
+    Architecture,
+    expected_shapes,
+    select,
+)
+from histopipe.pretrained.checkpoints import Tensor, read_tensors
+from histopipe.pretrained.presets import load_preset, preset_names
+from histopipe.training.pretrained_networks import assign_weights, vision_transformer
+
+TWINS = sorted(ENCODERS.glob("*.json"))
+
+
+def twin(path: Path, pooling: str) -> tuple[Architecture, dict[str, Tensor], str]:
+    about = json.loads(path.read_text())
+    network = Architecture(**about["architecture"], pooling=pooling)  # type: ignore[arg-type]
+    weights = path.with_suffix(".safetensors")
+    naming = NAMINGS[about["naming"]]
+    return (
+        network,
+        select(read_tensors(weights), network, naming, about["size"], weights),
+        about["naming"],
+    )
+
+
+@pytest.mark.parametrize("path", TWINS, ids=lambda path: path.stem)
+def test_tokens_equal_those_of_timm_or_transformers(path: Path) -> None:
+    network, tensors, naming = twin(path, "tokens")
+    outputs = np.load(path.with_suffix(".npz"))
+    for size in (28, 42):  # the size of the training, and another one
+        model = vision_transformer(network, size)
+        assign_weights(model, network, NAMINGS[naming], tensors)
+        tokens = model.predict(outputs[f"pixels_{size}"], verbose=0)
+        assert np.abs(tokens - outputs[f"tokens_{size}"]).max() < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore:__array__")  # keras calls numpy in an old way when it saves
+@pytest.mark.parametrize("pooling", ["class", "class+mean"])
+def test_pooling_and_saved_model(pooling: str, tmp_path: Path) -> None:
+    path = next(file for file in TWINS if file.stem == "timm-all-positions")
+    network, tensors, naming = twin(path, pooling)
+    outputs = np.load(path.with_suffix(".npz"))
+    model = vision_transformer(network, 28)
+    assign_weights(model, network, NAMINGS[naming], tensors)
+    tokens = outputs["tokens_28"]
+    expected = tokens[:, 0]
+    if pooling == "class+mean":
+        expected = np.concatenate([expected, tokens[:, network.prefix :].mean(axis=1)], axis=1)
+    assert model.output_shape == (None, network.dimension)
+    model.save(tmp_path / "model.keras")
+    plain = keras.models.load_model(tmp_path / "model.keras", safe_mode=True)  # stock layers only
+    for variant in (model, plain):
+        assert np.abs(variant.predict(outputs["pixels_28"], verbose=0) - expected).max() < 1e-5
+
+
+PUBLISHED = {
+    "dinov2-base": 86_579_712,
+    "dinov2-giant": 1_136_479_232,
+    "dinov2-large": 304_367_616,
+    "dinov2-small": 22_056_192,
+    "gigapath": 1_134_953_984,
+    "gpfm": 303_227_904,
+    "h-optimus-0": 1_134_774_272,
+    "h-optimus-1": 1_134_774_272,
+    "hibou-b": 85_728_000,
+    "hibou-l": 303_232_000,
+    "kaiko-b16": 85_798_656,
+    "kaiko-b8": 85_807_872,
+    "kaiko-l14": 304_370_688,
+    "kaiko-s16": 21_665_664,
+    "kaiko-s8": 21_670_272,
+    "midnight-12k": 1_134_769_664,
+    "phikon": 85_798_656,
+    "phikon-v2": 303_350_784,
+    "uni": 303_350_784,
+    "uni2-h": 681_394_176,
+    "virchow": 631_229_184,
+    "virchow2": 631_239_424,
+}
+"""Parameters of the networks of timm 1.0.27 and transformers 5.14 with the options of the presets, without mask tokens."""
+
+
+def test_presets_have_the_published_number_of_parameters() -> None:
+    assert {*PUBLISHED, "path-foundation"} == set(preset_names())
+    for name, published in PUBLISHED.items():
+        preset = load_preset(name)
+        assert preset.architecture is not None
+        size = preset.preprocessing.trained
+        shapes = expected_shapes(preset.architecture, NAMINGS[preset.naming], size)
+        count = sum(map(math.prod, shapes.values()))
+        assert count == preset.parameters == published, name
+
+
+def test_other_weights_are_listed() -> None:
+    path = next(file for file in TWINS if file.stem == "timm")
+    network, tensors, naming = twin(path, "class")
+    shapes = expected_shapes(network, NAMINGS[naming], 28)
+    assert {name: tensor.shape for name, tensor in tensors.items()} == shapes
+    other = Architecture(patch=7, width=12, depth=3, heads=3, hidden=24)
+    with pytest.raises(UsageError) as error:
+        select({**tensors, "more": tensors["cls_token"]}, other, NAMINGS[naming], 28, path)
+    assert "14 missing: blocks.2.attn.proj.bias" in str(error.value)
+    assert "1 surplus: more" in str(error.value)
+    assert "6 misshapen: blocks.0.mlp.fc1.weight (48, 12) for (24, 12)" in str(error.value)

@@ -1,0 +1,198 @@
+"""Several workers give the result of one process. If a worker is lost, the others end soon and name it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from helpers.commands import COMMAND, Run
+from helpers.trainings import FILES, free_ports, history, tf_config, weights
+from histopipe.errors import UsageError
+from histopipe.runs.workers import Cluster, in_cluster
+from histopipe.training.devices import find_cluster
+
+ARGUMENTS = ("--epochs", "3", "--batch-size", "15", "--split-by", "slide", "--devices", "cpu")
+
+
+def start(
+    store: Path, out: Path, ports: list[int], index: int, *options: str, fault: str = ""
+) -> subprocess.Popen[str]:
+    environment = os.environ | {"TF_CONFIG": tf_config(ports, index)}
+    if fault:
+        environment |= {"HISTOPIPE_TEST_FAULT": fault}
+    command = [*COMMAND, "train", str(store), "--out", str(out), *ARGUMENTS, *options]
+    return subprocess.Popen(
+        command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+@pytest.fixture
+def ports() -> Iterator[list[int]]:
+    yield free_ports(2)
+
+
+def test_two_workers_equal_one_process(
+    run: Run, small_store: Path, tmp_path: Path, ports: list[int]
+) -> None:
+    workers = [start(small_store, tmp_path / "two", ports, index) for index in (0, 1)]
+    ends = [worker.communicate(timeout=200) for worker in workers]
+    assert [worker.returncode for worker in workers] == [0, 0], ends
+    assert run("train", small_store, "--out", "one", *ARGUMENTS).returncode == 0
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert {path.name for path in two.iterdir()} == FILES | {"resume-older.npz"}
+    for a, b in zip(history(one), history(two), strict=True):
+        assert {k: float(v) for k, v in a.items()} == pytest.approx(
+            {k: float(v) for k, v in b.items()}, abs=1e-5
+        )
+    for w, v in zip(weights(one), weights(two), strict=True):
+        assert np.linalg.norm(w - v) <= 1e-4 * max(1.0, float(np.linalg.norm(v)))
+    assert json.loads((two / "metrics.json").read_text())["replicas"] == 2
+    assert ends[0][0] == ends[1][0]  # both print the metrics
+
+
+@pytest.mark.parametrize(
+    ("kind", "status"),
+    [
+        ("SIGKILL", "had its last heartbeat"),
+        ("SIGSTOP", "had its last heartbeat"),
+        ("hang", "is alive, reading"),
+    ],
+)
+def test_lost_worker_ends_the_other_and_is_named(
+    run: Run, small_store: Path, tmp_path: Path, ports: list[int], kind: str, status: str
+) -> None:
+    place = "read:8" if kind == "hang" else "gradients:7"
+    lost = start(
+        small_store,
+        tmp_path / "run",
+        ports,
+        1,
+        "--worker-timeout",
+        "15",
+        fault=f"{place}:{kind}:{tmp_path / 'lost'}",
+    )
+    other = start(
+        small_store, tmp_path / "run", ports, 0, "--worker-timeout", "15", "--save-minutes", "1e-9"
+    )
+    try:
+        while not (tmp_path / "lost").exists():
+            assert other.poll() is None
+            time.sleep(0.1)
+        _, stderr = other.communicate(timeout=120)
+    finally:
+        for worker in (lost, other):
+            worker.kill()
+            worker.communicate()
+    assert other.returncode == 6, stderr
+    assert f"worker 1 (127.0.0.1:{ports[1]}) {status}" in stderr
+    assert "Traceback" not in stderr
+    if kind == "SIGKILL":
+        again = run("train", "--resume", "--out", "run", "--devices", "cpu:2")
+        assert again.returncode == 0, again.stderr
+        assert "resuming run after epoch" in again.stderr
+        assert len(history(tmp_path / "run")) == 3
+
+
+def test_worker_that_never_starts_is_named(
+    small_store: Path, tmp_path: Path, ports: list[int]
+) -> None:
+    alone = start(small_store, tmp_path / "run", ports, 0, "--worker-timeout", "5")
+    _, stderr = alone.communicate(timeout=100)
+    assert alone.returncode == 6, stderr
+    assert f"worker 1 (127.0.0.1:{ports[1]}) never started" in stderr
+
+
+def test_stop_of_one_worker_stops_all(
+    run: Run, small_store: Path, tmp_path: Path, ports: list[int]
+) -> None:
+    """Stopped in the eighth step, the worker sends the request in the ninth, and all workers stop."""
+    fault = f"gradients:8:SIGTERM:{tmp_path / 'stopped'}"
+    workers = [
+        start(small_store, tmp_path / "run", ports, 0),
+        start(small_store, tmp_path / "run", ports, 1, fault=fault),
+    ]
+    ends = [worker.communicate(timeout=100)[1] for worker in workers]
+    for worker, stderr in zip(workers, ends, strict=True):
+        assert worker.returncode == 130, stderr
+        assert "saved after epoch 1 and 3 steps of the next" in stderr
+    done = run("train", "--resume", "--out", "run", "--devices", "cpu")
+    assert done.returncode == 0, done.stderr
+    assert "after epoch 1 and 3 steps of the next" in done.stderr
+
+
+def test_stop_of_one_worker_in_validation_loses_no_step(
+    run: Run, small_store: Path, tmp_path: Path, ports: list[int]
+) -> None:
+    fault = f"predict:1:SIGTERM:{tmp_path / 'stopped'}"
+    workers = [
+        start(small_store, tmp_path / "run", ports, 0, "--worker-timeout", "15"),
+        start(small_store, tmp_path / "run", ports, 1, "--worker-timeout", "15", fault=fault),
+    ]
+    ends = [worker.communicate(timeout=100)[1] for worker in workers]
+    assert workers[1].returncode == 130, ends
+    assert workers[0].returncode == 6, ends
+    assert f"worker 1 (127.0.0.1:{ports[1]}) failed: interrupted" in ends[0]
+    done = run("train", "--resume", "--out", "run", "--devices", "cpu")
+    assert done.returncode == 0, done.stderr
+    assert "after epoch 0 and 6 steps of the next" in done.stderr
+
+
+def test_workers_with_different_settings_are_refused(
+    small_store: Path, tmp_path: Path, ports: list[int]
+) -> None:
+    workers = [
+        start(small_store, tmp_path / "run", ports, index, "--learning-rate", rate)
+        for index, rate in ((0, "0.001"), (1, "0.01"))
+    ]
+    ends = [worker.communicate(timeout=100)[1] for worker in workers]
+    for worker, stderr in zip(workers, ends, strict=True):
+        assert worker.returncode == 2, stderr
+        assert (
+            f"workers differ from the first worker: found worker 1 (127.0.0.1:{ports[1]})" in stderr
+        )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        "{}",
+        '{"cluster": {"worker": ["a:1", "b:2"]}, "task": {"type": "worker"}}',
+        '{"cluster": {"worker": ["a:1", "b:2"]}, "task": {"type": "worker", "index": -1}}',
+        '{"cluster": {"worker": ["a:1", "b:2"]}, "task": {"type": "chief", "index": 0}}',
+        '{"cluster": {"worker": ["a:1"], "ps": ["b:2"]}, "task": {"type": "worker", "index": 0}}',
+    ],
+)
+def test_invalid_tf_config_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TF_CONFIG", text)
+    with pytest.raises(UsageError, match="TF_CONFIG"):
+        find_cluster()
+
+
+def test_workers_of_a_slurm_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "SLURM_STEP_NUM_TASKS": "3",
+        "SLURM_STEP_NODELIST": "node[07-08]",
+        "SLURM_STEP_TASKS_PER_NODE": "2,1",
+        "SLURM_PROCID": "2",
+    }.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    cluster = find_cluster()
+    assert cluster.workers == ("node07:8888", "node07:8889", "node08:8888")
+    assert (cluster.index, cluster.chief, cluster.alone) == (2, False, False)
+    assert cluster.own_part(6) == range(4, 6)
+
+
+def test_slurm_batch_script_is_not_a_worker() -> None:
+    assert not in_cluster({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"})
+    assert not in_cluster({"SLURM_STEP_NUM_TASKS": "1"})
+    assert Cluster().alone
