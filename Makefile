@@ -6,7 +6,7 @@ DEMO := demo
 VENV_WITH = python="$$(tools/find_python "$(1)")" && "$$python" -m venv
 SOURCES := $(shell find histopipe -type f -not -path '*/__pycache__/*') pyproject.toml
 
-.PHONY: help demo test lint check format environments docs pages release lock image-locks image-check container-check python-check clean
+.PHONY: help demo test test-all lint check format environments docs pages release lock image-locks image-check container-check python-check clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -27,8 +27,14 @@ demo: $(VENV)/.installed ## run the full pipeline on synthetic slides; ends with
 	rm -rf $(DEMO)
 	$(BIN)/histopipe demo --out $(DEMO)
 
-test: $(VENV)/.installed ## run the tests against the installed package
-	$(BIN)/python -P -m pytest -n 4 --dist loadfile --no-loadscope-reorder
+# Four processes on two cores: many tests wait for a process that they started.
+PYTEST := $(BIN)/python -P -m pytest -n 4 --dist loadfile --no-loadscope-reorder
+
+test: $(VENV)/.installed ## run the tests against the installed package, except slow ones: 5 minutes on 2 cores
+	$(PYTEST) -m "not slow" --hypothesis-profile few
+
+test-all: test ## run the slow tests, too, and the property tests with more examples
+	$(PYTEST) -m "slow or hypothesis" --hypothesis-profile many
 
 lint: $(VENV)/.installed ## check format, lint, words, names and types
 	$(BIN)/ruff format --check .

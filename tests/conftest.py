@@ -36,9 +36,10 @@ from helpers.viewed import make_viewed
 from histopipe.runs.fork_server import ADDRESS, start_server
 from histopipe.system.files import locked
 
-# Test machines are busy, so the duration of an example is not meaningful.
-settings.register_profile("steady", deadline=None)
-settings.load_profile("steady")
+# Test machines are busy, so the duration of an example is not meaningful. `make test` uses "few", `make test-all` "many".
+settings.register_profile("many", deadline=None)
+settings.register_profile("few", deadline=None, max_examples=10)
+settings.load_profile("many")
 
 SLOW_FILES = (
     "test_workers",
@@ -67,6 +68,10 @@ SLOW_FILES = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        for marker in item.iter_markers("slow"):
+            if not marker.kwargs.get("reason"):
+                raise pytest.UsageError(f'{item.nodeid}: expected slow(reason="...")')
     place = {name: number for number, name in enumerate(SLOW_FILES)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
 

@@ -18,11 +18,12 @@ import numpy as np
 import pytest
 import shapely
 import tifffile
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from helpers.commands import Run
+from helpers.examples import examples
 from helpers.inline import in_process
 from helpers.slides import make_slides
 from histopipe.annotations.annotation_files import find_annotations, read_annotations
@@ -187,7 +188,7 @@ def rasterised(
 
 
 @given(st.lists(DRAWN, min_size=1, max_size=7), st.sampled_from([7, 16]), st.floats(0.1, 1))
-@settings(max_examples=60)
+@examples(60)
 def test_labels_agree_with_rasterization(
     drawn: list[tuple[str, list[Point]]], side: int, threshold: float
 ) -> None:
@@ -693,7 +694,7 @@ def test_too_large_file_is_refused_without_reading(tmp_path: Path) -> None:
         ),
     )
 )
-@settings(max_examples=300)
+@examples(300)
 def test_random_json_is_read_or_refused(
     tmp_path_factory: pytest.TempPathFactory, value: Any
 ) -> None:
@@ -708,7 +709,7 @@ def test_random_json_is_read_or_refused(
 
 
 @given(st.binary(max_size=300) | st.text(alphabet="<>/&;!aA\"'= ASAP_Annotations", max_size=200))
-@settings(max_examples=300)
+@examples(300)
 def test_random_bytes_are_refused(
     tmp_path_factory: pytest.TempPathFactory, value: bytes | str
 ) -> None:

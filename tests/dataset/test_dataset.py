@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import simplejpeg
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers.examples import examples
 from helpers.stores import RECORD, SPEC, columns_of, one_slide
 from histopipe.dataset.patch_batches import PatchBatches, ReusedMemory, aligned_empty
 from histopipe.dataset.sampling import Order, Shuffled, make_order
@@ -92,7 +93,7 @@ def epoch_keys(batches: PatchBatches, epoch: int) -> list[int]:
     return keys
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(st.integers(4, 200), st.integers(0, 5), st.integers(1, 4), st.booleans())
 def test_epoch_has_every_patch_once_for_any_number_of_replicas(
     made_store: Path, size: int, epoch: int, replicas: int, shuffle: bool
@@ -224,7 +225,7 @@ def test_split_is_written_and_read_back(store: Store, tmp_path: Path, split_by: 
     assert make_splits([store], split_by=split_by, seed=3, region=REGION).count() == counts
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(st.integers(0, 1000), st.integers(3, 6))
 def test_patients_and_copies_are_on_one_side(made_store: Path, seed: int, patients: int) -> None:
     with Store(made_store) as store:
@@ -335,7 +336,7 @@ def test_splits_of_a_seed_stay_the_same(tmp_path: Path) -> None:
 KINDS = st.sampled_from([None, "1", "2"])
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.lists(st.lists(st.tuples(KINDS, KINDS, KINDS), min_size=1, max_size=2), max_size=9))
 def test_groups_of_copies_are_the_unions_of_pairs(
     bags: list[list[tuple[str | None, str | None, str | None]]],
@@ -449,7 +450,7 @@ def test_side_without_a_class_is_refused(store: Store) -> None:
         make_splits([store], split_by="region", seed=3, region=Micrometres(100.0))
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(st.lists(st.integers(3, 40), min_size=1, max_size=4), st.integers(0, 1000))
 def test_every_class_is_on_every_side(sizes: list[int], seed: int) -> None:
     """Each unit has one class and 10 patches."""

@@ -22,10 +22,11 @@ import numpy as np
 import pytest
 import simplejpeg
 from click.testing import CliRunner
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import histopipe
+from helpers.examples import examples
 from helpers.paths import TESTS
 from helpers.stores import (
     SIDE,
@@ -193,7 +194,7 @@ def test_start_step_continues_with_the_same_batches(
             assert all((a[name] == b[name]).all() for name in a)
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(st.data())
 def test_restarts_at_any_step_give_the_same_keys(made_store: Path, data: st.DataObject) -> None:
     """Read some steps, stop at any of them and continue with the next step, like a training that was killed."""

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import chi2
 
+from helpers.examples import examples
 from histopipe.dataset.options import Balance
 from histopipe.dataset.sampling import BlockShuffled, Order, Shuffled, make_order
 from histopipe.dataset.selection import SampleRows, SampleTable
@@ -137,7 +138,7 @@ PINNED_CAP = [1, 0, 2, 1, 347, 1319]
 
 
 @given(SIZES, SEEDS, st.integers(0, 5), st.integers(1, 700))
-@settings(max_examples=60)
+@examples(60)
 def test_block_shuffle_has_every_sample_once(n: int, seed: int, number: int, block: int) -> None:
     order = BlockShuffled(n, seed, block)
     samples = epoch(order, number)
@@ -266,7 +267,7 @@ def test_contradictory_settings_are_refused() -> None:
     SEEDS,
     st.data(),
 )
-@settings(max_examples=30)
+@examples(30)
 def test_draws_are_the_mean_of_what_epochs_draw(
     counts: list[int], cap: int | None, balance: Any, seed: int, data: st.DataObject
 ) -> None:

@@ -109,9 +109,8 @@ def uninterrupted(small_store: Path, tmp_path_factory: pytest.TempPathFactory) -
     return folder
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_continued_run_equals_uninterrupted_run(
-    small_store: Path, uninterrupted: Path, tmp_path: Path, number: signal.Signals
+    small_store: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:
     """Kills are tested with `predict`, which runs slides through a network in the same way."""
     arguments = ["embed", small_store, *NETWORK, "--batch-size", 4, "--json"]

@@ -13,10 +13,11 @@ from typing import Any
 
 import lmdb
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.damage_trials import run_trials
+from helpers.examples import examples
 from helpers.lmdb_pages import PAGE, nodes_of, pages_of
 from helpers.stores import RECORD, SPEC, a_store, edited, flip_a_byte, jpegs, one_slide, patched
 from histopipe.errors import DamagedStore, NothingToDo, UnknownVersion
@@ -299,7 +300,7 @@ def test_entries_of_later_version_are_not_damage(store: Path) -> None:
     assert verify(store).findings == []
 
 
-@settings(max_examples=8)
+@examples(8)
 @given(st.data())
 def test_verify_survives_any_file(
     intact: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

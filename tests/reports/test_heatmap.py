@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import shapely
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib import colormaps, rc_context, rcParams
 from PIL import Image
 from tifffile import TiffFile
 
 from helpers.commands import Run
+from helpers.examples import examples
 from helpers.scores import class_predictions
 from helpers.stores import a_store, jpegs
 from histopipe.annotations.annotation_files import read_annotations
@@ -69,7 +70,7 @@ def test_slide_is_found_by_id_with_or_without_the_uuid_of_its_store(tmp_path: Pa
 
 
 @given(CELLS, st.floats(3, 40), st.floats(0.7, 9))
-@settings(max_examples=60)
+@examples(60)
 def test_pixel_is_the_mean_of_the_patches_that_cover_it(
     cells: list[tuple[int, int, float]], side: float, pixel: float
 ) -> None:

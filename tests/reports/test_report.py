@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import simplejpeg
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from selenium import webdriver
 from selenium.webdriver.common.by import By
@@ -22,6 +22,7 @@ from selenium.webdriver.support.ui import WebDriverWait
 from sklearn.metrics import roc_auc_score, roc_curve
 
 from helpers.commands import Run
+from helpers.examples import examples
 from helpers.scores import class_scores
 from helpers.stores import RECORD, SPEC, columns_of
 from histopipe.maintenance.store_info import info_of
@@ -315,7 +316,7 @@ def some_scores(draw: st.DrawFn) -> Predictions:
 
 
 @given(some_scores(), st.integers(0, 5))
-@settings(max_examples=80)
+@examples(80)
 def test_roc_curve_equals_scikit_learn_and_its_band_is_valid(
     scores: Predictions, seed: int
 ) -> None:

@@ -17,10 +17,11 @@ import openslide
 import pydicom
 import pytest
 import tifffile
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from helpers.examples import examples
 from helpers.slide_variants import picture, write_slide
 from helpers.slides import make_slides
 from histopipe.errors import NothingToDo, ScaleError, SlideUnreadable, UsageError
@@ -425,7 +426,7 @@ def tile_begin(path: Path) -> int:
         return int(tiff.pages.first.dataoffsets[1])
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     st.lists(st.tuples(st.integers(0, 1), st.integers(0, 60_000)), min_size=1, max_size=60),
     st.integers(0, 3),

@@ -14,9 +14,10 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers.examples import examples
 from histopipe.errors import UsageError
 from histopipe.features.bags import BagSet
 from histopipe.ingestion.request import label_by_subfolder, read_request
@@ -237,7 +238,7 @@ def quoted(cell: str) -> str:
     return '"' + cell.replace('"', '""') + '"' if set(cell) & set(',"\n\r') else cell
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(
     body=BODIES,
     end=st.sampled_from(["\n", "\r\n", "\r"]),

@@ -15,12 +15,13 @@ import numpy as np
 import openslide
 import pytest
 import tifffile
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from peak_memory import peaks_of
 
 from helpers.commands import Run
+from helpers.examples import examples
 from helpers.inline import in_process
 from helpers.stores import read_store
 from histopipe.errors import SlideUnreadable
@@ -132,7 +133,7 @@ def test_pixels_equal_the_array(
             assert np.array_equal(slide.read_region(PointL0(0, 0), level.number, level.size), rgb)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     x=st.integers(-300, 1000),
     y=st.integers(-300, 800),

@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.commands import Run
+from helpers.examples import examples
 from helpers.stores import a_store, jpegs
 from histopipe import load_dataset
 from histopipe.dataset.selection import select
@@ -156,7 +157,7 @@ def test_invalid_options_are_refused(drawn: Path) -> None:
 
 
 @given(st.floats(0, 1), st.floats(0, 100), st.floats(0, 1), st.integers(0, 2**32))
-@settings(max_examples=50)
+@examples(50)
 def test_filter_agrees_with_definition(tissue: float, focus: float, pen: float, seed: int) -> None:
     rng = np.random.default_rng(seed)
     index: dict[str, Any] = {

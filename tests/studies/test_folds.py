@@ -16,12 +16,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from sklearn import metrics as sk
 
 import histopipe
 from helpers.commands import COMMAND, INTERRUPTIBLE, Run, processes_in, succeed
+from helpers.examples import examples
 from helpers.fake_training import Failure, RecordedTrainings
 from helpers.stores import a_store, jpegs
 from helpers.trainings import faulty_runs
@@ -48,7 +49,7 @@ TIMED = ("seconds", "host_mb", "gpu_mb", "attempts")
 # Splits.
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(st.lists(st.integers(2, 30), min_size=2, max_size=4), st.integers(2, 8), st.integers(0, 99))
 def test_every_unit_is_tested_once_and_classes_are_balanced(
     sizes: list[int], folds: int, seed: int
@@ -226,6 +227,9 @@ def test_pooled_metrics_cover_all_predictions(whole: Path) -> None:
     np.testing.assert_array_equal(pooled["patch"]["confusion"], np.sum(folds, axis=0))
 
 
+@pytest.mark.slow(
+    reason="three trainings in a new process; test_pooled_metrics_cover_all_predictions shows the command"
+)
 def test_python_function_equals_the_command_without_tensorflow(
     whole: Path, small_store: Path, tmp_path: Path
 ) -> None:
@@ -251,6 +255,9 @@ def test_python_function_equals_the_command_without_tensorflow(
     assert "epoch 1/2" in (tmp_path / "cv" / "logs" / "fold-3.log").read_text()
 
 
+@pytest.mark.slow(
+    reason="kills of two new processes; test_failed_folds_do_not_affect_other_folds_and_can_be_resumed shows how folds are resumed"
+)
 def test_twice_killed_run_equals_uninterrupted_run(
     run: Run, small_store: Path, whole: Path, tmp_path: Path
 ) -> None:
@@ -276,6 +283,7 @@ def test_twice_killed_run_equals_uninterrupted_run(
         assert (one / "predictions.csv").read_bytes() == (two / "predictions.csv").read_bytes()
 
 
+@pytest.mark.slow(reason="a hanging training")
 def test_hanging_training_and_its_children_end_at_the_time_limit(
     small_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -369,6 +377,7 @@ def test_retries_depend_on_the_failure(
     assert sorted(fake.resumed) == ["fold-1", "fold-2"]
 
 
+@pytest.mark.slow(reason="an interrupt of a new process")
 def test_interrupt_ends_every_fold_and_resume_continues(
     run: Run, small_store: Path, whole: Path, tmp_path: Path
 ) -> None:
@@ -429,6 +438,7 @@ print(*sizes)
 """
 
 
+@pytest.mark.slow(reason="six trainings")
 def test_folds_do_not_increase_memory_of_the_parent(small_store: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", FLAT, str(small_store), str(tmp_path / "cv")],

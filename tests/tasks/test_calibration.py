@@ -8,13 +8,14 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy.optimize import minimize
 from sklearn import metrics as sk
 from sklearn.linear_model import LogisticRegression
 
+from helpers.examples import examples
 from helpers.scores import class_metrics, class_predictions, class_scores, target_predictions
 from histopipe.evaluation.evaluate import fit_temperature, tempered
 from histopipe.tasks.calibration import decision_curve, recalibration
@@ -136,7 +137,7 @@ def test_perfect_predictions_have_informative_intervals(items: int) -> None:
     exchanged=st.booleans(),
     seed=st.integers(0, 999),
 )
-@settings(max_examples=25)
+@examples(25)
 def test_one_error_changes_little_in_intervals_of_clusters(
     patients: int, items: int, share: float, exchanged: bool, seed: int
 ) -> None:
@@ -162,7 +163,7 @@ def test_one_error_changes_little_in_intervals_of_clusters(
 
 
 @given(st.integers(0, 999))
-@settings(max_examples=10)
+@examples(10)
 def test_one_error_changes_little_in_the_interval_of_average_precision(seed: int) -> None:
     resampled = 1 - np.random.default_rng(seed).random(100) * 1e-3
     before = precision_interval(1.0, np.ones(100), 10, several=True)

@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy import stats
 from sklearn import metrics as sk
 from sklearn.linear_model import LogisticRegression
 
+from helpers.examples import examples
 from helpers.scores import aggregated, target_predictions, task_scores
 from histopipe.errors import DamagedStore
 from histopipe.evaluation.evaluate import Evaluation, evaluate, evaluate_subsets, evaluation_lines
@@ -80,7 +81,7 @@ def compute(statistics: Any, weights: NDArray[np.float64]) -> dict[str, float]:
 @needs_scikit_survival
 @pytest.mark.parametrize("decimals", [6, 1])
 @given(seed=st.integers(0, 1000))
-@settings(max_examples=12)
+@examples(12)
 def test_survival_metrics_equal_those_of_scikit_survival(seed: int, decimals: int) -> None:
     risk, time, event = cohort(seed, decimals=decimals)
     grid = time_grid(time, event)
@@ -122,7 +123,7 @@ def test_survival_metrics_equal_those_of_scikit_survival(seed: int, decimals: in
 @needs_scikit_survival
 @pytest.mark.parametrize("units", [12, 1])
 @given(seed=st.integers(0, 1000))
-@settings(max_examples=10)
+@examples(10)
 def test_survival_metrics_of_monthly_and_yearly_times(units: int, seed: int) -> None:
     """At the last time, patients have the event and are censored: metrics are those of scikit-survival before that time."""
     risk, time, event = cohort(seed, 60)
@@ -164,7 +165,7 @@ def test_higher_risk_means_earlier_event() -> None:
 @needs_scikit_survival
 @pytest.mark.parametrize("decimals", [6, 1])
 @given(seed=st.integers(0, 1000))
-@settings(max_examples=10)
+@examples(10)
 def test_cox_loss_equals_that_of_scikit_survival_and_its_gradient(seed: int, decimals: int) -> None:
     rng = np.random.default_rng(seed)
     _, time, event = cohort(seed, 40, decimals=decimals)
@@ -201,7 +202,7 @@ def test_baseline_survival_equals_that_of_scikit_survival() -> None:
 
 
 @given(seed=st.integers(0, 1000), ties=st.booleans())
-@settings(max_examples=20)
+@examples(20)
 def test_regression_metrics_equal_those_of_scikit_learn(seed: int, ties: bool) -> None:
     rng = np.random.default_rng(seed)
     target = rng.normal(size=(30, 2))
@@ -231,7 +232,7 @@ def test_regression_metrics_equal_those_of_scikit_learn(seed: int, ties: bool) -
 
 
 @given(seed=st.integers(0, 1000), scale=st.integers(-100, 100), offset=st.integers(0, 9))
-@settings(max_examples=20)
+@examples(20)
 def test_regression_metrics_of_any_scale_and_offset(seed: int, scale: int, offset: int) -> None:
     """Metrics without unit do not depend on the unit: targets may vary little, or be far from zero."""
     rng = np.random.default_rng(seed)
@@ -261,7 +262,7 @@ def test_constant_targets_have_no_coefficient_of_determination(value: float) -> 
 
 
 @given(seed=st.integers(0, 1000))
-@settings(max_examples=20)
+@examples(20)
 def test_multilabel_metrics_equal_those_of_scikit_learn(seed: int) -> None:
     rng = np.random.default_rng(seed)
     target = (rng.random((60, 2)) < 0.4).astype(np.float64)
@@ -471,7 +472,7 @@ def test_slides_are_aggregated_to_patients() -> None:
     level=st.sampled_from(["patch", "slide", "patient"]),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=20)
+@examples(20)
 def test_written_predictions_are_read_back(
     tmp_path_factory: pytest.TempPathFactory, task: Any, level: Any, seed: int
 ) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import histopipe
@@ -23,6 +23,7 @@ from helpers.bags import (
     target_training,
 )
 from helpers.commands import Run
+from helpers.examples import examples
 from helpers.trainings import EACH_STEP, faulty
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.predictions.prediction_tables import read_predictions
@@ -360,7 +361,7 @@ def test_missing_labels_do_not_change_the_gradients_of_others() -> None:
 
 
 @given(seed=st.integers(0, 999))
-@settings(max_examples=10)
+@examples(10)
 def test_discrete_survival_is_a_likelihood(seed: int) -> None:
     """The loss is -log of the probability of what happened, and the survival falls from 1."""
     import tensorflow as tf
@@ -508,7 +509,7 @@ def test_patch_models_learn_numbers_and_labels(run: Run, made_store: Path, tmp_p
 
 
 @given(st.integers(20, 80), st.integers(1, 5), st.integers(0, 99))
-@settings(max_examples=20, deadline=None)
+@examples(20)
 def test_labels_are_divided_evenly(units: int, labels: int, seed: int) -> None:
     present = np.random.default_rng(seed).random((units, labels)) < 0.3
     patches = np.hstack([np.ones((units, 1), bool), present]).astype(np.int64)

@@ -49,18 +49,20 @@ def assert_same_run(run: Path, other: Path) -> None:
 # Five steps with batches of 16, each in two pieces of 8: calls 9 and 10 are the pieces of the fifth step.
 FAULTS = {
     "gradients:10:exhausted": False,
+    "apply:4:exhausted": True,
     "gradients:9:real": False,
     "predict:2:exhausted": False,
     "gradients:9:cuda": True,
-    "apply:4:exhausted": True,
     "read:4:memory": True,
     "save:2:memory": True,
 }
 """Where memory runs out, and whether a new process is needed to continue."""
-DEATHS = ("SIGKILL", "SIGABRT")
+OTHER_PLACES = pytest.mark.slow(reason="other places of the two ways to continue")
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault", [*FAULTS][:2] + [pytest.param(fault, marks=OTHER_PLACES) for fault in [*FAULTS][2:]]
+)
 def test_step_out_of_memory_continues_in_smaller_pieces(
     run: Run, small_store: Path, undisturbed: Path, tmp_path: Path, fault: str
 ) -> None:
@@ -78,6 +80,7 @@ def test_step_out_of_memory_continues_in_smaller_pieces(
     assert_same_run(out, undisturbed)
 
 
+@pytest.mark.slow(reason="a process for each size of micro-batches")
 def test_permanent_out_of_memory_is_reported_after_single_patches(
     run: Run, small_store: Path, tmp_path: Path
 ) -> None:
@@ -99,7 +102,10 @@ def test_out_of_memory_while_building_the_network_is_reported(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("kind", DEATHS)
+@pytest.mark.parametrize(
+    "kind",
+    ["SIGKILL", pytest.param("SIGABRT", marks=pytest.mark.slow(reason="the same as SIGKILL"))],
+)
 def test_process_killed_for_memory_is_reported_and_resumed_in_smaller_pieces(
     run: Run, small_store: Path, undisturbed: Path, tmp_path: Path, kind: str
 ) -> None:
@@ -109,7 +115,7 @@ def test_process_killed_for_memory_is_reported_and_resumed_in_smaller_pieces(
     assert f"died of {kind}: probably out of memory" in done.stderr
     assert "which uses micro-batches of 4 patches" in done.stderr
     assert not (tmp_path / "run" / "metrics.json").exists()
-    if kind != DEATHS[0]:
+    if kind != "SIGKILL":
         return  # resuming is the same for both
     again = run("train", "--resume", "--out", "run")
     assert again.returncode == 0, again.stderr
@@ -152,6 +158,7 @@ def growth_mb(store: Path, out: Path, count: int, in_process: str) -> float:
     return megabytes[-1] - megabytes[1]
 
 
+@pytest.mark.slow(reason="eight trainings")
 def test_trainings_do_not_use_the_memory_of_their_caller(small_store: Path, tmp_path: Path) -> None:
     assert growth_mb(small_store, tmp_path / "apart", 4, "no") < 3
     # Control: trainings in the caller's process do.

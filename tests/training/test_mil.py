@@ -24,12 +24,13 @@ import numpy as np
 import pandas as pd
 import pytest
 import simplejpeg
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import histopipe
 from helpers.bags import DIMENSION, a_bag, make_onnx, write_bag
 from helpers.commands import COMMAND, Run, succeed, two_at_a_time
+from helpers.examples import examples
 from helpers.stores import a_store, jpegs
 from histopipe.dataset.sampling import Order
 from histopipe.dataset.selection import SampleTable, select
@@ -87,7 +88,7 @@ def weights_of(run: Path) -> dict[str, np.ndarray]:
 @given(
     rows=st.integers(1, 12), size=st.integers(1, 15), seed=st.integers(0, 99), dropped=st.booleans()
 )
-@settings(max_examples=8)
+@examples(8)
 def test_gradients_of_micro_batches_equal_those_of_the_bag(
     pooling: Any, rows: int, size: int, seed: int, dropped: bool
 ) -> None:
@@ -265,7 +266,7 @@ def test_features_are_standardised_in_the_model(precision: Any) -> None:
 
 
 @given(rows=st.integers(1, 30), size=st.integers(1, 40), seed=st.integers(0, 99))
-@settings(max_examples=15)
+@examples(15)
 def test_loss_of_single_patches_equals_that_of_clam(rows: int, size: int, seed: int) -> None:
     import keras
     import tensorflow as tf
@@ -330,6 +331,7 @@ def texture_store(folder: Path, slides: int, patches: int) -> Path:
     return a_store(folder / "textures.lmdb", values, patch_size=24)
 
 
+@pytest.mark.slow(reason="trains to a quality")
 def test_attention_finds_the_few_positive_patches(tmp_path: Path) -> None:
     """Train on sixty slides. In a positive slide, 5 % of the patches are positive."""
     store = texture_store(tmp_path, 60, 100)
@@ -371,6 +373,7 @@ def test_attention_finds_the_few_positive_patches(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.slow(reason="trains to a quality")
 @pytest.mark.parametrize("pooling", ["clam", "dsmil", "transformer"])
 def test_other_poolings_find_what_the_mean_misses(
     hidden_signal: tuple[Path, float], tmp_path: Path, pooling: str
@@ -447,6 +450,7 @@ def test_model_opens_in_plain_keras_and_predicts_the_same(trained: Path, bags: P
     assert {"bags_per_s", "input_wait", "val_auc"} <= set(history)
 
 
+@pytest.mark.slow(reason="test_training.py shows it of patches")
 def test_result_does_not_depend_on_replicas(bags: Path, tmp_path: Path) -> None:
     cases = {
         "two": {"devices": "cpu:2", "batch_size": 3, "pooling": "clam", "epochs": 1},
@@ -478,6 +482,7 @@ def kill_at(line: str, command: list[str]) -> None:
         assert process.wait(60) == -signal.SIGKILL
 
 
+@pytest.mark.slow(reason="a kill of a new process; test_resume.py shows it of patches")
 def test_killed_and_resumed_equals_uninterrupted(trained: Path, bags: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     kill_at("epoch 1/3", [*COMMAND, "train", *flags(bags), "--out", str(out)])

@@ -18,6 +18,10 @@ OF_WORKERS = SHALLOW[:3]
 DEEP = ("deep-float64",)
 STEPS = 24
 
+pytestmark = pytest.mark.slow(
+    reason="all optimizers and devices; test_replicas_equal_one_device and test_two_workers_equal_one_process are one case"
+)
+
 Found = dict[str, dict[str, np.ndarray[Any, Any]]]
 
 

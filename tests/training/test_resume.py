@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.commands import COMMAND, INTERRUPTIBLE, Run, run_program, small_disk, succeed
+from helpers.examples import examples
 from helpers.trainings import EACH_STEP, assert_equal, faulty
 from histopipe.errors import DamagedStore
 from histopipe.runs.result import EpochMetrics
@@ -60,7 +61,12 @@ def uninterrupted(small_store: Path, tmp_path_factory: pytest.TempPathFactory) -
     return out
 
 
-KILLS = ("apply:8", "write:40", "keep+:3")
+MORE_PLACES = pytest.mark.slow(reason="more places of an end that one place in `make test` shows")
+KILLS = (
+    "apply:8",
+    pytest.param("write:40", marks=MORE_PLACES),
+    pytest.param("keep+:3", marks=MORE_PLACES),
+)
 """Places of SIGKILL: between steps, within a file, and between the two renames of a save."""
 ENDS = ("build:1", "gradients:1", "predict:2", "save:1", "gradients:15")
 """Places of an exception. The state is saved after each of the five steps of an epoch."""
@@ -82,25 +88,29 @@ def test_killed_and_resumed_equals_uninterrupted(
     assert_equal(tmp_path / "run", uninterrupted)
 
 
-@pytest.fixture(scope="module")
-def ended(small_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Trainings that were ended or stopped, and then resumed."""
-    folder = tmp_path_factory.mktemp("ended")
-    faults = [f"{place}:end" for place in ENDS] + [f"{place}:SIGTERM" for place in STOPS]
-    done = run_program("interrupted.py", small_store, folder, json.dumps(SETTINGS), *faults)
-    assert done.returncode == 0, done.stderr
-    return folder
-
-
 @pytest.mark.parametrize(
-    "fault", [*(f"{at}:end" for at in ENDS), *(f"{at}:SIGTERM" for at in STOPS)]
+    "faults",
+    [
+        ("predict:3:SIGTERM",),
+        pytest.param(
+            (*(f"{at}:end" for at in ENDS), *(f"{at}:SIGTERM" for at in STOPS[1:])),
+            marks=MORE_PLACES,
+        ),
+    ],
+    ids=["one", "others"],
 )
 def test_ended_at_any_place_and_resumed_equals_uninterrupted(
-    ended: Path, uninterrupted: Path, fault: str
+    small_store: Path, uninterrupted: Path, tmp_path: Path, faults: tuple[str, ...]
 ) -> None:
-    assert_equal(ended / fault.replace(":", "-"), uninterrupted)
+    done = run_program("interrupted.py", small_store, tmp_path, json.dumps(SETTINGS), *faults)
+    assert done.returncode == 0, done.stderr
+    for fault in faults:
+        assert_equal(tmp_path / fault.replace(":", "-"), uninterrupted)
 
 
+@pytest.mark.slow(
+    reason="three new processes; a kill and a stop are shown by other tests of this module"
+)
 def test_stopped_by_signal_and_resumed_equals_uninterrupted(
     small_store: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:
@@ -133,6 +143,7 @@ def test_stopped_by_signal_and_resumed_equals_uninterrupted(
     assert_equal(out, uninterrupted)
 
 
+@pytest.mark.slow(reason="a new process with two faults at once")
 def test_out_of_memory_while_stopping_does_not_restart_the_training(
     run: Run, small_store: Path, tmp_path: Path
 ) -> None:
@@ -151,6 +162,9 @@ def test_out_of_memory_while_stopping_does_not_restart_the_training(
     assert "continuing in a new process" not in stderr
 
 
+@pytest.mark.slow(
+    reason="a second kill; test_any_changed_byte_of_a_checkpoint_is_detected shows the choice of a checkpoint"
+)
 def test_damaged_checkpoint_is_reported_and_the_previous_one_used(
     run: Run, small_store: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:
@@ -190,7 +204,7 @@ def saved_twice(folder: Path) -> None:
     save_state(folder, replace(state, epoch=2), variables(2))
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(place=st.floats(0, 1, exclude_max=True), change=st.integers(1, 255), cut=st.booleans())
 def test_any_changed_byte_of_a_checkpoint_is_detected(
     tmp_path_factory: pytest.TempPathFactory, place: float, change: int, cut: bool
@@ -278,6 +292,7 @@ def test_folder_of_a_running_training_is_refused(
         child.wait()
 
 
+@pytest.mark.slow(reason="a kill on other data")
 def test_killed_and_resumed_on_real_tissue_by_region(run: Run, data: Path, tmp_path: Path) -> None:
     (tmp_path / "mpps.csv").write_text("slide,mpp\nTCGA-CR-7395-01A-01-TS1,0.5\n")
     names = {"CMU-1-Small-Region": "cmu", "TCGA-CR-7395-01A-01-TS1": "tcga"}

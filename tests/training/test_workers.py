@@ -57,6 +57,9 @@ def test_two_workers_equal_one_process(
     assert ends[0][0] == ends[1][0]  # both print the metrics
 
 
+@pytest.mark.slow(
+    reason="three pairs of processes; a lost worker is a case of several machines only"
+)
 @pytest.mark.parametrize(
     ("kind", "status"),
     [
@@ -100,6 +103,7 @@ def test_lost_worker_ends_the_other_and_is_named(
         assert len(history(tmp_path / "run")) == 3
 
 
+@pytest.mark.slow(reason="waits for a timeout")
 def test_worker_that_never_starts_is_named(
     small_store: Path, tmp_path: Path, ports: list[int]
 ) -> None:
@@ -109,6 +113,9 @@ def test_worker_that_never_starts_is_named(
     assert f"worker 1 (127.0.0.1:{ports[1]}) never started" in stderr
 
 
+@pytest.mark.slow(
+    reason="a pair of processes; test_resume.py shows that a stopped training continues"
+)
 def test_stop_of_one_worker_stops_all(
     run: Run, small_store: Path, tmp_path: Path, ports: list[int]
 ) -> None:
@@ -127,6 +134,9 @@ def test_stop_of_one_worker_stops_all(
     assert "after epoch 1 and 3 steps of the next" in done.stderr
 
 
+@pytest.mark.slow(
+    reason="a pair of processes; test_resume.py shows that a stopped training continues"
+)
 def test_stop_of_one_worker_in_validation_loses_no_step(
     run: Run, small_store: Path, tmp_path: Path, ports: list[int]
 ) -> None:
@@ -144,6 +154,7 @@ def test_stop_of_one_worker_in_validation_loses_no_step(
     assert "after epoch 0 and 6 steps of the next" in done.stderr
 
 
+@pytest.mark.slow(reason="a pair of processes")
 def test_workers_with_different_settings_are_refused(
     small_store: Path, tmp_path: Path, ports: list[int]
 ) -> None:

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from helpers.commands import INTERRUPTIBLE, Run
+from helpers.examples import examples
 from helpers.stores import a_store, flip_a_byte
 from helpers.viewed import CLASSES, PATCH, SLIDE, Notes, fetch, viewing
 from histopipe.errors import UsageError
@@ -548,7 +549,7 @@ PARTS = st.one_of(
     st.lists(PARTS, max_size=6),
     st.sampled_from(["", "?size=nan", "?size=-1", "?size=1e9", "?all=x"]),
 )
-@settings(max_examples=250, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(examples(250), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_path_is_answered(viewer: Viewer, parts: list[str], query: str) -> None:
     status, body, _ = fetch(viewer, "/".join(parts) + query)
     assert status in (200, 307, 400, 403, 404, 405)
