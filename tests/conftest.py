@@ -7,10 +7,13 @@ import select
 import shutil
 import socket
 import subprocess
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import settings
@@ -29,12 +32,14 @@ from helpers.commands import (
     succeed,
     with_tensorflow,
 )
+from helpers.inline import SharedPool
 from helpers.paths import GOLDEN, PROGRAMS, PROJECT
-from helpers.slides import make_slides
+from helpers.slides import RUN_FOLDER, make_slides
 from helpers.stores import a_store, jpegs
 from helpers.viewed import make_viewed
 from histopipe.runs.fork_server import ADDRESS, start_server
 from histopipe.system.files import locked
+from histopipe.system.worker_pool import silence
 
 # Test machines are busy, so the duration of an example is not meaningful. `make test` uses "few", `make test-all` "many".
 settings.register_profile("many", deadline=None)
@@ -67,6 +72,34 @@ SLOW_FILES = (
 """Slow files run first, so that none of them runs alone at the end."""
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Create the folder of a test run, and a fork server with fault injection, which the first training starts.
+
+    Workers of xdist inherit both, so TensorFlow is loaded by one server only, and equal slides are drawn once.
+    """
+    if hasattr(config, "workerinput"):
+        return
+    folder = Path(tempfile.mkdtemp(prefix="histopipe-tests-"))
+    config.add_cleanup(lambda: shutil.rmtree(folder))
+    os.environ[RUN_FOLDER], os.environ[ADDRESS] = str(folder), str(folder / "fork-server")
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(os.environ[ADDRESS])
+    listener.listen(64)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(
+            [str(PROGRAMS / "faults"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        ),
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+    }
+
+    def start() -> None:
+        select.select([listener], [], [])
+        start_server(environment, listener)[0].wait()  # this thread must outlive the loading
+
+    threading.Thread(target=start, daemon=True, name="fork server").start()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         for marker in item.iter_markers("slow"):
@@ -85,29 +118,6 @@ def data() -> Path:
     path = (PROJECT / folder).resolve()
     assert (path / "slides").is_dir(), f"HISTOPIPE_TEST_DATA={folder} has no folder slides"
     return path
-
-
-@pytest.fixture(scope="session", autouse=True)
-def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """One fork server for all trainings of the tests, with fault injection. The first training starts it."""
-    address = tmp_path_factory.getbasetemp() / "fork-server"
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(PROGRAMS / "faults"),
-        "TF_CPP_MIN_LOG_LEVEL": "3",
-    }
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(str(address))
-    listener.listen()
-
-    def start() -> None:
-        select.select([listener], [], [])
-        start_server(environment, listener)[0].wait()  # this thread must outlive the loading
-
-    threading.Thread(target=start, daemon=True, name="fork server").start()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(ADDRESS, str(address))
-        yield
 
 
 @pytest.fixture
@@ -147,6 +157,16 @@ def run(tmp_path: Path) -> Run:
         )
 
     return call
+
+
+@pytest.fixture(scope="module")
+def shared_verifiers() -> Iterator[None]:
+    """One worker process for all calls of verify, compact and repair of a test module."""
+    with closing(SharedPool(1, silence)) as pool, ExitStack() as stack:
+        for name in ("verify", "compact", "repair"):
+            where = f"histopipe.maintenance.{name}.WorkerPool"
+            stack.enter_context(mock.patch(where, lambda *_: pool))
+        yield
 
 
 @pytest.fixture(scope="session")

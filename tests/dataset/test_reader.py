@@ -26,6 +26,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import histopipe
+from helpers.commands import with_tensorflow
 from helpers.examples import examples
 from helpers.paths import TESTS
 from helpers.stores import (
@@ -180,7 +181,20 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("given_settings", SETTINGS, ids=lambda s: " ".join(map(str, s.items())))
+MORE_SETTINGS = pytest.mark.slow(
+    reason="other orders; test_restarts_at_any_step_give_the_same_keys has them, too"
+)
+CASES = [
+    pytest.param(
+        one,
+        marks=MORE_SETTINGS if 0 < number < len(SETTINGS) - 1 else [],
+        id=" ".join(map(str, one.items())),
+    )
+    for number, one in enumerate(SETTINGS)
+]
+
+
+@pytest.mark.parametrize("given_settings", CASES)
 def test_start_step_continues_with_the_same_batches(
     two: list[Path], given_settings: dict[str, Any]
 ) -> None:
@@ -217,8 +231,8 @@ def test_restarts_at_any_step_give_the_same_keys(made_store: Path, data: st.Data
         assert keys[:steps] == whole
 
 
-@pytest.mark.parametrize("given_settings", SETTINGS, ids=lambda s: " ".join(map(str, s.items())))
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("given_settings", CASES)
+@pytest.mark.parametrize("count", [2, pytest.param(3, marks=MORE_SETTINGS)])
 def test_shards_together_form_one_epoch(
     two: list[Path], given_settings: dict[str, Any], count: int
 ) -> None:
@@ -379,6 +393,7 @@ def first_sum(path: str, queue: Any) -> None:
     queue.put(int(batch["image"].numpy().astype(np.int64).sum()))
 
 
+@pytest.mark.slow(reason="a new process with TensorFlow")
 def test_spawned_process_reads_the_same(two: list[Path]) -> None:
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
@@ -451,13 +466,7 @@ with store.reading() as reading:
 
 
 def test_forked_process_reopens_the_store_or_is_refused(two: list[Path]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", FORKS, str(two[0])],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    done = with_tensorflow(FORKS, two[0])
     assert done.returncode == 0, done.stderr
     after_tensorflow, in_a_read = done.stdout.splitlines()
     assert "TensorFlow ran before this process was forked" in after_tensorflow
@@ -806,6 +815,7 @@ next(unfinished)
 """
 
 
+@pytest.mark.slow(reason="measures memory in a new process with TensorFlow")
 def test_epochs_do_not_leak_and_exit_during_iteration_does_not_hang(made_store: Path) -> None:
     """Compare anonymous memory of epochs 5 to 8 with that of the last four, in MB. Eighty batches take 126 MB.
 

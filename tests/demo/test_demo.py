@@ -44,6 +44,7 @@ def test_nodules_match_their_outlines(tmp_path: Path) -> None:
     assert min(darkness[1:]) > 1.15 * darkness[0], "nodules must have more nuclei"
 
 
+@pytest.mark.slow(reason="the full pipeline; `make pages` runs the demo of patch models")
 def test_demo_of_slide_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo_module, "_SIZE", Size(768, 768))
     monkeypatch.setattr(demo_module, "_NEW_LABELLED_SLIDES", 2)

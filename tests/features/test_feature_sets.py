@@ -171,7 +171,10 @@ def test_settings_hold_several_folders(tmp_path: Path) -> None:
         make_config({"mil": []})
 
 
-@pytest.mark.parametrize("pooling", ["gated", "transformer"])
+@pytest.mark.parametrize(
+    "pooling",
+    ["gated", pytest.param("transformer", marks=pytest.mark.slow(reason="another pooling"))],
+)
 def test_training_on_two_magnifications(
     run: Run, sets: tuple[Path, Path], tmp_path: Path, pooling: str
 ) -> None:

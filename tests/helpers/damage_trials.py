@@ -20,6 +20,7 @@ from typing import Any
 from unittest.mock import patch
 from zlib import crc32
 
+from helpers.inline import SharedPool
 from helpers.lmdb_pages import PAGE, Pages, nodes_of, pages_of
 from helpers.stores import a_store
 from histopipe.errors import DamagedStore, HistopipeError
@@ -151,8 +152,8 @@ def run_trials(folder: Path, count: int, seed: int = 0) -> tuple[Counter[str], l
     outcomes: Counter[str] = Counter()
     missed: list[str] = []
     with (
-        contextlib.closing(_SharedPool(1)) as pool,
-        contextlib.closing(_SharedPool(1, silence)) as verifiers,
+        contextlib.closing(SharedPool(1)) as pool,
+        contextlib.closing(SharedPool(1, silence)) as verifiers,
         patch("histopipe.maintenance.verify.WorkerPool", lambda *_: verifiers),
     ):
         expected = read_in_worker(pool, intact)
@@ -182,17 +183,6 @@ def run_trials(folder: Path, count: int, seed: int = 0) -> tuple[Counter[str], l
             if not is_found and not is_same:
                 missed.append(f"{name}, trial {trial}: a reader returns {returned!r:.300}")
     return outcomes, missed
-
-
-class _SharedPool(WorkerPool):
-    """A pool for many calls of `verify`, so that not each call starts and ends processes."""
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """End the processes."""
-        super().shutdown(cancel_futures=True)
 
 
 def main() -> None:

@@ -17,7 +17,9 @@ from typing import Any, TypeVar
 import pytest
 
 import histopipe.cli as command_line
+from helpers.commands import Run
 from histopipe.ingestion import patch_source
+from histopipe.system.worker_pool import WorkerPool
 
 T = TypeVar("T")
 WITH_POOLS = (
@@ -26,7 +28,6 @@ WITH_POOLS = (
     "histopipe.ingestion.preview",
     "histopipe.measure.columns",
 )
-Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 class InlineWorkers(Executor):
@@ -48,6 +49,17 @@ class InlineWorkers(Executor):
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         patch_source.close_all()
+
+
+class SharedPool(WorkerPool):
+    """A pool for many commands, so that not each one starts and ends processes."""
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """End the processes."""
+        super().shutdown(cancel_futures=True)
 
 
 def in_process(

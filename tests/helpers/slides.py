@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
+import hashlib
 import io
+import os
 import shutil
-import tempfile
-from functools import cache
 from pathlib import Path
 
 from make_slides import main as write_slides  # of tools/, which is on the path of the tests
 
+from histopipe.system.files import locked
+
+RUN_FOLDER = "HISTOPIPE_TEST_RUN"
+"""Environment variable: folder of files that all workers of a test run use."""
 CMU, TCGA = "CMU-1-Small-Region", "TCGA-CR-7395-01A-01-TS1"
 """Names of the real slides in HISTOPIPE_TEST_DATA that most tests use."""
 
@@ -24,11 +27,16 @@ def make_slides(out: Path, *arguments: str) -> list[Path]:
     return sorted(path for path in out.iterdir() if path.suffix in (".svs", ".tiff", ".scn"))
 
 
-@cache
 def _slide_folder(arguments: tuple[str, ...]) -> Path:
-    """Create a folder of synthetic slides, which is removed when the process ends."""
-    folder = Path(tempfile.mkdtemp(prefix="synthetic-"))
-    atexit.register(shutil.rmtree, folder)
-    with contextlib.redirect_stderr(io.StringIO()):
-        write_slides([str(folder), *arguments])
+    """Return a folder of synthetic slides. It is created once for all workers of a test run: drawing slides is slow."""
+    name = hashlib.sha256("\0".join(arguments).encode()).hexdigest()
+    folder = Path(os.environ[RUN_FOLDER]) / name
+    with locked(folder.with_suffix(".lock"), wait_seconds=500) as has_lock:
+        assert has_lock, f"slides {arguments}: another worker has not drawn them within 500 s"
+        if not folder.exists():
+            part = folder.with_suffix(".part")
+            shutil.rmtree(part, ignore_errors=True)
+            with contextlib.redirect_stderr(io.StringIO()):
+                write_slides([str(part), *arguments])
+            part.rename(folder)
     return folder

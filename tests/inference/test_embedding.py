@@ -109,6 +109,9 @@ def uninterrupted(small_store: Path, tmp_path_factory: pytest.TempPathFactory) -
     return folder
 
 
+@pytest.mark.slow(
+    reason="an interrupt of a new process; test_killed_prediction_continues shows a kill"
+)
 def test_continued_run_equals_uninterrupted_run(
     small_store: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:

@@ -43,7 +43,10 @@ def by_pil(images: np.ndarray, settings: Preprocessing) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", ["uni", "virchow2", "gigapath", "hibou-b"])
-@pytest.mark.parametrize("patch", [224, 256, 512])
+@pytest.mark.parametrize(
+    "patch",
+    [256, *(pytest.param(n, marks=pytest.mark.slow(reason="other sizes")) for n in (224, 512))],
+)
 def test_preprocessing_equals_pil_on_real_patches(data: Path, name: str, patch: int) -> None:
     settings = load_preset(name).preprocessing
     if patch < settings.resized:
@@ -85,6 +88,13 @@ def test_features_of_a_preset(run: Run, small_store: Path, tmp_path: Path) -> No
     )
     assert other.returncode == 2
     assert "precision float32, expected precision mixed_bfloat16" in other.stderr
+
+
+@pytest.mark.slow(reason="compiles a network")
+def test_features_with_xla_and_bfloat16(run: Run, small_store: Path, tmp_path: Path) -> None:
+    core = build_backbone(**TINY, patch_size=32, training=False).core
+    settings = load_preset(TINY["model"]).preprocessing
+    pixels_by_slide = pixels_of(small_store)
     fast = run(
         "embed",
         small_store,
@@ -99,7 +109,8 @@ def test_features_of_a_preset(run: Run, small_store: Path, tmp_path: Path) -> No
     )
     assert fast.returncode == 0, fast.stderr
     for slide, features in features_of(tmp_path / "fast").items():
-        np.testing.assert_allclose(features, slide_features[slide], atol=0.05)
+        images = by_pil(pixels_by_slide[slide], settings).astype(np.float32)
+        np.testing.assert_allclose(features, core.predict(images, verbose=0), atol=0.05)
 
 
 def test_scale_and_size_of_the_store_are_checked(

@@ -171,6 +171,9 @@ def test_external_validation_of_a_slide_model(slide_model: Trained, tmp_path: Pa
     assert not (out / "evaluated.csv").exists()
 
 
+@pytest.mark.slow(
+    reason="a second way to the participant flow; test_external_validation_of_a_slide_model shows the first"
+)
 def test_flow_of_a_slide_model_begins_with_the_store(slide_model: Trained, tmp_path: Path) -> None:
     """`embed` records the slides of the store, also those without features, and how they were read."""
     store = Path(shutil.copytree(slide_model.store, tmp_path / "s.lmdb"))
@@ -215,6 +218,9 @@ def write_labels(path: Path, rows: Sequence[tuple[str, ...]]) -> None:
     path.write_text("\n".join(["slide,label,patient,site", *map(",".join, rows)]))
 
 
+@pytest.mark.slow(
+    reason="a second unit of predictions; test_external_validation_of_a_slide_model has slides"
+)
 def test_report_of_predicted_patients(slide_model: Trained, tmp_path: Path) -> None:
     """A model of patients writes no table of slides. Errors are those of patients, with all their patches."""
     names = [line.split(",") for line in slide_model.labels.read_text().splitlines()[1:]]
@@ -302,13 +308,20 @@ def test_new_slides_are_added_and_changed_ones_computed_again(
         predict(slide_model.run, slide_model.features, out=tmp_path / "p")
 
 
+OTHER_TASKS = pytest.mark.slow(reason="other tasks and poolings")
+
+
 @pytest.mark.parametrize(
     ("task", "options"),
     [
         ("cox", ("--pooling", "dsmil", "--covariates", "age,MSI")),
-        ("discrete", ("--pooling", "max")),
-        ("regression", ("--pooling", "transformer")),
-        ("multilabel", ("--pooling", "mean", "--bag", "patient", "--calibrate")),
+        pytest.param("discrete", ("--pooling", "max"), marks=OTHER_TASKS),
+        pytest.param("regression", ("--pooling", "transformer"), marks=OTHER_TASKS),
+        pytest.param(
+            "multilabel",
+            ("--pooling", "mean", "--bag", "patient", "--calibrate"),
+            marks=OTHER_TASKS,
+        ),
     ],
 )
 def test_every_task_gives_the_predictions_of_the_run(
@@ -355,6 +368,7 @@ def test_ensemble_of_folds_is_their_mean(run: Run, target_bags: Path, tmp_path: 
     assert any(name.startswith("sd_survival_") for name in rows[0])
 
 
+@pytest.mark.slow(reason="test_ensemble_of_folds_is_their_mean shows it of slide models")
 def test_ensemble_of_patch_models_is_their_mean(
     run: Run, small_store: Path, tmp_path: Path
 ) -> None:

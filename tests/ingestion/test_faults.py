@@ -79,8 +79,18 @@ def whole(cohort: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[
     return read_store(store), seconds
 
 
-@pytest.mark.parametrize("victim", ["run", "worker"])
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(
+    ("seed", "victim"),
+    [
+        pytest.param(
+            seed,
+            victim,
+            marks=[] if (seed, victim) == (3, "run") else pytest.mark.slow(reason="more moments"),
+        )
+        for seed in SEEDS
+        for victim in ("run", "worker")
+    ],
+)
 def test_kill_at_random_time(
     seed: int,
     victim: str,
@@ -177,6 +187,9 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow(
+    reason="waits for time limits; test_slide_that_kills_worker_fails_alone and test_pool.py show crashes and hangs"
+)
 def test_segfaults_and_hangs_fail_only_their_slides(
     cohort: Path, whole: tuple[dict[str, Any], float], tmp_path: Path, run: Run
 ) -> None:
@@ -221,7 +234,13 @@ def test_segfaults_and_hangs_fail_only_their_slides(
     assert len(check_store(store)) == 10
 
 
-@pytest.mark.parametrize("tenth", range(10))
+@pytest.mark.parametrize(
+    "tenth",
+    [
+        pytest.param(n, marks=[] if n in (0, 5) else pytest.mark.slow(reason="more lengths"))
+        for n in range(10)
+    ],
+)
 def test_truncated_slides(tenth: int, data: Path, tmp_path: Path, run: Run) -> None:
     """Test a real slide with its TIFF directory in the middle, and a synthetic one with directories at the end."""
     made = make_slides(tmp_path / "in", "--size", "1500x1500", "--levels", "1")
@@ -257,6 +276,9 @@ def scrambled(content: bytes, seed: int) -> bytes:
     return bytes(changed)
 
 
+@pytest.mark.slow(
+    reason="sixty corrupted slides; test_damaged_slides_fail_and_others_complete has three"
+)
 def test_corrupted_slides_do_not_end_run(data: Path, tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     content = (data / "slides" / f"{CMU}.svs").read_bytes()
@@ -300,6 +322,7 @@ def immutable(path: Path, enabled: bool) -> bool:
     return True
 
 
+@pytest.mark.slow(reason="a fault of the filesystem in a new process")
 def test_store_becomes_read_only(
     cohort: Path, whole: tuple[dict[str, Any], float], tmp_path: Path, run: Run
 ) -> None:

@@ -168,6 +168,7 @@ def test_grid_starts_at_slide_bounds(run: Run, tmp_path: Path) -> None:
     assert sorted(set(index["y_l0"].tolist())) == [320 + 250 * i for i in range(4)]
 
 
+@pytest.mark.slow(reason="three kills; test_kill_at_random_time has one in make test")
 def test_resume_after_three_kills_equals_uninterrupted_ingest(
     made: Path, tmp_path: Path, run: Run
 ) -> None:
@@ -200,7 +201,13 @@ def test_resume_after_three_kills_equals_uninterrupted_ingest(
         assert stored == sum(record.planned for record in store.complete.values())
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "sent",
+    [
+        signal.SIGINT,
+        pytest.param(signal.SIGTERM, marks=pytest.mark.slow(reason="the same as SIGINT")),
+    ],
+)
 def test_interrupt_leaves_usable_store(tmp_path: Path, sent: signal.Signals) -> None:
     make_slides(tmp_path / "in", "--count", "3", "--size", "5000x5000")
     child = subprocess.Popen(
@@ -255,6 +262,7 @@ def _alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow(reason="test_workers_end_with_a_killed_parent shows it of the pool")
 def test_workers_end_when_parent_is_killed(tmp_path: Path) -> None:
     make_slides(tmp_path / "in", "--size", "6000x6000")
     child = subprocess.Popen(
@@ -272,6 +280,9 @@ def test_workers_end_when_parent_is_killed(tmp_path: Path) -> None:
     _wait_for_end(children)
 
 
+@pytest.mark.slow(
+    reason="two new processes; test_claims_are_exclusive_and_end_with_owner shows how slides are shared"
+)
 def test_parallel_ingests_share_slides(made: Path, tmp_path: Path) -> None:
     store = tmp_path / "s.lmdb"
     command = [*COMMAND, "ingest", str(made), "--out", str(store), "--patch-size", "64", "--json"]

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from helpers.inline import Run, in_process
+from helpers.commands import Run
+from helpers.inline import in_process
 from helpers.slides import make_slides
 from histopipe.cli import COMMANDS
 from histopipe.cli.ingestion import ingest as ingest_command

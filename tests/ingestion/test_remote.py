@@ -197,11 +197,16 @@ def test_refused_url_ends_the_command(
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        (403, "403 Forbidden"),
-        (404, "404 Not Found"),
-        (500, "tried 6 times"),
-        ("cut", "tried 6 times"),
         ("flip", "has another checksum"),
+        *(
+            pytest.param(fault, words, marks=pytest.mark.slow(reason="other answers"))
+            for fault, words in (
+                (403, "403 Forbidden"),
+                (404, "404 Not Found"),
+                (500, "tried 6 times"),
+                ("cut", "tried 6 times"),
+            )
+        ),
     ],
 )
 def test_slide_that_cannot_be_downloaded_fails_alone(

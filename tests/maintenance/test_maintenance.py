@@ -28,6 +28,8 @@ from histopipe.store.record import SlideState
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
 
+pytestmark = pytest.mark.usefixtures("shared_verifiers")
+
 
 @pytest.fixture
 def parts(tmp_path: Path) -> list[Path]:
@@ -343,6 +345,7 @@ def test_split_within_slides_is_refused(made_store: Path, tmp_path: Path, run: R
     assert not (tmp_path / "sides").exists()
 
 
+@pytest.mark.slow(reason="kills three commands")
 def test_killed_commands_leave_intact_stores(tmp_path: Path) -> None:
     """After a kill, the store is intact, and the same command succeeds."""
     done = subprocess.run(

@@ -19,7 +19,8 @@ from typing import Any
 
 import pytest
 
-from helpers.commands import COMMAND, Run
+from helpers.commands import COMMAND, Run, succeed
+from helpers.inline import InlineWorkers
 from helpers.lmdb_pages import PAGE, pages_of
 from helpers.slides import make_slides
 from helpers.stores import edited, flip_bytes, label_slide, patched, read_slides
@@ -37,6 +38,7 @@ from histopipe.store.store import Store
 from histopipe.system.output import Bar, Progress
 
 FLAGS = ("--patch-size", "64", "--tissue", "none")
+pytestmark = pytest.mark.usefixtures("shared_verifiers")
 
 repair = partial(repair_store, progress=Progress(), workers=2)
 verify = partial(verify_store, progress=Progress())
@@ -50,15 +52,18 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder / "slides", "--count", "4", "--size", "512x512", "--classes", "normal,tumour"
     )
     store = folder / "s.lmdb"
-    subprocess.run(
-        # With one worker, each run writes the same pages, so that the same slides are damaged.
-        [*COMMAND, "ingest", str(folder / "slides"), "--out", str(store), *FLAGS, "--workers", "1"],
-        check=True,
-        capture_output=True,
-    )
+    # With one worker, each run writes the same pages, so that the same slides are damaged.
+    succeed("ingest", folder / "slides", "--out", store, *FLAGS, "--workers", 1)
     assert len(made) == 4
     label_slide(store, 1, "stroma")
     return folder
+
+
+@pytest.fixture(autouse=True)
+def inline_ingest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slides are read and ingested in this process."""
+    for name in ("maintenance.reingest", "ingestion.request", "ingestion.ingest_slides"):
+        monkeypatch.setattr(f"histopipe.{name}.WorkerPool", InlineWorkers)
 
 
 @pytest.fixture
@@ -332,6 +337,7 @@ def test_damaged_settings_cannot_be_repaired(drawn: Path, damaged: Path) -> None
         repair(damaged, drawn / "slides")
 
 
+@pytest.mark.slow(reason="three kills; test_repair_restores_all_data_of_slide has two")
 def test_killed_repair_continues(drawn: Path, damaged: Path) -> None:
     expected = as_ingested(damaged)
     for share in (0.3, 0.6, 0.9):
@@ -371,6 +377,7 @@ def killed_at(function: str, store: Path, slides: Path) -> None:
     assert done.returncode == -signal.SIGKILL
 
 
+@pytest.mark.slow(reason="two kills; test_repair_restores_all_data_of_slide has two")
 def test_repair_killed_before_and_after_rebuild(drawn: Path, damaged: Path) -> None:
     expected = as_ingested(damaged)
     damage_patch_page(damaged)

@@ -28,6 +28,7 @@ from histopipe.system import object_storage
 from histopipe.system.output import Progress
 
 QUIET = Progress()
+pytestmark = pytest.mark.usefixtures("shared_verifiers")
 
 
 @pytest.fixture
@@ -91,6 +92,9 @@ def test_second_push_sends_only_what_has_changed(
     assert read_store(tmp_path / "pulled") == read_store(store)
 
 
+@pytest.mark.slow(
+    reason="kills six commands; test_full_disk_ends_the_pull_and_it_continues shows the same state"
+)
 def test_killed_push_and_pull_continue(
     s3: FaultyServer, data: Path, run: Run, tmp_path: Path
 ) -> None:

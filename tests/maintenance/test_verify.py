@@ -27,6 +27,8 @@ from histopipe.store.format import DATABASES, patch_key, slide_key
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
 
+pytestmark = pytest.mark.usefixtures("shared_verifiers")
+
 
 @pytest.fixture(scope="module")
 def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:

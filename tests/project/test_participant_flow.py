@@ -10,6 +10,8 @@ import shutil
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 from helpers.commands import run_command, succeed
 from helpers.stores import flip_bytes
 from histopipe.inference.predict import predict
@@ -35,6 +37,9 @@ def flow_in(path: Path) -> Flow:
     return flow
 
 
+@pytest.mark.slow(
+    reason="two trainings; test_subgroups.py and test_external_validation_of_a_slide_model show the parts"
+)
 def test_flow_of_a_messy_folder(made: Path, tmp_path: Path) -> None:
     """Files that are no slides, a copy, missing labels, a quality filter, damaged patches, and a slide of only such."""
     folder, store, run = tmp_path / "slides", tmp_path / "s.lmdb", tmp_path / "run"

@@ -109,7 +109,13 @@ def test_vms_slide_has_the_files_that_it_names(tmp_path: Path) -> None:
     assert slide.path == slide.files[0]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(seed, marks=pytest.mark.slow(reason="more sizes") if seed else [])
+        for seed in range(6)
+    ],
+)
 def test_copies_never_exceed_the_limit_and_keep_their_order(tmp_path: Path, seed: int) -> None:
     numbers = random.Random(seed)
     limit = 100_000
@@ -285,6 +291,9 @@ def killed_runs(tmp_path: Path, arguments: list[Any], kills: int) -> Iterator[in
         yield number
 
 
+@pytest.mark.slow(
+    reason="kills twenty commands; test_leftovers_of_killed_runs_only_are_removed shows the same state"
+)
 def test_twenty_kills_lose_nothing_and_leave_nothing(tmp_path: Path) -> None:
     folder, stage = tmp_path / "slides", tmp_path / "stage"
     make_slides(folder, "--count", "6")

@@ -33,7 +33,10 @@ from histopipe.store.format import patch_key
 from histopipe.store.reading import decode_picture
 from histopipe.store.store import Store
 
+pytestmark = pytest.mark.usefixtures("shared_verifiers")
 
+
+@pytest.mark.slow(reason="fuzzing")
 def test_changed_files_are_read_or_refused(trained: Path, made_store: Path, tmp_path: Path) -> None:
     """Splits, settings, metrics, predictions, tables, annotations, records and pictures, with little free memory."""
     done = subprocess.run(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 from sklearn import metrics as sk
 
-from helpers.commands import COMMAND, Run
+from helpers.commands import Run, succeed
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.predictions.prediction_tables import read_predictions, write_predictions
 from histopipe.studies.compare import compare
@@ -42,8 +41,7 @@ def runs(small_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "c": ("--seed", "5"),
         "d": ("--folds", "2"),
     }.items():
-        command = [*COMMAND, "train", str(small_store), "--out", name, *ARGUMENTS, *flags]
-        subprocess.run(command, cwd=folder, check=True, capture_output=True)
+        succeed("train", small_store, "--out", folder / name, *ARGUMENTS, *flags)
     return folder
 
 
@@ -135,12 +133,13 @@ def test_runs_with_different_test_items_are_not_compared(runs: Path) -> None:
     assert "different splits" not in str(same)
 
 
+@pytest.mark.slow(reason="a second cross-validation")
 def test_same_patients_in_different_folds_are_compared(
     runs: Path, small_store: Path, tmp_path: Path
 ) -> None:
     """Both cross-validations test all patches of every slide, but in different folds."""
-    command = [*COMMAND, "train", str(small_store), "--out", str(tmp_path / "e"), *ARGUMENTS]
-    subprocess.run([*command, "--folds", "2", "--seed", "9"], check=True, capture_output=True)
+    flags = ("--folds", 2, "--seed", 9)
+    succeed("train", small_store, "--out", tmp_path / "e", *ARGUMENTS, *flags)
     comparison = compare([runs / "d", tmp_path / "e"], resamples=50)
     assert comparison.notes == ((),)
     assert set(comparison.differences[0]) >= {"patch", "slide_mean", "patient_mean"}

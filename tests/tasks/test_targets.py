@@ -27,6 +27,7 @@ from helpers.examples import examples
 from helpers.trainings import EACH_STEP, faulty
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.predictions.prediction_tables import read_predictions
+from histopipe.reports.report import report
 from histopipe.splits.assignment import Assignment
 from histopipe.splits.labelling import Covariates, Labelling
 from histopipe.splits.splits import SlideSplit, load_splits
@@ -71,10 +72,15 @@ def test_planted_signals_are_learned(
             assert early.mean() > late.mean()  # a higher risk means an earlier event
             assert (np.diff(scores.output[:, 1:], axis=1) <= 1e-6).all()
             assert metrics["objective"]["times"] == pytest.approx(grid_of(scores))
+            if task == "cox":
+                page = report(tmp_path / "run").file.read_text()
+                for words in ("C-index (Harrell)", "log-rank p", "numbers at risk"):
+                    assert words in page
     text = (tmp_path / "run" / "history.csv").read_text().splitlines()[0]
     assert f"val_{ {'regression': 'r2', 'multilabel': 'auc'}.get(task, 'c_index') }" in text
 
 
+@pytest.mark.slow(reason="test_training.py and test_resume.py show it of patches")
 @pytest.mark.parametrize(("task", "pooling"), [("cox", "gated"), ("regression", "dsmil")])
 def test_devices_and_interruptions_change_nothing(
     run: Run, target_bags: Path, tmp_path: Path, task: str, pooling: str
@@ -101,6 +107,9 @@ def test_devices_and_interruptions_change_nothing(
         assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
+@pytest.mark.slow(
+    reason="five trainings; test_folds.py, test_tune.py and test_compare.py have classes"
+)
 def test_cross_validation_search_comparison_and_report(
     run: Run, target_bags: Path, tmp_path: Path
 ) -> None:
@@ -167,6 +176,7 @@ def check_checklists(run: Run, folder: Path) -> None:
     assert "no ensemble" not in texts[1]
 
 
+@pytest.mark.slow(reason="trains to a quality")
 def test_a_signal_in_the_covariates_is_found_there(
     run: Run, target_bags: Path, tmp_path: Path
 ) -> None:

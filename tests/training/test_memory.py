@@ -102,10 +102,8 @@ def test_out_of_memory_while_building_the_network_is_reported(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["SIGKILL", pytest.param("SIGABRT", marks=pytest.mark.slow(reason="the same as SIGKILL"))],
-)
+@pytest.mark.slow(reason="two kills; test_resume.py shows that a killed training continues")
+@pytest.mark.parametrize("kind", ["SIGKILL", "SIGABRT"])
 def test_process_killed_for_memory_is_reported_and_resumed_in_smaller_pieces(
     run: Run, small_store: Path, undisturbed: Path, tmp_path: Path, kind: str
 ) -> None:

@@ -542,6 +542,9 @@ def test_bags_of_patients_have_all_of_their_slides(bags: Path, tmp_path: Path, r
     assert attention["attention"].sum() == pytest.approx(1, abs=1e-6)
 
 
+@pytest.mark.slow(
+    reason="five trainings; test_folds.py, test_tune.py and test_compare.py have patches"
+)
 def test_folds_tune_and_compare_work_with_bags(
     bags: Path, trained: Path, tmp_path: Path, run: Run
 ) -> None:

@@ -271,6 +271,7 @@ def test_full_disk_keeps_the_last_checkpoint(tmp_path: Path) -> None:
         assert load_state(disk, variables(0))[0].epoch == 2
 
 
+@pytest.mark.slow(reason="a new process with a hanging training")
 def test_folder_of_a_running_training_is_refused(
     run: Run, small_store: Path, tmp_path: Path
 ) -> None:

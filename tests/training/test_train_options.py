@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from helpers.commands import Run, with_tensorflow
+from helpers.commands import Run, run_command, with_tensorflow
 from helpers.trainings import PREDICT, history
 from histopipe.errors import UsageError
 from histopipe.runs.task_config import PatchTrainConfig
@@ -32,11 +32,16 @@ ARGUMENTS = ("--epochs", "2", "--batch-size", "16", "--split-by", "slide")
 @pytest.mark.parametrize(
     "options",
     [
-        ("--precision", "mixed_bfloat16"),
-        ("--precision", "mixed_float16", "--devices", "cpu:2"),
-        ("--xla",),
-        ("--xla", "--devices", "cpu:3", "--accumulate", "2"),
         ("--model", "normalized.py:build", "--devices", "cpu:2"),
+        *(
+            pytest.param(options, marks=pytest.mark.slow(reason="other options"))
+            for options in (
+                ("--precision", "mixed_bfloat16"),
+                ("--precision", "mixed_float16", "--devices", "cpu:2"),
+                ("--xla",),
+                ("--xla", "--devices", "cpu:3", "--accumulate", "2"),
+            )
+        ),
     ],
     ids=" ".join,
 )
@@ -151,20 +156,28 @@ print(json.dumps(values))
 """
 
 
-def test_tensorboard_logs_equal_the_history(run: Run, small_store: Path, tmp_path: Path) -> None:
-    done = run("train", small_store, "--out", "run", *ARGUMENTS, "--tensorboard")
+@pytest.fixture(scope="module")
+def logged_run(small_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run with all logs, and its standard error in `run.log` next to it."""
+    out = tmp_path_factory.mktemp("logged") / "run"
+    done = run_command(
+        "train", small_store, "--out", out, *ARGUMENTS, "--tensorboard", "--log-device-placement"
+    )
     assert done.returncode == 0, done.stderr
-    logged = json.loads(with_tensorflow(BOARD, tmp_path / "run" / "tensorboard").stdout)
+    out.with_suffix(".log").write_text(done.stderr)
+    return out
+
+
+def test_tensorboard_logs_equal_the_history(logged_run: Path) -> None:
+    logged = json.loads(with_tensorflow(BOARD, logged_run / "tensorboard").stdout)
     assert sorted(map(int, logged["step_loss"])) == list(range(1, 11))
-    for row in history(tmp_path / "run"):
+    for row in history(logged_run):
         for name in ("loss", "val_auc", "learning_rate"):
             assert logged[name][row["epoch"]] == pytest.approx(float(row[name]), abs=1e-6)
 
 
-def test_device_placement_is_printed(run: Run, small_store: Path) -> None:
-    done = run("train", small_store, "--out", "run", *ARGUMENTS, "--log-device-placement")
-    assert done.returncode == 0, done.stderr
-    assert "device:CPU:0" in done.stderr
+def test_device_placement_is_printed(logged_run: Path) -> None:
+    assert "device:CPU:0" in logged_run.with_suffix(".log").read_text()
 
 
 @pytest.mark.parametrize(
@@ -198,19 +211,17 @@ def test_diverging_training_fails(run: Run, small_store: Path, tmp_path: Path) -
     assert not (tmp_path / "run" / "model.keras").exists()
 
 
-def test_resume_refuses_other_settings(run: Run, small_store: Path, tmp_path: Path) -> None:
-    done = run("train", small_store, "--out", "run", *ARGUMENTS)
-    assert done.returncode == 0, done.stderr
-    config = (tmp_path / "run" / "config.toml").read_bytes()
+def test_resume_refuses_other_settings(run: Run, logged_run: Path) -> None:
+    config = (logged_run / "config.toml").read_bytes()
     for options, expected in (
-        (("--config", "run/config.toml"), "found --config"),
+        (("--config", logged_run / "config.toml"), "found --config"),
         (("other.lmdb",), "found STORES"),
         (("--learning-rate", "1"), "found --learning-rate"),
     ):
-        done = run("train", "--resume", "--out", "run", *options)
+        done = run("train", "--resume", "--out", logged_run, *options)
         assert done.returncode == 2, done.stderr
         assert expected in done.stderr
-    assert (tmp_path / "run" / "config.toml").read_bytes() == config
+    assert (logged_run / "config.toml").read_bytes() == config
 
 
 def test_warmup_longer_than_the_training_is_refused(
@@ -224,9 +235,8 @@ def test_warmup_longer_than_the_training_is_refused(
 
 
 def test_python_function_gives_the_result_of_the_command(
-    run: Run, small_store: Path, tmp_path: Path
+    small_store: Path, logged_run: Path, tmp_path: Path
 ) -> None:
-    assert run("train", small_store, "--out", "command", *ARGUMENTS).returncode == 0
     code = (
         "import sys, histopipe\n"
         "r = histopipe.train(sys.argv[1], out='python', epochs=2, batch_size=16, split_by='slide')\n"
@@ -245,7 +255,7 @@ def test_python_function_gives_the_result_of_the_command(
     auc, unknown = done.stdout.splitlines()
     assert auc.endswith(" False")
     assert unknown.startswith("unknown settings: found colour")
-    metrics = json.loads((tmp_path / "command" / "metrics.json").read_text())
+    metrics = json.loads((logged_run / "metrics.json").read_text())
     assert float(auc.split()[0]) == pytest.approx(metrics["test"]["patch"]["auc"], abs=1e-6)
 
 

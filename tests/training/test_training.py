@@ -108,14 +108,6 @@ def test_replicas_equal_one_device(
         assert np.linalg.norm(w - v) <= 1e-4 * max(1.0, float(np.linalg.norm(w)))
 
 
-def test_adagrad_with_class_weights(run: Run, small_store: Path) -> None:
-    classic = ["--optimizer", "adagrad", "--learning-rate", "2e-4", "--class-weights", "balanced"]
-    arguments = ("train", small_store, "--split-by", "slide", "--epochs", 1)
-    done = run(*arguments, "--out", "classic", *classic, "--json")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["best_epoch"] == 1
-
-
 def test_config_file_repeats_a_run_and_flags_override_it(
     run: Run, trained: Path, tmp_path: Path
 ) -> None:
@@ -175,8 +167,6 @@ def test_wrong_settings_give_one_message_and_create_no_folder(
 
 
 def test_damaged_run_is_reported(run: Run, trained: Path, tmp_path: Path) -> None:
-    import shutil  # only here
-
     for name, content in (("resume.npz", b"PK nothing"), ("splits.json", b"{}")):
         copy = tmp_path / name.replace(".", "-")
         shutil.copytree(trained, copy)
@@ -217,17 +207,15 @@ def test_interrupt_reports_how_to_resume(made_store: Path, tmp_path: Path) -> No
 
 
 def test_damaged_patch_ends_training_and_is_named(
-    run: Run, made_store: Path, tmp_path: Path
+    run: Run, small_store: Path, tmp_path: Path
 ) -> None:
-    import shutil  # only here
-
     import lmdb
 
     from histopipe.store.format import patch_key
 
     for attempt in range(2):  # a hang at the end occurred in a third of the runs
-        store = Path(shutil.copytree(made_store, tmp_path / f"s{attempt}.lmdb"))
-        with Store(made_store) as whole:
+        store = Path(shutil.copytree(small_store, tmp_path / f"s{attempt}.lmdb"))
+        with Store(small_store) as whole:
             lost = [patch_key(n, 3) for n in whole.complete]
         with (
             lmdb.open(str(store), max_dbs=16, map_size=1 << 30) as env,
@@ -250,13 +238,13 @@ def test_full_disk_during_training_is_reported(run: Run, made_store: Path, tmp_p
         assert not [path for path in (disk / "run").iterdir() if path.name.startswith("part-")]
 
 
-def test_leaks_stop_training(run: Run, made_store: Path, tmp_path: Path) -> None:
-    with Store(made_store) as store:
+def test_leaks_stop_training(run: Run, small_store: Path, tmp_path: Path) -> None:
+    with Store(small_store) as store:
         rows = [f"{r.id},{r.label},{'p' if i < 9 else i}" for i, r in enumerate(store.slides)]
     (tmp_path / "labels.csv").write_text("\n".join(["slide,label,patient", *rows]) + "\n")
     arguments = [
         "train",
-        made_store,
+        small_store,
         "--labels",
         "labels.csv",
         "--split-by",

@@ -38,6 +38,7 @@ def ports() -> Iterator[list[int]]:
     yield free_ports(2)
 
 
+@pytest.mark.slow(reason="two processes; test_replicas_equal_one_device shows the same of devices")
 def test_two_workers_equal_one_process(
     run: Run, small_store: Path, tmp_path: Path, ports: list[int]
 ) -> None:
