@@ -27,8 +27,8 @@ demo: $(VENV)/.installed ## run the full pipeline on synthetic slides; ends with
 	rm -rf $(DEMO)
 	$(BIN)/histopipe demo --out $(DEMO)
 
-# Four processes on two cores: many tests wait for a process that they started.
-PYTEST := $(BIN)/python -P -m pytest -n 4 --dist loadfile --no-loadscope-reorder
+# Three processes on two cores: many tests wait for a process that they started, and each process loads TensorFlow.
+PYTEST := $(BIN)/python -P -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/.installed ## run the tests against the installed package, except slow ones: 5 minutes on 2 cores
 	$(PYTEST) -m "not slow" --hypothesis-profile few

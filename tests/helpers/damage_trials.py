@@ -200,4 +200,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    # A worker process cannot import functions of `__main__`.
+    from helpers import damage_trials  # noqa: PLW0406
+
+    damage_trials.main()

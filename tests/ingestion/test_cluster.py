@@ -18,7 +18,7 @@ import pytest
 import histopipe
 from helpers.commands import COMMAND, Run
 from helpers.slides import make_slides
-from helpers.stores import read_slides
+from helpers.stores import a_store, jpegs, read_slides
 from histopipe.errors import (
     DamagedStore,
     ExitCode,
@@ -361,7 +361,9 @@ def test_invalid_catalogs_are_rejected(
         read_catalog(tmp_path)
 
 
-def test_part_shows_only_slides_assigned_by_catalog(local: Path, tmp_path: Path) -> None:
+def test_part_shows_only_slides_assigned_by_catalog(tmp_path: Path) -> None:
+    slides = {f"slide-00{number}": jpegs(number, 2) for number in range(SLIDES)}
+    local = a_store(tmp_path / "local.lmdb", slides)
     for name in ("part-a", "part-b"):
         shutil.copytree(local, tmp_path / f"{name}.lmdb")
     with Store(local) as store:

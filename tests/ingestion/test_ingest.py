@@ -209,7 +209,9 @@ def test_resume_after_three_kills_equals_uninterrupted_ingest(
     ],
 )
 def test_interrupt_leaves_usable_store(tmp_path: Path, sent: signal.Signals) -> None:
-    make_slides(tmp_path / "in", "--count", "3", "--size", "5000x5000")
+    (path,) = make_slides(tmp_path / "in", "--size", "5000x5000")
+    for number in (1, 2):
+        shutil.copy(path, path.with_name(f"copy-{number}.svs"))
     child = subprocess.Popen(
         [
             *INTERRUPTIBLE,
@@ -510,7 +512,9 @@ def test_slide_too_large_for_disk_is_not_started(command: Run, tmp_path: Path, d
     assert command("ingest", "in", "--out", disk / "s.lmdb").returncode == 0
 
 
-@pytest.mark.parametrize("route", ["copy", "openslide"])
+@pytest.mark.parametrize(
+    "route", ["copy", pytest.param("openslide", marks=pytest.mark.slow(reason="another route"))]
+)
 def test_full_disk_keeps_complete_slides(
     command: Run, tmp_path: Path, disk: Path, route: str
 ) -> None:
