@@ -18,57 +18,44 @@ from histopipe.pretrained.architecture import NAMINGS, Architecture, Interpolati
 
 def _from_table(kind: type[Any], values: Mapping[str, Any], where: str) -> Any:
     """Create a dataclass from the values of a TOML table, with checked names and types."""
-    declared = {field.name: field for field in dataclasses.fields(kind)}
-    unknown = sorted(values.keys() - declared.keys())
-    missing = sorted(
-        name
-        for name, field in declared.items()
-        if field.default is dataclasses.MISSING and name not in values
-    )
-    faults = [
-        f"{state}: {', '.join(names)}"
-        for state, names in (("unknown", unknown), ("missing", missing))
-        if names
-    ]
-    if faults:
-        raise UsageError(f"{where}: fields", found="; ".join(faults), expected=", ".join(declared))
     hints = typing.get_type_hints(kind)
-    return kind(
-        **{
-            name: checked_value(hints[name], value, f"{where}: {name}")
-            for name, value in values.items()
-        }
-    )
+    required = {f.name for f in dataclasses.fields(kind) if f.default is dataclasses.MISSING}
+    faults = {"unknown": values.keys() - hints.keys(), "missing": required - values.keys()}
+    if any(faults.values()):
+        texts = [f"{fault}: {', '.join(sorted(names))}" for fault, names in faults.items() if names]
+        raise UsageError(f"{where}: fields", found="; ".join(texts), expected=", ".join(hints))
+    checked = {
+        name: checked_value(hints[name], value, f"{where}: {name}")
+        for name, value in values.items()
+    }
+    return kind(**checked)
 
 
 def checked_value(hint: Any, value: Any, where: str) -> Any:
     """Return a value with the type of a field."""
     origin, choices = typing.get_origin(hint), typing.get_args(hint)
+    kind = choices[0] if origin is tuple else hint
+    types_of_kind = (int, float) if kind is float else (kind,)
     if origin is types.UnionType or dataclasses.is_dataclass(hint):
         return value  # a table, already checked
     if origin is Literal:
-        expected = " or ".join(choices)
-        if value in choices:
-            return value
+        expected, fits = " or ".join(choices), value in choices
     elif origin is tuple:
-        kind, any_count = choices[0], choices[-1] is ...
-        expected = (
-            f"a list of {'' if any_count else f'{len(choices)} '}values of type {kind.__name__}"
-        )
-        numbers = (int, float) if kind is float else (kind,)
-        if (
+        count = "" if choices[-1] is ... else f"{len(choices)} "
+        expected = f"a list of {count}values of type {kind.__name__}"
+        fits = (
             isinstance(value, list)
-            and (any_count or len(value) == len(choices))
-            and all(type(element) in numbers for element in value)
-        ):
-            return tuple(map(kind, value))
+            and (not count or len(value) == len(choices))
+            and all(type(element) in types_of_kind for element in value)
+        )
     else:
-        expected = f"a value of type {hint.__name__}"
-        if hint is float and type(value) in (int, float):
-            return float(value)
-        if type(value) is hint and not (hint is int and not 0 <= value < 1 << 40):
-            return value
-    raise UsageError(where, found=repr(value), expected=expected)
+        expected = f"a value of type {kind.__name__}"
+        fits = type(value) in types_of_kind and (kind is not int or 0 <= value < 1 << 40)
+    if not fits:
+        raise UsageError(where, found=repr(value), expected=expected)
+    if kind is float:
+        return tuple(map(float, value)) if origin is tuple else float(value)
+    return tuple(value) if origin is tuple else value
 
 
 FOLDER = Path(__file__).with_name("presets")

@@ -71,9 +71,8 @@ def confidence_of(
     label: NDArray[np.int32], probability: FloatArray, positive: int | None
 ) -> tuple[FloatArray, NDArray[np.bool_]]:
     """Return (N,) probabilities, and whether they came true: of the positive class, or else of the most probable one."""
-    if positive is not None:
-        return probability[:, positive], label == positive
-    return probability.max(axis=1), probability.argmax(axis=1) == label
+    number = probability.argmax(axis=1) if positive is None else np.full(len(label), positive)
+    return probability[np.arange(len(label)), number], label == number
 
 
 class ColumnStatistics(WeightedStatistics):
@@ -216,47 +215,38 @@ class Statistics(WeightedStatistics):
         label, decided, patient = self._label, self._decided, self._patient
         right, present = decided == label, np.flatnonzero(self._present).tolist()
         numbers = present if self.positive is None else [self.positive]
+        shares = {n: share_interval(right[label == n], patient[label == n]) for n in present}
         by_metric = {
             "auc": mean_interval(
                 [auc_interval(label == n, self._probability[:, n], patient) for n in numbers]
             ),
-            "sensitivity": mean_interval(
-                [share_interval(right[label == n], patient[label == n]) for n in numbers]
-            ),
+            "sensitivity": mean_interval([shares.get(n) for n in numbers]),
             "specificity": mean_interval(
                 [share_interval(decided[label != n] != n, patient[label != n]) for n in numbers]
             ),
             "accuracy": share_interval(right, patient),
             "balanced_accuracy": independent_mean_interval(
-                [
-                    (
-                        float(right[label == n].mean()),
-                        share_interval(right[label == n], patient[label == n]),
-                    )
-                    for n in present
-                ]
+                [(float(right[label == n].mean()), share) for n, share in shares.items()]
             ),
         }
         if self.positive is not None and self.positive in self._curves:
             _, precision = self._curves[self.positive](np.ones(self.patients))
-            positives = len(np.unique(patient[label == self.positive]))
-            if positives > 1:
-                by_metric["average_precision"] = precision_interval(
-                    precision,
-                    values["average_precision"],
-                    positives,
-                    several=len(patient) > len(np.unique(patient)),
-                )
+            by_metric["average_precision"] = precision_interval(
+                precision,
+                values["average_precision"],
+                len(np.unique(patient[label == self.positive])),
+                several=len(patient) > len(np.unique(patient)),
+            )
         count = self._confusion.sum(axis=(1, 2))
-        if (count > 0).sum() > 1:
-            by_metric["calibration_error"] = error_interval(self._excess, count, weights)
+        by_metric["calibration_error"] = error_interval(self._excess, count, weights)
         return {name: interval for name, interval in by_metric.items() if interval is not None}
 
     def _of_positive(self, by_class: FloatArray) -> FloatArray:
         """Return values of the positive class; for more than two classes, the mean over those that occur."""
-        if self.positive is not None:
-            return by_class[:, self.positive]
-        return np.asarray(by_class[:, self._present].mean(axis=1), np.float64)
+        positive, present = self.positive, self._present
+        return np.asarray(
+            by_class[:, present].mean(axis=1) if positive is None else by_class[:, positive]
+        )
 
 
 def _correct(confusion: FloatArray) -> FloatArray:
@@ -286,13 +276,12 @@ def _f1(confusion: FloatArray) -> FloatArray:
 
 def area_under_roc(label: NDArray[np.int32], probability: NDArray[np.float32]) -> float | None:
     """Return the area under the ROC curve, averaged over the classes that occur; None if there are fewer than two."""
-    if not np.isfinite(probability).all():
+    present = np.unique(label).tolist()
+    if len(present) < 2 or not np.isfinite(probability).all():
         return None
     one = np.zeros(len(label), np.int32)
-    statistics = Statistics(label, probability.astype(np.float64), one, one.astype(np.intp), None)
-    (areas,), _ = statistics.areas(np.ones((1, 1)))
-    areas = areas[np.isfinite(areas)]
-    return float(areas.mean()) if len(areas) >= 2 else None
+    curves = [_ranked_areas(label == n, probability[:, n].astype(np.float64), one) for n in present]
+    return float(np.mean([curve(np.ones(1))[0] for curve in curves]))
 
 
 _BAND = (2.5, 97.5)

@@ -89,9 +89,10 @@ class SurvivalStatistics(WeightedStatistics):
     ) -> FloatArray:
         """Return the (R, K) Kaplan-Meier product at each unique time, of events `lost`, after those of `first`."""
         starts = np.searchsorted(self._time, self._unique)
-        at_risk = np.cumsum(np.add.reduceat(rows, starts, axis=1)[:, ::-1], axis=1)[:, ::-1]
-        leaving = np.add.reduceat(rows * lost, starts, axis=1)
-        at_risk = at_risk - np.add.reduceat(rows * first, starts, axis=1)
+        counts, leaving, gone = (
+            np.add.reduceat(rows * of_kind, starts, axis=1) for of_kind in (1, lost, first)
+        )
+        at_risk = np.cumsum(counts[:, ::-1], axis=1)[:, ::-1] - gone
         share = np.divide(leaving, at_risk, out=np.zeros_like(leaving), where=at_risk > 1e-12)
         return np.asarray(np.cumprod(1 - share, axis=1), np.float64)
 
@@ -293,22 +294,17 @@ class Survival(Task):
 
     def target(self, cells: Mapping[str, str], where: str) -> Target | None:
         """Return time and event; None if both are missing."""
-        time_name, event_name = self.columns
-        if not cells[time_name] and not cells[event_name]:
+        (time_cell, event_cell) = (cells[name] for name in self.columns)
+        if not time_cell and not event_cell:
             return None
-        time = self.read_cell(cells[time_name], f"{where}: {time_name}")
+        time_place, event_place = (f"{where}: {name}" for name in self.columns)
+        time = self.read_cell(time_cell, time_place)
         if not time >= 0:
-            raise UsageError(
-                f"{where}: {time_name}",
-                found=repr(cells[time_name]) if cells[time_name] else "a missing value",
-                expected="a time, 0 or more",
-                todo=_BOTH,
-            )
-        event = flag_cell(cells[event_name], f"{where}: {event_name}")
+            text = repr(time_cell) if time_cell else "a missing value"
+            raise UsageError(time_place, found=text, expected="a time, 0 or more", todo=_BOTH)
+        event = flag_cell(event_cell, event_place)
         if math.isnan(event):
-            raise UsageError(
-                f"{where}: {event_name}", found="a missing value", expected="0 or 1", todo=_BOTH
-            )
+            raise UsageError(event_place, found="a missing value", expected="0 or 1", todo=_BOTH)
         return time, event
 
     def strata(self, targets: FloatArray) -> list[str]:

@@ -89,8 +89,7 @@ def measure_decode(batches: PatchBatches, seconds: float, threads: int) -> float
         for store, slides, rows in _patches(batches, 8)
         for slide, row in zip(slides, rows, strict=True)
     ]
-    side = batches.patch_size
-    buffers = [np.empty((side, side, 3), np.uint8) for _ in range(threads)]
+    buffers = np.empty((threads, batches.patch_size, batches.patch_size, 3), np.uint8)
 
     def decode_one(thread: int, turn: int) -> int:
         decode(memoryview(values[(thread + turn * threads) % len(values)]), buffers[thread])
@@ -274,7 +273,7 @@ class BenchResult(Result):
             stages["disk"] = self.disk
         if batch is not None:
             stages["device"] = self.device[batch]
-        slowest = min(stages, key=lambda stage: stages[stage])
+        slowest = min(stages, key=stages.__getitem__)
         values = ", ".join(f"{stage} {rate:,.0f}" for stage, rate in stages.items())
         advice = [f"bottleneck: the {slowest} ({values} patches/s)"]
         if slowest == "disk":
@@ -361,22 +360,23 @@ def bench(
         batches = PatchBatches(
             opened, table, batch_size=batch_size, order=Shuffled(len(table), _SEED)
         )
-        disk = measure_disk(batches, seconds, _DISK_THREADS)
-        bar.advance()
-        lmdb = measure_lmdb(batches, seconds)
-        bar.advance()
-        decode = measure_decode(batches, seconds, cores)
-        bar.advance()
+
+        def run(measure: Callable[..., Any], *arguments: Any) -> Any:
+            value = measure(*arguments)
+            bar.advance()
+            return value
+
+        # From the disk to the device. TensorFlow is loaded after the stages without it, since it starts threads.
+        disk = run(measure_disk, batches, seconds, _DISK_THREADS)
+        lmdb = run(measure_lmdb, batches, seconds)
+        decode = run(measure_decode, batches, seconds, cores)
         load_quietly("tensorflow")
-        reader = {}
-        for count in calls:
-            reader[count] = measure_reader(batches, seconds, count)
-            bar.advance()
-        device = {}
-        if model is not None:
-            sizes = [max(1, batch_size // 2), batch_size, 2 * batch_size, 4 * batch_size]
-            device = measure_device(opened[0].patch_size, model, sizes, devices, seconds)
-            bar.advance()
+        reader = {count: run(measure_reader, batches, seconds, count) for count in calls}
+        sizes = [max(1, batch_size // 2), batch_size, 2 * batch_size, 4 * batch_size]
+        side = opened[0].patch_size
+        device = (
+            run(measure_device, side, model, sizes, devices, seconds) if model is not None else {}
+        )
     return BenchResult(
         disk,
         lmdb,

@@ -34,16 +34,9 @@ _IN_FLIGHT = 2
 """Steps whose results may still be on the device. Fetching them at once would make the device wait for the host."""
 
 
-def _do_nothing(*_: Any) -> None:
-    pass
-
-
 Requests = tuple[float, float]
 """Requests of a worker before the next step, to save and to stop; above 0 for yes."""
-
-
-def _request_nothing() -> Requests:
-    return 0.0, 0.0
+_NO_REQUEST: Requests = (0.0, 0.0)
 
 
 class StopSignals:
@@ -119,8 +112,8 @@ class EpochLoop:
         title: str,
         results: StepResults,
         *,
-        requests: Callable[[], Requests] = _request_nothing,
-        granted: Callable[[Requests], None] = _do_nothing,
+        requests: Callable[[], Requests] = lambda: _NO_REQUEST,
+        granted: Callable[[Requests], None] | None = None,
     ) -> None:
         """Train one epoch, counted from 0, or the rest of it. Results are appended to those of completed steps.
 
@@ -140,12 +133,12 @@ class EpochLoop:
             if self._cluster.alone:
                 return values, mine
             # Requests of the previous step: all workers have them by now without waiting for their devices.
-            return values, _request_nothing() if before is None else before.numpy()
+            return values, _NO_REQUEST if before is None else before.numpy()
 
         self._run(batches, epoch * batches.steps_per_epoch, step, title, results, granted=granted)
 
     def predict(
-        self, batches: Any, title: str, *, before_step: Callable[[], None] = _do_nothing
+        self, batches: Any, title: str, *, before_step: Callable[[], None] = lambda: None
     ) -> SampleOutputs | None:
         """Return the serving model's predictions in one pass over the batches; None if all patches are damaged."""
         results = StepResults()
@@ -154,7 +147,7 @@ class EpochLoop:
             before_step()
             return self.micro_batch.fit(
                 lambda size: self.step.predictions(batch, self._rows, size)
-            ), _request_nothing()
+            ), _NO_REQUEST
 
         self._run(batches, 0, step, title, results)
         return predictions(batches, 0, self.gathered(results))
@@ -183,7 +176,7 @@ class EpochLoop:
         title: str,
         results: StepResults,
         *,
-        granted: Callable[[Requests], None] = _do_nothing,
+        granted: Callable[[Requests], None] | None = None,
     ) -> None:
         """Run the steps of a pass that have no results yet."""
         done = len(results.values)
@@ -211,7 +204,7 @@ class EpochLoop:
                 in_flight.append(values)
                 self.skipped |= batches.skipped
                 fetch(_IN_FLIGHT)
-                if any(requested):
+                if granted is not None and any(requested):
                     fetch(0)  # the saved state needs all results
                     granted(requested)
                 progress.advance()

@@ -98,11 +98,10 @@ class Trainer:
 
     def _frozen(self) -> str:
         """Return a digest of what training does not change: frozen weights, preprocessing, architecture."""
+        backbone = self._setup.description.get("backbone", {})
+        # Without the names of files, which may change.
+        described = {name: backbone[name] for name in backbone.keys() - {"weights", "file"}}
         weights = digest(frozen_weights(self._step.model.training))
-        description = self._setup.description.get("backbone", {})
-        described = {
-            name: description[name] for name in description if name not in ("weights", "file")
-        }
         content = json.dumps([weights, described], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()
 
@@ -305,7 +304,11 @@ class Trainer:
             if subset != "train"
         }
         setup, splits = self._setup, self._setup.splits
-        setup.objective.finish(lambda: setup.predictions(self._predict("train", saving=False)))
+        if (
+            setup.objective.joint
+        ):  # its predictions depend on those of the training, with the best weights
+            trained = setup.predictions(self._predict("train", saving=False))
+            setup.objective.fit_baseline(trained.output[:, 0], trained.target)
         predicted = {subset: setup.predictions(outputs) for subset, outputs in by_subset.items()}
         calibration = None
         if self._config.calibrate:
@@ -339,9 +342,14 @@ class Trainer:
             if skipped:
                 write_slide_table(self._folder / run_folder.SLIDES, slides)
                 message(f"{len(skipped)} damaged {self._config.unit} were skipped")
+            task_facts = {
+                "task": splits.task_name,
+                "targets": splits.targets,
+                "objective": setup.objective.description,
+            }
             description = {
                 "classes": splits.classes,
-                **setup.task_facts,
+                **({} if splits.task.of_classes else task_facts),
                 "split_by": splits.split_by,
                 self._config.unit: splits.count(),
                 **setup.description,
@@ -350,16 +358,16 @@ class Trainer:
                 "micro_batch": self._loop.micro_batch.size,
             }
             write_results(self._folder, predicted, result, description)
-            self._advise(result)
+            self._advise()
         return result
 
-    def _advise(self, result: TrainResult) -> None:
+    def _advise(self) -> None:
         config, splits = self._config, self._setup.splits
         is_drawn = config.splits is None and config.split_column is None
         advice = advise(
             config,
             self._state.history,
-            result.best_epoch,
+            self._state.best_epoch,
             patients=len({slide.patient for slide in splits.slides}),
             shortages=list(splits.shortages(config.unit)) if is_drawn else [],
         )
