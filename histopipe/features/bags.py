@@ -164,7 +164,11 @@ class BagSet:
                 first.label if len({row.label for row in rows_of_bag}) == 1 else None,
                 first.patient,
                 first.site if len({row.site for row in rows_of_bag}) == 1 else None,
-                tuple(_hashes(headers[slide]) for slide in slides),
+                # Earlier versions recorded the `content` only.
+                tuple(
+                    SlideHashes(*(headers[slide].text(hash_.name) for hash_ in fields(SlideHashes)))
+                    for slide in slides
+                ),
                 first.cells,
             )
         self.bags = self.records = self.complete = dict(sorted(bags.items()))
@@ -258,11 +262,6 @@ def _slide_labels(
         patient = row.patient or patient or patient_of(name)
         labels[name] = SlideLabel(row.label, patient, row.site or site, row.cells)
     return labels
-
-
-def _hashes(header: FeatureHeader) -> SlideHashes:
-    """Return the hashes that `histopipe embed` recorded; earlier versions recorded the `content` only."""
-    return SlideHashes(*(header.text(attribute.name) for attribute in fields(SlideHashes)))
 
 
 def _by_patient(

@@ -261,7 +261,16 @@ def candidates(
     if labelling.labels_from == "slide":
         classes = tuple(sorted({slide.label for slide in slides}))
     if len(classes) < 2 and labelling.task.of_classes:
-        raise _too_few_classes(classes, labelling.labels_from)
+        annotated = labelling.labels_from == "annotation"
+        raise NothingToDo(
+            "cannot train with fewer than two classes",
+            found=f"labels {', '.join(classes) or 'none'}",
+            expected=f"{'annotated patches' if annotated else 'labelled slides'} of two or more classes",
+            todo="run `histopipe annotate STORE ANNOTATIONS` first"
+            if annotated
+            else "pass --labels labels.csv (columns slide,label), or ingest again with the slides of each class in a "
+            "folder with its name; for annotated classes, use --labels-from annotation",
+        )
     if not any((slide.subsets != DROPPED).any() for slide in slides):
         raise NothingToDo(
             "no labelled patch is within the bounds",
@@ -377,17 +386,4 @@ def _candidate(
         codes,
         target,
         tuple(cells[name] for name in labelling.covariates),
-    )
-
-
-def _too_few_classes(classes: Sequence[str], labels_from: LabelsFrom) -> NothingToDo:
-    annotated = labels_from == "annotation"
-    return NothingToDo(
-        "cannot train with fewer than two classes",
-        found=f"labels {', '.join(classes) or 'none'}",
-        expected=f"{'annotated patches' if annotated else 'labelled slides'} of two or more classes",
-        todo="run `histopipe annotate STORE ANNOTATIONS` first"
-        if annotated
-        else "pass --labels labels.csv (columns slide,label), or ingest again with the slides of each class in a "
-        "folder with its name; for annotated classes, use --labels-from annotation",
     )

@@ -179,7 +179,14 @@ def table_of(
             elif entry.reason is None:
                 name = record.id  # without splits, another slide of this name may be usable
             entries.append(replace(entry, slide=name))
-    return _with_copies(entries, sources)
+    groups = copy_groups([record.scans for source in sources for record in source.records.values()])
+    first = {
+        group: entry.slide for group, entry in zip(groups[1][::-1], entries[::-1], strict=True)
+    }
+    return [
+        replace(entry, copy_of="" if first[group] == entry.slide else first[group])
+        for group, entry in zip(groups[1], entries, strict=True)
+    ]
 
 
 def missing_from(splits: Splits, slide: SlideEntry, *, from_file: bool) -> Exclusion:
@@ -292,17 +299,6 @@ def _measured(source: SampleSource, number: int) -> dict[str, str]:
         if np.isfinite(values).any():
             measured[name] = f"{float(np.median(values[np.isfinite(values)])):.6g}"
     return measured
-
-
-def _with_copies(slides: list[SlideEntry], sources: Sequence[SampleSource]) -> list[SlideEntry]:
-    scans = [record.scans for source in sources for record in source.records.values()]
-    first: dict[int, str] = {}
-    return [
-        slide
-        if (name := first.setdefault(group, slide.slide)) == slide.slide
-        else replace(slide, copy_of=name)
-        for slide, group in zip(slides, copy_groups(scans)[1], strict=True)
-    ]
 
 
 def write_slide_table(path: Path, slides: Iterable[SlideEntry]) -> None:

@@ -67,26 +67,28 @@ def recalibration(
     Source:
         B. Van Calster et al., Calibration: the Achilles heel of predictive analytics, BMC Medicine 17 (2019).
     """
-    values: dict[str, float | None] = dict.fromkeys(CALIBRATION)
-    intervals: dict[str, Interval] = {}
     if event.all() or not event.any():
-        return values, intervals
+        return dict.fromkeys(CALIBRATION), {}
     kept = np.clip(probability, _LIMIT, 1 - _LIMIT)
     odds = np.log(kept / (1 - kept))
     ones = np.ones((len(odds), 1))
-    fits = [_logistic(ones, odds, event, patient)]
-    if odds[event].min() < odds[~event].max() and odds[event].max() > odds[~event].min():
-        both = np.column_stack([ones, odds])
-        fits.append(_logistic(both, np.zeros(len(odds)), event, patient))
+    both = np.column_stack([ones, odds])
+    overlap = odds[event].min() < odds[~event].max() and odds[event].max() > odds[~event].min()
+    fits = [
+        _logistic(ones, odds, event, patient),
+        _logistic(both, np.zeros(len(odds)), event, patient) if overlap else None,
+    ]
+    estimates = {
+        name: (float(fit[0][place]), float(fit[1][place]))
+        for place, (name, fit) in enumerate(zip(CALIBRATION, fits, strict=True))
+        if fit is not None
+    }
+    values = {name: estimates[name][0] if name in estimates else None for name in CALIBRATION}
     patients = len(np.unique(patient))
-    for place, (name, fit) in enumerate(zip(CALIBRATION, fits, strict=False)):
-        if fit is not None:
-            value, error = float(fit[0][place]), float(fit[1][place])
-            values[name] = value
-            if patients >= FEWEST_PATIENTS:
-                half = t_quantile(patients - 1) * error
-                intervals[name] = (value - half, value + half)
-    return values, intervals
+    if patients < FEWEST_PATIENTS:
+        return values, {}
+    t = t_quantile(patients - 1)
+    return values, {name: (v - t * error, v + t * error) for name, (v, error) in estimates.items()}
 
 
 def _logistic(

@@ -263,29 +263,26 @@ class Metrics:
         Raises:
             KeyError, TypeError: the value has the wrong form.
         """
-        names = {attribute.name for attribute in fields(cls)}
         intervals = {name: tuple(ends) for name, ends in value["intervals"].items()}
-        notes = tuple(value["notes"])
+        notes, names = value["notes"], {attribute.name for attribute in fields(cls)}
         if intervals and value["patients"] < FEWEST_PATIENTS:
             # Earlier versions had intervals of two patients and more.
-            kept = (note for note in notes if "intervals" not in note)
-            intervals, notes = {}, (*kept, *patients_notes(value["patients"]))
+            kept = [note for note in notes if "intervals" not in note]
+            intervals, notes = {}, [*kept, *patients_notes(value["patients"])]
         limits: Any = value["thresholds"] if "thresholds" in value else [value["threshold"]]
         if "values" not in limits:  # of an earlier version
             note = next((text for text in value["notes"] if text.startswith(FALLBACK)), "")
             limits = {"values": [limit for limit in limits if limit is not None], "note": note}
-        # Earlier versions had the metrics of other tasks than classification in a field.
-        by_name = {
-            name: metric for name, metric in value.items() if name not in {*names, "threshold"}
-        }
+        by_name = {key: value[key] for key in value if key not in {*names, "threshold"}}
         curve = value.get("decision_curve")
         arguments = {
             "task": "classification",
             **{name: value[name] for name in names & value.keys()},
+            # Earlier versions had the metrics of other tasks than classification in a field.
             "values": value.get("figures", by_name),
             "intervals": intervals,
             "thresholds": Thresholds(tuple(limits["values"]), limits["note"]),
-            "notes": notes,
+            "notes": tuple(notes),
             "confusion": tuple(map(tuple, value.get("confusion", ()))),
             "classes": {
                 name: ClassMetrics(**metrics) for name, metrics in value.get("classes", {}).items()

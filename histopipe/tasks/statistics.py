@@ -189,6 +189,7 @@ class Statistics(WeightedStatistics):
         confusion = self.confusion(weights)
         areas, precisions = map(self._of_positive, self.areas(weights))
         counts = weights @ self._confusion.sum(axis=(1, 2))
+        labels_and_decisions = confusion.sum(axis=1) + confusion.sum(axis=2)
         with np.errstate(invalid="ignore", divide="ignore"):
             return {
                 "auc": areas,
@@ -196,7 +197,8 @@ class Statistics(WeightedStatistics):
                 # Classes that never occur are not counted. A class that is missing only from a resample gives NaN.
                 "balanced_accuracy": sensitivity(confusion)[:, self._present].mean(axis=1),
                 "accuracy": _correct(confusion).sum(axis=1) / confusion.sum(axis=(1, 2)),
-                "f1": self._of_positive(_f1(confusion)),
+                # NaN if a class neither occurs nor is decided.
+                "f1": self._of_positive(2 * _correct(confusion) / labels_and_decisions),
                 "sensitivity": self._of_positive(sensitivity(confusion)),
                 "specificity": self._of_positive(specificity(confusion)),
                 "brier": weights @ self._sums[0] / counts,
@@ -265,13 +267,6 @@ def specificity(confusion: FloatArray) -> FloatArray:
     false_positives = confusion.sum(axis=1) - _correct(confusion)
     with np.errstate(invalid="ignore"):
         return np.asarray(1 - false_positives / negatives, np.float64)
-
-
-def _f1(confusion: FloatArray) -> FloatArray:
-    """Return (R, C) F1 scores; NaN if a class neither occurs nor is decided."""
-    return np.asarray(
-        2 * _correct(confusion) / (confusion.sum(axis=1) + confusion.sum(axis=2)), np.float64
-    )
 
 
 def area_under_roc(label: NDArray[np.int32], probability: NDArray[np.float32]) -> float | None:

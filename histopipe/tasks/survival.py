@@ -61,7 +61,10 @@ class SurvivalStatistics(WeightedStatistics):
     def compute(self, weights: FloatArray) -> dict[str, FloatArray]:
         """Return (R,) values of each metric; NaN if undefined."""
         rows = weights[:, self._patient]
-        inverse = self._inverse_censoring(rows)
+        # (R, K) inverse probability not to be censored until each unique time. 0 where it is infinite: at a last time
+        # with events, all others are censored, so that such events have no weight.
+        censoring = self._product(rows, ~self._event, self._event)
+        inverse = np.divide(1.0, censoring, out=np.zeros_like(censoring), where=censoring > 1e-12)
         harrell, uno = self._concordance(rows, inverse)
         return {
             "c_index": harrell,
@@ -95,14 +98,6 @@ class SurvivalStatistics(WeightedStatistics):
         at_risk = np.cumsum(counts[:, ::-1], axis=1)[:, ::-1] - gone
         share = np.divide(leaving, at_risk, out=np.zeros_like(leaving), where=at_risk > 1e-12)
         return np.asarray(np.cumprod(1 - share, axis=1), np.float64)
-
-    def _inverse_censoring(self, rows: FloatArray) -> FloatArray:
-        """Return the (R, K) inverse probability not to be censored until each unique time.
-
-        0 where it is infinite: at a last time with events, all others are censored, so that such events have no weight.
-        """
-        censoring = self._product(rows, ~self._event, self._event)
-        return np.divide(1.0, censoring, out=np.zeros_like(censoring), where=censoring > 1e-12)
 
     def _concordance(self, rows: FloatArray, inverse: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Return the concordance of Harrell and that of Uno, (R,) each."""
@@ -234,8 +229,7 @@ def time_grid(
     time: NDArray[np.float64], event: NDArray[np.float64], count: int = 10
 ) -> list[float]:
     """Return up to `count` increasing times between the 10th and 90th percentile of the events."""
-    quantiles = np.quantile(time[event == 1], np.linspace(0.1, 0.9, count))
-    return list(np.unique(quantiles).tolist())
+    return list(np.unique(np.quantile(time[event == 1], np.linspace(0.1, 0.9, count))).tolist())
 
 
 _RISK, _SURVIVAL = "risk", "survival_"

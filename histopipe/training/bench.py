@@ -172,7 +172,7 @@ def measure_device(
             # Fetching a result waits for it: devices compute asynchronously.
             np.asarray(values[0][0])
 
-        step()
+        step()  # compiles it
         return _repeated(step, seconds) * size
 
     rates: dict[int, float] = {}

@@ -96,11 +96,10 @@ class EpochLoop:
     ) -> None:
         self.step, self._strategy = step, step.strategy
         self._cluster = cluster or Cluster()
-        self._seed = seed
-        self._replicas = self._strategy.num_replicas_in_sync
-        self._part = self._cluster.own_part(self._replicas)
-        self._sizes = [len(self._rows_of(replica)) for replica in self._part]
-        self._rows = max(len(self._rows_of(replica)) for replica in range(self._replicas))
+        self._seed, replicas = seed, self._strategy.num_replicas_in_sync
+        self._part = self._cluster.own_part(replicas)
+        rows = [replica_rows(step.settings.batch_size, replicas, i) for i in range(replicas)]
+        self._local_rows, self._rows = rows[self._part.start : self._part.stop], max(map(len, rows))
         self.micro_batch = micro_batch(step.whole(self._rows))
         self.skipped: dict[int, str] = {}
         """Reason for each skipped patch, by key."""
@@ -154,19 +153,14 @@ class EpochLoop:
 
     def gathered(self, results: StepResults) -> NDArray[np.float32]:
         """Return the results of all workers, (S, B, C + 2) float32. All workers must call it."""
-        rows = sum(self._sizes)
-        values = np.asarray(results.values, np.float32).reshape(
-            -1, rows, self.step.settings.objective.outputs + 2
-        )
+        # The shape is needed before the first step.
+        shape = (-1, sum(map(len, self._local_rows)), self.step.settings.objective.outputs + 2)
+        values = np.asarray(results.values, np.float32).reshape(shape)
         return gathered(self._cluster, self._strategy, values)
 
     def own_rows(self, values: NDArray[np.float32]) -> list[NDArray[np.float32]]:
         """Return this worker's rows of `gathered`, in the form of `StepResults`."""
-        first, last = self._rows_of(self._part[0]), self._rows_of(self._part[-1])
-        return list(values[:, first.start : last.stop])
-
-    def _rows_of(self, replica: int) -> range:
-        return replica_rows(self.step.settings.batch_size, self._replicas, replica)
+        return list(values[:, self._local_rows[0].start : self._local_rows[-1].stop])
 
     def _run(
         self,
@@ -213,7 +207,8 @@ class EpochLoop:
     def _on_host(self, values: Any) -> NDArray[np.float32]:
         """Return the results of a step, by micro-batch and replica, as (B, C + 2) of this worker's rows."""
         by_replica = [np.concatenate(parts) for parts in zip(*values, strict=True)]
-        return np.concatenate([part[:n] for part, n in zip(by_replica, self._sizes, strict=True)])
+        pairs = zip(by_replica, self._local_rows, strict=True)
+        return np.concatenate([part[: len(rows)] for part, rows in pairs])
 
     def _timed(self, batches: Any, first: int, last: int) -> Generator[tuple[Any, float]]:
         """Yield each step's batch, one part per replica, with the seconds spent waiting for it.

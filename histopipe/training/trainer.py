@@ -234,9 +234,8 @@ class Trainer:
         if not self._cluster.alone:
             # Other workers may be stopped during validation, but only the first worker saves.
             self._save()
-        batches = self._train_batches
-        outputs = predictions(batches, state.epoch * batches.steps_per_epoch, state.values)
-        return self._checked("training", outputs)
+        first = state.epoch * self._train_batches.steps_per_epoch
+        return self._checked("training", predictions(self._train_batches, first, state.values))
 
     def _save_and_stop(self, requests: Requests) -> None:
         """Save the state after a step of training; stop there if requested."""
@@ -279,9 +278,11 @@ class Trainer:
     def _checked(self, title: str, outputs: SampleOutputs | None) -> SampleOutputs:
         """Return outputs; raise an error if there are none, or if one is not finite."""
         if outputs is None:
-            reason = next(iter(self._loop.skipped.values()), None)
-            todo = "ingest the slides again"
-            raise DamagedStore(f"{title}: every patch is damaged", found=reason, todo=todo)
+            raise DamagedStore(
+                f"{title}: every patch is damaged",
+                found=next(iter(self._loop.skipped.values()), None),
+                todo="ingest the slides again",
+            )
         wrong = outputs.key[~np.isfinite(outputs.output).all(axis=1)]
         if len(wrong):
             raise UsageError(
@@ -309,11 +310,11 @@ class Trainer:
         ):  # its predictions depend on those of the training, with the best weights
             trained = setup.predictions(self._predict("train", saving=False))
             setup.objective.fit_baseline(trained.output[:, 0], trained.target)
+        evaluation_settings, leaked = self._config.evaluation_settings, leaked_patients(splits)
         predicted = {subset: setup.predictions(outputs) for subset, outputs in by_subset.items()}
         calibration = None
         if self._config.calibrate:
-            predicted, calibration = calibrated(predicted, self._config.evaluation_settings)
-        evaluation_settings, leaked = self._config.evaluation_settings, leaked_patients(splits)
+            predicted, calibration = calibrated(predicted, evaluation_settings)
         baseline = setup.baseline()
         evaluations = evaluate_subsets(predicted, evaluation_settings, leaked)
         skipped = sorted({*self._state.skipped, *self._loop.skipped})
