@@ -375,9 +375,7 @@ def test_a_slide_model_starts_with_the_predictions_of_the_covariates_alone(task:
         case _:
             targets, objective = np.zeros((50, 0)), ClassObjective(labels.max() + 1)
     slides = [
-        SimpleNamespace(
-            on=lambda side: [0] if side == "train" else [], covariates=row, label="xyz"[label]
-        )
+        SimpleNamespace(covariates=row, label="xyz"[label])
         for row, label in zip(cells, labels.tolist(), strict=True)
     ]
     of_classes = objective.name == "probability" and task != "multilabel"
@@ -387,7 +385,7 @@ def test_a_slide_model_starts_with_the_predictions_of_the_covariates_alone(task:
         task=SimpleNamespace(of_classes=of_classes),
         task_name={"discrete": "survival"}.get(task, task),
         classes=["x", "y", "z"][: labels.max() + 1],
-        slides=slides,
+        slides_on=lambda _: slides,
         targets_on=lambda _: targets,
     )
     kernel, bias = baseline_weights(splits, covariates, objective)

@@ -287,13 +287,7 @@ def _with_strata(slides: Sequence[SlideSplit], task: Task) -> list[SlideSplit]:
             f"no slide has a value in {' and '.join(task.columns)}",
             todo="fill the columns of the labels file, or name others",
         )
-    _warn_of_different_targets(slides, task)
-    strata = task.strata(np.array([slide.target for slide in slides]))
-    return [replace(slide, label=name) for slide, name in zip(slides, strata, strict=True)]
-
-
-def _warn_of_different_targets(slides: Sequence[SlideSplit], task: Task) -> None:
-    """Warn of patients whose slides have different targets: metrics of patients need one value."""
+    # Metrics of patients need one value.
     targets: dict[str, set[str]] = defaultdict(set)
     for slide in slides:
         targets[slide.patient].add(", ".join(f"{value:.15g}" for value in slide.target or ()))
@@ -304,6 +298,8 @@ def _warn_of_different_targets(slides: Sequence[SlideSplit], task: Task) -> None
             f"{different[0]}: {' and '.join(sorted(targets[different[0]]))}; each slide keeps its own; correct the "
             "labels file if all slides of a patient should have one value"
         )
+    strata = task.strata(np.array([slide.target for slide in slides]))
+    return [replace(slide, label=name) for slide, name in zip(slides, strata, strict=True)]
 
 
 def class_codes(store: SampleSource, slide: int, classes: Sequence[str]) -> NDArray[np.int16]:

@@ -432,8 +432,7 @@ def leaked_patients(splits: Splits) -> dict[Subset, set[str]]:
     for subset in SUBSETS:
         names = {
             (slide.patient, name)
-            for slide in splits.slides
-            if len(slide.on(subset))
+            for slide in splits.slides_on(subset)
             for name in (("patient", slide.patient), ("content", slide.content or slide.id))
         }
         leaked[subset] = {patient for patient, name in names if name in earlier}

@@ -186,13 +186,17 @@ class Splits:
             for place, slide in self.by_place.items()
         }
 
+    def slides_on(self, subset: Subset) -> list[SlideSplit]:
+        """Return the slides with patches in one subset."""
+        return [slide for slide in self.slides if len(slide.on(subset))]
+
     def target(self, slide: SlideSplit) -> Target:
         """Return the target of a slide; of a classification the number of its class."""
         return slide.target or (float(self.classes.index(slide.label)),)
 
     def targets_on(self, subset: Subset) -> NDArray[np.float64]:
         """Return the (N, T) targets of the slides in one subset."""
-        rows = [self.target(slide) for slide in self.slides if len(slide.on(subset))]
+        rows = [self.target(slide) for slide in self.slides_on(subset)]
         return np.array(rows, np.float64).reshape(len(rows), len(self.task.columns))
 
     def count(self) -> dict[Subset, Counter[str]]:
@@ -237,8 +241,7 @@ class Splits:
         """
         counts = self.count()
         patients = {
-            subset: {slide.patient for slide in self.slides if len(slide.on(subset))}
-            for subset in SUBSETS
+            subset: {slide.patient for slide in self.slides_on(subset)} for subset in SUBSETS
         }
         amounts = {
             "patients": {subset: len(names) for subset, names in patients.items()},
@@ -339,12 +342,9 @@ def names_of(slide: str, patient: str | None) -> set[tuple[str, str]]:
 def trained_on(path: Path) -> set[tuple[str, str]]:
     """Return ("slide", id) and ("patient", name) of training and validation, in NFC; empty if the file is unreadable."""
     with suppress(HistopipeError):
-        return {
-            name
-            for slide in load_splits(path).slides
-            if len(slide.on("train")) or len(slide.on("validation"))
-            for name in names_of(slide.id, slide.patient)
-        }
+        splits = load_splits(path)
+        slides = [*splits.slides_on("train"), *splits.slides_on("validation")]
+        return {name for slide in slides for name in names_of(slide.id, slide.patient)}
     return set()
 
 

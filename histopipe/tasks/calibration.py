@@ -14,9 +14,11 @@ BINS = 10
 _LIMIT = 1e-6
 """Probabilities are at least this far from 0 and 1, so that their log odds are finite."""
 _STEPS = 50
+"""Steps of Newton's method, which needs about ten; without convergence, the outcomes are nearly separated."""
 CALIBRATION = ("calibration_intercept", "calibration_slope")
 """Metrics of `recalibration`."""
 _NET_BENEFIT_AT = tuple(round(0.02 * step, 2) for step in range(1, 50))
+"""Probabilities of a decision curve: without 0 and 1, whose odds are not finite."""
 
 
 @dataclass(frozen=True, slots=True)

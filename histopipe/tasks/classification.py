@@ -34,8 +34,6 @@ from histopipe.tasks.task import (
     labels_of,
 )
 
-_TRUTH = ("label", "predicted")
-
 
 @dataclass(frozen=True, slots=True)
 class Classification(Task):
@@ -55,6 +53,7 @@ class Classification(Task):
     }
     by_subgroup = ("auc", "average_precision", "sensitivity", "specificity", "calibration_error")
     compared = ("auc", "balanced_accuracy", "brier")
+    target_names = ("label", "predicted")  # the true, and the most probable class
     of_classes = probabilities = True
     several = "labels"
     undefined = "lack a class"
@@ -132,17 +131,12 @@ class Classification(Task):
     def of_header(cls, names: Sequence[str]) -> Self | None:
         """Return the task with the classes of the columns `p_CLASS` after label and prediction."""
         classes = tuple(name.removeprefix(cls.prefix) for name in names[2:])
-        return cls(classes=classes) if tuple(names[:2]) == _TRUTH else None
+        return cls(classes=classes) if tuple(names[:2]) == cls.target_names else None
 
     @property
     def names(self) -> tuple[str, ...]:
         """The classes."""
         return self.classes
-
-    @property
-    def target_names(self) -> tuple[str, ...]:
-        """Columns of the true and of the most probable class."""
-        return _TRUTH
 
     def target_cells(self, target: FloatArray, output: NDArray[np.floating]) -> list[list[str]]:
         """Return the true class, empty for none, and the most probable one, by row."""

@@ -18,13 +18,18 @@ FEWEST_PATIENTS = 5
 """Fewer patients have no intervals: for two, the interval of an AUC of 1 would be [0.12, 1.00]."""
 TOO_FEW = "too few patients for an interval"
 _RELIABLE_PATIENTS = 10
+"""With fewer patients, the intervals are narrower than 95 %: percentiles of so few values are too close together."""
 _TAIL = 0.025
+"""Share of the resamples below, and above, a 95 % interval."""
 _NORMAL = 1.959963984540054
 """97.5 % quantile of the normal distribution."""
 _HALVINGS = 60
+"""Bisections of [0, 1] after which the ends of an interval are exact to rounding: float64 has 53 bits."""
 _INFORMATIVE = 10.0
 """Patients count in full as evidence of the variance between them from one error in this number of decisions."""
 _FACTORS = np.concatenate([np.linspace(0, 1, 41), np.linspace(1.05, 4, 60)])
+"""Errors that `error_interval` tries, relative to the measured one. Noise only makes an error larger, so that most
+plausible ones are smaller: the steps are finer below 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +117,7 @@ def intervals_of(
     varied = {
         name: ends for name, ends in intervals.items() if ends is not None and ends[0] < ends[1]
     }
+    # Better intervals come last, to replace those of the resamples. They exist also for metrics without variation.
     return varied | dict(statistics.better_intervals(draws, metric_values)), undefined
 
 

@@ -284,6 +284,7 @@ class Survival(Task):
     }
     by_subgroup = ("c_index", "brier")
     compared = ("c_index", "auc", "brier")
+    names = (_RISK,)
     grid: tuple[float, ...] = ()
 
     def target(self, cells: Mapping[str, str], where: str) -> Target | None:
@@ -356,11 +357,6 @@ class Survival(Task):
     def output_names(self) -> tuple[str, ...]:
         """Columns of the risk and of the survival at each time."""
         return (_RISK, *(f"{_SURVIVAL}{time:.9g}" for time in self.grid))
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The risk alone."""
-        return (_RISK,)
 
     def converted(self, task: Self, output: NDArray[np.float32]) -> NDArray[np.float32]:
         """Return the outputs at the times of this task, interpolated from survival 1 at time 0.

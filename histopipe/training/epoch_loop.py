@@ -100,7 +100,7 @@ class EpochLoop:
         self._part = self._cluster.own_part(replicas)
         rows = [replica_rows(step.settings.batch_size, replicas, i) for i in range(replicas)]
         self._local_rows, self._rows = rows[self._part.start : self._part.stop], max(map(len, rows))
-        self.micro_batch = micro_batch(step.whole(self._rows))
+        self.micro_batch = micro_batch(step.largest_piece or self._rows)
         self.skipped: dict[int, str] = {}
         """Reason for each skipped patch, by key."""
 

@@ -67,6 +67,9 @@ class TrainStep:
         UsageError: XLA cannot compile batch normalization over several replicas.
     """
 
+    largest_piece: int | None = None
+    """Rows, or patches of a bag, that are computed at once if memory suffices; None: all rows of a replica."""
+
     def __init__(
         self,
         strategy: tf.distribute.Strategy,
@@ -94,10 +97,6 @@ class TrainStep:
         if not hasattr(optimizer, "_all_reduce_sum_gradients"):
             raise AttributeError("_all_reduce_sum_gradients")
         optimizer._all_reduce_sum_gradients = list
-
-    def whole(self, rows: int) -> int:
-        """Return the number of rows computed at once if memory suffices: all rows of a replica."""
-        return rows
 
     @property
     def variables(self) -> list[keras.Variable]:
@@ -330,6 +329,7 @@ class BagTrainStep(TrainStep):
     """The training step of a bag model. A micro-batch is a bag; `size` is the number of patches computed at once."""
 
     model: BagModel
+    largest_piece = PIECE
 
     @property
     def variables(self) -> list[keras.Variable]:
@@ -363,10 +363,6 @@ class BagTrainStep(TrainStep):
         )
         begin = tf.cast(context.replica_id_in_sync_group, tf.int32) * tf.shape(local_rows)[0]
         return tf.ensure_shape(slopes, (None, 2))[begin : begin + tf.shape(local_rows)[0]]
-
-    def whole(self, rows: int) -> int:
-        """Return the number of patches of a bag that are computed at once if memory suffices."""
-        return PIECE
 
     def _pieces(self, rows: int, size: int) -> Iterator[tuple[tf.Tensor, tf.Tensor]]:
         """Yield the number of each bag, and the size."""

@@ -82,7 +82,7 @@ class TrainingSetup(ABC):
                 seed=config.seed,
             )
             for subset in SUBSETS
-            if subset != "test" or any(len(slide.on(subset)) for slide in splits.slides)
+            if subset != "test" or splits.slides_on(subset)
         }
         self.subsets = tuple(self._tables)
         """Subsets that have samples."""
@@ -175,7 +175,7 @@ class TrainingSetup(ABC):
         logits = {name: _inputs(splits, covariates, name) @ kernel + bias for name in self.subsets}
         objective.fit_baseline(logits["train"][:, 0], targets)
         for subset in self.subsets[1:]:
-            slides = [slide for slide in splits.slides if len(slide.on(subset))]
+            slides = splits.slides_on(subset)
             patients, patient = np.unique([slide.patient for slide in slides], return_inverse=True)
             zeros = np.zeros(len(patient), np.int64)
             output = np.asarray(objective.activate(tf.constant(logits[subset])), np.float32)
@@ -329,7 +329,7 @@ def baseline_weights(
 
 def _inputs(splits: Splits, covariates: Covariates, subset: Subset) -> NDArray[np.float64]:
     """Return the (N, K) covariates of the slides in a subset."""
-    rows = [covariates.encode(slide.covariates) for slide in splits.slides if len(slide.on(subset))]
+    rows = [covariates.encode(slide.covariates) for slide in splits.slides_on(subset)]
     return np.array(rows, np.float64).reshape(len(rows), len(covariates.inputs))
 
 
@@ -400,7 +400,7 @@ class BagTraining(TrainingSetup):
             for bag in bags.bags.values():
                 read_positions(bag)  # raises now, and not after an epoch
         if splits.covariates:
-            rows = [slide.covariates for slide in splits.slides if len(slide.on("train"))]
+            rows = [slide.covariates for slide in splits.slides_on("train")]
             self.covariates = Covariates.of(splits.covariates, rows)
             self.description = {**self.description, "covariates": self.covariates.to_json()}
             for slide in splits.slides:
