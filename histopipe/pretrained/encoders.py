@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import typing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from histopipe.errors import UsageError
 from histopipe.pretrained.presets import (
@@ -230,14 +228,14 @@ def with_published_settings(preset: Preset, weights: Path) -> tuple[Preset, list
         if path.exists()
         for key, value in _published(path).items()
     }
-    hints, changes, notes = typing.get_type_hints(Preprocessing), dict[str, Any](), []
+    hints, changes, notes = get_type_hints(Preprocessing), dict[str, Any](), []
     for key, (value, path) in settings.items():
         changes[key] = checked_value(hints[key], value, f"{path}: {key}")
         before = getattr(preset.preprocessing, key)
         if changes[key] != before:
             notes.append(f"{path}: {key} {changes[key]} instead of the preset's {before}")
-    preprocessing = dataclasses.replace(preset.preprocessing, **changes)
-    changed = dataclasses.replace(preset, preprocessing=preprocessing)
+    preprocessing = replace(preset.preprocessing, **changes)
+    changed = replace(preset, preprocessing=preprocessing)
     check_preset(changed, str(weights.parent))
     return changed, notes
 

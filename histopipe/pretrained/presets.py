@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import tomllib
 import types
-import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from histopipe.errors import UsageError
 from histopipe.pretrained.architecture import NAMINGS, Architecture, Interpolation
@@ -18,8 +16,8 @@ from histopipe.pretrained.architecture import NAMINGS, Architecture, Interpolati
 
 def _from_table(kind: type[Any], values: Mapping[str, Any], where: str) -> Any:
     """Create a dataclass from the values of a TOML table, with checked names and types."""
-    hints = typing.get_type_hints(kind)
-    required = {f.name for f in dataclasses.fields(kind) if f.default is dataclasses.MISSING}
+    hints = get_type_hints(kind)
+    required = {field.name for field in fields(kind) if field.default is MISSING}
     faults = {"unknown": values.keys() - hints.keys(), "missing": required - values.keys()}
     if any(faults.values()):
         texts = [f"{fault}: {', '.join(sorted(names))}" for fault, names in faults.items() if names]
@@ -33,10 +31,10 @@ def _from_table(kind: type[Any], values: Mapping[str, Any], where: str) -> Any:
 
 def checked_value(hint: Any, value: Any, where: str) -> Any:
     """Return a value with the type of a field."""
-    origin, choices = typing.get_origin(hint), typing.get_args(hint)
+    origin, choices = get_origin(hint), get_args(hint)
     kind = choices[0] if origin is tuple else hint
     types_of_kind = (int, float) if kind is float else (kind,)
-    if origin is types.UnionType or dataclasses.is_dataclass(hint):
+    if origin is types.UnionType or is_dataclass(hint):
         return value  # a table, already checked
     if origin is Literal:
         expected, fits = " or ".join(choices), value in choices
@@ -186,7 +184,7 @@ def load_preset(model: str | Path) -> Preset:
             found=str(error),
             expected=f"a TOML file, or one of {', '.join(preset_names())}",
         ) from error
-    fields: dict[str, Any] = {"name": path.stem}
+    parts: dict[str, Any] = {"name": path.stem}
     tables = {
         "architecture": ("architecture", Architecture),
         "input": ("preprocessing", Preprocessing),
@@ -198,11 +196,11 @@ def load_preset(model: str | Path) -> Preset:
                 raise UsageError(
                     f"{path.name}: {table}", found=repr(content), expected=f"a table [{table}]"
                 )
-            fields[field] = _from_table(kind, content, f"{path.name}, [{table}]")
-    twice = fields.keys() & values.keys()
+            parts[field] = _from_table(kind, content, f"{path.name}, [{table}]")
+    twice = parts.keys() & values.keys()
     if twice:
         raise UsageError(f"{path.name}: fields", found=f"unknown: {', '.join(sorted(twice))}")
-    preset: Preset = _from_table(Preset, {**values, **fields}, path.name)
+    preset: Preset = _from_table(Preset, {**values, **parts}, path.name)
     check_preset(preset, path.name)
     return preset
 

@@ -366,7 +366,7 @@ def bench(
             bar.advance()
             return value
 
-        # From the disk to the device. TensorFlow is loaded after the stages without it, since it starts threads.
+        # From the disk to the device. TensorFlow is loaded after the stages that do not need it.
         disk = run(measure_disk, batches, seconds, _DISK_THREADS)
         lmdb = run(measure_lmdb, batches, seconds)
         decode = run(measure_decode, batches, seconds, cores)

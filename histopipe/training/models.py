@@ -166,7 +166,7 @@ def _leaves(model: keras.Model) -> Iterator[keras.layers.Layer]:
 _HASHES = 1 << 31
 """Number of values of `hash31`."""
 _LEAST_MOMENTUM = 0.8
-"""With less, batch statistics would depend on the last five batches only."""
+"""With less, the statistics would be those of fewer than five batches."""
 LOGITS = "logits"
 """Name of the last layer with weights, in training and in saved models."""
 
