@@ -138,9 +138,11 @@ class _Plan:
             )
             for slide, subset in zip(self.slides, subsets, strict=True)
         )
-        train, validation, test = self.assignment.fractions
-        if column is not None:
-            train, validation, test = (np.bincount(subsets, minlength=3) / len(subsets)).tolist()
+        train, validation, test = (
+            self.assignment.fractions
+            if column is None
+            else (np.bincount(subsets, minlength=3) / len(subsets)).tolist()
+        )
         splits = Splits(
             self.split_by,
             self.assignment.seed,

@@ -42,7 +42,7 @@ def with_common_patients(parts: Sequence[Predictions]) -> list[Predictions]:
         replace(
             part,
             patients=names,
-            patient=_renumber(part.patient, part.patients, names),
+            patient=np.searchsorted(names, part.patients).astype(np.int32)[part.patient],
             task=task,
             output=task.converted(part.task, part.output),
         )
@@ -50,19 +50,14 @@ def with_common_patients(parts: Sequence[Predictions]) -> list[Predictions]:
     ]
 
 
-def _renumber(
-    numbers: NDArray[np.int32], names: Sequence[str], new_names: Sequence[str]
-) -> NDArray[np.int32]:
-    """Return the (N,) places in new names of (N,) places in names."""
-    new = {name: number for number, name in enumerate(new_names)}
-    return np.array([new[name] for name in names], np.int32)[numbers]
-
-
 def joined_predictions(parts: Sequence[Predictions]) -> Predictions:
     """Concatenate predictions, at least one, of the same task and level."""
     parts = with_common_patients(parts)
     slides = tuple(sorted({name for part in parts for name in part.slides}))
-    parts = [replace(part, slide=_renumber(part.slide, part.slides, slides)) for part in parts]
+    parts = [
+        replace(part, slide=np.searchsorted(slides, part.slides).astype(np.int32)[part.slide])
+        for part in parts
+    ]
     arrays: dict[str, Any] = {
         name: np.concatenate([getattr(part, name) for part in parts]) for name in ARRAYS
     }
@@ -176,13 +171,13 @@ def choose_threshold(
         / members.sum()
         for members in (~event, event)
     )
-    if match["of"] is None:
-        place = int(np.argmax(true_positive - false_positive))
-    elif match["of"] == "sensitivity":
-        place = int(np.argmax(true_positive >= float(match["least"])))
-    else:
-        place = int(np.flatnonzero(1 - false_positive >= float(match["least"]))[-1])
-    return _half_way(-thresholds.astype(np.float64), place), ""
+    least = float(match["least"] or 0)
+    places = {
+        None: np.argmax(true_positive - false_positive),
+        "sensitivity": np.argmax(true_positive >= least),
+        "specificity": np.flatnonzero(1 - false_positive >= least)[-1],
+    }
+    return _half_way(-thresholds.astype(np.float64), int(places[match["of"]])), ""
 
 
 def _half_way(scores: NDArray[np.float64], positives: int) -> float:

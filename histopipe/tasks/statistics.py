@@ -325,7 +325,8 @@ def roc_of(
     if len(np.unique(patient)) >= FEWEST_PATIENTS:
         weights = (draw[patient] for draw in bootstrap_draws(patients, _RESAMPLES, seed))
         curves = [
-            _at(_GRID, *_rates(positive, ends, weight))
+            # At vertical steps, this is their upper end.
+            np.interp(_GRID, *_rates(positive, ends, weight))
             for weight in weights
             if weight[positive].any() and weight[~positive].any()
         ]
@@ -350,14 +351,3 @@ def _rates(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     positives, negatives = np.cumsum(weight * positive)[ends], np.cumsum(weight * ~positive)[ends]
     return np.append(0.0, negatives / negatives[-1]), np.append(0.0, positives / positives[-1])
-
-
-def _at(
-    grid: NDArray[np.float64], false_rate: NDArray[np.float64], true_rate: NDArray[np.float64]
-) -> NDArray[np.float64]:
-    """Return true positive rates at the false positive rates of `grid`; at vertical steps, the upper end."""
-    last = np.searchsorted(false_rate, grid, side="right") - 1
-    following = np.minimum(last + 1, len(false_rate) - 1)
-    width = false_rate[following] - false_rate[last]
-    share = np.divide(grid - false_rate[last], width, out=np.zeros_like(grid), where=width > 0)
-    return np.asarray(true_rate[last] + share * (true_rate[following] - true_rate[last]))
