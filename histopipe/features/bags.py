@@ -138,13 +138,10 @@ class BagSet:
                 notify=notify,
             )
         self.label_source = "folder or import" if labels is None else "labels file"
-        self.slides = _slide_labels(headers, rows)
-        """Label, patient and site of each slide, also of those without label or patches."""
+        # The slides with a file, then the others. A file has priority over the record of its slide.
+        self.slides = _slide_labels({**headers, **self._recorded, **headers}, rows)
+        """Label, patient and site of each slide, also of those without label, patches or file."""
         self._rows = {name: header.rows for name, header in headers.items()}
-        self._without = _slide_labels(
-            {name: entry for name, entry in self._recorded.items() if name not in headers},
-            rows,
-        )
         labelled = {name: label for name, label in self.slides.items() if name in parts}
         groups = {name: [name] for name in labelled}
         if bag == "patient":
@@ -181,7 +178,7 @@ class BagSet:
     def found_slides(self) -> list[SlideEntry]:
         """Return all slides that have a feature file or failed before, excluded, with a reason if they have no patches."""
         entries = []
-        for name, label in {**self.slides, **self._without}.items():
+        for name, label in self.slides.items():
             entry = self._recorded.get(name, SlideEntry(slide=name, patient=""))
             reason: Exclusion | None = entry.reason or Exclusion.NO_FEATURES
             if name in self._rows:
