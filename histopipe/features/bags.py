@@ -330,6 +330,7 @@ def joined_rows(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
 
 
 _DRAW = 301
+"""Purpose of a random number, different from those in `dataset.sampling`."""
 
 
 class BagBatches(BatchSampler):

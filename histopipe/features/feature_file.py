@@ -54,7 +54,9 @@ _IGNORED = (
     "batches",
     "stores",
 )
+"""Fields of the record of an encoder that may change while features are added: they do not change the features."""
 _CRC = "crc32"
+"""Attribute with the checksum of all features."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from histopipe.system.csv_files import nfc
 from histopipe.system.output import counted
 
 _SIDE = "patch_size_level0"
+"""Attribute of the coordinates, as TRIDENT names it."""
 _CHECKED_ROWS = 256
 """Rows that are checked at once: a block that fits into the cache, since a bag may be a gigabyte."""
 

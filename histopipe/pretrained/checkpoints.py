@@ -69,7 +69,9 @@ def unusable(path: Path, problem: str, why: str = "") -> UsageError:
 _MOST_PICKLE_BYTES = 16 << 20
 _MOST_INSTRUCTIONS = 1_000_000
 _LONGEST_NAME = 1000
+"""Limits of untrusted pickles: a state dict needs far less, and larger ones could fill the memory or take endless time."""
 _OLD_MAGIC, _OLD_VERSION = 0x1950A86A20F9469CFC6C, 1001
+"""First two pickles of PyTorch's format before version 1.6."""
 _MOST_DIMENSIONS = 8
 _STORAGES = {
     "FloatStorage": np.dtype(np.float32),

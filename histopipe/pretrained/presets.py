@@ -61,7 +61,9 @@ SUFFIX = ".toml"
 _MPP_TOLERANCE = 0.2
 """Published recipes resize patches of 256 pixels at 0.5 mpp to 224, which is 0.57 mpp, and scanners differ by 2 %."""
 _SHOWN = 3
+"""Mismatches that a message lists."""
 _LARGEST = 4096
+"""Largest input in pixels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,6 +24,7 @@ from histopipe.tasks.classification import Classification
 from histopipe.tasks.task import Task
 
 _MOST_CATEGORIES = 50
+"""With more, a column is probably an identifier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +135,7 @@ class Covariates:
 
 
 NO_CLASS = -1
+"""Class number of patches without a class."""
 _UNKNOWN = "unknown"
 """Label of a slide with a target, until the strata are known."""
 

@@ -93,6 +93,7 @@ class SampleSource(Protocol):
 
 
 DROPPED = -1
+"""Subset of patches that are left out."""
 _MAX_PATCHES = 10**8
 """Maximum number of patches of a slide: a damaged file may contain any number."""
 _FIELDS = ("store", "slide", "id", "label", "patient", "site", "content", "count", "crc")

@@ -26,6 +26,7 @@ from histopipe.system.output import counted, message
 
 FRACTIONS = (0.7, 0.15, 0.15)
 REGION = Micrometres(250.0)
+"""Default side of the squares of a split by region."""
 _MAX_WAYS = 3
 """Maximum number of flags that a refusal lists."""
 

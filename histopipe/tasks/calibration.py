@@ -11,6 +11,7 @@ from histopipe.system.arrays import FloatArray
 from histopipe.tasks.intervals import FEWEST_PATIENTS, Interval, t_quantile
 
 BINS = 10
+"""Bins of equal width, as usual for reliability diagrams."""
 _LIMIT = 1e-6
 """Probabilities are at least this far from 0 and 1, so that their log odds are finite."""
 _STEPS = 50

@@ -131,6 +131,7 @@ RULE = re.compile(
 )
 """Values of `--threshold`."""
 EVEN = 0.5
+"""Threshold that treats both classes alike."""
 FALLBACK = f"threshold {EVEN}"
 """Start of a note on why no threshold was chosen."""
 
@@ -190,6 +191,7 @@ def _half_way(scores: NDArray[np.float64], positives: int) -> float:
 
 
 _MAX_UNDEFINED = 0.05
+"""Share of undefined resamples that a note states: fewer hardly change an interval."""
 
 
 @dataclass(frozen=True, slots=True)

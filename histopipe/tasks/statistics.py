@@ -28,6 +28,7 @@ from histopipe.tasks.intervals import (
 )
 
 _SMALLEST = np.finfo(np.float64).eps
+"""Lowest probability in the log loss, as in scikit-learn, so that it is finite."""
 
 
 def _rank(values: FloatArray) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
@@ -280,7 +281,9 @@ def area_under_roc(label: NDArray[np.int32], probability: NDArray[np.float32]) -
 
 
 _BAND = (2.5, 97.5)
+"""Percentiles of the resamples."""
 _RESAMPLES = 200
+"""Resamples of a band, which is drawn only: fewer than for the intervals of metrics."""
 _GRID = np.linspace(0, 1, 101)
 
 

@@ -45,6 +45,7 @@ from histopipe.training.pretrained_networks import (
 )
 
 _PIL_ONE = 1 << 22
+"""1 in the fixed-point numbers that PIL resizes with."""
 
 
 def prepare(image: keras.KerasTensor, settings: Preprocessing) -> keras.KerasTensor:
@@ -85,6 +86,7 @@ def _resized(image: keras.KerasTensor, settings: Preprocessing) -> keras.KerasTe
 _NO_FILE = ("none", "imagenet")
 """Values of `--weights` that are not a file."""
 _ENDPOINT = "serving_default"
+"""Signature of a SavedModel that Keras and TensorFlow write by default."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ HIDDEN, _ATTENTION = 512, 256
 _QUERY = 128
 """Width of DSMIL's queries."""
 _POINTS, _HEADS, _BLOCKS = 64, 8, 2
+"""Induced points, attention heads and blocks of the transformer; TransMIL has 8 heads and 2 blocks, too."""
 _PERIODS = tuple(2.0**power for power in range(2, 10))
 """Wavelengths of the positions: 4 to 512 patches."""
 

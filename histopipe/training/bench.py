@@ -29,7 +29,9 @@ from histopipe.system.worker_pool import count_usable_cores
 
 _SEED = 1
 _BLOCK = 4096
+"""Bytes: O_DIRECT requires offsets and lengths that are multiples of the block size of the disk."""
 _LONGEST_RUN = 1 << 40
+"""Steps that no measurement reaches."""
 _CLASSES = 2
 
 
@@ -226,9 +228,11 @@ def _rate(work: Callable[[int, int], int], seconds: float, threads: int = 1) -> 
 
 
 _DISK_THREADS = 16
+"""Reads at once: an SSD needs several for its full rate."""
 _GOOD_ENOUGH = 0.95
 """Share of the best rate that a smaller setting must reach to be recommended."""
 _SLOW_READER = 0.7
+"""Share of the decode rate that a reader reaches on a machine without other programs."""
 _MIN_SECONDS, _MAX_SECONDS = 0.1, 3600
 
 

@@ -24,6 +24,7 @@ from histopipe.runs.result import EpochMetrics
 from histopipe.system.files import atomic_write
 
 STATE_FILE, OLDER_FILE = "resume.npz", "resume-older.npz"
+"""Names of the newest checkpoint, and of the one before it."""
 _DIGEST, _DIGEST_BYTES = "blake2b", 64
 _BETTER = 1e-4
 """Minimum increase of the metric that counts as better. For smaller differences, the lower loss is better."""

@@ -42,11 +42,6 @@ class SampleOutputs:
     loss: float
     """Mean loss, weighted by class."""
 
-    @property
-    def key(self) -> NDArray[np.int64]:
-        """(N,) keys of the samples."""
-        return self.samples.keys
-
 
 @dataclass(slots=True)
 class StepResults:
@@ -114,9 +109,10 @@ def located(
 
     `output` are (N, C) outputs of the task.
     """
-    order = np.argsort(outputs.key, kind="stable")
-    ordinals, numbers, rows = unpack_keys(outputs.key[order])
-    begins = np.unique(outputs.key[order] >> 32, return_index=True)[1]
+    keys = outputs.samples.keys
+    order = np.argsort(keys, kind="stable")
+    ordinals, numbers, rows = unpack_keys(keys[order])
+    begins = np.unique(keys[order] >> 32, return_index=True)[1]
     places = list(zip(ordinals[begins].tolist(), numbers[begins].tolist(), strict=True))
     counts, names, in_split = np.diff(begins, append=len(order)), splits.names, splits.by_place
     patients = [in_split[place].patient for place in places]

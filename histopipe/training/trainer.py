@@ -283,7 +283,7 @@ class Trainer:
                 found=next(iter(self._loop.skipped.values()), None),
                 todo="ingest the slides again",
             )
-        wrong = outputs.key[~np.isfinite(outputs.output).all(axis=1)]
+        wrong = outputs.samples.keys[~np.isfinite(outputs.output).all(axis=1)]
         if len(wrong):
             raise UsageError(
                 f"{title}: {counted(len(wrong), 'prediction')} not finite",

@@ -113,7 +113,7 @@ class TrainingSetup(ABC):
         predicted = self.objective.predictions(outputs.output)
         values = self.objective.described(task).epoch_metrics(target, predicted)
         return EpochMetrics(
-            len(outputs.key),
+            len(outputs.output),
             self.objective.epoch_loss(outputs.loss, target, predicted),
             values,
             values[next(iter(task.main))],
@@ -475,7 +475,7 @@ class BagTraining(TrainingSetup):
         bags = [
             self._bags.bags[number]
             for outputs in evaluated
-            for number in unpack_keys(outputs.key)[1].tolist()
+            for number in unpack_keys(outputs.samples.keys)[1].tolist()
         ]
         model, names = cast(BagModel, step.model), self.splits.task.names
         write_attention(folder, bags, model, self.objective, names)
