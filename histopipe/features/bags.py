@@ -64,8 +64,7 @@ class Bag:
     def places(self) -> Iterator[tuple[str, object, object, str]]:
         """Yield slide, corner and side of each patch in level-0 pixels; empty texts where unknown."""
         for slide, part in zip(self.slides, self.parts, strict=True):
-            corners = part.corners()
-            side = f"{part.side:g}" if part.side else ""
+            corners, side = part.corners(), f"{part.side:g}" if part.side else ""
             for x, y in [("", "")] * part.rows if corners is None else corners.tolist():
                 yield slide, x, y, side
 
@@ -139,33 +138,34 @@ class BagSet:
                 notify=notify,
             )
         self.label_source = "folder or import" if labels is None else "labels file"
-        self.slides = labelled = _slide_labels(headers, rows)
-        """Label, patient and site of each slide, also of those without label or patches."""
+        # The slides with a file, then the others. A file has priority over the record of its slide.
+        self.slides = _slide_labels({**headers, **self._recorded, **headers}, rows)
+        """Label, patient and site of each slide, also of those without label, patches or file."""
         self._rows = {name: header.rows for name, header in headers.items()}
-        self._without = _slide_labels(
-            {name: entry for name, entry in self._recorded.items() if name not in headers},
-            rows,
-        )
-        labelled = {name: label for name, label in labelled.items() if name in parts}
+        labelled = {name: label for name, label in self.slides.items() if name in parts}
         groups = {name: [name] for name in labelled}
         if bag == "patient":
             groups = _by_patient(labelled, columns, unlabelled=unlabelled)
         # Known bags keep their numbers, so that a new slide does not change them.
-        numbering = {nfc(name): number for name, number in (numbers or {}).items()}
-        numbering |= numbers or {}
+        numbers = dict(numbers or {})
+        numbering = {nfc(name): number for name, number in numbers.items()} | numbers
         free = itertools.count(max(numbering.values(), default=-1) + 1)
         bags = {}
         for name, slides in groups.items():
-            sites, first = {labelled[slide].site for slide in slides}, labelled[slides[0]]
+            rows_of_bag, first = [labelled[slide] for slide in slides], labelled[slides[0]]
             number = numbering.get(name, numbering.get(nfc(name)))
             bags[next(free) if number is None else number] = Bag(
                 name,
                 tuple(slides),
                 tuple(parts[slide] for slide in slides),
-                first.label if len({labelled[slide].label for slide in slides}) == 1 else None,
+                first.label if len({row.label for row in rows_of_bag}) == 1 else None,
                 first.patient,
-                sites.pop() if len(sites) == 1 else None,
-                tuple(_hashes(headers[slide]) for slide in slides),
+                first.site if len({row.site for row in rows_of_bag}) == 1 else None,
+                # Earlier versions recorded the `content` only.
+                tuple(
+                    SlideHashes(*(headers[slide].text(hash_.name) for hash_ in fields(SlideHashes)))
+                    for slide in slides
+                ),
                 first.cells,
             )
         self.bags = self.records = self.complete = dict(sorted(bags.items()))
@@ -178,13 +178,11 @@ class BagSet:
     def found_slides(self) -> list[SlideEntry]:
         """Return all slides that have a feature file or failed before, excluded, with a reason if they have no patches."""
         entries = []
-        for name, label in {**self.slides, **self._without}.items():
+        for name, label in self.slides.items():
             entry = self._recorded.get(name, SlideEntry(slide=name, patient=""))
-            rows, reason = self._rows.get(name), entry.reason
-            if rows is None:
-                reason = reason or Exclusion.NO_FEATURES
-            else:
-                planned = max(entry.planned, rows)
+            reason: Exclusion | None = entry.reason or Exclusion.NO_FEATURES
+            if name in self._rows:
+                rows, planned = self._rows[name], max(entry.planned, self._rows[name])
                 unusable = Exclusion.NO_READABLE_PATCH if planned else Exclusion.NO_PATCHES
                 reason = None if rows else unusable
                 entry = replace(entry, planned=planned, unreadable=planned - rows)
@@ -209,22 +207,19 @@ class BagSet:
         bag_of = {slide: number for number, bag in self.bags.items() for slide in bag.slides}
         entries = []
         for entry in self.found_slides():
-            number = bag_of.get(entry.slide)
-            split = None if number is None else split_of.get(number)
-            if entry.reason is not None:
-                entries.append(entry)
-            elif number is None or split is None:
-                entries.append(
-                    replace(entry, reason=missing_from(splits, entry, from_file=from_file))
-                )
-            else:
+            number = bag_of.get(entry.slide, -1)
+            split, changes = split_of.get(number), dict[str, Any]()
+            if entry.reason is None and split is None:
+                changes["reason"] = missing_from(splits, entry, from_file=from_file)
+            elif entry.reason is None and split is not None:
                 bag = self.bags[number]
                 # Joined sets may have fewer patches than the first one.
                 rows = bag.parts[bag.slides.index(entry.slide)].rows
-                counts: dict[str, Any] = {name: rows for name in SUBSETS if len(split.on(name))}
-                left_out = entry.planned - entry.unreadable - (rows if counts else 0)
-                excluded = None if counts else Exclusion.LEFT_OUT
-                entries.append(replace(entry, reason=excluded, left_out=left_out, **counts))
+                changes = {name: rows for name in SUBSETS if len(split.on(name))}
+                left_out = entry.planned - entry.unreadable - (rows if changes else 0)
+                reason = None if changes else Exclusion.LEFT_OUT
+                changes |= {"reason": reason, "left_out": left_out}
+            entries.append(replace(entry, **changes))
         return entries
 
     def index(self, slide: int) -> Mapping[str, NDArray[Any]]:
@@ -255,11 +250,7 @@ def _slide_labels(
     labels = {}
     for name, slide in slides.items():
         label, patient, site = (
-            _text(
-                slide.attributes.get(key)
-                if isinstance(slide, FeatureHeader)
-                else slide.value(key) or None
-            )
+            slide.text(key) if isinstance(slide, FeatureHeader) else nfc(slide.value(key)) or None
             for key in ("label", "patient", "site")
         )
         row = SlideLabel(label) if rows is None else rows.get(name, SlideLabel(None))
@@ -268,18 +259,6 @@ def _slide_labels(
         patient = row.patient or patient or patient_of(name)
         labels[name] = SlideLabel(row.label, patient, row.site or site, row.cells)
     return labels
-
-
-def _text(value: Any) -> str | None:
-    """Return an attribute of a file as text in NFC; writers use several types."""
-    if value is None:
-        return None
-    return nfc(value.decode(errors="replace") if isinstance(value, bytes) else str(value))
-
-
-def _hashes(header: FeatureHeader) -> SlideHashes:
-    """Return the hashes that `histopipe embed` recorded; earlier versions recorded the `content` only."""
-    return SlideHashes(*(_text(header.attributes.get(f.name)) for f in fields(SlideHashes)))
 
 
 def _by_patient(
@@ -351,6 +330,7 @@ def joined_rows(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
 
 
 _DRAW = 301
+"""Purpose of a random number, different from those in `dataset.sampling`."""
 
 
 class BagBatches(BatchSampler):

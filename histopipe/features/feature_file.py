@@ -25,6 +25,7 @@ from histopipe.features import StoredType
 from histopipe.ingestion import coords
 from histopipe.splits.slide_table import read_slide_table
 from histopipe.store.store import Store
+from histopipe.system.csv_files import nfc
 from histopipe.system.files import (
     RecordingFile,
     atomic_write,
@@ -53,7 +54,9 @@ _IGNORED = (
     "batches",
     "stores",
 )
+"""Fields of the record of an encoder that may change while features are added: they do not change the features."""
 _CRC = "crc32"
+"""Attribute with the checksum of all features."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,12 @@ class FeatureHeader:
     attributes: Mapping[str, Any]
     coords: Mapping[str, Any]
     sample: int = 0
+
+    def text(self, name: str) -> str | None:
+        """Return an attribute of the file as text in NFC, None if it is missing; writers use several types."""
+        value = self.attributes.get(name)
+        text = value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+        return None if value is None else nfc(text)
 
 
 class FeatureWriter:
@@ -191,14 +200,10 @@ def read_features(
         with _opened(header.path) as file:
             file[FEATURES].read_direct(values.reshape(file[FEATURES].shape))
     else:
-        with _with_path(header.path), header.path.open("rb", buffering=0) as file:
+        with _with_path(header.path), header.path.open("rb") as file:
             file.seek(header.offset)
-            view = values.data.cast("B")
-            while view:  # Linux reads at most 2 GiB at once
-                read = file.readinto(view)
-                if not read:
-                    raise ValueError("the file is truncated")
-                view = view[read:]
+            if file.readinto(values.data.cast("B")) < count:
+                raise ValueError("the file is truncated")
     if rows is not None:
         return np.asarray(values[rows])
     expected = header.attributes.get(_CRC)

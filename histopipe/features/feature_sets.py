@@ -24,6 +24,7 @@ from histopipe.system.csv_files import nfc
 from histopipe.system.output import counted
 
 _SIDE = "patch_size_level0"
+"""Attribute of the coordinates, as TRIDENT names it."""
 _CHECKED_ROWS = 256
 """Rows that are checked at once: a block that fits into the cache, since a bag may be a gigabyte."""
 
@@ -91,11 +92,10 @@ class SlideFeatures:
         parts = []
         for header, chosen in zip(self.headers, self.chosen, strict=True):
             # All rows at once are read in sequence, which verifies their checksum.
-            set_rows = chosen if rows is None else chosen[rows]
-            values = (
-                read_features(header)[set_rows] if rows is None else read_features(header, set_rows)
-            )
-            parts.append(_finite(header, values, set_rows))
+            if rows is None:
+                parts.append(_finite(header, read_features(header)[chosen], chosen))
+            else:
+                parts.append(_finite(header, read_features(header, chosen[rows]), chosen[rows]))
         return np.concatenate(parts, axis=1)
 
     def corners(self) -> NDArray[np.int64] | None:
@@ -154,15 +154,16 @@ def join(headers: Sequence[FeatureHeader]) -> SlideFeatures:
     """
     if len(headers) == 1:
         return SlideFeatures((headers[0],))
-    corners = [_corners(header) for header in headers]
-    rows = [np.arange(len(corners[0]))]
-    for header, other in zip(headers[1:], corners[1:], strict=True):
-        if np.array_equal(corners[0], other):
-            rows.append(rows[0])
-        else:
-            rows.append(covering(corners[0], _side(headers[0]), other, _side(header)))
+    first, *corners = map(_corners, headers)
+    all_rows = np.arange(len(first))
+    rows = [
+        all_rows
+        if np.array_equal(first, other)
+        else covering(first, _side(headers[0]), other, _side(header))
+        for header, other in zip(headers[1:], corners, strict=True)
+    ]
     kept = np.flatnonzero(np.all([set_rows >= 0 for set_rows in rows], axis=0))
-    return SlideFeatures(tuple(headers), tuple(set_rows[kept] for set_rows in rows))
+    return SlideFeatures(tuple(headers), tuple(set_rows[kept] for set_rows in (all_rows, *rows)))
 
 
 def _corners(header: FeatureHeader) -> NDArray[np.int64]:
@@ -204,14 +205,12 @@ def join_feature_sets(
     filled = _filled(folders[0], headers)
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise UsageError("--mil: a folder is given twice", found=", ".join(map(str, folders)))
-    by_name = {nfc(name): name for name in headers}
+    # An exact name has priority over one that is equal in NFC.
+    names = {nfc(name): name for name in headers} | {name: name for name in headers}
     other_sets = []
     for folder in folders[1:]:
         other = _filled(folder, _headers(folder, on_error, failed))
-        names = (
-            (name, name if name in headers else by_name.get(nfc(name), name)) for name in other
-        )
-        other_sets.append({of_first: other[name] for name, of_first in names})
+        other_sets.append({names.get(n, names.get(nfc(n), n)): other[n] for n in other})
     parts, notes = _join_slides(filled, other_sets, folders)
     return headers, parts, failed, [*notes, *(f"left out: {reason}" for reason in failed.values())]
 
@@ -231,16 +230,16 @@ def _headers(folder: Path, on_error: OnError, failed: dict[str, str]) -> dict[st
 
 def _filled(folder: Path, headers: Headers) -> Headers:
     """Return the headers of files with patches, after a check that these have the same number of features."""
-    filled = {name: header for name, header in headers.items() if header.rows}
-    if not filled:
-        if headers:
-            raise NothingToDo(
-                f"no slide in {folder} has patches",
-                found=", ".join(list(headers)[:3]),
-                todo="check the slides: `histopipe ingest SLIDES --plan` lists why slides have no patches",
-            )
+    if not headers:
         raise NothingToDo(
             f"{folder} contains no features", expected="files SLIDE.h5 from `histopipe embed`"
+        )
+    filled = {name: header for name, header in headers.items() if header.rows}
+    if not filled:
+        raise NothingToDo(
+            f"no slide in {folder} has patches",
+            found=", ".join(list(headers)[:3]),
+            todo="check the slides: `histopipe ingest SLIDES --plan` lists why slides have no patches",
         )
     first, *rest = filled.values()
     for header in rest:
@@ -272,14 +271,9 @@ def _join_slides(
             found=f"such as {lost[0]}",
             expected="features of the same slides, with overlapping patches",
         )
-    notes = []
-    if lost:
-        notes.append(
-            f"{counted(len(lost), 'slide')} without common patches in {names} left out: {', '.join(lost[:3])}"
-        )
     patches = sum(part.headers[0].rows - part.rows for part in parts.values())
-    if patches:
-        notes.append(
-            f"{counted(patches, 'patch')} of {folders[0]} left out: another set does not cover them"
-        )
-    return parts, notes
+    notes = {
+        f"{counted(len(lost), 'slide')} without common patches in {names} left out: {', '.join(lost[:3])}": lost,
+        f"{counted(patches, 'patch')} of {folders[0]} left out: another set does not cover them": patches,
+    }
+    return parts, [note for note, is_true in notes.items() if is_true]

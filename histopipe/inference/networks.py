@@ -26,7 +26,7 @@ from histopipe.training.bag_pooling import PIECE, patch_values, pool
 from histopipe.training.devices import make_strategy, one_per_replica
 from histopipe.training.memory import MicroBatch, is_out_of_memory
 from histopipe.training.models import LOGITS, check_weights, digest, dtype_policy, values_of
-from histopipe.training.objectives import objective_class
+from histopipe.training.objective import objective_class
 
 _SEED = 1
 """Seed of untrained weights, which makes them reproducible."""
@@ -328,7 +328,7 @@ def load_bag_network(
     """
     device = make_strategy(devices).extended.worker_devices[0]
     objective_type = objective_class(config.task, config.used_loss)
-    objective = objective_type.recorded(description, loss=config.used_loss, outputs=outputs)
+    objective = objective_type(outputs, config.used_loss, description)
     path = folder / run_folder.MODEL
     try:
         with tf.device(device):

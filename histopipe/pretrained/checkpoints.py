@@ -69,7 +69,9 @@ def unusable(path: Path, problem: str, why: str = "") -> UsageError:
 _MOST_PICKLE_BYTES = 16 << 20
 _MOST_INSTRUCTIONS = 1_000_000
 _LONGEST_NAME = 1000
+"""Limits of untrusted pickles: a state dict needs far less, and larger ones could fill the memory or take endless time."""
 _OLD_MAGIC, _OLD_VERSION = 0x1950A86A20F9469CFC6C, 1001
+"""First two pickles of PyTorch's format before version 1.6."""
 _MOST_DIMENSIONS = 8
 _STORAGES = {
     "FloatStorage": np.dtype(np.float32),
@@ -382,6 +384,10 @@ def _torch_tensors(path: Path, read: Callable[[Path], Any]) -> dict[str, Tensor]
 def _safetensors(path: Path) -> dict[str, Tensor]:
     from safetensors import SafetensorError, safe_open
 
+    def read(name: str) -> NDArray[Any]:
+        with safe_open(path, framework="numpy") as file:
+            return np.asarray(file.get_tensor(name))
+
     tensors: dict[str, Tensor] = {}
     try:
         with safe_open(path, framework="numpy") as file:
@@ -390,18 +396,11 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
                 dtype = _SAFETENSORS_TYPES.get(part.get_dtype())
                 if dtype is None:
                     raise unusable(path, f"{name} of type {part.get_dtype()}")
-                load = partial(_read_safetensor, path, name)
-                tensors[name] = Tensor(tuple(part.get_shape()), dtype, path, load, name)
+                shape = tuple(part.get_shape())
+                tensors[name] = Tensor(shape, dtype, path, partial(read, name), name)
     except (SafetensorError, OSError, ValueError) as error:
         raise unusable(path, f"{describe_file(path)}: {error}") from error
     return tensors
-
-
-def _read_safetensor(path: Path, name: str) -> NDArray[Any]:
-    from safetensors import safe_open
-
-    with safe_open(path, framework="numpy") as file:
-        return np.asarray(file.get_tensor(name))
 
 
 _SAFETENSORS_TYPES = {

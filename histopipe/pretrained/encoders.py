@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import typing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from histopipe.errors import UsageError
 from histopipe.pretrained.presets import (
@@ -160,15 +158,13 @@ def named_preset(model: str) -> Preset | None:
     if not path.exists():
         raise UsageError(f"--model {model}", found=f"no file {path}")
     preset_path = path.with_name(path.name + SUFFIX) if path.is_dir() else path.with_suffix(SUFFIX)
-    if preset_path.exists():
-        return load_preset(preset_path)
-    if path.suffix == _PYTHON:
-        return None
-    raise UsageError(
-        f"{preset_path} is missing: {path} does not describe its preprocessing",
-        expected="a TOML file such as: [input] size = 224, mean = [0.5, 0.5, 0.5], std = [0.5, 0.5, 0.5]",
-        todo="write it with the size, mean and standard deviation that the network was trained with",
-    )
+    if not preset_path.exists() and path.suffix != _PYTHON:
+        raise UsageError(
+            f"{preset_path} is missing: {path} does not describe its preprocessing",
+            expected="a TOML file such as: [input] size = 224, mean = [0.5, 0.5, 0.5], std = [0.5, 0.5, 0.5]",
+            todo="write it with the size, mean and standard deviation that the network was trained with",
+        )
+    return load_preset(preset_path) if preset_path.exists() else None
 
 
 def own_file(model: str) -> Path | None:
@@ -185,10 +181,9 @@ def check_untrusted_model(model: str, weights: str | None) -> None:
     Raises:
         UsageError: the model is a SavedModel or a Python file.
     """
-    folders, network_file = [Path(path) for path in (model, weights) if path], own_file(model)
-    if (network_file and network_file.suffix == _PYTHON) or any(
-        (folder / SAVED_MODEL).exists() for folder in folders
-    ):
+    path = own_file(model)
+    is_code = path is not None and path.suffix == _PYTHON
+    if is_code or any((Path(p) / SAVED_MODEL).exists() for p in (model, weights) if p):
         raise UsageError(
             "--untrusted",
             found=f"--model {model}: Python files and SavedModels can run any code",
@@ -226,20 +221,21 @@ def with_published_settings(preset: Preset, weights: Path) -> tuple[Preset, list
     Raises:
         UsageError: such a file cannot be read, or a value in it is wrong.
     """
-    settings: dict[str, Any] = {}
-    for name in ("config.json", "preprocessor_config.json"):
-        path = weights.parent / name
-        if path.exists():
-            settings |= {key: (value, path) for key, value in _published(path).items()}
-    preprocessing, notes = preset.preprocessing, []
-    hints = typing.get_type_hints(Preprocessing)
+    paths = [weights.parent / name for name in ("config.json", "preprocessor_config.json")]
+    settings = {
+        key: (value, path)
+        for path in paths
+        if path.exists()
+        for key, value in _published(path).items()
+    }
+    hints, changes, notes = get_type_hints(Preprocessing), dict[str, Any](), []
     for key, (value, path) in settings.items():
-        checked = checked_value(hints[key], value, f"{path}: {key}")
-        before = getattr(preprocessing, key)
-        if checked != before:
-            notes.append(f"{path}: {key} {checked} instead of the preset's {before}")
-            preprocessing = dataclasses.replace(preprocessing, **{key: checked})
-    changed = dataclasses.replace(preset, preprocessing=preprocessing)
+        changes[key] = checked_value(hints[key], value, f"{path}: {key}")
+        before = getattr(preset.preprocessing, key)
+        if changes[key] != before:
+            notes.append(f"{path}: {key} {changes[key]} instead of the preset's {before}")
+    preprocessing = replace(preset.preprocessing, **changes)
+    changed = replace(preset, preprocessing=preprocessing)
     check_preset(changed, str(weights.parent))
     return changed, notes
 
@@ -257,8 +253,8 @@ def _published(path: Path) -> dict[str, Any]:
     table = timm if isinstance(timm, dict) else content
     names = {"image_mean": "mean", "image_std": "std", "resample": "interpolation"}
     settings = {names.get(name, name): value for name, value in table.items()}
-    if type(settings.get("interpolation")) is int:
-        number = settings["interpolation"]
+    number = settings.get("interpolation")
+    if type(number) is int:
         settings["interpolation"] = _RESAMPLE.get(number, number)
     return {
         name: settings[name]

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import tomllib
 import types
-import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from histopipe.errors import UsageError
 from histopipe.pretrained.architecture import NAMINGS, Architecture, Interpolation
@@ -18,57 +16,44 @@ from histopipe.pretrained.architecture import NAMINGS, Architecture, Interpolati
 
 def _from_table(kind: type[Any], values: Mapping[str, Any], where: str) -> Any:
     """Create a dataclass from the values of a TOML table, with checked names and types."""
-    declared = {field.name: field for field in dataclasses.fields(kind)}
-    unknown = sorted(values.keys() - declared.keys())
-    missing = sorted(
-        name
-        for name, field in declared.items()
-        if field.default is dataclasses.MISSING and name not in values
-    )
-    faults = [
-        f"{state}: {', '.join(names)}"
-        for state, names in (("unknown", unknown), ("missing", missing))
-        if names
-    ]
-    if faults:
-        raise UsageError(f"{where}: fields", found="; ".join(faults), expected=", ".join(declared))
-    hints = typing.get_type_hints(kind)
-    return kind(
-        **{
-            name: checked_value(hints[name], value, f"{where}: {name}")
-            for name, value in values.items()
-        }
-    )
+    hints = get_type_hints(kind)
+    required = {field.name for field in fields(kind) if field.default is MISSING}
+    faults = {"unknown": values.keys() - hints.keys(), "missing": required - values.keys()}
+    if any(faults.values()):
+        texts = [f"{fault}: {', '.join(sorted(names))}" for fault, names in faults.items() if names]
+        raise UsageError(f"{where}: fields", found="; ".join(texts), expected=", ".join(hints))
+    checked = {
+        name: checked_value(hints[name], value, f"{where}: {name}")
+        for name, value in values.items()
+    }
+    return kind(**checked)
 
 
 def checked_value(hint: Any, value: Any, where: str) -> Any:
     """Return a value with the type of a field."""
-    origin, choices = typing.get_origin(hint), typing.get_args(hint)
-    if origin is types.UnionType or dataclasses.is_dataclass(hint):
+    origin, choices = get_origin(hint), get_args(hint)
+    kind = choices[0] if origin is tuple else hint
+    types_of_kind = (int, float) if kind is float else (kind,)
+    if origin is types.UnionType or is_dataclass(hint):
         return value  # a table, already checked
     if origin is Literal:
-        expected = " or ".join(choices)
-        if value in choices:
-            return value
+        expected, fits = " or ".join(choices), value in choices
     elif origin is tuple:
-        kind, any_count = choices[0], choices[-1] is ...
-        expected = (
-            f"a list of {'' if any_count else f'{len(choices)} '}values of type {kind.__name__}"
-        )
-        numbers = (int, float) if kind is float else (kind,)
-        if (
+        count = "" if choices[-1] is ... else f"{len(choices)} "
+        expected = f"a list of {count}values of type {kind.__name__}"
+        fits = (
             isinstance(value, list)
-            and (any_count or len(value) == len(choices))
-            and all(type(element) in numbers for element in value)
-        ):
-            return tuple(map(kind, value))
+            and (not count or len(value) == len(choices))
+            and all(type(element) in types_of_kind for element in value)
+        )
     else:
-        expected = f"a value of type {hint.__name__}"
-        if hint is float and type(value) in (int, float):
-            return float(value)
-        if type(value) is hint and not (hint is int and not 0 <= value < 1 << 40):
-            return value
-    raise UsageError(where, found=repr(value), expected=expected)
+        expected = f"a value of type {kind.__name__}"
+        fits = type(value) in types_of_kind and (kind is not int or 0 <= value < 1 << 40)
+    if not fits:
+        raise UsageError(where, found=repr(value), expected=expected)
+    if kind is float:
+        return tuple(map(float, value)) if origin is tuple else float(value)
+    return tuple(value) if origin is tuple else value
 
 
 FOLDER = Path(__file__).with_name("presets")
@@ -76,7 +61,9 @@ SUFFIX = ".toml"
 _MPP_TOLERANCE = 0.2
 """Published recipes resize patches of 256 pixels at 0.5 mpp to 224, which is 0.57 mpp, and scanners differ by 2 %."""
 _SHOWN = 3
+"""Mismatches that a message lists."""
 _LARGEST = 4096
+"""Largest input in pixels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,7 +186,7 @@ def load_preset(model: str | Path) -> Preset:
             found=str(error),
             expected=f"a TOML file, or one of {', '.join(preset_names())}",
         ) from error
-    fields: dict[str, Any] = {"name": path.stem}
+    parts: dict[str, Any] = {"name": path.stem}
     tables = {
         "architecture": ("architecture", Architecture),
         "input": ("preprocessing", Preprocessing),
@@ -211,11 +198,11 @@ def load_preset(model: str | Path) -> Preset:
                 raise UsageError(
                     f"{path.name}: {table}", found=repr(content), expected=f"a table [{table}]"
                 )
-            fields[field] = _from_table(kind, content, f"{path.name}, [{table}]")
-    twice = fields.keys() & values.keys()
+            parts[field] = _from_table(kind, content, f"{path.name}, [{table}]")
+    twice = parts.keys() & values.keys()
     if twice:
         raise UsageError(f"{path.name}: fields", found=f"unknown: {', '.join(sorted(twice))}")
-    preset: Preset = _from_table(Preset, {**values, **fields}, path.name)
+    preset: Preset = _from_table(Preset, {**values, **parts}, path.name)
     check_preset(preset, path.name)
     return preset
 

@@ -186,15 +186,12 @@ def mark_patches(slide: SlideSplit, marks: NDArray[np.bool_]) -> NDArray[np.bool
 
 def copies_note(subset: Sequence[SlideSplit], slides: Sequence[SlideSplit]) -> str:
     """Return a note for messages: the copies among all slides of the slides in `subset`; empty if there are none."""
-    ids: dict[str, set[str]] = defaultdict(set)
+    ids: dict[str | None, set[str]] = defaultdict(set)
     for slide in slides:
-        if slide.content is not None:
-            ids[slide.content].add(slide.id)
-    sets = [
-        sorted(ids[c]) for c in sorted({s.content for s in subset if s.content}) if len(ids[c]) > 1
-    ]
-    if not sets:
-        return ""
+        ids[slide.content].add(slide.id)
+    contents = sorted({slide.content for slide in subset if slide.content})
+    sets = [sorted(ids[content]) for content in contents if len(ids[content]) > 1]
     texts = [" = ".join(names[:4]) + (" = …" if names[4:] else "") for names in sets[:3]]
     rest = f"; and {len(sets) - 3} more" if sets[3:] else ""
-    return f" (copies of one slide count as one and stay in one subset: {'; '.join(texts)}{rest})"
+    note = f" (copies of one slide count as one and stay in one subset: {'; '.join(texts)}{rest})"
+    return note if sets else ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -20,10 +19,12 @@ from histopipe.splits.splits import DROPPED, SampleGroup, SampleSource, SlideSpl
 from histopipe.splits.subsets import LabelsFrom
 from histopipe.system.csv_files import cell_number, is_number, nfc
 from histopipe.system.output import counted, message
+from histopipe.system.settings import flag, has_type
 from histopipe.tasks.classification import Classification
 from histopipe.tasks.task import Task
 
 _MOST_CATEGORIES = 50
+"""With more, a column is probably an identifier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +83,8 @@ class Covariate:
         """Return the `inputs` of a cell. Unknown categories are missing."""
         if not self.accepts(cell):
             return [0.0] * (len(self.inputs) - 1) + [1.0]
-        if self.categories:
-            return [*(float(cell == category) for category in self.categories), 0.0]
-        return [(cell_number(cell) - self.mean) / self.deviation, 0.0]
+        values = [float(cell == category) for category in self.categories]
+        return [*(values or [(cell_number(cell) - self.mean) / self.deviation]), 0.0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +135,7 @@ class Covariates:
 
 
 NO_CLASS = -1
+"""Class number of patches without a class."""
 _UNKNOWN = "unknown"
 """Label of a slide with a target, until the strata are known."""
 
@@ -156,13 +157,10 @@ class PatchFilter:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            largest = sys.float_info.max if name == "min_focus" else 1
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number or not 0 <= value <= largest:
+            largest = math.inf if name == "min_focus" else 1
+            if not has_type(value, float) or not 0 <= value <= largest or value == math.inf:
                 expected = "0 or more" if name == "min_focus" else "from 0 to 1"
-                raise UsageError(
-                    f"--{name.replace('_', '-')}", found=repr(value), expected=expected
-                )
+                raise UsageError(flag(name), found=repr(value), expected=expected)
 
     @property
     def active(self) -> bool:
@@ -182,12 +180,13 @@ class PatchFilter:
             ("pen", self.exclude_pen, 1.0, "run `histopipe quality` on the store"),
             ("dark", self.exclude_dark, 1.0, "run `histopipe quality` on the store"),
         ):
-            if bound != off:
-                values = index.get(column)
-                if values is None or (np.isnan(values).all() and (index["length"] > 0).any()):
-                    raise UsageError(f"{where}: {column} has not been measured", todo=command)
-                # Damaged patches have NaN, which is outside of every bound.
-                kept &= (values >= bound) if off == 0 else (values <= bound)
+            if bound == off:
+                continue
+            values = index.get(column)
+            if values is None or (np.isnan(values).all() and (index["length"] > 0).any()):
+                raise UsageError(f"{where}: {column} has not been measured", todo=command)
+            # Damaged patches have NaN, which is outside of every bound.
+            kept &= (values >= bound) if off == 0 else (values <= bound)
         return kept
 
 
@@ -264,7 +263,16 @@ def candidates(
     if labelling.labels_from == "slide":
         classes = tuple(sorted({slide.label for slide in slides}))
     if len(classes) < 2 and labelling.task.of_classes:
-        raise _too_few_classes(classes, labelling.labels_from)
+        annotated = labelling.labels_from == "annotation"
+        raise NothingToDo(
+            "cannot train with fewer than two classes",
+            found=f"labels {', '.join(classes) or 'none'}",
+            expected=f"{'annotated patches' if annotated else 'labelled slides'} of two or more classes",
+            todo="run `histopipe annotate STORE ANNOTATIONS` first"
+            if annotated
+            else "pass --labels labels.csv (columns slide,label), or ingest again with the slides of each class in a "
+            "folder with its name; for annotated classes, use --labels-from annotation",
+        )
     if not any((slide.subsets != DROPPED).any() for slide in slides):
         raise NothingToDo(
             "no labelled patch is within the bounds",
@@ -281,13 +289,7 @@ def _with_strata(slides: Sequence[SlideSplit], task: Task) -> list[SlideSplit]:
             f"no slide has a value in {' and '.join(task.columns)}",
             todo="fill the columns of the labels file, or name others",
         )
-    _warn_of_different_targets(slides, task)
-    strata = task.strata(np.array([slide.target for slide in slides]))
-    return [replace(slide, label=name) for slide, name in zip(slides, strata, strict=True)]
-
-
-def _warn_of_different_targets(slides: Sequence[SlideSplit], task: Task) -> None:
-    """Warn of patients whose slides have different targets: metrics of patients need one value."""
+    # Metrics of patients need one value.
     targets: dict[str, set[str]] = defaultdict(set)
     for slide in slides:
         targets[slide.patient].add(", ".join(f"{value:.15g}" for value in slide.target or ()))
@@ -298,6 +300,8 @@ def _warn_of_different_targets(slides: Sequence[SlideSplit], task: Task) -> None
             f"{different[0]}: {' and '.join(sorted(targets[different[0]]))}; each slide keeps its own; correct the "
             "labels file if all slides of a patient should have one value"
         )
+    strata = task.strata(np.array([slide.target for slide in slides]))
+    return [replace(slide, label=name) for slide, name in zip(slides, strata, strict=True)]
 
 
 def class_codes(store: SampleSource, slide: int, classes: Sequence[str]) -> NDArray[np.int16]:
@@ -348,15 +352,15 @@ def _candidate(
     ordinal: int, store: SampleSource, number: int, labelling: Labelling, classes: Sequence[str]
 ) -> SlideSplit | None:
     """Return a slide; None if it is unlabelled or empty."""
-    record = store.records[number]
+    record, task, patch_filter = store.records[number], labelling.task, labelling.patch_filter
     row = labelling.label_of(record)
     label, cells, codes, target = row.label, row.cells, None, None
     if labelling.labels_from == "annotation":
         # Slides without annotations are skipped before their index is read.
         label = nfc(max(record.patch_labels, key=record.patch_labels.__getitem__, default=""))
         codes = class_codes(store, number, classes) if label else None
-    if not labelling.task.of_classes:
-        target = labelling.task.target(cells, f"slide {record.id}") if cells else None
+    if not task.of_classes:
+        target = task.target(cells, f"slide {record.id}") if cells else None
         label = None if target is None else _UNKNOWN
     left_out = labelling.split_column is not None and not cells.get(labelling.split_column)
     if not label or not record.stored or left_out:
@@ -364,10 +368,8 @@ def _candidate(
     fit = np.ones(record.planned, np.bool_) if codes is None else codes != NO_CLASS
     if record.stored < record.planned:
         fit &= store.index(number)["length"] > 0
-    if labelling.patch_filter.active:
-        fit &= labelling.patch_filter.fit(
-            store.index(number), where=f"{store.path}, slide {record.id}"
-        )
+    if patch_filter.active:
+        fit &= patch_filter.fit(store.index(number), where=f"{store.path}, slide {record.id}")
     return SlideSplit(
         ordinal,
         number,
@@ -382,21 +384,4 @@ def _candidate(
         codes,
         target,
         tuple(cells[name] for name in labelling.covariates),
-    )
-
-
-def _too_few_classes(classes: Sequence[str], labels_from: LabelsFrom) -> NothingToDo:
-    expected = "labelled slides of two or more classes"
-    todo = (
-        "pass --labels labels.csv (columns slide,label), or ingest again with the slides of each class in a folder "
-        "with its name; for annotated classes, use --labels-from annotation"
-    )
-    if labels_from == "annotation":
-        expected = "annotated patches of two or more classes"
-        todo = "run `histopipe annotate STORE ANNOTATIONS` first"
-    return NothingToDo(
-        "cannot train with fewer than two classes",
-        found=f"labels {', '.join(classes) or 'none'}",
-        expected=expected,
-        todo=todo,
     )

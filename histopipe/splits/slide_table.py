@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from histopipe.slides.slide_files import copy_groups
 from histopipe.splits.labelling import Labelling
-from histopipe.splits.splits import DROPPED, SampleGroup, SampleSource, SlideSplit, Splits
+from histopipe.splits.splits import SampleGroup, SampleSource, SlideSplit, Splits
 from histopipe.splits.subsets import SUBSETS, Subset
 from histopipe.store.record import SlideRecord, SlideState
 from histopipe.store.store import Store
@@ -163,26 +163,30 @@ def table_of(
 
     `from_file`: the splits come from a file, which may lack slides.
     """
-    of_split = {(slide.store, slide.slide): slide for slide in splits.slides} if splits else {}
-    # Names as in the predictions; two stores may each have a slide "1".
-    names = Counter(record.id for source in sources for record in source.records.values())
-    names_in_split = Counter(slide.id for slide in of_split.values())
+    in_split, names = (splits.by_place, splits.names) if splits else ({}, {})
+    counts = Counter(record.id for source in sources for record in source.records.values())
     entries = []
     for ordinal, source in enumerate(sources):
         for number, record in source.records.items():
-            slide = of_split.get((ordinal, number))
-            entry = _entry(source, number, labelling)
+            slide, entry = in_split.get((ordinal, number)), _entry(source, number, labelling)
+            name = f"{record.id}@{source.uuid[:8]}" if counts[record.id] > 1 else record.id
             if slide is not None:
                 entry = _used(entry, source, number, slide, labelling)
+                name = names[ordinal, number]
             elif splits is not None:
                 reason = entry.reason or missing_from(splits, entry, from_file=from_file)
                 entry = replace(entry, reason=reason, unreadable=record.planned - record.stored)
-            # Without splits, another slide of this name may be usable.
-            ambiguous = splits is not None or entry.reason is not None
-            if ambiguous and (names if slide is None else names_in_split)[record.id] > 1:
-                entry = replace(entry, slide=f"{record.id}@{source.uuid[:8]}")
-            entries.append(entry)
-    return _with_copies(entries, sources)
+            elif entry.reason is None:
+                name = record.id  # without splits, another slide of this name may be usable
+            entries.append(replace(entry, slide=name))
+    groups = copy_groups([record.scans for source in sources for record in source.records.values()])
+    first = {
+        group: entry.slide for group, entry in zip(groups[1][::-1], entries[::-1], strict=True)
+    }
+    return [
+        replace(entry, copy_of="" if first[group] == entry.slide else first[group])
+        for group, entry in zip(groups[1], entries, strict=True)
+    ]
 
 
 def missing_from(splits: Splits, slide: SlideEntry, *, from_file: bool) -> Exclusion:
@@ -191,9 +195,8 @@ def missing_from(splits: Splits, slide: SlideEntry, *, from_file: bool) -> Exclu
         return Exclusion.NO_LABEL
     if splits.column is not None and not slide.cells.get(splits.column):
         return Exclusion.NOT_IN_COLUMN
-    if from_file:
-        return Exclusion.NOT_IN_SPLIT
-    return Exclusion.NO_TARGET if splits.targets else Exclusion.NO_LABEL
+    unlabelled = Exclusion.NO_TARGET if splits.targets else Exclusion.NO_LABEL
+    return Exclusion.NOT_IN_SPLIT if from_file else unlabelled
 
 
 def _entry(source: SampleSource, number: int, labelling: Labelling) -> SlideEntry:
@@ -220,12 +223,12 @@ def _used(
 ) -> SlideEntry:
     """Return the slide with its patient, label and patches in a split."""
     counts: dict[str, Any] = _patch_counts(source, number, split, labelling)
-    used = any(counts[subset] for subset in SUBSETS)
+    most = max(_UNUSED, key=counts.__getitem__)
     return replace(
         entry,
         patient=split.patient,
         label=split.label,
-        reason=None if used else _UNUSED[max(_UNUSED, key=counts.__getitem__)][1],
+        reason=None if any(map(counts.get, SUBSETS)) else _UNUSED[most][1],
         label_source=entry.label_source if split.labels is None else "annotation",
         **counts,
     )
@@ -237,9 +240,8 @@ def exclusion_of(record: SampleGroup) -> Exclusion | None:
     if state is not SlideState.COMPLETE:
         failed = state is SlideState.FAILED
         return Exclusion.INGEST_FAILED if failed else Exclusion.NOT_INGESTED
-    if record.stored:
-        return None
-    return Exclusion.NO_READABLE_PATCH if record.planned else Exclusion.NO_PATCHES
+    unusable = Exclusion.NO_READABLE_PATCH if record.planned else Exclusion.NO_PATCHES
+    return None if record.stored else unusable
 
 
 def with_damaged(
@@ -262,20 +264,22 @@ def _patch_counts(
     source: SampleSource, number: int, split: SlideSplit, labelling: Labelling
 ) -> dict[str, int]:
     """Return the number of patches by subset, or by the first reason why they are not used."""
-    rest = split.subsets < 0
     counts = dict.fromkeys(_COUNTS[1:], 0) | {subset: len(split.on(subset)) for subset in SUBSETS}
-    index = source.index(number) if rest.any() else {}
+    rest = split.subsets < 0
+    if not rest.any():
+        return counts
+    index = source.index(number)
     reasons: dict[str, NDArray[np.bool_]] = {}
     if source.records[number].stored < split.count and "length" in index:
         reasons["unreadable"] = index["length"] == 0
     if split.labels is not None:
         reasons["no_class"] = split.labels < 0
-    if labelling.patch_filter.active and rest.any():
+    if labelling.patch_filter.active:
         reasons["filtered"] = ~labelling.patch_filter.fit(index, where=f"slide {split.id}")
+    reasons["left_out"] = rest  # all that have no other reason
     for name, rows in reasons.items():
-        counts[name] = int((rest & rows).sum())
-        rest = rest & ~rows
-    return counts | {"left_out": int(rest.sum())}
+        counts[name], rest = int((rest & rows).sum()), rest & ~rows
+    return counts
 
 
 def _measured(source: SampleSource, number: int) -> dict[str, str]:
@@ -285,28 +289,16 @@ def _measured(source: SampleSource, number: int) -> dict[str, str]:
         return {}
     measured = {name: getattr(record, name) or "" for name in ("route", "reader", "vendor")}
     if record.route:
-        encoded_again = record.route != "copy" and source.spec.get("codec") != "png"
-        measured["jpeg_generations"] = str(1 + encoded_again)
+        again = record.route != "copy" and source.spec.get("codec") != "png"
+        measured["jpeg_generations"] = "2" if again else "1"
     if record.mpp is not None:
         measured["mpp"] = f"{record.mpp:.4g}"
     index = source.index(number) if record.planned else {}
     for name in _MEASURES:
         values = index.get(name, np.empty(0))
-        finite_values = values[np.isfinite(values)]
-        if len(finite_values):
-            measured[name] = f"{float(np.median(finite_values)):.6g}"
+        if np.isfinite(values).any():
+            measured[name] = f"{float(np.median(values[np.isfinite(values)])):.6g}"
     return measured
-
-
-def _with_copies(slides: list[SlideEntry], sources: Sequence[SampleSource]) -> list[SlideEntry]:
-    scans = [record.scans for source in sources for record in source.records.values()]
-    first: dict[int, str] = {}
-    return [
-        slide
-        if (name := first.setdefault(group, slide.slide)) == slide.slide
-        else replace(slide, copy_of=name)
-        for slide, group in zip(slides, copy_groups(scans)[1], strict=True)
-    ]
 
 
 def write_slide_table(path: Path, slides: Iterable[SlideEntry]) -> None:
@@ -392,11 +384,10 @@ def flow_of(slides: Sequence[SlideEntry]) -> Flow:
 
 def _status(slides: Sequence[SlideEntry]) -> Exclusion | tuple[Subset, ...]:
     """Return the subsets that slides are in, or else the reason of the slide that came furthest."""
-    used = {subset for slide in slides for subset in slide.subsets}
+    subsets = tuple(name for name in SUBSETS if any(getattr(slide, name) for slide in slides))
     reasons = [slide.reason for slide in slides if slide.reason]
-    if used or not reasons:
-        return tuple(subset for subset in SUBSETS if subset in used)
-    return max(reasons, key=lambda reason: (reason.step, reason))
+    furthest = max(reasons, key=lambda reason: (reason.step, reason), default=())
+    return subsets or furthest
 
 
 def _level(total: int, counts: Mapping[Exclusion | tuple[Subset, ...], int]) -> FlowLevel:
@@ -427,7 +418,7 @@ def flow_from_json(value: Mapping[str, Any]) -> Flow:
     for name, level in value.items():
         counts: Counter[Exclusion | tuple[Subset, ...]] = Counter()
         for reason, count in level["excluded"].items():
-            counts[Exclusion(reason)] += count
+            counts[Exclusion(reason)] += count  # earlier versions had several texts for one
         for text, count in level["used"].items():
             counts[tuple(SUBSETS[SUBSETS.index(subset)] for subset in text.split(" and "))] = count
         flow[name] = _level(int(level["found"]), counts)
@@ -436,20 +427,14 @@ def flow_from_json(value: Mapping[str, Any]) -> Flow:
 
 def leaked_patients(splits: Splits) -> dict[Subset, set[str]]:
     """Return the patients in each subset who, or copies of whose slides, are also in an earlier subset."""
-    names = [
-        (("patient", slide.patient), ("content", slide.content or slide.id))
-        for slide in splits.slides
-    ]
-    earliest: dict[tuple[str, str], int] = {}
-    for slide, slide_names in zip(splits.slides, names, strict=True):
-        for name in slide_names:
-            subsets = slide.subsets[slide.subsets != DROPPED]
-            earliest[name] = int(subsets.min(initial=earliest.get(name, len(SUBSETS))))
-    return {
-        subset: {
-            slide.patient
-            for slide, slide_names in zip(splits.slides, names, strict=True)
-            if len(slide.on(subset)) and min(earliest[name] for name in slide_names) < number
+    leaked: dict[Subset, set[str]] = {}
+    earlier: set[tuple[str, str]] = set()
+    for subset in SUBSETS:
+        names = {
+            (slide.patient, name)
+            for slide in splits.slides_on(subset)
+            for name in (("patient", slide.patient), ("content", slide.content or slide.id))
         }
-        for number, subset in enumerate(SUBSETS)
-    }
+        leaked[subset] = {patient for patient, name in names if name in earlier}
+        earlier |= {name for _, name in names}
+    return leaked

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.errors import DamagedStore, UnknownVersion, UsageError
+from histopipe.errors import DamagedStore, HistopipeError, UnknownVersion, UsageError
 from histopipe.slides.slide_files import SlideHashes
 from histopipe.splits.subsets import SUBSETS, SplitBy, Subset
 from histopipe.system.csv_files import nfc
@@ -93,6 +93,7 @@ class SampleSource(Protocol):
 
 
 DROPPED = -1
+"""Subset of patches that are left out."""
 _MAX_PATCHES = 10**8
 """Maximum number of patches of a slide: a damaged file may contain any number."""
 _FIELDS = ("store", "slide", "id", "label", "patient", "site", "content", "count", "crc")
@@ -170,13 +171,33 @@ class Splits:
         """Task with the columns of its target, or its classes."""
         return make_task(self.task_name, self.targets, self.classes)
 
+    @property
+    def by_place(self) -> dict[tuple[int, int], SlideSplit]:
+        """Slides by position of the store, and slide number."""
+        return {(slide.store, slide.slide): slide for slide in self.slides}
+
+    @property
+    def names(self) -> dict[tuple[int, int], str]:
+        """Names of the slides in tables, by place: two stores may each have a slide "1"."""
+        counts = Counter(slide.id for slide in self.slides)
+        return {
+            place: slide.id
+            if counts[slide.id] == 1
+            else f"{slide.id}@{self.uuids[slide.store][:8]}"
+            for place, slide in self.by_place.items()
+        }
+
+    def slides_on(self, subset: Subset) -> list[SlideSplit]:
+        """Return the slides with patches in one subset."""
+        return [slide for slide in self.slides if len(slide.on(subset))]
+
     def target(self, slide: SlideSplit) -> Target:
         """Return the target of a slide; of a classification the number of its class."""
         return slide.target or (float(self.classes.index(slide.label)),)
 
     def targets_on(self, subset: Subset) -> NDArray[np.float64]:
         """Return the (N, T) targets of the slides in one subset."""
-        rows = [self.target(slide) for slide in self.slides if len(slide.on(subset))]
+        rows = [self.target(slide) for slide in self.slides_on(subset)]
         return np.array(rows, np.float64).reshape(len(rows), len(self.task.columns))
 
     def count(self) -> dict[Subset, Counter[str]]:
@@ -199,21 +220,20 @@ class Splits:
 
     def leaks(self) -> list[str]:
         """Return a line for each patient, and each set of copies, that is in several subsets."""
-        lines = []
-        for what, values in (
-            ("patient", [slide.patient for slide in self.slides]),
-            ("slide content", [slide.content for slide in self.slides]),
-        ):
-            subsets_by_value: dict[str, set[int]] = defaultdict(set)
-            for slide, value in zip(self.slides, values, strict=True):
-                if value is not None:
-                    subsets_by_value[value] |= set(np.unique(slide.subsets).tolist()) - {DROPPED}
-            lines += [
-                f"{what} {value[:40]} on {' and '.join(SUBSETS[i] for i in sorted(subsets))}"
-                for value, subsets in subsets_by_value.items()
-                if len(subsets) > 1
-            ]
-        return lines
+        names = [("patient", slide.patient, slide) for slide in self.slides]
+        names += [
+            ("slide content", slide.content, slide)
+            for slide in self.slides
+            if slide.content is not None
+        ]
+        subsets: dict[tuple[str, str], set[int]] = defaultdict(set)
+        for what, value, slide in names:
+            subsets[what, value] |= set(np.unique(slide.subsets).tolist()) - {DROPPED}
+        return [
+            f"{what} {value[:40]} on {' and '.join(SUBSETS[i] for i in sorted(numbers))}"
+            for (what, value), numbers in subsets.items()
+            if len(numbers) > 1
+        ]
 
     def shortages(self, unit: str) -> Iterator[str]:
         """Yield a line for each subset with less than half of its share of patients, patches or a class.
@@ -222,32 +242,24 @@ class Splits:
         """
         counts = self.count()
         patients = {
-            subset: {slide.patient for slide in self.slides if len(slide.on(subset))}
-            for subset in SUBSETS
+            subset: {slide.patient for slide in self.slides_on(subset)} for subset in SUBSETS
         }
         amounts = {
-            # With leaks, or a split of slides, a patient may be in several subsets.
-            "patients": (
-                {subset: len(names) for subset, names in patients.items()},
-                len(set().union(*patients.values())),
-            ),
-            unit: (
-                {subset: counts[subset].total() for subset in SUBSETS},
-                sum(map(Counter.total, counts.values())),
-            ),
+            "patients": {subset: len(names) for subset, names in patients.items()},
+            unit: {subset: counts[subset].total() for subset in SUBSETS},
             **{
-                f"{unit} of {name}": (
-                    {subset: counts[subset][name] for subset in SUBSETS},
-                    sum(by_class[name] for by_class in counts.values()),
-                )
+                f"{unit} of {name}": {subset: counts[subset][name] for subset in SUBSETS}
                 for name in (self.classes if self.task.of_classes else ())
             },
         }
+        totals = {what: sum(of_subsets.values()) for what, of_subsets in amounts.items()}
+        # With leaks, or a split of slides, a patient may be in several subsets.
+        totals["patients"] = len(set().union(*patients.values()))
         for subset, share in zip(SUBSETS, self.fractions, strict=True):
             few = [
-                f"{of_subsets[subset]:,} of {total:,} {what}"
-                for what, (of_subsets, total) in amounts.items()
-                if of_subsets[subset] < share / 2 * total
+                f"{of_subsets[subset]:,} of {totals[what]:,} {what}"
+                for what, of_subsets in amounts.items()
+                if of_subsets[subset] < share / 2 * totals[what]
             ]
             if few:
                 yield f"{subset} has {', '.join(few)}: less than half of its share, {share:.0%}"
@@ -255,20 +267,18 @@ class Splits:
 
 def write_splits(splits: Splits, path: Path) -> None:
     """Write `splits.json` atomically."""
-    version, task_fields = _PLAIN, dict[str, Any]()
-    if splits.targets or splits.covariates:
-        version = _WITH_TARGETS
-        task_fields = {
-            "task": splits.task_name,
-            "targets": splits.targets,
-            "covariates": splits.covariates,
-        }
-    elif any(slide.labels is not None for slide in splits.slides):
-        version = _WITH_LABELS
+    with_labels = any(slide.labels is not None for slide in splits.slides)
+    with_targets = bool(splits.targets or splits.covariates)
+    task_fields = {
+        "task": splits.task_name,
+        "targets": splits.targets,
+        "covariates": splits.covariates,
+    }
     value = {
         "format": _NAME,
-        "version": version,
-        **task_fields,
+        # The lowest version that can express them, so that older versions read as many files as possible.
+        "version": _WITH_TARGETS if with_targets else _WITH_LABELS if with_labels else _PLAIN,
+        **(task_fields if with_targets else {}),
         "algorithm": splits.algorithm,
         **({} if splits.column is None else {"column": splits.column}),
         "split_by": splits.split_by,
@@ -320,8 +330,8 @@ def load_splits(path: Path) -> Splits:
 
 def recorded_numbers(path: Path) -> dict[str, int]:
     """Return slide numbers by id from a `splits.json`; empty if it cannot be read, which `read_splits` reports."""
-    with suppress(FileNotFoundError, DamagedStore), reading(path):
-        return {str(slide["id"]): int(slide["slide"]) for slide in read_json(path)["slides"]}
+    with suppress(HistopipeError):
+        return {slide.id: slide.slide for slide in load_splits(path).slides}
     return {}
 
 
@@ -332,10 +342,10 @@ def names_of(slide: str, patient: str | None) -> set[tuple[str, str]]:
 
 def trained_on(path: Path) -> set[tuple[str, str]]:
     """Return ("slide", id) and ("patient", name) of training and validation, in NFC; empty if the file is unreadable."""
-    with suppress(FileNotFoundError, DamagedStore), reading(path):
-        slides = map(_slide_from_json, read_json(path)["slides"])
-        used = [slide for slide in slides if len(slide.on("train")) or len(slide.on("validation"))]
-        return {pair for slide in used for pair in names_of(slide.id, slide.patient)}
+    with suppress(HistopipeError):
+        splits = load_splits(path)
+        slides = [*splits.slides_on("train"), *splits.slides_on("validation")]
+        return {name for slide in slides for name in names_of(slide.id, slide.patient)}
     return set()
 
 
@@ -391,17 +401,19 @@ def _from_json(value: Mapping[str, Any], path: Path) -> Splits:
 
 
 def _slide_to_json(slide: SlideSplit) -> dict[str, Any]:
-    value: dict[str, Any] = {name: getattr(slide, name) for name in _FIELDS}
-    if slide.labels is not None:
-        value["labels"] = _encode_array(slide.labels)
-    if slide.target is not None:
-        value["target"] = [None if np.isnan(number) else number for number in slide.target]
-    if slide.covariates:
-        value["covariates"] = slide.covariates
-    subsets = set(slide.subsets.tolist())
-    if len(subsets) == 1 and subsets != {DROPPED}:
-        return value | {"side": SUBSETS[subsets.pop()]}
-    return value | {"sides": _encode_array(slide.subsets)}
+    subsets, target = set(slide.subsets.tolist()), slide.target
+    one = len(subsets) == 1 and subsets != {DROPPED}
+    optional = {
+        "labels": None if slide.labels is None else _encode_array(slide.labels),
+        "target": target and [None if np.isnan(number) else number for number in target],
+        "covariates": slide.covariates or None,
+        "side": SUBSETS[subsets.pop()] if one else None,
+        "sides": None if one else _encode_array(slide.subsets),
+    }
+    return {
+        **{name: getattr(slide, name) for name in _FIELDS},
+        **{name: value for name, value in optional.items() if value is not None},
+    }
 
 
 def _slide_from_json(value: Mapping[str, Any]) -> SlideSplit:

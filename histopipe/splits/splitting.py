@@ -26,6 +26,7 @@ from histopipe.system.output import counted, message
 
 FRACTIONS = (0.7, 0.15, 0.15)
 REGION = Micrometres(250.0)
+"""Default side of the squares of a split by region."""
 _MAX_WAYS = 3
 """Maximum number of flags that a refusal lists."""
 
@@ -49,8 +50,8 @@ def make_splits(
         UsageError: a slide has no site, for "site", no mpp, for "region", or a wrong cell in the split column.
     """
     labelling, assignment = labelling or Labelling(), Assignment(fractions, seed)
-    classes, slides = candidates(stores, labelling)
-    return _Plan(stores, labelling, classes, slides, split_by, assignment, region).make()[0]
+    plan = _Plan(stores, labelling, *candidates(stores, labelling), split_by, assignment, region)
+    return plan.make()[0]
 
 
 def make_folds(
@@ -138,9 +139,11 @@ class _Plan:
             )
             for slide, subset in zip(self.slides, subsets, strict=True)
         )
-        train, validation, test = self.assignment.fractions
-        if column is not None:
-            train, validation, test = (np.bincount(subsets, minlength=3) / len(subsets)).tolist()
+        train, validation, test = (
+            self.assignment.fractions
+            if column is None
+            else (np.bincount(subsets, minlength=3) / len(subsets)).tolist()
+        )
         splits = Splits(
             self.split_by,
             self.assignment.seed,
@@ -201,9 +204,8 @@ class _Plan:
         """Return the subset of each slide, (N,) for each fold, and how subsets were assigned."""
         folds, algorithm = self.assignment.folds, "given"
         parts = given_parts(self.slides, self.stores, self.labelling, folds=folds > 0)
-        fold_subsets = [parts]
-        if folds:
-            fold_subsets = [np.where(parts == part, TEST, TRAIN) for part in np.unique(parts)]
+        in_test = [parts == part for part in np.unique(parts)]
+        fold_subsets = [np.where(rows, TEST, TRAIN) for rows in in_test] if folds else [parts]
         for fold, subsets in enumerate(fold_subsets):
             rows = np.flatnonzero(subsets == TRAIN).tolist()
             if VALIDATION not in subsets and len(rows):
@@ -223,20 +225,20 @@ class _Plan:
 
     def _by_group(self) -> NDArray[np.int8]:
         """Return the subset of each slide, (N,) for each fold: that of its patient, site or slide."""
+        missing = [slide.id for slide in self.slides if slide.site is None]
+        if self.split_by == "site" and missing:
+            raise UsageError(
+                "--split-by site",
+                found=f"{counted(len(missing), 'slide')} without a site, such as {missing[0]}",
+                expected="a site for every slide",
+                todo="add a column site to the labels file",
+            )
         patients = [slide.patient for slide in self.slides]
-        columns = [patients]
-        if self.split_by == "slide":
-            columns = [[f"{slide.store}/{slide.id}" for slide in self.slides]]
-        elif self.split_by == "site":
-            missing = [slide.id for slide in self.slides if slide.site is None]
-            if missing:
-                raise UsageError(
-                    "--split-by site",
-                    found=f"{counted(len(missing), 'slide')} without a site, such as {missing[0]}",
-                    expected="a site for every slide",
-                    todo="add a column site to the labels file",
-                )
-            columns = [[str(slide.site) for slide in self.slides], patients]
+        # The first column has the name of the unit. A patient of several sites joins these.
+        columns = {
+            "slide": [[f"{slide.store}/{slide.id}" for slide in self.slides]],
+            "site": [[str(slide.site) for slide in self.slides], patients],
+        }.get(self.split_by, [patients])
         groups = connected(*columns, [slide.content for slide in self.slides])
         units = np.unique(groups, return_inverse=True)[1]
         marks, classes = self._marks()
@@ -343,16 +345,14 @@ def subsets_by_region(
         np.add.at(counts, place_of.ravel(), mark_patches(slide, row)[fit])
         for (x, y), count in zip(places.tolist(), counts, strict=True):
             patches[key, x, y] = patches.get((key, x, y), 0) + count
-    folds = []
-    for assigned in assign(np.array(list(patches.values()))):
-        subsets = dict(zip(patches, assigned.tolist(), strict=True))
-        folds.append(
-            [
-                _subsets_apart(key, position, nearby, subsets)
-                for key, (position, nearby) in zip(keys, squares, strict=True)
-            ]
-        )
-    return folds
+    folds = assign(np.array(list(patches.values()))).tolist()
+    return [
+        [
+            _subsets_apart(key, position, nearby, subsets)
+            for key, (position, nearby) in zip(keys, squares, strict=True)
+        ]
+        for subsets in (dict(zip(patches, of_fold, strict=True)) for of_fold in folds)
+    ]
 
 
 def _subsets_apart(
@@ -362,23 +362,13 @@ def _subsets_apart(
     subsets: Mapping[tuple[str, int, int], int],
 ) -> NDArray[np.int8]:
     """Return the subsets of the patches of a slide, `DROPPED` for those near another subset."""
-    patch_subsets = _subsets_of(position, key, subsets)
     # A square without patches is in no subset, so patches need no distance from it.
-    mixed = np.any(
-        [
-            (other != patch_subsets) & (other != DROPPED)
-            for other in (_subsets_of(points, key, subsets) for points in nearby)
-        ],
-        axis=0,
+    patch_subsets, *near_subsets = (
+        np.array([subsets.get((key, x, y), DROPPED) for x, y in squares.tolist()], np.int8)
+        for squares in (position, *nearby)
     )
+    mixed = np.any([(near != patch_subsets) & (near != DROPPED) for near in near_subsets], axis=0)
     return np.where(mixed, DROPPED, patch_subsets).astype(np.int8)
-
-
-def _subsets_of(
-    squares: NDArray[np.int64], key: str, subsets: Mapping[tuple[str, int, int], int]
-) -> NDArray[np.int8]:
-    """Return the subset of each of (N, 2) squares: (N,) int8, `DROPPED` for those without patches."""
-    return np.array([subsets.get((key, x, y), DROPPED) for x, y in squares.tolist()], np.int8)
 
 
 def _squares(

@@ -11,12 +11,15 @@ from histopipe.system.arrays import FloatArray
 from histopipe.tasks.intervals import FEWEST_PATIENTS, Interval, t_quantile
 
 BINS = 10
+"""Bins of equal width, as usual for reliability diagrams."""
 _LIMIT = 1e-6
 """Probabilities are at least this far from 0 and 1, so that their log odds are finite."""
 _STEPS = 50
+"""Steps of Newton's method, which needs about ten; without convergence, the outcomes are nearly separated."""
 CALIBRATION = ("calibration_intercept", "calibration_slope")
 """Metrics of `recalibration`."""
 _NET_BENEFIT_AT = tuple(round(0.02 * step, 2) for step in range(1, 50))
+"""Probabilities of a decision curve: without 0 and 1, whose odds are not finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,26 +70,28 @@ def recalibration(
     Source:
         B. Van Calster et al., Calibration: the Achilles heel of predictive analytics, BMC Medicine 17 (2019).
     """
-    values: dict[str, float | None] = dict.fromkeys(CALIBRATION)
-    intervals: dict[str, Interval] = {}
     if event.all() or not event.any():
-        return values, intervals
+        return dict.fromkeys(CALIBRATION), {}
     kept = np.clip(probability, _LIMIT, 1 - _LIMIT)
     odds = np.log(kept / (1 - kept))
     ones = np.ones((len(odds), 1))
-    fits = [_logistic(ones, odds, event, patient)]
-    if odds[event].min() < odds[~event].max() and odds[event].max() > odds[~event].min():
-        both = np.column_stack([ones, odds])
-        fits.append(_logistic(both, np.zeros(len(odds)), event, patient))
+    both = np.column_stack([ones, odds])
+    overlap = odds[event].min() < odds[~event].max() and odds[event].max() > odds[~event].min()
+    fits = [
+        _logistic(ones, odds, event, patient),
+        _logistic(both, np.zeros(len(odds)), event, patient) if overlap else None,
+    ]
+    estimates = {
+        name: (float(fit[0][place]), float(fit[1][place]))
+        for place, (name, fit) in enumerate(zip(CALIBRATION, fits, strict=True))
+        if fit is not None
+    }
+    values = {name: estimates[name][0] if name in estimates else None for name in CALIBRATION}
     patients = len(np.unique(patient))
-    for place, (name, fit) in enumerate(zip(CALIBRATION, fits, strict=False)):
-        if fit is not None:
-            value, error = float(fit[0][place]), float(fit[1][place])
-            values[name] = value
-            if patients >= FEWEST_PATIENTS:
-                half = t_quantile(patients - 1) * error
-                intervals[name] = (value - half, value + half)
-    return values, intervals
+    if patients < FEWEST_PATIENTS:
+        return values, {}
+    t = t_quantile(patients - 1)
+    return values, {name: (v - t * error, v + t * error) for name, (v, error) in estimates.items()}
 
 
 def _logistic(

@@ -34,8 +34,6 @@ from histopipe.tasks.task import (
     labels_of,
 )
 
-_TRUTH = ("label", "predicted")
-
 
 @dataclass(frozen=True, slots=True)
 class Classification(Task):
@@ -55,6 +53,7 @@ class Classification(Task):
     }
     by_subgroup = ("auc", "average_precision", "sensitivity", "specificity", "calibration_error")
     compared = ("auc", "balanced_accuracy", "brier")
+    target_names = ("label", "predicted")  # the true, and the most probable class
     of_classes = probabilities = True
     several = "labels"
     undefined = "lack a class"
@@ -82,9 +81,8 @@ class Classification(Task):
                 else "no positive class: "
                 f"there are {len(names)} classes, each evaluated against the rest",
             )
-        if not two:
-            return None
-        return 1 if positive is None else names.index(nfc(positive))
+        number = 1 if positive is None else names.index(nfc(positive))
+        return number if two else None
 
     def with_settings(self, settings: EvaluationSettings) -> Self:
         """Return the task with the positive class of the settings."""
@@ -132,19 +130,13 @@ class Classification(Task):
     @classmethod
     def of_header(cls, names: Sequence[str]) -> Self | None:
         """Return the task with the classes of the columns `p_CLASS` after label and prediction."""
-        if tuple(names[:2]) != _TRUTH:
-            return None
-        return cls(classes=tuple(name.removeprefix(cls.prefix) for name in names[2:]))
+        classes = tuple(name.removeprefix(cls.prefix) for name in names[2:])
+        return cls(classes=classes) if tuple(names[:2]) == cls.target_names else None
 
     @property
     def names(self) -> tuple[str, ...]:
         """The classes."""
         return self.classes
-
-    @property
-    def target_names(self) -> tuple[str, ...]:
-        """Columns of the true and of the most probable class."""
-        return _TRUTH
 
     def target_cells(self, target: FloatArray, output: NDArray[np.floating]) -> list[list[str]]:
         """Return the true class, empty for none, and the most probable one, by row."""
@@ -210,37 +202,33 @@ class Classification(Task):
         label, positive = scores.label, self.positive
         weights = np.ones((1, statistics.patients))
         confusion = statistics.confusion(weights)
-        (areas,), (precisions,) = statistics.areas(weights)
+        counts = confusion[0].astype(int)
         calibrations = [
             recalibration(scores.output[:, number], label == number, scores.patient)
             for number in range(len(self.classes))
         ]
-        columns: Any = zip(
-            self.classes,
-            confusion[0].astype(int).sum(axis=1).tolist(),
-            areas,
-            sensitivity(confusion)[0],
-            specificity(confusion)[0],
-            precisions,
-            calibrations,
-            strict=True,
+        areas, precisions = statistics.areas(weights)
+        by_class = np.concatenate(
+            [areas, sensitivity(confusion), specificity(confusion), precisions]
         )
         classes = {
-            name: ClassMetrics(count, *map(finite_or_none, metrics), **calibration)
-            for name, count, *metrics, (calibration, _) in columns
+            name: ClassMetrics(int(count), *map(finite_or_none, metrics), **calibration)
+            for name, count, metrics, (calibration, _) in zip(
+                self.classes, counts.sum(axis=1), by_class.T, calibrations, strict=True
+            )
         }
+        missing = [name for name, metrics in classes.items() if not metrics.count]
+        note = f"missing class{'es' if missing[1:] else ''}: {', '.join(missing)}"
         details: dict[str, Any] = {
-            "confusion": tuple(map(tuple, confusion[0].astype(int).tolist())),
+            "confusion": tuple(map(tuple, counts.tolist())),
             "classes": classes,
             "reliability": reliability_of(*confidence_of(label, scores.output, positive)),
             "values": dict.fromkeys(CALIBRATION),
+            "notes": [note] if missing else [],
         }
         if positive is not None:
             details["values"], details["intervals"] = calibrations[positive]
             details["decision_curve"] = decision_curve(
                 scores.output[:, positive], label == positive
             )
-        missing = [name for name, metrics in classes.items() if not metrics.count]
-        if missing:
-            details["notes"] = [f"missing class{'es' if missing[1:] else ''}: {', '.join(missing)}"]
         return details

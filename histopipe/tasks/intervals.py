@@ -18,13 +18,18 @@ FEWEST_PATIENTS = 5
 """Fewer patients have no intervals: for two, the interval of an AUC of 1 would be [0.12, 1.00]."""
 TOO_FEW = "too few patients for an interval"
 _RELIABLE_PATIENTS = 10
+"""With fewer patients, the intervals are narrower than 95 %: percentiles of so few values are too close together."""
 _TAIL = 0.025
+"""Share of the resamples below, and above, a 95 % interval."""
 _NORMAL = 1.959963984540054
 """97.5 % quantile of the normal distribution."""
 _HALVINGS = 60
+"""Bisections of [0, 1] after which the ends of an interval are exact to rounding: float64 has 53 bits."""
 _INFORMATIVE = 10.0
 """Patients count in full as evidence of the variance between them from one error in this number of decisions."""
 _FACTORS = np.concatenate([np.linspace(0, 1, 41), np.linspace(1.05, 4, 60)])
+"""Errors that `error_interval` tries, relative to the measured one. Noise only makes an error larger, so that most
+plausible ones are smaller: the steps are finer below 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +117,7 @@ def intervals_of(
     varied = {
         name: ends for name, ends in intervals.items() if ends is not None and ends[0] < ends[1]
     }
+    # Better intervals come last, to replace those of the resamples. They exist also for metrics without variation.
     return varied | dict(statistics.better_intervals(draws, metric_values)), undefined
 
 
@@ -178,30 +184,33 @@ def difference_interval(first: tuple[float, Interval], second: tuple[float, Inte
     return a - b - math.hypot(a - low_a, high_b - b), a - b + math.hypot(high_a - a, b - low_b)
 
 
-def error_interval(excess: FloatArray, count: FloatArray, weights: FloatArray) -> Interval:
+def error_interval(excess: FloatArray, count: FloatArray, weights: FloatArray) -> Interval | None:
     """Return the interval of the expected calibration error, a sum of absolute values, which noise only makes larger.
 
     It holds the errors for which the found error is plausible: those of `excess` times a factor, with the noise of the
-    resamples added.
+    resamples added. None for fewer than two patients.
 
     Args:
         excess: (P, B) sum by patient and bin of what probabilities exceed outcomes by.
         count: (P,) number of items of each patient.
-        weights: (R, P) of resamples, of at least two patients.
+        weights: (R, P) of resamples.
     """
     patients = int((count > 0).sum())
+    if patients < 2:
+        return None
     mean = excess.sum(axis=0) / count.sum()
     totals = weights @ count
     drawn = totals > 0  # a resample may have no patient of a small group
     noise = (weights[drawn] @ excess) / totals[drawn, None] - mean
+    # Resamples vary too little for few patients: as in `interval_of`.
     noise *= math.sqrt(patients / (patients - 1)) * t_quantile(patients - 1) / _NORMAL
     error = float(np.abs(mean).sum())
-    plausible = []
-    for factor in _FACTORS:
-        low, high = np.quantile(np.abs(factor * mean + noise).sum(axis=1), [_TAIL, 1 - _TAIL])
-        if low <= error <= high:
-            plausible.append(float(factor) * error)
-    return (plausible[0], plausible[-1]) if plausible else (0.0, error)
+    ends = [
+        np.quantile(np.abs(factor * mean + noise).sum(axis=1), [_TAIL, 1 - _TAIL])
+        for factor in _FACTORS
+    ]
+    plausible = _FACTORS[[low <= error <= high for low, high in ends]] * error
+    return (float(plausible[0]), float(plausible[-1])) if len(plausible) else (0.0, error)
 
 
 def share_interval(right: NDArray[np.bool_], patient: NDArray[np.int32]) -> Interval | None:
@@ -298,8 +307,8 @@ def _score_interval(
 
 def precision_interval(
     estimate: float, resampled: FloatArray, positives: int, *, several: bool
-) -> Interval:
-    """Return the interval of an average precision, as that of a share of the positive patients.
+) -> Interval | None:
+    """Return the interval of an average precision, as that of a share of the positive patients; None for fewer than two.
 
     `several`: patients have several items. Then the variance is scaled to that of the (R,) `resampled` values.
 
@@ -307,6 +316,8 @@ def precision_interval(
         K. Boyd et al., Area under the precision-recall curve: point estimates and confidence intervals, ECML PKDD (2013),
         with a score interval instead of a logit interval, which does not exist at 1.
     """
+    if positives < 2:
+        return None
     variance = float(resampled[np.isfinite(resampled)].var())
     return _share_interval(estimate, variance, positives, several=several)
 

@@ -47,11 +47,7 @@ class Multilabel(Task):
     }
     by_subgroup = ("auc", "average_precision", "calibration_error")
     compared = ("auc", "balanced_accuracy", "brier")
-
-    @property
-    def has_thresholds(self) -> bool:
-        """True."""
-        return True
+    has_thresholds = True
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -127,18 +123,18 @@ class Multilabel(Task):
     def details(self, scores: Predictions, statistics: ColumnStatistics) -> dict[str, Any]:
         """Return calibration intercept and slope of each label, and their means; undefined if the value of a label is."""
         values: dict[str, float | None] = {}
-        calibrations = [
-            recalibration(
+        calibrations = {
+            name: recalibration(
                 scores.output[rows, number], scores.target[rows, number] == 1, scores.patient[rows]
             )
-            for number, rows in enumerate(np.isfinite(scores.target).T)
-        ]
+            for number, (name, rows) in enumerate(
+                zip(self.columns, np.isfinite(scores.target).T, strict=True)
+            )
+        }
         for metric in CALIBRATION:
-            by_label = [of_label[metric] for of_label, _ in calibrations]
-            values[metric] = None if None in by_label else float(np.mean(by_label))  # type: ignore[arg-type]
-            values |= {
-                f"{metric}:{name}": value
-                for name, value in zip(self.columns, by_label, strict=True)
-            }
-        by_column = {name: ends for name, (_, ends) in zip(self.columns, calibrations, strict=True)}
+            by_label = {name: of_label[metric] for name, (of_label, _) in calibrations.items()}
+            defined = [value for value in by_label.values() if value is not None]
+            values[metric] = float(np.mean(defined)) if len(defined) == len(by_label) else None
+            values |= {f"{metric}:{name}": value for name, value in by_label.items()}
+        by_column = {name: ends for name, (_, ends) in calibrations.items()}
         return {"values": values, "intervals": column_intervals(CALIBRATION, by_column)}

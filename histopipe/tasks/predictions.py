@@ -42,7 +42,7 @@ def with_common_patients(parts: Sequence[Predictions]) -> list[Predictions]:
         replace(
             part,
             patients=names,
-            patient=_renumber(part.patient, part.patients, names),
+            patient=np.searchsorted(names, part.patients).astype(np.int32)[part.patient],
             task=task,
             output=task.converted(part.task, part.output),
         )
@@ -50,19 +50,14 @@ def with_common_patients(parts: Sequence[Predictions]) -> list[Predictions]:
     ]
 
 
-def _renumber(
-    numbers: NDArray[np.int32], names: Sequence[str], new_names: Sequence[str]
-) -> NDArray[np.int32]:
-    """Return the (N,) places in new names of (N,) places in names."""
-    new = {name: number for number, name in enumerate(new_names)}
-    return np.array([new[name] for name in names], np.int32)[numbers]
-
-
 def joined_predictions(parts: Sequence[Predictions]) -> Predictions:
     """Concatenate predictions, at least one, of the same task and level."""
     parts = with_common_patients(parts)
     slides = tuple(sorted({name for part in parts for name in part.slides}))
-    parts = [replace(part, slide=_renumber(part.slide, part.slides, slides)) for part in parts]
+    parts = [
+        replace(part, slide=np.searchsorted(slides, part.slides).astype(np.int32)[part.slide])
+        for part in parts
+    ]
     arrays: dict[str, Any] = {
         name: np.concatenate([getattr(part, name) for part in parts]) for name in ARRAYS
     }
@@ -136,6 +131,7 @@ RULE = re.compile(
 )
 """Values of `--threshold`."""
 EVEN = 0.5
+"""Threshold that treats both classes alike."""
 FALLBACK = f"threshold {EVEN}"
 """Start of a note on why no threshold was chosen."""
 
@@ -176,13 +172,13 @@ def choose_threshold(
         / members.sum()
         for members in (~event, event)
     )
-    if match["of"] is None:
-        place = int(np.argmax(true_positive - false_positive))
-    elif match["of"] == "sensitivity":
-        place = int(np.argmax(true_positive >= float(match["least"])))
-    else:
-        place = int(np.flatnonzero(1 - false_positive >= float(match["least"]))[-1])
-    return _half_way(-thresholds.astype(np.float64), place), ""
+    least = float(match["least"] or 0)
+    places = {
+        None: np.argmax(true_positive - false_positive),
+        "sensitivity": np.argmax(true_positive >= least),
+        "specificity": np.flatnonzero(1 - false_positive >= least)[-1],
+    }
+    return _half_way(-thresholds.astype(np.float64), int(places[match["of"]])), ""
 
 
 def _half_way(scores: NDArray[np.float64], positives: int) -> float:
@@ -195,6 +191,7 @@ def _half_way(scores: NDArray[np.float64], positives: int) -> float:
 
 
 _MAX_UNDEFINED = 0.05
+"""Share of undefined resamples that a note states: fewer hardly change an interval."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,29 +260,26 @@ class Metrics:
         Raises:
             KeyError, TypeError: the value has the wrong form.
         """
-        names = {attribute.name for attribute in fields(cls)}
         intervals = {name: tuple(ends) for name, ends in value["intervals"].items()}
-        notes = tuple(value["notes"])
+        notes, names = value["notes"], {attribute.name for attribute in fields(cls)}
         if intervals and value["patients"] < FEWEST_PATIENTS:
             # Earlier versions had intervals of two patients and more.
-            kept = (note for note in notes if "intervals" not in note)
-            intervals, notes = {}, (*kept, *patients_notes(value["patients"]))
+            kept = [note for note in notes if "intervals" not in note]
+            intervals, notes = {}, [*kept, *patients_notes(value["patients"])]
         limits: Any = value["thresholds"] if "thresholds" in value else [value["threshold"]]
         if "values" not in limits:  # of an earlier version
             note = next((text for text in value["notes"] if text.startswith(FALLBACK)), "")
             limits = {"values": [limit for limit in limits if limit is not None], "note": note}
-        # Earlier versions had the metrics of other tasks than classification in a field.
-        by_name = {
-            name: metric for name, metric in value.items() if name not in {*names, "threshold"}
-        }
+        by_name = {key: value[key] for key in value if key not in {*names, "threshold"}}
         curve = value.get("decision_curve")
         arguments = {
             "task": "classification",
             **{name: value[name] for name in names & value.keys()},
+            # Earlier versions had the metrics of other tasks than classification in a field.
             "values": value.get("figures", by_name),
             "intervals": intervals,
             "thresholds": Thresholds(tuple(limits["values"]), limits["note"]),
-            "notes": notes,
+            "notes": tuple(notes),
             "confusion": tuple(map(tuple, value.get("confusion", ()))),
             "classes": {
                 name: ClassMetrics(**metrics) for name, metrics in value.get("classes", {}).items()

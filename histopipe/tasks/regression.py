@@ -19,6 +19,7 @@ from histopipe.tasks.task import Predictions, Task, rank_parts, relative_ranks
 _ROUNDING = 64
 """Values are equal if they vary by at most this number of units in the last place of their mean."""
 _QUARTERS = 4
+"""Parts of the targets that splits balance."""
 _LEAST_SPREAD, _SMALLEST = 1e-4, 1e-30
 """Smallest difference of targets, as a share of the largest, and smallest target: networks compute in float32."""
 METRICS = ("r2", "pearson", "spearman", "mae", "rmse")

@@ -28,6 +28,7 @@ from histopipe.tasks.intervals import (
 )
 
 _SMALLEST = np.finfo(np.float64).eps
+"""Lowest probability in the log loss, as in scikit-learn, so that it is finite."""
 
 
 def _rank(values: FloatArray) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
@@ -71,9 +72,8 @@ def confidence_of(
     label: NDArray[np.int32], probability: FloatArray, positive: int | None
 ) -> tuple[FloatArray, NDArray[np.bool_]]:
     """Return (N,) probabilities, and whether they came true: of the positive class, or else of the most probable one."""
-    if positive is not None:
-        return probability[:, positive], label == positive
-    return probability.max(axis=1), probability.argmax(axis=1) == label
+    number = probability.argmax(axis=1) if positive is None else np.full(len(label), positive)
+    return probability[np.arange(len(label)), number], label == number
 
 
 class ColumnStatistics(WeightedStatistics):
@@ -190,6 +190,7 @@ class Statistics(WeightedStatistics):
         confusion = self.confusion(weights)
         areas, precisions = map(self._of_positive, self.areas(weights))
         counts = weights @ self._confusion.sum(axis=(1, 2))
+        labels_and_decisions = confusion.sum(axis=1) + confusion.sum(axis=2)
         with np.errstate(invalid="ignore", divide="ignore"):
             return {
                 "auc": areas,
@@ -197,7 +198,8 @@ class Statistics(WeightedStatistics):
                 # Classes that never occur are not counted. A class that is missing only from a resample gives NaN.
                 "balanced_accuracy": sensitivity(confusion)[:, self._present].mean(axis=1),
                 "accuracy": _correct(confusion).sum(axis=1) / confusion.sum(axis=(1, 2)),
-                "f1": self._of_positive(_f1(confusion)),
+                # NaN if a class neither occurs nor is decided.
+                "f1": self._of_positive(2 * _correct(confusion) / labels_and_decisions),
                 "sensitivity": self._of_positive(sensitivity(confusion)),
                 "specificity": self._of_positive(specificity(confusion)),
                 "brier": weights @ self._sums[0] / counts,
@@ -216,47 +218,38 @@ class Statistics(WeightedStatistics):
         label, decided, patient = self._label, self._decided, self._patient
         right, present = decided == label, np.flatnonzero(self._present).tolist()
         numbers = present if self.positive is None else [self.positive]
+        shares = {n: share_interval(right[label == n], patient[label == n]) for n in present}
         by_metric = {
             "auc": mean_interval(
                 [auc_interval(label == n, self._probability[:, n], patient) for n in numbers]
             ),
-            "sensitivity": mean_interval(
-                [share_interval(right[label == n], patient[label == n]) for n in numbers]
-            ),
+            "sensitivity": mean_interval([shares.get(n) for n in numbers]),
             "specificity": mean_interval(
                 [share_interval(decided[label != n] != n, patient[label != n]) for n in numbers]
             ),
             "accuracy": share_interval(right, patient),
             "balanced_accuracy": independent_mean_interval(
-                [
-                    (
-                        float(right[label == n].mean()),
-                        share_interval(right[label == n], patient[label == n]),
-                    )
-                    for n in present
-                ]
+                [(float(right[label == n].mean()), share) for n, share in shares.items()]
             ),
         }
         if self.positive is not None and self.positive in self._curves:
             _, precision = self._curves[self.positive](np.ones(self.patients))
-            positives = len(np.unique(patient[label == self.positive]))
-            if positives > 1:
-                by_metric["average_precision"] = precision_interval(
-                    precision,
-                    values["average_precision"],
-                    positives,
-                    several=len(patient) > len(np.unique(patient)),
-                )
+            by_metric["average_precision"] = precision_interval(
+                precision,
+                values["average_precision"],
+                len(np.unique(patient[label == self.positive])),
+                several=len(patient) > len(np.unique(patient)),
+            )
         count = self._confusion.sum(axis=(1, 2))
-        if (count > 0).sum() > 1:
-            by_metric["calibration_error"] = error_interval(self._excess, count, weights)
+        by_metric["calibration_error"] = error_interval(self._excess, count, weights)
         return {name: interval for name, interval in by_metric.items() if interval is not None}
 
     def _of_positive(self, by_class: FloatArray) -> FloatArray:
         """Return values of the positive class; for more than two classes, the mean over those that occur."""
-        if self.positive is not None:
-            return by_class[:, self.positive]
-        return np.asarray(by_class[:, self._present].mean(axis=1), np.float64)
+        positive, present = self.positive, self._present
+        return np.asarray(
+            by_class[:, present].mean(axis=1) if positive is None else by_class[:, positive]
+        )
 
 
 def _correct(confusion: FloatArray) -> FloatArray:
@@ -277,26 +270,20 @@ def specificity(confusion: FloatArray) -> FloatArray:
         return np.asarray(1 - false_positives / negatives, np.float64)
 
 
-def _f1(confusion: FloatArray) -> FloatArray:
-    """Return (R, C) F1 scores; NaN if a class neither occurs nor is decided."""
-    return np.asarray(
-        2 * _correct(confusion) / (confusion.sum(axis=1) + confusion.sum(axis=2)), np.float64
-    )
-
-
 def area_under_roc(label: NDArray[np.int32], probability: NDArray[np.float32]) -> float | None:
     """Return the area under the ROC curve, averaged over the classes that occur; None if there are fewer than two."""
-    if not np.isfinite(probability).all():
+    present = np.unique(label).tolist()
+    if len(present) < 2 or not np.isfinite(probability).all():
         return None
     one = np.zeros(len(label), np.int32)
-    statistics = Statistics(label, probability.astype(np.float64), one, one.astype(np.intp), None)
-    (areas,), _ = statistics.areas(np.ones((1, 1)))
-    areas = areas[np.isfinite(areas)]
-    return float(areas.mean()) if len(areas) >= 2 else None
+    curves = [_ranked_areas(label == n, probability[:, n].astype(np.float64), one) for n in present]
+    return float(np.mean([curve(np.ones(1))[0] for curve in curves]))
 
 
 _BAND = (2.5, 97.5)
+"""Percentiles of the resamples."""
 _RESAMPLES = 200
+"""Resamples of a band, which is drawn only: fewer than for the intervals of metrics."""
 _GRID = np.linspace(0, 1, 101)
 
 
@@ -341,7 +328,8 @@ def roc_of(
     if len(np.unique(patient)) >= FEWEST_PATIENTS:
         weights = (draw[patient] for draw in bootstrap_draws(patients, _RESAMPLES, seed))
         curves = [
-            _at(_GRID, *_rates(positive, ends, weight))
+            # At vertical steps, this is their upper end.
+            np.interp(_GRID, *_rates(positive, ends, weight))
             for weight in weights
             if weight[positive].any() and weight[~positive].any()
         ]
@@ -366,14 +354,3 @@ def _rates(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     positives, negatives = np.cumsum(weight * positive)[ends], np.cumsum(weight * ~positive)[ends]
     return np.append(0.0, negatives / negatives[-1]), np.append(0.0, positives / positives[-1])
-
-
-def _at(
-    grid: NDArray[np.float64], false_rate: NDArray[np.float64], true_rate: NDArray[np.float64]
-) -> NDArray[np.float64]:
-    """Return true positive rates at the false positive rates of `grid`; at vertical steps, the upper end."""
-    last = np.searchsorted(false_rate, grid, side="right") - 1
-    following = np.minimum(last + 1, len(false_rate) - 1)
-    width = false_rate[following] - false_rate[last]
-    share = np.divide(grid - false_rate[last], width, out=np.zeros_like(grid), where=width > 0)
-    return np.asarray(true_rate[last] + share * (true_rate[following] - true_rate[last]))

@@ -61,7 +61,10 @@ class SurvivalStatistics(WeightedStatistics):
     def compute(self, weights: FloatArray) -> dict[str, FloatArray]:
         """Return (R,) values of each metric; NaN if undefined."""
         rows = weights[:, self._patient]
-        inverse = self._inverse_censoring(rows)
+        # (R, K) inverse probability not to be censored until each unique time. 0 where it is infinite: at a last time
+        # with events, all others are censored, so that such events have no weight.
+        censoring = self._product(rows, ~self._event, self._event)
+        inverse = np.divide(1.0, censoring, out=np.zeros_like(censoring), where=censoring > 1e-12)
         harrell, uno = self._concordance(rows, inverse)
         return {
             "c_index": harrell,
@@ -89,19 +92,12 @@ class SurvivalStatistics(WeightedStatistics):
     ) -> FloatArray:
         """Return the (R, K) Kaplan-Meier product at each unique time, of events `lost`, after those of `first`."""
         starts = np.searchsorted(self._time, self._unique)
-        at_risk = np.cumsum(np.add.reduceat(rows, starts, axis=1)[:, ::-1], axis=1)[:, ::-1]
-        leaving = np.add.reduceat(rows * lost, starts, axis=1)
-        at_risk = at_risk - np.add.reduceat(rows * first, starts, axis=1)
+        counts, leaving, gone = (
+            np.add.reduceat(rows * of_kind, starts, axis=1) for of_kind in (1, lost, first)
+        )
+        at_risk = np.cumsum(counts[:, ::-1], axis=1)[:, ::-1] - gone
         share = np.divide(leaving, at_risk, out=np.zeros_like(leaving), where=at_risk > 1e-12)
         return np.asarray(np.cumprod(1 - share, axis=1), np.float64)
-
-    def _inverse_censoring(self, rows: FloatArray) -> FloatArray:
-        """Return the (R, K) inverse probability not to be censored until each unique time.
-
-        0 where it is infinite: at a last time with events, all others are censored, so that such events have no weight.
-        """
-        censoring = self._product(rows, ~self._event, self._event)
-        return np.divide(1.0, censoring, out=np.zeros_like(censoring), where=censoring > 1e-12)
 
     def _concordance(self, rows: FloatArray, inverse: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Return the concordance of Harrell and that of Uno, (R,) each."""
@@ -233,8 +229,7 @@ def time_grid(
     time: NDArray[np.float64], event: NDArray[np.float64], count: int = 10
 ) -> list[float]:
     """Return up to `count` increasing times between the 10th and 90th percentile of the events."""
-    quantiles = np.quantile(time[event == 1], np.linspace(0.1, 0.9, count))
-    return list(np.unique(quantiles).tolist())
+    return list(np.unique(np.quantile(time[event == 1], np.linspace(0.1, 0.9, count))).tolist())
 
 
 _RISK, _SURVIVAL = "risk", "survival_"
@@ -289,26 +284,22 @@ class Survival(Task):
     }
     by_subgroup = ("c_index", "brier")
     compared = ("c_index", "auc", "brier")
+    names = (_RISK,)
     grid: tuple[float, ...] = ()
 
     def target(self, cells: Mapping[str, str], where: str) -> Target | None:
         """Return time and event; None if both are missing."""
-        time_name, event_name = self.columns
-        if not cells[time_name] and not cells[event_name]:
+        (time_cell, event_cell) = (cells[name] for name in self.columns)
+        if not time_cell and not event_cell:
             return None
-        time = self.read_cell(cells[time_name], f"{where}: {time_name}")
+        time_place, event_place = (f"{where}: {name}" for name in self.columns)
+        time = self.read_cell(time_cell, time_place)
         if not time >= 0:
-            raise UsageError(
-                f"{where}: {time_name}",
-                found=repr(cells[time_name]) if cells[time_name] else "a missing value",
-                expected="a time, 0 or more",
-                todo=_BOTH,
-            )
-        event = flag_cell(cells[event_name], f"{where}: {event_name}")
+            text = repr(time_cell) if time_cell else "a missing value"
+            raise UsageError(time_place, found=text, expected="a time, 0 or more", todo=_BOTH)
+        event = flag_cell(event_cell, event_place)
         if math.isnan(event):
-            raise UsageError(
-                f"{where}: {event_name}", found="a missing value", expected="0 or 1", todo=_BOTH
-            )
+            raise UsageError(event_place, found="a missing value", expected="0 or 1", todo=_BOTH)
         return time, event
 
     def strata(self, targets: FloatArray) -> list[str]:
@@ -366,11 +357,6 @@ class Survival(Task):
     def output_names(self) -> tuple[str, ...]:
         """Columns of the risk and of the survival at each time."""
         return (_RISK, *(f"{_SURVIVAL}{time:.9g}" for time in self.grid))
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The risk alone."""
-        return (_RISK,)
 
     def converted(self, task: Self, output: NDArray[np.float32]) -> NDArray[np.float32]:
         """Return the outputs at the times of this task, interpolated from survival 1 at time 0.

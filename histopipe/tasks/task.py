@@ -358,10 +358,8 @@ def group_means(values: FloatArray, starts: NDArray[np.intp]) -> FloatArray:
 
 def flag_cell(cell: str, where: str) -> float:
     """Return 0 or 1, or NaN for an empty cell. Raise UsageError for anything else."""
-    if not cell:
-        return math.nan
     value = FLAGS.get(cell.lower(), cell_number(cell))
-    if value not in (0, 1):
+    if cell and value not in (0, 1):
         raise UsageError(where, found=repr(cell), expected="0, 1 or an empty cell")
     return value
 

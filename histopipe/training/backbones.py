@@ -10,9 +10,10 @@ import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import keras
 import numpy as np
@@ -44,6 +45,7 @@ from histopipe.training.pretrained_networks import (
 )
 
 _PIL_ONE = 1 << 22
+"""1 in the fixed-point numbers that PIL resizes with."""
 
 
 def prepare(image: keras.KerasTensor, settings: Preprocessing) -> keras.KerasTensor:
@@ -84,6 +86,7 @@ def _resized(image: keras.KerasTensor, settings: Preprocessing) -> keras.KerasTe
 _NO_FILE = ("none", "imagenet")
 """Values of `--weights` that are not a file."""
 _ENDPOINT = "serving_default"
+"""Signature of a SavedModel that Keras and TensorFlow write by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,19 +122,18 @@ def build_backbone(model: str, *, patch_size: int, weights: str, training: bool)
     Raises:
         UsageError: there is no such model, its weights are missing or do not fit, or patches are too small.
     """
-    preset = named_preset(model)
-    path = own_file(model)
+    preset, path = named_preset(model), own_file(model)
     if path is not None:
         return _own(model, path, preset, patch_size, weights, training=training)
     if preset is not None:
         return _preset(preset, weights, training=training)
-    if model == SMALL_CNN:
-        if weights != "none":
-            raise UsageError(
-                f"--weights {weights}", expected=f"none: {SMALL_CNN} has no trained weights"
-            )
-        return Backbone(_small_cnn(patch_size), keras.layers.Rescaling(1 / 127.5, offset=-1))
-    return _application(model, patch_size, weights, training=training)
+    if model != SMALL_CNN:
+        return _application(model, patch_size, weights, training=training)
+    if weights != "none":
+        raise UsageError(
+            f"--weights {weights}", expected=f"none: {SMALL_CNN} has no trained weights"
+        )
+    return Backbone(_small_cnn(patch_size), keras.layers.Rescaling(1 / 127.5, offset=-1))
 
 
 @contextlib.contextmanager
@@ -146,9 +148,8 @@ def _unusable(
     except Exception as error:  # Keras, TensorFlow and the user's code raise errors of many classes
         if is_out_of_memory(error):
             raise
-        reason = str(error).split("\n")[0][:most]
-        reason = f"{type(error).__name__}: {reason}" if with_type else reason
-        raise UsageError(what, found=reason, **hints) from error
+        name = f"{type(error).__name__}: " if with_type else ""
+        raise UsageError(what, found=name + str(error).split("\n")[0][:most], **hints) from error
 
 
 def _preset(preset: Preset, weights: str, *, training: bool) -> Backbone:
@@ -177,8 +178,7 @@ def _preset(preset: Preset, weights: str, *, training: bool) -> Backbone:
 
 
 def _prepared(core: keras.Model, preset: Preset, description: Mapping[str, Any]) -> Backbone:
-    settings = preset.preprocessing
-    shape = core.input_shape[1:]
+    settings, shape, network = preset.preprocessing, core.input_shape[1:], preset.architecture
     if shape not in ((settings.size, settings.size, 3), (None, None, 3)):
         raise UsageError(
             f"the input of {preset.name}",
@@ -187,12 +187,11 @@ def _prepared(core: keras.Model, preset: Preset, description: Mapping[str, Any])
         )
     description = {
         "preset": preset.name,
-        "preprocessing": json.loads(json.dumps(asdict(settings))),
+        "preprocessing": json.loads(json.dumps(asdict(settings))),  # lists for tuples
         **description,
+        **({} if network is None else {"architecture": asdict(network)}),
     }
-    if preset.architecture is not None:
-        description["architecture"] = asdict(preset.architecture)
-    return Backbone(core, lambda image: prepare(image, settings), description)
+    return Backbone(core, partial(prepare, settings=settings), description)
 
 
 def _own(
@@ -204,11 +203,13 @@ def _own(
                 f"--weights {weights}", found=f"--model {model}, which contains weights"
             )
         return _saved_model(path, preset, training=training)
+    side = preset.preprocessing.size if preset else patch_size
     with _unusable(f"--model {model} cannot be used", with_type=True):
-        if path.suffix == KERAS:
-            core = keras.models.load_model(path, safe_mode=True, compile=False)  # runs no code
-        else:
-            core = _call(model, path, preset.preprocessing.size if preset else patch_size)
+        core = (
+            keras.models.load_model(path, safe_mode=True, compile=False)  # runs no code
+            if path.suffix == KERAS
+            else _call(model, path, side)
+        )
         if weights not in _NO_FILE:
             core.load_weights(weights)
         shapes = core.input_shape, core.output_shape
@@ -286,11 +287,8 @@ def _saved_model(path: Path, preset: Preset, *, training: bool) -> Backbone:
         raise UsageError(
             f"{path}: outputs", found=", ".join(features), expected="one output, the features"
         )
-    digests = {
-        str(file.relative_to(path)): file_sha256(file)
-        for file in sorted(path.rglob("*"))
-        if file.is_file()
-    }
+    files = (file for file in sorted(path.rglob("*")) if file.is_file())
+    digests = {str(file.relative_to(path)): file_sha256(file) for file in files}
     description = {"file": path.name, "file_sha256": digests}
     return _prepared(keras.Model(image, outputs[0]), preset, description)
 
@@ -299,8 +297,7 @@ def _small_cnn(patch_size: int) -> keras.Model:
     """One convolution block and one dense layer: enough to test a pipeline."""
     image = keras.Input((patch_size, patch_size, 3))
     x = keras.layers.Conv2D(32, 7, strides=2, padding="same", activation="relu")(image)
-    x = keras.layers.MaxPooling2D(2)(x)
-    x = keras.layers.GlobalAveragePooling2D()(x)
+    x = keras.layers.GlobalAveragePooling2D()(keras.layers.MaxPooling2D(2)(x))
     return keras.Model(image, keras.layers.Dense(64, activation="relu")(x), name="small_cnn")
 
 
@@ -352,8 +349,7 @@ def _find_application(model: str, *, training: bool) -> Callable[..., keras.Mode
         raise UsageError(
             f"--model {model}", found="no such model", expected=", ".join(alternatives)
         )
-    build: Callable[..., keras.Model] = getattr(keras.applications, name)
-    return build
+    return cast(Callable[..., keras.Model], getattr(keras.applications, name))
 
 
 def _preprocessed(image: keras.KerasTensor, preprocess: Callable[[Any], Any]) -> keras.KerasTensor:

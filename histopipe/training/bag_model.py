@@ -30,6 +30,7 @@ HIDDEN, _ATTENTION = 512, 256
 _QUERY = 128
 """Width of DSMIL's queries."""
 _POINTS, _HEADS, _BLOCKS = 64, 8, 2
+"""Induced points, attention heads and blocks of the transformer; TransMIL has 8 heads and 2 blocks, too."""
 _PERIODS = tuple(2.0**power for power in range(2, 10))
 """Wavelengths of the positions: 4 to 512 patches."""
 
@@ -114,6 +115,11 @@ def induced_attention(outputs: int, dtype: Any) -> JointPooling:  # noqa: ARG001
     return pool
 
 
+_PLAIN: Mapping[BagPooling, Callable[..., layers.Layer]] = {
+    "mean": layers.GlobalAveragePooling1D,
+    "max": layers.GlobalMaxPooling1D,
+}
+"""Poolings without attention."""
 JOINT: Mapping[BagPooling, Callable[[int, Any], JointPooling]] = {
     "dsmil": dual_stream,
     "transformer": induced_attention,
@@ -175,6 +181,8 @@ class BagModel:
         self.outputs = objective.outputs
         self.scaling: layers.BatchNormalization | None = None
         with dtype_policy(precision):
+            # Sums and probabilities need more than 16 bits.
+            self.sum_dtype = keras.config.dtype_policy().variable_dtype
             if scaled:
                 # Features can exceed the range of float16 before this layer. An epsilon would shrink small features.
                 self.scaling = layers.BatchNormalization(
@@ -182,7 +190,7 @@ class BagModel:
                     epsilon=0.0,
                     trainable=False,
                     name="scaling",
-                    dtype=keras.config.dtype_policy().variable_dtype,
+                    dtype=self.sum_dtype,
                 )
             self._build(dimension, objective, dropout, covariates)
         kernel = self._logits.kernel
@@ -195,9 +203,7 @@ class BagModel:
             self._logits.bias.assign(objective.bias)
 
     def _build(self, dimension: int, objective: Objective, dropout: float, covariates: int) -> None:
-        # Sums and probabilities need more than 16 bits.
-        self.sum_dtype = last = keras.config.dtype_policy().variable_dtype
-        self._drop = SampleDropout(dropout)
+        self._drop, last = SampleDropout(dropout), self.sum_dtype
         inputs = {"features": keras.Input((None, dimension), name="features")}
         if covariates:
             inputs["covariates"] = keras.Input((covariates,), name="covariates")
@@ -206,7 +212,6 @@ class BagModel:
         self._hidden = layers.Dense(HIDDEN, activation="relu", name="hidden")
         hidden = layers.Dropout(dropout)(self._hidden(self._scaled(inputs["features"])))
         self._score: Any = None
-        self._joint: JointPooling | None = None
         self.last_layer_share = 1.0
         """Share of the last layer in the outputs; the rest is that of the scores of single patches."""
         pooled, outputs = self._pool(hidden, inputs.get("positions"), last)
@@ -223,10 +228,8 @@ class BagModel:
 
     def _pool(self, hidden: Any, positions: Any, last: Any) -> tuple[Any, dict[str, Any]]:
         """Return symbolic pooled features, and {"attention": …} if the pooling has one."""
-        if self.pooling == "mean":
-            return layers.GlobalAveragePooling1D(dtype=last)(hidden), {}
-        if self.pooling == "max":
-            return layers.GlobalMaxPooling1D(dtype=last)(hidden), {}
+        if self.pooling in _PLAIN:
+            return _PLAIN[self.pooling](dtype=last)(hidden), {}
         if self.pooling in JOINT:
             self._joint = JOINT[self.pooling](self.outputs, last)
             joint = self._joint(hidden, positions)
@@ -251,9 +254,7 @@ class BagModel:
         if covariates is not None:
             pooled = layers.Concatenate(dtype=self.sum_dtype)([pooled, covariates])
         logits = self._logits(pooled)
-        if best is None:
-            return logits
-        return layers.Average(dtype=self.sum_dtype)([logits, best])
+        return logits if best is None else layers.Average(dtype=self.sum_dtype)([logits, best])
 
     def save(self, path: Path) -> None:
         """Save the serving model, for any backend of Keras."""
@@ -285,9 +286,8 @@ class BagModel:
         """
         with self._using(weights):
             hidden = self._dropped(features, rows, seed)
-            if self._score is None:
-                scores = tf.zeros(tf.shape(hidden)[:1], self.sum_dtype)
-            else:
+            scores = tf.zeros(tf.shape(hidden)[:1], self.sum_dtype)
+            if self._score is not None:
                 inner = self._tanh(hidden)
                 if self._gate is not None:
                     inner *= self._gate(hidden)
@@ -298,13 +298,10 @@ class BagModel:
         self, weights: Sequence[tf.Tensor], patches: Patches, seed: tf.Tensor | None
     ) -> PooledBags:
         """Pool all patches of a bag by one of the `JOINT` poolings, with B = 1. Weights and seed as for `patches`."""
-        assert self._joint is not None  # noqa: S101 - for mypy
         rows = tf.range(tf.shape(patches.features, tf.int64)[0])
+        positions = None if patches.positions is None else patches.positions[None]
         with self._using(weights):
-            hidden = self._dropped(patches.features, rows, seed)
-            return self._joint(
-                hidden[None], None if patches.positions is None else patches.positions[None]
-            )
+            return self._joint(self._dropped(patches.features, rows, seed)[None], positions)
 
     def instances(self, weights: Sequence[tf.Tensor], hidden: tf.Tensor) -> tf.Tensor:
         """Return (n, C, 2) logits of CLAM's classifiers of single patches, from (n, H) hidden features."""
@@ -326,9 +323,8 @@ class BagModel:
 
     def _scaled(self, features: Any) -> Any:
         """Return (B, N, D) features, standardised if the model does that."""
-        if self.scaling is None:
-            return features
-        return keras.ops.clip(self.scaling(features), -_LIMIT, _LIMIT)
+        scaling = self.scaling
+        return features if scaling is None else ops.clip(scaling(features), -_LIMIT, _LIMIT)
 
     def _dropped(self, features: tf.Tensor, rows: tf.Tensor, seed: tf.Tensor | None) -> tf.Tensor:
         """Return the hidden features after dropout."""

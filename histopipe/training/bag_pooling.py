@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import tensorflow as tf
@@ -156,10 +156,8 @@ def instance_gradients(  # noqa: PLR0917 - a pure function: all inputs are argum
 def _gradients(
     tape: tf.GradientTape, loss: tf.Tensor, weights: Sequence[tf.Tensor]
 ) -> list[tf.Tensor]:
-    gradients: list[tf.Tensor] = tape.gradient(
-        loss, list(weights), unconnected_gradients=tf.UnconnectedGradients.ZERO
-    )
-    return gradients
+    zero = tf.UnconnectedGradients.ZERO
+    return cast(list[tf.Tensor], tape.gradient(loss, list(weights), unconnected_gradients=zero))
 
 
 def _in_pieces(

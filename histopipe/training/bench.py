@@ -29,7 +29,9 @@ from histopipe.system.worker_pool import count_usable_cores
 
 _SEED = 1
 _BLOCK = 4096
+"""Bytes: O_DIRECT requires offsets and lengths that are multiples of the block size of the disk."""
 _LONGEST_RUN = 1 << 40
+"""Steps that no measurement reaches."""
 _CLASSES = 2
 
 
@@ -89,8 +91,7 @@ def measure_decode(batches: PatchBatches, seconds: float, threads: int) -> float
         for store, slides, rows in _patches(batches, 8)
         for slide, row in zip(slides, rows, strict=True)
     ]
-    side = batches.patch_size
-    buffers = [np.empty((side, side, 3), np.uint8) for _ in range(threads)]
+    buffers = np.empty((threads, batches.patch_size, batches.patch_size, 3), np.uint8)
 
     def decode_one(thread: int, turn: int) -> int:
         decode(memoryview(values[(thread + turn * threads) % len(values)]), buffers[thread])
@@ -173,7 +174,7 @@ def measure_device(
             # Fetching a result waits for it: devices compute asynchronously.
             np.asarray(values[0][0])
 
-        step()
+        step()  # compiles it
         return _repeated(step, seconds) * size
 
     rates: dict[int, float] = {}
@@ -227,9 +228,11 @@ def _rate(work: Callable[[int, int], int], seconds: float, threads: int = 1) -> 
 
 
 _DISK_THREADS = 16
+"""Reads at once: an SSD needs several for its full rate."""
 _GOOD_ENOUGH = 0.95
 """Share of the best rate that a smaller setting must reach to be recommended."""
 _SLOW_READER = 0.7
+"""Share of the decode rate that a reader reaches on a machine without other programs."""
 _MIN_SECONDS, _MAX_SECONDS = 0.1, 3600
 
 
@@ -274,7 +277,7 @@ class BenchResult(Result):
             stages["disk"] = self.disk
         if batch is not None:
             stages["device"] = self.device[batch]
-        slowest = min(stages, key=lambda stage: stages[stage])
+        slowest = min(stages, key=stages.__getitem__)
         values = ", ".join(f"{stage} {rate:,.0f}" for stage, rate in stages.items())
         advice = [f"bottleneck: the {slowest} ({values} patches/s)"]
         if slowest == "disk":
@@ -361,22 +364,23 @@ def bench(
         batches = PatchBatches(
             opened, table, batch_size=batch_size, order=Shuffled(len(table), _SEED)
         )
-        disk = measure_disk(batches, seconds, _DISK_THREADS)
-        bar.advance()
-        lmdb = measure_lmdb(batches, seconds)
-        bar.advance()
-        decode = measure_decode(batches, seconds, cores)
-        bar.advance()
+
+        def run(measure: Callable[..., Any], *arguments: Any) -> Any:
+            value = measure(*arguments)
+            bar.advance()
+            return value
+
+        # From the disk to the device. TensorFlow is loaded after the stages that do not need it.
+        disk = run(measure_disk, batches, seconds, _DISK_THREADS)
+        lmdb = run(measure_lmdb, batches, seconds)
+        decode = run(measure_decode, batches, seconds, cores)
         load_quietly("tensorflow")
-        reader = {}
-        for count in calls:
-            reader[count] = measure_reader(batches, seconds, count)
-            bar.advance()
-        device = {}
-        if model is not None:
-            sizes = [max(1, batch_size // 2), batch_size, 2 * batch_size, 4 * batch_size]
-            device = measure_device(opened[0].patch_size, model, sizes, devices, seconds)
-            bar.advance()
+        reader = {count: run(measure_reader, batches, seconds, count) for count in calls}
+        sizes = [max(1, batch_size // 2), batch_size, 2 * batch_size, 4 * batch_size]
+        side = opened[0].patch_size
+        device = (
+            run(measure_device, side, model, sizes, devices, seconds) if model is not None else {}
+        )
     return BenchResult(
         disk,
         lmdb,

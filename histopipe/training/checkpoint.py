@@ -24,6 +24,7 @@ from histopipe.runs.result import EpochMetrics
 from histopipe.system.files import atomic_write
 
 STATE_FILE, OLDER_FILE = "resume.npz", "resume-older.npz"
+"""Names of the newest checkpoint, and of the one before it."""
 _DIGEST, _DIGEST_BYTES = "blake2b", 64
 _BETTER = 1e-4
 """Minimum increase of the metric that counts as better. For smaller differences, the lower loss is better."""
@@ -59,12 +60,12 @@ class TrainState:
         """Return whether validation metrics are better than in the best epoch so far, by the loss or the metric."""
         if self.best_epoch < 0:
             return True
+        is_lower = metrics.loss < self.best_loss
         if monitor == "loss":
-            return metrics.loss < self.best_loss
+            return is_lower
         score = LOWEST if metrics.score is None else metrics.score
-        if score > self.best_score + _BETTER:
-            return True
-        return score >= self.best_score - _BETTER and metrics.loss < self.best_loss
+        equal = self.best_score - _BETTER <= score <= self.best_score + _BETTER
+        return is_lower if equal else score > self.best_score
 
     def keep(self, metrics: EpochMetrics) -> None:
         """Record that the weights after `epoch` epochs are the best so far, with these validation metrics."""
@@ -98,12 +99,9 @@ def save_state(folder: Path, state: TrainState, variables: Sequence[Any]) -> Non
         file.write(hashlib.file_digest(file, _DIGEST).digest())
         file.flush()
         os.fsync(file.fileno())
-        _keep(newest, folder / OLDER_FILE)
-
-
-def _keep(newest: Path, older: Path) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        newest.rename(older)
+        # Last: until the new file gets its name, the previous one may be missing, but not both.
+        with contextlib.suppress(FileNotFoundError):
+            newest.rename(folder / OLDER_FILE)
 
 
 def load_state(folder: Path, variables: Sequence[Any]) -> tuple[TrainState, str | None]:

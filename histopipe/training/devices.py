@@ -57,9 +57,8 @@ def _set_up(devices: str) -> list[str]:
     match = parse_devices(devices)
     gpus = tf.config.list_physical_devices("GPU")
     try:
-        if devices.startswith("cpu") or (devices == "auto" and not gpus):
-            return _cpus(int(match["cpus"] or 1))
-        return _gpus(gpus, match["gpus"])
+        on_cpu = devices.startswith("cpu") or (devices == "auto" and not gpus)
+        return _cpus(int(match["cpus"] or 1)) if on_cpu else _gpus(gpus, match["gpus"])
     except RuntimeError as error:
         raise UsageError(
             f"--devices {devices}",

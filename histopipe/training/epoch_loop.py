@@ -34,16 +34,9 @@ _IN_FLIGHT = 2
 """Steps whose results may still be on the device. Fetching them at once would make the device wait for the host."""
 
 
-def _do_nothing(*_: Any) -> None:
-    pass
-
-
 Requests = tuple[float, float]
 """Requests of a worker before the next step, to save and to stop; above 0 for yes."""
-
-
-def _request_nothing() -> Requests:
-    return 0.0, 0.0
+_NO_REQUEST: Requests = (0.0, 0.0)
 
 
 class StopSignals:
@@ -103,12 +96,11 @@ class EpochLoop:
     ) -> None:
         self.step, self._strategy = step, step.strategy
         self._cluster = cluster or Cluster()
-        self._seed = seed
-        self._replicas = self._strategy.num_replicas_in_sync
-        self._part = self._cluster.own_part(self._replicas)
-        self._sizes = [len(self._rows_of(replica)) for replica in self._part]
-        self._rows = max(len(self._rows_of(replica)) for replica in range(self._replicas))
-        self.micro_batch = micro_batch(step.whole(self._rows))
+        self._seed, replicas = seed, self._strategy.num_replicas_in_sync
+        self._part = self._cluster.own_part(replicas)
+        rows = [replica_rows(step.settings.batch_size, replicas, i) for i in range(replicas)]
+        self._local_rows, self._rows = rows[self._part.start : self._part.stop], max(map(len, rows))
+        self.micro_batch = micro_batch(step.largest_piece or self._rows)
         self.skipped: dict[int, str] = {}
         """Reason for each skipped patch, by key."""
 
@@ -119,8 +111,8 @@ class EpochLoop:
         title: str,
         results: StepResults,
         *,
-        requests: Callable[[], Requests] = _request_nothing,
-        granted: Callable[[Requests], None] = _do_nothing,
+        requests: Callable[[], Requests] = lambda: _NO_REQUEST,
+        granted: Callable[[Requests], None] | None = None,
     ) -> None:
         """Train one epoch, counted from 0, or the rest of it. Results are appended to those of completed steps.
 
@@ -140,12 +132,12 @@ class EpochLoop:
             if self._cluster.alone:
                 return values, mine
             # Requests of the previous step: all workers have them by now without waiting for their devices.
-            return values, _request_nothing() if before is None else before.numpy()
+            return values, _NO_REQUEST if before is None else before.numpy()
 
         self._run(batches, epoch * batches.steps_per_epoch, step, title, results, granted=granted)
 
     def predict(
-        self, batches: Any, title: str, *, before_step: Callable[[], None] = _do_nothing
+        self, batches: Any, title: str, *, before_step: Callable[[], None] = lambda: None
     ) -> SampleOutputs | None:
         """Return the serving model's predictions in one pass over the batches; None if all patches are damaged."""
         results = StepResults()
@@ -154,26 +146,21 @@ class EpochLoop:
             before_step()
             return self.micro_batch.fit(
                 lambda size: self.step.predictions(batch, self._rows, size)
-            ), _request_nothing()
+            ), _NO_REQUEST
 
         self._run(batches, 0, step, title, results)
         return predictions(batches, 0, self.gathered(results))
 
     def gathered(self, results: StepResults) -> NDArray[np.float32]:
         """Return the results of all workers, (S, B, C + 2) float32. All workers must call it."""
-        rows = sum(self._sizes)
-        values = np.asarray(results.values, np.float32).reshape(
-            -1, rows, self.step.settings.objective.outputs + 2
-        )
+        # The shape is needed before the first step.
+        shape = (-1, sum(map(len, self._local_rows)), self.step.settings.objective.outputs + 2)
+        values = np.asarray(results.values, np.float32).reshape(shape)
         return gathered(self._cluster, self._strategy, values)
 
     def own_rows(self, values: NDArray[np.float32]) -> list[NDArray[np.float32]]:
         """Return this worker's rows of `gathered`, in the form of `StepResults`."""
-        first, last = self._rows_of(self._part[0]), self._rows_of(self._part[-1])
-        return list(values[:, first.start : last.stop])
-
-    def _rows_of(self, replica: int) -> range:
-        return replica_rows(self.step.settings.batch_size, self._replicas, replica)
+        return list(values[:, self._local_rows[0].start : self._local_rows[-1].stop])
 
     def _run(
         self,
@@ -183,7 +170,7 @@ class EpochLoop:
         title: str,
         results: StepResults,
         *,
-        granted: Callable[[Requests], None] = _do_nothing,
+        granted: Callable[[Requests], None] | None = None,
     ) -> None:
         """Run the steps of a pass that have no results yet."""
         done = len(results.values)
@@ -211,7 +198,7 @@ class EpochLoop:
                 in_flight.append(values)
                 self.skipped |= batches.skipped
                 fetch(_IN_FLIGHT)
-                if any(requested):
+                if granted is not None and any(requested):
                     fetch(0)  # the saved state needs all results
                     granted(requested)
                 progress.advance()
@@ -220,7 +207,8 @@ class EpochLoop:
     def _on_host(self, values: Any) -> NDArray[np.float32]:
         """Return the results of a step, by micro-batch and replica, as (B, C + 2) of this worker's rows."""
         by_replica = [np.concatenate(parts) for parts in zip(*values, strict=True)]
-        return np.concatenate([part[:n] for part, n in zip(by_replica, self._sizes, strict=True)])
+        pairs = zip(by_replica, self._local_rows, strict=True)
+        return np.concatenate([part[: len(rows)] for part, rows in pairs])
 
     def _timed(self, batches: Any, first: int, last: int) -> Generator[tuple[Any, float]]:
         """Yield each step's batch, one part per replica, with the seconds spent waiting for it.

@@ -106,19 +106,12 @@ def out_of_memory(error: Exception, folder: Path, first: int, report: Report) ->
 
     A new process may continue with half of `first`, the initial micro-batch of this process.
     """
-    what, why = "memory ran out while training", str(error).split("\n")[0][:200]
-    if first == 1:
-        return OutOfMemory(
-            what,
-            found=why,
-            todo="not even single patches fit: use a smaller --model, or smaller patches",
-        )
+    why = str(error).split("\n")[0][:200]
+    todo = "not even single patches fit: use a smaller --model, or smaller patches"
     # Not half of the last size: later failures may come from fragmented memory.
     size = first // 2
-    run_folder.write_micro_batch(folder, size, why)
-    report("restart", size)
-    return OutOfMemory(
-        what,
-        found=why,
-        todo=f"continue with `histopipe train --resume --out {folder}`, which uses micro-batches of {counted(size, 'patch')}",
-    )
+    if size:
+        run_folder.write_micro_batch(folder, size, why)
+        report("restart", size)
+        todo = f"continue with `histopipe train --resume --out {folder}`, which uses micro-batches of {counted(size, 'patch')}"
+    return OutOfMemory("memory ran out while training", found=why, todo=todo)

@@ -164,7 +164,9 @@ def _leaves(model: keras.Model) -> Iterator[keras.layers.Layer]:
 
 
 _HASHES = 1 << 31
+"""Number of values of `hash31`."""
 _LEAST_MOMENTUM = 0.8
+"""With less, the statistics would be those of fewer than five batches."""
 LOGITS = "logits"
 """Name of the last layer with weights, in training and in saved models."""
 
@@ -235,10 +237,12 @@ def build_model(
         training = head(SampleDropout(dropout)(features, seed))
         serving = objective.layer(last)(head(keras.layers.Dropout(dropout)(features)))
         trained = keras.Model([image, seed], training, name="training")
-        factors = rate_factors(backbone.core, trained, layer_decay) if layer_decay < 1 else ()
         saved_name = re.sub(r"\W", "_", f"model_{Path(name).stem}", flags=re.ASCII)
         model = PatchModel(
-            trained, keras.Model(image, serving, name=saved_name), factors, backbone.description
+            trained,
+            keras.Model(image, serving, name=saved_name),
+            rate_factors(backbone.core, trained, layer_decay) if layer_decay < 1 else (),
+            backbone.description,
         )
         model.synchronize(True)
         return model

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, ClassVar, Self, cast
 
 import keras
 import numpy as np
@@ -12,49 +14,85 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from histopipe.system.arrays import FloatArray
-from histopipe.tasks.task import Predictions, Task
+from histopipe.tasks.survival import Survival, breslow_survival, partial_likelihood, time_grid
+from histopipe.tasks.task import Task
 
 TINY = 1e-7
+"""Distance from 0 and 1 at which the logarithms of probabilities are finite in float32."""
+PENALTY = 0.1
+"""Ridge penalty of Cox' regression per patient, without which few events have no finite solution."""
 _ABSENT = 20.0
 """Log odds of the rarest class against one without a training sample."""
+_INTERVALS = 4
+"""Intervals of the discrete-time model."""
 BatchTensors = Mapping[str, tf.Tensor]
 
 
-class Objective(ABC):
-    """What a network learns. `outputs` is the width of its last layer.
+@dataclass(frozen=True, slots=True)
+class TrainingTargets:
+    """The targets of a training, from which an objective is made.
 
-    `joint` losses are of all samples of a step together; see `slopes`.
+    Attributes:
+        values: (N, T) targets.
+        loss: name of the loss.
+        classes: number of classes; 0 for other tasks than classification.
+        draws: (N,) number of samples per epoch of each target, if the loss balances the classes.
     """
 
+    values: FloatArray
+    loss: str = ""
+    classes: int = 0
+    draws: FloatArray | None = None
+
+
+class Objective(ABC):
+    """What a network learns.
+
+    Args:
+        targets: number of classes, labels or numbers.
+        loss: name of the loss.
+        description: `description` of the objective of a finished run; see `FACTS`.
+
+    Raises:
+        KeyError: the description is that of another objective.
+    """
+
+    FACTS: ClassVar[tuple[str, ...]] = ()
+    """Keys of `description`."""
     name: str
     """Name of the output of a saved model."""
-    outputs: int
     activation = "linear"
     """Name of the function from the last layer to the outputs of a saved model."""
     joint = False
+    """Whether the loss is of all samples of a step together; see `slopes`."""
     bias: NDArray[np.float64] | None = None
     """(C,) initial bias of the last layer of slide models; None for 0."""
 
-    @classmethod
-    @abstractmethod
-    def of(
-        cls,
-        targets: FloatArray,
-        *,
+    def __init__(
+        self,
+        targets: int,
         loss: str = "",
-        classes: int = 0,
-        draws: FloatArray | None = None,
-    ) -> Self:
-        """Return the objective of (N, T) training targets. `draws` is the number of samples per epoch of each target."""
+        description: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        self.targets, self.loss = targets, loss
+        self.description = {name: description[name] for name in self.FACTS}
+        """Facts for users of a saved model, as JSON values."""
 
     @classmethod
-    @abstractmethod
-    def recorded(cls, description: Mapping[str, Any], *, loss: str, outputs: int) -> Self:
-        """Return the objective of a finished run, from what `describe` returned. `outputs` is the number of classes or labels.
+    def of(cls, training: TrainingTargets) -> Self:
+        """Return the objective of the targets of a training."""
+        targets = training.classes or training.values.shape[1]
+        return cls(targets, training.loss, cls.describe(training.values))
 
-        Raises:
-            KeyError, TypeError: the facts are not those of this objective.
-        """
+    @classmethod
+    def describe(cls, targets: FloatArray) -> dict[str, Any]:
+        """Return the `description` of the objective of (N, T) training targets."""
+        return {}
+
+    @property
+    def outputs(self) -> int:
+        """Width of the last layer, C."""
+        return self.targets
 
     @abstractmethod
     def fit_linear(self, inputs: FloatArray, targets: FloatArray) -> tuple[FloatArray, FloatArray]:
@@ -88,10 +126,6 @@ class Objective(ABC):
         """Return what patches contribute to each prediction that has a name, from (N, C) parts of the last layer."""
         return values
 
-    def describe(self) -> dict[str, Any]:
-        """Return facts for users of a saved model, as JSON values."""
-        return {}
-
     def described(self, task: Task) -> Task:
         """Return the task with what is known of the form of `predictions`."""
         return task
@@ -104,37 +138,14 @@ class Objective(ABC):
         """Return the objective of a model of the covariates alone, from its (N, T) training targets."""
         return self
 
-    def fit_baseline(self, risk: FloatArray, targets: FloatArray) -> None:  # noqa: B027 - see `finish`
+    def fit_baseline(self, risk: NDArray[np.floating], targets: FloatArray) -> None:  # noqa: B027 - for most, nothing
         """Compute what predictions need from (N,) first values of the last layer and (N, T) targets of the training."""
-
-    def finish(self, predict_train: Callable[[], Predictions]) -> None:  # noqa: B027 - for most, nothing
-        """Compute what predictions need from those of the training, with the best model."""
 
 
 class ClassObjective(Objective):
     """Probabilities of classes, by the cross-entropy."""
 
-    name = "probability"
-
-    def __init__(self, classes: int) -> None:
-        self.outputs = classes
-
-    @classmethod
-    def of(
-        cls,
-        targets: FloatArray,
-        *,
-        loss: str = "",
-        classes: int = 0,
-        draws: FloatArray | None = None,
-    ) -> Self:
-        """Return the objective of `classes` classes."""
-        return cls(classes)
-
-    @classmethod
-    def recorded(cls, description: Mapping[str, Any], *, loss: str, outputs: int) -> Self:
-        """Return the objective of a finished run."""
-        return cls(outputs)
+    name, activation = "probability", "softmax"
 
     def fit_linear(self, inputs: FloatArray, targets: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Fit a logistic regression. Classes without a sample are nearly impossible."""
@@ -157,10 +168,6 @@ class ClassObjective(Objective):
         spread = -tf.reduce_mean(tf.nn.log_softmax(logits), axis=-1)
         return (1 - smoothing) * losses + smoothing * spread
 
-    def activate(self, logits: tf.Tensor) -> tf.Tensor:
-        """Return probabilities with a sum of 1."""
-        return tf.nn.softmax(logits)
-
     def layer(self, dtype: Any) -> keras.layers.Layer:
         """Return a softmax layer."""
         return keras.layers.Softmax(dtype=dtype, name=self.name)
@@ -175,39 +182,24 @@ class ClassObjective(Objective):
 
 
 class MultilabelObjective(Objective):
-    """Probabilities of labels, by the binary cross-entropy of the known labels.
-
-    `positive_weight` (T,) is the weight of a label's 1 in the loss.
-    """
+    """Probabilities of labels, by the binary cross-entropy of the known labels."""
 
     name, activation = "probability", "sigmoid"
-
-    def __init__(self, positive_weight: NDArray[np.float64]) -> None:
-        self.outputs = len(positive_weight)
-        self._positive = positive_weight
+    positive_weight: float | NDArray[np.float64] = 1.0
+    """(T,) weight of a label's 1 in the loss."""
 
     @classmethod
-    def of(
-        cls,
-        targets: FloatArray,
-        *,
-        loss: str = "",
-        classes: int = 0,
-        draws: FloatArray | None = None,
-    ) -> Self:
-        """With `draws`, weight the 1 of each label by the ratio of zeros to ones among the samples."""
-        weights = np.ones(targets.shape[1])
-        if draws is not None:
+    def of(cls, training: TrainingTargets) -> Self:
+        """With draws, weight the 1 of each label by the ratio of zeros to ones among the samples."""
+        objective, targets = super().of(training), training.values
+        if training.draws is not None:
             ones, zeros = (
-                np.nansum(draws[:, None] * (targets == value), axis=0) for value in (1, 0)
+                np.nansum(training.draws[:, None] * (targets == value), axis=0) for value in (1, 0)
             )
-            np.divide(zeros, ones, out=weights, where=(ones > 0) & (zeros > 0))
-        return cls(weights)
-
-    @classmethod
-    def recorded(cls, description: Mapping[str, Any], *, loss: str, outputs: int) -> Self:
-        """Return the objective of a finished run."""
-        return cls(np.ones(outputs))
+            objective.positive_weight = np.divide(
+                zeros, ones, out=np.ones(len(ones)), where=(ones > 0) & (zeros > 0)
+            )
+        return objective
 
     def fit_linear(self, inputs: FloatArray, targets: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Fit a logistic regression of each label."""
@@ -224,7 +216,7 @@ class MultilabelObjective(Objective):
         finite = tf.math.is_finite(target)
         truth = tf.where(finite, target, 0.0)
         each = tf.nn.sigmoid_cross_entropy_with_logits(truth, logits)
-        weight = 1 + truth * tf.constant(self._positive - 1, logits.dtype)
+        weight = 1 + truth * tf.constant(self.positive_weight - 1, logits.dtype)
         return tf.reduce_sum(tf.where(finite, each * weight, 0.0), axis=-1) / self.outputs
 
     def logits(self, outputs: tf.Tensor) -> tf.Tensor:
@@ -236,14 +228,18 @@ class MultilabelObjective(Objective):
 class RegressionObjective(Objective):
     """Numbers, standardised by mean and standard deviation (T,) of the training targets.
 
-    `loss` is "huber" (squared up to one standard deviation, then linear) or "squared".
+    The loss is "huber" (squared up to one standard deviation, then linear) or "squared".
     """
 
+    FACTS = ("mean", "deviation")
     name = "value"
 
-    def __init__(self, mean: Sequence[float], deviation: Sequence[float], loss: str) -> None:
-        self.outputs, self._loss = len(mean), loss
-        self._mean, self._scale = np.array(mean, np.float64), np.array(deviation, np.float64)
+    @classmethod
+    def describe(cls, targets: FloatArray) -> dict[str, Any]:
+        """Return mean and standard deviation; 1 of equal targets."""
+        deviation = np.nanstd(targets, axis=0)
+        scale = np.where(deviation > 0, deviation, 1.0)
+        return {"mean": np.nanmean(targets, axis=0).tolist(), "deviation": scale.tolist()}
 
     def fit_linear(self, inputs: FloatArray, targets: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Fit a ridge regression of each standardised column."""
@@ -251,60 +247,37 @@ class RegressionObjective(Objective):
 
         return _fit_columns(Ridge, inputs, np.asarray(self.logits(tf.constant(targets))))
 
-    @classmethod
-    def recorded(cls, description: Mapping[str, Any], *, loss: str, outputs: int) -> Self:
-        """Return the objective of a finished run."""
-        return cls(description["mean"], description["deviation"], loss)
-
-    @classmethod
-    def of(
-        cls,
-        targets: FloatArray,
-        *,
-        loss: str = "",
-        classes: int = 0,
-        draws: FloatArray | None = None,
-    ) -> Self:
-        """Standardise by these targets."""
-        deviation = np.nanstd(targets, axis=0)
-        scale = np.where(deviation > 0, deviation, 1.0)
-        return cls(np.nanmean(targets, axis=0).tolist(), scale.tolist(), loss)
-
     def losses(self, part: BatchTensors, logits: tf.Tensor, smoothing: float = 0.0) -> tf.Tensor:
         """Return the sum over the known columns, divided by the number of all columns."""
         target = self.logits(tf.cast(part["target"], logits.dtype))
         finite = tf.math.is_finite(target)
         error = tf.abs(logits - tf.where(finite, target, 0.0))
         each = error**2 / 2
-        if self._loss == "huber":
+        if self.loss == "huber":
             each = tf.where(error <= 1, each, error - 0.5)
         return tf.reduce_sum(tf.where(finite, each, 0.0), axis=-1) / self.outputs
 
     def activate(self, logits: tf.Tensor) -> tf.Tensor:
         """Return values in the units of the targets."""
-        return logits * tf.constant(self._scale, logits.dtype) + tf.constant(
-            self._mean, logits.dtype
-        )
+        mean, scale = (tf.constant(self._fact(name), logits.dtype) for name in self.FACTS)
+        return logits * scale + mean
 
     def layer(self, dtype: Any) -> keras.layers.Layer:
         """Return a layer that scales back."""
-        return keras.layers.Rescaling(
-            self._scale.tolist(), self._mean.tolist(), dtype=dtype, name=self.name
-        )
+        mean, scale = (self.description[name] for name in self.FACTS)
+        return keras.layers.Rescaling(scale, mean, dtype=dtype, name=self.name)
 
     def logits(self, outputs: tf.Tensor) -> tf.Tensor:
         """Return standardised values."""
-        return (outputs - tf.constant(self._mean, outputs.dtype)) / tf.constant(
-            self._scale, outputs.dtype
-        )
+        mean, scale = (tf.constant(self._fact(name), outputs.dtype) for name in self.FACTS)
+        return (outputs - mean) / scale
 
     def contributions(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return (N, C) contributions in the units of the targets."""
-        return values * self._scale
+        return values * self._fact("deviation")
 
-    def describe(self) -> dict[str, Any]:
-        """Return mean and standard deviation of the training targets."""
-        return {"mean": self._mean.tolist(), "deviation": self._scale.tolist()}
+    def _fact(self, name: str) -> FloatArray:
+        return np.array(self.description[name], np.float64)
 
 
 def _fit_columns(
@@ -317,3 +290,187 @@ def _fit_columns(
     ]
     kernels = np.stack([np.ravel(model.coef_) for model in models], axis=1)
     return kernels, np.concatenate([np.ravel(model.intercept_) for model in models])
+
+
+class SurvivalObjective(Objective):
+    """Survival until each time of `grid`."""
+
+    @property
+    def grid(self) -> list[float]:
+        """Times at which survival is predicted."""
+        times: list[float] = self.description["times"]
+        return times
+
+    def described(self, task: Task) -> Task:
+        """Return the task with the times of the survival."""
+        return replace(cast(Survival, task), grid=tuple(self.grid))
+
+    def for_covariates(self, targets: FloatArray) -> Objective:
+        """Return Cox' regression, with the baseline of these covariates."""
+        return CoxObjective.of(TrainingTargets(targets))
+
+    def fit_linear(self, inputs: FloatArray, targets: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """Fit Cox' regression: with several outputs, the same ratio of hazards in all intervals."""
+        weights = cox_weights(inputs, targets)
+        bias = np.zeros(self.outputs) if self.bias is None else self.bias
+        return np.tile(weights[:, None], len(bias)), bias - float(inputs.mean(axis=0) @ weights)
+
+
+class CoxObjective(SurvivalObjective):
+    """The risk, a logarithm of the hazard, by Cox' partial likelihood of all bags of a step.
+
+    The `baseline` is the survival of a patient with risk 0, at the `times`; None until `fit_baseline`.
+    """
+
+    FACTS = ("times", "baseline")
+    name, outputs, joint = "risk", 1, True
+
+    @classmethod
+    def describe(cls, targets: FloatArray) -> dict[str, Any]:
+        """Predict at times of the (N, 2) times and events of the training."""
+        return {"times": time_grid(*targets.T), "baseline": None}
+
+    def losses(self, part: BatchTensors, logits: tf.Tensor, smoothing: float = 0.0) -> tf.Tensor:
+        """Return 0: the loss is computed for all bags together."""
+        return tf.zeros_like(logits[:, 0])
+
+    def slopes(self, rows: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return the mean loss per event, and the slope of the sum of losses for each risk."""
+        risk, time, event, weight = rows.astype(np.float64).T
+        loss, gradient = partial_likelihood(risk, time, event, weight)
+        events = max((event * (weight > 0)).sum(), 1)
+        return np.stack([np.full(len(rows), loss / events), gradient], axis=1).astype(np.float32)
+
+    def described(self, task: Task) -> Task:
+        """Return the task with the times of the survival, if it is predicted."""
+        return task if self.description["baseline"] is None else super().described(task)
+
+    def epoch_loss(self, loss: float, targets: Any, outputs: NDArray[np.float32]) -> float:
+        """Return the loss of all bags together, per event."""
+        time, event = targets.T
+        total, _ = partial_likelihood(outputs[:, 0].astype(np.float64), time, event)
+        return float(total / max(event.sum(), 1))
+
+    def fit_baseline(self, risk: NDArray[np.floating], targets: FloatArray) -> None:
+        """Compute the survival of a patient with risk 0, from (N,) risks of the training."""
+        time, event = targets.T
+        survival = breslow_survival(risk.astype(np.float64), time, event, self.grid)
+        self.description["baseline"] = survival.tolist()
+
+    def predictions(self, outputs: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return risk, and survival until each time of the grid."""
+        if self.description["baseline"] is None:
+            return outputs
+        risk = np.minimum(outputs[:, :1].astype(np.float64), 50)  # exp(50) is finite
+        survival = np.array([self.description["baseline"]], np.float64) ** np.exp(risk)
+        return np.concatenate([outputs[:, :1], survival.astype(np.float32)], axis=1)
+
+
+class DiscreteSurvival(SurvivalObjective):
+    """Hazards of the intervals between quantiles of the event times: probabilities of the event, if not yet happened.
+
+    Source:
+        M. Gensheimer and B. Narasimhan, "A scalable discrete-time survival model for neural networks" (2019). A censored
+        patient survived an interval if the time is in its second half or later.
+    """
+
+    FACTS = ("times", "edges")
+    name, activation = "hazard", "sigmoid"
+
+    @property
+    def outputs(self) -> int:
+        """Number of intervals."""
+        return len(self.description["edges"]) - 1
+
+    @classmethod
+    def describe(cls, targets: FloatArray) -> dict[str, Any]:
+        """Choose the intervals by the (N, 2) times and events of the training."""
+        time, event = targets.T
+        inner = np.quantile(time[event == 1], np.linspace(0, 1, _INTERVALS + 1)[1:-1])
+        last = max(time.max(), inner[-1] * (1 + 1e-6))
+        edges = np.unique([0.0, *inner, last]).tolist()
+        return {"times": time_grid(time, event), "edges": edges}
+
+    @classmethod
+    def of(cls, training: TrainingTargets) -> Self:
+        """Start from the log odds of the hazards of all patients, so that few steps suffice for those of each."""
+        objective, (time, event) = super().of(training), training.values.T
+        edges = np.array(objective.description["edges"], np.float64)
+        begin, end = edges[:-1], edges[1:]
+        at_risk = (time[:, None] >= begin).sum(axis=0)
+        inside = (time[:, None] >= begin) & (time[:, None] < end)
+        inside[:, -1] |= time >= begin[-1]
+        died = (inside & (event[:, None] == 1)).sum(axis=0)
+        share = (died + 0.5) / (at_risk + 1)
+        objective.bias = np.asarray(np.log(share / (1 - share)))
+        return objective
+
+    def losses(self, part: BatchTensors, logits: tf.Tensor, smoothing: float = 0.0) -> tf.Tensor:
+        """Return the negative log likelihood."""
+        edges = tf.constant(np.array(self.description["edges"], np.float64), logits.dtype)
+        begin, end = edges[:-1], edges[1:]
+        target = tf.cast(part["target"], logits.dtype)
+        time, happened = target[:, :1], target[:, 1:] == 1
+        until = tf.where(happened, end, (begin + end) / 2)
+        survived = tf.cast(time >= until, logits.dtype)
+        # The last interval has no end, so a time after it is inside of it.
+        last = tf.one_hot(self.outputs - 1, self.outputs, on_value=True, off_value=False)
+        inside = (time >= begin) & ((time < end) | last)
+        died = tf.cast(happened & inside, logits.dtype)
+        survived = tf.where(died > 0, 0.0, survived)
+        stay = tf.nn.softplus(logits)  # -log of survival of the interval
+        return tf.reduce_sum(survived * stay + died * tf.nn.softplus(-logits), axis=-1)
+
+    def predictions(self, outputs: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return the risk, minus the sum of the survival at the ends of the intervals; and survival at the grid."""
+        ends = np.cumsum(np.log1p(-np.minimum(outputs.astype(np.float64), 1 - TINY)), axis=1)
+        risk = -np.exp(ends).sum(axis=1, keepdims=True)
+        steps = np.concatenate([np.zeros((len(ends), 1)), ends], axis=1)
+        # Constant hazards within the intervals.
+        survival = np.exp([np.interp(self.grid, self.description["edges"], row) for row in steps])
+        return np.concatenate([risk, survival.reshape(len(ends), -1)], axis=1).astype(np.float32)
+
+    def contributions(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return (N, 1) contributions to the risk: the mean over the log odds of all hazards."""
+        return np.asarray(values.mean(axis=1, keepdims=True))
+
+
+def cox_weights(inputs: FloatArray, targets: FloatArray) -> FloatArray:
+    """Return the (K,) coefficients of Cox' regression."""
+    from scipy.optimize import minimize
+
+    time, event = targets.T
+    varied = np.flatnonzero(inputs.std(axis=0) > 0)
+    scale = inputs[:, varied].std(axis=0, ddof=1)
+    standardised = (inputs[:, varied] - inputs[:, varied].mean(axis=0)) / scale
+
+    def loss(weights: FloatArray) -> tuple[float, FloatArray]:
+        likelihood, slopes = partial_likelihood(standardised @ weights, time, event)
+        gradient = slopes @ standardised / len(time) + PENALTY * weights
+        return likelihood / len(time) + PENALTY / 2 * float(weights @ weights), gradient
+
+    fitted = minimize(
+        loss,
+        np.zeros(len(varied)),
+        jac=True,
+        method="L-BFGS-B",
+        options={"ftol": 1e-12, "gtol": 1e-8},
+    )
+    weights = np.zeros(inputs.shape[1])
+    weights[varied] = fitted.x / scale
+    return weights
+
+
+OBJECTIVES: Mapping[str, type[Objective]] = {
+    "classification": ClassObjective,
+    "multilabel": MultilabelObjective,
+    "regression": RegressionObjective,
+    "survival": DiscreteSurvival,
+    "cox": CoxObjective,
+}
+"""The objective of each task, or of a loss that has another one."""
+
+
+def objective_class(task: str, loss: str) -> type[Objective]:
+    """Return the class of the objective of a task with this loss."""
+    return OBJECTIVES.get(loss) or OBJECTIVES[task]

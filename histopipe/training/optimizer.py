@@ -11,6 +11,7 @@ from histopipe.errors import UsageError
 from histopipe.runs.config import TrainConfig
 
 _FIRST = 2.0**15
+"""First scale, as in Keras. A scale that is too large costs one skipped step per halving."""
 _GROWTH_STEPS = 2000
 """Steps without an overflow after which the scale doubles."""
 
@@ -60,9 +61,13 @@ class LossScale:
     """
 
     def __init__(self) -> None:
-        self._scale = _variable(_FIRST, "loss_scale")
-        self._finite_steps = _variable(0.0, "finite_steps")
-        self.variables = [self._scale, self._finite_steps]
+        self.variables = [
+            keras.Variable(
+                value, trainable=False, dtype="float32", aggregation="only_first_replica", name=name
+            )
+            for name, value in (("loss_scale", _FIRST), ("finite_steps", 0.0))
+        ]
+        self._scale, self._finite_steps = self.variables
 
     @property
     def value(self) -> tf.Tensor:
@@ -76,9 +81,3 @@ class LossScale:
         factor = tf.where(finite, tf.where(grown, 2.0, 1.0), 0.5)
         self._scale.assign(tf.maximum(self.value * factor, 1.0))
         self._finite_steps.assign(tf.where(grown, 0.0, steps))
-
-
-def _variable(value: float, name: str) -> keras.Variable:
-    return keras.Variable(
-        value, trainable=False, dtype="float32", aggregation="only_first_replica", name=name
-    )

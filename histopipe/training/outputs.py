@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import sys
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +41,6 @@ class SampleOutputs:
     """(N, C), such as probabilities."""
     loss: float
     """Mean loss, weighted by class."""
-
-    @property
-    def key(self) -> NDArray[np.int64]:
-        """(N,) keys of the samples."""
-        return self.samples.keys
 
 
 @dataclass(slots=True)
@@ -84,18 +79,17 @@ def predictions(
 
     Keys and labels are computed again from the batches, which is cheaper than keeping them.
     """
-    located = [batches.locate(first + step)[0] for step in range(len(values))]
     flat = values.reshape(-1, values.shape[-1])
     real = flat[:, -1] > 0
     if not real.any():
         return None
-    flat = flat[real]
+    flat, located = flat[real], [batches.locate(first + step)[0] for step in range(len(values))]
     return SampleOutputs(
         SampleLocations(
-            np.concatenate([part.stores for part in located])[real],
-            np.concatenate([part.slides for part in located])[real],
-            np.concatenate([part.rows for part in located])[real],
-            np.concatenate([part.labels for part in located])[real],
+            *(
+                np.concatenate([getattr(part, column.name) for part in located])[real]
+                for column in fields(SampleLocations)
+            )
         ),
         flat[:, :-2],
         loss=float(np.average(flat[:, -2].astype(np.float64), weights=flat[:, -1])),
@@ -115,19 +109,13 @@ def located(
 
     `output` are (N, C) outputs of the task.
     """
-    order = np.argsort(outputs.key, kind="stable")
-    ordinals, numbers, rows = unpack_keys(outputs.key[order])
-    begins = np.unique(outputs.key[order] >> 32, return_index=True)[1]
+    keys = outputs.samples.keys
+    order = np.argsort(keys, kind="stable")
+    ordinals, numbers, rows = unpack_keys(keys[order])
+    begins = np.unique(keys[order] >> 32, return_index=True)[1]
     places = list(zip(ordinals[begins].tolist(), numbers[begins].tolist(), strict=True))
-    counts = np.diff(begins, append=len(order))
-    ids = Counter(slide.id for slide in splits.slides)
-    slides = []
-    for store, number in places:
-        slide_id = sources[store].records[number].id
-        # Two stores may each have a slide "1".
-        slides.append(slide_id if ids[slide_id] == 1 else f"{slide_id}@{sources[store].uuid[:8]}")
-    patient_of = {(slide.store, slide.slide): slide.patient for slide in splits.slides}
-    patients = [patient_of[place] for place in places]
+    counts, names, in_split = np.diff(begins, append=len(order)), splits.names, splits.by_place
+    patients = [in_split[place].patient for place in places]
     patient_numbers = {patient: n for n, patient in enumerate(dict.fromkeys(patients))}
     corners = np.zeros((len(order), 2), np.int64)
     if level == "patch":
@@ -137,7 +125,7 @@ def located(
             corners[here] = np.stack([index[name][rows[here]] for name in ("x_l0", "y_l0")], axis=1)
     return Predictions(
         task,
-        tuple(slides),
+        tuple(names[place] for place in places),
         tuple(patient_numbers),
         slide=np.repeat(np.arange(len(places), dtype=np.int32), counts),
         patient=np.repeat(
@@ -156,9 +144,9 @@ def targets_of(outputs: SampleOutputs, splits: Splits) -> NDArray[np.float64]:
     if splits.task.of_classes:
         label = outputs.samples.labels
         return np.where(label >= 0, label, np.nan)[:, None].astype(np.float64)
-    target_of = {(slide.store, slide.slide): slide.target for slide in splits.slides}
+    in_split = splits.by_place
     places = zip(outputs.samples.stores.tolist(), outputs.samples.slides.tolist(), strict=True)
-    target = [target_of[place] for place in places]
+    target = [in_split[place].target for place in places]
     return np.array(target, np.float64).reshape(len(target), len(splits.targets))
 
 
@@ -168,21 +156,17 @@ def write_tensorboard(folder: Path, row: dict[str, Any], step_losses: NDArray[np
     A resumed run may write one epoch again, with the same values.
     """
     epoch = row["epoch"]
+    scalars = [(name, value, epoch) for name, value in row.items() if name != "epoch"]
+    steps = enumerate(step_losses.tolist(), (epoch - 1) * len(step_losses) + 1)
+    scalars += [("step_loss", loss, step) for step, loss in steps if math.isfinite(loss)]
+    # As `tf.summary.scalar` writes, but without the TensorBoard package.
+    metadata = tf.compat.v1.SummaryMetadata(plugin_data={"plugin_name": "scalars"})
     writer = tf.summary.create_file_writer(str(folder / "tensorboard"), filename_suffix=f".{epoch}")
     with writer.as_default():
-        for name, value in row.items():
-            if name != "epoch" and value is not None:
-                _write(name, value, epoch)
-        for step, loss in enumerate(step_losses, (epoch - 1) * len(step_losses) + 1):
-            if np.isfinite(loss):
-                _write("step_loss", loss, step)
+        for name, value, step in scalars:
+            if value is not None:
+                tf.summary.write(name, tf.constant(value, tf.float32), step=step, metadata=metadata)
     writer.close()
-
-
-def _write(name: str, value: float, step: int) -> None:
-    """Write a scalar as `tf.summary.scalar` does, but without the TensorBoard package."""
-    metadata = tf.compat.v1.SummaryMetadata(plugin_data={"plugin_name": "scalars"})
-    tf.summary.write(name, tf.constant(value, tf.float32), step=step, metadata=metadata)
 
 
 def write_results(
@@ -195,15 +179,17 @@ def write_results(
     write_predictions(
         folder / PREDICTIONS, [({"split": subset}, part) for subset, part in predicted.items()]
     )
-    content = {
-        "histopipe": __version__,
-        "tensorflow": tf.__version__,
-        "keras": keras.__version__,
-        "environment": _environment(),
-        **description,
-        **result.to_json(),
-    }
-    write_json(folder / METRICS, content)
+    write_json(
+        folder / METRICS,
+        {
+            "histopipe": __version__,
+            "tensorflow": tf.__version__,
+            "keras": keras.__version__,
+            "environment": _environment(),
+            **description,
+            **result.to_json(),
+        },
+    )
 
 
 def _environment() -> dict[str, object]:

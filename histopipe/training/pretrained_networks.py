@@ -91,8 +91,7 @@ def _lite_block(
     depthwise = layers.DepthwiseConv2D(
         kernel, strides, padding="same", use_bias=False, name=f"{name}_depthwise"
     )
-    x = _activated(depthwise, x)
-    x = _normalized(_convolution(filters, 1, f"{name}_project"), x)
+    x = _normalized(_convolution(filters, 1, f"{name}_project"), _activated(depthwise, x))
     return layers.Add()([start, x]) if strides == 1 and filters == channels else x
 
 
@@ -222,11 +221,11 @@ def _norm(network: Architecture, name: str, exact: str) -> layers.LayerNormaliza
 
 
 def _pooled(network: Architecture, tokens: keras.KerasTensor, exact: str) -> keras.KerasTensor:
+    if network.pooling == "tokens":
+        return tokens
     first = layers.Flatten(dtype=exact, name="class_token")(
         layers.Cropping1D((0, tokens.shape[1] - 1), dtype=exact)(tokens)
     )
-    if network.pooling == "tokens":
-        return tokens
     if network.pooling == "class":
         return first
     mean = layers.GlobalAveragePooling1D(dtype=exact, name="mean_token")(

@@ -6,9 +6,10 @@ Batch statistics change only together with the weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import keras
 import numpy as np
@@ -48,12 +49,26 @@ class StepSettings:
     """Divide the weighted losses of a step by its number of rows; if False, by the sum of their weights."""
 
 
+def _on_replicas(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a method that computes the part of a replica, so that a call runs it on all replicas."""
+
+    # Bags differ in length: without this option, each would be traced again.
+    @tf.function(autograph=False, reduce_retracing=True)  # type: ignore[untyped-decorator]  # tensorflow has no types
+    def on_replicas(self: TrainStep, *arguments: Any) -> Any:
+        return self.strategy.run(partial(step, self), args=arguments)
+
+    return cast(Callable[..., Any], on_replicas)
+
+
 class TrainStep:
     """The training and prediction steps of a model and its optimizer, built in the strategy's scope.
 
     Raises:
         UsageError: XLA cannot compile batch normalization over several replicas.
     """
+
+    largest_piece: int | None = None
+    """Rows, or patches of a bag, that are computed at once if memory suffices; None: all rows of a replica."""
 
     def __init__(
         self,
@@ -70,7 +85,6 @@ class TrainStep:
                 todo="leave out --xla, or use one device or a --model without batch normalization",
             )
         self._state = changing_state(model.training)
-        self._scale: LossScale | None = None
         self._differentiated = (
             tf.function(self._differentiate, autograph=False, jit_compile=True)
             if settings.xla
@@ -78,16 +92,11 @@ class TrainStep:
         )
         with strategy.scope():
             optimizer.build(model.training.trainable_variables)
-            if settings.scale_loss:
-                self._scale = LossScale()
+            self._scale = LossScale() if settings.scale_loss else None
         # Prevents Keras from summing gradients over the replicas again: they are summed before clipping.
         if not hasattr(optimizer, "_all_reduce_sum_gradients"):
             raise AttributeError("_all_reduce_sum_gradients")
         optimizer._all_reduce_sum_gradients = list
-
-    def whole(self, rows: int) -> int:
-        """Return the number of rows computed at once if memory suffices: all rows of a replica."""
-        return rows
 
     @property
     def variables(self) -> list[keras.Variable]:
@@ -116,7 +125,8 @@ class TrainStep:
         Return the argument of `apply`, and by micro-batch and replica (size, C + 2) float32: outputs, loss, weight.
         """
         pieces = list(self._pieces(rows, size))
-        slopes = self._slopes(batch, epoch_number, pieces)
+        joint = self.settings.objective.joint
+        slopes = [self._slopes(batch, epoch_number, pieces)] if joint else []
         so_far, values = None, []
         for piece in pieces:
             so_far, part = self._gradient_step(batch, epoch_number, so_far, *piece, *slopes)
@@ -137,9 +147,9 @@ class TrainStep:
 
     def _slopes(
         self, batch: Any, epoch_number: tf.Tensor, pieces: Sequence[tuple[Any, Any]]
-    ) -> tuple[Any, ...]:
-        """Return one more argument of `_gradient_step` for a joint loss, which depends on the outputs of all pieces."""
-        return ()
+    ) -> Any:
+        """Return the slopes of a joint loss, the last argument of `_gradient_step`. Only bags have such a loss."""
+        raise NotImplementedError
 
     @tf.function(autograph=False)  # type: ignore[untyped-decorator]  # tensorflow has no types
     def apply(self, gradients: Any, requests: tf.Tensor) -> tf.Tensor:
@@ -156,16 +166,8 @@ class TrainStep:
             )
         return self.strategy.experimental_local_results(requests)[0]
 
-    # Bags differ in length: without this option, each would be traced again.
-    @tf.function(autograph=False, reduce_retracing=True)  # type: ignore[untyped-decorator]  # tensorflow has no types
-    def _gradient_step(self, *arguments: Any) -> Any:
-        return self.strategy.run(self._gradient_replica, args=arguments)
-
-    @tf.function(autograph=False, reduce_retracing=True)  # type: ignore[untyped-decorator]  # tensorflow has no types
-    def _predict_step(self, *arguments: Any) -> Any:
-        return self.strategy.run(self._predict_replica, args=arguments)
-
-    def _gradient_replica(
+    @_on_replicas
+    def _gradient_step(
         self, part: Any, epoch_number: tf.Tensor, so_far: Any, start: tf.Tensor, size: int | None
     ) -> Any:
         part = _micro_batch(part, start, size)
@@ -199,7 +201,7 @@ class TrainStep:
         `non_trainable` are all variables without a gradient. Those of `state` replace them; the rest is frozen, and not part of
         the result: a copy of each would need as much memory as the network.
         """
-        model = self.model.training
+        model, objective = self.model.training, self.settings.objective
         places = {
             id(variable): place for place, variable in enumerate(model.non_trainable_variables)
         }
@@ -214,7 +216,6 @@ class TrainStep:
                 values, non_trainable, [images, seeds], training=True
             )
             state = [non_trainable[place] for place in state_places]
-            objective = self.settings.objective
             losses = objective.losses(truth, logits, self.settings.label_smoothing)
             # Divide by the batch size, which is the same on all replicas: sums overflow in float16.
             factor = tf.cast(weight, losses.dtype) / self.settings.batch_size
@@ -222,7 +223,8 @@ class TrainStep:
         gradients = tape.gradient(loss, values, unconnected_gradients=tf.UnconnectedGradients.ZERO)
         return gradients, state, objective.activate(logits), losses
 
-    def _predict_replica(self, part: Any, start: tf.Tensor, size: int | None) -> tf.Tensor:
+    @_on_replicas
+    def _predict_step(self, part: Any, start: tf.Tensor, size: int | None) -> tf.Tensor:
         part = _micro_batch(part, start, size)
         outputs = self.model.serving(to_uint8(self._normalized(part)), training=False)
         objective = self.settings.objective
@@ -249,13 +251,15 @@ class TrainStep:
     def _update(self, means: list[Any], state: list[Any]) -> None:
         model = self.model.training
         weights, factors = model.trainable_variables, self.model.rate_factors
-        pairs = zip(weights, factors, strict=bool(factors))
-        scaled = [(weight, factor) for weight, factor in pairs if np.any(factor != 1)]
-        before = values_of([weight for weight, _ in scaled])
+        scaled = [
+            (weight, factor, tf.convert_to_tensor(weight.value))
+            for weight, factor in zip(weights, factors, strict=bool(factors))
+            if np.any(factor != 1)
+        ]
         self.strategy.run(self.optimizer.apply, args=(means, weights))
         # Equal to another learning rate: no state of the optimizers depends on it, and the change is in proportion.
-        for (variable, factor), value in zip(scaled, before, strict=True):
-            self.strategy.extended.update(variable.value, _scale_change, args=(value, factor))
+        for variable, factor, before in scaled:
+            self.strategy.extended.update(variable.value, _scale_change, args=(before, factor))
         for variable, value in zip(self._state, state, strict=True):
             self.strategy.extended.update(variable.value, _assign, args=(value,))
 
@@ -264,9 +268,8 @@ class TrainStep:
         return 1.0 if self._scale is None else self._scale.value
 
     def _normalized(self, part: dict[str, tf.Tensor]) -> tf.Tensor:
-        if self.settings.normalize is None:
-            return part["image"]
-        return self.settings.normalize(part["image"], part["key"])
+        normalize = self.settings.normalize
+        return part["image"] if normalize is None else normalize(part["image"], part["key"])
 
     def _weight(self, part: dict[str, tf.Tensor]) -> tf.Tensor:
         weights = tf.constant(self.settings.class_weight, tf.float32)
@@ -326,6 +329,7 @@ class BagTrainStep(TrainStep):
     """The training step of a bag model. A micro-batch is a bag; `size` is the number of patches computed at once."""
 
     model: BagModel
+    largest_piece = PIECE
 
     @property
     def variables(self) -> list[keras.Variable]:
@@ -335,30 +339,22 @@ class BagTrainStep(TrainStep):
 
     def _slopes(
         self, batch: Any, epoch_number: tf.Tensor, pieces: Sequence[tuple[Any, Any]]
-    ) -> tuple[Any, ...]:
-        """Compute the outputs of all bags, with the dropout of the gradients, and the slopes of a joint loss."""
-        if not self.settings.objective.joint:
-            return ()
-        return (
-            self._joint_step([self._forward_step(batch, epoch_number, *piece) for piece in pieces]),
+    ) -> Any:
+        """Return the slopes of a joint loss, from the outputs of all bags with the dropout of the gradients."""
+        return self._joint_step(
+            [self._forward_step(batch, epoch_number, *piece) for piece in pieces]
         )
 
-    @tf.function(autograph=False, reduce_retracing=True)  # type: ignore[untyped-decorator]  # tensorflow has no types
-    def _forward_step(self, *arguments: Any) -> Any:
-        return self.strategy.run(self._forward_replica, args=arguments)
-
-    @tf.function(autograph=False, reduce_retracing=True)  # type: ignore[untyped-decorator]  # tensorflow has no types
-    def _joint_step(self, parts: Any) -> Any:
-        return self.strategy.run(self._joint_replica, args=(parts,))
-
-    def _forward_replica(
+    @_on_replicas
+    def _forward_step(
         self, part: Any, epoch_number: tf.Tensor, number: tf.Tensor, size: tf.Tensor
     ) -> tf.Tensor:
         """Return (1, 4) float32 of a bag: output of the last layer, time, event, weight."""
         bag, logits = self._logits(part, number, size, epoch_number)
         return _columns(logits, bag["target"], bag["weight"][:, None])
 
-    def _joint_replica(self, parts: list[tf.Tensor]) -> tf.Tensor:
+    @_on_replicas
+    def _joint_step(self, parts: list[tf.Tensor]) -> tf.Tensor:
         """Return loss and slope of each bag of this replica, (rows, 2), from those of all replicas."""
         context = tf.distribute.get_replica_context()
         local_rows = tf.concat(parts, axis=0)
@@ -368,16 +364,13 @@ class BagTrainStep(TrainStep):
         begin = tf.cast(context.replica_id_in_sync_group, tf.int32) * tf.shape(local_rows)[0]
         return tf.ensure_shape(slopes, (None, 2))[begin : begin + tf.shape(local_rows)[0]]
 
-    def whole(self, rows: int) -> int:
-        """Return the number of patches of a bag that are computed at once if memory suffices."""
-        return PIECE
-
     def _pieces(self, rows: int, size: int) -> Iterator[tuple[tf.Tensor, tf.Tensor]]:
         """Yield the number of each bag, and the size."""
         for number in range(rows):
             yield tf.constant(number), tf.constant(size)
 
-    def _gradient_replica(  # noqa: PLR0917 - as of TrainStep
+    @_on_replicas
+    def _gradient_step(  # noqa: PLR0917 - as of TrainStep
         self,
         part: Any,
         epoch_number: tf.Tensor,
@@ -423,7 +416,8 @@ class BagTrainStep(TrainStep):
             losses = slopes[number : number + 1, 0]
         return so_far, results(objective.activate(logits), losses, bag["weight"])
 
-    def _predict_replica(self, part: Any, number: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
+    @_on_replicas
+    def _predict_step(self, part: Any, number: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
         bag, logits = self._logits(part, number, size)
         objective = self.settings.objective
         return results(objective.activate(logits), objective.losses(bag, logits), bag["weight"])

@@ -98,11 +98,10 @@ class Trainer:
 
     def _frozen(self) -> str:
         """Return a digest of what training does not change: frozen weights, preprocessing, architecture."""
+        backbone = self._setup.description.get("backbone", {})
+        # Without the names of files, which may change.
+        described = {name: backbone[name] for name in backbone.keys() - {"weights", "file"}}
         weights = digest(frozen_weights(self._step.model.training))
-        description = self._setup.description.get("backbone", {})
-        described = {
-            name: description[name] for name in description if name not in ("weights", "file")
-        }
         content = json.dumps([weights, described], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()
 
@@ -235,9 +234,8 @@ class Trainer:
         if not self._cluster.alone:
             # Other workers may be stopped during validation, but only the first worker saves.
             self._save()
-        batches = self._train_batches
-        outputs = predictions(batches, state.epoch * batches.steps_per_epoch, state.values)
-        return self._checked("training", outputs)
+        first = state.epoch * self._train_batches.steps_per_epoch
+        return self._checked("training", predictions(self._train_batches, first, state.values))
 
     def _save_and_stop(self, requests: Requests) -> None:
         """Save the state after a step of training; stop there if requested."""
@@ -280,10 +278,12 @@ class Trainer:
     def _checked(self, title: str, outputs: SampleOutputs | None) -> SampleOutputs:
         """Return outputs; raise an error if there are none, or if one is not finite."""
         if outputs is None:
-            reason = next(iter(self._loop.skipped.values()), None)
-            todo = "ingest the slides again"
-            raise DamagedStore(f"{title}: every patch is damaged", found=reason, todo=todo)
-        wrong = outputs.key[~np.isfinite(outputs.output).all(axis=1)]
+            raise DamagedStore(
+                f"{title}: every patch is damaged",
+                found=next(iter(self._loop.skipped.values()), None),
+                todo="ingest the slides again",
+            )
+        wrong = outputs.samples.keys[~np.isfinite(outputs.output).all(axis=1)]
         if len(wrong):
             raise UsageError(
                 f"{title}: {counted(len(wrong), 'prediction')} not finite",
@@ -305,12 +305,16 @@ class Trainer:
             if subset != "train"
         }
         setup, splits = self._setup, self._setup.splits
-        setup.objective.finish(lambda: setup.predictions(self._predict("train", saving=False)))
+        if (
+            setup.objective.joint
+        ):  # its predictions depend on those of the training, with the best weights
+            trained = setup.predictions(self._predict("train", saving=False))
+            setup.objective.fit_baseline(trained.output[:, 0], trained.target)
+        evaluation_settings, leaked = self._config.evaluation_settings, leaked_patients(splits)
         predicted = {subset: setup.predictions(outputs) for subset, outputs in by_subset.items()}
         calibration = None
         if self._config.calibrate:
-            predicted, calibration = calibrated(predicted, self._config.evaluation_settings)
-        evaluation_settings, leaked = self._config.evaluation_settings, leaked_patients(splits)
+            predicted, calibration = calibrated(predicted, evaluation_settings)
         baseline = setup.baseline()
         evaluations = evaluate_subsets(predicted, evaluation_settings, leaked)
         skipped = sorted({*self._state.skipped, *self._loop.skipped})
@@ -339,9 +343,14 @@ class Trainer:
             if skipped:
                 write_slide_table(self._folder / run_folder.SLIDES, slides)
                 message(f"{len(skipped)} damaged {self._config.unit} were skipped")
+            task_facts = {
+                "task": splits.task_name,
+                "targets": splits.targets,
+                "objective": setup.objective.description,
+            }
             description = {
                 "classes": splits.classes,
-                **setup.task_facts,
+                **({} if splits.task.of_classes else task_facts),
                 "split_by": splits.split_by,
                 self._config.unit: splits.count(),
                 **setup.description,
@@ -350,16 +359,16 @@ class Trainer:
                 "micro_batch": self._loop.micro_batch.size,
             }
             write_results(self._folder, predicted, result, description)
-            self._advise(result)
+            self._advise()
         return result
 
-    def _advise(self, result: TrainResult) -> None:
+    def _advise(self) -> None:
         config, splits = self._config, self._setup.splits
         is_drawn = config.splits is None and config.split_column is None
         advice = advise(
             config,
             self._state.history,
-            result.best_epoch,
+            self._state.best_epoch,
             patients=len({slide.patient for slide in splits.slides}),
             shortages=list(splits.shortages(config.unit)) if is_drawn else [],
         )

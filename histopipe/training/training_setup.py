@@ -41,15 +41,10 @@ from histopipe.tasks.choices import EvaluationLevel
 from histopipe.tasks.task import Predictions
 from histopipe.training.bag_model import WITH_POSITIONS, BagModel
 from histopipe.training.bag_pooling import write_attention
-from histopipe.training.covariate_baseline import baseline_scores, baseline_weights
 from histopipe.training.models import build_model
-from histopipe.training.objectives import objective_class
+from histopipe.training.objective import Objective, TrainingTargets, objective_class
 from histopipe.training.optimizer import make_optimizer
-from histopipe.training.outputs import (
-    SampleOutputs,
-    located,
-    targets_of,
-)
+from histopipe.training.outputs import SampleOutputs, located, targets_of
 from histopipe.training.train_step import BagTrainStep, StepSettings, TrainStep
 
 
@@ -87,15 +82,17 @@ class TrainingSetup(ABC):
                 seed=config.seed,
             )
             for subset in SUBSETS
-            if subset != "test" or any(len(slide.on(subset)) for slide in splits.slides)
+            if subset != "test" or splits.slides_on(subset)
         }
         self.subsets = tuple(self._tables)
         """Subsets that have samples."""
         self.objective = objective_class(config.task, config.used_loss).of(
-            splits.targets_on("train"),
-            loss=config.used_loss,
-            classes=len(splits.classes),
-            draws=self._draws() if config.class_weights == "balanced" else None,
+            TrainingTargets(
+                splits.targets_on("train"),
+                loss=config.used_loss,
+                classes=len(splits.task.classes),
+                draws=self._draws() if config.class_weights == "balanced" else None,
+            )
         )
 
     @abstractmethod
@@ -116,7 +113,7 @@ class TrainingSetup(ABC):
         predicted = self.objective.predictions(outputs.output)
         values = self.objective.described(task).epoch_metrics(target, predicted)
         return EpochMetrics(
-            len(outputs.key),
+            len(outputs.output),
             self.objective.epoch_loss(outputs.loss, target, predicted),
             values,
             values[next(iter(task.main))],
@@ -136,64 +133,78 @@ class TrainingSetup(ABC):
     def damaged(self, keys: Sequence[int]) -> dict[str, Counter[Subset]]:
         """Return the number of damaged patches of each slide by subset, from the keys of damaged samples."""
         counts: dict[str, Counter[Subset]] = defaultdict(Counter)
-        in_split = {(slide.store, slide.slide): slide for slide in self.splits.slides}
+        in_split, names = self.splits.by_place, self.splits.names
         places = (column.tolist() for column in unpack_keys(np.array(keys, np.int64)))
         for store, number, row in zip(*places, strict=True):
             slide = in_split[store, number]
-            for name, patches in self._patches_of(slide).items():
+            for name, patches in self._patches_of(slide, names[store, number]).items():
                 counts[name][SUBSETS[slide.subsets[row]]] += patches
         return counts
 
-    def _patches_of(self, slide: SlideSplit) -> dict[str, int]:
-        """Return the number of patches of a sample, by slide."""
-        once = sum(other.id == slide.id for other in self.splits.slides) == 1
-        return {slide.id if once else f"{slide.id}@{self.splits.uuids[slide.store][:8]}": 1}
-
-    @property
-    def task_facts(self) -> dict[str, Any]:
-        """The task and what its predictions need; nothing for classification."""
-        splits = self.splits
-        if splits.task.of_classes:
-            return {}
-        return {
-            "task": splits.task_name,
-            "targets": splits.targets,
-            "objective": self.objective.describe(),
-        }
+    def _patches_of(self, slide: SlideSplit, name: str) -> dict[str, int]:
+        """Return the number of patches of a sample of a slide or bag, by slide."""
+        return {name: 1}
 
     @property
     def _by_slide(self) -> dict[str, SlideValues]:
         """Fields of batches with a row per slide."""
-        slides = {(slide.store, slide.slide): slide for slide in self.splits.slides}
-        fields = {}
+        slides, covariates, fields = self.splits.by_place, self.covariates, {}
         if not self.splits.task.of_classes:
             fields["target"] = SlideValues(
                 {place: slide.target or () for place, slide in slides.items()}
             )
-        if self.covariates is not None:
-            encode = self.covariates.encode
+        if covariates is not None:
             fields["covariates"] = SlideValues(
-                {place: encode(slide.covariates) for place, slide in slides.items()}
+                {place: covariates.encode(slide.covariates) for place, slide in slides.items()}
             )
         return fields
 
     def baseline(self) -> dict[Subset, Predictions]:
-        """Return the predictions of a model of the covariates alone; empty without covariates."""
-        if self.covariates is None:
+        """Return the predictions of a model of the covariates alone; empty without covariates.
+
+        It is a logistic, linear or Cox regression, and shows what the slides add.
+        """
+        splits, covariates, predictions = self.splits, self.covariates, {}
+        if covariates is None:
             return {}
-        return baseline_scores(self.splits, self.covariates, self.objective, self.level)
+        targets = splits.targets_on("train")
+        objective = self.objective.for_covariates(
+            targets
+        )  # that of the slide model keeps its baseline
+        kernel, bias = baseline_weights(splits, covariates, objective)
+        logits = {name: _inputs(splits, covariates, name) @ kernel + bias for name in self.subsets}
+        objective.fit_baseline(logits["train"][:, 0], targets)
+        for subset in self.subsets[1:]:
+            slides = splits.slides_on(subset)
+            patients, patient = np.unique([slide.patient for slide in slides], return_inverse=True)
+            zeros = np.zeros(len(patient), np.int64)
+            output = np.asarray(objective.activate(tf.constant(logits[subset])), np.float32)
+            predictions[subset] = Predictions(
+                objective.described(splits.task),
+                tuple(slide.id for slide in slides),
+                tuple(patients.tolist()),
+                slide=np.arange(len(patient), dtype=np.int32),
+                patient=patient.astype(np.int32),
+                x_l0=zeros,
+                y_l0=zeros,
+                target=splits.targets_on(subset),
+                output=objective.predictions(output),
+                level=self.level,
+            )
+        return predictions
 
     def write_more(  # noqa: B027 - patches have none
         self, folder: Path, step: TrainStep, evaluated: Sequence[SampleOutputs]
     ) -> None:
         """Write outputs of the evaluated samples that are not in `predictions.csv`."""
 
-    def _order(self, subset: Subset, *, shuffle_block: int = 0) -> Order:
+    def _order(self, subset: Subset, *, shuffle_block: int | None = None) -> Order:
         config, table = self._config, self._tables[subset]
         if subset != "train":
             return Order(len(table))
-        block = shuffle_block or None
-        return make_order(table, seed=config.seed, balance=config.balance, shuffle_block=block)
+        return make_order(
+            table, seed=config.seed, balance=config.balance, shuffle_block=shuffle_block
+        )
 
     def _draws(self) -> NDArray[np.float64]:
         """Return the mean number of samples that an epoch draws of each item of the training table."""
@@ -277,7 +288,7 @@ class PatchTraining(TrainingSetup):
             self._tables[subset],
             batch_size=config.batch_size,
             replicas=replicas,
-            order=self._order(subset, shuffle_block=config.shuffle_block),
+            order=self._order(subset, shuffle_block=config.shuffle_block or None),
             on_error=config.on_error,
             by_slide=self._by_slide,
         )
@@ -307,6 +318,19 @@ class PatchTraining(TrainingSetup):
             xla=config.xla,
         )
         return TrainStep(strategy, model, optimizer, settings)
+
+
+def baseline_weights(
+    splits: Splits, covariates: Covariates, objective: Objective
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return (K, C) kernel and (C,) bias of a last layer that predicts as the model of the covariates alone."""
+    return objective.fit_linear(_inputs(splits, covariates, "train"), splits.targets_on("train"))
+
+
+def _inputs(splits: Splits, covariates: Covariates, subset: Subset) -> NDArray[np.float64]:
+    """Return the (N, K) covariates of the slides in a subset."""
+    rows = [covariates.encode(slide.covariates) for slide in splits.slides_on(subset)]
+    return np.array(rows, np.float64).reshape(len(rows), len(covariates.inputs))
 
 
 def print_splits(splits: Splits, sources: Sequence[SampleSource], units: str, unit: str) -> None:
@@ -376,7 +400,7 @@ class BagTraining(TrainingSetup):
             for bag in bags.bags.values():
                 read_positions(bag)  # raises now, and not after an epoch
         if splits.covariates:
-            rows = [slide.covariates for slide in splits.slides if len(slide.on("train"))]
+            rows = [slide.covariates for slide in splits.slides_on("train")]
             self.covariates = Covariates.of(splits.covariates, rows)
             self.description = {**self.description, "covariates": self.covariates.to_json()}
             for slide in splits.slides:
@@ -385,9 +409,9 @@ class BagTraining(TrainingSetup):
                         f"warning: slide {slide.id}, {text} is not in training: taken as missing"
                     )
 
-    def _patches_of(self, slide: SlideSplit) -> dict[str, int]:
+    def _patches_of(self, slide: SlideSplit, name: str) -> dict[str, int]:
         bag = self._bags.bags[slide.slide]
-        return {name: part.rows for name, part in zip(bag.slides, bag.parts, strict=True)}
+        return {of_bag: part.rows for of_bag, part in zip(bag.slides, bag.parts, strict=True)}
 
     def batches(self, subset: Subset, replicas: int) -> BagBatches:
         """Return the batches of a subset. Training bags are limited to `max_per_slide` patches."""
@@ -451,7 +475,7 @@ class BagTraining(TrainingSetup):
         bags = [
             self._bags.bags[number]
             for outputs in evaluated
-            for number in unpack_keys(outputs.key)[1].tolist()
+            for number in unpack_keys(outputs.samples.keys)[1].tolist()
         ]
         model, names = cast(BagModel, step.model), self.splits.task.names
         write_attention(folder, bags, model, self.objective, names)

@@ -256,7 +256,7 @@ def test_cox_regression_of_covariates_equals_that_of_scikit_survival() -> None:
     from sksurv.linear_model import CoxPHSurvivalAnalysis
     from sksurv.util import Surv
 
-    from histopipe.training.objectives import PENALTY, cox_weights
+    from histopipe.training.objective import PENALTY, cox_weights
 
     rng = np.random.default_rng(1)
     inputs = rng.normal(size=(90, 3)) * (1, 10, 0.01) + (0, 50, 1)
@@ -276,14 +276,16 @@ def test_a_slide_model_starts_with_the_predictions_of_the_covariates_alone(task:
     import tensorflow as tf
     from sklearn.linear_model import LogisticRegression, Ridge
 
-    from histopipe.training.covariate_baseline import baseline_weights
     from histopipe.training.objective import (
         ClassObjective,
+        DiscreteSurvival,
         MultilabelObjective,
         Objective,
         RegressionObjective,
+        TrainingTargets,
+        cox_weights,
     )
-    from histopipe.training.objectives import DiscreteSurvival, cox_weights
+    from histopipe.training.training_setup import baseline_weights
 
     rng = np.random.default_rng(2)
     ages = rng.normal(60, 10, 50)
@@ -300,18 +302,16 @@ def test_a_slide_model_starts_with_the_predictions_of_the_covariates_alone(task:
         case "multilabel":
             targets, objective = (
                 np.column_stack([labels, 1 - labels]) * 1.0,
-                MultilabelObjective(np.ones(2)),
+                MultilabelObjective(2),
             )
         case "regression":
-            targets, objective = numbers, RegressionObjective.of(numbers, loss="huber")
+            targets, objective = numbers, RegressionObjective.of(TrainingTargets(numbers, "huber"))
         case "discrete":
-            targets, objective = happened, DiscreteSurvival.of(happened)
+            targets, objective = happened, DiscreteSurvival.of(TrainingTargets(happened))
         case _:
             targets, objective = np.zeros((50, 0)), ClassObjective(labels.max() + 1)
     slides = [
-        SimpleNamespace(
-            on=lambda side: [0] if side == "train" else [], covariates=row, label="xyz"[label]
-        )
+        SimpleNamespace(covariates=row, label="xyz"[label])
         for row, label in zip(cells, labels.tolist(), strict=True)
     ]
     of_classes = objective.name == "probability" and task != "multilabel"
@@ -321,7 +321,7 @@ def test_a_slide_model_starts_with_the_predictions_of_the_covariates_alone(task:
         task=SimpleNamespace(of_classes=of_classes),
         task_name={"discrete": "survival"}.get(task, task),
         classes=["x", "y", "z"][: labels.max() + 1],
-        slides=slides,
+        slides_on=lambda _: slides,
         targets_on=lambda _: targets,
     )
     kernel, bias = baseline_weights(splits, covariates, objective)
@@ -347,15 +347,18 @@ def test_a_slide_model_starts_with_the_predictions_of_the_covariates_alone(task:
 def test_missing_labels_do_not_change_the_gradients_of_others() -> None:
     import tensorflow as tf
 
-    from histopipe.training.objective import MultilabelObjective, RegressionObjective
+    from histopipe.training.objective import (
+        MultilabelObjective,
+        RegressionObjective,
+        TrainingTargets,
+    )
 
     targets = np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
     missing = targets.copy()
     missing[0, 1] = missing[2, 1] = np.nan
-    for objective in (
-        MultilabelObjective(np.array([2.0, 1.0])),
-        RegressionObjective.of(targets, loss="huber"),
-    ):
+    labels = MultilabelObjective(2)
+    labels.positive_weight = np.array([2.0, 1.0])
+    for objective in (labels, RegressionObjective.of(TrainingTargets(targets, "huber"))):
         gradients = []
         for target in (targets, missing):
             logits = tf.Variable([[0.3, -0.2], [1.0, 2.0], [-0.5, 0.1]])
@@ -376,16 +379,16 @@ def test_discrete_survival_is_a_likelihood(seed: int) -> None:
     """The loss is -log of the probability of what happened, and the survival falls from 1."""
     import tensorflow as tf
 
-    from histopipe.training.objectives import DiscreteSurvival
+    from histopipe.training.objective import DiscreteSurvival, TrainingTargets
 
     rng = np.random.default_rng(seed)
     targets = np.stack([rng.exponential(1, 50), np.ones(50)], axis=1)
-    objective = DiscreteSurvival.of(targets)
+    objective = DiscreteSurvival.of(TrainingTargets(targets))
     logits = rng.normal(size=(1, objective.outputs)).astype(np.float32)
     hazard = objective.activate(tf.constant(logits)).numpy()[0]
     rows = tf.constant(np.repeat(logits, 50, axis=0))
     losses = objective.losses({"target": tf.constant(targets)}, rows).numpy()
-    edges = np.array(objective.describe()["edges"])
+    edges = np.array(objective.description["edges"])
     part = np.minimum(np.searchsorted(edges, targets[:, 0], "right") - 1, len(hazard) - 1)
     before = np.append(1, np.cumprod(1 - hazard))[part]
     np.testing.assert_allclose(losses, -np.log(before * hazard[part]), rtol=1e-4)
@@ -406,7 +409,7 @@ def test_coefficients_of_covariates_learn_ten_times_faster() -> None:
     from histopipe.training.objective import RegressionObjective
     from histopipe.training.train_step import BagTrainStep, StepSettings
 
-    objective = RegressionObjective([0.0], [1.0], "squared")
+    objective = RegressionObjective(1, "squared", {"mean": [0.0], "deviation": [1.0]})
     model = BagModel("gated", dimension=3, objective=objective, dropout=0.0, covariates=2)
     settings = StepSettings(batch_size=1, objective=objective, class_weight=np.ones(1, np.float32))
     strategy = tf.distribute.OneDeviceStrategy("/CPU:0")
