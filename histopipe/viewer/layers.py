@@ -112,47 +112,27 @@ def slide_layers(entry: Entry, predictions: Iterable[PredictionSource]) -> Slide
     Raises:
         DamagedStore: the index of the slide, or predictions of it, cannot be read.
     """
-    layers = SlideLayers()
-    size = stride = 0.0
-    record = entry.record
+    layers, record, size = SlideLayers(), entry.record, entry.side_l0
+    stride = entry.predicted.stride_l0 if entry.predicted else 0.0
     if entry.store is not None and record is not None and entry.complete:
-        layers.index = entry.store.index(entry.number)
-        scale = record.downsample or 0.0
-        size, stride = (record.read_size or 0) * scale, (record.stride or 0) * scale
-        layers.grids.append(
-            PatchGrid("store", layers.index["x_l0"], layers.index["y_l0"], size, stride or size)
-        )
+        layers.index = index = entry.store.index(entry.number)
+        stride = (record.stride or 0) * (record.downsample or 0.0)
+        layers.grids.append(PatchGrid("store", index["x_l0"], index["y_l0"], size, stride or size))
         _add_columns(layers, entry.store.classes)
-    elif entry.predicted is not None:
-        size, stride = entry.predicted.size_l0, entry.predicted.stride_l0
     for source in predictions:
         if entry.store is not None and layers.grids:
-            patch_subsets = source.split(entry.store, entry.number)
-            if patch_subsets is not None:
-                side_values = np.where(patch_subsets >= 0, patch_subsets, np.nan)
-                layers.add(
-                    f"split:{source.name}",
-                    f"Split of {source.name}",
-                    "split",
-                    0,
-                    side_values,
-                    classes=SUBSETS,
-                )
+            subsets = source.split(entry.store, entry.number)
+            if subsets is not None:
+                key, title = f"split:{source.name}", f"Split of {source.name}"
+                layers.add(key, title, "split", 0, _numbers_or_nan(subsets), classes=SUBSETS)
         _add_predictions(layers, source, entry.id, size, stride or size)
     return layers
 
 
 def _add_columns(layers: SlideLayers, classes: Sequence[str]) -> None:
     index = layers.index
-    label = index["label"].astype(np.float32)
-    layers.add(
-        "label",
-        "Patch labels",
-        "labels",
-        0,
-        np.where(label >= 0, label, np.nan),
-        classes=tuple(classes),
-    )
+    labels = _numbers_or_nan(index["label"])
+    layers.add("label", "Patch labels", "labels", 0, labels, classes=tuple(classes))
     lost = np.where(index["length"] == 0, 0.0, np.nan)
     layers.add("unreadable", "Unreadable patches", "labels", 0, lost, classes=("unreadable",))
     for name, title in QUALITY.items():
@@ -161,6 +141,11 @@ def _add_columns(layers: SlideLayers, classes: Sequence[str]) -> None:
             continue
         high = 1.0 if name != "focus" else float(np.nanpercentile(values, 98)) or 1.0
         layers.add(f"quality:{name}", title, "quality", 0, values, high=high)
+
+
+def _numbers_or_nan(numbers: NDArray[np.integer]) -> NDArray[np.floating]:
+    """Return class numbers with NaN in place of negative ones."""
+    return np.where(numbers >= 0, numbers, np.nan)
 
 
 def _spacing(grid: PatchGrid, x: NDArray[np.int64], y: NDArray[np.int64]) -> tuple[float, float]:
@@ -192,18 +177,9 @@ def _add_predictions(
         )
         for number, title in enumerate(source.classes):
             layers.add(f"{name}:p:{title}", f"p {title}", name, grid, probability[:, number])
-        if (scores.label >= 0).any():
-            correct = np.where(
-                scores.label >= 0, scores.label != scores.output.argmax(axis=1), np.nan
-            )
-            layers.add(
-                f"{name}:errors",
-                "Errors",
-                name,
-                grid,
-                layers.spread(grid, rows, correct),
-                classes=("correct", "wrong"),
-            )
+        wrong = np.where(scores.label >= 0, scores.label != scores.output.argmax(axis=1), np.nan)
+        errors = layers.spread(grid, rows, wrong)
+        layers.add(f"{name}:errors", "Errors", name, grid, errors, classes=("correct", "wrong"))
     attention = source.attention(slide)
     if attention is not None and (attention[0, 3] or size):
         side = float(attention[0, 3]) or size

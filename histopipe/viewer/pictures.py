@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import io
 import math
 import textwrap
 from dataclasses import dataclass
@@ -23,12 +22,14 @@ from histopipe.slides.readers import open_slide
 from histopipe.slides.scale import resolve_mpp
 from histopipe.slides.slide import Slide
 from histopipe.slides.slide_files import SlideFile, SlideHashes, fingerprint
-from histopipe.slides.thumbnail import ASSUMED_MPP, Thumbnail, read_thumbnail, usual_mpp
+from histopipe.slides.thumbnail import ASSUMED_MPP, read_thumbnail, usual_mpp
 from histopipe.store.format import patch_key, value_crc
 from histopipe.store.reading import decode_picture
 from histopipe.store.store import Store
 from histopipe.system.arrays import PixelArray
 from histopipe.tissue_masks.algorithms import find_on_thumbnail
+from histopipe.tissue_masks.mask import Grid
+from histopipe.tissue_masks.mask_files import encode_png
 
 _BLOCK_BYTES = 64 << 20
 """Bytes of features that are read at once."""
@@ -159,13 +160,6 @@ def jpeg(pixels: PixelArray) -> bytes:
     )
 
 
-def png(pixels: PixelArray) -> bytes:
-    """Return pixels as PNG, little compressed."""
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "PNG", compress_level=1)
-    return buffer.getvalue()
-
-
 _MOST_REDUCTION = 8
 """Largest factor by which a level is reduced for a tile; coarser tiles are cut from an overview of the whole slide."""
 _OVERVIEW_SIDE = 2400
@@ -187,16 +181,11 @@ def read_geometry(
         SlideUnreadable: the slide cannot be opened.
     """
     slide = _slide(path)
-    info = slide.info
-    warning = mpp = unscaled = None
-    try:
-        mpp = float(resolve_mpp(path, info).mpp)
-    except ScaleError as error:
-        unscaled = str(error)
+    info, warning = slide.info, None
+    mpp, unscaled = _scale(slide)
     if size_bytes:
         files = _files(Path(path))
-        current = fingerprint(files)
-        change = None
+        current, change = fingerprint(files), ""
         if current.size_bytes != size_bytes:
             change = f"{current.size_bytes:,} bytes, then {size_bytes:,}"
         elif current.mtime_ns != mtime_ns and hashes and not hashes.match_file(files, info):
@@ -206,11 +195,11 @@ def read_geometry(
                 f"{path} has changed since it was ingested ({change}); patches, labels and predictions may belong to "
                 "another scan"
             )
-    left, top = info.bounds.origin.x, info.bounds.origin.y
+    origin, size = info.bounds.origin, info.bounds.size
     return {
         "width": info.size.width,
         "height": info.size.height,
-        "bounds": [left, top, info.bounds.size.width, info.bounds.size.height],
+        "bounds": [origin.x, origin.y, size.width, size.height],
         "mpp": mpp,
         "objective": info.objective_power,
         "vendor": info.vendor,
@@ -218,6 +207,14 @@ def read_geometry(
         "unscaled": unscaled,
         "warning": warning,
     }
+
+
+def _scale(slide: Slide) -> tuple[Mpp | None, str | None]:
+    """Return the scale of a slide; or None, and the reason."""
+    try:
+        return resolve_mpp(str(slide.path), slide.info).mpp, None
+    except ScaleError as error:
+        return None, str(error)
 
 
 def _files(path: Path) -> SlideFile:
@@ -297,8 +294,8 @@ def _read_level(slide: Slide, area: PictureArea) -> PixelArray:
 
 
 @functools.lru_cache(maxsize=4)
-def _overview(path: str, _mtime_ns: int) -> tuple[Thumbnail, Image.Image]:
-    """Return a thumbnail of a slide for tiles that no level is coarse enough for."""
+def _overview(path: str, _mtime_ns: int) -> tuple[Grid, Image.Image]:
+    """Return a thumbnail of a slide, with its grid, for tiles that no level is coarse enough for."""
     with open_slide(Path(path)) as slide:
         bounds = slide.info.bounds.size
         # Only the ratio to the scale of level 0 matters, so an assumed scale is used.
@@ -307,16 +304,13 @@ def _overview(path: str, _mtime_ns: int) -> tuple[Thumbnail, Image.Image]:
     pixels = thumbnail.pixels
     if thumbnail.lost is not None:
         pixels = np.where(thumbnail.lost[..., None], hatched(*pixels.shape[:2]), pixels)
-    return thumbnail, Image.fromarray(pixels)
+    return Grid.of(thumbnail, slide.info.size), Image.fromarray(pixels)
 
 
 def _from_overview(path: str, area: PictureArea) -> PixelArray:
-    thumbnail, image = _overview(path, Path(path).stat().st_mtime_ns)
-    level = thumbnail.level.downsample
-    pixel = thumbnail.reduction * level
-    left, top = thumbnail.x_level * level, thumbnail.y_level * level
-    corner = (area.left - left) / pixel, (area.top - top) / pixel
-    return cut(image, PictureArea(*corner, area.pixel / pixel, area.width, area.height))
+    grid, image = _overview(path, Path(path).stat().st_mtime_ns)
+    corner = (area.left - grid.x) / grid.side, (area.top - grid.y) / grid.side
+    return cut(image, PictureArea(*corner, area.pixel / grid.side, area.width, area.height))
 
 
 def slide_thumbnail(path: str, side: int) -> bytes:
@@ -331,21 +325,13 @@ def slide_thumbnail(path: str, side: int) -> bytes:
 def slide_mask(path: str) -> bytes:
     """Return the tissue mask that an ingest would find, as a PNG file of the scanned area."""
     slide = _slide(path)
-    try:
-        mpp: Mpp | None = resolve_mpp(path, slide.info).mpp
-    except ScaleError:
-        mpp = None
+    mpp, _ = _scale(slide)
     thumbnail = read_thumbnail(slide, mpp, at=usual_mpp(slide, mpp))
-    mask = find_on_thumbnail(thumbnail).pixels
-    return png(mask.astype(np.uint8) * 255)
+    return encode_png(find_on_thumbnail(thumbnail).pixels, Grid.of(thumbnail, slide.info.size))
 
 
-_GREY = (236, 236, 236)
-
-
-@functools.lru_cache(maxsize=64)
-def _store(path: str) -> Store:
-    return Store(Path(path))
+_store = functools.lru_cache(maxsize=64)(Store)
+"""Returns a store by path, from the cache of open stores."""
 
 
 def patch_file(store: str, slide: int, row: int) -> bytes:
@@ -428,7 +414,7 @@ def store_tile(
             return jpeg(hatched(side, side))
     left_bound, top_bound, width, _ = record.bounds or (0, 0, record.width, record.height)
     thumbnail = opened.thumbnail(slide)
-    canvas = Image.new("RGB", (side, side), _GREY)
+    canvas = Image.new("RGB", (side, side), (236, 236, 236))
     if thumbnail is not None:
         image = Image.fromarray(decode_picture(thumbnail, f"thumbnail of {record.id}"))
         scale = width / image.width
