@@ -22,7 +22,8 @@ from histopipe.system.hashing import combine, permuted
 from histopipe.system.output import some
 
 UNLABELLED = -1
-MAX_STORES = 127
+_MAX_STORES = 127
+"""A key has 7 bits for the store: the eighth is the sign of int64."""
 
 _CAP_DRAW = 201
 
@@ -81,6 +82,7 @@ class SampleTable:
 
     Attributes:
         counts, starts: (S,) samples of each slide per epoch, and the number of its first sample.
+        capped: whether there is a `max_per_slide`.
 
     Raises:
         NothingToDo: there is no sample.
@@ -102,8 +104,7 @@ class SampleTable:
                 "no patch to read", todo="run `histopipe info` to show the contents of the store"
             )
         self._sizes = np.array([slide.count for slide in self.slides], np.int64)
-        self._cap, self._seed = max_per_slide, seed
-        self.capped = max_per_slide is not None
+        self._seed, self.capped = seed, max_per_slide is not None
         self.counts = np.minimum(self._sizes, max_per_slide or self._sizes.max())
         self._ends = np.cumsum(self.counts)
         self.starts = self._ends - self.counts
@@ -121,7 +122,7 @@ class SampleTable:
         """Locate samples by number (N,); with `max_per_slide` the location depends on the epoch."""
         position = np.searchsorted(self._ends, numbers, side="right")
         rows = numbers - self.starts[position]
-        if self._cap is not None:
+        if self.capped:
             rows = self._draw_rows(position, rows, epoch)
         for i in self._chosen.keys() & position.tolist():
             in_slide = position == i
@@ -231,9 +232,9 @@ def select(
     """
     if labels is not None and not (isinstance(labels, Mapping) and labels):
         raise UsageError("labels", found=repr(labels), expected="a CSV, or labels by slide id")
-    if len(stores) > MAX_STORES:
+    if len(stores) > _MAX_STORES:
         raise UsageError(
-            "stores in one dataset", found=len(stores), expected=f"at most {MAX_STORES}"
+            "stores in one dataset", found=len(stores), expected=f"at most {_MAX_STORES}"
         )
     complete = {(o, n): r for o, store in enumerate(stores) for n, r in store.complete.items()}
     if labels is not None:
@@ -248,10 +249,10 @@ def select(
             )
     elif splits is not None and classes is None:
         classes = splits.classes
-    parts = (
-        list(_parts(stores, complete, labels=labels, labels_from=labels_from))
+    parts = list(
+        _parts(stores, complete, labels, labels_from)
         if splits is None
-        else list(_parts_of(splits, subset, complete, labels))
+        else _parts_of(splits, subset, complete, labels)
     )
     numbers = class_numbers(classes, [name for _, _, name in parts if name])
     numbers = {**{nfc(name): number for name, number in numbers.items()}, **numbers}
@@ -301,7 +302,6 @@ def _parts_of(
 def _parts(
     stores: Sequence[SampleSource],
     complete: Mapping[_Key, SampleGroup],
-    *,
     labels: LabelById | None,
     labels_from: LabelsFrom,
 ) -> Iterator[_Part]:
@@ -309,11 +309,10 @@ def _parts(
     for key, record in complete.items():
         store = stores[key[0]]
         if labels_from == "annotation":
-            index = store.index(key[1])
+            index, names = store.index(key[1]), dict(enumerate(map(nfc, store.classes)))
             for number in np.unique(index["label"]).tolist():
                 of_class = np.flatnonzero((index["label"] == number) & (index["length"] > 0))
-                named = 0 <= number < len(store.classes)
-                yield key, of_class.astype(np.int32), nfc(store.classes[number]) if named else None
+                yield key, of_class.astype(np.int32), names.get(number)
         else:
             readable = None
             if record.stored < record.planned:  # otherwise the index is not needed

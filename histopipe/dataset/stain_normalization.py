@@ -122,8 +122,7 @@ def store_normalizer(
 ) -> Callable[..., NDArray[np.uint8]]:
     """Return a function that normalizes (B, H, W, 3) uint8 images with (B,) keys, as `stain_normalizer` does."""
     with tf.device("CPU"):
-        normalizer = stain_normalizer(stores, method)
-    return _on_cpu(lambda images, keys: normalizer(images, tf.constant(keys)))
+        return _on_cpu(stain_normalizer(stores, method))
 
 
 def _on_cpu(change: Callable[..., tf.Tensor]) -> Callable[..., NDArray[np.uint8]]:
