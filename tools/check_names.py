@@ -44,12 +44,13 @@ ALLOWED_NAMES = {
         "histopipe/errors.py",
         "found",
     ): "public: what an error has found, between its subject and `expected`",
-    ("histopipe/diagnostics/doctor.py", "found"): "public: a column of `doctor`, also in its JSON",
-    ("histopipe/diagnostics/doctor.py", "facts"): "public: in the JSON of `doctor`",
+    ("histopipe/diagnostics/machine.py", "found"): "public: a column of `doctor`, also in its JSON",
+    ("histopipe/diagnostics/machine.py", "facts"): "public: in the JSON of `doctor`",
     ("histopipe/reports/info.py", "facts"): "public: in the JSON of `info`",
 }
 ALLOWED_CLASSES: dict[str, str] = {}
 ALLOWED_MODULES = {
+    "machine": "`cli/machine` has the commands that check the machine in `diagnostics/machine`",
     "options": "the options of the commands that each package has",
 }
 ALLOWED_QUESTIONS = {

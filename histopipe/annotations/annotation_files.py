@@ -69,16 +69,15 @@ def geojson_features(outlines: Outlines, corner: tuple[int, int]) -> list[dict[s
     features = []
     for outline in outlines.entries:
         name = _IGNORED if outline.excluded else outline.name
-        properties = {
-            "objectType": "annotation",
-            **({"classification": {"name": name}} if name else {}),
-        }
         area = shapely.affinity.translate(outline.area, -left, -top)
         features.append(
             {
                 "type": "Feature",
                 "geometry": shapely.geometry.mapping(area),
-                "properties": properties,
+                "properties": {
+                    "objectType": "annotation",
+                    **({"classification": {"name": name}} if name else {}),
+                },
             }
         )
     return features
@@ -325,9 +324,9 @@ def _read_layers(root: ET.Element, class_property: str | None) -> Outlines:
 
 def _class_of(layer: ET.Element) -> str | None:
     entries = [(e.get("Name"), e.get("Value")) for e in layer.iterfind("Attributes/Attribute")]
-    described = [value for name, value in entries if name == "Description"]
-    other_names = [name for name, _ in entries if name != "Description"]
-    return _first_text([layer.get("Name"), *described, *other_names])
+    entries.sort(key=lambda entry: entry[0] != "Description")
+    texts = (value if name == "Description" else name for name, value in entries)
+    return _first_text([layer.get("Name"), *texts])
 
 
 def _ellipse(first: Point, second: Point) -> list[Point]:

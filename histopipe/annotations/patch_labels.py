@@ -132,8 +132,9 @@ class Coverage:
         batch = self._batch_size(x, y, side)
         for start in range(0, max(1, len(x)), batch):
             part = slice(start, start + batch)
-            areas = self._areas(x[part], y[part], side)[:, : self._classes]
-            yield np.clip(areas / (side * side), 0, 1)
+            yield np.clip(
+                self._areas(x[part], y[part], side)[:, : self._classes] / (side * side), 0, 1
+            )
 
     def _batch_size(self, x: NDArray[np.integer], y: NDArray[np.integer], side: float) -> int:
         """Return the number of squares per batch, estimated from the number of pieces that sampled squares meet."""

@@ -168,9 +168,8 @@ def store_paths(path: Any) -> list[Path]:
     Raises:
         UsageError: there is no store, or a store is given twice.
     """
-    if isinstance(path, str | Path):
-        return parts_of(Path(path))
-    parts = list(path) if isinstance(path, Iterable) else [path]
+    is_one = isinstance(path, str) or not isinstance(path, Iterable)
+    parts = [path] if is_one else list(path)
     if not parts:
         raise UsageError("no store given")
     paths = [store for part in parts for store in parts_of(Path(part))]
@@ -200,11 +199,10 @@ def class_numbers(classes: Classes | None, labels: Iterable[str]) -> dict[str, i
             "classes", found=repr(classes), expected="a list of names, or a mapping of them"
         )
     if isinstance(classes, Mapping):
-        numbers = dict(classes)
-        used = sorted(set(numbers.values()))
+        used = sorted(set(classes.values()))
         if used != list(range(len(used))):
             raise UsageError("classes: the numbers", found=used, expected="0, 1, 2, … without gaps")
-        return numbers
+        return dict(classes)
     if len(set(classes)) != len(classes):
         raise UsageError("classes: a name is given twice", found=", ".join(classes))
     return {name: number for number, name in enumerate(classes)}
@@ -265,11 +263,11 @@ def select(
         store, record = stores[key[0]], complete[key]
         if patch_filter is not None and patch_filter.active:
             fit = patch_filter.fit(store.index(key[1]), where=f"{store.path}, slide {record.id}")
-            kept = np.flatnonzero(fit) if rows is None else rows[fit[rows]]
-            rows = kept.astype(np.int32)  # noqa: PLW2901
+            rows = (np.flatnonzero(fit) if rows is None else rows[fit[rows]]).astype(np.int32)  # noqa: PLW2901
         count = record.stored if rows is None else len(rows)
-        patient = patients.get(key) or record.patient or record.id
-        chosen.append(SampleRows(*key, count, label, rows, patient))
+        chosen.append(
+            SampleRows(*key, count, label, rows, patients.get(key) or record.patient or record.id)
+        )
     return chosen
 
 

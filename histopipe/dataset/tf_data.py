@@ -88,18 +88,10 @@ class BatchFeed:
         self._running = 0
         _feeds.add(self)
 
-    def dataset(
-        self,
-        first_step: int,
-        last_step: int,
-        *,
-        parallel_calls: int | None = None,
-        prefetch: int | None = None,
-        read_ahead: int | None = None,
-    ) -> tf.data.Dataset:
+    def dataset(self, first_step: int, last_step: int) -> tf.data.Dataset:
         """Return a dataset of steps `first_step` to `last_step` - 1, one element per step and part.
 
-        `BatchSampler` describes the other arguments, and `batches` has their defaults.
+        `batches` has the number of parallel calls, and the number of steps to load and to request in advance.
 
         Raises:
             UsageError: this process was forked after TensorFlow ran.
@@ -114,8 +106,7 @@ class BatchFeed:
         names = [field.name for field in batches.fields]
         shapes = [(None if field.ragged else rows, *field.shape) for field in batches.fields]
         types = [tf.as_dtype(field.dtype) for field in batches.fields]
-        distance = batches.read_ahead if read_ahead is None else read_ahead
-        self._ahead = ReadAhead(batches, self.parts, last_step, distance)
+        self._ahead = ReadAhead(batches, self.parts, last_step, batches.read_ahead)
         # TensorFlow never frees the function below, so it must not keep the stores open.
         feed = weakref.ref(self)
 
@@ -134,14 +125,15 @@ class BatchFeed:
                 value.set_shape(shape)
             return dict(zip(names, values, strict=True))
 
-        calls = parallel_calls or batches.parallel_calls or default_calls()
-        dataset = tf.data.Dataset.range(first_step * parts, last_step * parts)
-        dataset = dataset.map(load, num_parallel_calls=calls, deterministic=True)
+        dataset = tf.data.Dataset.range(first_step * parts, last_step * parts).map(
+            load,
+            num_parallel_calls=batches.parallel_calls or default_calls(),
+            deterministic=True,
+        )
         # Keeps the feed alive as long as the dataset, its iterators and derived datasets.
         dataset.feed = self
-        ready = batches.prefetch if prefetch is None else prefetch
-        if ready:
-            dataset = dataset.prefetch(ready * parts)
+        if batches.prefetch:
+            dataset = dataset.prefetch(batches.prefetch * parts)
         options = tf.data.Options()
         # There is nothing to tune, and closing an iterator would wait for the tuner: up to 7 s per epoch.
         options.autotune.enabled = False
@@ -404,14 +396,10 @@ def load_dataset(
         last_step = epochs * batches.steps_per_epoch
         if start_step > last_step:
             raise UsageError("start_step", found=start_step, expected=f"0 to {last_step}")
+        batches.parallel_calls, batches.read_ahead = parallel_calls, read_ahead
+        batches.prefetch = prefetch
         feed = BatchFeed(batches, parts=(index,))
-        dataset = feed.dataset(
-            start_step,
-            last_step,
-            parallel_calls=parallel_calls,
-            prefetch=prefetch,
-            read_ahead=read_ahead,
-        )
+        dataset = feed.dataset(start_step, last_step)
         dataset = _converted(dataset, stores, stain_norm, as_supervised=as_supervised)
         dataset.skipped, dataset.steps_per_epoch = batches.skipped, batches.steps_per_epoch
         stack.pop_all()

@@ -225,8 +225,9 @@ def _make_slides(out: Path, count: int, new_count: int, *, labelled: bool) -> li
         shifted: dict[str, Any] = shifted_textures(texture, number)
         nodules = _NODULES * positive if labelled else _NODULES
         size = _NEW_SIZE if is_new and not labelled else _SIZE
-        settings = SlideSettings(size=size, mpp=_MPP, nodules=nodules, **shifted)
-        make_slide(path, "normal", number, settings)
+        make_slide(
+            path, "normal", number, SlideSettings(size=size, mpp=_MPP, nodules=nodules, **shifted)
+        )
         if is_new or labelled:
             path.with_suffix(".geojson").unlink()
         table.append((path.stem, _LABELS[positive]))

@@ -297,27 +297,27 @@ def _pyramid(draw_row: DrawRow, options: SlideSettings) -> Iterator[Iterable[byt
                 colorsubsampling=options.subsampling,
             )
 
-    def flush(downsample: int) -> None:
-        if parts[downsample]:
-            row = np.concatenate(parts[downsample])
-            width = -(-row.shape[1] // tile) * tile
-            square = ((0, tile - row.shape[0]), (0, width - row.shape[1]), (0, 0))
-            coarse[downsample] += encoded(np.pad(row, square, mode="edge"))
-            parts[downsample] = []
+    def encode_coarse(downsample: int) -> None:
+        row = np.concatenate(parts[downsample])
+        width = -(-row.shape[1] // tile) * tile
+        square = ((0, tile - row.shape[0]), (0, width - row.shape[1]), (0, 0))
+        coarse[downsample] += encoded(np.pad(row, square, mode="edge"))
+        parts[downsample] = []
 
     def level_0() -> Iterator[bytes]:
         for top in range(0, options.size.height, tile):
             row = draw_row(top)
-            yield from encoded(row)
             seen = row[: options.size.height - top, : options.size.width]
+            is_last = top + tile >= options.size.height
             for d in coarse:
                 rows, columns = seen.shape[0] // d * d, seen.shape[1] // d * d
                 if rows and columns:
                     parts[d].append(np.asarray(Image.fromarray(seen[:rows, :columns]).reduce(d)))
-                if sum(map(len, parts[d])) >= tile:
-                    flush(d)
-        for d in coarse:
-            flush(d)
+                count = sum(map(len, parts[d]))
+                if count >= tile or (count and is_last):
+                    encode_coarse(d)
+            # Last, since the writer does not resume this function after the last tile.
+            yield from encoded(row)
 
     yield level_0()
     yield from coarse.values()

@@ -17,6 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, Literal
 
 from histopipe.dataset.options import check_whole
+from histopipe.dataset.patch_batches import JPEG_START
 from histopipe.errors import (
     DamagedStore,
     ExitCode,
@@ -187,7 +188,7 @@ class Patch:
     @property
     def suffix(self) -> str:
         """Suffix of the image file."""
-        return "jpg" if self.value[:2] == b"\xff\xd8" else "png"
+        return "jpg" if self.value[:2] == JPEG_START else "png"
 
     @property
     def corner(self) -> tuple[int, int]:

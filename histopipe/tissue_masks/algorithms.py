@@ -186,8 +186,10 @@ def _bright_field(
         cv2.resize(mask[part].view(np.uint8), size, interpolation=cv2.INTER_NEAREST).view(np.bool_)
         for mask in (region, artefacts)
     )
-    outlined = _closed(darker & inside, max(1, round(_GAP / mpp))) & inside
-    tissue[whole] = cleaned(outlined, mpp) & ~outside
+    # Narrow gaps are closed. There is nothing beyond the border.
+    radius = max(1, round(_GAP / mpp))
+    closed = _morphed(np.pad((darker & inside).view(np.uint8), radius), cv2.MORPH_CLOSE, radius)
+    tissue[whole] = cleaned(closed & inside, mpp) & ~outside
     return TissueMask(tissue, threshold)
 
 
@@ -286,16 +288,9 @@ def _opened(mask: Mask, radius: int) -> Mask:
     return _morphed(np.pad(mask.view(np.uint8), radius, mode="edge"), cv2.MORPH_OPEN, radius)
 
 
-def _closed(mask: Mask, radius: int) -> Mask:
-    """Return a mask with narrow gaps filled. There is nothing beyond the border."""
-    return _morphed(np.pad(mask.view(np.uint8), radius), cv2.MORPH_CLOSE, radius)
-
-
 def _morphed(padded: NDArray[np.uint8], operation: int, radius: int) -> Mask:
-    side = 2 * radius + 1
-    disk = cv2.getStructuringElement(cv2.MORPH_ELLIPSE, (side, side))
-    morphed = cv2.morphologyEx(padded, operation, disk)
-    return morphed[radius:-radius, radius:-radius].view(np.bool_)
+    disk = cv2.getStructuringElement(cv2.MORPH_ELLIPSE, (2 * radius + 1, 2 * radius + 1))
+    return cv2.morphologyEx(padded, operation, disk)[radius:-radius, radius:-radius].view(np.bool_)
 
 
 FINDERS: Mapping[str, Callable[[NDArray[np.uint8], Mpp], TissueMask]] = {

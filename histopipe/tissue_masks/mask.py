@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, reduce
 from typing import Any
@@ -85,8 +86,8 @@ class Components:
     @cached_property
     def areas(self) -> NDArray[np.int64]:
         """Number of pixels of each part, (N,)."""
-        areas = np.bincount(self._run_parts, self._lengths * (self._run_parts > 0), self._count)
-        return areas.astype(np.int64)
+        lengths = self._lengths * (self._run_parts > 0)
+        return np.bincount(self._run_parts, lengths, self._count).astype(np.int64)
 
     @cached_property
     def _pixels(self) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
@@ -159,15 +160,14 @@ class Grid:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_text(cls, text: str) -> Grid:
-        """Return the grid from `to_text`; ValueError, KeyError or TypeError if the text is another."""
-        value = json.loads(text)
-        x, y, side = (float(value[name]) for name in ("x", "y", "side"))
-        size, slide = (
-            Size(int(value[name]["width"]), int(value[name]["height"]))
-            for name in ("size", "slide")
-        )
-        return cls(x, y, side, size, slide)
+    def from_text(cls, text: Any) -> Grid | None:
+        """Return the grid from `to_text`; None if the text is another, or none."""
+        with suppress(ValueError, KeyError, TypeError):
+            value = json.loads(text)
+            x, y, side = (float(value[name]) for name in ("x", "y", "side"))
+            sizes = ((value[name]["width"], value[name]["height"]) for name in ("size", "slide"))
+            return cls(x, y, side, *(Size(int(width), int(height)) for width, height in sizes))
+        return None
 
     def outlines(self, mask: Mask) -> list[shapely.Polygon]:
         """Return the outlines of a mask, (H, W) bool, in level-0 pixels: they follow the edges of its pixels."""

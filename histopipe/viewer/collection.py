@@ -196,8 +196,7 @@ def _open_stores_of_runs(collection: Collection, *, explicit: bool) -> None:
         if not isinstance(run, RunSource):
             continue
         try:
-            config = load_config(run.folder / run_folder.CONFIG)
-            for path in paths_of_stores(config.values()):
+            for path in paths_of_stores(load_config(run.folder / run_folder.CONFIG).values()):
                 _open_store(collection, path)
         except HistopipeError as error:
             if not explicit and run.of_patches:
@@ -210,16 +209,19 @@ def _open_stores_of_runs(collection: Collection, *, explicit: bool) -> None:
 
 
 def _entries(collection: Collection, files: dict[str, Path], *, untrusted: bool) -> list[Entry]:
+    count = Counter(record.id for store in collection.stores for record in store.slides)
     entries = [
-        Entry(record.id, record.id, store, number, record, _recorded_file(record, untrusted))
+        Entry(
+            record.id if count[record.id] == 1 else f"{record.id}@{store.uuid[:8]}",
+            record.id,
+            store,
+            number,
+            record,
+            files.get(record.id) or (None if untrusted else _recorded_file(record)),
+        )
         for store in collection.stores
         for number, record in store.records.items()
     ]
-    count = Counter(entry.id for entry in entries)
-    for entry in entries:
-        if count[entry.id] > 1 and entry.store is not None:
-            entry.name = f"{entry.id}@{entry.store.uuid[:8]}"
-        entry.file = files.get(entry.id, entry.file)
     entries += [Entry(name, name, file=path) for name, path in files.items() if name not in count]
     by_id = {entry.id: entry for entry in entries}
     for predictions in collection.predictions:
@@ -231,12 +233,9 @@ def _entries(collection: Collection, files: dict[str, Path], *, untrusted: bool)
     return sorted(entries, key=lambda entry: entry.name)
 
 
-def _recorded_file(record: SlideRecord, untrusted: bool) -> Path | None:
+def _recorded_file(record: SlideRecord) -> Path | None:
     """Return the file of a slide at the path that its record names, if it is still there."""
-    if untrusted:
-        return None
-    paths = map(Path, (record.resolved_path, record.path))
-    return next((path for path in paths if path.is_file()), None)
+    return next(filter(Path.is_file, map(Path, (record.resolved_path, record.path))), None)
 
 
 def list_row(entry: Entry) -> dict[str, Any]:

@@ -107,8 +107,7 @@ def save_drawing(
                 f"the annotations of {slide} were changed meanwhile, in another tab or program"
             )
         if existing:
-            kept = existing.with_name(existing.name + PREVIOUS)
-            write_atomically(kept, file_bytes(existing))
+            write_atomically(existing.with_name(existing.name + PREVIOUS), file_bytes(existing))
         target.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(target, data)
         if existing and existing != target and exact:

@@ -185,8 +185,7 @@ def lattice(layers: SlideLayers, geometry: dict[str, Any]) -> dict[str, Any]:
 
 def as_picture(content: bytes) -> Response:
     """Return the answer with a JPEG or PNG file."""
-    kind = "image/png" if content[:4] == b"\x89PNG" else "image/jpeg"
-    return Response(content, media_type=kind)
+    return Response(content, media_type="image/png" if content[:4] == b"\x89PNG" else "image/jpeg")
 
 
 def item(items: list[T], number: int) -> T:

@@ -216,8 +216,9 @@ class ViewServer:
             if stored is None
             else (pictures.small_thumbnail, stored)
         )
-        key = (entry, "thumbnail")
-        return await self._slides.picture(request, key, function, content, _THUMBNAIL)
+        return await self._slides.picture(
+            request, (entry, "thumbnail"), function, content, _THUMBNAIL
+        )
 
     async def _overview(self, _: Request, entry: Entry) -> Response:
         """Return the stored thumbnail in full size: the ground under tiles of patches."""
@@ -253,8 +254,7 @@ class ViewServer:
         patches = entry.record.planned if entry.record and entry.complete else 0
         if entry.store is None or not patches or step > COARSEST_STEP:
             raise NotFound("there is no such tile")
-        geometry = await self._slides.geometry(entry)
-        place = lattice(await self._slides.layers_of(entry), geometry)
+        place = lattice(await self._slides.layers_of(entry), await self._slides.geometry(entry))
         return await self._slides.picture(
             request,
             (entry, "patches", step, column, row),

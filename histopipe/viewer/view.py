@@ -16,14 +16,14 @@ from typing import Any
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.system.files import Closing, run_on_error
 from histopipe.system.output import Progress, counted, default_progress
-from histopipe.system.settings import PathLike, make_settings
+from histopipe.system.settings import make_settings
 from histopipe.system.worker_pool import count_usable_cores
 from histopipe.viewer.collection import open_collection
 from histopipe.viewer.options import ViewOptions
 
 _STORE = "patches.lmdb"
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
-_ANY = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - not a default
+_ANY = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # noqa: S104 - not a default
 """All addresses of this machine, and the one to open."""
 _OPEN_FILES = 8192
 """Number of open files and connections that is asked for."""
@@ -68,22 +68,24 @@ class Viewer(Closing):
         self.token = token = options.token or secrets.token_urlsafe(24)
         # The port is taken first: opening the collection may take minutes.
         self._listener = _listener(host, options.port)
+        features, annotations = (
+            None if path is None else Path(path) for path in (options.features, options.annotations)
+        )
         with run_on_error(self._listener.close):
             self.port = int(self._listener.getsockname()[1])
             self._collection = open_collection(
-                paths, stores=stores, features=_path(options.features), untrusted=untrusted
+                paths, stores=stores, features=features, untrusted=untrusted
             )
         for note in self._collection.notes:
             progress.message(note)
         self.slides = len(self._collection.entries)
-        address = _ANY.get(host, host)
-        bracketed = f"[{address}]" if ":" in address else address
-        self.url = f"http://{bracketed}:{self.port}/{token}/"
+        address = _ANY.get(host, f"[{host}]" if ":" in host else host)
+        self.url = f"http://{address}:{self.port}/{token}/"
         workers = options.workers or min(4, count_usable_cores())
         self._slides = OpenSlides(self._collection, workers, progress.message)
         server = ViewServer(
             self._slides,
-            annotations=_path(options.annotations),
+            annotations=annotations,
             local=host in _LOOPBACK,
             token=token,
             message=progress.message,
@@ -184,10 +186,6 @@ def view(
     if browser and (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
         webbrowser.open(viewer.url)
     return viewer
-
-
-def _path(text: PathLike | None) -> Path | None:
-    return None if text is None else Path(text)
 
 
 def _listener(host: str, port: int) -> socket.socket:
