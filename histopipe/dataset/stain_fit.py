@@ -76,8 +76,13 @@ def fit_pixels(pixels: NDArray[np.uint8], *, where: str) -> StainFit:
         )
     lab = np.log10((pixels[tissue].astype(np.float64) + 1) @ RGB_TO_LMS.T) @ LMS_TO_LAB.T
     stains, maximum = _macenko(density[tissue])
-    values = (lab.mean(axis=0), lab.std(axis=0), stains, maximum)
-    return StainFit(int(tissue.sum()), *(value.astype(np.float32) for value in values))
+    return StainFit(
+        int(tissue.sum()),
+        lab.mean(axis=0).astype(np.float32),
+        lab.std(axis=0).astype(np.float32),
+        stains.astype(np.float32),
+        maximum.astype(np.float32),
+    )
 
 
 def _macenko(density: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -223,11 +223,13 @@ def _make_slides(out: Path, count: int, new_count: int, *, labelled: bool) -> li
         # Slides of both labels share textures.
         texture = textures[(number // 2 if labelled else number) % len(textures)]
         shifted: dict[str, Any] = shifted_textures(texture, number)
-        nodules = _NODULES * positive if labelled else _NODULES
-        size = _NEW_SIZE if is_new and not labelled else _SIZE
-        make_slide(
-            path, "normal", number, SlideSettings(size=size, mpp=_MPP, nodules=nodules, **shifted)
+        settings = SlideSettings(
+            size=_NEW_SIZE if is_new and not labelled else _SIZE,
+            mpp=_MPP,
+            nodules=_NODULES * positive if labelled else _NODULES,
+            **shifted,
         )
+        make_slide(path, "normal", number, settings)
         if is_new or labelled:
             path.with_suffix(".geojson").unlink()
         table.append((path.stem, _LABELS[positive]))

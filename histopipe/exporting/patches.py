@@ -164,10 +164,10 @@ class ExportResult(Result):
         return exit_code_of(len(self.failed) + len(self.damaged), self.files + self.kept)
 
     def __str__(self) -> str:
-        written = f"{counted(self.patches, 'patch')} in {counted(self.files, 'file')}"
         return "\n".join(
             [
-                f"{written}, {self.kept} already done: {self.folder}",
+                f"{counted(self.patches, 'patch')} in {counted(self.files, 'file')}, "
+                f"{self.kept} already done: {self.folder}",
                 *(f"skipped: {patch}" for patch in self.damaged),
                 *(f"failed: {name}: {reason}" for name, reason in self.failed.items()),
             ]

@@ -161,12 +161,17 @@ def _recorded_geometry(entry: Entry) -> tuple[dict[str, Any], list[str | None]]:
     """Return size, scanned area and scale of a slide as its store or its predictions record them, and notes."""
     for record in (entry.record, entry.predicted):
         if record is not None and record.width:
-            size = {"width": record.width, "height": record.height}
-            bounds = list(record.bounds) or [0, 0, record.width, record.height]
-            note = "the slide's file was not found: pictures are those of the store"
-            return {**size, "bounds": bounds, "mpp": record.mpp, "pixels": False}, [note]
-    geometry = {"width": TILE, "height": TILE, "bounds": [0, 0, TILE, TILE], "mpp": None}
-    return {**geometry, "pixels": True}, [f"the slide is {entry.state}"]
+            geometry = {
+                "width": record.width,
+                "height": record.height,
+                "bounds": list(record.bounds) or [0, 0, record.width, record.height],
+                "mpp": record.mpp,
+                "pixels": False,
+            }
+            return geometry, ["the slide's file was not found: pictures are those of the store"]
+    bounds = [0, 0, TILE, TILE]
+    geometry = {"width": TILE, "height": TILE, "bounds": bounds, "mpp": None, "pixels": True}
+    return geometry, [f"the slide is {entry.state}"]
 
 
 def lattice(layers: SlideLayers, geometry: dict[str, Any]) -> dict[str, Any]:
@@ -178,9 +183,13 @@ def lattice(layers: SlideLayers, geometry: dict[str, Any]) -> dict[str, Any]:
     if abs(stride - size) < 1e-6 * size:
         x -= np.ceil((x - left) / size) * size
         y -= np.ceil((y - top) / size) * size
-    columns = int(np.ceil((left + width - x) / size))
-    rows = int(np.ceil((top + height - y) / size))
-    return {"x": float(x), "y": float(y), "size": size, "columns": columns, "rows": rows}
+    return {
+        "x": float(x),
+        "y": float(y),
+        "size": size,
+        "columns": int(np.ceil((left + width - x) / size)),
+        "rows": int(np.ceil((top + height - y) / size)),
+    }
 
 
 def as_picture(content: bytes) -> Response:
