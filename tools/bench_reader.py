@@ -225,9 +225,11 @@ def batches_of(store: Store, order: Order | None = None, **settings: Any) -> Pat
 
 def ours(batches: PatchBatches, steps: int, **settings: Any) -> float:
     """Return patches/s of the reader, as used by `load_dataset` and training."""
+    for name, value in settings.items():
+        setattr(batches, name, value)
     source = BatchFeed(batches)
     try:
-        return rate(iter(source.dataset(0, 1 << 40, **settings)), steps)
+        return rate(iter(source.dataset(0, 1 << 40)), steps)
     finally:
         source.settle()
 
@@ -550,10 +552,11 @@ def cold_child(path: str, name: str, read_ahead: str, steps: str, calls: str) ->
             "sequential": Order(len(table)),
             "blocks": make_order(table, seed=1, shuffle_block=256),
         }
-        settings = {} if read_ahead == "-1" else {"read_ahead": int(read_ahead)}
-        settings["parallel_calls"] = int(calls)
-        source = BatchFeed(PatchBatches([store], table, batch_size=BATCH, order=orders[name]))
-        iterator = iter(source.dataset(0, int(steps), **settings))
+        batches = PatchBatches([store], table, batch_size=BATCH, order=orders[name])
+        batches.read_ahead = None if read_ahead == "-1" else int(read_ahead)
+        batches.parallel_calls = int(calls)
+        source = BatchFeed(batches)
+        iterator = iter(source.dataset(0, int(steps)))
         started = time.perf_counter()
         for _ in iterator:
             pass

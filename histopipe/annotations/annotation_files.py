@@ -39,7 +39,7 @@ def read_geojson(data: bytes, class_property: str | None = None) -> Outlines:
     """
     outlines = Outlines("bounds")
     left_out = 0
-    for number, feature in enumerate(_features(_parsed(data)), 1):
+    for number, feature in enumerate(read_features(data), 1):
         properties, name = feature.get("properties"), feature.get("id", number)
         properties = properties if isinstance(properties, Mapping) else {}
         kind = properties.get("objectType", properties.get("object_type"))
@@ -69,16 +69,15 @@ def geojson_features(outlines: Outlines, corner: tuple[int, int]) -> list[dict[s
     features = []
     for outline in outlines.entries:
         name = _IGNORED if outline.excluded else outline.name
-        properties = {
-            "objectType": "annotation",
-            **({"classification": {"name": name}} if name else {}),
-        }
         area = shapely.affinity.translate(outline.area, -left, -top)
         features.append(
             {
                 "type": "Feature",
                 "geometry": shapely.geometry.mapping(area),
-                "properties": properties,
+                "properties": {
+                    "objectType": "annotation",
+                    **({"classification": {"name": name}} if name else {}),
+                },
             }
         )
     return features
@@ -95,22 +94,24 @@ def _class_name(properties: Mapping[str, Any], key: str) -> str | None:
     return value.strip() or None if isinstance(value, str) else None
 
 
-def _parsed(data: bytes) -> Any:
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name}, which is not a JSON number")
+
+
+def read_features(data: bytes) -> Iterator[Mapping[str, Any]]:
+    """Yield the features in the content of a GeoJSON file.
+
+    Raises:
+        UsageError: the content is not GeoJSON.
+    """
     try:
-        return json.loads(data.decode("utf-8-sig"), parse_constant=_refuse_constant)
+        value = json.loads(data.decode("utf-8-sig"), parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:
         raise UsageError("not UTF-8, which JSON requires", found=str(error)) from error
     except RecursionError as error:
         raise UsageError("not GeoJSON: brackets are nested too deep") from error
     except ValueError as error:
         raise UsageError("not JSON", found=str(error)) from error
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name}, which is not a JSON number")
-
-
-def _features(value: Any) -> Iterator[Mapping[str, Any]]:
     if isinstance(value, Mapping):
         value = value.get("features") if value.get("type") == "FeatureCollection" else [value]
     if not isinstance(value, list):
@@ -150,7 +151,7 @@ def _add(
             found=str(error)[:80],
             expected="rings of [x, y]",
         ) from error
-    outlines.add(feature, None if excluded else kind, polygons, excluded=excluded)
+    outlines.add(feature, kind, polygons, excluded=excluded)
 
 
 def _rings(value: Sequence[Any]) -> list[Ring]:
@@ -161,6 +162,8 @@ def _rings(value: Sequence[Any]) -> list[Ring]:
 _MOST_DEPTH = 32
 
 _ASAP = "ASAP_Annotations"
+_GROUPS = {"": None, "none": None, "_0": "tumor", "_1": "tumor"}
+"""Classes of the groups of ASAP, in lower case, whose name is not that of a class."""
 
 _LAYERS = "Annotations"
 """Root element of files of ImageScope and of HALO."""
@@ -178,7 +181,7 @@ def read_xml(data: bytes, class_property: str | None = None) -> Outlines:
     Raises:
         UsageError: the content is not such XML, is truncated, or a coordinate is missing or not a number.
     """
-    root = _root_of(data)
+    root = _read_root(data)
     readers = {_ASAP: _read_asap, _LAYERS: _read_layers}
     if root.tag not in readers:
         raise UsageError(
@@ -189,15 +192,15 @@ def read_xml(data: bytes, class_property: str | None = None) -> Outlines:
     return readers[root.tag](root, class_property)
 
 
-def _root_of(data: bytes) -> ET.Element:
+def _read_root(data: bytes) -> ET.Element:
+    """Return the root element; the parser stops at an element that is nested too deep."""
     depth = 0
-    root: ET.Element | None = None
+    parser: Any = defusedxml.ElementTree.iterparse(
+        io.BytesIO(data), events=("start", "end"), forbid_dtd=True
+    )
     try:
-        for event, element in defusedxml.ElementTree.iterparse(
-            io.BytesIO(data), events=("start", "end"), forbid_dtd=True
-        ):
+        for event, _ in parser:
             depth += 1 if event == "start" else -1
-            root = element if root is None else root
             if depth > _MOST_DEPTH:
                 raise UsageError(
                     "XML elements are nested too deep",
@@ -211,8 +214,7 @@ def _root_of(data: bytes) -> ET.Element:
             "XML with a document type or entities, which annotations never need",
             found=type(error).__name__,
         ) from error
-    if root is None:
-        raise UsageError("the file is empty", expected="XML")
+    root: ET.Element = parser.root
     return root
 
 
@@ -255,12 +257,8 @@ def _read_asap(root: ET.Element, class_property: str | None) -> Outlines:
             continue
         points = [_coordinate(element, feature) for element in _coordinates_in_order(annotation)]
         excluded = group.lower() in ("_2", "exclusion")
-        name = (
-            None
-            if excluded or group.lower() in ("", "none")
-            else {"_0": "tumor", "_1": "tumor"}.get(group, group)
-        )
-        if class_property is not None and not excluded:
+        name = _GROUPS.get(group.lower(), group)
+        if class_property is not None:
             name = _property(class_property, annotation)
         if name is None and annotation.get("Name"):
             outlines.properties.add("Name")
@@ -292,7 +290,7 @@ def _read_layers(root: ET.Element, class_property: str | None) -> Outlines:
         for region in layer.iter("Region"):
             feature = f"layer {layer.get('Id', number)}, region {region.get('Id', '?')}"
             into = negative if region.get("NegativeROA") == "1" else positive
-            kind, name = region.get("Type", "").lower(), _class_of(layer)
+            kind = region.get("Type", "").lower()
             vertices = (vertex for vertex in region.iter() if vertex.tag in ("Vertex", "V"))
             points = [_coordinate(vertex, feature) for vertex in vertices]
             if kind in _NO_AREA:
@@ -303,8 +301,11 @@ def _read_layers(root: ET.Element, class_property: str | None) -> Outlines:
             elif kind in _RECTANGLES and len(points) == 2:
                 (x0, y0), (x1, y1) = points
                 points = [(x0, y0), (x1, y0), (x1, y1), (x0, y1)]
-            if class_property is not None:
-                name = _property(class_property, region, layer)
+            name = (
+                _class_of(layer)
+                if class_property is None
+                else _property(class_property, region, layer)
+            )
             if name is None and _property("Text", region):
                 outlines.properties.add("Text")
             into.add(feature, name, [[points]])
@@ -323,9 +324,9 @@ def _read_layers(root: ET.Element, class_property: str | None) -> Outlines:
 
 def _class_of(layer: ET.Element) -> str | None:
     entries = [(e.get("Name"), e.get("Value")) for e in layer.iterfind("Attributes/Attribute")]
-    described = [value for name, value in entries if name == "Description"]
-    other_names = [name for name, _ in entries if name != "Description"]
-    return _first_text([layer.get("Name"), *described, *other_names])
+    entries.sort(key=lambda entry: entry[0] != "Description")
+    texts = (value if name == "Description" else name for name, value in entries)
+    return _first_text([layer.get("Name"), *texts])
 
 
 def _ellipse(first: Point, second: Point) -> list[Point]:
@@ -438,8 +439,8 @@ def read_annotations(path: Path, class_property: str | None = None) -> Outlines:
     Raises:
         UsageError: the file cannot be read, or has another format. The message contains the path.
     """
+    read = read_geojson if path.suffix.lower() in GEOJSON else read_xml
     try:
-        read = read_geojson if path.suffix.lower() in GEOJSON else read_xml
         return read(file_bytes(path), class_property)
     except OSError as error:
         raise UsageError(f"{path} cannot be read", found=error.strerror or str(error)) from error

@@ -65,10 +65,12 @@ class Outlines:
     ) -> None:
         """Add polygons, each an outer ring and its holes. An invalid outline is repaired or left out, with a note.
 
+        An excluded outline gets no class.
+
         Raises:
             UsageError: a coordinate is not finite, or too large.
         """
-        feature, name = plain(feature), None if name is None else plain(name)
+        feature, name = plain(feature), None if excluded or name is None else plain(name)
         parts = []
         for rings in polygons:
             shell, *holes = rings or [()]

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from threading import local
 
 import numpy as np
 import shapely
 from numpy.typing import NDArray
 
 from histopipe.annotations.outline import Outline
-from histopipe.annotations.regions import MOST_NOTES, Regions
-from histopipe.system.worker_pool import count_usable_cores
+from histopipe.annotations.regions import MOST_NOTES, Regions, class_names
 
 NO_CLASS = -1
 NO_LABELS = "labels no patch"
@@ -84,6 +81,7 @@ def label_patches(
     label = np.full(len(x_l0), NO_CLASS, np.int32)
     covered = np.zeros(len(x_l0), np.float32)
     if classes:
+        # Batch by batch, since the shares of all classes of all patches may take gigabytes.
         best = [
             (shares.argmax(axis=1), shares.max(axis=1))
             for shares in Coverage(regions.outlines, classes).shares(x_l0, y_l0, side_l0)
@@ -98,7 +96,7 @@ def roi_shares(
 ) -> NDArray[np.float32]:
     """Return the share of each patch that is inside the region of interest, (N,) 0 to 1."""
     outlines = regions.roi or ()
-    names = sorted({outline.name for outline in outlines if outline.name is not None})
+    names = class_names(outlines)
     if not names:
         return np.zeros(len(x_l0), np.float32)
     shares = np.concatenate(list(Coverage(outlines, names).shares(x_l0, y_l0, side_l0)))
@@ -106,16 +104,22 @@ def roi_shares(
 
 
 class Coverage:
-    """Shares of patches that each of `classes` covers. A point belongs to the first outline that contains it."""
+    """Shares of patches that each of `classes` covers. A point belongs to the first outline that contains it.
+
+    It is computed in one thread: slides are labelled in parallel, by processes, and GEOS crashes if two threads use one
+    prepared geometry.
+    """
 
     def __init__(self, outlines: Sequence[Outline], classes: Sequence[str]) -> None:
-        self._classes, self._local = len(classes), local()
+        self._classes = len(classes)
         number = {name: i for i, name in enumerate(classes)}
         # Outlines of no class still hide those after them; their area is counted in an extra last column.
         self._class = np.array([number.get(o.name or "", len(classes)) for o in outlines], int)
         pieces = [list(_pieces(outline.area)) for outline in outlines]
         self._rank = np.repeat(np.arange(len(outlines)), [len(part) for part in pieces])
-        self._stored = shapely.to_wkb(np.array(list(chain.from_iterable(pieces)), object))
+        self._pieces = np.array(list(chain.from_iterable(pieces)), object)
+        shapely.prepare(self._pieces)
+        self._tree = shapely.STRtree(self._pieces)
 
     def shares(
         self, x: NDArray[np.integer], y: NDArray[np.integer], side: float
@@ -126,40 +130,27 @@ class Coverage:
         it is empty for a slide without patches.
         """
         batch = self._batch_size(x, y, side)
-
-        def shares_from(start: int) -> NDArray[np.float64]:
+        for start in range(0, max(1, len(x)), batch):
             part = slice(start, start + batch)
-            areas = self._areas(x[part], y[part], side)[:, : self._classes]
-            return np.clip(areas / (side * side), 0, 1)
-
-        starts = range(0, max(1, len(x)), batch)
-        # Threads run in parallel: shapely releases the GIL.
-        with ThreadPoolExecutor(min(count_usable_cores(), len(starts))) as pool:
-            yield from pool.map(shares_from, starts)
+            yield np.clip(
+                self._areas(x[part], y[part], side)[:, : self._classes] / (side * side), 0, 1
+            )
 
     def _batch_size(self, x: NDArray[np.integer], y: NDArray[np.integer], side: float) -> int:
         """Return the number of squares per batch, estimated from the number of pieces that sampled squares meet."""
         sample = np.unique(np.linspace(0, len(x) - 1, min(_SAMPLED, len(x))).astype(int))
         left, top = x[sample], y[sample]
-        hits, _ = self._prepared()[1].query(shapely.box(left, top, left + side, top + side))
+        hits, _ = self._tree.query(shapely.box(left, top, left + side, top + side))
         pairs = self._classes + 1 + len(hits) / max(1, len(sample))
         return int(np.clip(_MOST_PAIRS / pairs, _LEAST_PATCHES, _MOST_PATCHES))
-
-    def _prepared(self) -> tuple[NDArray[np.object_], shapely.STRtree]:
-        """Return this thread's copy of the pieces and their index: GEOS crashes if two threads prepare one geometry."""
-        if not hasattr(self._local, "pieces"):
-            self._local.pieces = shapely.from_wkb(self._stored)
-            shapely.prepare(self._local.pieces)
-            self._local.tree = shapely.STRtree(self._local.pieces)
-        return self._local.pieces, self._local.tree
 
     def _areas(
         self, x: NDArray[np.integer], y: NDArray[np.integer], side: float
     ) -> NDArray[np.float64]:
         """Return the area of each class in each square, (n, C + 1) square pixels; the last column is for no class."""
         cells = shapely.box(x, y, x + side, y + side)
-        pieces, tree = self._prepared()
-        cell, piece = tree.query(cells)
+        pieces = self._pieces
+        cell, piece = self._tree.query(cells)
         rank = self._rank[piece]
         inside = shapely.covers(pieces[piece], cells[cell])
         # An outline that covers a whole square hides all outlines after it there.

@@ -8,7 +8,7 @@ belong to no class.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -41,9 +41,12 @@ class Regions:
     @property
     def classes(self) -> tuple[str, ...]:
         """Names of the classes, sorted."""
-        return tuple(
-            sorted({outline.name for outline in self.outlines if outline.name is not None})
-        )
+        return class_names(self.outlines)
+
+
+def class_names(outlines: Iterable[Outline]) -> tuple[str, ...]:
+    """Return the names of the classes of outlines, sorted."""
+    return tuple(sorted({outline.name for outline in outlines if outline.name is not None}))
 
 
 def source_text(path: Path, rules: AnnotationRules) -> str:

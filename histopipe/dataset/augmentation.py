@@ -15,7 +15,6 @@ import numpy as np
 import tensorflow as tf
 
 from histopipe.dataset.options import AUGMENTATIONS, Augmentation
-from histopipe.errors import UsageError
 from histopipe.system.hashing import combine
 
 _LOW = 0x7FFFFFFF
@@ -64,15 +63,7 @@ def augment(images: tf.Tensor, seeds: tf.Tensor, steps: Sequence[Augmentation]) 
     """Apply augmentations with their default strengths, always in the order flips, crop, stain, colour.
 
     Images and result are as in the functions below. Without steps, or with flips only, the images keep their type.
-
-    Raises:
-        UsageError: an augmentation is unknown.
     """
-    unknown = sorted(set(steps) - set(AUGMENTATIONS))
-    if unknown:
-        raise UsageError(
-            "augmentation", found=", ".join(unknown), expected=", ".join(AUGMENTATIONS)
-        )
     functions: dict[Augmentation, Callable[[tf.Tensor, tf.Tensor], tf.Tensor]] = {
         "flips": flip_and_turn,
         "crop": random_crop,

@@ -66,7 +66,7 @@ class ReusedMemory:
         return whole[:size].reshape(shape)
 
 
-_JPEG_START = b"\xff\xd8"
+JPEG_START = b"\xff\xd8"
 
 
 class PatchBatches(BatchSampler):
@@ -197,7 +197,7 @@ def _column_values(
 
 def decode(value: memoryview, out: NDArray[np.uint8]) -> None:
     """Decode a JPEG or PNG file into (H, W, 3) uint8."""
-    if value[:2] != _JPEG_START:
+    if value[:2] != JPEG_START:
         out[:] = decode_picture(value, "the image", side=len(out))
         return
     try:

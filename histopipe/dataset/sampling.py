@@ -77,8 +77,9 @@ class BlockShuffled(Order):
         windows = places // self.window
         first = windows * self.window
         sizes = np.minimum(self.window, self._count - first)
-        keys = combine(self._seed, epoch, _WINDOW, windows)
-        within = first + permuted(places - first, sizes, keys)
+        within = first + permuted(
+            places - first, sizes, combine(self._seed, epoch, _WINDOW, windows)
+        )
         blocks = self._count // self._block
         block, offset = np.divmod(within, self._block)
         whole = block < blocks  # the remaining samples come last
@@ -123,8 +124,7 @@ class Balanced(Order):
         before = 0 if self._capped else epoch * self._draws
         rounds, at = np.divmod(before + draw, sizes)
         salt = (_CAPPED_DRAW, epoch) if self._capped else (_GROUP_DRAW,)
-        keys = combine(self._seed, *salt, group, rounds)
-        place = self._firsts[group] + permuted(at, sizes, keys)
+        place = self._firsts[group] + permuted(at, sizes, combine(self._seed, *salt, group, rounds))
         shift = self._shifts[np.searchsorted(self._ends, place, side="right")]
         return np.asarray(place + shift)
 
@@ -258,12 +258,12 @@ class BatchSampler(ABC):
 
     def _note_skipped(self, key: int, problem: str) -> None:
         with self._lock:
-            is_new = key not in self.skipped
+            before = len(self.skipped)
             self.skipped[key] = problem
             count = len(self.skipped)
-        if is_new and count <= _WARNINGS:
+        if before < count <= _WARNINGS:
             _log.warning("skipped: %s", problem)
-        if is_new and count == _WARNINGS:
+        if before < count == _WARNINGS:
             _log.warning("further skipped samples are counted, not logged")
 
     @abstractmethod

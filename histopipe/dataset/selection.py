@@ -22,7 +22,8 @@ from histopipe.system.hashing import combine, permuted
 from histopipe.system.output import some
 
 UNLABELLED = -1
-MAX_STORES = 127
+_MAX_STORES = 127
+"""A key has 7 bits for the store: the eighth is the sign of int64."""
 
 _CAP_DRAW = 201
 
@@ -81,6 +82,7 @@ class SampleTable:
 
     Attributes:
         counts, starts: (S,) samples of each slide per epoch, and the number of its first sample.
+        capped: whether there is a `max_per_slide`.
 
     Raises:
         NothingToDo: there is no sample.
@@ -102,8 +104,7 @@ class SampleTable:
                 "no patch to read", todo="run `histopipe info` to show the contents of the store"
             )
         self._sizes = np.array([slide.count for slide in self.slides], np.int64)
-        self._cap, self._seed = max_per_slide, seed
-        self.capped = max_per_slide is not None
+        self._seed, self.capped = seed, max_per_slide is not None
         self.counts = np.minimum(self._sizes, max_per_slide or self._sizes.max())
         self._ends = np.cumsum(self.counts)
         self.starts = self._ends - self.counts
@@ -121,7 +122,7 @@ class SampleTable:
         """Locate samples by number (N,); with `max_per_slide` the location depends on the epoch."""
         position = np.searchsorted(self._ends, numbers, side="right")
         rows = numbers - self.starts[position]
-        if self._cap is not None:
+        if self.capped:
             rows = self._draw_rows(position, rows, epoch)
         for i in self._chosen.keys() & position.tolist():
             in_slide = position == i
@@ -167,9 +168,8 @@ def store_paths(path: Any) -> list[Path]:
     Raises:
         UsageError: there is no store, or a store is given twice.
     """
-    if isinstance(path, str | Path):
-        return parts_of(Path(path))
-    parts = list(path) if isinstance(path, Iterable) else [path]
+    is_one = isinstance(path, str) or not isinstance(path, Iterable)
+    parts = [path] if is_one else list(path)
     if not parts:
         raise UsageError("no store given")
     paths = [store for part in parts for store in parts_of(Path(part))]
@@ -199,11 +199,10 @@ def class_numbers(classes: Classes | None, labels: Iterable[str]) -> dict[str, i
             "classes", found=repr(classes), expected="a list of names, or a mapping of them"
         )
     if isinstance(classes, Mapping):
-        numbers = dict(classes)
-        used = sorted(set(numbers.values()))
+        used = sorted(set(classes.values()))
         if used != list(range(len(used))):
             raise UsageError("classes: the numbers", found=used, expected="0, 1, 2, … without gaps")
-        return numbers
+        return dict(classes)
     if len(set(classes)) != len(classes):
         raise UsageError("classes: a name is given twice", found=", ".join(classes))
     return {name: number for number, name in enumerate(classes)}
@@ -231,9 +230,9 @@ def select(
     """
     if labels is not None and not (isinstance(labels, Mapping) and labels):
         raise UsageError("labels", found=repr(labels), expected="a CSV, or labels by slide id")
-    if len(stores) > MAX_STORES:
+    if len(stores) > _MAX_STORES:
         raise UsageError(
-            "stores in one dataset", found=len(stores), expected=f"at most {MAX_STORES}"
+            "stores in one dataset", found=len(stores), expected=f"at most {_MAX_STORES}"
         )
     complete = {(o, n): r for o, store in enumerate(stores) for n, r in store.complete.items()}
     if labels is not None:
@@ -248,10 +247,10 @@ def select(
             )
     elif splits is not None and classes is None:
         classes = splits.classes
-    parts = (
-        list(_parts(stores, complete, labels=labels, labels_from=labels_from))
+    parts = list(
+        _parts(stores, complete, labels, labels_from)
         if splits is None
-        else list(_parts_of(splits, subset, complete, labels))
+        else _parts_of(splits, subset, complete, labels)
     )
     numbers = class_numbers(classes, [name for _, _, name in parts if name])
     numbers = {**{nfc(name): number for name, number in numbers.items()}, **numbers}
@@ -264,11 +263,11 @@ def select(
         store, record = stores[key[0]], complete[key]
         if patch_filter is not None and patch_filter.active:
             fit = patch_filter.fit(store.index(key[1]), where=f"{store.path}, slide {record.id}")
-            kept = np.flatnonzero(fit) if rows is None else rows[fit[rows]]
-            rows = kept.astype(np.int32)  # noqa: PLW2901
+            rows = (np.flatnonzero(fit) if rows is None else rows[fit[rows]]).astype(np.int32)  # noqa: PLW2901
         count = record.stored if rows is None else len(rows)
-        patient = patients.get(key) or record.patient or record.id
-        chosen.append(SampleRows(*key, count, label, rows, patient))
+        chosen.append(
+            SampleRows(*key, count, label, rows, patients.get(key) or record.patient or record.id)
+        )
     return chosen
 
 
@@ -301,7 +300,6 @@ def _parts_of(
 def _parts(
     stores: Sequence[SampleSource],
     complete: Mapping[_Key, SampleGroup],
-    *,
     labels: LabelById | None,
     labels_from: LabelsFrom,
 ) -> Iterator[_Part]:
@@ -309,11 +307,10 @@ def _parts(
     for key, record in complete.items():
         store = stores[key[0]]
         if labels_from == "annotation":
-            index = store.index(key[1])
+            index, names = store.index(key[1]), dict(enumerate(map(nfc, store.classes)))
             for number in np.unique(index["label"]).tolist():
                 of_class = np.flatnonzero((index["label"] == number) & (index["length"] > 0))
-                named = 0 <= number < len(store.classes)
-                yield key, of_class.astype(np.int32), nfc(store.classes[number]) if named else None
+                yield key, of_class.astype(np.int32), names.get(number)
         else:
             readable = None
             if record.stored < record.planned:  # otherwise the index is not needed

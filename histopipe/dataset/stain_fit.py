@@ -45,8 +45,9 @@ def fit_slide(store: Store, slide: int) -> StainFit:
         DamagedStore: the slide's index is damaged.
     """
     record = store.records[slide]
-    sample = np.arange(min(PATCHES, record.planned))
-    rows = permuted(sample, max(1, record.planned), combine(_SEED, slide))
+    rows = permuted(
+        np.arange(min(PATCHES, record.planned)), max(1, record.planned), combine(_SEED, slide)
+    )
     samples = [np.empty((0, 3), np.uint8)]
     for row in np.sort(rows).tolist():
         with contextlib.suppress(DamagedStore, UsageError):  # damaged, or unreadable at ingest
@@ -75,8 +76,13 @@ def fit_pixels(pixels: NDArray[np.uint8], *, where: str) -> StainFit:
         )
     lab = np.log10((pixels[tissue].astype(np.float64) + 1) @ RGB_TO_LMS.T) @ LMS_TO_LAB.T
     stains, maximum = _macenko(density[tissue])
-    values = (lab.mean(axis=0), lab.std(axis=0), stains, maximum)
-    return StainFit(int(tissue.sum()), *(value.astype(np.float32) for value in values))
+    return StainFit(
+        int(tissue.sum()),
+        lab.mean(axis=0).astype(np.float32),
+        lab.std(axis=0).astype(np.float32),
+        stains.astype(np.float32),
+        maximum.astype(np.float32),
+    )
 
 
 def _macenko(density: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -88,5 +94,4 @@ def _macenko(density: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray
     low, high = np.percentile(angles, [_PERCENTILE, 100 - _PERCENTILE])
     stains = np.array([[np.sin(angle), np.cos(angle)] for angle in (low, high)]) @ plane.T
     stains = stains[np.argsort(-stains[:, 0])]  # haematoxylin absorbs more red
-    amounts = density @ np.linalg.pinv(stains)
-    return stains, np.percentile(amounts, 100 - _PERCENTILE, axis=0)
+    return stains, np.percentile(density @ np.linalg.pinv(stains), 100 - _PERCENTILE, axis=0)

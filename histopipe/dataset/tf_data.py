@@ -28,6 +28,7 @@ from histopipe.dataset.selection import (
     UNLABELLED,
     Classes,
     LabelById,
+    SampleRows,
     SampleTable,
     select,
     store_paths,
@@ -46,8 +47,11 @@ if TYPE_CHECKING:
 
 
 STEPS_AHEAD = 16
+"""Number of steps whose values are requested in advance. A value on a page that is not in memory costs several page
+faults, one after another; with many values requested at once, a disk reads them in parallel."""
 _STEPS_AFTER_WAIT = 256
-"""Number of steps for which requests continue after a step had to wait for the disk."""
+"""Number of steps for which requests continue after a step had to wait for the disk. Requests keep steps from waiting, so
+that the end of waits does not show that the store is in the page cache."""
 
 _feeds: weakref.WeakSet[BatchFeed] = weakref.WeakSet()
 
@@ -84,18 +88,10 @@ class BatchFeed:
         self._running = 0
         _feeds.add(self)
 
-    def dataset(
-        self,
-        first_step: int,
-        last_step: int,
-        *,
-        parallel_calls: int | None = None,
-        prefetch: int | None = None,
-        read_ahead: int | None = None,
-    ) -> tf.data.Dataset:
+    def dataset(self, first_step: int, last_step: int) -> tf.data.Dataset:
         """Return a dataset of steps `first_step` to `last_step` - 1, one element per step and part.
 
-        `BatchSampler` describes the other arguments, and `batches` has their defaults.
+        `batches` has the number of parallel calls, and the number of steps to load and to request in advance.
 
         Raises:
             UsageError: this process was forked after TensorFlow ran.
@@ -110,8 +106,7 @@ class BatchFeed:
         names = [field.name for field in batches.fields]
         shapes = [(None if field.ragged else rows, *field.shape) for field in batches.fields]
         types = [tf.as_dtype(field.dtype) for field in batches.fields]
-        distance = batches.read_ahead if read_ahead is None else read_ahead
-        self._ahead = ReadAhead(batches, self.parts, last_step, distance)
+        self._ahead = ReadAhead(batches, self.parts, last_step, batches.read_ahead)
         # TensorFlow never frees the function below, so it must not keep the stores open.
         feed = weakref.ref(self)
 
@@ -130,14 +125,15 @@ class BatchFeed:
                 value.set_shape(shape)
             return dict(zip(names, values, strict=True))
 
-        calls = parallel_calls or batches.parallel_calls or default_calls()
-        dataset = tf.data.Dataset.range(first_step * parts, last_step * parts)
-        dataset = dataset.map(load, num_parallel_calls=calls, deterministic=True)
+        dataset = tf.data.Dataset.range(first_step * parts, last_step * parts).map(
+            load,
+            num_parallel_calls=batches.parallel_calls or default_calls(),
+            deterministic=True,
+        )
         # Keeps the feed alive as long as the dataset, its iterators and derived datasets.
         dataset.feed = self
-        ready = batches.prefetch if prefetch is None else prefetch
-        if ready:
-            dataset = dataset.prefetch(ready * parts)
+        if batches.prefetch:
+            dataset = dataset.prefetch(batches.prefetch * parts)
         options = tf.data.Options()
         # There is nothing to tune, and closing an iterator would wait for the tuner: up to 7 s per epoch.
         options.autotune.enabled = False
@@ -152,6 +148,7 @@ class BatchFeed:
         self.failure = self.failure or RuntimeError("the iterator has been closed")
         if self._ahead is not None:
             self._ahead.close()
+        # Three times: a load that has passed the check of `failure` may not have counted itself yet.
         quiet = 0
         while quiet < 3:
             quiet = quiet + 1 if self._running == 0 else 0
@@ -190,7 +187,7 @@ class ReadAhead:
     ) -> None:
         self._batches, self._parts, self._last = batches, parts, last_step
         self._distance = STEPS_AHEAD if steps is None else steps
-        self._wanted_until = 0 if steps is None else (1 << 62)
+        self._until = 0 if steps is None else (1 << 62)  # requests are made for steps before it
         self._next = 0
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, "histopipe-read-ahead") if self._distance else None
@@ -200,12 +197,12 @@ class ReadAhead:
         """Return the fields of a step's part."""
         if self._thread is None:
             return self._batches.values(step, part)
-        if step < self._wanted_until:
+        if step < self._until:
             self._request_from(step + 1, self._thread)
         before = _major_faults()
         values = self._batches.values(step, part)
         if _major_faults() > before:
-            self._wanted_until = max(self._wanted_until, step + _STEPS_AFTER_WAIT)
+            self._until = max(self._until, step + _STEPS_AFTER_WAIT)
         return values
 
     def close(self) -> None:
@@ -366,98 +363,105 @@ def load_dataset(
         exclude_pen=exclude_pen,
         exclude_dark=exclude_dark,
     )
-    contradictions = (
-        (
-            labels_from == "annotation" and labels is not None,
-            UsageError("labels", found="labels_from='annotation'", expected="only one of the two"),
-        ),
-        (
-            splits is None and side != "train",
-            UsageError(
-                f"side={side!r} requires splits", todo="pass splits=, the splits.json of a run"
-            ),
-        ),
-        (
-            shuffle and seed is None,
-            UsageError(
-                "load_dataset shuffles, but has no seed",
-                todo="call load_dataset(..., seed=1), or shuffle=False to keep the order of the stores",
-            ),
-        ),
-    )
-    for is_wrong, error in contradictions:
-        if is_wrong:
-            raise error
+    _check_sources(labels, labels_from, splits, side)
+    if shuffle and seed is None:
+        raise UsageError(
+            "load_dataset shuffles, but has no seed",
+            todo="call load_dataset(..., seed=1), or shuffle=False to keep the order of the stores",
+        )
     seed = seed if shuffle else None
     with ExitStack() as stack:
         stores = [stack.enter_context(Store(part)) for part in store_paths(path)]
         check_patch_sizes(stores)
-        if isinstance(labels, str | Path):
-            labels = {
-                slide: row.label for slide, row in read_slide_labels(labels, stores, na=na).items()
-            }
-        chosen = select(
+        slides = _select_slides(
             stores,
+            *(labels, na, splits, as_supervised),
             classes=classes,
-            labels=labels,
             labelled_only=labelled_only,
             subset=side,
-            splits=None if splits is None else read_splits(Path(splits), stores),
             labels_from=labels_from,
             patch_filter=patch_filter,
         )
-        unlabelled = sum(slide.label == UNLABELLED for slide in chosen)
-        if as_supervised and unlabelled:  # losses do not accept label -1, even with weight 0
-            raise UsageError(
-                "as_supervised",
-                found=f"{counted(unlabelled, 'slide')} without a label of the classes",
-                expected="a label for every patch",
-                todo="exclude them with labelled_only=True, or label them",
-            )
-        table = SampleTable(chosen, max_per_slide=max_per_slide, seed=seed)
+        table = SampleTable(slides, max_per_slide=max_per_slide, seed=seed)
+        order = make_order(table, seed=seed, balance=balance, shuffle_block=shuffle_block)
         batches = PatchBatches(
             stores,
             table,
             batch_size=batch_size * count,
             replicas=count,
             on_error=on_error,
-            order=make_order(table, seed=seed, balance=balance, shuffle_block=shuffle_block),
+            order=order,
             columns=columns,
         )
         last_step = epochs * batches.steps_per_epoch
         if start_step > last_step:
             raise UsageError("start_step", found=start_step, expected=f"0 to {last_step}")
+        batches.parallel_calls, batches.read_ahead = parallel_calls, read_ahead
+        batches.prefetch = prefetch
         feed = BatchFeed(batches, parts=(index,))
-        dataset = feed.dataset(
-            start_step,
-            last_step,
-            parallel_calls=parallel_calls,
-            prefetch=prefetch,
-            read_ahead=read_ahead,
-        )
-        if stain_norm != "none":
-            dataset = _normalized(dataset, stores, stain_norm)
-        if as_supervised:
-            dataset = dataset.map(lambda batch: (batch["image"], batch["label"], batch["weight"]))
+        dataset = feed.dataset(start_step, last_step)
+        dataset = _converted(dataset, stores, stain_norm, as_supervised=as_supervised)
         dataset.skipped, dataset.steps_per_epoch = batches.skipped, batches.steps_per_epoch
         stack.pop_all()
-        # Stores stay open while a dataset or an iterator can load a batch.
-        for store in stores:
-            weakref.finalize(feed, store.close_later)
+    # Stores stay open while a dataset or an iterator can load a batch.
+    for store in stores:
+        weakref.finalize(feed, store.close_later)
     return dataset
 
 
-def _normalized(
-    dataset: tf.data.Dataset, stores: Sequence[Store], stain_norm: StainNorm
-) -> tf.data.Dataset:
-    """Normalize the stain of the images of every batch."""
-    # Imported late: they load TensorFlow.
-    from histopipe.dataset.augmentation import to_uint8
-    from histopipe.dataset.stain_normalization import stain_normalizer
+def _check_sources(labels: object, labels_from: LabelsFrom, splits: object, side: Subset) -> None:
+    if labels_from == "annotation" and labels is not None:
+        raise UsageError("labels", found="labels_from='annotation'", expected="only one of the two")
+    if splits is None and side != "train":
+        raise UsageError(
+            f"side={side!r} requires splits", todo="pass splits=, the splits.json of a run"
+        )
 
-    normalize = stain_normalizer(stores, stain_norm)
-    return dataset.map(
-        lambda b: {**b, "image": to_uint8(normalize(b["image"], b["key"]))},
-        num_parallel_calls=_PREFETCH,
-        deterministic=True,
-    ).prefetch(1)
+
+def _select_slides(
+    stores: Sequence[Store],
+    labels: str | Path | LabelById | None,
+    na: Sequence[str],
+    splits: str | Path | None,
+    as_supervised: bool,
+    **selection: Any,
+) -> list[SampleRows]:
+    """Read labels and splits, and select slides; see `select` for the other arguments."""
+    if isinstance(labels, str | Path):
+        rows = read_slide_labels(labels, stores, na=na)
+        labels = {slide: row.label for slide, row in rows.items()}
+    read = None if splits is None else read_splits(Path(splits), stores)
+    slides = select(stores, labels=labels, splits=read, **selection)
+    unlabelled = sum(slide.label == UNLABELLED for slide in slides)
+    if as_supervised and unlabelled:  # losses do not accept label -1, even with weight 0
+        raise UsageError(
+            "as_supervised",
+            found=f"{counted(unlabelled, 'slide')} without a label of the classes",
+            expected="a label for every patch",
+            todo="exclude them with labelled_only=True, or label them",
+        )
+    return slides
+
+
+def _converted(
+    dataset: tf.data.Dataset,
+    stores: Sequence[Store],
+    stain_norm: StainNorm,
+    *,
+    as_supervised: bool,
+) -> tf.data.Dataset:
+    """Normalize the stain of the images of every batch, and convert dictionaries to the tuples of Keras."""
+    if stain_norm != "none":
+        # Imported late: they load TensorFlow.
+        from histopipe.dataset.augmentation import to_uint8
+        from histopipe.dataset.stain_normalization import stain_normalizer
+
+        normalize = stain_normalizer(stores, stain_norm)
+        dataset = dataset.map(
+            lambda b: {**b, "image": to_uint8(normalize(b["image"], b["key"]))},
+            num_parallel_calls=_PREFETCH,
+            deterministic=True,
+        ).prefetch(1)
+    if as_supervised:
+        dataset = dataset.map(lambda batch: (batch["image"], batch["label"], batch["weight"]))
+    return dataset

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,68 +106,84 @@ def demo(
         >>> demo("demo").reports  # doctest: +SKIP
     """
     if count < _LEAST_SLIDES:
-        expected = f"{_LEAST_SLIDES} or more: two for each subset of the split"
-        raise UsageError("--count", found=count, expected=expected)
+        raise UsageError(
+            "--count",
+            found=count,
+            expected=f"{_LEAST_SLIDES} or more: two for each subset of the split",
+        )
     if importlib.util.find_spec("tensorflow") is None:
-        needs = "the demo needs TensorFlow to train a model"
-        raise MachineShort(needs, todo="pip install 'histopipe[train]'")
+        raise MachineShort(
+            "the demo needs TensorFlow to train a model", todo="pip install 'histopipe[train]'"
+        )
     out, display = Path(out), progress or default_progress()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        todo = "remove it, or choose another --out"
-        raise UsageError(f"{out} exists and is not empty", todo=todo)
-    training, new, labels = out / "slides", out / "new-slides", out / "labels.csv"
-    store, features, run = out / "patches.lmdb", out / "features", out / "run"
-    predictions, heatmaps = out / "predictions", out / "heatmaps"
-
-    def step(number: int, text: str) -> None:
-        display.message(f"{number}/6 {text}")
-
+        raise UsageError(
+            f"{out} exists and is not empty", todo="remove it, or choose another --out"
+        )
     new_count = _NEW_LABELLED_SLIDES if slides else _NEW_SLIDES
-    step(1, f"make {count} synthetic slides for training, and {new_count} new slides")
-    table = _make_slides(training, new, count, new_count, labelled=slides)
-    step(2, "ingest the slides" + ("" if slides else ", with patch labels from their outlines"))
+    display.message(f"1/6 make {count} synthetic slides for training, and {new_count} new slides")
+    labels = _make_slides(out, count, new_count, labelled=slides)
+    with_labels = "" if slides else ", with patch labels from their outlines"
+    display.message(f"2/6 ingest the slides{with_labels}")
     ingested = ingest(
-        training,
-        store,
+        out / "slides",
+        out / "patches.lmdb",
         patch_size=64 if slides else 128,
         mpp=0.5,
-        annotations=None if slides else training,
+        annotations=None if slides else out / "slides",
         progress=display,
     )
     for name, reason in ingested.failed.items():
         raise HistopipeError(f"the synthetic slide {name} failed", found=reason)
-    if slides:
-        write_table(labels, ["slide", "label"], table)
-        step(3, "compute features with a small encoder of random weights")
-        embed(store, model=SMALL, out=features, progress=display)
-        step(4, "train a slide model on the labels of the slides")
-        result = train(
-            mil=features,
-            labels=labels,
-            allow_extra_rows=True,
-            out=run,
-            epochs=10,
-            learning_rate=5e-4,
-            split_by="slide",
-            fractions=_FRACTIONS,
-        )
-        step(5, "predict the new slides from their files, and draw heatmaps")
-        predicted = predict(
-            run, new, out=predictions, labels=labels, allow_extra_rows=True, progress=display
-        )
-        heatmap(
-            predictions,
-            out=heatmaps,
-            show="contribution",
-            class_name=_LABELS[1],
-            slides=[new],
-            progress=display,
-        )
-        step(6, "write a report")
-        return DemoResult(out, heatmaps, (report(run).file,), result, predicted)
-    step(3, "measure focus, pen marks and folds of every patch")
+    return _use_slide_model(out, labels, display) if slides else _use_patch_model(out, display)
+
+
+def _use_slide_model(
+    out: Path, slide_labels: Sequence[tuple[str, str]], display: Progress
+) -> DemoResult:
+    """Train a slide model, and predict the new slides from their files."""
+    labels, new, run, heatmaps = (
+        out / name for name in ("labels.csv", "new-slides", "run", "heatmaps")
+    )
+    write_table(labels, ["slide", "label"], slide_labels)
+    display.message("3/6 compute features with a small encoder of random weights")
+    embed(out / "patches.lmdb", model=SMALL, out=out / "features", progress=display)
+    display.message("4/6 train a slide model on the labels of the slides")
+    result = train(
+        mil=out / "features",
+        labels=labels,
+        allow_extra_rows=True,
+        out=run,
+        epochs=10,
+        learning_rate=5e-4,
+        split_by="slide",
+        fractions=_FRACTIONS,
+    )
+    display.message("5/6 predict the new slides from their files, and draw heatmaps")
+    predictions = out / "predictions"
+    predicted = predict(
+        run, new, out=predictions, labels=labels, allow_extra_rows=True, progress=display
+    )
+    heatmap(
+        predictions,
+        out=heatmaps,
+        show="contribution",
+        class_name=_LABELS[1],
+        slides=[new],
+        progress=display,
+    )
+    display.message("6/6 write a report")
+    return DemoResult(out, heatmaps, (report(run).file,), result, predicted)
+
+
+def _use_patch_model(out: Path, display: Progress) -> DemoResult:
+    """Train a patch model, predict the new slides, and write pictures of the results."""
+    store, new, run, heatmaps = (
+        out / name for name in ("patches.lmdb", "new-slides", "run", "heatmaps")
+    )
+    display.message("3/6 measure focus, pen marks and folds of every patch")
     quality(store, progress=display)
-    step(4, "train on the patch labels, split by slide")
+    display.message("4/6 train on the patch labels, split by slide")
     result = train(
         store,
         out=run,
@@ -176,18 +193,16 @@ def demo(
         fractions=_FRACTIONS,
         epochs=6,
     )
-    step(5, "predict the new slides, and draw heatmaps")
-    predicted = predict(run, new, out=predictions)
-    heatmap(predictions, out=heatmaps, slides=[new], formats=["png", "tiff", "geojson"])
-    step(6, "write reports")
+    display.message("5/6 predict the new slides, and draw heatmaps")
+    predicted = predict(run, new, out=out / "predictions")
+    heatmap(out / "predictions", out=heatmaps, slides=[new], formats=["png", "tiff", "geojson"])
+    display.message("6/6 write reports")
     reports = report(store).file, report(run).file
     _write_pictures(out / "pictures", store, run, heatmaps)
     return DemoResult(out, heatmaps, reports, result, predicted)
 
 
-def _make_slides(
-    training: Path, new: Path, count: int, new_count: int, *, labelled: bool
-) -> list[tuple[str, str]]:
+def _make_slides(out: Path, count: int, new_count: int, *, labelled: bool) -> list[tuple[str, str]]:
     """Make slides for training with outlines, and new slides; or `labelled` slides without, every second one with tumour.
 
     Return the names and labels of all slides.
@@ -203,14 +218,17 @@ def _make_slides(
     table = []
     for number in range(count + new_count):
         is_new, positive = number >= count, number % 2
-        path = (new if is_new else training) / f"slide-{number:03d}.svs"
+        path = out / ("new-slides" if is_new else "slides") / f"slide-{number:03d}.svs"
         path.parent.mkdir(parents=True, exist_ok=True)
         # Slides of both labels share textures.
         texture = textures[(number // 2 if labelled else number) % len(textures)]
         shifted: dict[str, Any] = shifted_textures(texture, number)
-        nodules = _NODULES * positive if labelled else _NODULES
-        size = _NEW_SIZE if is_new and not labelled else _SIZE
-        settings = SlideSettings(size=size, mpp=_MPP, nodules=nodules, **shifted)
+        settings = SlideSettings(
+            size=_NEW_SIZE if is_new and not labelled else _SIZE,
+            mpp=_MPP,
+            nodules=_NODULES * positive if labelled else _NODULES,
+            **shifted,
+        )
         make_slide(path, "normal", number, settings)
         if is_new or labelled:
             path.with_suffix(".geojson").unlink()

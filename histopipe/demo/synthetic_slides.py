@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 import simplejpeg
 from numpy.typing import NDArray
 from PIL import Image
+from tifffile import TiffWriter
 
 from histopipe.geometry import Size
 from histopipe.system.arrays import PixelArray
@@ -178,12 +177,8 @@ def _with_area(below: PixelArray, area: TexturedArea, left: int, top: int) -> Pi
     return np.where(mask[..., None], tissue, below)
 
 
-_KINDS = {"H": 3, "I": 4, "Q": 16}
-"""TIFF types by format character of `struct`."""
-_ASCII, _RATIONAL, _UNDEFINED = 2, 5, 7
-_JPEG, _CENTIMETRE = 7, 3
-_PHOTOMETRIC = {"grey": 1, "rgb": 2, "ycbcr": 6}
-_FACTORS = {"444": (1, 1), "422": (2, 1), "420": (2, 2), "440": (1, 2)}
+_PHOTOMETRIC = {"grey": "minisblack", "rgb": "rgb", "ycbcr": "ycbcr"}
+_FACTORS = {"444": (1, 1), "422": (2, 1), "420": (2, 2)}
 
 
 @dataclass(frozen=True)
@@ -208,71 +203,26 @@ class TiffPage:
 
 def write_pyramid(path: Path, pages: Iterable[TiffPage]) -> None:
     """Write the pages in order as BigTIFF. The file becomes visible by one rename."""
-    with atomic_write(path) as part, part.open("wb") as file:
-        file.write(struct.pack("<2sHHHQ", b"II", 43, 8, 0, 0))
-        link = 8  # position of the offset of the next directory
+    with atomic_write(path) as part, TiffWriter(part, bigtiff=True) as file:
         for page in pages:
-            directory = _write_page(file, page)
-            end = file.tell()
-            file.seek(link)
-            file.write(struct.pack("<Q", directory))
-            file.seek(end)
-            link = end - 8
-
-
-def _write_page(file: BinaryIO, page: TiffPage) -> int:
-    """Write tiles and a directory, and return the offset of the directory."""
-    offsets, counts = [], []
-    for tile in page.tiles:
-        offsets.append(file.tell() if tile else 0)
-        counts.append(len(tile))
-        file.write(tile)
-    samples = 1 if page.colour == "grey" else 3
-    per_centimetre = struct.pack("<II", round(1e8 / page.mpp), 10_000)
-    tags = [
-        _tag(254, "I", 0),
-        _tag(256, "I", page.size.width),
-        _tag(257, "I", page.size.height),
-        _tag(258, "H", *[8] * samples),
-        _tag(259, "H", _JPEG),
-        _tag(262, "H", _PHOTOMETRIC[page.colour]),
-        _tag(277, "H", samples),
-        (282, _RATIONAL, 1, per_centimetre),
-        (283, _RATIONAL, 1, per_centimetre),
-        _tag(284, "H", 1),
-        _tag(296, "H", _CENTIMETRE),
-        _tag(322, "H", page.tile.width),
-        _tag(323, "H", page.tile.height),
-        _tag(324, "Q", *offsets),
-        _tag(325, "Q", *counts),
-    ]
-    if page.colour == "ycbcr":
-        tags.append(_tag(530, "H", *_FACTORS[page.subsampling]))
-    if page.tables:
-        tags.append((347, _UNDEFINED, len(page.tables), page.tables))
-    if page.description is not None:
-        text = page.description.encode() + b"\0"
-        tags.append((270, _ASCII, len(text), text))
-    directory = struct.pack("<Q", len(tags))
-    for number, kind, count, data in sorted(tags):
-        value = data if len(data) <= 8 else struct.pack("<Q", _append(file, data))
-        directory += struct.pack("<HHQ8s", number, kind, count, value)
-    return _append(file, directory + bytes(8))
-
-
-def _tag(number: int, letter: str, *values: int) -> tuple[int, int, int, bytes]:
-    """Return number, type, count and data of a tag."""
-    data = struct.pack(f"<{len(values)}{letter}", *values)
-    return number, _KINDS[letter], len(values), data
-
-
-def _append(file: BinaryIO, data: bytes) -> int:
-    """Write data at the next even offset, as TIFF requires, and return the offset."""
-    if file.tell() % 2:
-        file.write(b"\0")
-    start = file.tell()
-    file.write(data)
-    return start
+            shape, colour = (page.size.height, page.size.width), page.colour
+            file.write(
+                iter(page.tiles),
+                shape=shape if colour == "grey" else (*shape, 3),
+                dtype=np.uint8,
+                tile=(page.tile.height, page.tile.width),
+                compression="jpeg",
+                # Without this, RGB tiles would be recorded as YCbCr.
+                compressionargs={"outcolorspace": "rgb"} if colour == "rgb" else None,
+                photometric=_PHOTOMETRIC[colour],
+                subsampling=_FACTORS[page.subsampling] if colour == "ycbcr" else None,
+                jpegtables=page.tables or None,
+                description=page.description,
+                resolution=(1e4 / page.mpp, 1e4 / page.mpp),
+                resolutionunit="CENTIMETER",
+                metadata=None,
+                software=False,
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,21 +260,16 @@ def make_slide(path: Path, kind: str, number: int, settings: SlideSettings) -> N
     `kind` is the class of its tissue. Each `number` yields a different slide.
     """
     rng, tile = np.random.default_rng((settings.seed, number)), settings.tile
-    texture = (
-        settings.texture
-        if settings.texture is not None
-        else synthetic_texture(rng, kind, settings.mpp)
-    )
+    texture, tumour = settings.texture, settings.tumour
+    if texture is None:
+        texture = synthetic_texture(rng, kind, settings.mpp)
     outlines = random_outlines(rng, settings.size, settings.pieces)
     glass = np.clip(rng.normal(GLASS, 1.2, (tile, tile, 3)), 0, 255).astype(np.uint8)
     areas = [TexturedArea(kind, outlines, endless(texture, tile, settings.size))]
     if settings.nodules:
         within = [n for piece in outlines for n in random_nodules(rng, piece, settings.nodules)]
-        tumour = (
-            settings.tumour
-            if settings.tumour is not None
-            else synthetic_texture(rng, "tumour", settings.mpp)
-        )
+        if tumour is None:
+            tumour = synthetic_texture(rng, "tumour", settings.mpp)
         areas.append(TexturedArea("tumour", within, endless(tumour, tile, settings.size)))
     write_slide(path, partial(paint_row, areas, glass, settings.size.width), settings)
     _write_outlines(path.with_suffix(".geojson"), areas)
@@ -352,27 +297,27 @@ def _pyramid(draw_row: DrawRow, options: SlideSettings) -> Iterator[Iterable[byt
                 colorsubsampling=options.subsampling,
             )
 
-    def flush(downsample: int) -> None:
-        if parts[downsample]:
-            row = np.concatenate(parts[downsample])
-            width = -(-row.shape[1] // tile) * tile
-            square = ((0, tile - row.shape[0]), (0, width - row.shape[1]), (0, 0))
-            coarse[downsample] += encoded(np.pad(row, square, mode="edge"))
-            parts[downsample] = []
+    def encode_coarse(downsample: int) -> None:
+        row = np.concatenate(parts[downsample])
+        width = -(-row.shape[1] // tile) * tile
+        square = ((0, tile - row.shape[0]), (0, width - row.shape[1]), (0, 0))
+        coarse[downsample] += encoded(np.pad(row, square, mode="edge"))
+        parts[downsample] = []
 
     def level_0() -> Iterator[bytes]:
         for top in range(0, options.size.height, tile):
             row = draw_row(top)
-            yield from encoded(row)
             seen = row[: options.size.height - top, : options.size.width]
+            is_last = top + tile >= options.size.height
             for d in coarse:
                 rows, columns = seen.shape[0] // d * d, seen.shape[1] // d * d
                 if rows and columns:
                     parts[d].append(np.asarray(Image.fromarray(seen[:rows, :columns]).reduce(d)))
-                if sum(map(len, parts[d])) >= tile:
-                    flush(d)
-        for d in coarse:
-            flush(d)
+                count = sum(map(len, parts[d]))
+                if count >= tile or (count and is_last):
+                    encode_coarse(d)
+            # Last, since the writer does not resume this function after the last tile.
+            yield from encoded(row)
 
     yield level_0()
     yield from coarse.values()
@@ -384,7 +329,13 @@ def write_slide(path: Path, draw_row: DrawRow, options: SlideSettings) -> None:
     tile = Size(options.tile, options.tile)
     texts: list[str | None] = [None] * len(levels)
     if path.suffix == ".svs":
-        texts = [_aperio_description(levels, options)] * len(levels)
+        width, height = levels[0].width, levels[0].height
+        text = (
+            f"Aperio Image Library v11.2.1 \r\n{width}x{height} [0,0 {width}x{height}] "
+            f"({options.tile}x{options.tile}) JPEG/RGB Q={options.quality}"
+            f"|AppMag = {round(10 / options.mpp)}|MPP = {options.mpp:.4f}"
+        )
+        texts = [text] * len(levels)
     elif path.suffix == ".scn":
         texts[0] = leica_description(levels, options)
     pages = (
@@ -394,15 +345,6 @@ def write_slide(path: Path, draw_row: DrawRow, options: SlideSettings) -> None:
         )
     )
     write_pyramid(path, pages)
-
-
-def _aperio_description(levels: list[Size], options: SlideSettings) -> str:
-    width, height = levels[0].width, levels[0].height
-    scale = f"|AppMag = {round(10 / options.mpp)}|MPP = {options.mpp:.4f}"
-    return (
-        f"Aperio Image Library v11.2.1 \r\n{width}x{height} [0,0 {width}x{height}] "
-        f"({options.tile}x{options.tile}) JPEG/RGB Q={options.quality}" + scale
-    )
 
 
 def leica_description(levels: list[Size], options: SlideSettings) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
 import re
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -72,13 +72,13 @@ def find_driver(proc: Path = Path("/proc/driver/nvidia/version")) -> Driver | No
     """Return the loaded driver; None if there is none."""
     command = ["nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader"]
     problem = None
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+    with suppress(OSError, subprocess.TimeoutExpired):
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         rows = [row.split(", ", 1) for row in done.stdout.splitlines() if ", " in row]
         if done.returncode == 0 and rows:
             return Driver(rows[0][0], tuple(name for _, name in rows))
         problem = (done.stdout + done.stderr).strip()[:300] or f"exit code {done.returncode}"
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         match = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", proc.read_text())
         return Driver(match[1] if match else "", (), problem)
     return None
@@ -99,50 +99,52 @@ def tensorflow() -> tuple[Check, Probe | None]:
     except Exception as error:  # noqa: BLE001 - a broken TensorFlow may raise any error
         problem = str(error)
     else:
-        return _devices(result), result
+        built = f"built for CUDA {result.cuda}" if result.cuda else "built without CUDA"
+        text = f"{result.version} with Keras {result.keras}, {built}; "
+        versions = {"version": result.version, "keras": result.keras, "cuda": result.cuda}
+        check = _device_check("TensorFlow", text, result.devices[0], _INSTALL_CPU, versions)
+        return check, result
     packages = metadata.packages_distributions()  # tensorflow may come from tensorflow-cpu
-    versions = ", ".join(
+    installed = ", ".join(
         f"{package} {metadata.version(package)}"
         for name in ("tensorflow", "keras", "numpy")
         for package in packages.get(name, ())
     )
     todo = f"reinstall it in a separate environment: {_INSTALL_CPU} or {_INSTALL_GPU}"
-    return Check("TensorFlow", f"broken: {problem} ({versions})", State.BAD, todo), None
+    return Check("TensorFlow", f"broken: {problem} ({installed})", State.BAD, todo), None
 
 
-def _devices(result: Probe) -> Check:
-    built = f"built for CUDA {result.cuda}" if result.cuda else "built without CUDA"
-    text = f"{result.version} with Keras {result.keras}, {built}"
-    versions = {"version": result.version, "keras": result.keras, "cuda": result.cuda}
-    cpu = result.devices[0]
-    if cpu.problem:
-        return Check("TensorFlow", f"{text}; {cpu.problem}", State.BAD, _INSTALL_CPU, versions)
-    return Check("TensorFlow", f"{text}; {_speed(cpu)}", facts=versions)
+def _device_check(
+    name: str, text: str, device: Device, todo: str, details: dict[str, Any] | None = None
+) -> Check:
+    """Return a check whose text ends with the speed of a device, or is bad and ends with its error."""
+    if device.problem:
+        return Check(name, text + device.problem, State.BAD, todo, details)
+    text += f"a product of 1024² matrices in {1e3 * (device.seconds or 0.0):.1f} ms"
+    return Check(name, text, facts=details)
 
 
 def gpus(driver: Driver | None, result: Probe | None) -> list[Check]:
     """Return a check of each GPU, or one check with the reason why TensorFlow has no GPU."""
-    checks = []
-    for device in result.devices[1:] if result else ():
-        text = f"{device.model}: {device.problem or _speed(device)}"
-        todo = "run `nvidia-smi`: it may be full or broken; CUDA_VISIBLE_DEVICES can exclude it"
-        state = (State.BAD, todo) if device.problem else ()
-        checks.append(Check(device.name[1:], text, *state))
-    return checks or [_none(driver, result)]
+    todo = "run `nvidia-smi`: it may be full or broken; CUDA_VISIBLE_DEVICES can exclude it"
+    devices = result.devices[1:] if result else ()
+    checks = [_device_check(d.name[1:], f"{d.model}: ", d, todo) for d in devices]
+    return checks or [_missing_gpu(driver, result)]
 
 
-def _none(driver: Driver | None, result: Probe | None) -> Check:
+def _missing_gpu(driver: Driver | None, result: Probe | None) -> Check:
     """Return a check with the first reason that applies why TensorFlow has no GPU."""
     if driver is None:
-        todo = (
+        return Check(
+            "GPU",
+            "none: no NVIDIA driver is loaded",
+            State.WARNING,
             "training uses the CPU. To use an NVIDIA GPU, install its driver; in a container: docker run --gpus "
-            "all, with NVIDIA's container toolkit on the host"
+            "all, with NVIDIA's container toolkit on the host",
         )
-        return Check("GPU", "none: no NVIDIA driver is loaded", State.WARNING, todo)
     cuda = result.cuda if result else None
     needed = _LEAST_DRIVER.get(int(cuda.split(".")[0]), (0, 0)) if cuda else (0, 0)
-    old = tuple(int(part) for part in driver.version.split(".")[:2] if part.isdigit()) < needed
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
+    version = tuple(int(part) for part in driver.version.split(".")[:2] if part.isdigit())
     reasons = (
         (
             driver.problem is not None,
@@ -155,10 +157,14 @@ def _none(driver: Driver | None, result: Probe | None) -> Check:
             "in a container: docker run --gpus all; on a cluster: request one from the scheduler",
         ),
         (result is None, "TensorFlow does not work", _INSTALL_GPU),
-        (hidden, "CUDA_VISIBLE_DEVICES hides them", "unset CUDA_VISIBLE_DEVICES"),
+        (
+            os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1"),
+            "CUDA_VISIBLE_DEVICES hides them",
+            "unset CUDA_VISIBLE_DEVICES",
+        ),
         (cuda is None, "TensorFlow is built without CUDA", _INSTALL_GPU),
         (
-            old,
+            version < needed,
             f"TensorFlow is built for CUDA {cuda}, which needs driver {needed[0]}.{needed[1]} or later",
             "update NVIDIA's driver on the host",
         ),
@@ -173,10 +179,6 @@ def _none(driver: Driver | None, result: Probe | None) -> Check:
     return Check("GPU", f"{text}: {why}", State.BAD, todo)
 
 
-def _speed(device: Device) -> str:
-    return f"a product of 1024² matrices in {1e3 * (device.seconds or 0.0):.1f} ms"
-
-
 def probe() -> Probe:
     """Load TensorFlow and multiply matrices on every device. A broken TensorFlow may raise any error."""
     tf, keras = load_quietly("tensorflow"), load_quietly("keras")
@@ -185,10 +187,13 @@ def probe() -> Probe:
         tf.config.experimental.set_memory_growth(gpu, True)
     models = [tf.config.experimental.get_device_details(gpu).get("device_name", "") for gpu in gpus]
     names = {"/CPU:0": ""} | {f"/GPU:{n}": str(model) for n, model in enumerate(models)}
-    devices = tuple(_multiply(tf, name, model) for name, model in names.items())
     build = tf.sysconfig.get_build_info()
-    cuda = str(build["cuda_version"]) if build.get("is_cuda_build") else None
-    return Probe(tf.__version__, keras.__version__, cuda, devices)
+    return Probe(
+        tf.__version__,
+        keras.__version__,
+        str(build["cuda_version"]) if build.get("is_cuda_build") else None,
+        tuple(_multiply(tf, name, model) for name, model in names.items()),
+    )
 
 
 def _multiply(tf: Any, name: str, model: str) -> Device:
@@ -260,8 +265,6 @@ def _checks(folder: Path) -> Iterator[Check]:
     yield machine.filesystem(folder)
     for check in (machine.libraries, machine.openslide, machine.readers, machine.jpeg):
         yield check()
-    of_tensorflow, probe = tensorflow()
-    yield of_tensorflow
-    gpu_checks = gpus(find_driver(), probe)
-    yield from gpu_checks
-    yield machine.shared_memory(len(gpu_checks))
+    of_tensorflow, result = tensorflow()
+    gpu_checks = gpus(find_driver(), result)
+    yield from (of_tensorflow, *gpu_checks, machine.shared_memory(len(gpu_checks)))

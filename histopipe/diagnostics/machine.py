@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 import platform
@@ -10,7 +9,8 @@ import re
 import resource
 import sys
 import timeit
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from importlib import metadata
@@ -82,28 +82,32 @@ def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> Check:
     """Check the number of usable cores and the processor features."""
     cores, quota = count_usable_cores(), _quota()
     text = f"{cores} cores" + (f", limited to {quota:g}" if quota else "")
-    flags = _flags(cpuinfo)
-    if platform.machine() != "x86_64" or not flags:
+    match = re.search(r"^flags[^:]*:(.*)", _text(cpuinfo), re.MULTILINE)
+    if platform.machine() != "x86_64" or not match:
         return Check("processor", f"{text}, {platform.machine()}")
-    present = [name for name in (*_NEEDED, *_USED) if name in flags]
-    check = Check(
-        "processor",
-        f"{text}, {' '.join(present) or 'no AVX'}",
-        facts={"cores": cores, "quota": quota, "features": present},
-    )
+    present = [name for name in (*_NEEDED, *_USED) if name in match[1].split()]
+    text += f", {' '.join(present) or 'no AVX'}"
+    facts = {"cores": cores, "quota": quota, "features": present}
+    if set(_NEEDED) <= set(present):
+        return Check("processor", text, facts=facts)
     todo = "TensorFlow's wheels need AVX: train on another machine; ingest works here"
-    return check if set(_NEEDED) <= flags else replace(check, state=State.BAD, todo=todo)
+    return Check("processor", text, State.BAD, todo, facts)
 
 
 def memory() -> Check:
     """Check how much memory processes may use."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit = min([total, *_limits("memory.max", "memory/memory.limit_in_bytes")])
+    limits = [_text(_CGROUP / name) for name in ("memory.max", "memory/memory.limit_in_bytes")]
+    limit = min([total, *(int(text) for text in limits if text.strip().isdigit())])
     description = f"{limit / 2**30:.0f} GiB"
     description += f" of {total / 2**30:.0f} GiB in the machine" if limit < total else ""
-    amounts = {"bytes": limit, "machine_bytes": total}
     todo = "training takes 3 GB or more: you may need --accumulate and small batches"
-    return _advised("memory", description, todo if limit < _LEAST_MEMORY else None, amounts)
+    return _advised(
+        "memory",
+        description,
+        todo if limit < _LEAST_MEMORY else None,
+        {"bytes": limit, "machine_bytes": total},
+    )
 
 
 def address_space() -> Check:
@@ -111,25 +115,30 @@ def address_space() -> Check:
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:
         return Check("address space", "no limit")
-    todo = "stores are mapped into memory, 16 TiB for a writer: run `ulimit -v unlimited` first"
-    return Check("address space", f"{limit / 2**30:.1f} GiB", State.BAD, todo)
+    return Check(
+        "address space",
+        f"{limit / 2**30:.1f} GiB",
+        State.BAD,
+        "stores are mapped into memory, 16 TiB for a writer: run `ulimit -v unlimited` first",
+    )
 
 
 def shared_memory(gpus: int, path: Path = Path("/dev/shm")) -> Check:  # noqa: S108 - the system's own
     """Check the shared memory, through which several GPUs exchange gradients."""
     size = os.statvfs(path).f_blocks * os.statvfs(path).f_frsize if path.is_dir() else 0
-    description = f"{size / 2**20:,.0f} MiB in {path}"
     todo = "NCCL needs more for several GPUs: docker run --shm-size 8g, or shm_size in compose.yaml"
-    short = gpus > 1 and size < _LEAST_SHARED
-    return _advised("shared memory", description, todo if short else None)
+    return _advised(
+        "shared memory",
+        f"{size / 2**20:,.0f} MiB in {path}",
+        todo if gpus > 1 and size < _LEAST_SHARED else None,
+    )
 
 
 def disk(folder: Path) -> Check:
     """Check the free space for a store."""
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    free = free_bytes(existing)
-    description = f"{free / 1e9:,.0f} GB free for {folder}"
+    free = free_bytes(next(path for path in (folder, *folder.absolute().parents) if path.exists()))
     todo = "a slide takes 0.3 to 2 GB in a store: free disk space, or use another disk"
+    description = f"{free / 1e9:,.0f} GB free for {folder}"
     return _advised("disk", description, todo if free < _LEAST_DISK else None)
 
 
@@ -138,37 +147,29 @@ def filesystem(folder: Path) -> Check:
     kind = filesystem_of(folder)
     description = f"{folder} is on {kind}"
     if network_filesystem(folder):
-        todo = "LMDB's locks do not work between machines: write to a local disk, then copy"
-        return Check("filesystem", description, State.BAD, todo)
+        return Check(
+            "filesystem",
+            description,
+            State.BAD,
+            "LMDB's locks do not work between machines: write to a local disk, then copy",
+        )
     return _advised("filesystem", description, _WARNINGS.get(kind))
 
 
-def _flags(cpuinfo: Path) -> set[str]:
-    with contextlib.suppress(OSError):
-        match = re.search(r"^flags[^:]*:(.*)", cpuinfo.read_text(), re.MULTILINE)
-        return set(match[1].split()) if match else set()
-    return set()
+def _text(path: Path) -> str:
+    """Return the content of a file of the kernel; empty if there is none."""
+    with suppress(OSError):
+        return path.read_text()
+    return ""
 
 
 def _quota() -> float | None:
-    """Return the number of cores that a control group allows; None if there is no limit."""
-    with contextlib.suppress(OSError, ValueError):
-        quota, period = (_CGROUP / "cpu.max").read_text().split()
-        return None if quota == "max" else int(quota) / int(period)
-    with contextlib.suppress(OSError, ValueError):
-        quota = (_CGROUP / "cpu" / "cpu.cfs_quota_us").read_text()
-        period = (_CGROUP / "cpu" / "cpu.cfs_period_us").read_text()
-        return None if int(quota) < 0 else int(quota) / int(period)
-    return None
-
-
-def _limits(*names: str) -> list[int]:
-    """Return the memory limits of control groups of version 1 and 2."""
-    limits = []
-    for name in names:
-        with contextlib.suppress(OSError, ValueError):
-            limits.append(int((_CGROUP / name).read_text()))
-    return limits
+    """Return the number of cores that a control group, of version 2 or 1, allows; None if there is no limit."""
+    files = ("cpu.max", "cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")
+    words = " ".join(_text(_CGROUP / name) for name in files).split()
+    if len(words) < 2 or not words[0].isdigit():  # "max" or -1
+        return None
+    return int(words[0]) / int(words[1])
 
 
 def libraries() -> Check:
@@ -188,8 +189,13 @@ def libraries() -> Check:
         if not requirement.specifier.contains(versions[name], prereleases=True):
             wrong.append(f"{name} {versions[name]}, expected {requirement}")
     if wrong:
-        todo = "reinstall histopipe in a separate environment"
-        return Check("libraries", "; ".join(wrong), State.BAD, todo, versions)
+        return Check(
+            "libraries",
+            "; ".join(wrong),
+            State.BAD,
+            "reinstall histopipe in a separate environment",
+            versions,
+        )
     return Check("libraries", f"all {len(versions)} are installed", facts=versions)
 
 
@@ -202,11 +208,13 @@ def openslide() -> Check:
 
         version, formats = openslide_formats()
     except (ImportError, OSError) as error:
-        description = f"cannot be loaded: {error}"
-        return Check("OpenSlide", description, State.BAD, "pip install openslide-bin")
-    details = {"version": version, "formats": formats}
+        return Check(
+            "OpenSlide", f"cannot be loaded: {error}", State.BAD, "pip install openslide-bin"
+        )
     return Check(
-        "OpenSlide", f"{version}: {', '.join(formats) or 'formats unknown'}", facts=details
+        "OpenSlide",
+        f"{version}: {', '.join(formats) or 'formats unknown'}",
+        facts={"version": version, "formats": formats},
     )
 
 
@@ -232,10 +240,13 @@ def jpeg() -> Check:
         used, plain = _seconds(None), _seconds(_without_simd)
     except (WorkerDied, MachineShort, ImportError) as error:
         return Check("JPEG", f"cannot be decoded: {error}", State.BAD, "reinstall simplejpeg")
-    speeds = {"megapixels_per_second": round(1 / used), "without_simd": round(1 / plain)}
-    description = f"{1 / used:.0f} megapixels per second on one core, {plain / used:.1f} times as fast as without SIMD"
     todo = "its libjpeg-turbo was built without SIMD: install simplejpeg from its wheel"
-    return _advised("JPEG", description, todo if plain < used * _FASTER else None, speeds)
+    return _advised(
+        "JPEG",
+        f"{1 / used:.0f} megapixels per second on one core, {plain / used:.1f} times as fast as without SIMD",
+        todo if plain < used * _FASTER else None,
+        {"megapixels_per_second": round(1 / used), "without_simd": round(1 / plain)},
+    )
 
 
 def _seconds(prepare: object) -> float:
@@ -249,7 +260,7 @@ def _without_simd() -> None:
 
 
 def _decode() -> float:
-    import numpy as np
+    import numpy as np  # late: the libraries may be broken
     import simplejpeg
 
     steps = np.random.default_rng(0).integers(-3, 4, (1000, 1000, 3))

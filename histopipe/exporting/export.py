@@ -56,25 +56,28 @@ def export_masks(store: Path, *, out: Path, progress: Progress) -> TissueReport:
             raise NothingToDo(f"{store} has no complete slide", todo="see `histopipe info`")
         with progress.bar("exporting masks", unit="slides", total=len(complete)) as bar:
             for slide, record in complete.items():
-                where = f"{store}, slide {record.id}"
+                where, notes = f"{store}, slide {record.id}", list(record.notes)
                 thumbnail, mask = opened.thumbnail(slide), opened.thumbnail(slide, "mask")
                 try:
                     if thumbnail is None or mask is None:
                         raise NothingToDo("the store has no tissue mask of it")  # noqa: TRY301
                     pixels = decode_picture(mask, f"{where}: tissue mask", mode="L") > 0
-                    grid, exact = _grid(record, read_png_grid(bytes(mask)), pixels)
-                    inexact = "outlines may be off by a pixel: an older version wrote the store"
-                    picture = decode_picture(thumbnail, where)
+                    grid = read_png_grid(bytes(mask))
+                    if grid is None:
+                        grid = _estimate_grid(record, pixels)
+                        notes.append(
+                            "outlines may be off by a pixel: an older version wrote the store"
+                        )
                     row, pictures[record.id] = write_slide_mask(
                         out,
                         record.id,
                         TissueMask(pixels),
                         grid,
                         bounds=_bounds(record),
-                        thumbnail=picture,
+                        thumbnail=decode_picture(thumbnail, where),
                         mpp=None if record.mpp is None else Mpp(record.mpp),
                         source=record.mask or str(recorded_tissue(opened.spec)),
-                        notes=record.notes if exact else [*record.notes, inexact],
+                        notes=notes,
                     )
                     result.slides.append(row)
                 except Exception as error:  # noqa: BLE001 - `slide_failure` raises what concerns all slides
@@ -89,24 +92,15 @@ def _bounds(record: SlideRecord) -> RegionL0:
     return RegionL0(PointL0(left, top), Size(width, height))
 
 
-def _grid(record: SlideRecord, grid: Grid | None, mask: NDArray[np.bool_]) -> tuple[Grid, bool]:
-    """Return the grid of a stored mask, and whether it is exact: older stores do not record it."""
-    if grid is not None:
-        return grid, True
-    size, bounds = Size(mask.shape[1], mask.shape[0]), _bounds(record)
-    origin, slide = bounds.origin, Size(record.width, record.height)
-    return Grid(origin.x, origin.y, _side(bounds.size, size), size, slide), False
-
-
-def _side(region: Size, thumbnail: Size) -> float:
-    """Return the side of a pixel of a thumbnail of a region, in level-0 pixels, of which only the sizes are known."""
-    longer = max(region.width, region.height)
-    count = max(thumbnail.width, thumbnail.height, 1)
+def _estimate_grid(record: SlideRecord, mask: NDArray[np.bool_]) -> Grid:
+    """Return the grid of a stored mask from its size: older stores do not record it."""
+    left, top, width, height = record.bounds
+    size, slide = Size(mask.shape[1], mask.shape[0]), Size(record.width, record.height)
+    longer, count = max(width, height), max(*mask.shape, 1)
     # Usually a whole number: the last pixel is only in part inside the slide.
-    for side in range(max(1, longer // count), math.ceil(longer / max(1, count - 1)) + 1):
-        if Size(-(-region.width // side), -(-region.height // side)) == thumbnail:
-            return float(side)
-    return longer / count
+    sides = range(max(1, longer // count), math.ceil(longer / max(1, count - 1)) + 1)
+    exact = (side for side in sides if Size(-(-width // side), -(-height // side)) == size)
+    return Grid(left, top, next(exact, longer / count), size, slide)
 
 
 IndexFormat = Literal["csv", "parquet"]
@@ -246,21 +240,23 @@ def export_index(
     return IndexResult(out, count)
 
 
-def _slides(stores: Sequence[Store], bar: Bar) -> Iterator[tuple[dict[str, Any], Columns]]:
-    """Yield for each slide the values that are the same in all its rows, and the other columns, (N,) each."""
+def _slides(stores: Sequence[Store], bar: Bar) -> Iterator[Columns]:
+    """Yield the columns of each slide, (N,) each."""
     for store in stores:
         for number, record in store.complete.items():
             if record.planned:
-                common = (str(store.path), record.id, record.patient, record.site, record.label)
-                yield dict(zip(_OF_SLIDE, common, strict=True)), _columns(store, number, record)
+                yield _columns(store, number, record)
             bar.advance()
 
 
 def _columns(store: Store, number: int, record: SlideRecord) -> Columns:
     index, count = store.index(number), record.planned
+    of_slide = (str(store.path), record.id, record.patient, record.site, record.label)
     side = round((record.read_size or 0) * (record.downsample or 0))
     names = np.array([*store.classes, None], object)  # None for -1 and for unknown numbers
     columns = {
+        **index,
+        **{n: np.full(count, v, object) for n, v in zip(_OF_SLIDE, of_slide, strict=True)},
         "patch": np.arange(count, dtype=np.int32),
         "size_l0": np.full(count, side, np.int32),
         "level": np.full(count, record.level if record.level is not None else -1, np.int16),
@@ -268,13 +264,12 @@ def _columns(store: Store, number: int, record: SlideRecord) -> Columns:
         "bytes": index["length"],
         "annotation": names[np.clip(index["label"], -1, len(store.classes))],
     }
-    return {name: columns[name] if name in columns else index[name] for name in _OF_PATCH}
+    return {name: columns[name] for name in (*_OF_SLIDE, *_OF_PATCH)}
 
 
-def _rows(slides: Iterator[tuple[dict[str, Any], Columns]]) -> Iterator[list[object]]:
-    for common, columns in slides:
-        for row in zip(*map(_cells, columns.values()), strict=True):
-            yield [*common.values(), *row]
+def _rows(slides: Iterator[Columns]) -> Iterator[tuple[object, ...]]:
+    for columns in slides:
+        yield from zip(*map(_cells, columns.values()), strict=True)
 
 
 def _cells(values: NDArray[Any]) -> list[Any]:
@@ -284,7 +279,7 @@ def _cells(values: NDArray[Any]) -> list[Any]:
     return list(values.tolist())
 
 
-def _write_parquet(path: Path, slides: Iterator[tuple[dict[str, Any], Columns]]) -> None:
+def _write_parquet(path: Path, slides: Iterator[Columns]) -> None:
     try:
         import pyarrow as pa  # late: the extra [parquet]
         from pyarrow import parquet
@@ -301,22 +296,19 @@ def _write_parquet(path: Path, slides: Iterator[tuple[dict[str, Any], Columns]])
             writer.write_table(table, row_group_size=len(table))
 
 
-def _row_groups(slides: Iterator[tuple[dict[str, Any], Columns]], pa: Any) -> Iterator[Any]:
+def _row_groups(slides: Iterator[Columns], pa: Any) -> Iterator[Any]:
     """Yield Parquet tables of at least `_GROUP_ROWS` rows, except for the last one."""
     waiting: list[Any] = []
-    for common, columns in slides:
-        count = len(columns["patch"])
-        texts = {
-            name: pa.array(np.full(count, value, object), pa.string()).dictionary_encode()
-            for name, value in common.items()  # each text is stored once
-        }
+    for columns in slides:
         arrays = {
             name: pa.array(
                 values, pa.string() if values.dtype == object else None, from_pandas=True
             )
             for name, values in columns.items()
         }
-        waiting.append(pa.table(texts | arrays))
+        for name in _OF_SLIDE:  # each text is stored once
+            arrays[name] = arrays[name].dictionary_encode()
+        waiting.append(pa.table(arrays))
         if sum(map(len, waiting)) >= _GROUP_ROWS:
             yield pa.concat_tables(waiting).unify_dictionaries()
             waiting = []

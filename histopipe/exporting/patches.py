@@ -9,7 +9,7 @@ import tarfile
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -17,6 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, Literal
 
 from histopipe.dataset.options import check_whole
+from histopipe.dataset.patch_batches import JPEG_START
 from histopipe.errors import (
     DamagedStore,
     ExitCode,
@@ -163,10 +164,10 @@ class ExportResult(Result):
         return exit_code_of(len(self.failed) + len(self.damaged), self.files + self.kept)
 
     def __str__(self) -> str:
-        written = f"{counted(self.patches, 'patch')} in {counted(self.files, 'file')}"
         return "\n".join(
             [
-                f"{written}, {self.kept} already done: {self.folder}",
+                f"{counted(self.patches, 'patch')} in {counted(self.files, 'file')}, "
+                f"{self.kept} already done: {self.folder}",
                 *(f"skipped: {patch}" for patch in self.damaged),
                 *(f"failed: {name}: {reason}" for name, reason in self.failed.items()),
             ]
@@ -187,7 +188,7 @@ class Patch:
     @property
     def suffix(self) -> str:
         """Suffix of the image file."""
-        return "jpg" if self.value[:2] == b"\xff\xd8" else "png"
+        return "jpg" if self.value[:2] == JPEG_START else "png"
 
     @property
     def corner(self) -> tuple[int, int]:
@@ -281,33 +282,30 @@ def export_patches(
     store: Path, *, out: Path | str, to: PatchFormat, shard_patches: int, progress: Progress
 ) -> ExportResult:
     """Export every patch of the complete slides of a store; see `export`. Existing files are kept."""
-    if isinstance(out, Path):
-        return _export(store, ExportFolder(out), to, shard_patches, progress)
-    if to == "folder":
-        raise UsageError(
-            f"--to {to} with a URL",
-            expected="--to webdataset or --to tfrecord",
-            todo="export to a local folder, and copy it",
-        )
-    with TemporaryDirectory(prefix="histopipe-export-") as folder:
-        return _export(store, UrlFolder(Path(folder), out), to, shard_patches, progress)
-
-
-def _export(
-    store: Path, folder: ExportFolder, to: PatchFormat, shard_patches: int, progress: Progress
-) -> ExportResult:
-    out = folder.path
     check_whole(1, shard_patches=shard_patches)
-    with Store(store) as opened, folder.open():
+    with ExitStack() as stack:
+        if isinstance(out, Path):
+            folder = ExportFolder(out)
+        elif to == "folder":
+            raise UsageError(
+                f"--to {to} with a URL",
+                expected="--to webdataset or --to tfrecord",
+                todo="export to a local folder, and copy it",
+            )
+        else:
+            temporary = TemporaryDirectory(prefix="histopipe-export-")
+            folder = UrlFolder(Path(stack.enter_context(temporary)), out)
+        opened = stack.enter_context(Store(store))
+        stack.enter_context(folder.open())
         slides = {n: r for n, r in opened.complete.items() if r.stored}
         if not slides:
             raise NothingToDo("no patch to export", todo="see `histopipe info`")
-        files = list(_files(out, slides, to, shard_patches))
+        files = list(_files(folder.path, slides, to, shard_patches))
         if len({path for path, _ in files}) < len(files):
             raise UsageError(
                 "two slides would use the same file", todo="use --to webdataset, or rename a slide"
             )
-        record_settings(out, opened, slides, to, shard_patches)
+        record_settings(folder.path, opened, slides, to, shard_patches)
         return _write_files(opened, folder, files, WRITERS[to], progress)
 
 
@@ -329,9 +327,7 @@ def _write_files(
         """Yield the patches of a file, and count them. Damaged patches are reported and skipped."""
         for number, rows in slides:
             record, index = store.records[number], store.index(number)
-            for row in rows:
-                if not index["length"][row]:
-                    continue
+            for row in (row for row in rows if index["length"][row]):
                 try:
                     value = store.value(number, row)
                     if value_crc(patch_key(number, row), value) != index["crc"][row]:
@@ -339,9 +335,10 @@ def _write_files(
                 except DamagedStore as error:
                     damaged.append(f"{record.id}: patch {row}: {error}")
                     progress.message(f"skipped: {damaged[-1]}")
-                    continue
-                patches[name] += 1
-                yield Patch(record, row, value, {name: index[name][row] for name in Patch.COLUMNS})
+                else:
+                    patches[name] += 1
+                    columns = {name: index[name][row] for name in Patch.COLUMNS}
+                    yield Patch(record, row, value, columns)
 
     bar = progress.bar("exporting", unit="files", total=total, done=kept, detail=True)
     try:

@@ -12,7 +12,7 @@ import simplejpeg
 from numpy.typing import NDArray
 from PIL import Image
 
-from histopipe.dataset.patch_batches import decode
+from histopipe.dataset.patch_batches import JPEG_START, decode
 from histopipe.errors import DamagedStore, ExitCode
 from histopipe.measure.columns import SlideColumns, measure_slides
 from histopipe.measure.patch_quality import (
@@ -35,7 +35,6 @@ COLUMNS = ("focus", "pen", "dark")
 
 _SCALES = (8, 4, 2)
 """Reductions by which libjpeg can decode."""
-_JPEG_START = b"\xff\xd8"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -158,7 +157,7 @@ def _measure_slide(store: Path, slide: int) -> SlideColumns:
 
 def _measures(value: memoryview, side: int, focus: int, colour: int) -> tuple[float, float, float]:
     """Return focus, pen and dark of an encoded patch."""
-    scale = next((s for s in _SCALES if focus % s == 0), 1) if value[:2] == _JPEG_START else 1
+    scale = next((s for s in _SCALES if focus % s == 0), 1) if value[:2] == JPEG_START else 1
     fine = Image.fromarray(_decoded(value, side, scale)).reduce(focus // scale)
     coarse = np.asarray(fine.reduce(max(1, colour // focus)))
     return (

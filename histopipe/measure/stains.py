@@ -60,12 +60,11 @@ def stains(
     Store(path).close()  # fails if the store cannot be read, before anything is written
     with StoreWriter(path) as writer, Store(path) as opened:
         fitted = set() if force else set(opened.stains())
-        with_patches = {n: record for n, record in opened.complete.items() if record.stored}
-        result.same.extend(record.id for n, record in with_patches.items() if n in fitted)
-        todo = sorted(with_patches.keys() - fitted)
+        with_patches = {n: record.id for n, record in opened.complete.items() if record.stored}
+        result.same.extend(name for n, name in with_patches.items() if n in fitted)
+        todo = {n: name for n, name in with_patches.items() if n not in fitted}
         with display.bar("stains", unit="slides", total=len(todo)) as bar:
-            for number in todo:
-                name = with_patches[number].id
+            for number, name in todo.items():
                 try:
                     writer.put_stain(number, fit_slide(opened, number))
                     result.done.append(name)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.errors import ScaleError
-from histopipe.geometry import SCALE_TOLERANCE, Level, Mpp, Size, same_scale
+from histopipe.geometry import SCALE_TOLERANCE, Level, Mpp, same_scale
 from histopipe.slides.slide import SlideInfo
 from histopipe.slides.thumbnail import Thumbnail
 from histopipe.system.output import counted
@@ -158,9 +158,11 @@ def plan_tiles(
     x_l0, y_l0 = choice.level.to_l0(x_level), choice.level.to_l0(y_level)
     plan = TilingPlan(choice, x_level, y_level, x_l0, y_l0)
     if not len(plan):
-        where = f"level {choice.level.number} has {area.size} scanned pixels"
-        needed = Size(choice.read_size, choice.read_size)
-        return replace(plan, notes=(f"no patch fits: {where}, a patch needs {needed}",))
+        note = (
+            f"no patch fits: level {choice.level.number} has {area.size} scanned pixels, a patch needs "
+            f"{choice.read_size}×{choice.read_size}"
+        )
+        return replace(plan, notes=(note,))
     if mask is None:
         return plan
     tissue = cell_shares(plan, thumbnail, mask.pixels)

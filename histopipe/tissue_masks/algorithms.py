@@ -186,8 +186,10 @@ def _bright_field(
         cv2.resize(mask[part].view(np.uint8), size, interpolation=cv2.INTER_NEAREST).view(np.bool_)
         for mask in (region, artefacts)
     )
-    outlined = _closed(darker & inside, max(1, round(_GAP / mpp))) & inside
-    tissue[whole] = cleaned(outlined, mpp) & ~outside
+    # Narrow gaps are closed. There is nothing beyond the border.
+    radius = max(1, round(_GAP / mpp))
+    closed = _morphed(np.pad((darker & inside).view(np.uint8), radius), cv2.MORPH_CLOSE, radius)
+    tissue[whole] = cleaned(closed & inside, mpp) & ~outside
     return TissueMask(tissue, threshold)
 
 
@@ -210,7 +212,7 @@ def _artefacts(
     # The edge of a coverslip may touch tissue, and its shadow is wider than the edge.
     core = density > threshold
     lines = Components(core & grey & ~_opened(core, radius))
-    longer = lines.boxes()[1].max(axis=1) * mpp
+    longer = lines.extents.max(axis=1) * mpp
     is_line = (longer > _LONG) & (lines.areas * mpp * mpp / longer < _THIN + 6 * mpp)
     drawn_lines = _dilated(lines.pixels_of(is_line), 2) & (grey | ~core)
     uniform = Components(grey & ~narrow)
@@ -227,10 +229,9 @@ def _is_frame(parts: Components, density: NDArray[np.float32]) -> Mask:
     """Return which parts are black, or dark or uniform and at the border of the scan, (N,)."""
     mean, square = parts.means(density), parts.means(density**2)
     deviation = np.sqrt(np.maximum(square - mean**2, 0))
-    start, extent = parts.boxes()
     size = np.array(density.shape)
-    touches = ((start == 0) | (start + extent == size)).any(axis=1)
-    frame = (extent >= 0.9 * size).any(axis=1) & (deviation < 0.25 * mean)
+    touches = ((parts.starts == 0) | (parts.starts + parts.extents == size)).any(axis=1)
+    frame = (parts.extents >= 0.9 * size).any(axis=1) & (deviation < 0.25 * mean)
     return np.asarray((touches & (frame | (mean > 0.2))) | (mean > 0.8))
 
 
@@ -286,16 +287,9 @@ def _opened(mask: Mask, radius: int) -> Mask:
     return _morphed(np.pad(mask.view(np.uint8), radius, mode="edge"), cv2.MORPH_OPEN, radius)
 
 
-def _closed(mask: Mask, radius: int) -> Mask:
-    """Return a mask with narrow gaps filled. There is nothing beyond the border."""
-    return _morphed(np.pad(mask.view(np.uint8), radius), cv2.MORPH_CLOSE, radius)
-
-
 def _morphed(padded: NDArray[np.uint8], operation: int, radius: int) -> Mask:
-    side = 2 * radius + 1
-    disk = cv2.getStructuringElement(cv2.MORPH_ELLIPSE, (side, side))
-    morphed = cv2.morphologyEx(padded, operation, disk)
-    return morphed[radius:-radius, radius:-radius].view(np.bool_)
+    disk = cv2.getStructuringElement(cv2.MORPH_ELLIPSE, (2 * radius + 1, 2 * radius + 1))
+    return cv2.morphologyEx(padded, operation, disk)[radius:-radius, radius:-radius].view(np.bool_)
 
 
 FINDERS: Mapping[str, Callable[[NDArray[np.uint8], Mpp], TissueMask]] = {

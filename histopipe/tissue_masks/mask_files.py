@@ -12,7 +12,6 @@ import zlib
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import shapely
@@ -95,11 +94,29 @@ def read_mask(
     """
     if path.suffix.lower() == PNG:
         return _read_png(path, slide, grid, bounds)
-    areas, cut = _read_areas(path, slide, grid, bounds, exclude)
+    outlines = read_outlines(path, slide, bounds)
+    collection = json.loads(path.read_bytes().decode("utf-8-sig"))  # was read before
+    written = Grid.from_text(collection.get(_KEY) if isinstance(collection, dict) else None)
+    _check_size(path, slide, written, grid.slide)
+    if written is not None and not outlines:
+        return np.zeros((grid.size.height, grid.size.width), np.bool_)
+    is_cut = [outline.excluded or outline.name in exclude for outline in outlines]
+    drawn = [outline for outline, cut in zip(outlines, is_cut, strict=True) if not cut]
+    named = [outline for outline in drawn if (outline.name or "").casefold() == TISSUE.casefold()]
+    areas = [outline.area for outline in named or drawn]
+    if not areas:
+        raise _unfit(
+            path,
+            slide,
+            "it has no outline",
+            f"outlines of tissue, with the class {TISSUE}",
+            "leave the slide out (--slide-list) if it has no tissue",
+        )
+    _check_frame(path, slide, areas, grid)
     mask = grid.covered(areas)
-    if areas and not mask.any():
+    if not mask.any():
         raise _unfit(path, slide, "its outlines are smaller than a pixel of the thumbnail")
-    return mask & ~grid.covered(cut)
+    return mask & ~grid.covered(o.area for o, cut in zip(outlines, is_cut, strict=True) if cut)
 
 
 def read_outlines(path: Path, slide: str, bounds: RegionL0) -> list[Outline]:
@@ -126,13 +143,12 @@ def write_mask(
     folder: Path, slide: str, mask: Mask, grid: Grid, bounds: RegionL0, *, outlines: bool = True
 ) -> None:
     """Write `SLIDE.png` and, with `outlines`, `SLIDE.geojson`, each by one rename. A slide id may have folders."""
-    files = {PNG: encode_png(mask, grid)}
+    path = path_within(folder, f"{slide}{PNG}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, encode_png(mask, grid))
     if outlines:
-        files[GEOJSON[0]] = _geojson(grid.outlines(mask), grid, (bounds.origin.x, bounds.origin.y))
-    for suffix, data in files.items():
-        path = path_within(folder, f"{slide}{suffix}")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, data)
+        data = _geojson(grid.outlines(mask), grid, (bounds.origin.x, bounds.origin.y))
+        write_atomically(path_within(folder, f"{slide}{GEOJSON[0]}"), data)
 
 
 def encode_png(mask: Mask, grid: Grid) -> bytes:
@@ -146,7 +162,7 @@ def encode_png(mask: Mask, grid: Grid) -> bytes:
 def read_png_grid(data: bytes) -> Grid | None:
     """Return the grid in a PNG file; None if there is none."""
     with Image.open(io.BytesIO(data)) as image:
-        return _grid(image.info.get(_KEY))
+        return Grid.from_text(image.info.get(_KEY))
 
 
 def _geojson(outlines: Sequence[shapely.Polygon], grid: Grid, origin: tuple[int, int]) -> bytes:
@@ -160,35 +176,6 @@ def _geojson(outlines: Sequence[shapely.Polygon], grid: Grid, origin: tuple[int,
     ]
     value = {"type": "FeatureCollection", "features": features, _KEY: grid.to_text()}
     return json.dumps(value, separators=(",", ":")).encode()
-
-
-def _read_areas(
-    path: Path, slide: str, grid: Grid, bounds: RegionL0, exclude: Collection[str]
-) -> tuple[Sequence[BaseGeometry], Sequence[BaseGeometry]]:
-    """Return the areas of tissue, and those that are cut out."""
-    outlines = read_outlines(path, slide, bounds)
-    collection = json.loads(path.read_bytes().decode("utf-8-sig"))  # was read before
-    written = _grid(collection.get(_KEY) if isinstance(collection, dict) else None)
-    if written is not None:
-        _check_size(path, slide, written, grid.slide)
-    cut = [outline.area for outline in outlines if outline.excluded or outline.name in exclude]
-    drawn = [
-        outline for outline in outlines if not outline.excluded and outline.name not in exclude
-    ]
-    named = [outline for outline in drawn if (outline.name or "").casefold() == TISSUE.casefold()]
-    areas = [outline.area for outline in named or drawn]
-    if not areas:
-        if written is not None and not outlines:
-            return [], []
-        raise _unfit(
-            path,
-            slide,
-            "it has no outline",
-            f"outlines of tissue, with the class {TISSUE}",
-            "leave the slide out (--slide-list) if it has no tissue",
-        )
-    _check_frame(path, slide, areas, grid)
-    return areas, cut
 
 
 def _check_frame(path: Path, slide: str, areas: Sequence[BaseGeometry], grid: Grid) -> None:
@@ -230,7 +217,7 @@ def _read_png(path: Path, slide: str, grid: Grid, bounds: RegionL0) -> Mask:
                     f"an image with the channels {', '.join(image.getbands())}",
                     "one channel: 0 outside tissue",
                 )
-            written, values = _grid(image.info.get(_KEY)), np.asarray(image)
+            written, values = Grid.from_text(image.info.get(_KEY)), np.asarray(image)
             if image.mode == "P":  # numbers of colours: any of them may be black
                 colours = np.array(image.getpalette("RGB")).reshape(-1, 3).max(axis=1)
                 values = colours[np.minimum(values, len(colours) - 1)]
@@ -265,8 +252,8 @@ def _read_png(path: Path, slide: str, grid: Grid, bounds: RegionL0) -> Mask:
     )
 
 
-def _check_size(path: Path, slide: str, written: Grid, size: Size) -> None:
-    if written.slide != size:
+def _check_size(path: Path, slide: str, written: Grid | None, size: Size) -> None:
+    if written is not None and written.slide != size:
         raise _unfit(
             path,
             slide,
@@ -274,13 +261,6 @@ def _check_size(path: Path, slide: str, written: Grid, size: Size) -> None:
             f"one of {size} pixels",
             "check that the file has the name of its slide",
         )
-
-
-def _grid(text: Any) -> Grid | None:
-    try:
-        return Grid.from_text(text)
-    except (TypeError, ValueError, KeyError):
-        return None
 
 
 def _unfit(

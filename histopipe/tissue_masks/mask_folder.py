@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import cv2
@@ -34,7 +34,7 @@ from histopipe.tissue_masks.finding import (
     read_tissue_thumbnail,
     resolve_scale,
 )
-from histopipe.tissue_masks.mask import Grid, Mask, TissueMask
+from histopipe.tissue_masks.mask import Grid, TissueMask
 from histopipe.tissue_masks.mask_files import read_mask, write_mask
 
 TABLE, PAGE = "masks.csv", "index.html"
@@ -112,12 +112,11 @@ def write_slide_mask(
         None if scale is None else count * scale**2 / 1e6
         for count in (int(pixels.sum()), pixels.size)
     )
-    share = float(pixels.mean()) if pixels.size else 0.0
     row = SlideTissue(
         slide,
         tissue,
         scanned,
-        share,
+        float(pixels.mean()) if pixels.size else 0.0,
         pieces - 1,
         mask.threshold,
         scale,
@@ -125,18 +124,13 @@ def write_slide_mask(
         (*notes, *mask.notes),
     )
     write_mask(folder, slide, pixels, grid, bounds, outlines=outlines)
-    picture = draw_overlay(thumbnail, pixels)
+    # The picture has the edge of the mask. Areas outside are paler.
+    pale = (255 - 0.4 * (255 - thumbnail.astype(np.float32))).astype(np.uint8)
+    picture = np.where(pixels[..., None], thumbnail, pale)
+    edge = cv2.morphologyEx(pixels.view(np.uint8), cv2.MORPH_GRADIENT, np.ones((3, 3), np.uint8))
+    picture[edge.view(np.bool_)] = (0, 150, 80)
     write_atomically(folder / f"{slide}-overlay.jpg", encode_thumbnail(picture))
     return row, resize_image(picture, _PAGE_SIDE)
-
-
-def draw_overlay(thumbnail: NDArray[np.uint8], mask: Mask) -> NDArray[np.uint8]:
-    """Return a thumbnail, (H, W, 3) uint8, with the edge of a mask; areas outside are paler."""
-    pale = (255 - 0.4 * (255 - thumbnail.astype(np.float32))).astype(np.uint8)
-    picture = np.where(mask[..., None], thumbnail, pale)
-    edge = cv2.morphologyEx(mask.view(np.uint8), cv2.MORPH_GRADIENT, np.ones((3, 3), np.uint8))
-    picture[edge.view(np.bool_)] = (0, 150, 80)
-    return picture
 
 
 def write_mask_table(result: TissueReport) -> None:
@@ -150,9 +144,9 @@ def write_mask_table(result: TissueReport) -> None:
             "no tissue mask was written", found="; ".join(result.failed.values()) or None
         )
     result.slides.sort(key=lambda slide: slide.slide)
-    rows = (asdict(slide) | {"notes": "; ".join(slide.notes)} for slide in result.slides)
+    rows = [asdict(slide) | {"notes": "; ".join(slide.notes)} for slide in result.slides]
     cells = [[round(v, 4) if isinstance(v, float) else v for v in row.values()] for row in rows]
-    write_table(result.folder / TABLE, [column.name for column in fields(SlideTissue)], cells)
+    write_table(result.folder / TABLE, list(rows[0]), cells)
 
 
 def write_one_mask(

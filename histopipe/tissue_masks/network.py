@@ -99,9 +99,9 @@ def read_segmenter(path: Path) -> Segmenter:
             expected=_EXAMPLE,
         )
     settings: dict[str, Any] = {
-        k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()
+        "class_index" if name == "class" else name: tuple(v) if isinstance(v, list) else v
+        for name, v in fields.items()
     }
-    settings["class_index"] = settings.pop("class", 1)
     return Segmenter(**{**settings, "mpp": check_mpp("mpp", float(fields["mpp"]))})
 
 
@@ -131,11 +131,10 @@ def load_network(path: Path, _modified: int) -> Callable[[NDArray[np.uint8]], ND
     """Return a function from (B, S, S, 3) uint8 to (B, S, S) probabilities; loaded once per process."""
     network = read_segmenter(path)
     call = _onnx(path) if path.suffix.lower() == ".onnx" else _keras(path)
+    mean, std = np.array([network.mean, network.std], np.float32)
 
     def run(pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
-        values = (pixels / np.float32(255) - np.array(network.mean, np.float32)) / np.array(
-            network.std, np.float32
-        )
+        values = (pixels / np.float32(255) - mean) / std
         ordered = values.transpose(0, 3, 1, 2) if network.layout == "NCHW" else values
         maps = call(np.asarray(ordered, np.float32))
         maps = maps[:, None] if maps.ndim == 3 else maps
@@ -200,9 +199,9 @@ def _onnx(path: Path) -> Callable[[NDArray[np.float32]], NDArray[np.float32]]:
 
     def call(values: NDArray[np.float32]) -> NDArray[np.float32]:
         # One by one: many networks are exported with a batch of one.
-        inputs = (np.ascontiguousarray(one[None]) for one in values)
+        inputs = ({name: np.ascontiguousarray(one[None])} for one in values)
         try:
-            return np.concatenate([np.asarray(session.run(None, {name: x})[0]) for x in inputs])
+            return np.concatenate([np.asarray(session.run(None, one)[0]) for one in inputs])
         except Exception as error:  # as above
             raise UsageError(
                 f"{path} cannot be run", found=str(error).split("\n")[0][:200]

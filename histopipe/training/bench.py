@@ -102,9 +102,10 @@ def measure_decode(batches: PatchBatches, seconds: float, threads: int) -> float
 
 def measure_reader(batches: PatchBatches, seconds: float, parallel_calls: int) -> float:
     """Measure the whole reader through tf.data, after its first batches."""
+    batches.parallel_calls = parallel_calls
     source = BatchFeed(batches)
     try:
-        steps = iter(source.dataset(0, _LONGEST_RUN, parallel_calls=parallel_calls))
+        steps = iter(source.dataset(0, _LONGEST_RUN))
         for _ in range(2 * parallel_calls + 2):
             next(steps)
         return _repeated(lambda: next(steps), seconds) * batches.batch_size

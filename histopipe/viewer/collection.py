@@ -26,7 +26,7 @@ from histopipe.system.files import Closing, run_on_error
 from histopipe.system.folders import FolderKind, folder_kind
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Entry:
     """A slide of the list. At least one of `store`, `file` and `predicted` is given.
 
@@ -55,6 +55,13 @@ class Entry:
     def store_path(self) -> str:
         """Path of its store; empty without one."""
         return "" if self.store is None else str(self.store.path.resolve())
+
+    @property
+    def side_l0(self) -> float:
+        """Side of its patches in level-0 pixels; 0 if unknown."""
+        if self.record is not None and self.complete:
+            return (self.record.read_size or 0) * (self.record.downsample or 0.0)
+        return self.predicted.size_l0 if self.predicted else 0.0
 
     @property
     def state(self) -> str:
@@ -110,27 +117,9 @@ def open_collection(
     """
     collection = Collection()
     with run_on_error(collection.close):
-        runs: list[Path] = []
-        store_paths: list[Path] = []
-        slides: list[Path] = []
-        for path in paths:
-            kind = folder_kind(path)
-            if kind is FolderKind.CROSS_VALIDATION:
-                runs += [fold for fold in sorted(path.glob("fold-*")) if run_folder.has_begun(fold)]
-            elif kind in {FolderKind.RUN, FolderKind.PREDICTIONS}:
-                runs.append(path)
-            elif kind in {FolderKind.STORE, FolderKind.PARTS}:
-                store_paths.append(path)
-            elif kind is FolderKind.FEATURES:
-                raise UsageError(
-                    f"{path} has features, which are no pictures",
-                    todo=f"pass the store, with --features {path}",
-                )
-            else:
-                slides.append(path)
-        names = _names(runs)
-        for path in runs:
-            collection.predictions.append(_open_predictions(path, names[path]))
+        runs, store_paths, slides = _sort_paths(paths)
+        for path, name in _short_names(runs).items():
+            collection.predictions.append(_open_predictions(path, name))
         for path in (*store_paths, *stores):
             _open_store(collection, path)
         if not untrusted:
@@ -149,6 +138,29 @@ def open_collection(
     return collection
 
 
+def _sort_paths(paths: Iterable[Path]) -> tuple[list[Path], list[Path], list[Path]]:
+    """Return runs and predictions, stores, and the paths of slides. A cross-validation is replaced by its folds."""
+    runs: list[Path] = []
+    stores: list[Path] = []
+    slides: list[Path] = []
+    for path in paths:
+        match folder_kind(path):
+            case FolderKind.CROSS_VALIDATION:
+                runs += filter(run_folder.has_begun, sorted(path.glob("fold-*")))
+            case FolderKind.RUN | FolderKind.PREDICTIONS:
+                runs.append(path)
+            case FolderKind.STORE | FolderKind.PARTS:
+                stores.append(path)
+            case FolderKind.FEATURES:
+                raise UsageError(
+                    f"{path} has features, which are no pictures",
+                    todo=f"pass the store, with --features {path}",
+                )
+            case _:
+                slides.append(path)
+    return runs, stores, slides
+
+
 def _open_predictions(path: Path, name: str) -> PredictionSource:
     """Open a run, or a folder of `histopipe predict`, which must have slides."""
     if folder_kind(path) is FolderKind.RUN:
@@ -159,27 +171,23 @@ def _open_predictions(path: Path, name: str) -> PredictionSource:
     return source
 
 
-def _names(folders: Iterable[Path]) -> dict[Path, str]:
+def _short_names(folders: Iterable[Path]) -> dict[Path, str]:
     """Return a short name of each folder: its own, with as many parent folders as make it unique."""
     parts = {path: path.resolve().parts for path in folders}
-    names = {}
-    for path, path_parts in parts.items():
-        name, count = path_parts[-1:], 1
-        while (
-            count < len(path_parts)
-            and sum(form[-count:] == name for form in set(parts.values())) > 1
-        ):
-            count += 1
-            name = path_parts[-count:]
-        names[path] = "/".join(name)
-    return names
+    endings = Counter(p[-n:] for p in set(parts.values()) for n in range(1, len(p) + 1))
+    return {
+        path: "/".join(next(p[-n:] for n in range(1, len(p) + 1) if endings[p[-n:]] == 1))
+        for path, p in parts.items()
+    }
 
 
 def _open_store(collection: Collection, path: Path) -> None:
     opened = {store.path.resolve() for store in collection.stores}
     for part in parts_of(path):
         if part.resolve() not in opened:
-            collection.stores.append(Store(part))
+            collection.stores.append(
+                Store(part)
+            )  # one by one: if a store fails, the others are closed
 
 
 def _open_stores_of_runs(collection: Collection, *, explicit: bool) -> None:
@@ -188,8 +196,7 @@ def _open_stores_of_runs(collection: Collection, *, explicit: bool) -> None:
         if not isinstance(run, RunSource):
             continue
         try:
-            config = load_config(run.folder / run_folder.CONFIG)
-            for path in paths_of_stores(config.values()):
+            for path in paths_of_stores(load_config(run.folder / run_folder.CONFIG).values()):
                 _open_store(collection, path)
         except HistopipeError as error:
             if not explicit and run.of_patches:
@@ -202,16 +209,19 @@ def _open_stores_of_runs(collection: Collection, *, explicit: bool) -> None:
 
 
 def _entries(collection: Collection, files: dict[str, Path], *, untrusted: bool) -> list[Entry]:
+    count = Counter(record.id for store in collection.stores for record in store.slides)
     entries = [
-        Entry(record.id, record.id, store, number, record, _recorded_file(record, untrusted))
+        Entry(
+            record.id if count[record.id] == 1 else f"{record.id}@{store.uuid[:8]}",
+            record.id,
+            store,
+            number,
+            record,
+            files.get(record.id) or (None if untrusted else _recorded_file(record)),
+        )
         for store in collection.stores
         for number, record in store.records.items()
     ]
-    count = Counter(entry.id for entry in entries)
-    for entry in entries:
-        if count[entry.id] > 1 and entry.store is not None:
-            entry.name = f"{entry.id}@{entry.store.uuid[:8]}"
-        entry.file = files.get(entry.id, entry.file)
     entries += [Entry(name, name, file=path) for name, path in files.items() if name not in count]
     by_id = {entry.id: entry for entry in entries}
     for predictions in collection.predictions:
@@ -223,12 +233,9 @@ def _entries(collection: Collection, files: dict[str, Path], *, untrusted: bool)
     return sorted(entries, key=lambda entry: entry.name)
 
 
-def _recorded_file(record: SlideRecord, untrusted: bool) -> Path | None:
+def _recorded_file(record: SlideRecord) -> Path | None:
     """Return the file of a slide at the path that its record names, if it is still there."""
-    if untrusted:
-        return None
-    paths = map(Path, (record.resolved_path, record.path))
-    return next((path for path in paths if path.is_file()), None)
+    return next(filter(Path.is_file, map(Path, (record.resolved_path, record.path))), None)
 
 
 def list_row(entry: Entry) -> dict[str, Any]:

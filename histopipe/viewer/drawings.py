@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from histopipe.annotations.annotation_files import (
     geojson_features,
     match_files,
     read_annotations,
+    read_features,
     read_geojson,
 )
 from histopipe.errors import UsageError
@@ -52,13 +53,14 @@ def read_drawing(
         UsageError: the file cannot be read, or there are two.
     """
     path, _ = _existing(folder, slide, names)
-    features, version, name = [], "", f"{slide}{GEOJSON[0]}"
+    features: Sequence[Mapping[str, Any]] = []
+    version, name = "", f"{slide}{GEOJSON[0]}"
     if path is not None:
         outlines = read_annotations(path)  # checks the content
         data = file_bytes(path)
         version, name = _version(data), path.relative_to(folder).as_posix()
         if path.suffix.lower() in GEOJSON:
-            features = _features(json.loads(data.decode("utf-8-sig")))
+            features = list(read_features(data))
             _check_depth(features)
         else:
             features = geojson_features(outlines, (bounds[0], bounds[1]))
@@ -105,8 +107,7 @@ def save_drawing(
                 f"the annotations of {slide} were changed meanwhile, in another tab or program"
             )
         if existing:
-            kept = existing.with_name(existing.name + PREVIOUS)
-            write_atomically(kept, file_bytes(existing))
+            write_atomically(existing.with_name(existing.name + PREVIOUS), file_bytes(existing))
         target.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(target, data)
         if existing and existing != target and exact:
@@ -132,12 +133,6 @@ def _check_depth(value: Any, left: int = _MOST_NESTED) -> None:
     for part in value.values() if isinstance(value, dict) else value:
         if isinstance(part, dict | list):
             _check_depth(part, left - 1)
-
-
-def _features(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        return list(value["features"]) if value.get("type") == "FeatureCollection" else [value]
-    return list(value)
 
 
 def _version(data: bytes) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
 
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -41,54 +41,36 @@ class Guard:
     """Refuse requests without the token, or for another host, and add headers to all answers.
 
     With `local`, only requests for this machine's loopback names are answered. Otherwise, a page from elsewhere could
-    reach the server by a host name that it controls.
+    reach the server by a host name that it controls. The guard is around the whole application, not one of its
+    middlewares, so that answers to requests that fail by a bug get the headers, too.
     """
 
-    def __init__(
-        self, app: ASGIApp, token: str, *, local: bool, message: Callable[[str], None]
-    ) -> None:
-        self._app, self._token, self._message = app, token.encode(), message
-        self._hosts = _NAMES if local else None
+    def __init__(self, app: ASGIApp, token: str, *, local: bool) -> None:
+        self._app, self._token, self._local = app, token.encode(), local
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
         if scope["type"] != "http":
             return
-        status = 0
 
-        async def guarded(message: Message) -> None:
-            nonlocal status
+        async def send_guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
-                status = message["status"]
-                ours = {name.encode(): value.encode() for name, value in HEADERS.items()}
-                names = {name for name, _ in message["headers"]}
-                message["headers"] = [
-                    *message["headers"],
-                    *((name, value) for name, value in ours.items() if name not in names),
-                ]
+                headers = MutableHeaders(scope=message)
+                for name, value in HEADERS.items():
+                    headers.setdefault(name, value)
             await send(message)
 
-        refusal = self._refusal(scope)
-        if refusal is not None:
-            await refusal(scope, receive, guarded)
-            return
-        try:
-            await self._app(scope, receive, guarded)
-        except Exception as error:  # noqa: BLE001 - a bug must not end the server
-            self._message(f"internal error at {scope['path'].split('/', 2)[-1]}: {error!r}"[:300])
-            if not status:
-                await PlainTextResponse("internal error", 500)(scope, receive, guarded)
+        await (self._refusal(scope) or self._app)(scope, receive, send_guarded)
 
     def _refusal(self, scope: Scope) -> Response | None:
         if len(scope["path"]) > _LONGEST_PATH:
             return PlainTextResponse("not found", 404)
-        headers = dict(scope["headers"])
-        host = headers.get(b"host", b"").decode("latin-1")
+        headers = Headers(scope=scope)
+        host, origin = headers.get("host", ""), headers.get("origin")
         name = host if host.endswith("]") else host.rpartition(":")[0] or host
-        if self._hosts is not None and name not in self._hosts:
+        if self._local and name not in _NAMES:
             return PlainTextResponse(f"wrong host {name[:100]!r}", 403)
-        origin = headers.get(b"origin")
-        if origin is not None and origin.decode("latin-1").split("://")[-1] != host:
+        if origin is not None and origin.split("://")[-1] != host:
             return PlainTextResponse("requests of other pages are refused", 403)
         token = scope["path"].split("/")[1].encode() if "/" in scope["path"] else b""
         if not secrets.compare_digest(token, self._token):
@@ -99,7 +81,7 @@ class Guard:
         return None
 
 
-async def known_error(_: Request, error: Exception) -> Response:
+async def answer_error(_: Request, error: Exception) -> Response:
     """Return the answer to a request that failed."""
     status = next((code for kind, code in _STATUSES.items() if isinstance(error, kind)), 500)
     return JSONResponse({"error": str(error)}, status)

@@ -38,17 +38,10 @@ class PatchGrid:
 
     def rows_at(self, x: NDArray[np.integer], y: NDArray[np.integer]) -> NDArray[np.int64]:
         """Return the row of the patch at each corner, (M,); -1 where there is none."""
-        keys, corners = _keys(self.x, self.y), _keys(x, y)
-        if not len(keys):
-            return np.full(len(corners), -1, np.int64)
-        order = np.argsort(keys, kind="stable")
-        at = np.minimum(np.searchsorted(keys[order], corners), len(keys) - 1)
-        rows = order[at]
-        return np.where(keys[rows] == corners, rows, -1)
-
-
-def _keys(x: NDArray[np.integer], y: NDArray[np.integer]) -> NDArray[np.int64]:
-    return np.asarray(x, np.int64) << 32 | np.asarray(y, np.int64) & 0xFFFFFFFF
+        corners = zip(self.x.tolist(), self.y.tolist(), strict=True)
+        row_of = {corner: row for row, corner in enumerate(corners)}
+        places = zip(x.tolist(), y.tolist(), strict=True)
+        return np.array([row_of.get(corner, -1) for corner in places], np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +92,10 @@ class SlideLayers:
         return len(self.grids) - 1, np.arange(len(x))
 
     def spread(self, grid: int, rows: NDArray[np.int64], values: NDArray[Any]) -> NDArray[Any]:
-        """Return values for all patches of a grid, (N,) or (N, C), NaN where none are given."""
-        count = len(self.grids[grid].x)
-        spread_values = np.full((count, *values.shape[1:]), np.nan, np.float32)
-        spread_values[rows] = values
-        return spread_values
+        """Return values for all patches of a grid, (N,), NaN where none are given."""
+        all_values = np.full(len(self.grids[grid].x), np.nan, np.float32)
+        all_values[rows] = values
+        return all_values
 
 
 def slide_layers(entry: Entry, predictions: Iterable[PredictionSource]) -> SlideLayers:
@@ -112,45 +104,31 @@ def slide_layers(entry: Entry, predictions: Iterable[PredictionSource]) -> Slide
     Raises:
         DamagedStore: the index of the slide, or predictions of it, cannot be read.
     """
-    layers = SlideLayers()
-    size = stride = 0.0
-    record = entry.record
+    layers, record, size = SlideLayers(), entry.record, entry.side_l0
+    stride = entry.predicted.stride_l0 if entry.predicted else 0.0
     if entry.store is not None and record is not None and entry.complete:
-        layers.index = entry.store.index(entry.number)
-        scale = record.downsample or 0.0
-        size, stride = (record.read_size or 0) * scale, (record.stride or 0) * scale
-        layers.grids.append(
-            PatchGrid("store", layers.index["x_l0"], layers.index["y_l0"], size, stride or size)
-        )
+        layers.index = index = entry.store.index(entry.number)
+        stride = (record.stride or 0) * (record.downsample or 0.0)
+        layers.grids.append(PatchGrid("store", index["x_l0"], index["y_l0"], size, stride or size))
         _add_columns(layers, entry.store.classes)
-    elif entry.predicted is not None:
-        size, stride = entry.predicted.size_l0, entry.predicted.stride_l0
     for source in predictions:
         if entry.store is not None and layers.grids:
-            patch_subsets = source.split(entry.store, entry.number)
-            if patch_subsets is not None:
-                side_values = np.where(patch_subsets >= 0, patch_subsets, np.nan)
-                layers.add(
-                    f"split:{source.name}",
-                    f"Split of {source.name}",
-                    "split",
-                    0,
-                    side_values,
-                    classes=SUBSETS,
-                )
+            subsets = source.split(entry.store, entry.number)
+            if subsets is not None:
+                key, title = f"split:{source.name}", f"Split of {source.name}"
+                layers.add(key, title, "split", 0, _numbers_or_nan(subsets), classes=SUBSETS)
         _add_predictions(layers, source, entry.id, size, stride or size)
     return layers
 
 
 def _add_columns(layers: SlideLayers, classes: Sequence[str]) -> None:
     index = layers.index
-    label = index["label"].astype(np.float32)
     layers.add(
         "label",
         "Patch labels",
         "labels",
         0,
-        np.where(label >= 0, label, np.nan),
+        _numbers_or_nan(index["label"]),
         classes=tuple(classes),
     )
     lost = np.where(index["length"] == 0, 0.0, np.nan)
@@ -161,6 +139,11 @@ def _add_columns(layers: SlideLayers, classes: Sequence[str]) -> None:
             continue
         high = 1.0 if name != "focus" else float(np.nanpercentile(values, 98)) or 1.0
         layers.add(f"quality:{name}", title, "quality", 0, values, high=high)
+
+
+def _numbers_or_nan(numbers: NDArray[np.integer]) -> NDArray[np.floating]:
+    """Return class numbers with NaN in place of negative ones."""
+    return np.where(numbers >= 0, numbers, np.nan)
 
 
 def _spacing(grid: PatchGrid, x: NDArray[np.int64], y: NDArray[np.int64]) -> tuple[float, float]:
@@ -184,30 +167,22 @@ def _add_predictions(
         size, stride = _spacing(layers.grids[0], scores.x_l0, scores.y_l0)
     if scores is not None and size:
         grid, rows = layers.at(name, scores.x_l0, scores.y_l0, size, stride)
-        probability = layers.spread(grid, rows, scores.output)
-        missing = np.isnan(probability[:, 0])
-        predicted = np.where(missing, np.nan, probability.argmax(axis=1))
-        layers.add(
-            f"{name}:predicted", "Predicted class", name, grid, predicted, classes=source.classes
-        )
-        for number, title in enumerate(source.classes):
-            layers.add(f"{name}:p:{title}", f"p {title}", name, grid, probability[:, number])
-        if (scores.label >= 0).any():
-            correct = np.where(
-                scores.label >= 0, scores.label != scores.output.argmax(axis=1), np.nan
-            )
-            layers.add(
-                f"{name}:errors",
-                "Errors",
-                name,
-                grid,
-                layers.spread(grid, rows, correct),
-                classes=("correct", "wrong"),
-            )
+        predicted = scores.output.argmax(axis=1)
+        wrong = np.where(scores.label >= 0, scores.label != predicted, np.nan)
+        predicted = np.where(np.isnan(scores.output[:, 0]), np.nan, predicted)
+
+        def add(key: str, title: str, values: NDArray[Any], **options: Any) -> None:
+            spread_values = layers.spread(grid, rows, values)
+            layers.add(f"{name}:{key}", title, name, grid, spread_values, **options)
+
+        add("predicted", "Predicted class", predicted, classes=source.classes)
+        for title, probability in zip(source.classes, scores.output.T, strict=True):
+            add(f"p:{title}", f"p {title}", probability)
+        add("errors", "Errors", wrong, classes=("correct", "wrong"))
     attention = source.attention(slide)
     if attention is not None and (attention[0, 3] or size):
         side = float(attention[0, 3]) or size
         x, y = attention[:, :2].astype(np.int64).T
         grid, rows = layers.at(name, x, y, side, stride or side)
-        values = layers.spread(grid, rows, ranks_of(attention[:, 2]))
-        layers.add(f"{name}:attention", "Attention (rank)", name, grid, values)
+        ranks = layers.spread(grid, rows, ranks_of(attention[:, 2]))
+        layers.add(f"{name}:attention", "Attention (rank)", name, grid, ranks)

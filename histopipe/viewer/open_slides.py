@@ -6,7 +6,7 @@ If a worker dies at a slide, its request gets a tile with the reason, and the se
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+import functools
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -34,27 +34,6 @@ _OPEN_SLIDES = 8
 """Number of slides whose layers are kept in memory."""
 
 
-class PictureCache:
-    """Bytes of pictures by key, the least recently used removed when they exceed a size."""
-
-    def __init__(self, most_bytes: int) -> None:
-        self._most, self._bytes = most_bytes, 0
-        self._pictures: OrderedDict[Any, bytes] = OrderedDict()
-
-    def get(self, key: Any) -> bytes | None:
-        """Return a picture, or None."""
-        if key in self._pictures:
-            self._pictures.move_to_end(key)
-        return self._pictures.get(key)
-
-    def add(self, key: Any, picture: bytes) -> None:
-        """Add a picture."""
-        self._bytes += len(picture) - len(self._pictures.pop(key, b""))
-        self._pictures[key] = picture
-        while self._bytes > self._most:
-            self._bytes -= len(self._pictures.popitem(last=False)[1])
-
-
 class OpenSlides:
     """Answers for the slides of a collection.
 
@@ -70,9 +49,11 @@ class OpenSlides:
         self.collection, self._message = collection, message
         self._pool = WorkerPool(workers, silence)
         self._free = asyncio.Semaphore(2 * workers)
-        self._cache = PictureCache(_CACHE_BYTES)
-        self._layers: OrderedDict[int, SlideLayers] = OrderedDict()
-        self._geometries: dict[int, dict[str, Any]] = {}
+        self._pictures: dict[tuple[Any, ...], bytes] = {}  # sorted by their last use
+        self._bytes = 0
+        read_layers = functools.partial(slide_layers, predictions=collection.predictions)
+        self._layers = functools.lru_cache(_OPEN_SLIDES)(read_layers)
+        self._geometries: dict[Entry, dict[str, Any]] = {}
         self._loading = asyncio.Lock()
         self._written = {store.path: _written(store) for store in collection.stores}
 
@@ -80,17 +61,12 @@ class OpenSlides:
         """End the worker processes."""
         self._pool.shutdown(cancel_futures=True)
 
-    def entry(self, request: Request) -> tuple[int, Entry]:
-        """Return the slide that a request names, and its number."""
-        number = request.path_params["slide"]
-        return number, item(self.collection.entries, number)
-
     async def in_worker(self, function: Callable[..., T], *arguments: Any) -> T:
         """Return the result of a function in a worker process.
 
         Raises:
             WorkerDied: the process died, or took too long.
-        MachineShort: the viewer is ending.
+            MachineShort: the viewer is ending.
         """
         async with self._free:
             try:
@@ -108,10 +84,12 @@ class OpenSlides:
     ) -> Response:
         """Return a picture from the cache, or make it in a worker process. If that fails, return a tile with the reason.
 
-        The first part of the key is the number of the slide.
+        The first part of the key is the slide.
         """
-        content = self._cache.get(key)
-        if content is None:
+        content = self._pictures.pop(key, None)
+        if content is not None:
+            self._bytes -= len(content)
+        else:
             async with self._free:  # wait for a turn: meanwhile the client may go away
                 gone = await request.is_disconnected()
             if gone:
@@ -121,34 +99,36 @@ class OpenSlides:
             except UsageError as error:
                 raise NotFound(str(error)) from error
             except (HistopipeError, WorkerDied) as error:
-                text = f"{self.collection.entries[key[0]].name}: {error}"
+                text = f"{key[0].name}: {error}"
                 self._message(text)
                 return as_picture(message_tile(text))
-            self._cache.add(key, content)
+        self._bytes += len(content) - len(self._pictures.pop(key, b""))
+        self._pictures[key] = content
+        while self._bytes > _CACHE_BYTES:
+            self._bytes -= len(self._pictures.pop(next(iter(self._pictures))))
         return as_picture(content)
 
-    async def geometry(self, number: int, entry: Entry) -> dict[str, Any]:
+    async def geometry(self, entry: Entry) -> dict[str, Any]:
         """Return size, scanned area, scale and notes of a slide: of its file, else as recorded.
 
         `pixels` is true if tiles come from the slide's file.
         """
         store = entry.store
         changed = store is not None and _written(store) != self._written[store.path]
-        if number in self._geometries and not changed:
-            return self._geometries[number]
+        if entry in self._geometries and not changed:
+            return self._geometries[entry]
         record = entry.record
         geometry, notes = _recorded_geometry(entry)
-        opened = True
+        failed = False
         if entry.file is not None:
             recorded: tuple[Any, ...] = (0, 0, None)
             if record is not None and entry.complete:
                 recorded = (record.size_bytes, record.mtime_ns, record.hashes)
             try:
                 of_file = await self.in_worker(pictures.read_geometry, str(entry.file), *recorded)
-                geometry = {**of_file, "pixels": True}
-                notes = [of_file["warning"]]
+                geometry, notes = {**of_file, "pixels": True}, [of_file["warning"]]
             except (HistopipeError, WorkerDied) as error:
-                opened = False
+                failed = True
                 notes = [f"the slide cannot be opened: {error}"]
         if record is not None and record.mpp:
             geometry["mpp"] = record.mpp
@@ -161,20 +141,14 @@ class OpenSlides:
                 "the store has changed since the viewer was started: start it again to see the changes"
             )
         geometry["notes"] = [note for note in notes if note]
-        if opened:  # else the next request tries again
-            self._geometries[number] = geometry
+        if not failed:  # else the next request tries again
+            self._geometries[entry] = geometry
         return geometry
 
-    async def layers_of(self, number: int, entry: Entry) -> SlideLayers:
+    async def layers_of(self, entry: Entry) -> SlideLayers:
         """Return the grids and layers of a slide."""
-        async with self._loading:
-            if number not in self._layers:
-                layers = await run_in_threadpool(slide_layers, entry, self.collection.predictions)
-                self._layers[number] = layers
-                while len(self._layers) > _OPEN_SLIDES:
-                    self._layers.popitem(last=False)
-            self._layers.move_to_end(number)
-            return self._layers[number]
+        async with self._loading:  # two requests of a new slide must not read its layers twice
+            return await run_in_threadpool(self._layers, entry)
 
 
 def _written(store: Store) -> int:
@@ -185,20 +159,19 @@ def _written(store: Store) -> int:
 
 def _recorded_geometry(entry: Entry) -> tuple[dict[str, Any], list[str | None]]:
     """Return size, scanned area and scale of a slide as its store or its predictions record them, and notes."""
-    record = entry.record if entry.record is not None and entry.record.width else entry.predicted
-    if record is None or not record.width:
-        bounds = [0, 0, TILE, TILE]
-        geometry = {"width": TILE, "height": TILE, "bounds": bounds, "mpp": None, "pixels": True}
-        return geometry, [f"the slide is {entry.state}"]
-    bounds = list(record.bounds) or [0, 0, record.width, record.height]
-    geometry = {
-        "width": record.width,
-        "height": record.height,
-        "bounds": bounds,
-        "mpp": record.mpp,
-        "pixels": False,
-    }
-    return geometry, ["the slide's file was not found: pictures are those of the store"]
+    for record in (entry.record, entry.predicted):
+        if record is not None and record.width:
+            geometry = {
+                "width": record.width,
+                "height": record.height,
+                "bounds": list(record.bounds) or [0, 0, record.width, record.height],
+                "mpp": record.mpp,
+                "pixels": False,
+            }
+            return geometry, ["the slide's file was not found: pictures are those of the store"]
+    bounds = [0, 0, TILE, TILE]
+    geometry = {"width": TILE, "height": TILE, "bounds": bounds, "mpp": None, "pixels": True}
+    return geometry, [f"the slide is {entry.state}"]
 
 
 def lattice(layers: SlideLayers, geometry: dict[str, Any]) -> dict[str, Any]:
@@ -210,15 +183,18 @@ def lattice(layers: SlideLayers, geometry: dict[str, Any]) -> dict[str, Any]:
     if abs(stride - size) < 1e-6 * size:
         x -= np.ceil((x - left) / size) * size
         y -= np.ceil((y - top) / size) * size
-    columns = int(np.ceil((left + width - x) / size))
-    rows = int(np.ceil((top + height - y) / size))
-    return {"x": float(x), "y": float(y), "size": size, "columns": columns, "rows": rows}
+    return {
+        "x": float(x),
+        "y": float(y),
+        "size": size,
+        "columns": int(np.ceil((left + width - x) / size)),
+        "rows": int(np.ceil((top + height - y) / size)),
+    }
 
 
 def as_picture(content: bytes) -> Response:
     """Return the answer with a JPEG or PNG file."""
-    kind = "image/png" if content[:4] == b"\x89PNG" else "image/jpeg"
-    return Response(content, media_type=kind)
+    return Response(content, media_type="image/png" if content[:4] == b"\x89PNG" else "image/jpeg")
 
 
 def item(items: list[T], number: int) -> T:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import io
 import math
 import textwrap
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +22,14 @@ from histopipe.slides.readers import open_slide
 from histopipe.slides.scale import resolve_mpp
 from histopipe.slides.slide import Slide
 from histopipe.slides.slide_files import SlideFile, SlideHashes, fingerprint
-from histopipe.slides.thumbnail import ASSUMED_MPP, Thumbnail, read_thumbnail, usual_mpp
+from histopipe.slides.thumbnail import ASSUMED_MPP, read_thumbnail, usual_mpp
 from histopipe.store.format import patch_key, value_crc
 from histopipe.store.reading import decode_picture
 from histopipe.store.store import Store
 from histopipe.system.arrays import PixelArray
 from histopipe.tissue_masks.algorithms import find_on_thumbnail
+from histopipe.tissue_masks.mask import Grid
+from histopipe.tissue_masks.mask_files import encode_png
 
 _BLOCK_BYTES = 64 << 20
 """Bytes of features that are read at once."""
@@ -78,10 +79,9 @@ def most_similar(path: str, feature: NDArray[np.float32], count: int) -> list[di
         part = np.asarray(read_features(header, rows), np.float32)
         cosine[rows] = part @ direction / np.maximum(np.linalg.norm(part, axis=1), 1e-12)
     cosine[~np.isfinite(cosine)] = -1  # features that are not finite
-    best = np.argsort(-cosine, kind="stable")[:count]
     return [
         {"x": int(coords[row, 0]), "y": int(coords[row, 1]), "cosine": round(float(cosine[row]), 4)}
-        for row in best.tolist()
+        for row in np.argsort(-cosine, kind="stable")[:count].tolist()
     ]
 
 
@@ -92,37 +92,21 @@ OVERLAP = 8
 which halves the loss of a second compression."""
 COARSEST_STEP = 3
 """Highest step of a store's tiles. The thumbnail is fine enough for coarser ones."""
-_STRIPE = 6
 _STRIPES = np.array([[196, 60, 52], [88, 88, 92]], np.uint8)
 _QUALITY = 90
 
 
-@dataclass(frozen=True, slots=True)
-class PictureArea:
-    """A part of an image: its corner and the side of its pixels, in pixels of the image; and its size in its own pixels."""
-
-    left: float
-    top: float
-    pixel: float
-    width: int
-    height: int
-
-    def part(self, rows: slice, columns: slice) -> PictureArea:
-        """Return the part with these rows and columns."""
-        left, top = self.left + columns.start * self.pixel, self.top + rows.start * self.pixel
-        return PictureArea(
-            left, top, self.pixel, columns.stop - columns.start, rows.stop - rows.start
-        )
-
-
-def cut(image: Image.Image, area: PictureArea) -> PixelArray:
-    """Return a part of an image. Outside, it is white."""
-    reduction = max(1, int(area.pixel))
+def cut(image: Image.Image, source: Grid, area: Grid) -> PixelArray:
+    """Return the pixels of an area from an image with the grid `source`. Outside of the image, they are white."""
+    reduction = max(1, int(area.side / source.side))
     if reduction > 1:
         image = image.reduce(reduction)
-    left, top, step = (value / reduction for value in (area.left, area.top, area.pixel))
+    left, top, step = (
+        length / source.side / reduction
+        for length in (area.x - source.x, area.y - source.y, area.side)
+    )
     part = image.transform(
-        (area.width, area.height),
+        (area.size.width, area.size.height),
         Image.Transform.AFFINE,
         (step, 0.0, left, 0.0, step, top),
         Image.Resampling.BILINEAR,
@@ -134,7 +118,7 @@ def cut(image: Image.Image, area: PictureArea) -> PixelArray:
 def hatched(height: int, width: int) -> PixelArray:
     """Return (H, W, 3) stripes, which mark what cannot be read."""
     y, x = np.ogrid[:height, :width]
-    return np.asarray(_STRIPES[((x + y) // _STRIPE) % 2], np.uint8)
+    return np.asarray(_STRIPES[((x + y) // 6) % 2], np.uint8)
 
 
 def message_tile(text: str) -> bytes:
@@ -151,19 +135,14 @@ def message_tile(text: str) -> bytes:
 
 def jpeg(pixels: PixelArray) -> bytes:
     """Return (H, W, 3) pixels as JPEG, with full colour resolution."""
-    contiguous = np.ascontiguousarray(pixels)
     return bytes(
         simplejpeg.encode_jpeg(
-            contiguous, quality=_QUALITY, colorspace="RGB", colorsubsampling="444"
+            np.ascontiguousarray(pixels),
+            quality=_QUALITY,
+            colorspace="RGB",
+            colorsubsampling="444",
         )
     )
-
-
-def png(pixels: PixelArray) -> bytes:
-    """Return pixels as PNG, little compressed."""
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "PNG", compress_level=1)
-    return buffer.getvalue()
 
 
 _MOST_REDUCTION = 8
@@ -187,16 +166,11 @@ def read_geometry(
         SlideUnreadable: the slide cannot be opened.
     """
     slide = _slide(path)
-    info = slide.info
-    warning = mpp = unscaled = None
-    try:
-        mpp = float(resolve_mpp(path, info).mpp)
-    except ScaleError as error:
-        unscaled = str(error)
+    info, warning = slide.info, None
+    mpp, unscaled = _scale(slide)
     if size_bytes:
         files = _files(Path(path))
-        current = fingerprint(files)
-        change = None
+        current, change = fingerprint(files), ""
         if current.size_bytes != size_bytes:
             change = f"{current.size_bytes:,} bytes, then {size_bytes:,}"
         elif current.mtime_ns != mtime_ns and hashes and not hashes.match_file(files, info):
@@ -206,11 +180,11 @@ def read_geometry(
                 f"{path} has changed since it was ingested ({change}); patches, labels and predictions may belong to "
                 "another scan"
             )
-    left, top = info.bounds.origin.x, info.bounds.origin.y
+    origin, size = info.bounds.origin, info.bounds.size
     return {
         "width": info.size.width,
         "height": info.size.height,
-        "bounds": [left, top, info.bounds.size.width, info.bounds.size.height],
+        "bounds": [origin.x, origin.y, size.width, size.height],
         "mpp": mpp,
         "objective": info.objective_power,
         "vendor": info.vendor,
@@ -218,6 +192,14 @@ def read_geometry(
         "unscaled": unscaled,
         "warning": warning,
     }
+
+
+def _scale(slide: Slide) -> tuple[Mpp | None, str | None]:
+    """Return the scale of a slide; or None, and the reason."""
+    try:
+        return resolve_mpp(str(slide.path), slide.info).mpp, None
+    except ScaleError as error:
+        return None, str(error)
 
 
 def _files(path: Path) -> SlideFile:
@@ -233,11 +215,8 @@ def _opened(path: str, _mtime_ns: int) -> Slide:
 
 def _slide(path: str) -> Slide:
     """Return a slide from the cache of open slides; it is opened again when its file changes."""
-    try:
-        mtime_ns = Path(path).stat().st_mtime_ns
-    except OSError as error:
-        raise SlideUnreadable(f"{path} cannot be read", found=str(error)) from error
-    return _opened(path, mtime_ns)
+    file = Path(path)
+    return _opened(path, file.stat().st_mtime_ns if file.exists() else 0)
 
 
 def slide_tile(path: str, step: int, column: int, row: int) -> bytes:
@@ -253,70 +232,59 @@ def slide_tile(path: str, step: int, column: int, row: int) -> bytes:
     top, height = _extent(row, math.ceil(size.height / scale))
     if width <= 0 or height <= 0 or scale > 2 * max(size.width, size.height):
         raise UsageError(f"tile {step}/{column}/{row} is outside the slide")
-    return jpeg(_read(slide, PictureArea(left * scale, top * scale, scale, width, height)))
+    return jpeg(_read(slide, Grid(left * scale, top * scale, scale, Size(width, height), size)))
 
 
 def _extent(number: int, whole: int) -> tuple[int, int]:
     """Return the begin and length of a row or column of tiles, in an image of `whole` pixels."""
     begin = number * TILE
-    if begin >= whole:
-        return begin, 0
-    first = max(0, begin - OVERLAP)
-    return first, min(begin + TILE + OVERLAP, whole) - first
+    first, end = max(0, begin - OVERLAP), min(begin + TILE + OVERLAP, whole)
+    return first, end - first if begin < whole else 0
 
 
-def _read(slide: Slide, area: PictureArea) -> PixelArray:
+def _read(slide: Slide, area: Grid) -> PixelArray:
     """Return (H, W, 3) pixels of a part of a slide. The parts that cannot be read are hatched."""
     try:
         return _read_level(slide, area)
     except SlideUnreadable:
-        height, width = area.height, area.width
+        height, width = area.size.height, area.size.width
         if max(height, width) <= _SMALLEST_BLOCK:
             return hatched(height, width)
         pixels = np.empty((height, width, 3), np.uint8)
-        for rows in (slice(0, height // 2), slice(height // 2, height)):
-            for columns in (slice(0, width // 2), slice(width // 2, width)):
-                if pixels[rows, columns].size:
-                    pixels[rows, columns] = _read(slide, area.part(rows, columns))
+        for top, rows in ((0, height // 2), (height // 2, height - height // 2)):
+            for left, columns in ((0, width // 2), (width // 2, width - width // 2)):
+                if rows and columns:
+                    x, y = area.x + left * area.side, area.y + top * area.side
+                    quarter = replace(area, x=x, y=y, size=Size(columns, rows))
+                    pixels[top : top + rows, left : left + columns] = _read(slide, quarter)
         return pixels
 
 
-def _read_level(slide: Slide, area: PictureArea) -> PixelArray:
-    fine = [level for level in slide.info.levels if level.downsample <= area.pixel * 1.01]
+def _read_level(slide: Slide, area: Grid) -> PixelArray:
+    fine = [level for level in slide.info.levels if level.downsample <= area.side * 1.01]
     level = max(fine, key=lambda level: level.downsample) if fine else slide.info.levels[0]
-    reduction = area.pixel / level.downsample
+    reduction, width, height = area.side / level.downsample, area.size.width, area.size.height
     if reduction > _MOST_REDUCTION:
-        return _from_overview(str(slide.path), area)
-    size = Size(max(1, round(area.width * reduction)), max(1, round(area.height * reduction)))
-    corner = PointL0(round(area.left), round(area.top))
-    pixels = slide.read_region(corner, level.number, size)
-    if pixels.shape[:2] == (area.height, area.width):
+        grid, overview = _overview(slide)
+        return cut(overview, grid, area)
+    size = Size(max(1, round(width * reduction)), max(1, round(height * reduction)))
+    pixels = slide.read_region(PointL0(round(area.x), round(area.y)), level.number, size)
+    if pixels.shape[:2] == (height, width):
         return pixels
-    shape = (area.width, area.height)
-    return np.asarray(Image.fromarray(pixels).resize(shape, Image.Resampling.BOX))
+    return np.asarray(Image.fromarray(pixels).resize((width, height), Image.Resampling.BOX))
 
 
 @functools.lru_cache(maxsize=4)
-def _overview(path: str, _mtime_ns: int) -> tuple[Thumbnail, Image.Image]:
-    """Return a thumbnail of a slide for tiles that no level is coarse enough for."""
-    with open_slide(Path(path)) as slide:
-        bounds = slide.info.bounds.size
-        # Only the ratio to the scale of level 0 matters, so an assumed scale is used.
-        reduction = max(1.0, max(bounds.width, bounds.height) / _OVERVIEW_SIDE)
-        thumbnail = read_thumbnail(slide, None, at=Mpp(reduction * ASSUMED_MPP))
+def _overview(slide: Slide) -> tuple[Grid, Image.Image]:
+    """Return a thumbnail of a slide, with its grid, for tiles that no level is coarse enough for."""
+    bounds = slide.info.bounds.size
+    # Only the ratio to the scale of level 0 matters, so an assumed scale is used.
+    reduction = max(1.0, max(bounds.width, bounds.height) / _OVERVIEW_SIDE)
+    thumbnail = read_thumbnail(slide, None, at=Mpp(reduction * ASSUMED_MPP))
     pixels = thumbnail.pixels
     if thumbnail.lost is not None:
         pixels = np.where(thumbnail.lost[..., None], hatched(*pixels.shape[:2]), pixels)
-    return thumbnail, Image.fromarray(pixels)
-
-
-def _from_overview(path: str, area: PictureArea) -> PixelArray:
-    thumbnail, image = _overview(path, Path(path).stat().st_mtime_ns)
-    level = thumbnail.level.downsample
-    pixel = thumbnail.reduction * level
-    left, top = thumbnail.x_level * level, thumbnail.y_level * level
-    corner = (area.left - left) / pixel, (area.top - top) / pixel
-    return cut(image, PictureArea(*corner, area.pixel / pixel, area.width, area.height))
+    return Grid.of(thumbnail, slide.info.size), Image.fromarray(pixels)
 
 
 def slide_thumbnail(path: str, side: int) -> bytes:
@@ -325,27 +293,19 @@ def slide_thumbnail(path: str, side: int) -> bytes:
     origin, size = slide.info.bounds.origin, slide.info.bounds.size
     scale = max(1.0, max(size.width, size.height) / side)
     width, height = max(1, round(size.width / scale)), max(1, round(size.height / scale))
-    return jpeg(_read(slide, PictureArea(origin.x, origin.y, scale, width, height)))
+    return jpeg(_read(slide, Grid(origin.x, origin.y, scale, Size(width, height), slide.info.size)))
 
 
 def slide_mask(path: str) -> bytes:
     """Return the tissue mask that an ingest would find, as a PNG file of the scanned area."""
     slide = _slide(path)
-    try:
-        mpp: Mpp | None = resolve_mpp(path, slide.info).mpp
-    except ScaleError:
-        mpp = None
+    mpp, _ = _scale(slide)
     thumbnail = read_thumbnail(slide, mpp, at=usual_mpp(slide, mpp))
-    mask = find_on_thumbnail(thumbnail).pixels
-    return png(mask.astype(np.uint8) * 255)
+    return encode_png(find_on_thumbnail(thumbnail).pixels, Grid.of(thumbnail, slide.info.size))
 
 
-_GREY = (236, 236, 236)
-
-
-@functools.lru_cache(maxsize=64)
-def _store(path: str) -> Store:
-    return Store(Path(path))
+_store = functools.lru_cache(maxsize=64)(Store)
+"""Returns a store by path, from the cache of open stores."""
 
 
 def patch_file(store: str, slide: int, row: int) -> bytes:
@@ -355,11 +315,10 @@ def patch_file(store: str, slide: int, row: int) -> bytes:
         DamagedStore: it does not match its checksum, or the ingest could not read it.
     """
     opened = _store(store)
-    crc = int(opened.index(slide)["crc"][row])
     value = opened.value(slide, row)
     if not value:
         raise DamagedStore(f"patch {row} could not be read from the slide at ingest")
-    if value_crc(patch_key(slide, row), value) != crc:
+    if value_crc(patch_key(slide, row), value) != opened.index(slide)["crc"][row]:
         raise DamagedStore(f"patch {row} does not match its checksum", todo="run histopipe repair")
     return value
 
@@ -384,7 +343,8 @@ def patch_or_region(
         return message_tile("neither the slide nor its store was found")
     scale = max(1.0, side_l0 / _PATCH_PIXELS)
     count = max(1, round(side_l0 / scale))
-    return jpeg(_read(_slide(slide), PictureArea(x, y, scale, count, count)))
+    opened = _slide(slide)
+    return jpeg(_read(opened, Grid(x, y, scale, Size(count, count), opened.info.size)))
 
 
 def small_thumbnail(thumbnail: bytes, side: int) -> bytes:
@@ -428,23 +388,22 @@ def store_tile(
             return jpeg(hatched(side, side))
     left_bound, top_bound, width, _ = record.bounds or (0, 0, record.width, record.height)
     thumbnail = opened.thumbnail(slide)
-    canvas = Image.new("RGB", (side, side), _GREY)
+    canvas = Image.new("RGB", (side, side), (236, 236, 236))
     if thumbnail is not None:
         image = Image.fromarray(decode_picture(thumbnail, f"thumbnail of {record.id}"))
-        scale = width / image.width
-        corner = (left - left_bound) / scale, (top - top_bound) / scale
-        canvas = Image.fromarray(cut(image, PictureArea(*corner, pixel / scale, side, side)))
+        whole, size = Size(record.width, record.height), Size(*image.size)
+        source = Grid(left_bound, top_bound, width / image.width, size, whole)
+        area = Grid(left, top, pixel, Size(side, side), whole)
+        canvas = Image.fromarray(cut(image, source, area))
     small = max(1, side >> step)
-    for at in rows:
-        canvas.paste(_small_patch(store, slide, at, side, small), places[at])
+    for at, place_in_tile in places.items():
+        try:
+            pixels = decode_picture(
+                patch_file(store, slide, at), f"patch {at}", side=side, least=small
+            )
+        except DamagedStore:
+            pixels = hatched(small, small)
+        canvas.paste(
+            Image.fromarray(pixels).resize((small, small), Image.Resampling.BOX), place_in_tile
+        )
     return jpeg(np.asarray(canvas))
-
-
-def _small_patch(store: str, slide: int, row: int, side: int, small: int) -> Image.Image:
-    try:
-        value = patch_file(store, slide, row)
-        pixels = decode_picture(value, f"patch {row}", side=side, least=small)
-    except DamagedStore:
-        return Image.fromarray(hatched(small, small))
-    image = Image.fromarray(pixels)
-    return image if image.width == small else image.resize((small, small), Image.Resampling.BOX)

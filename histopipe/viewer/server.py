@@ -1,49 +1,63 @@
-"""The viewer's server: the page, the list of slides, and drawing."""
+"""The viewer's answers to requests: the page, the list of slides, one slide with its pictures and patches, and drawing.
+
+Slides are addressed by number, so that no request can name a path.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import Callable, Iterator
-from functools import partial
-from importlib import resources
+import stat
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp
 
 from histopipe.annotations.annotation_files import MOST_BYTES
-from histopipe.errors import HistopipeError
-from histopipe.predictions.sources import PredictionSource
+from histopipe.errors import HistopipeError, UsageError
+from histopipe.predictions.sources import FolderSource, PredictionSource
 from histopipe.slides.tables import SlideNames
-from histopipe.viewer.collection import Collection, Entry, list_row
+from histopipe.system.csv_files import cell_number
+from histopipe.system.worker_pool import WorkerDied
+from histopipe.viewer import pictures
+from histopipe.viewer.collection import Entry, list_row
 from histopipe.viewer.drawings import read_drawing, save_drawing
-from histopipe.viewer.guard import Guard, NotFound, known_error
-from histopipe.viewer.open_slides import OpenSlides, item
-from histopipe.viewer.slide_routes import SLIDE, SlideRoutes
+from histopipe.viewer.guard import Guard, NotFound, answer_error
+from histopipe.viewer.layers import PatchGrid
+from histopipe.viewer.open_slides import OpenSlides, as_picture, item, lattice
+from histopipe.viewer.pictures import COARSEST_STEP, OVERLAP, TILE, message_tile
 
-_STATIC = {
-    "view.css": "text/css",
-    "openseadragon.min.js": "text/javascript",
-    **dict.fromkeys(
-        ("main.js", "pane.js", "layers.js", "panel.js", "drawing.js"), "text/javascript"
-    ),
-}
+Answer = Callable[..., Awaitable[Response]]
+"""Answers a request about a slide. Its arguments are the request, the slide, and the other numbers of the path by name."""
+
+_STATIC = Path(__file__).with_name("static")
+_FILES = {path.name for path in _STATIC.iterdir() if path.suffix in (".html", ".css", ".js")}
+"""Files of the page. Other names are refused, also those of the notes on the copy of OpenSeadragon."""
 _ERRORS = 200
+_THUMBNAIL = 160
+_SIMILAR = 12
+_MOST_SIDE = 65536
+_MOST_STEPS = 32
+_MOST_NUMBER = 1 << 40
+"""Numbers of a path are below this: larger ones do not fit into the arrays that they are compared with."""
+_MOST_THUMBNAIL = 64 << 20
+"""Most bytes of a thumbnail."""
 
 
 class ViewServer:
     """Answers the requests of the page.
 
     Args:
-        collection: what is shown.
-        workers: number of processes that read slides.
+        slides: the slides that are shown.
         annotations: folder for drawing; None to forbid it.
         local: answer requests for this machine's loopback names only.
         token: first part of the path of every address.
@@ -52,53 +66,74 @@ class ViewServer:
 
     def __init__(
         self,
-        collection: Collection,
+        slides: OpenSlides,
         *,
-        workers: int,
         annotations: Path | None,
         local: bool,
         token: str,
         message: Callable[[str], None],
     ) -> None:
-        self._collection, self._annotations = collection, annotations
-        self._slides = OpenSlides(collection, workers, message)
-        self._saving = asyncio.Lock()
-        self._names = SlideNames(entry.id for entry in collection.entries)
-        get = partial(Route, methods=["GET"])
+        self._slides, self._collection, self._message = slides, slides.collection, message
+        self._annotations, self._saving = annotations, asyncio.Lock()
+        self._names = SlideNames(entry.id for entry in self._collection.entries)
+        answers: dict[str, Answer] = {
+            "": self._slide,
+            "/thumbnail": self._thumbnail,
+            "/overview": self._overview,
+            "/mask": self._mask,
+            "/tile/{step:int}/{column:int}/{row:int}": self._tile,
+            "/patches/{step:int}/{column:int}/{row:int}": self._store_tile,
+            "/grid/{grid:int}": self._grid,
+            "/layer/{layer:int}": self._layer,
+            "/patch/{grid:int}/{row:int}": self._patch,
+            "/picture/{x:int}/{y:int}": self._picture,
+            "/similar/{grid:int}/{row:int}": self._similar,
+            "/drawing": self._drawing,
+        }
+        slide = "/slides/{slide:int}"
         routes = [
-            get("/", self._page),
-            get("/static/{name}", self._static),
-            get("/slides", self._list),
-            get("/metrics", self._metrics),
-            get("/errors/{source:int}", self._errors),
-            get(SLIDE + "/drawing", self._drawing),
-            Route(SLIDE + "/drawing", self._save_drawing, methods=["PUT"]),
-            *SlideRoutes(self._slides, drawing=annotations is not None).routes(),
+            Route("/", self._file),
+            Route("/static/{name}", self._file),
+            Route("/slides", self._list),
+            Route("/metrics", self._metrics),
+            Route("/errors/{source:int}", self._errors),
+            *(Route(slide + path, self._endpoint(answer)) for path, answer in answers.items()),
+            Route(slide + "/drawing", self._endpoint(self._save_drawing), methods=["PUT"]),
         ]
         app = Starlette(
             routes=[Mount(f"/{token}", routes=routes)],
             exception_handlers={
-                HistopipeError: known_error,
-                ClientDisconnect: _gone,
-                OSError: known_error,
+                HistopipeError: answer_error,
+                OSError: answer_error,
+                ClientDisconnect: _answer_nobody,
+                Exception: self._answer_bug,
             },
         )
-        self.app: ASGIApp = Guard(app, token, local=local, message=message)
+        self.app: ASGIApp = Guard(app, token, local=local)
 
-    def close(self) -> None:
-        """End the worker processes."""
-        self._slides.close()
+    def _endpoint(self, answer: Answer) -> Callable[[Request], Awaitable[Response]]:
+        """Return an endpoint that answers with the slide that a request names, and the other numbers of its path."""
 
-    async def _page(self, request: Request) -> Response:
-        if not request.scope["path"].endswith("/"):
+        async def endpoint(request: Request) -> Response:
+            numbers = dict(request.path_params)
+            if max(numbers.values()) >= _MOST_NUMBER:
+                raise NotFound("the number is too large")
+            entry = item(self._collection.entries, numbers.pop("slide"))
+            return await answer(request, entry, **numbers)
+
+        return endpoint
+
+    async def _answer_bug(self, request: Request, error: Exception) -> Response:
+        """Answer after an error of an unknown kind: a bug must not end the server."""
+        path = request.scope["path"].split("/", 2)[-1]  # without the token
+        self._message(f"internal error at {path}: {error!r}"[:300])
+        return PlainTextResponse("internal error", 500)
+
+    async def _file(self, request: Request) -> Response:
+        name = request.path_params.get("name", "index.html")
+        if name not in _FILES:
             return PlainTextResponse("not found", 404)
-        return Response(_file("index.html"), media_type="text/html")
-
-    async def _static(self, request: Request) -> Response:
-        name = request.path_params["name"]
-        if name not in _STATIC:
-            return PlainTextResponse("not found", 404)
-        return Response(_file(name), media_type=_STATIC[name])
+        return FileResponse(_STATIC / name)
 
     async def _list(self, _: Request) -> Response:
         collection = self._collection
@@ -131,21 +166,193 @@ class ViewServer:
         errors = await run_in_threadpool(find_errors, source, _ERRORS)
         names = self._collection.names
         return JSONResponse(
-            [
-                {**error, "slide": names[error["slide"]]}
-                for error in errors
-                if error["slide"] in names
-            ]
+            [{**row, "slide": names[row["slide"]]} for row in errors if row["slide"] in names]
         )
 
-    async def _drawing(self, request: Request) -> Response:
-        folder, entry, bounds = await self._drawn(request)
+    async def _slide(self, _: Request, entry: Entry) -> Response:
+        geometry = await self._slides.geometry(entry)
+        layers = await self._slides.layers_of(entry)
+        with_patches = entry.complete and layers.grids and len(layers.grids[0].x)
+        return JSONResponse(
+            {
+                **geometry,
+                "name": entry.name,
+                "tile": TILE,
+                "overlap": OVERLAP,
+                "patches": lattice(layers, geometry) if with_patches else None,
+                "mask": entry.complete or geometry["pixels"],
+                "drawing": self._annotations is not None,
+                "similar": entry.id in self._collection.features,
+                "grids": [
+                    {
+                        "source": grid.source,
+                        "size": grid.size,
+                        "stride": grid.stride,
+                        "count": len(grid.x),
+                    }
+                    for grid in layers.grids
+                ],
+                "layers": [
+                    {
+                        "key": layer.key,
+                        "title": layer.title,
+                        "group": layer.group,
+                        "grid": layer.grid,
+                        "classes": layer.classes,
+                        "low": layer.low,
+                        "high": layer.high,
+                    }
+                    for layer in layers.layers
+                ],
+            }
+        )
+
+    async def _thumbnail(self, request: Request, entry: Entry) -> Response:
+        stored = await run_in_threadpool(self._stored_thumbnail, entry)
+        if stored is None and entry.file is None:
+            return as_picture(_EMPTY)
+        function, content = (
+            (pictures.slide_thumbnail, str(entry.file))
+            if stored is None
+            else (pictures.small_thumbnail, stored)
+        )
+        return await self._slides.picture(
+            request, (entry, "thumbnail"), function, content, _THUMBNAIL
+        )
+
+    async def _overview(self, _: Request, entry: Entry) -> Response:
+        """Return the stored thumbnail in full size: the ground under tiles of patches."""
+        thumbnail = await run_in_threadpool(self._stored_thumbnail, entry)
+        return as_picture(thumbnail or _EMPTY)
+
+    async def _mask(self, request: Request, entry: Entry) -> Response:
+        if entry.store is not None and entry.complete:
+            mask = await run_in_threadpool(entry.store.thumbnail, entry.number, "mask")
+            if mask is not None:
+                return as_picture(mask)
+        if entry.file is None:
+            return as_picture(_EMPTY)
+        key, path = (entry, "mask"), str(entry.file)
+        return await self._slides.picture(request, key, pictures.slide_mask, path)
+
+    async def _tile(
+        self, request: Request, entry: Entry, step: int, column: int, row: int
+    ) -> Response:
+        if step > _MOST_STEPS:
+            raise NotFound("there is no such tile")
+        if entry.file is None:
+            reason = (entry.record and entry.record.error) or "the slide's file was not found"
+            return as_picture(message_tile(reason))
+        at = step, column, row
+        return await self._slides.picture(
+            request, (entry, "tile", *at), pictures.slide_tile, str(entry.file), *at
+        )
+
+    async def _store_tile(
+        self, request: Request, entry: Entry, step: int, column: int, row: int
+    ) -> Response:
+        patches = entry.record.planned if entry.record and entry.complete else 0
+        if entry.store is None or not patches or step > COARSEST_STEP:
+            raise NotFound("there is no such tile")
+        place = lattice(await self._slides.layers_of(entry), await self._slides.geometry(entry))
+        return await self._slides.picture(
+            request,
+            (entry, "patches", step, column, row),
+            pictures.store_tile,
+            entry.store_path,
+            entry.number,
+            step,
+            (column, row),
+            (place["x"], place["y"]),
+        )
+
+    async def _grid(self, _: Request, entry: Entry, grid: int) -> Response:
+        corners = item((await self._slides.layers_of(entry)).grids, grid)
+        return _as_bytes(np.stack([corners.x, corners.y]).astype("<i4"))
+
+    async def _layer(self, _: Request, entry: Entry, layer: int) -> Response:
+        values = item((await self._slides.layers_of(entry)).layers, layer).values
+        return _as_bytes(values.astype("<f4"))
+
+    async def _patch(self, _: Request, entry: Entry, grid: int, row: int) -> Response:
+        """Return the index row of a patch, the state of its checksum, and its values in all layers."""
+        layers = await self._slides.layers_of(entry)
+        corners = item(layers.grids, grid)
+        x, y = _corner(corners, row)
+        patch: dict[str, Any] = {"row": row, "x": x, "y": y, "size": corners.size}
+        if corners.source == "store" and entry.record is not None:
+            names = [name for name in layers.index if name not in ("x_l0", "y_l0", "label")]
+            patch["index"] = {name: _number(layers.index[name][row]) for name in names}
+            patch["route"], patch["checksum"] = entry.record.route, "matches"
+            try:
+                await self._slides.in_worker(
+                    pictures.patch_file, entry.store_path, entry.number, row
+                )
+            except (HistopipeError, WorkerDied) as error:
+                patch["checksum"] = str(error)
+        patch["values"] = [
+            {
+                "title": layer.title,
+                "group": layer.group,
+                "key": layer.key,
+                "value": layer.classes[int(value)] if layer.classes else value,
+            }
+            for layer in layers.layers
+            if layer.grid == grid and (value := _number(layer.values[row])) is not None
+        ]
+        return JSONResponse(patch)
+
+    async def _picture(self, request: Request, entry: Entry, x: int, y: int) -> Response:
+        """Return the patch at a corner: as stored, else from the slide with the side `?size=` in level-0 pixels."""
+        size = side = entry.side_l0 or TILE
+        text = request.query_params.get("size")
+        if text is not None:
+            size = cell_number(text)
+            if not 1 <= size <= _MOST_SIDE:
+                raise UsageError(
+                    "size", found=repr(text)[:50], expected=f"1 to {_MOST_SIDE} level-0 pixels"
+                )
+        stored = entry.complete and abs(size - side) < 1
+        return await self._slides.picture(
+            request,
+            (entry, "patch", x, y, size),
+            pictures.patch_or_region,
+            entry.store_path if stored else None,
+            entry.number,
+            entry.file and str(entry.file),
+            (x, y),
+            size,
+        )
+
+    async def _similar(self, request: Request, entry: Entry, grid: int, row: int) -> Response:
+        """Return the patches with the most similar features, of this slide or of all slides (`?all=1`)."""
+        features, names = self._collection.features, self._collection.names
+        if entry.id not in features:
+            raise NotFound(f"{entry.name} has no features of this patch")
+        x, y = _corner(item((await self._slides.layers_of(entry)).grids, grid), row)
+        feature = await self._slides.in_worker(pictures.feature_of, str(features[entry.id]), x, y)
+        if request.query_params.get("all") != "1":
+            features, names = {entry.id: features[entry.id]}, {entry.id: entry.name}
+        matches: list[dict[str, Any]] = []
+        for slide, path in features.items():
+            if slide in names:
+                best = await self._slides.in_worker(
+                    pictures.most_similar, str(path), feature, _SIMILAR + 1
+                )
+                matches += [{"slide": names[slide], **match} for match in best]
+        query = (entry.name, x, y)
+        matches = [match for match in matches if (match["slide"], match["x"], match["y"]) != query]
+        return JSONResponse(sorted(matches, key=lambda match: -match["cosine"])[:_SIMILAR])
+
+    async def _drawing(self, _: Request, entry: Entry) -> Response:
+        folder = self._drawing_folder()
+        bounds = (await self._slides.geometry(entry))["bounds"]
         return JSONResponse(
             await run_in_threadpool(read_drawing, folder, entry.id, self._names, bounds)
         )
 
-    async def _save_drawing(self, request: Request) -> Response:
-        folder, entry, _ = await self._drawn(request)
+    async def _save_drawing(self, request: Request, entry: Entry) -> Response:
+        folder = self._drawing_folder()
         if request.headers.get("content-type") != "application/json":
             return JSONResponse({"error": "content-type: expected application/json"}, 415)
         body = bytearray()
@@ -157,19 +364,47 @@ class ViewServer:
             saved = await run_in_threadpool(save_drawing, folder, entry.id, self._names, body)
         return JSONResponse(saved)
 
-    async def _drawn(self, request: Request) -> tuple[Path, Entry, list[int]]:
-        number, entry = self._slides.entry(request)
+    def _drawing_folder(self) -> Path:
         if self._annotations is None:
             raise NotFound("drawing is off: start the viewer with --annotations FOLDER")
-        return self._annotations, entry, (await self._slides.geometry(number, entry))["bounds"]
+        return self._annotations
+
+    def _stored_thumbnail(self, entry: Entry) -> bytes | None:
+        if entry.store is not None and entry.complete:
+            return entry.store.thumbnail(entry.number)
+        for source in self._collection.predictions:
+            if isinstance(source, FolderSource) and entry.id in source.slides():
+                return _plain_file(source.thumbnail(entry.id))
+        return None
 
 
-async def _gone(_: Request, __: Exception) -> Response:
+async def _answer_nobody(_: Request, __: Exception) -> Response:
     return Response(status_code=499)
 
 
-def _file(name: str) -> bytes:
-    return (resources.files("histopipe.viewer") / "static" / name).read_bytes()
+def _corner(grid: PatchGrid, row: int) -> tuple[int, int]:
+    """Return the corner of a patch. Raise NotFound if there is none."""
+    if row >= len(grid.x):
+        raise NotFound(f"there is no patch {row}")
+    return int(grid.x[row]), int(grid.y[row])
+
+
+def _as_bytes(values: NDArray[Any]) -> Response:
+    return Response(values.tobytes(), media_type="application/octet-stream")
+
+
+def _number(value: Any) -> Any:
+    """Return a number that JSON can represent; None for NaN, and for values that are no numbers."""
+    return value.item() if isinstance(value, np.number) and np.isfinite(value) else None
+
+
+def _plain_file(path: Path) -> bytes | None:
+    """Return the content of a file; None if it is too large, or not a plain file."""
+    with suppress(OSError):
+        status = path.lstat()
+        if stat.S_ISREG(status.st_mode) and status.st_size <= _MOST_THUMBNAIL:
+            return path.read_bytes()
+    return None
 
 
 def find_errors(source: PredictionSource, count: int) -> list[dict[str, Any]]:
@@ -196,3 +431,10 @@ def _errors(source: PredictionSource, count: int) -> Iterator[dict[str, Any]]:
                 "label": source.classes[label[i]],
                 "predicted": source.classes[predicted[i]],
             }
+
+
+_EMPTY = bytes.fromhex(
+    "89504e470d0a1a0a0000000d4948445200000001000000010804000000b51c0c02"
+    "0000000b4944415478da6364f80f00010501012718e3660000000049454e44ae426082"
+)
+"""A transparent pixel as PNG."""

@@ -14,19 +14,21 @@ from pathlib import Path
 from typing import Any
 
 from histopipe.errors import NothingToDo, UsageError
-from histopipe.system.files import Closing
+from histopipe.system.files import Closing, run_on_error
 from histopipe.system.output import Progress, counted, default_progress
-from histopipe.system.settings import PathLike, make_settings
+from histopipe.system.settings import make_settings
 from histopipe.system.worker_pool import count_usable_cores
 from histopipe.viewer.collection import open_collection
 from histopipe.viewer.options import ViewOptions
 
 _STORE = "patches.lmdb"
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
-_ANY = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - not a default
+_ANY = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # noqa: S104 - not a default
 """All addresses of this machine, and the one to open."""
 _OPEN_FILES = 8192
 """Number of open files and connections that is asked for."""
+_BACKLOG = 4096
+"""Number of connections that wait to be accepted: browsers and load tests open hundreds at once."""
 _END_SECONDS = 15.0
 
 
@@ -56,6 +58,7 @@ class Viewer(Closing):
         try:
             import uvicorn
 
+            from histopipe.viewer.open_slides import OpenSlides
             from histopipe.viewer.server import ViewServer
         except ImportError as error:
             raise UsageError(
@@ -63,31 +66,32 @@ class Viewer(Closing):
             ) from error
         self.host = host = options.host
         self.token = token = options.token or secrets.token_urlsafe(24)
+        # The port is taken first: opening the collection may take minutes.
         self._listener = _listener(host, options.port)
-        try:
+        features, annotations = (
+            None if path is None else Path(path) for path in (options.features, options.annotations)
+        )
+        with run_on_error(self._listener.close):
             self.port = int(self._listener.getsockname()[1])
             self._collection = open_collection(
-                paths, stores=stores, features=_path(options.features), untrusted=untrusted
+                paths, stores=stores, features=features, untrusted=untrusted
             )
-        except BaseException:
-            self._listener.close()
-            raise
         for note in self._collection.notes:
             progress.message(note)
         self.slides = len(self._collection.entries)
-        address = _ANY.get(host, host)
-        bracketed = f"[{address}]" if ":" in address else address
-        self.url = f"http://{bracketed}:{self.port}/{token}/"
-        self._views = ViewServer(
-            self._collection,
-            workers=options.workers or min(4, count_usable_cores()),
-            annotations=_path(options.annotations),
+        address = _ANY.get(host, f"[{host}]" if ":" in host else host)
+        self.url = f"http://{address}:{self.port}/{token}/"
+        workers = options.workers or min(4, count_usable_cores())
+        self._slides = OpenSlides(self._collection, workers, progress.message)
+        server = ViewServer(
+            self._slides,
+            annotations=annotations,
             local=host in _LOOPBACK,
             token=token,
             message=progress.message,
         )
         config = uvicorn.Config(
-            self._views.app,
+            server.app,
             log_level="critical",
             access_log=False,
             lifespan="off",
@@ -95,7 +99,7 @@ class Viewer(Closing):
             server_header=False,
             date_header=False,
             timeout_graceful_shutdown=2,
-            backlog=4096,
+            backlog=_BACKLOG,
         )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(
@@ -113,7 +117,7 @@ class Viewer(Closing):
         """End the server and its worker processes."""
         self._server.should_exit = True
         self._thread.join(_END_SECONDS)
-        self._views.close()
+        self._slides.close()
         self._collection.close()
         self._listener.close()
 
@@ -184,29 +188,22 @@ def view(
     return viewer
 
 
-def _path(text: PathLike | None) -> Path | None:
-    return None if text is None else Path(text)
-
-
 def _listener(host: str, port: int) -> socket.socket:
     """Return a socket that listens on a port.
 
     Raises:
         UsageError: the port is in use or not allowed, or the address does not belong to this machine.
     """
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(4096)
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
     except OSError as error:
-        listener.close()
+        reason = (error.strerror or str(error)).partition(" (while")[0]  # without the address
         raise UsageError(
             f"cannot listen on {host}, port {port}",
-            found=error.strerror or str(error),
+            found=reason,
             todo="choose another --port, or --port 0 for any free one",
         ) from error
-    return listener
 
 
 def _raise_limit_of_files() -> None:

@@ -91,23 +91,13 @@ def test_hanging_tensorflow_is_reported(tmp_path: Path, monkeypatch: pytest.Monk
     [
         (None, BUILT, "no NVIDIA driver", "--gpus all"),
         (Driver("", ()), BUILT, "none is assigned", "docker run --gpus all"),
-        (
-            Driver("550.54", (), "Driver/library version mismatch"),
-            BUILT,
-            "version mismatch",
-            "restart the machine",
-        ),
-        (
-            Driver("470.82.01", ("Tesla T4",)),
-            BUILT,
-            "CUDA 12.5.1, which needs driver 525.60",
-            "update NVIDIA's driver",
-        ),
+        (Driver("550.54", (), "Driver/library version mismatch"), BUILT, "version mismatch", "restart the machine"),
+        (Driver("470.82.01", ("Tesla T4",)), BUILT, "CUDA 12.5.1, which needs driver 525.60", "update NVIDIA's driver"),
         (H200, None, "TensorFlow does not work", "histopipe[gpu]"),
         (H200, Probe("2.21.0", "3.15.1", None, (CPU,)), "built without CUDA", "histopipe[gpu]"),
         (H200, BUILT, "no CUDA 12.5.1 libraries", "histopipe[gpu]"),
     ],
-)
+)  # fmt: skip
 def test_reasons_for_missing_gpu(
     driver: Driver | None,
     probe: Probe | None,

@@ -50,7 +50,7 @@ RANKS = {
 HOMES = {
     "openslide": {"slides"},
     "pydicom": {"slides"},
-    "tifffile": {"slides", "reports"},
+    "tifffile": {"slides", "reports", "demo"},
     "lmdb": {"store"},
     "tensorflow": {"dataset", "training", "inference", "exporting", "diagnostics"},
     "keras": {"training", "inference", "reports"},
