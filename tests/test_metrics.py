@@ -27,6 +27,7 @@ from sklearn import calibration
 from sklearn import metrics as sk
 
 from histopipe.errors import DamagedStore, UsageError
+from histopipe.evaluation.breakdown import EvaluatedPredictions
 from histopipe.evaluation.evaluate import (
     Evaluation,
     choose_thresholds,
@@ -37,12 +38,7 @@ from histopipe.evaluation.evaluate import (
     split_lines,
 )
 from histopipe.predictions.prediction_tables import read_predictions, write_predictions
-from histopipe.reports.evaluation_blocks import (
-    CHARTS,
-    EvaluatedPredictions,
-    metric_cards,
-    metrics_blocks,
-)
+from histopipe.reports.evaluation_blocks import CHARTS, metric_cards, metrics_blocks
 from histopipe.reports.failures import decisions
 from histopipe.reports.html_page import Block, Table
 from histopipe.splits.subsets import Subset

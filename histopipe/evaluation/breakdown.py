@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.evaluation.evaluate import Evaluation, aligned, softmax, with_ends
+from histopipe.evaluation.evaluate import Calibration, Evaluation, aligned, softmax, with_ends
 from histopipe.evaluation.subgroups import AUTOMATIC, ORIGIN, Subgroups, check_subgroup, subgroups
-from histopipe.splits.slide_table import SlideEntry
+from histopipe.splits.slide_table import Flow, SlideEntry
 from histopipe.splits.subsets import Subset
 from histopipe.system.output import plural
 from histopipe.tasks.choices import TaskName
@@ -20,7 +20,7 @@ from histopipe.tasks.intervals import Difference
 from histopipe.tasks.predictions import ModelPredictions
 from histopipe.tasks.registry import TASKS
 from histopipe.tasks.statistics import area_under_roc
-from histopipe.tasks.task import EvaluationSettings, Predictions
+from histopipe.tasks.task import EvaluationSettings, Predictions, Task
 
 _ORIGIN_CELLS = {
     "scanner",
@@ -166,6 +166,31 @@ class Breakdown:
             tuple(map(Subgroups.from_json, value["subgroups"])),
             value["shortcut"] and Shortcut(**value["shortcut"]),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluatedPredictions:
+    """An evaluation of at least one subset with its predictions."""
+
+    evaluations: Mapping[Subset, Evaluation]
+    predictions: Mapping[Subset, Predictions]
+    evaluation_settings: EvaluationSettings
+    breakdown: Breakdown = field(default_factory=Breakdown)
+    flow: Flow = field(default_factory=dict)
+    calibration: Calibration | None = None
+    parts: Sequence[ModelPredictions] = ()
+    """Predictions of several models on the main split, each with its thresholds; empty for one model."""
+
+    @property
+    def main(self) -> tuple[Subset, Evaluation]:
+        """The test set if there is one, else the validation set."""
+        subset: Subset = "test" if "test" in self.evaluations else "validation"
+        return subset, self.evaluations[subset]
+
+    @property
+    def task(self) -> Task:
+        """The task, with the positive class of the evaluation."""
+        return self.predictions[self.main[0]].task.with_settings(self.evaluation_settings)
 
 
 def breakdown_lines(

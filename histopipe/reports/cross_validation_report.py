@@ -9,22 +9,23 @@ from pathlib import Path
 from typing import Any
 
 from histopipe.errors import UsageError
-from histopipe.evaluation.breakdown import Breakdown
+from histopipe.evaluation.breakdown import Breakdown, EvaluatedPredictions
 from histopipe.evaluation.evaluate import Evaluation, main_metric, remarks, with_ends
 from histopipe.evaluation.subgroups import QUALITY
-from histopipe.reports.data_description import OTHER_DATA_UNKNOWN, open_stores
 from histopipe.reports.evaluation_blocks import (
     INTERVALS,
-    EvaluatedPredictions,
+    add_analysis,
+    add_metrics,
     difference_cell,
     level_title,
     metric_cards,
     metric_cell,
     sentences,
 )
-from histopipe.reports.evaluation_sections import add_analysis, add_metrics
 from histopipe.reports.heatmap_values import SlideImages
 from histopipe.reports.html_page import Block, Cell, Page, Row, Table, number, values_block
+from histopipe.reports.run_description import OTHER_DATA_UNKNOWN
+from histopipe.reports.run_report import open_stores
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.result import TrainResult, read_result

@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.evaluation import evaluate
-from histopipe.evaluation.breakdown import Breakdown
+from histopipe.evaluation.breakdown import EvaluatedPredictions
 from histopipe.evaluation.evaluate import Calibration, Evaluation, metric_title
 from histopipe.evaluation.subgroups import QUALITY
 from histopipe.reports import charts
-from histopipe.reports.html_page import Block, Card, Cell, Row, Table, number
-from histopipe.splits.slide_table import Flow
+from histopipe.reports.failures import failure_blocks
+from histopipe.reports.flow_chart import flow_blocks
+from histopipe.reports.heatmap_values import SlideImages
+from histopipe.reports.html_page import Block, Card, Cell, Page, Row, Table, number
+from histopipe.splits.slide_table import SlideEntry
 from histopipe.splits.subsets import Subset
 from histopipe.system.output import plural
 from histopipe.tasks.calibration import Bin, reliability_of
 from histopipe.tasks.choices import EvaluationLevel, TaskName
 from histopipe.tasks.intervals import TOO_FEW, Difference
-from histopipe.tasks.predictions import Metrics, ModelPredictions, scores_of
+from histopipe.tasks.predictions import Metrics, scores_of
 from histopipe.tasks.statistics import Roc, precision_recall_of, roc_of
-from histopipe.tasks.task import EvaluationSettings, Predictions, Task
+from histopipe.tasks.task import Task
 
 _MOST_LEVELS = 4
 """Levels of all splits that fit one table on a page of 1,200 pixels."""
@@ -35,31 +37,6 @@ COLUMN_TITLES = {
     "label_source": "source of the label",
 }
 INTERVALS = "Brackets show 95 % confidence intervals, with patients as units."
-
-
-@dataclass(frozen=True, slots=True)
-class EvaluatedPredictions:
-    """An evaluation of at least one subset with its predictions."""
-
-    evaluations: Mapping[Subset, Evaluation]
-    predictions: Mapping[Subset, Predictions]
-    evaluation_settings: EvaluationSettings
-    breakdown: Breakdown = field(default_factory=Breakdown)
-    flow: Flow = field(default_factory=dict)
-    calibration: Calibration | None = None
-    parts: Sequence[ModelPredictions] = ()
-    """Predictions of several models on the main split, each with its thresholds; empty for one model."""
-
-    @property
-    def main(self) -> tuple[Subset, Evaluation]:
-        """The test set if there is one, else the validation set."""
-        subset: Subset = "test" if "test" in self.evaluations else "validation"
-        return subset, self.evaluations[subset]
-
-    @property
-    def task(self) -> Task:
-        """The task, with the positive class of the evaluation."""
-        return self.predictions[self.main[0]].task.with_settings(self.evaluation_settings)
 
 
 def units_of(level: str) -> str:
@@ -437,3 +414,30 @@ def shortcut_warning(evaluated: EvaluatedPredictions) -> Iterator[Block]:
     shortcut = evaluated.breakdown.shortcut
     if shortcut is not None and shortcut.warning:
         yield Block("text", f"Warning: {shortcut}", tone="bad")
+
+
+def add_metrics(page: Page, evaluated: EvaluatedPredictions) -> None:
+    """Add the metrics with their charts."""
+    page.add("Metrics", *metrics_blocks(evaluated))
+    title, draw_charts = CHARTS.get(evaluated.task.name, PREDICTION_CHARTS)
+    page.add(title, *draw_charts(evaluated))
+    page.add("Confusion", *confusions(evaluated))
+
+
+def add_analysis(
+    page: Page,
+    evaluated: EvaluatedPredictions,
+    slides: Sequence[SlideEntry],
+    images: SlideImages | None,
+    *,
+    read: str = "Ingested",
+) -> None:
+    """Add subgroups, failures and participant flow. `images` as for `failure_blocks`, `read` as for `flow_blocks`."""
+    page.add("Subgroups", *subgroup_tables(evaluated, quality=False))
+    page.add(
+        "Failure analysis",
+        *subgroup_tables(evaluated, quality=True),
+        *failure_blocks(evaluated, slides, images),
+        *shortcut_blocks(evaluated),
+    )
+    page.add("Participant flow", *flow_blocks(evaluated.flow, read))

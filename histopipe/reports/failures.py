@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore, UsageError
-from histopipe.reports.evaluation_blocks import EvaluatedPredictions
+from histopipe.evaluation.breakdown import EvaluatedPredictions
 from histopipe.reports.heatmap_values import SlideImages, find_slide
 from histopipe.reports.html_page import SIDE, Block, Cell, Picture, Row, Table, number
 from histopipe.slides.thumbnail import resize_image

@@ -6,7 +6,7 @@ import json
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -22,16 +22,19 @@ from PIL import Image
 from tifffile import TiffWriter
 
 from histopipe.dataset.selection import store_paths
-from histopipe.errors import NothingToDo, UsageError
+from histopipe.errors import DamagedStore, HistopipeError, NothingToDo, UsageError
 from histopipe.features.feature_file import paths_of_stores
 from histopipe.predictions.sources import PredictionsFolder
 from histopipe.reports.charts import default_style
 from histopipe.reports.heatmap_values import NamedPatchValues, Show, SlideImages, open_values
+from histopipe.reports.html_page import SIDE, Block, Picture
 from histopipe.runs import folder as run_folder
 from histopipe.runs.task_config import read_config
 from histopipe.slides.discovery import discover
+from histopipe.slides.thumbnail import resize_image
 from histopipe.store.catalog import parts_of
 from histopipe.store.store import Store
+from histopipe.system.arrays import PixelArray
 from histopipe.system.files import atomic_write, path_within
 from histopipe.system.filesystems import roomy
 from histopipe.system.folders import FolderKind, folder_kind, writable
@@ -42,6 +45,8 @@ Objects = Literal["cells", "contours"]
 COLOURS = "viridis"
 """Colour map: perceptually uniform, also for colour-blind readers, and different from the colours of tissue."""
 ALPHA = 0.55
+_MAX_HEATMAPS = 24
+"""Most heatmaps of a report."""
 
 _CONTRAST = 0.7
 """Contrast of the image under a heatmap: dark tissue would make high values look low."""
@@ -263,6 +268,41 @@ def _feature(
             "measurements": measures,
         },
     }
+
+
+def heatmap_image(patches: NamedPatchValues, background: PixelArray | None) -> PixelArray:
+    """Draw a heatmap over an image of the slide's bounds in grey, without axes."""
+    _, _, width, height = patches.bounds
+    if background is None:
+        scale = SIDE / max(width, height)
+        shape = max(1, round(height * scale)), max(1, round(width * scale)), 3
+        background = np.full(shape, 235, np.uint8)
+    image = pale_grey(resize_image(background, SIDE))
+    raster = patches.raster(max(width / image.shape[1], height / image.shape[0]))
+    size = image.shape[1], image.shape[0]
+    values = np.asarray(Image.fromarray(raster).resize(size, Image.Resampling.NEAREST))
+    mixed = (1 - ALPHA) * image + ALPHA * coloured(values)
+    return np.where(np.isnan(values)[..., None], image, mixed).astype(np.uint8)
+
+
+def heatmap_gallery(
+    folder: Path, images: SlideImages, title: str, class_name: str | None = None
+) -> Block | None:
+    """Return heatmaps of some slides with values in a folder, or None if there are none."""
+    made: list[Picture] = []
+    try:
+        slides, read_values = open_values(folder, images.stores, class_name)
+    except HistopipeError:
+        return None  # a slide model without attention
+    for slide in slides:
+        with suppress(NothingToDo, DamagedStore, UsageError):
+            values = read_values(slide)
+            if values is not None:
+                image = heatmap_image(values, images.of(slide))
+                made.append(Picture.of(f"heat-{len(made)}", f"{slide}: {values.name}", image))
+        if len(made) == _MAX_HEATMAPS:
+            break
+    return Block("gallery", made, title) if made else None
 
 
 HeatmapFormat = Literal["png", "tiff", "geojson"]

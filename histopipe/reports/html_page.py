@@ -13,19 +13,16 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import jinja2
-import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw
+from PIL import Image
 
 from histopipe._version import __version__
-from histopipe.reports.heatmap import ALPHA, coloured, pale_grey
-from histopipe.reports.heatmap_values import NamedPatchValues
-from histopipe.slides.thumbnail import resize_image
-from histopipe.system.arrays import PixelArray
 from histopipe.system.files import atomic_write
 
 Card = tuple[str, str, str]
 """Name, value and note of a prominent number."""
+SIDE = 420
+"""Longer side of a slide's image, in pixels."""
 BlockKind = Literal["cards", "text", "notes", "values", "charts", "gallery", "confusion"]
 
 
@@ -165,64 +162,3 @@ class Page:
         with atomic_write(path) as part, part.open("w", encoding="utf-8") as file:
             # In pieces, so that the pictures of a thousand slides are not in memory as one string.
             file.writelines(pieces)
-
-
-_GRID, _OUTSIDE = (20, 110, 60), 0.45
-SIDE = 420
-"""Longer side of a slide's image, in pixels."""
-
-
-def plan_image(
-    thumbnail: PixelArray,
-    mask: PixelArray | None,
-    corners: NDArray[np.floating],
-    side: float,
-    bounds: Sequence[float],
-) -> PixelArray:
-    """Draw the outlines of patches on a thumbnail of the bounds. Areas with 0 in the (H, W) mask are pale.
-
-    `corners` (N, 2) are the top left corners of patches, `bounds` x, y, width and height; all in level-0 pixels.
-    """
-    image = resize_image(thumbnail, SIDE)
-    height, width = image.shape[:2]
-    if mask is not None:
-        tissue = np.asarray(Image.fromarray(mask).resize((width, height), Image.Resampling.NEAREST))
-        pale = (255 - _OUTSIDE * (255 - image.astype(np.float32))).astype(np.uint8)
-        image = np.where((tissue > 0)[..., None], image, pale)
-    result = Image.fromarray(image)
-    canvas = ImageDraw.Draw(result)
-    left, top, full_width, full_height = bounds
-    scale, largest = (width / full_width, height / full_height), (width - 1, height - 1)
-    first = (corners - (left, top)) * scale
-    ends = [
-        np.clip(np.rint(points), 0, largest) for points in (first, first + np.multiply(side, scale))
-    ]
-    for box in np.hstack(ends).tolist():
-        canvas.rectangle(box, outline=_GRID)
-    return np.asarray(result)
-
-
-def heatmap_image(patches: NamedPatchValues, background: PixelArray | None) -> PixelArray:
-    """Draw a heatmap over an image of the slide's bounds in grey, without axes."""
-    _, _, width, height = patches.bounds
-    if background is None:
-        scale = SIDE / max(width, height)
-        shape = max(1, round(height * scale)), max(1, round(width * scale)), 3
-        background = np.full(shape, 235, np.uint8)
-    image = pale_grey(resize_image(background, SIDE))
-    raster = patches.raster(max(width / image.shape[1], height / image.shape[0]))
-    size = image.shape[1], image.shape[0]
-    values = np.asarray(Image.fromarray(raster).resize(size, Image.Resampling.NEAREST))
-    mixed = (1 - ALPHA) * image + ALPHA * coloured(values)
-    return np.where(np.isnan(values)[..., None], image, mixed).astype(np.uint8)
-
-
-def strip(patches: Sequence[PixelArray], side: int = 84, gap: int = 4) -> PixelArray:
-    """Return patches as one row."""
-    row = np.full((side, len(patches) * (side + gap), 3), 255, np.uint8)
-    for left, patch in zip(range(0, row.shape[1], side + gap), patches, strict=True):
-        small = Image.fromarray(patch).resize(
-            (side, side), Image.Resampling.BICUBIC, reducing_gap=2.0
-        )
-        row[:, left : left + side] = np.asarray(small)
-    return row[:, :-gap]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from histopipe.errors import DamagedStore
+from histopipe.evaluation.breakdown import EvaluatedPredictions
 from histopipe.inference.external_evaluation import (
     EVALUATED,
     PARTICIPANTS,
@@ -26,14 +27,14 @@ from histopipe.predictions.sources import (
 )
 from histopipe.reports.evaluation_blocks import (
     INTERVALS,
-    EvaluatedPredictions,
+    add_analysis,
+    add_metrics,
     metric_cards,
     sentences,
 )
-from histopipe.reports.evaluation_sections import add_analysis, add_metrics
+from histopipe.reports.heatmap import heatmap_gallery
 from histopipe.reports.heatmap_values import SlideImages
 from histopipe.reports.html_page import Block, Cell, Page, Row, Table, values_block
-from histopipe.reports.run_report import heatmap_gallery
 from histopipe.splits.slide_table import Exclusion, read_slide_table
 from histopipe.store.store import Store
 from histopipe.system.csv_files import is_number, read_dicts

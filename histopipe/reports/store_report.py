@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image, ImageDraw
 
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.maintenance.store_info import StoreInfo, info_of
@@ -22,16 +23,18 @@ from histopipe.reports.html_page import (
     Row,
     Table,
     number,
-    plan_image,
-    strip,
     values_block,
 )
+from histopipe.slides.thumbnail import resize_image
 from histopipe.store.reading import decode_picture
 from histopipe.store.record import SlideRecord, SlideState, describe_copies
 from histopipe.store.store import Store
+from histopipe.system.arrays import PixelArray
 from histopipe.system.output import Progress, counted
 
 _PATCHES = 6
+_GRID, _OUTSIDE = (20, 110, 60), 0.45
+"""Colour of the outlines of patches, and contrast of areas without tissue."""
 _MAX_OUTLINES = 20_000
 """Maximum number of patches with outlines on a slide. More outlines would hide the slide."""
 _COLUMNS = (
@@ -244,6 +247,47 @@ def _pictures(
         caption = f"{counted(len(patches), 'patch')} of the slide"
         made.append(Picture.of(f"patches-{slide}", caption, strip(patches)))
     return made
+
+
+def plan_image(
+    thumbnail: PixelArray,
+    mask: PixelArray | None,
+    corners: NDArray[np.floating],
+    side: float,
+    bounds: Sequence[float],
+) -> PixelArray:
+    """Draw the outlines of patches on a thumbnail of the bounds. Areas with 0 in the (H, W) mask are pale.
+
+    `corners` (N, 2) are the top left corners of patches, `bounds` x, y, width and height; all in level-0 pixels.
+    """
+    image = resize_image(thumbnail, SIDE)
+    height, width = image.shape[:2]
+    if mask is not None:
+        tissue = np.asarray(Image.fromarray(mask).resize((width, height), Image.Resampling.NEAREST))
+        pale = (255 - _OUTSIDE * (255 - image.astype(np.float32))).astype(np.uint8)
+        image = np.where((tissue > 0)[..., None], image, pale)
+    result = Image.fromarray(image)
+    canvas = ImageDraw.Draw(result)
+    left, top, full_width, full_height = bounds
+    scale, largest = (width / full_width, height / full_height), (width - 1, height - 1)
+    first = (corners - (left, top)) * scale
+    ends = [
+        np.clip(np.rint(points), 0, largest) for points in (first, first + np.multiply(side, scale))
+    ]
+    for box in np.hstack(ends).tolist():
+        canvas.rectangle(box, outline=_GRID)
+    return np.asarray(result)
+
+
+def strip(patches: Sequence[PixelArray], side: int = 84, gap: int = 4) -> PixelArray:
+    """Return patches as one row."""
+    row = np.full((side, len(patches) * (side + gap), 3), 255, np.uint8)
+    for left, patch in zip(range(0, row.shape[1], side + gap), patches, strict=True):
+        small = Image.fromarray(patch).resize(
+            (side, side), Image.Resampling.BICUBIC, reducing_gap=2.0
+        )
+        row[:, left : left + side] = np.asarray(small)
+    return row[:, :-gap]
 
 
 def _bytes(count: int) -> str:
