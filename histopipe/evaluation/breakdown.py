@@ -187,6 +187,12 @@ class EvaluatedPredictions:
         subset: Subset = "test" if "test" in self.evaluations else "validation"
         return subset, self.evaluations[subset]
 
+    def models(self, subset: Subset) -> Sequence[ModelPredictions]:
+        """Return the predictions of a subset, those of each model with its thresholds."""
+        if self.parts and subset == self.main[0]:
+            return self.parts
+        return [(self.predictions[subset], self.evaluations[subset].thresholds)]
+
     @property
     def task(self) -> Task:
         """The task, with the positive class of the evaluation."""

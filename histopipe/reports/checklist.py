@@ -23,13 +23,11 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
-import jinja2
-
 from histopipe._version import __version__
 from histopipe.errors import MachineShort, UsageError
 from histopipe.evaluation.evaluate import number, with_ends
 from histopipe.reports.evaluation_blocks import column_title
-from histopipe.reports.html_page import Block, Cell, Page, Row, Table
+from histopipe.reports.html_page import TEMPLATES, Block, Cell, Page, Row, Table
 from histopipe.reports.run_description import list_counts, percent
 from histopipe.system.files import atomic_write, write_atomically
 from histopipe.system.output import counted, listed, plural
@@ -104,16 +102,7 @@ def format_difference(difference: Difference) -> str:
     return with_ends(difference.value, difference.interval, signed=True)
 
 
-# Not escaped: the results are Markdown and cells of Word files, and `Page` escapes the texts that it shows.
-_TEMPLATES = jinja2.Environment(
-    loader=jinja2.PackageLoader("histopipe.reports"),
-    autoescape=False,  # noqa: S701
-    undefined=jinja2.StrictUndefined,
-    trim_blocks=True,
-    lstrip_blocks=True,
-    keep_trailing_newline=True,
-)
-_TEMPLATES.filters |= {
+TEMPLATES.filters |= {
     "column_title": column_title,
     "counted": counted,
     "decimals": number,
@@ -136,7 +125,7 @@ def make_statements(description: Mapping[str, Any]) -> Statements:
         statements[name] = _joined_lines(caller()), files
         return ""
 
-    template = _TEMPLATES.get_template("statements.j2")
+    template = TEMPLATES.get_template("statements.j2")
     template.render(description, statement=add_statement)
     return statements
 
@@ -210,7 +199,7 @@ def fill_checklist(name: str, statements: Statements, run: str) -> Checklist:
             ChecklistItem(entry["number"], entry["section"], entry["text"], status, answers)
         )
     texts = {key: text for key, (text, _) in statements.items()}
-    methods = _joined_lines(_TEMPLATES.get_template("methods.j2").render(texts))
+    methods = _joined_lines(TEMPLATES.get_template("methods.j2").render(texts))
     written = " ".join([methods, *(answer for item in items for answer in item.answers)])
     cited = [key for key, source in _CITED.items() if source in written]
     references = [REFERENCES[key] for key in (value["cite"], "histopipe", *cited)]
@@ -223,8 +212,8 @@ def write_model_card(statements: Statements, path: Path, *, run: str) -> None:
     def answers(*names: str) -> list[str]:
         return find_answers(statements, *names)
 
-    template = _TEMPLATES.get_template("model-card.md.j2")
-    write_atomically(path, template.render(name=run, answers=answers, empty=EMPTY))
+    template = TEMPLATES.get_template("model-card.md.j2")
+    write_atomically(path, template.render(name=run, answers=answers, empty=EMPTY) + "\n")
 
 
 _TONES = {"filled from the run": "good", "partly": "", "for the authors": "bad"}
@@ -269,8 +258,8 @@ def _write_html(checklist: Checklist, path: Path) -> None:
 
 
 def _write_markdown(checklist: Checklist, path: Path) -> None:
-    template = _TEMPLATES.get_template("checklist.md.j2")
-    write_atomically(path, template.render(checklist=checklist))
+    template = TEMPLATES.get_template("checklist.md.j2")
+    write_atomically(path, template.render(checklist=checklist) + "\n")
 
 
 def _write_docx(checklist: Checklist, path: Path) -> None:

@@ -25,7 +25,6 @@ from histopipe.predictions.prediction_tables import (
     read_patch_values,
 )
 from histopipe.predictions.sources import (
-    FolderSource,
     PredictedSlide,
     PredictionsFolder,
     PredictionSource,
@@ -138,7 +137,7 @@ def open_values(
             expected="those of a slide model",
         )
     elif PredictionsFolder(folder).exists:
-        names, read = _open_predictions(FolderSource(folder), stores, class_name)
+        names, read = _open_predictions(PredictionsFolder(folder), stores, class_name)
     elif (folder / PREDICTIONS).exists():
         names, read = _open_predictions(_checked_run(folder), stores, class_name)
     else:
@@ -239,7 +238,7 @@ def _open_predictions(
         scores = source.predictions(name)
         if scores is None:
             return None
-        slide = source.described(name) or _stored(stores, name)
+        slide = source.find(name) or _stored(stores, name)
         classes, output = scores.task.classes, scores.output
         chosen = classes[-1] if class_name is None else class_name
         if chosen not in classes:

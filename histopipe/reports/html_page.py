@@ -19,6 +19,15 @@ from PIL import Image
 from histopipe._version import __version__
 from histopipe.system.files import atomic_write
 
+TEMPLATES = jinja2.Environment(
+    loader=jinja2.PackageLoader("histopipe.reports"),
+    autoescape=jinja2.select_autoescape(["html.j2", "svg.j2"]),
+    undefined=jinja2.StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+"""Templates of pages, figures and texts; those of Markdown do not escape values."""
+
 Card = tuple[str, str, str]
 """Name, value and note of a prominent number."""
 SIDE = 420
@@ -149,14 +158,7 @@ class Page:
 
     def write(self, path: Path) -> None:
         """Write the HTML file by one rename."""
-        environment = jinja2.Environment(
-            loader=jinja2.PackageLoader("histopipe.reports"),
-            autoescape=True,
-            undefined=jinja2.StrictUndefined,
-            trim_blocks=True,
-            lstrip_blocks=True,
-        )
-        pieces = environment.get_template("page.html.j2").generate(
+        pieces = TEMPLATES.get_template("page.html.j2").generate(
             page=self, version=__version__, made=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
         )
         with atomic_write(path) as part, part.open("w", encoding="utf-8") as file:

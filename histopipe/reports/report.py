@@ -102,7 +102,7 @@ def report(
         raise UsageError("no folder given", expected="a store, or folders of runs or predictions")
     if checklist is not None:
         return _report_checklist(paths, checklist, out)
-    folder, folders_of_stores = paths[0], [Path(store) for store in stores]
+    folder = paths[0]
     if len(paths) > 1 and out is None:
         raise UsageError("--out is missing", expected="an HTML file for the comparison")
     file = Path(out) if out is not None else folder / REPORT
@@ -115,28 +115,39 @@ def report(
     if file.suffix.lower() not in (".html", ".htm"):
         raise UsageError("--out", found=str(file), expected="a file ending in .html")
     if len(paths) > 1:
-        page = comparison_page(paths)
+        return _write(file, comparison_page(paths).write)
+    display, follow = progress or default_progress(), not untrusted
+    paths_of_stores = [Path(store) for store in stores]
+    return _report_folder(folder, file, paths_of_stores, display, pictures=pictures, follow=follow)
+
+
+def _report_folder(
+    folder: Path,
+    file: Path,
+    stores: Sequence[Path],
+    progress: Progress,
+    *,
+    pictures: bool,
+    follow: bool,
+) -> ReportResult:
+    kind = folder_kind(folder)
+    if kind is FolderKind.RUN:
+        return _report_run(folder, file, stores, pictures=pictures, follow=follow)
+    if kind is FolderKind.CROSS_VALIDATION:
+        page = cross_validation_page(folder, stores=stores, pictures=pictures, follow=follow)
+    elif kind is FolderKind.PREDICTIONS:
+        page = predictions_page(folder, stores=stores, pictures=pictures)
+    elif kind is not FolderKind.STORE:
+        raise NothingToDo(
+            f"{folder} is neither a store, a run nor predictions",
+            expected="a folder with data.mdb, config.toml or predict.json",
+        )
+    elif stores:
+        raise UsageError(
+            "--store", found=f"a report of the store {folder}", expected="a report of a run"
+        )
     else:
-        kind, follow = folder_kind(folder), not untrusted
-        if kind is FolderKind.RUN:
-            return _report_run(folder, file, folders_of_stores, pictures=pictures, follow=follow)
-        if kind is FolderKind.CROSS_VALIDATION:
-            page = cross_validation_page(
-                folder, stores=folders_of_stores, pictures=pictures, follow=follow
-            )
-        elif kind is FolderKind.PREDICTIONS:
-            page = predictions_page(folder, stores=folders_of_stores, pictures=pictures)
-        elif kind is not FolderKind.STORE:
-            raise NothingToDo(
-                f"{folder} is neither a store, a run nor predictions",
-                expected="a folder with data.mdb, config.toml or predict.json",
-            )
-        elif stores:
-            raise UsageError(
-                "--store", found=f"a report of the store {folder}", expected="a report of a run"
-            )
-        else:
-            page = store_page(folder, pictures=pictures, progress=progress or default_progress())
+        page = store_page(folder, pictures=pictures, progress=progress)
     return _write(file, page.write)
 
 

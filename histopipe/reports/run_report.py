@@ -248,11 +248,11 @@ def _class_rows(evaluated: EvaluatedPredictions, *, annotated: bool) -> Iterator
             if annotated:
                 cells = [number(slide.counts.get(name, 0)) for name in evaluated.task.classes]
                 cells.append(number(100 * slide.right, unit=" %"))
-            elif len(slide.labels) > 1:
+            elif not slide.label:
                 cells = [Cell("several"), Cell(slide.decision), Cell("")]
             else:
                 correct = Cell("no", tone="bad") if slide.wrong else Cell("yes", tone="good")
-                cells = [Cell(slide.labels[0]), Cell(slide.decision), correct]
+                cells = [Cell(slide.label), Cell(slide.decision), correct]
             yield Row(
                 [
                     Cell(slide.name, tone="id"),
@@ -260,7 +260,7 @@ def _class_rows(evaluated: EvaluatedPredictions, *, annotated: bool) -> Iterator
                     Cell(subset),
                     number(slide.patches),
                     *cells,
-                    *(number(p, 3) for p in slide.probability),
+                    *(number(p, 3) for p in slide.probability.values()),
                 ]
             )
 

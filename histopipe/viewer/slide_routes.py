@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from histopipe.errors import HistopipeError, UsageError
-from histopipe.predictions.sources import FolderSource
+from histopipe.predictions.sources import PredictionsFolder
 from histopipe.system.csv_files import cell_number
 from histopipe.system.worker_pool import WorkerDied
 from histopipe.viewer import pictures
@@ -289,7 +289,7 @@ def _stored_thumbnail(entry: Entry, collection: Collection) -> bytes | None:
     if entry.store is not None and entry.complete:
         return entry.store.thumbnail(entry.number)
     for source in collection.predictions:
-        if isinstance(source, FolderSource) and entry.id in source.slides():
+        if isinstance(source, PredictionsFolder) and entry.id in source.slides():
             return _plain_file(source.thumbnail(entry.id))
     return None
 
