@@ -504,7 +504,7 @@ def test_slides_of_annotated_patches_have_no_row_without_metrics() -> None:
     table, *rest = metrics_blocks(evaluated)
     assert isinstance(table, Table) and not rest
     assert [*table.columns] == ["metric", "validation: patch"]
-    assert all(cell.text for row in table.rows for cell in row.cells)
+    assert all(cell.text for row in table.rows for cell in row)
     assert [note for _, _, note in metric_cards(evaluated)] == ["no interval"] * 2
     first, *_ = decisions(evaluated, "validation")
     assert (first.counts, first.right) == ({"gland": 3}, 1.0)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from itertools import groupby
-from operator import attrgetter
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +27,7 @@ from histopipe._version import __version__
 from histopipe.errors import MachineShort, UsageError
 from histopipe.evaluation.evaluate import number, with_ends
 from histopipe.reports.evaluation_blocks import column_title
-from histopipe.reports.html_page import TEMPLATES, Block, Cell, Page, Row, Table
+from histopipe.reports.html_page import TEMPLATES, Block, Cell, Page, Table
 from histopipe.reports.run_description import list_counts, percent
 from histopipe.system.files import atomic_write, write_atomically
 from histopipe.system.output import counted, listed, plural
@@ -142,34 +142,27 @@ def find_answers(statements: Statements, *names: str) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class ChecklistItem:
-    """An item of a checklist.
-
-    `answers` are the statements about a run that answer the item or a part of it, each with its files in brackets, and an
-    empty field for what the run does not know.
-    """
-
-    number: str
-    section: str
-    text: str
-    status: ItemStatus
-    answers: list[str]
-
-
-@dataclass(frozen=True, slots=True)
 class Checklist:
-    """A filled checklist of a run. `methods` is a paragraph for the section on methods, `references` are in BibTeX."""
+    """A filled checklist of a run.
+
+    Attributes:
+        heading, title: its name with that of the run, and its full title.
+        entries: items with number, section and text as in its file, and with status and answers. These are the statements
+            that answer the item or a part of it, and an empty field for what the run does not know.
+        methods: a paragraph for the section on methods.
+        references: entries in BibTeX.
+    """
 
     heading: str
     title: str
-    items: list[ChecklistItem]
+    entries: list[dict[str, Any]]
     methods: str
     references: list[str]
 
     @property
     def summary(self) -> str:
         """Number of items by status, and what to do."""
-        counts = Counter(item.status for item in self.items)
+        counts = Counter(entry["status"] for entry in self.entries)
         texts = ", ".join(f"{count} {status}" for status, count in counts.most_common())
         return f"{texts}. Check every answer before you submit it."
 
@@ -186,24 +179,23 @@ def fill_checklist(name: str, statements: Statements, run: str) -> Checklist:
         raise UsageError("--checklist", found=repr(name), expected=" or ".join(CHECKLISTS))
     file = resources.files("histopipe.reports") / "checklists" / f"{name}.toml"
     value = tomllib.loads(file.read_text(encoding="utf-8"))
-    items = []
     for entry in value["item"]:
         required = entry.get("run", [])
         answers = find_answers(statements, *required, *entry.get("part", []))
         status: ItemStatus = "partly" if answers else "for the authors"
-        if required and all(statements[key][0] for key in required):
+        if required and all(statements[name][0] for name in required):
             status = "filled from the run"
         else:
             answers.append(EMPTY)
-        items.append(
-            ChecklistItem(entry["number"], entry["section"], entry["text"], status, answers)
-        )
+        entry |= {"status": status, "answers": answers}
     texts = {key: text for key, (text, _) in statements.items()}
     methods = _joined_lines(TEMPLATES.get_template("methods.j2").render(texts))
-    written = " ".join([methods, *(answer for item in items for answer in item.answers)])
+    written = " ".join(
+        [methods, *(answer for entry in value["item"] for answer in entry["answers"])]
+    )
     cited = [key for key, source in _CITED.items() if source in written]
     references = [REFERENCES[key] for key in (value["cite"], "histopipe", *cited)]
-    return Checklist(f"{value['name']}: {run}", value["title"], items, methods, references)
+    return Checklist(f"{value['name']}: {run}", value["title"], value["item"], methods, references)
 
 
 def write_model_card(statements: Statements, path: Path, *, run: str) -> None:
@@ -239,16 +231,14 @@ def _write_html(checklist: Checklist, path: Path) -> None:
     page = Page(checklist.heading, checklist.title)
     page.add("Summary", Block("text", checklist.summary))
     rows = [
-        Row(
-            [
-                Cell(item.number),
-                Cell(item.section),
-                Cell(item.text, tone="why"),
-                Cell(item.status, tone=_TONES[item.status]),
-                Cell(" ".join(item.answers), tone="why"),
-            ]
-        )
-        for item in checklist.items
+        [
+            Cell(entry["number"]),
+            Cell(entry["section"]),
+            Cell(entry["text"], tone="why"),
+            Cell(entry["status"], tone=_TONES[entry["status"]]),
+            Cell(" ".join(entry["answers"]), tone="why"),
+        ]
+        for entry in checklist.entries
     ]
     columns = ("item", "section", "what to report", "status", "answer [file]")
     page.add("Items", Table("All items, in our own words", columns, rows))
@@ -287,13 +277,13 @@ def _write_docx(checklist: Checklist, path: Path) -> None:
         strict=True,
     ):
         cell.paragraphs[0].add_run(text).bold = True
-    for section, items in groupby(checklist.items, attrgetter("section")):
+    for section, entries in groupby(checklist.entries, itemgetter("section")):
         cells = table.add_row().cells
         heading = cells[0].merge(cells[-1]).paragraphs[0]
         heading.add_run(section).bold = True
         heading.paragraph_format.keep_with_next = True
-        for item in items:
-            texts = (item.number, item.text, item.status, "\n".join(item.answers))
+        for entry in entries:
+            texts = (entry["number"], entry["text"], entry["status"], "\n".join(entry["answers"]))
             for cell, text in zip(table.add_row().cells, texts, strict=True):
                 cell.text = text
     # LibreOffice reads the widths of the columns, Word those of the cells.
@@ -305,8 +295,8 @@ def _write_docx(checklist: Checklist, path: Path) -> None:
     document.add_heading("Methods", 2)
     document.add_paragraph(checklist.methods)
     document.add_heading("References (BibTeX)", 2)
-    for entry in checklist.references:
-        document.add_paragraph(entry)
+    for reference in checklist.references:
+        document.add_paragraph(reference)
     with atomic_write(path) as part:
         document.save(str(part))
 

@@ -23,7 +23,7 @@ from histopipe.reports.evaluation_blocks import (
     sentences,
 )
 from histopipe.reports.heatmap_values import SlideImages
-from histopipe.reports.html_page import Block, Cell, Page, Row, Table, number, values_block
+from histopipe.reports.html_page import Block, Cell, Page, Table, number, values_block
 from histopipe.reports.run_description import OTHER_DATA_UNKNOWN
 from histopipe.reports.run_report import open_stores
 from histopipe.runs import folder as run_folder
@@ -137,13 +137,11 @@ def _folds(summary: Mapping[str, Any], evaluated: EvaluatedPredictions) -> Table
         lines.append(([Cell(title), *[Cell("")] * 3], values, ""))
     with_reasons = any(fold["reason"] for fold in folds)
     rows = [
-        Row(
-            [
-                *cells,
-                *(number(values.get(name), 3) for name in names),
-                *([Cell(reason, tone="why")] if with_reasons else []),
-            ]
-        )
+        [
+            *cells,
+            *(number(values.get(name), 3) for name in names),
+            *([Cell(reason, tone="why")] if with_reasons else []),
+        ]
         for cells, values, reason in lines
     ]
     columns = (
@@ -176,14 +174,12 @@ def comparison_page(runs: Sequence[Path]) -> Page:
     task = TASKS[result.runs[0].test.finest.task]
     titles = {**task.main, **task.plain}
     rows = [
-        Row(
-            [
-                Cell(level_title(name_of(level, how))),
-                Cell(name),
-                number(metrics.count),
-                *(metric_cell(metrics, metric) for metric in titles),
-            ]
-        )
+        [
+            Cell(level_title(name_of(level, how))),
+            Cell(name),
+            number(metrics.count),
+            *(metric_cell(metrics, metric) for metric in titles),
+        ]
         for level, how in LEVELS
         for name, run in zip(names, result.runs, strict=True)
         if (metrics := run.test.at(level, how)) is not None
@@ -193,7 +189,7 @@ def comparison_page(runs: Sequence[Path]) -> Page:
     page.add("Differences", *_differences(result, titles))
     page.add("Subgroups", *_subgroups(result, names, *next(iter(titles.items()))))
     rows = [
-        Row([Cell(name), *(Cell("" if value is None else str(value)) for value in values)])
+        [Cell(name), *(Cell("" if value is None else str(value)) for value in values)]
         for name, values in result.settings.items()
     ]
     page.add(
@@ -217,9 +213,7 @@ def _differences(result: CompareResult, titles: Mapping[str, str]) -> Iterator[T
     compared = zip(other_runs, result.differences, result.notes, result.splits, strict=True)
     for run, levels, notes, splits in compared:
         rows = [
-            Row(
-                [Cell(level_title(level)), *(difference_cell(metrics.get(name)) for name in titles)]
-            )
+            [Cell(level_title(level)), *(difference_cell(metrics.get(name)) for name in titles)]
             for level, metrics in levels.items()
         ]
         if rows:
@@ -243,7 +237,7 @@ def _subgroups(
                 texts = cells.setdefault((subgroups.column, group.name), {})
                 texts[place] = f"{text}  (n = {group.count})"
     rows = [
-        Row([Cell(column), Cell(group), *(Cell(texts.get(i, "")) for i in range(len(names)))])
+        [Cell(column), Cell(group), *(Cell(texts.get(i, "")) for i in range(len(names)))]
         for (column, group), texts in cells.items()
     ]
     if rows:

@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 
 from histopipe.evaluation import evaluate
 from histopipe.evaluation.breakdown import EvaluatedPredictions
-from histopipe.evaluation.evaluate import Calibration, Evaluation, metric_title
-from histopipe.evaluation.subgroups import QUALITY
+from histopipe.evaluation.evaluate import Evaluation, metric_title
+from histopipe.evaluation.subgroups import QUALITY, GroupMetrics
 from histopipe.reports import charts
 from histopipe.reports.failures import failure_blocks
 from histopipe.reports.flow_chart import flow_blocks
 from histopipe.reports.heatmap_values import SlideImages
-from histopipe.reports.html_page import Block, Card, Cell, Page, Row, Table, number
+from histopipe.reports.html_page import Block, Card, Cell, Page, Table, number
 from histopipe.splits.slide_table import SlideEntry
 from histopipe.splits.subsets import Subset
 from histopipe.system.output import plural
@@ -125,25 +125,16 @@ def _metrics_table(task: Task, title: str, levels: Mapping[str, Metrics]) -> Tab
     if task.of_classes:
         lines["threshold"] = [number(limit, 3) for limit in limits]
     rows = [
-        Row([Cell(name), *cells])
-        for name, cells in lines.items()
-        if any(cell.text for cell in cells)
+        [Cell(name), *cells] for name, cells in lines.items() if any(cell.text for cell in cells)
     ]
     return Table(f"Metrics at all levels{title}", ("metric", *levels), rows)
 
 
-def metric_cell(metrics: Metrics, name: str) -> Cell:
+def metric_cell(metrics: Metrics | GroupMetrics, name: str) -> Cell:
     """Return a cell with a metric and its interval; empty if it is undefined."""
-    return interval_cell(metrics.values.get(name), metrics.intervals.get(name))
-
-
-def interval_cell(
-    value: float | None, ends: tuple[float, float] | None, *, signed: bool = False
-) -> Cell:
-    """Return a cell with a value and its interval; empty if it is undefined."""
-    if value is None:
-        return number(None)
-    return Cell(evaluate.with_ends(value, ends, signed=signed), value, "n")
+    value = metrics.values.get(name)
+    text = "" if value is None else evaluate.with_ends(value, metrics.intervals.get(name))
+    return Cell(text, value, "n")
 
 
 def _curves(evaluated: EvaluatedPredictions) -> Iterator[Block | Table]:
@@ -194,32 +185,38 @@ def _curves(evaluated: EvaluatedPredictions) -> Iterator[Block | Table]:
             "text",
             f"The logits are divided by a temperature that was fitted to the validation set: {values}.",
         )
-        yield _temperature_table(evaluated, evaluated.calibration)
+        yield _temperature_table(evaluated)
 
 
-def _temperature_table(evaluated: EvaluatedPredictions, calibration: Calibration) -> Table:
-    levels = [
-        (subset, level, before_by_level[level], metrics.values)
-        for subset, before_by_level in calibration.before.items()
+def list_temperature_effects(
+    evaluated: EvaluatedPredictions,
+) -> list[tuple[Subset, str, Mapping[str, float | None], Mapping[str, float | None]]]:
+    """Return split, level, and the metrics before and after the temperature; empty without one."""
+    before = {} if evaluated.calibration is None else evaluated.calibration.before
+    return [
+        (subset, level, by_level[level], metrics.values)
+        for subset, by_level in before.items()
         for level, metrics in shown_levels(evaluated.evaluations[subset])
     ]
+
+
+def _temperature_table(evaluated: EvaluatedPredictions) -> Table:
+    levels = list_temperature_effects(evaluated)
     names = [
         name for name in evaluate.METRIC_TITLES if any(name in before for *_, before, _ in levels)
     ]
     rows = [
-        Row(
-            [
-                Cell(subset),
-                Cell(level_title(level)),
-                *(
-                    Cell(
-                        f"{evaluate.number(before.get(name))} → {evaluate.number(values.get(name))}",
-                        tone="n",
-                    )
-                    for name in names
-                ),
-            ]
-        )
+        [
+            Cell(subset),
+            Cell(level_title(level)),
+            *(
+                Cell(
+                    f"{evaluate.number(before.get(name))} → {evaluate.number(values.get(name))}",
+                    tone="n",
+                )
+                for name in names
+            ),
+        ]
         for subset, level, before, values in levels
     ]
     columns = ("split", "level", *(evaluate.METRIC_TITLES[name] for name in names))
@@ -295,15 +292,13 @@ def _survival_charts(evaluated: EvaluatedPredictions) -> Iterator[Block | Table]
     for subset, metrics in finest.items():
         times = metrics.groups[0].at_risk_times
         rows = [
-            Row(
-                [
-                    Cell(group.name),
-                    number(group.count),
-                    number(group.events),
-                    number(group.median, 3),
-                    *map(number, group.at_risk),
-                ]
-            )
+            [
+                Cell(group.name),
+                number(group.count),
+                number(group.events),
+                number(group.median, 3),
+                *map(number, group.at_risk),
+            ]
             for group in metrics.groups
         ]
         columns = ("group", "n", "events", "median", *(f"at {time:.4g}" for time in times))
@@ -343,24 +338,17 @@ def subgroup_tables(evaluated: EvaluatedPredictions, *, quality: bool) -> Iterat
         name for name in task.by_subgroup if name in by_column[0].groups[0].values
     )
     rows = [
-        Row(
-            [
-                Cell(
-                    f"{column_title(subgroups.column)} ({plural(subgroups.level)})", tone="nowrap"
-                ),
-                Cell(group.name, tone="nowrap"),
-                number(group.count),
-                number(group.patients),
-                interval_cell(group.values.get(main), group.intervals.get(main)),
-                Cell(group.note, tone="soft")
-                if group.note
-                else difference_cell(group.differences.get(main)),
-                *(
-                    interval_cell(group.values.get(name), group.intervals.get(name))
-                    for name in other_names
-                ),
-            ]
-        )
+        [
+            Cell(f"{column_title(subgroups.column)} ({plural(subgroups.level)})", tone="nowrap"),
+            Cell(group.name, tone="nowrap"),
+            number(group.count),
+            number(group.patients),
+            metric_cell(group, main),
+            Cell(group.note, tone="soft")
+            if group.note
+            else difference_cell(group.differences.get(main)),
+            *(metric_cell(group, name) for name in other_names),
+        ]
         for subgroups in by_column
         for group in subgroups.groups
     ]
@@ -385,9 +373,8 @@ def column_title(column: str) -> str:
 
 def difference_cell(difference: Difference | None) -> Cell:
     """Return a cell with a difference, with signs, and its interval; empty if there is none."""
-    if difference is None:
-        return number(None)
-    return interval_cell(difference.value, difference.interval, signed=True)
+    value, ends = (None, None) if difference is None else (difference.value, difference.interval)
+    return Cell("" if value is None else evaluate.with_ends(value, ends, signed=True), value, "n")
 
 
 def shortcut_blocks(evaluated: EvaluatedPredictions) -> Iterator[Block | Table]:
@@ -397,7 +384,7 @@ def shortcut_blocks(evaluated: EvaluatedPredictions) -> Iterator[Block | Table]:
         return
     yield from shortcut_warning(evaluated)
     rows = [
-        Row([Cell(name), number(value, 3)])
+        [Cell(name), number(value, 3)]
         for name, value in sorted(shortcut.auc.items(), key=lambda entry: -entry[1])
     ]
     model = "" if shortcut.model_auc is None else f"; AUC of the model: {shortcut.model_auc:.3f}"

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.evaluation.breakdown import EvaluatedPredictions
 from histopipe.reports.heatmap_values import SlideImages, find_slide
-from histopipe.reports.html_page import SIDE, Block, Cell, Picture, Row, Table, number
+from histopipe.reports.html_page import SIDE, Block, Cell, Picture, Table, number
 from histopipe.slides.thumbnail import resize_image
 from histopipe.splits.slide_table import SlideEntry
 from histopipe.splits.subsets import SUBSETS, Subset
@@ -124,12 +124,12 @@ def _slide_errors(
     names = [
         name for name in _COLUMNS if of_slides and len({entry.value(name) for entry in slides}) > 1
     ]
-    rows = []
+    rows, pictures = [], []
     for i, decided in enumerate(wrong[:_MOST]):
         of_item, patches = entries[decided.name], decided.patches
         if level != "patch":
             patches = sum(getattr(entry, name) for entry in of_item for name in SUBSETS)
-        cells = [
+        row = [
             Cell(decided.name, tone="id"),
             Cell(decided.patient),
             Cell(decided.label),
@@ -139,12 +139,14 @@ def _slide_errors(
             *(Cell(of_item[-1].value(name) if of_item else "") for name in names),
         ]
         image = images.of(decided.name) if images is not None and of_slides else None
-        rows.append(Row(cells, _pictures(f"error-{i}", decided.name, image, SIDE)))
+        rows.append(row)
+        pictures.append(_pictures(f"error-{i}", decided.name, image, SIDE))
     columns = ("slide" if of_slides else "patient", "patient", "label", "decided")
     yield Table(
         f"{subset.capitalize()}: {len(wrong)} wrong decisions, those with the highest confidence first",
         (*columns, "p of the label", "patches", *(name.replace("_", " ") for name in names)),
         rows,
+        pictures,
     )
 
 
@@ -179,18 +181,19 @@ def _patch_errors(evaluated: EvaluatedPredictions, stores: Sequence[Store]) -> I
             )
             for row, p in zip(wrong[first].tolist(), of_label[first].tolist(), strict=True)
         ]
-    rows = []
+    rows, pictures = [], []
     for i, (p, slide, patient, x, y, label, decision) in enumerate(sorted(errors)[:_MOST]):
         place = [Cell(slide, tone="id"), Cell(patient), number(x), number(y)]
         patch, caption = _pixels(stores, slide, x, y), f"{slide}, x {x}, y {y}"
-        pictures = _pictures(f"patch-error-{i}", caption, patch, 2 * _PATCH_SIDE)
-        rows.append(Row([*place, Cell(label), Cell(decision), number(p, 3)], pictures))
+        pictures.append(_pictures(f"patch-error-{i}", caption, patch, 2 * _PATCH_SIDE))
+        rows.append([*place, Cell(label), Cell(decision), number(p, 3)])
     if rows:
         yield Table(
             f"{subset.capitalize()}: {count:,} wrong decisions on patches, those with the highest confidence first; x and y "
             "are the top left corner in pixels of level 0",
             ("slide", "patient", "x", "y", "label", "decided", "p of the label"),
             rows,
+            pictures,
         )
 
 
@@ -214,14 +217,12 @@ def _target_errors(evaluated: EvaluatedPredictions) -> Table:
             "difference",
         ),
         [
-            Row(
-                [
-                    Cell(name, tone="id"),
-                    Cell(patient),
-                    Cell(column),
-                    *(Cell(f"{value:.4g}", value, "n") for value in values),
-                ]
-            )
+            [
+                Cell(name, tone="id"),
+                Cell(patient),
+                Cell(column),
+                *(Cell(f"{value:.4g}", value, "n") for value in values),
+            ]
             for _, name, patient, column, *values in errors[:_MOST]
         ],
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from histopipe.reports.html_page import TEMPLATES, Block, Cell, Row, Table, number
+from histopipe.reports.html_page import TEMPLATES, Block, Cell, Table, number
 from histopipe.splits.slide_table import LABELLED, READ, SELECTED, Flow, subsets_text
 from histopipe.system.files import write_atomically
 from histopipe.system.output import counted
@@ -35,7 +35,7 @@ def flow_blocks(flow: Flow, read: str = "Ingested") -> Iterator[Block | Table]:
                 ),
             )
         ]
-        rows = [Row([*map(Cell, texts), number(count)]) for *texts, count in lines]
+        rows = [[*map(Cell, texts), number(count)] for *texts, count in lines]
         yield Table("Participant flow", ("level", "status", "reason or subset", "n"), rows)
 
 

@@ -72,14 +72,6 @@ def number(value: float | None, digits: int = 0, unit: str = "") -> Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """A row of a table, with its pictures."""
-
-    cells: Sequence[Cell]
-    pictures: Sequence[Picture] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class Block:
     """A part of a section. The template has the markup of each kind.
 
@@ -99,22 +91,23 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table that can be sorted and filtered."""
+    """A table that can be sorted and filtered. `pictures` are those of each row, or empty."""
 
     title: str
     columns: Sequence[str]
-    rows: Sequence[Row]
+    rows: Sequence[Sequence[Cell]]
+    pictures: Sequence[Sequence[Picture]] = ()
     kind: ClassVar[str] = "table"
 
     @property
     def has_pictures(self) -> bool:
         """Whether any row has pictures."""
-        return any(row.pictures for row in self.rows)
+        return any(self.pictures)
 
     @property
     def header(self) -> list[Cell]:
         """The columns; those with numbers have the CSS class of numbers."""
-        tones = ({row.cells[i].tone for row in self.rows} for i in range(len(self.columns)))
+        tones = ({row[i].tone for row in self.rows} for i in range(len(self.columns)))
         return [
             Cell(name, tone="n" if "n" in column_tones else "")
             for name, column_tones in zip(self.columns, tones, strict=True)
@@ -152,7 +145,7 @@ class Page:
         """Yield all pictures."""
         for block in chain.from_iterable(self.sections.values()):
             if isinstance(block, Table):
-                yield from chain.from_iterable(row.pictures for row in block.rows)
+                yield from chain.from_iterable(block.pictures)
             elif block.kind == "gallery":
                 yield from block.content
 

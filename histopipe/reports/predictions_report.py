@@ -34,7 +34,7 @@ from histopipe.reports.evaluation_blocks import (
 )
 from histopipe.reports.heatmap import heatmap_gallery
 from histopipe.reports.heatmap_values import SlideImages
-from histopipe.reports.html_page import Block, Cell, Page, Row, Table, values_block
+from histopipe.reports.html_page import Block, Cell, Page, Table, values_block
 from histopipe.splits.slide_table import Exclusion, read_slide_table
 from histopipe.store.store import Store
 from histopipe.system.csv_files import is_number, read_dicts
@@ -152,7 +152,7 @@ def _table(slides: Sequence[Mapping[str, str]], what: str) -> Table | None:
         if row.get("label") and row.get("decided"):
             good = row["label"] == row["decided"]
             cells["decided"] = Cell(row["decided"], tone="good" if good else "bad")
-        rows.append(Row(list(cells.values())))
+        rows.append(list(cells.values()))
     return Table(f"All {what}", list(slides[0]), rows)
 
 

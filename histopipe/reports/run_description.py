@@ -27,10 +27,14 @@ from typing import Any
 
 import numpy as np
 
-from histopipe.evaluation.breakdown import EvaluatedPredictions
 from histopipe.evaluation.evaluate import main_metric, metric_title, remarks
 from histopipe.evaluation.subgroups import AUTOMATIC, NoValue, group_name
-from histopipe.reports.evaluation_blocks import column_title, shown_levels, units_of
+from histopipe.reports.evaluation_blocks import (
+    column_title,
+    list_temperature_effects,
+    shown_levels,
+    units_of,
+)
 from histopipe.reports.run_report import RunData
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
@@ -374,7 +378,15 @@ def _describe_evaluation(run: RunData) -> dict[str, Any]:
             if evaluation.finest.intervals  # else without precision
             and {metrics.values.get("sensitivity"), metrics.values.get("specificity")} != {None}
         },
-        "recalibrated": _describe_recalibration(evaluated),
+        "recalibrated": {
+            units_of(level): [
+                (metric_title(name, task.name), before.get(name), after[name])
+                for name in ("log_loss", "calibration_error")
+                if name in after
+            ]
+            for subset, level, before, after in list_temperature_effects(evaluated)
+            if subset == main
+        },
         "subgroup_columns": [column_title(group.column) for group in breakdown.subgroups],
         "subgroups": subgroups,
         "differences": {column: groups for column, groups in differences.items() if groups},
@@ -393,27 +405,6 @@ def _describe_evaluation(run: RunData) -> dict[str, Any]:
             None,
         ),
         "limitations": list(limitations(run)),
-    }
-
-
-def _describe_recalibration(
-    evaluated: EvaluatedPredictions,
-) -> dict[str, list[tuple[str, float | None, float | None]]]:
-    """Return titles and values of metrics before and after the temperature, by level of the main split."""
-    calibration, (subset, evaluation) = evaluated.calibration, evaluated.main
-    if calibration is None or subset not in calibration.before:
-        return {}
-    return {
-        units_of(level): [
-            (
-                metric_title(name, evaluated.task.name),
-                calibration.before[subset].get(level, {}).get(name),
-                metrics.values[name],
-            )
-            for name in ("log_loss", "calibration_error")
-            if name in metrics.values
-        ]
-        for level, metrics in shown_levels(evaluation)
     }
 
 

@@ -31,7 +31,6 @@ from histopipe.reports.html_page import (
     Block,
     Cell,
     Page,
-    Row,
     Table,
     number,
     values_block,
@@ -76,13 +75,12 @@ class RunData:
 def read_run(
     folder: Path, stores: Sequence[Path], stack: ExitStack, *, follow: bool = True
 ) -> RunData:
-    """Read a finished run and open `stores`. If `stores` is empty and `follow` is true, open the stores of the run.
+    """Read the folder of a run that has finished, and open `stores`. If `stores` is empty and `follow` is true, open the stores of the run.
 
     Raises:
-        UsageError: there is no finished run, or it is a cross-validation.
+        UsageError: the run is not finished.
         DamagedStore: the run cannot be read.
     """
-    run_folder.check_one_run(folder)
     config = load_config(folder / run_folder.CONFIG)
     opened, missing = open_stores(config, stores, stack, follow=follow)
     result = read_result(folder)
@@ -241,7 +239,7 @@ def _slide_table(run: RunData) -> Table:
     )
 
 
-def _class_rows(evaluated: EvaluatedPredictions, *, annotated: bool) -> Iterator[Row]:
+def _class_rows(evaluated: EvaluatedPredictions, *, annotated: bool) -> Iterator[list[Cell]]:
     """Yield a row per slide. If its patches are `annotated`, it has their numbers and share of correct decisions."""
     for subset in evaluated.predictions:
         for slide in decisions(evaluated, subset):
@@ -253,19 +251,17 @@ def _class_rows(evaluated: EvaluatedPredictions, *, annotated: bool) -> Iterator
             else:
                 correct = Cell("no", tone="bad") if slide.wrong else Cell("yes", tone="good")
                 cells = [Cell(slide.label), Cell(slide.decision), correct]
-            yield Row(
-                [
-                    Cell(slide.name, tone="id"),
-                    Cell(slide.patient),
-                    Cell(subset),
-                    number(slide.patches),
-                    *cells,
-                    *(number(p, 3) for p in slide.probability.values()),
-                ]
-            )
+            yield [
+                Cell(slide.name, tone="id"),
+                Cell(slide.patient),
+                Cell(subset),
+                number(slide.patches),
+                *cells,
+                *(number(p, 3) for p in slide.probability.values()),
+            ]
 
 
-def _target_rows(evaluated: EvaluatedPredictions) -> Iterator[Row]:
+def _target_rows(evaluated: EvaluatedPredictions) -> Iterator[list[Cell]]:
     """Yield a row per slide with its targets, and the predictions that a user sees."""
     for subset, predictions in evaluated.predictions.items():
         means = scores_of(predictions, predictions.unit, "mean", evaluated.evaluation_settings)
@@ -273,19 +269,15 @@ def _target_rows(evaluated: EvaluatedPredictions) -> Iterator[Row]:
         for name, patient, *values in zip(
             means.ids(predictions.unit), means.patient, *means.target.T, *outputs.T, strict=True
         ):
-            yield Row(
-                [
-                    Cell(name, tone="id"),
-                    Cell(predictions.patients[patient]),
-                    Cell(subset),
-                    *(
-                        number(None)
-                        if math.isnan(value)
-                        else Cell(f"{value:.4g}", float(value), "n")
-                        for value in values
-                    ),
-                ]
-            )
+            yield [
+                Cell(name, tone="id"),
+                Cell(predictions.patients[patient]),
+                Cell(subset),
+                *(
+                    number(None) if math.isnan(value) else Cell(f"{value:.4g}", float(value), "n")
+                    for value in values
+                ),
+            ]
 
 
 def _splits(run: RunData) -> Iterator[Block | Table]:
@@ -303,7 +295,7 @@ def _splits(run: RunData) -> Iterator[Block | Table]:
         f"{run.config.unit.capitalize()} by split and class",
         ("split", *classes),
         [
-            Row([Cell(subset), *(number(counts.get(subset, {}).get(c, 0)) for c in classes)])
+            [Cell(subset), *(number(counts.get(subset, {}).get(c, 0)) for c in classes)]
             for subset in SUBSETS
         ],
     )
@@ -317,7 +309,7 @@ def _splits(run: RunData) -> Iterator[Block | Table]:
         yield Table(
             f"{items} by site and label. If a site has only one label, the model can learn the site instead.",
             ("site", *classes),
-            [Row([Cell(s), *(number(sites[s, c]) for c in classes)]) for s in names],
+            [[Cell(s), *(number(sites[s, c]) for c in classes)] for s in names],
         )
 
 

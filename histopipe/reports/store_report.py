@@ -20,7 +20,6 @@ from histopipe.reports.html_page import (
     Cell,
     Page,
     Picture,
-    Row,
     Table,
     number,
     values_block,
@@ -100,9 +99,14 @@ def store_page(path: Path, *, pictures: bool = True, progress: Progress) -> Page
     page.add("Failures", _failures(records))
     page.add("Warnings", _warnings(summary, records, complete))
     page.add("Distributions", _distributions(complete, measures))
-    filled = [i for i in range(len(_COLUMNS)) if any(row.cells[i].text for row in rows)]
-    filled_rows = [Row([row.cells[i] for i in filled], row.pictures) for row in rows]
-    page.add("Slides", Table("All slides", [_COLUMNS[i] for i in filled], filled_rows))
+    filled = [i for i in range(len(_COLUMNS)) if any(cells[i].text for cells, _ in rows)]
+    filled_rows = [[cells[i] for i in filled] for cells, _ in rows]
+    page.add(
+        "Slides",
+        Table(
+            "All slides", [_COLUMNS[i] for i in filled], filled_rows, [images for _, images in rows]
+        ),
+    )
     return page
 
 
@@ -132,13 +136,11 @@ def _cards(summary: StoreInfo) -> Block:
 
 def _failures(records: Sequence[SlideRecord]) -> Table | None:
     rows = [
-        Row(
-            [
-                Cell(record.id, tone="id"),
-                Cell(record.error_kind or ""),
-                Cell(record.error or "", tone="why"),
-            ]
-        )
+        [
+            Cell(record.id, tone="id"),
+            Cell(record.error_kind or ""),
+            Cell(record.error or "", tone="why"),
+        ]
         for record in records
         if record.state is SlideState.FAILED
     ]
@@ -181,7 +183,7 @@ def _distributions(complete: Sequence[SlideRecord], measures: _Measures) -> Bloc
 
 def _row(
     store: Store, slide: int, record: SlideRecord, measures: _Measures, *, pictures: bool
-) -> Row:
+) -> tuple[list[Cell], list[Picture]]:
     medians: dict[str, float] = {}
     images: list[Picture] = []
     notes = [record.error or record.route_reason or "", *record.notes, *record.annotation_notes]
@@ -215,7 +217,7 @@ def _row(
         number(record.level),
         Cell("; ".join(filter(None, notes)), tone="why"),
     ]
-    return Row(cells, images)
+    return cells, images
 
 
 def _pictures(
