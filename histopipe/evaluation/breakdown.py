@@ -10,7 +10,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.evaluation.evaluate import Calibration, Evaluation, aligned, softmax, with_ends
+from histopipe.evaluation.evaluate import (
+    Calibration,
+    Evaluation,
+    aligned,
+    softmax,
+    with_ends,
+    with_interval,
+)
 from histopipe.evaluation.subgroups import AUTOMATIC, ORIGIN, Subgroups, check_subgroup, subgroups
 from histopipe.splits.slide_table import Flow, SlideEntry
 from histopipe.splits.subsets import Subset
@@ -215,10 +222,10 @@ def breakdown_lines(
         for column in columns:
             rows.append([f"  {column.column} ({plural(column.level)})", "", "", ""])
             for group in column.groups:
-                value = with_ends(group.values.get(name), group.intervals.get(name))
                 difference = group.differences.get(name, Difference(None, None))
                 apart = with_ends(difference.value, difference.interval, signed=True)
-                rows.append([f"    {group.name}", str(group.count), value, group.note or apart])
+                cells = str(group.count), with_interval(group, name), group.note or apart
+                rows.append([f"    {group.name}", *cells])
         lines = aligned(rows)
     if breakdown.shortcut is not None and breakdown.shortcut.warning:
         lines.append(f"warning: {breakdown.shortcut}")
@@ -234,8 +241,13 @@ def break_down_subsets(
 ) -> Breakdown:
     """Return the breakdown of the test set, or of validation if there is none. `evaluations` is the result of `evaluate_subsets`."""
     subset: Subset = "test" if "test" in evaluations else "validation"
-    parts = [(predictions[subset], evaluations[subset].thresholds)]
-    return break_down(parts, evaluations[subset], slides, requested, settings)
+    return break_down(
+        [(predictions[subset], evaluations[subset].thresholds)],
+        evaluations[subset],
+        slides,
+        requested,
+        settings,
+    )
 
 
 def break_down(

@@ -100,8 +100,10 @@ class PredictedSlide:
     @property
     def geometry(self) -> dict[str, Any]:
         """Size and scale of the slide and its patches, as JSON values."""
-        names = ("width", "height", "bounds", "mpp", "mpp_source", "size_l0", "stride_l0")
-        return {name: getattr(self, name) for name in names}
+        return {
+            name: getattr(self, name)
+            for name in ("width", "height", "bounds", "mpp", "mpp_source", "size_l0", "stride_l0")
+        }
 
     def write(self, path: Path) -> None:
         """Write a JSON file by one rename."""

@@ -25,7 +25,8 @@ from typing import Any, Literal
 
 from histopipe._version import __version__
 from histopipe.errors import MachineShort, UsageError
-from histopipe.evaluation.evaluate import number, with_ends
+from histopipe.evaluation.evaluate import number, with_ends, with_interval
+from histopipe.evaluation.subgroups import GroupMetrics
 from histopipe.reports.evaluation_blocks import column_title
 from histopipe.reports.html_page import TEMPLATES, Block, Cell, Page, Table
 from histopipe.reports.run_description import list_counts, percent
@@ -91,10 +92,9 @@ Statements = Mapping[str, tuple[str, str]]
 """Sentences about a run by name, "" if the run does not know them, each with the file or files that they come from."""
 
 
-def format_interval(metrics: Metrics, name: str) -> str:
+def format_metric(metrics: Metrics | GroupMetrics, name: str) -> str:
     """Return a metric with its interval, for templates."""
-    value = metrics.values.get(name)
-    return "undefined" if value is None else with_ends(value, metrics.intervals.get(name))
+    return "undefined" if metrics.values.get(name) is None else with_interval(metrics, name)
 
 
 def format_difference(difference: Difference) -> str:
@@ -107,7 +107,7 @@ TEMPLATES.filters |= {
     "counted": counted,
     "decimals": number,
     "difference": format_difference,
-    "interval": format_interval,
+    "metric": format_metric,
     "listed": listed,
     "listing": list_counts,
     "number": "{:g}".format,
@@ -125,8 +125,7 @@ def make_statements(description: Mapping[str, Any]) -> Statements:
         statements[name] = _joined_lines(caller()), files
         return ""
 
-    template = TEMPLATES.get_template("statements.j2")
-    template.render(description, statement=add_statement)
+    TEMPLATES.get_template("statements.j2").render(description, statement=add_statement)
     return statements
 
 
@@ -137,8 +136,7 @@ def _joined_lines(text: str) -> str:
 
 def find_answers(statements: Statements, *names: str) -> list[str]:
     """Return those of the named statements that the run knows, each with its files in brackets."""
-    chosen = (statements[name] for name in names)
-    return [f"{text} [{files}]" for text, files in chosen if text]
+    return [f"{text} [{files}]" for text, files in (statements[name] for name in names) if text]
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,8 +202,11 @@ def write_model_card(statements: Statements, path: Path, *, run: str) -> None:
     def answers(*names: str) -> list[str]:
         return find_answers(statements, *names)
 
-    template = TEMPLATES.get_template("model-card.md.j2")
-    write_atomically(path, template.render(name=run, answers=answers, empty=EMPTY) + "\n")
+    write_atomically(
+        path,
+        TEMPLATES.get_template("model-card.md.j2").render(name=run, answers=answers, empty=EMPTY)
+        + "\n",
+    )
 
 
 _TONES = {"filled from the run": "good", "partly": "", "for the authors": "bad"}
@@ -230,26 +231,32 @@ def write_checklist(checklist: Checklist, path: Path) -> None:
 def _write_html(checklist: Checklist, path: Path) -> None:
     page = Page(checklist.heading, checklist.title)
     page.add("Summary", Block("text", checklist.summary))
-    rows = [
-        [
-            Cell(entry["number"]),
-            Cell(entry["section"]),
-            Cell(entry["text"], tone="why"),
-            Cell(entry["status"], tone=_TONES[entry["status"]]),
-            Cell(" ".join(entry["answers"]), tone="why"),
-        ]
-        for entry in checklist.entries
-    ]
-    columns = ("item", "section", "what to report", "status", "answer [file]")
-    page.add("Items", Table("All items, in our own words", columns, rows))
+    page.add(
+        "Items",
+        Table(
+            "All items, in our own words",
+            ("item", "section", "what to report", "status", "answer [file]"),
+            [
+                [
+                    Cell(entry["number"]),
+                    Cell(entry["section"]),
+                    Cell(entry["text"], tone="why"),
+                    Cell(entry["status"], tone=_TONES[entry["status"]]),
+                    Cell(" ".join(entry["answers"]), tone="why"),
+                ]
+                for entry in checklist.entries
+            ],
+        ),
+    )
     page.add("Methods", Block("text", checklist.methods))
     page.add("References", *(Block("text", entry) for entry in checklist.references))
     page.write(path)
 
 
 def _write_markdown(checklist: Checklist, path: Path) -> None:
-    template = TEMPLATES.get_template("checklist.md.j2")
-    write_atomically(path, template.render(checklist=checklist) + "\n")
+    write_atomically(
+        path, TEMPLATES.get_template("checklist.md.j2").render(checklist=checklist) + "\n"
+    )
 
 
 def _write_docx(checklist: Checklist, path: Path) -> None:
@@ -283,8 +290,11 @@ def _write_docx(checklist: Checklist, path: Path) -> None:
         heading.add_run(section).bold = True
         heading.paragraph_format.keep_with_next = True
         for entry in entries:
-            texts = (entry["number"], entry["text"], entry["status"], "\n".join(entry["answers"]))
-            for cell, text in zip(table.add_row().cells, texts, strict=True):
+            for cell, text in zip(
+                table.add_row().cells,
+                (entry["number"], entry["text"], entry["status"], "\n".join(entry["answers"])),
+                strict=True,
+            ):
                 cell.text = text
     # LibreOffice reads the widths of the columns, Word those of the cells.
     for column, width in zip(table.columns, _WIDTHS_CM, strict=True):

@@ -64,8 +64,9 @@ def metric_cards(evaluated: EvaluatedPredictions) -> list[Card]:
             interval = evaluate.interval(metrics, name) or (TOO_FEW if few else "no interval")
             if metrics.patients < patients:
                 interval += f"; {patients - metrics.patients} of {patients} patients left out"
-            value = evaluate.number(metrics.values[name])
-            cards.append((f"{title}, {units_of(level)}", value, interval))
+            cards.append(
+                (f"{title}, {units_of(level)}", evaluate.number(metrics.values[name]), interval)
+            )
     return cards
 
 
@@ -117,24 +118,27 @@ def _metrics_table(task: Task, title: str, levels: Mapping[str, Metrics]) -> Tab
     endings = dict.fromkeys(
         "".join(name.partition(":")[1:]) for metrics in levels.values() for name in metrics.values
     )
-    lines = {"n": [number(metrics.count) for metrics in levels.values()]}
-    for name in (name + ending for name in names for ending in endings):
-        title_of_metric = metric_title(name, task.name)
-        lines[title_of_metric] = [metric_cell(metrics, name) for metrics in levels.values()]
-    limits = [next(iter(metrics.thresholds.values), None) for metrics in levels.values()]
+    lines = {"n": [number(metrics.count) for metrics in levels.values()]} | {
+        metric_title(name + ending, task.name): [
+            metric_cell(metrics, name + ending) for metrics in levels.values()
+        ]
+        for name in names
+        for ending in endings
+    }
     if task.of_classes:
+        limits = [next(iter(metrics.thresholds.values), None) for metrics in levels.values()]
         lines["threshold"] = [number(limit, 3) for limit in limits]
-    rows = [
-        [Cell(name), *cells] for name, cells in lines.items() if any(cell.text for cell in cells)
-    ]
-    return Table(f"Metrics at all levels{title}", ("metric", *levels), rows)
+    return Table(
+        f"Metrics at all levels{title}",
+        ("metric", *levels),
+        [[Cell(name), *cells] for name, cells in lines.items() if any(cell.text for cell in cells)],
+    )
 
 
 def metric_cell(metrics: Metrics | GroupMetrics, name: str) -> Cell:
     """Return a cell with a metric and its interval; empty if it is undefined."""
     value = metrics.values.get(name)
-    text = "" if value is None else evaluate.with_ends(value, metrics.intervals.get(name))
-    return Cell(text, value, "n")
+    return Cell("" if value is None else evaluate.with_interval(metrics, name), value, "n")
 
 
 def _curves(evaluated: EvaluatedPredictions) -> Iterator[Block | Table]:
@@ -205,22 +209,24 @@ def _temperature_table(evaluated: EvaluatedPredictions) -> Table:
     names = [
         name for name in evaluate.METRIC_TITLES if any(name in before for *_, before, _ in levels)
     ]
-    rows = [
+    return Table(
+        "Metrics before and after the temperature",
+        ("split", "level", *(evaluate.METRIC_TITLES[name] for name in names)),
         [
-            Cell(subset),
-            Cell(level_title(level)),
-            *(
-                Cell(
-                    f"{evaluate.number(before.get(name))} → {evaluate.number(values.get(name))}",
-                    tone="n",
-                )
-                for name in names
-            ),
-        ]
-        for subset, level, before, values in levels
-    ]
-    columns = ("split", "level", *(evaluate.METRIC_TITLES[name] for name in names))
-    return Table("Metrics before and after the temperature", columns, rows)
+            [
+                Cell(subset),
+                Cell(level_title(level)),
+                *(
+                    Cell(
+                        f"{evaluate.number(before.get(name))} → {evaluate.number(values.get(name))}",
+                        tone="n",
+                    )
+                    for name in names
+                ),
+            ]
+            for subset, level, before, values in levels
+        ],
+    )
 
 
 def _events(
@@ -291,18 +297,20 @@ def _survival_charts(evaluated: EvaluatedPredictions) -> Iterator[Block | Table]
     )
     for subset, metrics in finest.items():
         times = metrics.groups[0].at_risk_times
-        rows = [
+        yield Table(
+            f"{subset.capitalize()}: risk groups and numbers at risk",
+            ("group", "n", "events", "median", *(f"at {time:.4g}" for time in times)),
             [
-                Cell(group.name),
-                number(group.count),
-                number(group.events),
-                number(group.median, 3),
-                *map(number, group.at_risk),
-            ]
-            for group in metrics.groups
-        ]
-        columns = ("group", "n", "events", "median", *(f"at {time:.4g}" for time in times))
-        yield Table(f"{subset.capitalize()}: risk groups and numbers at risk", columns, rows)
+                [
+                    Cell(group.name),
+                    number(group.count),
+                    number(group.events),
+                    number(group.median, 3),
+                    *map(number, group.at_risk),
+                ]
+                for group in metrics.groups
+            ],
+        )
 
 
 CHARTS: Mapping[TaskName, tuple[str, Callable[[EvaluatedPredictions], Iterator[Block | Table]]]] = {
@@ -320,8 +328,11 @@ def confusions(evaluated: EvaluatedPredictions) -> Iterator[Block]:
     for level, metrics in shown_levels(evaluation):
         if metrics.confusion:
             threshold = "".join(f", threshold {limit:.3f}" for limit in metrics.thresholds.values)
-            rows = list(zip(evaluated.task.classes, metrics.confusion, strict=True))
-            yield Block("confusion", rows, f"{subset}: {level_title(level)}{threshold}")
+            yield Block(
+                "confusion",
+                list(zip(evaluated.task.classes, metrics.confusion, strict=True)),
+                f"{subset}: {level_title(level)}{threshold}",
+            )
 
 
 def subgroup_tables(evaluated: EvaluatedPredictions, *, quality: bool) -> Iterator[Table]:
@@ -337,33 +348,37 @@ def subgroup_tables(evaluated: EvaluatedPredictions, *, quality: bool) -> Iterat
     main, *other_names = (
         name for name in task.by_subgroup if name in by_column[0].groups[0].values
     )
-    rows = [
-        [
-            Cell(f"{column_title(subgroups.column)} ({plural(subgroups.level)})", tone="nowrap"),
-            Cell(group.name, tone="nowrap"),
-            number(group.count),
-            number(group.patients),
-            metric_cell(group, main),
-            Cell(group.note, tone="soft")
-            if group.note
-            else difference_cell(group.differences.get(main)),
-            *(metric_cell(group, name) for name in other_names),
-        ]
-        for subgroups in by_column
-        for group in subgroups.groups
-    ]
     title = metric_title(main, task.name)
-    columns = (
-        "column",
-        "group",
-        "n",
-        "patients",
-        title,
-        f"{title} minus the rest",
-        *(metric_title(name, task.name) for name in other_names),
-    )
     what = "Performance and quality of slides" if quality else "Performance by subgroup"
-    yield Table(what, columns, rows)
+    yield Table(
+        what,
+        (
+            "column",
+            "group",
+            "n",
+            "patients",
+            title,
+            f"{title} minus the rest",
+            *(metric_title(name, task.name) for name in other_names),
+        ),
+        [
+            [
+                Cell(
+                    f"{column_title(subgroups.column)} ({plural(subgroups.level)})", tone="nowrap"
+                ),
+                Cell(group.name, tone="nowrap"),
+                number(group.count),
+                number(group.patients),
+                metric_cell(group, main),
+                Cell(group.note, tone="soft")
+                if group.note
+                else difference_cell(group.differences.get(main)),
+                *(metric_cell(group, name) for name in other_names),
+            ]
+            for subgroups in by_column
+            for group in subgroups.groups
+        ],
+    )
 
 
 def column_title(column: str) -> str:
@@ -383,16 +398,15 @@ def shortcut_blocks(evaluated: EvaluatedPredictions) -> Iterator[Block | Table]:
     if shortcut is None:
         return
     yield from shortcut_warning(evaluated)
-    rows = [
-        [Cell(name), number(value, 3)]
-        for name, value in sorted(shortcut.auc.items(), key=lambda entry: -entry[1])
-    ]
     model = "" if shortcut.model_auc is None else f"; AUC of the model: {shortcut.model_auc:.3f}"
     yield Table(
         f"Labels predicted from the origin of slides, of {shortcut.patients} patients, cross-validated: "
         f"p = {shortcut.p:.3f}{model}",
         ("column", "AUC"),
-        rows,
+        [
+            [Cell(name), number(value, 3)]
+            for name, value in sorted(shortcut.auc.items(), key=lambda entry: -entry[1])
+        ],
     )
 
 

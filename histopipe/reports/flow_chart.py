@@ -35,8 +35,11 @@ def flow_blocks(flow: Flow, read: str = "Ingested") -> Iterator[Block | Table]:
                 ),
             )
         ]
-        rows = [[*map(Cell, texts), number(count)] for *texts, count in lines]
-        yield Table("Participant flow", ("level", "status", "reason or subset", "n"), rows)
+        yield Table(
+            "Participant flow",
+            ("level", "status", "reason or subset", "n"),
+            [[*map(Cell, texts), number(count)] for *texts, count in lines],
+        )
 
 
 def flow_chart(flow: Flow, read: str) -> str:

@@ -110,8 +110,7 @@ def _figure(values: NamedPatchValues, background: NDArray[np.uint8] | None) -> F
     axes.set_title(values.slide, fontsize=10, loc="left", parse_math=False)
     area = axes.get_position()
     bar = figure.add_axes((area.x1 + 0.12 / across, area.y0, 0.16 / across, area.height))
-    colours = figure.colorbar(overlay, cax=bar)
-    colours.set_label(values.name, fontsize=9, parse_math=False)
+    figure.colorbar(overlay, cax=bar).set_label(values.name, fontsize=9, parse_math=False)
     bar.tick_params(labelsize=8)
     if values.scale is not None:
         bar.set_yticks([0, 0.5, 1], [f"−{values.scale:.2g}", "0", f"+{values.scale:.2g}"])

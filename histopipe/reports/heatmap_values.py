@@ -187,8 +187,7 @@ def _open_bag_values(
 
     def read(name: str) -> NamedPatchValues:
         x, y, value, side = tables[name].T
-        path = PredictionsFolder(folder).json(name)
-        slide = PredictedSlide.read(path) if path.exists() else _stored(stores, name)
+        slide = PredictionsFolder(folder).find(name) or _stored(stores, name)
         if column == ATTENTION:
             title, values, scale = (
                 "attention, rank among the slide's patches",
@@ -312,8 +311,9 @@ class SlideImages:
         if place is None or max(thumbnail.shape) >= _SMALL_SIDE:
             return thumbnail
         store, number = place
-        small = store.records[number].stored <= _SMALL_PATCHES
-        return _with_patches(store, number, thumbnail) if small else thumbnail
+        if store.records[number].stored > _SMALL_PATCHES:
+            return thumbnail
+        return _with_patches(store, number, thumbnail)
 
 
 def _with_patches(store: Store, number: int, thumbnail: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -339,5 +339,8 @@ def _read_image(path: Path) -> NDArray[np.uint8]:
     with open_slide(path) as slide:
         bounds = slide.info.bounds.size
         # Only the ratio to the scale of level 0 matters, so an assumed scale is used.
-        scale = Mpp(max(1.0, max(bounds.width, bounds.height) / _IMAGE_SIDE) * ASSUMED_MPP)
-        return read_thumbnail(slide, None, at=scale).pixels
+        return read_thumbnail(
+            slide,
+            None,
+            at=Mpp(max(1.0, max(bounds.width, bounds.height) / _IMAGE_SIDE) * ASSUMED_MPP),
+        ).pixels

@@ -107,17 +107,20 @@ class Table:
     @property
     def header(self) -> list[Cell]:
         """The columns; those with numbers have the CSS class of numbers."""
-        tones = ({row[i].tone for row in self.rows} for i in range(len(self.columns)))
         return [
-            Cell(name, tone="n" if "n" in column_tones else "")
-            for name, column_tones in zip(self.columns, tones, strict=True)
+            Cell(name, tone="n" if any(row[i].tone == "n" for row in self.rows) else "")
+            for i, name in enumerate(self.columns)
         ]
 
 
 def values_block(title: str, values: Mapping[str, object], *, is_open: bool = False) -> Block:
     """Return a collapsible table of names and values; without those that are None."""
-    pairs = [(name, _plain(value)) for name, value in values.items() if value is not None]
-    return Block("values", pairs, title, "open" if is_open else "")
+    return Block(
+        "values",
+        [(name, _plain(value)) for name, value in values.items() if value is not None],
+        title,
+        "open" if is_open else "",
+    )
 
 
 def _plain(value: object) -> str:
@@ -151,9 +154,10 @@ class Page:
 
     def write(self, path: Path) -> None:
         """Write the HTML file by one rename."""
-        pieces = TEMPLATES.get_template("page.html.j2").generate(
-            page=self, version=__version__, made=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
-        )
         with atomic_write(path) as part, part.open("w", encoding="utf-8") as file:
             # In pieces, so that the pictures of a thousand slides are not in memory as one string.
-            file.writelines(pieces)
+            file.writelines(
+                TEMPLATES.get_template("page.html.j2").generate(
+                    page=self, version=__version__, made=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
+                )
+            )

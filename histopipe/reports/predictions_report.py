@@ -68,14 +68,21 @@ def predictions_page(folder: Path, *, stores: Sequence[Path] = (), pictures: boo
     )
     external, slide_entries = read_evaluation(folder), read_slide_table(folder / PARTICIPANTS)
     failed = [slide.slide for slide in slide_entries if slide.reason is Exclusion.PREDICTION_FAILED]
-    text = f"Failed, and not predicted: {listed(failed)}."
-    missing = [Block("text", text, tone="bad")] if failed else []
+    missing = (
+        [Block("text", (f"Failed, and not predicted: {listed(failed)}."), tone="bad")]
+        if failed
+        else []
+    )
     with ExitStack() as stack:
         opened = [stack.enter_context(Store(path)) for path in stores]
         images = SlideImages({}, opened, PredictionsFolder(folder)) if pictures else None
         if external is None:
-            no_labels = "No labels are known, so there are no metrics."
-            page.add("Summary", _counts(slides, what), Block("text", no_labels), *missing)
+            page.add(
+                "Summary",
+                _counts(slides, what),
+                Block("text", "No labels are known, so there are no metrics."),
+                *missing,
+            )
         else:
             evaluated = _evaluated(folder, external)
             page.add(
@@ -97,8 +104,13 @@ def predictions_page(folder: Path, *, stores: Sequence[Path] = (), pictures: boo
 
 def _counts(slides: Sequence[Mapping[str, str]], what: str) -> Block:
     decided = Counter(row["decided"] or "no patches" for row in slides if "decided" in row)
-    cards = [(f"decided {name}", f"{count:,}", "") for name, count in sorted(decided.items())]
-    return Block("cards", [(what, f"{len(slides):,}", ""), *cards])
+    return Block(
+        "cards",
+        [
+            (what, f"{len(slides):,}", ""),
+            *[(f"decided {name}", f"{count:,}", "") for name, count in sorted(decided.items())],
+        ],
+    )
 
 
 def _evaluated(folder: Path, external: ExternalEvaluation) -> EvaluatedPredictions:

@@ -117,8 +117,9 @@ def report(
     if len(paths) > 1:
         return _write(file, comparison_page(paths).write)
     display, follow = progress or default_progress(), not untrusted
-    paths_of_stores = [Path(store) for store in stores]
-    return _report_folder(folder, file, paths_of_stores, display, pictures=pictures, follow=follow)
+    return _report_folder(
+        folder, file, [Path(store) for store in stores], display, pictures=pictures, follow=follow
+    )
 
 
 def _report_folder(
@@ -187,8 +188,9 @@ def _report_run(
     result, card = _write(file, page.write), folder / MODEL_CARD
     kept = card.exists()
     if not kept:
-        statements = make_statements(description)
-        _write(card, partial(write_model_card, statements, run=folder.resolve().name))
+        _write(
+            card, partial(write_model_card, make_statements(description), run=folder.resolve().name)
+        )
     return replace(result, model_card=card, card_kept=kept)
 
 

@@ -113,10 +113,9 @@ def _describe_slides(run: RunData) -> dict[str, Any]:
         for column in ("site", "vendor", "label_source")
     }
     scales = sorted({float(slide.value("mpp")) for slide in slides if slide.value("mpp")})
-    ends = dict.fromkeys(f"{scale:g}" for scale in [*scales[:1], *scales[-1:]])
     return {
         **counts,
-        "scales": list(ends),
+        "scales": list(dict.fromkeys(f"{scale:g}" for scale in [*scales[:1], *scales[-1:]])),
         "patients": _describe_patients(run),
         "characteristics": _describe_characteristics(slides),
     }
@@ -193,8 +192,11 @@ def _range_of(cells: Sequence[str]) -> str:
 
 
 def _counts_of(cells: Sequence[str]) -> str:
-    counts = Counter(sorted(group_name(cell or NoValue.MISSING) for cell in cells))
-    return list_counts(counts, "{1} × {0}", _MOST + 1)
+    return list_counts(
+        Counter(sorted(group_name(cell or NoValue.MISSING) for cell in cells)),
+        "{1} × {0}",
+        _MOST + 1,
+    )
 
 
 def _describe_store(run: RunData) -> dict[str, Any]:

@@ -151,9 +151,15 @@ def run_page(run: RunData, description: Mapping[str, Any], *, pictures: bool) ->
     images = SlideImages({}, run.stores) if pictures else None
     if images is not None:
         page.add("Patches", *confident_patches(evaluated, run.stores))
-        title = "Dark purple is 0, yellow is 1. Areas without colour are not in validation or test."
-        name = None if on_bags else classes[-1 if positive is None else positive]
-        page.add("Heatmaps", heatmap_gallery(run.folder, images, title, name))
+        page.add(
+            "Heatmaps",
+            heatmap_gallery(
+                run.folder,
+                images,
+                "Dark purple is 0, yellow is 1. Areas without colour are not in validation or test.",
+                None if on_bags else classes[-1 if positive is None else positive],
+            ),
+        )
     add_analysis(page, evaluated, run.slides, images)
     page.add("Splits", *_splits(run))
     page.add("Configuration", values_block("All settings, as in config.toml", values))
@@ -208,8 +214,15 @@ def _learning_curves(run: RunData) -> Block | None:
     made = []
     metric, metric_title = next(iter(run.evaluated.task.main.items()))
     for title, column, y in (("Loss", "loss", "loss"), (metric_title, metric, metric_title)):
-        pair = [curve("training", column), curve("validation", f"val_{column}")]
-        made.append(charts.lines(title, pair, x="epoch", y=y, mark=best))
+        made.append(
+            charts.lines(
+                title,
+                [curve("training", column), curve("validation", f"val_{column}")],
+                x="epoch",
+                y=y,
+                mark=best,
+            )
+        )
     rate = curve("learning rate", "learning_rate")
     if len(set(rate[2])) > 1:
         made.append(charts.lines("Learning rate", [rate], x="epoch", y="rate"))
@@ -235,7 +248,9 @@ def _slide_table(run: RunData) -> Table:
     head = list(islice(rows, _MOST_ROWS))
     cut = f" (the first {_MOST_ROWS:,})" if next(rows, None) else ""
     return Table(
-        f"{title}: {what} and predictions{cut}", (first.unit, "patient", "split", *columns), head
+        f"{title}: {what} and predictions{cut}",
+        (first.unit, "patient", "split", *columns),
+        head,
     )
 
 
@@ -315,17 +330,20 @@ def _splits(run: RunData) -> Iterator[Block | Table]:
 
 def _environment(run: RunData) -> Block:
     metrics, gpu_bytes = run.metrics_file, run.result.gpu_bytes
-    values = {
-        **{name: metrics.get(name) for name in ("histopipe", "tensorflow", "keras")},
-        **metrics.get("environment", {}),
-        "devices": f"{metrics.get('replicas', 1)} ({run.config.devices})",
-        "patches per device at a time": metrics.get("micro_batch", ""),
-        "precision": run.config.precision,
-        "deterministic": run.config.deterministic,
-        "peak host memory": f"{run.result.host_bytes / 1e9:,.2f} GB",
-        "peak GPU memory": "no GPU" if gpu_bytes is None else f"{gpu_bytes / 1e9:,.2f} GB",
-    }
-    return values_block("Environment of the training", values, is_open=True)
+    return values_block(
+        "Environment of the training",
+        {
+            **{name: metrics.get(name) for name in ("histopipe", "tensorflow", "keras")},
+            **metrics.get("environment", {}),
+            "devices": f"{metrics.get('replicas', 1)} ({run.config.devices})",
+            "patches per device at a time": metrics.get("micro_batch", ""),
+            "precision": run.config.precision,
+            "deterministic": run.config.deterministic,
+            "peak host memory": f"{run.result.host_bytes / 1e9:,.2f} GB",
+            "peak GPU memory": "no GPU" if gpu_bytes is None else f"{gpu_bytes / 1e9:,.2f} GB",
+        },
+        is_open=True,
+    )
 
 
 def _limitations(run: RunData) -> Iterator[str]:

@@ -88,8 +88,11 @@ def store_page(path: Path, *, pictures: bool = True, progress: Progress) -> Page
     )
     complete = [record for record in records if record.state is SlideState.COMPLETE]
     whole = bool(rows) and len(complete) == len(rows)
-    algorithms = ", ".join(map(str, spec.get("algorithms", {}).values()))
-    settings = {**spec, "algorithms": algorithms, "uuid": summary.uuid}
+    settings = {
+        **spec,
+        "algorithms": ", ".join(map(str, spec.get("algorithms", {}).values())),
+        "uuid": summary.uuid,
+    }
     page.add(
         "Summary",
         _cards(summary),
@@ -100,11 +103,13 @@ def store_page(path: Path, *, pictures: bool = True, progress: Progress) -> Page
     page.add("Warnings", _warnings(summary, records, complete))
     page.add("Distributions", _distributions(complete, measures))
     filled = [i for i in range(len(_COLUMNS)) if any(cells[i].text for cells, _ in rows)]
-    filled_rows = [[cells[i] for i in filled] for cells, _ in rows]
     page.add(
         "Slides",
         Table(
-            "All slides", [_COLUMNS[i] for i in filled], filled_rows, [images for _, images in rows]
+            "All slides",
+            [_COLUMNS[i] for i in filled],
+            [[cells[i] for i in filled] for cells, _ in rows],
+            [images for _, images in rows],
         ),
     )
     return page
@@ -171,8 +176,14 @@ def _warnings(
 def _distributions(complete: Sequence[SlideRecord], measures: _Measures) -> Block | None:
     if not complete:
         return None
-    stored = np.array([record.stored for record in complete])
-    made = [charts.histogram("Patches per slide", stored, x="patches", y="slides")]
+    made = [
+        charts.histogram(
+            "Patches per slide",
+            np.array([record.stored for record in complete]),
+            x="patches",
+            y="slides",
+        )
+    ]
     for name, title in _MEASURES.items():
         if name in measures:
             share, values = name != "focus", np.concatenate(measures[name])
@@ -201,7 +212,7 @@ def _row(
                 images = _pictures(store, slide, record, index)
         except DamagedStore as error:
             notes, tone = [str(error), *notes], "bad"
-    cells = [
+    return [
         Cell(record.id, tone="id"),
         Cell(str(record.state), tone=tone),
         Cell(record.label or ""),
@@ -216,8 +227,7 @@ def _row(
         Cell(record.route or ""),
         number(record.level),
         Cell("; ".join(filter(None, notes)), tone="why"),
-    ]
-    return cells, images
+    ], images
 
 
 def _pictures(
@@ -230,13 +240,13 @@ def _pictures(
     side = (record.read_size or 0) * (record.downsample or 0)
     if thumbnail is not None and record.bounds:
         corners = np.stack([index["x_l0"], index["y_l0"]], axis=1)
-        frames = corners if len(corners) <= _MAX_OUTLINES else corners[:0]
-        image = decode_picture(thumbnail, where, least=SIDE)
         caption = f"{record.id}: {counted(record.stored, 'patch')}"
         tissue = None
         if mask is not None:
             tissue = decode_picture(mask, f"{where}: tissue mask", mode="L")
             caption += "; pale areas have no tissue"
+        frames = corners if len(corners) <= _MAX_OUTLINES else corners[:0]
+        image = decode_picture(thumbnail, where, least=SIDE)
         picture = plan_image(image, tissue, frames, side, record.bounds)
         made.append(Picture.of(f"plan-{slide}", caption, picture))
     rows = np.flatnonzero(index["length"])
