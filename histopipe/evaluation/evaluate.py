@@ -210,12 +210,6 @@ def number(value: float | None, digits: int = 3) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def interval(metrics: Metrics, name: str) -> str:
-    """Return the interval of a metric, such as `[0.872, 0.951]`; empty if it has none."""
-    ends = metrics.intervals.get(name)
-    return f"[{number(ends[0])}, {number(ends[1])}]" if ends else ""
-
-
 def with_interval(metrics: Metrics | GroupMetrics, name: str) -> str:
     """Return a metric with its interval: `0.912 [0.872, 0.951]`."""
     return with_ends(metrics.values.get(name), metrics.intervals.get(name))

@@ -44,7 +44,7 @@ SUMMARY = "summary.json"
 
 
 def cross_validation_page(
-    folder: Path, *, stores: Sequence[Path] = (), pictures: bool = True, follow: bool = True
+    folder: Path, *, stores: Sequence[Path], pictures: bool, follow: bool
 ) -> Page:
     """Return the page of a cross-validation with at least one finished fold. For the arguments see `read_run`.
 

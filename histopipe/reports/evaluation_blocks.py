@@ -61,12 +61,11 @@ def metric_cards(evaluated: EvaluatedPredictions) -> list[Card]:
     for level, metrics in shown_levels(evaluated.main[1]):
         for name, title in evaluated.task.main.items():
             few = any(note.startswith(TOO_FEW) for note in metrics.notes)
-            interval = evaluate.interval(metrics, name) or (TOO_FEW if few else "no interval")
+            value, _, interval = evaluate.with_interval(metrics, name).partition(" ")
+            interval = interval or (TOO_FEW if few else "no interval")
             if metrics.patients < patients:
                 interval += f"; {patients - metrics.patients} of {patients} patients left out"
-            cards.append(
-                (f"{title}, {units_of(level)}", evaluate.number(metrics.values[name]), interval)
-            )
+            cards.append((f"{title}, {units_of(level)}", value, interval))
     return cards
 
 

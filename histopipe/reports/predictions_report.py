@@ -47,7 +47,7 @@ _NAMES = ("slide", "patient", "label", "predicted", "decided")
 """Columns of names, also if these look like numbers: `007` is not 7."""
 
 
-def predictions_page(folder: Path, *, stores: Sequence[Path] = (), pictures: bool = True) -> Page:
+def predictions_page(folder: Path, *, stores: Sequence[Path], pictures: bool) -> Page:
     """Return the page of a folder of `histopipe predict`.
 
     Raises:
@@ -68,11 +68,8 @@ def predictions_page(folder: Path, *, stores: Sequence[Path] = (), pictures: boo
     )
     external, slide_entries = read_evaluation(folder), read_slide_table(folder / PARTICIPANTS)
     failed = [slide.slide for slide in slide_entries if slide.reason is Exclusion.PREDICTION_FAILED]
-    missing = (
-        [Block("text", (f"Failed, and not predicted: {listed(failed)}."), tone="bad")]
-        if failed
-        else []
-    )
+    text = f"Failed, and not predicted: {listed(failed)}."
+    missing = [Block("text", text, tone="bad")] if failed else []
     with ExitStack() as stack:
         opened = [stack.enter_context(Store(path)) for path in stores]
         images = SlideImages({}, opened, PredictionsFolder(folder)) if pictures else None

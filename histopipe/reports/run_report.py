@@ -72,9 +72,7 @@ class RunData:
     missing: Sequence[str]
 
 
-def read_run(
-    folder: Path, stores: Sequence[Path], stack: ExitStack, *, follow: bool = True
-) -> RunData:
+def read_run(folder: Path, stores: Sequence[Path], stack: ExitStack, *, follow: bool) -> RunData:
     """Read the folder of a run that has finished, and open `stores`. If `stores` is empty and `follow` is true, open the stores of the run.
 
     Raises:

@@ -66,7 +66,7 @@ _Measures = dict[str, list[NDArray[np.float32]]]
 """Known values of the index of each slide, by column."""
 
 
-def store_page(path: Path, *, pictures: bool = True, progress: Progress) -> Page:
+def store_page(path: Path, *, pictures: bool, progress: Progress) -> Page:
     """Return the page of a store. Without pictures, the page of a large store is small.
 
     Raises:
