@@ -21,7 +21,7 @@ from importlib import resources
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from histopipe._version import __version__
 from histopipe.errors import MachineShort, UsageError
@@ -37,7 +37,6 @@ from histopipe.tasks.predictions import Metrics
 
 CHECKLISTS = ("tripod-ai", "claim")
 MODEL_CARD = "model-card.md"
-ItemStatus = Literal["filled from the run", "partly", "for the authors"]
 EMPTY = "________"
 """Field for the authors."""
 
@@ -180,8 +179,8 @@ def fill_checklist(name: str, statements: Statements, run: str) -> Checklist:
     for entry in value["item"]:
         required = entry.get("run", [])
         answers = find_answers(statements, *required, *entry.get("part", []))
-        status: ItemStatus = "partly" if answers else "for the authors"
-        if required and all(statements[name][0] for name in required):
+        status = "partly" if answers else "for the authors"
+        if required and all(statements[key][0] for key in required):
             status = "filled from the run"
         else:
             answers.append(EMPTY)
