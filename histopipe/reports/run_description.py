@@ -14,7 +14,8 @@ plurals. What a run does not know is None or empty.
 | `split` | how the data were divided, and sizes of the parts | `splits.json`, `slides.csv` |
 | `patches` | selection of patches, network, augmentation; None for bags | `config.toml` |
 | `model`, `training` | inputs, weights, software; machine and settings of the training | `metrics.json`, `config.toml` |
-| `threshold`, `evaluation` | rule of the threshold; metrics, subgroups, failures, limitations | `metrics.json` |
+| `threshold`, `evaluation` | rule of the threshold; metrics, failures, limitations | `config.toml`, `metrics.json` |
+| `breakdown` | metrics by subgroup, differences, shortcut | `metrics.json` |
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from histopipe.splits.slide_table import SlideEntry
 from histopipe.splits.subsets import SUBSETS, Subset
 from histopipe.system.csv_files import FLAGS, cell_number, is_number
 from histopipe.system.output import counted, listed
-from histopipe.tasks.predictions import check_rule
+from histopipe.tasks.predictions import Metrics, check_rule
 from histopipe.tasks.task import Task
 
 SUBSET_NAMES: Mapping[Subset, str] = {
@@ -103,6 +104,7 @@ def describe_run(run: RunData) -> dict[str, Any]:
         "training": _describe_training(run),
         "threshold": {**rule, "end": "highest" if rule["of"] == "sensitivity" else "lowest"},
         "evaluation": _describe_evaluation(run),
+        "breakdown": _describe_breakdown(run),
     }
 
 
@@ -314,6 +316,7 @@ def _describe_model(run: RunData) -> dict[str, Any]:
 
 def _describe_training(run: RunData) -> dict[str, Any]:
     config, environment = run.config, run.metrics_file.get("environment", {})
+    best = f"best {main_metric(run.evaluated.main[1].finest)[0]}"
     return {
         "weight_decay": config.weight_decay if config.optimizer == "adamw" else None,
         "sample": "patch" if config.unit == "patches" else "bag",
@@ -321,20 +324,12 @@ def _describe_training(run: RunData) -> dict[str, Any]:
         "balance": None if config.balance == "none" else config.balance,
         "cores": environment.get("cores"),
         "gpus": environment.get("gpus"),
-        "selection_rule": selection_rule(run),
+        "selection_rule": f"the {'lowest loss' if config.monitor == 'loss' else best} on validation",
     }
 
 
-def selection_rule(run: RunData) -> str:
-    """Return the property of the chosen epoch, such as "the lowest loss on validation"."""
-    lowest_loss = run.config.monitor == "loss"
-    rule = "lowest loss" if lowest_loss else f"best {main_metric(run.evaluated.main[1].finest)[0]}"
-    return f"the {rule} on validation"
-
-
 def _describe_evaluation(run: RunData) -> dict[str, Any]:
-    evaluated, breakdown = run.evaluated, run.result.breakdown
-    task, (main, evaluation) = evaluated.task, evaluated.main
+    evaluated, task, (main, evaluation) = run.evaluated, run.evaluated.task, run.evaluated.main
     metric, measured = next(iter(task.main)), evaluation.finest.values
     levels = {
         SUBSET_NAMES[subset]: {
@@ -343,20 +338,6 @@ def _describe_evaluation(run: RunData) -> dict[str, Any]:
         for subset, of_subset in evaluated.evaluations.items()
     }
     main_levels = levels[SUBSET_NAMES[main]]
-    # By the site, and by the columns that the user chose.
-    subgroups = [
-        subgroups
-        for subgroups in breakdown.subgroups
-        if subgroups.column == "site" or subgroups.column not in AUTOMATIC
-    ]
-    differences = {
-        subgroups.column: {
-            group.name: group.differences[metric]
-            for group in subgroups.groups
-            if metric in group.differences and group.differences[metric].value is not None
-        }
-        for subgroups in subgroups
-    }
     return {
         "subset": SUBSET_NAMES[main],
         "test": evaluated.evaluations.get("test"),
@@ -389,24 +370,41 @@ def _describe_evaluation(run: RunData) -> dict[str, Any]:
             for subset, level, before, after in list_temperature_effects(evaluated)
             if subset == main
         },
-        "subgroup_columns": [column_title(group.column) for group in breakdown.subgroups],
-        "subgroups": subgroups,
+        "failures": _describe_failures(main_levels),
+        "limitations": list(limitations(run)),
+    }
+
+
+def _describe_failures(levels: dict[str, Metrics]) -> dict[str, Any] | None:
+    """Return the wrong decisions at the highest level whose items have one label each."""
+    for units, metrics in reversed(levels.items()):
+        if metrics.confusion:
+            wrong = int(np.sum(metrics.confusion) - np.trace(metrics.confusion))
+            return {"wrong": wrong, "count": metrics.count, "units": units}
+    return None
+
+
+def _describe_breakdown(run: RunData) -> dict[str, Any]:
+    breakdown, metric = run.result.breakdown, next(iter(run.evaluated.task.main))
+    # By the site, and by the columns that the user chose.
+    chosen = [
+        subgroups
+        for subgroups in breakdown.subgroups
+        if subgroups.column == "site" or subgroups.column not in AUTOMATIC
+    ]
+    differences = {
+        subgroups.column: {
+            group.name: group.differences[metric]
+            for group in subgroups.groups
+            if metric in group.differences and group.differences[metric].value is not None
+        }
+        for subgroups in chosen
+    }
+    return {
+        "columns": [column_title(subgroups.column) for subgroups in breakdown.subgroups],
+        "subgroups": chosen,
         "differences": {column: groups for column, groups in differences.items() if groups},
         "shortcut": breakdown.shortcut,
-        # The highest level with one label for each item.
-        "failures": next(
-            (
-                {
-                    "wrong": int(np.sum(metrics.confusion) - np.trace(metrics.confusion)),
-                    "count": metrics.count,
-                    "units": units,
-                }
-                for units, metrics in reversed(main_levels.items())
-                if metrics.confusion
-            ),
-            None,
-        ),
-        "limitations": list(limitations(run)),
     }
 
 
