@@ -29,8 +29,8 @@ from histopipe.measure.quality import quality
 from histopipe.predictions.prediction_tables import PREDICTIONS, read_predictions
 from histopipe.reports import charts
 from histopipe.reports.heatmap import heatmap
-from histopipe.reports.html_page import plan_image
 from histopipe.reports.report import report
+from histopipe.reports.store_report import plan_image
 from histopipe.runs.recipe import SMALL_CNN
 from histopipe.runs.result import TrainResult
 from histopipe.runs.train import train

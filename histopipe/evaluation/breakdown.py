@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.evaluation.evaluate import Evaluation, aligned, softmax, with_ends
+from histopipe.evaluation.evaluate import (
+    Calibration,
+    Evaluation,
+    aligned,
+    softmax,
+    with_ends,
+    with_interval,
+)
 from histopipe.evaluation.subgroups import AUTOMATIC, ORIGIN, Subgroups, check_subgroup, subgroups
-from histopipe.splits.slide_table import SlideEntry
+from histopipe.splits.slide_table import Flow, SlideEntry
 from histopipe.splits.subsets import Subset
 from histopipe.system.output import plural
 from histopipe.tasks.choices import TaskName
@@ -20,7 +27,7 @@ from histopipe.tasks.intervals import Difference
 from histopipe.tasks.predictions import ModelPredictions
 from histopipe.tasks.registry import TASKS
 from histopipe.tasks.statistics import area_under_roc
-from histopipe.tasks.task import EvaluationSettings, Predictions
+from histopipe.tasks.task import EvaluationSettings, Predictions, Task
 
 _ORIGIN_CELLS = {
     "scanner",
@@ -168,6 +175,37 @@ class Breakdown:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class EvaluatedPredictions:
+    """An evaluation of at least one subset with its predictions."""
+
+    evaluations: Mapping[Subset, Evaluation]
+    predictions: Mapping[Subset, Predictions]
+    evaluation_settings: EvaluationSettings
+    breakdown: Breakdown = field(default_factory=Breakdown)
+    flow: Flow = field(default_factory=dict)
+    calibration: Calibration | None = None
+    parts: Sequence[ModelPredictions] = ()
+    """Predictions of several models on the main split, each with its thresholds; empty for one model."""
+
+    @property
+    def main(self) -> tuple[Subset, Evaluation]:
+        """The test set if there is one, else the validation set."""
+        subset: Subset = "test" if "test" in self.evaluations else "validation"
+        return subset, self.evaluations[subset]
+
+    def models(self, subset: Subset) -> Sequence[ModelPredictions]:
+        """Return the predictions of a subset, those of each model with its thresholds."""
+        if self.parts and subset == self.main[0]:
+            return self.parts
+        return [(self.predictions[subset], self.evaluations[subset].thresholds)]
+
+    @property
+    def task(self) -> Task:
+        """The task, with the positive class of the evaluation."""
+        return self.predictions[self.main[0]].task.with_settings(self.evaluation_settings)
+
+
 def breakdown_lines(
     breakdown: Breakdown, task: TaskName, requested: Sequence[str] | None = None
 ) -> list[str]:
@@ -184,10 +222,10 @@ def breakdown_lines(
         for column in columns:
             rows.append([f"  {column.column} ({plural(column.level)})", "", "", ""])
             for group in column.groups:
-                value = with_ends(group.values.get(name), group.intervals.get(name))
                 difference = group.differences.get(name, Difference(None, None))
                 apart = with_ends(difference.value, difference.interval, signed=True)
-                rows.append([f"    {group.name}", str(group.count), value, group.note or apart])
+                cells = str(group.count), with_interval(group, name), group.note or apart
+                rows.append([f"    {group.name}", *cells])
         lines = aligned(rows)
     if breakdown.shortcut is not None and breakdown.shortcut.warning:
         lines.append(f"warning: {breakdown.shortcut}")
@@ -203,8 +241,13 @@ def break_down_subsets(
 ) -> Breakdown:
     """Return the breakdown of the test set, or of validation if there is none. `evaluations` is the result of `evaluate_subsets`."""
     subset: Subset = "test" if "test" in evaluations else "validation"
-    parts = [(predictions[subset], evaluations[subset].thresholds)]
-    return break_down(parts, evaluations[subset], slides, requested, settings)
+    return break_down(
+        [(predictions[subset], evaluations[subset].thresholds)],
+        evaluations[subset],
+        slides,
+        requested,
+        settings,
+    )
 
 
 def break_down(

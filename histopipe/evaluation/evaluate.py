@@ -11,6 +11,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from histopipe.evaluation.subgroups import GroupMetrics
 from histopipe.splits.subsets import Subset
 from histopipe.system.arrays import FloatArray
 from histopipe.system.output import counted
@@ -84,8 +85,8 @@ class Evaluation:
             {how: Metrics.from_json(metrics) for how, metrics in value[level].items()}
             for level in ("slide", "patient")
         )
-        patch = Metrics.from_json(value["patch"]) if "patch" in value else None
-        return cls(patch, slide, patient, value.get("in_training"))
+        patch = value.get("patch")
+        return cls(patch and Metrics.from_json(patch), slide, patient, value.get("in_training"))
 
 
 def choose_thresholds(validation: Predictions, settings: EvaluationSettings) -> ThresholdsByLevel:
@@ -209,13 +210,7 @@ def number(value: float | None, digits: int = 3) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def interval(metrics: Metrics, name: str) -> str:
-    """Return the interval of a metric, such as `[0.872, 0.951]`; empty if it has none."""
-    ends = metrics.intervals.get(name)
-    return f"[{number(ends[0])}, {number(ends[1])}]" if ends else ""
-
-
-def with_interval(metrics: Metrics, name: str) -> str:
+def with_interval(metrics: Metrics | GroupMetrics, name: str) -> str:
     """Return a metric with its interval: `0.912 [0.872, 0.951]`."""
     return with_ends(metrics.values.get(name), metrics.intervals.get(name))
 
@@ -235,11 +230,14 @@ def evaluation_lines(title: str, evaluation: Evaluation) -> list[str]:
         if level == "patient" and same_as_slides(evaluation, cast(Aggregation, how)):
             continue
         columns = dict.fromkeys(key[key.index(":") :] for key in metrics.values if ":" in key)
-        for column in ("", *columns):
-            cells = [with_interval(metrics, name + column) for name in with_intervals]
-            cells += [number(metrics.values.get(name + column)) for name in plain]
-            first = [f"    {column[1:]}", ""] if column else [f"  {label}", str(metrics.count)]
-            rows.append([*first, *cells])
+        rows += [
+            [
+                *([f"    {column[1:]}", ""] if column else [f"  {label}", str(metrics.count)]),
+                *(with_interval(metrics, name + column) for name in with_intervals),
+                *(number(metrics.values.get(name + column)) for name in plain),
+            ]
+            for column in ("", *columns)
+        ]
         for note in metrics.notes:
             notes.setdefault(note, []).append(label)
     levels = sum(bool(row[1]) for row in rows) - 1
@@ -389,8 +387,7 @@ def _fitted(
         likelihood = patients * float(np.log(np.maximum(of_label, _SMALLEST)).mean())
         return (logarithm / _PRIOR) ** 2 / 2 - likelihood
 
-    bounds = tuple(map(math.log, _RANGE))
-    best = float(minimize_scalar(loss, bounds=bounds, method="bounded").x)
+    best = float(minimize_scalar(loss, bounds=tuple(map(math.log, _RANGE)), method="bounded").x)
     return math.exp(best) if loss(best) < loss(0) else 1.0
 
 

@@ -267,5 +267,4 @@ def ranks_of(values: NDArray[np.floating]) -> NDArray[np.float32]:
     """Return (N,) ranks: the share of other values below each. Attention weights differ by orders of magnitude."""
     if len(values) < 2:
         return np.ones(len(values), np.float32)
-    below = np.searchsorted(np.sort(values), values)
-    return np.asarray(below / (len(values) - 1), np.float32)
+    return np.asarray(np.searchsorted(np.sort(values), values) / (len(values) - 1), np.float32)

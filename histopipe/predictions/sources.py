@@ -100,8 +100,10 @@ class PredictedSlide:
     @property
     def geometry(self) -> dict[str, Any]:
         """Size and scale of the slide and its patches, as JSON values."""
-        names = ("width", "height", "bounds", "mpp", "mpp_source", "size_l0", "stride_l0")
-        return {name: getattr(self, name) for name in names}
+        return {
+            name: getattr(self, name)
+            for name in ("width", "height", "bounds", "mpp", "mpp_source", "size_l0", "stride_l0")
+        }
 
     def write(self, path: Path) -> None:
         """Write a JSON file by one rename."""
@@ -124,93 +126,6 @@ class PredictedSlide:
 
 FindComplete = Callable[[str, str], PredictedSlide | None]
 """Returns a slide, by id and source, if its files are complete and from the same source."""
-
-
-class PredictionsFolder:
-    """A folder of predictions, which need not exist yet."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    @property
-    def exists(self) -> bool:
-        """Whether it is a folder of predictions."""
-        return (self.path / SETTINGS).is_file()
-
-    def record(self, settings: Mapping[str, Any]) -> None:
-        """Record the settings of the predictions, or compare them with the recorded ones.
-
-        Raises:
-            UsageError: the folder holds predictions with other settings, or other files.
-        """
-        if not self.exists and any(self.path.iterdir()):
-            raise UsageError(
-                f"{self.path} holds files that are not predictions",
-                found=min(self.path.iterdir()).name,
-                todo="choose another --out",
-            )
-        # A run folder may be moved, so the weights are compared instead of the path.
-        record_or_check(
-            self.path / SETTINGS,
-            settings,
-            ignored=("histopipe", "run", "batches"),
-            contents="predictions",
-        )
-
-    def csv(self, slide: str) -> Path:
-        """Return the path of a slide's patch table: slide,patient,x_l0,y_l0,label,predicted,p_CLASS….
-
-        Raises:
-            DamagedStore: the path is outside of the folder.
-        """
-        return path_within(self.path / PATCHES, f"{slide}.csv")
-
-    def json(self, slide: str) -> Path:
-        """Return the path of a slide's JSON file. If it exists, the slide's predictions are complete."""
-        return path_within(self.path / PATCHES, f"{slide}.json")
-
-    def thumbnail(self, slide: str) -> Path:
-        """Return the path of a slide's thumbnail. Heatmaps use it, so they need neither store nor slide."""
-        return path_within(self.path / PATCHES, f"{slide}.jpg")
-
-    def complete(self, slide: str, source: str) -> PredictedSlide | None:
-        """Return a slide if its predictions are complete and from the same source."""
-        predicted = self.find(slide)
-        return predicted if predicted is not None and predicted.source == source else None
-
-    def find(self, slide: str) -> PredictedSlide | None:
-        """Return a slide if its predictions are complete."""
-        path = self.json(slide)
-        return PredictedSlide.read(path) if path.exists() else None
-
-    def write(
-        self, slide: PredictedSlide, scores: Predictions, thumbnail: bytes | None = None
-    ) -> None:
-        """Write a slide's predictions and thumbnail, then its JSON file."""
-        path = self.csv(slide.slide)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.json(slide.slide).unlink(missing_ok=True)  # it describes an old source
-        write_predictions(path, [({}, scores)])
-        if thumbnail is not None:
-            write_atomically(self.thumbnail(slide.slide), thumbnail)
-        slide.write(self.json(slide.slide))
-
-    def slides(self) -> dict[str, PredictedSlide]:
-        """Return all complete slides by id, sorted by id."""
-        return {name: PredictedSlide.read(self.json(name)) for name in self.names()}
-
-    def names(self) -> list[str]:
-        """Return the ids of all complete slides, sorted."""
-        folder = self.path / PATCHES
-        return sorted(
-            path.relative_to(folder).as_posix().removesuffix(".json")
-            for path in folder.rglob("*.json")
-            if not path.name.startswith(".")
-        )
-
-    def read(self, slide: str) -> Predictions:
-        """Read the predictions of a slide."""
-        return read_slide_predictions(self.csv(slide))
 
 
 def write_level_table(
@@ -264,6 +179,8 @@ def labelled_patches(parts: Sequence[Predictions]) -> list[Predictions]:
     return [labelled for part in parts if len(labelled := part.labelled())]
 
 
+_READING = threading.Lock()
+"""Held while a large file is read, so that two requests of the viewer do not read it at the same time."""
 _VALUES = ("p_", "sd_", "risk", "predicted_")
 """Beginnings of the columns of values in a table of slides."""
 
@@ -272,25 +189,27 @@ class PredictionSource(ABC):
     """The predictions of a folder. Threads may share it; files are read when they are needed.
 
     Attributes:
-        folder: the folder.
+        path: the folder.
         name: short name for readers.
-        of_bags: whether a slide model made them, so that patches have attention instead of predictions.
         classes: class names; empty if there are no predictions of classes of patches.
     """
 
     classes: Sequence[str] = ()
 
-    def __init__(self, folder: Path, name: str = "") -> None:
-        self.folder, self.name = folder, name
-        self.of_bags = (folder / FOLDER).is_dir()
-        self._lock = threading.Lock()
+    def __init__(self, path: Path, name: str = "") -> None:
+        self.path, self.name = path, name
+
+    @property
+    def of_bags(self) -> bool:
+        """Whether a slide model made them, so that patches have attention instead of predictions."""
+        return (self.path / FOLDER).is_dir()
 
     def slides(self) -> Mapping[str, PredictedSlide]:
         """Return slides by id whose size and scale are recorded with the predictions."""
         return {}
 
-    def described(self, slide: str) -> PredictedSlide | None:
-        """Return size and scale of a slide; None if they are not recorded with the predictions."""
+    def find(self, slide: str) -> PredictedSlide | None:
+        """Return a slide if its size and scale are recorded with its predictions, which are complete then."""
         return None
 
     @abstractmethod
@@ -307,18 +226,18 @@ class PredictionSource(ABC):
 
     def attention(self, slide: str) -> NDArray[np.float64] | None:
         """Return (N, 4) x, y, attention and side of a slide's patches in level-0 pixels; None if there is none."""
-        with self._lock:
+        with _READING:
             return self._attention.get(slide)
 
     @cached_property
     def _attention(self) -> dict[str, NDArray[np.float64]]:
-        return read_patch_values(patch_value_files(self.folder))
+        return read_patch_values(patch_value_files(self.path))
 
     @cached_property
     def _split_slides(self) -> dict[tuple[str, int], SlideSplit]:
         """Slides of the splits by store and number; empty if there are none, or the file is damaged."""
         with suppress(UsageError, DamagedStore):
-            splits = load_splits(self.folder / SPLITS)
+            splits = load_splits(self.path / SPLITS)
             return {(splits.uuids[slide.store], slide.slide): slide for slide in splits.slides}
         return {}
 
@@ -343,16 +262,15 @@ class RunSource(PredictionSource):
         UsageError: the run has no predictions, for example because it has not finished.
     """
 
-    def __init__(self, folder: Path, name: str = "") -> None:
-        super().__init__(folder, name)
-        path = folder / PREDICTIONS
-        if not path.exists():
+    def __init__(self, path: Path, name: str = "") -> None:
+        super().__init__(path, name)
+        if not (path / PREDICTIONS).exists():
             raise UsageError(
-                f"{folder} has no predictions",
+                f"{path} has no predictions",
                 expected="a finished run",
-                todo="finish it: histopipe train --resume --out " + str(folder),
+                todo=f"finish it: histopipe train --resume --out {path}",
             )
-        header = read_columns(path)
+        header = read_columns(path / PREDICTIONS)
         self.of_patches = "x_l0" in header
         self.classes = [column[2:] for column in header if column.startswith("p_")]
 
@@ -363,7 +281,7 @@ class RunSource(PredictionSource):
 
     @cached_property
     def _rows_read(self) -> tuple[Predictions, Mapping[str, NDArray[np.intp]]]:
-        predictions = joined_predictions([*read_predictions(self.folder / PREDICTIONS).values()])
+        predictions = joined_predictions([*read_predictions(self.path / PREDICTIONS).values()])
         if not predictions.task.of_classes:
             return predictions, {}
         order = np.argsort(predictions.slide, kind="stable")
@@ -374,7 +292,7 @@ class RunSource(PredictionSource):
     @property
     def _read(self) -> tuple[Predictions, Mapping[str, NDArray[np.intp]]]:
         """All predictions, and the rows of each slide, sorted; no slide for other tasks than classification."""
-        with self._lock:
+        with _READING:
             return self._rows_read
 
     def slide_ids(self) -> Collection[str]:  # noqa: D102
@@ -398,39 +316,107 @@ class RunSource(PredictionSource):
         return values
 
 
-class FolderSource(PredictionSource):
-    """A folder of `histopipe predict`: with the predictions of patches, or with the attention of a slide model."""
+class PredictionsFolder(PredictionSource):
+    """A folder of `histopipe predict`, which need not exist yet: predictions of patches, or attention of a slide model."""
 
-    def __init__(self, folder: Path, name: str = "") -> None:
-        super().__init__(folder, name)
-        self._folder = PredictionsFolder(folder)
+    @property
+    def exists(self) -> bool:
+        """Whether it is a folder of predictions."""
+        return (self.path / SETTINGS).is_file()
+
+    def record(self, settings: Mapping[str, Any]) -> None:
+        """Record the settings of the predictions, or compare them with the recorded ones.
+
+        Raises:
+            UsageError: the folder holds predictions with other settings, or other files.
+        """
+        if not self.exists and any(self.path.iterdir()):
+            raise UsageError(
+                f"{self.path} holds files that are not predictions",
+                found=min(self.path.iterdir()).name,
+                todo="choose another --out",
+            )
+        # A run folder may be moved, so the weights are compared instead of the path.
+        record_or_check(
+            self.path / SETTINGS,
+            settings,
+            ignored=("histopipe", "run", "batches"),
+            contents="predictions",
+        )
+
+    def csv(self, slide: str) -> Path:
+        """Return the path of a slide's patch table: slide,patient,x_l0,y_l0,label,predicted,p_CLASS….
+
+        Raises:
+            DamagedStore: the path is outside of the folder.
+        """
+        return path_within(self.path / PATCHES, f"{slide}.csv")
+
+    def json(self, slide: str) -> Path:
+        """Return the path of a slide's JSON file. If it exists, the slide's predictions are complete."""
+        return path_within(self.path / PATCHES, f"{slide}.json")
+
+    def thumbnail(self, slide: str) -> Path:
+        """Return the path of a slide's thumbnail. Heatmaps use it, so they need neither store nor slide."""
+        return path_within(self.path / PATCHES, f"{slide}.jpg")
+
+    def complete(self, slide: str, source: str) -> PredictedSlide | None:
+        """Return a slide if its predictions are complete and from the same source."""
+        predicted = self.find(slide)
+        return predicted if predicted is not None and predicted.source == source else None
+
+    def find(self, slide: str) -> PredictedSlide | None:  # noqa: D102
+        path = self.json(slide)
+        return PredictedSlide.read(path) if path.exists() else None
+
+    def write(
+        self, slide: PredictedSlide, scores: Predictions, thumbnail: bytes | None = None
+    ) -> None:
+        """Write a slide's predictions and thumbnail, then its JSON file."""
+        path = self.csv(slide.slide)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.json(slide.slide).unlink(missing_ok=True)  # it describes an old source
+        write_predictions(path, [({}, scores)])
+        if thumbnail is not None:
+            write_atomically(self.thumbnail(slide.slide), thumbnail)
+        slide.write(self.json(slide.slide))
+
+    def read(self, slide: str) -> Predictions:
+        """Read the predictions of a slide."""
+        return read_slide_predictions(self.csv(slide))
 
     @cached_property
     def classes(self) -> Sequence[str]:  # type: ignore[override]
         """Class names, from the first slide with patches."""
         slides = {} if self.of_bags else self.slides()
         some = next((name for name, slide in slides.items() if slide.patches), None)
-        return self._folder.read(some).task.classes if some else ()
+        return self.read(some).task.classes if some else ()
 
     @cached_property
     def _slides(self) -> Mapping[str, PredictedSlide]:
-        return self._folder.slides()
+        return {name: PredictedSlide.read(self.json(name)) for name in self._names()}
 
-    def slides(self) -> Mapping[str, PredictedSlide]:  # noqa: D102
+    def slides(self) -> Mapping[str, PredictedSlide]:
+        """Return all complete slides by id, sorted by id. They are read once."""
         return self._slides
 
-    def described(self, slide: str) -> PredictedSlide | None:  # noqa: D102
-        return self._folder.find(slide)
+    def _names(self) -> list[str]:
+        folder = self.path / PATCHES
+        return sorted(
+            path.relative_to(folder).as_posix().removesuffix(".json")
+            for path in folder.rglob("*.json")
+            if not path.name.startswith(".")
+        )
 
     def slide_ids(self) -> Collection[str]:  # noqa: D102
-        return () if self.of_bags else self._folder.names()
+        return () if self.of_bags else self._names()
 
     def predictions(self, slide: str) -> Predictions | None:  # noqa: D102
-        described = None if self.of_bags else self.described(slide)
-        return self._folder.read(slide) if described is not None and described.patches else None
+        predicted = None if self.of_bags else self.find(slide)
+        return self.read(slide) if predicted is not None and predicted.patches else None
 
     def by_slide(self) -> dict[str, dict[str, float | str]]:  # noqa: D102
-        path = self.folder / SLIDES
+        path = self.path / SLIDES
         with suppress(FileNotFoundError), reading(path):
             return {
                 row["slide"]: {
@@ -441,7 +427,3 @@ class FolderSource(PredictionSource):
                 for row in read_dicts(path)
             }
         return {}
-
-    def thumbnail(self, slide: str) -> Path:
-        """Return the path of a slide's thumbnail, which may not exist."""
-        return self._folder.thumbnail(slide)

@@ -1,5 +1,8 @@
 """Reporting checklists and model card, filled with what a run knows: TRIPOD+AI and CLAIM.
 
+The sentences about a run are in `templates/statements.j2`, by name. `templates/methods.j2` and `model-card.md.j2`
+consist of them, and the items of `checklists/*.toml` name those that answer an item (`run`) or a part of it (`part`).
+
 Items are in our own words, under the numbers of the published checklists, which are cited.
 
 Source:
@@ -9,24 +12,31 @@ Source:
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from itertools import groupby
-from operator import attrgetter
+from operator import itemgetter
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 from histopipe._version import __version__
 from histopipe.errors import MachineShort, UsageError
-from histopipe.reports.data_description import Description
-from histopipe.reports.html_page import Block, Cell, Page, Row, Table
+from histopipe.evaluation.evaluate import number, with_ends, with_interval
+from histopipe.evaluation.subgroups import GroupMetrics
+from histopipe.reports.evaluation_blocks import column_title
+from histopipe.reports.html_page import TEMPLATES, Block, Cell, Page, Table
+from histopipe.reports.run_description import list_counts, percent
 from histopipe.system.files import atomic_write, write_atomically
+from histopipe.system.output import counted, listed, plural
+from histopipe.tasks.intervals import Difference
+from histopipe.tasks.predictions import Metrics
 
 CHECKLISTS = ("tripod-ai", "claim")
-ItemStatus = Literal["filled from the run", "partly", "for the authors"]
+MODEL_CARD = "model-card.md"
 EMPTY = "________"
 """Field for the authors."""
 
@@ -77,48 +87,85 @@ _CITED = {
 }
 """How the methods name papers, by key."""
 
+Statements = Mapping[str, tuple[str, str]]
+"""Sentences about a run by name, "" if the run does not know them, each with the file or files that they come from."""
 
-@dataclass(frozen=True, slots=True)
-class ChecklistItem:
-    """An item of a checklist.
 
-    `answers` are the statements about a run that answer the item or a part of it, each with its files in brackets, and an
-    empty field for what the run does not know.
-    """
+def format_metric(metrics: Metrics | GroupMetrics, name: str) -> str:
+    """Return a metric with its interval, for templates."""
+    return "undefined" if metrics.values.get(name) is None else with_interval(metrics, name)
 
-    number: str
-    section: str
-    text: str
-    status: ItemStatus
-    answers: tuple[str, ...]
+
+def format_difference(difference: Difference) -> str:
+    """Return a difference with its interval, for templates."""
+    return with_ends(difference.value, difference.interval, signed=True)
+
+
+TEMPLATES.filters |= {
+    "column_title": column_title,
+    "counted": counted,
+    "decimals": number,
+    "difference": format_difference,
+    "metric": format_metric,
+    "listed": listed,
+    "listing": list_counts,
+    "number": "{:g}".format,
+    "percent": percent,
+    "plural": plural,
+    "thousands": "{:,.0f}".format,
+}
+
+
+def make_statements(description: Mapping[str, Any]) -> Statements:
+    """Return the statements about a run, from its description."""
+    statements = {}
+
+    def add_statement(name: str, files: str, caller: Callable[[], str]) -> str:
+        statements[name] = _joined_lines(caller()), files
+        return ""
+
+    TEMPLATES.get_template("statements.j2").render(description, statement=add_statement)
+    return statements
+
+
+def _joined_lines(text: str) -> str:
+    """Return the lines of a text, and what is between blank lines, as one line."""
+    return re.sub(r"\s*\n\s*", " ", text).strip()
+
+
+def find_answers(statements: Statements, *names: str) -> list[str]:
+    """Return those of the named statements that the run knows, each with its files in brackets."""
+    return [f"{text} [{files}]" for text, files in (statements[name] for name in names) if text]
 
 
 @dataclass(frozen=True, slots=True)
 class Checklist:
-    """A filled checklist. `cite` is a key of `REFERENCES`; `methods` is a paragraph for the section on methods."""
+    """A filled checklist of a run.
 
-    name: str
+    Attributes:
+        heading, title: its name with that of the run, and its full title.
+        entries: items with number, section and text as in its file, and with status and answers. These are the statements
+            that answer the item or a part of it, and an empty field for what the run does not know.
+        methods: a paragraph for the section on methods.
+        references: entries in BibTeX.
+    """
+
+    heading: str
     title: str
-    cite: str
-    items: tuple[ChecklistItem, ...]
+    entries: list[dict[str, Any]]
     methods: str
-
-    @property
-    def references(self) -> list[str]:
-        """BibTeX entries of the checklist, the software, and the papers that the methods name."""
-        text = " ".join([self.methods, *(answer for item in self.items for answer in item.answers)])
-        named = (key for key, name in _CITED.items() if name in text)
-        return [REFERENCES[key] for key in (self.cite, "histopipe", *named)]
+    references: list[str]
 
     @property
     def summary(self) -> str:
-        """Number of items by status."""
-        counts = Counter(item.status for item in self.items)
-        return ", ".join(f"{count} {status}" for status, count in counts.most_common())
+        """Number of items by status, and what to do."""
+        counts = Counter(entry["status"] for entry in self.entries)
+        texts = ", ".join(f"{count} {status}" for status, count in counts.most_common())
+        return f"{texts}. Check every answer before you submit it."
 
 
-def fill(name: str, description: Description) -> Checklist:
-    """Fill a checklist with the description of a run.
+def fill_checklist(name: str, statements: Statements, run: str) -> Checklist:
+    """Fill a checklist with the statements about a run, which has the name `run`.
 
     An item is filled if the run knows all that it asks for; partly, if it knows some; else it is for the authors.
 
@@ -129,63 +176,43 @@ def fill(name: str, description: Description) -> Checklist:
         raise UsageError("--checklist", found=repr(name), expected=" or ".join(CHECKLISTS))
     file = resources.files("histopipe.reports") / "checklists" / f"{name}.toml"
     value = tomllib.loads(file.read_text(encoding="utf-8"))
-    items = []
     for entry in value["item"]:
         required = entry.get("run", [])
-        answers = _cite(description, (*required, *entry.get("part", [])))
-        status: ItemStatus = "partly" if answers else "for the authors"
-        if required and all(key in description for key in required):
+        answers = find_answers(statements, *required, *entry.get("part", []))
+        status = "partly" if answers else "for the authors"
+        if required and all(statements[key][0] for key in required):
             status = "filled from the run"
         else:
             answers.append(EMPTY)
-        items.append(
-            ChecklistItem(entry["number"], entry["section"], entry["text"], status, tuple(answers))
-        )
-    methods = " ".join(description[key][0] for key in _SENTENCES if key in description)
-    return Checklist(value["name"], value["title"], value["cite"], tuple(items), methods)
+        entry |= {"status": status, "answers": answers}
+    texts = {key: text for key, (text, _) in statements.items()}
+    methods = _joined_lines(TEMPLATES.get_template("methods.j2").render(texts))
+    written = " ".join(
+        [methods, *(answer for entry in value["item"] for answer in entry["answers"])]
+    )
+    cited = [key for key, source in _CITED.items() if source in written]
+    references = [REFERENCES[key] for key in (value["cite"], "histopipe", *cited)]
+    return Checklist(f"{value['name']}: {run}", value["title"], value["item"], methods, references)
 
 
-def _cite(description: Description, keys: Sequence[str]) -> list[str]:
-    """Return the statements that a run knows, each with its files in brackets."""
-    return [
-        f"{text} [{files}]"
-        for text, files in (description[key] for key in keys if key in description)
-    ]
+def write_model_card(statements: Statements, path: Path, *, run: str) -> None:
+    """Write the model card by one rename. Fields that a run cannot know are left empty. `run` is its name."""
 
+    def answers(*names: str) -> list[str]:
+        return find_answers(statements, *names)
 
-_SENTENCES = (
-    "tiling",
-    "encoding",
-    "patch_selection",
-    "preprocessing",
-    "labels",
-    "split",
-    "split_level",
-    "leaks",
-    "network",
-    "inputs",
-    "outputs",
-    "weights",
-    "training",
-    "augmentation",
-    "imbalance",
-    "selection",
-    "threshold",
-    "calibration",
-    "predictions",
-    "metric_names",
-    "intervals",
-    "software",
-    "hardware",
-)
-"""Statements in a paragraph for the section on methods."""
+    write_atomically(
+        path,
+        TEMPLATES.get_template("model-card.md.j2").render(name=run, answers=answers, empty=EMPTY)
+        + "\n",
+    )
+
 
 _TONES = {"filled from the run": "good", "partly": "", "for the authors": "bad"}
 _WIDTHS_CM = (1.4, 5.4, 2.2, 8.0)
-_CHECK = "Check every answer before you submit it."
 
 
-def write_checklist(checklist: Checklist, path: Path, *, title: str) -> None:
+def write_checklist(checklist: Checklist, path: Path) -> None:
     """Write a checklist by one rename; the suffix of the path is .html, .md or .docx.
 
     Raises:
@@ -197,45 +224,41 @@ def write_checklist(checklist: Checklist, path: Path, *, title: str) -> None:
         raise UsageError(
             "--out", found=str(path), expected=f"a file ending in {' or '.join(_WRITERS)}"
         )
-    write(checklist, path, title)
+    write(checklist, path)
 
 
-def _write_html(checklist: Checklist, path: Path, title: str) -> None:
-    page = Page(f"{checklist.name}: {title}", checklist.title)
-    page.add("Summary", Block("text", f"{checklist.summary}. {_CHECK}"))
-    rows = [
-        Row(
+def _write_html(checklist: Checklist, path: Path) -> None:
+    page = Page(checklist.heading, checklist.title)
+    page.add("Summary", Block("text", checklist.summary))
+    page.add(
+        "Items",
+        Table(
+            "All items, in our own words",
+            ("item", "section", "what to report", "status", "answer [file]"),
             [
-                Cell(item.number),
-                Cell(item.section),
-                Cell(item.text, tone="why"),
-                Cell(item.status, tone=_TONES[item.status]),
-                Cell(" ".join(item.answers), tone="why"),
-            ]
-        )
-        for item in checklist.items
-    ]
-    columns = ("item", "section", "what to report", "status", "answer [file]")
-    page.add("Items", Table("All items, in our own words", columns, rows))
+                [
+                    Cell(entry["number"]),
+                    Cell(entry["section"]),
+                    Cell(entry["text"], tone="why"),
+                    Cell(entry["status"], tone=_TONES[entry["status"]]),
+                    Cell(" ".join(entry["answers"]), tone="why"),
+                ]
+                for entry in checklist.entries
+            ],
+        ),
+    )
     page.add("Methods", Block("text", checklist.methods))
     page.add("References", *(Block("text", entry) for entry in checklist.references))
     page.write(path)
 
 
-def _write_markdown(checklist: Checklist, path: Path, title: str) -> None:
-    summary = f"{checklist.summary}. {_CHECK}"
-    lines = [f"# {checklist.name}: {title}", "", checklist.title, "", summary, ""]
-    for section, items in groupby(checklist.items, attrgetter("section")):
-        lines += [f"## {section}", ""]
-        for item in items:
-            lines += [f"**{item.number}** {item.text} *{item.status}*", ""]
-            lines += [*(f"- {text}" for text in item.answers), ""]
-    lines += ["## Methods", "", checklist.methods, "", "## References", ""]
-    lines += ["```bibtex", "\n\n".join(checklist.references), "```", ""]
-    write_atomically(path, "\n".join(lines))
+def _write_markdown(checklist: Checklist, path: Path) -> None:
+    write_atomically(
+        path, TEMPLATES.get_template("checklist.md.j2").render(checklist=checklist) + "\n"
+    )
 
 
-def _write_docx(checklist: Checklist, path: Path, title: str) -> None:
+def _write_docx(checklist: Checklist, path: Path) -> None:
     try:
         import docx
         from docx.oxml import OxmlElement
@@ -250,8 +273,8 @@ def _write_docx(checklist: Checklist, path: Path, title: str) -> None:
     for part_of in document.sections:
         part_of.page_width, part_of.page_height = Cm(21.0), Cm(29.7)
         part_of.left_margin = part_of.right_margin = Cm(2)
-    document.add_heading(f"{checklist.name}: {title}", 1)
-    document.add_paragraph(f"{checklist.title}. {checklist.summary}. {_CHECK}")
+    document.add_heading(checklist.heading, 1)
+    document.add_paragraph(f"{checklist.title}. {checklist.summary}")
     table = document.add_table(rows=1, cols=len(_WIDTHS_CM), style="Table Grid")
     table.autofit = False
     for cell, text in zip(
@@ -260,14 +283,17 @@ def _write_docx(checklist: Checklist, path: Path, title: str) -> None:
         strict=True,
     ):
         cell.paragraphs[0].add_run(text).bold = True
-    for section, items in groupby(checklist.items, attrgetter("section")):
+    for section, entries in groupby(checklist.entries, itemgetter("section")):
         cells = table.add_row().cells
         heading = cells[0].merge(cells[-1]).paragraphs[0]
         heading.add_run(section).bold = True
         heading.paragraph_format.keep_with_next = True
-        for item in items:
-            texts = (item.number, item.text, item.status, "\n".join(item.answers))
-            for cell, text in zip(table.add_row().cells, texts, strict=True):
+        for entry in entries:
+            for cell, text in zip(
+                table.add_row().cells,
+                (entry["number"], entry["text"], entry["status"], "\n".join(entry["answers"])),
+                strict=True,
+            ):
                 cell.text = text
     # LibreOffice reads the widths of the columns, Word those of the cells.
     for column, width in zip(table.columns, _WIDTHS_CM, strict=True):
@@ -278,83 +304,14 @@ def _write_docx(checklist: Checklist, path: Path, title: str) -> None:
     document.add_heading("Methods", 2)
     document.add_paragraph(checklist.methods)
     document.add_heading("References (BibTeX)", 2)
-    for entry in checklist.references:
-        document.add_paragraph(entry)
+    for reference in checklist.references:
+        document.add_paragraph(reference)
     with atomic_write(path) as part:
         document.save(str(part))
 
 
-_WRITERS: Mapping[str, Callable[[Checklist, Path, str], None]] = {
+_WRITERS: Mapping[str, Callable[[Checklist, Path], None]] = {
     ".html": _write_html,
     ".md": _write_markdown,
     ".docx": _write_docx,
 }
-
-
-MODEL_CARD = "model-card.md"
-_SECTIONS: Sequence[tuple[str, Sequence[str], bool]] = (
-    (
-        "Model",
-        (
-            "network",
-            "inputs",
-            "outputs",
-            "weights",
-            "training",
-            "augmentation",
-            "software",
-            "hashes",
-        ),
-        False,
-    ),
-    ("Intended use", (), True),
-    (
-        "Data",
-        (
-            "flow",
-            "exclusions",
-            "participants_by_label",
-            "sites",
-            "scanners",
-            "scale",
-            "tiling",
-            "encoding",
-            "preprocessing",
-            "patch_selection",
-            "labels",
-            "label_sources",
-            "characteristics",
-            "split",
-            "split_level",
-            "split_sizes",
-        ),
-        True,
-    ),
-    (
-        "Metrics",
-        (
-            "performance",
-            "leaks",
-            "accuracy",
-            "threshold",
-            "calibration",
-            "recalibrated",
-            "metric_names",
-            "intervals",
-        ),
-        False,
-    ),
-    ("Subgroups", ("subgroup_results", "heterogeneity", "shortcut"), False),
-    ("Limits", ("limitations", "failures"), True),
-    ("Licence and contact", (), True),
-)
-"""Title, statements, and whether the author has something to add."""
-
-
-def write_model_card(description: Description, path: Path, *, name: str) -> None:
-    """Write the model card by one rename. Fields that a run cannot know are left empty."""
-    lines = [f"# Model card: {name}", ""]
-    for title, keys, open_field in _SECTIONS:
-        entries = [*_cite(description, keys), *([f"For the author: {EMPTY}"] if open_field else [])]
-        lines += [f"## {title}", "", *(f"- {entry}" for entry in entries), ""]
-    write_atomically(path, "\n".join(lines))

@@ -9,22 +9,23 @@ from pathlib import Path
 from typing import Any
 
 from histopipe.errors import UsageError
-from histopipe.evaluation.breakdown import Breakdown
-from histopipe.evaluation.evaluate import Evaluation, main_metric, remarks, with_ends
+from histopipe.evaluation.breakdown import Breakdown, EvaluatedPredictions
+from histopipe.evaluation.evaluate import Evaluation, main_metric, remarks, with_interval
 from histopipe.evaluation.subgroups import QUALITY
-from histopipe.reports.data_description import OTHER_DATA_UNKNOWN, open_stores
 from histopipe.reports.evaluation_blocks import (
     INTERVALS,
-    EvaluatedPredictions,
+    add_analysis,
+    add_metrics,
     difference_cell,
     level_title,
     metric_cards,
     metric_cell,
     sentences,
 )
-from histopipe.reports.evaluation_sections import add_analysis, add_metrics
 from histopipe.reports.heatmap_values import SlideImages
-from histopipe.reports.html_page import Block, Cell, Page, Row, Table, number, values_block
+from histopipe.reports.html_page import Block, Cell, Page, Table, number, values_block
+from histopipe.reports.run_description import OTHER_DATA_UNKNOWN
+from histopipe.reports.run_report import open_stores
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.result import TrainResult, read_result
@@ -43,7 +44,7 @@ SUMMARY = "summary.json"
 
 
 def cross_validation_page(
-    folder: Path, *, stores: Sequence[Path] = (), pictures: bool = True, follow: bool = True
+    folder: Path, *, stores: Sequence[Path], pictures: bool, follow: bool
 ) -> Page:
     """Return the page of a cross-validation with at least one finished fold. For the arguments see `read_run`.
 
@@ -64,9 +65,9 @@ def cross_validation_page(
             for fold in summary["folds"]
             if fold["status"] == "done"
         ]
+        if summary["pooled"] is None:
+            raise unfinished
         evaluated = _evaluated(summary, config, results)
-    if evaluated is None:
-        raise unfinished
     page = Page(
         f"Cross-validation {folder.resolve().name}", f"{settings['folds']} folds, in {folder}"
     )
@@ -97,9 +98,7 @@ def cross_validation_page(
 
 def _evaluated(
     summary: Mapping[str, Any], config: TrainConfig, results: Sequence[TrainResult]
-) -> EvaluatedPredictions | None:
-    if summary["pooled"] is None:
-        return None
+) -> EvaluatedPredictions:
     parts = read_parts(results)
     # Cross-validations of earlier versions have no number of patients of the training.
     pooled = replace(Evaluation.from_json(summary["pooled"]), in_training=len(leaked_from(results)))
@@ -117,43 +116,55 @@ def _evaluated(
 def _folds(summary: Mapping[str, Any], evaluated: EvaluatedPredictions) -> Table:
     titles = {**evaluated.task.main, **evaluated.task.plain}
     names = [name for name in titles if name in evaluated.task.main or name == "accuracy"]
-    folds = summary["folds"]
-    level = next(name for name, _ in evaluated.evaluations["test"].named())
-    lines: list[tuple[list[Cell], Mapping[str, float | None], str]] = []
-    for fold in folds:
-        values: Mapping[str, float | None] = {}
-        if "metrics" in fold:
-            values = dict(Evaluation.from_json(fold["metrics"]["test"]).named())[level].values
-        cells = [
-            Cell(str(fold["fold"])),
-            Cell(fold["status"]),
-            number(fold["epochs"]),
-            number(fold["seconds"]),
-        ]
-        lines.append((cells, values, fold["reason"] or ""))
-    for title, key in (("mean", "mean"), ("standard deviation", "deviation")):
-        values = {name: summary[key].get(f"{level}_{name}") for name in names}
-        lines.append(([Cell(title), *[Cell("")] * 3], values, ""))
+    folds, level = summary["folds"], next(iter(evaluated.evaluations["test"].named()))[0]
+    lines = [
+        (
+            [
+                Cell(str(fold["fold"])),
+                Cell(fold["status"]),
+                number(fold["epochs"]),
+                number(fold["seconds"]),
+            ],
+            _test_metrics(fold, level),
+            fold["reason"] or "",
+        )
+        for fold in folds
+    ]
+    lines += [
+        (
+            [Cell(title), *[Cell("")] * 3],
+            {name: summary[key].get(f"{level}_{name}") for name in names},
+            "",
+        )
+        for title, key in (("mean", "mean"), ("standard deviation", "deviation"))
+    ]
     with_reasons = any(fold["reason"] for fold in folds)
-    rows = [
-        Row(
+    return Table(
+        "Test set of each fold",
+        (
+            "fold",
+            "status",
+            "epochs",
+            "seconds",
+            *(f"{level_title(level)}: {titles[name]}" for name in names),
+            *(["reason"] if with_reasons else []),
+        ),
+        [
             [
                 *cells,
                 *(number(values.get(name), 3) for name in names),
                 *([Cell(reason, tone="why")] if with_reasons else []),
             ]
-        )
-        for cells, values, reason in lines
-    ]
-    columns = (
-        "fold",
-        "status",
-        "epochs",
-        "seconds",
-        *(f"{level_title(level)}: {titles[name]}" for name in names),
-        *(["reason"] if with_reasons else []),
+            for cells, values, reason in lines
+        ],
     )
-    return Table("Test set of each fold", columns, rows)
+
+
+def _test_metrics(fold: Mapping[str, Any], level: str) -> Mapping[str, float | None]:
+    """Return the metrics of the test set of a fold; empty if it is not finished."""
+    if "metrics" not in fold:
+        return {}
+    return dict(Evaluation.from_json(fold["metrics"]["test"]).named())[level].values
 
 
 def _limitations(evaluated: EvaluatedPredictions, summary: Mapping[str, Any]) -> Iterator[str]:
@@ -175,24 +186,23 @@ def comparison_page(runs: Sequence[Path]) -> Page:
     task = TASKS[result.runs[0].test.finest.task]
     titles = {**task.main, **task.plain}
     rows = [
-        Row(
-            [
-                Cell(level_title(name_of(level, how))),
-                Cell(name),
-                number(metrics.count),
-                *(metric_cell(metrics, metric) for metric in titles),
-            ]
-        )
+        [
+            Cell(level_title(name_of(level, how))),
+            Cell(name),
+            number(metrics.count),
+            *(metric_cell(metrics, metric) for metric in titles),
+        ]
         for level, how in LEVELS
         for name, run in zip(names, result.runs, strict=True)
         if (metrics := run.test.at(level, how)) is not None
     ]
-    columns = ("level", "run", "n", *titles.values())
-    page.add("Metrics", Table("Metrics of the test sets", columns, rows))
+    page.add(
+        "Metrics", Table("Metrics of the test sets", ("level", "run", "n", *titles.values()), rows)
+    )
     page.add("Differences", *_differences(result, titles))
     page.add("Subgroups", *_subgroups(result, names, *next(iter(titles.items()))))
     rows = [
-        Row([Cell(name), *(Cell("" if value is None else str(value)) for value in values)])
+        [Cell(name), *(Cell("" if value is None else str(value)) for value in values)]
         for name, values in result.settings.items()
     ]
     page.add(
@@ -216,14 +226,15 @@ def _differences(result: CompareResult, titles: Mapping[str, str]) -> Iterator[T
     compared = zip(other_runs, result.differences, result.notes, result.splits, strict=True)
     for run, levels, notes, splits in compared:
         rows = [
-            Row(
-                [Cell(level_title(level)), *(difference_cell(metrics.get(name)) for name in titles)]
-            )
+            [Cell(level_title(level)), *(difference_cell(metrics.get(name)) for name in titles)]
             for level, metrics in levels.items()
         ]
         if rows:
-            title = f"{run.folder} minus {first.folder}, on the same patients"
-            yield Table(title, ("level", *titles.values()), rows)
+            yield Table(
+                f"{run.folder} minus {first.folder}, on the same patients",
+                ("level", *titles.values()),
+                rows,
+            )
         texts = [] if splits is None else [f"{run.folder}: {splits}."]
         texts += [f"{run.folder}, not compared: {note}." for note in notes]
         if texts:
@@ -238,11 +249,10 @@ def _subgroups(
     for place, run in enumerate(result.runs):
         for subgroups in run.breakdown.subgroups:
             for group in subgroups.groups if subgroups.column not in QUALITY else ():
-                text = with_ends(group.values.get(metric), group.intervals.get(metric))
                 texts = cells.setdefault((subgroups.column, group.name), {})
-                texts[place] = f"{text}  (n = {group.count})"
+                texts[place] = f"{with_interval(group, metric)}  (n = {group.count})"
     rows = [
-        Row([Cell(column), Cell(group), *(Cell(texts.get(i, "")) for i in range(len(names)))])
+        [Cell(column), Cell(group), *(Cell(texts.get(i, "")) for i in range(len(names)))]
         for (column, group), texts in cells.items()
     ]
     if rows:

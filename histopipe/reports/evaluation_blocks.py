@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.evaluation import evaluate
-from histopipe.evaluation.breakdown import Breakdown
-from histopipe.evaluation.evaluate import Calibration, Evaluation, metric_title
-from histopipe.evaluation.subgroups import QUALITY
+from histopipe.evaluation.breakdown import EvaluatedPredictions
+from histopipe.evaluation.evaluate import Evaluation, metric_title
+from histopipe.evaluation.subgroups import QUALITY, GroupMetrics
 from histopipe.reports import charts
-from histopipe.reports.html_page import Block, Card, Cell, Row, Table, number
-from histopipe.splits.slide_table import Flow
+from histopipe.reports.failures import failure_blocks
+from histopipe.reports.flow_chart import flow_blocks
+from histopipe.reports.heatmap_values import SlideImages
+from histopipe.reports.html_page import Block, Card, Cell, Page, Table, number
+from histopipe.splits.slide_table import SlideEntry
 from histopipe.splits.subsets import Subset
 from histopipe.system.output import plural
 from histopipe.tasks.calibration import Bin, reliability_of
 from histopipe.tasks.choices import EvaluationLevel, TaskName
 from histopipe.tasks.intervals import TOO_FEW, Difference
-from histopipe.tasks.predictions import Metrics, ModelPredictions, scores_of
+from histopipe.tasks.predictions import Metrics, scores_of
 from histopipe.tasks.statistics import Roc, precision_recall_of, roc_of
-from histopipe.tasks.task import EvaluationSettings, Predictions, Task
+from histopipe.tasks.task import Task
 
 _MOST_LEVELS = 4
 """Levels of all splits that fit one table on a page of 1,200 pixels."""
@@ -35,31 +37,6 @@ COLUMN_TITLES = {
     "label_source": "source of the label",
 }
 INTERVALS = "Brackets show 95 % confidence intervals, with patients as units."
-
-
-@dataclass(frozen=True, slots=True)
-class EvaluatedPredictions:
-    """An evaluation of at least one subset with its predictions."""
-
-    evaluations: Mapping[Subset, Evaluation]
-    predictions: Mapping[Subset, Predictions]
-    evaluation_settings: EvaluationSettings
-    breakdown: Breakdown = field(default_factory=Breakdown)
-    flow: Flow = field(default_factory=dict)
-    calibration: Calibration | None = None
-    parts: Sequence[ModelPredictions] = ()
-    """Predictions of several models on the main split, each with its thresholds; empty for one model."""
-
-    @property
-    def main(self) -> tuple[Subset, Evaluation]:
-        """The test set if there is one, else the validation set."""
-        subset: Subset = "test" if "test" in self.evaluations else "validation"
-        return subset, self.evaluations[subset]
-
-    @property
-    def task(self) -> Task:
-        """The task, with the positive class of the evaluation."""
-        return self.predictions[self.main[0]].task.with_settings(self.evaluation_settings)
 
 
 def units_of(level: str) -> str:
@@ -84,10 +61,10 @@ def metric_cards(evaluated: EvaluatedPredictions) -> list[Card]:
     for level, metrics in shown_levels(evaluated.main[1]):
         for name, title in evaluated.task.main.items():
             few = any(note.startswith(TOO_FEW) for note in metrics.notes)
-            interval = evaluate.interval(metrics, name) or (TOO_FEW if few else "no interval")
+            value, _, interval = evaluate.with_interval(metrics, name).partition(" ")
+            interval = interval or (TOO_FEW if few else "no interval")
             if metrics.patients < patients:
                 interval += f"; {patients - metrics.patients} of {patients} patients left out"
-            value = evaluate.number(metrics.values[name])
             cards.append((f"{title}, {units_of(level)}", value, interval))
     return cards
 
@@ -140,33 +117,27 @@ def _metrics_table(task: Task, title: str, levels: Mapping[str, Metrics]) -> Tab
     endings = dict.fromkeys(
         "".join(name.partition(":")[1:]) for metrics in levels.values() for name in metrics.values
     )
-    lines = {"n": [number(metrics.count) for metrics in levels.values()]}
-    for name in (name + ending for name in names for ending in endings):
-        title_of_metric = metric_title(name, task.name)
-        lines[title_of_metric] = [metric_cell(metrics, name) for metrics in levels.values()]
-    limits = [next(iter(metrics.thresholds.values), None) for metrics in levels.values()]
+    lines = {"n": [number(metrics.count) for metrics in levels.values()]} | {
+        metric_title(name + ending, task.name): [
+            metric_cell(metrics, name + ending) for metrics in levels.values()
+        ]
+        for name in names
+        for ending in endings
+    }
     if task.of_classes:
+        limits = [next(iter(metrics.thresholds.values), None) for metrics in levels.values()]
         lines["threshold"] = [number(limit, 3) for limit in limits]
-    rows = [
-        Row([Cell(name), *cells])
-        for name, cells in lines.items()
-        if any(cell.text for cell in cells)
-    ]
-    return Table(f"Metrics at all levels{title}", ("metric", *levels), rows)
+    return Table(
+        f"Metrics at all levels{title}",
+        ("metric", *levels),
+        [[Cell(name), *cells] for name, cells in lines.items() if any(cell.text for cell in cells)],
+    )
 
 
-def metric_cell(metrics: Metrics, name: str) -> Cell:
+def metric_cell(metrics: Metrics | GroupMetrics, name: str) -> Cell:
     """Return a cell with a metric and its interval; empty if it is undefined."""
-    return interval_cell(metrics.values.get(name), metrics.intervals.get(name))
-
-
-def interval_cell(
-    value: float | None, ends: tuple[float, float] | None, *, signed: bool = False
-) -> Cell:
-    """Return a cell with a value and its interval; empty if it is undefined."""
-    if value is None:
-        return number(None)
-    return Cell(evaluate.with_ends(value, ends, signed=signed), value, "n")
+    value = metrics.values.get(name)
+    return Cell("" if value is None else evaluate.with_interval(metrics, name), value, "n")
 
 
 def _curves(evaluated: EvaluatedPredictions) -> Iterator[Block | Table]:
@@ -217,20 +188,30 @@ def _curves(evaluated: EvaluatedPredictions) -> Iterator[Block | Table]:
             "text",
             f"The logits are divided by a temperature that was fitted to the validation set: {values}.",
         )
-        yield _temperature_table(evaluated, evaluated.calibration)
+        yield _temperature_table(evaluated)
 
 
-def _temperature_table(evaluated: EvaluatedPredictions, calibration: Calibration) -> Table:
-    levels = [
-        (subset, level, before_by_level[level], metrics.values)
-        for subset, before_by_level in calibration.before.items()
+def list_temperature_effects(
+    evaluated: EvaluatedPredictions,
+) -> list[tuple[Subset, str, Mapping[str, float | None], Mapping[str, float | None]]]:
+    """Return split, level, and the metrics before and after the temperature; empty without one."""
+    before = {} if evaluated.calibration is None else evaluated.calibration.before
+    return [
+        (subset, level, by_level[level], metrics.values)
+        for subset, by_level in before.items()
         for level, metrics in shown_levels(evaluated.evaluations[subset])
     ]
+
+
+def _temperature_table(evaluated: EvaluatedPredictions) -> Table:
+    levels = list_temperature_effects(evaluated)
     names = [
         name for name in evaluate.METRIC_TITLES if any(name in before for *_, before, _ in levels)
     ]
-    rows = [
-        Row(
+    return Table(
+        "Metrics before and after the temperature",
+        ("split", "level", *(evaluate.METRIC_TITLES[name] for name in names)),
+        [
             [
                 Cell(subset),
                 Cell(level_title(level)),
@@ -242,11 +223,9 @@ def _temperature_table(evaluated: EvaluatedPredictions, calibration: Calibration
                     for name in names
                 ),
             ]
-        )
-        for subset, level, before, values in levels
-    ]
-    columns = ("split", "level", *(evaluate.METRIC_TITLES[name] for name in names))
-    return Table("Metrics before and after the temperature", columns, rows)
+            for subset, level, before, values in levels
+        ],
+    )
 
 
 def _events(
@@ -317,8 +296,10 @@ def _survival_charts(evaluated: EvaluatedPredictions) -> Iterator[Block | Table]
     )
     for subset, metrics in finest.items():
         times = metrics.groups[0].at_risk_times
-        rows = [
-            Row(
+        yield Table(
+            f"{subset.capitalize()}: risk groups and numbers at risk",
+            ("group", "n", "events", "median", *(f"at {time:.4g}" for time in times)),
+            [
                 [
                     Cell(group.name),
                     number(group.count),
@@ -326,11 +307,9 @@ def _survival_charts(evaluated: EvaluatedPredictions) -> Iterator[Block | Table]
                     number(group.median, 3),
                     *map(number, group.at_risk),
                 ]
-            )
-            for group in metrics.groups
-        ]
-        columns = ("group", "n", "events", "median", *(f"at {time:.4g}" for time in times))
-        yield Table(f"{subset.capitalize()}: risk groups and numbers at risk", columns, rows)
+                for group in metrics.groups
+            ],
+        )
 
 
 CHARTS: Mapping[TaskName, tuple[str, Callable[[EvaluatedPredictions], Iterator[Block | Table]]]] = {
@@ -348,8 +327,11 @@ def confusions(evaluated: EvaluatedPredictions) -> Iterator[Block]:
     for level, metrics in shown_levels(evaluation):
         if metrics.confusion:
             threshold = "".join(f", threshold {limit:.3f}" for limit in metrics.thresholds.values)
-            rows = list(zip(evaluated.task.classes, metrics.confusion, strict=True))
-            yield Block("confusion", rows, f"{subset}: {level_title(level)}{threshold}")
+            yield Block(
+                "confusion",
+                list(zip(evaluated.task.classes, metrics.confusion, strict=True)),
+                f"{subset}: {level_title(level)}{threshold}",
+            )
 
 
 def subgroup_tables(evaluated: EvaluatedPredictions, *, quality: bool) -> Iterator[Table]:
@@ -365,8 +347,20 @@ def subgroup_tables(evaluated: EvaluatedPredictions, *, quality: bool) -> Iterat
     main, *other_names = (
         name for name in task.by_subgroup if name in by_column[0].groups[0].values
     )
-    rows = [
-        Row(
+    title = metric_title(main, task.name)
+    what = "Performance and quality of slides" if quality else "Performance by subgroup"
+    yield Table(
+        what,
+        (
+            "column",
+            "group",
+            "n",
+            "patients",
+            title,
+            f"{title} minus the rest",
+            *(metric_title(name, task.name) for name in other_names),
+        ),
+        [
             [
                 Cell(
                     f"{column_title(subgroups.column)} ({plural(subgroups.level)})", tone="nowrap"
@@ -374,31 +368,16 @@ def subgroup_tables(evaluated: EvaluatedPredictions, *, quality: bool) -> Iterat
                 Cell(group.name, tone="nowrap"),
                 number(group.count),
                 number(group.patients),
-                interval_cell(group.values.get(main), group.intervals.get(main)),
+                metric_cell(group, main),
                 Cell(group.note, tone="soft")
                 if group.note
                 else difference_cell(group.differences.get(main)),
-                *(
-                    interval_cell(group.values.get(name), group.intervals.get(name))
-                    for name in other_names
-                ),
+                *(metric_cell(group, name) for name in other_names),
             ]
-        )
-        for subgroups in by_column
-        for group in subgroups.groups
-    ]
-    title = metric_title(main, task.name)
-    columns = (
-        "column",
-        "group",
-        "n",
-        "patients",
-        title,
-        f"{title} minus the rest",
-        *(metric_title(name, task.name) for name in other_names),
+            for subgroups in by_column
+            for group in subgroups.groups
+        ],
     )
-    what = "Performance and quality of slides" if quality else "Performance by subgroup"
-    yield Table(what, columns, rows)
 
 
 def column_title(column: str) -> str:
@@ -408,9 +387,8 @@ def column_title(column: str) -> str:
 
 def difference_cell(difference: Difference | None) -> Cell:
     """Return a cell with a difference, with signs, and its interval; empty if there is none."""
-    if difference is None:
-        return number(None)
-    return interval_cell(difference.value, difference.interval, signed=True)
+    value, ends = (None, None) if difference is None else (difference.value, difference.interval)
+    return Cell("" if value is None else evaluate.with_ends(value, ends, signed=True), value, "n")
 
 
 def shortcut_blocks(evaluated: EvaluatedPredictions) -> Iterator[Block | Table]:
@@ -419,16 +397,15 @@ def shortcut_blocks(evaluated: EvaluatedPredictions) -> Iterator[Block | Table]:
     if shortcut is None:
         return
     yield from shortcut_warning(evaluated)
-    rows = [
-        Row([Cell(name), number(value, 3)])
-        for name, value in sorted(shortcut.auc.items(), key=lambda entry: -entry[1])
-    ]
     model = "" if shortcut.model_auc is None else f"; AUC of the model: {shortcut.model_auc:.3f}"
     yield Table(
         f"Labels predicted from the origin of slides, of {shortcut.patients} patients, cross-validated: "
         f"p = {shortcut.p:.3f}{model}",
         ("column", "AUC"),
-        rows,
+        [
+            [Cell(name), number(value, 3)]
+            for name, value in sorted(shortcut.auc.items(), key=lambda entry: -entry[1])
+        ],
     )
 
 
@@ -437,3 +414,30 @@ def shortcut_warning(evaluated: EvaluatedPredictions) -> Iterator[Block]:
     shortcut = evaluated.breakdown.shortcut
     if shortcut is not None and shortcut.warning:
         yield Block("text", f"Warning: {shortcut}", tone="bad")
+
+
+def add_metrics(page: Page, evaluated: EvaluatedPredictions) -> None:
+    """Add the metrics with their charts."""
+    page.add("Metrics", *metrics_blocks(evaluated))
+    title, draw_charts = CHARTS.get(evaluated.task.name, PREDICTION_CHARTS)
+    page.add(title, *draw_charts(evaluated))
+    page.add("Confusion", *confusions(evaluated))
+
+
+def add_analysis(
+    page: Page,
+    evaluated: EvaluatedPredictions,
+    slides: Sequence[SlideEntry],
+    images: SlideImages | None,
+    *,
+    read: str = "Ingested",
+) -> None:
+    """Add subgroups, failures and participant flow. `images` as for `failure_blocks`, `read` as for `flow_blocks`."""
+    page.add("Subgroups", *subgroup_tables(evaluated, quality=False))
+    page.add(
+        "Failure analysis",
+        *subgroup_tables(evaluated, quality=True),
+        *failure_blocks(evaluated, slides, images),
+        *shortcut_blocks(evaluated),
+    )
+    page.add("Participant flow", *flow_blocks(evaluated.flow, read))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import html
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from histopipe.reports.html_page import Block, Cell, Row, Table, number
+from histopipe.reports.html_page import TEMPLATES, Block, Cell, Table, number
 from histopipe.splits.slide_table import LABELLED, READ, SELECTED, Flow, subsets_text
 from histopipe.system.files import write_atomically
 from histopipe.system.output import counted
@@ -14,7 +13,6 @@ from histopipe.system.output import counted
 _CHARACTER, _LINE, _PAD = 6.6, 17, 10
 """Width of a character, height of a line, and padding of a box, in pixels."""
 _GAP = 34
-_BOLD = ' font-weight="600"'
 _NOUNS = {"slides": "slide", "patients": "patient", "patches": "patch"}
 
 
@@ -37,8 +35,11 @@ def flow_blocks(flow: Flow, read: str = "Ingested") -> Iterator[Block | Table]:
                 ),
             )
         ]
-        rows = [Row([*map(Cell, texts), number(count)]) for *texts, count in lines]
-        yield Table("Participant flow", ("level", "status", "reason or subset", "n"), rows)
+        yield Table(
+            "Participant flow",
+            ("level", "status", "reason or subset", "n"),
+            [[*map(Cell, texts), number(count)] for *texts, count in lines],
+        )
 
 
 def flow_chart(flow: Flow, read: str) -> str:
@@ -57,35 +58,31 @@ def flow_chart(flow: Flow, read: str) -> str:
             subsets for numbers in flow.values() for subsets in numbers.used
         )
     ]
-    width = max(map(_width, stages))
-    last_row = sum(map(_width, ends)) + _GAP * max(len(ends) - 1, 0)
-    middle = max(width, last_row) / 2 + 1
-    right, top = middle + width / 2 + _GAP, 1.0
-    boxes, lines = [], []
+    width, width_of_excluded = _width([*stages, *ends]), _width(exclusions)
+    middle = (max(len(ends), 1) * (width + _GAP) - _GAP) / 2 + 1
+    boxes: list[tuple[float, float, float, list[str]]] = []
+    lines, top = [], 1.0
     for stage, excluded in zip(stages, exclusions, strict=True):
-        boxes.append(_box(middle - width / 2, top, width, stage))
+        boxes.append((middle - width / 2, top, width, stage))
         bottom = top + _height(stage)
         top = bottom + _GAP
         if len(excluded) > 1:  # more than the title
-            top = bottom + max(_GAP, _height(excluded) + _PAD)
-            branch = (bottom + top) / 2
-            boxes.append(_box(right, branch - _height(excluded) / 2, _width(excluded), excluded))
+            top = max(top, bottom + _height(excluded) + _PAD)
+            branch, right = (bottom + top) / 2, middle + width / 2 + _GAP
+            boxes.append((right, branch - _height(excluded) / 2, width_of_excluded, excluded))
             lines.append(f"M{middle:g} {branch:g}H{right:g}")
         lines.append(f"M{middle:g} {bottom:g}V{top:g}")
-    x = middle - last_row / 2
-    for end in ends:
-        center = x + _width(end) / 2
-        lines.append(f"M{middle:g} {top:g}H{center:g}V{top + _GAP / 2:g}")
-        boxes.append(_box(x, top + _GAP / 2, _width(end), end))
-        x += _width(end) + _GAP
-    height = top + _GAP / 2 + max(map(_height, ends), default=0) + 1
-    drawn = [right + _width(box) for box in exclusions if len(box) > 1]
-    full = max([middle + max(width, last_row) / 2, *drawn]) + 1
-    label = "; ".join(", ".join(box) for box in (*stages, *exclusions, *ends) if len(box) > 1)
-    return (
-        f'<svg class="chart flow" role="img" aria-label="{html.escape(label)}" viewBox="0 0 {full:g} {height:g}" '
-        f'style="max-width: {full:.0f}px" xmlns="http://www.w3.org/2000/svg">'
-        f'<path d="{"".join(lines)}" fill="none" stroke="var(--soft)"/>{"".join(boxes)}</svg>'
+    for number_of_end, end in enumerate(ends):
+        left = 1 + number_of_end * (width + _GAP)
+        boxes.append((left, top + _GAP / 2, width, end))
+        lines.append(f"M{middle:g} {top:g}H{left + width / 2:g}v{_GAP / 2:g}")
+    return TEMPLATES.get_template("flow.svg.j2").render(
+        boxes=[(x, y, wide, _height(texts), texts) for x, y, wide, texts in boxes],
+        lines="".join(lines),
+        width=max(x + wide for x, _, wide, _ in boxes) + 1,
+        height=max(y + _height(texts) for _, y, _, texts in boxes) + 1,
+        line=_LINE,
+        pad=_PAD,
     )
 
 
@@ -116,22 +113,9 @@ def _stages(flow: Flow, read: str) -> tuple[list[list[str]], list[list[str]]]:
     return stages, exclusions
 
 
-def _width(texts: Sequence[str]) -> float:
-    return max(map(len, texts)) * _CHARACTER + 2 * _PAD
+def _width(boxes: Iterable[Sequence[str]]) -> float:
+    return max(len(text) for texts in boxes for text in texts) * _CHARACTER + 2 * _PAD
 
 
 def _height(texts: Sequence[str]) -> float:
     return len(texts) * _LINE + 2 * _PAD - 4
-
-
-def _box(x: float, y: float, width: float, texts: Sequence[str]) -> str:
-    """Return a box with lines of text, the first one bold."""
-    spans = "".join(
-        f'<tspan x="{x + _PAD:g}" y="{y + _PAD + 9 + i * _LINE:g}"'
-        f"{'' if i else _BOLD}>{html.escape(text)}</tspan>"
-        for i, text in enumerate(texts)
-    )
-    return (
-        f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{_height(texts):g}" rx="4" fill="var(--paper)" '
-        f'stroke="var(--soft)"/><text font-size="12" fill="var(--ink)">{spans}</text>'
-    )

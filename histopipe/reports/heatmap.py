@@ -6,7 +6,7 @@ import json
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -22,16 +22,19 @@ from PIL import Image
 from tifffile import TiffWriter
 
 from histopipe.dataset.selection import store_paths
-from histopipe.errors import NothingToDo, UsageError
+from histopipe.errors import DamagedStore, HistopipeError, NothingToDo, UsageError
 from histopipe.features.feature_file import paths_of_stores
 from histopipe.predictions.sources import PredictionsFolder
 from histopipe.reports.charts import default_style
 from histopipe.reports.heatmap_values import NamedPatchValues, Show, SlideImages, open_values
+from histopipe.reports.html_page import SIDE, Block, Picture
 from histopipe.runs import folder as run_folder
 from histopipe.runs.task_config import read_config
 from histopipe.slides.discovery import discover
+from histopipe.slides.thumbnail import resize_image
 from histopipe.store.catalog import parts_of
 from histopipe.store.store import Store
+from histopipe.system.arrays import PixelArray
 from histopipe.system.files import atomic_write, path_within
 from histopipe.system.filesystems import roomy
 from histopipe.system.folders import FolderKind, folder_kind, writable
@@ -42,6 +45,8 @@ Objects = Literal["cells", "contours"]
 COLOURS = "viridis"
 """Colour map: perceptually uniform, also for colour-blind readers, and different from the colours of tissue."""
 ALPHA = 0.55
+_MAX_HEATMAPS = 24
+"""Most heatmaps of a report."""
 
 _CONTRAST = 0.7
 """Contrast of the image under a heatmap: dark tissue would make high values look low."""
@@ -89,15 +94,11 @@ def _figure(values: NamedPatchValues, background: NDArray[np.uint8] | None) -> F
     extent = (0, width, height, 0)
     if background is not None:
         small = max(background.shape) < _LONGER_SIDE * _DPI
-        axes.imshow(
-            pale_grey(background),
-            extent=extent,
-            interpolation="bicubic" if small else "antialiased",
-        )
+        interpolation = "bicubic" if small else "antialiased"
+        axes.imshow(pale_grey(background), extent=extent, interpolation=interpolation)
     pixel = max(values.side_l0 / 8, max(width, height) / _MAX_SIDE)
-    raster = np.ma.masked_invalid(values.raster(pixel))
     overlay = axes.imshow(
-        raster,
+        np.ma.masked_invalid(values.raster(pixel)),
         extent=extent,
         cmap=COLOURS if values.scale is None else _SIGNED,
         vmin=0,
@@ -109,8 +110,7 @@ def _figure(values: NamedPatchValues, background: NDArray[np.uint8] | None) -> F
     axes.set_title(values.slide, fontsize=10, loc="left", parse_math=False)
     area = axes.get_position()
     bar = figure.add_axes((area.x1 + 0.12 / across, area.y0, 0.16 / across, area.height))
-    colours = figure.colorbar(overlay, cax=bar)
-    colours.set_label(values.name, fontsize=9, parse_math=False)
+    figure.colorbar(overlay, cax=bar).set_label(values.name, fontsize=9, parse_math=False)
     bar.tick_params(labelsize=8)
     if values.scale is not None:
         bar.set_yticks([0, 0.5, 1], [f"−{values.scale:.2g}", "0", f"+{values.scale:.2g}"])
@@ -123,14 +123,13 @@ def _scale_bar(axes: Axes, mpp: float, width: float, height: float) -> None:
     micrometres = scale_bar_um(width * mpp / 4)
     length, thick = micrometres / mpp, 0.012 * max(width, height)
     x, y = 0.03 * width, height - 0.04 * max(width, height)
-    text = f"{micrometres:g} µm" if micrometres < 1000 else f"{micrometres / 1000:g} mm"
     axes.add_patch(
         Rectangle((x, y), length, thick, facecolor="black", edgecolor="white", linewidth=1)
     )
     axes.text(
         x + length / 2,
         y - thick / 2,
-        text,
+        f"{micrometres:g} µm" if micrometres < 1000 else f"{micrometres / 1000:g} mm",
         ha="center",
         va="bottom",
         fontsize=9,
@@ -151,9 +150,11 @@ def write_heatmap_tiff(values: NamedPatchValues, path: Path) -> float:
     longer = max(width, height)
     pixel = min(values.side_l0 / _PATCH_PIXELS, longer / _MIN_TIFF_SIDE)
     pixel = max(1.0, pixel, longer / _MAX_TIFF_SIDE)
-    image = coloured(values.raster(pixel), COLOURS if values.scale is None else _SIGNED)
+    levels = [coloured(values.raster(pixel), COLOURS if values.scale is None else _SIGNED)]
+    while max(levels[-1].shape[:2]) > _TILE:
+        levels.append(np.asarray(Image.fromarray(levels[-1]).reduce(2)))
     with atomic_write(path) as part, TiffWriter(part, bigtiff=True) as file:
-        for number, level in enumerate(_levels(image)):
+        for number, level in enumerate(levels):
             per_centimetre = None if values.mpp is None else 1e4 / (values.mpp * pixel * 2**number)
             file.write(
                 level,
@@ -172,7 +173,7 @@ def pale_grey(image: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Return a (H, W, 3) uint8 image in pale grey: over the colours of a stain, those of values would look different."""
     grey = np.asarray(Image.fromarray(image).convert("L"), np.float32)
     pale = np.rint(255 - _CONTRAST * (255 - grey)).astype(np.uint8)
-    return np.repeat(pale[..., None], 3, axis=2)
+    return np.stack([pale] * 3, axis=2)
 
 
 def coloured(raster: NDArray[np.float32], colours: str = COLOURS) -> NDArray[np.uint8]:
@@ -184,13 +185,6 @@ def coloured(raster: NDArray[np.float32], colours: str = COLOURS) -> NDArray[np.
     return image
 
 
-def _levels(image: NDArray[np.uint8]) -> list[NDArray[np.uint8]]:
-    levels = [image]
-    while max(levels[-1].shape[:2]) > _TILE:
-        levels.append(np.asarray(Image.fromarray(levels[-1]).reduce(2)))
-    return levels
-
-
 def write_heatmap_geojson(
     values: NamedPatchValues, path: Path, *, objects: Objects, threshold: float
 ) -> int:
@@ -198,8 +192,7 @@ def write_heatmap_geojson(
 
     "cells" are one tile per patch; "contours", one annotation per group of patches with values of at least `threshold`.
     """
-    features = _cells(values) if objects == "cells" else _contours(values, threshold)
-    count = 0
+    features, count = _cells(values) if objects == "cells" else _contours(values, threshold), 0
     with atomic_write(path) as part, part.open("w", encoding="utf-8") as file:
         file.write('{"type":"FeatureCollection","features":[')
         for count, feature in enumerate(features, 1):
@@ -208,45 +201,42 @@ def write_heatmap_geojson(
     return count
 
 
+def _colours_of(values: NDArray[np.floating]) -> list[list[int]]:
+    colours: list[list[int]] = (
+        (mpl.colormaps[COLOURS](values)[:, :3] * 255).round().astype(int).tolist()
+    )
+    return colours
+
+
 def _cells(patches: NamedPatchValues) -> Iterator[dict[str, Any]]:
     left, top, _, _ = patches.bounds
-    side = patches.side_l0
-    colours = (mpl.colormaps[COLOURS](patches.values)[:, :3] * 255).round().astype(int)
+    side, colours = patches.side_l0, _colours_of(patches.values)
     corners = np.stack([patches.x_l0 - left, patches.y_l0 - top], axis=1).tolist()
     for i, (x, y) in enumerate(corners):
         ring = [[x, y], [x + side, y], [x + side, y + side], [x, y + side], [x, y]]
+        polygon = {"type": "Polygon", "coordinates": [ring]}
         name = patches.name if patches.predicted is None else str(patches.predicted[i])
-        yield _feature(
-            {"type": "Polygon", "coordinates": [ring]},
-            "tile",
-            name,
-            colours[i].tolist(),
-            {patches.name: float(patches.values[i])},
-        )
+        yield _feature(polygon, "tile", name, colours[i], {patches.name: float(patches.values[i])})
 
 
 def _contours(patches: NamedPatchValues, threshold: float) -> Iterator[dict[str, Any]]:
     left, top, _, _ = patches.bounds
     high = patches.values >= threshold
     x, y = patches.x_l0[high] - left, patches.y_l0[high] - top
-    squares = shapely.box(
-        x - _GAP, y - _GAP, x + patches.side_l0 + _GAP, y + patches.side_l0 + _GAP
-    )
-    groups = shapely.get_parts(shapely.union_all(squares))
-    half = patches.side_l0 / 2
+    side, half = patches.side_l0 + _GAP, patches.side_l0 / 2
+    squares = shapely.box(x - _GAP, y - _GAP, x + side, y + side)
     tree = shapely.STRtree(np.asarray(shapely.points(x + half, y + half), object))
-    for group in groups:
+    for group in shapely.get_parts(shapely.union_all(squares)):
         inside = patches.values[high][tree.query(group, predicate="contains")]
         shrunk = group.buffer(-_GAP, join_style="mitre")
         if shrunk.is_empty:
             continue
         mean = float(np.mean(inside)) if len(inside) else threshold
-        colour = [round(255 * c) for c in mpl.colormaps[COLOURS](mean)[:3]]
         yield _feature(
             json.loads(shapely.to_geojson(shrunk)),
             "annotation",
             f"{patches.name} ≥ {threshold:g}",
-            colour,
+            _colours_of(np.array([mean]))[0],
             {f"mean {patches.name}": mean, "patches": len(inside)},
         )
 
@@ -254,6 +244,7 @@ def _contours(patches: NamedPatchValues, threshold: float) -> Iterator[dict[str,
 def _feature(
     geometry: dict[str, Any], kind: str, name: str, colour: list[int], measures: dict[str, float]
 ) -> dict[str, Any]:
+    """Return an object of QuPath."""
     return {
         "type": "Feature",
         "geometry": geometry,
@@ -263,6 +254,40 @@ def _feature(
             "measurements": measures,
         },
     }
+
+
+def heatmap_image(patches: NamedPatchValues, background: PixelArray | None) -> PixelArray:
+    """Draw a heatmap over an image of the slide's bounds in grey, without axes."""
+    _, _, width, height = patches.bounds
+    if background is None:
+        scale = SIDE / max(width, height)
+        shape = max(1, round(height * scale)), max(1, round(width * scale)), 3
+        background = np.full(shape, 235, np.uint8)
+    image = pale_grey(resize_image(background, SIDE))
+    size = image.shape[1], image.shape[0]
+    raster = Image.fromarray(patches.raster(max(width / size[0], height / size[1])))
+    values = np.asarray(raster.resize(size, Image.Resampling.NEAREST))
+    mixed = (1 - ALPHA) * image + ALPHA * coloured(values)
+    return np.where(np.isnan(values)[..., None], image, mixed).astype(np.uint8)
+
+
+def heatmap_gallery(
+    folder: Path, images: SlideImages, title: str, class_name: str | None = None
+) -> Block | None:
+    """Return heatmaps of some slides with values in a folder, or None if there are none."""
+    made: list[Picture] = []
+    try:
+        slides, read_values = open_values(folder, images.stores, class_name)
+    except HistopipeError:
+        return None  # a slide model without attention
+    for slide in slides:
+        with suppress(NothingToDo, DamagedStore, UsageError):
+            if (values := read_values(slide)) is not None:
+                image = heatmap_image(values, images.of(slide))
+                made.append(Picture.of(f"heat-{len(made)}", f"{slide}: {values.name}", image))
+        if len(made) == _MAX_HEATMAPS:
+            break
+    return Block("gallery", made, title) if made else None
 
 
 HeatmapFormat = Literal["png", "tiff", "geojson"]
@@ -284,10 +309,11 @@ class HeatmapResult(Result):
     failed: Mapping[str, str]
 
     def __str__(self) -> str:
-        count = sum(map(len, self.files.values()))
-        lines = [f"{counted(count, 'file')} of {counted(len(self.files), 'slide')}: {self.folder}"]
-        lines += [f"failed: {name}: {reason}" for name, reason in sorted(self.failed.items())]
-        return "\n".join(lines)
+        count = counted(sum(map(len, self.files.values())), "file")
+        failures = [f"failed: {name}: {reason}" for name, reason in sorted(self.failed.items())]
+        return "\n".join(
+            [f"{count} of {counted(len(self.files), 'slide')}: {self.folder}", *failures]
+        )
 
 
 def heatmap(
@@ -344,10 +370,9 @@ def heatmap(
     failed: dict[str, str] = {}
     with ExitStack() as stack:
         opened = _open_stores(folder, stores, stack)
-        files_of_slides = discover([Path(path) for path in slides]) if slides else []
-        images = SlideImages(
-            {file.id: file.path for file in files_of_slides}, opened, PredictionsFolder(folder)
-        )
+        slide_files = discover([Path(path) for path in slides]) if slides else []
+        paths = {file.id: file.path for file in slide_files}
+        images = SlideImages(paths, opened, PredictionsFolder(folder))
         bar = stack.enter_context(closing(display.bar("drawing", unit="slides", detail=True)))
         with writable(target):
             target.mkdir(parents=True, exist_ok=True)
@@ -365,8 +390,9 @@ def heatmap(
             else:
                 background = images.of(values.slide)
                 if background is None:
-                    hint = "no image of the slide found; use --slides or --store"
-                    display.message(f"{values.slide}: {hint}")
+                    display.message(
+                        f"{values.slide}: no image of the slide found; use --slides or --store"
+                    )
                 write_heatmap_png(values, background, path)
             return path
 

@@ -25,7 +25,6 @@ from histopipe.predictions.prediction_tables import (
     read_patch_values,
 )
 from histopipe.predictions.sources import (
-    FolderSource,
     PredictedSlide,
     PredictionsFolder,
     PredictionSource,
@@ -138,7 +137,7 @@ def open_values(
             expected="those of a slide model",
         )
     elif PredictionsFolder(folder).exists:
-        names, read = _open_predictions(FolderSource(folder), stores, class_name)
+        names, read = _open_predictions(PredictionsFolder(folder), stores, class_name)
     elif (folder / PREDICTIONS).exists():
         names, read = _open_predictions(_checked_run(folder), stores, class_name)
     else:
@@ -188,8 +187,7 @@ def _open_bag_values(
 
     def read(name: str) -> NamedPatchValues:
         x, y, value, side = tables[name].T
-        path = PredictionsFolder(folder).json(name)
-        slide = PredictedSlide.read(path) if path.exists() else _stored(stores, name)
+        slide = PredictionsFolder(folder).find(name) or _stored(stores, name)
         if column == ATTENTION:
             title, values, scale = (
                 "attention, rank among the slide's patches",
@@ -239,7 +237,7 @@ def _open_predictions(
         scores = source.predictions(name)
         if scores is None:
             return None
-        slide = source.described(name) or _stored(stores, name)
+        slide = source.find(name) or _stored(stores, name)
         classes, output = scores.task.classes, scores.output
         chosen = classes[-1] if class_name is None else class_name
         if chosen not in classes:
@@ -313,8 +311,9 @@ class SlideImages:
         if place is None or max(thumbnail.shape) >= _SMALL_SIDE:
             return thumbnail
         store, number = place
-        small = store.records[number].stored <= _SMALL_PATCHES
-        return _with_patches(store, number, thumbnail) if small else thumbnail
+        if store.records[number].stored > _SMALL_PATCHES:
+            return thumbnail
+        return _with_patches(store, number, thumbnail)
 
 
 def _with_patches(store: Store, number: int, thumbnail: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -340,5 +339,8 @@ def _read_image(path: Path) -> NDArray[np.uint8]:
     with open_slide(path) as slide:
         bounds = slide.info.bounds.size
         # Only the ratio to the scale of level 0 matters, so an assumed scale is used.
-        scale = Mpp(max(1.0, max(bounds.width, bounds.height) / _IMAGE_SIDE) * ASSUMED_MPP)
-        return read_thumbnail(slide, None, at=scale).pixels
+        return read_thumbnail(
+            slide,
+            None,
+            at=Mpp(max(1.0, max(bounds.width, bounds.height) / _IMAGE_SIDE) * ASSUMED_MPP),
+        ).pixels

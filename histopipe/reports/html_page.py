@@ -13,19 +13,25 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import jinja2
-import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw
+from PIL import Image
 
 from histopipe._version import __version__
-from histopipe.reports.heatmap import ALPHA, coloured, pale_grey
-from histopipe.reports.heatmap_values import NamedPatchValues
-from histopipe.slides.thumbnail import resize_image
-from histopipe.system.arrays import PixelArray
 from histopipe.system.files import atomic_write
+
+TEMPLATES = jinja2.Environment(
+    loader=jinja2.PackageLoader("histopipe.reports"),
+    autoescape=jinja2.select_autoescape(["html.j2", "svg.j2"]),
+    undefined=jinja2.StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+"""Templates of pages, figures and texts; those of Markdown do not escape values."""
 
 Card = tuple[str, str, str]
 """Name, value and note of a prominent number."""
+SIDE = 420
+"""Longer side of a slide's image, in pixels."""
 BlockKind = Literal["cards", "text", "notes", "values", "charts", "gallery", "confusion"]
 
 
@@ -66,14 +72,6 @@ def number(value: float | None, digits: int = 0, unit: str = "") -> Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """A row of a table, with its pictures."""
-
-    cells: Sequence[Cell]
-    pictures: Sequence[Picture] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class Block:
     """A part of a section. The template has the markup of each kind.
 
@@ -93,32 +91,36 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table that can be sorted and filtered."""
+    """A table that can be sorted and filtered. `pictures` are those of each row, or empty."""
 
     title: str
     columns: Sequence[str]
-    rows: Sequence[Row]
+    rows: Sequence[Sequence[Cell]]
+    pictures: Sequence[Sequence[Picture]] = ()
     kind: ClassVar[str] = "table"
 
     @property
     def has_pictures(self) -> bool:
         """Whether any row has pictures."""
-        return any(row.pictures for row in self.rows)
+        return any(self.pictures)
 
     @property
     def header(self) -> list[Cell]:
         """The columns; those with numbers have the CSS class of numbers."""
-        tones = ({row.cells[i].tone for row in self.rows} for i in range(len(self.columns)))
         return [
-            Cell(name, tone="n" if "n" in column_tones else "")
-            for name, column_tones in zip(self.columns, tones, strict=True)
+            Cell(name, tone="n" if any(row[i].tone == "n" for row in self.rows) else "")
+            for i, name in enumerate(self.columns)
         ]
 
 
 def values_block(title: str, values: Mapping[str, object], *, is_open: bool = False) -> Block:
     """Return a collapsible table of names and values; without those that are None."""
-    pairs = [(name, _plain(value)) for name, value in values.items() if value is not None]
-    return Block("values", pairs, title, "open" if is_open else "")
+    return Block(
+        "values",
+        [(name, _plain(value)) for name, value in values.items() if value is not None],
+        title,
+        "open" if is_open else "",
+    )
 
 
 def _plain(value: object) -> str:
@@ -146,83 +148,16 @@ class Page:
         """Yield all pictures."""
         for block in chain.from_iterable(self.sections.values()):
             if isinstance(block, Table):
-                yield from chain.from_iterable(row.pictures for row in block.rows)
+                yield from chain.from_iterable(block.pictures)
             elif block.kind == "gallery":
                 yield from block.content
 
     def write(self, path: Path) -> None:
         """Write the HTML file by one rename."""
-        environment = jinja2.Environment(
-            loader=jinja2.PackageLoader("histopipe.reports"),
-            autoescape=True,
-            undefined=jinja2.StrictUndefined,
-            trim_blocks=True,
-            lstrip_blocks=True,
-        )
-        pieces = environment.get_template("page.html.j2").generate(
-            page=self, version=__version__, made=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
-        )
         with atomic_write(path) as part, part.open("w", encoding="utf-8") as file:
             # In pieces, so that the pictures of a thousand slides are not in memory as one string.
-            file.writelines(pieces)
-
-
-_GRID, _OUTSIDE = (20, 110, 60), 0.45
-SIDE = 420
-"""Longer side of a slide's image, in pixels."""
-
-
-def plan_image(
-    thumbnail: PixelArray,
-    mask: PixelArray | None,
-    corners: NDArray[np.floating],
-    side: float,
-    bounds: Sequence[float],
-) -> PixelArray:
-    """Draw the outlines of patches on a thumbnail of the bounds. Areas with 0 in the (H, W) mask are pale.
-
-    `corners` (N, 2) are the top left corners of patches, `bounds` x, y, width and height; all in level-0 pixels.
-    """
-    image = resize_image(thumbnail, SIDE)
-    height, width = image.shape[:2]
-    if mask is not None:
-        tissue = np.asarray(Image.fromarray(mask).resize((width, height), Image.Resampling.NEAREST))
-        pale = (255 - _OUTSIDE * (255 - image.astype(np.float32))).astype(np.uint8)
-        image = np.where((tissue > 0)[..., None], image, pale)
-    result = Image.fromarray(image)
-    canvas = ImageDraw.Draw(result)
-    left, top, full_width, full_height = bounds
-    scale, largest = (width / full_width, height / full_height), (width - 1, height - 1)
-    first = (corners - (left, top)) * scale
-    ends = [
-        np.clip(np.rint(points), 0, largest) for points in (first, first + np.multiply(side, scale))
-    ]
-    for box in np.hstack(ends).tolist():
-        canvas.rectangle(box, outline=_GRID)
-    return np.asarray(result)
-
-
-def heatmap_image(patches: NamedPatchValues, background: PixelArray | None) -> PixelArray:
-    """Draw a heatmap over an image of the slide's bounds in grey, without axes."""
-    _, _, width, height = patches.bounds
-    if background is None:
-        scale = SIDE / max(width, height)
-        shape = max(1, round(height * scale)), max(1, round(width * scale)), 3
-        background = np.full(shape, 235, np.uint8)
-    image = pale_grey(resize_image(background, SIDE))
-    raster = patches.raster(max(width / image.shape[1], height / image.shape[0]))
-    size = image.shape[1], image.shape[0]
-    values = np.asarray(Image.fromarray(raster).resize(size, Image.Resampling.NEAREST))
-    mixed = (1 - ALPHA) * image + ALPHA * coloured(values)
-    return np.where(np.isnan(values)[..., None], image, mixed).astype(np.uint8)
-
-
-def strip(patches: Sequence[PixelArray], side: int = 84, gap: int = 4) -> PixelArray:
-    """Return patches as one row."""
-    row = np.full((side, len(patches) * (side + gap), 3), 255, np.uint8)
-    for left, patch in zip(range(0, row.shape[1], side + gap), patches, strict=True):
-        small = Image.fromarray(patch).resize(
-            (side, side), Image.Resampling.BICUBIC, reducing_gap=2.0
-        )
-        row[:, left : left + side] = np.asarray(small)
-    return row[:, :-gap]
+            file.writelines(
+                TEMPLATES.get_template("page.html.j2").generate(
+                    page=self, version=__version__, made=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
+                )
+            )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,13 +43,12 @@ class FolderInfo(Result):
     kind: FolderKind
     finished: bool
     facts: dict[str, Any]
-    table: tuple[str, ...]
+    table: Sequence[str]
     then: tuple[str, ...]
 
     def __str__(self) -> str:
-        width = max(map(len, self.facts))
+        width, state = max(map(len, self.facts)), "" if self.finished else ", not finished"
         contents = [f"{name:<{width}}  {_text(value)}" for name, value in self.facts.items()]
-        state = "" if self.finished else ", not finished"
         return "\n".join([f"{self.path}  ({self.kind}{state})", *contents, *self.table])
 
 
@@ -74,10 +73,6 @@ def info(
     """
     folder = Path(path)
     kind = folder_kind(folder)
-    if kind in _READERS:
-        if untrusted and kind is FolderKind.FEATURES:
-            check_features(folder)
-        return _READERS[kind](folder)
     if kind is None:
         raise NothingToDo(
             f"nothing to show in {folder}",
@@ -85,21 +80,26 @@ def info(
             expected="a store, a run, a cross-validation, a search, predictions or features",
             todo="check the path",
         )
-    return store_info(folder, untrusted=untrusted, progress=progress)
+    if kind not in _READERS:
+        return store_info(folder, untrusted=untrusted, progress=progress)
+    if untrusted and kind is FolderKind.FEATURES:
+        check_features(folder)
+    return FolderInfo(str(folder), kind, *_READERS[kind](folder))
 
 
-def _run(folder: Path) -> FolderInfo:
+_Contents = tuple[bool, dict[str, Any], Sequence[str], tuple[str, ...]]
+"""Fields of `FolderInfo` after the kind: `finished`, `facts`, `table` and `then`."""
+
+
+def _read_run(folder: Path) -> _Contents:
     contents, path = _describe_training(folder), str(folder)
     if not is_finished(folder):
-        done = len(_rows(folder / run_folder.HISTORY))
-        contents["epochs"] = f"{done} of {load_config(folder / run_folder.CONFIG).epochs}"
-        return FolderInfo(
-            path, FolderKind.RUN, False, contents, (), ("train", "--resume", "--out", path)
-        )
+        epochs = load_config(folder / run_folder.CONFIG).epochs
+        contents["epochs"] = f"{len(_rows(folder / run_folder.HISTORY))} of {epochs}"
+        return False, contents, (), ("train", "--resume", "--out", path)
     result = read_result(folder)
     contents["epochs"] = f"{result.epochs} (best: {result.best_epoch})"
-    lines = tuple(split_lines(result.metrics))
-    return FolderInfo(path, FolderKind.RUN, True, contents, lines, ("report", path))
+    return True, contents, split_lines(result.metrics), ("report", path)
 
 
 def _describe_training(folder: Path) -> dict[str, Any]:
@@ -120,14 +120,14 @@ def _describe_training(folder: Path) -> dict[str, Any]:
     }
 
 
-def _cross_validation(folder: Path) -> FolderInfo:
+def _read_cross_validation(folder: Path) -> _Contents:
     runs = [path for path in sorted(folder.glob("fold-*")) if run_folder.has_begun(path)]
-    done = sum(map(is_finished, runs))
+    done, path = sum(map(is_finished, runs)), str(folder)
     folds = len(list((folder / run_folder.FOLD_SPLITS).iterdir()))
     contents: dict[str, Any] = {"folds": f"{folds}, {done} finished"}
     for run in runs[:1]:
         contents |= {n: v for n, v in _describe_training(run).items() if n not in SUBSETS}
-    summary, lines = folder / "summary.json", []
+    summary, lines = folder / "summary.json", list[str]()
     if summary.exists():
         results = read_json_object(summary)
         for name, mean in results["mean"].items():
@@ -135,22 +135,20 @@ def _cross_validation(folder: Path) -> FolderInfo:
                 contents[f"mean {name}"] = f"{mean:.3f} ± {results['deviation'].get(name, 0.0):.3f}"
         if results["pooled"]:
             lines = evaluation_lines("all folds together", Evaluation.from_json(results["pooled"]))
-    path, finished = str(folder), done == folds
-    todo = ("compare", path, "OTHER") if finished else ("train", "--resume", "--out", path)
-    return FolderInfo(path, FolderKind.CROSS_VALIDATION, finished, contents, tuple(lines), todo)
+    then = ("compare", path, "OTHER") if done == folds else ("train", "--resume", "--out", path)
+    return done == folds, contents, lines, then
 
 
-def _search(folder: Path) -> FolderInfo:
+def _read_search(folder: Path) -> _Contents:
     trials, best = _rows(folder / TRIALS_CSV), folder / "best.toml"
     contents: dict[str, Any] = {"trials": len(trials), **Counter(row["state"] for row in trials)}
     values = [float(row["value"]) for row in trials if row["value"]]
     if values:
         contents["values"] = f"{min(values):.4f} to {max(values):.4f}"
-    todo = ("train", "--config", str(best)) if best.exists() else ()
-    return FolderInfo(str(folder), FolderKind.SEARCH, bool(trials), contents, (), todo)
+    return bool(trials), contents, (), ("train", "--config", str(best)) if best.exists() else ()
 
 
-def _predictions(folder: Path) -> FolderInfo:
+def _read_predictions(folder: Path) -> _Contents:
     settings, slides = read_json_object(folder / SETTINGS), _rows(folder / SLIDES)
     contents = {
         "run": settings.get("run"),
@@ -161,13 +159,10 @@ def _predictions(folder: Path) -> FolderInfo:
     }
     external = read_evaluation(folder)
     lines = () if external is None else evaluation_lines("labelled", external.evaluation)
-    finished, path = (folder / SLIDES).exists(), str(folder)
-    return FolderInfo(
-        path, FolderKind.PREDICTIONS, finished, contents, tuple(lines), ("heatmap", path)
-    )
+    return (folder / SLIDES).exists(), contents, lines, ("heatmap", str(folder))
 
 
-def _features(folder: Path) -> FolderInfo:
+def _read_features(folder: Path) -> _Contents:
     encoder = read_json_object(folder / ENCODER)
     headers = [read_header(path) for path in feature_files(folder).values()]
     contents = {
@@ -178,17 +173,15 @@ def _features(folder: Path) -> FolderInfo:
         "slides": len(headers),
         "patches": sum(header.rows for header in headers),
     }
-    path = str(folder)
-    todo = ("train", "--mil", path)
-    return FolderInfo(path, FolderKind.FEATURES, bool(headers), contents, (), todo)
+    return bool(headers), contents, (), ("train", "--mil", str(folder))
 
 
-_READERS: Mapping[FolderKind | None, Callable[[Path], FolderInfo]] = {
-    FolderKind.RUN: _run,
-    FolderKind.CROSS_VALIDATION: _cross_validation,
-    FolderKind.SEARCH: _search,
-    FolderKind.PREDICTIONS: _predictions,
-    FolderKind.FEATURES: _features,
+_READERS: Mapping[FolderKind, Callable[[Path], _Contents]] = {
+    FolderKind.RUN: _read_run,
+    FolderKind.CROSS_VALIDATION: _read_cross_validation,
+    FolderKind.SEARCH: _read_search,
+    FolderKind.PREDICTIONS: _read_predictions,
+    FolderKind.FEATURES: _read_features,
 }
 """Function that reads a folder of each kind."""
 

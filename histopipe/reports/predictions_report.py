@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from histopipe.errors import DamagedStore
+from histopipe.evaluation.breakdown import EvaluatedPredictions
 from histopipe.inference.external_evaluation import (
     EVALUATED,
     PARTICIPANTS,
@@ -26,14 +27,14 @@ from histopipe.predictions.sources import (
 )
 from histopipe.reports.evaluation_blocks import (
     INTERVALS,
-    EvaluatedPredictions,
+    add_analysis,
+    add_metrics,
     metric_cards,
     sentences,
 )
-from histopipe.reports.evaluation_sections import add_analysis, add_metrics
+from histopipe.reports.heatmap import heatmap_gallery
 from histopipe.reports.heatmap_values import SlideImages
-from histopipe.reports.html_page import Block, Cell, Page, Row, Table, values_block
-from histopipe.reports.run_report import heatmap_gallery
+from histopipe.reports.html_page import Block, Cell, Page, Table, values_block
 from histopipe.splits.slide_table import Exclusion, read_slide_table
 from histopipe.store.store import Store
 from histopipe.system.csv_files import is_number, read_dicts
@@ -46,7 +47,7 @@ _NAMES = ("slide", "patient", "label", "predicted", "decided")
 """Columns of names, also if these look like numbers: `007` is not 7."""
 
 
-def predictions_page(folder: Path, *, stores: Sequence[Path] = (), pictures: bool = True) -> Page:
+def predictions_page(folder: Path, *, stores: Sequence[Path], pictures: bool) -> Page:
     """Return the page of a folder of `histopipe predict`.
 
     Raises:
@@ -73,8 +74,12 @@ def predictions_page(folder: Path, *, stores: Sequence[Path] = (), pictures: boo
         opened = [stack.enter_context(Store(path)) for path in stores]
         images = SlideImages({}, opened, PredictionsFolder(folder)) if pictures else None
         if external is None:
-            no_labels = "No labels are known, so there are no metrics."
-            page.add("Summary", _counts(slides, what), Block("text", no_labels), *missing)
+            page.add(
+                "Summary",
+                _counts(slides, what),
+                Block("text", "No labels are known, so there are no metrics."),
+                *missing,
+            )
         else:
             evaluated = _evaluated(folder, external)
             page.add(
@@ -96,8 +101,13 @@ def predictions_page(folder: Path, *, stores: Sequence[Path] = (), pictures: boo
 
 def _counts(slides: Sequence[Mapping[str, str]], what: str) -> Block:
     decided = Counter(row["decided"] or "no patches" for row in slides if "decided" in row)
-    cards = [(f"decided {name}", f"{count:,}", "") for name, count in sorted(decided.items())]
-    return Block("cards", [(what, f"{len(slides):,}", ""), *cards])
+    return Block(
+        "cards",
+        [
+            (what, f"{len(slides):,}", ""),
+            *[(f"decided {name}", f"{count:,}", "") for name, count in sorted(decided.items())],
+        ],
+    )
 
 
 def _evaluated(folder: Path, external: ExternalEvaluation) -> EvaluatedPredictions:
@@ -151,7 +161,7 @@ def _table(slides: Sequence[Mapping[str, str]], what: str) -> Table | None:
         if row.get("label") and row.get("decided"):
             good = row["label"] == row["decided"]
             cells["decided"] = Cell(row["decided"], tone="good" if good else "bad")
-        rows.append(Row(list(cells.values())))
+        rows.append(list(cells.values()))
     return Table(f"All {what}", list(slides[0]), rows)
 
 

@@ -10,18 +10,22 @@ from pathlib import Path
 
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.inference.external_evaluation import read_evaluation
-from histopipe.reports.checklist import MODEL_CARD, fill, write_checklist, write_model_card
+from histopipe.reports.checklist import (
+    MODEL_CARD,
+    fill_checklist,
+    make_statements,
+    write_checklist,
+    write_model_card,
+)
 from histopipe.reports.cross_validation_report import (
     SUMMARY,
     comparison_page,
     cross_validation_page,
 )
-from histopipe.reports.data_description import Description, read_run
 from histopipe.reports.flow_chart import write_flow
-from histopipe.reports.html_page import Page
 from histopipe.reports.predictions_report import predictions_page
 from histopipe.reports.run_description import describe_run
-from histopipe.reports.run_report import run_page
+from histopipe.reports.run_report import read_run, run_page
 from histopipe.reports.store_report import store_page
 from histopipe.runs.result import read_result
 from histopipe.splits.slide_table import Flow, flow_from_json
@@ -96,17 +100,9 @@ def report(
     paths = [Path(path)] if isinstance(path, str | Path) else [Path(folder) for folder in path]
     if not paths:
         raise UsageError("no folder given", expected="a store, or folders of runs or predictions")
-    folder = paths[0]
     if checklist is not None:
-        if len(paths) > 1 or not _is_run(folder):
-            raise UsageError(
-                "--checklist",
-                found=", ".join(map(str, paths)),
-                expected="the folder of one finished run",
-            )
-        filled = fill(checklist, _describe(folder))
-        write = partial(write_checklist, filled, title=folder.resolve().name)
-        return _write(folder / f"{checklist}.html" if out is None else Path(out), write)
+        return _report_checklist(paths, checklist, out)
+    folder = paths[0]
     if len(paths) > 1 and out is None:
         raise UsageError("--out is missing", expected="an HTML file for the comparison")
     file = Path(out) if out is not None else folder / REPORT
@@ -115,33 +111,45 @@ def report(
             "--out", found=f"{file}, a folder", expected=f"a file, such as {file / REPORT}"
         )
     if file.suffix.lower() == ".svg" and len(paths) == 1:
-        flow = _flow_in(folder)
-        if not flow:
-            raise UsageError(
-                f"{folder} has no participant flow",
-                expected="a finished run, or predictions of slides with labels",
-            )
-        read = "Predicted" if folder_kind(folder) is FolderKind.PREDICTIONS else "Ingested"
-        return _write(file, partial(write_flow, flow, read=read))
+        return _report_flow(folder, file)
     if file.suffix.lower() not in (".html", ".htm"):
         raise UsageError("--out", found=str(file), expected="a file ending in .html")
     if len(paths) > 1:
         return _write(file, comparison_page(paths).write)
-    page = _page(folder, [Path(store) for store in stores], pictures, untrusted, progress)
-    result = _write(file, page.write)
-    if not _is_run(folder):
-        return result
-    card = folder / MODEL_CARD
-    kept = card.exists()
-    if not kept:
-        _write(card, partial(write_model_card, _describe(folder), name=folder.resolve().name))
-    return replace(result, model_card=card, card_kept=kept)
+    display, follow = progress or default_progress(), not untrusted
+    return _report_folder(
+        folder, file, [Path(store) for store in stores], display, pictures=pictures, follow=follow
+    )
 
 
-def _describe(folder: Path) -> Description:
-    """Read the description of a run."""
-    with ExitStack() as stack:
-        return describe_run(read_run(folder, (), stack, follow=False))
+def _report_folder(
+    folder: Path,
+    file: Path,
+    stores: Sequence[Path],
+    progress: Progress,
+    *,
+    pictures: bool,
+    follow: bool,
+) -> ReportResult:
+    kind = folder_kind(folder)
+    if kind is FolderKind.RUN:
+        return _report_run(folder, file, stores, pictures=pictures, follow=follow)
+    if kind is FolderKind.CROSS_VALIDATION:
+        page = cross_validation_page(folder, stores=stores, pictures=pictures, follow=follow)
+    elif kind is FolderKind.PREDICTIONS:
+        page = predictions_page(folder, stores=stores, pictures=pictures)
+    elif kind is not FolderKind.STORE:
+        raise NothingToDo(
+            f"{folder} is neither a store, a run nor predictions",
+            expected="a folder with data.mdb, config.toml or predict.json",
+        )
+    elif stores:
+        raise UsageError(
+            "--store", found=f"a report of the store {folder}", expected="a report of a run"
+        )
+    else:
+        page = store_page(folder, pictures=pictures, progress=progress)
+    return _write(file, page.write)
 
 
 def _write(file: Path, write: Callable[[Path], None]) -> ReportResult:
@@ -152,42 +160,55 @@ def _write(file: Path, write: Callable[[Path], None]) -> ReportResult:
     return ReportResult(file, file.stat().st_size)
 
 
-def _page(
-    folder: Path,
-    stores: Sequence[Path],
-    pictures: bool,
-    untrusted: bool,
-    progress: Progress | None,
-) -> Page:
-    kind = folder_kind(folder)
+def _report_checklist(
+    paths: Sequence[Path], checklist: str, out: str | Path | None
+) -> ReportResult:
+    folder = paths[0]
+    if len(paths) > 1 or folder_kind(folder) is not FolderKind.RUN:
+        raise UsageError(
+            "--checklist",
+            found=", ".join(map(str, paths)),
+            expected="the folder of one finished run",
+        )
+    with ExitStack() as stack:
+        statements = make_statements(describe_run(read_run(folder, (), stack, follow=False)))
+    filled = fill_checklist(checklist, statements, folder.resolve().name)
+    file = folder / f"{checklist}.html" if out is None else Path(out)
+    return _write(file, partial(write_checklist, filled))
+
+
+def _report_run(
+    folder: Path, file: Path, stores: Sequence[Path], *, pictures: bool, follow: bool
+) -> ReportResult:
+    """Write the page of a run, and its model card unless there is one."""
+    with ExitStack() as stack:
+        run = read_run(folder, stores, stack, follow=follow)
+        description = describe_run(run)
+        page = run_page(run, description, pictures=pictures)
+    result, card = _write(file, page.write), folder / MODEL_CARD
+    kept = card.exists()
+    if not kept:
+        _write(
+            card, partial(write_model_card, make_statements(description), run=folder.resolve().name)
+        )
+    return replace(result, model_card=card, card_kept=kept)
+
+
+def _report_flow(folder: Path, file: Path) -> ReportResult:
+    """Write the figure of the participant flow of a run, a cross-validation or predictions."""
+    kind, read = folder_kind(folder), "Ingested"
+    flow: Flow = {}
     if kind is FolderKind.PREDICTIONS:
-        return predictions_page(folder, stores=stores, pictures=pictures)
-    if kind in {FolderKind.RUN, FolderKind.CROSS_VALIDATION}:
-        make = run_page if kind is FolderKind.RUN else cross_validation_page
-        return make(folder, stores=stores, pictures=pictures, follow=not untrusted)
-    if kind is FolderKind.STORE:
-        if stores:
-            raise UsageError(
-                "--store", found=f"a report of the store {folder}", expected="a report of a run"
-            )
-        return store_page(folder, pictures=pictures, progress=progress or default_progress())
-    raise NothingToDo(
-        f"{folder} is neither a store, a run nor predictions",
-        expected="a folder with data.mdb, config.toml or predict.json",
-    )
-
-
-def _flow_in(folder: Path) -> Flow:
-    """Return the participant flow of a run, a cross-validation or predictions; empty if there is none."""
-    if folder_kind(folder) is FolderKind.PREDICTIONS:
-        external = read_evaluation(folder)
-        return {} if external is None else external.flow
-    if _is_run(folder):
-        return read_result(folder).flow
-    with suppress(FileNotFoundError), reading(folder / SUMMARY):
-        return flow_from_json(read_json(folder / SUMMARY).get("flow", {}))
-    return {}
-
-
-def _is_run(folder: Path) -> bool:
-    return folder_kind(folder) is FolderKind.RUN
+        external, read = read_evaluation(folder), "Predicted"
+        flow = {} if external is None else external.flow
+    elif kind is FolderKind.RUN:
+        flow = read_result(folder).flow
+    else:
+        with suppress(FileNotFoundError), reading(folder / SUMMARY):
+            flow = flow_from_json(read_json(folder / SUMMARY).get("flow", {}))
+    if not flow:
+        raise UsageError(
+            f"{folder} has no participant flow",
+            expected="a finished run, or predictions of slides with labels",
+        )
+    return _write(file, partial(write_flow, flow, read=read))

@@ -1,39 +1,61 @@
-"""What a run did: sentences about model, training and evaluation. None: the run does not know."""
+"""The description of a finished run, from which templates make sentences.
+
+`describe_run` returns one nested dict. The statements in `templates/statements.j2` are sentences with its values, and
+checklists, methods and model card are made of statements. All that needs code is done here: counting, choosing, and
+plurals. What a run does not know is None or empty.
+
+| part | contents | files |
+| --- | --- | --- |
+| `config`, `task` | settings, and what is predicted | `config.toml` |
+| `result` | epochs, duration, temperature | `metrics.json` |
+| `slides` | numbers by site, scanner and source of the label, scales, patients, columns of the labels | `slides.csv` |
+| `flow`, `excluded` | participant flow, reasons of exclusion | `metrics.json` |
+| `tiling`, `encoding` | what the store recorded on its patches | `metrics.json`, `slides.csv` |
+| `split` | how the data were divided, and sizes of the parts | `splits.json`, `slides.csv` |
+| `patches` | selection of patches, network, augmentation; None for bags | `config.toml` |
+| `model`, `training` | inputs, weights, software; machine and settings of the training | `metrics.json`, `config.toml` |
+| `threshold`, `evaluation` | rule of the threshold; metrics, failures, limitations | `config.toml`, `metrics.json` |
+| `breakdown` | metrics by subgroup, differences, shortcut | `metrics.json` |
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from histopipe.evaluation.evaluate import (
-    main_metric,
-    metric_title,
-    number,
-    remarks,
-    with_ends,
-    with_interval,
+from histopipe.evaluation.evaluate import main_metric, metric_title, remarks
+from histopipe.evaluation.subgroups import AUTOMATIC, NoValue, group_name
+from histopipe.reports.evaluation_blocks import (
+    column_title,
+    list_temperature_effects,
+    shown_levels,
+    units_of,
 )
-from histopipe.evaluation.subgroups import AUTOMATIC, Subgroups
-from histopipe.reports.data_description import (
-    OTHER_DATA_UNKNOWN,
-    STATEMENTS,
-    SUBSET_NAMES,
-    Description,
-    RunData,
-    chosen_texts,
-    of_cross_validation,
-    statement,
-)
-from histopipe.reports.evaluation_blocks import column_title, shown_levels, units_of
+from histopipe.reports.run_report import RunData
 from histopipe.runs import folder as run_folder
-from histopipe.runs.result import METRICS
-from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig, parse_trainable
-from histopipe.splits.splits import SPLITS
-from histopipe.system.output import counted, listed, plural
+from histopipe.runs.config import TrainConfig
+from histopipe.runs.task_config import (
+    PatchTrainConfig,
+    parse_trainable,
+)
+from histopipe.splits.slide_table import SlideEntry
+from histopipe.splits.subsets import SUBSETS, Subset
+from histopipe.system.csv_files import FLAGS, cell_number, is_number
+from histopipe.system.output import counted, listed
+from histopipe.tasks.predictions import Metrics, check_rule
+from histopipe.tasks.task import Task
 
+SUBSET_NAMES: Mapping[Subset, str] = {
+    "train": "training",
+    "validation": "validation",
+    "test": "test",
+}
+OTHER_DATA_UNKNOWN = "Performance on slides from another hospital, scanner or stain is unknown"
 _SOFTWARE = {
     "histopipe": "histopipe",
     "tensorflow": "TensorFlow",
@@ -46,350 +68,344 @@ _AUGMENTATIONS = {
     "stain": "changes of the stain",
     "colour": "changes of the colour",
 }
+_MOST = 12
+"""Most different values of a column that are listed. Columns with more values, such as names, identify slides."""
 
 
-@statement(run_folder.CONFIG)
-def _describe_outcome(run: RunData) -> str:
-    return run.evaluated.task.outcome
+def describe_run(run: RunData) -> dict[str, Any]:
+    """Return the description of a run: the parts in the docstring of this module, by name."""
+    rule = check_rule(run.config.threshold).groupdict()
+    return {
+        "config": run.config,
+        "task": run.evaluated.task,
+        "result": run.result,
+        "slides": _describe_slides(run),
+        "flow": {
+            level: {
+                "found": numbers.total,
+                "excluded": sum(numbers.excluded.values()),
+                "used": [
+                    f"{count:,} {'is' if count == 1 else 'are'} in "
+                    f"{' and '.join(SUBSET_NAMES[subset] for subset in subsets)}"
+                    for subsets, count in numbers.used.items()
+                ],
+            }
+            for level, numbers in run.result.flow.items()
+        },
+        "excluded": {
+            level: numbers.excluded
+            for level, numbers in run.result.flow.items()
+            if numbers.excluded
+        },
+        **_describe_store(run),
+        "split": _describe_split(run),
+        "patches": _describe_patches(run.config),
+        "model": _describe_model(run),
+        "training": _describe_training(run),
+        "threshold": {**rule, "end": "highest" if rule["of"] == "sensitivity" else "lowest"},
+        "evaluation": _describe_evaluation(run),
+        "breakdown": _describe_breakdown(run),
+    }
 
 
-@statement(METRICS)
-def _describe_outputs(run: RunData) -> str:
-    return f"The output of the model is {run.evaluated.task.predicted}."
+def _describe_slides(run: RunData) -> dict[str, Any]:
+    slides = run.slides
+    counts = {
+        column: Counter(sorted(filter(None, (slide.value(column) for slide in slides))))
+        for column in ("site", "vendor", "label_source")
+    }
+    scales = sorted({float(slide.value("mpp")) for slide in slides if slide.value("mpp")})
+    return {
+        **counts,
+        "scales": list(dict.fromkeys(f"{scale:g}" for scale in [*scales[:1], *scales[-1:]])),
+        "patients": _describe_patients(run),
+        "characteristics": _describe_characteristics(slides),
+    }
 
 
-@statement(run_folder.CONFIG)
-def _describe_network(run: RunData) -> str:
-    config = run.config
-    if isinstance(config, BagTrainConfig):
-        names = [
-            str(encoder["encoder"]) if encoder and encoder.get("encoder") else "an unknown encoder"
-            for encoder in run.metrics_file.get("encoders", ())
-        ]
-        encoders = f", on features of {listed(names)}" if names else ""
-        return (
-            f"The model is multiple-instance learning with {config.pooling} pooling{encoders}; a bag holds all patches "
-            f"of a {config.bag}. Its dropout rate is {config.dropout:g}."
-        )
-    assert isinstance(config, PatchTrainConfig)  # noqa: S101 - for mypy
-    kind, number = parse_trainable(config.trainable)
-    trained = {
-        "all": "all its weights were trained",
-        "head": "only its last layer was trained",
-        "last": f"its last layer and its last {number} blocks were trained",
-        "lora": f"its last layer and low-rank updates of rank {number} were trained",
-    }[kind]
-    return f"The model is the network {Path(config.model).name} with a dropout rate of {config.dropout:g}; {trained}."
+def _describe_patients(run: RunData) -> dict[str, str]:
+    """Return the patients of each subset, by class, or with their events or labels; empty if these are not known."""
+    task, used = run.evaluated.task, [slide for slide in run.slides if slide.subsets]
+    annotated = getattr(run.config, "labels_from", "") == "annotation"
+    if annotated or any(name not in slide.cells for slide in used for name in task.flags):
+        return {}
+    texts = {}
+    for subset in SUBSETS:
+        patients: dict[str, list[SlideEntry]] = defaultdict(list)
+        for slide in used:
+            if subset in slide.subsets:
+                patients[slide.patient].append(slide)
+        if patients:
+            texts[SUBSET_NAMES[subset]] = _outcomes(task, list(patients.values()))
+    return texts
 
 
-@statement(METRICS)
-def _describe_inputs(run: RunData) -> str:
-    spec = run.metrics_file.get("spec")
-    covariates = getattr(run.config, "covariates", ())
-    covariate_text = f", and the covariates {listed(covariates)}" if covariates else ""
-    if isinstance(spec, dict):
-        side, mpp = spec.get("patch_size"), run.metrics_file.get("patch_mpp")
-        scale = f" at {mpp:g} µm per pixel" if isinstance(mpp, int | float) else ""
-        return f"The model takes RGB patches of {side} × {side} pixels{scale}{covariate_text}."
-    return f"The model takes the features of all patches of a {getattr(run.config, 'bag', 'slide')}{covariate_text}."
-
-
-@statement(METRICS)
-def _describe_software(run: RunData) -> str:
-    python = run.metrics_file.get("environment", {}).get("python")
-    versions = {**run.metrics_file, **({"python": python} if python else {})}
-    names = [f"{title} {versions[name]}" for name, title in _SOFTWARE.items() if name in versions]
-    return f"The software was {listed(names)}."
-
-
-@statement(METRICS)
-def _describe_hardware(run: RunData) -> str:
-    environment = run.metrics_file.get("environment", {})
-    gpus = environment.get("gpus")
-    machine = f"{environment.get('cores')} CPU cores and {listed(gpus) if gpus else 'no GPU'}"
-    return (
-        f"Training took {run.result.seconds:,.0f} s on a computer with {machine}, with precision "
-        f"{run.config.precision}."
-    )
-
-
-@statement(run_folder.CONFIG)
-def _describe_weights(run: RunData) -> str:
-    weights = getattr(run.config, "used_weights", "none")
-    if weights == "none":
-        return "The weights of the model were initialized at random."
-    return f"Training started from the weights {Path(weights).name}."
-
-
-@statement(run_folder.CONFIG)
-def _describe_training(run: RunData) -> str:
-    config, result = run.config, run.result
-    details = chosen_texts(
-        (True, f"learning rate {config.learning_rate:g}, {config.schedule} schedule"),
-        (config.optimizer == "adamw", f"weight decay {config.weight_decay:g}"),
-        (config.warmup_steps > 0, f"{config.warmup_steps} steps of warm-up"),
-        (config.clip_norm > 0, f"gradient norm at most {config.clip_norm:g}"),
-        (config.label_smoothing > 0, f"label smoothing {config.label_smoothing:g}"),
-    )
-    stop = f"; it would stop after {counted(config.patience, 'epoch')} without a better validation result"
-    sample = "patch" if config.unit == "patches" else "bag"
-    return (
-        f"The model was trained with the optimizer {config.optimizer} ({', '.join(details)}) in batches of "
-        f"{counted(config.batch_size, sample)} for {result.epochs} of at most {counted(config.epochs, 'epoch')}"
-        f"{stop if config.patience else ''}."
-    )
-
-
-@statement(run_folder.CONFIG)
-def _describe_augmentation(run: RunData) -> str | None:
-    if not isinstance(run.config, PatchTrainConfig):
-        return None
-    names = [_AUGMENTATIONS[name] for name in run.config.augment if name != "none"]
-    return (
-        f"Patches were augmented with {listed(names)}." if names else "Patches were not augmented."
-    )
-
-
-@statement(run_folder.CONFIG)
-def _describe_imbalance(run: RunData) -> str | None:
-    config = run.config
-    if not run.evaluated.task.of_classes:
-        return None
-    weights = "Classes were weighted inversely to their frequency"
-    if config.class_weights == "none":
-        weights = "Classes had equal weights"
-    balance = f"each {config.balance} was drawn equally often"
-    if config.balance == "none":
-        balance = f"{config.unit} were not balanced"
-    return f"{weights}, and {balance}."
-
-
-@statement(run_folder.CONFIG)
-def _describe_threshold(run: RunData) -> str | None:
-    config, task = run.config, run.evaluated.task
-    if task.has_thresholds:
-        rule, _, value = config.threshold.partition(":")
-        if rule == "youden":
-            return "The decision threshold has the highest sum of sensitivity and specificity on the validation set."
-        if value:
-            end = "highest" if rule == "sensitivity" else "lowest"
-            return f"The decision threshold is the {end} one with a {rule} of at least {value} on the validation set."
-        return f"The decision threshold was set to {rule} in advance."
-    return "The most probable class is decided." if task.of_classes else None
-
-
-@statement(run_folder.CONFIG)
-def _describe_predictions(run: RunData) -> str:
-    config = run.config
-    if isinstance(config, BagTrainConfig):
-        patient_text = ""
-        if config.bag == "slide" and run.evaluated.main[1].patient:
-            patient_text = "; patients have the mean of their slides"
-        return f"The model predicts each {config.bag}{patient_text}."
-    if len(run.evaluated.task.aggregations) == 1:
-        return "Slides and patients have the mean of the predictions of their patches."
-    return (
-        "Patches were aggregated to slides and patients in three ways: the mean of their probabilities, the mean of the "
-        f"{config.top_k} highest, and the share of patches for which a class is the most probable."
-    )
-
-
-@statement(run_folder.CONFIG)
-def _describe_intervals(run: RunData) -> str | None:
-    resamples = run.config.resamples
-    if not resamples:
-        return None
-    resampled = f"{resamples:,} bootstrap resamples of the patients"
-    if not run.evaluated.task.probabilities:
-        return f"95 % confidence intervals come from {resampled}."
-    return (
-        "95 % confidence intervals have patients as units: score intervals for AUC (Newcombe 2006), average precision "
-        f"and shares, sandwich estimators for calibration intercept and slope, and {resampled} for other metrics."
-    )
-
-
-@statement(run_folder.CONFIG)
-def _describe_explanations(run: RunData) -> str:
-    on_bags = isinstance(run.config, BagTrainConfig)
-    what = (
-        "the attention and the contribution of each patch"
-        if on_bags
-        else "the predictions of patches"
-    )
-    return f"Heatmaps show {what}."
-
-
-@statement(run_folder.CONFIG)
-def _describe_ensemble(run: RunData) -> str | None:
-    """Return that there is one model; None for a fold of a cross-validation, whose models may be an ensemble."""
-    return None if of_cross_validation(run) else "One model was trained, which is no ensemble."
-
-
-@statement(run_folder.CONFIG)
-def _describe_settings_file(_: RunData) -> str:
-    return f"All settings are in {run_folder.CONFIG}, and the split is in {SPLITS}."
-
-
-def _main_metric(run: RunData) -> tuple[str, str]:
-    """Return the name and the title of the main metric."""
-    name = next(iter(run.evaluated.task.main))
-    return name, metric_title(name, run.config.task)
-
-
-@statement(METRICS)
-def _describe_subgroup_columns(run: RunData) -> str | None:
-    names = [column_title(subgroups.column) for subgroups in run.result.breakdown.subgroups]
-    return f"Metrics were also computed by {listed(names)}." if names else None
-
-
-def _chosen_subgroups(run: RunData) -> list[Subgroups]:
-    """Return the subgroups by the site, and by the columns that the user chose."""
-    return [
-        subgroups
-        for subgroups in run.result.breakdown.subgroups
-        if subgroups.column == "site" or subgroups.column not in AUTOMATIC
-    ]
-
-
-@statement(METRICS)
-def _describe_subgroup_results(run: RunData) -> str:
-    name, title = _main_metric(run)
-    texts = []
-    for subgroups in _chosen_subgroups(run):
-        groups = []
-        for group in subgroups.groups:
-            value = group.values.get(name)
-            text = "undefined" if value is None else with_ends(value, group.intervals.get(name))
-            groups.append(f"{group.name} {text} (n = {group.count})")
-        texts.append(
-            f"{title} by {subgroups.column} ({plural(subgroups.level)}): {', '.join(groups)}."
-        )
-    return " ".join(texts)
-
-
-@statement(METRICS)
-def _describe_heterogeneity(run: RunData) -> str:
-    """Return the differences between sites and other columns."""
-    name, title = _main_metric(run)
-    texts = []
-    for subgroups in _chosen_subgroups(run):
-        groups = [
-            f"{group.name} {with_ends(difference.value, difference.interval, signed=True)}"
-            for group in subgroups.groups
-            if (difference := group.differences.get(name)) and difference.value is not None
-        ]
-        if groups:
-            texts.append(
-                f"{title} minus that of all other groups, by {subgroups.column}: {', '.join(groups)}."
+def _outcomes(task: Task, patients: Sequence[Sequence[SlideEntry]]) -> str:
+    """Return the number of patients by class, or of all with the number of events or of each label."""
+    if task.of_classes:
+        labels = [{slide.label for slide in slides} for slides in patients]
+        counts = Counter("several labels" if len(names) > 1 else names.pop() for names in labels)
+        return list_counts(dict(sorted(counts.items())), "{1:,} {0}")
+    happened = {
+        name: sum(
+            any(
+                FLAGS.get(slide.cells[name].lower(), cell_number(slide.cells[name])) == 1
+                for slide in slides
             )
-    return " ".join(texts)
-
-
-@statement(METRICS)
-def _describe_shortcut(run: RunData) -> str | None:
-    shortcut = run.result.breakdown.shortcut
-    return (
-        None
-        if shortcut is None
-        else (
-            f"A cross-validated classifier of the origin of slides ({column_title(shortcut.best)}) predicts the label with an "
-            f"AUC of {shortcut.auc[shortcut.best]:.3f} (p = {shortcut.p:.3f} by permutation)."
+            for slides in patients
         )
+        for name in task.flags
+    }
+    return " with ".join(filter(None, (f"{len(patients):,}", task.flag_counts(happened))))
+
+
+def list_counts(counts: Mapping[str, int], form: str, most: int = 12) -> str:
+    """Return counts by name as a list, each in a form such as "{0} ({1:,})"; `most` as for `listed`."""
+    return listed([form.format(name, count) for name, count in counts.items()], most)
+
+
+def _describe_characteristics(slides: Sequence[SlideEntry]) -> dict[str, dict[str, str]]:
+    """Return the further columns of the labels file by subset: counts, or median and range of numbers."""
+    columns = {}
+    for column in dict.fromkeys(name for slide in slides for name in slide.cells):
+        by_subset = {
+            subset: [slide.cells.get(column, "") for slide in slides if subset in slide.subsets]
+            for subset in SUBSETS
+        }
+        values = {cell for cells in by_subset.values() for cell in cells if cell}
+        if len(values) <= _MOST or all(map(is_number, values)):
+            summarize = _counts_of if len(values) <= _MOST else _range_of
+            columns[column] = {
+                SUBSET_NAMES[subset]: summarize(cells)
+                for subset, cells in by_subset.items()
+                if cells
+            }
+    return columns
+
+
+def _range_of(cells: Sequence[str]) -> str:
+    numbers = np.array([float(cell) for cell in cells if cell])
+    missing = len(cells) - len(numbers)
+    texts = [f"{missing} missing"] if missing else []
+    if len(numbers):
+        ends = f"from {numbers.min():.4g} to {numbers.max():.4g}"
+        texts = [f"median {np.median(numbers):.4g}", ends, *texts]
+    return ", ".join(texts)
+
+
+def _counts_of(cells: Sequence[str]) -> str:
+    return list_counts(
+        Counter(sorted(group_name(cell or NoValue.MISSING) for cell in cells)),
+        "{1} × {0}",
+        _MOST + 1,
     )
 
 
-@statement(METRICS)
-def _describe_test_set(run: RunData) -> str | None:
-    test = run.result.metrics.get("test")
-    return (
-        None
-        if test is None
-        else (
-            f"The {'' if test.in_training else 'held-out '}test set has {counted(test.finest.patients, 'patient')}."
-        )
-    )
+def _describe_store(run: RunData) -> dict[str, Any]:
+    """Return `tiling` and `encoding`: None for features, and for patches of unknown stores."""
+    spec = run.metrics_file.get("spec")
+    if not isinstance(spec, dict):
+        return {"tiling": None, "encoding": None}
+    routes = {slide.value("route") for slide in run.slides} - {""}
+    tiling = {
+        "side": spec.get("patch_size"),
+        "scale": f"{spec['mpp']:g} µm per pixel"
+        if spec.get("mpp")
+        else f"level {spec.get('level')}",
+        "overlap": spec.get("overlap"),
+        "moved": spec.get("edge") == "shift",
+        "padded": spec.get("edge") == "pad",
+        "without_tissue": spec.get("tissue") == "none",
+        "algorithm": (spec.get("algorithms") or {}).get("tissue") or spec.get("tissue"),
+        "tissue_threshold": spec.get("tissue_threshold") or 0,
+    }
+    encoding = {
+        "lossless": spec.get("codec") == "png",
+        "copied": routes == {"copy"},
+        "quality": spec.get("quality"),
+    }
+    return {"tiling": tiling, "encoding": encoding if routes else None}
 
 
-@statement(METRICS)
-def _describe_leaks(run: RunData) -> str:
-    return " ".join(
-        f"{SUBSET_NAMES[subset].capitalize()}, {remarks(evaluation)[-1]}."
-        for subset, evaluation in run.result.metrics.items()
-        if evaluation.in_training
-    )
+def _describe_split(run: RunData) -> dict[str, Any]:
+    splits, by, config = run.splits, str(run.splits.get("split_by")), run.config
+    balanced, slides = splits.get("algorithm") == "balanced", splits.get("slides", ())
+    checksums = sorted((str(slide["id"]), int(slide["crc"])) for slide in slides)
+    subset_counts = splits.get("counts", {}) if run.evaluated.task.of_classes else {}
+    crossing = {}
+    if by not in ("region", "patch"):
+        for what in ("patient", "site", "slide"):
+            subsets: dict[str, set[Subset]] = defaultdict(set)
+            for slide in run.slides:
+                subsets[slide.value(what)].update(slide.subsets)
+            crossing[what] = sum(len(names) > 1 for value, names in subsets.items() if value)
+    return {
+        "of_cross_validation": run_folder.is_cross_validation(run.folder.resolve().parent),
+        "column": splits.get("column"),
+        "balanced": balanced,
+        "seed": splits.get("seed"),
+        "shares": [percent(share) for share in splits.get("fractions", ())],
+        "strata": [*([f"{by}s", config.unit] if balanced else []), config.task_type.stratum],
+        "region_um": getattr(config, "region_um", 0) if by == "region" else None,
+        "of_patches": by == "patch",
+        # Runs of earlier versions have no table of slides.
+        "unknown": by if crossing and not run.slides else None,
+        "crossing": [
+            counted(count, what)
+            for what, count in crossing.items()
+            if count and (what != "site" or by == "site")
+        ],
+        "disjoint": by if run.slides and crossing.get(by) == 0 else None,
+        "counts": {
+            SUBSET_NAMES[subset]: subset_counts[subset]
+            for subset in SUBSETS
+            if subset_counts.get(subset)
+        },
+        "stores": splits.get("stores", ()),
+        "digest": hashlib.sha256(repr(checksums).encode()).hexdigest(),
+    }
 
 
-@statement(METRICS)
-def _describe_performance(run: RunData) -> str:
-    name, title = _main_metric(run)
-    texts = []
-    for subset, evaluation in run.result.metrics.items():
-        levels = [
-            f"{units_of(level)} {with_interval(metrics, name)} (n = {metrics.count})"
-            for level, metrics in shown_levels(evaluation)
-        ]
-        texts.append(f"{title}, {SUBSET_NAMES[subset]}: {', '.join(levels)}.")
-    return " ".join(texts)
+def percent(share: float) -> str:
+    """Return a share as a percentage, such as `50 %`."""
+    return f"{100 * share:.3g} %"
 
 
-@statement(METRICS)
-def _describe_accuracy(run: RunData) -> str | None:
-    subset, evaluation = run.evaluated.main
-    texts = [
-        f"{units_of(level)}: sensitivity {with_interval(metrics, 'sensitivity')}, specificity "
-        f"{with_interval(metrics, 'specificity')}"
-        for level, metrics in shown_levels(evaluation)
-        if evaluation.finest.intervals  # else without precision
-        and (metrics.values.get("sensitivity"), metrics.values.get("specificity")) != (None, None)
-    ]
-    return f"{SUBSET_NAMES[subset].capitalize()}, {'; '.join(texts)}." if texts else None
-
-
-@statement(METRICS)
-def _describe_calibration(run: RunData) -> str | None:
-    calibration = run.result.calibration
-    return (
-        None
-        if calibration is None
-        else (
-            "Probabilities were recalibrated on the validation set by temperature scaling (Guo et al. 2017), temperature "
-            f"{', '.join(map(number, calibration.temperature))}."
-        )
-    )
-
-
-@statement(METRICS)
-def _describe_recalibrated(run: RunData) -> str | None:
-    """Return the effect of the temperature on the main split."""
-    calibration, (subset, evaluation) = run.result.calibration, run.evaluated.main
-    if calibration is None or subset not in calibration.before:
+def _describe_patches(config: TrainConfig) -> dict[str, Any] | None:
+    if not isinstance(config, PatchTrainConfig):
         return None
-    texts = []
-    for level, metrics in shown_levels(evaluation):
-        before = calibration.before[subset].get(level, {})
-        each = [
-            f"{metric_title(name, run.config.task)} {number(before.get(name))} before, {number(metrics.values[name])} after"
-            for name in ("log_loss", "calibration_error")
-            if name in metrics.values
-        ]
-        texts.append(f"{units_of(level)}: {', '.join(each)}")
-    return f"Effect of the temperature, {SUBSET_NAMES[subset]}: {'; '.join(texts)}."
+    bounds = {
+        f"at least {percent(config.min_tissue)} tissue": config.min_tissue > 0,
+        f"a focus of at least {config.min_focus:g}": config.min_focus > 0,
+        f"at most {percent(config.exclude_pen)} pen marks": config.exclude_pen < 1,
+        f"at most {percent(config.exclude_dark)} folds or black": config.exclude_dark < 1,
+    }
+    return {
+        "annotated": config.labels_from == "annotation",
+        "stain_norm": None if config.stain_norm == "none" else config.stain_norm,
+        "bounds": [text for text, is_set in bounds.items() if is_set],
+        "network": Path(config.model).name,
+        "trained": dict([parse_trainable(config.trainable)]),
+        "augmentations": [_AUGMENTATIONS[name] for name in config.augment if name != "none"],
+    }
 
 
-@statement(METRICS)
-def _describe_failures(run: RunData) -> str | None:
-    subset, evaluation = run.evaluated.main
-    for level, metrics in reversed(list(shown_levels(evaluation))):
+def _describe_model(run: RunData) -> dict[str, Any]:
+    metrics, config, file = run.metrics_file, run.config, run.folder / run_folder.MODEL
+    mpp, weights = metrics.get("patch_mpp"), getattr(config, "used_weights", "none")
+    versions = {**metrics.get("environment", {}), **metrics}
+    digest = None
+    if file.is_file():
+        with file.open("rb") as model:
+            digest = hashlib.file_digest(model, "sha256").hexdigest()
+    return {
+        "bag": getattr(config, "bag", "slide"),
+        "mpp": mpp if isinstance(mpp, int | float) else None,
+        "covariates": getattr(config, "covariates", ()),
+        "encoders": [
+            str((encoder or {}).get("encoder") or "an unknown encoder")
+            for encoder in metrics.get("encoders") or ()
+        ],
+        "weights": None if weights == "none" else Path(weights).name,
+        "software": [
+            f"{title} {versions[name]}" for name, title in _SOFTWARE.items() if versions.get(name)
+        ],
+        "digest": digest,
+    }
+
+
+def _describe_training(run: RunData) -> dict[str, Any]:
+    config, environment = run.config, run.metrics_file.get("environment", {})
+    best = f"best {main_metric(run.evaluated.main[1].finest)[0]}"
+    return {
+        "weight_decay": config.weight_decay if config.optimizer == "adamw" else None,
+        "sample": "patch" if config.unit == "patches" else "bag",
+        "class_weights": config.class_weights != "none",
+        "balance": None if config.balance == "none" else config.balance,
+        "cores": environment.get("cores"),
+        "gpus": environment.get("gpus"),
+        "selection_rule": f"the {'lowest loss' if config.monitor == 'loss' else best} on validation",
+    }
+
+
+def _describe_evaluation(run: RunData) -> dict[str, Any]:
+    evaluated, task, (main, evaluation) = run.evaluated, run.evaluated.task, run.evaluated.main
+    metric, measured = next(iter(task.main)), evaluation.finest.values
+    levels = {
+        SUBSET_NAMES[subset]: {
+            units_of(level): metrics for level, metrics in shown_levels(of_subset)
+        }
+        for subset, of_subset in evaluated.evaluations.items()
+    }
+    main_levels = levels[SUBSET_NAMES[main]]
+    return {
+        "subset": SUBSET_NAMES[main],
+        "test": evaluated.evaluations.get("test"),
+        "leaks": {
+            SUBSET_NAMES[subset]: remarks(of_subset)[-1]
+            for subset, of_subset in evaluated.evaluations.items()
+            if of_subset.in_training
+        },
+        "mean_of_slides": getattr(run.config, "bag", "") == "slide" and evaluation.patient,
+        "only_means": len(task.aggregations) == 1,
+        "metric": metric,
+        "title": metric_title(metric, task.name),
+        "metric_titles": list(
+            dict.fromkeys(metric_title(name.partition(":")[0], task.name) for name in measured)
+        ),
+        "calibration_slope": "calibration_slope" in measured,
+        "levels": levels,
+        "accuracy": {
+            units: metrics
+            for units, metrics in main_levels.items()
+            if evaluation.finest.intervals  # else without precision
+            and {metrics.values.get("sensitivity"), metrics.values.get("specificity")} != {None}
+        },
+        "recalibrated": {
+            units_of(level): [
+                (metric_title(name, task.name), before.get(name), after[name])
+                for name in ("log_loss", "calibration_error")
+                if name in after
+            ]
+            for subset, level, before, after in list_temperature_effects(evaluated)
+            if subset == main
+        },
+        "failures": _describe_failures(main_levels),
+        "limitations": list(limitations(run)),
+    }
+
+
+def _describe_failures(levels: dict[str, Metrics]) -> dict[str, Any] | None:
+    """Return the wrong decisions at the highest level whose items have one label each."""
+    for units, metrics in reversed(levels.items()):
         if metrics.confusion:
-            wrong = np.sum(metrics.confusion) - np.trace(metrics.confusion)
-            hint = " report.html lists those with the highest confidence." if wrong else ""
-            return f"{SUBSET_NAMES[subset].capitalize()}: {wrong} of {metrics.count} {units_of(level)} are decided wrongly.{hint}"
+            wrong = int(np.sum(metrics.confusion) - np.trace(metrics.confusion))
+            return {"wrong": wrong, "count": metrics.count, "units": units}
     return None
 
 
-@statement(METRICS)
-def _describe_limitations(run: RunData) -> str:
-    return " ".join(limitations(run))
+def _describe_breakdown(run: RunData) -> dict[str, Any]:
+    breakdown, metric = run.result.breakdown, next(iter(run.evaluated.task.main))
+    # By the site, and by the columns that the user chose.
+    chosen = [
+        subgroups
+        for subgroups in breakdown.subgroups
+        if subgroups.column == "site" or subgroups.column not in AUTOMATIC
+    ]
+    differences = {
+        subgroups.column: {
+            group.name: group.differences[metric]
+            for group in subgroups.groups
+            if metric in group.differences and group.differences[metric].value is not None
+        }
+        for subgroups in chosen
+    }
+    return {
+        "columns": [column_title(subgroups.column) for subgroups in breakdown.subgroups],
+        "subgroups": chosen,
+        "differences": {column: groups for column, groups in differences.items() if groups},
+        "shortcut": breakdown.shortcut,
+    }
 
 
 def limitations(run: RunData) -> Iterator[str]:
@@ -404,46 +420,3 @@ def limitations(run: RunData) -> Iterator[str]:
     for subset, evaluation in run.result.metrics.items():
         for note in (*remarks(evaluation), *evaluation.notes):
             yield f"{SUBSET_NAMES[subset].capitalize()}: {note}."
-
-
-@statement(run_folder.MODEL, SPLITS)
-def _describe_hashes(run: RunData) -> str:
-    """Return the hash of the model, and the identifiers of the stores with the hash of the patches that were used."""
-    model, texts = run.folder / run_folder.MODEL, []
-    if model.is_file():
-        with model.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        texts.append(f"SHA-256 of {run_folder.MODEL}: {digest}.")
-    slides = sorted((str(entry["id"]), int(entry["crc"])) for entry in run.splits.get("slides", ()))
-    digest = hashlib.sha256(repr(slides).encode()).hexdigest()
-    stores = listed(run.splits.get("stores", ()))
-    return " ".join([*texts, f"Stores: {stores}, SHA-256 of slides and patch checksums: {digest}."])
-
-
-@statement(METRICS)
-def _describe_metric_names(run: RunData) -> str:
-    values = run.evaluated.main[1].finest.values
-    names = dict.fromkeys(metric_title(name.partition(":")[0], run.config.task) for name in values)
-    source = " (Van Calster et al. 2019)" if "calibration_slope" in values else ""
-    plots = " Plots: ROC and precision-recall curves, reliability diagrams, and decision curves (Vickers and Elkin 2006)."
-    return f"Metrics: {listed(list(names), most=30)}{source}.{plots if run.evaluated.task.of_classes else ''}"
-
-
-@statement(METRICS)
-def _describe_selection(run: RunData) -> str:
-    return (
-        f"The model of epoch {run.result.best_epoch} was chosen, which has {selection_rule(run)}."
-    )
-
-
-def selection_rule(run: RunData) -> str:
-    """Return the property of the chosen epoch, such as "the lowest loss on validation"."""
-    lowest_loss = run.config.monitor == "loss"
-    rule = "lowest loss" if lowest_loss else f"best {main_metric(run.evaluated.main[1].finest)[0]}"
-    return f"the {rule} on validation"
-
-
-def describe_run(run: RunData) -> Description:
-    """Return the statements about a run, by name. Those that it does not know are missing."""
-    texts = {name: (describe(run), files) for name, (describe, files) in STATEMENTS.items()}
-    return {name: (text, files) for name, (text, files) in texts.items() if text}

@@ -1,94 +1,175 @@
-"""Report of a run: metrics with intervals, curves, slides, settings, and limitations."""
+"""A finished run with the contents of its files, and its report: metrics, curves, slides, settings and limitations."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
-from histopipe.errors import DamagedStore, HistopipeError, NothingToDo, UsageError
-from histopipe.evaluation import evaluate
+from histopipe.errors import HistopipeError
+from histopipe.evaluation.breakdown import EvaluatedPredictions
+from histopipe.evaluation.evaluate import remarks, with_interval
+from histopipe.features.feature_file import paths_of_stores
+from histopipe.predictions.prediction_tables import PREDICTIONS, read_predictions
 from histopipe.reports import charts
-from histopipe.reports.data_description import RunData, read_run
-from histopipe.reports.evaluation_blocks import INTERVALS, metric_cards, shortcut_warning
-from histopipe.reports.evaluation_sections import add_analysis, add_metrics, slide_table
-from histopipe.reports.failures import confident_patches
-from histopipe.reports.heatmap_values import SlideImages, open_values
+from histopipe.reports.evaluation_blocks import (
+    INTERVALS,
+    add_analysis,
+    add_metrics,
+    metric_cards,
+    shortcut_warning,
+)
+from histopipe.reports.failures import confident_patches, decisions
+from histopipe.reports.heatmap import heatmap_gallery
+from histopipe.reports.heatmap_values import SlideImages
 from histopipe.reports.html_page import (
     Block,
     Cell,
     Page,
-    Picture,
-    Row,
     Table,
-    heatmap_image,
     number,
     values_block,
 )
-from histopipe.reports.run_description import limitations, selection_rule
-from histopipe.runs.task_config import BagTrainConfig
-from histopipe.splits.splits import FIRST_ALGORITHM
+from histopipe.runs import folder as run_folder
+from histopipe.runs.config import TrainConfig
+from histopipe.runs.result import METRICS, TrainResult, read_result, read_slides
+from histopipe.runs.task_config import BagTrainConfig, load_config
+from histopipe.splits.slide_table import SlideEntry
+from histopipe.splits.splits import FIRST_ALGORITHM, SPLITS
 from histopipe.splits.subsets import SUBSETS
+from histopipe.store.catalog import parts_of
+from histopipe.store.store import Store
+from histopipe.system.csv_files import read_dicts
+from histopipe.system.files import read_json_object, reading
+from histopipe.tasks.predictions import scores_of
 
-_MAX_HEATMAPS = 24
+_MOST_ROWS = 5000
+"""Most rows of a table of slides."""
 
 
-def heatmap_gallery(
-    folder: Path, images: SlideImages, title: str, class_name: str | None = None
-) -> Block | None:
-    """Return heatmaps of some slides with values in a folder, or None if there are none."""
-    made: list[Picture] = []
+@dataclass(frozen=True, slots=True)
+class RunData:
+    """A finished run, with the contents of its files.
+
+    `history` has one row per epoch. `stores` are the open stores that were found.
+    `missing` lists the parts that could not be read, with the reasons. `slides` are the rows of `slides.csv`.
+    """
+
+    folder: Path
+    config: TrainConfig
+    result: TrainResult
+    evaluated: EvaluatedPredictions
+    metrics_file: Mapping[str, Any]
+    splits: Mapping[str, Any]
+    history: Sequence[Mapping[str, float | None]]
+    slides: Sequence[SlideEntry]
+    stores: Sequence[Store]
+    missing: Sequence[str]
+
+
+def read_run(folder: Path, stores: Sequence[Path], stack: ExitStack, *, follow: bool) -> RunData:
+    """Read the folder of a run that has finished, and open `stores`. If `stores` is empty and `follow` is true, open the stores of the run.
+
+    Raises:
+        UsageError: the run is not finished.
+        DamagedStore: the run cannot be read.
+    """
+    config = load_config(folder / run_folder.CONFIG)
+    opened, missing = open_stores(config, stores, stack, follow=follow)
+    result = read_result(folder)
+    evaluated = EvaluatedPredictions(
+        result.metrics,
+        read_predictions(folder / PREDICTIONS),
+        config.evaluation_settings,
+        result.breakdown,
+        result.flow,
+        result.calibration,
+    )
+    history = folder / run_folder.HISTORY
+    with reading(history):
+        epochs = [
+            {name: float(cell) if cell else None for name, cell in row.items()}
+            for row in read_dicts(history)
+        ]
+    return RunData(
+        folder,
+        config,
+        result,
+        evaluated,
+        read_json_object(folder / METRICS),
+        read_json_object(folder / SPLITS),
+        epochs,
+        read_slides(folder),
+        opened,
+        missing,
+    )
+
+
+def open_stores(
+    config: TrainConfig, stores: Sequence[Path], stack: ExitStack, *, follow: bool
+) -> tuple[list[Store], list[str]]:
+    """Open `stores`, or else with `follow` those of the run or of its features. Return them, and what is missing for pictures."""
+    if not follow and not stores:
+        return [], ["No pictures of patches and slides: use --store to name the stores."]
+    opened: list[Store] = []
+    missing: list[str] = []
     try:
-        slides, read_values = open_values(folder, images.stores, class_name)
-    except HistopipeError:
-        return None  # a slide model without attention
-    for slide in slides:
-        with suppress(NothingToDo, DamagedStore, UsageError):
-            values = read_values(slide)
-            if values is not None:
-                image = heatmap_image(values, images.of(slide))
-                made.append(Picture.of(f"heat-{len(made)}", f"{slide}: {values.name}", image))
-        if len(made) == _MAX_HEATMAPS:
-            break
-    return Block("gallery", made, title) if made else None
+        paths = list(stores) or paths_of_stores(config.values())
+    except HistopipeError as error:
+        return [], [f"No pictures of patches and slides: {error}."]
+    for path in paths:
+        try:
+            opened += [stack.enter_context(Store(part)) for part in parts_of(path)]
+        except HistopipeError as error:
+            missing.append(f"No pictures of patches and slides: {error}.")
+    if isinstance(config, BagTrainConfig) and not opened and not missing:
+        missing.append("No heatmaps of attention: use --store to name the store of the patches.")
+    return opened, missing
 
 
-def run_page(
-    folder: Path, *, stores: Sequence[Path] = (), pictures: bool = True, follow: bool = True
-) -> Page:
-    """Return the page of a finished run. For the other arguments and the errors, see `read_run`."""
-    with ExitStack() as stack:
-        run = read_run(folder, stores, stack, follow=follow)
-        evaluated, config, positive = run.evaluated, run.config, run.evaluated.task.positive
-        on_bags = isinstance(config, BagTrainConfig)
-        values = config.values()
-        network = f"bags, {values['pooling']}" if on_bags else values["model"]
-        subject = f"{config.task} of {', '.join(config.target_columns)}"
-        if evaluated.task.of_classes:
-            subject = " vs. ".join(run.classes)
-        page = Page(f"Run {folder.resolve().name}", f"{network}, {subject}, in {folder}")
-        page.add("Summary", *_summary(run))
-        add_metrics(page, evaluated)
-        page.add("Learning curves", _learning_curves(run))
-        page.add("Slides", slide_table(run))
-        images = SlideImages({}, run.stores) if pictures else None
-        if images is not None:
-            page.add("Patches", *confident_patches(evaluated, run.stores))
-            title = (
-                "Dark purple is 0, yellow is 1. Areas without colour are not in validation or test."
-            )
-            name = None if on_bags else run.classes[-1 if positive is None else positive]
-            page.add("Heatmaps", heatmap_gallery(folder, images, title, name))
-        add_analysis(page, evaluated, run.slides, images)
-        page.add("Splits", *_splits(run))
-        page.add("Configuration", values_block("All settings, as in config.toml", values))
-        page.add("Environment", _environment(run))
-        page.add("Limitations", Block("notes", list(_limitations(run))))
+def run_page(run: RunData, description: Mapping[str, Any], *, pictures: bool) -> Page:
+    """Return the page of a finished run, which `description` describes."""
+    evaluated, config, positive = run.evaluated, run.config, run.evaluated.task.positive
+    on_bags = isinstance(config, BagTrainConfig)
+    values, classes = config.values(), run.metrics_file["classes"]
+    network = f"bags, {values['pooling']}" if on_bags else values["model"]
+    subject = f"{config.task} of {', '.join(config.target_columns)}"
+    if evaluated.task.of_classes:
+        subject = " vs. ".join(classes)
+    page = Page(f"Run {run.folder.resolve().name}", f"{network}, {subject}, in {run.folder}")
+    page.add("Summary", *_summary(run, description))
+    add_metrics(page, evaluated)
+    page.add("Learning curves", _learning_curves(run))
+    page.add("Slides", _slide_table(run))
+    images = SlideImages({}, run.stores) if pictures else None
+    if images is not None:
+        page.add("Patches", *confident_patches(evaluated, run.stores))
+        page.add(
+            "Heatmaps",
+            heatmap_gallery(
+                run.folder,
+                images,
+                "Dark purple is 0, yellow is 1. Areas without colour are not in validation or test.",
+                None if on_bags else classes[-1 if positive is None else positive],
+            ),
+        )
+    add_analysis(page, evaluated, run.slides, images)
+    page.add("Splits", *_splits(run))
+    page.add("Configuration", values_block("All settings, as in config.toml", values))
+    page.add("Environment", _environment(run))
+    page.add(
+        "Limitations",
+        Block("notes", [*description["evaluation"]["limitations"], *_limitations(run)]),
+    )
     return page
 
 
-def _summary(run: RunData) -> Iterator[Block]:
+def _summary(run: RunData, description: Mapping[str, Any]) -> Iterator[Block]:
     subset, evaluation = run.evaluated.main
     name = "Test set" if subset == "test" else "Validation set (there is no test set)"
     yield Block("text", f"{name}. {INTERVALS}", tone="soft")
@@ -99,16 +180,16 @@ def _summary(run: RunData) -> Iterator[Block]:
         yield Block(
             "text",
             f"A model of the covariates alone ({', '.join(getattr(run.config, 'covariates', ()))}): {title} "
-            f"{evaluate.with_interval(result.covariates_only[subset].finest, metric)}. "
+            f"{with_interval(result.covariates_only[subset].finest, metric)}. "
             "The difference is what the slides add.",
         )
     yield Block(
         "text",
-        f"Model after epoch {result.best_epoch} of {result.epochs}, which has {selection_rule(run)}. "
+        f"Model after epoch {result.best_epoch} of {result.epochs}, which has {description['training']['selection_rule']}. "
         f"Training took {result.seconds:,.0f} s.",
     )
     yield from shortcut_warning(run.evaluated)
-    for remark in evaluate.remarks(evaluation):
+    for remark in remarks(evaluation):
         yield Block("text", f"Warning: {name.lower()}, {remark}.", tone="bad")
     if run.splits.get("split_by") == "patch":
         yield Block(
@@ -131,16 +212,89 @@ def _learning_curves(run: RunData) -> Block | None:
     made = []
     metric, metric_title = next(iter(run.evaluated.task.main.items()))
     for title, column, y in (("Loss", "loss", "loss"), (metric_title, metric, metric_title)):
-        pair = [curve("training", column), curve("validation", f"val_{column}")]
-        made.append(charts.lines(title, pair, x="epoch", y=y, mark=best))
+        made.append(
+            charts.lines(
+                title,
+                [curve("training", column), curve("validation", f"val_{column}")],
+                x="epoch",
+                y=y,
+                mark=best,
+            )
+        )
     rate = curve("learning rate", "learning_rate")
     if len(set(rate[2])) > 1:
         made.append(charts.lines("Learning rate", [rate], x="epoch", y="rate"))
     return Block("charts", made)
 
 
+def _slide_table(run: RunData) -> Table:
+    """Return a table of all validation and test slides, or bags, with their labels or targets, and predictions."""
+    first, task = next(iter(run.evaluated.predictions.values())), run.evaluated.task
+    of_patches = first.level == "patch"
+    annotated = getattr(run.config, "labels_from", "slide") == "annotation"
+    if task.of_classes:
+        what, rows = "labels", _class_rows(run.evaluated, annotated=annotated)
+        columns = ["patches" if of_patches else "bags", "label", "decided", "correct"]
+        if annotated:  # most slides have several labels
+            columns[1:3] = task.classes
+        columns += [f"p {name}" for name in task.classes]
+    else:
+        what, rows = "targets", _target_rows(run.evaluated)
+        columns = [f"true {name}" for name in task.columns]
+        columns += [name.replace("_", " ", 1) for name in task.output_names[: len(task.names)]]
+    title = "Slides (mean over patches)" if of_patches else "Bags"
+    head = list(islice(rows, _MOST_ROWS))
+    cut = f" (the first {_MOST_ROWS:,})" if next(rows, None) else ""
+    return Table(
+        f"{title}: {what} and predictions{cut}",
+        (first.unit, "patient", "split", *columns),
+        head,
+    )
+
+
+def _class_rows(evaluated: EvaluatedPredictions, *, annotated: bool) -> Iterator[list[Cell]]:
+    """Yield a row per slide. If its patches are `annotated`, it has their numbers and share of correct decisions."""
+    for subset in evaluated.predictions:
+        for slide in decisions(evaluated, subset):
+            if annotated:
+                cells = [number(slide.counts.get(name, 0)) for name in evaluated.task.classes]
+                cells.append(number(100 * slide.right, unit=" %"))
+            elif not slide.label:
+                cells = [Cell("several"), Cell(slide.decision), Cell("")]
+            else:
+                correct = Cell("no", tone="bad") if slide.wrong else Cell("yes", tone="good")
+                cells = [Cell(slide.label), Cell(slide.decision), correct]
+            yield [
+                Cell(slide.name, tone="id"),
+                Cell(slide.patient),
+                Cell(subset),
+                number(slide.patches),
+                *cells,
+                *(number(p, 3) for p in slide.probability.values()),
+            ]
+
+
+def _target_rows(evaluated: EvaluatedPredictions) -> Iterator[list[Cell]]:
+    """Yield a row per slide with its targets, and the predictions that a user sees."""
+    for subset, predictions in evaluated.predictions.items():
+        means = scores_of(predictions, predictions.unit, "mean", evaluated.evaluation_settings)
+        outputs = means.output[:, : len(predictions.task.names)]
+        for name, patient, *values in zip(
+            means.ids(predictions.unit), means.patient, *means.target.T, *outputs.T, strict=True
+        ):
+            yield [
+                Cell(name, tone="id"),
+                Cell(predictions.patients[patient]),
+                Cell(subset),
+                *(
+                    number(None) if math.isnan(value) else Cell(f"{value:.4g}", float(value), "n")
+                    for value in values
+                ),
+            ]
+
+
 def _splits(run: RunData) -> Iterator[Block | Table]:
-    splits, classes = run.splits, run.classes
+    splits, classes = run.splits, run.metrics_file["classes"]
     column = splits.get("column")
     how = f"by {splits.get('split_by')}" if column is None else f"from column {column}"
     annotated = getattr(run.config, "labels_from", None) == "annotation"
@@ -154,7 +308,7 @@ def _splits(run: RunData) -> Iterator[Block | Table]:
         f"{run.config.unit.capitalize()} by split and class",
         ("split", *classes),
         [
-            Row([Cell(subset), *(number(counts.get(subset, {}).get(c, 0)) for c in classes)])
+            [Cell(subset), *(number(counts.get(subset, {}).get(c, 0)) for c in classes)]
             for subset in SUBSETS
         ],
     )
@@ -168,27 +322,29 @@ def _splits(run: RunData) -> Iterator[Block | Table]:
         yield Table(
             f"{items} by site and label. If a site has only one label, the model can learn the site instead.",
             ("site", *classes),
-            [Row([Cell(s), *(number(sites[s, c]) for c in classes)]) for s in names],
+            [[Cell(s), *(number(sites[s, c]) for c in classes)] for s in names],
         )
 
 
 def _environment(run: RunData) -> Block:
     metrics, gpu_bytes = run.metrics_file, run.result.gpu_bytes
-    values = {
-        **{name: metrics.get(name) for name in ("histopipe", "tensorflow", "keras")},
-        **metrics.get("environment", {}),
-        "devices": f"{metrics.get('replicas', 1)} ({run.config.devices})",
-        "patches per device at a time": metrics.get("micro_batch", ""),
-        "precision": run.config.precision,
-        "deterministic": run.config.deterministic,
-        "peak host memory": f"{run.result.host_bytes / 1e9:,.2f} GB",
-        "peak GPU memory": "no GPU" if gpu_bytes is None else f"{gpu_bytes / 1e9:,.2f} GB",
-    }
-    return values_block("Environment of the training", values, is_open=True)
+    return values_block(
+        "Environment of the training",
+        {
+            **{name: metrics.get(name) for name in ("histopipe", "tensorflow", "keras")},
+            **metrics.get("environment", {}),
+            "devices": f"{metrics.get('replicas', 1)} ({run.config.devices})",
+            "patches per device at a time": metrics.get("micro_batch", ""),
+            "precision": run.config.precision,
+            "deterministic": run.config.deterministic,
+            "peak host memory": f"{run.result.host_bytes / 1e9:,.2f} GB",
+            "peak GPU memory": "no GPU" if gpu_bytes is None else f"{gpu_bytes / 1e9:,.2f} GB",
+        },
+        is_open=True,
+    )
 
 
 def _limitations(run: RunData) -> Iterator[str]:
-    yield from limitations(run)
     skipped = run.metrics_file.get("skipped")
     if skipped:
         yield f"{skipped} damaged {run.config.unit} were left out."

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image, ImageDraw
 
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.maintenance.store_info import StoreInfo, info_of
@@ -19,19 +20,20 @@ from histopipe.reports.html_page import (
     Cell,
     Page,
     Picture,
-    Row,
     Table,
     number,
-    plan_image,
-    strip,
     values_block,
 )
+from histopipe.slides.thumbnail import resize_image
 from histopipe.store.reading import decode_picture
 from histopipe.store.record import SlideRecord, SlideState, describe_copies
 from histopipe.store.store import Store
+from histopipe.system.arrays import PixelArray
 from histopipe.system.output import Progress, counted
 
 _PATCHES = 6
+_GRID, _OUTSIDE = (20, 110, 60), 0.45
+"""Colour of the outlines of patches, and contrast of areas without tissue."""
 _MAX_OUTLINES = 20_000
 """Maximum number of patches with outlines on a slide. More outlines would hide the slide."""
 _COLUMNS = (
@@ -64,7 +66,7 @@ _Measures = dict[str, list[NDArray[np.float32]]]
 """Known values of the index of each slide, by column."""
 
 
-def store_page(path: Path, *, pictures: bool = True, progress: Progress) -> Page:
+def store_page(path: Path, *, pictures: bool, progress: Progress) -> Page:
     """Return the page of a store. Without pictures, the page of a large store is small.
 
     Raises:
@@ -86,8 +88,11 @@ def store_page(path: Path, *, pictures: bool = True, progress: Progress) -> Page
     )
     complete = [record for record in records if record.state is SlideState.COMPLETE]
     whole = bool(rows) and len(complete) == len(rows)
-    algorithms = ", ".join(map(str, spec.get("algorithms", {}).values()))
-    settings = {**spec, "algorithms": algorithms, "uuid": summary.uuid}
+    settings = {
+        **spec,
+        "algorithms": ", ".join(map(str, spec.get("algorithms", {}).values())),
+        "uuid": summary.uuid,
+    }
     page.add(
         "Summary",
         _cards(summary),
@@ -97,9 +102,16 @@ def store_page(path: Path, *, pictures: bool = True, progress: Progress) -> Page
     page.add("Failures", _failures(records))
     page.add("Warnings", _warnings(summary, records, complete))
     page.add("Distributions", _distributions(complete, measures))
-    filled = [i for i in range(len(_COLUMNS)) if any(row.cells[i].text for row in rows)]
-    filled_rows = [Row([row.cells[i] for i in filled], row.pictures) for row in rows]
-    page.add("Slides", Table("All slides", [_COLUMNS[i] for i in filled], filled_rows))
+    filled = [i for i in range(len(_COLUMNS)) if any(cells[i].text for cells, _ in rows)]
+    page.add(
+        "Slides",
+        Table(
+            "All slides",
+            [_COLUMNS[i] for i in filled],
+            [[cells[i] for i in filled] for cells, _ in rows],
+            [images for _, images in rows],
+        ),
+    )
     return page
 
 
@@ -129,13 +141,11 @@ def _cards(summary: StoreInfo) -> Block:
 
 def _failures(records: Sequence[SlideRecord]) -> Table | None:
     rows = [
-        Row(
-            [
-                Cell(record.id, tone="id"),
-                Cell(record.error_kind or ""),
-                Cell(record.error or "", tone="why"),
-            ]
-        )
+        [
+            Cell(record.id, tone="id"),
+            Cell(record.error_kind or ""),
+            Cell(record.error or "", tone="why"),
+        ]
         for record in records
         if record.state is SlideState.FAILED
     ]
@@ -166,8 +176,14 @@ def _warnings(
 def _distributions(complete: Sequence[SlideRecord], measures: _Measures) -> Block | None:
     if not complete:
         return None
-    stored = np.array([record.stored for record in complete])
-    made = [charts.histogram("Patches per slide", stored, x="patches", y="slides")]
+    made = [
+        charts.histogram(
+            "Patches per slide",
+            np.array([record.stored for record in complete]),
+            x="patches",
+            y="slides",
+        )
+    ]
     for name, title in _MEASURES.items():
         if name in measures:
             share, values = name != "focus", np.concatenate(measures[name])
@@ -178,7 +194,7 @@ def _distributions(complete: Sequence[SlideRecord], measures: _Measures) -> Bloc
 
 def _row(
     store: Store, slide: int, record: SlideRecord, measures: _Measures, *, pictures: bool
-) -> Row:
+) -> tuple[list[Cell], list[Picture]]:
     medians: dict[str, float] = {}
     images: list[Picture] = []
     notes = [record.error or record.route_reason or "", *record.notes, *record.annotation_notes]
@@ -196,7 +212,7 @@ def _row(
                 images = _pictures(store, slide, record, index)
         except DamagedStore as error:
             notes, tone = [str(error), *notes], "bad"
-    cells = [
+    return [
         Cell(record.id, tone="id"),
         Cell(str(record.state), tone=tone),
         Cell(record.label or ""),
@@ -211,8 +227,7 @@ def _row(
         Cell(record.route or ""),
         number(record.level),
         Cell("; ".join(filter(None, notes)), tone="why"),
-    ]
-    return Row(cells, images)
+    ], images
 
 
 def _pictures(
@@ -225,13 +240,13 @@ def _pictures(
     side = (record.read_size or 0) * (record.downsample or 0)
     if thumbnail is not None and record.bounds:
         corners = np.stack([index["x_l0"], index["y_l0"]], axis=1)
-        frames = corners if len(corners) <= _MAX_OUTLINES else corners[:0]
-        image = decode_picture(thumbnail, where, least=SIDE)
         caption = f"{record.id}: {counted(record.stored, 'patch')}"
         tissue = None
         if mask is not None:
             tissue = decode_picture(mask, f"{where}: tissue mask", mode="L")
             caption += "; pale areas have no tissue"
+        frames = corners if len(corners) <= _MAX_OUTLINES else corners[:0]
+        image = decode_picture(thumbnail, where, least=SIDE)
         picture = plan_image(image, tissue, frames, side, record.bounds)
         made.append(Picture.of(f"plan-{slide}", caption, picture))
     rows = np.flatnonzero(index["length"])
@@ -244,6 +259,47 @@ def _pictures(
         caption = f"{counted(len(patches), 'patch')} of the slide"
         made.append(Picture.of(f"patches-{slide}", caption, strip(patches)))
     return made
+
+
+def plan_image(
+    thumbnail: PixelArray,
+    mask: PixelArray | None,
+    corners: NDArray[np.floating],
+    side: float,
+    bounds: Sequence[float],
+) -> PixelArray:
+    """Draw the outlines of patches on a thumbnail of the bounds. Areas with 0 in the (H, W) mask are pale.
+
+    `corners` (N, 2) are the top left corners of patches, `bounds` x, y, width and height; all in level-0 pixels.
+    """
+    image = resize_image(thumbnail, SIDE)
+    height, width = image.shape[:2]
+    if mask is not None:
+        tissue = np.asarray(Image.fromarray(mask).resize((width, height), Image.Resampling.NEAREST))
+        pale = (255 - _OUTSIDE * (255 - image.astype(np.float32))).astype(np.uint8)
+        image = np.where((tissue > 0)[..., None], image, pale)
+    result = Image.fromarray(image)
+    canvas = ImageDraw.Draw(result)
+    left, top, full_width, full_height = bounds
+    scale, largest = (width / full_width, height / full_height), (width - 1, height - 1)
+    first = (corners - (left, top)) * scale
+    ends = [
+        np.clip(np.rint(points), 0, largest) for points in (first, first + np.multiply(side, scale))
+    ]
+    for box in np.hstack(ends).tolist():
+        canvas.rectangle(box, outline=_GRID)
+    return np.asarray(result)
+
+
+def strip(patches: Sequence[PixelArray], side: int = 84, gap: int = 4) -> PixelArray:
+    """Return patches as one row."""
+    row = np.full((side, len(patches) * (side + gap), 3), 255, np.uint8)
+    for left, patch in zip(range(0, row.shape[1], side + gap), patches, strict=True):
+        small = Image.fromarray(patch).resize(
+            (side, side), Image.Resampling.BICUBIC, reducing_gap=2.0
+        )
+        row[:, left : left + side] = np.asarray(small)
+    return row[:, :-gap]
 
 
 def _bytes(count: int) -> str:

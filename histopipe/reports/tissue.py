@@ -14,7 +14,7 @@ from histopipe.errors import SlideError
 from histopipe.ingestion.options import MaskOptions
 from histopipe.ingestion.planning import prepare
 from histopipe.ingestion.request import read_tissue
-from histopipe.reports.html_page import Block, Cell, Page, Picture, Row, Table, number
+from histopipe.reports.html_page import Block, Cell, Page, Picture, Table, number
 from histopipe.slides.discovery import discover, show_links
 from histopipe.slides.tables import SlideNames, read_mpps
 from histopipe.system.filesystems import roomy
@@ -127,28 +127,36 @@ def write_table_and_page(result: TissueReport, pictures: dict[str, NDArray[np.ui
     page = Page(f"Tissue: {result.folder.name}", f"masks of {counted(len(result.slides), 'slide')}")
     failures = [f"{slide}: {reason}" for slide, reason in result.failed.items()]
     page.add("Failed", Block("notes", failures) if failures else None)
-    gallery = [
-        Picture.of(f"slide-{i}", _caption(slide), pictures[slide.slide])
-        for i, slide in enumerate(result.slides)
-        if slide.slide in pictures
-    ]
-    page.add("Slides", Block("gallery", gallery))
-    columns = ("slide", "tissue, mm²", "share", "pieces", "threshold", "source", "notes")
-    rows = [
-        Row(
+    page.add(
+        "Slides",
+        Block(
+            "gallery",
             [
-                Cell(slide.slide),
-                number(slide.tissue_mm2, 2),
-                number(100 * slide.share, 1, " %"),
-                number(slide.pieces),
-                number(slide.threshold, 3),
-                Cell(slide.source),
-                Cell("; ".join(slide.notes)),
-            ]
-        )
-        for slide in result.slides
-    ]
-    page.add("Numbers", Table("Tissue by slide", columns, rows))
+                Picture.of(f"slide-{i}", _caption(slide), pictures[slide.slide])
+                for i, slide in enumerate(result.slides)
+                if slide.slide in pictures
+            ],
+        ),
+    )
+    page.add(
+        "Numbers",
+        Table(
+            "Tissue by slide",
+            ("slide", "tissue, mm²", "share", "pieces", "threshold", "source", "notes"),
+            [
+                [
+                    Cell(slide.slide),
+                    number(slide.tissue_mm2, 2),
+                    number(100 * slide.share, 1, " %"),
+                    number(slide.pieces),
+                    number(slide.threshold, 3),
+                    Cell(slide.source),
+                    Cell("; ".join(slide.notes)),
+                ]
+                for slide in result.slides
+            ],
+        ),
+    )
     page.write(result.folder / PAGE)
 
 

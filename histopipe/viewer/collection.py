@@ -11,8 +11,8 @@ from typing import Any
 from histopipe.errors import HistopipeError, NothingToDo, UsageError
 from histopipe.features.feature_file import feature_files, paths_of_stores
 from histopipe.predictions.sources import (
-    FolderSource,
     PredictedSlide,
+    PredictionsFolder,
     PredictionSource,
     RunSource,
 )
@@ -165,7 +165,7 @@ def _open_predictions(path: Path, name: str) -> PredictionSource:
     """Open a run, or a folder of `histopipe predict`, which must have slides."""
     if folder_kind(path) is FolderKind.RUN:
         return RunSource(path, name)
-    source = FolderSource(path, name)
+    source = PredictionsFolder(path, name)
     if not source.slides():
         raise NothingToDo(f"{path} has no predicted slides", todo="run histopipe predict again")
     return source
@@ -196,16 +196,16 @@ def _open_stores_of_runs(collection: Collection, *, explicit: bool) -> None:
         if not isinstance(run, RunSource):
             continue
         try:
-            for path in paths_of_stores(load_config(run.folder / run_folder.CONFIG).values()):
+            for path in paths_of_stores(load_config(run.path / run_folder.CONFIG).values()):
                 _open_store(collection, path)
         except HistopipeError as error:
             if not explicit and run.of_patches:
                 raise NothingToDo(
-                    f"the store of the run {run.folder} cannot be opened",
+                    f"the store of the run {run.path} cannot be opened",
                     found=str(error),
                     todo="pass its new path with --store",
                 ) from error
-            collection.notes.append(f"{run.folder}: {error}")
+            collection.notes.append(f"{run.path}: {error}")
 
 
 def _entries(collection: Collection, files: dict[str, Path], *, untrusted: bool) -> list[Entry]:

@@ -24,7 +24,7 @@ from starlette.types import ASGIApp
 
 from histopipe.annotations.annotation_files import MOST_BYTES
 from histopipe.errors import HistopipeError, UsageError
-from histopipe.predictions.sources import FolderSource, PredictionSource
+from histopipe.predictions.sources import PredictionsFolder, PredictionSource
 from histopipe.slides.tables import SlideNames
 from histopipe.system.csv_files import cell_number
 from histopipe.system.worker_pool import WorkerDied
@@ -373,7 +373,7 @@ class ViewServer:
         if entry.store is not None and entry.complete:
             return entry.store.thumbnail(entry.number)
         for source in self._collection.predictions:
-            if isinstance(source, FolderSource) and entry.id in source.slides():
+            if isinstance(source, PredictionsFolder) and entry.id in source.slides():
                 return _plain_file(source.thumbnail(entry.id))
         return None
 

@@ -9,6 +9,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from defusedxml import ElementTree
 from helpers.commands import succeed
 from histopipe.errors import DamagedStore, NothingToDo, UsageError
 from histopipe.inference.predict import predict
-from histopipe.reports.checklist import EMPTY
+from histopipe.reports.checklist import EMPTY, make_statements
 from histopipe.reports.report import report
+from histopipe.reports.run_description import describe_run
+from histopipe.reports.run_report import read_run
 
 SECTIONS = ("metrics", "subgroups", "failure-analysis", "participant-flow")
 CELL = re.compile(r'data-v="([^"]+)">([^<]*)<')
@@ -195,6 +198,40 @@ def test_checklist_holds_only_what_the_run_knows(
     check_counts(text, trained)
     assert "histopipe" in text.partition("## Methods")[2]
     assert text.count("@article{") >= 4
+
+
+@pytest.mark.parametrize(
+    ("part", "changes", "name", "text"),
+    [
+        ("patches", {"trained": {"head": 0}}, "network", "only its last layer was trained."),
+        ("patches", {"trained": {"last": 3}}, "network", "its last 3 blocks were trained."),
+        ("patches", {"trained": {"lora": 4}}, "network", "updates of rank 4 were trained."),
+        ("patches", {"bounds": ["a", "b"]}, "patch_selection", "Patches with a and b were used."),
+        ("patches", {"stain_norm": "macenko"}, "preprocessing", "by the method macenko."),
+        ("patches", {"augmentations": []}, "augmentation", "Patches were not augmented."),
+        ("threshold", {"fixed": "0.4"}, "threshold", "was set to 0.4 in advance."),
+        ("threshold", {"of": "sensitivity", "least": "0.9"}, "threshold", "of at least 0.9 on the"),
+        ("tiling", {"moved": True, "overlap": 3}, "tiling", "an overlap of 3 pixels; the last"),
+        ("tiling", {"without_tissue": True}, "tiling", "Tissue was not detected"),
+        ("encoding", {"lossless": True}, "encoding", "Patches were stored without loss."),
+        ("split", {"column": "set", "balanced": True}, "split", "divided the data. Validation was"),
+        ("split", {"region_um": 250.0, "disjoint": None}, "split_level", "Squares of 250 µm of a"),
+        ("split", {"of_patches": True}, "split_level", "patches in several parts."),
+        ("split", {"crossing": ["1 site"]}, "split_level", "In more than one part: 1 site."),
+        ("model", {"weights": "imagenet"}, "weights", "from the weights imagenet."),
+        ("model", {"covariates": ["age"]}, "inputs", ", and the covariates age."),
+        ("training", {"weight_decay": 0.0}, "training", "schedule, weight decay 0) in batches"),
+        ("training", {"balance": "slide"}, "imbalance", "each slide was drawn equally often."),
+    ],
+)
+def test_statements_of_other_settings(
+    trained: Path, part: str, changes: dict[str, Any], name: str, text: str
+) -> None:
+    """A template has a sentence for each value; the other tests need a run for each of them."""
+    with ExitStack() as stack:
+        description = describe_run(read_run(trained, (), stack, follow=False))
+    description[part] |= changes
+    assert text in make_statements(description)[name][0]
 
 
 def check_counts(text: str, run: Path) -> None:

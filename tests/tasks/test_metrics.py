@@ -28,6 +28,7 @@ from helpers.scores import (
     target_predictions,
 )
 from histopipe.errors import DamagedStore, UsageError
+from histopipe.evaluation.breakdown import EvaluatedPredictions
 from histopipe.evaluation.evaluate import (
     Evaluation,
     choose_thresholds,
@@ -38,12 +39,7 @@ from histopipe.evaluation.evaluate import (
     split_lines,
 )
 from histopipe.predictions.prediction_tables import read_predictions, write_predictions
-from histopipe.reports.evaluation_blocks import (
-    CHARTS,
-    EvaluatedPredictions,
-    metric_cards,
-    metrics_blocks,
-)
+from histopipe.reports.evaluation_blocks import CHARTS, metric_cards, metrics_blocks
 from histopipe.reports.failures import decisions
 from histopipe.reports.html_page import Block, Table
 from histopipe.splits.subsets import Subset
@@ -509,7 +505,7 @@ def test_slides_of_annotated_patches_have_no_row_without_metrics() -> None:
     table, *rest = metrics_blocks(evaluated)
     assert isinstance(table, Table) and not rest
     assert [*table.columns] == ["metric", "validation: patch"]
-    assert all(cell.text for row in table.rows for cell in row.cells)
+    assert all(cell.text for row in table.rows for cell in row)
     assert [note for _, _, note in metric_cards(evaluated)] == ["no interval"] * 2
     first, *_ = decisions(evaluated, "validation")
     assert (first.counts, first.right) == ({"gland": 3}, 1.0)
