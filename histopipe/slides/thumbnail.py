@@ -14,7 +14,7 @@ from PIL import Image
 
 from histopipe.errors import SlideUnreadable
 from histopipe.geometry import Level, Mpp, PointL0, RegionLevel, Size
-from histopipe.slides.slide import Slide
+from histopipe.slides.slide import Slide, overlaps
 from histopipe.slides.tiles.native import NativeTiles, reduction_of
 
 THUMBNAIL_MPP = Mpp(8.0)
@@ -164,9 +164,7 @@ def resize_image(pixels: NDArray[np.uint8], side: int) -> NDArray[np.uint8]:
 
 def _blocks(area: RegionLevel, size: Size, reduction: int) -> Iterator[RegionLevel]:
     """Yield blocks of about a size that cover an area, each a whole number of thumbnail pixels."""
-    wide, high = (max(1, side // reduction) * reduction for side in (size.width, size.height))
-    for y in range(area.y, area.y + area.size.height, high):
-        for x in range(area.x, area.x + area.size.width, wide):
-            width = min(wide, area.x + area.size.width - x)
-            height = min(high, area.y + area.size.height - y)
-            yield RegionLevel(x, y, Size(width, height))
+    tile = Size(*(max(1, side // reduction) * reduction for side in (size.width, size.height)))
+    for _, _, (rows, columns), _ in overlaps(0, 0, area.size, tile):
+        part = Size(columns.stop - columns.start, rows.stop - rows.start)
+        yield RegionLevel(area.x + columns.start, area.y + rows.start, part)
