@@ -310,8 +310,9 @@ def _download_stream(file: RemoteFile, path: Path, stop: threading.Event) -> Non
         with system.open(source, "rb", block_size=0) as stream, path.open("r+b") as out:
             while not stop.is_set() and (data := stream.read(PART_BYTES)):
                 out.write(data)
-            if not stop.is_set() and out.tell() != file.size_bytes:
-                raise OSError(f"{out.tell():,} bytes received, {file.size_bytes:,} expected")
+            received = out.truncate()  # an earlier try may have written more
+            if received != file.size_bytes and not stop.is_set():
+                raise OSError(f"{received:,} bytes received, {file.size_bytes:,} expected")
 
     try_action(file.url, read)
 
