@@ -48,6 +48,7 @@ BLOCKS = "blocks"
 _VERSION = 1
 _SHA256 = re.compile("[0-9a-f]{64}")
 _LARGEST = 1 << 30
+"""Most bytes of a manifest and of a block, which are untrusted and read into memory: 1 GiB holds a manifest of 400 TB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +255,8 @@ def push(
             f"{public_url(url)}: {counted(len(missing), 'block')} missing or of another size after the transfer",
             todo="run the same command again",
         )
+    # The manifest makes the new version visible. Before, all of its blocks must be there; after it, no reader needs the
+    # blocks of the earlier version.
     content = json.dumps({"version": _VERSION, **asdict(manifest)}, indent=1)
     write_file(block_url(url, MANIFEST), content.encode())
     parallel(lambda sha: delete_file(block_url(url, sha)), there.keys() - manifest.blocks.keys())

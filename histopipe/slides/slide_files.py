@@ -138,6 +138,7 @@ def tile_hash(path: Path) -> str | None:
 
 
 _BLOCKS, _BLOCK_BYTES, _FINER = 64, 1 << 14, 64
+"""Number and size of the blocks that a pixel hash covers. Other values would give other hashes than those in records."""
 _PIXEL_FILES = {".mrxs": {".dat"}, ".vms": {".jpg"}, ".vmu": {".ngr"}, ".vsi": {".ets"}}
 """Suffixes of the files with the pixels of a slide that has several files. The others have names and other metadata."""
 _Places = tuple[Size, Sequence[Path], Sequence[int], Sequence[int]]

@@ -45,7 +45,9 @@ _BLOCK = 16 << 20
 _SPARE_BYTES = 64 << 20
 """Free space that is left on the staging disk."""
 _LOCK_SECONDS = 10.0
+"""Time to wait for other runs, which lock the parent folder only while they remove leftovers and create a folder."""
 _POLL_SECONDS = 0.2
+"""Time after which a caller notices that the copier waits for a release."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +92,8 @@ class StagingArea(Closing):
         self._numbers, self.starved = itertools.count(), False
         try:
             parent.mkdir(parents=True, exist_ok=True)
-            with ExitStack() as stack:
-                # While another run creates its folder, that folder is not locked yet.
-                stack.enter_context(locked(parent, wait_seconds=_LOCK_SECONDS))
+            # While another run creates its folder, that folder is not locked yet.
+            with locked(parent, wait_seconds=_LOCK_SECONDS):
                 _remove_leftovers(parent)
                 self.folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent)).absolute()
                 self._locks = ExitStack()
@@ -289,9 +290,11 @@ _RANDOM_BYTES = 32 << 10
 _RANDOM_READS = 16
 _SEQUENTIAL_BYTES, _SEQUENTIAL_BLOCK = 32 << 20, 4 << 20
 _LONGEST_SECONDS = 5.0
+"""Time limit of each of both measurements: a preview must not wait for a very slow disk."""
 _SLOW_SEEK_MS = 1.0
 """Solid-state disks need 0.05 to 0.3 ms for a read at a random place, hard disks and networks 1 to 20 ms."""
 _LEAST_GAIN = 2.0
+"""A smaller gain is within the error of this short measurement."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import simplejpeg
@@ -32,6 +31,7 @@ _QUALITY = 85
 """Quality of thumbnails as JPEG files."""
 
 _SAMPLED_ROWS = 256
+"""Rows, or columns, of the thumbnail that are enough to see the colour of the background."""
 
 _SMALL_BLOCK = Size(256, 256)
 """Side of the blocks in which a damaged block is read again."""
@@ -83,18 +83,21 @@ def read_thumbnail(
     reduction = max(1, int(at / level_mpp + 0.05), math.ceil(smallest))
     shape = (-(-area.size.height // reduction), -(-area.size.width // reduction))
     pixels, lost = np.full((*shape, 3), 255, np.uint8), np.zeros(shape, np.bool_)
-    read = partial(_read_block, slide, tiles, level, reduction)
+
+    def read(block: RegionLevel) -> None:
+        values = _read_block(slide, tiles, level, reduction, block)
+        pixels[_place(block, area, reduction)] = values
+
     for block in _blocks(area, slide.natural_block, reduction):
         try:
-            pixels[_place(block, area, reduction)] = read(block)
+            read(block)
         except SlideUnreadable:
             # The damage may be only one tile: read the rest of the block.
             for small in _blocks(block, _SMALL_BLOCK, reduction):
-                place = _place(small, area, reduction)
                 try:
-                    pixels[place] = read(small)
+                    read(small)
                 except SlideUnreadable as error:
-                    lost[place], reason = True, error.found or error
+                    lost[_place(small, area, reduction)], reason = True, error.found or error
     if lost.size and lost.all():
         raise SlideUnreadable(
             f"{slide.path}: no part of level {level.number} can be read", found=reason

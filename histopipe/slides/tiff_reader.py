@@ -31,6 +31,7 @@ from histopipe.system.output import counted
 _CACHED_BYTES = 64 << 20
 """Bytes of decoded tiles or strips that are kept for the regions that share them."""
 _BLOCK_PIXELS = 2048 * 2048
+"""Pixels of a block of whole strips, as many as in the blocks of other readers."""
 _UM = {
     "": 1.0,
     "µm": 1.0,
@@ -191,7 +192,8 @@ class TiffReader(OpenedSlide):
                     found=f"{type(error).__name__}: {error}"[:200],
                 ) from error
             if pixels is not None:
-                inside[place] = pixels
+                white_is_zero = image.page.photometric == 0
+                inside[place] = 255 - pixels if white_is_zero else pixels
         return bgrx
 
     def open_file(self) -> BinaryIO:
@@ -238,14 +240,13 @@ class TiffReader(OpenedSlide):
         pixels, _, _ = image.decode(data, number)
         if pixels is None:
             return None
-        planes = np.asarray(pixels)
+        planes: NDArray[np.uint8] = np.asarray(pixels)
         if planes.ndim != 4 or planes.shape[0] != 1 or planes.dtype != np.uint8:
             raise ValueError(f"pixels of shape {planes.shape}, {planes.dtype}")
         width = min(image.segment.width, image.size.width)
         if planes.shape[2] < width and not image.page.is_tiled:
             raise ValueError(f"a strip of {planes.shape[2]} pixels, expected {width}")
-        plane: NDArray[np.uint8] = planes[0]
-        return np.subtract(255, plane, dtype=np.uint8) if image.page.photometric == 0 else plane
+        return planes.squeeze(axis=0)
 
     def _raw(self, image: TiffImage, index: int, rows: slice, columns: slice) -> NDArray[np.uint8]:
         """Read some rows of an uncompressed strip or tile."""
@@ -259,8 +260,7 @@ class TiffReader(OpenedSlide):
             if len(data) < count or place + count > image.lengths[index]:
                 raise ValueError("the file is truncated")
             out[number] = np.frombuffer(data, np.uint8)
-        pixels = out.reshape(len(out), -1, samples)
-        return np.subtract(255, pixels, dtype=np.uint8) if image.page.photometric == 0 else pixels
+        return out.reshape(len(out), -1, samples)
 
 
 def read_pyramid(path: Path, tiff: tifffile.TiffFile) -> tuple[list[TiffImage], SlideInfo]:

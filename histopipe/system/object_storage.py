@@ -32,6 +32,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 _TRIES = 6
+"""The libraries' retries are switched off where they have some: those of several layers would multiply."""
 _FIRST_WAIT_SECONDS = 0.3
 """Wait after the first failure. It doubles with each failure: 10 to 20 s for all six tries."""
 _WAITABLE = (408, 425, 429)
@@ -111,8 +112,9 @@ def _status(error: BaseException) -> int | None:
 
 
 _TRANSFERS = 4
-"""Number of blocks that are sent or received at once."""
+"""Number of blocks that are sent or received at once. Each is in memory: 128 MB for blocks of 32 MB."""
 _CONNECT_SECONDS, _READ_SECONDS = 15.0, 60.0
+"""Time limits for a connection, and for each read of it: without them, a connection that sends nothing blocks a run."""
 _WEB = ("http", "https")
 _OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "s3": {
@@ -394,7 +396,7 @@ def _filesystem_of(scheme: str) -> Any:
             expected="s3://, gs://, az://, https:// or http://",
         ) from error
     if scheme == "s3":
-        system.retries = 1  # `try_action` tries again
+        system.retries = 1  # no option; `try_action` tries again
     return system
 
 

@@ -91,6 +91,7 @@ def slide_failure(error: Exception) -> str:
 
 
 _SECONDS_BETWEEN_LINES = 30.0
+"""Logs of long runs stay short, and a run that hangs is noticed soon."""
 
 
 class Bar(Closing):
