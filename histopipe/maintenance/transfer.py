@@ -29,7 +29,6 @@ from histopipe.system.files import flush_to_disk, locked_alone, path_within, sho
 from histopipe.system.filesystems import roomy
 from histopipe.system.folders import FolderKind, folder_kind
 from histopipe.system.object_storage import (
-    RemoteFile,
     delete_file,
     list_files,
     parallel,
@@ -140,7 +139,7 @@ def read_manifest(url: str) -> Manifest:
             expected=f"the file {MANIFEST}, written by `histopipe push`",
             todo="check the URL",
         ) from None
-    return manifest_of(read_range(file, 0, min(file.size_bytes, _LARGEST)), public_url(where))
+    return manifest_of(read_range(where, 0, min(file.size_bytes, _LARGEST)), public_url(where))
 
 
 def manifest_of(content: bytes, where: str) -> Manifest:
@@ -426,7 +425,7 @@ def _receive(
 def _read_block(where: str, sha: str, size: int) -> bytes:
     """Return a block whose SHA-256 is right. Read it again if it is not: a byte may be wrong on its way only."""
     for _ in range(3):
-        block = read_range(RemoteFile(where, size), 0, size)
+        block = read_range(where, 0, size)
         actual = hashlib.sha256(block).hexdigest()
         if actual == sha:
             return block

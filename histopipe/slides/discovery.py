@@ -54,7 +54,7 @@ def _below(folder: Path, listing: _Listing) -> Sequence[Path]:
 def _read_index(path: Path, listing: _Listing) -> bytes:
     """Return the content of a small file. Raise OSError if it cannot be read."""
     if listing is not None:
-        return read_range(listing[path], 0, min(_LARGEST_INDEX, listing[path].size_bytes))
+        return read_range(listing[path].url, 0, min(_LARGEST_INDEX, listing[path].size_bytes))
     with path.open("rb") as file:
         return file.read(_LARGEST_INDEX)
 
@@ -65,7 +65,7 @@ def _read_series(path: Path, listing: _Listing) -> str | None:
 
     if listing is None:
         return read_text(path, "SeriesInstanceUID")
-    with suppress(RemoteError), open_remote(listing[path]) as file:
+    with suppress(RemoteError), open_remote(listing[path].url) as file:
         return read_text(file, "SeriesInstanceUID")
     return None
 

@@ -75,7 +75,7 @@ class FastSlideReader(OpenedSlide):
             ) from error
         try:
             return fastslide.FastSlide.from_file_path(self.path, cache=_CACHED_BYTES)
-        except Exception as error:
+        except Exception as error:  # the library raises RuntimeError and others
             raise SlideUnreadable(
                 f"{self.path} cannot be opened by fastslide", found=str(error)[:200]
             ) from error

@@ -47,7 +47,7 @@ _SPARE_BYTES = 64 << 20
 _LOCK_SECONDS = 10.0
 """Time to wait for other runs, which lock the parent folder only while they remove leftovers and create a folder."""
 _POLL_SECONDS = 0.2
-"""Time after which a caller notices that the copier waits for a release."""
+"""Time after which the copier looks for free space again, and a caller notices that it waits for a release."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class StagingArea(Closing):
         self._limit, self._advance = limit_bytes, advance
         # Sizes of the copies by their folders. They are made in this order: all before one that is made are complete.
         self._held: dict[Path, int] = {}
-        self._changed, self._stop = threading.Condition(), threading.Event()
+        self._lock, self._stop = threading.Lock(), threading.Event()
         self._numbers, self.starved = itertools.count(), False
         try:
             parent.mkdir(parents=True, exist_ok=True)
@@ -120,7 +120,7 @@ class StagingArea(Closing):
             failed = Future[StagedSlide]()
             failed.set_exception(error)
             return failed
-        with self._changed:
+        with self._lock:
             if self._held and sum(self._held.values()) + before.size_bytes > self._limit:
                 return None
             folder = self.folder / f"{next(self._numbers):06}"
@@ -134,15 +134,12 @@ class StagingArea(Closing):
             with suppress(OSError):
                 os.truncate(path, 0)
         shutil.rmtree(folder, ignore_errors=True)
-        with self._changed:
+        with self._lock:
             self._held.pop(folder, None)
-            self._changed.notify_all()
 
     def close(self) -> None:
         """Stop copying, and remove all copies."""
-        with self._changed:
-            self._stop.set()
-            self._changed.notify_all()
+        self._stop.set()
         self._copier.shutdown(cancel_futures=True)
         shutil.rmtree(self.folder, ignore_errors=True)
         self._locks.close()
@@ -150,15 +147,7 @@ class StagingArea(Closing):
     def _copy(self, slide: SlideFile, before: Fingerprint, folder: Path) -> StagedSlide:
         try:
             with run_on_error(partial(self.release, folder)):
-                while True:
-                    if free_bytes(self.folder) >= before.size_bytes + _SPARE_BYTES:
-                        try:
-                            return self._copied(slide, before, folder)
-                        except OSError as error:
-                            if not is_full_disk(error):
-                                raise
-                        shutil.rmtree(folder, ignore_errors=True)  # another process filled the disk
-                    self._wait(slide, before.size_bytes, folder)
+                return self._copy_when_free(slide, before, folder)
         except (MachineShort, SlideError):
             raise
         except RemoteError as error:
@@ -168,29 +157,34 @@ class StagingArea(Closing):
                 f"{slide.location} cannot be copied to {self.folder.parent}", found=str(error)
             ) from error
 
-    def _wait(self, slide: SlideFile, size: int, folder: Path) -> None:
-        """Wait until another slide is released.
+    def _copy_when_free(self, slide: SlideFile, before: Fingerprint, folder: Path) -> StagedSlide:
+        """Copy a slide, as soon as other slides are released if the disk is full.
 
         Raises:
-            MachineShort: there is no other slide.
+            MachineShort: the disk is full, and there is no other slide.
         """
-        with self._changed:
-            complete = self._complete_before(folder)
-            if not complete or self._stop.is_set():
+        needed = before.size_bytes + _SPARE_BYTES
+        while True:
+            self.starved = False
+            with self._lock:
+                # Before the free space: a release between both must not look like a full disk without other slides.
+                others = list(itertools.takewhile(lambda held: held != folder, self._held))
+            if free_bytes(self.folder) >= needed:
+                try:
+                    return self._copied(slide, before, folder)
+                except OSError as error:
+                    if not is_full_disk(error):
+                        raise
+                shutil.rmtree(folder, ignore_errors=True)  # another process has filled the disk
+            if not others or self._stop.is_set():
                 raise MachineShort(
                     f"the staging disk is too full for {slide.location}",
                     found=f"{free_bytes(self.folder) / 1e6:,.0f} MB free in {self.folder.parent}",
-                    expected=f"{(size + _SPARE_BYTES) / 1e6:,.0f} MB",
+                    expected=f"{needed / 1e6:,.0f} MB",
                     todo="free disk space, or pass another --stage, and run the same command again",
                 )
             self.starved = True
-            self._changed.wait_for(
-                lambda: self._stop.is_set() or self._complete_before(folder) < complete
-            )
-            self.starved = False
-
-    def _complete_before(self, folder: Path) -> set[Path]:
-        return set(itertools.takewhile(lambda held: held != folder, self._held))
+            self._stop.wait(_POLL_SECONDS)
 
     def _copied(self, slide: SlideFile, before: Fingerprint, folder: Path) -> StagedSlide:
         """Copy all files of a slide, and check that the original did not change."""

@@ -183,13 +183,13 @@ def remote_file(url: str) -> RemoteFile:
     return _described(url, try_action(url, info))
 
 
-def read_range(file: RemoteFile, start: int, stop: int) -> bytes:
+def read_range(url: str, start: int, stop: int) -> bytes:
     """Return some bytes of a file.
 
     Raises:
         RemoteRefused, RemoteError: they cannot be read.
     """
-    system, path = filesystem(file.url)
+    system, path = filesystem(url)
 
     def read() -> bytes:
         data: bytes = system.cat_file(path, start=start, end=stop)
@@ -197,17 +197,17 @@ def read_range(file: RemoteFile, start: int, stop: int) -> bytes:
             raise OSError(f"{len(data):,} bytes received, {stop - start:,} expected")
         return data
 
-    return try_action(file.url, read)
+    return try_action(url, read)
 
 
-def open_remote(file: RemoteFile) -> BinaryIO:
+def open_remote(url: str) -> BinaryIO:
     """Open a file for reading a few parts of it, such as its header.
 
     Raises:
         RemoteRefused, RemoteError: it cannot be opened.
     """
-    system, path = filesystem(file.url)
-    opened: BinaryIO = try_action(file.url, lambda: system.open(path, "rb", block_size=1 << 16))
+    system, path = filesystem(url)
+    opened: BinaryIO = try_action(url, lambda: system.open(path, "rb", block_size=1 << 16))
     return opened
 
 
@@ -280,7 +280,7 @@ def download(
 
     def fetch(start: int) -> None:
         if not stop.is_set():
-            data = read_range(file, start, min(start + PART_BYTES, file.size_bytes))
+            data = read_range(file.url, start, min(start + PART_BYTES, file.size_bytes))
             write_at(path, data, start)
             advance(len(data))
 

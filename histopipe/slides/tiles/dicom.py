@@ -50,7 +50,7 @@ def read_header(file: Path | BinaryIO, *names: str) -> pydicom.Dataset:
         return pydicom.dcmread(
             file, stop_before_pixels=True, specific_tags=list(names), defer_size=_LONGEST_VALUE
         )
-    except Exception as error:
+    except Exception as error:  # on a damaged header, pydicom may raise any exception
         raise ValueError(f"its header cannot be read: {error}") from error
 
 
@@ -77,7 +77,7 @@ def find_tiles(files: tuple[Path, ...], level: Level) -> NativeLevel:
                     f"{len(matches)} of its files have images of {level.size}, expected 1"
                 )
             return with_frame(_native(matches[0], level.size))
-    except Exception as error:
+    except Exception as error:  # pydicom parses values only when they are used
         unknown = "" if isinstance(error, NotNative) else "its frames cannot be found: "
         damage = {str(warning.message).partition("\n")[0][:200]: None for warning in caught}
         headers = f" (damaged header: {'; '.join(list(damage)[:2])})" if damage else ""

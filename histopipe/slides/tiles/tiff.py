@@ -91,7 +91,7 @@ def find_tiles(files: tuple[Path, ...], info: SlideInfo, level: Level) -> Native
                     return with_frame(_native(path, matches[0], x, y))
     except NotNative:
         raise
-    except Exception as error:
+    except Exception as error:  # on a damaged header, tifffile may raise any exception
         raise NotNative(f"its tiles cannot be found: {error}") from error
     raise NotNative(f"its file does not contain exactly one tiled image of {level.size}")
 
