@@ -168,7 +168,7 @@ class StagingArea(Closing):
             self.starved = False
             with self._lock:
                 # Before the free space: a release between both must not look like a full disk without other slides.
-                others = list(itertools.takewhile(lambda held: held != folder, self._held))
+                complete = list(itertools.takewhile(lambda held: held != folder, self._held))
             if free_bytes(self.folder) >= needed:
                 try:
                     return self._copied(slide, before, folder)
@@ -176,7 +176,7 @@ class StagingArea(Closing):
                     if not is_full_disk(error):
                         raise
                 shutil.rmtree(folder, ignore_errors=True)  # another process has filled the disk
-            if not others or self._stop.is_set():
+            if not complete or self._stop.is_set():
                 raise MachineShort(
                     f"the staging disk is too full for {slide.location}",
                     found=f"{free_bytes(self.folder) / 1e6:,.0f} MB free in {self.folder.parent}",
