@@ -283,10 +283,7 @@ def _stored_pixels(slide: SlideFile, size: Size) -> _Places:
     if slide.files == (slide.path,):
         from histopipe.slides.tiles.tiff import find_largest, try_tiff  # late: it takes 0.1 s
 
-        largest = try_tiff(slide.path, find_largest)
-        if largest is None:
-            return _whole([(slide.path, 0)])
-        return largest[0], [slide.path] * len(largest[1]), *largest[1:]
+        return try_tiff(slide.path, find_largest) or _whole([(slide.path, 0)])
     suffixes = _PIXEL_FILES.get(kind)
     files = [
         (path, 0)

@@ -63,10 +63,13 @@ def hash_tiles(tiff: tifffile.TiffFile) -> str:
     return digest.hexdigest()
 
 
-def find_largest(tiff: tifffile.TiffFile) -> tuple[Size, Sequence[int], Sequence[int]]:
-    """Return the size of the largest image, and offsets and lengths of its tiles or strips."""
+def find_largest(
+    tiff: tifffile.TiffFile,
+) -> tuple[Size, Sequence[Path], Sequence[int], Sequence[int]]:
+    """Return the size of the largest image; and the file, the offset and the length of each of its tiles or strips."""
     page = max(_pages(tiff.pages), key=lambda page: page.imagewidth * page.imagelength)
-    return _size(page), page.dataoffsets, page.databytecounts
+    files = [Path(tiff.filehandle.path)] * len(page.dataoffsets)
+    return _size(page), files, page.dataoffsets, page.databytecounts
 
 
 def _pages(images: Iterable[Any]) -> list[tifffile.TiffPage]:
