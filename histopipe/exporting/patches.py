@@ -30,7 +30,6 @@ from histopipe.splits.splits import patches_crc
 from histopipe.store.format import patch_key, value_crc
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
-from histopipe.system.download import download
 from histopipe.system.files import (
     atomic_write,
     path_within,
@@ -41,7 +40,7 @@ from histopipe.system.files import (
 )
 from histopipe.system.filesystems import roomy
 from histopipe.system.folders import held
-from histopipe.system.object_storage import list_files, remote_file, upload
+from histopipe.system.object_storage import download, list_files, remote_file, write_file
 from histopipe.system.output import Progress, Result, counted, exit_code_of, slide_failure
 from histopipe.system.tensorflow import load_quietly
 from histopipe.system.urls import public_url
@@ -92,12 +91,12 @@ class UrlFolder(ExportFolder):
 
     def complete(self, paths: Sequence[Path]) -> set[Path]:
         """Return the files that are complete, and send the settings."""
-        upload(self.path / SETTINGS, f"{self._url}/{SETTINGS}")
+        write_file(f"{self._url}/{SETTINGS}", self.path / SETTINGS)
         return {path for path in paths if self._target(path) in self._there}
 
     def finish(self, path: Path) -> None:
         """Send a file, and remove it."""
-        upload(path, self._target(path))
+        write_file(self._target(path), path)
         path.unlink()
 
     def _target(self, path: Path) -> str:

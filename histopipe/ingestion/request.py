@@ -200,7 +200,7 @@ def read_request(
     names = SlideNames([slide.id for slide in slide_files], [r.id for r in records])
     extra = options.allow_extra_rows
     chosen = select_listed(slide_files, slide_list, names, allow_extra=extra)
-    chosen_names = names.restrict(slide.id for slide in chosen)
+    chosen_names = SlideNames(slide.id for slide in chosen)
     mpps = (
         {}
         if options.mpp_csv is None
@@ -457,7 +457,7 @@ def _labels(
     for folder in dict.fromkeys(p if p.is_dir() else p.parent for p in arguments):
         if (folder / "labels.csv").is_file():
             # labels.csv of a folder names the slides of this folder. The user may have given only some of these files.
-            below = names.restrict(s.id for s in slides if s.path.is_relative_to(folder))
+            below = SlideNames(s.id for s in slides if s.path.is_relative_to(folder))
             rows |= read(folder / "labels.csv", below, allow_extra=extra or folder not in arguments)
     return rows or label_by_subfolder(slides)
 

@@ -11,7 +11,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from histopipe.errors import (
     DamagedStore,
@@ -26,17 +25,16 @@ from histopipe.errors import (
 from histopipe.maintenance.verify import verify
 from histopipe.store.catalog import parts_of, read_catalog
 from histopipe.store.store import Store
-from histopipe.system.download import write_at
-from histopipe.system.files import locked_alone, path_within, shortened
+from histopipe.system.files import flush_to_disk, locked_alone, path_within, shortened
 from histopipe.system.filesystems import roomy
 from histopipe.system.folders import FolderKind, folder_kind
 from histopipe.system.object_storage import (
-    RemoteFile,
     delete_file,
     list_files,
     parallel,
     read_range,
     remote_file,
+    write_at,
     write_file,
 )
 from histopipe.system.output import Progress, Result, counted, default_progress
@@ -49,6 +47,7 @@ BLOCKS = "blocks"
 _VERSION = 1
 _SHA256 = re.compile("[0-9a-f]{64}")
 _LARGEST = 1 << 30
+"""Most bytes of a manifest and of a block, which are untrusted and read into memory: 1 GiB holds a manifest of 400 TB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +61,28 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The files of a store, in blocks of `block_bytes`; the last block of a file may be shorter."""
+    """The files of a store, in blocks of `block_bytes`; the last block of a file may be shorter.
+
+    Raises:
+        ValueError: the values do not fit together. They may be untrusted.
+    """
 
     uuid: str
     block_bytes: int
     files: tuple[StoredFile, ...]
+
+    def __post_init__(self) -> None:
+        if not 0 < self.block_bytes <= _LARGEST:
+            raise ValueError(f"blocks of {self.block_bytes} bytes")
+        if not self.files or len({file.name for file in self.files}) < len(self.files):
+            raise ValueError("no files, or two files of one name")
+        for file in self.files:
+            path_within(Path("store"), file.name)
+            blocks = -(-file.size_bytes // self.block_bytes)
+            if file.size_bytes < 0 or len(file.blocks) != blocks:
+                raise ValueError(f"{file.name}: size and blocks do not match")
+            if not all(map(_SHA256.fullmatch, file.blocks)):
+                raise ValueError(f"{file.name}: the name of a block is no SHA-256")
 
     @property
     def size_bytes(self) -> int:
@@ -83,10 +99,6 @@ class Manifest:
         starts = range(0, file.size_bytes, self.block_bytes)
         sizes = (min(self.block_bytes, file.size_bytes - start) for start in starts)
         return list(zip(starts, file.blocks, sizes, strict=True))
-
-    def to_bytes(self) -> bytes:
-        """Return the manifest as JSON."""
-        return json.dumps({"version": _VERSION, **asdict(self)}, indent=1).encode()
 
 
 def check_target(url: str, *, written: bool = True) -> None:
@@ -127,7 +139,7 @@ def read_manifest(url: str) -> Manifest:
             expected=f"the file {MANIFEST}, written by `histopipe push`",
             todo="check the URL",
         ) from None
-    return manifest_of(read_range(file, 0, min(file.size_bytes, _LARGEST)), public_url(where))
+    return manifest_of(read_range(where, 0, min(file.size_bytes, _LARGEST)), public_url(where))
 
 
 def manifest_of(content: bytes, where: str) -> Manifest:
@@ -140,30 +152,16 @@ def manifest_of(content: bytes, where: str) -> Manifest:
         value = json.loads(content)
         version = value["version"]
         if version == _VERSION:
-            return _checked(value)
+            files = (
+                StoredFile(
+                    str(entry["name"]), int(entry["size_bytes"]), tuple(map(str, entry["blocks"]))
+                )
+                for entry in value["files"]
+            )
+            return Manifest(str(value["uuid"]), int(value["block_bytes"]), tuple(files))
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise DamagedStore(f"{where} is damaged", found=repr(error)[:200]) from error
     raise UnknownVersion(f"{where} has version {str(version)[:80]}", expected=f"version {_VERSION}")
-
-
-def _checked(value: Mapping[str, Any]) -> Manifest:
-    """Return a manifest if it is consistent; raise ValueError, KeyError or TypeError if not."""
-    files = tuple(
-        StoredFile(str(entry["name"]), int(entry["size_bytes"]), tuple(map(str, entry["blocks"])))
-        for entry in value["files"]
-    )
-    manifest = Manifest(str(value["uuid"]), int(value["block_bytes"]), files)
-    if not 0 < manifest.block_bytes <= _LARGEST:
-        raise ValueError(f"blocks of {manifest.block_bytes} bytes")
-    if not files or len({file.name for file in files}) < len(files):
-        raise ValueError("no files, or two files of one name")
-    for file in files:
-        path_within(Path("store"), file.name)
-        if file.size_bytes < 0 or len(manifest.places(file)) != len(file.blocks):
-            raise ValueError(f"{file.name}: size and blocks do not match")
-        if not all(map(_SHA256.fullmatch, file.blocks)):
-            raise ValueError(f"{file.name}: the name of a block is no SHA-256")
-    return manifest
 
 
 _NOT_COPIED = ("lock.mdb", "ingest.lock")
@@ -227,15 +225,16 @@ def push(
                 todo="choose another URL, or delete it",
             )
     there = _blocks_at(url)
-    paths = [
-        path
+    states = {
+        path: _state(path)
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path.name not in _NOT_COPIED and not path.name.startswith(".")
-    ]
-    states = [_state(path) for path in paths]
+    }
     size, files, sent_bytes = int(block_mb * 1e6), [], 0
-    with progress.bar("push", unit="bytes", total=sum(length for length, _ in states)) as bar:
-        for path, (length, _) in zip(paths, states, strict=True):
+    with progress.bar(
+        "push", unit="bytes", total=sum(length for length, _ in states.values())
+    ) as bar:
+        for path, (length, _) in states.items():
             send = partial(
                 _send_block, path, url=url, there=there, block_bytes=size, advance=bar.advance
             )
@@ -243,7 +242,7 @@ def push(
             blocks = tuple(sha for sha, _ in sent)
             files.append(StoredFile(path.relative_to(folder).as_posix(), length, blocks))
             sent_bytes += sum(count for _, count in sent)
-    if [_state(path) for path in paths] != states:
+    if {path: _state(path) for path in states} != states:
         raise UsageError(
             f"{folder} was written during the transfer",
             todo="run the same command again when nothing writes to it",
@@ -255,7 +254,10 @@ def push(
             f"{public_url(url)}: {counted(len(missing), 'block')} missing or of another size after the transfer",
             todo="run the same command again",
         )
-    write_file(block_url(url, MANIFEST), manifest.to_bytes())
+    # The manifest makes the new version visible. Before, all of its blocks must be there; after it, no reader needs the
+    # blocks of the earlier version.
+    content = json.dumps({"version": _VERSION, **asdict(manifest)}, indent=1)
+    write_file(block_url(url, MANIFEST), content.encode())
     parallel(lambda sha: delete_file(block_url(url, sha)), there.keys() - manifest.blocks.keys())
     return PushResult(public_url(url), manifest.size_bytes, sent_bytes)
 
@@ -396,35 +398,37 @@ def _receive_all(manifest: Manifest, url: str, folder: Path, progress: Progress)
         for file in manifest.files:
             path = folder / file.name
             path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            try:
-                os.truncate(descriptor, file.size_bytes)
+            with path.open("ab") as part:
+                part.truncate(file.size_bytes)
                 if file.size_bytes:
-                    os.posix_fallocate(descriptor, 0, file.size_bytes)
-                receive = partial(_receive, url, descriptor, bar.advance)
-                received += sum(parallel(receive, manifest.places(file)))
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+                    os.posix_fallocate(part.fileno(), 0, file.size_bytes)
+            receive = partial(_receive, url, path, bar.advance)
+            received += sum(parallel(receive, manifest.places(file)))
+            flush_to_disk(path)
     return received
 
 
 def _receive(
-    url: str, descriptor: int, advance: Callable[[int], object], place: tuple[int, str, int]
+    url: str, path: Path, advance: Callable[[int], object], place: tuple[int, str, int]
 ) -> int:
     """Write one block to its place in a file, unless it is there. Return the number of bytes received."""
     start, sha, size = place
-    if hashlib.sha256(os.pread(descriptor, size, start)).hexdigest() == sha:
-        advance(size)
-        return 0
-    where = block_url(url, sha)
+    with path.open("rb") as file:
+        file.seek(start)
+        received = 0 if hashlib.sha256(file.read(size)).hexdigest() == sha else size
+    if received:
+        write_at(path, _read_block(block_url(url, sha), sha, size), start)
+    advance(size)
+    return received
+
+
+def _read_block(where: str, sha: str, size: int) -> bytes:
+    """Return a block whose SHA-256 is right. Read it again if it is not: a byte may be wrong on its way only."""
     for _ in range(3):
-        block = read_range(RemoteFile(where, size), 0, size)
+        block = read_range(where, 0, size)
         actual = hashlib.sha256(block).hexdigest()
         if actual == sha:
-            write_at(descriptor, block, start)
-            advance(size)
-            return size
+            return block
     raise DamagedStore(
         f"{public_url(where)} does not match its checksum",
         found=f"SHA-256 {actual}",

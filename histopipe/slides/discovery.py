@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import stat
-import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -24,6 +23,8 @@ from histopipe.slides.slide_files import (
     has_slide_name,
     is_slide_folder,
 )
+from histopipe.system.csv_files import nfc
+from histopipe.system.files import to_storable_text
 from histopipe.system.object_storage import RemoteFile, list_files, open_remote, read_range
 from histopipe.system.output import Progress, counted, message
 from histopipe.system.urls import is_url, is_web, public_url
@@ -32,56 +33,44 @@ _LARGEST_INDEX = 1 << 20
 """Most bytes that are read of a VMS file, which has a few kB."""
 
 
-class _LocalFiles:
-    """Access to files on a disk."""
+_Listing = Mapping[Path, RemoteFile] | None
+"""The files at a URL by their paths; None for files on a disk."""
 
-    def inside(self, folder: Path) -> Sequence[Path]:
-        """Return the files in a folder; an empty sequence if there is no such folder."""
-        return sorted(folder.iterdir()) if folder.is_dir() else []
 
-    def below(self, folder: Path) -> Sequence[Path]:
-        """Return all files in a folder and its sub-folders."""
-        return sorted(path for path in folder.rglob("*") if path.is_file())
+def _inside(folder: Path, listing: _Listing) -> Sequence[Path]:
+    """Return the files in a folder; an empty sequence if there is no such folder."""
+    if listing is not None:
+        return sorted(path for path in listing if path.parent == folder)
+    return sorted(folder.iterdir()) if folder.is_dir() else []
 
-    def read(self, path: Path) -> bytes:
-        """Return the content of a small file. Raise OSError if it cannot be read."""
-        with path.open("rb") as file:
-            return file.read(_LARGEST_INDEX)
 
-    def series(self, path: Path) -> str | None:
-        """Return the series of a DICOM file; None if its header cannot be read."""
-        from histopipe.slides.tiles.dicom import read_text  # late: most folders have no DICOM files
+def _below(folder: Path, listing: _Listing) -> Sequence[Path]:
+    """Return all files in a folder and its sub-folders."""
+    if listing is not None:
+        return sorted(path for path in listing if folder in path.parents)
+    return sorted(path for path in folder.rglob("*") if path.is_file())
 
+
+def _read_index(path: Path, listing: _Listing) -> bytes:
+    """Return the content of a small file. Raise OSError if it cannot be read."""
+    if listing is not None:
+        return read_range(listing[path].url, 0, min(_LARGEST_INDEX, listing[path].size_bytes))
+    with path.open("rb") as file:
+        return file.read(_LARGEST_INDEX)
+
+
+def _read_series(path: Path, listing: _Listing) -> str | None:
+    """Return the series of a DICOM file; None if its header cannot be read."""
+    from histopipe.slides.tiles.dicom import read_text  # late: most folders have no DICOM files
+
+    if listing is None:
         return read_text(path, "SeriesInstanceUID")
+    with suppress(RemoteError), open_remote(listing[path].url) as file:
+        return read_text(file, "SeriesInstanceUID")
+    return None
 
 
-class _RemoteFiles(_LocalFiles):
-    """Access to listed files in object storage."""
-
-    def __init__(self, listing: dict[Path, RemoteFile]) -> None:
-        self._listing = listing
-
-    def inside(self, folder: Path) -> Sequence[Path]:
-        return sorted(path for path in self._listing if path.parent == folder)
-
-    def below(self, folder: Path) -> Sequence[Path]:
-        return sorted(path for path in self._listing if folder in path.parents)
-
-    def read(self, path: Path) -> bytes:
-        file = self._listing[path]
-        return read_range(file, 0, min(_LARGEST_INDEX, file.size_bytes))
-
-    def series(self, path: Path) -> str | None:
-        from histopipe.slides.tiles.dicom import read_text  # late: as above
-
-        try:
-            with open_remote(self._listing[path]) as file:
-                return read_text(file, "SeriesInstanceUID")
-        except RemoteError:
-            return None
-
-
-def _assemble_slides(paths: Iterable[Path], base: Path, reader: _LocalFiles) -> Iterator[SlideFile]:
+def _assemble_slides(paths: Iterable[Path], base: Path, listing: _Listing) -> Iterator[SlideFile]:
     """Yield the slides of slide files, with all files of each. Ids are relative to `base`.
 
     A DICOM series in a folder is one slide, which is what OpenSlide opens.
@@ -90,9 +79,9 @@ def _assemble_slides(paths: Iterable[Path], base: Path, reader: _LocalFiles) -> 
     for path in paths:
         if path.suffix.lower() == ".dcm":
             # If a header is damaged, opening the slide reports the reason.
-            series[path.parent, reader.series(path) or path.name].append(path)
+            series[path.parent, _read_series(path, listing) or path.name].append(path)
         else:
-            yield _slide(path, base, _files_of(path, reader))
+            yield _slide(path, base, _files_of(path, listing))
     large = Counter(folder for (folder, _), files in series.items() if len(files) > 1)
     for (folder, _), files in series.items():
         slide = _slide(files[0], base, tuple(files))
@@ -102,21 +91,21 @@ def _assemble_slides(paths: Iterable[Path], base: Path, reader: _LocalFiles) -> 
         yield slide
 
 
-def _files_of(path: Path, reader: _LocalFiles) -> tuple[Path, ...]:
+def _files_of(path: Path, listing: _Listing) -> tuple[Path, ...]:
     """Return the files of a slide: also those in the folder of a MIRAX slide, and those that a VMS file names."""
     kind = path.suffix.lower()
     if kind == ".mrxs":
-        return (path, *reader.inside(path.with_suffix("")))
+        return (path, *_inside(path.with_suffix(""), listing))
     if kind == FOLDER_SUFFIX:
-        return tuple(reader.below(path))
+        return tuple(_below(path, listing))
     if kind == ".vsi":
-        folders = reader.inside(path.with_name(f"_{path.stem}_"))
-        return (path, *(file for folder in folders for file in reader.inside(folder)))
+        folders = _inside(path.with_name(f"_{path.stem}_"), listing)
+        return (path, *(file for folder in folders for file in _inside(folder, listing)))
     if kind in (".vms", ".vmu"):
         with suppress(OSError):  # opening the slide reports the reason
-            text = reader.read(path).decode("utf-8", "replace")
+            text = _read_index(path, listing).decode("utf-8", "replace")
             names = {line.partition("=")[2].strip() for line in text.splitlines()} - {path.name}
-            return (path, *(file for file in reader.inside(path.parent) if file.name in names))
+            return (path, *(file for file in _inside(path.parent, listing) if file.name in names))
     return (path,)
 
 
@@ -129,12 +118,10 @@ def _slide(path: Path, base: Path, files: tuple[Path, ...]) -> SlideFile:
 
 def storable_name(name: str) -> tuple[str, str | None]:
     """Return a name that can be stored, and its problem, if any: Unicode NFC, with undecodable bytes escaped."""
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        escaped = os.fsencode(name).decode("utf-8", "backslashreplace")
+    escaped = to_storable_text(name)
+    if escaped != name:
         return escaped, f"its file name is not UTF-8 ({escaped}); rename it"
-    return unicodedata.normalize("NFC", name), None
+    return nfc(name), None
 
 
 def _slides_of_urls(
@@ -167,7 +154,7 @@ def _slides_of_urls(
         )
         slides = [
             replace(slide, remote=tuple(listing[path] for path in slide.files))
-            for slide in _assemble_slides(named, base, _RemoteFiles(listing))
+            for slide in _assemble_slides(named, base, listing)
         ]
         yield None if single else base.name, slides
 
@@ -310,10 +297,10 @@ def _slides_of(
     if root.is_dir() and (images or not is_slide_folder(root)):
         paths = [path for path in sorted(_walk(root)) if is_slide_name(path) and _is_readable(path)]
         name = None if is_slide_folder(root) else storable_name(root.name or root.resolve().name)[0]
-        return name, _assemble_slides(paths, root, _LocalFiles())
+        return name, _assemble_slides(paths, root, None)
     # The user chose this file: it is taken with any suffix, unless only images are.
     taken = _is_readable(root) and (not images or is_slide_name(root))
-    return None, _assemble_slides([root] * taken, root.parent, _LocalFiles())
+    return None, _assemble_slides([root] * taken, root.parent, None)
 
 
 def _walk(root: Path) -> Iterator[Path]:

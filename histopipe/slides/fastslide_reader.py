@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 
 from histopipe.errors import MachineShort, SlideUnreadable
 from histopipe.geometry import Level, PointL0, RegionL0, Size
-from histopipe.slides.slide import Slide, SlideInfo
+from histopipe.slides.slide import OpenedSlide, SlideInfo, clip_region, white_region
 
 _CACHED_BYTES = 32 << 20
 """As OpenSlide's cache."""
 
 
-class FastSlideReader(Slide):
+class FastSlideReader(OpenedSlide):
     """A slide that fastslide opens.
 
     Raises:
@@ -26,9 +26,9 @@ class FastSlideReader(Slide):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._handle: Any = _open(path)
+        handle = self.handle
         try:
-            self.info = _info(path, self._handle)
+            self.info = _info(path, handle)
         except SlideUnreadable:
             self.close()
             raise
@@ -41,55 +41,44 @@ class FastSlideReader(Slide):
 
     def read_bgrx(self, origin: PointL0, level: int, size: Size) -> NDArray[np.uint8]:
         """Return the pixels of a region; see `Slide`. A region between two pixels of the level takes the nearest."""
-        if self._handle is None:
-            self._handle = _open(self.path)
-        level_info = self.info.levels[level]
-        x, y = round(origin.x / level_info.downsample), round(origin.y / level_info.downsample)
-        left, top = max(0, x), max(0, y)
-        width = min(x + size.width, level_info.size.width) - left
-        height = min(y + size.height, level_info.size.height) - top
-        out = np.full((size.height, size.width, 4), 255, np.uint8)
-        if min(width, height) <= 0:
-            return out
+        bgrx, inside, left, top = white_region(self.info.levels[level], origin, size)
+        height, width, _ = inside.shape
+        if not inside.size:
+            return bgrx
+        handle = self.handle
         try:
-            image = self._handle.read_region((left, top), level, (width, height))
+            image = handle.read_region((left, top), level, (width, height))
             pixels = np.asarray(image.to_interleaved().numpy())
         except Exception as error:  # the library raises RuntimeError and others
             raise SlideUnreadable(
                 f"{self.path}: level {level} cannot be read at ({origin.x}, {origin.y})",
                 found=str(error)[:200],
             ) from error
-        if pixels.dtype != np.uint8 or pixels.shape != (height, width, 3):
+        if pixels.dtype != np.uint8 or pixels.shape != inside.shape:
             raise SlideUnreadable(
                 f"{self.path}: level {level}",
                 found=f"pixels of shape {pixels.shape}, {pixels.dtype}",
                 expected=f"({height}, {width}, 3), uint8",
             )
-        out[top - y : top - y + height, left - x : left - x + width, :3] = pixels[..., ::-1]
-        return out
+        inside[:] = pixels
+        return bgrx
 
-    def close(self) -> None:
-        """Close the file. The next read opens it again."""
-        if self._handle is not None:
-            self._handle.close()
-            self._handle = None
-
-
-def _open(path: Path) -> Any:
-    try:
-        import fastslide  # late: an extra
-    except ImportError as error:
-        raise MachineShort(
-            "fastslide is not installed",
-            found=str(error),
-            todo="pip install 'histopipe[fastslide]'",
-        ) from error
-    try:
-        return fastslide.FastSlide.from_file_path(path, cache=_CACHED_BYTES)
-    except Exception as error:
-        raise SlideUnreadable(
-            f"{path} cannot be opened by fastslide", found=str(error)[:200]
-        ) from error
+    def open_file(self) -> Any:
+        """Open the file."""
+        try:
+            import fastslide  # late: an extra
+        except ImportError as error:
+            raise MachineShort(
+                "fastslide is not installed",
+                found=str(error),
+                todo="pip install 'histopipe[fastslide]'",
+            ) from error
+        try:
+            return fastslide.FastSlide.from_file_path(self.path, cache=_CACHED_BYTES)
+        except Exception as error:  # the library raises RuntimeError and others
+            raise SlideUnreadable(
+                f"{self.path} cannot be opened by fastslide", found=str(error)[:200]
+            ) from error
 
 
 def _info(path: Path, handle: Any) -> SlideInfo:
@@ -111,12 +100,15 @@ def _info(path: Path, handle: Any) -> SlideInfo:
             zip(handle.level_dimensions, handle.level_downsamples, strict=True)
         )
     )
+    (x, y), (width, height) = handle.bounds
+    whole = RegionL0(PointL0(0, 0), levels[0].size)
+    bounds = clip_region(whole.size, int(x), int(y), int(width), int(height))
     mpp_x, mpp_y = (f"{value:.9g}" if value and value > 0 else None for value in handle.mpp)
     power = handle.properties.get("objective_magnification")
     return SlideInfo(
         vendor=str(handle.format).lower(),
         levels=levels,
-        bounds=_bounds(handle, levels[0].size),
+        bounds=bounds if bounds.size.area else whole,
         mpp_x=mpp_x,
         mpp_y=mpp_y,
         objective_power=str(power) if power else None,
@@ -124,11 +116,3 @@ def _info(path: Path, handle: Any) -> SlideInfo:
         has_icc_profile=handle.icc_profile is not None,
         reader=f"fastslide {version('fastslide')}",
     )
-
-
-def _bounds(handle: Any, size: Size) -> RegionL0:
-    (x, y), (width, height) = handle.bounds
-    x, y = max(0, int(x)), max(0, int(y))
-    part = Size(min(int(width), size.width - x), min(int(height), size.height - y))
-    is_empty = min(part.width, part.height) <= 0
-    return RegionL0(PointL0(0, 0), size) if is_empty else RegionL0(PointL0(x, y), part)

@@ -16,7 +16,7 @@ from PIL import ExifTags, Image, ImageOps
 
 from histopipe.errors import SlideUnreadable
 from histopipe.geometry import Level, PointL0, RegionL0, Size
-from histopipe.slides.slide import WHITE, Slide, SlideInfo
+from histopipe.slides.slide import WHITE, Slide, SlideInfo, white_region
 from histopipe.system.files import describe_file
 
 _FORMATS = ("PNG", "JPEG", "BMP", "WEBP")
@@ -43,13 +43,9 @@ class ImageReader(Slide):
         pixels = _decoded(self.path, self._mtime_ns, self.info.size)
         if isinstance(pixels, SlideUnreadable):
             raise pixels
-        left, top = max(0, origin.x), max(0, origin.y)
-        right, bottom = max(left, origin.x + size.width), max(top, origin.y + size.height)
-        part = pixels[top:bottom, left:right, ::-1]
-        out = np.full((size.height, size.width, 4), 255, np.uint8)
-        y, x = top - origin.y, left - origin.x
-        out[y : y + part.shape[0], x : x + part.shape[1], :3] = part
-        return out
+        bgrx, inside, left, top = white_region(self.info.levels[level], origin, size)
+        inside[:] = pixels[top : top + inside.shape[0], left : left + inside.shape[1]]
+        return bgrx
 
     def close(self) -> None:
         """Do nothing: no file is open, and the pixels are kept for the next reader of this image."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from histopipe.errors import SlideUnreadable
-from histopipe.geometry import Level, PointL0, RegionL0, Size
-from histopipe.slides.slide import WHITE, Slide, SlideInfo
+from histopipe.geometry import Level, PointL0, Size
+from histopipe.slides.slide import WHITE, OpenedSlide, SlideInfo, clip_region
 from histopipe.system.files import describe_file
 
 
-class OpenSlideReader(Slide):
+class OpenSlideReader(OpenedSlide):
     """A slide that OpenSlide opens.
 
     Raises:
@@ -31,10 +31,9 @@ class OpenSlideReader(Slide):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._handle: openslide.OpenSlide | None = _open(path)
-        colour = self._handle.properties.get(openslide.PROPERTY_NAME_BACKGROUND_COLOR, "")
+        colour = self.handle.properties.get(openslide.PROPERTY_NAME_BACKGROUND_COLOR, "")
         self._background = tuple(bytes.fromhex(colour)) if len(colour) == 6 else WHITE
-        self.info = _info(path, self._handle)
+        self.info = _info(path, self.handle)
 
     def read_bgrx(self, origin: PointL0, level: int, size: Size) -> NDArray[np.uint8]:
         """Return the same pixels as (H, W, 4) uint8: blue, green, red, and an unused byte.
@@ -42,13 +41,11 @@ class OpenSlideReader(Slide):
         This is OpenSlide's memory layout. The public function of openslide-python converts to RGB. This method calls
         its private function instead: without conversions, reading and encoding a patch takes 10 % less time.
         """
-        if self._handle is None:
-            self._handle = _open(self.path)
         pixels = np.empty((size.height, size.width, 4), np.uint8)
         words = pixels.ctypes.data_as(ctypes.POINTER(ctypes.c_uint32))
         try:
             openslide.lowlevel._read_region(
-                self._handle._osr, words, origin.x, origin.y, level, size.width, size.height
+                self.handle._osr, words, origin.x, origin.y, level, size.width, size.height
             )
         except openslide.OpenSlideError as error:
             self.close()  # after an error the handle fails on every read; the next read opens a new one
@@ -58,26 +55,20 @@ class OpenSlideReader(Slide):
             ) from error
         return _on_background(pixels, self._background)
 
-    def close(self) -> None:
-        """Close the file. The next read opens it again."""
-        if self._handle is not None:
-            self._handle.close()
-            self._handle = None
-
-
-def _open(path: Path) -> openslide.OpenSlide:
-    try:
-        return openslide.OpenSlide(path)
-    except openslide.OpenSlideUnsupportedFormatError as error:
-        raise SlideUnreadable(
-            f"{path} has no slide format that OpenSlide supports",
-            found=describe_file(path),
-            todo="check that the copy is complete, and that OpenSlide supports its format",
-        ) from error
-    except openslide.OpenSlideError as error:
-        raise SlideUnreadable(f"{path} cannot be opened", found=str(error)) from error
-    except OSError as error:
-        raise SlideUnreadable(f"{path} cannot be read", found=str(error)) from error
+    def open_file(self) -> openslide.OpenSlide:
+        """Open the file."""
+        try:
+            return openslide.OpenSlide(self.path)
+        except openslide.OpenSlideUnsupportedFormatError as error:
+            raise SlideUnreadable(
+                f"{self.path} has no slide format that OpenSlide supports",
+                found=describe_file(self.path),
+                todo="check that the copy is complete, and that OpenSlide supports its format",
+            ) from error
+        except openslide.OpenSlideError as error:
+            raise SlideUnreadable(f"{self.path} cannot be opened", found=str(error)) from error
+        except OSError as error:
+            raise SlideUnreadable(f"{self.path} cannot be read", found=str(error)) from error
 
 
 def _info(path: Path, handle: openslide.OpenSlide) -> SlideInfo:
@@ -86,29 +77,23 @@ def _info(path: Path, handle: openslide.OpenSlide) -> SlideInfo:
         levels = tuple(Level(n, Size(*size), scale) for n, (size, scale) in enumerate(images))
     except openslide.OpenSlideError as error:
         raise SlideUnreadable(f"{path} cannot be read", found=str(error)) from error
-    properties = handle.properties
+    properties, size = handle.properties, levels[0].size
+    bounds = {
+        openslide.PROPERTY_NAME_BOUNDS_X: 0,
+        openslide.PROPERTY_NAME_BOUNDS_Y: 0,
+        openslide.PROPERTY_NAME_BOUNDS_WIDTH: size.width,
+        openslide.PROPERTY_NAME_BOUNDS_HEIGHT: size.height,
+    }
     return SlideInfo(
         vendor=properties.get(openslide.PROPERTY_NAME_VENDOR, "unknown"),
         levels=levels,
-        bounds=_bounds(properties, levels[0].size),
+        bounds=clip_region(size, *(int(properties.get(*bound)) for bound in bounds.items())),
         mpp_x=properties.get(openslide.PROPERTY_NAME_MPP_X),
         mpp_y=properties.get(openslide.PROPERTY_NAME_MPP_Y),
         objective_power=properties.get(openslide.PROPERTY_NAME_OBJECTIVE_POWER),
         quickhash=properties.get(openslide.PROPERTY_NAME_QUICKHASH1),
         has_icc_profile="openslide.icc-size" in properties,
         reader=f"openslide {openslide.__library_version__}",
-    )
-
-
-def _bounds(properties: Mapping[str, str], size: Size) -> RegionL0:
-    """Return the scanned part of level 0, clipped to the slide."""
-    x = max(0, int(properties.get(openslide.PROPERTY_NAME_BOUNDS_X, 0)))
-    y = max(0, int(properties.get(openslide.PROPERTY_NAME_BOUNDS_Y, 0)))
-    width = int(properties.get(openslide.PROPERTY_NAME_BOUNDS_WIDTH, size.width))
-    height = int(properties.get(openslide.PROPERTY_NAME_BOUNDS_HEIGHT, size.height))
-    return RegionL0(
-        PointL0(x, y),
-        Size(max(0, min(width, size.width - x)), max(0, min(height, size.height - y))),
     )
 
 

@@ -10,8 +10,7 @@ from histopipe.geometry import Mpp
 from histopipe.slides.scale import PLAUSIBLE_MPP
 from histopipe.system.settings import PathLike, setting
 
-ReaderName = Literal["openslide", "tifffile", "pillow", "fastslide"]
-AskedReader = Literal["auto", ReaderName]
+AskedReader = Literal["auto", "openslide", "tifffile", "pillow", "fastslide"]
 
 SLIDE_FILES, LABELS = "Slide files", "Labels"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 
 from histopipe.errors import SlideUnreadable
@@ -34,34 +35,37 @@ def open_slide(path: Path, reader: str | None = "auto") -> Slide:
     Raises:
         SlideUnreadable: the file is not a slide, or is damaged.
     """
-    name = (reader or "openslide").partition(" ")[0]
-    if name != "auto":
-        return _opener(name)(path)
-    if path.suffix.lower() in FASTSLIDE_SUFFIXES:
-        return _opener("fastslide")(path)
-    if has_image_name(path):
-        return _opener("pillow")(path)
-    generic = _is_tiff(path) and detected_format(path) in _GENERIC
-    if generic and _is_ome(path):
-        return _opener("tifffile")(path)
-    try:
-        return _opener("openslide")(path)
-    except SlideUnreadable as error:
-        first = error
+    chosen = (reader or "openslide").partition(" ")[0]
+    errors: dict[str, SlideUnreadable] = {}
+    for name in _readers_for(path) if chosen == "auto" else (chosen,):
+        try:
+            return _opener(name)(path)
+        except SlideUnreadable as error:
+            errors[name] = error
+    first, *later = errors.values()
+    reasons = [f"{name}: {error}" for name, error in errors.items() if str(error) != str(first)]
+    if not reasons:
+        raise first
     # The advice of the last reader is the best: it knows more about the file than that it is no slide.
-    reasons, todo = [str(SlideUnreadable(first.what, found=first.found))], first.todo
+    reasons.insert(0, str(SlideUnreadable(first.what, found=first.found)))
+    todo = None if any(error.todo for error in later) else first.todo
+    raise SlideUnreadable("; ".join(reasons), todo=todo) from first
+
+
+def _readers_for(path: Path) -> tuple[str, ...]:
+    """Return the readers to try, in order."""
+    if path.suffix.lower() in FASTSLIDE_SUFFIXES:
+        return ("fastslide",)
+    if has_image_name(path):
+        return ("pillow",)
+    if _is_tiff(path) and detected_format(path) in _GENERIC:
+        from histopipe.slides.tiles.tiff import try_tiff  # late: it takes 0.1 s
+
+        is_ome = try_tiff(path, attrgetter("is_ome"))
+        return ("tifffile",) if is_ome else ("openslide", "tifffile")
     # Of the formats of OpenSlide, fastslide reads more files of only this one.
     is_czi = path.suffix.lower() == ".czi" and has_fastslide()
-    for other, fits in (("tifffile", generic), ("fastslide", is_czi)):
-        if fits:
-            try:
-                return _opener(other)(path)
-            except SlideUnreadable as error:
-                reasons += [f"{other}: {error}"] if str(error) != str(first) else []
-                todo = None if error.todo else todo
-    if len(reasons) == 1:
-        raise first
-    raise SlideUnreadable("; ".join(reasons), todo=todo) from first
+    return ("openslide", "fastslide") if is_czi else ("openslide",)
 
 
 def is_image(slide: SlideFile) -> bool | None:
@@ -72,13 +76,9 @@ def is_image(slide: SlideFile) -> bool | None:
     path = slide.path
     if path.suffix.lower() not in TIFF_SUFFIXES or slide.remote:
         return has_image_name(path)
-    import tifffile  # late: as above
+    from histopipe.slides.tiles.tiff import has_one_image, try_tiff  # late: it takes 0.1 s
 
-    # On a damaged header, tifffile may raise any exception.
-    with suppress(Exception), tifffile.TiffFile(path) as tiff:
-        scan = tiff.is_ome or tiff.is_svs or tiff.pages.first.is_tiled
-        return not scan and len(tiff.pages) == 1
-    return None
+    return try_tiff(path, has_one_image)
 
 
 def _opener(name: str) -> Callable[[Path], Slide]:
@@ -101,7 +101,7 @@ def _opener(name: str) -> Callable[[Path], Slide]:
 def _open_with_openslide(path: Path) -> Slide:
     notes: tuple[str, ...] = ()
     if _is_tiff(path):
-        from histopipe.slides.tiff_pyramid import check_openslide_pages
+        from histopipe.slides.tiff_reader import check_openslide_pages
 
         notes = check_openslide_pages(path)
     slide = OpenSlideReader(path)
@@ -112,14 +112,4 @@ def _open_with_openslide(path: Path) -> Slide:
 def _is_tiff(path: Path) -> bool:
     with suppress(OSError), path.open("rb") as file:
         return file.read(4) in TIFF_SIGNS
-    return False
-
-
-def _is_ome(path: Path) -> bool:
-    """Return whether the description of the first image is OME-XML."""
-    import tifffile  # late: as above
-
-    # On a damaged header, tifffile may raise any exception.
-    with suppress(Exception), tifffile.TiffFile(path) as tiff:
-        return bool(tiff.is_ome)
     return False

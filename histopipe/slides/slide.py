@@ -6,8 +6,11 @@ Label and macro images, which may show a patient's name, are never read.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,6 +69,67 @@ class Slide(Closing):
     @abstractmethod
     def read_bgrx(self, origin: PointL0, level: int, size: Size) -> NDArray[np.uint8]:
         """Return the same pixels as (H, W, 4) uint8: blue, green, red, and an unused byte."""
+
+
+class OpenedSlide(Slide):
+    """A slide with an open file, which the first read opens, also after `close`."""
+
+    @cached_property
+    def handle(self) -> Any:
+        """The open file."""
+        return self.open_file()
+
+    @abstractmethod
+    def open_file(self) -> Any:
+        """Open the file. Raise SlideUnreadable or OSError if it cannot be opened."""
+
+    def close(self) -> None:
+        """Close the file."""
+        if "handle" in self.__dict__:
+            self.__dict__.pop("handle").close()
+
+
+def overlaps(
+    left: int, top: int, size: Size, tile: Size
+) -> Iterator[tuple[int, int, tuple[slice, slice], tuple[slice, slice]]]:
+    """Yield the tiles of a grid that overlap a region: row, column, place in the region, and part of the tile.
+
+    `left` and `top` are the corner of the region. Places are rows and columns of pixels.
+    """
+    rows = range(top // tile.height, -(-(top + size.height) // tile.height))
+    for row in rows if size.area else ():
+        y = row * tile.height
+        y0, y1 = max(top, y), min(top + size.height, y + tile.height)
+        for column in range(left // tile.width, -(-(left + size.width) // tile.width)):
+            x = column * tile.width
+            x0, x1 = max(left, x), min(left + size.width, x + tile.width)
+            place = slice(y0 - top, y1 - top), slice(x0 - left, x1 - left)
+            yield row, column, place, (slice(y0 - y, y1 - y), slice(x0 - x, x1 - x))
+
+
+def clip_region(size: Size, x: int, y: int, width: int, height: int) -> RegionL0:
+    """Return the part of a region that is inside of a slide of a size."""
+    x, y = max(0, x), max(0, y)
+    part = Size(max(0, min(width, size.width - x)), max(0, min(height, size.height - y)))
+    return RegionL0(PointL0(x, y), part)
+
+
+def white_region(
+    level: Level, origin: PointL0, size: Size
+) -> tuple[NDArray[np.uint8], NDArray[np.uint8], int, int]:
+    """Return white pixels for a region of a level, for readers that read only inside of it.
+
+    A region between two pixels of the level takes the nearest.
+
+    Returns:
+        The pixels as (H, W, 4) uint8 for `Slide.read_bgrx`; the (h, w, 3) RGB view of their part inside of the level,
+        to be filled, which may be empty; and the left and upper edge of this part, in pixels of the level.
+    """
+    x, y = round(origin.x / level.downsample), round(origin.y / level.downsample)
+    bgrx = np.full((size.height, size.width, 4), 255, np.uint8)
+    rows = slice(max(0, -y), max(0, level.size.height - y))
+    columns = slice(max(0, -x), max(0, level.size.width - x))
+    return bgrx, bgrx[rows, columns, 2::-1], max(0, x), max(0, y)
 
 
 def rgb_image(bgrx: NDArray[np.uint8]) -> Image.Image:

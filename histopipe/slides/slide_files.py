@@ -8,7 +8,7 @@ import importlib.util
 import os
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from itertools import combinations_with_replacement
 from pathlib import Path
@@ -132,21 +132,13 @@ def tile_hash(path: Path) -> str | None:
     It covers the lengths of all native tiles and the bytes of 64 tiles spread over the largest image. Whole slides are
     too large to read twice, and the tile lengths of two scans are never all equal.
     """
-    import tifffile  # late: few slides need it
+    from histopipe.slides.tiles.tiff import hash_tiles, try_tiff  # late: most slides need none
 
-    # On a damaged header, tifffile may raise any exception.
-    with suppress(Exception), tifffile.TiffFile(path) as tiff:
-        page = tiff.pages.first
-        counts = np.asarray(page.databytecounts, dtype="<u8")
-        digest = hashlib.sha256(counts.tobytes())
-        for index in np.unique(np.linspace(0, len(counts) - 1, 64).astype(int)):
-            tiff.filehandle.seek(int(page.dataoffsets[index]))
-            digest.update(tiff.filehandle.read(int(counts[index])))
-        return digest.hexdigest()
-    return None
+    return try_tiff(path, hash_tiles)
 
 
 _BLOCKS, _BLOCK_BYTES, _FINER = 64, 1 << 14, 64
+"""Number and size of the blocks that a pixel hash covers. Other values would give other hashes than those in records."""
 _PIXEL_FILES = {".mrxs": {".dat"}, ".vms": {".jpg"}, ".vmu": {".ngr"}, ".vsi": {".ets"}}
 """Suffixes of the files with the pixels of a slide that has several files. The others have names and other metadata."""
 _Places = tuple[Size, Sequence[Path], Sequence[int], Sequence[int]]
@@ -289,7 +281,9 @@ def _stored_pixels(slide: SlideFile, size: Size) -> _Places:
 
         return _whole(find_pixel_data(slide.files, size), size)
     if slide.files == (slide.path,):
-        return _tiff_tiles(slide.path) or _whole([(slide.path, 0)])
+        from histopipe.slides.tiles.tiff import find_largest, try_tiff  # late: it takes 0.1 s
+
+        return try_tiff(slide.path, find_largest) or _whole([(slide.path, 0)])
     suffixes = _PIXEL_FILES.get(kind)
     files = [
         (path, 0)
@@ -302,19 +296,6 @@ def _stored_pixels(slide: SlideFile, size: Size) -> _Places:
     ]
     # The folder of the files may have the slide's name. Within it, names are fixed.
     return _whole(sorted(files, key=lambda file: file[0].relative_to(slide.path.parent).parts[1:]))
-
-
-def _tiff_tiles(path: Path) -> _Places | None:
-    """Return the tiles or strips of the largest image of a TIFF file; None for other files."""
-    import tifffile  # late: it takes 0.1 s
-
-    # On a damaged header, tifffile may raise any exception.
-    with suppress(Exception), tifffile.TiffFile(path) as tiff:
-        pages = [page for page in tiff.pages if isinstance(page, tifffile.TiffPage)]
-        page = max(pages, key=lambda page: page.imagewidth * page.imagelength)
-        size = Size(page.imagewidth, page.imagelength)
-        return size, [path] * len(page.dataoffsets), page.dataoffsets, page.databytecounts
-    return None
 
 
 def _whole(files: Sequence[tuple[Path, int]], size: Size | None = None) -> _Places:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-import statistics
 import tempfile
 import threading
 import time
@@ -19,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -33,9 +33,9 @@ from histopipe.errors import (
     UsageError,
 )
 from histopipe.slides.slide_files import Fingerprint, SlideFile, fingerprint
-from histopipe.system.download import download
-from histopipe.system.files import Closing, locked
+from histopipe.system.files import Closing, locked, run_on_error
 from histopipe.system.filesystems import free_bytes, is_full_disk, network_filesystem
+from histopipe.system.object_storage import download
 
 T = TypeVar("T")
 
@@ -45,7 +45,9 @@ _BLOCK = 16 << 20
 _SPARE_BYTES = 64 << 20
 """Free space that is left on the staging disk."""
 _LOCK_SECONDS = 10.0
+"""Time to wait for other runs, which lock the parent folder only while they remove leftovers and create a folder."""
 _POLL_SECONDS = 0.2
+"""Time after which the copier looks for free space again, and a caller notices that it waits for a release."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,15 +86,14 @@ class StagingArea(Closing):
                 expected="a folder on a local disk",
             )
         self._limit, self._advance = limit_bytes, advance
+        # Sizes of the copies by their folders. They are made in this order: all before one that is made are complete.
         self._held: dict[Path, int] = {}
-        self._complete: set[Path] = set()
-        self._changed, self._stop = threading.Condition(), threading.Event()
+        self._lock, self._stop = threading.Lock(), threading.Event()
         self._numbers, self.starved = itertools.count(), False
         try:
             parent.mkdir(parents=True, exist_ok=True)
-            with ExitStack() as stack:
-                # While another run creates its folder, that folder is not locked yet.
-                stack.enter_context(locked(parent, wait_seconds=_LOCK_SECONDS))
+            # While another run creates its folder, that folder is not locked yet.
+            with locked(parent, wait_seconds=_LOCK_SECONDS):
                 _remove_leftovers(parent)
                 self.folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent)).absolute()
                 self._locks = ExitStack()
@@ -119,7 +120,7 @@ class StagingArea(Closing):
             failed = Future[StagedSlide]()
             failed.set_exception(error)
             return failed
-        with self._changed:
+        with self._lock:
             if self._held and sum(self._held.values()) + before.size_bytes > self._limit:
                 return None
             folder = self.folder / f"{next(self._numbers):06}"
@@ -133,62 +134,57 @@ class StagingArea(Closing):
             with suppress(OSError):
                 os.truncate(path, 0)
         shutil.rmtree(folder, ignore_errors=True)
-        with self._changed:
+        with self._lock:
             self._held.pop(folder, None)
-            self._complete.discard(folder)
-            self._changed.notify_all()
 
     def close(self) -> None:
         """Stop copying, and remove all copies."""
         self._stop.set()
-        with self._changed:
-            self._changed.notify_all()
         self._copier.shutdown(cancel_futures=True)
         shutil.rmtree(self.folder, ignore_errors=True)
         self._locks.close()
 
     def _copy(self, slide: SlideFile, before: Fingerprint, folder: Path) -> StagedSlide:
         try:
-            while free_bytes(self.folder) < before.size_bytes + _SPARE_BYTES:
-                self._wait(slide, before.size_bytes)
-            while True:
+            with run_on_error(partial(self.release, folder)):
+                return self._copy_when_free(slide, before, folder)
+        except (MachineShort, SlideError):
+            raise
+        except RemoteError as error:
+            raise SlideUnreadable(str(error)) from None
+        except OSError as error:
+            raise SlideUnreadable(
+                f"{slide.location} cannot be copied to {self.folder.parent}", found=str(error)
+            ) from error
+
+    def _copy_when_free(self, slide: SlideFile, before: Fingerprint, folder: Path) -> StagedSlide:
+        """Copy a slide, as soon as other slides are released if the disk is full.
+
+        Raises:
+            MachineShort: the disk is full, and there is no other slide.
+        """
+        needed = before.size_bytes + _SPARE_BYTES
+        while True:
+            self.starved = False
+            with self._lock:
+                # Before the free space: a release between both must not look like a full disk without other slides.
+                complete = list(itertools.takewhile(lambda held: held != folder, self._held))
+            if free_bytes(self.folder) >= needed:
                 try:
                     return self._copied(slide, before, folder)
                 except OSError as error:
                     if not is_full_disk(error):
                         raise
-                # Another process has filled the disk.
-                shutil.rmtree(folder, ignore_errors=True)
-                self._wait(slide, before.size_bytes)
-        except BaseException as error:
-            self.release(folder)
-            if isinstance(error, MachineShort | SlideError) or not isinstance(error, OSError):
-                raise
-            if isinstance(error, RemoteError):
-                raise SlideUnreadable(str(error)) from None
-            raise SlideUnreadable(
-                f"{slide.location} cannot be copied to {self.folder.parent}", found=str(error)
-            ) from error
-
-    def _wait(self, slide: SlideFile, size: int) -> None:
-        """Wait until another slide is released.
-
-        Raises:
-            MachineShort: there is no other slide.
-        """
-        with self._changed:
-            complete = set(self._complete)
+                shutil.rmtree(folder, ignore_errors=True)  # another process has filled the disk
             if not complete or self._stop.is_set():
                 raise MachineShort(
                     f"the staging disk is too full for {slide.location}",
                     found=f"{free_bytes(self.folder) / 1e6:,.0f} MB free in {self.folder.parent}",
-                    expected=f"{(size + _SPARE_BYTES) / 1e6:,.0f} MB",
+                    expected=f"{needed / 1e6:,.0f} MB",
                     todo="free disk space, or pass another --stage, and run the same command again",
                 )
             self.starved = True
-            while complete <= self._complete and not self._stop.is_set():
-                self._changed.wait()
-            self.starved = False
+            self._stop.wait(_POLL_SECONDS)
 
     def _copied(self, slide: SlideFile, before: Fingerprint, folder: Path) -> StagedSlide:
         """Copy all files of a slide, and check that the original did not change."""
@@ -206,8 +202,6 @@ class StagingArea(Closing):
                 todo="ingest it again when nothing writes to it",
             )
         local = replace(slide, path=folder / slide.path.relative_to(base), files=files, remote=())
-        with self._changed:
-            self._complete.add(folder)
         return StagedSlide(local, slide, before, folder)
 
     def _copy_file(self, source: Path, target: Path) -> None:
@@ -288,11 +282,13 @@ def _remove_leftovers(parent: Path) -> None:
 _RANDOM_BYTES = 32 << 10
 """Bytes of a read at a random place: a native tile of 256 pixels has 10 to 40 kB."""
 _RANDOM_READS = 16
-_SEQUENTIAL_BYTES = 32 << 20
+_SEQUENTIAL_BYTES, _SEQUENTIAL_BLOCK = 32 << 20, 4 << 20
 _LONGEST_SECONDS = 5.0
+"""Time limit of each of both measurements: a preview must not wait for a very slow disk."""
 _SLOW_SEEK_MS = 1.0
 """Solid-state disks need 0.05 to 0.3 ms for a read at a random place, hard disks and networks 1 to 20 ms."""
 _LEAST_GAIN = 2.0
+"""A smaller gain is within the error of this short measurement."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,39 +330,32 @@ def measure_source(slides: Sequence[SlideFile], workers: int) -> SourceSpeed | N
     path = max(sizes, key=sizes.__getitem__, default=None)
     if path is None or sizes[path] < 2 * _RANDOM_READS * _RANDOM_BYTES:
         return None
+    places = np.random.default_rng(0).integers(0, sizes[path] - _RANDOM_BYTES, _RANDOM_READS)
+    # The first part may be cached. The last block may be shorter.
+    begin = max(0, min(sizes[path] // 4, sizes[path] - _SEQUENTIAL_BYTES))
+    blocks = range(begin, min(begin + _SEQUENTIAL_BYTES, sizes[path]), _SEQUENTIAL_BLOCK)
     try:
-        return SourceSpeed(_random_ms(path, sizes[path]), _sequential(path, sizes[path]), workers)
+        random_reads = _time_reads(path, places.tolist(), _RANDOM_BYTES, os.POSIX_FADV_RANDOM)
+        reads = _time_reads(path, blocks, _SEQUENTIAL_BLOCK, os.POSIX_FADV_SEQUENTIAL)
     except OSError:
         return None
+    random_ms = max(1e-3, 1000 * float(np.median([seconds for seconds, _ in random_reads])))
+    seconds, size = np.sum(reads, axis=0).tolist()
+    return SourceSpeed(random_ms, size / 1e6 / max(1e-6, seconds), workers)
 
 
-def _random_ms(path: Path, size: int) -> float:
-    """Return the median time of reads at random places of a file that are not cached."""
-    places = np.random.default_rng(0).integers(0, size - _RANDOM_BYTES, _RANDOM_READS)
-    times, until = list[float](), time.monotonic() + _LONGEST_SECONDS
+def _time_reads(
+    path: Path, places: Iterable[int], count: int, advice: int
+) -> list[tuple[float, int]]:
+    """Return seconds and bytes of reads at places of a file that are not cached, for a few seconds."""
+    reads, until = list[tuple[float, int]](), time.monotonic() + _LONGEST_SECONDS
     with path.open("rb", buffering=0) as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
-        for place in places.tolist():
+        os.posix_fadvise(file.fileno(), 0, 0, advice)
+        for place in places:
             started = time.monotonic()
             if started > until:
                 break
-            os.pread(file.fileno(), _RANDOM_BYTES, place)
-            times.append(time.monotonic() - started)
-    return max(1e-3, 1000 * statistics.median(times))
-
-
-def _sequential(path: Path, size: int) -> float:
-    """Return the speed of reading a file in sequence in MB/s, without its first part."""
-    with path.open("rb", buffering=0) as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        file.seek(max(0, min(size // 4, size - _SEQUENTIAL_BYTES)))
-        started, count, buffer = time.monotonic(), 0, bytearray(4 << 20)
-        while (
-            count < _SEQUENTIAL_BYTES
-            and time.monotonic() - started < _LONGEST_SECONDS
-            and (read := file.readinto(buffer))
-        ):
-            count += read
-    return count / 1e6 / max(1e-6, time.monotonic() - started)
+            size = len(os.pread(file.fileno(), count, place))
+            reads.append((time.monotonic() - started, size))
+    return reads

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import difflib
 import re
 from collections import Counter, defaultdict
@@ -228,12 +227,6 @@ class SlideNames:
                 for table, key in zip(self._tables, forms, strict=True):
                     table[key].add(name)
 
-    def restrict(self, ids: Iterable[str]) -> SlideNames:
-        """Return the names of only some of the slides, without `fallback_ids`."""
-        restricted = copy.copy(self)
-        restricted.ids, restricted._fallback = frozenset(ids), None
-        return restricted
-
     def find(self, written: str, *, where: str) -> str | None:
         """Return the id that matches a name, or None. `where` is for messages.
 
@@ -244,7 +237,7 @@ class SlideNames:
         stripped = written.strip()  # file names may have blanks at their ends, which tables lose
         for table in self._tables:
             for form in (written, _bare(written), stripped, _bare(stripped)):
-                ids = table.get(form, set()) & self.ids
+                ids = table.get(form, ())
                 if len(ids) > 1:
                     raise UsageError(
                         f"{where}: {written!r} matches several slides",
@@ -258,7 +251,7 @@ class SlideNames:
 
     def nearest(self, written: str) -> str:
         """Return the most similar id, as a hint."""
-        forms = sorted(form for form, ids in self._tables[0].items() if ids & self.ids)
+        forms = sorted(self._tables[0])
         near = difflib.get_close_matches(written, forms, n=1, cutoff=0.3)
         return next(iter([*near, *forms]), "none")
 

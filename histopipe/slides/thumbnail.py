@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import simplejpeg
@@ -14,7 +13,7 @@ from PIL import Image
 
 from histopipe.errors import SlideUnreadable
 from histopipe.geometry import Level, Mpp, PointL0, RegionLevel, Size
-from histopipe.slides.slide import Slide
+from histopipe.slides.slide import Slide, overlaps
 from histopipe.slides.tiles.native import NativeTiles, reduction_of
 
 THUMBNAIL_MPP = Mpp(8.0)
@@ -32,6 +31,7 @@ _QUALITY = 85
 """Quality of thumbnails as JPEG files."""
 
 _SAMPLED_ROWS = 256
+"""Rows, or columns, of the thumbnail that are enough to see the colour of the background."""
 
 _SMALL_BLOCK = Size(256, 256)
 """Side of the blocks in which a damaged block is read again."""
@@ -83,18 +83,21 @@ def read_thumbnail(
     reduction = max(1, int(at / level_mpp + 0.05), math.ceil(smallest))
     shape = (-(-area.size.height // reduction), -(-area.size.width // reduction))
     pixels, lost = np.full((*shape, 3), 255, np.uint8), np.zeros(shape, np.bool_)
-    read = partial(_read_block, slide, tiles, level, reduction)
+
+    def read(block: RegionLevel) -> None:
+        values = _read_block(slide, tiles, level, reduction, block)
+        pixels[_place(block, area, reduction)] = values
+
     for block in _blocks(area, slide.natural_block, reduction):
         try:
-            pixels[_place(block, area, reduction)] = read(block)
+            read(block)
         except SlideUnreadable:
             # The damage may be only one tile: read the rest of the block.
             for small in _blocks(block, _SMALL_BLOCK, reduction):
-                place = _place(small, area, reduction)
                 try:
-                    pixels[place] = read(small)
+                    read(small)
                 except SlideUnreadable as error:
-                    lost[place], reason = True, error.found or error
+                    lost[_place(small, area, reduction)], reason = True, error.found or error
     if lost.size and lost.all():
         raise SlideUnreadable(
             f"{slide.path}: no part of level {level.number} can be read", found=reason
@@ -164,9 +167,7 @@ def resize_image(pixels: NDArray[np.uint8], side: int) -> NDArray[np.uint8]:
 
 def _blocks(area: RegionLevel, size: Size, reduction: int) -> Iterator[RegionLevel]:
     """Yield blocks of about a size that cover an area, each a whole number of thumbnail pixels."""
-    wide, high = (max(1, side // reduction) * reduction for side in (size.width, size.height))
-    for y in range(area.y, area.y + area.size.height, high):
-        for x in range(area.x, area.x + area.size.width, wide):
-            width = min(wide, area.x + area.size.width - x)
-            height = min(high, area.y + area.size.height - y)
-            yield RegionLevel(x, y, Size(width, height))
+    tile = Size(*(max(1, side // reduction) * reduction for side in (size.width, size.height)))
+    for _, _, (rows, columns), _ in overlaps(0, 0, area.size, tile):
+        part = Size(columns.stop - columns.start, rows.stop - rows.start)
+        yield RegionLevel(area.x + columns.start, area.y + rows.start, part)

@@ -1,26 +1,157 @@
-"""Read OME-TIFF and plain TIFF files with tifffile: 8-bit RGB or grey, tiled or striped, with any compression."""
+"""Read OME-TIFF and plain TIFF files with tifffile: 8-bit RGB or grey, tiled or striped, with any compression.
+
+Source:
+    TIFF 6.0; OME-TIFF specification (pyramids in SubIFDs).
+"""
 
 from __future__ import annotations
 
+import math
 import os
-from collections import OrderedDict
+import re
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 import tifffile
+from defusedxml import ElementTree
+from defusedxml.common import DefusedXmlException
 from numpy.typing import NDArray
 
 from histopipe.errors import SlideUnreadable
-from histopipe.geometry import PointL0, Size
-from histopipe.slides.slide import Slide
-from histopipe.slides.tiff_pyramid import TiffImage, read_pyramid
+from histopipe.geometry import Level, PointL0, RegionL0, Size
+from histopipe.slides.slide import OpenedSlide, SlideInfo, overlaps, white_region
+from histopipe.slides.tiles.tiff import try_tiff
+from histopipe.system.output import counted
 
 _CACHED_BYTES = 64 << 20
 """Bytes of decoded tiles or strips that are kept for the regions that share them."""
 _BLOCK_PIXELS = 2048 * 2048
+"""Pixels of a block of whole strips, as many as in the blocks of other readers."""
+_UM = {
+    "": 1.0,
+    "µm": 1.0,
+    "μm": 1.0,
+    "um": 1.0,
+    "micron": 1.0,
+    "nm": 1e-3,
+    "mm": 1e3,
+    "cm": 1e4,
+    "m": 1e6,
+}
+"""Micrometres per unit of a physical size. Other units, such as `pixel`, are no lengths."""
 
 
-class TiffReader(Slide):
+_NO_OME: tuple[None, None, None, list[str]] = None, None, None, []
+
+
+def read_ome(text: str, page: int) -> tuple[str | None, str | None, str | None, list[str]]:
+    """Read the image of an OME-XML whose pixels begin at a page of the TIFF file.
+
+    Returns:
+        µm per pixel horizontally and vertically, magnification, and names of the channels. There are none for a text
+        that cannot be parsed, or has several images, none of which begins there.
+    """
+    try:
+        root: Any = ElementTree.fromstring(text)
+    except (ElementTree.ParseError, DefusedXmlException, ValueError):
+        return _NO_OME
+    space = root.tag.partition("}")[0] + "}" if root.tag.startswith("{") else ""
+    images = root.findall(f"{space}Image[{space}Pixels]")
+    chosen = [image for image in images if _first_page(image, space) == page] or images
+    if not chosen or (len(images) > 1 and chosen is images):
+        return _NO_OME
+    pixels = chosen[0].find(f"{space}Pixels")
+    names = [
+        channel.get("Name") or channel.get("Fluor") or f"channel {n}"
+        for n, channel in enumerate(pixels.findall(f"{space}Channel"), 1)
+    ]
+    mpp_x, mpp_y = (
+        _length(pixels.get(f"PhysicalSize{axis}"), pixels.get(f"PhysicalSize{axis}Unit", ""))
+        for axis in "XY"
+    )
+    return mpp_x, mpp_y, _magnification(root, chosen[0], space), names
+
+
+def _first_page(image: Any, space: str) -> int:
+    pages = (data.get("IFD", "0") for data in image.iterfind(f"{space}Pixels/{space}TiffData"))
+    return min(map(int, filter(str.isdecimal, pages)), default=0)
+
+
+def _magnification(root: Any, image: Any, space: str) -> str | None:
+    """Return the magnification of the objective of an image; None if it names none of several."""
+    names = [settings.get("ID") for settings in image.iterfind(f"{space}ObjectiveSettings")]
+    powers = {
+        objective.get("NominalMagnification")
+        for objective in root.iterfind(f"{space}Instrument/{space}Objective")
+        if not names or objective.get("ID") in names
+    }
+    return powers.pop() if len(powers) == 1 else None
+
+
+def _length(value: str | None, unit: str) -> str | None:
+    try:
+        return None if value is None else f"{float(value) * _UM[unit]:.9g}"
+    except (ValueError, KeyError):
+        return None
+
+
+_LARGEST_SEGMENT = 256 << 20
+"""Most bytes of a decoded tile or strip."""
+_RAW_BYTES = 1 << 20
+"""Uncompressed strips above this size are read row by row instead of completely."""
+_CHANNEL_AXES = {"C": "channels", "Z": "focal planes", "T": "time points"}
+_KINDS = ((0, 1), (1, 1), (2, 3), (6, 3))
+"""Photometric interpretation and samples per pixel: white is zero, black is zero, RGB, YCbCr."""
+_OPENSLIDE_KINDS = (*_KINDS, (3, 1), (2, 4, 1), (2, 4, 2))
+"""OpenSlide also reads palettes, and RGB with an alpha channel, associated or not. It takes any extra sample for one."""
+_JPEGS = (6, 7, 34892, 33007)
+"""Compressions whose decoder converts YCbCr to RGB."""
+_SMALL_IMAGE = 50
+"""Images of less than this fraction of the largest one are overviews, or show no tissue."""
+_NO_TISSUE = re.compile("label|macro|overview|thumbnail", re.IGNORECASE)
+_MICROMETRES = ("micron", "microns", "um", "µm", "\\u00B5m")
+"""Names of the unit in the description of an ImageJ file, whose resolution tags have no unit."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TiffImage:
+    """One image of a TIFF file: its size, and its tiles or strips, called segments; one for each of its colour planes."""
+
+    page: Any
+    decode: Callable[..., Any]
+    """tifffile's decoder of the page. It must be made while the file is open."""
+    size: Size
+    segment: Size
+    samples: int
+    planes: int
+    offsets: Sequence[int]
+    lengths: Sequence[int]
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Number of rows and of columns of segments."""
+        return -(-self.size.height // self.segment.height), -(
+            -self.size.width // self.segment.width
+        )
+
+    @property
+    def is_raw(self) -> bool:
+        """Whether segments are uncompressed, and so large that only parts of them are read."""
+        is_large = self.segment.area * self.samples > _RAW_BYTES
+        return is_large and int(self.page.compression) == 1 and self.planes == 1
+
+    def planes_of(self, index: int) -> range:
+        """Return the numbers of a segment in the file: one for each colour plane."""
+        rows, columns = self.grid
+        return range(index, self.planes * rows * columns, rows * columns)
+
+
+class TiffReader(OpenedSlide):
     """A slide that tifffile opens.
 
     Raises:
@@ -29,8 +160,7 @@ class TiffReader(Slide):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = -1
-        self._cached: OrderedDict[tuple[int, int], NDArray[np.uint8]] = OrderedDict()
+        self._decoded: dict[int, Callable[[int], NDArray[np.uint8] | None]] = {}
         try:
             with tifffile.TiffFile(path) as tiff:
                 self._images, self.info = read_pyramid(path, tiff)
@@ -50,96 +180,297 @@ class TiffReader(Slide):
 
     def read_bgrx(self, origin: PointL0, level: int, size: Size) -> NDArray[np.uint8]:
         """Return the pixels of a region; see `Slide`. A region between two pixels of the level takes the nearest."""
-        image, scale = self._images[level], self.info.levels[level].downsample
-        left, top = round(origin.x / scale), round(origin.y / scale)
-        out = np.full((size.height, size.width, 4), 255, np.uint8)
-        for index, x, y in image.segments_in(left, top, size):
-            x0, x1 = max(left, x), min(left + size.width, x + image.segment.width, image.size.width)
-            y0, y1 = (
-                max(top, y),
-                min(top + size.height, y + image.segment.height, image.size.height),
-            )
+        image = self._images[level]
+        bgrx, inside, left, top = white_region(self.info.levels[level], origin, size)
+        height, width, _ = inside.shape
+        for row, column, place, part in overlaps(left, top, Size(width, height), image.segment):
             try:
-                part = self._part(level, index, (x0 - x, x1 - x), (y0 - y, y1 - y))
+                pixels = self._part(level, row * image.grid[1] + column, *part)
             except Exception as error:  # the decoders raise many types
                 raise SlideUnreadable(
                     f"{self.path}: level {level} cannot be read at ({origin.x}, {origin.y})",
                     found=f"{type(error).__name__}: {error}"[:200],
                 ) from error
-            if part is not None:
-                out[y0 - top : y1 - top, x0 - left : x1 - left, :3] = part[..., ::-1]
-        return out
+            if pixels is not None:
+                white_is_zero = image.page.photometric == 0
+                inside[place] = 255 - pixels if white_is_zero else pixels
+        return bgrx
+
+    def open_file(self) -> BinaryIO:
+        """Open the file."""
+        return self.path.open("rb", buffering=0)
 
     def close(self) -> None:
-        """Close the file, and free the decoded tiles. The next read opens it again."""
-        self._cached.clear()
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        """Close the file, and free the decoded tiles."""
+        self._decoded = {}
+        super().close()
 
-    def __del__(self) -> None:
-        # When the interpreter ends, the module `os` may be gone; the system closes the file.
-        if hasattr(self, "_cached") and os is not None:
-            self.close()
+    __del__ = close
 
     def _part(
-        self, level: int, index: int, columns: tuple[int, int], rows: tuple[int, int]
+        self, level: int, index: int, rows: slice, columns: slice
     ) -> NDArray[np.uint8] | None:
         """Return some pixels of a tile or strip, (H, W, 1 or 3); None if it was never written."""
         image = self._images[level]
-        if self._file < 0:
-            self._file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         if image.is_raw:
-            return self._raw(image, index, columns, rows)
-        key = level, index
-        if key in self._cached:
-            self._cached.move_to_end(key)
-        else:
-            planes = [self._decoded(image, number) for number in image.planes_of(index)]
-            written = [plane for plane in planes if plane is not None]
-            if not written:
-                return None
-            if len(written) < len(planes):
-                raise ValueError("a colour plane is missing")
-            self._cached[key] = np.concatenate(written, axis=2) if len(written) > 1 else written[0]
-            total = sum(part.nbytes for part in self._cached.values())
-            while total > _CACHED_BYTES and len(self._cached) > 1:
-                total -= self._cached.popitem(last=False)[1].nbytes
-        pixels: NDArray[np.uint8] = self._cached[key][rows[0] : rows[1], columns[0] : columns[1]]
-        return pixels
+            return self._raw(image, index, rows, columns)
+        if level not in self._decoded:
+            # Only one level is cached. The weak reference avoids a reference cycle of this object and its cache.
+            count = max(1, _CACHED_BYTES // (image.segment.area * image.samples))
+            decode = partial(TiffReader._decode, weakref.proxy(self), image)
+            self._decoded = {level: lru_cache(count)(decode)}
+        pixels = self._decoded[level](index)
+        return None if pixels is None else pixels[rows, columns]
 
-    def _decoded(self, image: TiffImage, number: int) -> NDArray[np.uint8] | None:
+    def _decode(self, image: TiffImage, index: int) -> NDArray[np.uint8] | None:
+        """Return all pixels of a tile or strip; None if it was never written."""
+        planes = [self._plane(image, number) for number in image.planes_of(index)]
+        written = [plane for plane in planes if plane is not None]
+        if 0 < len(written) < len(planes):
+            raise ValueError("a colour plane is missing")
+        return np.concatenate(written, axis=2) if len(written) > 1 else next(iter(written), None)
+
+    def _plane(self, image: TiffImage, number: int) -> NDArray[np.uint8] | None:
         length = image.lengths[number]
         if length == 0:
             return None
-        data = os.pread(self._file, length, image.offsets[number])
+        data = os.pread(self.handle.fileno(), length, image.offsets[number])
         if len(data) < length:
             raise ValueError(f"{len(data)} of {length} bytes: the file is truncated")
         pixels, _, _ = image.decode(data, number)
         if pixels is None:
             return None
-        planes = np.asarray(pixels)
+        planes: NDArray[np.uint8] = np.asarray(pixels)
         if planes.ndim != 4 or planes.shape[0] != 1 or planes.dtype != np.uint8:
             raise ValueError(f"pixels of shape {planes.shape}, {planes.dtype}")
         width = min(image.segment.width, image.size.width)
         if planes.shape[2] < width and not image.page.is_tiled:
             raise ValueError(f"a strip of {planes.shape[2]} pixels, expected {width}")
-        plane: NDArray[np.uint8] = planes[0]
-        return np.subtract(255, plane, dtype=np.uint8) if image.page.photometric == 0 else plane
+        return planes.squeeze(axis=0)
 
-    def _raw(
-        self, image: TiffImage, index: int, columns: tuple[int, int], rows: tuple[int, int]
-    ) -> NDArray[np.uint8]:
+    def _raw(self, image: TiffImage, index: int, rows: slice, columns: slice) -> NDArray[np.uint8]:
         """Read some rows of an uncompressed strip or tile."""
         samples, first = image.samples, image.offsets[index]
         wide = image.segment.width if image.page.is_tiled else image.size.width
-        count = (columns[1] - columns[0]) * samples
-        out = np.empty((rows[1] - rows[0], count), np.uint8)
-        for number, row in enumerate(range(*rows)):
-            place = (row * wide + columns[0]) * samples
-            data = os.pread(self._file, count, first + place)
+        count = (columns.stop - columns.start) * samples
+        out = np.empty((rows.stop - rows.start, count), np.uint8)
+        for number, row in enumerate(range(rows.start, rows.stop)):
+            place = (row * wide + columns.start) * samples
+            data = os.pread(self.handle.fileno(), count, first + place)
             if len(data) < count or place + count > image.lengths[index]:
                 raise ValueError("the file is truncated")
             out[number] = np.frombuffer(data, np.uint8)
-        pixels = out.reshape(len(out), -1, samples)
-        return np.subtract(255, pixels, dtype=np.uint8) if image.page.photometric == 0 else pixels
+        return out.reshape(len(out), -1, samples)
+
+
+def read_pyramid(path: Path, tiff: tifffile.TiffFile) -> tuple[list[TiffImage], SlideInfo]:
+    """Return the levels of the largest image of a TIFF file, and its header.
+
+    Raises:
+        SlideUnreadable: it has several channels, other pixels than 8-bit RGB or grey, or a damaged header.
+    """
+    if not tiff.series:
+        raise SlideUnreadable(f"{path} has no image", todo="check that the copy is complete")
+    series = max(
+        tiff.series,
+        key=lambda image: image.shape[image.axes.index("Y")] * image.shape[image.axes.index("X")],
+    )
+    mpp_x, mpp_y, power, channels = (
+        read_ome(tiff.ome_metadata or "", series.keyframe.index) if tiff.is_ome else _NO_OME
+    )
+    _check_axes(path, series, channels)
+    images = [_image(path, level) for level in series.levels]
+    page, size = images[0].page, images[0].size
+    levels = tuple(
+        Level(n, image.size, (size.width / image.size.width + size.height / image.size.height) / 2)
+        for n, image in enumerate(images)
+    )
+    if tiff.is_svs:
+        text = page.description
+        mpp_x = mpp_y = _number_after("MPP", text)
+        power = _number_after("AppMag", text)
+    elif not tiff.is_ome:
+        units: dict[int, float] = {tifffile.RESUNIT.CENTIMETER: 1e4, tifffile.RESUNIT.INCH: 25400.0}
+        if (tiff.imagej_metadata or {}).get("unit") in _MICROMETRES:
+            units[tifffile.RESUNIT.NONE] = 1.0
+        mpp_x, mpp_y = (_mpp(page, name, units) for name in ("XResolution", "YResolution"))
+    turned = page.tags.valueof("Orientation", 1)
+    notes = (f"its orientation {turned} is not applied",) if turned != 1 else ()
+    return images, SlideInfo(
+        vendor="ome-tiff" if tiff.is_ome else "aperio" if tiff.is_svs else "tiff",
+        levels=levels,
+        bounds=RegionL0(PointL0(0, 0), size),
+        mpp_x=mpp_x,
+        mpp_y=mpp_y,
+        objective_power=power,
+        quickhash=None,
+        has_icc_profile="InterColorProfile" in page.tags,
+        reader=f"tifffile {tifffile.__version__}",
+        notes=notes
+        + _other_images([(one.name, one.keyframe) for one in tiff.series], series.keyframe),
+    )
+
+
+def _other_images(images: Iterable[tuple[str, Any]], read: Any) -> tuple[str, ...]:
+    """Return a note about images of a file that may show tissue, but are neither read nor levels of the one that is.
+
+    `images` are names and pages, and `read` is the page that is read.
+    """
+    width, height = read.imagewidth, read.imagelength
+    reduced = [(width >> power, height >> power) for power in range(1, 16)]
+    unread = [
+        f"{page.imagewidth}×{page.imagelength}"
+        for name, page in images
+        if page.index != read.index
+        and page.imagewidth * page.imagelength * _SMALL_IMAGE >= width * height
+        and not _NO_TISSUE.search(name)
+        and not any(
+            max(abs(page.imagewidth - level[0]), abs(page.imagelength - level[1])) <= 1
+            for level in reduced
+        )
+    ]
+    note = f"only its image of {width}×{height} pixels is read, not {counted(len(unread), 'other image')}: "
+    return (note + ", ".join(unread[:5]),) if unread else ()
+
+
+def _check_axes(path: Path, series: Any, channels: Sequence[str]) -> None:
+    """Refuse images with several channels, focal planes or time points, which are not slides of three colours."""
+    axes = series.axes
+    if axes in ("YXS", "YX", "SYX"):
+        return
+    counts = [
+        f"{count} {_CHANNEL_AXES.get(axis, 'images')}"
+        for axis, count in zip(axes, series.shape, strict=True)
+        if axis not in "YXS"
+    ]
+    names = f": {', '.join(channels)}" if "C" in axes and channels else ""
+    raise SlideUnreadable(
+        f"{path} is a multi-channel image or a stack",
+        found=", ".join(counts) + names if counts else f"axes {axes}",
+        expected="one 8-bit RGB or grey image",
+        todo="export the stain, focal plane or image to be analysed as one RGB image",
+    )
+
+
+def _image(path: Path, level: Any) -> TiffImage:
+    """Return one level of the pyramid.
+
+    Raises:
+        SlideUnreadable: its pixels are of another kind than 8-bit RGB or grey.
+    """
+    page = level.pages[0]
+    if len(level.pages) != 1 or page is None or page.parent is not level.keyframe.parent:
+        raise SlideUnreadable(
+            f"{path}: the pixels of a level are in several images or files",
+            todo="export the slide as one RGB image in one file",
+        )
+    key = level.keyframe
+    _check_pixels(path, key)
+    samples = int(key.samplesperpixel)
+    planes = samples if int(key.planarconfig) == 2 else 1
+    size = Size(int(key.imagewidth), int(key.imagelength))
+    segment = (
+        Size(int(key.tilewidth), int(key.tilelength))
+        if key.is_tiled
+        else Size(size.width, min(int(key.rowsperstrip), size.height))
+    )
+    image = TiffImage(
+        key,
+        partial(key.decode, jpegtables=page.jpegtables),
+        size,
+        segment,
+        samples,
+        planes,
+        tuple(page.dataoffsets),
+        tuple(page.databytecounts),
+    )
+    expected = math.prod(image.grid) * planes
+    if min(size.width, size.height, segment.width, segment.height) < 1 or not (
+        len(image.offsets) == len(image.lengths) == expected
+    ):
+        raise SlideUnreadable(
+            f"{path}: the header is damaged",
+            found=f"{len(image.offsets)} tiles or strips",
+            expected=expected,
+        )
+    if segment.area * samples > _LARGEST_SEGMENT and not image.is_raw:
+        raise SlideUnreadable(
+            f"{path}: its {'tiles' if key.is_tiled else 'strips'} are too large to decode for a few patches",
+            found=f"{segment} pixels",
+            expected=f"at most {_LARGEST_SEGMENT >> 20} MB",
+            todo="convert it to a tiled pyramid, for example with `vips tiffsave --tile --pyramid`",
+        )
+    return image
+
+
+def check_openslide_pages(path: Path) -> tuple[str, ...]:
+    """Check the pixels of the images that OpenSlide may read as levels: the tiled ones, or the first one.
+
+    OpenSlide reads 16-bit, signed and CIELAB pixels, too, as black or shifted colours. A file that tifffile cannot read
+    is left to OpenSlide.
+
+    Returns:
+        A note about other images. It applies to generic TIFF files, of which OpenSlide reads the first image.
+
+    Raises:
+        SlideUnreadable: they are of another kind than 8-bit RGB, YCbCr, grey or palette.
+    """
+    return try_tiff(path, partial(_check_pages, path)) or ()
+
+
+def _check_pages(path: Path, tiff: tifffile.TiffFile) -> tuple[str, ...]:
+    every: list[Any] = list(tiff.pages)
+    pages = [page for page in every if page.is_tiled] or every[:1]
+    for page in pages:
+        _check_kind(path, page, _OPENSLIDE_KINDS)
+    return _other_images([(page.description, page) for page in pages], pages[0])
+
+
+def _check_kind(path: Path, page: Any, pixel_types: Collection[tuple[int, ...]]) -> None:
+    """Refuse pixels that are not 8-bit samples of one of the kinds: photometric interpretation, samples, alpha."""
+    bits = set(np.ravel(page.bitspersample).tolist())
+    samples, alpha = int(page.samplesperpixel), tuple(map(int, page.extrasamples))
+    if (
+        bits != {8}
+        or page.dtype != np.uint8
+        or (int(page.photometric), samples, *alpha) not in pixel_types
+    ):
+        kind = "" if page.dtype is None or page.dtype.kind == "u" else f" ({page.dtype})"
+        raise SlideUnreadable(
+            f"{path} has pixels that cannot be used",
+            found=f"{counted(samples, 'sample')} of {'/'.join(map(str, sorted(bits)))} bits{kind}, photometric "
+            f"{getattr(page.photometric, 'name', page.photometric)}"
+            + "".join(
+                f", extra sample {getattr(extra, 'name', extra)}" for extra in page.extrasamples
+            ),
+            expected="8-bit RGB, YCbCr or grey",
+            todo="scale its values to 0 to 255, and convert it to 8-bit RGB",
+        )
+
+
+def _check_pixels(path: Path, key: Any) -> None:
+    """Refuse pixels of another kind than 8-bit RGB or grey, and unknown compressions."""
+    _check_kind(path, key, _KINDS)
+    if key.fillorder != 1:
+        raise SlideUnreadable(f"{path} has bits in reverse order", todo="convert it to 8-bit RGB")
+    try:
+        tifffile.TIFF.DECOMPRESSORS[key.compression]
+    except (KeyError, ValueError):
+        raise SlideUnreadable(
+            f"{path} has a compression that tifffile cannot decode", found=str(key.compression)
+        ) from None
+    if int(key.photometric) == 6 and int(key.compression) not in _JPEGS:
+        raise SlideUnreadable(f"{path} has YCbCr pixels without JPEG", expected="RGB")
+
+
+def _mpp(page: Any, name: str, units: Mapping[int, float]) -> str | None:
+    """Return µm per pixel of a resolution tag; None if it has none of the units, whose lengths are in µm."""
+    um = units.get(int(page.tags.valueof("ResolutionUnit", tifffile.RESUNIT.INCH)))
+    above, below = page.tags.valueof(name, (0, 0))
+    return f"{um * below / above:.9g}" if um and above and below else None
+
+
+def _number_after(name: str, text: str) -> str | None:
+    """Return the number of an entry `NAME = NUMBER` of an Aperio description."""
+    match = re.search(rf"\|\s*{name}\s*=\s*([0-9.]+)", text)
+    return match[1] if match else None

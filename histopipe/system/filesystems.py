@@ -11,12 +11,9 @@ from pathlib import Path
 
 from histopipe.errors import HistopipeError, MachineShort, UsageError
 
+# The order matters for texts without a number: the first of these whose message is in the text is taken.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
 _REFUSED = (errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR)
-
-
 PASSING = (
     errno.EMFILE,
     errno.ENFILE,

@@ -39,6 +39,7 @@ def combine(*numbers: int | NDArray[np.integer]) -> NDArray[np.uint64]:
 
 
 _ROUNDS = 8
+"""Four rounds are proven to be pseudo-random; another number would change the order of resumed runs."""
 SMALL = 1024
 """Up to this size, a permutation is computed by sorting hashes. On few points, a Feistel network can reach only few
 permutations (on 3 points only the rotations), and sorting is as fast."""

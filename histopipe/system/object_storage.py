@@ -1,4 +1,4 @@
-"""Files in object storage and on web servers, through fsspec: list, check and read them.
+"""Files in object storage and on web servers, through fsspec: list, check, read, download and write them.
 
 Credentials come only from the environment of fsspec's libraries.
 """
@@ -6,18 +6,20 @@ Credentials come only from the environment of fsspec's libraries.
 from __future__ import annotations
 
 import base64
-import calendar
 import email.utils
 import functools
 import hashlib
+import os
 import random
 import re
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -30,6 +32,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 _TRIES = 6
+"""The libraries' retries are switched off where they have some: those of several layers would multiply."""
 _FIRST_WAIT_SECONDS = 0.3
 """Wait after the first failure. It doubles with each failure: 10 to 20 s for all six tries."""
 _WAITABLE = (408, 425, 429)
@@ -49,29 +52,26 @@ def try_action(url: str, action: Callable[[], T], done: str = "read") -> T:
         RemoteRefused: it failed for a reason that stays, such as a missing permission.
         RemoteError: it failed each time.
     """
-    for number in range(_TRIES):
+    tries = 0
+    while True:
         try:
             return action()
-        except (RemoteError, MemoryError):
-            raise
-        except Exception as error:  # the libraries raise many types
-            if is_full_disk(error):
+        # Broad: the libraries of each storage raise their own types, of which most have no common base.
+        except Exception as error:
+            if isinstance(error, RemoteError | MemoryError) or is_full_disk(error):
                 raise
+            tries += 1
             reason, kind = _reason(error)
-            if kind is not RemoteError:
+            may_pass = kind is RemoteError
+            if tries == _TRIES or not may_pass:
                 raise kind(
                     f"{public_url(url)} cannot be {done}",
-                    found=reason,
-                    todo="check the URL and your credentials",
+                    found=f"{reason} (tried {_TRIES} times)" if may_pass else reason,
+                    todo="check the connection, and run the same command again"
+                    if may_pass
+                    else "check the URL and your credentials",
                 ) from None
-            if number == _TRIES - 1:
-                raise RemoteError(
-                    f"{public_url(url)} cannot be {done}",
-                    found=f"{reason} (tried {_TRIES} times)",
-                    todo="check the connection, and run the same command again",
-                ) from None
-        time.sleep(_FIRST_WAIT_SECONDS * 2**number * random.uniform(0.7, 1.3))  # noqa: S311
-    raise AssertionError("unreachable")
+        time.sleep(_FIRST_WAIT_SECONDS * 2 ** (tries - 1) * random.uniform(0.7, 1.3))  # noqa: S311
 
 
 def _reason(error: BaseException) -> tuple[str, type[RemoteError]]:
@@ -112,8 +112,9 @@ def _status(error: BaseException) -> int | None:
 
 
 _TRANSFERS = 4
-"""Number of blocks that are sent or received at once."""
+"""Number of blocks that are sent or received at once. Each is in memory: 128 MB for blocks of 32 MB."""
 _CONNECT_SECONDS, _READ_SECONDS = 15.0, 60.0
+"""Time limits for a connection, and for each read of it: without them, a connection that sends nothing blocks a run."""
 _WEB = ("http", "https")
 _OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "s3": {
@@ -160,14 +161,9 @@ def list_files(url: str) -> list[RemoteFile]:
     system, path = filesystem(url)
     if is_web(url):
         return [remote_file(url)]
-
-    def find() -> Any:
-        system.invalidate_cache()
-        return system.find(path, detail=True) or {path: system.info(path)}
-
     scheme = url.partition("://")[0]
-    files = sorted(try_action(url, find).items())
-    return [_described(f"{scheme}://{name}", info) for name, info in files]
+    files = try_action(url, lambda: system.find(path, detail=True) or {path: system.info(path)})
+    return [_described(f"{scheme}://{name}", info) for name, info in sorted(files.items())]
 
 
 def remote_file(url: str) -> RemoteFile:
@@ -182,19 +178,18 @@ def remote_file(url: str) -> RemoteFile:
         if url.startswith("s3://"):
             bucket, key, _ = system.split_path(path)
             return system.call_s3("head_object", Bucket=bucket, Key=key)
-        system.invalidate_cache()
         return system.info(path)
 
     return _described(url, try_action(url, info))
 
 
-def read_range(file: RemoteFile, start: int, stop: int) -> bytes:
+def read_range(url: str, start: int, stop: int) -> bytes:
     """Return some bytes of a file.
 
     Raises:
         RemoteRefused, RemoteError: they cannot be read.
     """
-    system, path = filesystem(file.url)
+    system, path = filesystem(url)
 
     def read() -> bytes:
         data: bytes = system.cat_file(path, start=start, end=stop)
@@ -202,52 +197,38 @@ def read_range(file: RemoteFile, start: int, stop: int) -> bytes:
             raise OSError(f"{len(data):,} bytes received, {stop - start:,} expected")
         return data
 
-    return try_action(file.url, read)
+    return try_action(url, read)
 
 
-def open_remote(file: RemoteFile) -> BinaryIO:
+def open_remote(url: str) -> BinaryIO:
     """Open a file for reading a few parts of it, such as its header.
 
     Raises:
         RemoteRefused, RemoteError: it cannot be opened.
     """
-    system, path = filesystem(file.url)
-    opened: BinaryIO = try_action(file.url, lambda: system.open(path, "rb", block_size=1 << 16))
+    system, path = filesystem(url)
+    opened: BinaryIO = try_action(url, lambda: system.open(path, "rb", block_size=1 << 16))
     return opened
 
 
-def write_file(url: str, content: bytes) -> None:
-    """Write a file, and check its size and MD5.
+def write_file(url: str, content: bytes | Path) -> None:
+    """Write some bytes, or a local file of any size. Check the size of the written file, and the MD5 of bytes.
 
     Raises:
         RemoteRefused: the access is denied, or the server takes no files.
         RemoteError: it cannot be written.
     """
     system, path = filesystem(url)
-    md5 = hashlib.md5(content, usedforsecurity=False).hexdigest()
-    _write_and_check(url, lambda: system.pipe_file(path, content), len(content), md5)
+    if isinstance(content, Path):
+        send = partial(system.put_file, str(content), path)
+        size_bytes, md5 = (
+            content.stat().st_size,
+            None,
+        )  # of files in several parts, no storage reports it
+    else:
+        send = partial(system.pipe_file, path, content)
+        size_bytes, md5 = len(content), hashlib.md5(content, usedforsecurity=False).hexdigest()
 
-
-def parallel(function: Callable[[T], R], items: Iterable[T], threads: int = _TRANSFERS) -> list[R]:
-    """Return the results of a function for all items, in order. After an error, no further item is started."""
-    with ThreadPoolExecutor(threads, "histopipe-transfer") as pool:
-        return list(pool.map(function, items))
-
-
-def upload(path: Path, url: str) -> None:
-    """Write a local file of any size to a URL, and check its size.
-
-    Raises:
-        RemoteRefused: the access is denied, or the server takes no files.
-        RemoteError: it cannot be written.
-    """
-    system, target = filesystem(url)
-    _write_and_check(url, lambda: system.put_file(str(path), target), path.stat().st_size)
-
-
-def _write_and_check(
-    url: str, send: Callable[[], object], size_bytes: int, md5: str | None = None
-) -> None:
     def write() -> None:
         send()
         file = remote_file(url)
@@ -255,6 +236,12 @@ def _write_and_check(
             raise OSError("the file differs from what was sent")
 
     try_action(url, write, "written")
+
+
+def parallel(function: Callable[[T], R], items: Iterable[T], threads: int = _TRANSFERS) -> list[R]:
+    """Return the results of a function for all items, in order. After an error, no further item is started."""
+    with ThreadPoolExecutor(threads, "histopipe-transfer") as pool:
+        return list(pool.map(function, items))
 
 
 def delete_file(url: str) -> None:
@@ -265,6 +252,102 @@ def delete_file(url: str) -> None:
     """
     system, path = filesystem(url)
     try_action(url, lambda: system.rm_file(path), "deleted")
+
+
+PART_BYTES = 8 << 20
+"""Bytes per request. A part whose connection breaks is requested again, the others are kept."""
+_DOWNLOADS = 8
+"""Number of parts that are received at once: one connection is often slower than the network."""
+
+
+def download(
+    file: RemoteFile,
+    path: Path,
+    *,
+    stop: threading.Event | None = None,
+    advance: Callable[[int], object] = lambda _: None,
+) -> None:
+    """Download a file in parallel parts, and check its size, version and MD5. `path` must not exist.
+
+    `advance` is called with the number of bytes of each part. After an error, `path` may be incomplete.
+
+    Raises:
+        RemoteRefused: the access is denied, or the file does not exist.
+        RemoteError: it cannot be read, changed during the download, or has another MD5; or `stop` was set.
+        OSError: `path` cannot be written, for example because the disk is full.
+    """
+    stop = stop or threading.Event()
+
+    def fetch(start: int) -> None:
+        if not stop.is_set():
+            data = read_range(file.url, start, min(start + PART_BYTES, file.size_bytes))
+            write_at(path, data, start)
+            advance(len(data))
+
+    with path.open("xb") as out:
+        if file.size_bytes:
+            os.posix_fallocate(out.fileno(), 0, file.size_bytes)  # a full disk shows at once
+    if file.ranges:
+        parallel(fetch, range(0, file.size_bytes, PART_BYTES), _DOWNLOADS)
+    else:
+        _download_stream(file, path, stop)
+        advance(file.size_bytes)
+    if stop.is_set():
+        raise RemoteError(f"{file.location}: the download was stopped")
+    _check_download(file, path)
+
+
+def write_at(path: Path, data: bytes, place: int) -> None:
+    """Write bytes at a place of an existing file. Threads may write to different places at once."""
+    with path.open("r+b") as file:
+        file.seek(place)
+        file.write(data)
+
+
+def _download_stream(file: RemoteFile, path: Path, stop: threading.Event) -> None:
+    """Download a file from a server without range requests: from its start, again after each failure."""
+    system, source = filesystem(file.url)
+
+    def read() -> None:
+        with system.open(source, "rb", block_size=0) as stream, path.open("r+b") as out:
+            while not stop.is_set() and (data := stream.read(PART_BYTES)):
+                out.write(data)
+            received = out.truncate()  # an earlier try may have written more
+            if received != file.size_bytes and not stop.is_set():
+                raise OSError(f"{received:,} bytes received, {file.size_bytes:,} expected")
+
+    try_action(file.url, read)
+
+
+def _check_download(file: RemoteFile, path: Path) -> None:
+    """Check the size, version and MD5 of a downloaded file.
+
+    Raises:
+        RemoteError: one of them differs.
+    """
+    now = remote_file(file.url)
+    if None not in (now.etag, file.etag):
+        same = now.etag == file.etag
+    else:  # listings and single requests may differ in fractions of a second
+        times = now.mtime_ns // 10**9, file.mtime_ns // 10**9
+        same = times[0] == times[1] or 0 in times
+    if not same or now.size_bytes != file.size_bytes:
+        raise RemoteError(
+            f"{file.location} changed while it was being downloaded",
+            found=f"{now.size_bytes:,} bytes, {file.size_bytes:,} before",
+            todo="run the same command again",
+        )
+    if now.md5 is None:
+        return
+    with path.open("rb") as local:
+        md5 = hashlib.file_digest(local, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+    if md5 != now.md5:
+        raise RemoteError(
+            f"{file.location} has another checksum after the download",
+            found=f"MD5 {md5}",
+            expected=now.md5,
+            todo="run the same command again; if it fails again, the stored file or the network is damaged",
+        )
 
 
 def filesystem(url: str) -> tuple[Any, str]:
@@ -313,7 +396,7 @@ def _filesystem_of(scheme: str) -> Any:
             expected="s3://, gs://, az://, https:// or http://",
         ) from error
     if scheme == "s3":
-        system.retries = 1  # `try_action` tries again
+        system.retries = 1  # no option; `try_action` tries again
     return system
 
 
@@ -341,8 +424,8 @@ def _nanoseconds(moment: Any) -> int:
     if isinstance(moment, datetime):
         return int(moment.timestamp() * 1e9) // 1000 * 1000
     if isinstance(moment, str):
-        parts = email.utils.parsedate(moment)
-        return calendar.timegm(parts) * 10**9 if parts else 0
+        parts = email.utils.parsedate_tz(moment)
+        return email.utils.mktime_tz(parts) * 10**9 if parts else 0
     return int(float(moment) * 1e9)
 
 

@@ -52,8 +52,7 @@ def plural(noun: str) -> str:
 def some(items: Iterable[object], most: int = 8) -> str:
     """List the first items, and the number of the others, for a message."""
     items = list(items)
-    text = ", ".join(map(str, items[:most]))
-    return text + (f" and {len(items) - most} more" if len(items) > most else "")
+    return listed(items, most) if len(items) > most else ", ".join(map(str, items))
 
 
 def listed(names: Sequence[object], most: int = 12, *, last: str = "and") -> str:
@@ -91,6 +90,7 @@ def slide_failure(error: Exception) -> str:
 
 
 _SECONDS_BETWEEN_LINES = 30.0
+"""Logs of long runs stay short, and a run that hangs is noticed soon."""
 
 
 class Bar(Closing):

@@ -167,14 +167,9 @@ class Setting:
         return flag(self.name)
 
     @property
-    def value_type(self) -> Any:
-        """The type of its value, without None; the first of several."""
-        return _first_type(self.type)
-
-    @property
     def is_list(self) -> bool:
         """Whether its value is a list or a tuple."""
-        return get_origin(self.value_type) in (Sequence, tuple)
+        return get_origin(_first_type(self.type)) in (Sequence, tuple)
 
     @property
     def is_path_list(self) -> bool:
@@ -189,7 +184,8 @@ class Setting:
     @property
     def item_type(self) -> Any:
         """The type of its value, or of the items of a list."""
-        return _first_type(get_args(self.value_type)[0]) if self.is_list else self.value_type
+        kind = _first_type(self.type)
+        return _first_type(get_args(kind)[0]) if self.is_list else kind
 
     @property
     def word(self) -> str | None:
@@ -244,7 +240,9 @@ def _first_type(kind: Any) -> Any:
 
 def declared_settings(*classes: type) -> Mapping[str, Setting]:
     """Return the declared settings of classes, by name. If several classes declare a setting, the first wins."""
-    return _settings_of(classes)
+    return _settings_of(
+        classes
+    )  # mypy does not let `functools.cache` take some of the classes one by one
 
 
 @functools.cache

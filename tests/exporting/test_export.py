@@ -21,7 +21,7 @@ from histopipe.exporting.patches import ExportResult
 from histopipe.store.format import value_crc
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
-from histopipe.system.object_storage import upload
+from histopipe.system.object_storage import write_file
 
 SLIDES = {"n1": (0, 12), "t1": (12, 7), "dir/t2": (19, 12)}
 
@@ -296,13 +296,13 @@ def test_shards_at_a_url_equal_local_ones_and_the_export_continues(
     exported(store, out=tmp_path / "local", **options)
     sent: list[str] = []
 
-    def cut(path: Path, target: str) -> None:
+    def cut(target: str, path: Path) -> None:
         sent.append(target)
         if len(sent) == 4:
             raise RemoteError("connection lost")
-        upload(path, target)
+        write_file(target, path)
 
-    monkeypatch.setattr("histopipe.exporting.patches.upload", cut)
+    monkeypatch.setattr("histopipe.exporting.patches.write_file", cut)
     with pytest.raises(RemoteError):
         export(store, url, **options)
     second = export(store, url, **options)

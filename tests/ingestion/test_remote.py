@@ -29,10 +29,8 @@ from histopipe.inference.slide_tiler import FileSource
 from histopipe.predictions.sources import PredictionsFolder
 from histopipe.slides.discovery import discover
 from histopipe.store.store import Store
-from histopipe.system import download as download_module
 from histopipe.system import object_storage
-from histopipe.system.download import download
-from histopipe.system.object_storage import list_files
+from histopipe.system.object_storage import download, list_files
 from histopipe.system.output import Progress
 from histopipe.system.urls import public_url, without_secrets
 from histopipe.tiling.spec import TilingSpec
@@ -266,7 +264,7 @@ def test_server_without_ranges_or_with_get_only(
 def test_large_file_is_downloaded_in_parts(
     web: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(download_module, "PART_BYTES", 100_000)
+    monkeypatch.setattr(object_storage, "PART_BYTES", 100_000)
     (file,) = list_files(f"{web.url}/{CMU}")
     web.requests.clear()
     sizes: list[int] = []

@@ -9,12 +9,14 @@ its memory, prints the number of refused files per parser, and returns 1 if ther
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import resource
 import shutil
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -171,7 +173,7 @@ def parsers(run: Path, store: Store) -> dict[str, tuple[bytes, Parser]]:
 def write_slides(folder: Path) -> None:
     """Write a slide of four tiles as TIFF, as OME-TIFF with two levels and as DICOM, and a manifest."""
     manifest = Manifest("uuid", 10, (StoredFile("data.mdb", 15, ("0" * 64, "1" * 64)),))
-    (folder / "manifest").write_bytes(manifest.to_bytes())
+    (folder / "manifest").write_bytes(json.dumps({"version": 1, **asdict(manifest)}).encode())
     noise = np.random.default_rng(0).integers(0, 255, (4, TILE, TILE, 3), np.uint8)
     tiles = [simplejpeg.encode_jpeg(tile, 80, colorsubsampling="444") for tile in noise]
     page = TiffPage(LEVEL.size, Size(TILE, TILE), tiles, "444", None, 0.5)

@@ -31,8 +31,7 @@ from histopipe.slides.openslide_reader import OpenSlideReader
 from histopipe.slides.readers import open_slide
 from histopipe.slides.staging import StagedSlide, StagingArea, staged
 from histopipe.slides.thumbnail import read_thumbnail
-from histopipe.slides.tiff_pyramid import read_ome
-from histopipe.slides.tiff_reader import TiffReader
+from histopipe.slides.tiff_reader import TiffReader, read_ome
 from histopipe.slides.tiles.check import NativeLevels
 from histopipe.store.store import Store
 

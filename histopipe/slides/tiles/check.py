@@ -7,7 +7,7 @@ the difference must be small, and smallest without a shift of the tiles.
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from itertools import product
 from pathlib import Path
 
@@ -38,6 +38,7 @@ class NativeLevels(Closing):
     def __init__(self, slide: Slide, files: tuple[Path, ...]) -> None:
         self._slide, self._files = slide, files
         self._checked: dict[int, tuple[NativeTiles, str] | NotNative] = {}
+        self._opened = ExitStack()
 
     def get(self, level: Level) -> tuple[NativeTiles, str]:
         """Return the tiles of a level, and how they compare with OpenSlide's pixels.
@@ -47,7 +48,8 @@ class NativeLevels(Closing):
         """
         if level.number not in self._checked:
             try:
-                tiles = NativeTiles(find_native(self._files, self._slide.info, level))
+                native = find_native(self._files, self._slide.info, level)
+                tiles = self._opened.enter_context(NativeTiles(native))
                 self._checked[level.number] = tiles, check(self._slide, level, tiles)
             except NotNative as error:
                 self._checked[level.number] = error
@@ -65,9 +67,7 @@ class NativeLevels(Closing):
 
     def close(self) -> None:
         """Close the files and free the decoded tiles."""
-        for entry in self._checked.values():
-            if not isinstance(entry, NotNative):
-                entry[0].close()
+        self._opened.close()
 
 
 def find_native(files: tuple[Path, ...], info: SlideInfo, level: Level) -> NativeLevel:

@@ -11,8 +11,6 @@ from __future__ import annotations
 import os
 import struct
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -40,26 +38,10 @@ _COLOURS: dict[str, Colour] = {
 }
 
 
-@contextmanager
-def pydicom_warnings() -> Iterator[list[str]]:
-    """Collect pydicom's warnings about damaged headers instead of printing them.
-
-    Yields a list of the first line of each warning, which is filled at the end of the block.
-    """
-    messages: list[str] = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            yield messages
-        finally:
-            texts = (str(warning.message).partition("\n")[0][:200] for warning in caught)
-            messages.extend(dict.fromkeys(texts))
-
-
 def read_header(file: Path | BinaryIO, *names: str) -> pydicom.Dataset:
     """Read some values of a file's header. An open file is then positioned at the start of its pixel data.
 
-    pydicom warns about damaged values when they are read and when they are used: use `pydicom_warnings` around both.
+    pydicom warns about damaged values when they are read and when they are used: catch the warnings of both.
 
     Raises:
         ValueError: the file is not a DICOM file, or is damaged.
@@ -68,13 +50,13 @@ def read_header(file: Path | BinaryIO, *names: str) -> pydicom.Dataset:
         return pydicom.dcmread(
             file, stop_before_pixels=True, specific_tags=list(names), defer_size=_LONGEST_VALUE
         )
-    except Exception as error:
+    except Exception as error:  # on a damaged header, pydicom may raise any exception
         raise ValueError(f"its header cannot be read: {error}") from error
 
 
 def read_text(path: Path | BinaryIO, name: str) -> str | None:
     """Return a value of a file's header as text; None if it is missing, or the header cannot be read."""
-    with pydicom_warnings():
+    with warnings.catch_warnings(action="ignore"):
         try:
             return str(read_header(path, name).get(name, "")) or None
         except ValueError:
@@ -88,16 +70,17 @@ def find_tiles(files: tuple[Path, ...], level: Level) -> NativeLevel:
         NotNative: they cannot be used directly; the text is the reason.
     """
     try:
-        with pydicom_warnings() as damage:
+        with warnings.catch_warnings(record=True, action="always") as caught:
             matches = [path for path in files if _shows(path, level.size)]
             if len(matches) != 1:
                 raise NotNative(  # noqa: TRY301
                     f"{len(matches)} of its files have images of {level.size}, expected 1"
                 )
             return with_frame(_native(matches[0], level.size))
-    except Exception as error:
+    except Exception as error:  # pydicom parses values only when they are used
         unknown = "" if isinstance(error, NotNative) else "its frames cannot be found: "
-        headers = f" (damaged header: {'; '.join(damage[:2])})" if damage else ""
+        damage = {str(warning.message).partition("\n")[0][:200]: None for warning in caught}
+        headers = f" (damaged header: {'; '.join(list(damage)[:2])})" if damage else ""
         raise NotNative(f"{unknown}{error}{headers}", getattr(error, "native", None)) from error
 
 
@@ -107,7 +90,7 @@ def find_pixel_data(files: tuple[Path, ...], size: Size) -> list[tuple[Path, int
     They are in the order of their UIDs, which does not change when files are renamed.
     """
     parts = []
-    with pydicom_warnings():
+    with warnings.catch_warnings(action="ignore"):
         for path in files:
             if _shows(path, size):
                 with path.open("rb") as file:

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from histopipe.errors import SlideUnreadable
 from histopipe.geometry import RegionLevel, Size
+from histopipe.slides.slide import overlaps
 from histopipe.system.files import Closing
 
 Colour = Literal["rgb", "ycbcr", "grey"]
@@ -221,7 +222,6 @@ class NativeTiles(Closing):
 
     def __init__(self, native: NativeLevel) -> None:
         self.native = native
-        self._file = -1
         kept = (native.tables[s:e] for marker, s, e in _segments(native.tables) if marker in _KEPT)
         self._begin = SOI + _ADOBE.get(native.colour, b"") + b"".join(kept)
         # Most tiles of an image begin with the same bytes, so these are parsed only once.
@@ -231,6 +231,8 @@ class NativeTiles(Closing):
             self._file = os.open(native.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise SlideUnreadable(f"{native.path} cannot be read", found=error.strerror) from error
+        # It closes the file once: when this object is closed or collected, or when the interpreter ends.
+        self._close_file = weakref.finalize(self, os.close, self._file)
 
     def jpeg(self, row: int, column: int) -> bytes | None:
         """Return a tile as a plain JPEG file with its original compressed data.
@@ -309,33 +311,23 @@ class NativeTiles(Closing):
             decode = functools.partial(_decode, weakref.proxy(self), reduction)
             self._decoded = {reduction: functools.lru_cache(maxsize=max(4, count))(decode)}
         decoded = self._decoded[reduction]
-        tile, r = self.native.tile, reduction
         left, top = region.x - self.native.x_level, region.y - self.native.y_level
-        right, bottom = left + region.size.width, top + region.size.height
-        out = np.empty((region.size.height // r, region.size.width // r, 3), np.uint8)
-        for row in range(top // tile.height, -(-bottom // tile.height)):
-            for column in range(left // tile.width, -(-right // tile.width)):
-                part = decoded(row, column)
-                if part is None:
-                    return None
-                # Corner of the tile, and its part inside the region, in pixels of the image.
-                x, y = column * tile.width, row * tile.height
-                x0, x1 = max(left, x), min(right, x + tile.width)
-                y0, y1 = max(top, y), min(bottom, y + tile.height)
-                out[(y0 - top) // r : (y1 - top) // r, (x0 - left) // r : (x1 - left) // r] = part[
-                    (y0 - y) // r : (y1 - y) // r, (x0 - x) // r : (x1 - x) // r
-                ]
+        left, top, *sides = (
+            side // reduction for side in (left, top, region.size.width, region.size.height)
+        )
+        tile = Size(self.native.tile.width // reduction, self.native.tile.height // reduction)
+        out = np.empty((sides[1], sides[0], 3), np.uint8)
+        for row, column, place, part in overlaps(left, top, Size(*sides), tile):
+            pixels = decoded(row, column)
+            if pixels is None:
+                return None
+            out[place] = pixels[part]
         return out
 
     def close(self) -> None:
         """Close the file and free the decoded tiles."""
-        self._decoded = {}
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
-
-    def __del__(self) -> None:
-        self.close()
+        self._close_file()
+        self._decoded, self._file = {}, -1
 
     def unreadable(self, row: int, column: int, why: str) -> SlideUnreadable:
         """Return the error for a tile."""

@@ -1,4 +1,4 @@
-"""Locate the native JPEG tiles of TIFF files.
+"""TIFF files: read them although they may be damaged, hash them, and locate their native JPEG tiles.
 
 Source:
     TIFF 6.0; TIFF Technical Note 2 (JPEG in TIFF), for compression 7 and its shared tables.
@@ -6,11 +6,15 @@ Source:
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import tifffile
 
+from histopipe.errors import SlideUnreadable
 from histopipe.geometry import Level, Size
 from histopipe.slides.slide import SlideInfo
 from histopipe.slides.tiles.native import Colour, NativeLevel, NotNative, with_frame, with_transform
@@ -24,6 +28,54 @@ _COLOURS: dict[int, Colour] = {1: "grey", 2: "rgb", 6: "ycbcr"}
 """Colour by photometric interpretation, which OpenSlide also uses."""
 
 
+T = TypeVar("T")
+
+
+def try_tiff(path: Path, read: Callable[[tifffile.TiffFile], T]) -> T | None:
+    """Return what a function reads of a TIFF file; None if the file is no TIFF, or damaged.
+
+    Raises:
+        SlideUnreadable: the function raises it.
+    """
+    try:
+        with tifffile.TiffFile(path) as tiff:
+            return read(tiff)
+    except SlideUnreadable:
+        raise
+    except Exception:  # noqa: BLE001 - on a damaged header, tifffile may raise any exception
+        return None
+
+
+def has_one_image(tiff: tifffile.TiffFile) -> bool:
+    """Return whether a file is one image without tiles, and not a scan."""
+    scan = tiff.is_ome or tiff.is_svs or tiff.pages.first.is_tiled
+    return not scan and len(tiff.pages) == 1
+
+
+def hash_tiles(tiff: tifffile.TiffFile) -> str:
+    """Return the hash of `slide_files.tile_hash`."""
+    page = tiff.pages.first
+    counts = np.asarray(page.databytecounts, dtype="<u8")
+    digest = hashlib.sha256(counts.tobytes())
+    for index in np.unique(np.linspace(0, len(counts) - 1, 64).astype(int)):
+        tiff.filehandle.seek(int(page.dataoffsets[index]))
+        digest.update(tiff.filehandle.read(int(counts[index])))
+    return digest.hexdigest()
+
+
+def find_largest(
+    tiff: tifffile.TiffFile,
+) -> tuple[Size, Sequence[Path], Sequence[int], Sequence[int]]:
+    """Return the size of the largest image; and the file, the offset and the length of each of its tiles or strips."""
+    page = max(_pages(tiff.pages), key=lambda page: page.imagewidth * page.imagelength)
+    files = [Path(tiff.filehandle.path)] * len(page.dataoffsets)
+    return _size(page), files, page.dataoffsets, page.databytecounts
+
+
+def _pages(images: Iterable[Any]) -> list[tifffile.TiffPage]:
+    return [page for page in images if isinstance(page, tifffile.TiffPage)]
+
+
 def find_tiles(files: tuple[Path, ...], info: SlideInfo, level: Level) -> NativeLevel:
     """Locate the native JPEG tiles of a level in the file of a slide.
 
@@ -33,18 +85,16 @@ def find_tiles(files: tuple[Path, ...], info: SlideInfo, level: Level) -> Native
     path = files[0]
     try:
         with tifffile.TiffFile(path) as tiff:
-            pages = [page for page in tiff.pages if isinstance(page, tifffile.TiffPage)]
+            pages = _pages(tiff.pages)
             if pages and pages[0].subifds:  # the lower levels of OME-TIFF
-                pages += [
-                    page for page in pages[0].pages or () if isinstance(page, tifffile.TiffPage)
-                ]
+                pages += _pages(pages[0].pages or ())
             for x, y, size in _places(info, level):
                 matches = [page for page in pages if page.is_tiled and _size(page) == size]
                 if len(matches) == 1:
                     return with_frame(_native(path, matches[0], x, y))
     except NotNative:
         raise
-    except Exception as error:
+    except Exception as error:  # on a damaged header, tifffile may raise any exception
         raise NotNative(f"its tiles cannot be found: {error}") from error
     raise NotNative(f"its file does not contain exactly one tiled image of {level.size}")
 
