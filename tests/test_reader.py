@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from test_store import RECORD, SPEC, columns_of
 
 import histopipe
-from histopipe.cli.machine import bench as bench_command
+from histopipe.cli.training import bench as bench_command
 from histopipe.dataset.options import Balance
 from histopipe.dataset.patch_batches import PatchBatches
 from histopipe.dataset.sampling import BlockShuffled, Order, make_order

@@ -149,9 +149,6 @@ class StoredSlide(SlidePatches):
         corners = np.stack([batch[name] for name in _CORNER], axis=1)
         return PatchBatch(images, corners, batch["weight"] > 0)
 
-    def close(self) -> None:
-        """Do nothing: the store stays open."""
-
 
 def slides_with_patches(stores: Sequence[Store]) -> list[SampleRows]:
     """Return the rows of every slide that has patches.
@@ -273,6 +270,3 @@ class StoreSource(SlideSource):
         corners = zip(index["x_l0"].tolist(), index["y_l0"].tolist(), strict=True)
         codes = class_codes(stored.store, stored.number, classes)
         return dict(zip(corners, codes.tolist(), strict=True))
-
-    def close(self) -> None:
-        """Do nothing: batches of a store load so fast that they need no cancelling."""

@@ -67,12 +67,14 @@ def ingest_slides(
         MachineShort: disk or memory ran out; complete slides are kept.
     """
     started = time.monotonic()
-    check_ingest(jobs, store, spec, options)
+    check_ingest(jobs, store, spec, options)  # before the writer creates the store
     with ExitStack() as stack:
+        # Closed in reverse: the processes end before the stage removes their files, and the writer closes last.
         writer = writer or stack.enter_context(StoreWriter(store, spec))
         log = stack.enter_context(LogProgress(store / LOG))
         log.message(f"histopipe {__version__}, {spec}, {options}")
         events = stack.enter_context(IngestProgress(len(jobs), progress, log, send))
+        # By id, so that numbers do not depend on the order of arguments.
         writer.register(sorted((SlideRecord.new(job.file) for job in jobs), key=attrgetter("id")))
         pending, outcomes, relabelled = sort_slides(jobs, writer.records(), options)
         for outcome in outcomes:
