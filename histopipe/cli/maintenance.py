@@ -104,8 +104,11 @@ def verify(store: Path, as_json: bool, **options: Any) -> int:
     Example: histopipe verify patches.lmdb --full
     """
     report = histopipe.verify(store, **options)
-    then = ("repair", store, "SLIDES") if report.findings else ("info", store)
-    return show(report, as_json=as_json, then=then)
+    return show(
+        report,
+        as_json=as_json,
+        then=("repair", store, "SLIDES") if report.findings else ("info", store),
+    )
 
 
 @click.command(cls=SettingsCommand)
@@ -132,9 +135,11 @@ def repair(store: Path, slides: tuple[Path, ...], as_json: bool, **options: Any)
     Example: histopipe repair patches.lmdb slides/
     """
     done = histopipe.repair(store, slides, **options)
-    left = [f"{name} could not be repaired: {why}" for name, why in done.left.items()]
-    remaining = [f"still damaged: {what}" for what in done.remaining]
-    notes = [*done.notes, *left, *remaining]
+    notes = [
+        *done.notes,
+        *(f"{name} could not be repaired: {why}" for name, why in done.left.items()),
+        *(f"still damaged: {what}" for what in done.remaining),
+    ]
     return show(
         done, as_json=as_json, notes=notes, then=() if done.exit_code else ("verify", store)
     )

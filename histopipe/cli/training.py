@@ -117,8 +117,13 @@ def _train(folder: Path, settings: dict[str, Any], *, resume: bool, as_json: boo
     if is_cross_validation(folder) if resume else settings.get("folds"):
         folds = histopipe.cross_validate(out=folder, resume=resume, **settings)
         text = f"{folds}\nsummary.csv, summary.json, predictions, and a run for each fold: {folder}"
-        then = ("compare", folder, "OTHER")
-        show(folds, as_json=as_json, text=text, then=then, folder=str(folds.folder))
+        show(
+            folds,
+            as_json=as_json,
+            text=text,
+            then=("compare", folder, "OTHER"),
+            folder=str(folds.folder),
+        )
         if not folds.failed:
             return ExitCode.DONE
         first = folds.failed[0].error

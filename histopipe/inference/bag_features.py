@@ -258,9 +258,10 @@ class BagFeatures:
         self.runs.append(result)
 
     def _embed_files(self, features: FeatureFolder, required: PatchRequirements) -> None:
-        rule = batch_rule(features.path / ENCODER)
         # The bags have the labels.
-        options = replace(self.options, labels=None, subgroup=(), batch_rule=rule)
+        options = replace(
+            self.options, labels=None, subgroup=(), batch_rule=batch_rule(features.path / ENCODER)
+        )
         with FileSource([*self.paths, *self.urls], required, options, self.progress) as source:
             run = SlideRun(features.encoder, "embedding", source.count, self.progress)
 

@@ -94,7 +94,7 @@ def predict(
             check_alike(models)
             stack.enter_context(held(target.path))
             features = BagFeatures(models[0], target, paths, kind, options, display, urls=urls)
-            return BagPrediction(models, target, features, options, display).run()
+            return BagPrediction(models, features).run()
         if kind == "features":
             raise UsageError(
                 f"{run} is a model of patches", found="features", expected="stores or slides"

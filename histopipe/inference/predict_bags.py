@@ -25,14 +25,13 @@ from histopipe.inference.external_evaluation import (
     find_in_training,
     write_evaluation,
 )
-from histopipe.inference.options import PredictOptions
 from histopipe.inference.predict_patches import PredictResult
 from histopipe.predictions.prediction_tables import write_patch_values, write_summary
-from histopipe.predictions.sources import PATIENTS, SLIDES, PredictionsFolder
+from histopipe.predictions.sources import PATIENTS, SLIDES
 from histopipe.slides.tables import table_columns
 from histopipe.system.csv_files import column_key
 from histopipe.system.filesystems import roomy
-from histopipe.system.output import Progress, slide_failure
+from histopipe.system.output import slide_failure
 from histopipe.tasks.choices import EvaluationLevel, name_of
 from histopipe.tasks.predictions import ThresholdsByLevel
 from histopipe.tasks.task import NO_THRESHOLDS, Predictions, Target
@@ -48,10 +47,7 @@ class BagPrediction:
     """Predictions of bags by one model, or by the models of several folds."""
 
     models: Sequence[TrainedBags]
-    folder: PredictionsFolder
     features: BagFeatures
-    options: PredictOptions
-    progress: Progress
     done: list[Bag] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
 
@@ -61,8 +57,8 @@ class BagPrediction:
 
     def run(self) -> PredictResult:
         """Compute missing features, then predict all bags, and write the tables."""
-        first, path = self._first, self.folder.path
-        if first.covariates is not None and self.options.labels is None:
+        first, path = self._first, self.features.predictions.path
+        if first.covariates is not None and self.features.options.labels is None:
             raise UsageError(
                 "the model takes covariates",
                 found="no --labels",
@@ -94,7 +90,7 @@ class BagPrediction:
 
     def _record_settings(self) -> None:
         first, temperatures = self._first, [list(model.run.temperature) for model in self.models]
-        self.folder.record(
+        self.features.predictions.record(
             {
                 "histopipe": __version__,
                 "run": str(first.run.folder),
@@ -104,13 +100,13 @@ class BagPrediction:
                 "bag": first.config.bag,
                 "sha256": [model.sha256 for model in self.models],
                 "sources": self.features.kind,
-                "tiling": dict(self.options.tiling),
+                "tiling": dict(self.features.options.tiling),
                 **({"temperature": temperatures} if any(temperatures) else {}),
             }
         )
 
     def _bags(self, folders: Sequence[Path]) -> BagSet:
-        first, options = self._first, self.options
+        first, options = self._first, self.features.options
         labels = None if options.labels is None else Path(options.labels)
         columns: list[str] = []
         has_label = True
@@ -134,7 +130,7 @@ class BagPrediction:
             with_label=has_label,
             allow_extra=options.allow_extra_rows,
             na=first.config.na if options.na is None else options.na,
-            notify=self.progress.message,
+            notify=self.features.progress.message,
             unlabelled=True,
             on_error="skip",
         )
@@ -146,14 +142,14 @@ class BagPrediction:
                 todo="use features of the encoder of the training",
             )
         for note in bags.notes:
-            self.progress.message(note)
+            self.features.progress.message(note)
         self.failed |= {**bags.failed, **dict.fromkeys(bags.empty, "the slide has no patches")}
         return bags
 
     def _predict(self, bags: BagSet) -> ExternalEvaluation | None:
         """Predict all bags, and write what is known of each patch, bag and patient."""
         results: list[tuple[Bag, list[NDArray[np.float32]]]] = []
-        config, progress = self._first.config, self.progress
+        config, progress = self._first.config, self.features.progress
         # A wrong cell is reported before the work.
         targets = {bag.id: self._target(bag) for bag in bags.bags.values()}
         with progress.bar("predicting", unit=f"{config.bag}s", total=len(bags.bags)) as bar:
@@ -189,7 +185,7 @@ class BagPrediction:
             {bag.id: bag.patient for bag in predicted},
             [model.run.folder for model in self.models],
             config.bag,
-            self.progress,
+            self.features.progress,
         )
         thresholds = mean_thresholds([model.run.thresholds for model in self.models])
         self._write_tables(predicted, targets, outputs.astype(np.float64), thresholds)
@@ -216,10 +212,10 @@ class BagPrediction:
             self._first.task.classes,
         )
         return write_evaluation(
-            self.folder.path,
+            self.features.predictions.path,
             evaluated,
             entries,
-            subgroups=self.options.subgroup,
+            subgroups=self.features.options.subgroup,
             settings=settings,
             in_training=seen,
         )
@@ -281,7 +277,7 @@ class BagPrediction:
                 columns |= zip(task.target_names, zip(*cells, strict=True), strict=True)
             spread = values.std(axis=0, ddof=1) if len(values) > 1 else np.empty((0, 0))
             write_summary(
-                self.folder.path / name,
+                self.features.predictions.path / name,
                 columns,
                 task=task,
                 output=means,
@@ -302,7 +298,7 @@ class BagPrediction:
             strict=True,
         )
         write_patch_values(
-            self.folder.path,
+            self.features.predictions.path,
             bag.id,
             bag.places(),
             names=first.task.names,
@@ -312,7 +308,7 @@ class BagPrediction:
         for slide, part in zip(bag.slides, bag.parts, strict=True):
             predicted = describe_slide(part.headers[0], slide, bag.patient or slide, bag.label)
             if predicted is not None:
-                path = self.folder.json(slide)
+                path = self.features.predictions.json(slide)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 predicted.write(path)
         return [
@@ -328,7 +324,7 @@ class BagPrediction:
         cells = [bag.cells.get(name, "") for name in model.config.covariates]
         if model is self._first:
             for text in model.covariates.unknown(cells):
-                self.progress.message(
+                self.features.progress.message(
                     f"warning: {model.config.bag} {bag.id}, {text} is not in training: taken as missing"
                 )
         return model.covariates.encode(cells)

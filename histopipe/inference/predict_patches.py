@@ -243,8 +243,9 @@ class PatchPrediction:
         order = np.lexsort((corners[:, 0], corners[:, 1]))
         corners, zeros = corners[order].astype(np.int64), np.zeros(len(order), np.int32)
         # All sizes are named, since a slide may be without patches.
-        shape = (len(order), len(classifier.runs), len(classifier.classes))
-        by_model = classifier.calibrated(probability[order].reshape(shape))
+        by_model = classifier.calibrated(
+            probability[order].reshape(len(order), len(classifier.runs), len(classifier.classes))
+        )
         scores = Predictions(
             Classification(classes=classifier.classes),
             (predicted.slide,),

@@ -193,26 +193,23 @@ def stored_slides(
     if stain_norm != "none":
         module = load_quietly("histopipe.dataset.stain_normalization")
         normalize = module.store_normalizer(stores, stain_norm)
-    readers = []
-    for rows in slides:
-        table = SampleTable([rows])
-        readers.append(
-            StoredSlide(
-                stores[rows.store],
-                rows.slide,
-                PatchBatches(
-                    stores,
-                    table,
-                    batch_size=batch_size,
-                    order=Order(len(table)),
-                    on_error=on_error,
-                    columns=_CORNER,
-                ),
-                normalize,
-                rule,
-            )
+    return [
+        StoredSlide(
+            stores[rows.store],
+            rows.slide,
+            PatchBatches(
+                stores,
+                SampleTable([rows]),
+                batch_size=batch_size,
+                order=Order(rows.count),
+                on_error=on_error,
+                columns=_CORNER,
+            ),
+            normalize,
+            rule,
         )
-    return readers
+        for rows in slides
+    ]
 
 
 class StoreSource(SlideSource):

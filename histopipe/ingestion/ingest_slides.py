@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import cast
@@ -39,7 +40,7 @@ from histopipe.store.writer import StoreWriter
 from histopipe.system.filesystems import network_filesystem
 from histopipe.system.output import LogProgress, Progress, counted, some
 from histopipe.system.urls import is_url
-from histopipe.system.worker_pool import WorkerPool
+from histopipe.system.worker_pool import WorkerPool, map_in_pool
 from histopipe.tiling.plan import choose_level
 from histopipe.tiling.spec import TilingSpec
 from histopipe.tissue_masks.mask_files import identify_mask_file
@@ -330,14 +331,10 @@ def _scales_at_level(
 
     Workers open the slides, because a damaged file may crash or hang its decoder.
     """
-    scales: dict[str, Mpp] = {}
-    unknown = []
+    read = partial(scale_at_level, spec=spec, options=options)
     with WorkerPool(options.worker_count) as pool:
-        tasks = [pool.submit_within(120.0, scale_at_level, job, spec, options) for job in jobs]
-        for job, task in zip(jobs, tasks, strict=True):
-            with suppress(Exception):  # the ingest reports the reason
-                try:
-                    scales[job.id] = cast(Mpp, task.result())
-                except ScaleError:
-                    unknown.append(job.id)
+        tasks = {job.id: task for job, task in map_in_pool(pool, read, jobs, seconds=120.0)}
+    # The ingest reports other errors.
+    scales = {name: cast(Mpp, t.result()) for name, t in tasks.items() if t.exception() is None}
+    unknown = [name for name, t in tasks.items() if isinstance(t.exception(), ScaleError)]
     return scales, unknown

@@ -117,8 +117,14 @@ class Pipeline:
             job.running += 1
             task: tuple[Any, ...] = (plan_slide, job, self.spec, self.options)
             if rows is not None and planned is not None:
-                part = planned.plan.take(rows)
-                task = (store_chunk, self.writer.path, job.number, planned.recipe, rows, part)
+                task = (
+                    store_chunk,
+                    self.writer.path,
+                    job.number,
+                    planned.recipe,
+                    rows,
+                    planned.plan.take(rows),
+                )
             self._futures[self.submit_within(job.seconds_left, *task)] = job, rows
 
     def _next(self) -> SlideJob | None:
@@ -137,8 +143,10 @@ class Pipeline:
         """Begin the next slide; None if there is none, or the disk of the store has no space."""
         if self._without_room:
             return None
-        copied = self._copied.popleft() if self._copied else None
-        job = copied if self.stage is not None else self._claim_next()
+        if self.stage is None:
+            job = self._claim_next()
+        else:
+            job = self._copied.popleft() if self._copied else None
         if job is None:
             return None
         job.begin(self.options)

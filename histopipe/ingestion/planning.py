@@ -182,8 +182,9 @@ def _choose_patches(
         options.tissue_network,
         regions,
     )
-    patch_um = None if spec.mpp is None else spec.patch_size * spec.mpp
-    thumbnail = read_tissue_thumbnail(slide, mpp, levels, source, patch_um)
+    thumbnail = read_tissue_thumbnail(
+        slide, mpp, levels, source, None if spec.mpp is None else spec.patch_size * spec.mpp
+    )
     mask, origin = None, None
     if job.coords is not None:
         plan = plan_imported(job.id, slide.info, mpp, job.coords)
@@ -300,8 +301,13 @@ def _with_labels(
                 "patch labels were removed: run `histopipe annotate` to label the patches again"
             )
         return replace(record, annotations=None), None
-    threshold = options.rules.annotation_threshold
-    labels = label_patches(regions, plan.x_l0, plan.y_l0, plan.side_l0, threshold=threshold)
+    labels = label_patches(
+        regions,
+        plan.x_l0,
+        plan.y_l0,
+        plan.side_l0,
+        threshold=options.rules.annotation_threshold,
+    )
     record = replace(
         record,
         annotations=source_text(job.annotations, options.rules),

@@ -237,8 +237,10 @@ def read_request(
         )
         for slide in chosen
     ]
-    stage = stage_folder(options.stage, chosen)
-    return jobs, spec, replace(options, rules=rules, tissue_network=network, stage=stage)
+    options = replace(
+        options, rules=rules, tissue_network=network, stage=stage_folder(options.stage, chosen)
+    )
+    return jobs, spec, options
 
 
 def _with_image_defaults(

@@ -148,8 +148,8 @@ class SlideJob:
     def planned(self, result: SlidePlan | SlideRecord) -> None:
         """Receive the plan, or the record of the failure. The pipeline adds the chunks when they fit on the disk."""
         if isinstance(result, SlideRecord):
-            reason = self.with_original_paths(result.error or "")
-            self.record = replace(result, error=to_storable_text(reason))
+            error = to_storable_text(self.with_original_paths(result.error or ""))
+            self.record = replace(result, error=error)
             return
         self.plan, record = result, result.record
         self.record = replace(
