@@ -193,12 +193,16 @@ def show(
 def show_json(value: Any) -> None:
     """Print a JSON value."""
     text = json.dumps(value, indent=2, ensure_ascii=False)
-    echo(text if _can_print(text) else json.dumps(value, indent=2))
+    show_text(text, functools.partial(json.dumps, value, indent=2))
 
 
-def show_text(text: str) -> None:
-    """Print text. Characters that standard output cannot encode are escaped."""
-    echo(text if _can_print(text) else text.encode("ascii", "backslashreplace").decode())
+def show_text(text: str, escape: Callable[[], str] | None = None) -> None:
+    """Print text, or its escaped form if standard output cannot encode it, such as paths with bytes that are not UTF-8."""
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        text = escape() if escape else text.encode("ascii", "backslashreplace").decode()
+    echo(text)
 
 
 def echo(text: str, *, err: bool = False) -> None:
@@ -213,15 +217,6 @@ def discard_output(*streams: int) -> None:
     """Redirect standard streams by number to nowhere, so that what they still hold raises no error at the end."""
     for stream in streams:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
-
-
-def _can_print(text: str) -> bool:
-    """Return whether standard output can encode text. UTF-8 cannot encode paths with bytes that are not UTF-8."""
-    try:
-        text.encode(sys.stdout.encoding or "utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def untrusted_option(*, model: bool = False, passed: bool = False) -> Callable[[F], F]:
@@ -322,13 +317,15 @@ def _option(declared: Setting, of_classes: Sequence[Mapping[str, Setting]]) -> C
     defaults = "; on bags: ".join(
         dict.fromkeys(default_text(setting) for setting in settings if setting is not None)
     )
-    kind: dict[str, Any] = {"is_flag": True}
-    if declared.item_type is not bool:
-        kind = {
+    kind: dict[str, Any] = (
+        {"is_flag": True}
+        if declared.item_type is bool
+        else {
             "type": _type(declared),
             "multiple": declared.is_repeated,
             "metavar": declared.metavar,
         }
+    )
     return click.option(
         declared.flag,
         cls=SettingOption,

@@ -306,7 +306,7 @@ class SlideRun:
                 for slide, results in self._compute(slides, pool, bar):
                     try:
                         patches, skipped = write(slide, results)
-                    except Exception as error:
+                    except Exception as error:  # `slide_failure` raises what concerns all slides
                         if self._network_failed:
                             raise
                         self.fail(slide.id, slide_failure(error))

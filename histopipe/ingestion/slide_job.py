@@ -239,22 +239,19 @@ class SlideJob:
     def columns(self, plan: SlidePlan, classes: Mapping[str, int]) -> dict[str, NDArray[Any]]:
         """Return the index columns of the complete slide, (N,) each; `classes` are class numbers by name."""
         cells, labels = plan.plan, plan.labels
-        columns = {
-            **{
-                name: getattr(cells, name)
-                for name in ("x_l0", "y_l0", "x_level", "y_level", "tissue")
-            },
+        places = ("x_l0", "y_l0", "x_level", "y_level", "tissue")
+        return {
+            **{name: getattr(cells, name) for name in places},
             "focus": np.full(len(cells), np.nan, np.float32),  # `quality` measures it later
             "length": self._stored[0],
             "crc": self._stored[1],
-            "label": np.full(
-                len(cells), -1, np.int32
-            ),  # from annotations; the slide's label is in its record
+            # From annotations; the slide's label is in its record.
+            "label": np.full(len(cells), -1, np.int32)
+            if labels is None
+            else labels.numbered(classes),
+            **({} if labels is None else {"covered": labels.covered}),
             **plan.columns,
         }
-        if labels is not None:
-            columns |= {"label": labels.numbered(classes), "covered": labels.covered}
-        return columns
 
     def release(self, stage: StagingArea | None) -> None:
         """Free the plan, the arrays and the copy of a slide, since the jobs of all slides are kept until the end."""
