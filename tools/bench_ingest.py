@@ -145,8 +145,8 @@ def stage(workers: Executor, path: Path, plan: SlidePlan, spec: TilingSpec, out:
             writer.register([job.record])
             job.planned(plan)
             tasks = [
-                workers.submit(store_chunk, out, 0, plan.recipe, chunk)
-                for chunk in chunks(plan.plan, plan.recipe.route, spec.patch_size)
+                workers.submit(store_chunk, out, 0, plan.recipe, rows, plan.plan.take(rows))
+                for rows in chunks(plan.plan, plan.recipe.route, spec.patch_size)
             ]
             for task in tasks:
                 job.chunk_stored(*task.result())

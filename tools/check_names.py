@@ -50,13 +50,11 @@ ALLOWED_NAMES = {
 }
 ALLOWED_CLASSES: dict[str, str] = {}
 ALLOWED_MODULES = {
-    "machine": "`cli/machine` has the commands that check the machine in `diagnostics/machine`",
     "options": "the options of the commands that each package has",
 }
 ALLOWED_QUESTIONS = {
     (f"histopipe/{module}.py", "compared with None"): f"a {meaning}, not the task of a model"
     for module, meaning in {
-        "inference/slide_tiler": "task of a worker",
         "ingestion/cluster/dask_cluster": "match of a pattern",
         "ingestion/ingest_slides": "type of a filesystem",
         "reports/info": "kind of a folder",

@@ -32,7 +32,7 @@ from pydicom.encaps import encapsulate
 from histopipe.errors import SlideUnreadable
 from histopipe.geometry import PointL0
 from histopipe.ingestion.options import AskedRoute, IngestOptions
-from histopipe.ingestion.patch_source import PatchSource, chunk_of
+from histopipe.ingestion.patch_source import PatchSource
 from histopipe.ingestion.planning import plan_slide
 from histopipe.ingestion.slide_job import SlideJob, SlidePlan
 from histopipe.slides.readers import open_slide
@@ -443,7 +443,7 @@ def patches(path: Path, reader: str, route: AskedRoute) -> tuple[SlidePlan | Non
     if not isinstance(planned, SlidePlan):
         return None, []
     with PatchSource(planned.recipe) as source:
-        values = source.values(chunk_of(planned.plan, np.arange(len(planned.plan))))
+        values = source.values(planned.plan)
     decoded = []
     for value in values:
         if not isinstance(value, bytes):

@@ -12,7 +12,7 @@ import signal
 import sys
 import traceback
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import click
 
@@ -31,21 +31,21 @@ GROUPS = MappingProxyType(
             "quality": ("maintenance", "Measure focus, pen marks and folds of every patch."),
             "stains": ("maintenance", "Fit the stain of each slide of a store."),
             "info": ("maintenance", "Show the contents of a store or a folder of results."),
-            "export": ("reports", "Export the index, patches or tissue masks of a store."),
+            "export": ("analysis", "Export the index, patches or tissue masks of a store."),
         },
         "Training": {
             "train": ("training", "Train a model on a store or on features."),
             "tune": ("training", "Search for settings with a better validation metric."),
-            "encoders": ("training", "List foundation models, and where to get their weights."),
-            "embed": ("training", "Compute features of every patch of a store."),
-            "bench": ("machine", "Measure input speed and find the bottleneck of a training."),
+            "encoders": ("analysis", "List foundation models, and where to get their weights."),
+            "embed": ("analysis", "Compute features of every patch of a store."),
+            "bench": ("training", "Measure input speed and find the bottleneck of a training."),
         },
         "Analysis": {
-            "predict": ("training", "Predict stores or slides with the model of a run."),
-            "view": ("reports", "Show slides, patches and predictions in a browser."),
-            "heatmap": ("reports", "Draw heatmaps of predictions or attention over slides."),
-            "report": ("reports", "Write a report of a store or a run as one HTML page."),
-            "compare": ("training", "Compare runs."),
+            "predict": ("analysis", "Predict stores or slides with the model of a run."),
+            "view": ("analysis", "Show slides, patches and predictions in a browser."),
+            "heatmap": ("analysis", "Draw heatmaps of predictions or attention over slides."),
+            "report": ("analysis", "Write a report of a store or a run as one HTML page."),
+            "compare": ("analysis", "Compare runs."),
         },
         "Maintenance": {
             "verify": ("maintenance", "Verify the integrity of a store."),
@@ -56,8 +56,8 @@ GROUPS = MappingProxyType(
             "compact": ("maintenance", "Free the disk space of removed slides."),
             "push": ("maintenance", "Copy a store to object storage."),
             "pull": ("maintenance", "Copy a store from object storage, and verify it."),
-            "doctor": ("machine", "Check this machine and installation."),
-            "demo": ("machine", "Run the full pipeline on synthetic slides."),
+            "doctor": ("maintenance", "Check this machine and installation."),
+            "demo": ("maintenance", "Run the full pipeline on synthetic slides."),
         },
     }
 )
@@ -73,8 +73,7 @@ class _Commands(click.Group):
         if cmd_name not in COMMANDS:
             return None
         module = importlib.import_module(f"{__name__}.{COMMANDS[cmd_name][0]}")
-        command: click.Command = getattr(module, cmd_name.replace("-", "_"))
-        return command
+        return cast(click.Command, getattr(module, cmd_name.replace("-", "_")))
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -100,7 +99,12 @@ class _Commands(click.Group):
 
 # Commands inherit these settings.
 @click.group(
-    cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "show_default": True}
+    cls=_Commands,
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "show_default": True,
+        "max_content_width": 120,
+    },
 )
 @click.version_option(__version__, prog_name="histopipe")
 def histopipe() -> None:
@@ -120,9 +124,6 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # schedulers stop jobs by SIGTERM
     try:
         sys.exit(histopipe.main(standalone_mode=False))
-    except click.exceptions.NoArgsIsHelpError as error:
-        click.echo(error.format_message(), err=True)
-        sys.exit(ExitCode.USAGE)
     except click.ClickException as error:
         error.show()
         sys.exit(ExitCode.USAGE)

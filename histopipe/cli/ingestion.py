@@ -112,7 +112,7 @@ def _show_report(report: IngestReport, *, as_json: bool) -> int:
 @_store_option
 @setting_options(*SETTING_CLASSES, skip=INGEST_SETTINGS.keys() - IMPORT_SETTINGS.keys())
 @json_option("the result of every slide")
-@untrusted_option(coords="coords")
+@untrusted_option()
 def import_coords(
     coords: Path, slides: tuple[Path | str, ...], out: Path, as_json: bool, **options: Any
 ) -> int:

@@ -1,7 +1,7 @@
-"""Commands on a finished store.
+"""Commands on a finished store, and on this machine.
 
-They read or verify it (`info`, `verify`), change or copy it (`repair`, `merge`, `remove`, `split`, `compact`), or add
-measurements and labels to it (`annotate`, `quality`, `stains`).
+They read or verify a store (`info`, `verify`), change or copy it (`repair`, `merge`, `remove`, `split`, `compact`, `push`,
+`pull`), add measurements and labels to it (`annotate`, `quality`, `stains`), or test the installation (`doctor`, `demo`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from histopipe.cli.parameters import (
     full_option,
     json_option,
     network_option,
+    ranged_option,
     setting_options,
     show,
     store_argument,
@@ -30,7 +31,7 @@ from histopipe.cli.parameters import (
 @click.command()
 @click.argument("path", type=PATH, default="patches.lmdb")
 @click.option("--json", "as_json", is_flag=True, help="Print everything, with all slides, as JSON.")
-@untrusted_option("path")
+@untrusted_option()
 def info(path: Path, as_json: bool) -> None:
     """Show the contents of PATH: a store, a run, a cross-validation, a search, predictions or features.
 
@@ -47,11 +48,12 @@ def info(path: Path, as_json: bool) -> None:
 @click.command()
 @click.argument("store", type=PATH)
 @click.argument("url")
-@click.option(
+@ranged_option(
     "--block-mb",
     type=click.FloatRange(0.001, 1000),
+    metavar="FLOAT",
     default=32,
-    help="Size of the blocks in MB that the store is cut into.",
+    help="Size of the blocks in MB that the store is cut into, from 0.001 to 1000.",
 )
 @json_option()
 def push(store: Path, url: str, *, as_json: bool, block_mb: float) -> None:
@@ -102,8 +104,11 @@ def verify(store: Path, as_json: bool, **options: Any) -> int:
     Example: histopipe verify patches.lmdb --full
     """
     report = histopipe.verify(store, **options)
-    then = ("repair", store, "SLIDES") if report.findings else ("info", store)
-    return show(report, as_json=as_json, then=then)
+    return show(
+        report,
+        as_json=as_json,
+        then=("repair", store, "SLIDES") if report.findings else ("info", store),
+    )
 
 
 @click.command(cls=SettingsCommand)
@@ -130,9 +135,11 @@ def repair(store: Path, slides: tuple[Path, ...], as_json: bool, **options: Any)
     Example: histopipe repair patches.lmdb slides/
     """
     done = histopipe.repair(store, slides, **options)
-    left = [f"{name} could not be repaired: {why}" for name, why in done.left.items()]
-    remaining = [f"still damaged: {what}" for what in done.remaining]
-    notes = [*done.notes, *left, *remaining]
+    notes = [
+        *done.notes,
+        *(f"{name} could not be repaired: {why}" for name, why in done.left.items()),
+        *(f"still damaged: {what}" for what in done.remaining),
+    ]
     return show(
         done, as_json=as_json, notes=notes, then=() if done.exit_code else ("verify", store)
     )
@@ -148,7 +155,7 @@ def repair(store: Path, slides: tuple[Path, ...], as_json: bool, **options: Any)
 )
 @network_option
 @json_option()
-@untrusted_option("stores")
+@untrusted_option()
 def merge(stores: tuple[Path, ...], out: Path, allow_network: bool, as_json: bool) -> None:
     """Copy the slides of STORES, or of folders of stores (*.lmdb), into one store.
 
@@ -166,7 +173,7 @@ def merge(stores: tuple[Path, ...], out: Path, allow_network: bool, as_json: boo
 @click.command()
 @click.argument("store", type=PATH)
 @click.argument("slides", nargs=-1, required=True)
-@untrusted_option("store")
+@untrusted_option()
 def remove(store: Path, slides: tuple[str, ...]) -> None:
     """Remove SLIDES, given by their ids (see `histopipe info`), and all their data from STORE.
 
@@ -191,7 +198,7 @@ def remove(store: Path, slides: tuple[str, ...]) -> None:
 )
 @network_option
 @json_option()
-@untrusted_option("stores")
+@untrusted_option()
 def split(
     stores: tuple[Path, ...], splits: Path, out: Path, allow_network: bool, as_json: bool
 ) -> None:
@@ -211,7 +218,7 @@ def split(
 @click.command()
 @store_argument
 @click.option("--out", type=PATH, help="Write the copy to this path, and leave STORE unchanged.")
-@untrusted_option("store")
+@untrusted_option()
 def compact(store: Path, out: Path | None) -> None:
     """Copy STORE without its free pages, and replace it with the copy.
 
@@ -230,7 +237,7 @@ def compact(store: Path, out: Path | None) -> None:
 @setting_options(AnnotationRules)
 @workers_option
 @json_option()
-@untrusted_option("store")
+@untrusted_option()
 def annotate(store: Path, annotations: Path, as_json: bool, **options: Any) -> int:
     """Label the patches of STORE from the files in the folder ANNOTATIONS.
 
@@ -253,7 +260,7 @@ def annotate(store: Path, annotations: Path, as_json: bool, **options: Any) -> i
 @click.option("--force", is_flag=True, help="Also measure slides that already have measurements.")
 @workers_option
 @json_option()
-@untrusted_option("store")
+@untrusted_option()
 def quality(store: Path, as_json: bool, **options: Any) -> int:
     """Measure focus, pen marks, folds and black areas of every patch of STORE, and add them to its index.
 
@@ -271,7 +278,7 @@ def quality(store: Path, as_json: bool, **options: Any) -> int:
 @click.command()
 @store_argument
 @click.option("--force", is_flag=True, help="Also fit slides that already have a fit.")
-@untrusted_option("store")
+@untrusted_option()
 def stains(store: Path, force: bool) -> int:
     """Fit the stain of each complete slide of STORE on 64 of its patches, and store the fits.
 
@@ -284,3 +291,40 @@ def stains(store: Path, force: bool) -> int:
     """
     result = histopipe.stains(store, force=force)
     return show(result, then=("train", store, "--stain-norm", "macenko"))
+
+
+@click.command()
+@click.option("--out", type=PATH, default="demo", help="Folder for all results.")
+@click.option(
+    "--slides", is_flag=True, help="Train a slide model on features, from labels of slides."
+)
+@click.option("--count", type=int, default=40, help="Number of synthetic slides to train on.")
+def demo(out: Path, slides: bool, count: int) -> None:
+    """Run the full pipeline on synthetic slides.
+
+    Creates slides of tissue with outlined tumour, ingests them, trains on the outlines, predicts new slides, and writes
+    reports. With --slides: computes features, trains a slide model on labels, and predicts new slides from their files.
+    Needs TensorFlow, but no data and no network. Takes about a minute on 2 cores.
+
+    \b
+    Example: histopipe demo --out demo
+    """
+    from histopipe.demo.demo import demo
+
+    show(demo(out, slides=slides, count=count), then=("ingest", "SLIDES"))
+
+
+@click.command()
+@store_argument
+@json_option("all results")
+def doctor(store: Path, as_json: bool) -> int:
+    """Check this machine and installation, and the disk of STORE, which need not exist yet.
+
+    Checks Python, libraries, slide formats, TensorFlow and its GPUs (a matrix product on each), NVIDIA's driver, disk,
+    filesystem and limits, and shows how to fix problems. Exit code 6: a check failed.
+
+    \b
+    Example: histopipe doctor /data/patches.lmdb
+    """
+    report = histopipe.doctor(store)
+    return show(report, as_json=as_json, then=() if report.exit_code else ("demo",))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 import os
@@ -21,6 +22,8 @@ from histopipe.errors import ExitCode
 from histopipe.system.urls import is_url
 
 if TYPE_CHECKING:
+    from click.types import OptionHelpExtra
+
     from histopipe.system.settings import Setting
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -85,10 +88,53 @@ def json_option(what: str = "the result") -> Callable[[F], F]:
     return click.option("--json", "as_json", is_flag=True, help=f"Print {what} as JSON.")
 
 
+class SettingOption(click.Option):
+    """An option whose range is checked, but not shown in `--help`. A declared setting also has a group there."""
+
+    def __init__(self, *names: Any, group: str | None = None, **attributes: Any) -> None:
+        super().__init__(*names, **attributes)
+        self.group = group
+
+    def get_help_extra(self, ctx: click.Context) -> OptionHelpExtra:
+        """Return what is shown after the help text: default and required."""
+        extra = super().get_help_extra(ctx)
+        extra.pop("range", None)
+        return extra
+
+
+class SettingsCommand(click.Command):
+    """A command that lists options by group in `--help`, and gets only the settings that the user wrote."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options by group."""
+        groups: dict[str, list[tuple[str, str]]] = {"Options": []}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if isinstance(parameter, click.Option) and record is not None:
+                group = getattr(parameter, "group", None) or "Options"
+                groups.setdefault(group, []).append(record)
+        for group, records in groups.items():
+            with formatter.section(group):
+                formatter.write_dl(records)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Call the function of the command. Its defaults apply to settings that the user did not write."""
+        for parameter in self.params:
+            name = str(parameter.name)
+            written = ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
+            if getattr(parameter, "group", None) is not None and not written:
+                del ctx.params[name]
+        return super().invoke(ctx)
+
+
 store_argument = click.argument("store", type=PATH, default=_DEFAULT_STORE)
 stores_argument = click.argument("stores", nargs=-1, type=PATH)
-workers_option = click.option(
-    "--workers", type=click.IntRange(1), help="Number of processes.  [default: one per core]"
+ranged_option = functools.partial(click.option, cls=SettingOption)
+workers_option = ranged_option(
+    "--workers",
+    type=click.IntRange(1),
+    metavar="INTEGER",
+    help="Number of processes, 1 or more.  [default: one per core]",
 )
 
 
@@ -147,12 +193,16 @@ def show(
 def show_json(value: Any) -> None:
     """Print a JSON value."""
     text = json.dumps(value, indent=2, ensure_ascii=False)
-    echo(text if _can_print(text) else json.dumps(value, indent=2))
+    show_text(text, functools.partial(json.dumps, value, indent=2))
 
 
-def show_text(text: str) -> None:
-    """Print text. Characters that standard output cannot encode are escaped."""
-    echo(text if _can_print(text) else text.encode("ascii", "backslashreplace").decode())
+def show_text(text: str, escape: Callable[[], str] | None = None) -> None:
+    """Print text, or its escaped form if standard output cannot encode it, such as paths with bytes that are not UTF-8."""
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        text = escape() if escape else text.encode("ascii", "backslashreplace").decode()
+    echo(text)
 
 
 def echo(text: str, *, err: bool = False) -> None:
@@ -169,28 +219,18 @@ def discard_output(*streams: int) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
 
 
-def _can_print(text: str) -> bool:
-    """Return whether standard output can encode text. UTF-8 cannot encode paths with bytes that are not UTF-8."""
-    try:
-        text.encode(sys.stdout.encoding or "utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def untrusted_option(
-    *stores: str, features: str = "", coords: str = "", model: str = "", passed: bool = False
-) -> Callable[[F], F]:
+def untrusted_option(*, model: bool = False, passed: bool = False) -> Callable[[F], F]:
     """Return a decorator that adds `--untrusted`, which verifies the input before the command runs.
 
-    `stores`, `features`, `coords` and `model` are parameter names of the command. With `passed`, the command also gets the flag.
+    Stores, features and coordinates are recognized by the names of the parameters. With `model`, the network and its
+    weights are checked, too. With `passed`, the command also gets the flag.
     """
 
     def decorate(command: F) -> F:
         @functools.wraps(command)
         def checked(*args: Any, untrusted: bool, **values: Any) -> Any:
             if untrusted:
-                _check_untrusted(values, stores, features, coords, model)
+                _check_untrusted(values, model=model)
             if passed:
                 values["untrusted"] = untrusted
             return command(*args, **values)
@@ -205,9 +245,7 @@ def untrusted_option(
     return decorate
 
 
-def _check_untrusted(
-    values: Mapping[str, Any], stores: tuple[str, ...], features: str, coords: str, model: str
-) -> None:
+def _check_untrusted(values: Mapping[str, Any], *, model: bool) -> None:
     """Check the input that flags, settings files or a run to be resumed name."""
     from histopipe.features.feature_file import check_coords, check_features
     from histopipe.pretrained.encoders import check_untrusted_model
@@ -217,26 +255,26 @@ def _check_untrusted(
     resumed = values.get("resume") and values.get("out") and Path(values["out"]) / CONFIG
     files = [Path(file) for file in (values.get("config"), values.get("space"), resumed) if file]
     tables = [values, *(read_toml(file) for file in files if file.is_file())]
-    if "stores" in stores and not any(table.get("stores") for table in tables):
+    if "stores" in values and not any(table.get("stores") for table in tables):
         tables.append({"stores": _DEFAULT_STORE})
     for table in tables:
-        for path in (path for name in stores for path in _texts(table.get(name))):
+        for path in _texts(table, "store", "stores", "sources", "path", "paths"):
             if not is_url(path):
                 _check_stores(Path(path))
-        for folder in filter(Path.is_dir, map(Path, _texts(table.get(features)))):
+        for folder in filter(Path.is_dir, map(Path, _texts(table, "mil", "features"))):
             check_features(folder)
-        if model:
-            for network in _texts(table.get("model")) or [""]:
-                for weights in _texts(table.get("weights")) or [""]:
-                    check_untrusted_model(network, weights)
-    if values.get(coords) is not None:
-        check_coords(Path(values[coords]))
+        networks = (_texts(table, "model") or [""]) if model else []
+        for network, weights in itertools.product(networks, _texts(table, "weights") or [""]):
+            check_untrusted_model(network, weights)
+        for folder in map(Path, _texts(table, "coords")):
+            check_coords(folder)
 
 
-def _texts(value: Any) -> list[str]:
-    """Return a text, a path, or those in a list. A wrong value is refused by the command."""
-    values = value if isinstance(value, list | tuple) else [value]
-    return [str(item) for item in values if isinstance(item, str | Path)]
+def _texts(table: Mapping[str, Any], *names: str) -> list[str]:
+    """Return the texts and paths with these names in a table, also in lists. A wrong value is refused by the command."""
+    values = (table.get(name) for name in names)
+    listed = (value if isinstance(value, list | tuple) else [value] for value in values)
+    return [str(item) for items in listed for item in items if isinstance(item, str | Path)]
 
 
 def _check_stores(path: Path) -> None:
@@ -253,38 +291,6 @@ def _check_stores(path: Path) -> None:
 
 
 _FORMATS: dict[str, Any] = {"path": click.Path(), "share": share, "duration": duration}
-
-
-class SettingOption(click.Option):
-    """An option that belongs to a group in `--help`."""
-
-    def __init__(self, *names: Any, group: str, **attributes: Any) -> None:
-        super().__init__(*names, **attributes)
-        self.group = group
-
-
-class SettingsCommand(click.Command):
-    """A command that lists options by group in `--help`, and gets only the settings that the user wrote."""
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options by group."""
-        groups: dict[str, list[tuple[str, str]]] = {"Options": []}
-        for parameter in self.get_params(ctx):
-            record = parameter.get_help_record(ctx)
-            if isinstance(parameter, click.Option) and record is not None:
-                groups.setdefault(getattr(parameter, "group", "Options"), []).append(record)
-        for group, records in groups.items():
-            with formatter.section(group):
-                formatter.write_dl(records)
-
-    def invoke(self, ctx: click.Context) -> Any:
-        """Call the function of the command. Its defaults apply to settings that the user did not write."""
-        for parameter in self.params:
-            name = str(parameter.name)
-            written = ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
-            if isinstance(parameter, SettingOption) and not written:
-                del ctx.params[name]
-        return super().invoke(ctx)
 
 
 def setting_options(*classes: type, skip: Collection[str] = ()) -> Callable[[F], F]:
@@ -311,13 +317,15 @@ def _option(declared: Setting, of_classes: Sequence[Mapping[str, Setting]]) -> C
     defaults = "; on bags: ".join(
         dict.fromkeys(default_text(setting) for setting in settings if setting is not None)
     )
-    kind: dict[str, Any] = {"is_flag": True}
-    if declared.item_type is not bool:
-        kind = {
+    kind: dict[str, Any] = (
+        {"is_flag": True}
+        if declared.item_type is bool
+        else {
             "type": _type(declared),
             "multiple": declared.is_repeated,
             "metavar": declared.metavar,
         }
+    )
     return click.option(
         declared.flag,
         cls=SettingOption,

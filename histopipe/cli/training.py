@@ -1,12 +1,13 @@
-"""Commands for trainings and networks: `train`, `tune`, `compare`, `predict`, `embed`, `encoders`."""
+"""Commands that train: `train`, `tune`, `bench`."""
 
 from __future__ import annotations
 
 import itertools
+import os
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -15,17 +16,15 @@ from histopipe.cli.parameters import (
     PATH,
     SettingsCommand,
     json_option,
-    path_or_url,
+    ranged_option,
     setting_options,
     show,
     stores_argument,
     untrusted_option,
 )
 from histopipe.errors import ExitCode, HistopipeError, UsageError
-from histopipe.inference.options import EmbedOptions, PredictOptions
 from histopipe.runs.task_config import CONFIGS, read_config
 from histopipe.studies.study_settings import FoldSettings, StudySettings
-from histopipe.system.output import exit_code_of
 from histopipe.system.settings import (
     declared_settings,
     flag,
@@ -33,10 +32,6 @@ from histopipe.system.settings import (
     select_settings,
     split_settings,
 )
-
-if TYPE_CHECKING:
-    pass
-
 
 _CLASSES = (*CONFIGS, FoldSettings)
 _stores_argument = click.argument("stores", nargs=-1, type=click.Path())
@@ -53,7 +48,7 @@ _stores_argument = click.argument("stores", nargs=-1, type=click.Path())
 @click.option("--resume", is_flag=True, help="Continue the run in --out with its settings.")
 @json_option("the metrics")
 @setting_options(*_CLASSES, skip=("stores",))
-@untrusted_option("stores", features="mil", model="model")
+@untrusted_option(model=True)
 def train(
     stores: tuple[str, ...],
     config: Path | None,
@@ -122,8 +117,13 @@ def _train(folder: Path, settings: dict[str, Any], *, resume: bool, as_json: boo
     if is_cross_validation(folder) if resume else settings.get("folds"):
         folds = histopipe.cross_validate(out=folder, resume=resume, **settings)
         text = f"{folds}\nsummary.csv, summary.json, predictions, and a run for each fold: {folder}"
-        then = ("compare", folder, "OTHER")
-        show(folds, as_json=as_json, text=text, then=then, folder=str(folds.folder))
+        show(
+            folds,
+            as_json=as_json,
+            text=text,
+            then=("compare", folder, "OTHER"),
+            folder=str(folds.folder),
+        )
         if not folds.failed:
             return ExitCode.DONE
         first = folds.failed[0].error
@@ -156,7 +156,7 @@ def _train(folder: Path, settings: dict[str, Any], *, resume: bool, as_json: boo
 @click.option("--devices", help="Devices of this process: auto, cpu, cpu:N, gpu or gpu:0,1.")
 @json_option("all trials")
 @setting_options(StudySettings)
-@untrusted_option("stores", features="mil", model="model")
+@untrusted_option(model=True)
 def tune(
     *,
     stores: tuple[str, ...],
@@ -189,88 +189,27 @@ def tune(
 
 
 @click.command()
-@click.argument("runs", nargs=-1, required=True, type=PATH)
-@click.option(
-    "--resamples",
-    type=int,
-    default=1000,
-    help="Bootstrap resamples of the patients for 95 % confidence intervals; 0 for none.",
-)
-@json_option()
-def compare(runs: tuple[Path, ...], resamples: int, as_json: bool) -> None:
-    """Compare finished RUNS, or cross-validations, with the first one.
-
-    Shows settings that differ, and the metrics of each run on its test patches. If two runs were tested on the same
-    patches, the difference has a 95 % confidence interval. If the interval does not include 0, the difference is
-    significant.
-
-    \b
-    Example: histopipe compare runs/resnet50 runs/mobilenet
-    """
-    show(histopipe.compare(runs, resamples=resamples), as_json=as_json, then=("report", runs[0]))
-
-
-@click.command(cls=SettingsCommand)
-@click.argument("run", type=PATH)
-@click.argument("sources", nargs=-1, required=True, type=path_or_url)
-@click.option("--out", type=PATH, required=True, help="Folder for the predictions.")
-@setting_options(PredictOptions)
-@json_option()
-@untrusted_option("sources")
-def predict(
-    run: Path, sources: tuple[Path | str, ...], out: Path, as_json: bool, **options: Any
-) -> int:
-    """Predict SOURCES (stores, slides, or features) with the model in the run folder RUN.
-
-    Slides need no store: they are tiled like the training slides, and their patches are not stored. A slide model also
-    computes their features, or takes folders of features. If RUN is a cross-validation, its folds are averaged. Writes a
-    CSV file of patches per slide, slides.csv and patients.csv. Run the same command again to predict missing slides.
-
-    \b
-    Example: histopipe predict runs/first new-slides/ --out predictions
-    """
-    result = histopipe.predict(run, sources, out=out, **options)
-    show(result, as_json=as_json, then=("heatmap", out) if result.done or result.kept else ())
-    return exit_code_of(len(result.failed), len(result.done) + len(result.kept))
-
-
-@click.command(cls=SettingsCommand)
 @stores_argument
-@click.option(
-    "--out", type=click.Path(), required=True, help="Folder for the feature files, one per slide."
+@ranged_option(
+    "--batch-size",
+    type=click.IntRange(1),
+    metavar="INTEGER",
+    default=64,
+    help="Patches per batch, 1 or more.",
 )
-@setting_options(EmbedOptions)
+@click.option("--seconds", type=float, default=2.0, help="Seconds for each of about eight stages.")
+@click.option("--model", help="Also measure training steps of this model.")
+@click.option("--devices", default="auto", help="Devices for --model, as for `histopipe train`.")
 @json_option()
-@untrusted_option("stores", model="model")
-def embed(stores: tuple[Path, ...], out: str, as_json: bool, **options: Any) -> int:
-    """Compute features of every patch of STORES (default: patches.lmdb) for slide-level models.
+@untrusted_option()
+def bench(stores: tuple[Path, ...], as_json: bool, **options: Any) -> None:
+    """Measure disk, LMDB, decoder, reader and (with --model) device on STORES, and recommend settings.
 
-    Writes one HDF5 file per slide in the format of CLAM and TRIDENT: features (N, D), and coords (N, 2) in level-0
-    pixels. Run the same command again to embed missing slides. `histopipe encoders` lists foundation models. An ONNX
-    file needs a JSON file with the same name and with mean, std and size.
+    Rates are in patches per second. Disk reads bypass the page cache.
 
     \b
-    Example: histopipe embed patches.lmdb --model uni --weights uni/ --out features
+    Example: histopipe bench patches.lmdb --model resnet50
     """
-    result = histopipe.embed(stores or "patches.lmdb", out=out, **options)
-    show(
-        result,
-        as_json=as_json,
-        then=("train", "--mil", out) if result.done or result.kept else (),
-    )
-    return exit_code_of(len(result.failed), len(result.done) + len(result.kept))
-
-
-@click.command()
-@click.argument("name", required=False)
-@json_option()
-def encoders(name: str | None, as_json: bool) -> None:
-    """List the encoders (foundation models) for --model of embed and train, or show NAME in detail.
-
-    The details are the expected patches, the licence, and the commands that download the weights. histopipe does not
-    download them itself.
-
-    \b
-    Example: histopipe encoders uni
-    """
-    show(histopipe.encoders(name), as_json=as_json, then=() if name else ("encoders", "NAME"))
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # before TensorFlow is loaded
+    paths = list(stores) or [Path("patches.lmdb")]
+    show(histopipe.bench(paths, **options), as_json=as_json, then=("train", *paths))

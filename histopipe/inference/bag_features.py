@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from histopipe.dataset.selection import store_paths
-from histopipe.errors import DamagedStore, NothingToDo, UsageError
+from histopipe.errors import NothingToDo, UsageError
 from histopipe.features.feature_file import (
     SUFFIX,
     read_encoder,
@@ -38,46 +38,16 @@ from histopipe.inference.slide_tiler import FileSource
 from histopipe.inference.stored_slides import PatchRequirements, check_store
 from histopipe.predictions.sources import PredictionsFolder
 from histopipe.runs import folder as run_folder
-from histopipe.runs.result import METRICS, is_finished, read_result
-from histopipe.runs.task_config import BagTrainConfig, load_config
-from histopipe.splits.labelling import Covariates
+from histopipe.runs.result import is_finished
 from histopipe.store.store import Store
-from histopipe.system.csv_files import nfc
-from histopipe.system.files import read_json, write_atomically
+from histopipe.system.files import write_atomically
 from histopipe.system.folders import ENCODER, FolderKind, folder_kind
 from histopipe.system.output import Progress, message
 from histopipe.system.settings import PathLike
-from histopipe.system.tensorflow import load_quietly
 from histopipe.system.urls import is_url
-from histopipe.tasks.predictions import ThresholdsByLevel
-from histopipe.tasks.registry import make_task
-from histopipe.tasks.task import Task
 
 if TYPE_CHECKING:
-    from histopipe.inference.networks import BagNetwork
-
-
-@dataclass(frozen=True, slots=True)
-class TrainedBags:
-    """The slide model of a finished run."""
-
-    folder: Path
-    config: BagTrainConfig
-    network: BagNetwork
-    task: Task
-    """Task of the training, with the form of the predictions."""
-    covariates: Covariates | None
-    encoders: tuple[Mapping[str, Any] | None, ...]
-    """Record of the encoder of each feature set; None for those of other tools."""
-    thresholds: ThresholdsByLevel
-    """Chosen on the validation bags."""
-    temperature: tuple[float, ...] = ()
-    """Of the probabilities; empty if they are not calibrated."""
-
-    @property
-    def targets(self) -> tuple[str, ...]:
-        """Columns of the labels file with the target; none for classification."""
-        return () if self.task.of_classes else self.task.columns
+    from histopipe.inference.networks import TrainedBags
 
 
 def run_folders(folder: Path) -> list[Path]:
@@ -99,49 +69,6 @@ def run_folders(folder: Path) -> list[Path]:
     return done
 
 
-def load_bags(folder: Path, *, devices: str) -> TrainedBags:
-    """Load the slide model of a finished run.
-
-    Raises:
-        UsageError: there is no finished run.
-        DamagedStore: the run cannot be read.
-        MachineShort: TensorFlow is not installed.
-    """
-    result, config = read_result(folder), load_config(folder / run_folder.CONFIG)
-    assert isinstance(config, BagTrainConfig)  # noqa: S101 - the caller has checked it
-    metrics = read_json(folder / METRICS)
-    try:
-        covariates = (
-            Covariates.from_json(metrics["covariates"]) if "covariates" in metrics else None
-        )
-        classes = tuple(map(nfc, metrics["classes"]))
-        task = make_task(config.task, metrics.get("targets", ()), classes)
-        network = load_quietly("histopipe.inference.networks").load_bag_network(
-            folder,
-            config,
-            metrics.get("objective", {}),
-            devices=devices,
-            outputs=len(classes if task.of_classes else task.columns),
-            covariates=0 if covariates is None else len(covariates.inputs),
-        )
-        return TrainedBags(
-            folder,
-            config,
-            network,
-            network.described(task),
-            covariates,
-            tuple(metrics.get("encoders") or [None] * len(config.mil)),
-            result.metrics["validation"].thresholds,
-            result.calibration.temperature if result.calibration else (),
-        )
-    except (KeyError, TypeError) as error:
-        raise DamagedStore(
-            f"{folder / METRICS} is damaged, or of an earlier version",
-            found=repr(error)[:200],
-            todo=f"evaluate the model again with `histopipe train --resume --out {folder}`",
-        ) from error
-
-
 def check_alike(models: Sequence[TrainedBags]) -> None:
     """Check that models can be averaged: the same task, outputs, inputs and encoders.
 
@@ -150,13 +77,13 @@ def check_alike(models: Sequence[TrainedBags]) -> None:
     """
     check_same(
         {
-            model.folder: {
+            model.run.folder: {
                 "task": model.task.name,
                 "classes": model.task.classes,
                 "targets": model.targets,
                 "--bag": model.config.bag,
                 "--covariates": model.config.covariates,
-                "features per patch": model.network.dimension,
+                "features per patch": model.dimension,
             }
             for model in models
         }
@@ -266,7 +193,7 @@ class BagFeatures:
                 found=self.kind,
                 expected="folders of features of the same encoder",
             )
-        trained = [trained_patches(record, self.first.folder) for record in encoders]
+        trained = [trained_patches(record, self.first.run.folder) for record in encoders]
         with ExitStack() as stack:
             stores: list[Store] = []
             if self.kind == "stores":
@@ -331,9 +258,10 @@ class BagFeatures:
         self.runs.append(result)
 
     def _embed_files(self, features: FeatureFolder, required: PatchRequirements) -> None:
-        rule = batch_rule(features.path / ENCODER)
         # The bags have the labels.
-        options = replace(self.options, labels=None, subgroup=(), batch_rule=rule)
+        options = replace(
+            self.options, labels=None, subgroup=(), batch_rule=batch_rule(features.path / ENCODER)
+        )
         with FileSource([*self.paths, *self.urls], required, options, self.progress) as source:
             run = SlideRun(features.encoder, "embedding", source.count, self.progress)
 

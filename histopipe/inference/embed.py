@@ -123,12 +123,11 @@ def describe_slide(
 ) -> PredictedSlide | None:
     """Return the slide of a feature file; None if the file does not record its geometry, like those of other tools."""
     try:
-        geometry = json.loads(str(header.attributes["geometry"]))
         return PredictedSlide(
             slide=slide,
             patient=patient,
             label=label,
-            **geometry,
+            **json.loads(str(header.attributes["geometry"])),
             patches=header.rows,
             source=str(header.attributes.get("source") or header.attributes.get("patches_crc")),
             skipped=int(header.attributes.get("skipped", 0)),
@@ -143,22 +142,21 @@ def _coords_attributes(slide: SlidePatches) -> dict[str, Any]:
     CLAM reads patches at `patch_level` without resampling, so it is written only if they were not resampled.
     """
     record = slide.record
-    attributes: dict[str, Any] = {
+    scales = (record.mpp, record.patch_mpp)
+    level0, target = (_magnification(mpp) if mpp and all(scales) else None for mpp in scales)
+    attributes = {
         "name": record.id,
         "patch_size": slide.patch_size,
         "overlap": slide.overlap,
         "level0_width": record.width,
         "level0_height": record.height,
         "savetodir": "",
+        "patch_size_level0": round((record.read_size or 0) * (record.downsample or 0)) or None,
+        "level0_magnification": level0,
+        "target_magnification": target,
+        "patch_level": record.level if record.read_size == slide.patch_size else None,
     }
-    if record.read_size and record.downsample:
-        attributes["patch_size_level0"] = round(record.read_size * record.downsample)
-    if record.mpp and record.patch_mpp:
-        attributes["level0_magnification"] = _magnification(record.mpp)
-        attributes["target_magnification"] = _magnification(record.patch_mpp)
-    if record.level is not None and record.read_size == slide.patch_size:
-        attributes["patch_level"] = record.level
-    return attributes
+    return {name: value for name, value in attributes.items() if value is not None}
 
 
 def _magnification(mpp: float) -> float:

@@ -372,8 +372,10 @@ def _sessions(path: Path, devices: str) -> list[Any]:
     options.log_severity_level = 3
     providers: list[Any] = ["CPUExecutionProvider"] * int(match["cpus"] or 1)
     if has_gpu and not devices.startswith("cpu"):
-        numbers = (match["gpus"] or "0").split(",")
-        providers = [("CUDAExecutionProvider", {"device_id": int(number)}) for number in numbers]
+        providers = [
+            ("CUDAExecutionProvider", {"device_id": int(number)})
+            for number in (match["gpus"] or "0").split(",")
+        ]
     else:
         options.intra_op_num_threads = max(1, count_usable_cores() // len(providers))
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from histopipe.splits.slide_table import (
     flow_to_json,
     write_slide_table,
 )
-from histopipe.splits.splits import names_of
+from histopipe.splits.splits import SPLITS, names_of, trained_on
 from histopipe.system.files import read_json, reading, write_json
 from histopipe.system.output import Progress, message
 from histopipe.tasks.choices import EvaluationLevel
@@ -61,7 +61,7 @@ class ExternalEvaluation:
 
 def find_in_training(
     patients: Mapping[str, str | None],
-    used: Set[tuple[str, str]],
+    runs: Iterable[Path],
     unit: EvaluationLevel,
     progress: Progress,
 ) -> dict[str, str]:
@@ -69,10 +69,11 @@ def find_in_training(
 
     Args:
         patients: patient of each slide, or of each patient; None if unknown.
-        used: slides, and their patients, of the training.
+        runs: folders of the runs.
         unit: what the names in `patients` are.
         progress: shows the warning.
     """
+    used = set().union(*(trained_on(run / SPLITS) for run in runs))
     common = {
         name: patient or name
         for name, patient in patients.items()

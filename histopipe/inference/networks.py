@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import keras
 import numpy as np
@@ -17,8 +17,11 @@ from histopipe.inference.slide_run import device_rows
 from histopipe.pretrained.encoders import named_preset, own_file
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import Precision
+from histopipe.runs.result import METRICS
 from histopipe.runs.task_config import BagTrainConfig
+from histopipe.splits.labelling import Covariates
 from histopipe.system.output import counted, message
+from histopipe.tasks.registry import make_task
 from histopipe.tasks.task import Task
 from histopipe.training.backbones import build_backbone
 from histopipe.training.bag_model import BagModel, Patches
@@ -27,6 +30,9 @@ from histopipe.training.devices import make_strategy, one_per_replica
 from histopipe.training.memory import MicroBatch, is_out_of_memory
 from histopipe.training.models import LOGITS, check_weights, digest, dtype_policy, values_of
 from histopipe.training.objective import objective_class
+
+if TYPE_CHECKING:
+    from histopipe.inference.predict_patches import FinishedRun
 
 _SEED = 1
 """Seed of untrained weights, which makes them reproducible."""
@@ -261,18 +267,77 @@ def _report_micro_batch(size: int, why: str) -> None:
     message(f"memory ran out ({why}): continuing with {counted(size, 'patch')} per device at once")
 
 
-class BagNetwork:
-    """A slide model on the first of its devices, `device`."""
+class TrainedBags:
+    """The slide model of a finished run, on the first of its devices.
 
-    def __init__(self, model: BagModel, objective: Any, device: str, dimension: int) -> None:
-        self._model, self._objective, self._device = model, objective, device
-        self.dimension = dimension
-        """Features per patch."""
-        self.sha256, self.takes_positions = digest(model.serving.weights), model.takes_positions
+    Attributes:
+        run, config: the run, and its settings.
+        task: task of the training, with the form of the predictions.
+        covariates: covariates that the model takes, if any.
+        encoders: record of the encoder of each feature set; None for those of other tools.
+        dimension: features per patch.
+        sha256: hash of the weights.
+        takes_positions: whether the model takes the positions of patches.
 
-    def described(self, task: Task) -> Task:
-        """Return the task with the form of the predictions; see `Objective`."""
-        return cast(Task, self._objective.described(task))
+    Raises:
+        DamagedStore: the run or its model cannot be read.
+        UsageError: its weights are not finite.
+    """
+
+    def __init__(self, run: FinishedRun, *, devices: str) -> None:
+        config, metrics = run.config, run.metrics
+        assert isinstance(config, BagTrainConfig)  # noqa: S101 - the caller has checked it
+        self.run, self.config = run, config
+        try:
+            self.covariates = (
+                Covariates.from_json(metrics["covariates"]) if "covariates" in metrics else None
+            )
+            task = make_task(config.task, metrics.get("targets", ()), run.classes)
+            self._objective = objective_class(config.task, config.used_loss)(
+                len(run.classes if task.of_classes else task.columns),
+                config.used_loss,
+                metrics.get("objective", {}),
+            )
+            self.task: Task = self._objective.described(task)
+            self.encoders: Sequence[Mapping[str, Any] | None] = metrics.get("encoders") or [
+                None
+            ] * len(config.mil)
+        except (KeyError, TypeError) as error:
+            raise DamagedStore(
+                f"{run.folder / METRICS} is damaged, or of an earlier version",
+                found=repr(error)[:200],
+                todo=f"evaluate the model again with `histopipe train --resume --out {run.folder}`",
+            ) from error
+        self._device = make_strategy(devices).extended.worker_devices[0]
+        path = run.folder / run_folder.MODEL
+        try:
+            with tf.device(self._device):
+                saved = keras.models.load_model(path, safe_mode=True)  # runs no code from the file
+                weights = saved.get_weights()
+                self.dimension = int(weights[0].shape[0])
+                self._model = BagModel(
+                    config.pooling,
+                    dimension=self.dimension,
+                    objective=self._objective,
+                    dropout=0.0,
+                    covariates=0 if self.covariates is None else len(self.covariates.inputs),
+                    scaled=config.feature_scaling == "standard",
+                )
+                self._model.serving.set_weights(weights)
+        except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+            raise DamagedStore(
+                f"{path} cannot be read",
+                found=str(error).split("\n")[0][:200],
+                expected="the model of a run on bags",
+            ) from error
+        check_weights(saved.weights, str(path), "train the model again")
+        self.sha256 = digest(self._model.serving.weights)
+        self.takes_positions = self._model.takes_positions
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """Columns of the labels file with the target; none for classification."""
+        return () if self.task.of_classes else self.task.columns
 
     def predict(
         self,
@@ -309,46 +374,3 @@ class BagNetwork:
         if not np.isfinite(output).all():
             raise DamagedStore("the prediction is not finite", todo="check features and covariates")
         return output, attention, objective.contributions(parts)
-
-
-def load_bag_network(
-    folder: Path,
-    config: BagTrainConfig,
-    description: Mapping[str, Any],
-    *,
-    devices: str,
-    outputs: int,
-    covariates: int,
-) -> BagNetwork:
-    """Load the slide model of a run. `description` are of its objective; `outputs` is the number of classes or targets.
-
-    Raises:
-        DamagedStore: the model cannot be read.
-        UsageError: its weights are not finite.
-    """
-    device = make_strategy(devices).extended.worker_devices[0]
-    objective_type = objective_class(config.task, config.used_loss)
-    objective = objective_type(outputs, config.used_loss, description)
-    path = folder / run_folder.MODEL
-    try:
-        with tf.device(device):
-            saved = keras.models.load_model(path, safe_mode=True)  # runs no code from the file
-            weights = saved.get_weights()
-            dimension = int(weights[0].shape[0])
-            model = BagModel(
-                config.pooling,
-                dimension=dimension,
-                objective=objective,
-                dropout=0.0,
-                covariates=covariates,
-                scaled=config.feature_scaling == "standard",
-            )
-            model.serving.set_weights(weights)
-    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
-        raise DamagedStore(
-            f"{path} cannot be read",
-            found=str(error).split("\n")[0][:200],
-            expected="the model of a run on bags",
-        ) from error
-    check_weights(saved.weights, str(path), "train the model again")
-    return BagNetwork(model, objective, device, dimension)

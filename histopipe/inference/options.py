@@ -11,7 +11,6 @@ from histopipe.dataset.options import OnError, StainNorm
 from histopipe.errors import UsageError
 from histopipe.features import StoredType
 from histopipe.slides.options import LABELS, SLIDE_FILES, PatchReadingOptions
-from histopipe.system.csv_files import NA_VALUES
 from histopipe.system.settings import PathLike, declared_settings, setting
 from histopipe.tasks.choices import Aggregation
 from histopipe.tissue_masks import AskedFinder
@@ -173,6 +172,7 @@ class PredictOptions(PatchReadingOptions, NetworkOptions):
             return None
         # Imported late, as above.
         from histopipe.slides.tables import SlideNames, read_labels
+        from histopipe.system.csv_files import NA_VALUES
 
         return read_labels(
             Path(self.labels),

@@ -13,21 +13,23 @@ from histopipe.evaluation.subgroups import check_subgroup
 from histopipe.inference.bag_features import (
     BagFeatures,
     check_alike,
-    load_bags,
     read_sources,
     run_folders,
 )
 from histopipe.inference.options import PredictOptions
 from histopipe.inference.predict_bags import BagPrediction
-from histopipe.inference.predict_patches import PatchPrediction, PredictResult, load_classifier
+from histopipe.inference.predict_patches import (
+    PatchPrediction,
+    PredictResult,
+    load_classifier,
+    read_run,
+)
 from histopipe.inference.slide_run import SlideSource, batch_rule
 from histopipe.inference.slide_tiler import FileSource
 from histopipe.inference.stored_slides import StoreSource
 from histopipe.predictions.sources import SETTINGS, PredictionsFolder
-from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
-from histopipe.runs.result import read_result
-from histopipe.runs.task_config import BagTrainConfig, load_config
+from histopipe.runs.task_config import BagTrainConfig
 from histopipe.slides.tables import table_columns
 from histopipe.splits.slide_table import COLUMNS
 from histopipe.store.store import Store
@@ -35,6 +37,7 @@ from histopipe.system.csv_files import column_key
 from histopipe.system.folders import held
 from histopipe.system.output import Progress, default_progress
 from histopipe.system.settings import make_settings
+from histopipe.system.tensorflow import load_quietly
 
 
 def predict(
@@ -72,9 +75,8 @@ def predict(
         >>> predict("runs/first", "new-slides", out="predictions").done  # doctest: +SKIP
     """
     options, display = make_settings(PredictOptions, settings), progress or default_progress()
-    runs = run_folders(Path(run))
-    read_result(runs[0])  # raises if the run has not finished
-    config = load_config(runs[0] / run_folder.CONFIG)
+    runs = list(map(read_run, run_folders(Path(run))))
+    config = runs[0].config
     options = complete_options(options, config)
     paths, urls, kind = read_sources(sources)
     with ExitStack() as stack:
@@ -87,11 +89,12 @@ def predict(
                     found="a slide model",
                     expected="no aggregation of patches",
                 )
-            models = [load_bags(folder, devices=options.devices) for folder in runs]
+            networks = load_quietly("histopipe.inference.networks")
+            models = [networks.TrainedBags(run, devices=options.devices) for run in runs]
             check_alike(models)
             stack.enter_context(held(target.path))
             features = BagFeatures(models[0], target, paths, kind, options, display, urls=urls)
-            return BagPrediction(models, target, features, options, display).run()
+            return BagPrediction(models, features).run()
         if kind == "features":
             raise UsageError(
                 f"{run} is a model of patches", found="features", expected="stores or slides"
@@ -109,9 +112,7 @@ def predict(
         else:
             source = FileSource([*paths, *urls], classifier.patches, options, display)
         stack.enter_context(source)
-        return PatchPrediction(
-            classifier, target, source, options.aggregate, options.subgroup, display
-        ).run()
+        return PatchPrediction(classifier, target, source, options, display).run()
 
 
 def complete_options(options: PredictOptions, config: TrainConfig) -> PredictOptions:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,7 @@ from histopipe.errors import OutOfMemory, UsageError
 from histopipe.evaluation.evaluate import mean_thresholds, tempered
 from histopipe.features.bags import Bag, BagSet, read_bag, read_positions
 from histopipe.features.feature_file import feature_files
-from histopipe.inference.bag_features import BagFeatures, TrainedBags
+from histopipe.inference.bag_features import BagFeatures
 from histopipe.inference.embed import describe_slide
 from histopipe.inference.external_evaluation import (
     ExternalEvaluation,
@@ -25,18 +25,19 @@ from histopipe.inference.external_evaluation import (
     find_in_training,
     write_evaluation,
 )
-from histopipe.inference.options import PredictOptions
 from histopipe.inference.predict_patches import PredictResult
 from histopipe.predictions.prediction_tables import write_patch_values, write_summary
-from histopipe.predictions.sources import PATIENTS, SLIDES, PredictionsFolder
+from histopipe.predictions.sources import PATIENTS, SLIDES
 from histopipe.slides.tables import table_columns
-from histopipe.splits.splits import SPLITS, trained_on
 from histopipe.system.csv_files import column_key
 from histopipe.system.filesystems import roomy
-from histopipe.system.output import Progress, slide_failure
+from histopipe.system.output import slide_failure
 from histopipe.tasks.choices import EvaluationLevel, name_of
 from histopipe.tasks.predictions import ThresholdsByLevel
 from histopipe.tasks.task import NO_THRESHOLDS, Predictions, Target
+
+if TYPE_CHECKING:
+    from histopipe.inference.networks import TrainedBags
 
 T = TypeVar("T")
 
@@ -46,10 +47,7 @@ class BagPrediction:
     """Predictions of bags by one model, or by the models of several folds."""
 
     models: Sequence[TrainedBags]
-    folder: PredictionsFolder
     features: BagFeatures
-    options: PredictOptions
-    progress: Progress
     done: list[Bag] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
 
@@ -59,8 +57,8 @@ class BagPrediction:
 
     def run(self) -> PredictResult:
         """Compute missing features, then predict all bags, and write the tables."""
-        first, path = self._first, self.folder.path
-        if first.covariates is not None and self.options.labels is None:
+        first, path = self._first, self.features.predictions.path
+        if first.covariates is not None and self.features.options.labels is None:
             raise UsageError(
                 "the model takes covariates",
                 found="no --labels",
@@ -91,24 +89,24 @@ class BagPrediction:
         )
 
     def _record_settings(self) -> None:
-        first, temperatures = self._first, [list(model.temperature) for model in self.models]
-        self.folder.record(
+        first, temperatures = self._first, [list(model.run.temperature) for model in self.models]
+        self.features.predictions.record(
             {
                 "histopipe": __version__,
-                "run": str(first.folder),
+                "run": str(first.run.folder),
                 "task": first.task.name,
                 "classes": list(first.task.classes),
                 "targets": list(first.targets),
                 "bag": first.config.bag,
-                "sha256": [model.network.sha256 for model in self.models],
+                "sha256": [model.sha256 for model in self.models],
                 "sources": self.features.kind,
-                "tiling": dict(self.options.tiling),
+                "tiling": dict(self.features.options.tiling),
                 **({"temperature": temperatures} if any(temperatures) else {}),
             }
         )
 
     def _bags(self, folders: Sequence[Path]) -> BagSet:
-        first, options = self._first, self.options
+        first, options = self._first, self.features.options
         labels = None if options.labels is None else Path(options.labels)
         columns: list[str] = []
         has_label = True
@@ -132,26 +130,26 @@ class BagPrediction:
             with_label=has_label,
             allow_extra=options.allow_extra_rows,
             na=first.config.na if options.na is None else options.na,
-            notify=self.progress.message,
+            notify=self.features.progress.message,
             unlabelled=True,
             on_error="skip",
         )
-        if bags.dimension != first.network.dimension:
+        if bags.dimension != first.dimension:
             raise UsageError(
                 f"{' and '.join(map(str, folders))}: features per patch",
                 found=bags.dimension,
-                expected=f"{first.network.dimension}, as in the training",
+                expected=f"{first.dimension}, as in the training",
                 todo="use features of the encoder of the training",
             )
         for note in bags.notes:
-            self.progress.message(note)
+            self.features.progress.message(note)
         self.failed |= {**bags.failed, **dict.fromkeys(bags.empty, "the slide has no patches")}
         return bags
 
     def _predict(self, bags: BagSet) -> ExternalEvaluation | None:
         """Predict all bags, and write what is known of each patch, bag and patient."""
         results: list[tuple[Bag, list[NDArray[np.float32]]]] = []
-        config, progress = self._first.config, self.progress
+        config, progress = self._first.config, self.features.progress
         # A wrong cell is reported before the work.
         targets = {bag.id: self._target(bag) for bag in bags.bags.values()}
         with progress.bar("predicting", unit=f"{config.bag}s", total=len(bags.bags)) as bar:
@@ -166,11 +164,7 @@ class BagPrediction:
                 bar.advance()
         if not results:
             return None
-        predicted = self.done = [bag for bag, _ in results]
-        used = {pair for model in self.models for pair in trained_on(model.folder / SPLITS)}
-        seen = find_in_training(
-            {bag.id: bag.patient for bag in predicted}, used, config.bag, progress
-        )
+        self.done = [bag for bag, _ in results]
         # (M, N, C), in the form of the first model.
         outputs = np.stack(
             [
@@ -180,11 +174,23 @@ class BagPrediction:
                 for number, model in enumerate(self.models)
             ]
         )
-        thresholds = mean_thresholds([model.thresholds for model in self.models])
-        path, settings = self.folder.path, config.evaluation_settings
+        return self._evaluate(bags, targets, outputs)
+
+    def _evaluate(
+        self, bags: BagSet, targets: Mapping[str, Target | None], outputs: NDArray[np.float32]
+    ) -> ExternalEvaluation | None:
+        """Write the tables of the predicted bags, and the evaluation of those with known targets."""
+        predicted, config = self.done, self._first.config
+        seen = find_in_training(
+            {bag.id: bag.patient for bag in predicted},
+            [model.run.folder for model in self.models],
+            config.bag,
+            self.features.progress,
+        )
+        thresholds = mean_thresholds([model.run.thresholds for model in self.models])
         self._write_tables(predicted, targets, outputs.astype(np.float64), thresholds)
         rows = [row for row, bag in enumerate(predicted) if targets[bag.id] is not None]
-        labelled_bags = [predicted[row] for row in rows]
+        labelled_bags, settings = [predicted[row] for row in rows], config.evaluation_settings
         parts = [self._predictions(labelled_bags, targets, outputs[:, rows])] if rows else []
         evaluated = evaluate_labelled(parts, settings, thresholds, set(seen.values()))
         labelled = frozenset(() if evaluated is None else evaluated[0][0].slides)
@@ -206,10 +212,10 @@ class BagPrediction:
             self._first.task.classes,
         )
         return write_evaluation(
-            path,
+            self.features.predictions.path,
             evaluated,
             entries,
-            subgroups=self.options.subgroup,
+            subgroups=self.features.options.subgroup,
             settings=settings,
             in_training=seen,
         )
@@ -271,7 +277,7 @@ class BagPrediction:
                 columns |= zip(task.target_names, zip(*cells, strict=True), strict=True)
             spread = values.std(axis=0, ddof=1) if len(values) > 1 else np.empty((0, 0))
             write_summary(
-                self.folder.path / name,
+                self.features.predictions.path / name,
                 columns,
                 task=task,
                 output=means,
@@ -283,16 +289,16 @@ class BagPrediction:
     def _predict_bag(self, bag: Bag) -> list[NDArray[np.float32]]:
         """Return the output of each model, and write the means of attention and contributions."""
         features, first = read_bag(bag, bag.dtype), self._first
-        positions = read_positions(bag) if first.network.takes_positions else None
+        positions = read_positions(bag) if first.takes_positions else None
         outputs, attention, contributions = zip(
             *(
-                model.network.predict(features, positions, self._covariates(model, bag))
+                model.predict(features, positions, self._covariates(model, bag))
                 for model in self.models
             ),
             strict=True,
         )
         write_patch_values(
-            self.folder.path,
+            self.features.predictions.path,
             bag.id,
             bag.places(),
             names=first.task.names,
@@ -302,11 +308,13 @@ class BagPrediction:
         for slide, part in zip(bag.slides, bag.parts, strict=True):
             predicted = describe_slide(part.headers[0], slide, bag.patient or slide, bag.label)
             if predicted is not None:
-                path = self.folder.json(slide)
+                path = self.features.predictions.json(slide)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 predicted.write(path)
         return [
-            tempered(output, model.temperature).astype(np.float32) if model.temperature else output
+            tempered(output, model.run.temperature).astype(np.float32)
+            if model.run.temperature
+            else output
             for output, model in zip(outputs, self.models, strict=True)
         ]
 
@@ -316,7 +324,7 @@ class BagPrediction:
         cells = [bag.cells.get(name, "") for name in model.config.covariates]
         if model is self._first:
             for text in model.covariates.unknown(cells):
-                self.progress.message(
+                self.features.progress.message(
                     f"warning: {model.config.bag} {bag.id}, {text} is not in training: taken as missing"
                 )
         return model.covariates.encode(cells)

@@ -21,7 +21,7 @@ from histopipe.inference.external_evaluation import (
     find_in_training,
     write_evaluation,
 )
-from histopipe.inference.options import BATCHES
+from histopipe.inference.options import BATCHES, PredictOptions
 from histopipe.inference.slide_run import (
     Network,
     Results,
@@ -39,19 +39,19 @@ from histopipe.predictions.sources import (
     write_level_table,
 )
 from histopipe.runs import folder as run_folder
+from histopipe.runs.config import TrainConfig
 from histopipe.runs.result import METRICS, read_result
 from histopipe.runs.task_config import PatchTrainConfig, load_config
-from histopipe.splits.splits import SPLITS, trained_on
 from histopipe.splits.subsets import LabelsFrom
 from histopipe.system.csv_files import nfc
 from histopipe.system.files import read_json
 from histopipe.system.filesystems import roomy
 from histopipe.system.output import Progress
 from histopipe.system.tensorflow import load_quietly
-from histopipe.tasks.choices import Aggregation, EvaluationLevel
+from histopipe.tasks.choices import EvaluationLevel
 from histopipe.tasks.classification import Classification
 from histopipe.tasks.predictions import ThresholdsByLevel, scores_of
-from histopipe.tasks.task import EvaluationSettings, Predictions
+from histopipe.tasks.task import Predictions
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -89,31 +89,39 @@ class PredictResult(SlideRunResult):
 
 
 @dataclass(frozen=True, slots=True)
-class Classifier:
-    """Patch classifier of a finished run, ready to predict."""
+class FinishedRun:
+    """What the files of a finished run record of its model. `metrics` is the content of `metrics.json`."""
 
     folder: Path
-    network: Network
-    """Maps patches to the probabilities of all models, each in the order of `classes`."""
-    models: int
-    """Number of models."""
-    classes: tuple[str, ...]
-    patches: PatchRequirements
-    labels_from: LabelsFrom
-    evaluation_settings: EvaluationSettings
+    config: TrainConfig
+    metrics: Mapping[str, Any]
     thresholds: ThresholdsByLevel
-    """Decision thresholds, chosen on the validation patches of the run; means of several models."""
-    temperatures: tuple[tuple[float, ...], ...] = ()
-    """Temperature of each model; empty if they are not calibrated."""
-    in_training: frozenset[tuple[str, str]] = frozenset()
-    """Slides on which a model was trained or validated, and their patients."""
+    """Chosen on the validation data."""
+    temperature: tuple[float, ...]
+    """Of the probabilities; empty if they are not calibrated."""
 
-    def calibrated(self, probability: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Return (N, M, C) probabilities of the models with their temperatures."""
-        if not self.temperatures:
-            return probability
-        by_model = map(tempered, probability.swapaxes(0, 1), self.temperatures)
-        return np.stack([*by_model], axis=1).astype(np.float32)
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Class names; none for other tasks."""
+        return tuple(map(nfc, self.metrics["classes"]))
+
+
+def read_run(folder: Path) -> FinishedRun:
+    """Read the files of a finished run.
+
+    Raises:
+        UsageError: there is no finished run.
+        DamagedStore: the run cannot be read.
+    """
+    result, config = read_result(folder), load_config(folder / run_folder.CONFIG)
+    calibration = result.calibration
+    return FinishedRun(
+        folder,
+        config,
+        read_json(folder / METRICS),
+        result.metrics["validation"].thresholds,
+        calibration.temperature if calibration else (),
+    )
 
 
 def check_same(values_of_runs: Mapping[Path, Mapping[str, object]]) -> None:
@@ -127,64 +135,70 @@ def check_same(values_of_runs: Mapping[Path, Mapping[str, object]]) -> None:
                 )
 
 
-def load_classifier(folders: Sequence[Path], *, devices: str, batch_size: int) -> Classifier:
+@dataclass(frozen=True, slots=True)
+class Classifier:
+    """Patch classifiers of finished runs with the same settings, ready to predict."""
+
+    runs: Sequence[FinishedRun]
+    labels_from: LabelsFrom
+    network: Network
+    """Maps patches to the probabilities of all models, each in the order of `classes`."""
+    patches: PatchRequirements
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Class names, in the order of the probabilities."""
+        return self.runs[0].classes
+
+    @property
+    def temperatures(self) -> list[tuple[float, ...]]:
+        """Temperature of each model; empty if they are not calibrated."""
+        return [run.temperature for run in self.runs if run.temperature]
+
+    def calibrated(self, probability: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return (N, M, C) probabilities of the models with their temperatures."""
+        if not self.temperatures:
+            return probability
+        by_model = map(tempered, probability.swapaxes(0, 1), self.temperatures)
+        return np.stack([*by_model], axis=1).astype(np.float32)
+
+
+def load_classifier(runs: Sequence[FinishedRun], *, devices: str, batch_size: int) -> Classifier:
     """Load the model of a run onto its devices; or those of several runs, whose probabilities are to be averaged.
 
     Raises:
-        UsageError: a run is not finished, its model predicts no classes, or the models differ in classes or patches.
-        DamagedStore: a run cannot be read.
+        UsageError: a model predicts no classes, or the models differ in classes or patches.
+        DamagedStore: a model cannot be read.
         MachineShort: TensorFlow is not installed.
     """
-    runs = [_without_network(folder) for folder in folders]
-    keras_network = load_quietly("histopipe.inference.networks")
-    network = keras_network.KerasNetwork(
-        lambda: keras_network.load_run_models(folders),
+    values: dict[Path, dict[str, Any]] = {}
+    for run in runs:
+        config = run.config
+        if not isinstance(config, PatchTrainConfig) or not config.task_type.of_classes:
+            raise UsageError(
+                f"the model of {run.folder} predicts no classes of patches",
+                found=f"--task {config.task}",
+                expected="--task classification",
+                todo="use its model.keras, which opens in plain Keras",
+            )
+        values[run.folder] = {
+            "classes": run.classes,
+            **{name: run.metrics.get(name) for name in ("spec", "patch_mpp")},
+            **{name: getattr(config, name) for name in ("stain_norm", "labels_from", "calibrate")},
+        }
+    networks, folders = load_quietly("histopipe.inference.networks"), list(values)
+    network = networks.KerasNetwork(
+        lambda: networks.load_run_models(folders),
         name=folders[0].name,
         devices=devices,
         batch_size=batch_size,
     )
-    names = ("classes", "spec", "patch_mpp", "stain_norm", "labels_from", "calibrate")
-    check_same({run["folder"]: {name: run[name] for name in names} for run in runs})
-    first = runs[0]
-    return Classifier(
-        folders[0],
-        network,
-        len(folders),
-        first["classes"],
-        PatchRequirements(
-            folders[0], network.patch_size, first["spec"], first["patch_mpp"], first["stain_norm"]
-        ),
-        first["labels_from"],
-        first["evaluation_settings"],
-        mean_thresholds([run["thresholds"] for run in runs]),
-        temperatures=tuple(run["temperature"] for run in runs if run["temperature"]),
-        in_training=frozenset().union(*(trained_on(folder / SPLITS) for folder in folders)),
+    check_same(values)
+    first = values[folders[0]]
+    patches = PatchRequirements(
+        folders[0], network.patch_size, first["spec"], first["patch_mpp"], first["stain_norm"]
     )
-
-
-def _without_network(folder: Path) -> dict[str, Any]:
-    """Return what the files of a run record of its model."""
-    result, config = read_result(folder), load_config(folder / run_folder.CONFIG)
-    if not isinstance(config, PatchTrainConfig) or not config.task_type.of_classes:
-        raise UsageError(
-            f"the model of {folder} predicts no classes of patches",
-            found=f"--task {config.task}",
-            expected="--task classification",
-            todo="use its model.keras, which opens in plain Keras",
-        )
-    metrics = read_json(folder / METRICS)
-    return {
-        "folder": folder,
-        "classes": tuple(map(nfc, metrics["classes"])),
-        "spec": metrics.get("spec"),
-        "patch_mpp": metrics.get("patch_mpp"),
-        "stain_norm": config.stain_norm,
-        "labels_from": config.labels_from,
-        "evaluation_settings": config.evaluation_settings,
-        "thresholds": result.metrics["validation"].thresholds,
-        "calibrate": config.calibrate,
-        "temperature": result.calibration.temperature if result.calibration else (),
-    }
+    return Classifier(runs, first["labels_from"], network, patches)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,19 +208,18 @@ class PatchPrediction:
     classifier: Classifier
     folder: PredictionsFolder
     source: SlideSource
-    aggregate: Aggregation
-    subgroup: Sequence[str]
+    options: PredictOptions
     progress: Progress
 
     def run(self) -> PredictResult:
         """Predict the slides that are missing, then write the tables of all slides in the folder."""
         source, classifier, patches = self.source, self.classifier, self.classifier.patches
-        temperatures = [list(temperature) for temperature in classifier.temperatures]
+        temperatures = list(map(list, classifier.temperatures))
         self.folder.record(
             {
                 "histopipe": __version__,
                 "batches": BATCHES,
-                "run": str(classifier.folder),
+                "run": str(patches.owner),
                 "sha256": classifier.network.identity["sha256"],
                 "classes": list(classifier.classes),
                 "stain_norm": patches.stain_norm,
@@ -230,8 +243,9 @@ class PatchPrediction:
         order = np.lexsort((corners[:, 0], corners[:, 1]))
         corners, zeros = corners[order].astype(np.int64), np.zeros(len(order), np.int32)
         # All sizes are named, since a slide may be without patches.
-        shape = (len(order), classifier.models, len(classifier.classes))
-        by_model = classifier.calibrated(probability[order].reshape(shape))
+        by_model = classifier.calibrated(
+            probability[order].reshape(len(order), len(classifier.runs), len(classifier.classes))
+        )
         scores = Predictions(
             Classification(classes=classifier.classes),
             (predicted.slide,),
@@ -250,11 +264,12 @@ class PatchPrediction:
 
     def _spread(self, scores: Predictions, by_model: NDArray[np.float32]) -> list[float]:
         """Return the standard deviation of the slide's probabilities over the models, from (N, M, C) of its patches."""
-        if self.classifier.models == 1 or not len(by_model):
+        if by_model.shape[1] == 1 or not len(by_model):
             return []
-        unknown, settings = scores.without_targets(), self.classifier.evaluation_settings
+        unknown, how = scores.without_targets(), self.options.aggregate
+        settings = self.classifier.runs[0].config.evaluation_settings
         outputs = [
-            scores_of(replace(unknown, output=output), "slide", self.aggregate, settings).output[0]
+            scores_of(replace(unknown, output=output), "slide", how, settings).output[0]
             for output in by_model.swapaxes(0, 1)
         ]
         return [float(value) for value in np.std(outputs, axis=0, ddof=1)]
@@ -290,10 +305,11 @@ class PatchPrediction:
         ]
         slides, parts = [slide for slide, _ in entries], [part for _, part in entries if len(part)]
         classifier, path = self.classifier, self.folder.path
-        settings, thresholds = classifier.evaluation_settings, classifier.thresholds
+        settings = classifier.runs[0].config.evaluation_settings
+        thresholds = mean_thresholds([run.thresholds for run in classifier.runs])
         seen = find_in_training(
             {slide.slide: slide.patient for slide in slides},
-            classifier.in_training,
+            [run.folder for run in classifier.runs],
             "slide",
             self.progress,
         )
@@ -304,7 +320,7 @@ class PatchPrediction:
                 parts,
                 slides,
                 level,
-                self.aggregate,
+                self.options.aggregate,
                 classes=classifier.classes,
                 evaluation_settings=settings,
                 thresholds=thresholds,
@@ -320,7 +336,7 @@ class PatchPrediction:
             path,
             evaluate_labelled(parts, settings, thresholds, set(seen.values())),
             table,
-            subgroups=self.subgroup,
+            subgroups=self.options.subgroup,
             settings=settings,
             in_training=seen,
         )

@@ -28,7 +28,7 @@ from histopipe.system.output import Bar, Progress, Result, counted, slide_failur
 from histopipe.system.worker_pool import count_usable_cores, run_tasks
 
 _STARTED_BATCHES = 2
-"""Maximum number of batches on the device. With one batch, the device would wait for the host."""
+"""Maximum number of batches on the device. With one batch, the device would wait for the host; more only take memory."""
 
 Normalizer = Callable[..., NDArray[np.uint8]]
 """Normalizes the stain of (B, H, W, 3) uint8 images. Images from a store also need their (B,) keys."""
@@ -50,8 +50,6 @@ class PatchBatch:
 
 class SlidePatches(Closing, ABC):
     """The patches of one slide, in batches. No batch mixes slides, so results do not depend on other slides.
-
-    `close` frees what the slide needs for loading, when all of its results have been used.
 
     Attributes:
         record: size, scale, label and patient of the slide.
@@ -99,6 +97,9 @@ class SlidePatches(Closing, ABC):
             SlideError, DamagedStore: the slide cannot be used.
         """
 
+    def close(self) -> None:
+        """Free what the slide needs for loading, when all of its results have been used; by default nothing."""
+
     def predicted(self) -> PredictedSlide:
         """Describe the slide after its patches have been computed. Raise SlideUnreadable if the file has changed."""
         skipped = len(self.lost)
@@ -108,7 +109,7 @@ class SlidePatches(Closing, ABC):
 
 
 class SlideSource(Closing, ABC):
-    """The slides to be predicted. `close` ends their workers, and removes local copies. By default nothing is annotated.
+    """The slides to be predicted. By default, nothing is annotated.
 
     Attributes:
         count: number of slides.
@@ -136,6 +137,9 @@ class SlideSource(Closing, ABC):
     def patch_labels(self, slide: str, classes: Sequence[str]) -> dict[tuple[int, int], int]:
         """Return the annotated class number of each patch of a slide, or -1, by its corner."""
         return {}
+
+    def close(self) -> None:
+        """End the workers, and remove local copies; by default, there are none."""
 
 
 class Network(Protocol):
@@ -208,102 +212,6 @@ def device_rows(batch_size: int, devices: int) -> list[range]:
     return [replica_rows(batch_size, devices, number) for number in range(devices)]
 
 
-class _PatchStream(Closing):
-    """Stream of slides through a network. Batches of the current and next slides are loaded in advance.
-
-    `network_failed`: the network raised an error, and no other slide can be computed.
-    """
-
-    def __init__(self, network: Network, bar: Bar) -> None:
-        self._network, self._bar = network, bar
-        self._pool = ThreadPoolExecutor(count_usable_cores(), "histopipe-load")
-        self._failures: dict[int, SlideError] = {}
-        self.network_failed, self.input_wait = False, 0.0
-        """Seconds spent waiting for patches so far."""
-
-    def run(self, slides: Iterable[S | None]) -> Iterator[tuple[S, Iterator[Results]]]:
-        """Yield each slide with an iterator over its results. Results that are not consumed are dropped.
-
-        None in place of a slide means that the next one needs the earlier slides to be closed. The iterator
-        raises SlideError if the slide cannot be used.
-        """
-        numbered_batches = (
-            batch
-            for slide in slides
-            for batch in (
-                [None] if slide is None else [(slide, step) for step in range(slide.steps)]
-            )
-        )
-        # The batches of all slides in order; the next ones are loaded in the background.
-        ahead = run_tasks(
-            lambda numbered: self._pool.submit(self._load, numbered[0], numbered[1]),
-            numbered_batches,
-            limit=count_usable_cores() + 2,
-        )
-        loaded = ((slide, future) for (slide, _), future in filter(None, ahead))
-        for slide, first in loaded:
-            results = self._results(slide, first, loaded)
-            yield slide, results
-            with suppress(SlideError):
-                deque(results, maxlen=0)
-            slide.close()
-
-    def close(self) -> None:
-        """Cancel batches that are waiting to be loaded."""
-        self._pool.shutdown(cancel_futures=True)
-
-    def _load(self, slide: S, step: int) -> _LoadedBatch | None:
-        """Load a batch. Return None if a batch of its slide has failed."""
-        if id(slide) in self._failures:
-            return None
-        try:
-            batch = slide.load(step)
-        except Exception as error:  # noqa: BLE001 - `slide_failure` raises what concerns all slides
-            self._failures[id(slide)] = SlideError(slide_failure(error))
-            return None
-        return batch, self._network.prepare(batch.images)
-
-    def _results(
-        self,
-        slide: S,
-        first: Future[_LoadedBatch | None],
-        loaded: Iterator[tuple[S, Future[_LoadedBatch | None]]],
-    ) -> Iterator[Results]:
-        started: deque[tuple[PatchBatch, Any]] = deque()
-        try:
-            for step in range(slide.steps):
-                future = first if step == 0 else next(loaded)[1]
-                before = time.monotonic()
-                loaded_batch = future.result()
-                self.input_wait += time.monotonic() - before
-                if loaded_batch is not None:
-                    started.append((loaded_batch[0], self._network.start(loaded_batch[1])))
-                if len(started) > _STARTED_BATCHES:
-                    yield self._finish(slide, *started.popleft())
-                self._bar.advance()
-            while started:
-                yield self._finish(slide, *started.popleft())
-        except Exception:  # the batches of the next slides are not in step any more
-            self.network_failed = True
-            raise
-        if id(slide) in self._failures:
-            raise self._failures.pop(id(slide))
-
-    def _finish(self, slide: S, batch: PatchBatch, started: Any) -> Results:
-        """Return the results of a batch. If one is not finite, its slide fails after its last batch."""
-        values = self._network.finish(started)[: len(batch.valid)][batch.valid]
-        corners = batch.corners[batch.valid]
-        wrong = np.argwhere(~np.isfinite(values))
-        if len(wrong):
-            self._failures[id(slide)] = SlideError(
-                f"{slide.id}: a result of the network is not finite",
-                found=f"{values[tuple(wrong[0])]:g} for the patch at x, y {corners[wrong[0, 0]].tolist()}",
-                expected="a number",
-                todo="check the weights of the network, or use --precision float32",
-            )
-        return values, corners
-
-
 @dataclass(frozen=True, kw_only=True, repr=False)
 class SlideRunResult(Result):
     """Result of running slides through a network.
@@ -340,7 +248,10 @@ class SlideRunResult(Result):
 
 @dataclass(slots=True)
 class SlideRun:
-    """A run of slides through a network. `count` includes the slides that are already done."""
+    """A run of slides through a network. Batches of the current and next slides are loaded in advance, in threads.
+
+    `count` includes the slides that are already done. The other fields are those of `SlideRunResult`.
+    """
 
     network: Network
     title: str
@@ -353,6 +264,9 @@ class SlideRun:
     skipped: int = 0
     seconds: float = 0.0
     input_wait: float = 0.0
+    _failures: dict[int, SlideError] = field(default_factory=dict)
+    """Failures of slides whose results are being computed, by `id`: each is raised after the last batch of its slide."""
+    _network_failed: bool = False
 
     def missing(self, slides: Iterable[N], is_complete: Callable[[N], bool]) -> list[N]:
         """Return the slides that are not complete, and record the others as kept."""
@@ -377,7 +291,8 @@ class SlideRun:
     ) -> None:
         """Compute slides with `steps` batches in total, if known. `stop` is called first after Ctrl-C.
 
-        `write` writes the results of a slide, and returns the numbers of computed and skipped patches.
+        None in place of a slide means that the next one needs the earlier slides to be closed. `write` writes the results
+        of a slide, and returns the numbers of computed and skipped patches.
 
         Raises:
             Interrupted: by Ctrl-C or SIGTERM; completed slides are kept.
@@ -385,16 +300,14 @@ class SlideRun:
         if self.kept:
             self.progress.message(f"already done: {counted(len(self.kept), 'slide')}")
         start = time.monotonic()
-        with (
-            self.progress.bar(self.title, unit="steps", total=steps, detail=True) as bar,
-            _PatchStream(self.network, bar) as stream,
-        ):
+        pool = ThreadPoolExecutor(count_usable_cores(), "histopipe-load")
+        with self.progress.bar(self.title, unit="steps", total=steps, detail=True) as bar:
             try:
-                for slide, results in stream.run(slides):
+                for slide, results in self._compute(slides, pool, bar):
                     try:
                         patches, skipped = write(slide, results)
-                    except Exception as error:
-                        if stream.network_failed:
+                    except Exception as error:  # `slide_failure` raises what concerns all slides
+                        if self._network_failed:
                             raise
                         self.fail(slide.id, slide_failure(error))
                     else:
@@ -403,14 +316,96 @@ class SlideRun:
                         self.skipped += skipped
                         self._report(slide.id, counted(patches, "patch"))
             except KeyboardInterrupt:
-                stop()  # before the stream is closed, which waits for the batches being loaded
+                stop()  # before the shutdown, which waits for the batches being loaded
                 raise Interrupted(
                     "interrupted",
                     found=f"{counted(len(self.done), 'slide')} done",
                     todo="run the same command again to continue",
                 ) from None
             finally:
-                self.seconds, self.input_wait = time.monotonic() - start, stream.input_wait
+                self.seconds = time.monotonic() - start
+                pool.shutdown(cancel_futures=True)
+
+    def _compute(
+        self, slides: Iterable[S | None], pool: ThreadPoolExecutor, bar: Bar
+    ) -> Iterator[tuple[S, Iterator[Results]]]:
+        """Yield each slide with an iterator over its results, which raises SlideError if the slide cannot be used.
+
+        Results that are not consumed are dropped.
+        """
+        batches = (
+            batch
+            for slide in slides
+            for batch in (
+                [None] if slide is None else [(slide, step) for step in range(slide.steps)]
+            )
+        )
+        # One batch per core is being loaded, and two are ready: the device never waits for one slow batch. The order is
+        # that of the slides, so few slides are open at once.
+        ahead = run_tasks(
+            lambda batch: pool.submit(self._load, *batch),
+            batches,
+            limit=count_usable_cores() + 2,
+        )
+        loaded = ((slide, future) for (slide, _), future in filter(None, ahead))
+        for slide, first in loaded:
+            results = self._results(slide, first, loaded, bar)
+            yield slide, results
+            with suppress(SlideError):
+                deque(results, maxlen=0)
+            slide.close()
+
+    def _load(self, slide: SlidePatches, step: int) -> _LoadedBatch | None:
+        """Load a batch. Return None if a batch of its slide has failed."""
+        if id(slide) in self._failures:
+            return None
+        try:
+            batch = slide.load(step)
+        except Exception as error:  # noqa: BLE001 - `slide_failure` raises what concerns all slides
+            self._failures[id(slide)] = SlideError(slide_failure(error))
+            return None
+        return batch, self.network.prepare(batch.images)
+
+    def _results(
+        self,
+        slide: S,
+        first: Future[_LoadedBatch | None],
+        loaded: Iterator[tuple[S, Future[_LoadedBatch | None]]],
+        bar: Bar,
+    ) -> Iterator[Results]:
+        started: deque[tuple[PatchBatch, Any]] = deque()
+        try:
+            for step in range(slide.steps):
+                future = first if step == 0 else next(loaded)[1]
+                before = time.monotonic()
+                loaded_batch = future.result()
+                self.input_wait += time.monotonic() - before
+                if loaded_batch is not None:
+                    started.append((loaded_batch[0], self.network.start(loaded_batch[1])))
+                if len(started) > _STARTED_BATCHES:
+                    yield self._finish(slide, *started.popleft())
+                bar.advance()
+            while started:
+                yield self._finish(slide, *started.popleft())
+        except Exception:  # the batches of the next slides are not in step any more
+            self._network_failed = True
+            raise
+        if id(slide) in self._failures:
+            raise self._failures.pop(id(slide))
+
+    def _finish(self, slide: SlidePatches, batch: PatchBatch, started: Any) -> Results:
+        """Return the results of a batch. If one is not finite, its slide fails after its last batch."""
+        values = self.network.finish(started)[: len(batch.valid)][batch.valid]
+        corners = batch.corners[batch.valid]
+        wrong = np.argwhere(~np.isfinite(values))
+        if len(wrong):
+            self._failures[id(slide)] = SlideError(
+                f"{slide.id}: a result of the network is not finite",
+                found=f"{values[tuple(wrong[0])]:g} for the patch at x, y {corners[wrong[0, 0]].tolist()}",
+                expected="a number",
+                todo="check the weights of the network, or use --precision float32",
+            )
+        return values, corners
 
     def fail(self, slide: str, reason: str) -> None:
         """Record that a slide failed."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 
 from histopipe.dataset.patch_batches import aligned_empty, decode
 from histopipe.dataset.stain_fit import PATCHES, PIXELS_A_PATCH, fit_pixels
-from histopipe.errors import DamagedStore, SlideError, SlideUnreadable, UsageError
+from histopipe.errors import DamagedStore, ScaleError, SlideError, SlideUnreadable, UsageError
 from histopipe.geometry import Mpp
 from histopipe.inference.options import PredictOptions
 from histopipe.inference.slide_run import (
@@ -28,51 +27,52 @@ from histopipe.inference.slide_run import (
 )
 from histopipe.inference.stored_slides import PatchRequirements, check_scale
 from histopipe.ingestion.options import IngestOptions
-from histopipe.ingestion.patch_source import Chunk, chunk_of, chunks, make_patches
-from histopipe.ingestion.planning import plan_slide, prepare
+from histopipe.ingestion.patch_source import PatchFile, chunks, make_patches
+from histopipe.ingestion.planning import plan_slides, prepare
 from histopipe.ingestion.slide_job import SlideJob, SlidePlan
 from histopipe.predictions.sources import FindComplete, PredictedSlide
 from histopipe.slides.discovery import discover, show_links
 from histopipe.slides.scale import MppSource, equal_scales
 from histopipe.slides.slide_files import Fingerprint, SlideFile, fingerprint
-from histopipe.slides.staging import StagedSlide, StagingArea, stage_folder, staged
+from histopipe.slides.staging import StagingArea, stage_folder
 from histopipe.slides.tables import SlideLabel, SlideNames, read_mpps
 from histopipe.splits.slide_table import SlideEntry
 from histopipe.store.record import SlideRecord
-from histopipe.system.output import Progress, slide_failure
+from histopipe.system.output import Progress
 from histopipe.system.tensorflow import load_quietly
-from histopipe.system.worker_pool import WorkerPool, run_tasks
+from histopipe.system.worker_pool import WorkerPool
+from histopipe.tiling.plan import TilingPlan
 from histopipe.tiling.spec import TilingSpec, recorded_tissue, resolved_tissue, spec_from_json
 
 _SECONDS = 600.0
-"""Time limit for planning a slide, or for a batch of patches."""
+"""Time limit for a batch of patches: as long as for planning a slide."""
 
 
 class TiledSlide(SlidePatches):
-    """A planned slide file. `order` holds the (N,) patch numbers in the order of ingest."""
+    """A planned slide file. `order` has the (N,) patch numbers in the order of ingest, in which tiles are decoded once."""
 
-    def __init__(
-        self, files: FileSource, job: SlideJob, planned: SlidePlan, order: NDArray[np.int64]
-    ) -> None:
+    def __init__(self, files: FileSource, job: SlideJob, plan: SlidePlan) -> None:
         options = files.options
-        batch_rows = slide_batches(len(order), options.batch_size, options.batch_rule)
+        parts = chunks(plan.plan, plan.recipe.route, files.spec.patch_size)
+        self.order = np.concatenate([np.empty(0, np.int64), *parts])
+        batch_rows = slide_batches(len(self.order), options.batch_size, options.batch_rule)
         self.problems: list[str] = []
         """Reasons why patches could not be read."""
         super().__init__(
-            planned.record,
+            job.record,
             batch_rows or [range(1)],  # without patches, one empty batch to be reported
-            rows=len(order),
+            rows=len(self.order),
             patch_size=files.spec.patch_size,
             overlap=files.spec.overlap,
             lost=self.problems,
         )
-        self.files, self.job, self.planned, self.order = files, job, planned, order
+        self.files, self.job, self.plan = files, job, plan
         self._normalize: Normalizer | None = None
         self._lock = threading.Lock()
 
     @property
     def source(self) -> str:  # noqa: D102
-        return _source_text(self.planned.fingerprint)
+        return _source_text(self.plan.fingerprint)
 
     @property
     def origin(self) -> Mapping[str, Any]:  # noqa: D102
@@ -80,17 +80,16 @@ class TiledSlide(SlidePatches):
 
     @property
     def thumbnail(self) -> bytes:  # noqa: D102
-        return self.planned.thumbnails["thumb"]
+        return self.plan.thumbnails["thumb"]
 
     def load(self, step: int) -> PatchBatch:  # noqa: D102
-        places, side = self.batch_rows[step], self.patch_size
+        places, side, plan = self.batch_rows[step], self.patch_size, self.plan.plan
         size, rows = len(places), self.order[places.start : places.stop]
         images = aligned_empty((size, side, side, 3))
         images[len(rows) :] = 0
         corners, valid = np.zeros((size, 2), np.int64), np.zeros(size, np.bool_)
-        plan = self.planned.plan
         corners[: len(rows)] = np.stack([plan.x_l0[rows], plan.y_l0[rows]], axis=1)
-        for i, value in enumerate(self._values(chunk_of(plan, rows)) if len(rows) else ()):
+        for i, value in enumerate(self._values(plan.take(rows)) if len(rows) else ()):
             valid[i] = self._decode(value, images[i])
         if len(self.problems) > self.files.options.max_unreadable * max(1, len(plan)):
             job = self.job
@@ -104,37 +103,34 @@ class TiledSlide(SlidePatches):
 
     def close(self) -> None:
         """Remove the local copy of the slide, if it was staged."""
-        self.files.release(self.job)
+        self.job.release(self.files.stage)
 
     def predicted(self) -> PredictedSlide:  # noqa: D102
         job = self.job
-        if job.staged is None and fingerprint(job.file) != self.planned.fingerprint:
+        if job.staged is None and fingerprint(job.file) != self.plan.fingerprint:
             raise SlideUnreadable(f"{job.file.location} changed while it was being read")
         return super().predicted()
 
-    def _values(self, chunk: Chunk) -> Sequence[bytes | str]:
-        """Encode patches in a worker. A str is the reason why a patch cannot be read."""
-        return self.files.pool.submit_within(
-            _SECONDS, make_patches, self.job.number, self.planned.recipe, chunk
-        ).result()
+    def _values(self, plan: TilingPlan) -> Sequence[PatchFile]:
+        """Encode patches in a worker, with an error for each patch that cannot be read."""
+        pool, recipe = self.files.pool, self.plan.recipe
+        return pool.submit_within(_SECONDS, make_patches, self.job.number, recipe, plan).result()
 
-    def _decode(self, value: bytes | str, out: NDArray[np.uint8]) -> bool:
+    def _decode(self, value: PatchFile, out: NDArray[np.uint8]) -> bool:
         """Decode a patch. If it cannot be read, make it black and record the reason."""
-        problem = value if isinstance(value, str) else ""
-        if isinstance(value, bytes):
-            try:
-                decode(memoryview(value), out)
-            except DamagedStore as error:
-                problem = str(error)
-        if problem:
+        try:
+            if not isinstance(value, bytes):
+                raise value
+            decode(memoryview(value), out)
+        except (SlideUnreadable, DamagedStore) as error:
             out[:] = 0
-            with self._lock:
-                self.problems.append(problem)
-        return not problem
+            self.problems.append(str(error))
+            return False
+        return True
 
     def _normalizer(self) -> Normalizer:
         """Return the stain normalizer of the slide, fitted to a sample of its patches."""
-        with self._lock:
+        with self._lock:  # several threads load batches, but the slide is fitted once
             if self._normalize is None:
                 rows = np.unique(np.linspace(0, len(self.order) - 1, PATCHES).astype(np.int64))
                 fit = fit_pixels(self._sample(rows), where=self.id)
@@ -143,16 +139,13 @@ class TiledSlide(SlidePatches):
             return self._normalize
 
     def _sample(self, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
-        """Return the (N, 3) pixels of some patches."""
-        image, samples = (
-            aligned_empty((self.patch_size, self.patch_size, 3)),
-            [np.empty((0, 3), np.uint8)],
-        )
-        for value in self._values(chunk_of(self.planned.plan, rows)):
-            if isinstance(value, bytes):
-                with suppress(
-                    DamagedStore
-                ):  # an undecodable patch is reported when it is predicted
+        """Return the (N, 3) pixels of some patches, without those that cannot be read."""
+        image = aligned_empty((self.patch_size, self.patch_size, 3))
+        samples = [np.empty((0, 3), np.uint8)]
+        for value in self._values(self.plan.plan.take(rows)):
+            # A patch that cannot be decoded is reported when it is predicted.
+            with suppress(DamagedStore):
+                if isinstance(value, bytes):
                     decode(memoryview(value), image)
                     pixels = image.reshape(-1, 3)
                     samples.append(pixels[:: max(1, len(pixels) // PIXELS_A_PATCH)].copy())
@@ -191,7 +184,7 @@ class FileSource(SlideSource):
         )
         self._ids, self._labels = frozenset(ids), options.read_labels(ids) or {}
         parent = stage_folder(options.stage, self._files)
-        self._stage = None if parent is None else StagingArea(parent, options.stage_bytes)
+        self.stage = None if parent is None else StagingArea(parent, options.stage_bytes)
         self.pool = WorkerPool(self._ingest.worker_count, prepare)
 
     def slides(  # noqa: D102
@@ -231,13 +224,8 @@ class FileSource(SlideSource):
 
     def close(self) -> None:  # noqa: D102
         self.pool.shutdown(cancel_futures=True)
-        if self._stage is not None:
-            self._stage.close()
-
-    def release(self, job: SlideJob) -> None:
-        """Remove the local copy of a slide, if it was staged."""
-        if job.staged is not None and self._stage is not None:
-            self._stage.release(job.staged.folder)
+        if self.stage is not None:
+            self.stage.close()
 
     def _is_complete(self, slide: SlideFile, complete: FindComplete) -> bool:
         """Return whether the file has been predicted at its current scale."""
@@ -258,54 +246,37 @@ class FileSource(SlideSource):
         self, files: Sequence[SlideFile], fail: Callable[[str, str], None]
     ) -> Iterator[TiledSlide | None]:
         """Yield slides in order while the next ones are planned. Call `fail` with the id and reason of each failure."""
-
-        def staged_slides() -> Iterator[SlideJob | None]:
-            for item in staged(self._stage, enumerate(files), lambda numbered: numbered[1]):
-                if item is None:
-                    yield None
-                    continue
-                (number, file), copy = item
-                if isinstance(copy, SlideError):
-                    fail(file.id, str(copy))
-                else:
-                    yield self._job(number, file, copy)
-
-        def plan(job: SlideJob) -> Future[SlidePlan | SlideRecord]:
-            return self.pool.submit_within(_SECONDS, plan_slide, job, self.spec, self._ingest)
-
-        for task in run_tasks(plan, staged_slides(), limit=self._ingest.worker_count + 1):
-            if task is None:
+        jobs = []
+        for number, file in enumerate(files):
+            label = self._labels.get(file.id)
+            job = SlideJob(file, label, self._mpps.get(file.id), number=number)
+            job.record = job.record.with_label(label)
+            jobs.append(job)
+        for planned in plan_slides(
+            jobs, self.spec, self._ingest, self.pool, self.stage, in_order=True
+        ):
+            if planned is None:
                 yield None
-                continue
-            job, future = task
-            try:
-                slide = self._tiled(job, future)
-            except Exception as error:  # noqa: BLE001 - `slide_failure` raises what concerns all slides
-                fail(job.id, job.with_original_paths(slide_failure(error)))
-                self.release(job)
-            else:
-                yield slide
+            elif reason := planned.record.error or self._misfit(planned.record):
+                fail(planned.id, reason)
+                planned.release(self.stage)
+            elif planned.plan is not None:
+                yield TiledSlide(self, planned, planned.plan)
 
-    def _job(self, number: int, slide: SlideFile, copy: StagedSlide | None) -> SlideJob:
-        label, mpp = self._labels.get(slide.id), self._mpps.get(slide.id)
-        job = SlideJob(slide, label, mpp, staged=copy, number=number)
-        job.record = job.record.with_label(label)
-        return job
-
-    def _tiled(self, job: SlideJob, future: Future[SlidePlan | SlideRecord]) -> TiledSlide:
-        planned, required = future.result(), self.required
-        if isinstance(planned, SlideRecord):
-            raise SlideError(planned.error or "")
-        if planned.record.patch_mpp is None and required.patch_mpp is not None:
-            raise SlideError(
-                f"{job.id}: its scale is unknown",
-                expected=f"{required.patch_mpp:g} µm per pixel, as in training",
-                todo="name it with --default-mpp or --mpp-csv",
-            )
-        check_scale(planned.record, required)
-        parts = chunks(planned.plan, planned.recipe.route, self.spec.patch_size)
-        order = np.concatenate([np.empty(0, np.int64), *(chunk.rows for chunk in parts)])
-        return TiledSlide(self, job, planned, order)
+    def _misfit(self, record: SlideRecord) -> str | None:
+        """Return why the patches of a planned slide are not those of the training, if they are not."""
+        expected = self.required.patch_mpp
+        try:
+            check_scale(record, self.required)
+            if record.patch_mpp is None and expected is not None:
+                raise ScaleError(  # noqa: TRY301
+                    f"{record.id}: its scale is unknown",
+                    expected=f"{expected:g} µm per pixel, as in training",
+                    todo="name it with --default-mpp or --mpp-csv",
+                )
+        except ScaleError as error:
+            return str(error)
+        return None
 
 
 def spec_for_slides(

@@ -149,9 +149,6 @@ class StoredSlide(SlidePatches):
         corners = np.stack([batch[name] for name in _CORNER], axis=1)
         return PatchBatch(images, corners, batch["weight"] > 0)
 
-    def close(self) -> None:
-        """Do nothing: the store stays open."""
-
 
 def slides_with_patches(stores: Sequence[Store]) -> list[SampleRows]:
     """Return the rows of every slide that has patches.
@@ -196,26 +193,23 @@ def stored_slides(
     if stain_norm != "none":
         module = load_quietly("histopipe.dataset.stain_normalization")
         normalize = module.store_normalizer(stores, stain_norm)
-    readers = []
-    for rows in slides:
-        table = SampleTable([rows])
-        readers.append(
-            StoredSlide(
-                stores[rows.store],
-                rows.slide,
-                PatchBatches(
-                    stores,
-                    table,
-                    batch_size=batch_size,
-                    order=Order(len(table)),
-                    on_error=on_error,
-                    columns=_CORNER,
-                ),
-                normalize,
-                rule,
-            )
+    return [
+        StoredSlide(
+            stores[rows.store],
+            rows.slide,
+            PatchBatches(
+                stores,
+                SampleTable([rows]),
+                batch_size=batch_size,
+                order=Order(rows.count),
+                on_error=on_error,
+                columns=_CORNER,
+            ),
+            normalize,
+            rule,
         )
-    return readers
+        for rows in slides
+    ]
 
 
 class StoreSource(SlideSource):
@@ -273,6 +267,3 @@ class StoreSource(SlideSource):
         corners = zip(index["x_l0"].tolist(), index["y_l0"].tolist(), strict=True)
         codes = class_codes(stored.store, stored.number, classes)
         return dict(zip(corners, codes.tolist(), strict=True))
-
-    def close(self) -> None:
-        """Do nothing: batches of a store load so fast that they need no cancelling."""

@@ -196,22 +196,20 @@ class IngestReport(Result):
         # The user may want to change an option that slows down many slides.
         reasons = Counter(f"{s.route}: {s.route_reason}" for s in done if s.route != "copy")
         lines += [f"{count} × {reason}" for reason, count in reasons.most_common(10)]
-        return [*lines, self._numbers_of_slides()]
-
-    def _numbers_of_slides(self) -> str:
-        """Return how many slides have patches, and why others have none."""
+        # How many slides have patches, and why the others have none.
         empty = defaultdict(list)
         for slide in self.slides:
             if not slide.patches and slide.status is not SlideStatus.FAILED:
                 reason = re.split("[:;]", reason_without_patches(slide.notes))[0]
                 empty[reason].append(slide.id)
         without, failed = sum(map(len, empty.values())), len(self.failed)
-        reasons = "; ".join(f"{reason}: {some(names, _NAMES)}" for reason, names in empty.items())
-        return (
+        causes = "; ".join(f"{reason}: {some(names, _NAMES)}" for reason, names in empty.items())
+        return [
+            *lines,
             f"{counted(len(self.slides), 'slide')}: {len(self.slides) - without - failed:,} with patches"
-            + f", {without:,} without ({reasons})" * bool(without)
-            + f", {failed:,} failed" * bool(failed)
-        )
+            + f", {without:,} without ({causes})" * bool(without)
+            + f", {failed:,} failed" * bool(failed),
+        ]
 
     def failed_lines(self) -> list[str]:
         """Return the failed slides with their reasons, and a common reason only once."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import cast
@@ -39,7 +40,7 @@ from histopipe.store.writer import StoreWriter
 from histopipe.system.filesystems import network_filesystem
 from histopipe.system.output import LogProgress, Progress, counted, some
 from histopipe.system.urls import is_url
-from histopipe.system.worker_pool import WorkerPool
+from histopipe.system.worker_pool import WorkerPool, map_in_pool
 from histopipe.tiling.plan import choose_level
 from histopipe.tiling.spec import TilingSpec
 from histopipe.tissue_masks.mask_files import identify_mask_file
@@ -67,12 +68,14 @@ def ingest_slides(
         MachineShort: disk or memory ran out; complete slides are kept.
     """
     started = time.monotonic()
-    check_ingest(jobs, store, spec, options)
+    check_ingest(jobs, store, spec, options)  # before the writer creates the store
     with ExitStack() as stack:
+        # Closed in reverse: the processes end before the stage removes their files, and the writer closes last.
         writer = writer or stack.enter_context(StoreWriter(store, spec))
         log = stack.enter_context(LogProgress(store / LOG))
         log.message(f"histopipe {__version__}, {spec}, {options}")
         events = stack.enter_context(IngestProgress(len(jobs), progress, log, send))
+        # By id, so that numbers do not depend on the order of arguments.
         writer.register(sorted((SlideRecord.new(job.file) for job in jobs), key=attrgetter("id")))
         pending, outcomes, relabelled = sort_slides(jobs, writer.records(), options)
         for outcome in outcomes:
@@ -328,14 +331,10 @@ def _scales_at_level(
 
     Workers open the slides, because a damaged file may crash or hang its decoder.
     """
-    scales: dict[str, Mpp] = {}
-    unknown = []
+    read = partial(scale_at_level, spec=spec, options=options)
     with WorkerPool(options.worker_count) as pool:
-        tasks = [pool.submit_within(120.0, scale_at_level, job, spec, options) for job in jobs]
-        for job, task in zip(jobs, tasks, strict=True):
-            with suppress(Exception):  # the ingest reports the reason
-                try:
-                    scales[job.id] = cast(Mpp, task.result())
-                except ScaleError:
-                    unknown.append(job.id)
+        tasks = {job.id: task for job, task in map_in_pool(pool, read, jobs, seconds=120.0)}
+    # The ingest reports other errors.
+    scales = {name: cast(Mpp, t.result()) for name, t in tasks.items() if t.exception() is None}
+    unknown = [name for name, t in tasks.items() if isinstance(t.exception(), ScaleError)]
     return scales, unknown

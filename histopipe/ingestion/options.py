@@ -5,7 +5,6 @@ The module imports nothing slow, since `--help` lists the options.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -146,8 +145,8 @@ class ClusterOptions:
         "starts --workers processes; by default as many as it has threads.",
         group=CLUSTER,
     )
-    scratch: PathLike = setting(
-        tempfile.gettempdir(),
+    scratch: PathLike | None = setting(
+        None,
         "Folder on a local disk of each machine.",
         group=CLUSTER,
         format="path",

@@ -32,7 +32,7 @@ from histopipe.system.files import Closing
 from histopipe.system.output import counted
 from histopipe.tiling.plan import Resampling, TilingPlan, cell_shares
 from histopipe.tiling.spec import TilingSpec
-from histopipe.tissue_masks.mask import Mask
+from histopipe.tissue_masks.mask import Mask, TissueMask
 
 _MISSING = 0.2
 """Share of a patch in missing tiles above which it is counted: masks may extend a little beyond the tissue."""
@@ -73,34 +73,39 @@ def choose_route(
         native = tiles.native
         if max(native.tile.width, native.tile.height) > _LARGEST_TILE:
             raise NotNative(f"its tiles are {native.tile}, too large to decode for a few patches")  # noqa: TRY301
+        obstacle = _not_copied(plan, recipe.spec, native)
+        if obstacle is not None and requested == "copy":
+            raise NotNative(obstacle)  # noqa: TRY301
     except NotNative as error:
         if requested == "auto":
             return replace(recipe, reason=str(error))
-        raise _unfit(name, requested, str(error)) from error
-    obstacle = _not_copied(plan, recipe.spec, native)
+        raise OptionUnfit(
+            f"{name} cannot use --route {requested}",
+            found=str(error),
+            todo="use --route auto for such slides",
+        ) from error
     if obstacle is None and requested != "decode":
         return replace(
             recipe, route="copy", reason=f"patches are native tiles; {check}", native=native
         )
-    if obstacle is not None and requested == "copy":
-        raise _unfit(name, requested, obstacle)
     reduction, scaling = _scaling(plan, recipe.spec, tiles)
     reason = "; ".join(filter(None, [obstacle or "requested", scaling, check]))
     return replace(recipe, route="decode", reason=reason, native=native, reduction=reduction)
 
 
 def pixel_notes(
-    levels: NativeLevels, plan: TilingPlan, thumbnail: Thumbnail, chosen: Mask
+    levels: NativeLevels, plan: TilingPlan, thumbnail: Thumbnail, mask: TissueMask | None
 ) -> list[str]:
     """Return notes about pixels that are probably wrong: their colours, and missing tiles where there is tissue.
 
-    Scanners leave out tiles of glass. `chosen` is the mask of the thumbnail by which cells were chosen, or all of it.
+    Scanners leave out tiles of glass. `mask` is the tissue on the thumbnail; None if all cells were chosen.
     """
     native = levels.located(plan.choice.level)
     notes = [colour_note(thumbnail.pixels), native.conflict if native else None]
     if native is not None and not native.lengths.all():
-        missing = cell_shares(plan, thumbnail, chosen & _missing(native, plan, thumbnail))
-        count = int((missing > _MISSING).sum())
+        missing = _missing(native, plan, thumbnail)
+        missing &= True if mask is None else mask.pixels
+        count = int((cell_shares(plan, thumbnail, missing) > _MISSING).sum())
         notes += [
             f"{counted(count, 'patch')} partly in tiles that the file does not contain: they are blank there"
         ] * bool(count)
@@ -122,12 +127,6 @@ def _missing(native: NativeLevel, plan: TilingPlan, thumbnail: Thumbnail) -> Mas
         for places, side in zip(native.tile_at(x=x, y=y), absent.shape, strict=True)
     )
     return absent[np.ix_(*inside)]
-
-
-def _unfit(name: str, requested: str, why: str) -> OptionUnfit:
-    return OptionUnfit(
-        f"{name} cannot use --route {requested}", found=why, todo="use --route auto for such slides"
-    )
 
 
 def _not_copied(plan: TilingPlan, spec: TilingSpec, native: NativeLevel) -> str | None:
@@ -174,33 +173,16 @@ _CHUNK_PIXELS = 1 << 25
 """Pixels of the level per chunk: 512 patches of 256². With half as many, copying takes 10 % longer, and tiles at the
 edge of a chunk are decoded more often."""
 _MOST_PATCHES = 4096
+"""Maximum number of patches per chunk: what a killed or failed worker loses, and holds in memory, stays small."""
 _RUN = 1024
 """Maximum width, in pixels, of one read along a row. Wider reads exceed the processor's cache and are not faster."""
-
-
 _SOURCES_KEPT = 2
 """Number of sources that a worker keeps open, since chunks of two slides may alternate. Each has at most one OpenSlide
 handle with a cache of 32 MB, and 48 MB of decoded tiles."""
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Patches of a plan that are made in one task and stored in one transaction, in this order.
-
-    `rows` are their numbers, (N,) int64. `plan` has only these patches.
-    """
-
-    rows: NDArray[np.int64]
-    plan: TilingPlan
-
-
-def chunk_of(plan: TilingPlan, rows: NDArray[np.int64]) -> Chunk:
-    """Return the chunk with the given patch numbers of a plan."""
-    return Chunk(rows, plan.take(rows))
-
-
-def chunks(plan: TilingPlan, route: RouteName, patch_size: int) -> Iterator[Chunk]:
-    """Yield all patches of a plan in chunks.
+def chunks(plan: TilingPlan, route: RouteName, patch_size: int) -> list[NDArray[np.int64]]:
+    """Return the numbers of all patches of a plan in chunks: each is made in one task, and stored in one transaction.
 
     Copied patches are in row order, like the tiles in a file. Others are ordered along strips, so that tiles shared by
     neighbours are decoded once.
@@ -213,7 +195,7 @@ def chunks(plan: TilingPlan, route: RouteName, patch_size: int) -> Iterator[Chun
     count = -(-len(rows) // size)
     # Equal lengths, and a multiple of 4 chunks, so that two or four workers end at the same time.
     parts = np.array_split(rows, max(1, count if count == 1 else -(-count // 4) * 4))
-    return (chunk_of(plan, part) for part in parts if len(part))
+    return [part for part in parts if len(part)]
 
 
 class PatchSource(Closing):
@@ -224,16 +206,16 @@ class PatchSource(Closing):
         self._tiles = None if recipe.native is None else NativeTiles(recipe.native)
         self._slide: Slide | None = None
 
-    def values(self, chunk: Chunk) -> list[PatchFile]:
-        """Return the patches of a chunk, in its order, with an error for each patch that cannot be read."""
+    def values(self, plan: TilingPlan) -> list[PatchFile]:
+        """Return all patches of a plan, in its order, with an error for each patch that cannot be read."""
         if self._tiles is None:
-            return [value for run in _runs(chunk.plan) for value in self._read(chunk, run)]
+            return [value for run in _runs(plan) for value in self._read(plan, run)]
         if self._recipe.route != "copy":
-            return [self._decoded(self._tiles, chunk, i) for i in range(len(chunk.plan))]
-        places = self._tiles.native.tile_at(chunk.plan.x_level, chunk.plan.y_level)
+            return [self._decoded(self._tiles, plan, number) for number in range(len(plan))]
+        places = self._tiles.native.tile_at(plan.x_level, plan.y_level)
         return [
-            self._one(chunk, i) if tile is None else tile
-            for i, tile in enumerate(self._tiles.jpegs(*places))
+            self._one(plan, number) if tile is None else tile
+            for number, tile in enumerate(self._tiles.jpegs(*places))
         ]
 
     def close(self) -> None:
@@ -241,18 +223,18 @@ class PatchSource(Closing):
         for opened in filter(None, (self._tiles, self._slide)):
             opened.close()
 
-    def _decoded(self, tiles: NativeTiles, chunk: Chunk, number: int) -> PatchFile:
-        plan, side = chunk.plan, chunk.plan.choice.read_size
+    def _decoded(self, tiles: NativeTiles, plan: TilingPlan, number: int) -> PatchFile:
+        side = plan.choice.read_size
         x, y = int(plan.x_level[number]), int(plan.y_level[number])
         try:
             pixels = tiles.pixels(RegionLevel(x, y, Size(side, side)), self._recipe.reduction)
         except SlideUnreadable as error:
             return error
-        return self._one(chunk, number) if pixels is None else self._encoded(pixels, chunk)
+        return self._one(plan, number) if pixels is None else self._encoded(pixels, plan)
 
-    def _read(self, chunk: Chunk, run: range) -> Iterator[PatchFile]:
+    def _read(self, plan: TilingPlan, run: range) -> Iterator[PatchFile]:
         """Read the patches of a run through OpenSlide. If the run is damaged, read each patch separately."""
-        plan, choice = chunk.plan, chunk.plan.choice
+        choice = plan.choice
         offsets = plan.x_level[run.start : run.stop] - plan.x_level[run.start]
         size = Size(int(offsets[-1]) + choice.read_size, choice.read_size)
         origin = PointL0(int(plan.x_l0[run.start]), int(plan.y_l0[run.start]))
@@ -261,18 +243,18 @@ class PatchSource(Closing):
             self._slide = self._slide or open_slide(self._recipe.path, self._recipe.reader)
             pixels = self._slide.read_bgrx(origin, choice.level.number, size)
         except SlideUnreadable as error:
-            yield from (error,) if len(run) == 1 else (self._one(chunk, number) for number in run)
+            yield from (error,) if len(run) == 1 else (self._one(plan, number) for number in run)
             return
         for left in offsets.tolist():
-            yield self._encoded(pixels[:, left : left + choice.read_size], chunk)
+            yield self._encoded(pixels[:, left : left + choice.read_size], plan)
 
-    def _one(self, chunk: Chunk, number: int) -> PatchFile:
+    def _one(self, plan: TilingPlan, number: int) -> PatchFile:
         """Read a patch through OpenSlide, which may use the pixels of a finer level where tiles are missing."""
-        return next(self._read(chunk, range(number, number + 1)))
+        return next(self._read(plan, range(number, number + 1)))
 
-    def _encoded(self, pixels: NDArray[np.uint8], chunk: Chunk) -> bytes:
+    def _encoded(self, pixels: NDArray[np.uint8], plan: TilingPlan) -> bytes:
         spec = self._recipe.spec
-        return encode(reduced(pixels, spec.patch_size, chunk.plan.choice.resampling), spec)
+        return encode(reduced(pixels, spec.patch_size, plan.choice.resampling), spec)
 
 
 def _runs(plan: TilingPlan) -> Iterator[range]:
@@ -325,18 +307,21 @@ def png(pixels: NDArray[np.uint8] | NDArray[np.bool_]) -> bytes:
 
 
 def store_chunk(
-    store: Path, number: int, recipe: PatchRecipe, chunk: Chunk
+    store: Path, number: int, recipe: PatchRecipe, rows: NDArray[np.int64], plan: TilingPlan
 ) -> tuple[NDArray[np.int64], NDArray[np.uint32], str | None, float]:
-    """Make and store the readable patches of a chunk; `number` is the number of the slide in the store.
+    """Make and store the readable patches of a chunk; a task for a worker process.
+
+    `number` is the number of the slide in the store. `rows` are the numbers of the patches in its plan, (N,), and `plan`
+    has only these patches, in the same order.
 
     Returns:
-        The (N,) patch numbers, their lengths in bytes and CRCs, (2, N), the reason for the first unreadable patch, and
+        The patch numbers, sorted, their lengths in bytes and CRCs, (2, N), the reason for the first unreadable patch, and
         the worker time in seconds. The length of an unreadable patch is 0.
     """
     started, writer = time.monotonic(), _writer(store, recipe.spec)
-    values = _source(store, number, recipe).values(chunk)
-    order = np.argsort(chunk.rows)  # LMDB fills its pages if keys are written in order
-    rows, values = chunk.rows[order], [values[position] for position in order.tolist()]
+    values = _source(store, number, recipe).values(plan)
+    order = np.argsort(rows)  # LMDB fills its pages if keys are written in order
+    rows, values = rows[order], [values[position] for position in order.tolist()]
     stored = [value if isinstance(value, bytes) else None for value in values]
     crc = writer.put_patches(number, rows.tolist(), stored)
     lengths = np.array([len(value or b"") for value in stored], np.uint32)
@@ -344,12 +329,15 @@ def store_chunk(
     return rows, np.stack([lengths, crc]), problem, time.monotonic() - started
 
 
-def make_patches(number: int, recipe: PatchRecipe, chunk: Chunk) -> list[bytes | str]:
-    """Return the image files of a chunk's patches, or the reason if unreadable; `number` is any number of the slide."""
-    return [
-        value if isinstance(value, bytes) else str(value)
-        for value in _source(None, number, recipe).values(chunk)
-    ]
+def make_patches(number: int, recipe: PatchRecipe, plan: TilingPlan) -> list[PatchFile]:
+    """Return the patches of a plan; a task for a worker process. `number` is any number of the slide."""
+    return _source(None, number, recipe).values(plan)
+
+
+_sources: dict[tuple[Path | None, int], PatchSource] = {}
+_writers: dict[tuple[Path, TilingSpec], StoreWriter] = {}
+"""What a worker keeps open between its tasks, since opening a slide or a store takes long. There is only one writer: a
+worker of a cluster fills one part after the other, and the file of a part that was moved away must not stay open."""
 
 
 def close_all() -> None:
@@ -360,9 +348,6 @@ def close_all() -> None:
     _writers.clear()
 
 
-_sources: dict[tuple[Path | None, int], PatchSource] = {}
-
-
 def _source(store: Path | None, number: int, recipe: PatchRecipe) -> PatchSource:
     key = store, number
     if key not in _sources:
@@ -370,9 +355,6 @@ def _source(store: Path | None, number: int, recipe: PatchRecipe) -> PatchSource
             _sources.pop(next(iter(_sources))).close()
         _sources[key] = PatchSource(recipe)
     return _sources[key]
-
-
-_writers: dict[tuple[Path, TilingSpec], StoreWriter] = {}
 
 
 def _writer(store: Path, spec: TilingSpec) -> StoreWriter:

@@ -14,10 +14,13 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from histopipe.errors import HistopipeError, MachineShort, SlideError
 from histopipe.ingestion.ingest_report import IngestProgress, SlideOutcome, SlideStatus
 from histopipe.ingestion.options import IngestOptions
-from histopipe.ingestion.patch_source import Chunk, chunks, store_chunk
+from histopipe.ingestion.patch_source import chunks, store_chunk
 from histopipe.ingestion.planning import plan_slide
 from histopipe.ingestion.slide_job import SlideJob
 from histopipe.slides.staging import StagedSlide, StagingArea
@@ -29,7 +32,8 @@ from histopipe.system.worker_pool import TookTooLong, WorkerDied
 from histopipe.tiling.spec import TilingSpec
 
 _LEAST_COPIED = 4
-"""Least number of slides that are claimed and copied in advance; more with many workers."""
+"""Least number of slides that are claimed and copied in advance, twice the number of workers if that is more. A copied
+slide can be planned at once, but a claimed slide is lost to other runs, and a copy takes space."""
 _SPARE_BYTES = 2 << 20
 """Free disk space needed in addition to the estimate: for records, indices and the error of the estimate."""
 
@@ -53,7 +57,9 @@ class Pipeline:
     _copied: deque[SlideJob] = field(default_factory=deque)
     _in_flight: dict[int, SlideJob] = field(default_factory=dict)
     _without_room: deque[SlideJob] = field(default_factory=deque)
-    _futures: dict[Future[Any], tuple[SlideJob, Chunk | None]] = field(default_factory=dict)
+    _futures: dict[Future[Any], tuple[SlideJob, NDArray[np.int64] | None]] = field(
+        default_factory=dict
+    )
 
     def run(self, slides: Sequence[SlideJob]) -> Iterator[SlideOutcome]:
         """Ingest slides, and yield the outcome of each slide when it ends.
@@ -62,22 +68,21 @@ class Pipeline:
             MachineShort: disk or memory ran out. Complete slides are kept.
         """
         self._waiting.extend(slides)
-        while (
-            self._waiting
-            or self._claimed_elsewhere
-            or self._copying
-            or self._copied
-            or self._in_flight
+        while any(
+            (
+                self._waiting,
+                self._claimed_elsewhere,
+                self._copying,
+                self._copied,
+                self._in_flight,
+            )
         ):
             self._copy_ahead()
             self._submit_tasks()
             if self._futures or self._copying:
                 done, _ = wait([*self._futures, *self._copying], return_when=FIRST_COMPLETED)
-                for future in done & self._copying.keys():
-                    yield from self._receive_copy(self._copying.pop(future), future)
-                for future in done & self._futures.keys():
-                    job, chunk = self._futures.pop(future)
-                    self._receive(job, chunk, future)
+                for future in done:
+                    job = self._receive(future)
                     if job.ended and job not in self._without_room:
                         yield self._record(job)
             elif self._without_room:
@@ -102,27 +107,25 @@ class Pipeline:
                 return
             self._copying[future] = job
 
-    def _receive_copy(self, job: SlideJob, future: Future[StagedSlide]) -> Iterator[SlideOutcome]:
-        """Receive the copy of a slide. If it failed, record the failure; the next ingest tries again."""
-        try:
-            job.staged = future.result()
-        except SlideError as error:
-            job.fail(str(error), FailureKind.OPTION)
-            yield self._record(job)
-        else:
-            self._copied.append(job)
-
     def _submit_tasks(self) -> None:
-        """Submit tasks so that no worker is idle."""
+        """Submit tasks so that no worker is idle: two per worker, one that runs and one that waits.
+
+        More would only delay the chunks of slides in flight, whose early end frees memory, disk and claims.
+        """
         while len(self._futures) < 2 * self.options.worker_count and (job := self._next()):
-            chunk = job.tasks.popleft()
+            rows, planned = job.tasks.popleft(), job.plan
             job.running += 1
-            task = (
-                (plan_slide, job, self.spec, self.options)
-                if chunk is None or job.plan is None
-                else (store_chunk, self.writer.path, job.number, job.plan.recipe, chunk)
-            )
-            self._futures[self.submit_within(job.seconds_left, *task)] = job, chunk
+            task: tuple[Any, ...] = (plan_slide, job, self.spec, self.options)
+            if rows is not None and planned is not None:
+                task = (
+                    store_chunk,
+                    self.writer.path,
+                    job.number,
+                    planned.recipe,
+                    rows,
+                    planned.plan.take(rows),
+                )
+            self._futures[self.submit_within(job.seconds_left, *task)] = job, rows
 
     def _next(self) -> SlideJob | None:
         """Return the slide whose task is submitted next: the first one in flight, or a new one to be planned.
@@ -130,7 +133,7 @@ class Pipeline:
         Up to half of the workers plan while the others copy, because copying waits for LMDB's lock and for the disk.
         """
         ready = [job for job in self._in_flight.values() if job.tasks]
-        planning = sum(chunk is None for _, chunk in self._futures.values())
+        planning = sum(rows is None for _, rows in self._futures.values())
         half = self.options.worker_count // 2
         idle = not ready and len(self._futures) < max(2, self.options.worker_count)
         begun = self._begin() if idle or (planning < half and len(ready) <= half) else None
@@ -140,8 +143,10 @@ class Pipeline:
         """Begin the next slide; None if there is none, or the disk of the store has no space."""
         if self._without_room:
             return None
-        copied = self._copied.popleft() if self._copied else None
-        job = copied if self.stage is not None else self._claim_next()
+        if self.stage is None:
+            job = self._claim_next()
+        else:
+            job = self._copied.popleft() if self._copied else None
         if job is None:
             return None
         job.begin(self.options)
@@ -160,8 +165,17 @@ class Pipeline:
             self._claimed_elsewhere.append(job)
         return None
 
-    def _receive(self, job: SlideJob, chunk: Chunk | None, future: Future[Any]) -> None:
-        """Receive the result of a task: the plan of a slide, or a stored chunk."""
+    def _receive(self, future: Future[Any]) -> SlideJob:
+        """Receive the result of a task: the copy or the plan of a slide, or a stored chunk."""
+        if future in self._copying:
+            job = self._copying.pop(future)
+            try:
+                job.staged = future.result()
+                self._copied.append(job)
+            except SlideError as error:
+                job.fail(str(error), FailureKind.OPTION)  # the next ingest tries again
+            return job
+        job, rows = self._futures.pop(future)
         job.running -= 1
         try:
             result = future.result()
@@ -169,7 +183,7 @@ class Pipeline:
             job.timed_out()
         except WorkerDied as error:
             self.progress.message(f"worker process for {job.id} died: {error}")
-            job.worker_died(chunk, error)
+            job.worker_died(rows, error)
         except SlideError as error:
             job.task_failed(error)
         except HistopipeError:
@@ -178,15 +192,16 @@ class Pipeline:
             self.progress.message("".join(traceback.format_exception(error)))
             job.task_failed(error)
         else:
-            if chunk is not None:
+            if rows is not None:
                 job.chunk_stored(*result)
-                self.progress.advanced(job.id, len(chunk.rows))
-                return
-            job.planned(result)
-            if job.plan is not None:
-                self.progress.planned(job.id, job.patches)
-            if not job.failed:
-                self._add_chunks(job, last_chance=False)
+                self.progress.advanced(job.id, len(rows))
+            else:
+                job.planned(result)
+                if job.plan is not None:
+                    self.progress.planned(job.id, job.patches)
+                if not job.failed:
+                    self._add_chunks(job, last_chance=False)
+        return job
 
     def _add_chunks(self, job: SlideJob, *, last_chance: bool) -> None:
         """Add the chunks of a planned slide if it fits on the disk; otherwise it waits for other slides to end.
@@ -211,11 +226,12 @@ class Pipeline:
             )
 
     def _record(self, job: SlideJob) -> SlideOutcome:
-        """Write the record of a slide that has ended. This makes a complete slide visible."""
+        """Write the record of a slide that has ended. This makes a complete slide visible.
+
+        The claim is released last: another run that takes it reads the record.
+        """
         self._in_flight.pop(job.number, None)  # a slide that could not be copied is not in flight
         plan = job.finish()
-        if self.stage is not None and job.staged is not None:
-            self.stage.release(job.staged.folder)
         if plan is None:
             self.writer.fail(job.number, job.record)
         else:
@@ -224,23 +240,20 @@ class Pipeline:
                 job.number, job.record, job.columns(plan, classes), plan.thumbnails
             )
         outcome = SlideOutcome.of(job.record, seconds=job.seconds)
-        job.release()
+        job.release(self.stage)
         self.claims.release(job.number)
         self.progress.finished(outcome)
         return outcome
 
     def _retry_claims(self) -> Iterator[SlideOutcome]:
-        """Check the slides that another run claimed: skip complete ones, take over those that are free again."""
+        """Skip the slides that another run has completed, and try to claim the others again."""
         time.sleep(0.5)
         records = self.writer.records()
-        for _ in range(len(self._claimed_elsewhere)):
-            job = self._claimed_elsewhere.popleft()
+        for job in self._claimed_elsewhere:
             if records[job.number].state is SlideState.COMPLETE:
                 outcome = SlideOutcome.of(records[job.number], SlideStatus.SKIPPED)
                 self.progress.finished(outcome)
                 yield outcome
-            elif self.claims.take(job.number):
-                self.claims.release(job.number)
-                self._waiting.append(job)
             else:
-                self._claimed_elsewhere.append(job)
+                self._waiting.append(job)
+        self._claimed_elsewhere.clear()

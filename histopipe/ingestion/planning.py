@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
+from dataclasses import replace
+from operator import attrgetter
 
 import cv2
 import numpy as np
@@ -22,26 +25,28 @@ from histopipe.errors import (
     SlideUnreadable,
     UsageError,
 )
+from histopipe.geometry import Mpp
 from histopipe.ingestion.coords import count_outside, plan_imported
 from histopipe.ingestion.options import IngestOptions
 from histopipe.ingestion.patch_source import (
     PatchRecipe,
     PatchSource,
     choose_route,
-    chunk_of,
     pixel_notes,
 )
 from histopipe.ingestion.slide_job import SlideJob, SlidePlan
 from histopipe.measure.patch_quality import pen_mask
 from histopipe.slides.readers import open_slide
 from histopipe.slides.scale import ResolvedMpp
-from histopipe.slides.slide import SlideInfo
+from histopipe.slides.slide import Slide, SlideInfo
 from histopipe.slides.slide_files import SlideFile, fingerprint, pixel_hash, tile_hash
-from histopipe.slides.thumbnail import encode_thumbnail
+from histopipe.slides.staging import StagedSlide, StagingArea, staged
+from histopipe.slides.thumbnail import Thumbnail, encode_thumbnail
 from histopipe.slides.tiles.check import NativeLevels
 from histopipe.store.format import stored_size
 from histopipe.store.record import FailureKind, SlideRecord
-from histopipe.system.output import counted
+from histopipe.system.output import counted, slide_failure
+from histopipe.system.worker_pool import WorkerPool, run_tasks
 from histopipe.tiling.plan import TilingPlan, cell_shares, choose_level, plan_tiles
 from histopipe.tiling.spec import TilingSpec
 from histopipe.tissue_masks.finding import (
@@ -50,7 +55,7 @@ from histopipe.tissue_masks.finding import (
     read_tissue_thumbnail,
     resolve_scale,
 )
-from histopipe.tissue_masks.mask import Grid
+from histopipe.tissue_masks.mask import Grid, TissueMask
 from histopipe.tissue_masks.mask_files import encode_png
 
 
@@ -60,90 +65,54 @@ def prepare() -> None:
     cv2.setNumThreads(1)  # each worker has one core
 
 
-def plan_slide(
-    slide: SlideJob, spec: TilingSpec, options: IngestOptions
-) -> SlidePlan | SlideRecord:
+def plan_slide(job: SlideJob, spec: TilingSpec, options: IngestOptions) -> SlidePlan | SlideRecord:
     """Open a slide and choose its patches, their route and their labels; a task for a worker process.
 
     Returns:
         The plan, or the record of the slide with its failure.
     """
-    started, record, notes = time.monotonic(), slide.record, list[str]()
-    file = slide.staged.file if slide.staged else slide.file
+    started, record, notes = time.monotonic(), job.record, list[str]()
+    file = job.staged.file if job.staged else job.file
     try:
         if file.problem is not None:
-            raise SlideUnreadable(f"{slide.id}: {file.problem}")
-        before = slide.staged.fingerprint if slide.staged else fingerprint(file)
+            raise SlideUnreadable(f"{job.id}: {file.problem}")
+        before = job.staged.fingerprint if job.staged else fingerprint(file)
         record = record.with_fingerprint(before)
-        with open_slide(file.path, options.reader) as opened:
+        with (
+            open_slide(file.path, options.reader) as opened,
+            NativeLevels(opened, file.files) as levels,
+        ):
             info = opened.info
             record = _described(record, info, file)
             scale, notes = resolve_scale(
-                slide.id, info, slide.mpp, options.default_mpp, required=spec.level is None
+                job.id, info, job.mpp, options.default_mpp, required=spec.level is None
             )
-            mpp = scale.mpp if scale else None
-            regions = _regions(slide, spec, options, info)
-            with NativeLevels(opened, file.files) as levels:
-                source = TissueSource(
-                    slide.id,
-                    spec.tissue,
-                    spec.tissue_fallback,
-                    spec.exclude,
-                    slide.mask,
-                    options.tissue_network,
-                    regions,
-                )
-                patch_um = None if spec.mpp is None else spec.patch_size * spec.mpp
-                thumbnail = read_tissue_thumbnail(opened, mpp, levels, source, patch_um)
-                pictures, mask = {"thumb": encode_thumbnail(thumbnail.pixels)}, None
-                if slide.coords is not None:
-                    plan = plan_imported(slide.id, info, mpp, slide.coords)
-                else:
-                    choice = choose_level(slide.id, info.levels, mpp, spec)
-                    mask, origin = find_tissue(opened, mpp, thumbnail, source)
-                    plan = plan_tiles(info, choice, spec, thumbnail, mask)
-                    record = dataclasses.replace(record, mask=origin)
-                if mask is not None:
-                    pictures["mask"] = encode_png(mask.pixels, Grid.of(thumbnail, info.size))
-                plan = _within(plan, regions, spec)
-                may_extend = slide.coords is not None or spec.edge == "pad"
-                outside = count_outside(plan, info) if may_extend else 0
-                recipe = choose_route(
-                    PatchRecipe(file.path, info.reader, spec),
-                    slide.id,
-                    plan,
-                    "openslide" if outside else options.route,
-                    levels,
-                )
-                tissue = np.ones(thumbnail.pixels.shape[:2], bool) if mask is None else mask.pixels
-                notes += [*info.notes, *pixel_notes(levels, plan, thumbnail, tissue)]
-                if outside and spec.edge == "pad":
-                    notes.append(f"{counted(outside, 'patch')} partly beyond the edge: blank there")
+            mpp, regions = scale.mpp if scale else None, _regions(job, spec, options, info)
+            plan, thumbnail, mask, origin = _choose_patches(
+                job, spec, options, opened, mpp=mpp, levels=levels, regions=regions
+            )
+            record = replace(record, mask=origin)
+            recipe, beyond = _choose_recipe(
+                PatchRecipe(file.path, info.reader, spec), job, plan, options, info, levels=levels
+            )
+            notes += [*info.notes, *pixel_notes(levels, plan, thumbnail, mask), *beyond]
         stored_bytes, storing_seconds = _estimate(recipe, plan)
-        labels = (
-            None
-            if regions is None
-            else label_patches(
-                regions,
-                plan.x_l0,
-                plan.y_l0,
-                plan.side_l0,
-                threshold=options.rules.annotation_threshold,
-            )
-        )
-        columns = {"pen": cell_shares(plan, thumbnail, pen_mask(thumbnail.pixels))}
     except OptionUnfit as error:
         # The notes name the scale that was not used, for example.
         return record.with_failure("; ".join([str(error), *notes]), FailureKind.OPTION)
     except SlideError as error:
         return record.with_failure(str(error))
     record = _with_plan(record, scale, plan, recipe, [*notes, *plan.notes])
-    record = _with_labels(record, slide, options, regions, labels)
+    record, labels = _with_labels(record, job, options, regions, plan)
+    columns = {"pen": cell_shares(plan, thumbnail, pen_mask(thumbnail.pixels))}
+    thumbnails = {"thumb": encode_thumbnail(thumbnail.pixels)}
+    if mask is not None:
+        thumbnails["mask"] = encode_png(mask.pixels, Grid.of(thumbnail, info.size))
     return SlidePlan(
         record,
         plan,
         recipe,
-        pictures,
+        thumbnails,
         before,
         stored_bytes,
         storing_seconds,
@@ -153,8 +122,105 @@ def plan_slide(
     )
 
 
+def plan_slides(
+    jobs: Iterable[SlideJob],
+    spec: TilingSpec,
+    options: IngestOptions,
+    pool: WorkerPool,
+    stage: StagingArea | None,
+    *,
+    in_order: bool = False,
+) -> Iterator[SlideJob | None]:
+    """Plan slides in a pool while the next ones are copied, if there is a stage. Yield each with its plan or failure.
+
+    None means that the next slide can be copied only when earlier ones are released.
+    """
+
+    def start(
+        task: tuple[SlideJob, StagedSlide | SlideError | None],
+    ) -> Future[SlidePlan | SlideRecord]:
+        job, copy = task
+        if isinstance(copy, SlideError):
+            failed = Future[SlidePlan | SlideRecord]()
+            failed.set_exception(copy)
+            return failed
+        job.staged = copy
+        job.begin(options)
+        return pool.submit_within(job.seconds_left, plan_slide, job, spec, options)
+
+    copies = staged(stage, jobs, attrgetter("file"))
+    # One task waits, so that no worker does. More plans in advance would only take memory and staging space.
+    for planned in run_tasks(start, copies, limit=options.worker_count + 1, in_order=in_order):
+        if planned is None:
+            yield None
+            continue
+        (job, _), future = planned
+        try:
+            job.planned(future.result())
+        except Exception as error:  # noqa: BLE001 - `slide_failure` raises what concerns all slides
+            job.fail(slide_failure(error))
+        yield job
+
+
+def _choose_patches(
+    job: SlideJob,
+    spec: TilingSpec,
+    options: IngestOptions,
+    slide: Slide,
+    *,
+    mpp: Mpp | None,
+    levels: NativeLevels,
+    regions: Regions | None,
+) -> tuple[TilingPlan, Thumbnail, TissueMask | None, str | None]:
+    """Return the patches of a slide, its thumbnail, and its tissue mask with the file that it was read from, if any."""
+    source = TissueSource(
+        job.id,
+        spec.tissue,
+        spec.tissue_fallback,
+        spec.exclude,
+        job.mask,
+        options.tissue_network,
+        regions,
+    )
+    thumbnail = read_tissue_thumbnail(
+        slide, mpp, levels, source, None if spec.mpp is None else spec.patch_size * spec.mpp
+    )
+    mask, origin = None, None
+    if job.coords is not None:
+        plan = plan_imported(job.id, slide.info, mpp, job.coords)
+    else:
+        choice = choose_level(job.id, slide.info.levels, mpp, spec)
+        mask, origin = find_tissue(slide, mpp, thumbnail, source)
+        plan = plan_tiles(slide.info, choice, spec, thumbnail, mask)
+    if regions is not None and spec.roi is not None:
+        shares = roi_shares(regions, plan.x_l0, plan.y_l0, plan.side_l0)
+        note = f"no patch has {spec.roi_threshold:.0%} of its area in {spec.roi!r}"
+        plan = plan.only(shares >= spec.roi_threshold, note)
+    return plan, thumbnail, mask, origin
+
+
+def _choose_recipe(
+    recipe: PatchRecipe,
+    job: SlideJob,
+    plan: TilingPlan,
+    options: IngestOptions,
+    info: SlideInfo,
+    *,
+    levels: NativeLevels,
+) -> tuple[PatchRecipe, list[str]]:
+    """Return the recipe with the route of the patches, and a note if patches extend beyond the edge of the slide.
+
+    Native tiles do not have the pixels of such patches, so that only OpenSlide can read them.
+    """
+    padded = recipe.spec.edge == "pad"
+    outside = count_outside(plan, info) if padded or job.coords is not None else 0
+    note = f"{counted(outside, 'patch')} partly beyond the edge: blank there"
+    route = "openslide" if outside else options.route
+    return choose_route(recipe, job.id, plan, route, levels), [note] * bool(outside and padded)
+
+
 def _regions(
-    slide: SlideJob, spec: TilingSpec, options: IngestOptions, info: SlideInfo
+    job: SlideJob, spec: TilingSpec, options: IngestOptions, info: SlideInfo
 ) -> Regions | None:
     """Return the annotations of a slide; None if it has no annotation file.
 
@@ -162,36 +228,27 @@ def _regions(
         OptionUnfit: the file cannot be read, or the region of interest is missing.
     """
     roi = spec.roi
-    if slide.annotations is None:
+    if job.annotations is None:
         if roi is not None:
             raise OptionUnfit(
-                f"{slide.id} has no annotation file",
+                f"{job.id} has no annotation file",
                 expected=f"one with the region {roi!r} (--roi)",
                 todo="add it and run the same command again, or exclude the slide (--slide-list)",
             )
         return None
     try:
-        regions = read_regions(slide.annotations, options.rules, size=info.size, bounds=info.bounds)
+        regions = read_regions(job.annotations, options.rules, size=info.size, bounds=info.bounds)
     except UsageError as error:
         raise OptionUnfit(
             error.what, found=error.found, expected=error.expected, todo=error.todo
         ) from error
     if roi is not None and all(outline.name != roi for outline in regions.roi or ()):
         raise OptionUnfit(
-            f"{slide.annotations} has no region {roi!r}",
+            f"{job.annotations} has no region {roi!r}",
             found=", ".join(regions.classes) or "no class",
             todo="correct --roi or the file",
         )
     return regions
-
-
-def _within(plan: TilingPlan, regions: Regions | None, spec: TilingSpec) -> TilingPlan:
-    """Return the plan with only the cells in the region of interest, if there is one."""
-    if regions is None or spec.roi is None:
-        return plan
-    shares = roi_shares(regions, plan.x_l0, plan.y_l0, plan.side_l0)
-    note = f"no patch has {spec.roi_threshold:.0%} of its area in {spec.roi!r}"
-    return plan.only(shares >= spec.roi_threshold, note)
 
 
 def _estimate(recipe: PatchRecipe, plan: TilingPlan) -> tuple[int, float]:
@@ -201,7 +258,7 @@ def _estimate(recipe: PatchRecipe, plan: TilingPlan) -> tuple[int, float]:
     rows = np.unique(np.linspace(0, len(plan) - 1, 8).astype(int))
     started = time.monotonic()
     with PatchSource(recipe) as source:
-        values = source.values(chunk_of(plan, rows))
+        values = source.values(plan.take(rows))
     seconds = (time.monotonic() - started) / len(rows) * len(plan)
     lengths = np.array([len(value) for value in values if isinstance(value, bytes)] or [0])
     if recipe.native is not None and recipe.route == "copy":
@@ -211,7 +268,7 @@ def _estimate(recipe: PatchRecipe, plan: TilingPlan) -> tuple[int, float]:
 
 
 def _described(record: SlideRecord, info: SlideInfo, file: SlideFile) -> SlideRecord:
-    return dataclasses.replace(
+    return replace(
         record,
         vendor=info.vendor,
         reader=info.reader,
@@ -232,26 +289,32 @@ def _described(record: SlideRecord, info: SlideInfo, file: SlideFile) -> SlideRe
 
 def _with_labels(
     record: SlideRecord,
-    slide: SlideJob,
+    job: SlideJob,
     options: IngestOptions,
     regions: Regions | None,
-    labels: PatchLabels | None,
-) -> SlideRecord:
-    """Return the record with the labels of patches, if they were asked for: regions may only cut out artefacts."""
-    if slide.annotations is None:
+    plan: TilingPlan,
+) -> tuple[SlideRecord, PatchLabels | None]:
+    """Return the record with the labels of patches, and the labels, if they were asked for."""
+    if job.annotations is None or regions is None:
         if record.annotations is not None:
             record.notes.append(
                 "patch labels were removed: run `histopipe annotate` to label the patches again"
             )
-        return dataclasses.replace(record, annotations=None)
-    if regions is None or labels is None:
-        return record
-    return dataclasses.replace(
+        return replace(record, annotations=None), None
+    labels = label_patches(
+        regions,
+        plan.x_l0,
+        plan.y_l0,
+        plan.side_l0,
+        threshold=options.rules.annotation_threshold,
+    )
+    record = replace(
         record,
-        annotations=source_text(slide.annotations, options.rules),
-        annotation_notes=annotation_notes(slide.annotations, regions, labels),
+        annotations=source_text(job.annotations, options.rules),
+        annotation_notes=annotation_notes(job.annotations, regions, labels),
         patch_labels=labels.counts(),
     )
+    return record, labels
 
 
 def _with_plan(
@@ -262,7 +325,7 @@ def _with_plan(
     notes: list[str],
 ) -> SlideRecord:
     choice = plan.choice
-    return dataclasses.replace(
+    return replace(
         record,
         mpp=scale.mpp if scale else None,
         mpp_source=scale.source.value if scale else None,

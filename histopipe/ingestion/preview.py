@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from histopipe.errors import ExitCode, NothingToDo, SlideError
 from histopipe.ingestion.ingest_report import (
     IngestProgress,
+    IngestReport,
     SlideOutcome,
     SlideStatus,
     lines_of_slides,
@@ -20,57 +19,41 @@ from histopipe.ingestion.ingest_report import (
 )
 from histopipe.ingestion.ingest_slides import check_ingest, open_stage, sort_slides
 from histopipe.ingestion.options import IngestOptions
-from histopipe.ingestion.planning import plan_slide, prepare
-from histopipe.ingestion.request import read_request
-from histopipe.ingestion.slide_job import SlideJob, SlidePlan
-from histopipe.slides.staging import SourceSpeed, StagedSlide, measure_source, staged
+from histopipe.ingestion.planning import plan_slides, prepare
+from histopipe.ingestion.request import read_recorded_spec, read_request
+from histopipe.ingestion.slide_job import SlideJob
+from histopipe.slides.staging import SourceSpeed, measure_source
 from histopipe.store.record import SlideRecord, describe_copies
-from histopipe.store.store import Store
+from histopipe.store.store import recorded
 from histopipe.store.writer import check_spec
 from histopipe.system.filesystems import free_bytes
 from histopipe.system.output import (
     Progress,
-    Result,
     counted,
     default_progress,
-    exit_code_of,
-    slide_failure,
 )
 from histopipe.system.settings import PathLike
-from histopipe.system.worker_pool import WorkerPool, run_tasks
+from histopipe.system.worker_pool import WorkerPool
 from histopipe.tiling.spec import TilingSpec
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class IngestPreview(Result):
-    """Preview of an ingest.
+@dataclass(frozen=True, slots=True, repr=False, kw_only=True)
+class IngestPreview(IngestReport):
+    """Report of an ingest that was only planned: outcomes of slides have estimated bytes and worker time.
 
     Attributes:
-        store: path of the store.
         workers: number of processes assumed in the estimated time.
-        slides: the expected outcome of each slide, sorted by id, with estimated bytes and worker time of planned slides.
         records: the records that the planned slides would get, by slide id.
-        warnings: warnings about several slides, such as copies.
-        stored_bytes, seconds: estimates for all slides together.
+        stored_bytes: estimate for all slides together; so are the `seconds`.
         free_bytes: free space on the disk of the store.
         source: speed of the disk of the slides; None if it was not measured.
     """
 
-    store: str
     workers: int
-    slides: list[SlideOutcome]
     records: dict[str, SlideRecord]
-    warnings: list[str]
     stored_bytes: int
-    seconds: float
     free_bytes: int
     source: SourceSpeed | None = None
-
-    @property
-    def exit_code(self) -> ExitCode:
-        """Expected exit code of the ingest, if all patches can be read."""
-        failed = sum(slide.status == SlideStatus.FAILED for slide in self.slides)
-        return exit_code_of(failed, len(self.slides) - failed)
 
     def to_json(self) -> dict[str, Any]:
         """Return the preview as a JSON-ready dict."""
@@ -97,9 +80,9 @@ class IngestPreview(Result):
             }
             for slide in self.slides
         ]
-        return {
-            name: value for name, value in Result.to_json(self).items() if name != "records"
-        } | {"slides": slides}
+        values = IngestReport.to_json(self) | {"slides": slides}
+        del values["records"]
+        return values
 
     def __str__(self) -> str:
         """Return a table with a row for each slide, then totals."""
@@ -164,7 +147,9 @@ def plan(
     jobs, spec, options = read_request(slides, store, settings, progress)
     check_ingest(jobs, store, spec, options)
     source = measure_source([job.file for job in jobs], options.worker_count)
-    store_records = _known(store, spec)
+    store_spec, store_records = read_recorded_spec(store), recorded(store)
+    if store_spec is not None:
+        check_spec(store_spec, spec.to_json(), store)
     pending, outcomes, _ = sort_slides(jobs, store_records, options)
     with IngestProgress(len(jobs), progress) as events:
         for outcome in outcomes:
@@ -186,16 +171,6 @@ def plan(
     )
 
 
-def _known(store: Path, spec: TilingSpec) -> dict[int, SlideRecord]:
-    """Return the records of a store, which must have the same spec; an empty dict if there is no store yet."""
-    try:
-        with Store(store) as opened:
-            check_spec(opened.spec, spec.to_json(), store)
-            return opened.records
-    except NothingToDo:
-        return {}
-
-
 def _plan_all(
     jobs: Sequence[SlideJob], spec: TilingSpec, options: IngestOptions, events: IngestProgress
 ) -> Iterator[SlideOutcome]:
@@ -205,38 +180,17 @@ def _plan_all(
     with ExitStack() as stack:
         stage = open_stage(options, events, stack)
         pool = stack.enter_context(WorkerPool(options.worker_count, prepare))
-
-        def start(
-            item: tuple[SlideJob, StagedSlide | SlideError | None],
-        ) -> Future[SlidePlan | SlideRecord]:
-            job, copy = item
-            if isinstance(copy, SlideError):
-                failed = Future[SlidePlan | SlideRecord]()
-                failed.set_exception(copy)
-                return failed
-            job.staged = copy
-            job.begin(options)
-            return pool.submit_within(job.seconds_left, plan_slide, job, spec, options)
-
-        copies = staged(stage, jobs, lambda job: job.file)
-        tasks = run_tasks(start, copies, limit=options.worker_count + 1, in_order=False)
-        for (job, _), future in filter(None, tasks):
-            try:
-                job.planned(future.result())
-            except Exception as error:  # noqa: BLE001 - `slide_failure` raises what concerns all slides
-                job.fail(slide_failure(error))
-            if stage is not None and job.staged is not None:
-                stage.release(job.staged.folder)
-            outcome, planned = SlideOutcome.of(job.record), job.plan
-            if planned is not None and not job.failed:
+        for job in filter(None, plan_slides(jobs, spec, options, pool, stage)):
+            outcome = SlideOutcome.of(job.record)
+            if job.plan is not None and not job.failed:
                 outcome = replace(
                     outcome,
                     status=SlideStatus.PLANNED,
                     patches=job.patches,
                     notes=(),
-                    stored_bytes=planned.stored_bytes,
-                    seconds=planned.storing_seconds,
+                    stored_bytes=job.plan.stored_bytes,
+                    seconds=job.plan.storing_seconds,
                 )
-            job.release()
+            job.release(stage)
             events.finished(outcome)
             yield outcome

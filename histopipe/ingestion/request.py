@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -96,8 +97,8 @@ def ingest(
         >>> ingest("slides", "patches.lmdb", mpp=0.5, labels="labels.csv")  # doctest: +SKIP
     """
     of_cluster, of_slides = split_settings(settings, ClusterOptions)
-    where = make_settings(ClusterOptions, of_cluster)
-    progress, store = progress or default_progress(), Path(out)
+    where, store = make_settings(ClusterOptions, of_cluster), Path(out)
+    progress = progress or default_progress()
     if where.cluster is None:
         return _ingest_here(slides, store, of_slides, progress)
     from histopipe.ingestion.cluster.cluster_ingest import ingest_on_cluster  # late: an extra
@@ -109,7 +110,7 @@ def ingest(
         spec,
         options,
         cluster=where.cluster,
-        scratch=Path(where.scratch),
+        scratch=Path(where.scratch or tempfile.gettempdir()),
         part_bytes=int(where.part_gb * 1e9),
         progress=progress,
     )
@@ -191,10 +192,15 @@ def read_request(
     settings = read_arguments(settings, INGEST_SETTINGS if coords is None else IMPORT_SETTINGS)
     options = IngestOptions(**select_settings(settings, IngestOptions))
     slide_list = None if options.slide_list is None else Path(options.slide_list)
-    paths, urls = _sources(slides, slide_list)
+    sources = [slides] if isinstance(slides, str | Path) else [*slides]
+    sources += [] if slide_list is None else urls_in_list(slide_list)
+    if not sources:
+        raise UsageError(
+            "no slides", expected="files, folders or URLs, or a --slide-list with URLs"
+        )
     records = recorded(store).values()
     slide_files = with_recorded_ids(
-        discover([*paths, *urls], images=options.images), {r.resolved_path: r.id for r in records}
+        discover(sources, images=options.images), {r.resolved_path: r.id for r in records}
     )
     show_links(slide_files, progress)
     names = SlideNames([slide.id for slide in slide_files], [r.id for r in records])
@@ -207,10 +213,9 @@ def read_request(
         else read_mpps(Path(options.mpp_csv), names, allow_extra=extra)
     )
     if coords is None:
-        settings = _with_image_defaults(settings, chosen, _recorded_spec(store), mpps, progress)
+        settings = _with_image_defaults(settings, chosen, read_recorded_spec(store), mpps, progress)
         tissue, masks, network = read_tissue(settings, store, chosen_names, progress)
-        spec = _spec(settings, tissue)
-        files: dict[str, CoordsFile] = {}
+        spec, files = _spec(settings, tissue), dict[str, CoordsFile]()
     else:
         masks, network = {}, None
         files = find_coords(coords, chosen_names, progress, allow_extra=extra)
@@ -218,7 +223,7 @@ def read_request(
         spec = spec_of(files.values(), **select_settings(settings, TilingSpec))
     rules = AnnotationRules(**select_settings(settings, AnnotationRules), roi=settings.get("roi"))
     annotations = _annotations(options, rules.roi, names, progress)
-    labels = _labels(slide_files, paths, options, names, progress)
+    labels = _labels(slide_files, sources, options, names, progress)
     patients = _patients(options.patient_regex, chosen)
     jobs = [
         SlideJob(
@@ -232,27 +237,10 @@ def read_request(
         )
         for slide in chosen
     ]
-    stage = stage_folder(options.stage, chosen)
-    return jobs, spec, replace(options, rules=rules, tissue_network=network, stage=stage)
-
-
-def _sources(
-    slides: PathLike | Sequence[PathLike], slide_list: Path | None
-) -> tuple[list[Path], list[str]]:
-    """Return the paths and the URLs of slides and folders, also the URLs in a slide list.
-
-    Raises:
-        UsageError: there is none, or the list is invalid.
-    """
-    arguments = [slides] if isinstance(slides, str | Path) else slides
-    urls = [argument for argument in arguments if isinstance(argument, str) and is_url(argument)]
-    paths = [Path(argument) for argument in arguments if argument not in urls]
-    urls += [] if slide_list is None else urls_in_list(slide_list)
-    if not paths and not urls:
-        raise UsageError(
-            "no slides", expected="files, folders or URLs, or a --slide-list with URLs"
-        )
-    return paths, urls
+    options = replace(
+        options, rules=rules, tissue_network=network, stage=stage_folder(options.stage, chosen)
+    )
+    return jobs, spec, options
 
 
 def _with_image_defaults(
@@ -294,22 +282,17 @@ def _usual_side(
     slides: Sequence[SlideFile], settings: Mapping[str, Any], mpps: Mapping[str, Mpp]
 ) -> int:
     """Return the patch size: 256, or the smaller side of the images at the scale of patches if that is less."""
-    mag = settings.get("mag")
+    mag, default = settings.get("mag"), settings.get("default_mpp")
     target = settings.get("mpp") if mag is None else magnification_to_mpp(mag)
     sides = []
     for slide in slides:
         # Images that cannot be read fail when they are planned.
         with suppress(SlideError), open_slide(slide.path, settings.get("reader", "auto")) as opened:
-            side, reduction = min(opened.info.size.width, opened.info.size.height), 1.0
+            info, reduction = opened.info, 1.0
             if target is not None:
-                scale = resolve_mpp(
-                    slide.id,
-                    opened.info,
-                    from_csv=mpps.get(slide.id),
-                    default=settings.get("default_mpp"),
-                )
+                scale = resolve_mpp(slide.id, info, from_csv=mpps.get(slide.id), default=default)
                 reduction = max(1.0, target / scale.mpp)
-            sides.append(int(side / reduction + 1e-6))
+            sides.append(int(min(info.size.width, info.size.height) / reduction + 1e-6))
     smaller = sorted(sides)[len(sides) // _SMALLER] if sides else _MOST_SIDE
     return max(MIN_PATCH_SIZE, min(_MOST_SIDE, smaller))
 
@@ -323,9 +306,8 @@ def read_tissue(
         UsageError: a setting, a folder or a file is wrong.
     """
     asked, fallback = settings.get("tissue", "otsu"), settings.get("tissue_fallback")
-    exclude = tuple(sorted(set(map(nfc, settings.get("exclude", ())))))
-    store_spec = None if store is None else _recorded_spec(store)
-    fields: dict[str, Any] = {"exclude": exclude}
+    store_spec = None if store is None else read_recorded_spec(store)
+    fields: dict[str, Any] = {"exclude": tuple(sorted(set(map(nfc, settings.get("exclude", ())))))}
     masks: dict[str, Path] = {}
     path, network = Path(asked), None
     if asked in ("otsu", "none", *FINDER_NAMES):
@@ -335,15 +317,7 @@ def read_tissue(
     elif path.suffix.lower() in SUFFIXES:
         network = path
         fields |= {"tissue": "model", "tissue_model": identify_network(path)}
-        with WorkerPool(1) as pool:  # a separate process: it may load TensorFlow, or crash
-            try:
-                result_of(pool.submit(check_network, path))
-            except HistopipeError:
-                raise
-            except Exception as error:  # Keras raises errors of many classes
-                raise UsageError(
-                    f"{path} cannot be run", found=str(error).split("\n")[0][:200]
-                ) from error
+        _try_network(path)
     else:
         raise UsageError(
             "--tissue",
@@ -357,25 +331,44 @@ def read_tissue(
                 "--tissue-fallback", found=f"--tissue {asked}", expected="a folder of masks"
             )
         fields["tissue_fallback"] = resolved_tissue(str(fallback), store_spec)
-    if exclude and not masks and settings.get("annotations") is None:
-        raise UsageError(
-            "--exclude",
-            found="no outlines",
-            expected="--annotations, or a folder of masks with --tissue",
-        )
-    pictures = sum(mask.suffix.lower() == PNG for mask in masks.values())
-    if exclude and pictures:
-        what = f"--exclude: {pictures} of {counted(len(masks), 'mask')} have no outlines of classes"
-        if pictures == len(masks) and settings.get("annotations") is None:
-            raise UsageError(what, found="PNG", expected="GeoJSON, or --annotations")
-        progress.message(f"{what}: only --annotations can cut them")
+    if fields["exclude"]:
+        _check_exclude(masks, progress, has_annotations=settings.get("annotations") is not None)
     if masks and len(masks) < len(names.ids):
         what = f"--tissue-fallback {fallback}" if fallback else "they will fail"
         progress.message(f"{counted(len(names.ids) - len(masks), 'slide')} without a mask: {what}")
     return fields, masks, network
 
 
-def _recorded_spec(store: Path) -> Mapping[str, Any] | None:
+def _try_network(path: Path) -> None:
+    """Run a network once in a separate process: it may load TensorFlow, or crash."""
+    with WorkerPool(1) as pool:
+        try:
+            result_of(pool.submit(check_network, path))
+        except HistopipeError:
+            raise
+        except Exception as error:  # Keras raises errors of many classes
+            raise UsageError(
+                f"{path} cannot be run", found=str(error).split("\n")[0][:200]
+            ) from error
+
+
+def _check_exclude(masks: Mapping[str, Path], progress: Progress, *, has_annotations: bool) -> None:
+    """Check that there are outlines of classes to be cut out: in annotations, or in masks that are not pictures."""
+    if not masks and not has_annotations:
+        raise UsageError(
+            "--exclude",
+            found="no outlines",
+            expected="--annotations, or a folder of masks with --tissue",
+        )
+    pictures = sum(mask.suffix.lower() == PNG for mask in masks.values())
+    what = f"--exclude: {pictures} of {counted(len(masks), 'mask')} have no outlines of classes"
+    if pictures and pictures == len(masks) and not has_annotations:
+        raise UsageError(what, found="PNG", expected="GeoJSON, or --annotations")
+    if pictures:
+        progress.message(f"{what}: only --annotations can cut them")
+
+
+def read_recorded_spec(store: Path) -> Mapping[str, Any] | None:
     """Return the spec of a store, or of the first part of a folder of parts; None without a store."""
     with suppress(NothingToDo):
         for part in parts_of(store)[:1]:
@@ -392,10 +385,9 @@ def _spec(settings: Mapping[str, Any], tissue: Mapping[str, Any]) -> TilingSpec:
             found=" and ".join(f"--{name}" for name in scales),
             expected="one of --mpp, --mag and --level",
         )
-    mpp = settings.get("mpp")
+    tiling = {**select_settings(settings, TilingSpec), **tissue}
     if scales in ([], ["mag"]):
-        mpp = magnification_to_mpp(settings["mag"] if scales else 20.0)
-    tiling = select_settings(settings, TilingSpec) | {"mpp": mpp, **tissue}
+        tiling["mpp"] = magnification_to_mpp(settings["mag"] if scales else 20.0)
     if "annotation_threshold" in settings:
         tiling["roi_threshold"] = settings["annotation_threshold"]
     return TilingSpec(**tiling)
@@ -443,7 +435,7 @@ def _patients(regex: str | None, slides: list[SlideFile]) -> dict[str, str]:
 
 def _labels(
     slides: list[SlideFile],
-    arguments: list[Path],
+    sources: Sequence[PathLike],
     options: IngestOptions,
     names: SlideNames,
     progress: Progress,
@@ -454,11 +446,12 @@ def _labels(
     if options.labels is not None:
         return read(Path(options.labels), names, allow_extra=extra)
     rows: dict[str, SlideLabel] = {}
-    for folder in dict.fromkeys(p if p.is_dir() else p.parent for p in arguments):
+    paths = [Path(source) for source in sources if not is_url(source)]
+    for folder in dict.fromkeys(p if p.is_dir() else p.parent for p in paths):
         if (folder / "labels.csv").is_file():
             # labels.csv of a folder names the slides of this folder. The user may have given only some of these files.
             below = SlideNames(s.id for s in slides if s.path.is_relative_to(folder))
-            rows |= read(folder / "labels.csv", below, allow_extra=extra or folder not in arguments)
+            rows |= read(folder / "labels.csv", below, allow_extra=extra or folder not in paths)
     return rows or label_by_subfolder(slides)
 
 

@@ -18,9 +18,9 @@ from histopipe.errors import SlideError, SlideUnreadable
 from histopipe.geometry import Mpp
 from histopipe.ingestion.coords import CoordsFile
 from histopipe.ingestion.options import IngestOptions
-from histopipe.ingestion.patch_source import Chunk, PatchRecipe
+from histopipe.ingestion.patch_source import PatchRecipe
 from histopipe.slides.slide_files import Fingerprint, SlideFile, fingerprint
-from histopipe.slides.staging import StagedSlide
+from histopipe.slides.staging import StagedSlide, StagingArea
 from histopipe.slides.tables import SlideLabel
 from histopipe.store.record import FailureKind, SlideRecord, SlideState
 from histopipe.system.files import to_storable_text
@@ -65,7 +65,7 @@ class SlideJob:
         record: current record. It is failed as soon as the slide has failed, and complete after `finish`.
         again: whether the slide was complete and is ingested again.
         options: options of the ingest, from `begin`.
-        tasks: tasks to be submitted: None to plan the slide, or chunks.
+        tasks: tasks to be submitted: None to plan the slide, or the patch numbers of a chunk.
         running: number of submitted tasks that have not ended. A failed slide is recorded when none is left.
         plan: plan of the slide, from planning until `release`.
     """
@@ -82,7 +82,7 @@ class SlideJob:
     again: bool = False
     record: SlideRecord = field(init=False)
     options: IngestOptions = field(init=False, default_factory=IngestOptions)
-    tasks: deque[Chunk | None] = field(init=False, default_factory=deque)
+    tasks: deque[NDArray[np.int64] | None] = field(init=False, default_factory=deque)
     running: int = field(init=False, default=0)
     plan: SlidePlan | None = field(init=False, default=None)
     _begun: float | None = field(init=False, default=None)
@@ -119,8 +119,8 @@ class SlideJob:
 
     @property
     def ended(self) -> bool:
-        """Whether all tasks of the slide have ended."""
-        return not self.tasks and not self.running
+        """Whether the slide has failed or is planned, and none of its tasks is left."""
+        return (self.failed or self.plan is not None) and not self.tasks and not self.running
 
     @property
     def seconds(self) -> float:
@@ -148,8 +148,8 @@ class SlideJob:
     def planned(self, result: SlidePlan | SlideRecord) -> None:
         """Receive the plan, or the record of the failure. The pipeline adds the chunks when they fit on the disk."""
         if isinstance(result, SlideRecord):
-            reason = self.with_original_paths(result.error or "")
-            self.record = replace(result, error=to_storable_text(reason))
+            error = to_storable_text(self.with_original_paths(result.error or ""))
+            self.record = replace(result, error=error)
             return
         self.plan, record = result, result.record
         self.record = replace(
@@ -178,8 +178,8 @@ class SlideJob:
         elif self.tasks:
             self._check_time()
 
-    def worker_died(self, task: Chunk | None, error: Exception) -> None:
-        """Handle the death of a worker during a task. After the first death, the task is submitted again."""
+    def worker_died(self, task: NDArray[np.int64] | None, error: Exception) -> None:
+        """Handle the death of a worker during a task. After the first death, the task is submitted again, before others."""
         self._dead_workers += 1
         if self._dead_workers < _TRIES and not self.failed:
             self.tasks.appendleft(task)
@@ -239,26 +239,25 @@ class SlideJob:
     def columns(self, plan: SlidePlan, classes: Mapping[str, int]) -> dict[str, NDArray[Any]]:
         """Return the index columns of the complete slide, (N,) each; `classes` are class numbers by name."""
         cells, labels = plan.plan, plan.labels
-        columns = {
-            **{
-                name: getattr(cells, name)
-                for name in ("x_l0", "y_l0", "x_level", "y_level", "tissue")
-            },
+        places = ("x_l0", "y_l0", "x_level", "y_level", "tissue")
+        return {
+            **{name: getattr(cells, name) for name in places},
             "focus": np.full(len(cells), np.nan, np.float32),  # `quality` measures it later
             "length": self._stored[0],
             "crc": self._stored[1],
-            "label": np.full(
-                len(cells), -1, np.int32
-            ),  # from annotations; the slide's label is in its record
+            # From annotations; the slide's label is in its record.
+            "label": np.full(len(cells), -1, np.int32)
+            if labels is None
+            else labels.numbered(classes),
+            **({} if labels is None else {"covered": labels.covered}),
             **plan.columns,
         }
-        if labels is not None:
-            columns |= {"label": labels.numbered(classes), "covered": labels.covered}
-        return columns
 
-    def release(self) -> None:
-        """Free the plan and the arrays of a recorded slide, since the jobs of all slides are kept until the end."""
+    def release(self, stage: StagingArea | None) -> None:
+        """Free the plan, the arrays and the copy of a slide, since the jobs of all slides are kept until the end."""
         self.plan, self._stored = None, np.zeros((2, 0), np.uint32)
+        if stage is not None and self.staged is not None:
+            stage.release(self.staged.folder)
 
     @property
     def _too_many_unreadable(self) -> bool:

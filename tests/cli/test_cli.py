@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from click import Context
+from click.testing import CliRunner
 
 from helpers.commands import COMMAND, Run
 from helpers.paths import PROJECT
@@ -50,6 +51,47 @@ def test_every_option_has_help(run: Run) -> None:
         ]
         following = [text.splitlines()[text.splitlines().index(line) + 1] for line in options]
         assert all(line.startswith("      ") for line in following), name
+
+
+def test_help_shows_no_ranges() -> None:
+    for name in COMMANDS:
+        text = CliRunner().invoke(cli, [name, "--help"]).output
+        assert f"Example: histopipe {name}" in text
+        assert not re.search(r"<=|>=|x[<>]|[<>]x|RANGE", text), name
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["verify", "s.lmdb", "--workers", "0"],
+        ["bench", "s.lmdb", "--batch-size", "0"],
+        ["push", "s.lmdb", "s3://bucket/s.lmdb", "--block-mb", "0"],
+    ],
+)
+def test_values_out_of_range_are_refused(arguments: list[str]) -> None:
+    done = CliRunner().invoke(cli, arguments)
+    assert done.exit_code == ExitCode.USAGE
+    assert f"Invalid value for '{arguments[-2]}'" in done.output
+    assert "is not in the range" in done.output
+
+
+@pytest.mark.parametrize(
+    ("command", "groups"),
+    [
+        (
+            "ingest",
+            ["Options", "Patches", "Tissue", "Encoding", "Slide files", "Labels", "Cluster"],
+        ),
+        ("predict", ["Options", "Network", "Slide files", "Labels", "Slide models"]),
+        ("embed", ["Options", "Network"]),
+        ("train", ["Options", "Data", "Optimization", "Splits", "Model", "Evaluation", "Run"]),
+    ],
+)
+def test_help_shows_options_by_group(command: str, groups: list[str]) -> None:
+    text = CliRunner().invoke(cli, [command, "--help"]).output
+    titles = re.findall(r"^([A-Z][\w ]*):$", text, re.MULTILINE)
+    assert [title for title in titles if title in groups] == groups
+    assert len(titles) == len(set(titles))
 
 
 def test_documentation_uses_existing_commands_and_flags() -> None:

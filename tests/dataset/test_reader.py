@@ -39,7 +39,7 @@ from helpers.stores import (
     jpegs,
     picture,
 )
-from histopipe.cli.machine import bench as bench_command
+from histopipe.cli.training import bench as bench_command
 from histopipe.dataset.options import Balance
 from histopipe.dataset.patch_batches import PatchBatches
 from histopipe.dataset.sampling import BlockShuffled, Order, make_order

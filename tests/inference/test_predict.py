@@ -29,7 +29,6 @@ from histopipe.inference.options import PredictOptions
 from histopipe.inference.predict import predict
 from histopipe.inference.slide_run import PatchBatch, Results, SlideRun
 from histopipe.inference.slide_tiler import FileSource
-from histopipe.ingestion.patch_source import chunk_of
 from histopipe.predictions.sources import PredictedSlide, PredictionsFolder
 from histopipe.reports.report import report
 from histopipe.runs.result import read_result
@@ -304,7 +303,7 @@ def test_pixels_equal_those_of_a_store_for_every_route(
             assert np.array_equal(pixels[corner], out)
         # A patch that cannot be decoded is left out of the sample for the stain.
         rows = np.arange(3)
-        without, values = slide._sample(rows[1:]), slide._values(chunk_of(slide.planned.plan, rows))
+        without, values = slide._sample(rows[1:]), slide._values(slide.plan.plan.take(rows))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(slide, "_values", lambda _: [b"no picture", *values[1:]])
             assert np.array_equal(slide._sample(rows), without)

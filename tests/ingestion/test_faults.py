@@ -169,8 +169,8 @@ def plan_slide(slide, *arguments):
         time.sleep(1000)
     return planning.plan_slide(slide, *arguments)
 
-def store_chunk(store, number, recipe, chunk):
-    result = patch_source.store_chunk(store, number, recipe, chunk)
+def store_chunk(store, number, recipe, *chunk):
+    result = patch_source.store_chunk(store, number, recipe, *chunk)
     if "segfault-later" in recipe.path.name:
         ctypes.string_at(0)
     if "hang-later" in recipe.path.name:

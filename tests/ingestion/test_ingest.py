@@ -680,8 +680,8 @@ def plan_slide(slide, *arguments):
         os.abort()
     return planning.plan_slide(slide, *arguments)
 
-def store_chunk(store, number, recipe, chunk):
-    result = patch_source.store_chunk(store, number, recipe, chunk)
+def store_chunk(store, number, recipe, *chunk):
+    result = patch_source.store_chunk(store, number, recipe, *chunk)
     if "late" in recipe.path.name:
         os.abort()
     return result

@@ -42,7 +42,7 @@ def test_unexpected_error_fails_only_its_slide(
             raise KeyError("x")
         return plan_slide(slide, *arguments)
 
-    monkeypatch.setattr("histopipe.ingestion.preview.plan_slide", failing)
+    monkeypatch.setattr("histopipe.ingestion.planning.plan_slide", failing)
     done = run("ingest", "in", "--plan", "--json")
     slides = {slide["id"]: slide for slide in json.loads(done.stdout)["slides"]}
     assert done.returncode == 3

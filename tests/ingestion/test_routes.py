@@ -15,7 +15,6 @@ import simplejpeg
 import tifffile
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 from PIL import Image
 
 from helpers.commands import Run
@@ -32,7 +31,7 @@ from helpers.slides import make_slides
 from histopipe.errors import SlideUnreadable
 from histopipe.geometry import Mpp, PointL0, Size
 from histopipe.ingestion.options import AskedRoute, IngestOptions
-from histopipe.ingestion.patch_source import PatchFile, PatchSource, chunk_of, chunks
+from histopipe.ingestion.patch_source import PatchFile, PatchSource, chunks
 from histopipe.ingestion.planning import plan_slide
 from histopipe.ingestion.slide_job import SlideJob, SlidePlan
 from histopipe.slides.readers import open_slide
@@ -70,8 +69,9 @@ def patches(
     recipe = planned.recipe
     values: dict[int, PatchFile] = {}
     with PatchSource(recipe) as source:
-        for chunk in chunks(planned.plan, recipe.route, recipe.spec.patch_size):
-            values |= zip(chunk.rows.tolist(), source.values(chunk), strict=True)
+        for rows in chunks(planned.plan, recipe.route, recipe.spec.patch_size):
+            chunk = source.values(planned.plan.take(rows))
+            values |= zip(rows.tolist(), chunk, strict=True)
     assert sorted(values) == list(range(len(planned.plan)))
     return planned, [values[row] for row in range(len(values))]
 
@@ -440,10 +440,7 @@ def test_chunks_have_every_patch_once(tmp_path: Path) -> None:
     for route, overlap in (("copy", 0), ("decode", 7), ("openslide", 3)):
         planned = plan(path, patch_size=16, overlap=overlap)
         assert isinstance(planned, SlidePlan)
-        rows: list[NDArray[np.int64]] = [
-            chunk.rows
-            for chunk in chunks(planned.plan, route, 16)  # type: ignore[arg-type]
-        ]
+        rows = chunks(planned.plan, route, 16)  # type: ignore[arg-type]
         assert sorted(np.concatenate(rows).tolist()) == list(range(len(planned.plan)))
         assert max(map(len, rows)) - min(map(len, rows)) <= 1
 
@@ -452,9 +449,7 @@ def test_patches_read_together_equal_patches_read_alone(tmp_path: Path) -> None:
     path = write_slide(tmp_path / "a.svs", [picture(Size(900, 700))], Size(64, 64))
     planned, joined = patches(path, "openslide", patch_size=50, overlap=13, codec="png")
     with PatchSource(planned.recipe) as source:
-        alone = [
-            source.values(chunk_of(planned.plan, np.array([row])))[0] for row in range(len(joined))
-        ]
+        alone = [source.values(planned.plan.take(np.array([row])))[0] for row in range(len(joined))]
     assert alone == joined
 
 

@@ -287,7 +287,7 @@ def test_settings_files_and_runs_name_untrusted_input(
 
     def check(**values: Any) -> list[str]:
         checked.clear()
-        _check_untrusted(values, ("stores",), "mil", "", "model")
+        _check_untrusted(values, model=True)
         return checked
 
     settings.write_text('stores = ["b.lmdb"]\nmil = ["bags"]\n')

@@ -50,7 +50,8 @@ from histopipe.tiling.spec import TilingSpec
 _PATIENCE_SECONDS = 10.0
 """Time in seconds without workers after which a message is shown."""
 _SLIDES_PER_WORKER = 2
-"""Number of slides submitted per worker: one running, and one waiting."""
+"""Number of slides submitted per worker: one running, and one waiting. More would be assigned to workers that end early,
+as Slurm jobs do at their time limit, and would all have to be submitted again."""
 _ROUNDS = 3
 """Maximum number of times that a slide is submitted, if its part is lost before it is published."""
 

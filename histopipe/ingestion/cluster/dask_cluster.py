@@ -66,7 +66,9 @@ def connected(cluster: str) -> Iterator[DaskCluster]:
         target = _start(kind)
         if target != cluster:
             stack.callback(target.close, timeout=10)
-        jobs = _SlurmJobs(target, int(kind["slurm"])) if kind["slurm"] else None
+        if kind["slurm"]:
+            _check_job(target)
+            target.scale(jobs=int(kind["slurm"]))
         try:
             client = distributed.Client(target, timeout=_SECONDS, set_as_default=False)
         except (TypeError, ValueError) as error:  # for example tls:// without certificates
@@ -78,7 +80,13 @@ def connected(cluster: str) -> Iterator[DaskCluster]:
                 todo="check the address, and that `dask scheduler` runs there",
             ) from error
         stack.callback(client.close, timeout=5)
-        yield DaskCluster(client, cluster, jobs, target if kind["local"] else None)
+        yield DaskCluster(
+            client,
+            cluster,
+            local=target if kind["local"] else None,
+            slurm=target if kind["slurm"] else None,
+            jobs=int(kind["slurm"] or 0),
+        )
 
 
 def run_slide(settings: ClusterSettings, job: SlideJob, topic: str) -> tuple[SlideOutcome, str]:
@@ -93,9 +101,12 @@ class DaskCluster:
     """The workers of a cluster, with the Slurm jobs or the processes that this run started for them."""
 
     def __init__(
-        self, client: Any, name: str, jobs: _SlurmJobs | None = None, local: Any = None
+        self, client: Any, name: str, *, local: Any = None, slurm: Any = None, jobs: int = 0
     ) -> None:
-        self._client, self._name, self._jobs, self._local = client, name, jobs, local
+        self._client, self._name, self._local = client, name, local
+        self._slurm, self._jobs = slurm, jobs
+        self._alive: set[Any] = set()
+        self._submitted = time.monotonic()
         self._topic = f"histopipe-{uuid.uuid4()}"
         self._events: queue.SimpleQueue[Sequence[Any]] = queue.SimpleQueue()
         self._silent_since: float | None = None
@@ -117,8 +128,8 @@ class DaskCluster:
         if self._client.status == "running":
             self._silent_since = None
             workers = self._client.scheduler_info(n_workers=-1)["workers"]
-            if self._jobs is not None:
-                self._jobs.renew(str(worker["name"]) for worker in workers.values())
+            if self._slurm is not None:
+                self._renew_jobs(str(worker["name"]) for worker in workers.values())
             return list(workers)
         self._silent_since = self._silent_since or time.monotonic()
         if self._client.status == "closed" or time.monotonic() - self._silent_since > _SECONDS:
@@ -180,46 +191,42 @@ class DaskCluster:
         while not self._events.empty():
             yield self._events.get()
 
-
-class _SlurmJobs:
-    def __init__(self, slurm: Any, count: int) -> None:
-        self._slurm, self._count = slurm, count
-        self._alive: set[Any] = set()
-        self._submitted = time.monotonic()
-        command = ["sbatch", "--test-only"]  # Dask would only log an error of the job script
-        try:
-            checked = subprocess.run(
-                command,
-                input=slurm.job_script(),
-                capture_output=True,
-                text=True,
-                check=False,
-            )
-        except OSError as error:
-            raise MachineShort(
-                "--cluster slurm needs `sbatch`",
-                found=error.strerror,
-                todo="run this command on a machine that can submit Slurm jobs",
-            ) from error
-        if checked.returncode:
-            raise UsageError(
-                "--cluster slurm: sbatch rejects the job",
-                found=" ".join(checked.stderr.split())[:300],
-                todo="change ~/.config/dask/jobqueue.yaml (docs/how-to/slurm.md)",
-            )
-        slurm.scale(jobs=count)
-
-    def renew(self, workers: Iterable[str]) -> None:
+    def _renew_jobs(self, workers: Iterable[str]) -> None:
         """Submit new jobs to replace those that have lost their workers, for example at their time limit."""
         # The name of a worker is the name of its job, with a number if the job has several workers.
         names = {name for worker in workers for name in (worker, worker.rpartition("-")[0])}
         alive = {job for job in self._slurm.workers if str(job) in names}
         for job in self._alive - alive:
-            self._slurm.workers.pop(job, None)
+            self._slurm.workers.pop(job, None)  # otherwise, `scale` would count the job
         self._alive = alive
         if time.monotonic() - self._submitted > _SUBMIT_SECONDS:
             self._submitted = time.monotonic()
-            self._slurm.scale(jobs=self._count)
+            self._slurm.scale(jobs=self._jobs)
+
+
+def _check_job(slurm: Any) -> None:
+    """Check that Slurm accepts the script of a job. Dask would only log an error."""
+    command = ["sbatch", "--test-only"]
+    try:
+        checked = subprocess.run(
+            command,
+            input=slurm.job_script(),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    except OSError as error:
+        raise MachineShort(
+            "--cluster slurm needs `sbatch`",
+            found=error.strerror,
+            todo="run this command on a machine that can submit Slurm jobs",
+        ) from error
+    if checked.returncode:
+        raise UsageError(
+            "--cluster slurm: sbatch rejects the job",
+            found=" ".join(checked.stderr.split())[:300],
+            todo="change ~/.config/dask/jobqueue.yaml (docs/how-to/slurm.md)",
+        )
 
 
 def _start(kind: re.Match[str]) -> Any:

@@ -55,28 +55,18 @@ class ClusterSettings:
         return self.scratch / f"histopipe-{self.dataset}"
 
 
-def _publish_folder(folder: Path, out: Path) -> None:
-    """Move a part into the folder of parts if it has slides, and remove its scratch folder."""
-    store = folder / f"{folder.name}.lmdb"
-    target = out / store.name
-    # The target exists if a process was killed after it had moved the part.
-    if _has_slides(store) and not target.exists():
-        _move(store, target)
-    shutil.rmtree(folder)
-    with contextlib.suppress(OSError):  # other parts are in it
-        folder.parent.rmdir()
-
-
 _parts: dict[tuple[Path, Path], PartStore] = {}
 """Part of this process by the folder of parts and the scratch folder of the data set."""
-_beginning = threading.Lock()
+_busy = threading.Lock()
+"""Held by the thread that fills or publishes a part. A Dask worker has several threads, but one writer and one pool of
+processes, which a single slide keeps busy."""
 
 
 class PartStore:
-    """A store that this process fills with a pool of processes. `busy` is locked by the thread that writes to it."""
+    """A store that this process fills with a pool of processes."""
 
     def __init__(self, settings: ClusterSettings, workers: int) -> None:
-        self._out, self.busy = settings.out, threading.Lock()
+        self._out = settings.out
         self._writer: StoreWriter | None = None
         self._lock = contextlib.ExitStack()
         host = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())[:40]
@@ -117,14 +107,12 @@ class PartStore:
             raise
 
     def publish(self) -> None:
-        """Move the part into the folder of parts and end the processes, unless another thread has done so."""
-        key = self._out, self._folder.parent
-        if _parts.get(key) is self:
-            self._close_writer()
-            _publish_folder(self._folder, self._out)
-            self.close()
-            atexit.unregister(self.close)
-            del _parts[key]
+        """Move the part into the folder of parts, and end the processes."""
+        self._close_writer()  # first, since the file of a store may move only while no process writes to it
+        _publish_folder(self._folder, self._out)
+        self.close()
+        atexit.unregister(self.close)
+        del _parts[self._out, self._folder.parent]
 
     def close(self) -> None:
         """End the processes. The part stays in scratch, and the next process publishes it."""
@@ -141,13 +129,19 @@ class PartStore:
             self._writer = None
 
 
-def _has_slides(store: Path) -> bool:
-    """Return whether a part has slides. It is not a valid store if its process was killed at the start."""
-    try:
-        with Store(store, hidden=True) as part:
-            return bool(part.slides)
-    except NothingToDo:
-        return False
+def _publish_folder(folder: Path, out: Path) -> None:
+    """Move a part into the folder of parts if it has slides, and remove its scratch folder."""
+    store = folder / f"{folder.name}.lmdb"
+    target, slides = out / store.name, []
+    # If its process was killed at the start, the part is no valid store.
+    with contextlib.suppress(NothingToDo), Store(store, hidden=True) as part:
+        slides = part.slides
+    # The target exists if a process was killed after it had moved the part.
+    if slides and not target.exists():
+        _move(store, target)
+    shutil.rmtree(folder)
+    with contextlib.suppress(OSError):  # other parts are in it
+        folder.parent.rmdir()
 
 
 def _move(store: Path, target: Path) -> None:
@@ -192,27 +186,23 @@ def ingest_slide(
             f"the worker on {socket.gethostname()} cannot find {job.file.path.parent}",
             todo="make the slides available under the same path on all machines",
         )
-    options = replace(settings.options, workers=workers)
-    key = settings.out, settings.folder
-    while True:
-        with _beginning:
-            part = _parts[key] = _parts.get(key) or PartStore(settings, workers)
-        with part.busy:
-            if _parts.get(key) is not part:
-                continue  # the part was published while this thread waited
-            outcome = part.ingest(job, settings.spec, options, send)
-            if (part.store / "data.mdb").stat().st_size >= settings.part_bytes:
-                part.publish()
-            return outcome, part.store.name
+    options, key = replace(settings.options, workers=workers), (settings.out, settings.folder)
+    with _busy:
+        if key not in _parts:
+            _parts[key] = PartStore(settings, workers)
+        part = _parts[key]
+        outcome = part.ingest(job, settings.spec, options, send)
+        if (part.store / "data.mdb").stat().st_size >= settings.part_bytes:
+            part.publish()
+        return outcome, part.store.name
 
 
 def publish(settings: ClusterSettings) -> None:
     """Publish this process's part, and the parts of ended processes on this machine."""
     _check(settings)
-    part = _parts.get((settings.out, settings.folder))
-    if part is not None:
-        with part.busy:
-            part.publish()
+    with _busy:
+        if (settings.out, settings.folder) in _parts:
+            _parts[settings.out, settings.folder].publish()
     for folder in sorted(settings.folder.glob("part-*/")):
         # Another worker on this machine may publish it at the same time.
         with contextlib.suppress(FileNotFoundError), locked(folder) as free:

@@ -1,7 +1,12 @@
-"""Commands that show and export results: `view`, `heatmap`, `report`, `export`."""
+"""Commands that apply networks, and that show and export results.
+
+`encoders`, `embed`, `predict`; `compare`, `heatmap`, `report`, `view`, `export`. They are apart from those that train, whose
+settings take time to import.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,8 +26,100 @@ from histopipe.cli.parameters import (
     stores_argument,
     untrusted_option,
 )
-from histopipe.system.output import exit_code_of
+from histopipe.inference.options import EmbedOptions, PredictOptions
 from histopipe.viewer.options import ViewOptions
+
+
+def _show_slides(result: Any, done: int, *, as_json: bool, then: Sequence[object]) -> int:
+    """Print a result with `done` slides and failed ones, and the next command, if a slide is done. Return the exit code."""
+    from histopipe.system.output import exit_code_of  # late: `--help` does not need it
+
+    show(result, as_json=as_json, then=then if done else ())
+    return exit_code_of(len(result.failed), done)
+
+
+@click.command()
+@click.argument("runs", nargs=-1, required=True, type=PATH)
+@click.option(
+    "--resamples",
+    type=int,
+    default=1000,
+    help="Bootstrap resamples of the patients for 95 % confidence intervals; 0 for none.",
+)
+@json_option()
+def compare(runs: tuple[Path, ...], resamples: int, as_json: bool) -> None:
+    """Compare finished RUNS, or cross-validations, with the first one.
+
+    Shows settings that differ, and the metrics of each run on its test patches. If two runs were tested on the same
+    patches, the difference has a 95 % confidence interval. If the interval does not include 0, the difference is
+    significant.
+
+    \b
+    Example: histopipe compare runs/resnet50 runs/mobilenet
+    """
+    show(histopipe.compare(runs, resamples=resamples), as_json=as_json, then=("report", runs[0]))
+
+
+@click.command(cls=SettingsCommand)
+@click.argument("run", type=PATH)
+@click.argument("sources", nargs=-1, required=True, type=path_or_url)
+@click.option("--out", type=PATH, required=True, help="Folder for the predictions.")
+@setting_options(PredictOptions)
+@json_option()
+@untrusted_option()
+def predict(
+    run: Path, sources: tuple[Path | str, ...], out: Path, as_json: bool, **options: Any
+) -> int:
+    """Predict SOURCES (stores, slides, or features) with the model in the run folder RUN.
+
+    Slides need no store: they are tiled like the training slides, and their patches are not stored. A slide model also
+    computes their features, or takes folders of features. If RUN is a cross-validation, its folds are averaged. Writes a
+    CSV file of patches per slide, slides.csv and patients.csv. Run the same command again to predict missing slides.
+
+    \b
+    Example: histopipe predict runs/first new-slides/ --out predictions
+    """
+    result = histopipe.predict(run, sources, out=out, **options)
+    done = len(result.done) + len(result.kept)
+    return _show_slides(result, done, as_json=as_json, then=("heatmap", out))
+
+
+@click.command(cls=SettingsCommand)
+@stores_argument
+@click.option(
+    "--out", type=click.Path(), required=True, help="Folder for the feature files, one per slide."
+)
+@setting_options(EmbedOptions)
+@json_option()
+@untrusted_option(model=True)
+def embed(stores: tuple[Path, ...], out: str, as_json: bool, **options: Any) -> int:
+    """Compute features of every patch of STORES (default: patches.lmdb) for slide-level models.
+
+    Writes one HDF5 file per slide in the format of CLAM and TRIDENT: features (N, D), and coords (N, 2) in level-0
+    pixels. Run the same command again to embed missing slides. `histopipe encoders` lists foundation models. An ONNX
+    file needs a JSON file with the same name and with mean, std and size.
+
+    \b
+    Example: histopipe embed patches.lmdb --model uni --weights uni/ --out features
+    """
+    result = histopipe.embed(stores or "patches.lmdb", out=out, **options)
+    done = len(result.done) + len(result.kept)
+    return _show_slides(result, done, as_json=as_json, then=("train", "--mil", out))
+
+
+@click.command()
+@click.argument("name", required=False)
+@json_option()
+def encoders(name: str | None, as_json: bool) -> None:
+    """List the encoders (foundation models) for --model of embed and train, or show NAME in detail.
+
+    The details are the expected patches, the licence, and the commands that download the weights. histopipe does not
+    download them itself.
+
+    \b
+    Example: histopipe encoders uni
+    """
+    show(histopipe.encoders(name), as_json=as_json, then=() if name else ("encoders", "NAME"))
 
 
 @click.command()
@@ -61,7 +158,7 @@ from histopipe.viewer.options import ViewOptions
 )
 @click.option("--threshold", type=float, default=0.5, help="Threshold of --objects contours.")
 @json_option()
-@untrusted_option("stores")
+@untrusted_option()
 def heatmap(predictions: Path, as_json: bool, **options: Any) -> int:
     """Draw heatmaps of PREDICTIONS, a folder of `histopipe predict` or of a finished run, over the slides.
 
@@ -72,10 +169,9 @@ def heatmap(predictions: Path, as_json: bool, **options: Any) -> int:
     Example: histopipe heatmap predictions --out heatmaps --to png,tiff,geojson
     """
     result = histopipe.heatmap(predictions, **options)
-    has_other_formats = result.files and "tiff" not in options["formats"]
-    then = ("heatmap", predictions, "--to", "tiff,geojson") if has_other_formats else ()
-    show(result, as_json=as_json, then=then)
-    return exit_code_of(len(result.failed), len(result.files))
+    has_tiff = "tiff" in options["formats"]
+    then = () if has_tiff else ("heatmap", predictions, "--to", "tiff,geojson")
+    return _show_slides(result, len(result.files), as_json=as_json, then=then)
 
 
 @click.command()
@@ -92,7 +188,7 @@ def heatmap(predictions: Path, as_json: bool, **options: Any) -> int:
     type=click.Choice(["tripod-ai", "claim"]),
     help="Write a reporting checklist, filled with what the run knows, into --out: .html, .md or .docx.",
 )
-@untrusted_option("paths", "stores", passed=True)
+@untrusted_option(passed=True)
 def report(paths: tuple[Path, ...], no_pictures: bool, **options: Any) -> None:
     """Write a report of a store, a run, a cross-validation or predictions as one HTML file; of several runs, compare them.
 
@@ -125,7 +221,7 @@ def report(paths: tuple[Path, ...], no_pictures: bool, **options: Any) -> None:
 @setting_options(ViewOptions)
 @click.option("--no-browser", is_flag=True, help="Print the address only.")
 @json_option("the address")
-@untrusted_option("paths", "stores", features="features", passed=True)
+@untrusted_option(passed=True)
 def view(paths: tuple[Path, ...], no_browser: bool, as_json: bool, **options: Any) -> None:
     """Show PATHS in a browser: stores, runs, predictions, slide files or folders of slides (default: patches.lmdb).
 
@@ -166,7 +262,7 @@ def view(paths: tuple[Path, ...], no_browser: bool, as_json: bool, **options: An
     "--shard-patches", type=int, default=10_000, help="Patches per shard of --to webdataset."
 )
 @json_option()
-@untrusted_option("stores")
+@untrusted_option()
 def export(stores: tuple[Path, ...], as_json: bool, **options: Any) -> int:
     """Export the index, the patches or the tissue masks of STORES (default: patches.lmdb) for other tools.
 
