@@ -247,18 +247,12 @@ def _renumbered(
     return renumbered
 
 
-def _chunks(lengths: NDArray[np.integer]) -> Iterator[list[int]]:
-    """Yield the rows of each transaction."""
-    rows: list[int] = []
-    size = 0
-    for row, length in enumerate(lengths.tolist()):
-        if rows and (len(rows) == _CHUNK_ROWS or size + length > _CHUNK_BYTES):
-            yield rows
-            rows, size = [], 0
-        rows.append(row)
-        size += length
-    if rows:
-        yield rows
+def _chunks(lengths: NDArray[np.integer]) -> list[list[int]]:
+    """Return the rows of each transaction."""
+    rows = np.arange(len(lengths))
+    # Both terms only grow: rows with an equal sum are few enough, and their values small enough.
+    parts = rows // _CHUNK_ROWS + np.cumsum(lengths, dtype=np.int64) // _CHUNK_BYTES
+    return [part.tolist() for part in np.split(rows, np.flatnonzero(np.diff(parts)) + 1)]
 
 
 def merge(
