@@ -27,6 +27,7 @@ from lmdb_pages import PAGE, Pages, nodes_of, pages_of
 from histopipe.errors import DamagedStore, HistopipeError
 from histopipe.maintenance.repair import repair
 from histopipe.maintenance.verify import verify
+from histopipe.store.data_file import make_readable
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
 from histopipe.system.output import Progress
@@ -162,6 +163,7 @@ def slides_of(store: Path) -> dict[str, Any]:
 def find_fault_of_repair(store: Path, no_slide: Path, expected: dict[str, Any]) -> str | None:
     """Repair a damaged store, and return what is wrong with the result; None if the settings of the store are lost."""
     try:
+        make_readable(store)  # otherwise, only the length of a truncated file is verified
         damaged = verify(store, progress=Progress()).damaged_slides
         done = repair(store, no_slide, progress=Progress(), workers=1)
     except DamagedStore as error:  # also UnknownVersion

@@ -158,7 +158,6 @@ class Examination:
         spec, next_number: entries of `meta`, as far as they can be read.
         slides: numbers of all slides; all possible numbers if slides cannot be listed.
         records: readable records by slide number; `damaged_records` has the bytes of the others.
-        without_record: slide numbers with entries, but no record.
         wrong, value_bytes: patches that differ from their index, and the size of all patches.
         transaction: number of the last transaction before the store was verified.
     """
@@ -170,7 +169,6 @@ class Examination:
     findings: list[Finding] = field(default_factory=list)
     records: dict[int, SlideRecord] = field(default_factory=dict)
     damaged_records: dict[int, bytes] = field(default_factory=dict)
-    without_record: set[int] = field(default_factory=set)
     wrong: list[WrongValue] = field(default_factory=list)
     value_bytes: int = 0
     transaction: int = 0
@@ -443,7 +441,7 @@ def _check_meta(raw: RawStore, check: Examination, store: Path) -> None:
 def find_orphans(store: Path, complete: set[int]) -> Examination:
     """Find entries whose slide has no record or has failed. The patches of `complete` slides are not listed.
 
-    Returns one finding per entry, or per slide number for patches, and the numbers that have entries but no record.
+    Returns one finding per entry, or per slide number for patches.
     """
     check = Examination()
     patches: Counter[int] = Counter()
@@ -453,7 +451,6 @@ def find_orphans(store: Path, complete: set[int]) -> Examination:
         def orphan_reason(number: int) -> str | None:
             record = raw.get(SLIDES, slide_key(number)) if number <= MAX_SLIDE_NUMBER else None
             if record is None:
-                check.without_record.add(number)
                 return "which has no record"
             return "which failed" if b'"state":"failed"' in bytes(record) else None
 
@@ -461,17 +458,15 @@ def find_orphans(store: Path, complete: set[int]) -> Examination:
             name = database.decode("ascii", "replace")
             try:
                 for key in raw.keys(database, skip=complete if database == PATCHES else set()):
-                    entry, number = entry_of(database, key), slide_number(key)
+                    number, entry = slide_number(key), entry_of(database, key)
                     if not _is_usual(database, key):
                         what = f"{name}: unexpected key {key.hex()}"
                         check.add(FindingKind.ORPHAN, what, entry=entry)
-                        continue
-                    reason = orphan_reason(number)
-                    if reason is not None and database == PATCHES:
-                        patches[number] += 1
-                    elif reason is not None:
+                    elif (reason := orphan_reason(number)) and database != PATCHES:
                         what = f"{name}: an entry of slide number {number}, {reason}"
                         check.add(FindingKind.ORPHAN, what, number, entry)
+                    elif reason:
+                        patches[number] += 1
             except DamagedStore as error:
                 check.add(FindingKind.STRUCTURE, f"{name}: {error}")
         for number, count in patches.items():

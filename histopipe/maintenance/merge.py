@@ -357,12 +357,13 @@ def choose(
                 unequal.append(f"{record.id} in {first.store.path} and in {store.path}")
             else:
                 twice[first.store.path, store.path].append(record.id)
-                contradictions = _contradictions(first.record, record)
+                values, first_values = _values_of_users(record), _values_of_users(first.record)
+                contradictions = _contradictions(first_values, values)
                 if contradictions:
                     unequal.append(
                         f"{record.id}: {contradictions} in {first.store.path} and in {store.path}"
                     )
-                elif _has_more(record, first.record):
+                elif values.keys() - first_values.keys():
                     notes.append(
                         f"{record.id}: its record in {store.path} has more fields than in "
                         f"{first.store.path}, but was not copied"
@@ -384,31 +385,23 @@ def choose(
     return list(chosen.values()), notes + describe_copies(slide.record for slide in chosen.values())
 
 
-def _contradictions(one: SlideRecord, other: SlideRecord) -> str:
+def _values_of_users(record: SlideRecord) -> dict[str, str]:
+    """Return label, patient, site and sources of labels and measurements, as far as they are set.
+
+    A patient that equals the slide id is the default of ingest, and counts as not set.
+    """
+    names = ("label", "patient", "site", "annotations", "quality")
+    values = {name: getattr(record, name) for name in names}
+    return {n: v for n, v in values.items() if v is not None and (n, v) != ("patient", record.id)}
+
+
+def _contradictions(one: Mapping[str, str], other: Mapping[str, str]) -> str:
     """List the labels, patients and sites in which two records differ."""
-    values = (
-        (name, _set_value(one, name), _set_value(other, name))
-        for name in ("label", "patient", "site")
-    )
     return ", ".join(
-        f"{name} {first!r} and {second!r}"
-        for name, first, second in values
-        if None not in (first, second) and first != second
+        f"{name} {one[name]!r} and {other[name]!r}"
+        for name in ("label", "patient", "site")
+        if name in one and name in other and one[name] != other[name]
     )
-
-
-def _has_more(one: SlideRecord, other: SlideRecord) -> bool:
-    """Return whether a record has a label, patient, site or measurement that the other record does not have."""
-    return any(
-        _set_value(other, name) is None and _set_value(one, name) is not None
-        for name in ("label", "patient", "site", "annotations", "quality")
-    )
-
-
-def _set_value(record: SlideRecord, name: str) -> str | None:
-    """Return a field of a record; None for a patient that equals the slide id, which is the default of ingest."""
-    value: str | None = getattr(record, name)
-    return None if name == "patient" and value == record.id else value
 
 
 def _is_same(one: SlideToCopy, other: SlideToCopy) -> bool:

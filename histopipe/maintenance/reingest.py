@@ -50,6 +50,7 @@ from histopipe.tissue_masks.network import identify_network
 _INTERRUPTED = "its repair was interrupted: run `histopipe repair` again"
 """Error of a pending slide that is ingested again by a repair."""
 _MIN_UNREADABLE = 0.01
+"""Share of unreadable patches that is always accepted: as few as the default of an ingest allows."""
 _OPENING_SECONDS = 120.0
 _OF_CLASSES = {"label", "covered"}
 _MEASURED = {*_OF_CLASSES, "focus", "pen", "dark"}
@@ -291,15 +292,11 @@ def _find_missing_file(
             return f"its {what} was {before or 'none'}, {passed} with {flag}"
     if spec.roi is not None and job.annotations is None:
         return f"its region {spec.roi!r} is in annotations that were not passed with --annotations"
-    if spec.grid != "imported":
-        return None
-    if job.coords is None:
+    if spec.grid == "imported" and job.coords is None:
         return "its coordinates were imported, and not passed with --coords"
-    return (
-        None
-        if _has_coordinates(job.coords, record, spec)
-        else (f"{job.coords.path} has other coordinates than were imported")
-    )
+    if job.coords is not None and not _has_coordinates(job.coords, record, spec):
+        return f"{job.coords.path} has other coordinates than were imported"
+    return None
 
 
 def _has_coordinates(file: CoordsFile, record: SlideRecord, spec: TilingSpec) -> bool:

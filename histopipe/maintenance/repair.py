@@ -338,7 +338,11 @@ def clean(store: Path, examination: Examination) -> bool:
 
 def _lost_slides(before: Examination) -> dict[str, str]:
     """Return why slides are not repaired of which there is no record. Their ids are unknown."""
-    orphans = {number for number in before.without_record if number < before.next_number}
-    numbers = (orphans | before.damaged_records.keys()) - _usable_records(before).keys()
+    numbers = before.damaged_records.keys() | {
+        f.number
+        for f in before.findings
+        if f.kind is FindingKind.ORPHAN and f.number is not None and f.number < before.next_number
+    }
     reason = "its record is lost: add its file with `histopipe ingest`"
-    return {f"slide number {number}": reason for number in sorted(numbers)}
+    lost = sorted(numbers - _usable_records(before).keys())
+    return {f"slide number {number}": reason for number in lost}

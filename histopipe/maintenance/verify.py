@@ -181,7 +181,6 @@ def _examine(
     examination.damaged_records = slides.damaged_records
     complete = {n for n, r in examination.records.items() if r.state is SlideState.COMPLETE}
     orphans = _result_or_finding(submit(find_orphans, store, complete), "LMDB cannot list the keys")
-    examination.without_record = orphans.without_record
     examination.findings = [
         *_result_or_finding(pages, crash_of_verifier).findings,
         *examination.findings,
@@ -232,9 +231,9 @@ def _check_slides(
             bar.advance(result.value_bytes)
     task = partial(task, records_only=True)
     for (number,), result in results_of(pool, seconds, task, [[number] for number in died]):
-        check = Examination(damaged_records={number: b""})
-        if isinstance(result, Examination) and (result.records or result.damaged_records):
-            check = result
+        check = (
+            Examination(damaged_records={number: b""}) if isinstance(result, WorkerDied) else result
+        )
         check.add(
             FindingKind.STRUCTURE,
             f"LMDB crashes or hangs reading this slide: {died[number]}",

@@ -146,14 +146,10 @@ def _in_transaction(
 
     @functools.wraps(method)
     def run(writer: StoreWriter, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        def work(transaction: lmdb.Transaction) -> tuple[T, dict[int, SlideRecord]]:
-            writer.written = {}
-            return method(writer, transaction, *args, **kwargs), writer.written
+        def work(transaction: lmdb.Transaction) -> T:
+            return method(writer, transaction, *args, **kwargs)
 
-        result, written = writer.environment.change(work)
-        if writer.cached is not None:
-            writer.cached |= written
-        return result
+        return writer.environment.change(work)
 
     return run
 
@@ -174,8 +170,7 @@ class StoreWriter(Closing):
 
     Attributes:
         environment: the store's environment.
-        cached: records of all slides, if no other process writes.
-        written: records that the current transaction has written.
+        cached: records of all slides, if no other process writes. After an error, the writer must be closed.
     """
 
     def __init__(
@@ -183,7 +178,6 @@ class StoreWriter(Closing):
     ) -> None:
         self.path = path
         self.cached: dict[int, SlideRecord] | None = None
-        self.written: dict[int, SlideRecord] = {}
         self.environment = _open_for_writing(
             path, spec.to_json() if isinstance(spec, TilingSpec) else spec
         )
@@ -376,7 +370,8 @@ class StoreWriter(Closing):
 
     def _put_record(self, transaction: lmdb.Transaction, number: int, record: SlideRecord) -> None:
         transaction.put(slide_key(number), record.to_bytes(number), db=self._db[SLIDES])
-        self.written[number] = record
+        if self.cached is not None:
+            self.cached[number] = record
 
     def _change_record(
         self, transaction: lmdb.Transaction, number: int, fields: Mapping[str, Any]
