@@ -402,6 +402,8 @@ def test_repair_restores_all_data_of_slide(drawn: Path, damaged: Path, run: Run)
             assert store.records[1].patient == "p-7"
             assert store.records[1].state is SlideState.PENDING
             assert "run `histopipe repair` again" in str(store.records[1].error)
+        ingested = run("ingest", drawn / "slides", "--out", damaged, *FLAGS)
+        assert (ingested.returncode, "run `histopipe repair` again" in ingested.stderr) == (3, True)
     done = repair(damaged, drawn / "slides")
     assert (int(done.exit_code), done.slides) == (0, [])  # all patches had been written again
     assert as_ingested(damaged) == expected

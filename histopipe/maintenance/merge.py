@@ -386,7 +386,7 @@ def choose(
 
 
 def _values_of_users(record: SlideRecord) -> dict[str, str]:
-    """Return label, patient, site and sources of labels and measurements, as far as they are set.
+    """Return label, patient, site and sources of labels and measurements, without those that are not set.
 
     A patient that equals the slide id is the default of ingest, and counts as not set.
     """

@@ -145,8 +145,9 @@ class RepairWriter(StoreWriter):
         return True
 
     def records(self) -> dict[int, SlideRecord]:
-        """Return the records without annotations: otherwise, an ingest would note that patch labels are lost."""
-        return {n: replace(record, annotations=None) for n, record in super().records().items()}
+        """Return the records as of new slides: an ingest skips a hidden slide, and notes that patch labels are lost."""
+        records = super().records().items()
+        return {n: replace(record, annotations=None, error=None) for n, record in records}
 
     def restart(self, slide: int, record: SlideRecord) -> None:
         """Do nothing: the slide is hidden, and its patches will be replaced one by one."""
